@@ -1,0 +1,182 @@
+"""What the attention of a model is: head counts, dimensions, scale, cache layout, selection."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax_sparse_mla.kv_cache.layout import KVLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The attention constants of a model, hashable (it may be a static argument).
+
+    Attributes:
+      name: for messages.
+      num_heads: query heads of the whole model (a tensor-parallel rank holds a share of them).
+      qk_dim, v_dim: values of a K row and of a V row; V is the leading part of K.
+      nope_dim, rope_dim: values of a K row without and with rotary embedding, in this order.
+      softmax_scale: what q·k is multiplied by.
+      kv_layout: the byte layout of a cached row.
+      page_size: tokens per page of the request's own cache (V4: the sliding-window cache).
+      index_topk: entries that the indexer keeps per query.
+      index_heads, index_dim: the indexer's heads and head dimension.
+      window: tokens of the sliding window; None where the model has none.
+      compress_ratios: the distinct compress ratios of the layers, ascending; 0 is a sliding-window layer.
+      has_attn_sink: whether each head has an attention sink.
+    """
+
+    name: str
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    nope_dim: int
+    rope_dim: int
+    softmax_scale: float
+    kv_layout: KVLayout
+    page_size: int
+    index_topk: int
+    index_heads: int
+    index_dim: int
+    window: int | None = None
+    compress_ratios: tuple[int, ...] = ()
+    has_attn_sink: bool = False
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> ModelSpec:
+        """The spec of a Hugging Face config: a checkpoint's `config.json` as a mapping, or a transformers config.
+
+        Args:
+          config: `model_type` must be `deepseek_v32` or `deepseek_v4`. Both the checkpoint's own keys
+            (`compress_ratios`, `rope_scaling`) and transformers' (`layer_types`, `rope_parameters`) are read.
+
+        Raises:
+          ValueError: another model type, or dimensions for which no cache layout exists.
+        """
+        read = config.get if isinstance(config, Mapping) else lambda key, default=None: getattr(config, key, default)
+        model_type = read("model_type")
+        if model_type == "deepseek_v32":
+            return _v32_from_config(read)
+        if model_type == "deepseek_v4":
+            return _v4_from_config(read)
+        raise ValueError(
+            f"ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4', got {model_type!r}"
+        )
+
+
+def yarn_mscale(factor: float, mscale_all_dim: float) -> float:
+    """YaRN's attention magnitude `0.1 · mscale_all_dim · ln(factor) + 1`; V3.2 multiplies its scale by its square."""
+    return 1.0 if factor <= 1 else 0.1 * mscale_all_dim * math.log(factor) + 1.0
+
+
+def _layout(model: str, layouts: tuple[KVLayout, ...], qk_dim: int, rope_dim: int, v_dim: int) -> KVLayout:
+    for layout in layouts:
+        if (layout.qk_dim, layout.rope_dim, layout.v_dim) == (qk_dim, rope_dim, v_dim):
+            return layout
+    known = ", ".join(f"{x} ({x.nope_dim} + {x.rope_dim}, v {x.v_dim})" for x in layouts)
+    raise ValueError(
+        f"ModelSpec.from_hf_config: {model} with {qk_dim - rope_dim} + {rope_dim} K values and {v_dim} V values "
+        f"has no cache layout; known: {known}"
+    )
+
+
+def _v32_from_config(read) -> ModelSpec:
+    nope_dim, rope_dim = read("kv_lora_rank", 512), read("qk_rope_head_dim", 64)
+    head_dim = read("qk_nope_head_dim", 128) + rope_dim
+    rope = read("rope_scaling") or read("rope_parameters") or {}
+    mscale = 1.0
+    if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
+        mscale = yarn_mscale(rope["factor"], rope["mscale_all_dim"])
+    return ModelSpec(
+        name="deepseek_v32",
+        num_heads=read("num_attention_heads", 128),
+        qk_dim=nope_dim + rope_dim,
+        v_dim=nope_dim,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        softmax_scale=head_dim**-0.5 * mscale**2,
+        kv_layout=_layout("deepseek_v32", (KVLayout.V32_FP8,), nope_dim + rope_dim, rope_dim, nope_dim),
+        page_size=64,
+        index_topk=read("index_topk", 2048),
+        index_heads=read("index_n_heads", 64),
+        index_dim=read("index_head_dim", 128),
+    )
+
+
+# transformers names a layer by its kind; the checkpoint by its compress ratio.
+_V4_LAYER_KIND = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def v4_layer_ratios(config: Any) -> tuple[int, ...]:
+    """The compress ratio of each layer of a V4 config (mapping or transformers config), in layer order."""
+    read = config.get if isinstance(config, Mapping) else lambda key, default=None: getattr(config, key, default)
+    if (ratios := read("compress_ratios")) is not None:
+        return tuple(ratios)
+    kinds = dict(_V4_LAYER_KIND, **(read("compress_rates") or {}))
+    if (layer_types := read("layer_types")) is None:
+        raise ValueError("ModelSpec.from_hf_config: a deepseek_v4 config needs compress_ratios or layer_types")
+    return tuple(kinds[kind] for kind in layer_types)
+
+
+def _v4_from_config(read) -> ModelSpec:
+    head_dim = read("head_dim", 512)
+    rope_dim = read("qk_rope_head_dim") or round(head_dim * (read("partial_rotary_factor") or 64 / 512))
+    ratios = v4_layer_ratios({k: read(k) for k in ("compress_ratios", "compress_rates", "layer_types")})
+    return ModelSpec(
+        name="deepseek_v4",
+        num_heads=read("num_attention_heads", 64),
+        qk_dim=head_dim,
+        v_dim=head_dim,
+        nope_dim=head_dim - rope_dim,
+        rope_dim=rope_dim,
+        softmax_scale=head_dim**-0.5,
+        kv_layout=_layout("deepseek_v4", (KVLayout.V4_FP8,), head_dim, rope_dim, head_dim),
+        page_size=256,
+        index_topk=read("index_topk", 512),
+        index_heads=read("index_n_heads", 64),
+        index_dim=read("index_head_dim", 128),
+        window=read("sliding_window", 128),
+        compress_ratios=tuple(sorted(set(ratios))),
+        has_attn_sink=True,
+    )
+
+
+DEEPSEEK_V32 = ModelSpec(
+    name="DeepSeek-V3.2",
+    num_heads=128,
+    qk_dim=576,
+    v_dim=512,
+    nope_dim=512,
+    rope_dim=64,
+    softmax_scale=192**-0.5 * yarn_mscale(40, 1.0) ** 2,
+    kv_layout=KVLayout.V32_FP8,
+    page_size=64,
+    index_topk=2048,
+    index_heads=64,
+    index_dim=128,
+)
+
+DEEPSEEK_V4_FLASH = ModelSpec(
+    name="DeepSeek-V4-Flash",
+    num_heads=64,
+    qk_dim=512,
+    v_dim=512,
+    nope_dim=448,
+    rope_dim=64,
+    softmax_scale=512**-0.5,
+    kv_layout=KVLayout.V4_FP8,
+    page_size=256,
+    index_topk=512,
+    index_heads=64,
+    index_dim=128,
+    window=128,
+    compress_ratios=(0, 4, 128),
+    has_attn_sink=True,
+)
+
+DEEPSEEK_V4_PRO = dataclasses.replace(
+    DEEPSEEK_V4_FLASH, name="DeepSeek-V4-Pro", num_heads=128, index_topk=1024
+)

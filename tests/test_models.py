@@ -1,0 +1,74 @@
+"""ModelSpec: the constants of design, and configs read as a checkpoint ships them and as transformers holds them."""
+
+import math
+
+import pytest
+
+from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32, ModelSpec, v4_layer_ratios
+
+# The attention keys of the checkpoints' own config.json.
+V32_JSON = {
+    "model_type": "deepseek_v32",
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+V4_JSON = {
+    "model_type": "deepseek_v4",
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, 4, 128, 4, 128, 0],
+    "index_topk": 512,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+
+
+def test_checkpoint_configs_give_the_constants():
+    import dataclasses
+
+    assert dataclasses.replace(ModelSpec.from_hf_config(V32_JSON), name=DEEPSEEK_V32.name) == DEEPSEEK_V32
+    assert dataclasses.replace(ModelSpec.from_hf_config(V4_JSON), name=DEEPSEEK_V4_FLASH.name) == DEEPSEEK_V4_FLASH
+
+
+def test_constants():
+    mscale = 0.1 * 1.0 * math.log(40) + 1
+    assert DEEPSEEK_V32.softmax_scale == pytest.approx(192**-0.5 * mscale**2)
+    assert (DEEPSEEK_V32.qk_dim, DEEPSEEK_V32.v_dim, DEEPSEEK_V32.window) == (576, 512, None)
+    assert (DEEPSEEK_V32.kv_layout, DEEPSEEK_V32.compress_ratios) == (KVLayout.V32_FP8, ())
+    assert DEEPSEEK_V4_FLASH.softmax_scale == 512**-0.5
+    assert (DEEPSEEK_V4_FLASH.num_heads, DEEPSEEK_V4_FLASH.index_topk) == (64, 512)
+    assert (DEEPSEEK_V4_PRO.num_heads, DEEPSEEK_V4_PRO.index_topk) == (128, 1024)
+    assert DEEPSEEK_V4_PRO.compress_ratios == (0, 4, 128) and DEEPSEEK_V4_PRO.has_attn_sink
+    assert len({DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO}) == 3  # hashable: usable as static arguments
+
+
+def test_transformers_configs():
+    transformers = pytest.importorskip("transformers")
+    yarn = {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+    v32 = ModelSpec.from_hf_config(transformers.DeepseekV32Config(rope_parameters={"rope_theta": 10000.0, **yarn}))
+    assert v32.softmax_scale == pytest.approx(DEEPSEEK_V32.softmax_scale)
+    assert (v32.kv_layout, v32.index_topk, v32.num_heads) == (KVLayout.V32_FP8, 2048, 128)
+    assert ModelSpec.from_hf_config(transformers.DeepseekV32Config()).softmax_scale == 192**-0.5  # no yarn: no mscale
+    config = transformers.DeepseekV4Config(num_hidden_layers=4, compress_ratios=[0, 4, 128, 4])
+    v4 = ModelSpec.from_hf_config(config)
+    assert v4_layer_ratios(config) == (0, 4, 128, 4)
+    assert (v4.compress_ratios, v4.kv_layout, v4.rope_dim) == ((0, 4, 128), KVLayout.V4_FP8, 64)
+
+
+def test_what_has_no_layout_is_refused():
+    with pytest.raises(ValueError, match="model_type"):
+        ModelSpec.from_hf_config({"model_type": "llama"})
+    with pytest.raises(ValueError, match="no cache layout"):
+        ModelSpec.from_hf_config({**V4_JSON, "head_dim": 256})
+    with pytest.raises(ValueError, match="compress_ratios or layer_types"):
+        ModelSpec.from_hf_config({k: v for k, v in V4_JSON.items() if k != "compress_ratios"})
