@@ -1,0 +1,131 @@
+"""Writing, gathering and dequantising the rows of a paged KV cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
+from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
+from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+
+
+def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
+    """Writes K rows into the cache, quantised as its layout says.
+
+    Rows are rounded to bfloat16 first, and a finite value that would round to infinity becomes the largest
+    finite bfloat16. Each group of the fp8 part is then divided by a power of two and rounded to float8_e4m3fn
+    (nearest even); with `amax` the group's largest magnitude, the power is
+
+    * V4 (SGLang's plain store): `max(amax, 1e-4) / 448` rounded up to a power of two, as a UE8M0 byte behind
+      the page's rows. Of the eight scale bytes of a token the last is left as it was.
+    * V3.2 (FlashMLA's own quantiser): `2^ceil(log2(max(amax / 448, 1e-4)))` as float32 inside the row.
+
+    Values of the fp8 part beyond `240 * 2^120` (1.875 * 2^127) are clipped to it, because e4m3 would round
+    them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
+    clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
+
+    Under `jit` with the cache donated it writes in place; otherwise the cache is copied. If the program also
+    reads the older cache, and the write does not depend on what was read, XLA keeps both: a copy.
+
+    Args:
+      cache: the cache.
+      slots: int32 `[n]`. A negative or out-of-range slot skips its row. Which row a slot given twice holds is
+        not defined; on a GPU its bytes may be of both.
+      kv: bfloat16 or float32 `[n, qk_dim]`.
+
+    Returns:
+      The cache with the rows written. Padding bytes and all other slots keep their bytes.
+
+    Raises:
+      TypeError: a wrong dtype, or cache is no PagedKV.
+      ValueError: a wrong shape.
+    """
+    check = ArgumentChecks("write_kv")
+    check_cache(check, "cache", cache)
+    slots = check("slots", slots, ("n",), INT32)
+    kv = check("kv", kv, ("n", cache.layout.qk_dim), FLOATS)
+    return _write_kv(cache, slots, kv)
+
+
+@jax.jit
+def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
+    layout = cache.layout
+    _, page, offset = locate_slots(slots, cache.num_pages, cache.page_size)
+    rows, scales = encode_rows(layout, kv)
+    data = scatter_windows(cache.data, page, offset * layout.data_bytes, rows)
+    if layout.footer_scale_bytes:
+        data = scatter_windows(data, page, _footer_start(cache, offset), scales)
+    return dataclasses.replace(cache, data=data)
+
+
+def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
+    """Gathers K rows as bfloat16: `bfloat16(float32(e4m3) * scale)`, and the bfloat16 part bit by bit.
+
+    A UE8M0 scale byte b is `2^(b - 127)`; 0 is 2^-127 and 255 is NaN.
+
+    Args:
+      cache: the cache.
+      slots: int32 `[n]`. A negative or out-of-range slot gives a row of zeros, whatever the cache holds.
+
+    Returns:
+      bfloat16 `[n, qk_dim]`.
+
+    Raises:
+      TypeError: a wrong dtype, or cache is no PagedKV.
+      ValueError: a wrong shape.
+    """
+    check = ArgumentChecks("gather_kv")
+    check_cache(check, "cache", cache)
+    return _gather_kv(cache, check("slots", slots, ("n",), INT32))
+
+
+@jax.jit
+def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
+    layout = cache.layout
+    if cache.num_pages == 0:  # nothing to gather from: every slot is out of range
+        return jnp.zeros((slots.shape[0], layout.qk_dim), jnp.bfloat16)
+    valid, page, offset = locate_slots(slots, cache.num_pages, cache.page_size)
+    rows = gather_windows(cache.data, page, offset * layout.data_bytes, layout.data_bytes)
+    scales = jnp.zeros((slots.shape[0], 0), jnp.uint8)
+    if layout.footer_scale_bytes:
+        scales = gather_windows(cache.data, page, _footer_start(cache, offset), layout.num_groups)
+    bits = jnp.where(valid[:, None], decode_rows(layout, rows, scales), jnp.uint16(0))
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def dequantize_kv(cache: PagedKV) -> jax.Array:
+    """All rows of the cache as bfloat16, in slot order, by the rule of `gather_kv`.
+
+    Args:
+      cache: the cache.
+
+    Returns:
+      bfloat16 `[num_slots, qk_dim]`.
+
+    Raises:
+      TypeError: cache is no PagedKV.
+      ValueError: its bytes do not fit its layout and page size.
+    """
+    check_cache(ArgumentChecks("dequantize_kv"), "cache", cache)
+    return _dequantize_kv(cache)
+
+
+@jax.jit
+def _dequantize_kv(cache: PagedKV) -> jax.Array:
+    layout, pages, tokens = cache.layout, cache.num_pages, cache.page_size
+    footer = _footer_start(cache, 0)
+    rows = cache.data[:, :footer].reshape(pages, tokens, layout.data_bytes)
+    scales = cache.data[:, footer : footer + tokens * layout.footer_scale_bytes]
+    scales = scales.reshape(pages, tokens, layout.footer_scale_bytes)[..., : layout.num_groups]
+    bits = decode_rows(layout, rows, scales).reshape(cache.num_slots, layout.qk_dim)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def _footer_start(cache: PagedKV, offset):
+    """The byte of its page where the footer scales of token `offset` start (the rows' end, for offset 0)."""
+    return cache.page_size * cache.layout.data_bytes + offset * cache.layout.footer_scale_bytes

@@ -1,0 +1,68 @@
+"""Reading and writing runs of bytes of a paged buffer in place: an address stays (page, byte).
+
+Nothing here flattens the buffer, so it may exceed 2 GiB, and XLA updates a donated buffer where it is.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def locate_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where slots lie.
+
+    Args:
+      slots: int32, any shape, any values.
+      num_pages, page_size: the geometry.
+
+    Returns:
+      `(valid, page, offset)`, like slots: whether the slot exists, its page and its token within the page. A
+      slot that does not exist has page `num_pages` (which `scatter_windows` drops) and offset 0.
+    """
+    page = lax.div(jnp.maximum(slots, 0), jnp.int32(page_size))
+    valid = (slots >= 0) & (page < num_pages)
+    return valid, jnp.where(valid, page, num_pages), jnp.where(valid, slots - page * page_size, 0)
+
+
+def gather_windows(data: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
+    """`data[page[i], start[i] : start[i] + width]`; positions are clamped, so mask what was out of range.
+
+    Args:
+      data: `[num_pages, page_bytes]`, at least one page.
+      page, start: int32 `[n]`.
+      width: static.
+
+    Returns:
+      `[n, width]` of data's dtype.
+    """
+    return lax.gather(
+        data,
+        jnp.stack([page, start], axis=-1),
+        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)),
+        slice_sizes=(1, width),
+        mode=lax.GatherScatterMode.CLIP,
+    )
+
+
+def scatter_windows(data: jax.Array, page: jax.Array, start: jax.Array, windows: jax.Array) -> jax.Array:
+    """`data[page[i], start[i] : start[i] + width] = windows[i]`; a page out of range drops its window.
+
+    Args:
+      data: `[num_pages, page_bytes]`.
+      page, start: int32 `[n]`, not negative; a window stays within its page.
+      windows: `[n, width]` of data's dtype.
+
+    Returns:
+      The updated buffer, in place where XLA may (a donated argument of the surrounding `jit`).
+    """
+    return lax.scatter(
+        data,
+        jnp.stack([page, start], axis=-1),
+        windows,
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+        ),
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )

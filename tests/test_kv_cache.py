@@ -1,0 +1,817 @@
+"""kv_cache: the bytes of the layouts, the quantising writer, the gather and the page split.
+
+The oracles are ml_dtypes' and torch's casts, exact fractions, and byte positions written out as numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from fractions import Fraction
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla.kv_cache import (
+    KVLayout,
+    PagedKV,
+    dequantize_kv,
+    gather_kv,
+    quantize_ue8m0,
+    split_pages,
+    write_kv,
+)
+from jax_sparse_mla.kv_cache.quantize import bfloat16_bits, power_of_two, scale_exponent
+
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+V32, V4, V32_BF16, V4_BF16 = KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16
+LAYOUTS = (V32, V4, V32_BF16, V4_BF16)
+PAGE_SIZES = (256, 64, 2, 61, 1)
+HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
+BF16_MAX = float(ml_dtypes.finfo(BF16).max)
+CLIP = 240 * 2.0**120  # the fp8 part: e4m3 would round what is beyond 248 * 2^120 up to 2^128
+MAYBE_JIT = pytest.mark.parametrize("maybe_jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+PROPERTY = settings(max_examples=25, deadline=None)
+
+
+# --- oracles --------------------------------------------------------------------------------------
+
+
+def to_bf16(rows: np.ndarray) -> np.ndarray:
+    """Rounded to bfloat16 by ml_dtypes, finite values clipped."""
+    rounded = rows.astype(BF16)
+    limit = np.copysign(np.float32(BF16_MAX), rows.astype(np.float32)).astype(BF16)
+    return np.where(np.isinf(rounded) & np.isfinite(rows), limit, rounded)
+
+
+def ceil_log2(value: Fraction) -> int:
+    exponent = math.frexp(float(value))[1]
+    while Fraction(2) ** exponent >= value:
+        exponent -= 1
+    return exponent + 1
+
+
+def v4_exponent(group: np.ndarray) -> int:
+    amax = max(float(np.abs(group.astype(np.float32)).max()), float(np.float32(1e-4)))
+    return ceil_log2(Fraction(amax) / 448)
+
+
+def v32_exponent(group: np.ndarray) -> int:
+    amax = float(np.abs(group.astype(np.float32)).max())
+    return ceil_log2(max(Fraction(amax) / 448, Fraction(float(np.float32(1e-4)))))
+
+
+def quantised_part(row: np.ndarray, dim: int) -> np.ndarray:
+    return np.clip(row[:dim].astype(np.float32), -CLIP, CLIP).astype(np.float32)
+
+
+def e4m3(group: np.ndarray, exponent: int) -> np.ndarray:
+    scaled = np.clip(np.ldexp(group.astype(np.float64), -exponent), -448, 448)
+    return scaled.astype(np.float32).astype(E4M3)  # exact before the last cast: at most 24 significant bits
+
+
+def token_bytes(layout: KVLayout, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the row's bytes, its footer bytes) of a bfloat16 row, literally as the formats say."""
+    if layout is V4:
+        x = quantised_part(row, 448)
+        exponents = [v4_exponent(x[g : g + 64]) for g in range(0, 448, 64)]
+        values = np.concatenate([e4m3(x[64 * g : 64 * g + 64], e) for g, e in enumerate(exponents)])
+        footer = np.array([e + 127 for e in exponents], np.uint8)
+        return np.concatenate([values.view(np.uint8), row[448:].view(np.uint8)]), footer
+    if layout is V32:
+        x = quantised_part(row, 512)
+        exponents = [v32_exponent(x[g : g + 128]) for g in range(0, 512, 128)]
+        values = np.concatenate([e4m3(x[128 * g : 128 * g + 128], e) for g, e in enumerate(exponents)])
+        scales = np.array([2.0**e for e in exponents], "<f4")
+        parts = [values.view(np.uint8), scales.view(np.uint8), row[512:].view(np.uint8)]
+        return np.concatenate(parts), np.zeros(0, np.uint8)
+    return row.view(np.uint8), np.zeros(0, np.uint8)
+
+
+def write_by_hand(data: np.ndarray, layout: KVLayout, page_size: int, slots, rows: np.ndarray) -> np.ndarray:
+    data = data.copy()
+    row_bytes = {V4: 576, V32: 656, V32_BF16: 1152, V4_BF16: 1024}[layout]
+    for slot, row in zip(slots, to_bf16(rows)):
+        if not 0 <= slot < data.shape[0] * page_size:
+            continue
+        page, offset = divmod(int(slot), page_size)
+        body, footer = token_bytes(layout, row)
+        assert len(body) == row_bytes
+        data[page, offset * row_bytes : (offset + 1) * row_bytes] = body
+        start = page_size * 576 + offset * 8
+        data[page, start : start + len(footer)] = footer
+    return data
+
+
+def mixed_rows(n: int, dim: int, seed: int) -> np.ndarray:
+    """float32 rows of every kind: normal, tiny, huge, zero, mixed magnitudes, powers of two."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((n, dim)).astype(np.float32)
+    kinds = [1.0, 1e-30, 1e30, 0.0, 1e-5, 3e-2, 448.0]
+    rows *= np.array([kinds[i % len(kinds)] for i in range(n)], np.float32)[:, None]
+    rows[5::7] *= np.exp2(rng.integers(-20, 20, rows[5::7].shape)).astype(np.float32)
+    return rows
+
+
+def filled(layout: KVLayout, num_pages: int, page_size: int, seed: int | None = None) -> PagedKV:
+    """A cache of random bytes, or of 0xFF (NaN everywhere) without a seed."""
+    shape = (num_pages, layout.page_bytes(page_size))
+    data = np.full(shape, 0xFF, np.uint8)
+    if seed is not None:
+        data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return PagedKV(data=jnp.asarray(data), layout=layout, page_size=page_size)
+
+
+def bits(x) -> np.ndarray:
+    return np.asarray(x).view(np.uint16)
+
+
+def assert_same_bf16(actual, expected) -> None:
+    """Bit for bit; a NaN only has to be one."""
+    chex.assert_type(actual, jnp.bfloat16)
+    nan = np.isnan(np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(np.isnan(np.asarray(actual, np.float32)), nan)
+    np.testing.assert_array_equal(bits(actual)[~nan], bits(expected)[~nan])
+
+
+# --- layouts and PagedKV --------------------------------------------------------------------------
+
+
+def test_layout_numbers():
+    assert [x.bytes_per_token for x in LAYOUTS] == [656, 584, 1152, 1024]
+    assert [(x.qk_dim, x.nope_dim, x.rope_dim, x.v_dim) for x in LAYOUTS] == [
+        (576, 512, 64, 512),
+        (512, 448, 64, 512),
+        (576, 512, 64, 512),
+        (512, 448, 64, 512),
+    ]
+    assert [V4.page_bytes(p) for p in (256, 64, 2)] == [149760, 37440, 1728]
+    assert [V32.page_bytes(p) for p in (64, 1)] == [64 * 656, 656]
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="page_size"):
+            V4.page_bytes(bad)
+
+
+def test_paged_kv_is_a_pytree():
+    cache = PagedKV.zeros(V4, 3, 64)
+    chex.assert_shape(cache.data, (3, 37440))
+    chex.assert_type(cache.data, jnp.uint8)
+    assert cache.num_slots == 192
+    leaves, tree = jax.tree.flatten(cache)
+    assert len(leaves) == 1
+    again = jax.tree.unflatten(tree, leaves)
+    assert (again.layout, again.page_size) == (V4, 64)
+
+
+# --- the scale arithmetic -------------------------------------------------------------------------
+
+
+def with_neighbours(x: np.ndarray) -> np.ndarray:
+    below, above = np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(np.inf))
+    return np.concatenate([x, below, above])
+
+
+def test_scale_exponent_next_to_every_power_of_two():
+    powers = np.ldexp(np.float32(448), np.arange(-100, 120)).astype(np.float32)
+    powers = np.concatenate([powers, np.ldexp(np.float32(1), np.arange(-80, 128)).astype(np.float32)])
+    amax = np.append(with_neighbours(powers), np.finfo(np.float32).max).astype(np.float32)
+    expected = [max(ceil_log2(Fraction(float(a)) / 448), -126) for a in amax]
+    np.testing.assert_array_equal(scale_exponent(jnp.asarray(amax.view(np.int32)), -126), expected)
+
+
+def test_power_of_two_is_exact():
+    exponents = np.arange(-126, 128, dtype=np.int32)
+    np.testing.assert_array_equal(power_of_two(jnp.asarray(exponents)), np.ldexp(np.float32(1), exponents))
+
+
+@given(st.integers(0, 2**32 - 1))
+@PROPERTY
+def test_bfloat16_bits_is_the_cast(seed):
+    x = np.random.default_rng(seed).integers(0, 2**32, 4096, dtype=np.uint32)
+    x[:1024] = (x[:1024] & 0xFFFF0000) | 0x8000  # ties
+    with np.errstate(invalid="ignore"):
+        expected = x.view(np.float32).astype(BF16)
+    actual = np.asarray(bfloat16_bits(jnp.asarray(x.view(np.int32))))
+    assert actual.min() >= 0 and actual.max() <= 0xFFFF
+    assert_same_bf16(jnp.asarray(actual.astype(np.uint16).view(BF16)), expected)
+
+
+# --- quantize_ue8m0 -------------------------------------------------------------------------------
+
+
+@MAYBE_JIT
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("group", [32, 64])
+def test_quantize_ue8m0_follows_the_rule(maybe_jit, dtype, group):
+    x = mixed_rows(14, 128, 0).astype(dtype).reshape(2, 7, 128)
+    values, scales = maybe_jit(functools.partial(quantize_ue8m0, group=group))(jnp.asarray(x))
+    chex.assert_shape((values, scales), [(2, 7, 128), (2, 7, 128 // group)])
+    chex.assert_type((values, scales), [jnp.float8_e4m3fn, jnp.uint8])
+    groups = x.reshape(-1, group)
+    exponents = [v4_exponent(g) for g in groups]
+    np.testing.assert_array_equal(np.asarray(scales).reshape(-1), np.array(exponents) + 127)
+    expected = np.stack([e4m3(g, e) for g, e in zip(groups, exponents)])
+    np.testing.assert_array_equal(
+        np.asarray(values).view(np.uint8).reshape(-1, group), expected.view(np.uint8)
+    )
+
+
+def test_quantize_ue8m0_zero_groups():
+    values, scales = quantize_ue8m0(jnp.zeros((3, 128), jnp.bfloat16), 64)
+    np.testing.assert_array_equal(np.asarray(scales), np.full((3, 2), 105))
+    np.testing.assert_array_equal(np.asarray(values).view(np.uint8), 0)
+    values, scales = quantize_ue8m0(jnp.zeros((0, 128), jnp.bfloat16), 64)
+    chex.assert_shape((values, scales), [(0, 128), (0, 2)])
+
+
+@pytest.mark.torch
+def test_quantize_ue8m0_is_torchs_at_powers_of_two():
+    torch = pytest.importorskip("torch")
+    amax = with_neighbours(np.ldexp(np.float32(448), np.arange(-30, 120)).astype(np.float32))
+    amax = np.append(amax, with_neighbours(np.float32([1e-4])))
+    amax = np.append(amax, np.float32([np.finfo(np.float32).max, 0])).astype(np.float32)
+    x = np.random.default_rng(0).uniform(-1, 1, (len(amax), 64)).astype(np.float32) * amax[:, None]
+    x[:, 17] = amax * np.where(np.arange(len(amax)) % 2, 1, -1)
+    values, scales = quantize_ue8m0(jnp.asarray(x), 64)
+    torch_values, torch_scales = torch_ue8m0(torch, torch.from_numpy(x))
+    np.testing.assert_array_equal(np.asarray(scales)[:, 0], torch_scales.numpy())
+    np.testing.assert_array_equal(np.asarray(values).view(np.uint8), torch_values.view(torch.uint8).numpy())
+
+
+def torch_ue8m0(torch, groups):
+    """[n, group] float32 -> (e4m3 values, scale bytes [n]): s rounded up to torch's own float8_e8m0fnu."""
+    s = groups.abs().amax(-1).clamp(min=1e-4) / 448
+    nearest = s.to(torch.float8_e8m0fnu)  # torch rounds to nearest
+    byte = nearest.view(torch.uint8) + (nearest.float() < s).to(torch.uint8)
+    scale = byte.view(torch.float8_e8m0fnu).float()
+    return (groups / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn), byte
+
+
+@pytest.mark.parametrize(
+    "x, group, error, message",
+    [
+        (jnp.zeros((2, 64), jnp.float16), 64, TypeError, "quantize_ue8m0: x must be bfloat16 or float32"),
+        (jnp.zeros((2, 64), jnp.int32), 64, TypeError, "x must be"),
+        (jnp.zeros((2, 96), jnp.float32), 64, ValueError, "group must divide .* 96, got 64"),
+        (jnp.zeros((2, 64), jnp.float32), 0, ValueError, "group must be >= 1"),
+        (jnp.zeros((2, 64), jnp.float32), 64.0, TypeError, "group must be a static int"),
+        (jnp.float32(1.0), 1, ValueError, "x must have shape"),
+    ],
+)
+def test_quantize_ue8m0_refuses(x, group, error, message):
+    with pytest.raises(error, match=message):
+        quantize_ue8m0(x, group)
+
+
+# --- write_kv -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_write_kv_bytes(layout, page_size):
+    """Every byte of the cache: rows, scales, the untouched eighth scale byte, padding, other slots."""
+    num_pages = 3
+    cache = filled(layout, num_pages, page_size, seed=page_size)
+    total = num_pages * page_size
+    rng = np.random.default_rng(1)
+    slots = np.full(16, -1, np.int32)
+    picked = rng.permutation(total)[:11]
+    slots[: len(picked)] = picked
+    slots[12:] = [total, -7, -(2**31), 2**31 - 1]
+    slots = rng.permutation(slots)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        rows = mixed_rows(16, layout.qk_dim, 2).astype(dtype)
+        new = write_kv(cache, jnp.asarray(slots), jnp.asarray(rows))
+        assert (new.layout, new.page_size) == (layout, page_size)
+        chex.assert_type(new.data, jnp.uint8)
+        expected = write_by_hand(np.asarray(cache.data), layout, page_size, slots, rows)
+        np.testing.assert_array_equal(np.asarray(new.data), expected)
+
+
+@given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from([x.name for x in LAYOUTS]))
+@PROPERTY
+def test_write_kv_any_bits(seed, name):
+    """Any finite float32, subnormal ones included: the oracle's bytes, and only finite values come back."""
+    layout = getattr(KVLayout, name)
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 2**32, (8, layout.qk_dim), dtype=np.uint32)
+    raw = np.where((raw >> 23) & 0xFF == 0xFF, raw & 0x807FFFFF, raw)  # infinities and NaN become subnormal
+    rows = np.where(rng.random((8, 1)) < 0.5, raw, raw & 0x80FFFFFF).view(np.float32)
+    assert np.isfinite(rows).all()
+    slots = rng.permutation(16).astype(np.int32)[:8]
+    cache = write_kv(filled(layout, 2, 8), jnp.asarray(slots), jnp.asarray(rows))
+    expected = write_by_hand(np.full(cache.data.shape, 0xFF, np.uint8), layout, 8, slots, rows)
+    np.testing.assert_array_equal(np.asarray(cache.data), expected)
+    assert np.isfinite(np.asarray(gather_kv(cache, jnp.asarray(slots)), np.float32)).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_write_kv_extremes(layout):
+    """Largest numbers stay finite, zeros stay clean, infinities and NaN stay in their row."""
+    rows = np.zeros((6, layout.qk_dim), np.float32)
+    rows[0] = np.finfo(np.float32).max
+    rows[1] = -np.finfo(np.float32).max
+    rows[2] = BF16_MAX
+    rows[3, ::64] = np.inf
+    rows[4, ::64] = np.nan
+    cache = write_kv(filled(layout, 1, 8), jnp.arange(6, dtype=jnp.int32), jnp.asarray(rows))
+    got = np.asarray(gather_kv(cache, jnp.arange(6, dtype=jnp.int32)), np.float32)
+    fp8 = layout.fp8_dim
+    assert (got[0, fp8:] == BF16_MAX).all() and (got[1, fp8:] == -BF16_MAX).all()
+    assert (got[0, :fp8] == CLIP).all() and np.isfinite(got[:3]).all()
+    np.testing.assert_array_equal(got[0], got[2])
+    np.testing.assert_array_equal(got[0], -got[1])
+    assert np.isinf(got[3, fp8::64]).all() and (got[3, :fp8:64] == CLIP).all()
+    assert np.isnan(got[4, ::64]).all()
+    assert not got[5].any()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_v4_bytes_are_torchs(page_size):
+    torch = pytest.importorskip("torch")
+    rows = mixed_rows(14, 512, 3)
+    rows[0, 5], rows[1, 64:128], rows[7, 3] = np.finfo(np.float32).max, 0, 448
+    kv = torch.from_numpy(rows).to(torch.bfloat16)
+    kv = kv.clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max)
+    values, scales = torch_ue8m0(torch, kv[:, :448].float().reshape(-1, 64).clamp(-CLIP, CLIP))
+    body = torch.cat(
+        [values.view(torch.uint8).reshape(14, 448), kv[:, 448:].contiguous().view(torch.uint8)], 1
+    )
+    cache = PagedKV.zeros(V4, -(-14 // page_size), page_size)
+    data = np.asarray(write_kv(cache, jnp.arange(14, dtype=jnp.int32), jnp.asarray(rows)).data)
+    for slot in range(14):
+        page, offset = divmod(slot, page_size)
+        np.testing.assert_array_equal(data[page, offset * 576 : offset * 576 + 576], body[slot].numpy())
+        footer = data[page, page_size * 576 + offset * 8 :][:8]
+        np.testing.assert_array_equal(footer[:7], scales.reshape(14, 7)[slot].numpy())
+        assert footer[7] == 0
+
+
+@pytest.mark.torch
+def test_v32_bytes_are_torchs():
+    torch = pytest.importorskip("torch")
+    rows = mixed_rows(14, 576, 4)
+    rows[0, 5], rows[1, 128:256], rows[7, 3] = np.finfo(np.float32).max, 0, 448
+    kv = torch.from_numpy(rows).to(torch.bfloat16)
+    kv = kv.clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max)
+    groups = kv[:, :512].double().reshape(-1, 128).clamp(-CLIP, CLIP)
+    scale = (groups.abs().amax(-1) / 448).clamp(min=1e-4).log2().ceil().exp2()[:, None]
+    values = (groups / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    data = np.asarray(
+        write_kv(PagedKV.zeros(V32, 1, 14), jnp.arange(14, dtype=jnp.int32), jnp.asarray(rows)).data
+    ).reshape(14, 656)
+    np.testing.assert_array_equal(data[:, :512], values.view(torch.uint8).reshape(14, 512).numpy())
+    np.testing.assert_array_equal(
+        data[:, 512:528].copy().view(np.float32), scale.float().reshape(14, 4).numpy()
+    )
+    np.testing.assert_array_equal(data[:, 528:], kv[:, 512:].contiguous().view(torch.uint8).numpy())
+    assert np.float32(data[1, 516:520].copy().view(np.float32)[0]) == 2.0**-13
+
+
+@MAYBE_JIT
+@pytest.mark.parametrize("layout", [V4, V32], ids=repr)
+def test_write_kv_skips_what_is_no_slot(maybe_jit, layout):
+    cache = filled(layout, 2, 4, seed=0)
+    slots = jnp.asarray([*HOSTILE, 8, 9, 2**30, -8], jnp.int32)
+    rows = jnp.full((8, layout.qk_dim), jnp.nan, jnp.bfloat16)
+    new = maybe_jit(write_kv)(cache, slots, rows)
+    np.testing.assert_array_equal(np.asarray(new.data), np.asarray(cache.data))
+
+
+def test_write_kv_duplicates_come_from_their_rows():
+    """Which row wins is not defined; that other slots keep their bytes is."""
+    cache = filled(V32_BF16, 1, 4, seed=0)
+    rows = np.stack([np.full(576, v, np.float32) for v in (1.0, 2.0, 3.0)])
+    new = write_kv(cache, jnp.asarray([2, 0, 2], jnp.int32), jnp.asarray(rows))
+    got = np.asarray(gather_kv(new, jnp.arange(4, dtype=jnp.int32)), np.float32)
+    assert set(np.unique(got[2])) <= {1.0, 3.0} and (got[0] == 2).all()
+    old = np.asarray(cache.data).reshape(4, -1)
+    np.testing.assert_array_equal(np.asarray(new.data).reshape(4, -1)[[1, 3]], old[[1, 3]])
+
+
+def test_write_kv_order_of_rows_is_irrelevant():
+    rows, slots = mixed_rows(16, 512, 5), np.random.default_rng(5).permutation(24)[:16].astype(np.int32)
+    order = np.random.default_rng(6).permutation(16)
+    a = write_kv(PagedKV.zeros(V4, 3, 8), jnp.asarray(slots), jnp.asarray(rows))
+    b = write_kv(PagedKV.zeros(V4, 3, 8), jnp.asarray(slots[order]), jnp.asarray(rows[order]))
+    np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
+
+
+def test_no_rows_and_no_pages():
+    none = jnp.zeros(0, jnp.int32)
+    for layout in LAYOUTS:
+        cache = filled(layout, 2, 4, seed=0)
+        new = write_kv(cache, none, jnp.zeros((0, layout.qk_dim), jnp.bfloat16))
+        np.testing.assert_array_equal(np.asarray(new.data), np.asarray(cache.data))
+        chex.assert_shape(gather_kv(cache, none), (0, layout.qk_dim))
+        empty = PagedKV(data=jnp.zeros((0, layout.page_bytes(4)), jnp.uint8), layout=layout, page_size=4)
+        slots = jnp.asarray([0, -1, 5], jnp.int32)
+        assert (
+            write_kv(empty, slots, jnp.ones((3, layout.qk_dim), jnp.float32)).data.shape == empty.data.shape
+        )
+        assert not np.asarray(gather_kv(empty, slots), np.float32).any()
+        chex.assert_shape(dequantize_kv(empty), (0, layout.qk_dim))
+        chex.assert_shape(split_pages(empty, 2, slots=slots).data, (0, layout.page_bytes(2)))
+
+
+# --- gather_kv and dequantize_kv ------------------------------------------------------------------
+
+
+def test_gather_v4_every_value_and_scale():
+    """All 256 e4m3 codes times all 256 scale bytes: subnormal scales and products, infinities and NaN."""
+    data = np.zeros((1, 149760), np.uint8)
+    codes = np.arange(256, dtype=np.uint8)
+    rows = data[:, : 256 * 576].reshape(256, 576)
+    rows[:, :256] = codes
+    rows[:, 256:448] = codes[:192]
+    data[0, 147456 : 147456 + 2048] = np.repeat(codes, 8)
+    cache = PagedKV(data=jnp.asarray(data), layout=V4, page_size=256)
+    got = gather_kv(cache, jnp.arange(256, dtype=jnp.int32))
+    scales = codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    assert scales[0] == 2.0**-127 and np.isnan(scales[255])
+    with np.errstate(over="ignore"):
+        expected = (codes.view(E4M3).astype(np.float32)[None] * scales[:, None]).astype(BF16)
+    assert_same_bf16(got[:, :256], expected)
+    assert_same_bf16(got[:, 256:448], expected[:, :192])
+    assert not bits(got[:, 448:]).any()
+
+
+def test_gather_v32_scales_need_not_be_powers_of_two():
+    """SGLang's writer stores amax / 448 as it is: the product is rounded to float32, then to bfloat16."""
+    rng = np.random.default_rng(0)
+    cache = filled(V32, 2, 64, seed=1)
+    data = np.asarray(cache.data).copy().reshape(128, 656)
+    scales = np.exp(rng.uniform(-20, 20, (128, 4))).astype(np.float32)
+    data[:, 512:528] = scales.view(np.uint8)
+    cache = dataclasses.replace(cache, data=jnp.asarray(data.reshape(2, -1)))
+    slots = rng.permutation(128).astype(np.int32)
+    got = gather_kv(cache, jnp.asarray(slots))
+    values = data[:, :512].copy().view(E4M3).astype(np.float32).reshape(128, 4, 128)
+    expected = (values * scales[..., None]).astype(BF16).reshape(128, 512)[slots]
+    assert_same_bf16(got[:, :512], expected)
+    rope = data[slots, 528:].copy().view(np.uint16)
+    np.testing.assert_array_equal(bits(got[:, 512:]), rope)  # NaN payloads too
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_gather_is_dequantize(layout, page_size):
+    """Random bytes: both readers agree bit for bit, the bf16 part is copied, and holes are zero."""
+    cache = filled(layout, 2, page_size, seed=2)
+    everything = jax.jit(dequantize_kv)(cache)
+    chex.assert_shape(everything, (2 * page_size, layout.qk_dim))
+    chex.assert_type(everything, jnp.bfloat16)
+    slots = np.random.default_rng(3).integers(0, 2 * page_size, 20).astype(np.int32)
+    slots[3:7] = HOSTILE
+    slots[7] = 2 * page_size
+    got = bits(jax.jit(gather_kv)(cache, jnp.asarray(slots)))
+    chex.assert_shape(got, (20, layout.qk_dim))
+    for i, slot in enumerate(slots):
+        if 3 <= i <= 7:
+            assert not got[i].any()
+            continue
+        np.testing.assert_array_equal(got[i], bits(everything)[slot])
+        page, offset = divmod(int(slot), page_size)
+        width = {V4: 576, V32: 656, V32_BF16: 1152, V4_BF16: 1024}[layout]
+        row = np.asarray(cache.data)[page, offset * width : offset * width + width]
+        tail = row[-128:] if layout in (V4, V32) else row
+        np.testing.assert_array_equal(got[i, -len(tail) // 2 :], tail.copy().view(np.uint16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_gather_never_lets_poison_through(layout):
+    cache = filled(layout, 2, 4)
+    slots = jnp.asarray([*HOSTILE, 8, 2**30], jnp.int32)
+    assert not bits(gather_kv(cache, slots)).any()
+    assert np.isnan(np.asarray(gather_kv(cache, jnp.zeros(1, jnp.int32)), np.float32)).all()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    name=st.sampled_from(["V4_FP8", "V32_FP8"]),
+    magnitude=st.sampled_from([1e-7, 1e-3, 1.0, 50.0, 1e6, 1e30]),
+    holes=st.floats(0, 1),
+)
+@PROPERTY
+def test_round_trip(seed, name, magnitude, holes):
+    """Half a step of e4m3 away at most; and what was read once reads the same when written again."""
+    layout = getattr(KVLayout, name)
+    rng = np.random.default_rng(seed)
+    rows = (rng.standard_normal((16, layout.qk_dim)) * magnitude).astype(np.float32)
+    slots = rng.permutation(24).astype(np.int32)[:16]
+    slots = np.where(rng.random(16) < holes, np.int32(HOSTILE[seed % 4]), slots)
+    cache = write_kv(filled(layout, 3, 8), jnp.asarray(slots), jnp.asarray(rows))
+    read = gather_kv(cache, jnp.asarray(slots))
+    got, expected = np.asarray(read, np.float64), to_bf16(rows).astype(np.float64)
+    hole = (slots < 0) | (slots >= 24)
+    assert not got[hole].any()
+    fp8 = layout.fp8_dim
+    np.testing.assert_array_equal(got[~hole, fp8:], expected[~hole, fp8:])
+    x, y = expected[~hole, :fp8], got[~hole, :fp8]
+    floor = 2.0 ** (-22 if layout is V4 else -13)
+    groups = np.abs(x).reshape(len(x), layout.num_groups, layout.group).max(-1)
+    # Half of the smallest e4m3 number, times a scale of less than 2 amax / 448.
+    step = np.maximum(2 * groups / 448, floor) * 2.0**-10
+    step = np.repeat(step, layout.group, axis=1)
+    assert (np.abs(x - y) <= np.maximum(np.abs(x) * 2.0**-4, step)).all()
+    again = gather_kv(write_kv(cache, jnp.asarray(slots), read), jnp.asarray(slots))
+    np.testing.assert_array_equal(bits(again), bits(read))
+
+
+def test_a_layout_is_data():
+    """V4.1's 528 bytes (all of the row in e4m3, 16 scales behind the rows) work without code of their own."""
+    layout = KVLayout(
+        "V41",
+        nope_dim=448,
+        rope_dim=64,
+        v_dim=512,
+        fp8_dim=512,
+        group=32,
+        footer_scale_bytes=16,
+        page_align=512,
+        min_scale_exponent=-13,
+    )
+    assert layout.bytes_per_token == 528
+    rows, slots = (
+        mixed_rows(14, 512, 7).astype(BF16),
+        np.random.default_rng(7).permutation(24)[:14].astype(np.int32),
+    )
+    cache = write_kv(filled(layout, 3, 8), jnp.asarray(slots), jnp.asarray(rows))
+    groups = rows.reshape(-1, 32)
+    exponents = [v32_exponent(g) for g in groups]
+    decoded = [np.ldexp(e4m3(g, e).astype(np.float32), e).astype(BF16) for g, e in zip(groups, exponents)]
+    small = split_pages(cache, 2)
+    for read in (gather_kv(cache, jnp.asarray(slots)), gather_kv(small, jnp.asarray(slots))):
+        assert_same_bf16(read, np.stack(decoded).reshape(14, 512))
+    page, offset = divmod(int(slots[3]), 8)
+    footer = np.asarray(cache.data)[page, 8 * 512 + offset * 16 :][:16]
+    np.testing.assert_array_equal(footer, np.array(exponents).reshape(14, 16)[3] + 127)
+
+
+# --- in place, and never flat ---------------------------------------------------------------------
+
+
+def compiled_text(function, *args, donate) -> str:
+    return jax.jit(function, donate_argnums=donate).lower(*args).compile().as_text()
+
+
+def assert_in_place(text: str, data_shape: tuple[int, int], aliased: int) -> None:
+    shape = f"u8[{data_shape[0]},{data_shape[1]}]"
+    assert shape in text
+    copies = [
+        line.strip()
+        for line in text.splitlines()
+        if re.search(re.escape(shape) + r"\S* copy(-start)?\(", line)
+    ]
+    assert not copies, copies
+    header = text.splitlines()[0]
+    assert "input_output_alias" in header
+    assert len(re.findall(r"\{\d*\}: \(\d+, \{\}", header)) == aliased, header
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_donated_write_has_no_copy(layout):
+    cache = PagedKV.zeros(layout, 5, 64)
+    slots, rows = jnp.arange(8, dtype=jnp.int32), jnp.ones((8, layout.qk_dim), jnp.bfloat16)
+    assert_in_place(compiled_text(write_kv, cache, slots, rows, donate=0), cache.data.shape, 1)
+    # The check can fail: the same program without donation does copy.
+    with pytest.raises(AssertionError):
+        assert_in_place(compiled_text(write_kv, cache, slots, rows, donate=()), cache.data.shape, 1)
+
+
+@pytest.mark.parametrize("layout", [V4, V32], ids=repr)
+def test_donated_chain_over_layers_has_no_copy(layout):
+    """Two layers of a step: each writes its cache and reads it back."""
+
+    def step(caches, slots, rows):
+        written = []
+        for cache in caches:
+            written.append(write_kv(cache, slots, rows))
+            rows = gather_kv(written[-1], slots + 1) + rows
+        return written, rows
+
+    caches = [PagedKV.zeros(layout, 5, 64) for _ in range(2)]
+    slots, rows = jnp.arange(8, dtype=jnp.int32), jnp.ones((8, layout.qk_dim), jnp.bfloat16)
+    assert_in_place(compiled_text(step, caches, slots, rows, donate=0), caches[0].data.shape, 2)
+
+
+def test_donated_write_read_write_read_of_one_cache_has_no_copy():
+    def step(cache, slots, rows):
+        cache = write_kv(cache, slots, rows)
+        rows = gather_kv(cache, slots) + 1
+        cache = write_kv(cache, slots + 8, rows)
+        return cache, gather_kv(cache, slots + 8)
+
+    cache = PagedKV.zeros(V4, 5, 64)
+    slots, rows = jnp.arange(8, dtype=jnp.int32), jnp.ones((8, 512), jnp.bfloat16)
+    assert_in_place(compiled_text(step, cache, slots, rows, donate=0), cache.data.shape, 1)
+
+
+def test_donated_split_into_out_has_no_copy():
+    def split(out, cache, slots):
+        return split_pages(cache, 64, slots=slots, out=out)
+
+    out, cache = PagedKV.zeros(V4, 12, 64), PagedKV.zeros(V4, 3, 256)
+    text = compiled_text(split, out, cache, jnp.arange(8, dtype=jnp.int32), donate=0)
+    assert_in_place(text, out.data.shape, 1)
+
+
+def test_donated_write_keeps_the_buffer():
+    write = jax.jit(write_kv, donate_argnums=0)
+    cache = PagedKV.zeros(V4, 5, 64)
+    pointer = cache.data.unsafe_buffer_pointer()
+    for i in range(3):
+        cache = write(cache, jnp.arange(8, dtype=jnp.int32) + i, jnp.ones((8, 512), jnp.bfloat16))
+        assert cache.data.unsafe_buffer_pointer() == pointer
+
+
+def test_without_donation_the_callers_cache_is_intact():
+    cache = filled(V4, 2, 4, seed=0)
+    before = np.asarray(cache.data).copy()
+    new = write_kv(cache, jnp.zeros(1, jnp.int32), jnp.ones((1, 512), jnp.bfloat16))
+    assert (np.asarray(new.data) != before).any()
+    np.testing.assert_array_equal(np.asarray(cache.data), before)
+
+
+def big_cache(num_pages: int, layout: KVLayout, page_size: int) -> PagedKV:
+    data = jax.ShapeDtypeStruct((num_pages, layout.page_bytes(page_size)), jnp.uint8)
+    return PagedKV(data=data, layout=layout, page_size=page_size)
+
+
+BIG_CALLS = {
+    "write_kv": lambda c, slots, rows: write_kv(c, slots, rows),
+    "gather_kv": lambda c, slots, rows: gather_kv(c, slots),
+    "dequantize_kv": lambda c, slots, rows: dequantize_kv(c),
+    "split_pages": lambda c, slots, rows: split_pages(c, 64),
+    "split_pages slots": lambda c, slots, rows: split_pages(c, 64, slots=slots),
+}
+
+
+@pytest.mark.parametrize("call", BIG_CALLS)
+def test_big_cache_is_never_flat(call):
+    """Compiled for a cache of 3 GB (never allocated): no array but the two-dimensional ones has its size."""
+    cache = big_cache(20_000, V4, 256)
+    assert math.prod(cache.data.shape) > 2**31
+    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16)
+    lowered = jax.jit(BIG_CALLS[call]).lower(cache, slots, rows)
+    for text, pattern in [
+        (lowered.as_text(), r"tensor<(\d+)x(?:ui8|ui16|i32|f32|bf16|f8E4M3FN)>"),
+        (lowered.compile().as_text(), r"\b(?:u8|u16|s32|f32|bf16|f8e4m3fn)\[(\d+)\]"),
+    ]:
+        sizes = [int(n) for n in re.findall(pattern, text)]
+        assert max(sizes, default=0) <= 20_000  # one entry per page at most
+
+
+def test_more_slots_than_int32():
+    cache = big_cache(10_000_000, V4, 256)
+    assert cache.num_slots > 2**31
+    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16)
+    chex.assert_equal_shape([jax.eval_shape(write_kv, cache, slots, rows).data, cache.data])
+    chex.assert_shape(jax.eval_shape(gather_kv, cache, slots), (8, 512))
+
+
+def test_one_trace_per_shape():
+    chex.clear_trace_counter()
+    write = jax.jit(chex.assert_max_traces(write_kv, n=1))
+    cache = PagedKV.zeros(V4, 3, 8)
+    for i in range(4):
+        cache = write(cache, jnp.full(4, i - 2, jnp.int32), jnp.full((4, 512), i, jnp.bfloat16))
+
+
+# --- split_pages ----------------------------------------------------------------------------------
+
+
+def split_by_hand(data, layout, old, new, pages=None, out=None):
+    ratio = old // new
+    row = {V4: 576, V32: 656, V32_BF16: 1152, V4_BF16: 1024}[layout]
+    foot = 8 if layout is V4 else 0
+    width = {V4: -(-new * 584 // 576) * 576}.get(layout, new * row)
+    result = np.zeros((len(data) * ratio, width), np.uint8) if out is None else out.copy()
+    for p in range(len(data)) if pages is None else pages:
+        for o in range(old):
+            small, j = p * ratio + o // new, o % new
+            result[small, j * row : j * row + row] = data[p, o * row : o * row + row]
+            start = new * row + j * foot
+            result[small, start : start + foot] = data[p, old * row + o * foot :][:foot]
+    return result
+
+
+@MAYBE_JIT
+@pytest.mark.parametrize("layout", [V4, V32, V4_BF16], ids=repr)
+@pytest.mark.parametrize("old, new", [(256, 64), (64, 2), (6, 3), (8, 8), (4, 1)])
+def test_split_pages_bytes(maybe_jit, layout, old, new):
+    cache = filled(layout, 3, old, seed=0)
+    data = np.asarray(cache.data)
+    small = maybe_jit(lambda c: split_pages(c, new))(cache)
+    assert (small.layout, small.page_size, small.num_pages) == (layout, new, 3 * old // new)
+    np.testing.assert_array_equal(np.asarray(small.data), split_by_hand(data, layout, old, new))
+    slots = jnp.asarray([*range(0, 3 * old, 5), *HOSTILE, 3 * old], jnp.int32)
+    np.testing.assert_array_equal(bits(gather_kv(small, slots)), bits(gather_kv(cache, slots)))
+
+
+@MAYBE_JIT
+@pytest.mark.parametrize("layout", [V4, V32], ids=repr)
+@pytest.mark.parametrize("with_out", [False, True])
+def test_split_pages_copies_only_touched_pages(maybe_jit, layout, with_out):
+    cache, out = filled(layout, 5, 8, seed=0), filled(layout, 20, 2, seed=1) if with_out else None
+    split = maybe_jit(lambda c, s, o: split_pages(c, 2, slots=s, out=o))
+    for slots, pages in [
+        ([9, 15, 8, -1, 33, 39], [1, 4]),
+        ([*HOSTILE, 40, 41], []),
+        ([0, 8, 16, 24, 32, 7], [0, 1, 2, 3, 4]),
+    ]:
+        small = split(cache, jnp.asarray(slots, jnp.int32), out)
+        out_data = None if out is None else np.asarray(out.data)
+        expected = split_by_hand(np.asarray(cache.data), layout, 8, 2, pages, out_data)
+        np.testing.assert_array_equal(np.asarray(small.data), expected)
+        assert (small.layout, small.page_size) == (layout, 2)
+
+
+@given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from([(3,), (16,), (2, 3, 4), (0,), ()]))
+@PROPERTY
+def test_split_pages_any_slots(seed, shape):
+    """Fewer and more slots than pages, duplicates, holes, any shape."""
+    rng = np.random.default_rng(seed)
+    cache, out = filled(V4, 6, 4, seed=0), filled(V4, 12, 2, seed=1)
+    slots = rng.integers(-3, 27, shape).astype(np.int32)
+    pages = sorted({int(s) // 4 for s in slots.ravel() if 0 <= s < 24})
+    small = split_pages(cache, 2, slots=jnp.asarray(slots), out=out)
+    expected = split_by_hand(np.asarray(cache.data), V4, 4, 2, pages, np.asarray(out.data))
+    np.testing.assert_array_equal(np.asarray(small.data), expected)
+
+
+def test_split_pages_into_out_keeps_its_padding():
+    cache, out = filled(V4, 2, 4, seed=0), filled(V4, 4, 2, seed=1)
+    small = split_pages(cache, 2, out=out)
+    expected = split_by_hand(np.asarray(cache.data), V4, 4, 2, None, np.asarray(out.data))
+    np.testing.assert_array_equal(np.asarray(small.data), expected)
+    np.testing.assert_array_equal(np.asarray(small.data)[:, 2 * 584 :], np.asarray(out.data)[:, 2 * 584 :])
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+CACHE = PagedKV.zeros(V4, 2, 4)
+SLOTS = jnp.zeros(3, jnp.int32)
+ROWS = jnp.zeros((3, 512), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: write_kv(CACHE.data, SLOTS, ROWS), TypeError, "write_kv: cache must be a PagedKV"),
+        (lambda: write_kv(CACHE, SLOTS.astype(jnp.float32), ROWS), TypeError, "slots must be int32"),
+        (lambda: write_kv(CACHE, np.zeros(3, np.int64), ROWS), TypeError, "slots must be int32"),
+        (
+            lambda: write_kv(CACHE, SLOTS, ROWS.astype(jnp.float16)),
+            TypeError,
+            "kv must be bfloat16 or float32",
+        ),
+        (lambda: write_kv(CACHE, SLOTS, None), TypeError, "kv"),
+        (lambda: write_kv(CACHE, SLOTS[None], ROWS), ValueError, "slots must have shape"),
+        (lambda: write_kv(CACHE, SLOTS, ROWS[:2]), ValueError, r"kv must have shape \[n=3, 512\]"),
+        (lambda: write_kv(CACHE, SLOTS, ROWS[:, :448]), ValueError, "kv must have shape"),
+        (
+            lambda: write_kv(PagedKV(data=CACHE.data, layout=V4, page_size=2), SLOTS, ROWS),
+            ValueError,
+            r"cache.data must have shape \[any, 1728\]",
+        ),
+        (
+            lambda: write_kv(dataclasses.replace(CACHE, data=CACHE.data.astype(jnp.int8)), SLOTS, ROWS),
+            TypeError,
+            "cache.data must be uint8",
+        ),
+        (lambda: gather_kv(CACHE.data, SLOTS), TypeError, "gather_kv: cache"),
+        (lambda: gather_kv(CACHE, SLOTS[None]), ValueError, "gather_kv: slots"),
+        (lambda: gather_kv(CACHE, SLOTS.astype(jnp.int16)), TypeError, "gather_kv: slots"),
+        (lambda: dequantize_kv(None), TypeError, "dequantize_kv: cache"),
+        (lambda: split_pages(CACHE.data, 2), TypeError, "split_pages: cache"),
+        (lambda: split_pages(CACHE, 3), ValueError, "page_size must divide .* 4, got 3"),
+        (lambda: split_pages(CACHE, 8), ValueError, "page_size must divide .* 4, got 8"),
+        (lambda: split_pages(CACHE, 0), ValueError, "page_size must be >= 1"),
+        (lambda: split_pages(CACHE, 2.0), TypeError, "page_size must be a static int"),
+        (lambda: split_pages(CACHE, 2, slots=SLOTS.astype(jnp.uint8)), TypeError, "slots must be int32"),
+        (
+            lambda: split_pages(CACHE, 2, out=CACHE),
+            ValueError,
+            "out must have .* page size 2 and 4 pages, got",
+        ),
+        (lambda: split_pages(CACHE, 2, out=PagedKV.zeros(V4, 3, 2)), ValueError, "got .* 3 pages"),
+        (lambda: split_pages(CACHE, 2, out=PagedKV.zeros(V32, 4, 2)), ValueError, "out must have layout"),
+        (lambda: split_pages(CACHE, 2, out=CACHE.data), TypeError, "out must be a PagedKV"),
+    ],
+)
+def test_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
