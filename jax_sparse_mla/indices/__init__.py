@@ -1,0 +1,19 @@
+"""What attention reads, as numbers: window slots, merged index lists and top-k transforms.
+
+Knows slots (page · page_size + offset), not the bytes behind them. Everywhere −1 is the canonical invalid
+index.
+"""
+
+from jax_sparse_mla.indices.merge import combine_swa_extra_indices, combine_topk_swa_indices
+from jax_sparse_mla.indices.topk import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.indices.window import swa_gather_plan, swa_slots
+
+__all__ = [
+    "TopkTransform",
+    "combine_swa_extra_indices",
+    "combine_topk_swa_indices",
+    "swa_gather_plan",
+    "swa_slots",
+    "topk_positions",
+    "topk_transform",
+]

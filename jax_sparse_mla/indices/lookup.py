@@ -1,0 +1,99 @@
+"""Index arithmetic that cannot go wrong: look-ups answer −1 where the index is invalid, sums do not wrap.
+
+jnp indexing wraps negative indices as Python does, and clamps those past the end; int32 sums wrap. Each turns
+an invalid index into a valid one, so everything that computes slots goes through these functions.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+INT_MAX = 2**31 - 1
+
+
+def take_or_minus_one(table: jax.Array, index: jax.Array) -> jax.Array:
+    """`table[index]`, and −1 where `index` is outside `[0, len(table))` or the entry itself is negative.
+
+    Args:
+      table: int32 `[n]`; n may be 0.
+      index: int32, any shape.
+
+    Returns:
+      int32, the shape of `index`.
+    """
+    size = table.shape[0]
+    if size == 0:
+        return jnp.full(index.shape, -1, jnp.int32)
+    valid = (index >= 0) & (index < size)
+    entry = table.at[jnp.where(valid, index, 0)].get(mode="promise_in_bounds")
+    return jnp.where(valid, jnp.maximum(entry, -1), -1)
+
+
+def take_2d_or_minus_one(table: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """`table[row, column]`, and −1 where row or column is outside the table or the entry itself is negative.
+
+    The two coordinates are never joined into one, so the table may hold more than 2³¹ entries.
+
+    Args:
+      table: int32 `[rows, columns]`; either may be 0.
+      row, column: int32, shapes that broadcast to each other.
+
+    Returns:
+      int32, the broadcast shape.
+    """
+    row, column = jnp.broadcast_arrays(row, column)
+    rows, columns = table.shape
+    if rows == 0 or columns == 0:
+        return jnp.full(row.shape, -1, jnp.int32)
+    valid = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    entry = table.at[jnp.where(valid, row, 0), jnp.where(valid, column, 0)].get(mode="promise_in_bounds")
+    return jnp.where(valid, jnp.maximum(entry, -1), -1)
+
+
+def page_slot_or_minus_one(
+    page_table: jax.Array, row: jax.Array, position: jax.Array, page_size: int
+) -> jax.Array:
+    """The slot `page_table[row, position // page_size] * page_size + position % page_size` of a token.
+
+    −1 where the position is negative or beyond the table, the row is not one of the table's, the page is
+    negative, or the slot does not fit int32.
+
+    Args:
+      page_table: int32 `[rows, pages]`.
+      row, position: int32, shapes that broadcast to each other.
+      page_size: tokens per page (static).
+
+    Returns:
+      int32, the broadcast shape.
+    """
+    # Division rounds down: a negative position has a negative page.
+    page = take_2d_or_minus_one(page_table, row, position // page_size)
+    offset = position % page_size
+    fits = page <= (INT_MAX - offset) // page_size
+    return jnp.where((page >= 0) & fits, jnp.where(fits, page, 0) * page_size + offset, -1)
+
+
+def add_or_minus_one(index: jax.Array, base: jax.Array) -> jax.Array:
+    """`index + base`, and −1 where either is negative or the sum does not fit int32.
+
+    Args:
+      index, base: int32, shapes that broadcast to each other.
+
+    Returns:
+      int32, the broadcast shape.
+    """
+    valid = (index >= 0) & (base >= 0) & (index <= INT_MAX - jnp.maximum(base, 0))
+    return jnp.where(valid, index + base, -1)
+
+
+def exclusive_cumsum(counts: jax.Array) -> jax.Array:
+    """Where each of the concatenated parts starts, and after the last one the total: int32 `[n + 1]`.
+
+    Sums past INT_MAX stay INT_MAX instead of wrapping, so "the total exceeds the capacity" is never missed.
+
+    Args:
+      counts: int32 `[n]`, none negative.
+    """
+    sums = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, INT_MAX - a), counts.astype(jnp.int32))
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), sums])

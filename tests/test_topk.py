@@ -1,0 +1,289 @@
+"""Top-k positions and their transforms against a sort in plain Python."""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+NAN, INF = math.nan, math.inf
+SEEDS = st.integers(0, 2**32 - 1)
+EXAMPLES = settings(max_examples=50, deadline=None)
+# Ties, both zeros, denormals of either sign, infinities, NaNs of either sign.
+VALUES = np.array(
+    [0.0, -0.0, 1.0, -1.0, 2.5, 1e-42, -1e-42, INF, -INF, NAN, -NAN, 3e38, -3e38, 1e-38], np.float32
+)
+
+
+def brute_positions(logits, lengths, topk, row_starts=None):
+    """For each row the set of positions, or the list itself where all are given."""
+    out = []
+    for i, length in enumerate(lengths.tolist()):
+        start = 0 if row_starts is None else int(row_starts[i])
+        if length <= topk:
+            out.append(list(range(max(length, 0))))
+            continue
+        first, last = max(start, 0), min(start + length, logits.shape[1])
+        scored = [(float(logits[i, c]), c - start) for c in range(first, last)]
+        # Python compares −0.0 == 0.0 and tells denormals apart. NaN sorts below everything.
+        scored.sort(key=lambda x: (math.isnan(x[0]), 0.0 if math.isnan(x[0]) else -x[0], x[1]))
+        out.append(sorted(p for _, p in scored[:topk]))
+    return out
+
+
+def assert_positions(got, want, lengths, topk):
+    chex.assert_shape(got, (len(want), topk))
+    chex.assert_type(got, jnp.int32)
+    for row, positions, length in zip(np.asarray(got).tolist(), want, lengths.tolist(), strict=True):
+        given_ = row[: len(positions)]
+        assert row[len(positions) :] == [-1] * (topk - len(positions))
+        assert (given_ if length <= topk else sorted(given_)) == positions
+
+
+def draw_logits(rng, rows, columns, kind, dtype=np.float32):
+    if kind == "few values":
+        values = rng.choice(VALUES, (rows, columns))
+    else:
+        values = rng.standard_normal((rows, columns)).astype(np.float32)
+    return np.asarray(values.astype(dtype))
+
+
+def draw_ints(rng, rows, low, high, hostile=0.1):
+    values = rng.integers(low, high, rows)
+    return np.where(rng.random(rows) < hostile, rng.choice([INT_MIN, -7, INT_MAX], rows), values).astype(
+        np.int32
+    )
+
+
+SHAPES = st.sampled_from([(7, 50, 8), (7, 50, 1), (3, 5, 8), (2, 0, 4), (0, 9, 4), (4, 130, 64)])
+
+
+class TestPositions:
+    @EXAMPLES
+    @given(
+        seed=SEEDS,
+        shape=SHAPES,
+        kind=st.sampled_from(["few values", "normal"]),
+        dtype=st.sampled_from([np.float32, jnp.bfloat16]),
+        ragged=st.booleans(),
+    )
+    def test_brute_force(self, seed, shape, kind, dtype, ragged):
+        rng = np.random.default_rng(seed)
+        rows, columns, topk = shape
+        logits = draw_logits(rng, rows, columns, kind, dtype)
+        lengths = draw_ints(rng, rows, 0, columns + 9)
+        starts = draw_ints(rng, rows, -3, columns + 2) if ragged else None
+        got = topk_positions(logits, lengths, topk, starts)
+        assert_positions(got, brute_positions(logits, lengths, topk, starts), lengths, topk)
+
+    def test_short_rows_do_not_read_their_logits(self):
+        lengths = jnp.array([0, 1, 3, 4, -1, INT_MIN], jnp.int32)
+        want = [[-1] * 4, [0, -1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3], [-1] * 4, [-1] * 4]
+        for columns in (0, 2, 9):
+            logits = jnp.full((6, columns), NAN)
+            assert topk_positions(logits, lengths, 4).tolist() == want
+            starts = jnp.array([INT_MAX, INT_MIN, 5, -1, 0, 3], jnp.int32)
+            assert topk_positions(logits, lengths, 4, starts).tolist() == want
+
+    @pytest.mark.parametrize(
+        ("row", "want"),
+        [
+            ([1, 2, 2, 2, 0], {1, 2}),  # a tie goes to the lower position
+            ([-1, 0.0, -0.0, 0.0, -1], {1, 2}),
+            ([-1, -0.0, 0.0, 0.0, -1], {1, 2}),
+            ([-0.0, 1e-42, -1e-42, 0.0, -1], {0, 1}),
+            ([NAN, -INF, NAN, NAN, -INF], {1, 4}),  # −inf is a value
+            ([NAN, NAN, NAN, -NAN, NAN], {0, 1}),  # NaN only where nothing else is left
+            ([NAN, INF, -NAN, 3e38, NAN], {1, 3}),
+        ],
+    )
+    def test_order(self, row, want):
+        got = topk_positions(jnp.array([row], jnp.float32), jnp.array([5], jnp.int32), 2)
+        assert set(got[0].tolist()) == want
+
+    def test_minus_infinity_beats_what_is_outside_the_window(self):
+        logits = np.full((1, 10), INF, np.float32)
+        logits[0, 3:8] = [-INF, NAN, -INF, NAN, -INF]
+        got = topk_positions(logits, jnp.array([5], jnp.int32), 4, jnp.array([3], jnp.int32))
+        assert sorted(got[0].tolist()) == [0, 1, 2, 4]
+
+    def test_columns_that_the_logits_do_not_have(self):
+        """A window over the edge gives the columns that exist, and −1 for the rest."""
+        logits = jnp.arange(6.0)[None]
+        for start, length, want in [(4, 9, [0, 1]), (-2, 5, [2, 3, 4]), (6, 9, []), (INT_MIN, INT_MAX, [])]:
+            got = topk_positions(logits, jnp.array([length], jnp.int32), 4, jnp.array([start], jnp.int32))
+            assert sorted(got[0].tolist()) == [-1] * (4 - len(want)) + want
+        got = topk_positions(logits, jnp.array([INT_MAX], jnp.int32), 4, jnp.array([2], jnp.int32))
+        assert sorted(got[0].tolist()) == [0, 1, 2, 3]
+
+    def test_rows_are_independent(self):
+        """A row's answer does not depend on its neighbours or on its place."""
+        rng = np.random.default_rng(2)
+        logits, lengths = draw_logits(rng, 6, 40, "few values"), np.array([40, 3, 17, 0, 9, 30], np.int32)
+        order = rng.permutation(6)
+        whole = np.asarray(topk_positions(logits, lengths, 8))
+        np.testing.assert_array_equal(topk_positions(logits[order], lengths[order], 8), whole[order])
+
+    def test_compiles_once_per_bucket(self):
+        traces = []
+
+        @jax.jit
+        def positions(logits, lengths):
+            traces.append(1)
+            return topk_positions(logits, lengths, 8)
+
+        rng = np.random.default_rng(4)
+        for lengths in ([0, 0, 50], [9, 8, 7]):
+            logits, lengths = draw_logits(rng, 3, 50, "normal"), np.array(lengths, np.int32)
+            assert_positions(positions(logits, lengths), brute_positions(logits, lengths, 8), lengths, 8)
+        assert len(traces) == 1
+
+
+def brute_slot(position, page_table, request, page_size):
+    if position < 0 or not 0 <= request < page_table.shape[0] or position // page_size >= page_table.shape[1]:
+        return -1
+    page = int(page_table[request, position // page_size])
+    slot = page * page_size + position % page_size
+    return slot if page >= 0 and slot <= INT_MAX else -1
+
+
+class TestTransform:
+    @EXAMPLES
+    @given(
+        seed=SEEDS,
+        shape=SHAPES,
+        page_size=st.sampled_from([1, 3, 64]),
+        by_request=st.booleans(),
+        ragged_logits=st.booleans(),
+    )
+    def test_paged(self, seed, shape, page_size, by_request, ragged_logits):
+        rng = np.random.default_rng(seed)
+        rows, columns, topk = shape
+        logits = draw_logits(rng, rows, columns, "few values")
+        lengths = draw_ints(rng, rows, 0, columns + 9)
+        starts = draw_ints(rng, rows, -3, 20) if ragged_logits else None
+        requests = 3 if by_request else rows
+        page_table = rng.choice([0, 1, 5, 900, -1, -7, INT_MIN, INT_MAX, INT_MAX // page_size], (requests, 9))
+        page_table = page_table.astype(np.int32)
+        row_to_request = draw_ints(rng, rows, -1, 4) if by_request else None
+        got = topk_transform(
+            logits,
+            lengths,
+            topk,
+            method=TopkTransform.PAGED,
+            page_table=page_table,
+            page_size=page_size,
+            row_to_request=row_to_request,
+            row_starts=starts,
+        )
+        chex.assert_shape(got, (rows, topk))
+        chex.assert_type(got, jnp.int32)
+        for i, positions in enumerate(brute_positions(logits, lengths, topk, starts)):
+            request = i if row_to_request is None else int(row_to_request[i])
+            slots = [brute_slot(p, page_table, request, page_size) for p in positions]
+            want, row = slots + [-1] * (topk - len(slots)), got[i].tolist()
+            # Rows that give everything keep the order, holes in place; in the others the order is free.
+            assert (row == want) if lengths[i] <= topk else (sorted(row) == sorted(want))
+
+    @EXAMPLES
+    @given(seed=SEEDS, shape=SHAPES, ragged_logits=st.booleans())
+    def test_ragged(self, seed, shape, ragged_logits):
+        rng = np.random.default_rng(seed)
+        rows, columns, topk = shape
+        logits = draw_logits(rng, rows, columns, "few values")
+        lengths = draw_ints(rng, rows, 0, columns + 9)
+        starts = draw_ints(rng, rows, -3, 20) if ragged_logits else None
+        offset = rng.choice([0, 1, 77, INT_MAX, INT_MAX - 3, -1, INT_MIN], rows).astype(np.int32)
+        got = topk_transform(
+            logits,
+            lengths,
+            topk,
+            method=TopkTransform.RAGGED,
+            topk_indices_offset=offset,
+            row_starts=starts,
+        )
+        for i, positions in enumerate(brute_positions(logits, lengths, topk, starts)):
+            sums = [
+                p + int(offset[i]) if offset[i] >= 0 and p + int(offset[i]) <= INT_MAX else -1
+                for p in positions
+            ]
+            assert sorted(got[i].tolist()) == sorted(sums + [-1] * (topk - len(sums)))
+
+    def test_under_jit_and_with_the_other_methods_arguments(self):
+        """One call site serves both methods: what the method does not use is ignored."""
+        logits, lengths = jnp.array([[3.0, 1.0, 2.0, 0.0]]), jnp.array([4], jnp.int32)
+        table, offset = jnp.array([[8, 3]], jnp.int32), jnp.array([100], jnp.int32)
+
+        def call(method):
+            return jax.jit(
+                lambda *x: topk_transform(
+                    x[0], x[1], 2, method=method, page_table=x[2], page_size=2, topk_indices_offset=x[3]
+                )
+            )(logits, lengths, table, offset)
+
+        assert sorted(call(TopkTransform.PAGED)[0].tolist()) == [6, 16]
+        assert sorted(call(TopkTransform.RAGGED)[0].tolist()) == [100, 102]
+
+    def test_ragged_without_offsets_says_who_builds_them(self):
+        with pytest.raises(ValueError) as error:
+            topk_transform(jnp.zeros((1, 4)), jnp.ones(1, jnp.int32), 2, method=TopkTransform.RAGGED)
+        for word in (
+            "topk_indices_offset",
+            "build_v32_metadata",
+            "ForwardMode.EXTEND",
+            "fp8",
+            "PAGED",
+            "decode",
+        ):
+            assert word in str(error.value)
+        assert 'prefill_backend="flashmla_sparse"' in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("error", "name", "change"),
+        [
+            (TypeError, "logits", {"logits": jnp.zeros((2, 4), jnp.float16)}),
+            (ValueError, "logits", {"logits": jnp.zeros(4)}),
+            (TypeError, "lengths", {"lengths": jnp.zeros(2)}),
+            (ValueError, "lengths", {"lengths": jnp.zeros(3, jnp.int32)}),
+            (ValueError, "row_starts", {"row_starts": jnp.zeros(3, jnp.int32)}),
+            (ValueError, "topk", {"topk": 0}),
+            (TypeError, "topk", {"topk": 2.0}),
+            (TypeError, "method", {"method": "paged"}),
+            (ValueError, "page_table", {"page_table": None}),
+            (ValueError, "page_table", {"page_table": jnp.zeros((3, 2), jnp.int32)}),
+            (TypeError, "page_table", {"page_table": jnp.zeros((2, 2))}),
+            (ValueError, "page_size", {"page_size": 0}),
+            (ValueError, "row_to_request", {"row_to_request": jnp.zeros(3, jnp.int32)}),
+            (
+                ValueError,
+                "topk_indices_offset",
+                {"method": TopkTransform.RAGGED, "topk_indices_offset": jnp.zeros(3, jnp.int32)},
+            ),
+            (
+                TypeError,
+                "topk_indices_offset",
+                {"method": TopkTransform.RAGGED, "topk_indices_offset": jnp.zeros(2)},
+            ),
+        ],
+    )
+    def test_bad_arguments_are_named(self, error, name, change):
+        arguments = {
+            "logits": jnp.zeros((2, 4)),
+            "lengths": jnp.zeros(2, jnp.int32),
+            "topk": 2,
+            "method": TopkTransform.PAGED,
+            "page_table": jnp.zeros((2, 4), jnp.int32),
+        }
+        with pytest.raises(error, match=f"topk_transform: {name}"):
+            topk_transform(**(arguments | change))
+
+    def test_positions_name_their_own_arguments(self):
+        with pytest.raises(ValueError, match="topk_positions: lengths"):
+            topk_positions(jnp.zeros((2, 4)), jnp.zeros(3, jnp.int32), 2)
