@@ -1,0 +1,33 @@
+"""What a forward step's attention needs besides the caches, built once a step and shared by all layers.
+
+`ForwardBatch` and `RequestTables` say what the engine knows; `build_v32_metadata`, `build_v4_metadata` and,
+for V4 prefill, `build_prefill_plan` turn them into lengths, page tables, indices and write slots, one entry
+per query row; `draft_step_batch` cuts a step out of a multi-step draft. The schedules split kernels' work
+over a device, and the selection functions hold the engine's rules.
+"""
+
+from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.metadata.draft import draft_step_batch
+from jax_sparse_mla.metadata.prefill_plan import PrefillPlan, build_prefill_plan
+from jax_sparse_mla.metadata.schedules import flashmla_schedule, paged_mqa_schedule
+from jax_sparse_mla.metadata.selection import select_prefill_backend, select_topk_transform
+from jax_sparse_mla.metadata.v4 import CompressedMetadata, V4Metadata, build_v4_metadata
+from jax_sparse_mla.metadata.v32 import V32Metadata, build_v32_metadata
+
+__all__ = [
+    "CompressedMetadata",
+    "ForwardBatch",
+    "ForwardMode",
+    "PrefillPlan",
+    "RequestTables",
+    "V4Metadata",
+    "V32Metadata",
+    "build_prefill_plan",
+    "build_v4_metadata",
+    "build_v32_metadata",
+    "draft_step_batch",
+    "flashmla_schedule",
+    "paged_mqa_schedule",
+    "select_prefill_backend",
+    "select_topk_transform",
+]

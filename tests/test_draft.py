@@ -1,0 +1,194 @@
+"""Steps of a multi-step draft: the slice, the lengths, one compilation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla.metadata import (
+    ForwardBatch,
+    ForwardMode,
+    RequestTables,
+    build_v4_metadata,
+    build_v32_metadata,
+    draft_step_batch,
+)
+from jax_sparse_mla.metadata import v4 as v4_module
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+MAX_LEN = 600
+
+
+def i32(values):
+    return jnp.asarray(np.asarray(values, np.int64).astype(np.int32))
+
+
+def decode_batch(seq_lens, out_cache_loc, req_pool_indices=None, max_seq_len=MAX_LEN):
+    return ForwardBatch(
+        mode=ForwardMode.DECODE,
+        max_seq_len=max_seq_len,
+        req_pool_indices=i32(np.arange(len(seq_lens)) if req_pool_indices is None else req_pool_indices),
+        seq_lens=i32(seq_lens),
+        out_cache_loc=i32(out_cache_loc),
+    )
+
+
+def identity_tables(requests=4):
+    pool = requests * MAX_LEN
+    return RequestTables(
+        req_to_token=i32(np.arange(pool).reshape(requests, MAX_LEN)), full_to_swa=i32([*range(pool), -1])
+    )
+
+
+@given(
+    shape=st.sampled_from([(1, 1, 1), (2, 1, 3), (3, 2, 2), (2, 3, 4)]),
+    seed=st.integers(0, 2**32 - 1),
+    shift=st.booleans(),
+    traced=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_each_step_equals_loops_over_requests_and_branches(shape, seed, shift, traced):
+    requests, topk, num_steps = shape
+    rng = np.random.default_rng(seed)
+    seq_lens = rng.choice([0, 5, 300, -4, INT_MIN, INT_MAX, INT_MAX - 1], requests)
+    rows = rng.choice([0, 3, -7, INT_MAX, INT_MIN], requests)
+    slots = rng.choice(np.array([-1, -7, INT_MAX, INT_MIN, *range(100, 200)]), requests * topk * num_steps)
+    batch = decode_batch(seq_lens, slots, rows)
+    for step in range(num_steps):
+        given_step = jnp.int32(step) if traced else step
+        got = draft_step_batch(batch, given_step, num_steps, topk=topk, shift_seq_lens=shift)
+        want = [], [], []
+        for b in range(requests):
+            for k in range(topk):
+                length = min(int(seq_lens[b]) + (step + 1 if shift else 0), INT_MAX) if seq_lens[b] > 0 else 0
+                want[0].append(rows[b])
+                want[1].append(length)
+                want[2].append(slots[(b * topk + k) * num_steps + step])
+        np.testing.assert_array_equal(got.req_pool_indices, want[0])
+        np.testing.assert_array_equal(got.seq_lens, want[1])
+        np.testing.assert_array_equal(got.out_cache_loc, want[2])
+        assert got.mode is ForwardMode.DECODE and got.max_seq_len == MAX_LEN
+        assert got.extend_lens is None and got.num_draft_tokens is None
+        assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.int32)}
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_one_step_changes_no_slot(requests):
+    batch = decode_batch([7] * requests, range(20, 20 + requests))
+    got = draft_step_batch(batch, 0, 1)
+    np.testing.assert_array_equal(got.out_cache_loc, batch.out_cache_loc)
+    np.testing.assert_array_equal(got.req_pool_indices, batch.req_pool_indices)
+    # Without the shift the batch is the non-speculative one, also in its metadata.
+    same = draft_step_batch(batch, 0, 1, shift_seq_lens=False)
+    a = build_v4_metadata(DEEPSEEK_V4_FLASH, same, identity_tables())
+    b = build_v4_metadata(DEEPSEEK_V4_FLASH, batch, identity_tables())
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_two_requests_three_steps_through_both_builders():
+    """Six slots for two requests: refused as a decode step, served step by step."""
+    batch, tables = decode_batch([10, 300], [10, 11, 12, 900, 901, 902]), identity_tables()
+    with pytest.raises(ValueError, match="draft_step_batch"):
+        build_v4_metadata(DEEPSEEK_V4_FLASH, batch, tables)
+    for step in range(3):
+        step_batch = draft_step_batch(batch, step, 3)
+        v4 = build_v4_metadata(DEEPSEEK_V4_FLASH, step_batch, tables)
+        v32 = build_v32_metadata(
+            DEEPSEEK_V32, step_batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_sparse"
+        )
+        slots = [10 + step, 900 + step]
+        for metadata in (v4, v32):
+            np.testing.assert_array_equal(metadata.out_cache_loc, slots)
+            np.testing.assert_array_equal(metadata.positions, [10 + step, 300 + step])
+        # The newest key of the window is the token that this step writes.
+        np.testing.assert_array_equal(v4.swa_page_indices[:, 0], slots)
+        np.testing.assert_array_equal(v4.swa_out_cache_loc, slots)
+        np.testing.assert_array_equal(v32.cache_seqlens, [11 + step, 301 + step])
+
+
+def test_all_steps_compile_once(monkeypatch):
+    traces = []
+
+    def counting(batch, tables, expand=v4_module.expand_rows):
+        traces.append(batch.mode)
+        return expand(batch, tables)
+
+    monkeypatch.setattr(v4_module, "expand_rows", counting)
+    # A bucket that no other test uses, so that nothing is compiled before.
+    batch, tables = decode_batch([10, 0], range(10), max_seq_len=599), identity_tables()
+    for step in range(5):
+        build_v4_metadata(DEEPSEEK_V4_FLASH, draft_step_batch(batch, step, 5), tables)
+    assert traces == [ForwardMode.DECODE]
+
+    calls = []
+
+    @jax.jit
+    def forward(batch, step):
+        calls.append(step)
+        return draft_step_batch(batch, step, 5)
+
+    for step in range(5):
+        np.testing.assert_array_equal(forward(batch, jnp.int32(step)).out_cache_loc, [step, 5 + step])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("step", [-1, 3, INT_MAX, INT_MIN])
+def test_a_traced_step_out_of_range_is_all_padding(step):
+    batch, tables = decode_batch([10, 300], range(100, 106)), identity_tables()
+    got = jax.jit(draft_step_batch, static_argnums=2)(batch, jnp.int32(step), 3)
+    np.testing.assert_array_equal(got.seq_lens, [0, 0])
+    np.testing.assert_array_equal(got.out_cache_loc, [-1, -1])
+    metadata = build_v4_metadata(DEEPSEEK_V4_FLASH, got, tables)
+    np.testing.assert_array_equal(metadata.seq_lens_causal, [0, 0])
+    np.testing.assert_array_equal(metadata.out_cache_loc, [0, 0])
+
+
+def test_an_empty_batch():
+    got = draft_step_batch(decode_batch([], []), 1, 3, topk=2)
+    assert got.out_cache_loc.shape == got.seq_lens.shape == (0,)
+
+
+def test_lengths_that_do_not_fit_are_refused_with_their_numbers():
+    batch = decode_batch([10, 300], range(4))
+    with pytest.raises(ValueError, match=r"out_cache_loc.*topk.*num_steps.*2 \* 1 \* 3 = 6 entries, got 4"):
+        draft_step_batch(batch, 0, 3)
+    with pytest.raises(
+        ValueError, match=r"out_cache_loc.*2 \* 2 \* 3 = 12 entries, got 4.*topk=2, num_steps=3"
+    ):
+        draft_step_batch(batch, 0, 3, topk=2)
+
+
+@pytest.mark.parametrize(
+    "args,kwargs,error,message",
+    [
+        ((3, 3), {}, ValueError, "step"),
+        ((-1, 3), {}, ValueError, "step"),
+        ((True, 3), {}, TypeError, "step"),
+        ((0.0, 3), {}, TypeError, "step"),
+        ((np.zeros(1, np.int32), 3), {}, ValueError, "step"),
+        ((jnp.float32(0), 3), {}, TypeError, "step"),
+        ((0, 0), {}, ValueError, "num_steps"),
+        ((0, 3), {"topk": 0}, ValueError, "topk"),
+        ((0, 3), {"shift_seq_lens": 1}, TypeError, "shift_seq_lens"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(args, kwargs, error, message):
+    with pytest.raises(error, match=f"draft_step_batch: {message}"):
+        draft_step_batch(decode_batch([10, 300], range(6)), *args, **kwargs)
+
+
+def test_other_batches_are_refused():
+    batch = decode_batch([10, 300], range(6))
+    with pytest.raises(ValueError, match=r"mode.*DECODE"):
+        draft_step_batch(dataclasses.replace(batch, mode=ForwardMode.TARGET_VERIFY), 0, 3)
+    with pytest.raises(TypeError, match="batch"):
+        draft_step_batch(None, 0, 3)
+    with pytest.raises(TypeError, match="out_cache_loc"):
+        draft_step_batch(dataclasses.replace(batch, out_cache_loc=np.zeros(6, np.int64)), 0, 3)
+    with pytest.raises(ValueError, match="req_pool_indices"):
+        draft_step_batch(dataclasses.replace(batch, req_pool_indices=i32([1])), 0, 3)

@@ -1,0 +1,336 @@
+"""The prefill workspace: its slots against loops, and what each query then reads of it."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla.indices import combine_topk_swa_indices
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, build_prefill_plan
+from jax_sparse_mla.metadata import prefill_plan as plan_module
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+# Pages of 16 tokens and a window of 5: small enough to enumerate every position.
+TINY = dataclasses.replace(
+    DEEPSEEK_V4_FLASH, name="tiny V4", page_size=16, window=5, index_topk=6, compress_ratios=(0, 4, 8)
+)
+RATIOS = (0, 4, 8)
+REQUESTS, ROWS, MAX_REQUESTS, MAX_LEN, POOL = 4, 19, 6, 64, 512
+AMPLE = {"swa_capacity": 48, "compressed_capacity": 64}
+TIGHT = {"swa_capacity": 13, "compressed_capacity": 9}
+
+
+def i32(values):
+    return jnp.asarray(np.asarray(values, np.int64).astype(np.int32))
+
+
+def make_case(rng, *, hostile=False):
+    """numpy fields of an EXTEND batch with prefixes and padding requests, and its tables."""
+    pages = MAX_LEN // TINY.page_size
+    order = rng.permutation(np.arange(1, POOL // TINY.page_size))[: MAX_REQUESTS * pages]
+    table = (order[:, None] * TINY.page_size + np.arange(TINY.page_size)).reshape(MAX_REQUESTS, MAX_LEN)
+    to_swa = np.append(rng.permutation(POOL), -1)
+    seq_lens = rng.integers(1, MAX_LEN + 1, REQUESTS)
+    seq_lens[rng.random(REQUESTS) < 0.25] = 0
+    extend_lens = np.zeros(REQUESTS, np.int64)
+    for b in np.flatnonzero(seq_lens):
+        extend_lens[b] = min(rng.integers(0, 9), seq_lens[b], ROWS - extend_lens.sum())
+    fields = {
+        "req_pool_indices": rng.permutation(MAX_REQUESTS)[:REQUESTS],
+        "seq_lens": seq_lens,
+        "extend_lens": extend_lens,
+        "out_cache_loc": rng.integers(1, POOL, ROWS),
+    }
+    if hostile:
+        table[rng.random(table.shape) < 0.1] = rng.choice([-1, -7, INT_MIN, INT_MAX])
+        to_swa[rng.random(to_swa.shape) < 0.1] = -1
+        b = rng.integers(REQUESTS)
+        name = rng.choice(["req_pool_indices", "seq_lens", "extend_lens"])
+        fields[name][b] = rng.choice([-7, INT_MAX, INT_MIN])
+    return fields, table, to_swa
+
+
+def to_jax(fields, table, to_swa, *, max_seq_len=MAX_LEN, mode=ForwardMode.EXTEND):
+    batch = ForwardBatch(mode=mode, max_seq_len=max_seq_len, **{k: i32(v) for k, v in fields.items()})
+    return batch, RequestTables(req_to_token=i32(table), full_to_swa=i32(to_swa))
+
+
+# ---- the oracle: python integers and loops only ----
+
+
+def at(values, *index):
+    for i in index:
+        if not 0 <= i < len(values):
+            return -1
+        values = values[i]
+    return max(int(values), -1)
+
+
+def compressed_slot(fields, table, b, j, ratio, bucket):
+    """Entry j of request b, through its 16-token pages; −1 past the bucket's pages."""
+    entries = TINY.page_size // ratio
+    first_token = j // entries * TINY.page_size
+    page = at(table, int(fields["req_pool_indices"][b]), first_token) // TINY.page_size
+    return page * entries + j % entries if page >= 0 and first_token < bucket else -1
+
+
+def window_slot(fields, table, to_swa, b, pos):
+    return at(to_swa, at(table, int(fields["req_pool_indices"][b]), pos))
+
+
+def oracle_plan(fields, table, to_swa, ratio, bucket, swa_capacity, compressed_capacity):
+    compressed_capacity = compressed_capacity if ratio else 0
+    seq_lens = [max(int(n), 0) for n in fields["seq_lens"]]
+    extend_lens = [max(int(n), 0) for n in fields["extend_lens"]]
+    compressed, swa = [], []
+    plan = {"compressed_base": [], "swa_base": [], "gather_lens": [], "seq_lens": seq_lens}
+    compressed_total = swa_total = 0
+    for b, (seq, extend) in enumerate(zip(seq_lens, extend_lens)):
+        rows = seq // ratio if ratio else 0
+        fits = compressed_total + rows <= compressed_capacity
+        plan["compressed_base"].append(compressed_total if fits else compressed_capacity + swa_capacity)
+        compressed += [
+            compressed_slot(fields, table, b, j, ratio, bucket)
+            for j in range(min(rows, compressed_capacity - len(compressed)))
+        ]
+        compressed_total += rows
+        gather = min(seq, extend + TINY.window - 1) if extend else 0
+        plan["gather_lens"].append(gather)
+        plan["swa_base"].append(compressed_capacity + min(swa_total, swa_capacity))
+        swa += [
+            window_slot(fields, table, to_swa, b, seq - gather + i)
+            for i in range(min(gather, swa_capacity - len(swa)))
+        ]
+        swa_total += gather
+    plan["compressed_slots"] = compressed + [-1] * (compressed_capacity - len(compressed))
+    plan["swa_slots"] = swa + [-1] * (swa_capacity - len(swa))
+    rows = []
+    for b, (seq, extend) in enumerate(zip(seq_lens, extend_lens)):
+        for j in range(min(extend, ROWS - len(rows))):
+            rows.append((b, seq - extend + j) if seq - extend + j >= 0 else None)
+    rows += [None] * (ROWS - len(rows))
+    last = max([t + 1 for t, row in enumerate(rows) if row], default=0)
+    plan["query_start_loc"] = [min(sum(extend_lens[:b]), last) for b in range(REQUESTS + 1)]
+    plan["query_pos"] = [row[1] if row else -1 for row in rows]
+    plan["row_to_request"] = [row[0] if row else 0 for row in rows]
+    plan["overflow"] = (
+        compressed_total > compressed_capacity
+        or swa_total > swa_capacity
+        or any(seq > bucket for seq in seq_lens)
+        or sum(extend_lens) > ROWS
+    )
+    return plan, rows
+
+
+def assert_plan(fields, table, to_swa, ratio, capacities, max_seq_len, build=build_prefill_plan):
+    batch, tables = to_jax(fields, table, to_swa, max_seq_len=max_seq_len)
+    plan = build(TINY, batch, tables, compress_ratio=ratio, **capacities)
+    bucket = min(max_seq_len, MAX_LEN)
+    want, rows = oracle_plan(fields, table, to_swa, ratio, bucket, **capacities)
+    assert bool(plan.overflow) == want.pop("overflow")
+    for name, value in want.items():
+        got = np.asarray(getattr(plan, name))
+        assert got.dtype == np.int32 and got.shape == (len(value),), name
+        np.testing.assert_array_equal(got, value, err_msg=name)
+    assert plan.topk == {0: 0, 4: TINY.index_topk, 8: max(bucket // 8, 1)}[ratio]
+    assert (plan.compress_ratio, plan.window) == (ratio, TINY.window)
+    assert plan.workspace_rows == len(want["compressed_slots"]) + len(want["swa_slots"])
+    return plan, rows
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    ratio=st.sampled_from(RATIOS),
+    # Each pair is a compilation; the last two are shared with the test of the keys.
+    room=st.sampled_from([(AMPLE, 40), (AMPLE, MAX_LEN), (TIGHT, MAX_LEN)]),
+    hostile=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_plan_equals_brute_force(seed, ratio, room, hostile):
+    capacities, max_seq_len = room
+    case = make_case(np.random.default_rng(seed), hostile=hostile)
+    assert_plan(*case, ratio, capacities, max_seq_len)
+
+
+def keys_read(plan, positions):
+    """Per query row, the keys in the order they are read: ("compressed" | "window", slot)."""
+    indices, lengths = combine_topk_swa_indices(
+        i32(positions),
+        plan.query_start_loc,
+        plan.query_pos,
+        plan.seq_lens,
+        plan.gather_lens,
+        plan.compressed_base,
+        plan.swa_base,
+        window=plan.window,
+        compress_ratio=max(plan.compress_ratio, 1),
+        topk=plan.topk,
+    )
+    split = plan.compressed_slots.shape[0]
+    slots = np.concatenate([plan.compressed_slots, plan.swa_slots])
+    read = []
+    for row, length in zip(np.asarray(indices), np.asarray(lengths)):
+        hit = [i for i in row[:length] if 0 <= i < plan.workspace_rows and slots[i] >= 0]
+        read.append([("compressed" if i < split else "window", slots[i]) for i in hit])
+    return read
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    ratio=st.sampled_from(RATIOS),
+    capacities=st.sampled_from([AMPLE, TIGHT]),
+    hostile=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_queries_read_their_own_keys_and_no_others(seed, ratio, capacities, hostile):
+    """With room for all, exactly the keys of the formula; without, some of them, never another request's."""
+    rng = np.random.default_rng(seed)
+    fields, table, to_swa = make_case(rng, hostile=hostile)
+    plan, rows = assert_plan(fields, table, to_swa, ratio, capacities, MAX_LEN)
+    if ratio == 8:  # every entry
+        positions = np.broadcast_to(np.arange(plan.topk), (ROWS, plan.topk))
+    else:
+        positions = np.full((ROWS, max(plan.topk, 1)), -1)
+        for t, row in enumerate(rows):
+            complete = min((row[1] + 1) // 4, MAX_LEN) if row else 0
+            chosen = rng.permutation(complete)[: plan.topk]
+            positions[t, : len(chosen)] = chosen
+    for row, chosen, read in zip(rows, positions, keys_read(plan, positions)):
+        if row is None:
+            assert read == []
+            continue
+        b, pos = row
+        entries = [j for j in chosen if 0 <= j < (pos + 1) // ratio] if ratio else []
+        want = [("compressed", compressed_slot(fields, table, b, j, ratio, MAX_LEN)) for j in entries]
+        want += [
+            ("window", window_slot(fields, table, to_swa, b, p))
+            for p in range(max(pos - TINY.window + 1, 0), pos + 1)
+        ]
+        want = [key for key in want if key[1] >= 0]
+        if not bool(plan.overflow):
+            assert read == want
+        else:
+            assert len(read) <= len(want) and set(read) <= set(want)
+
+
+def test_overflow_leaves_the_requests_that_fit_alone():
+    """One request too many for the compressed region: the first reads all its entries, the second none."""
+    fields, table, to_swa = make_case(np.random.default_rng(0))
+    fields |= {"seq_lens": np.array([32, 32, 0, 0]), "extend_lens": np.array([2, 2, 0, 0])}
+    plan, _ = assert_plan(fields, table, to_swa, 8, {"swa_capacity": 16, "compressed_capacity": 6}, MAX_LEN)
+    assert bool(plan.overflow)
+    read = keys_read(plan, np.broadcast_to(np.arange(plan.topk), (ROWS, plan.topk)))
+    count = [sum(kind == "compressed" for kind, _ in row) for row in read[:4]]
+    assert count == [3, 4, 0, 0]  # (30 + 1) // 8 and (31 + 1) // 8
+    assert [sum(kind == "window" for kind, _ in row) for row in read[:4]] == [5] * 4
+
+
+def test_capacities_that_just_fit_do_not_overflow():
+    fields, table, to_swa = make_case(np.random.default_rng(0))
+    fields |= {"seq_lens": np.array([32, 20, 0, 3]), "extend_lens": np.array([2, 3, 0, 3])}
+    exact = {"swa_capacity": 6 + 7 + 3, "compressed_capacity": 8 + 5}
+    assert not bool(assert_plan(fields, table, to_swa, 4, exact, 32)[0].overflow)
+    for name in exact:
+        less = exact | {name: exact[name] - 1}
+        assert bool(assert_plan(fields, table, to_swa, 4, less, 32)[0].overflow)
+    assert bool(assert_plan(fields, table, to_swa, 4, exact, 31)[0].overflow)
+
+
+def test_the_real_model_by_hand():
+    """600 tokens in pages 5, 2 and 9, the last 100 of them in this chunk."""
+    table = np.zeros((1, 1024), np.int64)
+    table[0, :768] = (np.array([5, 2, 9])[:, None] * 256 + np.arange(256)).reshape(-1)
+    to_swa = np.append(np.arange(4096) + 7, -1)
+    batch, tables = to_jax(
+        {"req_pool_indices": [0], "seq_lens": [600], "extend_lens": [100], "out_cache_loc": np.ones(128)},
+        table,
+        to_swa,
+        max_seq_len=1024,
+    )
+    capacities = {"swa_capacity": 256, "compressed_capacity": 192}
+    c4 = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=4, **capacities)
+    pages = [5 * 64 + np.arange(64), 2 * 64 + np.arange(64), 9 * 64 + np.arange(22)]
+    np.testing.assert_array_equal(
+        c4.compressed_slots, np.pad(np.concatenate(pages), (0, 42), constant_values=-1)
+    )
+    np.testing.assert_array_equal(c4.gather_lens, [227])
+    np.testing.assert_array_equal(c4.swa_slots, np.pad(table[0, 373:600] + 7, (0, 29), constant_values=-1))
+    assert (c4.topk, c4.workspace_rows, int(c4.swa_base[0])) == (512, 448, 192)
+    np.testing.assert_array_equal(c4.query_pos, [*range(500, 600), *[-1] * 28])
+    c128 = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=128, **capacities)
+    np.testing.assert_array_equal(c128.compressed_slots[:5], [10, 11, 4, 5, -1])
+    assert c128.topk == 8
+    swa = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=0, **capacities)
+    assert (swa.topk, swa.workspace_rows, int(swa.swa_base[0])) == (0, 256, 0)
+    short = dataclasses.replace(batch, max_seq_len=100)
+    assert build_prefill_plan(DEEPSEEK_V4_FLASH, short, tables, compress_ratio=128, **capacities).topk == 1
+
+
+def test_no_requests():
+    fields = {name: np.zeros(0) for name in ("req_pool_indices", "seq_lens", "extend_lens")}
+    fields["out_cache_loc"] = np.ones(3)
+    _, table, to_swa = make_case(np.random.default_rng(0))
+    batch, tables = to_jax(fields, table, to_swa)
+    plan = build_prefill_plan(TINY, batch, tables, compress_ratio=4, **AMPLE)
+    assert not bool(plan.overflow)
+    np.testing.assert_array_equal(plan.query_pos, [-1, -1, -1])
+    assert (np.asarray(plan.swa_slots) == -1).all() and (np.asarray(plan.compressed_slots) == -1).all()
+
+
+def test_chunks_compile_once_and_plans_pass_through_jit(monkeypatch):
+    traces = []
+
+    def counting(batch, tables, expand=plan_module.expand_rows):
+        traces.append(1)
+        return expand(batch, tables)
+
+    monkeypatch.setattr(plan_module, "expand_rows", counting)
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        # Capacities that no other test uses, so that nothing is compiled before.
+        batch, tables = to_jax(*make_case(rng))
+        plan = build_prefill_plan(
+            TINY, batch, tables, compress_ratio=4, swa_capacity=51, compressed_capacity=67
+        )
+    assert len(traces) == 1
+    again = jax.jit(lambda x: x)(plan)
+    chex.assert_trees_all_equal(again, plan)
+    assert (again.compress_ratio, again.window, again.topk) == (4, 5, 6)
+    build = jax.jit(build_prefill_plan, static_argnums=0, static_argnames=("compress_ratio", *AMPLE))
+    assert_plan(*make_case(rng), 4, AMPLE, MAX_LEN, build=build)
+
+
+@pytest.mark.parametrize(
+    "changes,error,message",
+    [
+        ({"compress_ratio": 128}, ValueError, r"compress_ratio.*\[0, 4, 8\].*128"),
+        ({"compress_ratio": True}, TypeError, "compress_ratio"),
+        ({"swa_capacity": 0}, ValueError, "swa_capacity"),
+        ({"swa_capacity": 8.0}, TypeError, "swa_capacity"),
+        ({"compressed_capacity": -1}, ValueError, "compressed_capacity"),
+    ],
+)
+def test_bad_static_arguments_are_refused_by_name(changes, error, message):
+    batch, tables = to_jax(*make_case(np.random.default_rng(2)))
+    with pytest.raises(error, match=f"build_prefill_plan: {message}"):
+        build_prefill_plan(TINY, batch, tables, **({"compress_ratio": 4} | AMPLE | changes))
+
+
+def test_other_modes_models_and_tables_are_refused_by_name():
+    batch, tables = to_jax(*make_case(np.random.default_rng(2)))
+    kwargs = {"compress_ratio": 0} | AMPLE
+    idle = dataclasses.replace(batch, mode=ForwardMode.IDLE)
+    with pytest.raises(ValueError, match=r"mode.*EXTEND.*IDLE"):
+        build_prefill_plan(TINY, idle, tables, **kwargs)
+    with pytest.raises(ValueError, match="extend_lens"):
+        build_prefill_plan(TINY, dataclasses.replace(batch, extend_lens=None), tables, **kwargs)
+    with pytest.raises(ValueError, match=r"spec.*window"):
+        build_prefill_plan(DEEPSEEK_V32, batch, tables, **kwargs)
+    with pytest.raises(TypeError, match="full_to_swa"):
+        build_prefill_plan(TINY, batch, dataclasses.replace(tables, full_to_swa=None), **kwargs)

@@ -1,0 +1,258 @@
+"""The kernel schedules against plain sequential walks."""
+
+import bisect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla.metadata.schedules import flashmla_schedule, paged_mqa_schedule
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+
+
+def flashmla_walk(topk_length, extra_length, topk, extra_topk, parts):
+    """FlashMLA's scheduler, one request at a time, from its description. Idle partitions are None."""
+    blocks = []
+    for length, extra in zip(topk_length, extra_length, strict=True):
+        keys = max(min(max(length, 0), topk), 1)
+        if extra_topk:
+            keys = (keys + 63) // 64 * 64 + min(max(extra, 0), extra_topk)
+        blocks.append((keys - 1) // 64 + 1)
+    payload = (sum(blocks) + 5 * len(blocks) + parts - 1) // parts + 5
+
+    partitions, pieces = [], [1] * len(blocks)
+    request, done = 0, 0  # done: blocks of `request` that earlier partitions took
+    for _ in range(parts):
+        if request == len(blocks):
+            partitions.append(None)
+            continue
+        budget, taken = payload, []  # taken: (request, first block, last block + 1)
+        begin_split = pieces[request] - 1
+        while request < len(blocks):
+            rest = blocks[request] - done
+            if rest + 5 <= budget:
+                taken.append((request, done, blocks[request]))
+                budget -= rest + 5
+                request, done = request + 1, 0
+                continue
+            if budget > 5:
+                taken.append((request, done, done + budget - 5))
+                done += budget - 5
+                pieces[request] += 1
+            break
+        whole = [first == 0 and end == blocks[r] for r, first, end in taken]
+        (first_req, begin_block, _), (last_req, _, end_block) = taken[0], taken[-1]
+        partitions.append(
+            (first_req, last_req, begin_block, end_block, begin_split, int(not whole[0]), int(not whole[-1]))
+        )
+    assert request == len(blocks)
+    return partitions, np.concatenate([[0], np.cumsum(pieces)])
+
+
+def assert_flashmla(topk_length, extra_length, *, topk, extra_topk, parts, got=None):
+    """`None` lengths mean all columns, for the library and for the walk."""
+    batch = len(topk_length if topk_length is not None else extra_length)
+    as_array = lambda x: None if x is None else jnp.asarray(x, jnp.int32)  # noqa: E731
+    tiles, num_splits = got or flashmla_schedule(
+        as_array(topk_length),
+        batch=batch,
+        topk=topk,
+        extra_topk=extra_topk,
+        extra_topk_length=as_array(extra_length) if extra_topk else None,
+        num_sm_parts=parts,
+    )
+    chex.assert_shape([tiles, num_splits], [(parts, 8), (batch + 1,)])
+    chex.assert_type([tiles, num_splits], jnp.int32)
+    want, want_splits = flashmla_walk(
+        [topk] * batch if topk_length is None else topk_length,
+        [extra_topk] * batch if extra_length is None else extra_length,
+        topk,
+        extra_topk,
+        parts,
+    )
+    tiles = np.asarray(tiles)
+    for tile, partition in zip(tiles, want, strict=True):
+        if partition is None:
+            assert tile[0] == batch
+            assert tile[1] < tile[0]  # a loop from begin_req to end_req does nothing
+        else:
+            assert tuple(tile[:7]) == partition
+    assert not tiles[:, 7].any()
+    np.testing.assert_array_equal(num_splits, want_splits)
+    return tiles, num_splits
+
+
+# (batch, partitions): every batch and every number of partitions once or twice, so that few shapes compile.
+SHAPES = [(1, 1), (1, 132), (2, 33), (5, 66), (5, 1), (74, 66), (74, 132), (321, 132), (321, 33)]
+LENGTHS = {
+    "any": lambda rng, n, topk: rng.integers(-3, topk + 70, n),
+    "short": lambda rng, n, topk: rng.integers(0, 3, n),
+    "one long": lambda rng, n, topk: np.where(np.arange(n) == rng.integers(n), topk, 1),
+    "hostile": lambda rng, n, topk: rng.choice([INT_MIN, -7, 0, 1, 63, 64, 65, INT_MAX], n),
+    "full": lambda rng, n, topk: np.full(n, topk),
+}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.sampled_from(SHAPES),
+    columns=st.sampled_from([(2048, 0), (128, 512), (100, 1000), (64, 1)]),
+    main=st.sampled_from(sorted(LENGTHS)),
+    extra=st.sampled_from(sorted(LENGTHS)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_flashmla_schedule_is_the_sequential_walk(shape, columns, main, extra, seed):
+    (batch, parts), (topk, extra_topk) = shape, columns
+    rng = np.random.default_rng(seed)
+    assert_flashmla(
+        LENGTHS[main](rng, batch, topk).tolist(),
+        LENGTHS[extra](rng, batch, max(extra_topk, 1)).tolist(),
+        topk=topk,
+        extra_topk=extra_topk,
+        parts=parts,
+    )
+
+
+def test_flashmla_schedule_of_the_largest_batch():
+    rng = np.random.default_rng(0)
+    main, extra = rng.integers(0, 129, 65_536).tolist(), rng.integers(0, 1025, 65_536).tolist()
+    assert_flashmla(main, extra, topk=128, extra_topk=1024, parts=132)
+
+
+@pytest.mark.parametrize(("main", "extra"), [(None, [7, 600, 0, 64, 1]), ([7, 600, 0, 64, 1], None)])
+def test_flashmla_none_means_all_columns(main, extra):
+    assert_flashmla(main, extra, topk=640, extra_topk=512, parts=66)
+
+
+def test_flashmla_both_lengths_none():
+    got = flashmla_schedule(None, batch=5, topk=2048, num_sm_parts=66)
+    assert_flashmla([2048] * 5, [0] * 5, topk=2048, extra_topk=0, parts=66, got=got)
+
+
+def test_flashmla_one_request_over_three_partitions():
+    """32 blocks in 3 partitions, by hand: payload ceil(37 / 3) + 5 = 18, so 13 blocks, 13 blocks, and 6."""
+    tiles, num_splits = flashmla_schedule(jnp.array([2048], jnp.int32), batch=1, topk=2048, num_sm_parts=3)
+    assert tiles.tolist() == [
+        [0, 0, 0, 13, 0, 1, 1, 0],
+        [0, 0, 13, 26, 1, 1, 1, 0],
+        [0, 0, 26, 32, 2, 1, 1, 0],
+    ]
+    assert num_splits.tolist() == [0, 3]
+
+
+def test_flashmla_under_jit_compiles_once_per_bucket():
+    traces = []
+
+    @jax.jit
+    def schedule(lengths, extra):
+        traces.append(1)
+        return flashmla_schedule(
+            lengths, batch=5, topk=640, extra_topk=512, extra_topk_length=extra, num_sm_parts=66
+        )
+
+    for main, extra in [([0] * 5, [0] * 5), ([640, 1, 2, 3, 4], [512, 0, 9, 64, 65])]:
+        got = schedule(jnp.array(main, jnp.int32), jnp.array(extra, jnp.int32))
+        assert_flashmla(main, extra, topk=640, extra_topk=512, parts=66, got=got)
+    assert len(traces) == 1
+
+
+LENGTH = jnp.ones((2,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "change"),
+    [
+        (ValueError, "extra_topk_length needs extra_topk", {"extra_topk_length": LENGTH}),
+        (ValueError, "topk_length", {"topk_length": LENGTH[:1]}),
+        (ValueError, "topk_length", {"topk_length": LENGTH[:, None]}),
+        (ValueError, "extra_topk_length", {"extra_topk": 8, "extra_topk_length": LENGTH[:1]}),
+        (TypeError, "topk_length", {"topk_length": LENGTH.astype(jnp.float32)}),
+        (TypeError, "extra_topk_length", {"extra_topk": 8, "extra_topk_length": LENGTH.astype(jnp.uint8)}),
+        (ValueError, "batch", {"batch": 0}),
+        (TypeError, "batch", {"batch": 2.0}),
+        (ValueError, "topk", {"topk": -1}),
+        (ValueError, "extra_topk", {"extra_topk": -1}),
+        (ValueError, "num_sm_parts", {"num_sm_parts": 0}),
+        (ValueError, "topk", {"topk": 2**31 - 1, "extra_topk": 64}),
+        (ValueError, "batch", {"topk_length": None, "batch": 65_536, "topk": 2**22}),
+    ],
+)
+def test_flashmla_bad_arguments_are_named(error, name, change):
+    arguments = {"topk_length": LENGTH, "batch": 2, "topk": 64, "num_sm_parts": 4} | change
+    with pytest.raises(error, match=rf"flashmla_schedule: .*{name}"):
+        flashmla_schedule(**arguments)
+
+
+def mqa_walk(context_lens, num_sms, split_kv):
+    """Every split of every row in a list; SM i starts at its i-th share, the last SMs have one more."""
+    work = [
+        (row, split)
+        for row, length in enumerate(context_lens)
+        for split in range(-(-max(length, 0) // split_kv))
+    ]
+    share, more = divmod(len(work), num_sms)
+    starts = [0]
+    for sm in range(num_sms):
+        starts.append(starts[-1] + share + (sm >= num_sms - more))
+    return [work[s] if s < len(work) else (len(context_lens), 0) for s in starts]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    batch=st.sampled_from([1, 3, 70]),
+    num_sms=st.sampled_from([1, 132]),
+    split_kv=st.sampled_from([256, 128]),
+    top=st.sampled_from([2, 700, 40_000]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_paged_mqa_schedule_is_brute_force(batch, num_sms, split_kv, top, seed):
+    lens = np.random.default_rng(seed).integers(-5, top, batch)
+    got = paged_mqa_schedule(jnp.asarray(lens, jnp.int32), num_sms=num_sms, split_kv=split_kv)
+    chex.assert_shape(got, (num_sms + 1, 2))
+    chex.assert_type(got, jnp.int32)
+    assert [tuple(x) for x in got.tolist()] == mqa_walk(lens.tolist(), num_sms, split_kv)
+
+
+def test_paged_mqa_schedule_of_the_largest_batch_and_of_none():
+    lens = np.random.default_rng(1).integers(0, 3000, 65_536)
+    got = paged_mqa_schedule(jnp.asarray(lens, jnp.int32), num_sms=132)
+    assert [tuple(x) for x in got.tolist()] == mqa_walk(lens.tolist(), 132, 256)
+    assert paged_mqa_schedule(jnp.zeros((0,), jnp.int32), num_sms=3).tolist() == [[0, 0]] * 4
+    assert paged_mqa_schedule(jnp.zeros((4,), jnp.int32), num_sms=2).tolist() == [[4, 0]] * 3
+    assert paged_mqa_schedule(jnp.array([INT_MIN, -1], jnp.int32), num_sms=2).tolist() == [[2, 0]] * 3
+
+
+@pytest.mark.parametrize("split_kv", [256, 1])
+def test_paged_mqa_schedule_does_not_wrap(split_kv):
+    """More splits than int32 counts: the walk stays inside the batch and never goes back."""
+    lens = jnp.full((1000,), INT_MAX, jnp.int32)
+    got = np.asarray(jax.jit(lambda x: paged_mqa_schedule(x, num_sms=132, split_kv=split_kv))(lens))
+    most = -(-INT_MAX // split_kv)
+    # Python's integers: the exact schedule of the first INT_MAX splits.
+    prefix = [min(most * (i + 1), INT_MAX) for i in range(1000)]
+    share, more = divmod(INT_MAX, 132)
+    for sm, (row, split) in enumerate(got.tolist()):
+        target = sm * share + max(sm - (132 - more), 0)
+        want = bisect.bisect_right(prefix, target)
+        assert (row, split) == ((want, target - want * most) if want < 1000 else (1000, 0))
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "change"),
+    [
+        (TypeError, "context_lens", {"context_lens": LENGTH.astype(jnp.int8)}),
+        (ValueError, "context_lens", {"context_lens": LENGTH[:, None]}),
+        (ValueError, "num_sms", {"num_sms": 0}),
+        (TypeError, "num_sms", {"num_sms": None}),
+        (ValueError, "split_kv", {"split_kv": 0}),
+    ],
+)
+def test_paged_mqa_bad_arguments_are_named(error, name, change):
+    arguments = {"context_lens": LENGTH, "num_sms": 4} | change
+    with pytest.raises(error, match=f"paged_mqa_schedule: {name}"):
+        paged_mqa_schedule(**arguments)
