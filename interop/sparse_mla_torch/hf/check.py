@@ -1,0 +1,138 @@
+"""Our attention against transformers' eager attention, layer by layer, on the inputs of a run that took place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from sparse_mla_torch.hf.engine import Engine, Request
+
+MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
+MIN_OVERLAP = 0.97
+
+
+@dataclasses.dataclass
+class LayerReport:
+    """One row of the table.
+
+    Attributes:
+      layer, kind: which layer.
+      cosine: between all outputs of the layer, ours with eager's selected entries, and eager's.
+      worst_row: the lowest cosine of a single row.
+      overlap: mean share of eager's selected entries that our own selection has too, over the rows where the
+        selection drops any; None where the layer selects nothing, or no row drops any.
+      dropping_rows: how many rows those are.
+    """
+
+    layer: int
+    kind: str
+    cosine: float
+    worst_row: float
+    overlap: float | None
+    dropping_rows: int
+
+    def passes(self, cache: str) -> bool:
+        return self.cosine >= MIN_COSINE[cache] and (self.overlap is None or self.overlap >= MIN_OVERLAP)
+
+
+@torch.no_grad()
+def compare_layers(engine: Engine, requests: list[Request]) -> list[LayerReport]:
+    """Runs each layer once more, over fresh caches, through the very steps of the run (its chunks, batches, padding
+    and slots), with the entries that eager selects on the same inputs; and compares the outputs with eager's."""
+    return [_compare_layer(engine, index, requests) for index in range(len(engine.layers))]
+
+
+def _compare_layer(engine: Engine, index: int, requests: list[Request]) -> LayerReport:
+    layer = engine.layers[index]
+    expected, selected = {}, {}
+    for request in requests:
+        key = id(request)
+        hidden = torch.cat([t.hidden[index][torch.from_numpy(t.step.requests == key)] for t in engine.trace])
+        out, chosen = layer.eager(hidden[None], engine.model)
+        expected[key], selected[key] = out[0], chosen
+
+    cache = engine.new_cache(index)
+    cosines, ours_all, eager_all, overlaps = [], [], [], []
+    for traced in engine.trace:
+        step = traced.step
+        scores = None
+        if layer.has_indexer:
+            chosen = _rows_of(step, selected)
+            overlaps += _overlaps(traced.positions[index], chosen)
+            scores = _as_scores(step, chosen, _num_columns(engine, step))
+        out, cache, _ = layer(
+            cache, traced.hidden[index][None], _position_embeddings(engine, traced, index), step, index_scores=scores
+        )
+        ours_all.append(out[0].double())
+        eager_all.append(torch.stack([expected[r][p] for r, p in zip(step.requests, step.positions)]).double())
+    ours, eager = torch.cat(ours_all), torch.cat(eager_all)
+    cosines = torch.nn.functional.cosine_similarity(ours, eager, dim=-1)
+    return LayerReport(
+        layer=index,
+        kind=_kind(engine, index),
+        cosine=float(torch.nn.functional.cosine_similarity(ours.flatten(), eager.flatten(), dim=0)),
+        worst_row=float(cosines.min()),
+        overlap=float(np.mean(overlaps)) if overlaps else None,
+        dropping_rows=len(overlaps),
+    )
+
+
+def count_agreeing_tokens(engine: Engine, requests: list[Request]) -> tuple[int, int]:
+    """How many generated tokens transformers itself chooses too, given the tokens before them; and of how many."""
+    agree = total = 0
+    for request in requests:
+        tokens = torch.tensor(request.tokens[:-1])[None]
+        with torch.no_grad():
+            logits = engine.model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt) - 1 :]
+        agree += int((logits.float().argmax(-1) == torch.tensor(request.output)).sum())
+        total += len(request.output)
+    return agree, total
+
+
+def _kind(engine: Engine, index: int) -> str:
+    if not engine.is_v4:
+        return f"top-{engine.spec.index_topk}"
+    return {0: "window", 4: f"window + C4 top-{engine.spec.index_topk}"}.get(
+        engine.layers[index].ratio, f"window + C{engine.layers[index].ratio}"
+    )
+
+
+def _rows_of(step, selected: dict) -> list[np.ndarray]:
+    """What eager selects at each real row of a step."""
+    chosen = (selected[r][p] for r, p in zip(step.requests, step.positions))
+    return [row[row >= 0] for row in chosen]
+
+
+def _overlaps(positions: np.ndarray, chosen: list[np.ndarray]) -> list[float]:
+    """The share of eager's entries that ours has, for the rows in which there was something to drop."""
+    full = positions.shape[1]
+    return [
+        len(np.intersect1d(ours, eager)) / len(eager)
+        for ours, eager in zip(positions, chosen)
+        if len(eager) == full and eager.max() >= full
+    ]
+
+
+def _as_scores(step, chosen: list[np.ndarray], columns: int):
+    """Index scores that make our selection pick exactly these entries."""
+    scores = np.zeros((step.num_rows, columns), np.float32)
+    for row, entries in zip(step.rows, chosen):
+        scores[row, entries] = 1
+    return jnp.asarray(scores)
+
+
+def _num_columns(engine: Engine, step) -> int:
+    page_entries = engine.spec.page_size // (4 if engine.is_v4 else 1)
+    return step.metadata.page_table.shape[1] * page_entries
+
+
+def _position_embeddings(engine: Engine, traced, index: int):
+    hidden = traced.hidden[index][None]
+    position_ids = torch.from_numpy(traced.step.positions)[None]
+    rotary = engine.model.model.rotary_emb
+    if not engine.is_v4:
+        return rotary(hidden, position_ids=position_ids)
+    return {kind: rotary(hidden, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")}

@@ -1,0 +1,265 @@
+"""A small serving engine around a transformers model: continuous batching, chunked prefill, then decode.
+
+The model's token-wise parts run in torch over the real tokens of a step, one after the other; its attention runs
+in jax_sparse_mla over the step padded to a bucket, so that a bucket compiles once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jax_sparse_mla import (
+    DecodeShape,
+    ForwardBatch,
+    ForwardMode,
+    ModelSpec,
+    RequestTables,
+    build_prefill_plan,
+    build_v4_metadata,
+    build_v32_metadata,
+    decode_schedule,
+)
+from jax_sparse_mla.models import v4_layer_ratios
+from sparse_mla_torch.hf.layers import Step, V4Layer, V32Layer
+from sparse_mla_torch.hf.pool import RequestPool
+from sparse_mla_torch.hf.replace import AttentionReplacement
+
+PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
+
+
+@dataclasses.dataclass
+class Request:
+    """A prompt, and what has been generated for it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    output: list[int] = dataclasses.field(default_factory=list)
+    row: int | None = None  # in the request tables, while it is being served
+    computed: int = 0  # tokens whose K rows are cached
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.computed < len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.output) >= self.max_new_tokens
+
+
+@dataclasses.dataclass
+class TracedStep:
+    """A step as it ran: per layer its input rows and the positions it selected. For the comparison with eager."""
+
+    step: Step
+    hidden: list[torch.Tensor]
+    positions: list[np.ndarray | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """chunk_size: query rows of a prefill step. max_batch: requests served at once. max_len: tokens of the longest
+    request. trace: keep what the comparison with eager needs."""
+
+    bf16_cache: bool = False
+    prefill_backend: str = "flashmla_sparse"
+    chunk_size: int = 1024
+    max_batch: int = 8
+    max_len: int = 4096
+    seed: int = 0
+    trace: bool = False
+
+
+class Engine:
+    """Serves requests on a transformers DeepSeek-V3.2 or V4 model (CPU tensors).
+
+    Raises:
+      ValueError: another model type, or an unknown prefill backend.
+    """
+
+    def __init__(self, model: torch.nn.Module, options: EngineOptions):
+        if options.prefill_backend not in PREFILL_BACKENDS:
+            raise ValueError(
+                f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {options.prefill_backend!r}"
+            )
+        self.model, self.options = model, options
+        self.spec = ModelSpec.from_hf_config(model.config)
+        self.is_v4 = self.spec.window is not None
+        layer_type = V4Layer if self.is_v4 else V32Layer
+        modules = [layer.self_attn for layer in model.model.layers]
+        ratios = v4_layer_ratios(model.config) if self.is_v4 else (0,) * len(modules)
+        self.layers = [layer_type(module, self.spec, ratio) for module, ratio in zip(modules, ratios)]
+        self.pool = RequestPool(
+            max_requests=options.max_batch,
+            max_len=options.max_len,
+            page_size=self.spec.page_size,
+            window=self.spec.window,
+            seed=options.seed,
+        )
+        self.caches = [self.new_cache(index) for index in range(len(self.layers))]
+        self.trace: list[TracedStep] = []
+        self._build = jax.jit(self._build_step)
+        self._step: Step | None = None
+
+    def new_cache(self, layer: int) -> Any:
+        """Empty caches for one layer."""
+        cache = self.layers[layer].new_cache(
+            pool=self.pool, max_requests=self.options.max_batch, bf16=self.options.bf16_cache
+        )
+        # Committed to the device, as what a step returns is: else the second step would compile again.
+        return jax.device_put(cache, jax.devices()[0])
+
+    @torch.no_grad()
+    def run(self, requests: list[Request], on_step: Callable[[Step, list[Request]], None] = lambda *_: None) -> None:
+        """Serves all requests to their end; prefill goes first, requests join as others leave."""
+        waiting, running = list(requests), []
+        with AttentionReplacement(self.model, self._attend):
+            while waiting or running:
+                while waiting and len(running) < self.options.max_batch:
+                    waiting[0].row = self.pool.open()
+                    running.append(waiting.pop(0))
+                step, served = self._next_step(running)
+                self._forward(step, served)
+                on_step(step, requests)
+                for request in [r for r in running if r.finished]:
+                    self.pool.close(request.row)
+                    running.remove(request)
+
+    def _next_step(self, running: list[Request]) -> tuple[Step, list[tuple[Request, int]]]:
+        """The next step and its (request, tokens) pairs: a prefill chunk while any prompt is unread, else decode."""
+        options = self.options
+        prefill = [r for r in running if r.in_prefill]
+        served, budget = [], options.chunk_size if prefill else options.max_batch
+        for request in prefill or running:
+            count = min(len(request.tokens) - request.computed, budget)
+            if count:
+                served.append((request, count))
+                budget -= count
+        mode = ForwardMode.EXTEND if prefill else ForwardMode.DECODE
+        return self._make_step(mode, served), served
+
+    def _make_step(self, mode: ForwardMode, served: list[tuple[Request, int]]) -> Step:
+        options, pool = self.options, self.pool
+        num_rows = options.chunk_size if mode is ForwardMode.EXTEND else options.max_batch
+        req_rows, seq_lens, extend_lens = (np.zeros(options.max_batch, np.int32) for _ in range(3))
+        out_cache_loc = np.zeros(num_rows, np.int32)
+        rows, requests, positions = [], [], []
+        start = 0
+        for i, (request, count) in enumerate(served):
+            end = request.computed + count
+            out_cache_loc[start : start + count] = pool.extend(request.row, request.computed, end)
+            req_rows[i], seq_lens[i], extend_lens[i] = request.row, end, count
+            rows.append(np.arange(start, start + count))
+            requests.append(np.full(count, id(request)))
+            positions.append(np.arange(request.computed, end))
+            start += count
+        batch = ForwardBatch(
+            mode=mode,
+            max_seq_len=self._bucket(int(seq_lens.max())),
+            req_pool_indices=jnp.asarray(req_rows),
+            seq_lens=jnp.asarray(seq_lens),
+            out_cache_loc=jnp.asarray(out_cache_loc),
+            extend_lens=jnp.asarray(extend_lens) if mode is ForwardMode.EXTEND else None,
+        )
+        # Copies: the pool's tables change before the next step, and JAX may alias a numpy buffer.
+        tables = RequestTables(
+            req_to_token=jnp.array(pool.req_to_token),
+            full_to_swa=jnp.array(pool.full_to_swa) if self.is_v4 else None,
+        )
+        metadata, plans, schedules = self._build(batch, tables)
+        return Step(
+            batch=batch,
+            tables=tables,
+            metadata=metadata,
+            plans=plans,
+            schedules=schedules,
+            rows=np.concatenate(rows),
+            requests=np.concatenate(requests),
+            positions=np.concatenate(positions),
+        )
+
+    def _bucket(self, max_len: int) -> int:
+        """The table width that serves `max_len` tokens: a power of two, so that few widths compile."""
+        bucket = 4096
+        while bucket < max_len:
+            bucket *= 2
+        return min(bucket, self.pool.req_to_token.shape[1])
+
+    def _build_step(self, batch: ForwardBatch, tables: RequestTables):
+        """Metadata, prefill plans and decode schedules, by ratio: once a step, shared by the layers (jitted)."""
+        spec, options = self.spec, self.options
+        plans, schedules = {}, {}
+        if not self.is_v4:
+            metadata = build_v32_metadata(
+                spec,
+                batch,
+                tables,
+                fp8_kv_cache=not options.bf16_cache,
+                prefill_backend=options.prefill_backend,
+            )
+            rows = metadata.row_to_request.shape[0]
+            shape = DecodeShape(rows, 1, spec.num_heads, spec.index_topk)
+            schedules[0] = decode_schedule(shape, metadata.topk_lengths)
+            return metadata, plans, schedules
+        metadata = build_v4_metadata(spec, batch, tables)
+        rows = metadata.row_to_request.shape[0]
+        gathered = batch.mode is ForwardMode.EXTEND and options.prefill_backend == "flashmla_sparse"
+        for ratio in spec.compress_ratios:
+            if gathered:
+                plans[ratio] = build_prefill_plan(
+                    spec,
+                    batch,
+                    tables,
+                    compress_ratio=ratio,
+                    swa_capacity=rows + options.max_batch * (spec.window - 1),
+                    compressed_capacity=options.max_batch * (batch.max_seq_len // ratio) if ratio else 0,
+                )
+                continue
+            part = metadata.compressed.get(ratio)
+            extra = 0 if part is None else part.page_indices.shape[1]
+            shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
+            schedules[ratio] = decode_schedule(
+                shape, metadata.swa_topk_lengths, None if part is None else part.topk_lengths
+            )
+        return metadata, plans, schedules
+
+    def _forward(self, step: Step, served: list[tuple[Request, int]]) -> None:
+        self._step = step
+        if self.options.trace:
+            self.trace.append(TracedStep(step, [], []))
+        tokens, last_rows = [], []
+        for request, count in served:
+            tokens += request.tokens[request.computed : request.computed + count]
+            last_rows.append(len(tokens) - 1)
+        logits = self.model(
+            input_ids=torch.tensor(tokens)[None],
+            position_ids=torch.from_numpy(step.positions)[None],
+            attention_mask={"indexed_attention": None},  # ours needs none: transformers is told not to build one
+            use_cache=False,
+            logits_to_keep=torch.tensor(last_rows),
+        ).logits[0]
+        for (request, count), row in zip(served, logits):
+            request.computed += count
+            if not request.in_prefill:
+                request.output.append(int(row.float().argmax()))
+
+    def _attend(self, index: int, hidden: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
+        layer = self.layers[index]
+        out, self.caches[index], positions = layer(self.caches[index], hidden, position_embeddings, self._step)
+        if self.options.trace:
+            traced = self.trace[-1]
+            traced.hidden.append(hidden[0].clone())
+            traced.positions.append(None if positions is None else np.asarray(positions)[self._step.rows])
+        return out
+
+

@@ -1,0 +1,174 @@
+"""`jax-sparse-mla generate`: a transformers DeepSeek-V3.2 or V4 model generates text through this library."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from jax_sparse_mla import DeviceInfo, ForwardMode, plan_attention
+from jax_sparse_mla.attention.api import installed_backends
+from sparse_mla_torch.hf import presets
+from sparse_mla_torch.hf.check import MIN_COSINE, MIN_OVERLAP, compare_layers, count_agreeing_tokens
+from sparse_mla_torch.hf.engine import PREFILL_BACKENDS, Engine, EngineOptions, Request
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="DIR", help="a transformers checkpoint of a DeepSeek-V3.2 or V4 model")
+    source.add_argument(
+        "--preset", choices=presets.PRESETS, default="v4", help="a small random model with the true head dimensions"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the preset's weights and of the page order")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", help="the text to continue; a long English text by default")
+    text.add_argument("--prompt-file", type=Path, metavar="FILE")
+    parser.add_argument("--max-new-tokens", type=_positive, default=16, metavar="N")
+    parser.add_argument(
+        "--requests", type=_positive, default=1, metavar="N", help="serve N requests of different lengths at once"
+    )
+    parser.add_argument("--max-batch", type=_positive, default=8, metavar="N", help="requests served at once")
+    parser.add_argument("--chunk-size", type=_positive, default=1024, metavar="TOKENS", help="of a prefill step")
+    parser.add_argument("--kv-cache", choices=sorted(MIN_COSINE), default="fp8")
+    parser.add_argument(
+        "--prefill-backend",
+        choices=PREFILL_BACKENDS,
+        default="flashmla_sparse",
+        help="prefill from a gathered bf16 workspace, or from the paged cache",
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="skip the comparison with transformers' eager attention"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates, prints, compares. 0 if every comparison passes (or none was asked for), else 1."""
+    if args.model:
+        model, tokenizer = presets.load_checkpoint(args.model)
+        name = args.model
+    else:
+        model, tokenizer = presets.build_preset(args.preset, args.seed), presets.ByteTokenizer()
+        name = f"preset {args.preset}, seed {args.seed} (random weights)"
+    prompt = tokenizer.encode(_prompt_text(args))
+    if not prompt:
+        print("generate: the prompt has no tokens", file=sys.stderr)
+        return 2
+    requests = [
+        Request(prompt=prompt[: max(1, len(prompt) * (args.requests - i) // args.requests)],
+                max_new_tokens=args.max_new_tokens)
+        for i in range(args.requests)
+    ]  # fmt: skip
+    engine = Engine(
+        model,
+        EngineOptions(
+            bf16_cache=args.kv_cache == "bf16",
+            prefill_backend=args.prefill_backend,
+            chunk_size=args.chunk_size,
+            max_batch=min(args.max_batch, args.requests),
+            max_len=len(prompt) + args.max_new_tokens,
+            seed=args.seed,
+            trace=not args.no_check,
+        ),
+    )
+    print(f"model      {name}: {len(engine.layers)} layers, {engine.spec.num_heads} heads")
+    lengths = ", ".join(str(len(r.prompt)) for r in requests)
+    print(f"requests   {args.requests} with {lengths} prompt tokens, {args.max_new_tokens} new tokens each")
+    print(f"KV cache   {engine.spec.kv_layout.name if args.kv_cache == 'fp8' else 'BF16'}, paged, "
+          f"{engine.spec.page_size} tokens a page")  # fmt: skip
+    _print_routes(engine)
+
+    progress = _Progress(requests)
+    engine.run(requests, progress)
+    progress.print_summary()
+    for i, request in enumerate(requests):
+        print(f"request {i}: …{tokenizer.decode(request.prompt[-40:])!r} → {tokenizer.decode(request.output)!r}")
+        print(f"           tokens {request.output}")
+    return 0 if args.no_check else _check(engine, requests, args.kv_cache)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _prompt_text(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is not None:
+        return args.prompt_file.read_text(encoding="utf-8")
+    return presets.default_prompt()
+
+
+def _print_routes(engine: Engine) -> None:
+    options, device = engine.options, DeviceInfo.current()
+    gathers = options.prefill_backend == "flashmla_sparse" and (engine.is_v4 or not options.bf16_cache)
+    for step, phase, rows in (
+        ("prefill", "prefill" if gathers else "decode", options.chunk_size),
+        ("decode", "decode", options.max_batch),
+    ):
+        plan = plan_attention(
+            phase,
+            engine.spec,
+            num_q_tokens=rows,
+            device=device,
+            installed=installed_backends(),
+            kv_dtype="bf16" if options.bf16_cache else "fp8",
+        )
+        print(f"route      {step}: {plan.backend}, {plan.kernel} ({plan.reason})")
+
+
+class _Progress:
+    """Prints how far a run is, and its tokens per second: first with compilation, then without."""
+
+    def __init__(self, requests: list[Request]):
+        self._total = sum(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
+        self._start = self._last = time.perf_counter()
+        self._seen: set[tuple[ForwardMode, int]] = set()
+        # Tokens, and seconds of the steps whose bucket had run before (compiled), by mode.
+        self._warm = {mode: [0, 0.0] for mode in ForwardMode}
+        self._count = 0
+
+    def __call__(self, step, requests: list[Request]) -> None:
+        now = time.perf_counter()
+        tokens, seconds = len(step.rows), now - self._last
+        self._last = now
+        bucket = (step.mode, step.batch.max_seq_len)
+        if bucket in self._seen:
+            self._warm[step.mode][0] += tokens
+            self._warm[step.mode][1] += seconds
+        self._seen.add(bucket)
+        self._count += tokens
+        if step.mode is not ForwardMode.DECODE or self._count == self._total or sys.stderr.isatty():
+            end = "\r" if sys.stderr.isatty() and self._count < self._total else "\n"
+            print(f"{step.mode.value:10} {self._count}/{self._total} tokens, {seconds:.2f} s   ", end=end, file=sys.stderr)
+
+    def print_summary(self) -> None:
+        seconds = self._last - self._start
+        print(f"speed      {self._count / seconds:.1f} tokens/s in all ({seconds:.1f} s with compilation)")
+        for mode, (tokens, warm_seconds) in self._warm.items():
+            if tokens:
+                print(f"           {mode.value}: {tokens / warm_seconds:.1f} tokens/s once compiled")
+
+
+def _check(engine: Engine, requests: list[Request], cache: str) -> int:
+    print(
+        f"check      against transformers' eager attention on the same inputs and entries: cosine ≥ {MIN_COSINE[cache]}"
+        f"; overlap of the selected entries ≥ {MIN_OVERLAP}"
+    )
+    print("layer  kind                     cosine    worst row   overlap  (rows that drop entries)")
+    ok = True
+    for report in compare_layers(engine, requests):
+        passed = report.passes(cache)
+        ok &= passed
+        overlap = "   -   " if report.overlap is None else f"{report.overlap:.5f}"
+        print(
+            f"{report.layer:5}  {report.kind:22}  {report.cosine:.6f}   {report.worst_row:.6f}   {overlap}  "
+            f"({report.dropping_rows}){'' if passed else '  FAILED'}"
+        )
+    agree, total = count_agreeing_tokens(engine, requests)
+    print(f"tokens     {agree} of {total} are transformers' own choice too")
+    print("check      passed" if ok else "check      FAILED")
+    return 0 if ok else 1

@@ -1,0 +1,250 @@
+"""Attention layers of transformers' DeepSeek models, run through jax_sparse_mla's paged caches.
+
+A layer here keeps the module's own projections (torch) and replaces what lies between them: cache writes,
+compression, indexing, selection and attention are one jitted JAX function per layer kind and step shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+
+from jax_sparse_mla import ForwardBatch, ForwardMode, ModelSpec, RequestTables
+from jax_sparse_mla.layers import (
+    C4,
+    CompressorParams,
+    IndexRows,
+    V4LayerCache,
+    V4LayerParams,
+    V4Rows,
+    V32LayerCache,
+    V32Rows,
+    v4_layer,
+    v32_layer,
+)
+from sparse_mla_torch.bridge import to_jax, to_torch
+from sparse_mla_torch.hf.replace import selected_indices
+
+# One compilation per layer kind, step shape and bucket, shared by all layers; the layer's cache is donated.
+_run_v4 = jax.jit(v4_layer, static_argnames=("spec", "ratio"), donate_argnums=0)
+_run_v32 = jax.jit(v32_layer, static_argnames=("spec",), donate_argnums=0)
+
+
+@dataclasses.dataclass
+class Step:
+    """What one forward step shares with all layers.
+
+    Attributes:
+      batch, tables: as given to the metadata builders.
+      metadata: V4Metadata or V32Metadata. plans, schedules: by compress ratio (V3.2: ratio 0).
+      rows: int64 `[n]` numpy, the padded row of each of the n real tokens.
+      requests, positions: `[n]` numpy, whose token each is and where.
+    """
+
+    batch: ForwardBatch
+    tables: RequestTables
+    metadata: Any
+    plans: dict[int, Any]
+    schedules: dict[int, Any]
+    rows: np.ndarray
+    requests: np.ndarray
+    positions: np.ndarray
+
+    @property
+    def mode(self) -> ForwardMode:
+        return self.batch.mode
+
+    @property
+    def num_rows(self) -> int:
+        """Padded rows."""
+        return self.metadata.row_to_request.shape[0]
+
+
+class V4Layer:
+    """A `DeepseekV4Attention` module with paged caches."""
+
+    def __init__(self, module: v4.DeepseekV4Attention, spec: ModelSpec, ratio: int):
+        self.module, self.spec, self.ratio = module, spec, ratio
+        self.has_indexer = ratio == C4
+        compressor = module.compressor
+        self.params = V4LayerParams(
+            attn_sink=_param(module.sinks),
+            compressor=_compressor_params(compressor) if ratio else None,
+            index_compressor=_compressor_params(compressor.indexer) if self.has_indexer else None,
+        )
+
+    def new_cache(self, *, pool, max_requests: int, bf16: bool) -> V4LayerCache:
+        return V4LayerCache.zeros(
+            self.spec,
+            self.ratio,
+            num_pages=pool.num_pages,
+            num_swa_pages=pool.num_swa_pages,
+            max_requests=max_requests,
+            bf16=bf16,
+        )
+
+    def __call__(self, cache, hidden, position_embeddings, step: Step, index_scores=None):
+        """hidden bfloat16 `[1, n, hidden]` → (output `[1, n, hidden]`, cache, selected positions or None)."""
+        module = self.module
+        cos, sin = position_embeddings[module.rope_layer_type]
+        q_residual = module.q_a_norm(module.q_a_proj(hidden))
+        heads = (*hidden.shape[:-1], -1, module.head_dim)
+        q = v4.apply_rotary_pos_emb(module.q_b_norm(module.q_b_proj(q_residual).view(heads)), cos, sin, unsqueeze_dim=2)
+        kv = v4.apply_rotary_pos_emb(
+            module.kv_norm(module.kv_proj(hidden)).view(heads), cos, sin, unsqueeze_dim=2
+        )
+        rows = {"q": q, "kv": kv[:, :, 0]}
+        if self.ratio:
+            rows["compressed_kv"] = module.compressor.kv_proj(hidden)
+            rows["compressed_score"] = module.compressor.gate_proj(hidden)
+        rows = {name: _pad(x[0], step) for name, x in rows.items()}
+        if self.has_indexer:
+            rows["index"] = self._index_rows(hidden, q_residual, cos, sin, step)
+        out, cache, positions = _run_v4(
+            cache,
+            V4Rows(**rows),
+            self.params,
+            step.batch,
+            step.metadata,
+            step.plans.get(self.ratio),
+            spec=self.spec,
+            ratio=self.ratio,
+            schedule=step.schedules.get(self.ratio),
+            index_scores=index_scores,
+        )
+        out = _unpad(out, step)[None]
+        # V is K, rotary part included: the rotation at the query's position is taken back from the output.
+        out = v4.apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)
+        grouped = module.o_a_proj(out.reshape(*hidden.shape[:-1], module.config.o_groups, -1)).flatten(2)
+        return module.o_b_proj(grouped), cache, positions
+
+    def _index_rows(self, hidden, q_residual, cos, sin, step: Step) -> IndexRows:
+        indexer = self.module.compressor.indexer
+        q = indexer.q_b_proj(q_residual).view(*hidden.shape[:-1], indexer.num_heads, indexer.head_dim)
+        scorer = indexer.scorer
+        weights = scorer.weights_proj(hidden).float() * (scorer.softmax_scale * scorer.weights_scaling)
+        return IndexRows(
+            q=_pad(v4.apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0], step),
+            weights=_pad(weights[0], step),
+            kv=_pad(indexer.kv_proj(hidden)[0], step),
+            score=_pad(indexer.gate_proj(hidden)[0], step),
+        )
+
+    def eager(self, hidden, model) -> tuple[torch.Tensor, np.ndarray | None]:
+        """transformers' own attention on one whole sequence, and the compressed positions that it selects."""
+        position_ids = torch.arange(hidden.shape[1])[None]
+        embeddings = {
+            kind: model.model.rotary_emb(hidden, position_ids=position_ids, layer_type=kind)
+            for kind in ("main", "compress")
+        }
+        age = position_ids.T - position_ids
+        visible = (age >= 0) & (age < self.module.sliding_window)
+        mask = torch.zeros(visible.shape, dtype=hidden.dtype).masked_fill(~visible, float("-inf"))[None, None]
+        with selected_indices() as selected:
+            out, _ = type(self.module).forward(self.module, hidden, embeddings, position_ids, mask)
+        return out, selected[0][0].numpy() if selected else None
+
+
+class V32Layer:
+    """A `DeepseekV32Attention` module with paged caches, its heads' no-rope parts absorbed into the latent space."""
+
+    ratio = 0
+    has_indexer = True
+
+    def __init__(self, module: v32.DeepseekV32Attention, spec: ModelSpec, ratio: int):
+        self.module, self.spec = module, spec
+        nope, v_dim = module.qk_nope_head_dim, module.v_head_dim
+        kv_b = module.kv_b_proj.weight.detach().view(module.num_heads, nope + v_dim, module.kv_lora_rank)
+        self._k_up, self._v_up = kv_b[:, :nope], kv_b[:, nope:]
+
+    def new_cache(self, *, pool, max_requests: int, bf16: bool) -> V32LayerCache:
+        return V32LayerCache.zeros(self.spec, num_pages=pool.num_pages, bf16=bf16)
+
+    def __call__(self, cache, hidden, position_embeddings, step: Step, index_scores=None):
+        """As `V4Layer.__call__`."""
+        module = self.module
+        cos, sin = position_embeddings
+        heads = (*hidden.shape[:-1], -1, module.qk_head_dim)
+        q_residual = module.q_a_layernorm(module.q_a_proj(hidden))
+        q = module.q_b_proj(q_residual).view(heads).transpose(1, 2)
+        q_nope, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+        latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
+        q_rope, k_rope = v32.apply_rotary_pos_emb_interleave(q_rope, k_rope[:, None], cos, sin)
+        q_latent = torch.einsum("bhtd,hdl->bhtl", q_nope, self._k_up)
+        rows = {
+            "q": torch.cat([q_latent, q_rope], dim=-1).transpose(1, 2),
+            "kv": torch.cat([module.kv_a_layernorm(latent), k_rope[:, 0]], dim=-1),
+            **self._index_rows(hidden, q_residual, cos, sin),
+        }
+        out, cache, positions = _run_v32(
+            cache,
+            V32Rows(**{name: _pad(x[0], step) for name, x in rows.items()}),
+            step.batch,
+            step.metadata,
+            spec=self.spec,
+            schedule=step.schedules.get(0),
+            index_scores=index_scores,
+        )
+        values = torch.einsum("thl,hvl->thv", _unpad(out, step), self._v_up)
+        return module.o_proj(values.flatten(1)[None]), cache, positions
+
+    def _index_rows(self, hidden, q_residual, cos, sin) -> dict[str, torch.Tensor]:
+        indexer = self.module.indexer
+        rope, rest = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
+        q = indexer.wq_b(q_residual).view(*hidden.shape[:-1], indexer.n_heads, indexer.head_dim)
+        k = indexer.k_norm(indexer.wk(hidden))[:, :, None]
+        q_rope, q_rest = q.split([rope, rest], dim=-1)
+        k_rope, k_rest = k.split([rope, rest], dim=-1)
+        q_rope, k_rope = v32.apply_rotary_pos_emb(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
+        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
+        return {
+            "index_q": torch.cat([q_rope, q_rest], dim=-1),
+            "index_k": torch.cat([k_rope, k_rest], dim=-1)[:, :, 0],
+            "index_weights": weights * (indexer.softmax_scale * indexer.n_heads**-0.5),
+        }
+
+    def eager(self, hidden, model) -> tuple[torch.Tensor, np.ndarray]:
+        """As `V4Layer.eager`; positions past the query's own are −1."""
+        position_ids = torch.arange(hidden.shape[1])[None]
+        visible = position_ids.T >= position_ids
+        lowest = torch.finfo(hidden.dtype).min
+        mask = torch.zeros(visible.shape, dtype=hidden.dtype).masked_fill(~visible, lowest)[None, None]
+        embeddings = model.model.rotary_emb(hidden, position_ids=position_ids)
+        with selected_indices() as selected:
+            out, _ = type(self.module).forward(self.module, hidden, embeddings, mask)
+        chosen = selected[0][0].numpy()
+        return out, np.where(chosen <= np.arange(len(chosen))[:, None], chosen, -1)
+
+
+def _compressor_params(module) -> CompressorParams:
+    if (scaling := module.rotary_emb.compress_attention_scaling) != 1:
+        # The released V4 models rotate without a magnitude (attention_factor 1), and so does our compressor.
+        raise ValueError(f"rope_parameters['compress'] must have attention_factor 1, got {scaling}")
+    return CompressorParams(
+        ape=_param(module.position_bias),
+        norm_weight=_param(module.kv_norm.weight),
+        inv_freq=_param(module.rotary_emb.compress_inv_freq),
+        norm_eps=module.kv_norm.variance_epsilon,
+    )
+
+
+def _param(tensor: torch.Tensor) -> jax.Array:
+    return jnp.asarray(tensor.detach().float().numpy())
+
+
+def _pad(x: torch.Tensor, step: Step) -> jax.Array:
+    """The n real rows `[n, …]` at their places among the step's padded rows; the others are zero."""
+    padded = x.new_zeros(step.num_rows, *x.shape[1:])
+    padded[torch.from_numpy(step.rows)] = x
+    return to_jax(padded)
+
+
+def _unpad(x: jax.Array, step: Step) -> torch.Tensor:
+    return to_torch(x)[torch.from_numpy(step.rows)]

@@ -1,0 +1,233 @@
+"""The two attention functions of a layer: check the arguments, decide the route, call the kernel."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.attention.route import DeviceInfo, plan_attention
+from jax_sparse_mla.attention.schedule import (
+    DecodeSchedule,
+    DecodeShape,
+    check_schedule,
+    decode_schedule,
+    per_row_lengths,
+)
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.kv_cache.paged import check_cache
+from jax_sparse_mla.models import ModelSpec
+
+__all__ = ["decode_schedule", "installed_backends", "sparse_mla_decode", "sparse_mla_prefill"]
+
+# V is the first 512 values of a row in every layout: all of a V4 row, a V3.2 row without its rope part.
+_MAX_V_DIM = 512
+
+# The backends of this version: one module a kernel family, with the two signatures of `reference`.
+_ADAPTERS = {"reference": "jax_sparse_mla.attention.reference"}
+
+
+def installed_backends() -> frozenset[str]:
+    """Names of the backends that this version has and whose packages are importable."""
+    return frozenset(_ADAPTERS)
+
+
+def sparse_mla_decode(
+    q: jax.Array,
+    cache: PagedKV,
+    indices: jax.Array,
+    *,
+    softmax_scale: float,
+    topk_length: jax.Array | None = None,
+    extra_cache: PagedKV | None = None,
+    extra_indices: jax.Array | None = None,
+    extra_topk_length: jax.Array | None = None,
+    attn_sink: jax.Array | None = None,
+    schedule: DecodeSchedule | None = None,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each query over the cached rows that its indices name, from one or two paged caches.
+
+    The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
+    `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
+    sharded by rows give partial results that `merge_attention` joins.
+
+    Args:
+      q: bfloat16 `[batch, q_len, heads, qk_dim]`; the reference also takes float32.
+      cache: the paged cache of the first index table (V4: the sliding window; V3.2: the only one).
+      indices: int32 `[batch, q_len, topk]` slots of `cache`; < 0 or ≥ `cache.num_slots` is skipped, a duplicate
+        counts twice.
+      softmax_scale: what q·k is multiplied by (a static number).
+      topk_length: int32 `[batch]` or `[batch, q_len]`, how many leading columns are scanned; None scans all.
+      extra_cache: a second cache of the same layout (V4: the compressed one), with `extra_indices` int32
+        `[batch, q_len, extra_topk]` and `extra_topk_length` as above.
+      attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
+      schedule: what `decode_schedule` built for these lengths; None builds it inside where a kernel needs one.
+      backend: a backend's name; by default the router decides, or the environment variables
+        JAX_SPARSE_MLA_DECODE_BACKEND and JAX_SPARSE_MLA_BACKEND, read at trace time.
+
+    Returns:
+      out `[batch, q_len, heads, v_dim]` in q's dtype, 0 where no key is valid, whatever the sink; lse float32
+      `[batch, q_len, heads]`, natural log, without the sink, −inf where no key is valid.
+
+    Raises:
+      TypeError: a wrong dtype. ValueError: wrong or mismatched shapes, an extra argument without `extra_cache`, a
+        schedule of another shape, or a backend that cannot serve the call.
+    """
+    check = ArgumentChecks("sparse_mla_decode")
+    check_cache(check, "cache", cache)
+    layout = cache.layout
+    q = check("q", q, ("batch", "q_len", "heads", layout.qk_dim), FLOATS)
+    indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
+    if extra_cache is None:
+        for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
+            if value is not None:
+                raise check.fail(f"{name} was given without extra_cache")
+        extra_topk = 0
+    else:
+        check_cache(check, "extra_cache", extra_cache)
+        if extra_cache.layout != layout:
+            raise check.fail(f"extra_cache must have cache's layout {layout}, got {extra_cache.layout}")
+        extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
+        extra_topk = extra_indices.shape[-1]
+    dims = check.dims
+    shape = DecodeShape(dims["batch"], dims["q_len"], dims["heads"], dims["topk"], extra_topk)
+    lengths = per_row_lengths(check, "topk_length", topk_length, shape)
+    extra_lengths = per_row_lengths(check, "extra_topk_length", extra_topk_length, shape)
+    attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
+    check_schedule(check, schedule, shape)
+
+    adapter = _route("decode", check, layout, shape.batch * shape.q_len, shape.num_heads, shape.topk, q.dtype, backend)
+    return adapter.decode(
+        q,
+        cache,
+        indices,
+        _full(lengths, shape, shape.topk),
+        extra_cache,
+        extra_indices,
+        None if extra_cache is None else _full(extra_lengths, shape, extra_topk),
+        attn_sink,
+        schedule,
+        softmax_scale=_static_scale(check, softmax_scale),
+    )
+
+
+def sparse_mla_prefill(
+    q: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    *,
+    softmax_scale: float,
+    topk_length: jax.Array | None = None,
+    attn_sink: jax.Array | None = None,
+    schedule: Any = None,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention of each query over the rows of a contiguous workspace that its indices name.
+
+    Any topk and any head count; rows of q shard under `shard_map` as in `sparse_mla_decode`.
+
+    Args:
+      q: bfloat16 `[q_len, heads, qk_dim]`; the reference also takes float32.
+      kv: bfloat16 `[kv_len, qk_dim]`; the reference also takes float32. V is its first `min(qk_dim, 512)` values.
+      indices: int32 `[q_len, topk]` rows of `kv`; < 0 or ≥ kv_len is skipped, a duplicate counts twice.
+      softmax_scale: what q·k is multiplied by (a static number).
+      topk_length: int32 `[q_len]`, how many leading columns are scanned; None scans all.
+      attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
+      schedule: taken for symmetry with `sparse_mla_decode`; no prefill kernel needs one.
+      backend: as in `sparse_mla_decode`, with JAX_SPARSE_MLA_PREFILL_BACKEND.
+
+    Returns:
+      out `[q_len, heads, v_dim]` in q's dtype, 0 where no key is valid; max_logits float32 `[q_len, heads]`, the
+      largest scaled score, and lse float32 `[q_len, heads]`, natural log without the sink, both −inf where no key
+      is valid.
+
+    Raises:
+      TypeError: a wrong dtype. ValueError: wrong or mismatched shapes, or a backend that cannot serve the call.
+    """
+    check = ArgumentChecks("sparse_mla_prefill")
+    q = check("q", q, ("q_len", "heads", "qk_dim"), FLOATS)
+    kv = check("kv", kv, ("kv_len", "qk_dim"), FLOATS)
+    indices = check("indices", indices, ("q_len", "topk"), INT32)
+    topk_length = check.optional("topk_length", topk_length, ("q_len",), INT32)
+    attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
+    if schedule is not None and not isinstance(schedule, DecodeSchedule):
+        raise TypeError(f"{check.function}: schedule must come from decode_schedule, got {type(schedule).__name__}")
+    q_len, topk, qk_dim = check.dims["q_len"], check.dims["topk"], check.dims["qk_dim"]
+    v_dim = min(qk_dim, _MAX_V_DIM)
+    if topk_length is None:
+        topk_length = jnp.full((q_len,), topk, jnp.int32)
+    layout = KVLayout("workspace", nope_dim=qk_dim - 64, rope_dim=64, v_dim=v_dim)
+    dtype = jnp.float32 if jnp.float32 in (q.dtype, kv.dtype) else q.dtype
+    adapter = _route("prefill", check, layout, q_len, check.dims["heads"], topk, dtype, backend)
+    scale = _static_scale(check, softmax_scale)
+    return adapter.prefill(q, kv, indices, topk_length, attn_sink, schedule, softmax_scale=scale, v_dim=v_dim)
+
+
+def _route(
+    phase: str,
+    check: ArgumentChecks,
+    layout: KVLayout,
+    rows: int,
+    num_heads: int,
+    topk: int,
+    dtype: Any,
+    backend: str | None,
+) -> ModuleType:
+    """The module that serves the call, decided by `plan_attention` from the call's own shapes."""
+    spec = ModelSpec(
+        name=f"the {phase} call",
+        num_heads=max(num_heads, 1),
+        qk_dim=layout.qk_dim,
+        v_dim=layout.v_dim,
+        nope_dim=layout.nope_dim,
+        rope_dim=layout.rope_dim,
+        softmax_scale=1.0,
+        kv_layout=layout,
+        page_size=1,
+        index_topk=topk,
+        index_heads=0,
+        index_dim=0,
+    )
+    override = (
+        backend
+        or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND")
+        or os.environ.get("JAX_SPARSE_MLA_BACKEND")
+    )
+    float32 = np.dtype(dtype) == np.float32  # kernels take bfloat16: only the reference can serve float32
+    try:
+        plan = plan_attention(
+            phase,
+            spec,
+            num_q_tokens=rows,
+            device=DeviceInfo.current(),
+            installed={"reference"} if float32 else installed_backends(),
+            kv_dtype="fp8" if layout.fp8_dim else "bf16",
+            num_heads=max(num_heads, 1),
+            topk=topk,
+            override=override or None,
+        )
+    except ValueError as error:
+        note = " (float32 inputs are served by the reference only)" if float32 else ""
+        raise check.fail(f"{error}{note}") from None
+    return importlib.import_module(_ADAPTERS[plan.backend])
+
+
+def _full(lengths: jax.Array | None, shape: DecodeShape, columns: int) -> jax.Array:
+    if lengths is None:
+        return jnp.full((shape.batch, shape.q_len), columns, jnp.int32)
+    return lengths
+
+
+def _static_scale(check: ArgumentChecks, softmax_scale: Any) -> float:
+    if isinstance(softmax_scale, jax.core.Tracer) or not np.isscalar(softmax_scale) or isinstance(softmax_scale, str):
+        raise TypeError(
+            f"{check.function}: softmax_scale must be a static number, got {type(softmax_scale).__name__}"
+        )
+    return float(softmax_scale)

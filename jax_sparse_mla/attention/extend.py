@@ -1,0 +1,121 @@
+"""Prefill of a chunk from paged caches: gather and dequantise what the chunk needs, merge the indices, attend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.attention.api import sparse_mla_prefill
+from jax_sparse_mla.indices import combine_topk_swa_indices
+from jax_sparse_mla.kv_cache import PagedKV, gather_kv
+from jax_sparse_mla.kv_cache.paged import check_cache
+from jax_sparse_mla.metadata.prefill_plan import PrefillPlan
+
+
+def sparse_mla_extend(
+    q: jax.Array,
+    plan: PrefillPlan,
+    swa_cache: PagedKV,
+    compressed_cache: PagedKV | None,
+    topk_positions: jax.Array | None,
+    *,
+    softmax_scale: float,
+    attn_sink: jax.Array | None = None,
+    workspace: jax.Array | None = None,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer's attention in a V4 prefill chunk (EXTEND), through a bf16 workspace.
+
+    The rows that the chunk can see are gathered from both caches into one workspace, `[compressed | window]`, the
+    top-k and window indices of each query are merged into one table over it, and `sparse_mla_prefill` attends.
+
+    Args:
+      q: bfloat16 `[T, heads, qk_dim]`, the chunk's queries, requests in order; rows past the last one are padding.
+      plan: `build_prefill_plan` of the layer's compress ratio, shared by all its layers.
+      swa_cache: the sliding-window cache, this chunk's rows already written.
+      compressed_cache: the compressed cache, this chunk's rows already written; None where the ratio is 0.
+      topk_positions: int32 `[T, ≥ plan.topk]`, the compressed positions that the indexer chose, local to the
+        request, −1 padded (ratio 4). None attends to every complete entry (ratio 128), or to none (ratio 0).
+      softmax_scale: what q·k is multiplied by (a static number).
+      attn_sink: float32 `[heads]`.
+      workspace: bfloat16 `[≥ plan.workspace_rows, qk_dim]`, a buffer to gather into (donate it under jit to reuse
+        its memory); allocated inside by default. Its rows past the plan's are left alone and never read.
+      backend: as in `sparse_mla_prefill`.
+
+    Returns:
+      out `[T, heads, v_dim]` and lse float32 `[T, heads]`; padding rows give 0 and −inf. Entries that did not fit
+      the plan's capacities (`plan.overflow`) are left out of the softmax.
+
+    Raises:
+      TypeError, ValueError: wrong dtypes or shapes, a cache that the plan's ratio needs and is missing, or the
+        reverse.
+    """
+    check = ArgumentChecks("sparse_mla_extend")
+    if not isinstance(plan, PrefillPlan):
+        raise TypeError(f"{check.function}: plan must be a PrefillPlan, got {type(plan).__name__}")
+    check_cache(check, "swa_cache", swa_cache)
+    layout = swa_cache.layout
+    q = check("q", q, ("T", "heads", layout.qk_dim), FLOATS)
+    check("plan.query_pos", plan.query_pos, ("T",), INT32)
+    attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
+    workspace = check.optional("workspace", workspace, ("workspace rows", layout.qk_dim), (jnp.bfloat16,))
+    if workspace is not None and workspace.shape[0] < plan.workspace_rows:
+        raise check.fail(f"workspace must have at least {plan.workspace_rows} rows, got {workspace.shape[0]}")
+    if (compressed_cache is None) != (plan.compress_ratio == 0):
+        given = "None" if compressed_cache is None else "a cache"
+        raise check.fail(f"compressed_cache must be None exactly when the plan's ratio is 0; got {given}, "
+                         f"ratio {plan.compress_ratio}")  # fmt: skip
+    if compressed_cache is not None:
+        check_cache(check, "compressed_cache", compressed_cache)
+        if compressed_cache.layout != layout:
+            raise check.fail(f"compressed_cache must have swa_cache's layout {layout}, got {compressed_cache.layout}")
+    if topk_positions is None:
+        # Every complete entry: the merge keeps those before each query's own position.
+        topk_positions = jnp.broadcast_to(jnp.arange(plan.topk, dtype=jnp.int32), (q.shape[0], plan.topk))
+    topk_positions = check("topk_positions", topk_positions, ("T", "topk"), INT32)
+    if topk_positions.shape[1] < plan.topk:
+        raise check.fail(f"topk_positions must have at least {plan.topk} columns, got {topk_positions.shape[1]}")
+
+    workspace, slots = _fill_workspace(plan, swa_cache, compressed_cache, workspace)
+    indices, lengths = combine_topk_swa_indices(
+        topk_positions,
+        plan.query_start_loc,
+        plan.query_pos,
+        plan.seq_lens,
+        plan.gather_lens,
+        plan.compressed_base,
+        plan.swa_base,
+        window=plan.window,
+        compress_ratio=max(plan.compress_ratio, 1),
+        topk=plan.topk,
+    )
+    # A row whose slot is missing (it did not fit, or has no slot) was gathered as zeros: not a key.
+    reachable = (indices >= 0) & (indices < plan.workspace_rows)
+    present = jnp.where(reachable, slots[jnp.where(reachable, indices, 0)] >= 0, False)
+    out, _, lse = sparse_mla_prefill(
+        q,
+        workspace,
+        jnp.where(present, indices, -1),
+        softmax_scale=softmax_scale,
+        topk_length=lengths,
+        attn_sink=attn_sink,
+        backend=backend,
+    )
+    return out, lse
+
+
+def _fill_workspace(
+    plan: PrefillPlan, swa_cache: PagedKV, compressed_cache: PagedKV | None, workspace: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The workspace with the plan's rows gathered into it, and the slot of each of those rows (−1: no key)."""
+    regions = [(0, compressed_cache, plan.compressed_slots), (plan.compressed_slots.shape[0], swa_cache, plan.swa_slots)]
+    if workspace is None:
+        workspace = jnp.zeros((plan.workspace_rows, swa_cache.layout.qk_dim), jnp.bfloat16)
+    present = []
+    for start, cache, slots in regions:
+        if cache is None:
+            continue
+        workspace = jax.lax.dynamic_update_slice(workspace, gather_kv(cache, slots), (start, 0))
+        present.append(jnp.where((slots >= 0) & (slots < cache.num_slots), slots, -1))
+    return workspace, jnp.concatenate(present)

@@ -1,0 +1,128 @@
+"""Sparse MLA in plain jax.numpy: the contract of the two attention functions, and the oracle of every kernel.
+
+For each query row, with K the cached rows that its indices name and V their leading `v_dim` values:
+
+    s_j   = softmax_scale · q · K_j                      over the valid j
+    lse   = log Σ_j exp(s_j)                             −inf where no j is valid
+    out   = Σ_j exp(s_j) V_j / (Σ_j exp(s_j) + exp(sink))    0 where no j is valid
+
+An index is valid if it lies within the row's length (a span of columns, not a count) and names an existing row;
+invalid ones are skipped, never read and never counted; an index given twice counts twice. All arithmetic is
+float32. Runs on every platform; differentiable in q, kv and the sink, also on rows without a valid key and with
+infinite sinks. Rows go through in chunks, so memory does not grow with the number of queries.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.attention.merge import sink_factor
+from jax_sparse_mla.kv_cache import PagedKV, gather_kv
+
+# What one chunk of query rows may take: its gathered keys (bf16 and float32) and scores. 128 MiB keeps 4,096
+# queries × 64 heads × topk 512 far under the 4 GiB that a small host has, and still fills the matrix units.
+CHUNK_BYTES = 128 << 20
+
+
+@partial(jax.jit, static_argnames=("softmax_scale",))
+def decode(
+    q: jax.Array,  # [batch, q_len, heads, qk_dim]
+    cache: PagedKV,
+    indices: jax.Array,  # [batch, q_len, topk] slots of cache
+    topk_length: jax.Array,  # [batch, q_len]
+    extra_cache: PagedKV | None,
+    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
+    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: object,  # for kernels that split K; nothing to schedule here
+    *,
+    softmax_scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """out `[batch, q_len, heads, v_dim]` in q's dtype, lse float32 `[batch, q_len, heads]`."""
+    del schedule
+    batch, q_len, heads, qk_dim = q.shape
+    sources = [(cache, indices, topk_length)]
+    if extra_cache is not None:
+        sources.append((extra_cache, extra_indices, extra_topk_length))
+
+    def one_row(row):
+        q_row, tables = row
+        keys, valid = [], []
+        for (source, _, _), (slots, length) in zip(sources, tables):
+            keys.append(gather_kv(source, slots).astype(jnp.float32))
+            valid.append(_valid(slots, length, source.num_slots))
+        out, _, lse = _attend(
+            q_row, jnp.concatenate(keys), jnp.concatenate(valid), softmax_scale, cache.layout.v_dim, attn_sink
+        )
+        return out, lse
+
+    rows = batch * q_len
+    tables = [(x.reshape(rows, x.shape[-1]), length.reshape(rows)) for _, x, length in sources]
+    columns = sum(x.shape[-1] for x, _ in tables)
+    out, lse = _map_rows(one_row, (q.reshape(rows, heads, qk_dim), tables), columns, heads, qk_dim)
+    return out.reshape(batch, q_len, heads, cache.layout.v_dim), lse.reshape(batch, q_len, heads)
+
+
+@partial(jax.jit, static_argnames=("softmax_scale", "v_dim"))
+def prefill(
+    q: jax.Array,  # [q_len, heads, qk_dim]
+    kv: jax.Array,  # [kv_len, qk_dim]
+    indices: jax.Array,  # [q_len, topk] rows of kv
+    topk_length: jax.Array,  # [q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: object,
+    *,
+    softmax_scale: float,
+    v_dim: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """out `[q_len, heads, v_dim]` in q's dtype, max_logits and lse float32 `[q_len, heads]`."""
+    del schedule
+    _, heads, qk_dim = q.shape
+    kv_len = kv.shape[0]
+
+    def one_row(row):
+        q_row, index, length = row
+        valid = _valid(index, length, kv_len)
+        if kv_len == 0:
+            keys = jnp.zeros((index.shape[0], qk_dim), jnp.float32)
+        else:
+            keys = kv[jnp.where(valid, index, 0)].astype(jnp.float32)
+        return _attend(q_row, keys, valid, softmax_scale, v_dim, attn_sink)
+
+    return _map_rows(one_row, (q, indices, topk_length), indices.shape[-1], heads, qk_dim)
+
+
+def _valid(index: jax.Array, length: jax.Array, num_rows: int) -> jax.Array:
+    """bool `[columns]`: inside the scanned span, and naming an existing row."""
+    return (jnp.arange(index.shape[0]) < length) & (index >= 0) & (index < num_rows)
+
+
+def _attend(
+    q: jax.Array, keys: jax.Array, valid: jax.Array, softmax_scale: float, v_dim: int, attn_sink: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One query row: q `[heads, qk_dim]`, keys float32 `[columns, qk_dim]`, valid `[columns]`."""
+    keys = jnp.where(valid[:, None], keys, 0.0)  # 0 · NaN is NaN: what is skipped must not be multiplied either
+    scores = softmax_scale * jnp.einsum("hd,kd->hk", q.astype(jnp.float32), keys, precision="highest")
+    # initial: max of no columns is −inf.
+    top = jnp.max(jnp.where(valid, scores, -jnp.inf), axis=-1, initial=-jnp.inf)
+    # Masked scores become the maximum, not −inf: exp stays finite and so does its gradient.
+    shift = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))[:, None]
+    weights = jnp.where(valid, jnp.exp(jnp.where(valid, scores, shift) - shift), 0.0)
+    total = jnp.sum(weights, axis=-1)
+    empty = ~jnp.any(valid)
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, shift[:, 0] + jnp.log(total))
+    out = jnp.einsum("hk,kd->hd", weights / total[:, None], keys[:, :v_dim], precision="highest")
+    if attn_sink is not None:
+        out = out * sink_factor(lse, attn_sink)[:, None]
+    return out.astype(q.dtype), top, lse
+
+
+def _map_rows(function, rows, columns: int, heads: int, qk_dim: int):
+    """Maps `function` over the leading axis in chunks of at most CHUNK_BYTES, recomputed in the backward pass."""
+    row_bytes = columns * (6 * qk_dim + 16 * heads) + 1
+    chunk = max(1, CHUNK_BYTES // row_bytes)
+    return jax.lax.map(jax.checkpoint(function), rows, batch_size=chunk)

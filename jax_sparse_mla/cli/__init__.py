@@ -1,0 +1,28 @@
+"""The command `jax-sparse-mla`: `generate` runs a model through the library, `doctor` tells what would serve it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="jax-sparse-mla", description="Sparse MLA for DeepSeek-V3.2 and V4 in JAX")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="print the device, the backends, and what would serve each model")
+    generate = commands.add_parser("generate", help="generate text with a transformers model served by this library")
+    # The torch face is imported for its own command only: this package never needs torch.
+    if argv[:1] == ["generate"]:
+        try:
+            from sparse_mla_torch.hf import generate as command
+        except ImportError as error:
+            print(f"jax-sparse-mla generate needs torch and transformers (the extra [hf]): {error}", file=sys.stderr)
+            return 2
+        command.add_arguments(generate)
+        return command.run(parser.parse_args(argv))
+    from jax_sparse_mla.cli import doctor as command
+
+    command.add_arguments(doctor)
+    return command.run(parser.parse_args(argv))

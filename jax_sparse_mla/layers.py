@@ -1,0 +1,328 @@
+"""One layer's attention in one forward step, from projected rows to attention output, caches updated on the way.
+
+This is how the parts of the library fit together in a serving engine: write, compress, index, select, merge,
+attend. The functions are plain JAX; jit them with the layer's cache donated and the caches are updated in place.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
+from jax_sparse_mla.attention.schedule import DecodeSchedule
+from jax_sparse_mla.compressor import CompressorState, compress_kv
+from jax_sparse_mla.indexer import INDEX_K_BYTES, hadamard_transform, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
+from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata, V32Metadata
+from jax_sparse_mla.models import ModelSpec
+
+C4 = 4  # the compress ratio whose layers have an indexer
+
+
+def bf16_layout(layout: KVLayout) -> KVLayout:
+    """The unquantised layout with the same dimensions."""
+    return KVLayout.V4_BF16 if layout.qk_dim == KVLayout.V4_BF16.qk_dim else KVLayout.V32_BF16
+
+
+@pytree_dataclass
+class CompressorParams:
+    """A compressor's parameters: ape float32 `[ratio, coff · head_dim]`, norm_weight float32 `[head_dim]`,
+    inv_freq float32 `[rope_dim / 2]` of the layer's rotary embedding, and norm_eps of its RMSNorm (static)."""
+
+    ape: jax.Array
+    norm_weight: jax.Array
+    inv_freq: jax.Array
+    norm_eps: float = static(default=1e-6)
+
+
+@pytree_dataclass
+class IndexRows:
+    """What a V4 layer's indexer projects from T rows.
+
+    q bfloat16 `[T, index_heads, index_dim]` after rope; weights float32 `[T, index_heads]`, scaled by
+    `index_dim^-0.5 · index_heads^-0.5`; kv and score `[T, 2 · index_dim]`, the input of its own compressor.
+    """
+
+    q: jax.Array
+    weights: jax.Array
+    kv: jax.Array
+    score: jax.Array
+
+
+@pytree_dataclass
+class V4Rows:
+    """What a V4 layer projects from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
+    compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0); index (ratio 4)."""
+
+    q: jax.Array
+    kv: jax.Array
+    compressed_kv: jax.Array | None = None
+    compressed_score: jax.Array | None = None
+    index: IndexRows | None = None
+
+
+@pytree_dataclass
+class V4LayerParams:
+    """attn_sink float32 `[heads]`; the parameters of the compressor (ratio > 0) and of the indexer's (ratio 4)."""
+
+    attn_sink: jax.Array
+    compressor: CompressorParams | None = None
+    index_compressor: CompressorParams | None = None
+
+
+@pytree_dataclass
+class V4LayerCache:
+    """All that a V4 layer keeps between steps; a ratio-0 layer has the sliding-window cache only."""
+
+    swa: PagedKV
+    compressed: PagedKV | None = None
+    state: CompressorState | None = None
+    index_k: jax.Array | None = None
+    index_state: CompressorState | None = None
+
+    @classmethod
+    def zeros(
+        cls, spec: ModelSpec, ratio: int, *, num_pages: int, num_swa_pages: int, max_requests: int, bf16: bool = False
+    ) -> V4LayerCache:
+        """Empty caches for `num_pages` pages of `spec.page_size` tokens, `num_swa_pages` of them within a window."""
+        layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
+        swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size)
+        if ratio == 0:
+            return cls(swa=swa)
+        entries = spec.page_size // ratio
+        compressed = PagedKV.zeros(layout, num_pages, entries)
+        state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim)
+        if ratio != C4:
+            return cls(swa=swa, compressed=compressed, state=state)
+        return cls(
+            swa=swa,
+            compressed=compressed,
+            state=state,
+            index_k=jnp.zeros((num_pages, entries * INDEX_K_BYTES), jnp.uint8),
+            index_state=CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.index_dim),
+        )
+
+
+def v4_layer(
+    cache: V4LayerCache,
+    rows: V4Rows,
+    params: V4LayerParams,
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    plan: PrefillPlan | None,
+    *,
+    spec: ModelSpec,
+    ratio: int,
+    schedule: DecodeSchedule | None = None,
+    index_scores: jax.Array | None = None,
+) -> tuple[jax.Array, V4LayerCache, jax.Array | None]:
+    """One V4 layer's attention.
+
+    Args:
+      cache: the layer's caches; donate them.
+      rows: the projected rows of this step, padded like the batch.
+      params: the layer's parameters.
+      batch, metadata: the step's, shared by all layers; `metadata = build_v4_metadata(spec, batch, tables)`.
+      plan: `build_prefill_plan` of this ratio for an EXTEND step (gathered prefill); None attends to the paged
+        caches directly, in any mode.
+      spec: the model. ratio: the layer's compress ratio.
+      schedule: `decode_schedule` of this ratio, where plan is None.
+      index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
+
+    Returns:
+      out `[T, heads, 512]` (rope not yet taken back), the updated cache, and, for ratio 4, the selected compressed
+      positions int32 `[T, index_topk]`, −1 padded (else None).
+    """
+    swa = write_kv(cache.swa, metadata.swa_out_cache_loc, rows.kv)
+    if ratio == 0:
+        cache = V4LayerCache(swa=swa)
+    else:
+        entries, entry_slots, state = _compress(
+            cache.state, rows.compressed_kv, rows.compressed_score, params.compressor, batch, metadata, ratio
+        )
+        compressed = write_kv(cache.compressed, entry_slots, entries)
+        index_k, index_state = cache.index_k, cache.index_state
+        if ratio == C4:
+            index_entries, index_slots, index_state = _compress(
+                index_state, rows.index.kv, rows.index.score, params.index_compressor, batch, metadata, ratio
+            )
+            index_k = write_index_k(index_k, index_slots, hadamard_transform(index_entries.astype(jnp.float32)))
+        cache = V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k, index_state=index_state)
+
+    positions = None
+    if ratio == C4:
+        lengths = metadata.compressed[C4].lengths
+        if index_scores is None:
+            index_q, q_scale = quantize_index_q(hadamard_transform(rows.index.q.astype(jnp.float32)))
+            index_scores = index_logits(
+                index_q, rows.index.weights * q_scale, cache.index_k, metadata.page_table, lengths
+            )
+        positions = topk_positions(index_scores, lengths, spec.index_topk)
+
+    if plan is not None:
+        out, _ = sparse_mla_extend(
+            rows.q,
+            plan,
+            cache.swa,
+            cache.compressed,
+            positions,
+            softmax_scale=spec.softmax_scale,
+            attn_sink=params.attn_sink,
+        )
+        return out, cache, positions
+
+    extra = {}
+    if ratio != 0:
+        part = metadata.compressed[ratio]
+        extra_indices = part.page_indices
+        if ratio == C4:
+            slots = topk_transform(
+                index_scores,
+                part.lengths,
+                spec.index_topk,
+                method=TopkTransform.PAGED,
+                page_table=metadata.page_table,
+                page_size=spec.page_size // C4,
+            )
+            extra_indices = extra_indices.at[:, : spec.index_topk].set(slots)
+        extra = {
+            "extra_cache": cache.compressed,
+            "extra_indices": extra_indices[:, None],
+            "extra_topk_length": part.topk_lengths,
+        }
+    out, _ = sparse_mla_decode(
+        rows.q[:, None],
+        cache.swa,
+        metadata.swa_page_indices[:, None],
+        softmax_scale=spec.softmax_scale,
+        topk_length=metadata.swa_topk_lengths,
+        attn_sink=params.attn_sink,
+        schedule=schedule,
+        **extra,
+    )
+    return out[:, 0], cache, positions
+
+
+def _compress(
+    state: CompressorState,
+    kv: jax.Array,
+    score: jax.Array,
+    params: CompressorParams,
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    ratio: int,
+) -> tuple[jax.Array, jax.Array, CompressorState]:
+    """The entries that this step completes, the slots they go to (−1 for unused ones), and the carried state."""
+    entries, entry_rows, state = compress_kv(
+        state,
+        kv,
+        score,
+        positions=metadata.positions,
+        req_rows=batch.req_pool_indices[metadata.row_to_request],
+        query_start_loc=metadata.query_start_loc,
+        ape=params.ape,
+        norm_weight=params.norm_weight,
+        inv_freq=params.inv_freq,
+        ratio=ratio,
+        norm_eps=params.norm_eps,
+    )
+    out_loc = metadata.compressed[ratio].out_loc
+    return entries, jnp.where(entry_rows >= 0, out_loc[jnp.maximum(entry_rows, 0)], -1), state
+
+
+@pytree_dataclass
+class V32LayerCache:
+    """All that a V3.2 layer keeps between steps: kv, and the indexer's keys uint8 `[num_pages, 64 · 132]`."""
+
+    kv: PagedKV
+    index_k: jax.Array
+
+    @classmethod
+    def zeros(cls, spec: ModelSpec, *, num_pages: int, bf16: bool = False) -> V32LayerCache:
+        layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
+        return cls(
+            kv=PagedKV.zeros(layout, num_pages, spec.page_size),
+            index_k=jnp.zeros((num_pages, spec.page_size * INDEX_K_BYTES), jnp.uint8),
+        )
+
+
+@pytree_dataclass
+class V32Rows:
+    """What a V3.2 layer projects from T rows.
+
+    q bfloat16 `[T, heads, 576]` (the no-rope part multiplied into the latent space) and kv bfloat16 `[T, 576]`,
+    both latent first and rope last; index_q bfloat16 `[T, index_heads, 128]` and index_k `[T, 128]` after rope;
+    index_weights float32 `[T, index_heads]`, scaled by `index_dim^-0.5 · index_heads^-0.5`.
+    """
+
+    q: jax.Array
+    kv: jax.Array
+    index_q: jax.Array
+    index_k: jax.Array
+    index_weights: jax.Array
+
+
+def v32_layer(
+    cache: V32LayerCache,
+    rows: V32Rows,
+    batch: ForwardBatch,
+    metadata: V32Metadata,
+    *,
+    spec: ModelSpec,
+    schedule: DecodeSchedule | None = None,
+    index_scores: jax.Array | None = None,
+) -> tuple[jax.Array, V32LayerCache, jax.Array]:
+    """One V3.2 layer's attention: RAGGED metadata prefill from a gathered bf16 workspace, PAGED ones attend to the
+    paged cache.
+
+    Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
+    """
+    kv = write_kv(cache.kv, batch.out_cache_loc, rows.kv)
+    cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, batch.out_cache_loc, rows.index_k))
+    lengths = metadata.seqlens_expanded
+    if index_scores is None:
+        index_q, q_scale = quantize_index_q(rows.index_q.astype(jnp.float32))
+        page_table = metadata.page_table[metadata.row_to_request]
+        index_scores = index_logits(index_q, rows.index_weights * q_scale, cache.index_k, page_table, lengths)
+    positions = topk_positions(index_scores, lengths, spec.index_topk)
+
+    if metadata.topk_transform is TopkTransform.RAGGED:
+        indices = topk_transform(
+            index_scores,
+            lengths,
+            spec.index_topk,
+            method=TopkTransform.RAGGED,
+            topk_indices_offset=metadata.topk_indices_offset,
+        )
+        out, _, _ = sparse_mla_prefill(
+            rows.q,
+            gather_kv(cache.kv, metadata.kv_slots),
+            indices,
+            softmax_scale=spec.softmax_scale,
+            topk_length=metadata.topk_lengths,
+        )
+        return out, cache, positions
+
+    slots = topk_transform(
+        index_scores,
+        lengths,
+        spec.index_topk,
+        method=TopkTransform.PAGED,
+        page_table=metadata.page_table,
+        page_size=spec.page_size,
+        row_to_request=metadata.row_to_request,
+    )
+    out, _ = sparse_mla_decode(
+        rows.q[:, None],
+        cache.kv,
+        slots[:, None],
+        softmax_scale=spec.softmax_scale,
+        topk_length=metadata.topk_lengths,
+        schedule=schedule,
+    )
+    return out[:, 0], cache, positions
+
+
