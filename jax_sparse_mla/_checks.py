@@ -17,6 +17,7 @@ INT32 = (jnp.int32,)
 UINT8 = (jnp.uint8,)
 FLOAT32 = (jnp.float32,)
 FLOATS = (jnp.bfloat16, jnp.float32)  # what a row of activations may be given as
+INT_MAX = 2**31 - 1
 
 
 def _dtype_names(dtypes: Sequence[Any]) -> str:
@@ -42,17 +43,18 @@ class ArgumentChecks:
         self, name: str, x: Any, shape: Sequence[int | str | None], dtypes: Sequence[Any]
     ) -> jax.Array:
         """Returns `x` as a jax array. Python numbers and lists take JAX's default dtypes; numpy int64 is refused."""
+        wanted = f"{self.function}: {name} must be {_dtype_names(dtypes)} {self._expected(shape)}"
         if x is None:
-            raise TypeError(
-                f"{self.function}: {name} must be {_dtype_names(dtypes)} {self._expected(shape)}, got None"
-            )
+            raise TypeError(f"{wanted}, got None")
         if not hasattr(x, "dtype"):
-            x = jnp.asarray(x)
+            try:
+                x = jnp.asarray(x)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise TypeError(f"{wanted}, got {type(x).__name__}: {error}") from None
+        if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
+            raise TypeError(f"{wanted} (a JAX or numpy array), got {type(x).__module__}.{type(x).__name__}")
         if not any(x.dtype == np.dtype(d) for d in dtypes):
-            raise TypeError(
-                f"{self.function}: {name} must be {_dtype_names(dtypes)} {self._expected(shape)}, "
-                f"got {np.dtype(x.dtype).name} {list(x.shape)}"
-            )
+            raise TypeError(f"{wanted}, got {x.dtype} {list(x.shape)}")
         bound = dict(self.dims)
         ok = len(x.shape) == len(shape)
         if ok:
@@ -72,18 +74,27 @@ class ArgumentChecks:
         """As `__call__`, with None passed through."""
         return None if x is None else self(name, x, shape, dtypes)
 
+    def rank(self, name: str, x: Any) -> int:
+        """The number of dimensions of an argument that may have any; a ragged list has none and raises."""
+        try:
+            return jnp.ndim(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{self.function}: {name} must be an array, got {type(x).__name__}: {error}") from None
+
     def fail(self, message: str) -> ValueError:
         """A ValueError that starts with the function's name, for `raise check.fail(...)`."""
         return ValueError(f"{self.function}: {message}")
 
-    def static_int(self, name: str, value: Any, *, minimum: int) -> int:
-        """A static integer of at least `minimum`; anything else raises."""
+    def static_int(self, name: str, value: Any, *, minimum: int, maximum: float = INT_MAX) -> int:
+        """A static integer from `minimum` to `maximum`; anything else raises. More than int32 meets no array."""
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
             raise TypeError(
                 f"{self.function}: {name} must be a static int >= {minimum}, got {type(value).__name__}"
             )
         if value < minimum:
             raise ValueError(f"{self.function}: {name} must be >= {minimum}, got {value}")
+        if value > maximum:
+            raise ValueError(f"{self.function}: {name} must fit int32, got {value}")
         return int(value)
 
     def _expected(self, shape: Sequence[int | str | None]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_sparse_mla import kernels_triton
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.route import DeviceInfo, plan_attention
 from jax_sparse_mla.attention.schedule import (
@@ -29,13 +31,19 @@ __all__ = ["decode_schedule", "installed_backends", "sparse_mla_decode", "sparse
 # V is the first 512 values of a row in every layout: all of a V4 row, a V3.2 row without its rope part.
 _MAX_V_DIM = 512
 
+# What every kernel is built for, in bfloat16; the reference takes any row and float32.
+_KERNEL_QK_DIMS = (512, 576)
+
 # The backends of this version: one module a kernel family, with the two signatures of `reference`.
-_ADAPTERS = {"reference": "jax_sparse_mla.attention.reference"}
+_ADAPTERS = {
+    "reference": "jax_sparse_mla.attention.reference",
+    "triton": "jax_sparse_mla.attention.triton",
+}
 
 
 def installed_backends() -> frozenset[str]:
-    """Names of the backends that this version has and whose packages are importable."""
-    return frozenset(_ADAPTERS)
+    """Names of the backends that this version has, whose packages are there and whose platform JAX runs on."""
+    return frozenset({"reference", "triton"} if kernels_triton._available() else {"reference"})
 
 
 def sparse_mla_decode(
@@ -114,7 +122,7 @@ def sparse_mla_decode(
         None if extra_cache is None else _full(extra_lengths, shape, extra_topk),
         attn_sink,
         schedule,
-        softmax_scale=_static_scale(check, softmax_scale),
+        softmax_scale=static_scale(check, softmax_scale),
     )
 
 
@@ -166,7 +174,7 @@ def sparse_mla_prefill(
     layout = KVLayout("workspace", nope_dim=qk_dim - 64, rope_dim=64, v_dim=v_dim)
     dtype = jnp.float32 if jnp.float32 in (q.dtype, kv.dtype) else q.dtype
     adapter = _route("prefill", check, layout, q_len, check.dims["heads"], topk, dtype, backend)
-    scale = _static_scale(check, softmax_scale)
+    scale = static_scale(check, softmax_scale)
     return adapter.prefill(q, kv, indices, topk_length, attn_sink, schedule, softmax_scale=scale, v_dim=v_dim)
 
 
@@ -200,21 +208,25 @@ def _route(
         or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND")
         or os.environ.get("JAX_SPARSE_MLA_BACKEND")
     )
-    float32 = np.dtype(dtype) == np.float32  # kernels take bfloat16: only the reference can serve float32
+    only_the_reference = None
+    if np.dtype(dtype) == np.float32:
+        only_the_reference = "float32 inputs"
+    elif layout.qk_dim not in _KERNEL_QK_DIMS:
+        only_the_reference = f"rows of {layout.qk_dim} values"
     try:
         plan = plan_attention(
             phase,
             spec,
             num_q_tokens=rows,
             device=DeviceInfo.current(),
-            installed={"reference"} if float32 else installed_backends(),
+            installed={"reference"} if only_the_reference else installed_backends(),
             kv_dtype="fp8" if layout.fp8_dim else "bf16",
             num_heads=max(num_heads, 1),
             topk=topk,
             override=override or None,
         )
     except ValueError as error:
-        note = " (float32 inputs are served by the reference only)" if float32 else ""
+        note = f" ({only_the_reference} are served by the reference only)" if only_the_reference else ""
         raise check.fail(f"{error}{note}") from None
     return importlib.import_module(_ADAPTERS[plan.backend])
 
@@ -225,9 +237,13 @@ def _full(lengths: jax.Array | None, shape: DecodeShape, columns: int) -> jax.Ar
     return lengths
 
 
-def _static_scale(check: ArgumentChecks, softmax_scale: Any) -> float:
-    if isinstance(softmax_scale, jax.core.Tracer) or not np.isscalar(softmax_scale) or isinstance(softmax_scale, str):
+def static_scale(check: ArgumentChecks, softmax_scale: Any) -> float:
+    """Refuses what is not a finite Python or numpy number: the scale selects a compilation."""
+    number = (int, float, np.integer, np.floating)
+    if not isinstance(softmax_scale, number) or isinstance(softmax_scale, bool):
         raise TypeError(
             f"{check.function}: softmax_scale must be a static number, got {type(softmax_scale).__name__}"
         )
+    if not math.isfinite(softmax_scale):
+        raise check.fail(f"softmax_scale must be finite, got {softmax_scale}")
     return float(softmax_scale)

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.attention.api import sparse_mla_prefill
+from jax_sparse_mla.attention.api import sparse_mla_prefill, static_scale
 from jax_sparse_mla.indices import combine_topk_swa_indices
-from jax_sparse_mla.kv_cache import PagedKV, gather_kv
+from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache
+from jax_sparse_mla.kv_cache.rows import gather_kv_into
 from jax_sparse_mla.metadata.prefill_plan import PrefillPlan
+from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 
 
 def sparse_mla_extend(
@@ -57,7 +59,8 @@ def sparse_mla_extend(
     check_cache(check, "swa_cache", swa_cache)
     layout = swa_cache.layout
     q = check("q", q, ("T", "heads", layout.qk_dim), FLOATS)
-    check("plan.query_pos", plan.query_pos, ("T",), INT32)
+    _check_plan(check, plan)
+    softmax_scale = static_scale(check, softmax_scale)
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
     workspace = check.optional("workspace", workspace, ("workspace rows", layout.qk_dim), (jnp.bfloat16,))
     if workspace is not None and workspace.shape[0] < plan.workspace_rows:
@@ -71,6 +74,8 @@ def sparse_mla_extend(
         if compressed_cache.layout != layout:
             raise check.fail(f"compressed_cache must have swa_cache's layout {layout}, got {compressed_cache.layout}")
     if topk_positions is None:
+        if plan.compress_ratio == INDEXED_RATIO:
+            raise check.fail(f"topk_positions must be given for ratio {INDEXED_RATIO}, whose entries are chosen, got None")
         # Every complete entry: the merge keeps those before each query's own position.
         topk_positions = jnp.broadcast_to(jnp.arange(plan.topk, dtype=jnp.int32), (q.shape[0], plan.topk))
     topk_positions = check("topk_positions", topk_positions, ("T", "topk"), INT32)
@@ -105,6 +110,16 @@ def sparse_mla_extend(
     return out, lse
 
 
+def _check_plan(check: ArgumentChecks, plan: PrefillPlan) -> None:
+    """Refuses a plan of other rows than `T`, and one whose arrays do not fit each other."""
+    check("plan.query_pos", plan.query_pos, ("T",), INT32)
+    for name in ("compressed_slots", "swa_slots"):
+        check(f"plan.{name}", getattr(plan, name), (None,), INT32)
+    for name in ("seq_lens", "gather_lens", "compressed_base", "swa_base"):
+        check(f"plan.{name}", getattr(plan, name), ("B",), INT32)
+    check("plan.query_start_loc", plan.query_start_loc, (check.dims["B"] + 1,), INT32)
+
+
 def _fill_workspace(
     plan: PrefillPlan, swa_cache: PagedKV, compressed_cache: PagedKV | None, workspace: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -116,6 +131,6 @@ def _fill_workspace(
     for start, cache, slots in regions:
         if cache is None:
             continue
-        workspace = jax.lax.dynamic_update_slice(workspace, gather_kv(cache, slots), (start, 0))
+        workspace = gather_kv_into(workspace, start, cache, slots)
         present.append(jnp.where((slots >= 0) & (slots < cache.num_slots), slots, -1))
     return workspace, jnp.concatenate(present)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, ArgumentChecks
 
@@ -30,16 +31,25 @@ def merge_attention(
       TypeError, ValueError: wrong dtypes, no parts, a different number of outs and lses, or mismatched shapes.
     """
     check = ArgumentChecks("merge_attention")
-    outs, lses = (list(x) if isinstance(x, (list, tuple)) else x for x in (outs, lses))
+    outs, lses = _parts(check, "outs", outs), _parts(check, "lses", lses)
     if len(outs) == 0 or len(outs) != len(lses):
         raise check.fail(f"outs and lses must have as many parts, at least 1; got {len(outs)} and {len(lses)}")
-    dims = (*(f"dim {d}" for d in range(jnp.ndim(outs[0]) - 2)), "heads", "v_dim")
+    dims = (*(f"dim {d}" for d in range(check.rank("outs[0]", outs[0]) - 2)), "heads", "v_dim")
     for i, (out, lse) in enumerate(zip(outs, lses)):
-        check(f"outs[{i}]", out, dims, FLOATS)
-        check(f"lses[{i}]", lse, dims[:-1], FLOAT32)
-        if out.dtype != outs[0].dtype:
-            raise TypeError(f"merge_attention: outs[{i}] is {out.dtype}, outs[0] is {outs[0].dtype}")
-    return _merge(jnp.stack(list(outs)), jnp.stack(list(lses)))
+        outs[i] = check(f"outs[{i}]", out, dims, FLOATS)
+        lses[i] = check(f"lses[{i}]", lse, dims[:-1], FLOAT32)
+        if outs[i].dtype != outs[0].dtype:
+            raise TypeError(f"merge_attention: outs[{i}] is {outs[i].dtype}, outs[0] is {outs[0].dtype}")
+    return _merge(jnp.stack(outs), jnp.stack(lses))
+
+
+def _parts(check: ArgumentChecks, name: str, parts: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
+    stacked = isinstance(parts, (jax.Array, np.ndarray)) and parts.ndim > 0
+    if not stacked and not isinstance(parts, (list, tuple)):
+        raise TypeError(
+            f"{check.function}: {name} must be a sequence of arrays or a stacked array, got {type(parts).__name__}"
+        )
+    return list(parts)
 
 
 @jax.jit
@@ -67,7 +77,7 @@ def apply_attn_sink(out: jax.Array, lse: jax.Array, attn_sink: jax.Array) -> jax
       out `[..., heads, v_dim]` in its dtype; rows without a valid key stay as they are (0 by convention).
     """
     check = ArgumentChecks("apply_attn_sink")
-    leading = tuple(f"dim {d}" for d in range(jnp.ndim(out) - 2))
+    leading = tuple(f"dim {d}" for d in range(check.rank("out", out) - 2))
     check("out", out, (*leading, "heads", "v_dim"), FLOATS)
     check("lse", lse, (*leading, "heads"), FLOAT32)
     check("attn_sink", attn_sink, ("heads",), FLOAT32)

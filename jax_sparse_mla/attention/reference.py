@@ -9,7 +9,8 @@ For each query row, with K the cached rows that its indices name and V their lea
 An index is valid if it lies within the row's length (a span of columns, not a count) and names an existing row;
 invalid ones are skipped, never read and never counted; an index given twice counts twice. All arithmetic is
 float32. Runs on every platform; differentiable in q, kv and the sink, also on rows without a valid key and with
-infinite sinks. Rows go through in chunks, so memory does not grow with the number of queries.
+infinite sinks. Rows go through in chunks: beside the inputs and outputs, memory does not grow
+with the number of queries.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.attention.merge import sink_factor
-from jax_sparse_mla.kv_cache import PagedKV, gather_kv
+from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache.rows import gather_rows_reference
 
 # What one chunk of query rows may take: its gathered keys (bf16 and float32) and scores. 128 MiB keeps 4,096
 # queries × 64 heads × topk 512 far under the 4 GiB that a small host has, and still fills the matrix units.
@@ -52,7 +54,7 @@ def decode(
         q_row, tables = row
         keys, valid = [], []
         for (source, _, _), (slots, length) in zip(sources, tables):
-            keys.append(gather_kv(source, slots).astype(jnp.float32))
+            keys.append(gather_rows_reference(source, slots).astype(jnp.float32))
             valid.append(_valid(slots, length, source.num_slots))
         out, _, lse = _attend(
             q_row, jnp.concatenate(keys), jnp.concatenate(valid), softmax_scale, cache.layout.v_dim, attn_sink

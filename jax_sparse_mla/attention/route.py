@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection
 
+from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla.models import ModelSpec
 
 PHASES = ("decode", "prefill")
@@ -124,25 +125,32 @@ def plan_attention(
       The plan, with the reason of every backend that was not chosen.
 
     Raises:
+      TypeError: an argument of another type.
       ValueError: an unknown phase, kv_dtype or backend name, sizes below 1, or an override that cannot run.
     """
+    check = ArgumentChecks("plan_attention")
+    for name, value, cls in (("spec", spec, ModelSpec), ("device", device, DeviceInfo)):
+        if not isinstance(value, cls):
+            raise TypeError(f"plan_attention: {name} must be a {cls.__name__}, got {type(value).__name__}")
+    if isinstance(installed, str) or not isinstance(installed, Collection):
+        raise TypeError(f"plan_attention: installed must be a set of backend names, got {type(installed).__name__}")
     num_heads = spec.num_heads if num_heads is None else num_heads
     topk = spec.index_topk if topk is None else topk
     _refuse_unknown("phase", phase, PHASES)
     _refuse_unknown("kv_dtype", kv_dtype, ("fp8", "bf16"))
-    for name in (*installed, *([override] if override is not None else [])):
-        _refuse_unknown("backend", name, BACKENDS)
+    for name in installed:
+        _refuse_unknown("installed backend", name, BACKENDS)
+    if override is not None:
+        _refuse_unknown("override backend", override, BACKENDS)
     for name, value, minimum in (("num_q_tokens", num_q_tokens, 0), ("num_heads", num_heads, 1), ("topk", topk, 0)):
-        if value < minimum:
-            raise ValueError(f"plan_attention: {name} must be >= {minimum}, got {value}")
+        check.static_int(name, value, minimum=minimum)
 
     call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads)
     unable = {}
     for name in BACKENDS:
-        if name != "reference" and name not in installed:
-            unable[name] = "not installed"
-        elif (why_not := _CANNOT[name](call)) is not None:
-            unable[name] = why_not
+        missing = None if name == "reference" or name in installed else "not installed"
+        if reasons := [why for why in (missing, _CANNOT[name](call)) if why is not None]:
+            unable[name] = "; ".join(reasons)
     if override is not None and override in unable:
         raise ValueError(f"plan_attention: backend {override!r} cannot serve this {phase} call: {unable[override]}")
 
@@ -160,7 +168,7 @@ def plan_attention(
 
 
 def _refuse_unknown(what: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"plan_attention: {what} must be one of {', '.join(known)}, got {value!r}")
 
 

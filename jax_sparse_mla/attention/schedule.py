@@ -70,9 +70,13 @@ def decode_schedule(
     for name, value in zip(shape._fields, shape):
         check.static_int(f"shape.{name}", value, minimum=1 if name == "num_heads" else 0)
     device = DeviceInfo.current() if device is None else device
+    if not isinstance(device, DeviceInfo):
+        raise TypeError(f"{check.function}: device must be a DeviceInfo, got {type(device).__name__}")
     parts = max(device.sm_count // -(-shape.num_heads // _HEADS_PER_BLOCK), 1)
     lengths = per_row_lengths(check, "topk_length", topk_length, shape, flat=True)
     extra_lengths = per_row_lengths(check, "extra_topk_length", extra_topk_length, shape, flat=True)
+    if extra_lengths is not None and not shape.extra_topk:
+        raise check.fail(f"extra_topk_length needs a shape with extra_topk, got {tuple(shape)}")
     rows = shape.batch * shape.q_len
     if rows == 0:  # an IDLE step: every partition begins at request 0, one past the last, and so is idle
         metadata, splits = jnp.zeros((parts, 8), jnp.int32), jnp.zeros((1,), jnp.int32)
@@ -94,7 +98,7 @@ def per_row_lengths(
     """int32 lengths `[batch]` or `[batch, q_len]`, spread to `[batch, q_len]` (or, flat, to `[batch · q_len]`)."""
     if lengths is None:
         return None
-    if jnp.ndim(lengths) == 1:
+    if check.rank(name, lengths) == 1:
         lengths = check(name, lengths, (shape.batch,), INT32)[:, None]
     else:
         lengths = check(name, lengths, (shape.batch, shape.q_len), INT32)
@@ -110,3 +114,5 @@ def check_schedule(check: ArgumentChecks, schedule: DecodeSchedule | None, shape
         raise TypeError(f"{check.function}: schedule must come from decode_schedule, got {type(schedule).__name__}")
     if schedule.shape != shape:
         raise check.fail(f"schedule was built for {schedule.shape}, this call is {shape}")
+    check("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata, (None, 8), INT32)
+    check("schedule.num_splits", schedule.num_splits, (shape.batch * shape.q_len + 1,), INT32)

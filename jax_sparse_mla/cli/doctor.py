@@ -10,6 +10,7 @@ import jax
 
 from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.attention.route import BACKENDS, PHASES, DeviceInfo, plan_attention
+from jax_sparse_mla.cli import positive_int
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
 
 # What each backend's kernels come from, by the names of distributions; any one of a tuple will do.
@@ -24,7 +25,7 @@ PACKAGES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--query-tokens", type=int, default=64, metavar="N", help="query rows of the calls to plan for"
+        "--query-tokens", type=positive_int, default=64, metavar="N", help="query rows of the calls to plan for"
     )
 
 

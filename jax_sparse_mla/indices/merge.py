@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
+from jax_sparse_mla.kernels_triton import dispatch
 
 # Sparse prefill kernels scan indices in blocks of 64 or 128 (FlashMLA: 128 with 128 heads).
 _WIDTH_MULTIPLE = 128
@@ -52,16 +53,27 @@ def combine_swa_extra_indices(
     extra_indices = check("extra_indices", extra_indices, ("T", "We"), INT32)
     extra_lengths = check("extra_lengths", extra_lengths, ("T",), INT32)
     if isinstance(num_swa_rows, (int, np.integer)):
-        num_swa_rows = check.static_int("num_swa_rows", num_swa_rows, minimum=0)
-        if num_swa_rows > np.iinfo(np.int32).max:
-            raise check.fail(f"num_swa_rows must fit int32, got {num_swa_rows}")
-        num_swa_rows = jnp.int32(num_swa_rows)
+        num_swa_rows = jnp.int32(check.static_int("num_swa_rows", num_swa_rows, minimum=0))
     num_swa_rows = check("num_swa_rows", num_swa_rows, (), INT32)
     return _combine_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows)
 
 
 @jax.jit
-def _combine_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
+def _combine_swa_extra(*args):
+    swa_indices, _, extra_indices, *_ = args
+    if swa_indices.shape[0] == 0 or swa_indices.shape[1] + extra_indices.shape[1] == 0:
+        return combine_swa_extra_reference(*args)
+
+    def kernel(*args):
+        from jax_sparse_mla.kernels_triton import launch_jax
+
+        return launch_jax.combine_swa_extra(*args)
+
+    return dispatch(kernel, combine_swa_extra_reference, *args)
+
+
+def combine_swa_extra_reference(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
+    """`combine_swa_extra_indices` in plain JAX."""
     swa_width, extra_width = swa_indices.shape[1], extra_indices.shape[1]
     swa_lengths = jnp.clip(swa_lengths, 0, swa_width)
     extra_lengths = jnp.clip(extra_lengths, 0, extra_width)
@@ -149,6 +161,23 @@ def combine_topk_swa_indices(
 
 @functools.partial(jax.jit, static_argnames=("window", "compress_ratio", "topk"))
 def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk):
+    static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
+
+    def kernel(*args):
+        from jax_sparse_mla.kernels_triton import launch_jax
+
+        return launch_jax.combine_topk_swa(*args, **static)
+
+    def plain(topk_indices, query_pos, *requests):
+        return combine_topk_swa_reference(topk_indices, query_pos, requests, **static)
+
+    if topk_indices.size == 0 or requests[1].size == 0:  # no row, no column to point at, or no request
+        return plain(topk_indices, query_pos, *requests)
+    return dispatch(kernel, plain, topk_indices, query_pos, *requests)
+
+
+def combine_topk_swa_reference(topk_indices, query_pos, requests, window, compress_ratio, topk):
+    """`combine_topk_swa_indices` in plain JAX."""
     query_start_loc, seq_lens, gather_lens, compressed_base, swa_base = requests
     rows = jnp.arange(topk_indices.shape[0], dtype=jnp.int32)
     starts = query_start_loc - query_start_loc[0]

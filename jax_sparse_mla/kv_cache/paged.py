@@ -30,6 +30,8 @@ class PagedKV:
     def zeros(cls, layout: KVLayout, num_pages: int, page_size: int) -> PagedKV:
         """A cache of `num_pages` zeroed pages."""
         check = ArgumentChecks("PagedKV.zeros")
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"PagedKV.zeros: layout must be a KVLayout, got {type(layout).__name__}")
         num_pages = check.static_int("num_pages", num_pages, minimum=1)
         page_size = check.static_int("page_size", page_size, minimum=1)
         data = jnp.zeros((num_pages, layout.page_bytes(page_size)), jnp.uint8)

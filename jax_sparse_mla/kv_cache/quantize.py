@@ -118,7 +118,7 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
       ValueError: x has no dimension, or group does not divide its last one.
     """
     check = ArgumentChecks("quantize_ue8m0")
-    x = check("x", x, (None,) * jnp.ndim(x), FLOATS)
+    x = check("x", x, (None,) * check.rank("x", x), FLOATS)
     group = check.static_int("group", group, minimum=1)
     if x.ndim == 0:
         raise check.fail("x must have shape [..., d], got []")

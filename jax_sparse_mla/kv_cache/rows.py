@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.kernels_triton import dispatch
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
@@ -54,6 +55,23 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
 
 @jax.jit
 def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
+    if cache.data.size == 0 or slots.size == 0:
+        return cache
+    static = {"layout": cache.layout, "page_size": cache.page_size}
+
+    def kernel(data, slots, kv):
+        from jax_sparse_mla.kernels_triton import launch_jax
+
+        return launch_jax.write_kv(data, slots, kv, **static)
+
+    def plain(data, slots, kv):
+        return write_rows_reference(PagedKV(data=data, **static), slots, kv).data
+
+    return dataclasses.replace(cache, data=dispatch(kernel, plain, cache.data, slots, kv))
+
+
+def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
+    """`write_kv` in plain JAX: what a kernel must do bit by bit."""
     layout = cache.layout
     _, page, offset = locate_slots(slots, cache.num_pages, cache.page_size)
     rows, scales = encode_rows(layout, kv)
@@ -86,6 +104,51 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
 
 @jax.jit
 def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
+    if cache.data.size == 0 or slots.size == 0:
+        return gather_rows_reference(cache, slots)
+    static = {"layout": cache.layout, "page_size": cache.page_size}
+
+    def kernel(data, slots):
+        from jax_sparse_mla.kernels_triton import launch_jax
+
+        return launch_jax.gather_kv(data, slots, **static)
+
+    def plain(data, slots):
+        return gather_rows_reference(PagedKV(data=data, **static), slots)
+
+    return dispatch(kernel, plain, cache.data, slots)
+
+
+def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
+    """The workspace with `gather_kv(cache, slots)` as its rows from `start` on: several gathers, one buffer.
+
+    Args:
+      workspace: bfloat16 `[>= start + n, qk_dim]`; written in place where XLA may.
+      start: the row of the workspace that the first slot goes to (static).
+      cache: the cache.
+      slots: int32 `[n]`.
+
+    Returns:
+      bfloat16, the workspace's shape; its other rows are unchanged.
+    """
+    if cache.data.size == 0 or slots.size == 0:
+        return lax.dynamic_update_slice(workspace, gather_rows_reference(cache, slots), (start, 0))
+    static = {"layout": cache.layout, "page_size": cache.page_size}
+
+    def kernel(workspace, data, slots):
+        from jax_sparse_mla.kernels_triton import launch_jax
+
+        return launch_jax.gather_kv_into(workspace, data, slots, start=start, **static)
+
+    def plain(workspace, data, slots):
+        rows = gather_rows_reference(PagedKV(data=data, **static), slots)
+        return lax.dynamic_update_slice(workspace, rows, (start, 0))
+
+    return dispatch(kernel, plain, workspace, cache.data, slots)
+
+
+def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
+    """`gather_kv` in plain JAX: what a kernel must do bit by bit, and what the attention reference reads with."""
     layout = cache.layout
     if cache.num_pages == 0:  # nothing to gather from: every slot is out of range
         return jnp.zeros((slots.shape[0], layout.qk_dim), jnp.bfloat16)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.kernels_triton import dispatch
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
@@ -46,7 +47,7 @@ def split_pages(
         raise check.fail(f"page_size must divide the cache's page size, {cache.page_size}, got {page_size}")
     num_pages = cache.num_pages * (cache.page_size // page_size)
     if slots is not None:
-        slots = check("slots", slots, (None,) * jnp.ndim(slots), INT32)
+        slots = check("slots", slots, (None,) * check.rank("slots", slots), INT32)
     if out is not None:
         check_cache(check, "out", out)
         if (out.layout, out.page_size, out.num_pages) != (cache.layout, page_size, num_pages):
@@ -66,15 +67,31 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
         pieces = _split(cache.data, cache.layout, cache.page_size, ratio)
         data = lax.dynamic_update_slice(data, pieces, (0, 0))
     elif cache.num_pages and slots.size:
-        pages = _touched_pages(slots, cache)
-        whole = gather_windows(cache.data, pages, jnp.zeros_like(pages), cache.data.shape[1])
-        pieces = _split(whole, cache.layout, cache.page_size, ratio)
-        # The page past the last one, which marks unused entries, maps past the last new page: dropped.
-        targets = (pages[:, None] * ratio + jnp.arange(ratio, dtype=jnp.int32)).reshape(-1)
-        data = scatter_windows(data, targets, jnp.zeros_like(targets), pieces)
+        static = {"layout": cache.layout, "page_size": cache.page_size}
+
+        def kernel(data, cache_data, slots):
+            from jax_sparse_mla.kernels_triton import launch_jax
+
+            return launch_jax.split_pages(cache_data, slots, data, out_page_size=page_size, **static)
+
+        def plain(data, cache_data, slots):
+            return split_touched_reference(data, PagedKV(data=cache_data, **static), page_size, slots)
+
+        data = dispatch(kernel, plain, data, cache.data, slots)
     if out is None:
         return dataclasses.replace(cache, data=data, page_size=page_size)
     return dataclasses.replace(out, data=data)
+
+
+def split_touched_reference(data: jax.Array, cache: PagedKV, page_size: int, slots: jax.Array) -> jax.Array:
+    """The pages that slots touch, copied into `data` in plain JAX."""
+    ratio = cache.page_size // page_size
+    pages = _touched_pages(slots, cache)
+    whole = gather_windows(cache.data, pages, jnp.zeros_like(pages), cache.data.shape[1])
+    pieces = _split(whole, cache.layout, cache.page_size, ratio)
+    # The page past the last one, which marks unused entries, maps past the last new page: dropped.
+    targets = (pages[:, None] * ratio + jnp.arange(ratio, dtype=jnp.int32)).reshape(-1)
+    return scatter_windows(data, targets, jnp.zeros_like(targets), pieces)
 
 
 def _touched_pages(slots: jax.Array, cache: PagedKV) -> jax.Array:

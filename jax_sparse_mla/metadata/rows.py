@@ -132,7 +132,11 @@ def expand_rows(batch: ForwardBatch, tables: RequestTables) -> QueryRows:
     """The query rows of a checked batch. A row k rows before its request's last one ends k tokens earlier."""
     num_rows = batch.out_cache_loc.shape[0]
     request_lens, starts, owner = _requests_of_rows(batch)
-    rows_after = take_or_minus_one(starts[1:], owner) - 1 - jnp.arange(num_rows, dtype=jnp.int32)
+    # Not from the next request's start: that one stops at INT_MAX.
+    by_request = batch.mode is ForwardMode.EXTEND
+    row_counts = jnp.maximum(batch.extend_lens, 0) if by_request else starts[1:] - starts[:-1]
+    row_in_request = jnp.arange(num_rows, dtype=jnp.int32) - take_or_minus_one(starts, owner)
+    rows_after = take_or_minus_one(row_counts, owner) - 1 - row_in_request
     causal = take_or_minus_one(request_lens, owner) - rows_after
     live = (owner >= 0) & (causal > 0)
     owner = jnp.where(live, owner, -1)

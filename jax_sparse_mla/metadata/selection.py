@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla.indices.topk import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardMode
@@ -30,6 +32,13 @@ def select_topk_transform(
       ValueError: another backend.
     """
     check = ArgumentChecks("select_topk_transform")
+    return topk_transform_of(check, forward_mode, fp8_kv_cache, prefill_backend)
+
+
+def topk_transform_of(
+    check: ArgumentChecks, forward_mode: ForwardMode, fp8_kv_cache: bool, prefill_backend: str
+) -> TopkTransform:
+    """`select_topk_transform` for a caller that reports under its own name."""
     if not isinstance(forward_mode, ForwardMode):
         raise TypeError(f"{check.function}: forward_mode must be a ForwardMode, got {forward_mode!r}")
     if not isinstance(fp8_kv_cache, bool):
@@ -55,6 +64,6 @@ def select_prefill_backend(total_kv_tokens: int, total_q_tokens: int) -> str:
       ValueError: a negative count.
     """
     check = ArgumentChecks("select_prefill_backend")
-    total_kv_tokens = check.static_int("total_kv_tokens", total_kv_tokens, minimum=0)
-    total_q_tokens = check.static_int("total_q_tokens", total_q_tokens, minimum=0)
+    total_kv_tokens = check.static_int("total_kv_tokens", total_kv_tokens, minimum=0, maximum=math.inf)
+    total_q_tokens = check.static_int("total_q_tokens", total_q_tokens, minimum=0, maximum=math.inf)
     return _SPARSE if total_kv_tokens < _KV_TOKENS_PER_QUERY * total_q_tokens else _PAGED_KV

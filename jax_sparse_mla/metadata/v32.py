@@ -13,7 +13,7 @@ from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_2d_or_
 from jax_sparse_mla.indices.topk import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.metadata.rows import bucket, check_step, expand_rows, request_pages, split_ragged
-from jax_sparse_mla.metadata.selection import select_topk_transform
+from jax_sparse_mla.metadata.selection import topk_transform_of
 from jax_sparse_mla.models import ModelSpec
 
 
@@ -92,7 +92,7 @@ def build_v32_metadata(
         raise check.fail(
             f"spec must be a model without a sliding window, got {spec.name} (window {spec.window})"
         )
-    transform = select_topk_transform(batch.mode, fp8_kv_cache=fp8_kv_cache, prefill_backend=prefill_backend)
+    transform = topk_transform_of(check, batch.mode, fp8_kv_cache, prefill_backend)
     return _build_v32(spec, batch, RequestTables(req_to_token=tables.req_to_token), transform)
 
 

@@ -7,6 +7,7 @@ in jax_sparse_mla over the step padded to a bucket, so that a bucket compiles on
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,7 @@ class TracedStep:
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
     """chunk_size: query rows of a prefill step. max_batch: requests served at once. max_len: tokens of the longest
-    request. trace: keep what the comparison with eager needs."""
+    request, its output included. trace: keep what the comparison with eager needs, of the latest run."""
 
     bf16_cache: bool = False
     prefill_backend: str = "flashmla_sparse"
@@ -108,7 +109,6 @@ class Engine:
         )
         self.caches = [self.new_cache(index) for index in range(len(self.layers))]
         self.trace: list[TracedStep] = []
-        self._build = jax.jit(self._build_step)
         self._step: Step | None = None
 
     def new_cache(self, layer: int) -> Any:
@@ -121,19 +121,55 @@ class Engine:
 
     @torch.no_grad()
     def run(self, requests: list[Request], on_step: Callable[[Step, list[Request]], None] = lambda *_: None) -> None:
-        """Serves all requests to their end; prefill goes first, requests join as others leave."""
-        waiting, running = list(requests), []
-        with AttentionReplacement(self.model, self._attend):
-            while waiting or running:
-                while waiting and len(running) < self.options.max_batch:
-                    waiting[0].row = self.pool.open()
-                    running.append(waiting.pop(0))
-                step, served = self._next_step(running)
-                self._forward(step, served)
-                on_step(step, requests)
-                for request in [r for r in running if r.finished]:
-                    self.pool.close(request.row)
-                    running.remove(request)
+        """Serves all requests to their end; prefill goes first, requests join as others leave.
+
+        Args:
+          requests: new ones; their outputs are filled in.
+          on_step: called after each step with the step and all requests.
+
+        Raises:
+          ValueError: a request that is empty, not new, longer than `max_len`, or has tokens the model does not know.
+            No request has been served then.
+        """
+        for i, request in enumerate(requests):
+            self._check(i, request)
+        waiting, running, self.trace = list(requests), [], []
+        try:
+            with AttentionReplacement(self.model, self._attend):
+                while waiting or running:
+                    while waiting and len(running) < self.options.max_batch:
+                        waiting[0].row = self.pool.open()
+                        running.append(waiting.pop(0))
+                    step, served = self._next_step(running)
+                    self._forward(step, served)
+                    on_step(step, requests)
+                    for request in [r for r in running if r.finished]:
+                        running.remove(request)
+                        self._close(request)
+        finally:
+            for request in running:  # none, unless a step raised
+                self._close(request)
+
+    def _check(self, i: int, request: Request) -> None:
+        vocab, max_len = self.model.config.vocab_size, self.options.max_len
+        if request.output or request.computed or request.row is not None:
+            raise ValueError(f"request {i} has been served before")
+        if not request.prompt or request.max_new_tokens < 1:
+            raise ValueError(
+                f"request {i} must have at least one token and ask for one, got {len(request.prompt)} and "
+                f"{request.max_new_tokens}"
+            )
+        if len(request.prompt) + request.max_new_tokens > max_len:
+            raise ValueError(
+                f"request {i} has {len(request.prompt)} tokens and asks for {request.max_new_tokens}: more than "
+                f"max_len {max_len}"
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
+            raise ValueError(f"request {i} has tokens out of the model's vocabulary of {vocab}")
+
+    def _close(self, request: Request) -> None:
+        self.pool.close(request.row)
+        request.row = None
 
     def _next_step(self, running: list[Request]) -> tuple[Step, list[tuple[Request, int]]]:
         """The next step and its (request, tokens) pairs: a prefill chunk while any prompt is unread, else decode."""
@@ -176,7 +212,7 @@ class Engine:
             req_to_token=jnp.array(pool.req_to_token),
             full_to_swa=jnp.array(pool.full_to_swa) if self.is_v4 else None,
         )
-        metadata, plans, schedules = self._build(batch, tables)
+        metadata, plans, schedules = _build_step(batch, tables, spec=self.spec, options=self.options)
         return Step(
             batch=batch,
             tables=tables,
@@ -194,44 +230,6 @@ class Engine:
         while bucket < max_len:
             bucket *= 2
         return min(bucket, self.pool.req_to_token.shape[1])
-
-    def _build_step(self, batch: ForwardBatch, tables: RequestTables):
-        """Metadata, prefill plans and decode schedules, by ratio: once a step, shared by the layers (jitted)."""
-        spec, options = self.spec, self.options
-        plans, schedules = {}, {}
-        if not self.is_v4:
-            metadata = build_v32_metadata(
-                spec,
-                batch,
-                tables,
-                fp8_kv_cache=not options.bf16_cache,
-                prefill_backend=options.prefill_backend,
-            )
-            rows = metadata.row_to_request.shape[0]
-            shape = DecodeShape(rows, 1, spec.num_heads, spec.index_topk)
-            schedules[0] = decode_schedule(shape, metadata.topk_lengths)
-            return metadata, plans, schedules
-        metadata = build_v4_metadata(spec, batch, tables)
-        rows = metadata.row_to_request.shape[0]
-        gathered = batch.mode is ForwardMode.EXTEND and options.prefill_backend == "flashmla_sparse"
-        for ratio in spec.compress_ratios:
-            if gathered:
-                plans[ratio] = build_prefill_plan(
-                    spec,
-                    batch,
-                    tables,
-                    compress_ratio=ratio,
-                    swa_capacity=rows + options.max_batch * (spec.window - 1),
-                    compressed_capacity=options.max_batch * (batch.max_seq_len // ratio) if ratio else 0,
-                )
-                continue
-            part = metadata.compressed.get(ratio)
-            extra = 0 if part is None else part.page_indices.shape[1]
-            shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
-            schedules[ratio] = decode_schedule(
-                shape, metadata.swa_topk_lengths, None if part is None else part.topk_lengths
-            )
-        return metadata, plans, schedules
 
     def _forward(self, step: Step, served: list[tuple[Request, int]]) -> None:
         self._step = step
@@ -263,3 +261,40 @@ class Engine:
         return out
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "options"))
+def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, options: EngineOptions):
+    """Metadata, prefill plans and decode schedules, by ratio: once a step, shared by the layers."""
+    plans, schedules = {}, {}
+    if spec.window is None:
+        metadata = build_v32_metadata(
+            spec,
+            batch,
+            tables,
+            fp8_kv_cache=not options.bf16_cache,
+            prefill_backend=options.prefill_backend,
+        )
+        rows = metadata.row_to_request.shape[0]
+        shape = DecodeShape(rows, 1, spec.num_heads, spec.index_topk)
+        schedules[0] = decode_schedule(shape, metadata.topk_lengths)
+        return metadata, plans, schedules
+    metadata = build_v4_metadata(spec, batch, tables)
+    rows = metadata.row_to_request.shape[0]
+    gathered = batch.mode is ForwardMode.EXTEND and options.prefill_backend == "flashmla_sparse"
+    for ratio in spec.compress_ratios:
+        if gathered:
+            plans[ratio] = build_prefill_plan(
+                spec,
+                batch,
+                tables,
+                compress_ratio=ratio,
+                swa_capacity=rows + options.max_batch * (spec.window - 1),
+                compressed_capacity=options.max_batch * (batch.max_seq_len // ratio) if ratio else 0,
+            )
+            continue
+        part = metadata.compressed.get(ratio)
+        extra = 0 if part is None else part.page_indices.shape[1]
+        shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
+        schedules[ratio] = decode_schedule(
+            shape, metadata.swa_topk_lengths, None if part is None else part.topk_lengths
+        )
+    return metadata, plans, schedules

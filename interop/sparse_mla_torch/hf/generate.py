@@ -9,8 +9,15 @@ from pathlib import Path
 
 from jax_sparse_mla import DeviceInfo, ForwardMode, plan_attention
 from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.cli import positive_int
 from sparse_mla_torch.hf import presets
-from sparse_mla_torch.hf.check import MIN_COSINE, MIN_OVERLAP, compare_layers, count_agreeing_tokens
+from sparse_mla_torch.hf.check import (
+    MIN_COSINE,
+    MIN_OVERLAP,
+    MIN_ROW_COSINE,
+    compare_layers,
+    count_agreeing_tokens,
+)
 from sparse_mla_torch.hf.engine import PREFILL_BACKENDS, Engine, EngineOptions, Request
 
 
@@ -24,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue; a long English text by default")
     text.add_argument("--prompt-file", type=Path, metavar="FILE")
-    parser.add_argument("--max-new-tokens", type=_positive, default=16, metavar="N")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=16, metavar="N")
     parser.add_argument(
-        "--requests", type=_positive, default=1, metavar="N", help="serve N requests of different lengths at once"
+        "--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once"
     )
-    parser.add_argument("--max-batch", type=_positive, default=8, metavar="N", help="requests served at once")
-    parser.add_argument("--chunk-size", type=_positive, default=1024, metavar="TOKENS", help="of a prefill step")
+    parser.add_argument("--max-batch", type=positive_int, default=8, metavar="N", help="requests served at once")
+    parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
     parser.add_argument("--kv-cache", choices=sorted(MIN_COSINE), default="fp8")
     parser.add_argument(
         "--prefill-backend",
@@ -43,34 +50,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates, prints, compares. 0 if every comparison passes (or none was asked for), else 1."""
-    if args.model:
-        model, tokenizer = presets.load_checkpoint(args.model)
-        name = args.model
-    else:
-        model, tokenizer = presets.build_preset(args.preset, args.seed), presets.ByteTokenizer()
-        name = f"preset {args.preset}, seed {args.seed} (random weights)"
-    prompt = tokenizer.encode(_prompt_text(args))
-    if not prompt:
-        print("generate: the prompt has no tokens", file=sys.stderr)
+    """Generates, prints, compares.
+
+    Returns:
+      0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
+      no such file, no model that this library serves.
+    """
+    try:
+        name, model, tokenizer = _load_model(args)
+        requests = _requests(tokenizer.encode(_prompt_text(args)), args)
+        engine = Engine(
+            model,
+            EngineOptions(
+                bf16_cache=args.kv_cache == "bf16",
+                prefill_backend=args.prefill_backend,
+                chunk_size=args.chunk_size,
+                max_batch=min(args.max_batch, args.requests),
+                max_len=len(requests[0].prompt) + args.max_new_tokens,
+                seed=args.seed,
+                trace=not args.no_check,
+            ),
+        )
+    except (OSError, ValueError) as error:
+        print(f"jax-sparse-mla generate: {error}", file=sys.stderr)
         return 2
-    requests = [
-        Request(prompt=prompt[: max(1, len(prompt) * (args.requests - i) // args.requests)],
-                max_new_tokens=args.max_new_tokens)
-        for i in range(args.requests)
-    ]  # fmt: skip
-    engine = Engine(
-        model,
-        EngineOptions(
-            bf16_cache=args.kv_cache == "bf16",
-            prefill_backend=args.prefill_backend,
-            chunk_size=args.chunk_size,
-            max_batch=min(args.max_batch, args.requests),
-            max_len=len(prompt) + args.max_new_tokens,
-            seed=args.seed,
-            trace=not args.no_check,
-        ),
-    )
     print(f"model      {name}: {len(engine.layers)} layers, {engine.spec.num_heads} heads")
     lengths = ", ".join(str(len(r.prompt)) for r in requests)
     print(f"requests   {args.requests} with {lengths} prompt tokens, {args.max_new_tokens} new tokens each")
@@ -87,11 +90,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if args.no_check else _check(engine, requests, args.kv_cache)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _load_model(args: argparse.Namespace):
+    """What to call the model, the model, and its tokenizer."""
+    if args.model is not None:
+        return args.model, *presets.load_checkpoint(args.model)
+    name = f"preset {args.preset}, seed {args.seed} (random weights)"
+    return name, presets.build_preset(args.preset, args.seed), presets.ByteTokenizer()
+
+
+def _requests(prompt: list[int], args: argparse.Namespace) -> list[Request]:
+    """The whole prompt first, then ever shorter beginnings of it."""
+    if not prompt:
+        raise ValueError("the prompt has no tokens")
+    lengths = [max(1, len(prompt) * (args.requests - i) // args.requests) for i in range(args.requests)]
+    return [Request(prompt=prompt[:length], max_new_tokens=args.max_new_tokens) for length in lengths]
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -155,8 +167,9 @@ class _Progress:
 
 def _check(engine: Engine, requests: list[Request], cache: str) -> int:
     print(
-        f"check      against transformers' eager attention on the same inputs and entries: cosine ≥ {MIN_COSINE[cache]}"
-        f"; overlap of the selected entries ≥ {MIN_OVERLAP}"
+        "check      against transformers' eager attention on the same inputs and entries: "
+        f"cosine ≥ {MIN_COSINE[cache]}, of a row ≥ {MIN_ROW_COSINE[cache]}; "
+        f"overlap of the selected entries ≥ {MIN_OVERLAP}"
     )
     print("layer  kind                     cosine    worst row   overlap  (rows that drop entries)")
     ok = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -124,7 +125,13 @@ def random_model(config: DeepseekV4Config | DeepseekV32Config, seed: int) -> Pre
 
 
 def load_checkpoint(path: str):
-    """The model of a checkpoint folder in bfloat16 with eager attention, and its tokenizer (bytes without one)."""
+    """The model of a checkpoint folder in bfloat16 with eager attention, and its tokenizer (bytes without one).
+
+    Raises:
+      OSError, ValueError: no such folder, no checkpoint in it, or a model type that transformers does not know.
+    """
+    if not Path(path).is_dir():  # else transformers would look for it on the Hub
+        raise FileNotFoundError(f"no checkpoint folder {path}")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -1,0 +1,133 @@
+"""The index merges on torch tensors, by the rules of `jax_sparse_mla.indices`, on the current stream."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from jax_sparse_mla.kernels_triton import indices as kernels
+
+
+def combine_swa_extra_indices(
+    swa_indices: torch.Tensor,
+    swa_lengths: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_lengths: torch.Tensor,
+    num_swa_rows: torch.Tensor,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.combine_swa_extra_indices`; all arguments int32 and contiguous, `num_swa_rows` of one element.
+
+    Args:
+      out: `(indices, lengths)` to write into, int32 `[T, width]` and `[T]`; allocated by default.
+
+    Raises:
+      ValueError: a tensor that is not int32, not contiguous, or of another shape.
+    """
+    function, (n, swa_width), extra_width = "combine_swa_extra_indices", swa_indices.shape, extra_indices.shape[1]
+    width = kernels.merged_width(swa_width + extra_width)
+    out = _outputs(function, out, n, width, swa_indices)
+    for name, x, shape in (
+        ("swa_indices", swa_indices, (n, swa_width)),
+        ("swa_lengths", swa_lengths, (n,)),
+        ("extra_indices", extra_indices, (n, extra_width)),
+        ("extra_lengths", extra_lengths, (n,)),
+        ("num_swa_rows", num_swa_rows.reshape(-1), (1,)),
+    ):
+        _check(function, name, x, shape)
+    if n and width:
+        kernels.combine_swa_extra_kernel[kernels.merge_grid(n, width)](
+            swa_indices,
+            swa_lengths,
+            extra_indices,
+            extra_lengths,
+            num_swa_rows,
+            n,
+            *out,
+            SWA_WIDTH=swa_width,
+            EXTRA_WIDTH=extra_width,
+            WIDTH=width,
+            **kernels.MERGE_OPTIONS,
+        )
+    return out
+
+
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_pos: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    compressed_base: torch.Tensor,
+    swa_base: torch.Tensor,
+    *,
+    window: int,
+    compress_ratio: int,
+    topk: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.combine_topk_swa_indices`; all tensors int32 and contiguous.
+
+    Args:
+      out: `(indices, lengths)` to write into, int32 `[N, width]` and `[N]`; allocated by default.
+
+    Raises:
+      ValueError: a tensor that is not int32, not contiguous, or of another shape; a static argument out of range.
+    """
+    function, (n, columns), requests = "combine_topk_swa_indices", topk_indices.shape, seq_lens.shape[0]
+    if window < 1 or compress_ratio < 1 or not 0 <= topk <= columns:
+        raise ValueError(
+            f"{function}: needs window >= 1, compress_ratio >= 1 and 0 <= topk <= {columns}, "
+            f"got {window}, {compress_ratio} and {topk}"
+        )
+    width = kernels.merged_width(topk + window)
+    out = _outputs(function, out, n, width, topk_indices)
+    _check(function, "topk_indices", topk_indices, (n, columns))
+    _check(function, "query_start_loc", query_start_loc, (requests + 1,))
+    _check(function, "query_pos", query_pos, (n,))
+    for name, x in (
+        ("seq_lens", seq_lens),
+        ("gather_lens", gather_lens),
+        ("compressed_base", compressed_base),
+        ("swa_base", swa_base),
+    ):
+        _check(function, name, x, (requests,))
+    if n:
+        kernels.combine_topk_swa_kernel[kernels.merge_grid(n, width)](
+            topk_indices,
+            query_start_loc,
+            query_pos,
+            seq_lens,
+            gather_lens,
+            compressed_base,
+            swa_base,
+            n,
+            requests,
+            *out,
+            TOPK_STRIDE=columns,
+            TOPK=topk,
+            WINDOW=window,
+            RATIO=compress_ratio,
+            WIDTH=width,
+            SEARCH_STEPS=requests.bit_length(),
+            **kernels.MERGE_OPTIONS,
+        )
+    return out
+
+
+def _outputs(function, out, n, width, like):
+    if out is None:
+        empty = torch.empty((n, width), dtype=torch.int32, device=like.device)
+        return empty, torch.empty((n,), dtype=torch.int32, device=like.device)
+    _check(function, "out[0]", out[0], (n, width))
+    _check(function, "out[1]", out[1], (n,))
+    return tuple(out)
+
+
+def _check(function: str, name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if x.dtype != torch.int32 or tuple(x.shape) != shape or not x.is_contiguous():
+        raise ValueError(
+            f"{function}: {name} must be int32 {list(shape)} and contiguous, got {x.dtype} {list(x.shape)}, "
+            f"strides {list(x.stride())}"
+        )

@@ -1,0 +1,202 @@
+"""The KV cache kernels on torch tensors: the bytes of `jax_sparse_mla.kv_cache`, in place on torch's buffers.
+
+A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`, contiguous. Every function
+launches on the current stream, allocates nothing that its caller passes, and neither synchronises nor copies to the
+host, so it can be captured in a CUDA graph. JAX's backend is not touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton
+
+from jax_sparse_mla.kernels_triton import kv_cache as kernels
+from jax_sparse_mla.kv_cache import PagedKV
+
+
+def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
+    """Writes K rows into the cache in place, as `jax_sparse_mla.write_kv`.
+
+    Args:
+      cache: the cache, of torch's memory.
+      slots: int32 `[n]`. A negative or out-of-range slot skips its row.
+      kv: bfloat16 or float32 `[n, qk_dim]`.
+
+    Returns:
+      The same cache.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
+    """
+    data = _check_cache("write_kv", "cache", cache)
+    n = _check("write_kv", "slots", slots, (None,), (torch.int32,), data).shape[0]
+    _check("write_kv", "kv", kv, (n, cache.layout.qk_dim), (torch.bfloat16, torch.float32), data)
+    if n and cache.num_pages:
+        options = kernels.WRITE_OPTIONS
+        kernels.write_kv_kernel[(triton.cdiv(n, options["TOKENS"]),)](
+            slots,
+            kv,
+            data,
+            n,
+            cache.num_pages,
+            data,
+            **kernels.layout_constants(cache.layout, cache.page_size),
+            MIN_SCALE_EXPONENT=cache.layout.min_scale_exponent,
+            HARDWARE_CASTS=_hardware_casts(data.device),
+            **options,
+        )
+    return cache
+
+
+def gather_kv(
+    cache: PagedKV, slots: torch.Tensor, *, out: torch.Tensor | None = None, out_start: int = 0
+) -> torch.Tensor:
+    """Gathers K rows as bfloat16, as `jax_sparse_mla.gather_kv`; an invalid slot gives a row of zeros.
+
+    Args:
+      cache: the cache, of torch's memory.
+      slots: int32 `[n]`.
+      out: bfloat16 `[>= out_start + n, qk_dim]`, a workspace: its rows `out_start ... out_start + n - 1` are
+        written, the others left alone. Allocated by default.
+      out_start: the row of `out` that the first slot goes to.
+
+    Returns:
+      `out`.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
+    """
+    data = _check_cache("gather_kv", "cache", cache)
+    n = _check("gather_kv", "slots", slots, (None,), (torch.int32,), data).shape[0]
+    if out is None:
+        out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
+    _check("gather_kv", "out", out, (None, cache.layout.qk_dim), (torch.bfloat16,), data)
+    if not 0 <= out_start <= out.shape[0] - n:
+        raise ValueError(f"gather_kv: out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
+    if n:
+        options = kernels.GATHER_OPTIONS
+        kernels.gather_kv_kernel[(triton.cdiv(n, options["TOKENS"]),)](
+            slots,
+            data,
+            n,
+            cache.num_pages,
+            out_start,
+            out,
+            **kernels.layout_constants(cache.layout, cache.page_size),
+            HARDWARE_CASTS=_hardware_casts(data.device),
+            **options,
+        )
+    return out
+
+
+@dataclasses.dataclass
+class SplitScratch:
+    """What `split_pages` needs beside its result: reuse it for every cache of the same number of pages.
+
+    Attributes:
+      seen: int32 `[num_pages + 1]`: which pages were seen, and how many.
+      pages: int32 `[capacity]`.
+    """
+
+    seen: torch.Tensor
+    pages: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_pages: int, num_slots: int, device: torch.device | str) -> SplitScratch:
+        """For caches of `num_pages` pages and up to `num_slots` slots a call."""
+        capacity = max(min(num_pages, num_slots), 1)
+        return cls(
+            seen=torch.empty(num_pages + 1, dtype=torch.int32, device=device),
+            pages=torch.empty(capacity, dtype=torch.int32, device=device),
+        )
+
+
+def split_pages(
+    cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: SplitScratch | None = None
+) -> PagedKV:
+    """Copies the pages that `slots` touch into a cache of a smaller page size, as `jax_sparse_mla.split_pages`.
+
+    Args:
+      cache: the cache, of torch's memory.
+      out: where to copy to: same layout, a page size that divides the cache's, as many slots. Its other pages and
+        its padding keep their bytes.
+      slots: int32, any shape. Negative and out-of-range slots touch nothing.
+      scratch: allocated by default.
+
+    Returns:
+      `out`.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: another geometry, or a tensor that is not contiguous or on another device.
+    """
+    data = _check_cache("split_pages", "cache", cache)
+    out_data = _check_cache("split_pages", "out", out)
+    if out.layout != cache.layout or cache.page_size % out.page_size or out.num_slots != cache.num_slots:
+        raise ValueError(
+            f"split_pages: out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
+            f"{cache.num_slots} slots, got {out.layout}, page size {out.page_size} and {out.num_slots} slots"
+        )
+    _check("split_pages", "slots", slots, (None,) * slots.ndim, (torch.int32,), data)
+    n, num_pages = slots.numel(), cache.num_pages
+    if not n or not num_pages:
+        return out
+    if scratch is None:
+        scratch = SplitScratch.allocate(num_pages, n, data.device)
+    if scratch.seen.numel() != num_pages + 1 or scratch.pages.numel() < min(n, num_pages):
+        raise ValueError(f"split_pages: scratch is not for {num_pages} pages and {n} slots")
+    seen, count = scratch.seen[:num_pages], scratch.seen[num_pages:]
+    scratch.seen.zero_()
+    options = kernels.TOUCHED_OPTIONS
+    kernels.touched_pages_kernel[(triton.cdiv(n, options["BLOCK"]),)](
+        slots, n, num_pages, seen, count, scratch.pages, PAGE_SIZE=cache.page_size, **options
+    )
+    kernels.split_pages_kernel[(kernels.SPLIT_PROGRAMS if data.is_cuda else 1,)](
+        data,
+        scratch.pages,
+        count,
+        out_data,
+        out_data,
+        **kernels.split_constants(cache.layout, cache.page_size, out.page_size),
+        **kernels.SPLIT_OPTIONS,
+    )
+    return out
+
+
+@functools.cache
+def _hardware_casts(device: torch.device) -> bool:
+    """Whether the device converts e4m3 numbers itself (SM89 and up); Triton's interpreter takes the integer way."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _check_cache(function: str, name: str, cache: PagedKV) -> torch.Tensor:
+    data = cache.data
+    page_bytes = cache.layout.page_bytes(cache.page_size)
+    return _check(function, f"{name}.data", data, (None, page_bytes), (torch.uint8,), data)
+
+
+def _check(
+    function: str,
+    name: str,
+    x: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
+    if x.ndim != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape)):
+        raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
+    if not x.is_contiguous() or x.device != like.device:
+        raise ValueError(
+            f"{function}: {name} must be contiguous and on {like.device}, got strides {list(x.stride())} on {x.device}"
+        )
+    return x

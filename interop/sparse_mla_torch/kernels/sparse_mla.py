@@ -1,0 +1,219 @@
+"""Sparse MLA attention on torch tensors: the Triton kernel of `jax_sparse_mla`, launched on torch's current stream.
+
+Same meaning as `jax_sparse_mla.sparse_mla_decode` and `sparse_mla_prefill`; no JAX array, no host synchronisation, and
+with `out=` no allocation but the split buffers, so a CUDA graph captures it. Under TRITON_INTERPRET=1 (set before
+triton is imported) it also runs on CPU tensors, slowly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from jax_sparse_mla.kernels_triton import plan as planning
+from jax_sparse_mla.kernels_triton.sparse_mla import combine_kernel, sparse_mla_kernel
+from jax_sparse_mla.kv_cache.layout import KVLayout
+
+_LOG2_E = 1.4426950408889634
+# What a launch without a GPU (the interpreter) is planned for.
+_INTERPRETED = ((8, 0), 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchPagedKV:
+    """A paged cache that torch owns: uint8 `[num_pages, page_bytes]`, as `jax_sparse_mla.PagedKV`."""
+
+    data: torch.Tensor
+    layout: KVLayout
+    page_size: int
+
+    @property
+    def scalars(self) -> tuple[int, int, int]:
+        return planning.cache_scalars(self.layout, self.data.shape[0], self.page_size)
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    cache: TorchPagedKV,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    extra_cache: TorchPagedKV | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    plan: planning.LaunchPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query over the cached rows that its indices name, from one or two paged caches.
+
+    Args:
+      q: bfloat16 `[batch, q_len, heads, qk_dim]`.
+      cache, extra_cache: paged caches of one layout.
+      indices, extra_indices: int32 `[batch, q_len, topk]` slots; < 0 or ≥ the cache's slots is skipped.
+      softmax_scale: what q·k is multiplied by.
+      topk_length, extra_topk_length: int32 `[batch]` or `[batch, q_len]`, leading columns scanned; None scans all.
+      attn_sink: float32 `[heads]`, in the denominator only.
+      out: `(out, lse)` to write into; allocated by default.
+      plan: a launch of this shape; made here by default.
+
+    Returns:
+      out bfloat16 `[batch, q_len, heads, 512]`, 0 where no key is valid; lse float32 `[batch, q_len, heads]`, natural
+      log without the sink, −inf where no key is valid.
+
+    Raises:
+      TypeError, ValueError: dtypes, shapes or strides that the kernel does not take.
+    """
+    name = "sparse_mla_decode"
+    batch, q_len, heads, _ = _check(name, "q", q, torch.bfloat16, (None, None, None, cache.layout.qk_dim))
+    planning.check_layout(name, cache.layout)
+    tables = [_table(name, "", cache, indices, topk_length, (batch, q_len))]
+    if extra_cache is None:
+        if extra_indices is not None or extra_topk_length is not None:
+            raise ValueError(f"{name}: extra_indices or extra_topk_length was given without extra_cache")
+        tables.append((cache.data, indices, indices, (0, 0, *cache.scalars)))
+    else:
+        if extra_cache.layout != cache.layout:
+            raise ValueError(f"{name}: extra_cache must have cache's layout {cache.layout}, got {extra_cache.layout}")
+        tables.append(_table(name, "extra_", extra_cache, extra_indices, extra_topk_length, (batch, q_len)))
+    if attn_sink is not None:
+        _check(name, "attn_sink", attn_sink, torch.float32, (heads,))
+    if out is None:
+        out = (q.new_empty((batch, q_len, heads, planning.V_DIM)), _empty(q, (batch, q_len, heads)))
+    _check(name, "out[0]", out[0], torch.bfloat16, (batch, q_len, heads, planning.V_DIM))
+    _check(name, "out[1]", out[1], torch.float32, (batch, q_len, heads))
+    _launch(q, tables, attn_sink, softmax_scale, cache.layout, batch * q_len, (*out, None), plan)
+    return out
+
+
+def sparse_mla_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    plan: planning.LaunchPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of each query over the rows of a contiguous workspace that its indices name.
+
+    Args:
+      q: bfloat16 `[q_len, heads, qk_dim]`, qk_dim 512 or 576.
+      kv: bfloat16 `[kv_len, qk_dim]`; V is its first 512 values.
+      indices: int32 `[q_len, topk]` rows of `kv`; < 0 or ≥ kv_len is skipped.
+      softmax_scale: what q·k is multiplied by.
+      topk_length: int32 `[q_len]`, leading columns scanned; None scans all.
+      attn_sink: float32 `[heads]`, in the denominator only.
+      out: `(out, max_logits, lse)` to write into; allocated by default.
+      plan: a launch of this shape; made here by default.
+
+    Returns:
+      out bfloat16 `[q_len, heads, 512]`; max_logits and lse float32 `[q_len, heads]`, natural, −inf where no key is
+      valid.
+
+    Raises:
+      TypeError, ValueError: dtypes, shapes or strides that the kernel does not take.
+    """
+    name = "sparse_mla_prefill"
+    q_len, heads, qk_dim = _check(name, "q", q, torch.bfloat16, (None, None, None))
+    layout = planning.workspace_layout(qk_dim)
+    planning.check_layout(name, layout)
+    kv_len, _ = _check(name, "kv", kv, torch.bfloat16, (None, qk_dim))
+    _, topk = _check(name, "indices", indices, torch.int32, (q_len, None))
+    if topk_length is not None:
+        _check(name, "topk_length", topk_length, torch.int32, (q_len,))
+    if attn_sink is not None:
+        _check(name, "attn_sink", attn_sink, torch.float32, (heads,))
+    if out is None:
+        out = (q.new_empty((q_len, heads, planning.V_DIM)), _empty(q, (q_len, heads)), _empty(q, (q_len, heads)))
+    _check(name, "out[0]", out[0], torch.bfloat16, (q_len, heads, planning.V_DIM))
+    _check(name, "out[1]", out[1], torch.float32, (q_len, heads))
+    _check(name, "out[2]", out[2], torch.float32, (q_len, heads))
+    lengths = indices if topk_length is None else topk_length
+    page = (kv_len, max(kv_len, 1), kv_len)
+    tables = [
+        (kv, indices, lengths, (int(topk_length is not None), topk, *page)),
+        (kv, indices, indices, (0, 0, *page)),
+    ]
+    _launch(q, tables, attn_sink, softmax_scale, layout, q_len, (out[0], out[2], out[1]), plan, may_split=False)
+    return out
+
+
+def _launch(q, tables, attn_sink, softmax_scale, layout, rows, results, plan, may_split=True) -> None:
+    """Both kernels; tables are `(cache, indices, lengths, scalars)`, results `(out, lse, max_logits or None)`."""
+    out, lse, max_logits = results
+    heads = q.shape[-2]
+    if rows == 0 or heads == 0:
+        return
+    if plan is None:
+        capability, sm_count = _device(q.device)
+        plan = planning.launch_plan(
+            layout,
+            rows=rows,
+            num_heads=heads,
+            topk=tables[0][3][1],
+            extra_topk=tables[1][3][1],
+            has_sink=attn_sink is not None,
+            capability=capability,
+            sm_count=sm_count,
+            may_split=may_split,
+        )
+    sink = lse if attn_sink is None else attn_sink
+    split = plan.num_splits > 1
+    some_out, some_lse = out, lse
+    if split:
+        some_out = _empty(q, (plan.num_splits, rows, heads, planning.V_DIM))
+        some_lse = _empty(q, (plan.num_splits, rows, heads))
+    (cache, indices, lengths, scalars), (extra, extra_indices, extra_lengths, extra_scalars) = tables
+    sparse_mla_kernel[plan.grid](
+        *(q, cache, indices, lengths, extra, extra_indices, extra_lengths, sink),
+        *(softmax_scale * _LOG2_E, heads, *scalars, *extra_scalars, some_out, some_lse, max_logits),
+        **plan.constexprs,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    if split:
+        combine_kernel[plan.combine_grid](
+            *(some_out, some_lse, sink, heads, plan.num_splits, out, lse), **plan.combine_constexprs
+        )
+
+
+def _table(name, prefix, cache, indices, lengths, shape) -> tuple:
+    """One cache's kernel arguments; the first scalar is the query rows that share a length, 0 without lengths."""
+    page_bytes = cache.layout.page_bytes(cache.page_size)
+    _check(name, f"{prefix}cache.data", cache.data, torch.uint8, (None, page_bytes))
+    topk = _check(name, f"{prefix}indices", indices, torch.int32, (*shape, None))[-1]
+    if lengths is None:
+        return cache.data, indices, indices, (0, topk, *cache.scalars)
+    per_request = lengths.dim() == 1
+    _check(name, f"{prefix}topk_length", lengths, torch.int32, shape[:1] if per_request else shape)
+    return cache.data, indices, lengths, (shape[1] if per_request else 1, topk, *cache.scalars)
+
+
+def _check(function: str, name: str, tensor, dtype: torch.dtype, shape: tuple) -> tuple[int, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{function}: {name} must be {dtype}, got {tensor.dtype}")
+    if tensor.dim() != len(shape) or any(want not in (None, have) for want, have in zip(shape, tensor.shape)):
+        raise ValueError(f"{function}: {name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{function}: {name} must be contiguous, got strides {tuple(tensor.stride())}")
+    return tuple(tensor.shape)
+
+
+def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+    if device.type != "cuda":
+        return _INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count

@@ -1,0 +1,145 @@
+"""The portable GPU backend: the Triton kernel of `kernels_triton/sparse_mla.py`, launched by jax-triton.
+
+SM80 and up, FP8 and BF16 caches, any head count and any topk. How many programs share a row's keys is chosen from the
+static shapes and the device's multiprocessors; lengths and indices stay data, so one compilation serves a bucket.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import numpy as np
+
+from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.kernels_triton import plan as planning
+from jax_sparse_mla.kernels_triton.sparse_mla import combine_kernel, sparse_mla_kernel
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+
+_LOG2_E = 1.4426950408889634
+
+
+@partial(jax.jit, static_argnames=("softmax_scale",))
+def decode(
+    q: jax.Array,  # [batch, q_len, heads, qk_dim]
+    cache: PagedKV,
+    indices: jax.Array,  # [batch, q_len, topk] slots of cache
+    topk_length: jax.Array,  # [batch, q_len]
+    extra_cache: PagedKV | None,
+    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
+    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: object,  # FlashMLA's; this kernel splits by shape
+    *,
+    softmax_scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+    del schedule
+    planning.check_layout("sparse_mla_decode", cache.layout)
+    batch, q_len, heads, _ = q.shape
+    tables = [_table(cache, indices, topk_length)]
+    if extra_cache is not None:
+        tables.append(_table(extra_cache, extra_indices, extra_topk_length))
+    out, lse = _attend(q, tables, attn_sink, softmax_scale, cache.layout, batch * q_len)
+    return out.reshape(batch, q_len, heads, planning.V_DIM), lse.reshape(batch, q_len, heads)
+
+
+@partial(jax.jit, static_argnames=("softmax_scale", "v_dim"))
+def prefill(
+    q: jax.Array,  # [q_len, heads, qk_dim]
+    kv: jax.Array,  # [kv_len, qk_dim]
+    indices: jax.Array,  # [q_len, topk] rows of kv
+    topk_length: jax.Array,  # [q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: object,
+    *,
+    softmax_scale: float,
+    v_dim: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+    del schedule, v_dim
+    q_len, _, qk_dim = q.shape
+    layout = planning.workspace_layout(qk_dim)
+    planning.check_layout("sparse_mla_prefill", layout)
+    kv_len = kv.shape[0]
+    tables = [(kv, indices, topk_length, (1, indices.shape[-1], kv_len, max(kv_len, 1), kv_len))]
+    out, lse, max_logits = _attend(q, tables, attn_sink, softmax_scale, layout, q_len, max_logits=True)
+    return out, max_logits, lse
+
+
+def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array) -> tuple:
+    """One cache's kernel arguments: bytes, indices, lengths, and the scalars that begin with rows per length."""
+    scalars = planning.cache_scalars(cache.layout, cache.num_pages, cache.page_size)
+    return cache.data, indices, lengths, (1, indices.shape[-1], *scalars)
+
+
+def _attend(
+    q: jax.Array,
+    tables: list[tuple],
+    attn_sink: jax.Array | None,
+    softmax_scale: float,
+    layout: KVLayout,
+    rows: int,
+    *,
+    max_logits: bool = False,
+) -> tuple[jax.Array, ...]:
+    """out `[rows, heads, 512]`, lse `[rows, heads]` and, if asked for, max_logits."""
+    heads = q.shape[-2]
+    out_shape = jax.ShapeDtypeStruct((rows, heads, planning.V_DIM), jnp.bfloat16)
+    lse_shape = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
+    # A table without columns or a cache without rows has nothing to read, and no pointer that one could pass.
+    tables = [table for table in tables if table[0].size and table[1].size]
+    if rows == 0 or heads == 0 or not tables:
+        nothing = jnp.full((rows, heads), -jnp.inf, jnp.float32)
+        return (jnp.zeros(out_shape.shape, out_shape.dtype), nothing, nothing)[: 3 if max_logits else 2]
+    if len(tables) == 1:
+        cache, indices, lengths, scalars = tables[0]
+        tables.append((cache, indices, lengths, (0, 0, *scalars[2:])))
+    device = DeviceInfo.current()
+    plan = planning.launch_plan(
+        layout,
+        rows=rows,
+        num_heads=heads,
+        topk=tables[0][3][1],
+        extra_topk=tables[1][3][1],
+        has_sink=attn_sink is not None,
+        capability=device.compute_capability,
+        sm_count=device.sm_count,
+        may_split=not max_logits,
+    )
+    sink = q if attn_sink is None else attn_sink
+    split = plan.num_splits > 1
+    if split:
+        some_shapes = (
+            jax.ShapeDtypeStruct((plan.num_splits, rows, heads, planning.V_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((plan.num_splits, rows, heads), jnp.float32),
+        )
+    else:
+        some_shapes = (out_shape, lse_shape, lse_shape) if max_logits else (out_shape, lse_shape)
+    (cache, indices, lengths, scalars), (extra, extra_indices, extra_lengths, extra_scalars) = tables
+    results = jax_triton.triton_call(
+        *(q, cache, indices, lengths, extra, extra_indices, extra_lengths, sink),
+        *(np.float32(softmax_scale * _LOG2_E), heads, *scalars, *extra_scalars),
+        kernel=sparse_mla_kernel,
+        out_shape=some_shapes,
+        grid=plan.grid,
+        name="sparse_mla",
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **plan.constexprs,
+        **({} if max_logits else {"max_logits": None}),
+    )
+    if not split:
+        return tuple(results)
+    return tuple(
+        jax_triton.triton_call(
+            *(*results, sink, heads, plan.num_splits),
+            kernel=combine_kernel,
+            out_shape=(out_shape, lse_shape),
+            grid=plan.combine_grid,
+            name="sparse_mla_combine",
+            **plan.combine_constexprs,
+        )
+    )

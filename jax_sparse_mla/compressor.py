@@ -1,0 +1,308 @@
+"""The compressor of DeepSeek-V4: every `ratio` tokens become one row of a compressed cache.
+
+A token brings a kv row and a score row. The entry of the group of tokens that ends at position p (p + 1 is a
+multiple of ratio) is, per channel,
+
+    entry = Σ_w softmax_w(score_w + ape_w) * kv_w                 over the tokens w of its window
+
+followed by RMSNorm and rope at the group's first position. Ratio 128 has a window of its 128 tokens. Ratio 4
+overlaps: rows are `[A | B]`, twice as wide, and the window is 8 tokens, the A halves of the group before and
+the B halves of the group itself; a request's first group has no group before. (SGLang's V4 compressor; CSA
+and HCA in DeepSeek's terms.) The V4 indexer compresses its keys with the same function.
+
+Groups may span steps, so each request carries its last tokens in a ring, `CompressorState`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla._pytree import pytree_dataclass
+
+# The one ratio whose windows overlap: its rows are twice as wide, its windows twice as long.
+OVERLAP_RATIO = 4
+
+# What the windows that are compressed side by side may take.
+CHUNK_BYTES = 32 << 20
+
+
+def _coff(ratio: int) -> int:
+    """Halves of a row, and groups of a window (DeepSeek's name)."""
+    return 2 if ratio == OVERLAP_RATIO else 1
+
+
+@pytree_dataclass
+class CompressorState:
+    """The last tokens of each request, as a ring: position p of a request lies at `[row, p % ring]`.
+
+    Attributes:
+      kv, score: float32 `[max_requests, ring, coff * head_dim]`, `coff` 2 for ratio 4 and 1 otherwise; scores
+        without ape.
+
+    What a former request left in a row is never read, provided a request's tokens all pass `compress_kv` from
+    position 0 on. A request that starts later (a cached prefix) needs the ring of the request it continues.
+    """
+
+    kv: jax.Array
+    score: jax.Array
+
+    @classmethod
+    def zeros(
+        cls, max_requests: int, *, ratio: int, head_dim: int, ring: int | None = None
+    ) -> CompressorState:
+        """A state of zeros.
+
+        Args:
+          max_requests: rows, one per request that lives at a time.
+          ratio: tokens per entry; 4 has overlap.
+          head_dim: values of an entry.
+          ring: tokens kept per request, at least the window; None is the window, 8 for ratio 4 and ratio
+            otherwise. Where up to D tokens of a step may be rejected afterwards (speculative decoding) it
+            must be at least `window + D`, so that they do not replace what the next step still needs; SGLang
+            doubles it.
+        """
+        check = ArgumentChecks("CompressorState.zeros")
+        max_requests = check.static_int("max_requests", max_requests, minimum=1)
+        ratio = check.static_int("ratio", ratio, minimum=1)
+        head_dim = check.static_int("head_dim", head_dim, minimum=1)
+        window = _coff(ratio) * ratio
+        ring = window if ring is None else check.static_int("ring", ring, minimum=window)
+        shape = (max_requests, ring, _coff(ratio) * head_dim)
+        return cls(kv=jnp.zeros(shape, jnp.float32), score=jnp.zeros(shape, jnp.float32))
+
+
+@pytree_dataclass
+class _Tokens:
+    """This step's tokens; as in `compress_kv`."""
+
+    kv: jax.Array
+    score: jax.Array
+    positions: jax.Array
+    req_rows: jax.Array
+
+
+def compress_kv(
+    state: CompressorState,
+    kv: jax.Array,
+    score: jax.Array,
+    *,
+    positions: jax.Array,
+    req_rows: jax.Array,
+    query_start_loc: jax.Array,
+    ape: jax.Array,
+    norm_weight: jax.Array,
+    inv_freq: jax.Array,
+    ratio: int,
+    norm_eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, CompressorState]:
+    """Compresses the groups that this step's tokens complete, and carries the last tokens on.
+
+    Any chunking of a request's tokens over steps gives the same entries. Arithmetic is float32. Under `jit`
+    with the state donated it is updated in place.
+
+    Args:
+      state: the carried tokens, of this ratio and head_dim.
+      kv, score: bfloat16 or float32 `[T, coff * head_dim]`, one row per query token of B requests; the rows
+        of a request follow each other, their positions ascending by one.
+      positions: int32 `[T]`, each token's position in its request; negative on padding rows (canonical: −1).
+      req_rows: int32 `[T]`, the row of each token's request in the state. A row outside the state makes the
+        token a padding row. No two requests of a step may share one.
+      query_start_loc: int32 `[B + 1]`, each request's first row. Rows from the last entry on are padding
+        rows; B bounds the number of entries.
+      ape: float32 `[ratio, coff * head_dim]`, added to the score of a token by `position % ratio`.
+      norm_weight: bfloat16 or float32 `[head_dim]`, of the RMSNorm.
+      inv_freq: float32 `[rope_dim / 2]`, inverse frequencies of the rope on the last rope_dim values.
+      ratio: tokens per entry, at least 1 (static); 4 has overlap.
+      norm_eps: of the RMSNorm (static).
+
+    Returns:
+      `(entries, rows, state)`: bfloat16 `[N, head_dim]`, int32 `[N]` and the updated state, with
+      `N = min(T, T // ratio + B)`. `rows[i]` is the query row whose token completed entry i, ascending;
+      unused entries come last, have row −1 and are 0.
+
+    Raises:
+      TypeError: a wrong dtype, or state is no CompressorState.
+      ValueError: shapes that do not agree with each other and with ratio.
+    """
+    check = ArgumentChecks("compress_kv")
+    if not isinstance(state, CompressorState):
+        raise TypeError(f"compress_kv: state must be a CompressorState, got {type(state).__name__}")
+    ratio = check.static_int("ratio", ratio, minimum=1)
+    coff, window = _coff(ratio), _coff(ratio) * ratio
+    tokens = _Tokens(
+        kv=check("kv", kv, ("T", "width"), FLOATS),
+        score=check("score", score, ("T", "width"), FLOATS),
+        positions=check("positions", positions, ("T",), INT32),
+        req_rows=check("req_rows", req_rows, ("T",), INT32),
+    )
+    head_dim, odd = divmod(check.dims["width"], coff)
+    if odd or head_dim == 0:
+        raise check.fail(f"kv must have shape [T, {coff} * head_dim], got {list(tokens.kv.shape)}")
+    state = CompressorState(
+        kv=check("state.kv", state.kv, ("max_requests", "ring", "width"), FLOAT32),
+        score=check("state.score", state.score, ("max_requests", "ring", "width"), FLOAT32),
+    )
+    if check.dims["ring"] < window:
+        raise check.fail(f"state must keep at least {window} tokens per request, got {check.dims['ring']}")
+    query_start_loc = check("query_start_loc", query_start_loc, (None,), INT32)
+    if query_start_loc.shape[0] == 0:
+        raise check.fail("query_start_loc must have shape [B + 1], got [0]")
+    ape = check("ape", ape, (ratio, "width"), FLOAT32)
+    norm_weight = check("norm_weight", norm_weight, (head_dim,), FLOATS)
+    inv_freq = check("inv_freq", inv_freq, (None,), FLOAT32)
+    if 2 * inv_freq.shape[0] > head_dim:
+        raise check.fail(f"inv_freq must have at most {head_dim // 2} values, got {inv_freq.shape[0]}")
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float, np.floating)):
+        raise TypeError(f"compress_kv: norm_eps must be a static float, got {type(norm_eps).__name__}")
+    return _compress_kv(
+        state, tokens, query_start_loc, ape, norm_weight, inv_freq, ratio=ratio, norm_eps=float(norm_eps)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("ratio", "norm_eps"))
+def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, ratio, norm_eps):
+    num_tokens, num_requests = tokens.positions.shape[0], query_start_loc.shape[0] - 1
+    head_dim, max_requests = norm_weight.shape[0], state.kv.shape[0]
+    num_entries = min(num_tokens, num_tokens // ratio + num_requests)
+    if num_tokens == 0 or max_requests == 0:
+        rows = jnp.full((num_entries,), -1, jnp.int32)
+        return jnp.zeros((num_entries, head_dim), jnp.bfloat16), rows, state
+
+    live = (tokens.positions >= 0) & (tokens.req_rows >= 0) & (tokens.req_rows < max_requests)
+    live &= jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
+    completes_group = live & (tokens.positions % ratio == ratio - 1)
+    (rows,) = jnp.nonzero(completes_group, size=num_entries, fill_value=-1)
+    rows = rows.astype(jnp.int32)
+
+    def one_entry(row):
+        pooled = _pool_window(state, tokens, ape, row, ratio, head_dim)
+        normed = pooled * lax.rsqrt(jnp.mean(pooled * pooled) + norm_eps) * norm_weight.astype(jnp.float32)
+        first_position = tokens.positions[jnp.maximum(row, 0)] - (ratio - 1)
+        entry = rope_interleaved(normed, first_position, inv_freq).astype(jnp.bfloat16)
+        return jnp.where(row >= 0, entry, jnp.bfloat16(0))
+
+    # Four float32 arrays [window, head_dim]: kv and score, from this step and from the state.
+    window_bytes = 4 * 4 * _coff(ratio) * ratio * head_dim
+    entries = lax.map(one_entry, rows, batch_size=max(1, CHUNK_BYTES // window_bytes))
+    return entries, rows, _carry(state, tokens, live, _zero_after(entries))
+
+
+def _pool_window(
+    state: CompressorState, tokens: _Tokens, ape: jax.Array, row: jax.Array, ratio: int, head_dim: int
+) -> jax.Array:
+    """The weighted sum over the window that ends at query row `row`; 0 for row −1. float32 `[head_dim]`."""
+    coff, ring = _coff(ratio), state.kv.shape[1]
+    window = coff * ratio
+    last = jnp.maximum(row, 0)
+    request = jnp.clip(tokens.req_rows[last], 0, state.kv.shape[0] - 1)
+    # The window's tokens, oldest first, by group; the first of two groups is the one before.
+    back = jnp.arange(window - 1, -1, -1, dtype=jnp.int32).reshape(coff, ratio)
+    position = tokens.positions[last] - back
+    step_row = jnp.maximum(last - back, 0)
+    # The row may be another request's or a padding row.
+    in_step = (tokens.req_rows[step_row] == request) & (tokens.positions[step_row] == position)
+    ring_slot = position % ring  # below position 0 it is in range as well, and masked below
+
+    def gather(of_step, of_state):
+        groups = []
+        for group in range(coff):
+            half = slice(group * head_dim, (group + 1) * head_dim)  # A of the group before, B of the last one
+            from_step = of_step[step_row[group], half].astype(jnp.float32)
+            from_state = of_state[request, ring_slot[group], half]
+            groups.append(jnp.where(in_step[group][:, None], from_step, from_state))
+        return jnp.concatenate(groups)  # [window, head_dim]
+
+    exists = ((row >= 0) & (position >= 0)).reshape(window, 1)
+    ape = ape.reshape(ratio, coff, head_dim).swapaxes(0, 1).reshape(window, head_dim)
+    kv = jnp.where(exists, gather(tokens.kv, state.kv), 0.0)  # 0 · NaN is NaN: stale rows may hold anything
+    score = jnp.where(exists, gather(tokens.score, state.score) + ape, -jnp.inf)
+    top = jnp.max(score, axis=0)
+    weight = jnp.exp(score - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(weight, axis=0)
+    return jnp.sum(weight * kv, axis=0) / jnp.where(total == 0, 1.0, total)
+
+
+def _zero_after(x: jax.Array) -> jax.Array:
+    """A 0 (int32) that takes bfloat16 `x` to compute.
+
+    What adds it comes after x. XLA writes to a donated buffer in place only where everything that reads it
+    provably comes before; an optimization barrier does not survive long enough to prove it.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
+    return jnp.max(bits, initial=0) >> 16
+
+
+def _carry(state: CompressorState, tokens: _Tokens, live: jax.Array, zero: jax.Array) -> CompressorState:
+    """The state with the last `ring` tokens of each request of this step; not before `zero` is known."""
+    max_requests, ring = state.kv.shape[:2]
+    kept = live & ~_replaced_later(live, tokens.req_rows, ring)
+    request = jnp.where(kept, tokens.req_rows, max_requests)  # out of range: dropped
+    place = request + zero, tokens.positions % ring
+
+    def write(old, new):
+        return old.at[place].set(new.astype(jnp.float32), mode="drop")
+
+    return CompressorState(kv=write(state.kv, tokens.kv), score=write(state.score, tokens.score))
+
+
+def _replaced_later(live: jax.Array, req_rows: jax.Array, ring: int) -> jax.Array:
+    """bool `[T]`: a later token of this step has the same place in the ring.
+
+    Such a token must not be written: which of two writes to one place stays is not defined.
+    """
+    replaced = live[ring:] & (req_rows[ring:] == req_rows[:-ring])
+    return jnp.pad(replaced, (0, live.shape[0] - replaced.shape[0]))
+
+
+def rope_interleaved(
+    x: jax.Array, positions: jax.Array, inv_freq: jax.Array, *, inverse: bool = False
+) -> jax.Array:
+    """Rotates the pairs (2i, 2i + 1) of the last `2 * len(inv_freq)` values by `position * inv_freq[i]`.
+
+    V4's rope: queries, sliding-window keys and compressed keys; with `inverse` what is taken back from the
+    attention's output, at the query's position. Magnitude 1 (V4 has no YaRN attention factor).
+
+    Args:
+      x: bfloat16 or float32 `[..., d]`; the values before the rotated ones stay as they are.
+      positions: int32, broadcast against the leading axes of x (`positions[:, None]` for `[T, heads, d]`).
+      inv_freq: float32 `[rope_dim / 2]`, `rope_dim <= d`.
+      inverse: rotates back (static).
+
+    Returns:
+      Like x; computed in float32.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: more than d values to rotate, positions that do not broadcast.
+    """
+    check = ArgumentChecks("rope_interleaved")
+    x = check("x", x, (None,) * max(1, jnp.ndim(x)), FLOATS)
+    positions = check("positions", positions, (None,) * jnp.ndim(positions), INT32)
+    inv_freq = check("inv_freq", inv_freq, (None,), FLOAT32)
+    leading, rope_dim = x.shape[:-1], 2 * inv_freq.shape[0]
+    if rope_dim > x.shape[-1]:
+        raise check.fail(
+            f"x must have shape [..., d], d >= 2 * len(inv_freq) = {rope_dim}, got {list(x.shape)}"
+        )
+    aligned = zip(reversed(positions.shape), reversed(leading))
+    if positions.ndim > len(leading) or any(p not in (1, n) for p, n in aligned):
+        raise check.fail(f"positions must broadcast to {list(leading)}, got {list(positions.shape)}")
+    return _rope_interleaved(x, positions, inv_freq, inverse=inverse)
+
+
+@functools.partial(jax.jit, static_argnames=("inverse",))
+def _rope_interleaved(x, positions, inv_freq, *, inverse):
+    rope_dim = 2 * inv_freq.shape[0]
+    nope, rope = jnp.split(x, [x.shape[-1] - rope_dim], axis=-1)
+    angle = positions[..., None].astype(jnp.float32) * inv_freq
+    cos, sin = jnp.cos(angle), jnp.sin(-angle if inverse else angle)
+    pairs = rope.astype(jnp.float32).reshape(*rope.shape[:-1], rope_dim // 2, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return jnp.concatenate([nope, rotated.reshape(rope.shape).astype(x.dtype)], axis=-1)

@@ -1,0 +1,348 @@
+"""The indexer of both models: its key cache, its quantiser, and the logits that the top-k selects by.
+
+The index-K cache is a uint8 array `[num_pages, page_size * 132]`. A page holds `page_size * 128` bytes of
+float8_e4m3fn keys (token `offset` at `offset * 128`), then one little-endian float32 scale per token. This is
+SGLang's fp8 index-K page and what DeepGEMM's paged logits read. Slots are `page * page_size + offset`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
+from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
+from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+
+INDEX_DIM = 128  # values of an index key, in both models
+SCALE_BYTES = 4
+INDEX_K_BYTES = INDEX_DIM + SCALE_BYTES  # per token
+
+# What one step of `index_logits` may take: the keys it gathers and the scores of every head against them.
+CHUNK_BYTES = 32 << 20
+
+_MIN_AMAX = np.float32(1e-4)  # SGLang's floor: an all-zero key has a scale too
+
+_MANTISSA_BITS = 23
+_IMPLICIT_ONE = 1 << _MANTISSA_BITS
+_MANTISSA_MASK = _IMPLICIT_ONE - 1
+_MAGNITUDE_MASK = 0x7FFFFFFF
+_MAX_FINITE_BITS = 0x7F7FFFFF
+
+
+# --- logits ----------------------------------------------------------------------------------------
+
+
+def index_logits(
+    q: jax.Array,
+    weights: jax.Array,
+    index_cache: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    schedule: jax.Array | None = None,
+) -> jax.Array:
+    """What the top-k selects by: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
+
+    SGLang and DeepGEMM (paged MQA logits). Products are exact and sums float32. Rows and columns go through
+    in blocks of at most `CHUNK_BYTES`, so `[rows, heads, columns]` never exists.
+
+    Args:
+      q: float8_e4m3fn, bfloat16 or float32 `[rows, heads, 128]`, the query of each row.
+      weights: float32 `[rows, heads]`; `head_dim^-0.5`, `heads^-0.5` and the scale of q are the caller's to
+        fold in.
+      index_cache: uint8 `[num_pages, page_size * 132]`.
+      page_table: int32 `[rows, P]`, the pages of each row's keys: column j is token `j % page_size` of page
+        `page_table[t, j // page_size]`. Outside `[0, num_pages)` (canonical: −1) it is no page.
+      lengths: int32 `[rows]`, keys of each row, clipped to `[0, P * page_size]`.
+      schedule: int32 `[any, 2]`, what `paged_mqa_schedule` built; checked and not needed here.
+
+    Returns:
+      float32 `[rows, P * page_size]`; −inf from `lengths[t]` on and where there is no page. What the cache
+      holds there is not looked at.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: shapes that do not agree, pages that are not a multiple of 132 bytes.
+    """
+    check = ArgumentChecks("index_logits")
+    q = check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS))
+    weights = check("weights", weights, ("rows", "heads"), FLOAT32)
+    index_cache = _check_index_cache(check, index_cache)
+    page_table = check("page_table", page_table, ("rows", None), INT32)
+    lengths = check("lengths", lengths, ("rows",), INT32)
+    check.optional("schedule", schedule, (None, 2), INT32)
+    return _index_logits(q, weights, index_cache, page_table, lengths)
+
+
+@jax.jit
+def _index_logits(q, weights, index_cache, page_table, lengths):
+    (rows, heads, _), pages = q.shape, page_table.shape[1]
+    page_size, num_pages = _page_size(index_cache), index_cache.shape[0]
+    capacity = pages * page_size
+    if rows == 0 or capacity == 0 or num_pages == 0:
+        return jnp.full((rows, capacity), -jnp.inf, jnp.float32)
+    # bfloat16 holds every e4m3 number, and its products are exact in float32: the tensor cores' fast path.
+    dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
+    blocks, pages_per_block, chunk = _blocking(rows, heads, pages, page_size, dtype)
+    block_columns = pages_per_block * page_size
+
+    padding = ((0, 0), (0, blocks * pages_per_block - pages))
+    tables = jnp.pad(page_table, padding, constant_values=-1).reshape(rows, blocks, pages_per_block)
+    lengths = jnp.clip(lengths, 0, capacity)
+
+    def one_block(task):
+        row, block = task // blocks, task % blocks
+        page = tables[row, block]
+        is_page = (page >= 0) & (page < num_pages)
+        data = gather_windows(index_cache, page, jnp.zeros_like(page), index_cache.shape[1])
+        keys, scales = _split_pages(data, page_size)
+        scores = jnp.einsum(
+            "hd,cd->hc",
+            q[row].astype(dtype),
+            keys.reshape(block_columns, INDEX_DIM).astype(dtype),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        # A product and a sum rather than a second matrix product, whose float32 may be rounded to TF32.
+        logits = jnp.sum(jax.nn.relu(scores) * weights[row][:, None], axis=0) * scales.reshape(block_columns)
+        column = block * block_columns + jnp.arange(block_columns, dtype=jnp.int32)
+        valid = jnp.repeat(is_page, page_size) & (column < lengths[row])
+        return jnp.where(valid, logits, -jnp.inf)
+
+    # Whole chunks only: what is over at the end computes the last block again and is cut off.
+    tasks = rows * blocks
+    task = jnp.minimum(jnp.arange(-(-tasks // chunk) * chunk, dtype=jnp.int32), tasks - 1)
+    logits = lax.map(one_block, task, batch_size=chunk)[:tasks]
+    return logits.reshape(rows, blocks * block_columns)[:, :capacity]
+
+
+def _blocking(rows: int, heads: int, pages: int, page_size: int, dtype) -> tuple[int, int, int]:
+    """(blocks that a row's pages are cut into, pages per block, blocks per step), by `CHUNK_BYTES`."""
+    bytes_per_page = page_size * (heads * 4 + INDEX_K_BYTES + INDEX_DIM * np.dtype(dtype).itemsize)
+    fitting_pages = max(1, CHUNK_BYTES // bytes_per_page)
+    blocks = -(-pages // fitting_pages)
+    pages_per_block = -(-pages // blocks)
+    fitting_blocks = max(1, CHUNK_BYTES // (pages_per_block * bytes_per_page))
+    tasks = rows * blocks
+    # Two steps at least, so that no batch is small enough for all its rows' scores to stand side by side.
+    steps = min(tasks, max(2, -(-tasks // fitting_blocks)))
+    return blocks, pages_per_block, -(-tasks // steps)
+
+
+# --- the key cache ---------------------------------------------------------------------------------
+
+
+def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
+    """Writes index keys, quantised: `s = max(amax, 1e-4) / 448`, `e4m3(clip(k * (1 / s), -448, 448))`.
+
+    This is SGLang's fused writer for V3.2 and V4: float32 scales that are not powers of two. Every operation
+    is correctly rounded, so the bytes do not depend on the device. Keys come as the model wants them scored:
+    after norm and rope and, for V4, after `hadamard_transform`.
+
+    Under `jit` with the cache donated it writes in place.
+
+    Args:
+      index_cache: uint8 `[num_pages, page_size * 132]`.
+      slots: int32 `[n]`. A negative or out-of-range slot skips its row. Which row a slot given twice holds is
+        not defined.
+      k: bfloat16 or float32 `[n, 128]`. No finite key makes a NaN; an infinity is clipped.
+
+    Returns:
+      The cache with the rows written, all other bytes unchanged.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, pages that are not a multiple of 132 bytes.
+    """
+    check = ArgumentChecks("write_index_k")
+    index_cache = _check_index_cache(check, index_cache)
+    slots = check("slots", slots, ("n",), INT32)
+    k = check("k", k, ("n", INDEX_DIM), FLOATS)
+    return _write_index_k(index_cache, slots, k)
+
+
+@jax.jit
+def _write_index_k(index_cache, slots, k):
+    page_size = _page_size(index_cache)
+    values, scales = _quantize(k)
+    _, page, offset = locate_slots(slots, index_cache.shape[0], page_size)
+    value_bytes = lax.bitcast_convert_type(values, jnp.uint8)
+    scale_bytes = lax.bitcast_convert_type(scales, jnp.uint8)
+    index_cache = scatter_windows(index_cache, page, offset * INDEX_DIM, value_bytes)
+    return scatter_windows(index_cache, page, page_size * INDEX_DIM + offset * SCALE_BYTES, scale_bytes)
+
+
+def gather_index_k(index_cache: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gathers index keys as they are stored; a key is `values * scale`.
+
+    Args:
+      index_cache: uint8 `[num_pages, page_size * 132]`.
+      slots: int32 `[n]`. A negative or out-of-range slot gives zeros and scale 0.
+
+    Returns:
+      `(values, scales)`: float8_e4m3fn `[n, 128]` and float32 `[n]`.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, pages that are not a multiple of 132 bytes.
+    """
+    check = ArgumentChecks("gather_index_k")
+    index_cache = _check_index_cache(check, index_cache)
+    return _gather_index_k(index_cache, check("slots", slots, ("n",), INT32))
+
+
+@jax.jit
+def _gather_index_k(index_cache, slots):
+    num_pages, page_size = index_cache.shape[0], _page_size(index_cache)
+    if num_pages == 0:  # nothing to gather from: every slot is out of range
+        return jnp.zeros((slots.shape[0], INDEX_DIM), jnp.float8_e4m3fn), jnp.zeros(slots.shape, jnp.float32)
+    valid, page, offset = locate_slots(slots, num_pages, page_size)
+    values = gather_windows(index_cache, page, offset * INDEX_DIM, INDEX_DIM)
+    scales = gather_windows(index_cache, page, page_size * INDEX_DIM + offset * SCALE_BYTES, SCALE_BYTES)
+    values = jnp.where(valid[:, None], values, jnp.uint8(0))
+    scales = jnp.where(valid[:, None], scales, jnp.uint8(0))
+    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn), lax.bitcast_convert_type(scales, jnp.float32)
+
+
+def _check_index_cache(check: ArgumentChecks, index_cache: jax.Array) -> jax.Array:
+    index_cache = check("index_cache", index_cache, ("num_pages", "page_bytes"), UINT8)
+    page_bytes = index_cache.shape[1]
+    if page_bytes == 0 or page_bytes % INDEX_K_BYTES:
+        raise check.fail(
+            f"index_cache must have pages of page_size * {INDEX_K_BYTES} bytes, page_size >= 1, got shape "
+            f"{list(index_cache.shape)}"
+        )
+    return index_cache
+
+
+def _page_size(index_cache: jax.Array) -> int:
+    return index_cache.shape[1] // INDEX_K_BYTES
+
+
+def _split_pages(data: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """Pages `[n, page_bytes]` as e4m3 keys `[n, page_size, 128]` and float32 scales `[n, page_size]`."""
+    keys = data[:, : page_size * INDEX_DIM].reshape(-1, page_size, INDEX_DIM)
+    scales = data[:, page_size * INDEX_DIM :].reshape(-1, page_size, SCALE_BYTES)
+    return lax.bitcast_convert_type(keys, jnp.float8_e4m3fn), lax.bitcast_convert_type(scales, jnp.float32)
+
+
+# --- quantising ------------------------------------------------------------------------------------
+
+
+def quantize_index_q(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantises index queries by the keys' rule, with one scale per row and head.
+
+    The logits of the quantised query are those of q when its scale is multiplied into the weights:
+    `index_logits(values, weights * scale, …)`. SGLang does so in its fused query kernel.
+
+    Args:
+      q: bfloat16 or float32 `[rows, heads, dim]` (any leading axes), for V4 after `hadamard_transform`.
+
+    Returns:
+      `(values, scale)`: float8_e4m3fn `[rows, heads, dim]` and float32 `[rows, heads]`.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: q has no dimension.
+    """
+    check = ArgumentChecks("quantize_index_q")
+    return _quantize(check("q", q, (None,) * max(1, jnp.ndim(q)), FLOATS))
+
+
+@jax.jit
+def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """e4m3 values `[..., d]` and a float32 scale per row of the last axis, `[...]`."""
+    x = x.astype(jnp.float32)
+    amax_bits = jnp.max(float32_bits(x) & _MAGNITUDE_MASK, axis=-1, initial=0)
+    floor = int(_MIN_AMAX.view(np.int32))
+    scale_bits = _divide_by_448(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS))  # an infinity is clipped
+    inverse = bits_to_float32(_reciprocal(scale_bits))
+    values = jnp.clip(x * inverse[..., None], -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    return values, bits_to_float32(scale_bits)
+
+
+# The two quotients are worked out in integers: XLA turns `x / 448` into `x * (1 / 448)`, may reorder a
+# quotient of quotients, and need not round a division on a GPU correctly. Each would be off by a unit in the
+# last place now and then, and the cache's bytes not those that torch and CUDA write.
+
+
+def _divide_by_448(bits: jax.Array) -> jax.Array:
+    """The bits of `x / 448`, rounded to nearest, for the bits of a finite float32 x >= 2^-117."""
+    exponent, mantissa = _exponent_and_mantissa(bits)
+    # 448 = 7 * 2^6. The quotient by 7 of the mantissa times 2^shift has the 24 bits of a float32; it is never
+    # halfway between two, because 7 is odd.
+    shift = jnp.where(mantissa >= 7 << 21, 2, 3)
+    numerator = mantissa << shift
+    quotient = numerator // 7
+    quotient += numerator - 7 * quotient >= 4
+    return ((exponent - 6 - shift) << _MANTISSA_BITS) + (quotient - _IMPLICIT_ONE)
+
+
+def _reciprocal(bits: jax.Array) -> jax.Array:
+    """The bits of `1 / x`, rounded to nearest, for the bits of a float32 x in [2^-126, 2^126]."""
+    exponent, mantissa = _exponent_and_mantissa(bits)
+    divisor = mantissa.astype(jnp.uint32)
+    # 2^47 / mantissa by long division, 8 bits at a time because uint32 holds no more: a quotient of 24 bits,
+    # or 2^24 where x is a power of two. It is never halfway between two: 2^48 has no odd divisor but 1.
+    quotient, remainder = _divide_with_remainder(jnp.uint32(1 << 31), divisor)
+    for _ in range(2):
+        digits, remainder = _divide_with_remainder(remainder << 8, divisor)
+        quotient = (quotient << 8) + digits
+    quotient = (quotient + (2 * remainder > divisor)).astype(jnp.int32)
+    return ((253 - exponent) << _MANTISSA_BITS) + (quotient - _IMPLICIT_ONE)
+
+
+def _divide_with_remainder(numerator: jax.Array, divisor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    quotient = numerator // divisor
+    return quotient, numerator - quotient * divisor
+
+
+def _exponent_and_mantissa(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A positive normal number is `mantissa * 2^(exponent - 150)` with a mantissa of 24 bits; both int32."""
+    return bits >> _MANTISSA_BITS, (bits & _MANTISSA_MASK) | _IMPLICIT_ONE
+
+
+def hadamard_transform(x: jax.Array) -> jax.Array:
+    """The Walsh-Hadamard transform of the last axis, times `n^-0.5`: orthogonal, its own inverse.
+
+    V4's index queries and keys pass through it before they are quantised (SGLang; natural order, which is
+    Sylvester's matrix). Logits do not change but for the rounding to fp8; keys written with it must be read
+    with queries that passed it too.
+
+    Args:
+      x: bfloat16 or float32 `[..., n]`, n a power of two.
+
+    Returns:
+      Like x; computed in float32.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: n is not a power of two.
+    """
+    check = ArgumentChecks("hadamard_transform")
+    x = check("x", x, (None,) * jnp.ndim(x), FLOATS)
+    n = x.shape[-1] if x.ndim else 0
+    if n < 1 or n & (n - 1):
+        raise check.fail(f"x must have shape [..., n] with n a power of two, got {list(x.shape)}")
+    return _hadamard_transform(x)
+
+
+@jax.jit
+def _hadamard_transform(x: jax.Array) -> jax.Array:
+    n = x.shape[-1]
+    transformed = jnp.matmul(x.astype(jnp.float32), _sylvester(n), precision=lax.Precision.HIGHEST)
+    return (transformed * np.float32(n**-0.5)).astype(x.dtype)
+
+
+@functools.cache
+def _sylvester(n: int) -> np.ndarray:
+    """Sylvester's matrix of ±1: entry (i, j) is −1 where i and j share an odd number of set bits."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix

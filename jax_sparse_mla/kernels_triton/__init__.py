@@ -1,0 +1,68 @@
+"""Triton kernels: one source each, launched by jax-triton inside XLA programs and by torch on its own stream.
+
+Nothing here imports triton until a kernel is wanted, so the package imports without it. `dispatch` is how a JAX
+function takes a kernel: where the program is lowered for CUDA the kernel runs, everywhere else, and under `vmap`,
+the plain JAX code that defines the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+__all__ = ["dispatch", "use_triton"]
+
+
+def use_triton() -> bool:
+    """Whether programs traced now may take Triton kernels.
+
+    True with an NVIDIA GPU as JAX's default backend and triton and jax-triton importable, unless the environment
+    says `JAX_SPARSE_MLA_BACKEND=reference`.
+    """
+    return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and _available()
+
+
+@functools.cache
+def _available() -> bool:
+    if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
+        return False
+    # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        importlib.import_module("triton")
+        importlib.import_module("jax_triton")
+    except ImportError:
+        return False
+    finally:
+        if cache_dir is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = cache_dir
+    return True
+
+
+def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+    """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
+
+    Args:
+      kernel: calls `jax_triton.triton_call`, which has no batching rule.
+      plain: the same function in plain JAX.
+      args: arrays; what else the two need, they close over. Nothing is differentiated through either: the results
+        are bytes, indices, or rows of bytes.
+    """
+    if not use_triton():
+        return plain(*args)
+    guarded = jax.custom_batching.custom_vmap(kernel)
+
+    @guarded.def_vmap
+    def batched(axis_size, in_batched, *batched_args):
+        out = jax.vmap(plain, in_axes=tuple(0 if b else None for b in in_batched), axis_size=axis_size)(*batched_args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    args = jax.lax.stop_gradient(args)
+    return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)

@@ -1,0 +1,145 @@
+"""Triton kernels that merge index lists, by the rules of `jax_sparse_mla.indices`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_INT_MAX = tl.constexpr(2**31 - 1)
+
+# Rows and columns of a program's tile. Widths are multiples of 128.
+MERGE_OPTIONS = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}
+
+
+def merged_width(columns: int) -> int:
+    """Columns of a merged list: sparse prefill kernels scan blocks of 64 or 128."""
+    return -(-columns // 128) * 128
+
+
+def merge_grid(rows: int, width: int) -> tuple[int, int]:
+    """Programs of a merge."""
+    return triton.cdiv(rows, MERGE_OPTIONS["ROWS"]), triton.cdiv(width, MERGE_OPTIONS["COLUMNS"])
+
+
+@triton.jit
+def _add_or_minus_one(index, base):
+    """`index + base`, and -1 where either is negative or the sum does not fit int32."""
+    valid = (index >= 0) & (base >= 0) & (index <= _INT_MAX - tl.maximum(base, 0))
+    return tl.where(valid, tl.where(valid, index, 0) + tl.where(valid, base, 0), -1)
+
+
+@triton.jit
+def combine_swa_extra_kernel(
+    swa_ptr,  # int32 [n, SWA_WIDTH]
+    swa_lengths_ptr,  # int32 [n]
+    extra_ptr,  # int32 [n, EXTRA_WIDTH]
+    extra_lengths_ptr,  # int32 [n]
+    num_swa_rows_ptr,  # int32 scalar
+    n,
+    out_ptr,  # int32 [n, WIDTH]
+    lengths_ptr,  # int32 [n]
+    SWA_WIDTH: tl.constexpr,
+    EXTRA_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < n
+    swa_length = tl.load(swa_lengths_ptr + row, mask=in_rows, other=0)
+    swa_length = tl.minimum(tl.maximum(swa_length, 0), SWA_WIDTH)
+    extra_length = tl.load(extra_lengths_ptr + row, mask=in_rows, other=0)
+    extra_length = tl.minimum(tl.maximum(extra_length, 0), EXTRA_WIDTH)
+    length = (swa_length + extra_length)[:, None]
+    num_swa_rows = tl.load(num_swa_rows_ptr)
+    if tl.program_id(1) == 0:
+        tl.store(lengths_ptr + row, swa_length + extra_length, mask=in_rows)
+
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = row.to(tl.int64)[:, None]
+    in_swa = column < swa_length[:, None]
+    swa = tl.load(swa_ptr + row * SWA_WIDTH + column, mask=in_swa, other=-1)
+    swa = tl.where((swa >= 0) & (swa < num_swa_rows), swa, -1)
+    in_extra = (column < length) & (column >= swa_length[:, None])
+    extra = tl.load(extra_ptr + row * EXTRA_WIDTH + (column - swa_length[:, None]), mask=in_extra, other=-1)
+    merged = tl.where(in_swa, swa, _add_or_minus_one(extra, num_swa_rows))
+    tl.store(out_ptr + row * WIDTH + column, merged, mask=in_rows[:, None])
+
+
+@triton.jit
+def _take(table_ptr, request, mask):
+    """`table[request]`, no less than -1, which also stands for "no such request"."""
+    return tl.maximum(tl.load(table_ptr + request, mask=mask, other=-1), -1)
+
+
+@triton.jit
+def combine_topk_swa_kernel(
+    topk_ptr,  # int32 [n, TOPK_STRIDE]
+    query_start_loc_ptr,  # int32 [num_requests + 1]
+    query_pos_ptr,  # int32 [n]
+    seq_lens_ptr,  # int32 [num_requests], as the next three
+    gather_lens_ptr,
+    compressed_base_ptr,
+    swa_base_ptr,
+    n,
+    num_requests,
+    out_ptr,  # int32 [n, WIDTH]
+    lengths_ptr,  # int32 [n]
+    TOPK_STRIDE: tl.constexpr,
+    TOPK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,  # bits of num_requests
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < n
+
+    # The last request that starts at or before the row.
+    origin = tl.load(query_start_loc_ptr)
+    low = tl.zeros_like(row)
+    high = tl.zeros_like(row) + num_requests
+    for _ in tl.static_range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        searching = low < high
+        starts_before = searching & (
+            tl.load(query_start_loc_ptr + middle, mask=searching, other=0) - origin <= row
+        )
+        high = tl.where(searching & (starts_before == 0), middle, high)
+        low = tl.where(starts_before, middle + 1, low)
+    request = low - 1
+    known = in_rows & (request >= 0)
+    seq_len = _take(seq_lens_ptr, request, known)
+    gather_len = _take(gather_lens_ptr, request, known)
+    compressed_base = _take(compressed_base_ptr, request, known)
+    swa_base = _take(swa_base_ptr, request, known)
+    pos = tl.load(query_pos_ptr + row, mask=in_rows, other=-1)
+    live = (row < tl.load(query_start_loc_ptr + num_requests) - origin) & (pos >= 0) & (seq_len > 0)
+    pos = tl.where(live, pos, 0)
+
+    # min((pos + 1) // RATIO, TOPK) and min(pos + 1, WINDOW) without pos + 1, which wraps at INT_MAX.
+    completes_entry = (pos % RATIO == RATIO - 1).to(tl.int32)
+    topk_len = tl.minimum(tl.minimum(pos // RATIO, TOPK) + completes_entry, TOPK)
+    swa_len = tl.minimum(pos, WINDOW - 1) + 1
+    num_entries = (seq_len // RATIO)[:, None]
+    span = topk_len + swa_len
+    if tl.program_id(1) == 0:
+        tl.store(lengths_ptr + row, tl.where(live, span, 0), mask=in_rows)
+
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = row.to(tl.int64)[:, None]
+    in_topk = (column < topk_len[:, None]) & live[:, None]
+    # A mask that is the same for four neighbours keeps the loads 16 bytes wide.
+    in_block = (column // 4 < ((topk_len + 3) // 4)[:, None]) & (column < TOPK_STRIDE) & live[:, None]
+    entry = tl.load(topk_ptr + row * TOPK_STRIDE + column, mask=in_block, other=-1)
+    compressed = _add_or_minus_one(tl.where(entry < num_entries, entry, -1), compressed_base[:, None])
+
+    in_window = (column >= topk_len[:, None]) & (column < span[:, None]) & live[:, None]
+    position = (pos - (swa_len - 1) - topk_len)[:, None] + column
+    # Negative for what was not gathered. A position past the last token is masked before it can wrap.
+    relative = position - (seq_len - tl.maximum(gather_len, 0))[:, None]
+    relative = tl.where(in_window & (position < seq_len[:, None]), relative, -1)
+    swa = _add_or_minus_one(relative, swa_base[:, None])
+    tl.store(out_ptr + row * WIDTH + column, tl.where(in_topk, compressed, swa), mask=in_rows[:, None])

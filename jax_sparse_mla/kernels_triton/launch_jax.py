@@ -1,0 +1,182 @@
+"""The Triton kernels as JAX functions, through jax-triton: custom calls inside XLA programs, on XLA's stream.
+
+Arguments are checked by the public functions that dispatch here (`jax_sparse_mla.kv_cache`, `.indices`); sizes are
+not zero. jax-triton's custom call can be part of a command buffer (a CUDA graph). Buffers are updated in place where
+XLA may alias them: donated, or an intermediate of the program; otherwise XLA copies first.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import triton
+
+from jax_sparse_mla.kernels_triton import indices as index_kernels
+from jax_sparse_mla.kernels_triton import kv_cache as kv_kernels
+
+
+@functools.cache
+def compute_capability() -> int:
+    """Of the first GPU, as Triton numbers it: 90 for 9.0."""
+    major, minor = jax.devices("gpu")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
+def _call(*args, **kwargs):
+    return jax_triton.triton_call(*args, compute_capability=compute_capability(), **kwargs)
+
+
+def write_kv(data: jax.Array, slots: jax.Array, kv: jax.Array, *, layout, page_size: int) -> jax.Array:
+    """uint8 `[num_pages, page_bytes]` with the rows written."""
+    n, options = slots.shape[0], kv_kernels.WRITE_OPTIONS
+    return _call(
+        slots,
+        kv,
+        data,
+        n,
+        data.shape[0],
+        kernel=kv_kernels.write_kv_kernel,
+        out_shape=jax.ShapeDtypeStruct(data.shape, data.dtype),
+        input_output_aliases={2: 0},
+        grid=(triton.cdiv(n, options["TOKENS"]),),
+        name="write_kv",
+        **kv_kernels.layout_constants(layout, page_size),
+        MIN_SCALE_EXPONENT=layout.min_scale_exponent,
+        HARDWARE_CASTS=compute_capability() >= 89,
+        **options,
+    )
+
+
+def gather_kv(data: jax.Array, slots: jax.Array, *, layout, page_size: int) -> jax.Array:
+    """bfloat16 `[n, qk_dim]`."""
+    out = jax.ShapeDtypeStruct((slots.shape[0], layout.qk_dim), jnp.bfloat16)
+    return _gather(kv_kernels.gather_kv_kernel, (slots, data), data, out, 0, layout, page_size)
+
+
+def gather_kv_into(
+    workspace: jax.Array, data: jax.Array, slots: jax.Array, *, start: int, layout, page_size: int
+) -> jax.Array:
+    """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
+    return _gather(
+        kv_kernels.gather_kv_into_kernel,
+        (slots, data, workspace),
+        data,
+        jax.ShapeDtypeStruct(workspace.shape, workspace.dtype),
+        start,
+        layout,
+        page_size,
+        input_output_aliases={2: 0},
+    )
+
+
+def _gather(kernel, arrays, data, out_shape, start, layout, page_size, **aliases):
+    n, options = arrays[0].shape[0], kv_kernels.GATHER_OPTIONS
+    return _call(
+        *arrays,
+        n,
+        data.shape[0],
+        start,
+        kernel=kernel,
+        out_shape=out_shape,
+        grid=(triton.cdiv(n, options["TOKENS"]),),
+        name="gather_kv",
+        **kv_kernels.layout_constants(layout, page_size),
+        HARDWARE_CASTS=compute_capability() >= 89,
+        **options,
+        **aliases,
+    )
+
+
+def split_pages(
+    data: jax.Array, slots: jax.Array, out: jax.Array, *, layout, page_size: int, out_page_size: int
+) -> jax.Array:
+    """`out`, uint8 `[num_pages * ratio, its page_bytes]`, with the pages that `slots` touch copied into it."""
+    n, num_pages = slots.size, data.shape[0]
+    options = kv_kernels.TOUCHED_OPTIONS
+    _, count, pages = _call(
+        slots.reshape(-1),
+        n,
+        num_pages,
+        kernel=kv_kernels.touched_pages_kernel,
+        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_pages, 1, min(n, num_pages))],
+        zeroed_outputs=(0, 1),
+        grid=(triton.cdiv(n, options["BLOCK"]),),
+        name="touched_pages",
+        PAGE_SIZE=page_size,
+        **options,
+    )
+    return _call(
+        data,
+        pages,
+        count,
+        out,
+        kernel=kv_kernels.split_pages_kernel,
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        input_output_aliases={3: 0},
+        grid=(kv_kernels.SPLIT_PROGRAMS,),
+        name="split_pages",
+        **kv_kernels.split_constants(layout, page_size, out_page_size),
+        **kv_kernels.SPLIT_OPTIONS,
+    )
+
+
+def combine_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
+    """As `jax_sparse_mla.combine_swa_extra_indices`, `num_swa_rows` an int32 scalar."""
+    n, swa_width, extra_width = *swa_indices.shape, extra_indices.shape[1]
+    width = index_kernels.merged_width(swa_width + extra_width)
+    return tuple(
+        _call(
+            swa_indices,
+            swa_lengths,
+            extra_indices,
+            extra_lengths,
+            num_swa_rows,
+            n,
+            kernel=index_kernels.combine_swa_extra_kernel,
+            out_shape=_merged_shapes(n, width),
+            grid=index_kernels.merge_grid(n, width),
+            name="combine_swa_extra",
+            SWA_WIDTH=swa_width,
+            EXTRA_WIDTH=extra_width,
+            WIDTH=width,
+            **index_kernels.MERGE_OPTIONS,
+        )
+    )
+
+
+def combine_topk_swa(topk_indices, query_pos, *requests, window: int, compress_ratio: int, topk: int):
+    """As `jax_sparse_mla.combine_topk_swa_indices`; requests in its order, from query_start_loc on."""
+    query_start_loc, seq_lens, gather_lens, compressed_base, swa_base = requests
+    (n, stride), num_requests = topk_indices.shape, seq_lens.shape[0]
+    width = index_kernels.merged_width(topk + window)
+    return tuple(
+        _call(
+            topk_indices,
+            query_start_loc,
+            query_pos,
+            seq_lens,
+            gather_lens,
+            compressed_base,
+            swa_base,
+            n,
+            num_requests,
+            kernel=index_kernels.combine_topk_swa_kernel,
+            out_shape=_merged_shapes(n, width),
+            grid=index_kernels.merge_grid(n, width),
+            name="combine_topk_swa",
+            TOPK_STRIDE=stride,
+            TOPK=topk,
+            WINDOW=window,
+            RATIO=compress_ratio,
+            WIDTH=width,
+            SEARCH_STEPS=num_requests.bit_length(),
+            **index_kernels.MERGE_OPTIONS,
+        )
+    )
+
+
+def _merged_shapes(n: int, width: int):
+    return [jax.ShapeDtypeStruct((n, width), jnp.int32), jax.ShapeDtypeStruct((n,), jnp.int32)]

@@ -1,0 +1,283 @@
+"""Sparse MLA attention in Triton: one kernel for decode from paged caches and for prefill, and the split-K combine.
+
+A program takes one query row, one tile of heads and one share of the row's index blocks (a split). Per block of
+BLOCK_N indices it gathers and dequantises the rows once, as bfloat16, and uses them as K and as V. Tiles must be
+powers of two, so a row is read in four segments, 256 | 128 | SEG_C | 64: 512 = 256 + 128 + 64 + 64 (V4, all of it
+V) and 576 = 256 + 128 + 128 + 64 (V3.2, the last segment, rope, is not V).
+
+Scores and lse are in base 2 inside; what is written is natural. A bf16 workspace is a paged cache of one page.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# How a row's bytes are read (`plan.ROW_KINDS`).
+BF16_ROW = tl.constexpr(0)
+FOOTER_SCALES = tl.constexpr(1)  # e4m3, then bf16; a UE8M0 byte per 64 values behind the page's rows
+INLINE_SCALES = tl.constexpr(2)  # e4m3, then a float32 per 128 values, then bf16
+
+
+@triton.jit
+def _e4m3_to_float32(byte, NATIVE: tl.constexpr):
+    if NATIVE:
+        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # float16 has one exponent bit more and a bias of 15 instead of 7: the same bits, shifted by 7, are the value
+        # / 256, subnormals included.
+        magnitude = (byte & 0x7F).to(tl.uint16)
+        half = (magnitude << 7) | ((byte & 0x80).to(tl.uint16) << 8)
+        half = tl.where(magnitude == 0x7F, 0x7E00, half).to(tl.uint16)  # the one NaN
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return value
+
+
+@triton.jit
+def _ue8m0_to_float32(exponent):
+    bits = exponent << 23
+    bits = tl.where(exponent == 0, 0x400000, bits)  # 2^-127 is subnormal
+    bits = tl.where(exponent == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bf16_segment(rows, valid, WIDTH: tl.constexpr):
+    """bfloat16 [BLOCK_N, WIDTH] from pointers to bytes [BLOCK_N]; 0 where invalid."""
+    at = rows.to(tl.pointer_type(tl.bfloat16))
+    return tl.load(at[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _segment(
+    rows,  # pointers to the rows' bytes, [BLOCK_N]
+    scales,  # packed UE8M0 bytes [BLOCK_N], or pointers to float32 [BLOCK_N], or unused
+    valid,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Values START … START + WIDTH of each row, before its rope part; bfloat16 [BLOCK_N, WIDTH], 0 where invalid."""
+    if KIND == BF16_ROW:
+        values = _bf16_segment(rows + START * 2, valid, WIDTH)
+    else:
+        GROUP: tl.constexpr = 64 if KIND == FOOTER_SCALES else 128
+        GROUPS: tl.constexpr = WIDTH // GROUP
+        byte = tl.load((rows + START)[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0)
+        groups = START // GROUP + tl.arange(0, GROUPS)
+        if KIND == FOOTER_SCALES:
+            exponent = (scales[:, None] >> (8 * groups)[None, :].to(tl.int64)) & 0xFF
+            scale = _ue8m0_to_float32(exponent.to(tl.int32))
+        else:
+            scale = tl.load(scales[:, None] + groups[None, :], mask=valid[:, None], other=0.0)
+        wide = tl.reshape(_e4m3_to_float32(byte, NATIVE), (BLOCK_N, GROUPS, GROUP)) * scale[:, :, None]
+        values = tl.reshape(wide, (BLOCK_N, WIDTH)).to(tl.bfloat16)
+    return values
+
+
+@triton.jit
+def _query(at, heads, num_heads, START: tl.constexpr, WIDTH: tl.constexpr, QK_DIM: tl.constexpr):
+    columns = START + tl.arange(0, WIDTH)
+    return tl.load(at + heads[:, None] * QK_DIM + columns[None, :], mask=(heads < num_heads)[:, None], other=0.0)
+
+
+@triton.jit
+def _span(lengths, row, rows_per_length, topk):
+    """How many leading columns the row scans; rows_per_length 0 means that no lengths were given."""
+    given = rows_per_length > 0
+    length = tl.load(lengths + row // tl.maximum(rows_per_length, 1), mask=given, other=topk)
+    return tl.minimum(tl.maximum(length, 0), topk)
+
+
+@triton.jit
+def _store(out, heads, live, values, START: tl.constexpr, WIDTH: tl.constexpr):
+    columns = START + tl.arange(0, WIDTH)
+    at = out + heads[:, None] * 512 + columns[None, :]
+    tl.store(at, values.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def sparse_mla_kernel(
+    q,  # bf16 [rows, heads, QK_DIM]
+    kv,  # bytes [pages, page_bytes], or bf16 [kv_len, QK_DIM]
+    indices,  # int32 [rows, topk]
+    lengths,  # int32 [rows / rows_per_length]
+    extra_kv,
+    extra_indices,  # int32 [rows, extra_topk]
+    extra_lengths,
+    sink,  # float32 [heads], read if HAS_SINK and not SPLIT
+    qk_scale,  # softmax_scale · log2 e
+    num_heads,
+    rows_per_length,
+    topk,
+    num_slots,
+    page_size,
+    page_stride,  # page_bytes / ROW_BYTES
+    extra_rows_per_length,
+    extra_topk,
+    extra_slots,
+    extra_page_size,
+    extra_page_stride,
+    out,  # bf16 [rows, heads, 512]; SPLIT: float32 [splits, rows, heads, 512], of this split's keys alone
+    lse,  # float32 [rows, heads], natural; SPLIT: [splits, rows, heads], base 2
+    max_logits,  # float32 [rows, heads], or None
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SEG_C: tl.constexpr,
+    ROPE_IS_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    QK_DIM: tl.constexpr = 256 + 128 + SEG_C + 64
+    ROPE: tl.constexpr = QK_DIM - 64
+    # Row-wise offsets are 64-bit: rows · heads · dim and page · page_bytes both pass 2^31.
+    tiles = (num_heads + BLOCK_H - 1) // BLOCK_H
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    heads = (tl.program_id(0) % tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
+    num_rows = tl.num_programs(0) // tiles
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+
+    span = _span(lengths, row, rows_per_length, topk)
+    extra_span = _span(extra_lengths, row, extra_rows_per_length, extra_topk)
+    first_blocks = (span + BLOCK_N - 1) // BLOCK_N
+    blocks = first_blocks + (extra_span + BLOCK_N - 1) // BLOCK_N
+    begin = blocks * split // num_splits
+    end = blocks * (split + 1) // num_splits
+
+    q_row = q + row * num_heads * QK_DIM
+    q_a = _query(q_row, heads, num_heads, 0, 256, QK_DIM)
+    q_b = _query(q_row, heads, num_heads, 256, 128, QK_DIM)
+    q_c = _query(q_row, heads, num_heads, 384, SEG_C, QK_DIM)
+    q_r = _query(q_row, heads, num_heads, ROPE, 64, QK_DIM)
+
+    cache = kv.to(tl.pointer_type(tl.uint8))
+    extra_cache = extra_kv.to(tl.pointer_type(tl.uint8))
+    table = indices + row * topk
+    extra_table = extra_indices + row * extra_topk
+
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc_a = tl.zeros((BLOCK_H, 256), tl.float32)
+    acc_b = tl.zeros((BLOCK_H, 128), tl.float32)
+    acc_c = tl.zeros((BLOCK_H, SEG_C), tl.float32)
+    if ROPE_IS_V:
+        acc_r = tl.zeros((BLOCK_H, 64), tl.float32)
+
+    for block in range(begin, end):
+        second = block >= first_blocks
+        column = tl.where(second, block - first_blocks, block) * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = tl.load(
+            tl.where(second, extra_table, table) + column,
+            mask=column < tl.where(second, extra_span, span),
+            other=-1,
+        )
+        valid = (slot >= 0) & (slot < tl.where(second, extra_slots, num_slots))
+        slot = tl.where(valid, slot, 0)
+        page_rows = tl.where(second, extra_page_size, page_size)
+        page = slot // page_rows
+        offset = slot - page * page_rows
+        base = tl.where(second, extra_cache, cache)
+        page_at = page.to(tl.int64) * tl.where(second, extra_page_stride, page_stride) * ROW_BYTES
+        rows = base + (page_at + offset.to(tl.int64) * ROW_BYTES)
+        if KIND == FOOTER_SCALES:
+            at = base + (page_at + page_rows.to(tl.int64) * ROW_BYTES + offset.to(tl.int64) * 8)
+            scales = tl.load(at.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+        elif KIND == INLINE_SCALES:
+            scales = (rows + ROPE).to(tl.pointer_type(tl.float32))
+        else:
+            scales = rows
+        k_a = _segment(rows, scales, valid, 0, 256, KIND, NATIVE, BLOCK_N)
+        k_b = _segment(rows, scales, valid, 256, 128, KIND, NATIVE, BLOCK_N)
+        k_c = _segment(rows, scales, valid, 384, SEG_C, KIND, NATIVE, BLOCK_N)
+        k_r = _bf16_segment(rows + (ROW_BYTES - 128), valid, 64)
+
+        scores = tl.dot(q_a, tl.trans(k_a))
+        scores = tl.dot(q_b, tl.trans(k_b), scores)
+        scores = tl.dot(q_c, tl.trans(k_c), scores)
+        scores = tl.dot(q_r, tl.trans(k_r), scores)
+        scores = tl.where(valid[None, :], scores * qk_scale, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        keep = tl.exp2(top - shift)
+        total = total * keep + tl.sum(weights, 1)
+        top = new_top
+        weights = weights.to(tl.bfloat16)
+        acc_a = tl.dot(weights, k_a, acc_a * keep[:, None])
+        acc_b = tl.dot(weights, k_b, acc_b * keep[:, None])
+        acc_c = tl.dot(weights, k_c, acc_c * keep[:, None])
+        if ROPE_IS_V:
+            acc_r = tl.dot(weights, k_r, acc_r * keep[:, None])
+
+    empty = top == float("-inf")
+    lse_2 = tl.where(empty, float("-inf"), top + tl.log2(total))
+    factor = tl.where(empty, 0.0, 1.0 / total)
+    at = row * num_heads
+    if SPLIT:
+        at += split.to(tl.int64) * num_rows * num_heads
+        tl.store(lse + at + heads, lse_2, mask=heads < num_heads)
+    else:
+        tl.store(lse + at + heads, lse_2 * LN_2, mask=heads < num_heads)
+        if HAS_SINK:
+            logit = tl.load(sink + heads, mask=heads < num_heads, other=0.0)
+            factor = tl.where(empty, 0.0, factor / (1.0 + tl.exp2(logit * LOG2_E - lse_2)))
+    if max_logits is not None:
+        tl.store(max_logits + at + heads, top * LN_2, mask=heads < num_heads)
+    live = heads < num_heads
+    if SPLIT:
+        live = live & (begin < end)  # the combine does not read a split without a block
+    out += at * 512
+    _store(out, heads, live, acc_a * factor[:, None], 0, 256)
+    _store(out, heads, live, acc_b * factor[:, None], 256, 128)
+    _store(out, heads, live, acc_c * factor[:, None], 384, SEG_C)
+    if ROPE_IS_V:
+        _store(out, heads, live, acc_r * factor[:, None], ROPE, 64)
+
+
+@triton.jit
+def combine_kernel(
+    partial,  # float32 [splits, rows · heads, 512]; a split whose lse is −inf is not read
+    partial_lse,  # float32 [splits, rows · heads], base 2
+    sink,  # float32 [heads], read if HAS_SINK
+    num_heads,
+    num_splits,
+    out,  # bf16 [rows · heads, 512]
+    lse,  # float32 [rows · heads], natural
+    HAS_SINK: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,  # at least num_splits
+    SOME_SPLITS: tl.constexpr,  # how many are added at a time
+):
+    """One head of one row: the splits' outputs, weighted by their lse."""
+    item = tl.program_id(0).to(tl.int64)
+    items = tl.num_programs(0).to(tl.int64)
+    splits = tl.arange(0, ALL_SPLITS)
+    each = tl.load(partial_lse + splits * items + item, mask=splits < num_splits, other=float("-inf"))
+    top = tl.max(each, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(each - shift), 0)
+    lse_2 = tl.where(total == 0, float("-inf"), top + tl.log2(total))
+    factor = tl.where(total == 0, 0.0, 1.0 / total)
+    tl.store(lse + item, lse_2 * LN_2)
+    if HAS_SINK:
+        logit = tl.load(sink + item % num_heads)
+        factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(logit * LOG2_E - lse_2)))
+
+    columns = tl.arange(0, 512)
+    acc = tl.zeros((512,), tl.float32)
+    for start in range(0, num_splits, SOME_SPLITS):
+        some = start + tl.arange(0, SOME_SPLITS)
+        some_lse = tl.load(partial_lse + some * items + item, mask=some < num_splits, other=float("-inf"))
+        at = (some * items + item) * 512
+        used = some_lse != float("-inf")
+        values = tl.load(partial + at[:, None] + columns[None, :], mask=used[:, None], other=0.0)
+        acc += tl.sum(values * (tl.exp2(some_lse - shift) * factor)[:, None], 0)
+    tl.store(out + item * 512 + columns, acc.to(tl.bfloat16))

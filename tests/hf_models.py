@@ -1,0 +1,145 @@
+"""Small transformers models with the true head dimensions, and runs of them that several tests look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
+from sparse_mla_torch.hf.layers import Step
+from sparse_mla_torch.hf.presets import random_model
+from transformers.models.deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v32 import DeepseekV32Config
+
+# These models are too small for a second thread to help, and waiting for it costs much in parallel test runs.
+torch.set_num_threads(1)
+
+MODELS = ("v4", "v32")
+_YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
+
+
+def small_v4_config(**changes) -> DeepseekV4Config:
+    """One layer of each kind; 16 of the C4 entries are selected."""
+    fields = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "q_lora_rank": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "index_n_heads": 16,
+        "index_topk": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["moe"] * 3,
+        "rope_parameters": {**_YARN, "factor": 16.0, "original_max_position_embeddings": 65536},
+        "attn_implementation": "eager",
+    }
+    return DeepseekV4Config(**{**fields, **changes})
+
+
+def small_v32_config(**changes) -> DeepseekV32Config:
+    """64 tokens are selected."""
+    yarn = {**_YARN, "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
+    fields = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 16,
+        "index_topk": 64,
+        "rope_parameters": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "attn_implementation": "eager",
+    }
+    return DeepseekV32Config(**{**fields, **changes})
+
+
+@functools.cache
+def small_model(name: str):
+    return random_model(small_v4_config() if name == "v4" else small_v32_config(), seed=0)
+
+
+# One shape for nearly all tests, so that a layer compiles once per cache kind and mode. Three requests, of which
+# two are served at once: the longest is prefilled in several chunks, leaves its first sliding-window page behind,
+# and has more entries than are selected; the shortest fits into the window and completes no C128 group.
+OPTIONS = EngineOptions(chunk_size=112, max_batch=2, max_len=512, trace=True)
+PROMPT_LENGTHS, NEW_TOKENS = (440, 131, 21), (5, 9, 6)
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, count).tolist()
+
+
+def new_requests() -> list[Request]:
+    shapes = zip(PROMPT_LENGTHS, NEW_TOKENS)
+    return [Request(random_tokens(length, seed), new) for seed, (length, new) in enumerate(shapes)]
+
+
+def new_engine(name: str, **changes) -> Engine:
+    return Engine(small_model(name), dataclasses.replace(OPTIONS, **changes))
+
+
+@dataclasses.dataclass
+class Run:
+    """An engine after serving `requests`; logits: per request `[new tokens, vocab]`, whose argmax its tokens are."""
+
+    engine: Engine
+    requests: list[Request]
+    logits: list[torch.Tensor]
+
+    @property
+    def steps(self) -> list[Step]:
+        return [traced.step for traced in self.engine.trace]
+
+    def index_of(self, step: Step) -> list[int]:
+        """Which of the requests each real row of a step belongs to."""
+        index = {id(request): i for i, request in enumerate(self.requests)}
+        return [index[key] for key in step.requests]
+
+    def hidden(self, layer: int) -> list[torch.Tensor]:
+        """The input rows of a layer, `[tokens, hidden]` per request."""
+        rows = [[] for _ in self.requests]
+        for traced in self.engine.trace:
+            for i, row in zip(self.index_of(traced.step), traced.hidden[layer]):
+                rows[i].append(row)
+        return [torch.stack(part) for part in rows]
+
+
+def serve(engine: Engine, requests: list[Request], on_step=lambda *_: None) -> Run:
+    run = Run(engine, requests, [[] for _ in requests])
+    seen = []
+    hook = engine.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out[0].float()))
+
+    def record(step, served):
+        rows = dict(zip(run.index_of(step), step.positions))  # the last row of each request
+        for (i, position), logits in zip(rows.items(), seen.pop()):
+            if position >= len(requests[i].prompt) - 1:
+                run.logits[i].append(logits)
+        on_step(step, served)
+
+    try:
+        engine.run(requests, record)
+    finally:
+        hook.remove()
+    run.logits = [torch.stack(rows) for rows in run.logits]
+    return run
+
+
+@functools.cache
+def served(name: str, bf16: bool, prefill_backend: str = "flashmla_sparse") -> Run:
+    """`new_requests`, served with the shapes of OPTIONS. Shared: look at it, do not run its engine again."""
+    return serve(new_engine(name, bf16_cache=bf16, prefill_backend=prefill_backend), new_requests())

@@ -1,0 +1,368 @@
+"""sparse_mla_decode and sparse_mla_prefill: one class for the operation, run for every backend here.
+
+The oracle is `attention_oracle.py`, numpy float64 loops. A backend joins by being installed: `TestSparseMLA`
+has all behaviour that backends share. What only the reference promises (float32, gradients, memory) is in
+`test_attention_reference.py`; argument checks, overrides and schedules in `test_attention_arguments.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_calls import (
+    OVERRIDES,
+    assert_agree,
+    assert_same,
+    check_decode,
+    check_prefill,
+    decode_arguments,
+    prefill_arguments,
+    run_decode,
+    run_prefill,
+    small_decode,
+    small_prefill,
+    with_unused_bytes,
+)
+from attention_oracle import (
+    INT_MAX,
+    INT_MIN,
+    QK_DIM,
+    HostCache,
+    assert_close_flashmla,
+    decode_cases,
+    prefill_cases,
+    unpack_cache,
+)
+
+from jax_sparse_mla.attention import decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention.api import installed_backends
+
+SINKS = (np.inf, -np.inf, 0.25, -3e38)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[] if name == "reference" else [pytest.mark.gpu])
+        for name in sorted(installed_backends())
+    ]
+)
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_overrides(monkeypatch):
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+
+
+class TestSparseMLA:
+    """What every backend must do."""
+
+    @pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)
+    def test_decode_equals_the_oracle(self, backend, case):
+        check_decode(case, run_decode(case, backend))
+
+    @pytest.mark.parametrize("case", prefill_cases(), ids=lambda case: case.name)
+    def test_prefill_equals_the_oracle(self, backend, case):
+        check_prefill(case, run_prefill(case, backend))
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_small_shapes_equal_the_oracle(self, backend, seed):
+        for case in (small_decode(seed), small_decode(seed, extra=(16, 2))):
+            check_decode(case, run_decode(case, backend))
+        case = small_prefill(seed)
+        check_prefill(case, run_prefill(case, backend))
+
+    def test_under_jit(self, backend):
+        case = small_decode(extra=(16, 2))
+        expected = run_decode(case, backend)
+        jitted = jax.jit(sparse_mla_decode, static_argnames=("softmax_scale", "backend"))
+        assert_agree(jitted(**decode_arguments(case), backend=backend), expected, "decode")
+        case = small_prefill()
+        expected = run_prefill(case, backend)
+        jitted = jax.jit(sparse_mla_prefill, static_argnames=("softmax_scale", "backend"))
+        assert_agree(jitted(**prefill_arguments(case), backend=backend), expected, "prefill")
+
+    def test_values_select_no_compilation(self, backend):
+        """Lengths and indices are data: steps of one bucket share one compilation."""
+        traces = []
+
+        def step(arguments):
+            traces.append(1)
+            return sparse_mla_decode(**arguments, softmax_scale=0.05, backend=backend)
+
+        jitted = jax.jit(step)
+        for seed in range(3):
+            case = small_decode(seed, extra=(16, 2))
+            run_decode(case, backend)  # skips where the backend cannot
+            arguments = decode_arguments(case)
+            del arguments["softmax_scale"]
+            jitted(arguments)
+        assert len(traces) == 1
+
+    # --- rows without a key ---
+
+    @pytest.mark.parametrize("sink", [True, False])
+    def test_empty_decode_rows_give_zero_and_minus_infinity(self, backend, sink):
+        case = small_decode(extra=(16, 2))
+        case.attn_sink = np.array(SINKS, np.float32) if sink else None
+        slots = len(case.cache.rows)
+        case.indices[0] = np.resize(np.array([-1, -7, INT_MIN, INT_MAX, slots], np.int32), (2, 16))
+        case.indices[1:] = 0
+        case.extra_indices[:] = len(case.extra_cache.rows)
+        case.topk_length = np.array([[16, INT_MAX], [0, -1], [INT_MIN, 0]], np.int32)
+        case.extra_topk_length = np.full((3, 2), 16, np.int32)
+        case.q[2] = np.nan  # a padding row's query is anything
+        out, lse = run_decode(case, backend)
+        assert np.all(np.asarray(out, np.float32) == 0) and np.all(np.isneginf(lse))
+
+    @pytest.mark.parametrize("sink", [True, False])
+    def test_empty_prefill_rows_give_zero_and_minus_infinity(self, backend, sink):
+        case = small_prefill()
+        case.attn_sink = np.array(SINKS, np.float32) if sink else None
+        case.indices[:3] = np.resize(np.array([-1, -7, INT_MIN, INT_MAX, len(case.kv)], np.int32), (3, 16))
+        case.indices[3:] = 0
+        case.topk_length = np.array([16, INT_MAX, 1, 0, -1, INT_MIN], np.int32)
+        case.q[4] = np.nan
+        out, max_logits, lse = run_prefill(case, backend)
+        assert np.all(np.asarray(out, np.float32) == 0)
+        assert np.all(np.isneginf(max_logits)) and np.all(np.isneginf(lse))
+
+    @pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
+    def test_no_query_rows(self, backend, shape):
+        case = small_decode(extra=(16, 2))
+        batch, q_len = shape
+        for name in ("q", "indices", "topk_length", "extra_indices", "extra_topk_length"):
+            setattr(case, name, getattr(case, name)[:batch, :q_len])
+        out, lse = run_decode(case, backend)
+        chex.assert_shape([out, lse], [(*shape, 4, 512), (*shape, 4)])
+        case = small_prefill()
+        for name in ("q", "indices", "topk_length"):
+            setattr(case, name, getattr(case, name)[:0])
+        out, max_logits, lse = run_prefill(case, backend)
+        chex.assert_shape([out, max_logits, lse], [(0, 4, 512), (0, 4), (0, 4)])
+
+    def test_no_columns(self, backend):
+        case = small_decode(extra=(16, 2))
+        case.indices, case.topk_length = case.indices[..., :0], None
+        check_decode(case, run_decode(case, backend))  # the extra cache alone
+        case.extra_indices, case.extra_topk_length = case.extra_indices[..., :0], None
+        check_decode(case, run_decode(case, backend))
+        case = small_prefill()
+        case.indices = case.indices[:, :0]
+        check_prefill(case, run_prefill(case, backend))
+
+    def test_no_rows_to_attend_to(self, backend):
+        case = small_prefill()
+        case.kv = case.kv[:0]
+        check_prefill(case, run_prefill(case, backend))
+
+    # --- what counts as a key ---
+
+    def test_a_duplicate_counts_twice(self, backend):
+        case = small_decode(q_len=1, lengths="none", sink=False)
+        live = np.flatnonzero(~np.isnan(case.cache.rows).any(axis=1))
+        a, b = live[:2]
+        case.indices[:] = -1
+        case.indices[0, 0, :1] = a
+        case.indices[1, 0, :2] = a
+        case.indices[2, 0, :3] = a, b, a
+        case.q[:] = case.q[0]
+        out, lse = run_decode(case, backend)
+        assert_close_flashmla(lse[1], np.asarray(lse[0], np.float64) + np.log(2), "decode.lse")
+        assert_same(out[1], out[0])
+        check_decode(case, (out, lse))
+
+    def test_the_first_and_the_last_slot_are_slots_like_others(self, backend):
+        case = small_decode(lengths="none")
+        case.indices[:] = -1
+        case.indices[0, 0, 3] = 0
+        case.indices[0, 1, 5] = len(case.cache.rows) - 1
+        out, lse = run_decode(case, backend)
+        assert np.all(np.isfinite(lse[0])) and np.all(np.isneginf(lse[1:]))
+        check_decode(case, (out, lse))
+
+    def test_a_length_is_a_span_of_columns_not_a_count(self, backend):
+        case = small_decode(sink=False)
+        live = np.flatnonzero(~np.isnan(case.cache.rows).any(axis=1))
+        case.indices[:] = [-1, -1, live[0], *live[1:14]]
+        case.topk_length = np.array([[3, 3], [2, 2], [4, 16]], np.int32)
+        out, lse = run_decode(case, backend)
+        check_decode(case, (out, lse))
+        only = np.broadcast_to(case.cache.rows[live[0]], (2, 4, 512))
+        assert_close_flashmla(out[0], only, "decode.out")  # one key: the output is its value
+        assert np.all(np.isneginf(lse[1]))
+
+    def test_a_length_per_request_is_that_length_for_its_rows(self, backend):
+        case = small_decode(lengths="batch", extra=(16, 2), extra_lengths="batch")
+        per_request = run_decode(case, backend)
+        check_decode(case, per_request)
+        case.topk_length = np.repeat(case.topk_length[:, None], 2, axis=1)
+        case.extra_topk_length = np.repeat(case.extra_topk_length[:, None], 2, axis=1)
+        assert_same(run_decode(case, backend), per_request)
+
+    def test_what_stands_beyond_a_length_changes_nothing(self, backend):
+        case = small_decode()
+        expected = run_decode(case, backend)
+        beyond = np.arange(16) >= case.topk_length[..., None]
+        assert beyond.any()
+        assert_same(
+            run_decode(dataclasses.replace(case, indices=np.where(beyond, -1, case.indices)), backend),
+            expected,
+        )
+        assert_same(
+            run_decode(dataclasses.replace(case, indices=np.where(beyond, 0, case.indices)), backend),
+            expected,
+        )
+
+    def test_every_invalid_index_is_the_same(self, backend):
+        case = small_decode(lengths="none")
+        valid = (case.indices >= 0) & (case.indices < len(case.cache.rows))
+        assert valid.any() and not valid.all()
+        expected = run_decode(case, backend)
+        case.indices = np.where(valid, case.indices, -1)
+        assert_same(run_decode(case, backend), expected)
+
+    def test_unused_cache_bytes_change_nothing(self, backend):
+        case = small_decode(extra=(16, 2))
+        expected = run_decode(case, backend)
+        zeros = dataclasses.replace(case, cache=with_unused_bytes(case.cache, 0))
+        zeros.extra_cache = with_unused_bytes(case.extra_cache, 0)
+        assert_same(run_decode(zeros, backend), expected)
+
+    @pytest.mark.parametrize("layout", ["V32_FP8", "V32_BF16"])
+    def test_unused_v32_cache_bytes_change_nothing(self, backend, layout):
+        case = small_decode(layout=layout)
+        expected = run_decode(case, backend)
+        check_decode(case, expected)
+        assert_same(
+            run_decode(dataclasses.replace(case, cache=with_unused_bytes(case.cache, 0)), backend), expected
+        )
+
+    def test_unused_workspace_rows_change_nothing(self, backend):
+        case = small_prefill()
+        expected = run_prefill(case, backend)
+        unused = np.isnan(case.kv.astype(np.float32)).any(axis=1)
+        assert unused.any()
+        case.kv[unused] = 0
+        assert_same(run_prefill(case, backend), expected)
+
+    def test_an_extra_cache_joins_the_softmax(self, backend):
+        """Two caches give what one cache with the pages of both gives."""
+        case = small_decode(extra=(16, 64), lengths="none", extra_lengths="none")
+        two = run_decode(case, backend)
+        slots, extra_slots = len(case.cache.rows), len(case.extra_cache.rows)
+        data = np.concatenate([case.cache.data, case.extra_cache.data])
+        main = np.where((case.indices >= 0) & (case.indices < slots), case.indices, -1)
+        extra = case.extra_indices
+        extra = np.where((extra >= 0) & (extra < extra_slots), extra, -slots - 1) + slots
+        joined = dataclasses.replace(
+            case,
+            cache=HostCache("V4_FP8", 64, data, unpack_cache("V4_FP8", 64, data)),
+            indices=np.concatenate([main, extra], axis=-1).astype(np.int32),
+            extra_cache=None,
+            extra_indices=None,
+        )
+        assert_agree(run_decode(joined, backend), two, "decode")
+
+    # --- the attention sink ---
+
+    def test_infinite_sinks(self, backend):
+        case = small_decode(extra=(16, 2), rows="mixed", lengths="none", extra_lengths="none")
+        without_out, without_lse = run_decode(dataclasses.replace(case, attn_sink=None), backend)
+        case.attn_sink = np.array([np.inf, -np.inf, -np.inf, np.inf], np.float32)
+        out, lse = run_decode(case, backend)
+        assert_same(lse, without_lse)
+        assert_same(out[:, :, 1:3], without_out[:, :, 1:3])
+        assert np.any(np.asarray(without_out, np.float32)[:, :, 0])
+        assert not np.any(np.asarray(out, np.float32)[:, :, [0, 3]])
+
+    def test_a_sink_takes_its_share_of_the_denominator(self, backend):
+        case = small_prefill(lengths=False)
+        without_out, max_logits, lse = run_prefill(dataclasses.replace(case, attn_sink=None), backend)
+        case.attn_sink = np.asarray(lse)[0].astype(
+            np.float32
+        )  # exp(sink) = exp(lse) in row 0: half is the sink's
+        out, sink_max_logits, sink_lse = run_prefill(case, backend)
+        assert_same((sink_max_logits, sink_lse), (max_logits, lse))
+        assert_close_flashmla(out[0], np.asarray(without_out, np.float64)[0] / 2, "prefill.out")
+
+    # --- batches ---
+
+    def test_requests_do_not_see_each_other(self, backend):
+        """Permuting the requests permutes the results; padding requests change no other."""
+        case = small_decode(extra=(16, 2))
+        out, lse = run_decode(case, backend)
+        names = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
+        order = np.array([2, 0, 1])
+        permuted = dataclasses.replace(case, **{name: getattr(case, name)[order] for name in names})
+        assert_agree(run_decode(permuted, backend), (out[order], lse[order]), "decode")
+        padded = dataclasses.replace(case, **{name: getattr(case, name).copy() for name in names})
+        padded.q[1], padded.topk_length[1], padded.extra_topk_length[1] = np.nan, 0, 0
+        padded_out, padded_lse = run_decode(padded, backend)
+        real = np.array([0, 2])
+        assert_agree((padded_out[real], padded_lse[real]), (out[real], lse[real]), "decode")
+        assert not np.any(np.asarray(padded_out[1], np.float32)) and np.all(np.isneginf(padded_lse[1]))
+
+    def test_inputs_need_not_be_jax_arrays(self, backend):
+        case = small_prefill()
+        expected = run_prefill(case, backend)
+        names = ("q", "kv", "indices", "topk_length", "attn_sink")
+        host = {name: getattr(case, name) for name in names}
+        assert_same(sparse_mla_prefill(**host, softmax_scale=np.float64(0.1), backend=backend), expected)
+
+    # --- the schedule ---
+
+    def test_a_schedule_changes_nothing(self, backend):
+        case = small_decode(extra=(16, 2))
+        expected = run_decode(case, backend)
+        lengths = jnp.asarray(case.topk_length), jnp.asarray(case.extra_topk_length)
+        schedule = decode_schedule((3, 2, 4, 16, 16), *lengths)
+        assert_agree(run_decode(case, backend, schedule=schedule), expected, "decode")
+
+        # Built inside the step, as an engine's jitted forward does.
+        @jax.jit
+        def step(arguments):
+            schedule = decode_schedule(
+                (3, 2, 4, 16, 16), arguments["topk_length"], arguments["extra_topk_length"]
+            )
+            scale = case.softmax_scale
+            return sparse_mla_decode(**arguments, softmax_scale=scale, schedule=schedule, backend=backend)
+
+        arguments = decode_arguments(case)
+        del arguments["softmax_scale"]
+        assert_agree(step(arguments), expected, "decode")
+        case = small_prefill()
+        assert_same(run_prefill(case, backend, schedule=schedule), run_prefill(case, backend))
+
+    def test_a_schedule_of_another_shape_is_refused(self, backend):
+        case = small_decode(extra=(16, 2))
+        for shape in [
+            (2, 2, 4, 16, 16),
+            (3, 1, 4, 16, 16),
+            (3, 2, 8, 16, 16),
+            (3, 2, 4, 32, 16),
+            (3, 2, 4, 16),
+        ]:
+            with pytest.raises(ValueError, match="sparse_mla_decode: schedule was built for"):
+                run_decode(case, backend, schedule=decode_schedule(shape))
+        with pytest.raises(TypeError, match="sparse_mla_decode: schedule must come from decode_schedule"):
+            run_decode(case, backend, schedule=(1, 2))
+        with pytest.raises(TypeError, match="sparse_mla_prefill: schedule must come from decode_schedule"):
+            run_prefill(small_prefill(), backend, schedule=(1, 2))
+
+
+def test_the_oracle_reads_every_layout():
+    """The oracle's own bytes: what it packed is what it reads back, and nothing of a packed row is poison."""
+    for layout in QK_DIM:
+        case = small_decode(layout=layout)
+        live = ~np.isnan(case.cache.rows).all(axis=1)
+        assert live.any() and not live.all()
+        assert np.isfinite(case.cache.rows[live]).all()
+        assert 0.05 < case.cache.rows[live].std() < 0.15

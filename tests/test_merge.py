@@ -1,0 +1,280 @@
+"""merge_attention and apply_attn_sink: parts of the keys, merged, give what all keys give."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import BF16, assert_close_flashmla, attend
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla.attention import apply_attn_sink, merge_attention, sparse_mla_prefill
+
+ROWS, HEADS, KEYS, DIM, SCALE = 5, 3, 24, 64, 0.3
+
+
+def attention_parts(seed: int, k: int, gain: float = 1.0):
+    """Float64 attention of ROWS queries over k random disjoint parts of their keys, and over all of them.
+
+    Row 0 has no keys at all; parts of other rows may be empty too.
+    """
+    rng = np.random.default_rng(seed)
+    q = gain * rng.standard_normal((ROWS, HEADS, DIM))
+    keys = rng.standard_normal((KEYS, DIM))
+    part_of = rng.integers(0, k, (ROWS, KEYS))
+    present = rng.random((ROWS, KEYS)) < rng.choice([0.1, 0.9], (ROWS, 1))
+    present[0], present[1] = False, True
+    parts = [
+        [attend(q[row], keys[present[row] & (part_of[row] == i)], SCALE, None) for row in range(ROWS)]
+        for i in range(k)
+    ]
+    whole = [attend(q[row], keys[present[row]], SCALE, None) for row in range(ROWS)]
+
+    def outs_and_lses(results):
+        return np.stack([x[0] for x in results]), np.stack([x[2] for x in results])
+
+    outs, lses = zip(*(outs_and_lses(part) for part in parts))
+    return np.stack(outs), np.stack(lses), *outs_and_lses(whole)
+
+
+def float32(*arrays):
+    return [jnp.asarray(x, jnp.float32) for x in arrays]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), k=st.sampled_from((1, 2, 3, 7)), gain=st.sampled_from((1.0, 100.0)))
+def test_the_parts_merge_to_the_whole(seed, k, gain):
+    outs, lses, whole_out, whole_lse = attention_parts(seed, k, gain)
+    out, lse = merge_attention(*float32(outs, lses))
+    chex.assert_type([out, lse], jnp.float32)
+    np.testing.assert_allclose(lse, whole_lse, rtol=2e-6, atol=2e-6)
+    # An lse of n has an absolute error of n · 2⁻²⁴, which its weight takes over as a relative one.
+    np.testing.assert_allclose(out, whole_out, rtol=1e-5, atol=1e-5 * gain)
+    assert not np.any(out[0]) and np.all(np.isneginf(lse[0]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sequences_and_stacks_are_the_same(dtype):
+    outs, lses, _, _ = attention_parts(0, 3)
+    outs, lses = jnp.asarray(outs, dtype), jnp.asarray(lses, jnp.float32)
+    stacked = merge_attention(outs, lses)
+    assert stacked[0].dtype == dtype and stacked[1].dtype == jnp.float32
+    for merged in (
+        merge_attention(list(outs), list(lses)),
+        merge_attention(tuple(outs), tuple(lses)),
+        merge_attention(list(outs), lses),
+        merge_attention(np.asarray(outs), np.asarray(lses)),
+        jax.jit(merge_attention)(outs, lses),
+        jax.jit(merge_attention)(list(outs), list(lses)),
+    ):
+        chex.assert_trees_all_equal(merged, stacked)
+
+
+def test_bfloat16_parts_are_summed_in_float32():
+    """What bfloat16 parts lose is their own rounding and the result's, nothing in between."""
+    outs, lses, whole_out, whole_lse = attention_parts(1, 7)
+    out, lse = merge_attention(jnp.asarray(outs, jnp.bfloat16), jnp.asarray(lses, jnp.float32))
+    assert_close_flashmla(lse, whole_lse, "decode.lse")
+    weights = np.exp(lses - np.where(np.isneginf(whole_lse), 0, whole_lse))[..., None]
+    exact = (np.asarray(outs.astype(BF16), np.float64) * weights).sum(axis=0)
+    np.testing.assert_array_less(np.abs(np.asarray(out, np.float64) - exact), 2**-8 * np.abs(exact) + 1e-7)
+    np.testing.assert_allclose(np.asarray(out, np.float64), whole_out, atol=0.02)
+
+
+def test_any_leading_dimensions():
+    outs, lses, _, _ = attention_parts(2, 3)
+    outs, lses = float32(outs, lses)
+    expected_out, expected_lse = merge_attention(outs, lses)
+    out, lse = merge_attention(outs[:, :4].reshape(3, 2, 2, HEADS, DIM), lses[:, :4].reshape(3, 2, 2, HEADS))
+    chex.assert_trees_all_close(
+        (out.reshape(4, HEADS, DIM), lse.reshape(4, HEADS)), (expected_out[:4], expected_lse[:4])
+    )
+    out, lse = merge_attention(outs[:, 1], lses[:, 1])
+    chex.assert_trees_all_close((out, lse), (expected_out[1], expected_lse[1]))
+    out, lse = merge_attention(outs[:, :0], lses[:, :0])
+    chex.assert_shape([out, lse], [(0, HEADS, DIM), (0, HEADS)])
+
+
+def test_one_part_is_itself_and_empty_parts_weigh_nothing():
+    outs, lses, _, _ = attention_parts(3, 1)
+    outs, lses = float32(outs, lses)
+    out, lse = merge_attention(outs, lses)
+    chex.assert_trees_all_close((out, lse), (outs[0], lses[0]), rtol=1e-6)
+    nothing = jnp.zeros_like(outs[0]), jnp.full_like(lses[0], -jnp.inf)
+    merged = merge_attention([nothing[0], outs[0], nothing[0]], [nothing[1], lses[0], nothing[1]])
+    chex.assert_trees_all_close(merged, (out, lse), rtol=1e-6)
+    out, lse = merge_attention([nothing[0]] * 3, [nothing[1]] * 3)
+    assert not np.any(out) and np.all(np.isneginf(lse))
+
+
+def test_the_order_of_parts_does_not_matter():
+    outs, lses, _, _ = attention_parts(4, 4)
+    outs, lses = float32(outs, lses)
+    chex.assert_trees_all_close(
+        merge_attention(outs[::-1], lses[::-1]), merge_attention(outs, lses), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_far_apart_lses():
+    """No overflow, no NaN: the larger part takes it all."""
+    outs = jnp.stack([jnp.full((2, 4), 1.0), jnp.full((2, 4), 2.0)])
+    lses = jnp.array([[3e38, -3e38], [-3e38, 1e30]], jnp.float32)
+    out, lse = merge_attention(outs, lses)
+    np.testing.assert_array_equal(out[:, 0], [1.0, 2.0])
+    np.testing.assert_array_equal(lse, np.array([3e38, 1e30], np.float32))
+
+
+def test_gradients():
+    """Finite, zero where a part has no keys, and those of the plain formula where every part has some."""
+    outs, lses, _, _ = attention_parts(5, 3)
+    outs, lses = float32(outs, lses)
+    rng = np.random.default_rng(0)
+    w_out, w_lse = float32(rng.standard_normal((ROWS, HEADS, DIM)), rng.standard_normal((ROWS, HEADS)))
+
+    def loss(outs, lses):
+        out, lse = merge_attention(outs, lses)
+        return jnp.sum(w_out[: len(out)] * out) + jnp.sum(
+            w_lse[: len(lse)] * jnp.where(jnp.isneginf(lse), 0, lse)
+        )
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))
+    by_outs, by_lses = gradients(outs, lses)
+    chex.assert_tree_all_finite((by_outs, by_lses))
+    empty = np.isneginf(lses)
+    assert empty.any() and not np.any(by_outs[empty]) and not np.any(by_lses[empty])
+
+    def plain(outs, lses):
+        lse = jnp.log(jnp.sum(jnp.exp(lses), axis=0))
+        out = jnp.sum(outs * jnp.exp(lses - lse)[..., None], axis=0)
+        return jnp.sum(w_out[: len(out)] * out) + jnp.sum(w_lse[: len(lse)] * lse)
+
+    full = outs[:, 1:2], lses[:, 1:2]  # row 1 has every key
+    assert np.all(np.isfinite(full[1]))
+    expected = jax.jit(jax.grad(plain, (0, 1)))(*full)
+    chex.assert_trees_all_close(gradients(*full), expected, rtol=1e-4, atol=1e-5)
+
+
+# --- with the attention functions ---
+
+
+def prefill_inputs(seed: int):
+    rng = np.random.default_rng(seed)
+    q, kv = float32(rng.standard_normal((ROWS, HEADS, DIM)), rng.standard_normal((KEYS, DIM)))
+    indices = rng.integers(-3, KEYS + 3, (ROWS, 32)).astype(np.int32)
+    indices[0] = -1
+    return q, kv, indices, rng.integers(0, 3, (ROWS, 32))
+
+
+def test_split_prefill_calls_merge_to_one_call():
+    q, kv, indices, part_of = prefill_inputs(6)
+    whole_out, _, whole_lse = sparse_mla_prefill(q, kv, jnp.asarray(indices), softmax_scale=SCALE)
+    parts = [
+        sparse_mla_prefill(q, kv, jnp.asarray(np.where(part_of == i, indices, -1)), softmax_scale=SCALE)
+        for i in range(3)
+    ]
+    out, lse = merge_attention([out for out, _, _ in parts], [lse for _, _, lse in parts])
+    np.testing.assert_allclose(lse, whole_lse, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(out, whole_out, rtol=1e-5, atol=1e-6)
+
+
+SINK = np.array([np.inf, -np.inf, 0.7], np.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_sink_after_the_merge_is_the_sink_in_the_call(dtype):
+    q, kv, indices, _ = prefill_inputs(7)
+    q = q.astype(dtype)
+    out, _, lse = sparse_mla_prefill(q, kv, jnp.asarray(indices), softmax_scale=SCALE)
+    arguments = {"softmax_scale": SCALE, "attn_sink": jnp.asarray(SINK)}
+    expected, _, _ = sparse_mla_prefill(q, kv, jnp.asarray(indices), **arguments)
+    actual = apply_attn_sink(out, lse, jnp.asarray(SINK))
+    assert actual.dtype == dtype
+    tolerance = 1e-6 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=tolerance
+    )
+    assert not np.any(actual[:, 0]) and not np.any(actual[0])
+    chex.assert_trees_all_equal(actual[:, 1], out[:, 1])
+
+
+def test_the_sink_formula():
+    """`out · exp(lse) / (exp(lse) + exp(sink))`, also where exp overflows; rows without a key stay."""
+    lse = np.array([[0.0, -5.0, 3.0], [100.0, -200.0, 3e38], [-np.inf, -np.inf, -np.inf]], np.float32)
+    sink = np.array([1.5, -300.0, 200.0], np.float32)
+    out = np.ones((3, 3, 4), np.float32)
+    actual = np.asarray(apply_attn_sink(jnp.asarray(out), jnp.asarray(lse), jnp.asarray(sink)))
+    share = 1 / (1 + np.exp(np.minimum(sink.astype(np.float64) - lse.astype(np.float64)[:2], 700)))
+    np.testing.assert_allclose(actual[:2], share[..., None] * out[:2], rtol=1e-5, atol=1e-37)
+    np.testing.assert_array_equal(actual[2], out[2])
+    for infinite, expected in ((np.inf, 0), (-np.inf, 1)):
+        result = apply_attn_sink(jnp.asarray(out), jnp.asarray(lse), jnp.full((3,), infinite, jnp.float32))
+        np.testing.assert_array_equal(result[:2], expected * out[:2])
+
+
+def test_sink_gradients_are_finite():
+    lse = jnp.array([[0.5, 1.0, -jnp.inf], [-jnp.inf, 2.0, 0.1]], jnp.float32)
+    out = jnp.ones((2, 3, 4), jnp.float32)
+    for sink in (SINK, -SINK, np.array([np.inf, -1e30, 1e30], np.float32)):
+        gradients = jax.jit(jax.grad(lambda *a: jnp.sum(apply_attn_sink(*a)), (0, 1, 2)))(
+            out, lse, jnp.asarray(sink)
+        )
+        chex.assert_tree_all_finite(gradients)
+        assert not np.any(np.asarray(gradients[2])[np.isinf(sink)])
+    sink = jnp.array([0.3, -0.2, 0.1], jnp.float32)
+    by_sink = jax.grad(lambda s: jnp.sum(apply_attn_sink(out, lse, s)))(sink)
+    share = jax.nn.sigmoid(lse - sink)
+    np.testing.assert_allclose(
+        by_sink, -4 * jnp.sum(jnp.where(jnp.isinf(lse), 0, share * (1 - share)), 0), rtol=1e-5
+    )
+
+
+# --- bad input ---
+
+OUT, LSE = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "outs, lses, error, name",
+    [
+        ([], [], ValueError, "outs and lses"),
+        (OUT[:0, None], LSE[:0, None], ValueError, "outs and lses"),
+        ([OUT, OUT], [LSE], ValueError, "outs and lses"),
+        (np.stack([OUT] * 2), [LSE] * 3, ValueError, "outs and lses"),
+        ([OUT, OUT[:1]], [LSE, LSE], ValueError, r"outs\[1\]"),
+        ([OUT, OUT[:1]], [LSE, LSE[:1]], ValueError, r"outs\[1\]"),
+        ([OUT, OUT[0]], [LSE, LSE[0]], ValueError, r"outs\[1\]"),
+        ([OUT, OUT], [LSE, LSE[:, :2]], ValueError, r"lses\[1\]"),
+        ([OUT], [LSE[..., None]], ValueError, r"lses\[0\]"),
+        ([OUT[0, 0]], [LSE[0, 0]], ValueError, r"outs\[0\]"),
+        ([OUT[0, 0, 0]], [LSE[0, 0]], ValueError, r"outs\[0\]"),
+        ([OUT.astype(np.int32)], [LSE], TypeError, r"outs\[0\]"),
+        ([OUT, OUT.astype(BF16)], [LSE, LSE], TypeError, r"outs\[1\]"),
+        ([OUT], [LSE.astype(BF16)], TypeError, r"lses\[0\]"),
+        ([OUT, None], [LSE, LSE], TypeError, r"outs\[1\]"),
+    ],
+)
+def test_bad_merge_input(outs, lses, error, name):
+    with pytest.raises(error, match=f"^merge_attention: {name}"):
+        merge_attention(outs, lses)
+
+
+@pytest.mark.parametrize(
+    "out, lse, sink, error, name",
+    [
+        (OUT, LSE[:1], LSE[0], ValueError, "lse"),
+        (OUT, LSE[0], LSE[0], ValueError, "lse"),
+        (OUT, LSE, LSE, ValueError, "attn_sink"),
+        (OUT, LSE, LSE[0, :2], ValueError, "attn_sink"),
+        (OUT[0, 0], LSE[0, 0], LSE[0], ValueError, "out"),
+        (OUT.astype(np.float16), LSE, LSE[0], TypeError, "out"),
+        (OUT, LSE.astype(BF16), LSE[0], TypeError, "lse"),
+        (OUT, LSE, LSE[0].astype(BF16), TypeError, "attn_sink"),
+        (OUT, LSE, None, TypeError, "attn_sink"),
+    ],
+)
+def test_bad_sink_input(out, lse, sink, error, name):
+    with pytest.raises(error, match=f"^apply_attn_sink: {name} "):
+        apply_attn_sink(out, lse, sink)

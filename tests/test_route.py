@@ -1,0 +1,267 @@
+"""plan_attention: which backend and kernel serve a call, for devices that this machine does not have.
+
+The expected plans come from the table of what each backend serves, written out here once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla.attention import DeviceInfo, Plan, plan_attention
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
+
+NAMES = ("hopper", "flashmla", "flashinfer", "triton", "reference")  # in the order of preference
+OPTIONAL = NAMES[:-1]
+KIB_227, KIB_228 = 227 * 1024, 228 * 1024
+
+CPU = DeviceInfo("cpu")
+DEVICES = {
+    "cpu": CPU,
+    "sm75": DeviceInfo("cuda", (7, 5), 40, 65_536),
+    "sm80": DeviceInfo("cuda", (8, 0), 108, 166_912),
+    "sm89": DeviceInfo("cuda", (8, 9), 128, 101_376),
+    "sm90": DeviceInfo("cuda", (9, 0), 132, KIB_227),
+    "sm100": DeviceInfo("cuda", (10, 0), 148, KIB_227),
+    "sm103": DeviceInfo("cuda", (10, 3), 148, KIB_227),
+    "sm120": DeviceInfo("cuda", (12, 0), 188, 101_376),
+    "sm121": DeviceInfo("cuda", (12, 1), 48, 101_376),
+}
+
+# What serves which device, best first; decode of an FP8 cache.
+SERVED_BY = {
+    "cpu": ("reference",),
+    "sm75": ("reference",),
+    "sm80": ("triton", "reference"),
+    "sm89": ("triton", "reference"),
+    "sm90": ("hopper", "flashmla", "triton", "reference"),
+    "sm100": ("flashmla", "triton", "reference"),
+    "sm103": ("flashmla", "triton", "reference"),
+    "sm120": ("flashinfer", "triton", "reference"),
+    "sm121": ("flashinfer", "triton", "reference"),
+}
+ALL_SETS = [set(c) for n in range(len(OPTIONAL) + 1) for c in itertools.combinations(OPTIONAL, n)]
+
+
+def plan(phase="decode", spec=DEEPSEEK_V4_FLASH, *, device=CPU, installed=OPTIONAL, **kwargs) -> Plan:
+    arguments = {"num_q_tokens": 16, "device": device, "installed": set(installed)}
+    return plan_attention(phase, spec, **arguments | kwargs)
+
+
+def able(device: str, phase: str, kv_dtype: str) -> list[str]:
+    names = list(SERVED_BY[device])
+    if phase == "decode" and kv_dtype == "bf16":  # only these read bf16 caches
+        names = [name for name in names if name in ("triton", "reference")]
+    if phase == "prefill":  # FlashInfer's sparse MLA attends to packed FP8 caches only
+        names = [name for name in names if name != "flashinfer"]
+    return names
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "bf16"])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_installed_backend_that_serves_the_call_is_chosen(device, phase, kv_dtype):
+    servants = able(device, phase, kv_dtype)
+    for installed in ALL_SETS:
+        chosen = plan(phase, device=DEVICES[device], installed=installed, kv_dtype=kv_dtype)
+        present = [name for name in servants if name in installed or name == "reference"]
+        assert chosen.backend == present[0]
+        assert chosen.kernel == ("paged_decode" if phase == "decode" else "sparse_prefill")
+        assert set(chosen.rejected) == set(NAMES) - {chosen.backend}
+        assert chosen.reason and all(chosen.rejected.values())
+        for name in set(OPTIONAL) - installed - {chosen.backend}:
+            assert "not installed" in chosen.rejected[name]
+        for name in present[1:]:  # able and installed: merely less preferred
+            assert chosen.backend in chosen.rejected[name] and "prefer" in chosen.rejected[name]
+
+
+def test_reference_counts_as_installed():
+    assert plan(installed=()).backend == "reference"
+    assert plan(installed=("reference",)) == plan(installed=())
+
+
+def test_reasons_name_what_is_missing():
+    on_cpu = plan(device=CPU).rejected
+    assert all("CUDA" in on_cpu[name] and "cpu" in on_cpu[name] for name in OPTIONAL)
+    on_sm80 = plan(device=DEVICES["sm80"]).rejected
+    assert "SM90" in on_sm80["hopper"] and "8.0" in on_sm80["hopper"]
+    assert "SM100" in on_sm80["flashmla"] and "SM120" in on_sm80["flashinfer"]
+    assert "7.5" in plan(device=DEVICES["sm75"]).rejected["triton"]
+    assert "bf16" in plan(device=DEVICES["sm90"], kv_dtype="bf16").rejected["flashmla"]
+    assert "prefill" in plan("prefill", device=DEVICES["sm120"]).rejected["flashinfer"]
+
+
+def test_a_gpu_without_a_known_capability_is_served_by_the_reference():
+    assert plan(device=DeviceInfo("cuda")).backend == "reference"
+
+
+# --- paged decode or sparse prefill ---
+
+
+@pytest.mark.parametrize("shared, cap", [(KIB_227, 11_622), (KIB_228, 11_673), (101_376, 5_068), (0, -1)])
+def test_flashmla_leaves_paged_decode_where_its_schedule_no_longer_fits(shared, cap):
+    device = DeviceInfo("cuda", (9, 0), 132, shared)
+    assert cap < 0 or 4 * (5 * cap + 1) <= shared < 4 * (5 * (cap + 1) + 1)  # 5 int32 per row and one more
+    for rows, kernel in (
+        (max(cap, 0), "paged_decode"),
+        (cap + 1, "sparse_prefill"),
+        (cap + 9, "sparse_prefill"),
+    ):
+        chosen = plan(device=device, installed={"flashmla"}, num_q_tokens=rows)
+        if cap < 0 and rows == 0:
+            continue
+        assert (chosen.backend, chosen.kernel) == ("flashmla", kernel)
+        if kernel == "sparse_prefill":
+            assert str(cap) in chosen.reason and str(rows) in chosen.reason
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton", "reference"])
+def test_the_cap_is_flashmla_s_alone(name):
+    chosen = plan(device=DEVICES["sm90"], installed={name}, num_q_tokens=100_000)
+    assert (chosen.backend, chosen.kernel) == (name, "paged_decode")
+
+
+def test_the_cap_does_not_touch_prefill():
+    for rows in (1, 11_622, 11_623, 70_000):
+        chosen = plan("prefill", device=DEVICES["sm90"], installed={"flashmla"}, num_q_tokens=rows)
+        assert (chosen.backend, chosen.kernel) == ("flashmla", "sparse_prefill")
+
+
+# --- heads, topk, models ---
+
+
+@pytest.mark.parametrize(
+    "spec", [DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO], ids=lambda spec: spec.name
+)
+def test_every_model_and_any_share_of_its_heads(spec):
+    for heads, topk in itertools.product((None, 1, 3, 16, 128), (None, 0, 1, 100, 2048)):
+        assert plan(spec=spec, device=DEVICES["sm90"], num_heads=heads, topk=topk).backend == "hopper"
+
+
+def test_more_heads_than_a_kernel_takes():
+    without_hopper = {"flashmla", "triton"}
+    chosen = plan(device=DEVICES["sm90"], installed=without_hopper, num_heads=129)
+    assert chosen.backend == "triton" and "129" in chosen.rejected["flashmla"]
+    assert plan(device=DEVICES["sm120"], num_heads=256).backend == "triton"
+
+
+def test_no_rows():
+    assert plan(num_q_tokens=0).kernel == "paged_decode"
+
+
+# --- overrides ---
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_override_is_served_or_refused_with_the_reason(name, device, phase):
+    served = name in able(device, phase, "fp8")
+    for installed in ({name}, set(OPTIONAL), set()):
+        arguments = {"device": DEVICES[device], "installed": installed, "override": name}
+        if served and (name in installed or name == "reference"):
+            chosen = plan(phase, **arguments)
+            assert chosen.backend == name
+            assert set(chosen.rejected) == set(NAMES) - {name}
+        else:
+            usual = plan(phase, device=DEVICES[device], installed=installed)
+            with pytest.raises(ValueError) as error:
+                plan(phase, **arguments)
+            assert name in str(error.value) and usual.rejected[name] in str(error.value)
+
+
+def test_an_override_keeps_the_kernel_rule():
+    chosen = plan(device=DEVICES["sm90"], override="flashmla", num_q_tokens=11_623)
+    assert (chosen.backend, chosen.kernel) == ("flashmla", "sparse_prefill")
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"phase": "extend"}, "phase"),
+        ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"override": "cutlass"}, "cutlass"),
+        ({"override": ""}, "backend"),
+        ({"installed": {"cutlass"}}, "cutlass"),
+        ({"num_q_tokens": -1}, "num_q_tokens"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"topk": -1}, "topk"),
+    ],
+)
+def test_bad_input(change, name):
+    with pytest.raises(ValueError, match=f"plan_attention: .*{name}"):
+        plan(**change)
+
+
+# --- purity ---
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    phase=st.sampled_from(("decode", "prefill")),
+    device=st.sampled_from(sorted(DEVICES)),
+    installed=st.sets(st.sampled_from(NAMES)),
+    kv_dtype=st.sampled_from(("fp8", "bf16")),
+    rows=st.integers(0, 200_000),
+    heads=st.integers(1, 300),
+)
+def test_a_plan_depends_on_its_arguments_alone(phase, device, installed, kv_dtype, rows, heads):
+    arguments = {"device": DEVICES[device], "kv_dtype": kv_dtype, "num_q_tokens": rows, "num_heads": heads}
+    chosen = plan(phase, installed=installed, **arguments)
+    assert chosen == plan(phase, installed=sorted(installed, reverse=True), **arguments)
+    assert chosen.backend in installed | {"reference"}
+    assert {chosen.backend, *chosen.rejected} == set(NAMES)
+    assert plan(phase, installed=installed, override=chosen.backend, **arguments).kernel == chosen.kernel
+
+
+def test_planning_reads_neither_the_environment_nor_jax(monkeypatch):
+    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "triton")
+    monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "triton")
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("planning asked for devices"))
+    module = sys.modules[plan_attention.__module__]
+    assert not any(name == "jax" or name.startswith("jax.") for name in vars(module))
+    assert plan(device=DEVICES["sm90"]).backend == "hopper"
+
+
+# --- the device ---
+
+
+def test_device_info_fields():
+    info = DeviceInfo(platform="cuda", compute_capability=(9, 0), sm_count=132, shared_memory_optin=KIB_227)
+    assert info == DEVICES["sm90"]
+    assert [f.name for f in dataclasses.fields(DeviceInfo)] == [
+        "platform",
+        "compute_capability",
+        "sm_count",
+        "shared_memory_optin",
+    ]
+    assert len({info, DEVICES["sm90"], CPU}) == 2  # hashable: it may be a static argument
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        info.platform = "cpu"
+
+
+class FakeDevice:
+    def __init__(self, platform: str, compute_capability: str = "", core_count: int = 0):
+        self.platform, self.compute_capability, self.core_count = platform, compute_capability, core_count
+
+
+@pytest.mark.parametrize(
+    "device, expected",
+    [
+        (FakeDevice("cpu"), CPU),
+        (FakeDevice("gpu", "9.0", 132), DEVICES["sm90"]),
+        (FakeDevice("gpu", "10.3", 148), DEVICES["sm103"]),
+        (FakeDevice("cuda", "8.0", 108), DEVICES["sm80"]),
+        (FakeDevice("gpu", "12.0", 188), DEVICES["sm120"]),
+        (FakeDevice("gpu", "7.5", 40), DeviceInfo("cuda", (7, 5), 40, 48 * 1024)),  # what every GPU has
+    ],
+)
+def test_the_current_device(monkeypatch, device, expected):
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert DeviceInfo.current() == expected
