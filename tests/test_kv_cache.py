@@ -1,4 +1,4 @@
-"""kv_cache: the bytes of the layouts, the quantising writer, the gather and the page split.
+"""kv_cache: the bytes of the layouts, the quantising writer and the gather.
 
 The oracles are ml_dtypes' and torch's casts, exact fractions, and byte positions written out as numbers.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import re
 from fractions import Fraction
 
 import chex
@@ -17,8 +15,33 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kv_oracle import (
+    BF16,
+    BF16_MAX,
+    CLIP,
+    E4M3,
+    HOSTILE,
+    LAYOUTS,
+    MAYBE_JIT,
+    PAGE_SIZES,
+    PROPERTY,
+    V4,
+    V4_BF16,
+    V32,
+    V32_BF16,
+    assert_same_bf16,
+    bits,
+    ceil_log2,
+    e4m3,
+    filled,
+    mixed_rows,
+    to_bf16,
+    v4_exponent,
+    v32_exponent,
+    write_by_hand,
+)
 
 from jax_sparse_mla.kv_cache import (
     KVLayout,
@@ -30,117 +53,6 @@ from jax_sparse_mla.kv_cache import (
     write_kv,
 )
 from jax_sparse_mla.kv_cache.quantize import bfloat16_bits, power_of_two, scale_exponent
-
-BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
-V32, V4, V32_BF16, V4_BF16 = KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16
-LAYOUTS = (V32, V4, V32_BF16, V4_BF16)
-PAGE_SIZES = (256, 64, 2, 61, 1)
-HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
-BF16_MAX = float(ml_dtypes.finfo(BF16).max)
-CLIP = 240 * 2.0**120  # the fp8 part: e4m3 would round what is beyond 248 * 2^120 up to 2^128
-MAYBE_JIT = pytest.mark.parametrize("maybe_jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-PROPERTY = settings(max_examples=25, deadline=None)
-
-
-# --- oracles --------------------------------------------------------------------------------------
-
-
-def to_bf16(rows: np.ndarray) -> np.ndarray:
-    """Rounded to bfloat16 by ml_dtypes, finite values clipped."""
-    rounded = rows.astype(BF16)
-    limit = np.copysign(np.float32(BF16_MAX), rows.astype(np.float32)).astype(BF16)
-    return np.where(np.isinf(rounded) & np.isfinite(rows), limit, rounded)
-
-
-def ceil_log2(value: Fraction) -> int:
-    exponent = math.frexp(float(value))[1]
-    while Fraction(2) ** exponent >= value:
-        exponent -= 1
-    return exponent + 1
-
-
-def v4_exponent(group: np.ndarray) -> int:
-    amax = max(float(np.abs(group.astype(np.float32)).max()), float(np.float32(1e-4)))
-    return ceil_log2(Fraction(amax) / 448)
-
-
-def v32_exponent(group: np.ndarray) -> int:
-    amax = float(np.abs(group.astype(np.float32)).max())
-    return ceil_log2(max(Fraction(amax) / 448, Fraction(float(np.float32(1e-4)))))
-
-
-def quantised_part(row: np.ndarray, dim: int) -> np.ndarray:
-    return np.clip(row[:dim].astype(np.float32), -CLIP, CLIP).astype(np.float32)
-
-
-def e4m3(group: np.ndarray, exponent: int) -> np.ndarray:
-    scaled = np.clip(np.ldexp(group.astype(np.float64), -exponent), -448, 448)
-    return scaled.astype(np.float32).astype(E4M3)  # exact before the last cast: at most 24 significant bits
-
-
-def token_bytes(layout: KVLayout, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the row's bytes, its footer bytes) of a bfloat16 row, literally as the formats say."""
-    if layout is V4:
-        x = quantised_part(row, 448)
-        exponents = [v4_exponent(x[g : g + 64]) for g in range(0, 448, 64)]
-        values = np.concatenate([e4m3(x[64 * g : 64 * g + 64], e) for g, e in enumerate(exponents)])
-        footer = np.array([e + 127 for e in exponents], np.uint8)
-        return np.concatenate([values.view(np.uint8), row[448:].view(np.uint8)]), footer
-    if layout is V32:
-        x = quantised_part(row, 512)
-        exponents = [v32_exponent(x[g : g + 128]) for g in range(0, 512, 128)]
-        values = np.concatenate([e4m3(x[128 * g : 128 * g + 128], e) for g, e in enumerate(exponents)])
-        scales = np.array([2.0**e for e in exponents], "<f4")
-        parts = [values.view(np.uint8), scales.view(np.uint8), row[512:].view(np.uint8)]
-        return np.concatenate(parts), np.zeros(0, np.uint8)
-    return row.view(np.uint8), np.zeros(0, np.uint8)
-
-
-def write_by_hand(data: np.ndarray, layout: KVLayout, page_size: int, slots, rows: np.ndarray) -> np.ndarray:
-    data = data.copy()
-    row_bytes = {V4: 576, V32: 656, V32_BF16: 1152, V4_BF16: 1024}[layout]
-    for slot, row in zip(slots, to_bf16(rows)):
-        if not 0 <= slot < data.shape[0] * page_size:
-            continue
-        page, offset = divmod(int(slot), page_size)
-        body, footer = token_bytes(layout, row)
-        assert len(body) == row_bytes
-        data[page, offset * row_bytes : (offset + 1) * row_bytes] = body
-        start = page_size * 576 + offset * 8
-        data[page, start : start + len(footer)] = footer
-    return data
-
-
-def mixed_rows(n: int, dim: int, seed: int) -> np.ndarray:
-    """float32 rows of every kind: normal, tiny, huge, zero, mixed magnitudes, powers of two."""
-    rng = np.random.default_rng(seed)
-    rows = rng.standard_normal((n, dim)).astype(np.float32)
-    kinds = [1.0, 1e-30, 1e30, 0.0, 1e-5, 3e-2, 448.0]
-    rows *= np.array([kinds[i % len(kinds)] for i in range(n)], np.float32)[:, None]
-    rows[5::7] *= np.exp2(rng.integers(-20, 20, rows[5::7].shape)).astype(np.float32)
-    return rows
-
-
-def filled(layout: KVLayout, num_pages: int, page_size: int, seed: int | None = None) -> PagedKV:
-    """A cache of random bytes, or of 0xFF (NaN everywhere) without a seed."""
-    shape = (num_pages, layout.page_bytes(page_size))
-    data = np.full(shape, 0xFF, np.uint8)
-    if seed is not None:
-        data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    return PagedKV(data=jnp.asarray(data), layout=layout, page_size=page_size)
-
-
-def bits(x) -> np.ndarray:
-    return np.asarray(x).view(np.uint16)
-
-
-def assert_same_bf16(actual, expected) -> None:
-    """Bit for bit; a NaN only has to be one."""
-    chex.assert_type(actual, jnp.bfloat16)
-    nan = np.isnan(np.asarray(expected, np.float32))
-    np.testing.assert_array_equal(np.isnan(np.asarray(actual, np.float32)), nan)
-    np.testing.assert_array_equal(bits(actual)[~nan], bits(expected)[~nan])
-
 
 # --- layouts and PagedKV --------------------------------------------------------------------------
 
@@ -219,9 +131,7 @@ def test_quantize_ue8m0_follows_the_rule(maybe_jit, dtype, group):
     exponents = [v4_exponent(g) for g in groups]
     np.testing.assert_array_equal(np.asarray(scales).reshape(-1), np.array(exponents) + 127)
     expected = np.stack([e4m3(g, e) for g, e in zip(groups, exponents)])
-    np.testing.assert_array_equal(
-        np.asarray(values).view(np.uint8).reshape(-1, group), expected.view(np.uint8)
-    )
+    np.testing.assert_array_equal(np.asarray(values).view(np.uint8).reshape(-1, group), expected.view(np.uint8))
 
 
 def test_quantize_ue8m0_zero_groups():
@@ -343,9 +253,7 @@ def test_v4_bytes_are_torchs(page_size):
     kv = torch.from_numpy(rows).to(torch.bfloat16)
     kv = kv.clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max)
     values, scales = torch_ue8m0(torch, kv[:, :448].float().reshape(-1, 64).clamp(-CLIP, CLIP))
-    body = torch.cat(
-        [values.view(torch.uint8).reshape(14, 448), kv[:, 448:].contiguous().view(torch.uint8)], 1
-    )
+    body = torch.cat([values.view(torch.uint8).reshape(14, 448), kv[:, 448:].contiguous().view(torch.uint8)], 1)
     cache = PagedKV.zeros(V4, -(-14 // page_size), page_size)
     data = np.asarray(write_kv(cache, jnp.arange(14, dtype=jnp.int32), jnp.asarray(rows)).data)
     for slot in range(14):
@@ -370,9 +278,7 @@ def test_v32_bytes_are_torchs():
         write_kv(PagedKV.zeros(V32, 1, 14), jnp.arange(14, dtype=jnp.int32), jnp.asarray(rows)).data
     ).reshape(14, 656)
     np.testing.assert_array_equal(data[:, :512], values.view(torch.uint8).reshape(14, 512).numpy())
-    np.testing.assert_array_equal(
-        data[:, 512:528].copy().view(np.float32), scale.float().reshape(14, 4).numpy()
-    )
+    np.testing.assert_array_equal(data[:, 512:528].copy().view(np.float32), scale.float().reshape(14, 4).numpy())
     np.testing.assert_array_equal(data[:, 528:], kv[:, 512:].contiguous().view(torch.uint8).numpy())
     assert np.float32(data[1, 516:520].copy().view(np.float32)[0]) == 2.0**-13
 
@@ -415,9 +321,7 @@ def test_no_rows_and_no_pages():
         chex.assert_shape(gather_kv(cache, none), (0, layout.qk_dim))
         empty = PagedKV(data=jnp.zeros((0, layout.page_bytes(4)), jnp.uint8), layout=layout, page_size=4)
         slots = jnp.asarray([0, -1, 5], jnp.int32)
-        assert (
-            write_kv(empty, slots, jnp.ones((3, layout.qk_dim), jnp.float32)).data.shape == empty.data.shape
-        )
+        assert write_kv(empty, slots, jnp.ones((3, layout.qk_dim), jnp.float32)).data.shape == empty.data.shape
         assert not np.asarray(gather_kv(empty, slots), np.float32).any()
         chex.assert_shape(dequantize_kv(empty), (0, layout.qk_dim))
         chex.assert_shape(split_pages(empty, 2, slots=slots).data, (0, layout.page_bytes(2)))
@@ -555,263 +459,3 @@ def test_a_layout_is_data():
     page, offset = divmod(int(slots[3]), 8)
     footer = np.asarray(cache.data)[page, 8 * 512 + offset * 16 :][:16]
     np.testing.assert_array_equal(footer, np.array(exponents).reshape(14, 16)[3] + 127)
-
-
-# --- in place, and never flat ---------------------------------------------------------------------
-
-
-def compiled_text(function, *args, donate) -> str:
-    return jax.jit(function, donate_argnums=donate).lower(*args).compile().as_text()
-
-
-def assert_in_place(text: str, data_shape: tuple[int, int], aliased: int) -> None:
-    shape = f"u8[{data_shape[0]},{data_shape[1]}]"
-    assert shape in text
-    copies = [
-        line.strip()
-        for line in text.splitlines()
-        if re.search(re.escape(shape) + r"\S* copy(-start)?\(", line)
-    ]
-    assert not copies, copies
-    header = text.splitlines()[0]
-    assert "input_output_alias" in header
-    assert len(re.findall(r"\{\d*\}: \(\d+, \{\}", header)) == aliased, header
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-def test_donated_write_has_no_copy(layout):
-    cache = PagedKV.zeros(layout, 5, 64)
-    slots, rows = jnp.arange(8, dtype=jnp.int32), jnp.ones((8, layout.qk_dim), jnp.bfloat16)
-    assert_in_place(compiled_text(write_kv, cache, slots, rows, donate=0), cache.data.shape, 1)
-    # The check can fail: the same program without donation does copy.
-    with pytest.raises(AssertionError):
-        assert_in_place(compiled_text(write_kv, cache, slots, rows, donate=()), cache.data.shape, 1)
-
-
-@pytest.mark.parametrize("layout", [V4, V32], ids=repr)
-def test_donated_chain_over_layers_has_no_copy(layout):
-    """Two layers of a step: each writes its cache and reads it back."""
-
-    def step(caches, slots, rows):
-        written = []
-        for cache in caches:
-            written.append(write_kv(cache, slots, rows))
-            rows = gather_kv(written[-1], slots + 1) + rows
-        return written, rows
-
-    caches = [PagedKV.zeros(layout, 5, 64) for _ in range(2)]
-    slots, rows = jnp.arange(8, dtype=jnp.int32), jnp.ones((8, layout.qk_dim), jnp.bfloat16)
-    assert_in_place(compiled_text(step, caches, slots, rows, donate=0), caches[0].data.shape, 2)
-
-
-def test_donated_write_read_write_read_of_one_cache_has_no_copy():
-    def step(cache, slots, rows):
-        cache = write_kv(cache, slots, rows)
-        rows = gather_kv(cache, slots) + 1
-        cache = write_kv(cache, slots + 8, rows)
-        return cache, gather_kv(cache, slots + 8)
-
-    cache = PagedKV.zeros(V4, 5, 64)
-    slots, rows = jnp.arange(8, dtype=jnp.int32), jnp.ones((8, 512), jnp.bfloat16)
-    assert_in_place(compiled_text(step, cache, slots, rows, donate=0), cache.data.shape, 1)
-
-
-def test_donated_split_into_out_has_no_copy():
-    def split(out, cache, slots):
-        return split_pages(cache, 64, slots=slots, out=out)
-
-    out, cache = PagedKV.zeros(V4, 12, 64), PagedKV.zeros(V4, 3, 256)
-    text = compiled_text(split, out, cache, jnp.arange(8, dtype=jnp.int32), donate=0)
-    assert_in_place(text, out.data.shape, 1)
-
-
-def test_donated_write_keeps_the_buffer():
-    write = jax.jit(write_kv, donate_argnums=0)
-    cache = PagedKV.zeros(V4, 5, 64)
-    pointer = cache.data.unsafe_buffer_pointer()
-    for i in range(3):
-        cache = write(cache, jnp.arange(8, dtype=jnp.int32) + i, jnp.ones((8, 512), jnp.bfloat16))
-        assert cache.data.unsafe_buffer_pointer() == pointer
-
-
-def test_without_donation_the_callers_cache_is_intact():
-    cache = filled(V4, 2, 4, seed=0)
-    before = np.asarray(cache.data).copy()
-    new = write_kv(cache, jnp.zeros(1, jnp.int32), jnp.ones((1, 512), jnp.bfloat16))
-    assert (np.asarray(new.data) != before).any()
-    np.testing.assert_array_equal(np.asarray(cache.data), before)
-
-
-def big_cache(num_pages: int, layout: KVLayout, page_size: int) -> PagedKV:
-    data = jax.ShapeDtypeStruct((num_pages, layout.page_bytes(page_size)), jnp.uint8)
-    return PagedKV(data=data, layout=layout, page_size=page_size)
-
-
-BIG_CALLS = {
-    "write_kv": lambda c, slots, rows: write_kv(c, slots, rows),
-    "gather_kv": lambda c, slots, rows: gather_kv(c, slots),
-    "dequantize_kv": lambda c, slots, rows: dequantize_kv(c),
-    "split_pages": lambda c, slots, rows: split_pages(c, 64),
-    "split_pages slots": lambda c, slots, rows: split_pages(c, 64, slots=slots),
-}
-
-
-@pytest.mark.parametrize("call", BIG_CALLS)
-def test_big_cache_is_never_flat(call):
-    """Compiled for a cache of 3 GB (never allocated): no array but the two-dimensional ones has its size."""
-    cache = big_cache(20_000, V4, 256)
-    assert math.prod(cache.data.shape) > 2**31
-    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-    rows = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16)
-    lowered = jax.jit(BIG_CALLS[call]).lower(cache, slots, rows)
-    for text, pattern in [
-        (lowered.as_text(), r"tensor<(\d+)x(?:ui8|ui16|i32|f32|bf16|f8E4M3FN)>"),
-        (lowered.compile().as_text(), r"\b(?:u8|u16|s32|f32|bf16|f8e4m3fn)\[(\d+)\]"),
-    ]:
-        sizes = [int(n) for n in re.findall(pattern, text)]
-        assert max(sizes, default=0) <= 20_000  # one entry per page at most
-
-
-def test_more_slots_than_int32():
-    cache = big_cache(10_000_000, V4, 256)
-    assert cache.num_slots > 2**31
-    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-    rows = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16)
-    chex.assert_equal_shape([jax.eval_shape(write_kv, cache, slots, rows).data, cache.data])
-    chex.assert_shape(jax.eval_shape(gather_kv, cache, slots), (8, 512))
-
-
-def test_one_trace_per_shape():
-    chex.clear_trace_counter()
-    write = jax.jit(chex.assert_max_traces(write_kv, n=1))
-    cache = PagedKV.zeros(V4, 3, 8)
-    for i in range(4):
-        cache = write(cache, jnp.full(4, i - 2, jnp.int32), jnp.full((4, 512), i, jnp.bfloat16))
-
-
-# --- split_pages ----------------------------------------------------------------------------------
-
-
-def split_by_hand(data, layout, old, new, pages=None, out=None):
-    ratio = old // new
-    row = {V4: 576, V32: 656, V32_BF16: 1152, V4_BF16: 1024}[layout]
-    foot = 8 if layout is V4 else 0
-    width = {V4: -(-new * 584 // 576) * 576}.get(layout, new * row)
-    result = np.zeros((len(data) * ratio, width), np.uint8) if out is None else out.copy()
-    for p in range(len(data)) if pages is None else pages:
-        for o in range(old):
-            small, j = p * ratio + o // new, o % new
-            result[small, j * row : j * row + row] = data[p, o * row : o * row + row]
-            start = new * row + j * foot
-            result[small, start : start + foot] = data[p, old * row + o * foot :][:foot]
-    return result
-
-
-@MAYBE_JIT
-@pytest.mark.parametrize("layout", [V4, V32, V4_BF16], ids=repr)
-@pytest.mark.parametrize("old, new", [(256, 64), (64, 2), (6, 3), (8, 8), (4, 1)])
-def test_split_pages_bytes(maybe_jit, layout, old, new):
-    cache = filled(layout, 3, old, seed=0)
-    data = np.asarray(cache.data)
-    small = maybe_jit(lambda c: split_pages(c, new))(cache)
-    assert (small.layout, small.page_size, small.num_pages) == (layout, new, 3 * old // new)
-    np.testing.assert_array_equal(np.asarray(small.data), split_by_hand(data, layout, old, new))
-    slots = jnp.asarray([*range(0, 3 * old, 5), *HOSTILE, 3 * old], jnp.int32)
-    np.testing.assert_array_equal(bits(gather_kv(small, slots)), bits(gather_kv(cache, slots)))
-
-
-@MAYBE_JIT
-@pytest.mark.parametrize("layout", [V4, V32], ids=repr)
-@pytest.mark.parametrize("with_out", [False, True])
-def test_split_pages_copies_only_touched_pages(maybe_jit, layout, with_out):
-    cache, out = filled(layout, 5, 8, seed=0), filled(layout, 20, 2, seed=1) if with_out else None
-    split = maybe_jit(lambda c, s, o: split_pages(c, 2, slots=s, out=o))
-    for slots, pages in [
-        ([9, 15, 8, -1, 33, 39], [1, 4]),
-        ([*HOSTILE, 40, 41], []),
-        ([0, 8, 16, 24, 32, 7], [0, 1, 2, 3, 4]),
-    ]:
-        small = split(cache, jnp.asarray(slots, jnp.int32), out)
-        out_data = None if out is None else np.asarray(out.data)
-        expected = split_by_hand(np.asarray(cache.data), layout, 8, 2, pages, out_data)
-        np.testing.assert_array_equal(np.asarray(small.data), expected)
-        assert (small.layout, small.page_size) == (layout, 2)
-
-
-@given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from([(3,), (16,), (2, 3, 4), (0,), ()]))
-@PROPERTY
-def test_split_pages_any_slots(seed, shape):
-    """Fewer and more slots than pages, duplicates, holes, any shape."""
-    rng = np.random.default_rng(seed)
-    cache, out = filled(V4, 6, 4, seed=0), filled(V4, 12, 2, seed=1)
-    slots = rng.integers(-3, 27, shape).astype(np.int32)
-    pages = sorted({int(s) // 4 for s in slots.ravel() if 0 <= s < 24})
-    small = split_pages(cache, 2, slots=jnp.asarray(slots), out=out)
-    expected = split_by_hand(np.asarray(cache.data), V4, 4, 2, pages, np.asarray(out.data))
-    np.testing.assert_array_equal(np.asarray(small.data), expected)
-
-
-def test_split_pages_into_out_keeps_its_padding():
-    cache, out = filled(V4, 2, 4, seed=0), filled(V4, 4, 2, seed=1)
-    small = split_pages(cache, 2, out=out)
-    expected = split_by_hand(np.asarray(cache.data), V4, 4, 2, None, np.asarray(out.data))
-    np.testing.assert_array_equal(np.asarray(small.data), expected)
-    np.testing.assert_array_equal(np.asarray(small.data)[:, 2 * 584 :], np.asarray(out.data)[:, 2 * 584 :])
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-CACHE = PagedKV.zeros(V4, 2, 4)
-SLOTS = jnp.zeros(3, jnp.int32)
-ROWS = jnp.zeros((3, 512), jnp.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda: write_kv(CACHE.data, SLOTS, ROWS), TypeError, "write_kv: cache must be a PagedKV"),
-        (lambda: write_kv(CACHE, SLOTS.astype(jnp.float32), ROWS), TypeError, "slots must be int32"),
-        (lambda: write_kv(CACHE, np.zeros(3, np.int64), ROWS), TypeError, "slots must be int32"),
-        (
-            lambda: write_kv(CACHE, SLOTS, ROWS.astype(jnp.float16)),
-            TypeError,
-            "kv must be bfloat16 or float32",
-        ),
-        (lambda: write_kv(CACHE, SLOTS, None), TypeError, "kv"),
-        (lambda: write_kv(CACHE, SLOTS[None], ROWS), ValueError, "slots must have shape"),
-        (lambda: write_kv(CACHE, SLOTS, ROWS[:2]), ValueError, r"kv must have shape \[n=3, 512\]"),
-        (lambda: write_kv(CACHE, SLOTS, ROWS[:, :448]), ValueError, "kv must have shape"),
-        (
-            lambda: write_kv(PagedKV(data=CACHE.data, layout=V4, page_size=2), SLOTS, ROWS),
-            ValueError,
-            r"cache.data must have shape \[any, 1728\]",
-        ),
-        (
-            lambda: write_kv(dataclasses.replace(CACHE, data=CACHE.data.astype(jnp.int8)), SLOTS, ROWS),
-            TypeError,
-            "cache.data must be uint8",
-        ),
-        (lambda: gather_kv(CACHE.data, SLOTS), TypeError, "gather_kv: cache"),
-        (lambda: gather_kv(CACHE, SLOTS[None]), ValueError, "gather_kv: slots"),
-        (lambda: gather_kv(CACHE, SLOTS.astype(jnp.int16)), TypeError, "gather_kv: slots"),
-        (lambda: dequantize_kv(None), TypeError, "dequantize_kv: cache"),
-        (lambda: split_pages(CACHE.data, 2), TypeError, "split_pages: cache"),
-        (lambda: split_pages(CACHE, 3), ValueError, "page_size must divide .* 4, got 3"),
-        (lambda: split_pages(CACHE, 8), ValueError, "page_size must divide .* 4, got 8"),
-        (lambda: split_pages(CACHE, 0), ValueError, "page_size must be >= 1"),
-        (lambda: split_pages(CACHE, 2.0), TypeError, "page_size must be a static int"),
-        (lambda: split_pages(CACHE, 2, slots=SLOTS.astype(jnp.uint8)), TypeError, "slots must be int32"),
-        (
-            lambda: split_pages(CACHE, 2, out=CACHE),
-            ValueError,
-            "out must have .* page size 2 and 4 pages, got",
-        ),
-        (lambda: split_pages(CACHE, 2, out=PagedKV.zeros(V4, 3, 2)), ValueError, "got .* 3 pages"),
-        (lambda: split_pages(CACHE, 2, out=PagedKV.zeros(V32, 4, 2)), ValueError, "out must have layout"),
-        (lambda: split_pages(CACHE, 2, out=CACHE.data), TypeError, "out must be a PagedKV"),
-    ],
-)
-def test_refuses(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
