@@ -1,6 +1,6 @@
 """The portable Triton attention beside FlashMLA (sgl-flash-mla), in one process on one GPU.
 
-    python benchmarks/bench_triton_attention.py [--tune] [--only decode|prefill] [--repeat 20]
+    python benchmarks/bench_triton_attention.py [--tune] [--jax] [--only decode|prefill] [--repeat 20]
 
 Times are CUPTI's (torch's profiler): from the start of a call's first kernel to the end of its last, the L2 flushed
 before each; medians. FlashMLA's schedule is computed once, outside the timed calls, as an engine does. Errors are
@@ -76,9 +76,9 @@ PREFILLS = [
 ]
 
 # (heads, indices, warps, stages)
-FP8_TILES = [(64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 8, 5), (64, 32, 8, 3), (64, 32, 8, 5), (32, 64, 8, 5)]
-BF16_TILES = [(64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 8, 3), (64, 32, 8, 5), (64, 32, 8, 7)]
-SMALL_TILES = [(16, 64, 4, 3), (16, 32, 4, 3), (16, 32, 4, 5), (16, 64, 8, 5), (16, 128, 8, 2)]
+FP8_TILES = [(64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 8, 3), (32, 32, 8, 1), (16, 32, 4, 2)]
+BF16_TILES = [(64, 64, 8, 2), (64, 64, 8, 3), (64, 128, 8, 1), (16, 32, 4, 2)]
+SMALL_TILES = [(16, 64, 4, 3), (16, 32, 8, 2), (16, 64, 8, 2), (16, 64, 8, 5), (64, 64, 8, 2)]
 
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def flashmla_cache(cache: TorchPagedKV) -> torch.Tensor:
     return cache.data.as_strided((pages, cache.page_size, 1, width), (page_bytes, width, width, 1))
 
 
-def decode_case(case: Decode, timer: Timer, peer, tiles) -> list[dict]:
+def decode_case(case: Decode, timer: Timer, peer, tiles, with_jax: bool) -> list[dict]:
     torch.manual_seed(0)
     layout, slots = case.layout, 16384
     scale = layout.qk_dim**-0.5
@@ -240,14 +240,45 @@ def decode_case(case: Decode, timer: Timer, peer, tiles) -> list[dict]:
             except Exception as error:  # a tile that does not fit is a result of tuning
                 row["failed"] = f"{type(error).__name__}: {str(error)[:80]}"
             rows.append(row)
+    if with_jax:
+        given = (q, cache, indices, extra, extra_indices, arguments["attn_sink"], scale)
+        rows.append(jitted_row(timer, *given, expected))
     return rows
+
+
+def jitted_row(timer: Timer, q, cache, indices, extra, extra_indices, attn_sink, scale, expected) -> dict:
+    """The same call from jitted JAX, on the same memory; XLA has a stream of its own, so each call waits."""
+    import jax
+    from sparse_mla_torch import to_jax, to_torch
+
+    from jax_sparse_mla import PagedKV, sparse_mla_decode
+
+    def paged(x):
+        return None if x is None else PagedKV(data=to_jax(x.data), layout=x.layout, page_size=x.page_size)
+
+    given = (to_jax(q), paged(cache), to_jax(indices), paged(extra))
+    given += tuple(None if x is None else to_jax(x) for x in (extra_indices, attn_sink))
+
+    @jax.jit
+    def step(q, cache, indices, extra, extra_indices, sink):
+        names = {"extra_cache": extra, "extra_indices": extra_indices, "attn_sink": sink}
+        return sparse_mla_decode(q, cache, indices, softmax_scale=scale, backend="triton", **names)
+
+    def call():
+        torch.cuda.synchronize()
+        return jax.block_until_ready(step(*given))
+
+    error = relative_error(to_torch(call()[0])[: len(expected), 0], expected)
+    micros, kernels = timer(call)
+    return {"who": "ours, jit", "us": micros, "kernels": kernels, "error": error}
 
 
 def split_choices(case: Decode, tile) -> list[int | None]:
     return [None] if case.batch > 64 else [None, 1] if case.batch == 64 else [None]
 
 
-def prefill_case(case: Prefill, timer: Timer, peer, tiles) -> list[dict]:
+def prefill_case(case: Prefill, timer: Timer, peer, tiles, with_jax: bool) -> list[dict]:
+    del with_jax  # the launch is the same; what XLA adds is measured in decode
     torch.manual_seed(0)
     q = (torch.randn(case.q_len, case.heads, case.qk_dim, device="cuda") / 10).bfloat16()
     kv = (torch.randn(case.kv_len, case.qk_dim, device="cuda") / 10).bfloat16()
@@ -314,12 +345,13 @@ def print_rows(case, rows: list[dict]) -> None:
 
 def commit() -> str:
     done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get("COMMIT", "unknown")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--jax", action="store_true", help="also time decode from jitted JAX")
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--match", default="", help="run cases whose name contains this")
     parser.add_argument("--repeat", type=int, default=20)
@@ -333,7 +365,7 @@ def main() -> None:
         if arguments.only not in (None, kind) or arguments.match not in case.name:
             continue
         run = decode_case if kind == "decode" else prefill_case
-        rows = run(case, timer, peer, tiles_of(case, arguments.tune))
+        rows = run(case, timer, peer, tiles_of(case, arguments.tune), arguments.jax)
         print_rows(case, rows)
         shape = {k: str(v) for k, v in dataclasses.asdict(case).items()}
         results.append({"case": shape, "flop": case.flop, "rows": rows})

@@ -5,7 +5,7 @@
 A time is from the start of a call's first device operation to the end of its last, as CUPTI (torch's profiler) sees
 them; the median over the repeats; before each of them the L2 is emptied by reading 512 MiB. TB/s counts the bytes that
 must move: each input read once, each output written once. The share is of a device copy of 1 GiB, bytes read and
-written. Prints a table and writes JSON to $OUT or benchmarks/results.
+written. Prints a table and writes JSON to $OUT or benchmarks/results; $COMMIT names the commit where there is no git.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ V4 = KVLayout.V4_FP8
 PAGE_SIZE = 256
 POOL_PAGES = 2048  # 524,288 slots, 307 MB: far more than the L2 holds
 FLUSH_BYTES = 512 << 20
+TOKEN_TILES = [dict(TOKENS=t, num_warps=w) for t, w in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))]
+ROW_TILES = [dict(ROWS=r, num_warps=w) for r in (1, 2, 4, 8) for w in (1, 2, 4) if r >= w]
 
 
 @dataclasses.dataclass
@@ -132,6 +134,14 @@ def in_place(function: Callable, cache: PagedKV, *args) -> Callable[[], object]:
     return call
 
 
+def some_slots(rng: np.random.Generator, n: int, kind: str) -> np.ndarray:
+    """ "pages": whole pages in random order, as a request's tokens lie; "random": every token somewhere else."""
+    if kind == "random":
+        return rng.permutation(POOL_PAGES * PAGE_SIZE)[:n].astype(np.int32)
+    pages = rng.permutation(POOL_PAGES)[: n // PAGE_SIZE]
+    return (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1).astype(np.int32)
+
+
 def cache_cases(rng: np.random.Generator) -> list[Case]:
     pool = rng.integers(0, 120, (POOL_PAGES, V4.page_bytes(PAGE_SIZE)), dtype=np.uint8)
     ours = PagedKV(data=tensor(pool), layout=V4, page_size=PAGE_SIZE)
@@ -142,8 +152,8 @@ def cache_cases(rng: np.random.Generator) -> list[Case]:
     cache = fresh()
     cases = []
     plain_gather, jax_gather = jax.jit(gather_rows_reference), jax.jit(gather_kv)
-    for n in (8_192, 32_768, 131_072):
-        slots = rng.permutation(cache.num_slots)[:n].astype(np.int32)
+    for n, kind in ((8_192, "pages"), (32_768, "pages"), (131_072, "pages"), (131_072, "random")):
+        slots = some_slots(rng, n, kind)
         jax_slots, torch_slots = jnp.asarray(slots), tensor(slots)
         out = torch.empty((n, 512), dtype=torch.bfloat16, device="cuda")
         variants = {
@@ -151,21 +161,22 @@ def cache_cases(rng: np.random.Generator) -> list[Case]:
             "jax": lambda s=jax_slots: jax_gather(cache, s),
             "torch": lambda s=torch_slots, o=out: torch_kv.gather_kv(ours, s, out=o),
         }
-        sweep = (kv_kernels.GATHER_OPTIONS, [dict(TOKENS=t, num_warps=w) for t in (2, 4, 8, 16) for w in (2, 4, 8)])
-        cases.append(Case(f"gather_kv V4 {n}", n * (584 + 1024 + 4), variants, sweep))
+        sweep = (kv_kernels.GATHER_OPTIONS, TOKEN_TILES)
+        cases.append(Case(f"gather_kv V4 {n} {kind}", n * (584 + 1024 + 4), variants, sweep))
 
     n = 65_536
-    slots = rng.permutation(cache.num_slots)[:n].astype(np.int32)
     kv = rng.standard_normal((n, 512)).astype(np.float32)
-    jax_args = jnp.asarray(slots), jnp.asarray(kv, jnp.bfloat16)
-    torch_args = tensor(slots), tensor(kv).to(torch.bfloat16)
-    variants = {
-        "xla": in_place(write_rows_reference, fresh(), *jax_args),
-        "jax": in_place(write_kv, fresh(), *jax_args),
-        "torch": lambda: torch_kv.write_kv(ours, *torch_args),
-    }
-    sweep = (kv_kernels.WRITE_OPTIONS, [dict(TOKENS=t, num_warps=w) for t in (2, 4, 8, 16) for w in (2, 4, 8)])
-    cases.append(Case(f"write_kv V4 {n}", n * (1024 + 583 + 4), variants, sweep))
+    jax_kv, torch_kv_rows = jnp.asarray(kv, jnp.bfloat16), tensor(kv).to(torch.bfloat16)
+    for kind in ("pages", "random"):
+        slots = some_slots(rng, n, kind)
+        jax_slots, torch_slots = jnp.asarray(slots), tensor(slots)
+        variants = {
+            "xla": in_place(write_rows_reference, fresh(), jax_slots, jax_kv),
+            "jax": in_place(write_kv, fresh(), jax_slots, jax_kv),
+            "torch": lambda s=torch_slots: torch_kv.write_kv(ours, s, torch_kv_rows),
+        }
+        sweep = (kv_kernels.WRITE_OPTIONS, TOKEN_TILES)
+        cases.append(Case(f"write_kv V4 {n} {kind}", n * (1024 + 583 + 4), variants, sweep))
 
     # The windows of 64 requests: 128 neighbouring slots each, in two pages of their own.
     starts = rng.permutation(POOL_PAGES // 2)[:64, None] * 2 * PAGE_SIZE + 200
@@ -192,10 +203,6 @@ def cache_cases(rng: np.random.Generator) -> list[Case]:
 
 def merge_cases(rng: np.random.Generator) -> list[Case]:
     cases = []
-    sweep = (
-        index_kernels.MERGE_OPTIONS,
-        [dict(ROWS=r, COLUMNS=c, num_warps=w) for r in (2, 4, 8, 16) for c in (128, 256) for w in (2, 4, 8)],
-    )
     for n, topk in ((16_384, 512), (32_768, 1_024)):
         width, requests = topk + 128, 8
         per_request = n // requests
@@ -224,7 +231,14 @@ def merge_cases(rng: np.random.Generator) -> list[Case]:
             "jax": lambda f=jax_topk, a=jax_args: f(*a),
             "torch": lambda a=torch_args, o=out, s=static: torch_indices.combine_topk_swa_indices(*a, **s, out=o),
         }
-        cases.append(Case(f"combine_topk_swa {n} x {topk}", n * 4 * (topk + width + 2), variants, sweep))
+        cases.append(
+            Case(
+                f"combine_topk_swa {n} x {topk}",
+                n * 4 * (topk + width + 2),
+                variants,
+                (index_kernels.TOPK_SWA_OPTIONS, ROW_TILES),
+            )
+        )
 
         args = (
             rng.integers(0, 65_536, (n, 128), dtype=np.int32),
@@ -240,7 +254,7 @@ def merge_cases(rng: np.random.Generator) -> list[Case]:
             "jax": lambda f=jax_extra, a=jax_args: f(*a),
             "torch": lambda a=torch_args, o=out: torch_indices.combine_swa_extra_indices(*a, out=o),
         }
-        cases.append(Case(f"combine_swa_extra {n} x {topk}", n * 4 * (128 + topk + width + 3), variants, sweep))
+        cases.append(Case(f"combine_swa_extra {n} x {topk}", n * 4 * (128 + topk + width + 3), variants))
     return cases
 
 
@@ -266,7 +280,7 @@ def environment() -> dict:
         "device": torch.cuda.get_device_name(),
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {name: importlib.metadata.version(name) for name in names},
-        "commit": output("git", "rev-parse", "HEAD"),
+        "commit": os.environ.get("COMMIT") or output("git", "describe", "--always", "--dirty"),
         "command": " ".join(sys.orig_argv),
     }
 
@@ -291,9 +305,7 @@ def main() -> None:
             times[name] = timer(call, "torch" if name == "torch" else "jax")
             operations[name] = timer.last_events
         rates = {name: case.bytes / us / 1e6 for name, us in times.items()}
-        rows.append(
-            {"case": case.name, "bytes": case.bytes, "us": times, "tb_per_s": rates, "operations": operations}
-        )
+        rows.append({"case": case.name, "bytes": case.bytes, "us": times, "tb_per_s": rates, "operations": operations})
         if args.sweep and case.sweep:
             options, values = case.sweep
             before = dict(options)

@@ -2,9 +2,9 @@
 
 import jax
 import torch
+from sparse_mla_torch import call, to_jax
 
 import jax_sparse_mla as mla
-from sparse_mla_torch import call, to_jax
 
 spec = mla.DEEPSEEK_V32
 write = jax.jit(mla.write_kv, donate_argnums=0)

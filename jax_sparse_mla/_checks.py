@@ -39,9 +39,7 @@ class ArgumentChecks:
         self.function = function
         self.dims: dict[str, int] = {}
 
-    def __call__(
-        self, name: str, x: Any, shape: Sequence[int | str | None], dtypes: Sequence[Any]
-    ) -> jax.Array:
+    def __call__(self, name: str, x: Any, shape: Sequence[int | str | None], dtypes: Sequence[Any]) -> jax.Array:
         """Returns `x` as a jax array. Python numbers and lists take JAX's default dtypes; numpy int64 is refused."""
         wanted = f"{self.function}: {name} must be {_dtype_names(dtypes)} {self._expected(shape)}"
         if x is None:
@@ -64,9 +62,7 @@ class ArgumentChecks:
                 elif want is not None:
                     ok &= size == want
         if not ok:
-            raise ValueError(
-                f"{self.function}: {name} must have shape {self._expected(shape)}, got {list(x.shape)}"
-            )
+            raise ValueError(f"{self.function}: {name} must have shape {self._expected(shape)}, got {list(x.shape)}")
         self.dims = bound
         return jnp.asarray(x)
 
@@ -88,9 +84,7 @@ class ArgumentChecks:
     def static_int(self, name: str, value: Any, *, minimum: int, maximum: float = INT_MAX) -> int:
         """A static integer from `minimum` to `maximum`; anything else raises. More than int32 meets no array."""
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-            raise TypeError(
-                f"{self.function}: {name} must be a static int >= {minimum}, got {type(value).__name__}"
-            )
+            raise TypeError(f"{self.function}: {name} must be a static int >= {minimum}, got {type(value).__name__}")
         if value < minimum:
             raise ValueError(f"{self.function}: {name} must be >= {minimum}, got {value}")
         if value > maximum:

@@ -37,6 +37,11 @@ def _coff(ratio: int) -> int:
     return 2 if ratio == OVERLAP_RATIO else 1
 
 
+def compressor_window(ratio: int) -> int:
+    """Tokens of a group's window: 8 for ratio 4, which overlaps, and ratio otherwise."""
+    return _coff(ratio) * ratio
+
+
 @pytree_dataclass
 class CompressorState:
     """The last tokens of each request, as a ring: position p of a request lies at `[row, p % ring]`.
@@ -53,9 +58,7 @@ class CompressorState:
     score: jax.Array
 
     @classmethod
-    def zeros(
-        cls, max_requests: int, *, ratio: int, head_dim: int, ring: int | None = None
-    ) -> CompressorState:
+    def zeros(cls, max_requests: int, *, ratio: int, head_dim: int, ring: int | None = None) -> CompressorState:
         """A state of zeros.
 
         Args:
@@ -71,7 +74,7 @@ class CompressorState:
         max_requests = check.static_int("max_requests", max_requests, minimum=1)
         ratio = check.static_int("ratio", ratio, minimum=1)
         head_dim = check.static_int("head_dim", head_dim, minimum=1)
-        window = _coff(ratio) * ratio
+        window = compressor_window(ratio)
         ring = window if ring is None else check.static_int("ring", ring, minimum=window)
         shape = (max_requests, ring, _coff(ratio) * head_dim)
         return cls(kv=jnp.zeros(shape, jnp.float32), score=jnp.zeros(shape, jnp.float32))
@@ -260,9 +263,7 @@ def _replaced_later(live: jax.Array, req_rows: jax.Array, ring: int) -> jax.Arra
     return jnp.pad(replaced, (0, live.shape[0] - replaced.shape[0]))
 
 
-def rope_interleaved(
-    x: jax.Array, positions: jax.Array, inv_freq: jax.Array, *, inverse: bool = False
-) -> jax.Array:
+def rope_interleaved(x: jax.Array, positions: jax.Array, inv_freq: jax.Array, *, inverse: bool = False) -> jax.Array:
     """Rotates the pairs (2i, 2i + 1) of the last `2 * len(inv_freq)` values by `position * inv_freq[i]`.
 
     V4's rope: queries, sliding-window keys and compressed keys; with `inverse` what is taken back from the
@@ -282,14 +283,12 @@ def rope_interleaved(
       ValueError: more than d values to rotate, positions that do not broadcast.
     """
     check = ArgumentChecks("rope_interleaved")
-    x = check("x", x, (None,) * max(1, jnp.ndim(x)), FLOATS)
-    positions = check("positions", positions, (None,) * jnp.ndim(positions), INT32)
+    x = check("x", x, (None,) * max(1, check.rank("x", x)), FLOATS)
+    positions = check("positions", positions, (None,) * check.rank("positions", positions), INT32)
     inv_freq = check("inv_freq", inv_freq, (None,), FLOAT32)
     leading, rope_dim = x.shape[:-1], 2 * inv_freq.shape[0]
     if rope_dim > x.shape[-1]:
-        raise check.fail(
-            f"x must have shape [..., d], d >= 2 * len(inv_freq) = {rope_dim}, got {list(x.shape)}"
-        )
+        raise check.fail(f"x must have shape [..., d], d >= 2 * len(inv_freq) = {rope_dim}, got {list(x.shape)}")
     aligned = zip(reversed(positions.shape), reversed(leading))
     if positions.ndim > len(leading) or any(p not in (1, n) for p, n in aligned):
         raise check.fail(f"positions must broadcast to {list(leading)}, got {list(positions.shape)}")

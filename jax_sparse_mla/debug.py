@@ -43,11 +43,11 @@ def check_indices(indices: jax.Array, num_slots: int, *, topk_length: jax.Array 
     """
     check = ArgumentChecks("check_indices")
     num_slots = check.static_int("num_slots", num_slots, minimum=0)
-    indices = check("indices", indices, (None,) * max(1, jnp.ndim(indices)), INT32)
+    indices = check("indices", indices, (None,) * max(1, check.rank("indices", indices)), INT32)
     topk = indices.shape[-1]
     scanned = jnp.ones(indices.shape, bool)
     if topk_length is not None:
-        leading = indices.shape[:-1][: jnp.ndim(topk_length)]
+        leading = indices.shape[:-1][: check.rank("topk_length", topk_length)]
         length = check("topk_length", topk_length, leading, INT32)
         bad = (length < 0) | (length > topk)
         _require("check_indices", "topk_length", length, bad, f"outside [0, topk={topk}]")
@@ -68,7 +68,7 @@ def check_slots(slots: jax.Array, num_slots: int) -> None:
     """
     check = ArgumentChecks("check_slots")
     num_slots = check.static_int("num_slots", num_slots, minimum=0)
-    slots = check("slots", slots, (None,) * jnp.ndim(slots), INT32)
+    slots = check("slots", slots, (None,) * check.rank("slots", slots), INT32)
     bad = (slots < -1) | (slots >= num_slots)
     _require("check_slots", "slots", slots, bad, f"neither -1 nor below num_slots={num_slots}")
 
@@ -152,14 +152,10 @@ def check_metadata(metadata: V4Metadata | V32Metadata | PrefillPlan) -> None:
         name, lengths = "seq_lens", metadata.seq_lens
     else:
         kind = type(metadata).__name__
-        raise TypeError(
-            f"check_metadata: metadata must be a V4Metadata, V32Metadata or PrefillPlan, got {kind}"
-        )
+        raise TypeError(f"check_metadata: metadata must be a V4Metadata, V32Metadata or PrefillPlan, got {kind}")
     lengths = jnp.append(lengths, 0)  # so that there is a longest row also where there is none
     longest = jnp.arange(lengths.shape[0]) == jnp.argmax(lengths)
-    what = (
-        "the longest row, and the step overflows: raise max_seq_len, the capacities or out_cache_loc's length"
-    )
+    what = "the longest row, and the step overflows: raise max_seq_len, the capacities or out_cache_loc's length"
     _require("check_metadata", f"metadata.{name}", lengths, longest & metadata.overflow, what)
 
 

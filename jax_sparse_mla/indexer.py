@@ -251,7 +251,7 @@ def quantize_index_q(q: jax.Array) -> tuple[jax.Array, jax.Array]:
       ValueError: q has no dimension.
     """
     check = ArgumentChecks("quantize_index_q")
-    return _quantize(check("q", q, (None,) * max(1, jnp.ndim(q)), FLOATS))
+    return _quantize(check("q", q, (None,) * max(1, check.rank("q", q)), FLOATS))
 
 
 @jax.jit
@@ -325,7 +325,7 @@ def hadamard_transform(x: jax.Array) -> jax.Array:
       ValueError: n is not a power of two.
     """
     check = ArgumentChecks("hadamard_transform")
-    x = check("x", x, (None,) * jnp.ndim(x), FLOATS)
+    x = check("x", x, (None,) * check.rank("x", x), FLOATS)
     n = x.shape[-1] if x.ndim else 0
     if n < 1 or n & (n - 1):
         raise check.fail(f"x must have shape [..., n] with n a power of two, got {list(x.shape)}")

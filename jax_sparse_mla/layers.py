@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
 from jax_sparse_mla.attention.schedule import DecodeSchedule
-from jax_sparse_mla.compressor import CompressorState, compress_kv
+from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.indexer import INDEX_K_BYTES, hadamard_transform, index_logits, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
@@ -85,16 +85,30 @@ class V4LayerCache:
 
     @classmethod
     def zeros(
-        cls, spec: ModelSpec, ratio: int, *, num_pages: int, num_swa_pages: int, max_requests: int, bf16: bool = False
+        cls,
+        spec: ModelSpec,
+        ratio: int,
+        *,
+        num_pages: int,
+        num_swa_pages: int,
+        max_requests: int,
+        max_draft_tokens: int = 0,
+        bf16: bool = False,
     ) -> V4LayerCache:
-        """Empty caches for `num_pages` pages of `spec.page_size` tokens, `num_swa_pages` of them within a window."""
+        """Empty caches for `num_pages` pages of `spec.page_size` tokens, `num_swa_pages` of them within a window.
+
+        `max_draft_tokens` is the most rows of a TARGET_VERIFY step per request: the compressor then keeps as many
+        tokens more, so that rejected drafts do not replace what the next step still needs. `bf16` takes the
+        unquantised layout.
+        """
         layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
         swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size)
         if ratio == 0:
             return cls(swa=swa)
         entries = spec.page_size // ratio
         compressed = PagedKV.zeros(layout, num_pages, entries)
-        state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim)
+        ring = compressor_window(ratio) + max_draft_tokens
+        state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring)
         if ratio != C4:
             return cls(swa=swa, compressed=compressed, state=state)
         return cls(
@@ -102,7 +116,7 @@ class V4LayerCache:
             compressed=compressed,
             state=state,
             index_k=jnp.zeros((num_pages, entries * INDEX_K_BYTES), jnp.uint8),
-            index_state=CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.index_dim),
+            index_state=CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.index_dim, ring=ring),
         )
 
 
@@ -242,6 +256,7 @@ class V32LayerCache:
 
     @classmethod
     def zeros(cls, spec: ModelSpec, *, num_pages: int, bf16: bool = False) -> V32LayerCache:
+        """Empty caches for `num_pages` pages of `spec.page_size` tokens; `bf16` takes the unquantised layout."""
         layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
         return cls(
             kv=PagedKV.zeros(layout, num_pages, spec.page_size),
@@ -280,8 +295,8 @@ def v32_layer(
 
     Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
     """
-    kv = write_kv(cache.kv, batch.out_cache_loc, rows.kv)
-    cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, batch.out_cache_loc, rows.index_k))
+    kv = write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
+    cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k))
     lengths = metadata.seqlens_expanded
     if index_scores is None:
         index_q, q_scale = quantize_index_q(rows.index_q.astype(jnp.float32))
@@ -324,5 +339,3 @@ def v32_layer(
         schedule=schedule,
     )
     return out[:, 0], cache, positions
-
-

@@ -89,6 +89,8 @@ def _v32_from_config(read) -> ModelSpec:
     rope = read("rope_scaling") or read("rope_parameters") or {}
     mscale = 1.0
     if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
+        if "factor" not in rope:
+            raise ValueError("ModelSpec.from_hf_config: the yarn rope parameters have no factor")
         mscale = yarn_mscale(rope["factor"], rope["mscale_all_dim"])
     return ModelSpec(
         name="deepseek_v32",
@@ -118,6 +120,10 @@ def v4_layer_ratios(config: Any) -> tuple[int, ...]:
     kinds = dict(_V4_LAYER_KIND, **(read("compress_rates") or {}))
     if (layer_types := read("layer_types")) is None:
         raise ValueError("ModelSpec.from_hf_config: a deepseek_v4 config needs compress_ratios or layer_types")
+    if unknown := sorted(set(layer_types) - set(kinds)):
+        raise ValueError(
+            f"ModelSpec.from_hf_config: layer_types must be of {', '.join(kinds)}, got {', '.join(unknown)}"
+        )
     return tuple(kinds[kind] for kind in layer_types)
 
 
@@ -177,6 +183,4 @@ DEEPSEEK_V4_FLASH = ModelSpec(
     has_attn_sink=True,
 )
 
-DEEPSEEK_V4_PRO = dataclasses.replace(
-    DEEPSEEK_V4_FLASH, name="DeepSeek-V4-Pro", num_heads=128, index_topk=1024
-)
+DEEPSEEK_V4_PRO = dataclasses.replace(DEEPSEEK_V4_FLASH, name="DeepSeek-V4-Pro", num_heads=128, index_topk=1024)

@@ -25,9 +25,7 @@ H200 = DeviceInfo("cuda", (9, 0), 132, 232_448)
 OVERRIDES = tuple(f"JAX_SPARSE_MLA_{phase}BACKEND" for phase in ("", "DECODE_", "PREFILL_"))
 
 
-def skip_unless_able(
-    backend: str, phase: str, rows: int, heads: int, topk: int, kv_dtype: str = "fp8"
-) -> None:
+def skip_unless_able(backend: str, phase: str, rows: int, heads: int, topk: int, kv_dtype: str = "fp8") -> None:
     """Skips, with the router's reason, what this backend cannot serve on this device."""
     try:
         plan_attention(
@@ -137,9 +135,7 @@ def small_prefill(seed: int = 0, **setting):
         "sink": True,
         "scale": 0.1,
     }
-    return prefill_case(
-        np.random.default_rng(seed), "small", base | {"hot": False, "rows": "mixed"} | setting
-    )
+    return prefill_case(np.random.default_rng(seed), "small", base | {"hot": False, "rows": "mixed"} | setting)
 
 
 def with_unused_bytes(host: HostCache, byte: int) -> HostCache:

@@ -49,15 +49,17 @@ def assert_close_flashmla(actual, expected, kind: str) -> None:
         assert wrong.size == 0, f"{kind}: {what} misplaced at {wrong[:5].tolist()} ({len(wrong)} in all)"
     finite = np.isfinite(expected)
     a, b = np.where(finite, actual, 0.0), np.where(finite, expected, 0.0)
+    if not kind.endswith("out"):
+        # A logit near 0 among logits of 127 is the float32 sum of terms that large: its rounding is theirs. With
+        # logits of FlashMLA's own size (up to 4) this is its absolute tolerance.
+        abs_tol = max(abs_tol, 2**-22 * float(np.abs(b).max(initial=0)))
     error = np.abs(a - b)
     wrong = np.argwhere((error >= abs_tol) & (error >= rel_tol * np.abs(b)))
     assert wrong.size == 0, (
         f"{kind}: {len(wrong)} of {a.size} elements off, the largest by {error.max():.3g}; first at "
         f"{wrong[0].tolist()}: {a[tuple(wrong[0])]:.6g}, expected {b[tuple(wrong[0])]:.6g}"
     )
-    assert (difference := cos_diff(a, b)) < cos_tol, (
-        f"{kind}: cos_diff {difference:.3g}, allowed {cos_tol:.3g}"
-    )
+    assert (difference := cos_diff(a, b)) < cos_tol, f"{kind}: cos_diff {difference:.3g}, allowed {cos_tol:.3g}"
 
 
 # --- attention --------------------------------------------------------------------------------------------
@@ -162,9 +164,7 @@ def pack_cache(layout: str, page_size: int, rows: np.ndarray, live: np.ndarray) 
             scales = np.exp2(exponents[0]).astype("<f4")
             body = [values[0].view(np.uint8), scales.view(np.uint8), row[512:].view(np.uint8)]
             at = offset * 656
-        elif (
-            layout == "V4_FP8"
-        ):  # 448 e4m3 | 64 bfloat16; behind the page's rows 7 scale bytes of 8 per token
+        elif layout == "V4_FP8":  # 448 e4m3 | 64 bfloat16; behind the page's rows 7 scale bytes of 8 per token
             values, exponents = _quantise(wide[:, :448], 64)
             body = [values[0].view(np.uint8), row[448:].view(np.uint8)]
             at = offset * 576

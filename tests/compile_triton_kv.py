@@ -33,11 +33,10 @@ def cases(hardware_casts):
         return {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
 
     data = {"data_ptr": "*u8", "data_in_ptr": "*u8", "out_in_ptr": "*u8", "slots_ptr": "*i32"}
-    for layout in (KVLayout.V4_FP8, KVLayout.V32_FP8):
+    for layout, kv in ((KVLayout.V4_FP8, "*bf16"), (KVLayout.V32_FP8, "*fp32")):
         constants = kv_cache.layout_constants(layout, 64) | {"HARDWARE_CASTS": hardware_casts}
-        for kv in ("*bf16", "*fp32"):
-            write = constants | {"MIN_SCALE_EXPONENT": layout.min_scale_exponent} | kv_cache.WRITE_OPTIONS
-            yield f"write {layout.name} {kv}", kv_cache.write_kv_kernel, data | {"kv_ptr": kv}, write
+        write = constants | {"MIN_SCALE_EXPONENT": layout.min_scale_exponent} | kv_cache.WRITE_OPTIONS
+        yield f"write {layout.name}", kv_cache.write_kv_kernel, data | {"kv_ptr": kv}, write
         gather = constants | kv_cache.GATHER_OPTIONS
         yield f"gather {layout.name}", kv_cache.gather_kv_kernel, data | {"out_ptr": "*bf16"}, gather
     touched, split = kv_cache.touched_pages_kernel, kv_cache.split_pages_kernel
@@ -46,9 +45,9 @@ def cases(hardware_casts):
     split_constants = kv_cache.split_constants(KVLayout.V4_FP8, 256, 64) | kv_cache.SPLIT_OPTIONS
     yield "split", split, split_pointers, split_constants
     swa, topk = indices.combine_swa_extra_kernel, indices.combine_topk_swa_kernel
-    yield "swa_extra", swa, ints(swa), {"SWA_WIDTH": 128, "EXTRA_WIDTH": 512, "WIDTH": 640} | indices.MERGE_OPTIONS
+    yield "swa_extra", swa, ints(swa), {"SWA_WIDTH": 128, "EXTRA_WIDTH": 512, "WIDTH": 640} | indices.SWA_EXTRA_OPTIONS
     topk_constants = {"TOPK_STRIDE": 512, "TOPK": 512, "WINDOW": 128, "RATIO": 4, "WIDTH": 640, "SEARCH_STEPS": 7}
-    yield "topk_swa", topk, ints(topk), topk_constants | indices.MERGE_OPTIONS
+    yield "topk_swa", topk, ints(topk), topk_constants | indices.TOPK_SWA_OPTIONS
 
 
 def main():

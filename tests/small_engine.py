@@ -152,16 +152,16 @@ def step_function(ratio: int | None, with_plan: bool):
 def make_step(world: World, mode: mla.ForwardMode, work, *, num_rows: int, hostile: bool = False):
     """(batch, rows, owners) of a step; owners map the (request, position) of each live row to the row.
 
-    hostile: padding requests and rows hold INT_MIN … INT_MAX and NaN instead of zeros.
+    hostile: padding requests and rows hold INT_MIN … INT_MAX, a real token's slot and NaN instead of zeros.
     """
     num_requests = len(work)
     req_rows, seq_lens, extend_lens = (np.zeros(num_requests, np.int64) for _ in range(3))
     out_cache_loc, padding = np.zeros(num_rows, np.int64), 0.0
+    table = np.asarray(world.tables.req_to_token)
     if hostile:
-        out_cache_loc = np.resize([INT_MIN, -7, INT_MAX, 3 * 10**6, 0], num_rows).astype(np.int64)
+        out_cache_loc = np.resize([INT_MIN, -7, INT_MAX, table[REQUEST_ROWS[0], 5]], num_rows).astype(np.int64)
         req_rows, padding = np.resize([INT_MAX, INT_MIN, MAX_REQUESTS, -1], num_requests).astype(np.int64), np.nan
     owners, places, next_row = [], [], 0
-    table = np.asarray(world.tables.req_to_token)
     for i, item in enumerate(work):
         if isinstance(item, int):
             extend_lens[i] = item

@@ -241,9 +241,7 @@ class TestSparseMLA:
         case = small_decode(layout=layout)
         expected = run_decode(case, backend)
         check_decode(case, expected)
-        assert_same(
-            run_decode(dataclasses.replace(case, cache=with_unused_bytes(case.cache, 0)), backend), expected
-        )
+        assert_same(run_decode(dataclasses.replace(case, cache=with_unused_bytes(case.cache, 0)), backend), expected)
 
     def test_unused_workspace_rows_change_nothing(self, backend):
         case = small_prefill()
@@ -286,9 +284,7 @@ class TestSparseMLA:
     def test_a_sink_takes_its_share_of_the_denominator(self, backend):
         case = small_prefill(lengths=False)
         without_out, max_logits, lse = run_prefill(dataclasses.replace(case, attn_sink=None), backend)
-        case.attn_sink = np.asarray(lse)[0].astype(
-            np.float32
-        )  # exp(sink) = exp(lse) in row 0: half is the sink's
+        case.attn_sink = np.asarray(lse)[0].astype(np.float32)  # exp(sink) = exp(lse) in row 0: half is the sink's
         out, sink_max_logits, sink_lse = run_prefill(case, backend)
         assert_same((sink_max_logits, sink_lse), (max_logits, lse))
         assert_close_flashmla(out[0], np.asarray(without_out, np.float64)[0] / 2, "prefill.out")
@@ -329,9 +325,7 @@ class TestSparseMLA:
         # Built inside the step, as an engine's jitted forward does.
         @jax.jit
         def step(arguments):
-            schedule = decode_schedule(
-                (3, 2, 4, 16, 16), arguments["topk_length"], arguments["extra_topk_length"]
-            )
+            schedule = decode_schedule((3, 2, 4, 16, 16), arguments["topk_length"], arguments["extra_topk_length"])
             scale = case.softmax_scale
             return sparse_mla_decode(**arguments, softmax_scale=scale, schedule=schedule, backend=backend)
 

@@ -248,9 +248,7 @@ class TestSchedule:
     def test_shapes(self):
         schedule = decode_schedule((5, 2, 128, 64, 32), device=H200)
         assert isinstance(schedule, DecodeSchedule)
-        chex.assert_shape(
-            schedule.tile_scheduler_metadata, (66, 8)
-        )  # 132 SMs, two blocks of 64 heads per row
+        chex.assert_shape(schedule.tile_scheduler_metadata, (66, 8))  # 132 SMs, two blocks of 64 heads per row
         chex.assert_shape(schedule.num_splits, (11,))
         chex.assert_type([schedule.tile_scheduler_metadata, schedule.num_splits], jnp.int32)
         assert schedule.shape == (5, 2, 128, 64, 32)
@@ -262,9 +260,7 @@ class TestSchedule:
         rng = np.random.default_rng(0)
         lengths = rng.integers(0, 513, (5, 2)).astype(np.int32)
         extra = rng.integers(0, 129, (5, 2)).astype(np.int32)
-        schedule = decode_schedule(
-            (5, 2, 64, 512, 128), jnp.asarray(lengths), jnp.asarray(extra), device=H200
-        )
+        schedule = decode_schedule((5, 2, 64, 512, 128), jnp.asarray(lengths), jnp.asarray(extra), device=H200)
         keys = -(-np.maximum(lengths, 1) // 64) * 64 + extra
         blocks = (keys.reshape(-1) - 1) // 64 + 1
         done = [[] for _ in range(10)]
@@ -280,9 +276,7 @@ class TestSchedule:
         per_request = decode_schedule((3, 2, 64, 512), jnp.asarray(lengths), device=H200)
         rows = decode_schedule((3, 2, 64, 512), jnp.asarray(np.repeat(lengths[:, None], 2, 1)), device=H200)
         assert_same(per_request, rows)
-        assert_same(
-            decode_schedule((3, 2, 64, 512), jnp.full((3,), 512, jnp.int32)), decode_schedule((3, 2, 64, 512))
-        )
+        assert_same(decode_schedule((3, 2, 64, 512), jnp.full((3,), 512, jnp.int32)), decode_schedule((3, 2, 64, 512)))
 
     def test_it_is_built_and_passed_under_jit(self):
         lengths = jnp.array([3, 500, 0], jnp.int32)
@@ -290,9 +284,7 @@ class TestSchedule:
         assert_same(build(lengths), decode_schedule((3, 2, 64, 512), lengths, device=H200))
         assert jax.jit(lambda x: x)(build(lengths)).shape == (3, 2, 64, 512, 0)
 
-    @pytest.mark.parametrize(
-        "shape", [(0, 2, 64, 512), (3, 0, 64, 512), (0, 1, 64, 512, 64), (3, 1, 64, 0, 64)]
-    )
+    @pytest.mark.parametrize("shape", [(0, 2, 64, 512), (3, 0, 64, 512), (0, 1, 64, 512, 64), (3, 1, 64, 0, 64)])
     def test_an_idle_step_has_one_too(self, shape):
         """What the attention functions take, the schedule takes: no rows, or no columns."""
         schedule = decode_schedule(shape, device=H200)

@@ -299,7 +299,7 @@ SPECIAL = {
             ValueError,
             "schedule was built for",
         ),
-        ("backend", "triton", ValueError, "backend 'triton' cannot serve"),
+        ("backend", "flashinfer", ValueError, "backend 'flashinfer' cannot serve"),
         ("backend", "cuda", ValueError, "backend must be one of .*'cuda'"),
         ("backend", 3, ValueError, "backend must be one of"),
     ],
@@ -489,16 +489,16 @@ def test_refused_at_trace_time_too():
 
 def test_paged_kv_zeros():
     for bad in (True, 1.0, "4", None):
-        with pytest.raises(TypeError, match="PagedKV.zeros: num_pages"):
+        with pytest.raises(TypeError, match=r"PagedKV\.zeros: num_pages"):
             mla.PagedKV.zeros(mla.KVLayout.V4_FP8, bad, 64)
-        with pytest.raises(TypeError, match="PagedKV.zeros: page_size"):
+        with pytest.raises(TypeError, match=r"PagedKV\.zeros: page_size"):
             mla.PagedKV.zeros(mla.KVLayout.V4_FP8, 4, bad)
     for bad in (0, -1):
         with pytest.raises(ValueError, match=f"PagedKV.zeros: num_pages must be >= 1, got {bad}"):
             mla.PagedKV.zeros(mla.KVLayout.V4_FP8, bad, 64)
         with pytest.raises(ValueError, match=f"PagedKV.zeros: page_size must be >= 1, got {bad}"):
             mla.PagedKV.zeros(mla.KVLayout.V4_FP8, 4, bad)
-    with pytest.raises(TypeError, match="PagedKV.zeros: layout must be a KVLayout, got str"):
+    with pytest.raises(TypeError, match=r"PagedKV\.zeros: layout must be a KVLayout, got str"):
         mla.PagedKV.zeros("V4_FP8", 4, 64)
     for bad in (0, -1, True, 1.5, "64"):
         with pytest.raises(ValueError, match="page_bytes: page_size"):
@@ -523,6 +523,6 @@ def test_dataclasses_refuse_unknown_fields_and_assignment():
 @pytest.mark.parametrize("bad", [{}, {"model_type": "llama"}, types.SimpleNamespace(), None])
 def test_model_spec_from_hf_config(bad):
     with pytest.raises(
-        ValueError, match="ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4'"
+        ValueError, match=r"ModelSpec\.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4'"
     ):
         mla.ModelSpec.from_hf_config(bad)

@@ -131,9 +131,7 @@ class Engine:
             **self.p.arrays(),
         )
         function = jax.jit(compress_kv, static_argnames="ratio") if self.jit else compress_kv
-        entries, entry_rows, self.state = function(
-            self.state, jnp.asarray(kv), jnp.asarray(score), **arguments
-        )
+        entries, entry_rows, self.state = function(self.state, jnp.asarray(kv), jnp.asarray(score), **arguments)
         bound = min(total, total // self.p.ratio + NUM_REQUESTS)
         chex.assert_shape([entries, entry_rows], [(bound, self.p.head_dim), (bound,)])
         assert entries.dtype == jnp.bfloat16 and entry_rows.dtype == jnp.int32
@@ -227,9 +225,7 @@ def test_token_by_token_equals_one_shot(ratio):
         engine.step([("r", 1, position, kv[position : position + 1], score[position : position + 1])])
     for group, entry in enumerate(one_shot(p, kv, score)):
         got, want = (x.astype(np.float32) for x in (engine.entries["r", group], entry))
-        np.testing.assert_allclose(
-            got, want, rtol=2**-7, atol=1e-6
-        )  # float32 rounding, seen through bfloat16
+        np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)  # float32 rounding, seen through bfloat16
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
@@ -271,9 +267,7 @@ def test_rejected_drafts_need_a_longer_ring():
         engine.step([("r", 0, 0, kv[:9], score[:9])])
         for position in range(9, 24):
             draft = slice(position + 1, position + 6)
-            step = [
-                np.concatenate([x[position : position + 1], d[draft]]) for x, d in zip((kv, score), drafts)
-            ]
+            step = [np.concatenate([x[position : position + 1], d[draft]]) for x, d in zip((kv, score), drafts)]
             engine.step([("r", 0, position, *step)])
         return [engine.entries["r", group] for group in range(6)]
 
@@ -336,10 +330,7 @@ def test_no_place_of_the_ring_is_written_twice():
         req_rows = np.repeat(rng.permutation(6), rng.integers(0, 20, 6)).astype(np.int32)
         live = rng.random() < np.linspace(1.5, 0.5, len(req_rows))  # the end of the step is padding
         want = [
-            any(
-                live[j] and req_rows[j] == req_rows[i] and (j - i) % ring == 0
-                for j in range(i + 1, len(live))
-            )
+            any(live[j] and req_rows[j] == req_rows[i] and (j - i) % ring == 0 for j in range(i + 1, len(live)))
             for i in range(len(live))
         ]
         got = compressor._replaced_later(jnp.asarray(live), jnp.asarray(req_rows), ring)
@@ -434,9 +425,7 @@ def test_chunks_of_windows_give_the_same_entries(monkeypatch):
     state = CompressorState.zeros(2, ratio=4, head_dim=16)
     entries, rows, _ = call(p, state, kv, score, np.arange(57), [0] * 57, [0, 57])
     np.testing.assert_array_equal(rows, [*range(3, 57, 4), -1])
-    np.testing.assert_allclose(
-        np.asarray(entries[:14], np.float32), np.array(want, np.float32), rtol=2**-7, atol=1e-6
-    )
+    np.testing.assert_allclose(np.asarray(entries[:14], np.float32), np.array(want, np.float32), rtol=2**-7, atol=1e-6)
 
 
 def test_positions_and_requests_are_data():
@@ -510,12 +499,7 @@ def run_chunked(p, kv, score, chunk_sizes):
     """Three requests `[3, length, width]` in one batch; chunk_sizes: per step, tokens per request."""
     engine, done = Engine(p), np.zeros(3, int)
     for sizes in chunk_sizes:
-        engine.step(
-            [
-                (r, 5 - r, done[r], *(x[r, done[r] : done[r] + sizes[r]] for x in (kv, score)))
-                for r in range(3)
-            ]
-        )
+        engine.step([(r, 5 - r, done[r], *(x[r, done[r] : done[r] + sizes[r]] for x in (kv, score))) for r in range(3)])
         done += sizes
     groups = kv.shape[1] // p.ratio
     return np.array([[engine.entries[r, group] for group in range(groups)] for r in range(3)])
@@ -577,11 +561,7 @@ def test_rope_equals_transformers(hf, positions):
     rotary = hf.DeepseekV4RotaryEmbedding(hf.test_config)
     where = torch.tensor(positions)[None]
     cos, sin = rotary(torch.zeros(1), position_ids=where, layer_type="compress")
-    want = (
-        hf.apply_rotary_pos_emb(torch.from_numpy(x).transpose(0, 1)[None], cos, sin)[0]
-        .transpose(0, 1)
-        .numpy()
-    )
+    want = hf.apply_rotary_pos_emb(torch.from_numpy(x).transpose(0, 1)[None], cos, sin)[0].transpose(0, 1).numpy()
     inv_freq = jnp.asarray(rotary.compress_inv_freq.numpy())
     got = rope_interleaved(jnp.asarray(x), jnp.asarray(positions, jnp.int32)[:, None], inv_freq)
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -657,9 +637,7 @@ def test_bad_arguments_of_rope():
     x, positions, inv_freq = jnp.zeros((2, 3, 8)), jnp.zeros((2, 3), jnp.int32), jnp.zeros((4,))
     with pytest.raises(ValueError, match="rope_interleaved: x must"):
         rope_interleaved(x, positions, jnp.zeros((5,)))
-    with pytest.raises(
-        ValueError, match=r"rope_interleaved: positions must broadcast to \[2, 3\], got \[2\]"
-    ):
+    with pytest.raises(ValueError, match=r"rope_interleaved: positions must broadcast to \[2, 3\], got \[2\]"):
         rope_interleaved(x, positions[:, 0], inv_freq)
     with pytest.raises(TypeError, match="rope_interleaved: positions must"):
         rope_interleaved(x, positions.astype(jnp.float32), inv_freq)

@@ -88,9 +88,7 @@ def test_slots(message):
         check_slots(slots, 100)
 
     assert message(check, int32(0, 99, -1, 0)) is None
-    assert "check_slots: slots[2] is 100, neither -1 nor below num_slots=100" in message(
-        check, int32(0, -1, 100)
-    )
+    assert "check_slots: slots[2] is 100, neither -1 nor below num_slots=100" in message(check, int32(0, -1, 100))
     assert "slots[0] is -7" in message(check, int32(-7, 5))
     assert message(check, jnp.zeros((0,), jnp.int32)) is None
 
@@ -212,9 +210,7 @@ def metadata_of(kind, batch):
         return build_prefill_plan(
             DEEPSEEK_V4_FLASH, batch, TABLES, compress_ratio=4, swa_capacity=64, compressed_capacity=64
         )
-    return build_v32_metadata(
-        DEEPSEEK_V32, batch, TABLES, fp8_kv_cache=True, prefill_backend="flashmla_sparse"
-    )
+    return build_v32_metadata(DEEPSEEK_V32, batch, TABLES, fp8_kv_cache=True, prefill_backend="flashmla_sparse")
 
 
 @WAYS

@@ -98,9 +98,7 @@ def test_two_requests_three_steps_through_both_builders():
     for step in range(3):
         step_batch = draft_step_batch(batch, step, 3)
         v4 = build_v4_metadata(DEEPSEEK_V4_FLASH, step_batch, tables)
-        v32 = build_v32_metadata(
-            DEEPSEEK_V32, step_batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_sparse"
-        )
+        v32 = build_v32_metadata(DEEPSEEK_V32, step_batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_sparse")
         slots = [10 + step, 900 + step]
         for metadata in (v4, v32):
             np.testing.assert_array_equal(metadata.out_cache_loc, slots)
@@ -157,9 +155,7 @@ def test_lengths_that_do_not_fit_are_refused_with_their_numbers():
     batch = decode_batch([10, 300], range(4))
     with pytest.raises(ValueError, match=r"out_cache_loc.*topk.*num_steps.*2 \* 1 \* 3 = 6 entries, got 4"):
         draft_step_batch(batch, 0, 3)
-    with pytest.raises(
-        ValueError, match=r"out_cache_loc.*2 \* 2 \* 3 = 12 entries, got 4.*topk=2, num_steps=3"
-    ):
+    with pytest.raises(ValueError, match=r"out_cache_loc.*2 \* 2 \* 3 = 12 entries, got 4.*topk=2, num_steps=3"):
         draft_step_batch(batch, 0, 3, topk=2)
 
 

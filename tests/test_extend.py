@@ -104,9 +104,7 @@ def make_chunk(seed: int = 0) -> Chunk:
         req_to_token=req_to_token,
         full_to_swa=full_to_swa,
         swa=pack_cache("V4_FP8", PAGE, keys_of(rng, len(swa_live), 512), swa_live),
-        compressed={
-            r: pack_cache("V4_FP8", PAGE // r, keys_of(rng, len(live[r]), 512), live[r]) for r in live
-        },
+        compressed={r: pack_cache("V4_FP8", PAGE // r, keys_of(rng, len(live[r]), 512), live[r]) for r in live},
         q=queries(rng, (ROWS, HEADS, 512)),
         chosen=rng.choice(np.array([0, -1, INT_MIN, INT_MAX, 3], np.int32), (ROWS, TOPK)),
     )
@@ -149,9 +147,7 @@ def plan_of(chunk: Chunk, ratio: int, *, rows: int = ROWS, bucket: int = BUCKET,
         out_cache_loc=jnp.zeros((rows,), jnp.int32),
         extend_lens=extend_lens,
     )
-    tables = RequestTables(
-        req_to_token=jnp.asarray(chunk.req_to_token), full_to_swa=jnp.asarray(chunk.full_to_swa)
-    )
+    tables = RequestTables(req_to_token=jnp.asarray(chunk.req_to_token), full_to_swa=jnp.asarray(chunk.full_to_swa))
     return build_prefill_plan(SPEC, batch, tables, compress_ratio=ratio, **CAPACITIES | capacities)
 
 
@@ -167,9 +163,7 @@ def arguments_of(chunk: Chunk, ratio: int) -> dict:
 
 @functools.partial(jax.jit, static_argnames="backend")
 def extend(plan, arguments, workspace=None, backend=None):
-    return sparse_mla_extend(
-        plan=plan, **arguments, workspace=workspace, softmax_scale=SCALE, backend=backend
-    )
+    return sparse_mla_extend(plan=plan, **arguments, workspace=workspace, softmax_scale=SCALE, backend=backend)
 
 
 @functools.cache
@@ -236,9 +230,7 @@ def test_the_order_of_requests_does_not_matter(ratio):
     chunk = shared_chunk()
     order = [3, 4, 2, 0, 1]
     starts = np.cumsum([0, *(new for _, new in chunk.requests)])
-    rows = np.concatenate(
-        [np.arange(starts[b], starts[b + 1]) for b in order] + [np.arange(starts[-1], ROWS)]
-    )
+    rows = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in order] + [np.arange(starts[-1], ROWS)])
     permuted = dataclasses.replace(
         chunk,
         requests=tuple(chunk.requests[b] for b in order),

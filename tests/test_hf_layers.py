@@ -19,7 +19,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32  # noq
 
 from jax_sparse_mla import ForwardMode, TopkTransform  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.cpu]
 
 
 def as_close_as_bf16_is(report) -> bool:
@@ -65,9 +65,7 @@ def test_the_oracle_is_what_transformers_runs(name):
     attentions = [layer.self_attn for layer in model.model.layers]
     hooks = [
         module.register_forward_hook(
-            lambda module, args, kwargs, out: seen.append(
-                (args[0] if args else kwargs["hidden_states"], out[0])
-            ),
+            lambda module, args, kwargs, out: seen.append((args[0] if args else kwargs["hidden_states"], out[0])),
             with_kwargs=True,
         )
         for module in attentions
@@ -160,9 +158,7 @@ def test_prefill_backends_agree(name, bf16):
         for step in run.steps:
             ragged = gathered and step.mode is ForwardMode.EXTEND
             if name == "v32":
-                assert step.metadata.topk_transform is (
-                    TopkTransform.RAGGED if ragged else TopkTransform.PAGED
-                )
+                assert step.metadata.topk_transform is (TopkTransform.RAGGED if ragged else TopkTransform.PAGED)
                 assert (step.metadata.topk_indices_offset is not None) == ragged
             else:
                 assert sorted(step.plans) == ([0, 4, 128] if ragged else [])
@@ -178,16 +174,20 @@ def test_bf16_v32_prefill_is_paged():
     assert {step.metadata.topk_transform for step in served("v32", True).steps} == {TopkTransform.PAGED}
 
 
+def one_c128_layer(**changes):
+    layers = {"num_hidden_layers": 1, "layer_types": ["heavily_compressed_attention"], "mlp_layer_types": ["moe"]}
+    return small_v4_config(**layers, **changes)
+
+
 def test_the_compressor_takes_the_model_s_epsilon():
     run = served("v4", True)
     layer = run.engine.layers[2]
-    assert layer.params.compressor.norm_eps == small_v4_config().rms_norm_eps
+    other = random_model(one_c128_layer(rms_norm_eps=0.5), 0).model.layers[0].self_attn
+    assert hf_layers.V4Layer(other, run.engine.spec, 128).params.compressor.norm_eps == 0.5
     first_chunks = run.steps[:2]  # 224 tokens: one entry
     expected = replay(run, 2, run, steps=first_chunks)[0][0]
     params = layer.params
-    layer.params = dataclasses.replace(
-        params, compressor=dataclasses.replace(params.compressor, norm_eps=1.0)
-    )
+    layer.params = dataclasses.replace(params, compressor=dataclasses.replace(params.compressor, norm_eps=1.0))
     try:
         out = replay(run, 2, run, steps=first_chunks)[0][0]
     finally:
@@ -196,9 +196,7 @@ def test_the_compressor_takes_the_model_s_epsilon():
 
 
 def test_a_compressor_with_a_magnitude_is_refused():
-    config = small_v4_config(
-        num_hidden_layers=1, layer_types=["heavily_compressed_attention"], mlp_layer_types=["moe"]
-    )
+    config = one_c128_layer()
     config.rope_parameters["compress"]["attention_factor"] = 1.25
     model = random_model(config, 0)
     spec = served("v4", True).engine.spec
@@ -227,12 +225,10 @@ def record_selections(monkeypatch, stable):
 
     def record(self, *args, **kwargs):
         def topk_of_scores(scores, k, dim):
-            result = (
-                torch.sort(scores, dim=dim, descending=True, stable=True)
-                if stable
-                else topk(scores, k, dim=dim)
-            )
-            indices = result.indices[..., :k]
+            if stable:
+                values, indices = (x[..., :k] for x in scores.sort(dim=dim, descending=True, stable=True))
+            else:
+                values, indices = topk(scores, k, dim=dim)
             for row, chosen in zip(scores[0], indices[0]):
                 position = len(seen[self.layer_idx])
                 seen[self.layer_idx][position] = Selection(row[: position + 1].clone(), set(chosen.tolist()))

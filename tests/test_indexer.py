@@ -81,9 +81,7 @@ def logits_by_hand(q, weights, cache, page_table, lengths) -> tuple[np.ndarray, 
             if 0 <= page < cache.shape[0]:
                 values, scale = stored_key(cache, page * page_size + column % page_size)
                 logits[row, column] = scale * np.sum(np.maximum(q[row] @ values, 0) * weights[row])
-                magnitude[row, column] = scale * np.sum(
-                    (np.abs(q[row]) @ np.abs(values)) * np.abs(weights[row])
-                )
+                magnitude[row, column] = scale * np.sum((np.abs(q[row]) @ np.abs(values)) * np.abs(weights[row]))
     return logits, magnitude
 
 
@@ -413,9 +411,7 @@ def cached_keys(rng, num_keys, page_size=64):
     position = np.arange(num_keys)
     slots = (table[position // page_size] * page_size + position % page_size).astype(np.int32)
     cache = jnp.full((num_pages, page_size * 132), 0xFF, jnp.uint8)
-    cache = write_index_k(
-        cache, jnp.asarray(slots), jnp.asarray(rng.normal(size=(num_keys, DIM)), jnp.float32)
-    )
+    cache = write_index_k(cache, jnp.asarray(slots), jnp.asarray(rng.normal(size=(num_keys, DIM)), jnp.float32))
     values, scale = gather_index_k(cache, jnp.asarray(slots))
     return cache, table, np.asarray(values).astype(np.float32) * np.asarray(scale)[:, None]
 
@@ -479,9 +475,7 @@ def test_selection_equals_transformers_v32_indexer(torch):
         q = module.wq_b(q_resid)[0].reshape(rows, heads, DIM).numpy()
         weights = module.weights_proj(hidden)[0].numpy() * np.float32(DIM**-0.5 * heads**-0.5)
     lengths = jnp.arange(1, rows + 1, dtype=jnp.int32)
-    logits = index_logits(
-        jnp.asarray(q), jnp.asarray(weights), cache, jnp.asarray(np.tile(table, (rows, 1))), lengths
-    )
+    logits = index_logits(jnp.asarray(q), jnp.asarray(weights), cache, jnp.asarray(np.tile(table, (rows, 1))), lengths)
     got = np.asarray(topk_positions(logits, lengths, topk))
     for row in range(topk, rows):
         assert set(got[row]) == set(want[row]), row
@@ -494,9 +488,7 @@ def test_scale_of_q_folds_into_the_weights():
     cache = filled_cache(rng, 2, 8, range(16))
     table, lengths = np.array([[0, 1]] * 3, np.int32), np.full(3, 16, np.int32)
     values, scale = quantize_index_q(jnp.asarray(q))
-    got = index_logits(
-        values, jnp.asarray(weights) * scale, *(jnp.asarray(x) for x in (cache, table, lengths))
-    )
+    got = index_logits(values, jnp.asarray(weights) * scale, *(jnp.asarray(x) for x in (cache, table, lengths)))
     folded = np.asarray(values).astype(np.float64) * np.asarray(scale)[..., None]
     assert_logits(got, *logits_by_hand(folded, weights, cache, table, lengths))
 
@@ -512,9 +504,7 @@ def test_hadamard_is_the_formula(n):
     x = rng.normal(size=(3, 5, n)).astype(np.float32)
     for function in (hadamard_transform, jax.jit(hadamard_transform)):
         np.testing.assert_allclose(np.asarray(function(jnp.asarray(x))), x @ matrix, atol=2e-6)
-    np.testing.assert_allclose(
-        np.asarray(hadamard_transform(hadamard_transform(jnp.asarray(x)))), x, atol=2e-6
-    )
+    np.testing.assert_allclose(np.asarray(hadamard_transform(hadamard_transform(jnp.asarray(x)))), x, atol=2e-6)
     bf16 = jnp.asarray(x, jnp.bfloat16)
     got = hadamard_transform(bf16)
     assert got.dtype == jnp.bfloat16

@@ -121,9 +121,7 @@ class TestSwaSlots:
     def test_newest_first_and_minus_one_past_the_start(self):
         req_to_token = jnp.arange(8, dtype=jnp.int32).reshape(1, 8)
         full_to_swa = jnp.array([10, 11, 12, 13, 14, 15, 16, 17, -1], jnp.int32)
-        got = swa_slots(
-            jnp.array([5, 1, -1], jnp.int32), jnp.zeros(3, jnp.int32), req_to_token, full_to_swa, window=4
-        )
+        got = swa_slots(jnp.array([5, 1, -1], jnp.int32), jnp.zeros(3, jnp.int32), req_to_token, full_to_swa, window=4)
         assert got.tolist() == [[15, 14, 13, 12], [11, 10, -1, -1], [-1] * 4]
 
     def test_lowest_position_does_not_wrap_into_the_table(self):
@@ -165,14 +163,13 @@ def brute_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa
     slots, first_pos, gather_lens, offsets = [], [], [], [0]
     for seq, extend, row in zip(seq_lens.tolist(), extend_lens.tolist(), req_rows.tolist(), strict=True):
         seq = max(seq, 0)
-        gather = min(seq, extend + window - 1) if extend > 0 else 0
+        gather = max(min(seq, extend + window - 1), 0)
         first_pos.append(seq - gather)
         gather_lens.append(gather)
         offsets.append(min(offsets[-1] + gather, INT_MAX))
         room = max(capacity - len(slots), 0)
         slots += [
-            at(full_to_swa, at(req_to_token, row, p))
-            for p in range(seq - gather, seq - gather + min(gather, room))
+            at(full_to_swa, at(req_to_token, row, p)) for p in range(seq - gather, seq - gather + min(gather, room))
         ]
     return slots + [-1] * (capacity - len(slots)), first_pos, gather_lens, offsets
 
@@ -269,9 +266,7 @@ class TestSwaGatherPlan:
     )
     def test_bad_arguments_are_named(self, error, name, change):
         zeros = jnp.zeros(2, jnp.int32)
-        arguments = dict(
-            seq_lens=zeros, extend_lens=zeros, req_rows=zeros, req_to_token=zeros[None], full_to_swa=zeros
-        )
+        arguments = dict(seq_lens=zeros, extend_lens=zeros, req_rows=zeros, req_to_token=zeros[None], full_to_swa=zeros)
         with pytest.raises(error, match=f"swa_gather_plan: {name}"):
             swa_gather_plan(**(arguments | {"window": 4, "capacity": 8} | change))
 
@@ -282,9 +277,7 @@ def ceil128(n):
 
 def brute_swa_extra(swa, swa_lens, extra, extra_lens, num_swa_rows):
     width, rows, lengths = ceil128(swa.shape[1] + extra.shape[1]), [], []
-    for s, sl, e, el in zip(
-        swa.tolist(), swa_lens.tolist(), extra.tolist(), extra_lens.tolist(), strict=True
-    ):
+    for s, sl, e, el in zip(swa.tolist(), swa_lens.tolist(), extra.tolist(), extra_lens.tolist(), strict=True):
         sl, el = min(max(sl, 0), len(s)), min(max(el, 0), len(e))
         row = [x if 0 <= x < num_swa_rows else -1 for x in s[:sl]] + [plus(x, num_swa_rows) for x in e[:el]]
         rows.append(row + [-1] * (width - len(row)))
@@ -296,9 +289,7 @@ class TestCombineSwaExtra:
     @EXAMPLES
     @given(
         seed=SEEDS,
-        shape=st.sampled_from(
-            [(1, 1, 1), (5, 128, 64), (5, 7, 122), (4, 0, 9), (4, 9, 0), (3, 0, 0), (0, 4, 4)]
-        ),
+        shape=st.sampled_from([(1, 1, 1), (5, 128, 64), (5, 7, 122), (4, 0, 9), (4, 9, 0), (3, 0, 0), (0, 4, 4)]),
         num_swa_rows=st.sampled_from([0, 1, 50, INT_MAX - 20, INT_MAX]),
         traced=st.booleans(),
     )
@@ -329,9 +320,7 @@ class TestCombineSwaExtra:
 
     def test_a_negative_row_count_that_is_data_leaves_nothing_valid(self):
         ones = jnp.ones((1, 2), jnp.int32)
-        indices, lengths = combine_swa_extra_indices(
-            ones, ones[:, 0] * 2, ones, ones[:, 0] * 2, jnp.int32(-1)
-        )
+        indices, lengths = combine_swa_extra_indices(ones, ones[:, 0] * 2, ones, ones[:, 0] * 2, jnp.int32(-1))
         assert (np.asarray(indices) == -1).all()
         assert lengths.tolist() == [4]
 
@@ -351,9 +340,7 @@ class TestCombineSwaExtra:
     )
     def test_bad_arguments_are_named(self, error, name, change):
         wide, flat = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
-        arguments = dict(
-            swa_indices=wide, swa_lengths=flat, extra_indices=wide, extra_lengths=flat, num_swa_rows=4
-        )
+        arguments = dict(swa_indices=wide, swa_lengths=flat, extra_indices=wide, extra_lengths=flat, num_swa_rows=4)
         with pytest.raises(error, match=f"combine_swa_extra_indices: {name}"):
             combine_swa_extra_indices(**(arguments | change))
 
@@ -406,9 +393,7 @@ def chunk(rng, batch, rows, columns, ratio, hostile):
         s_base,
     ]
     for i in (2, 3, 4, 5, 6):
-        arrays[i] = np.where(
-            rng.random(arrays[i].shape) < hostile, rng.choice(HOSTILE, arrays[i].shape), arrays[i]
-        )
+        arrays[i] = np.where(rng.random(arrays[i].shape) < hostile, rng.choice(HOSTILE, arrays[i].shape), arrays[i])
     return [x.astype(np.int32) for x in arrays], int(c_base[-1] + gather.sum())
 
 
@@ -438,9 +423,7 @@ class TestCombineTopkSwa:
         """On a consistent chunk every entry lies in its request's regions, and the window has no hole."""
         arrays, workspace = chunk(np.random.default_rng(seed), 3, 16, 6, 4, 0)
         _, qsl, pos, seq, gather, c_base, s_base = arrays
-        indices, lengths = map(
-            np.asarray, combine_topk_swa_indices(*arrays, window=7, compress_ratio=4, topk=6)
-        )
+        indices, lengths = map(np.asarray, combine_topk_swa_indices(*arrays, window=7, compress_ratio=4, topk=6))
         owner = np.full(workspace, -1)
         for r in range(3):
             owner[c_base[r] : c_base[r] + seq[r] // 4] = r

@@ -28,8 +28,7 @@ def attention_parts(seed: int, k: int, gain: float = 1.0):
     present = rng.random((ROWS, KEYS)) < rng.choice([0.1, 0.9], (ROWS, 1))
     present[0], present[1] = False, True
     parts = [
-        [attend(q[row], keys[present[row] & (part_of[row] == i)], SCALE, None) for row in range(ROWS)]
-        for i in range(k)
+        [attend(q[row], keys[present[row] & (part_of[row] == i)], SCALE, None) for row in range(ROWS)] for i in range(k)
     ]
     whole = [attend(q[row], keys[present[row]], SCALE, None) for row in range(ROWS)]
 
@@ -136,9 +135,7 @@ def test_gradients():
 
     def loss(outs, lses):
         out, lse = merge_attention(outs, lses)
-        return jnp.sum(w_out[: len(out)] * out) + jnp.sum(
-            w_lse[: len(lse)] * jnp.where(jnp.isneginf(lse), 0, lse)
-        )
+        return jnp.sum(w_out[: len(out)] * out) + jnp.sum(w_lse[: len(lse)] * jnp.where(jnp.isneginf(lse), 0, lse))
 
     gradients = jax.jit(jax.grad(loss, (0, 1)))
     by_outs, by_lses = gradients(outs, lses)
@@ -193,22 +190,20 @@ def test_the_sink_after_the_merge_is_the_sink_in_the_call(dtype):
     actual = apply_attn_sink(out, lse, jnp.asarray(SINK))
     assert actual.dtype == dtype
     tolerance = 1e-6 if dtype == jnp.float32 else 2**-7
-    np.testing.assert_allclose(
-        np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=tolerance
-    )
+    np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=tolerance)
     assert not np.any(actual[:, 0]) and not np.any(actual[0])
     chex.assert_trees_all_equal(actual[:, 1], out[:, 1])
 
 
 def test_the_sink_formula():
-    """`out · exp(lse) / (exp(lse) + exp(sink))`, also where exp overflows; rows without a key stay."""
+    """`out · exp(lse) / (exp(lse) + exp(sink))`, also where exp overflows; rows without a key are 0."""
     lse = np.array([[0.0, -5.0, 3.0], [100.0, -200.0, 3e38], [-np.inf, -np.inf, -np.inf]], np.float32)
     sink = np.array([1.5, -300.0, 200.0], np.float32)
     out = np.ones((3, 3, 4), np.float32)
     actual = np.asarray(apply_attn_sink(jnp.asarray(out), jnp.asarray(lse), jnp.asarray(sink)))
     share = 1 / (1 + np.exp(np.minimum(sink.astype(np.float64) - lse.astype(np.float64)[:2], 700)))
     np.testing.assert_allclose(actual[:2], share[..., None] * out[:2], rtol=1e-5, atol=1e-37)
-    np.testing.assert_array_equal(actual[2], out[2])
+    np.testing.assert_array_equal(actual[2], 0)
     for infinite, expected in ((np.inf, 0), (-np.inf, 1)):
         result = apply_attn_sink(jnp.asarray(out), jnp.asarray(lse), jnp.full((3,), infinite, jnp.float32))
         np.testing.assert_array_equal(result[:2], expected * out[:2])
@@ -218,17 +213,13 @@ def test_sink_gradients_are_finite():
     lse = jnp.array([[0.5, 1.0, -jnp.inf], [-jnp.inf, 2.0, 0.1]], jnp.float32)
     out = jnp.ones((2, 3, 4), jnp.float32)
     for sink in (SINK, -SINK, np.array([np.inf, -1e30, 1e30], np.float32)):
-        gradients = jax.jit(jax.grad(lambda *a: jnp.sum(apply_attn_sink(*a)), (0, 1, 2)))(
-            out, lse, jnp.asarray(sink)
-        )
+        gradients = jax.jit(jax.grad(lambda *a: jnp.sum(apply_attn_sink(*a)), (0, 1, 2)))(out, lse, jnp.asarray(sink))
         chex.assert_tree_all_finite(gradients)
         assert not np.any(np.asarray(gradients[2])[np.isinf(sink)])
     sink = jnp.array([0.3, -0.2, 0.1], jnp.float32)
     by_sink = jax.grad(lambda s: jnp.sum(apply_attn_sink(out, lse, s)))(sink)
     share = jax.nn.sigmoid(lse - sink)
-    np.testing.assert_allclose(
-        by_sink, -4 * jnp.sum(jnp.where(jnp.isinf(lse), 0, share * (1 - share)), 0), rtol=1e-5
-    )
+    np.testing.assert_allclose(by_sink, -4 * jnp.sum(jnp.where(jnp.isinf(lse), 0, share * (1 - share)), 0), rtol=1e-5)
 
 
 # --- bad input ---
@@ -278,3 +269,14 @@ def test_bad_merge_input(outs, lses, error, name):
 def test_bad_sink_input(out, lse, sink, error, name):
     with pytest.raises(error, match=f"^apply_attn_sink: {name} "):
         apply_attn_sink(out, lse, sink)
+
+
+def test_what_an_absent_part_holds_does_not_matter():
+    """A kernel may leave the rows of a part without keys unwritten."""
+    here, lost = jnp.full((2, 3, 4), 2.0), jnp.full((2, 3, 4), jnp.nan)
+    present, absent = jnp.zeros((2, 3)), jnp.full((2, 3), -jnp.inf)
+    out, lse = merge_attention([here, lost], [present, absent])
+    np.testing.assert_array_equal(out, here)
+    np.testing.assert_array_equal(lse, present)
+    np.testing.assert_array_equal(merge_attention([lost, lost], [absent, absent])[0], 0)
+    np.testing.assert_array_equal(apply_attn_sink(lost, absent, jnp.zeros(3)), 0)

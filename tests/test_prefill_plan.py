@@ -104,8 +104,7 @@ def oracle_plan(fields, table, to_swa, ratio, bucket, swa_capacity, compressed_c
         plan["gather_lens"].append(gather)
         plan["swa_base"].append(compressed_capacity + min(swa_total, swa_capacity))
         swa += [
-            window_slot(fields, table, to_swa, b, seq - gather + i)
-            for i in range(min(gather, swa_capacity - len(swa)))
+            window_slot(fields, table, to_swa, b, seq - gather + i) for i in range(min(gather, swa_capacity - len(swa)))
         ]
         swa_total += gather
     plan["compressed_slots"] = compressed + [-1] * (compressed_capacity - len(compressed))
@@ -209,8 +208,7 @@ def test_queries_read_their_own_keys_and_no_others(seed, ratio, capacities, host
         entries = [j for j in chosen if 0 <= j < (pos + 1) // ratio] if ratio else []
         want = [("compressed", compressed_slot(fields, table, b, j, ratio, MAX_LEN)) for j in entries]
         want += [
-            ("window", window_slot(fields, table, to_swa, b, p))
-            for p in range(max(pos - TINY.window + 1, 0), pos + 1)
+            ("window", window_slot(fields, table, to_swa, b, p)) for p in range(max(pos - TINY.window + 1, 0), pos + 1)
         ]
         want = [key for key in want if key[1] >= 0]
         if not bool(plan.overflow):
@@ -256,9 +254,7 @@ def test_the_real_model_by_hand():
     capacities = {"swa_capacity": 256, "compressed_capacity": 192}
     c4 = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=4, **capacities)
     pages = [5 * 64 + np.arange(64), 2 * 64 + np.arange(64), 9 * 64 + np.arange(22)]
-    np.testing.assert_array_equal(
-        c4.compressed_slots, np.pad(np.concatenate(pages), (0, 42), constant_values=-1)
-    )
+    np.testing.assert_array_equal(c4.compressed_slots, np.pad(np.concatenate(pages), (0, 42), constant_values=-1))
     np.testing.assert_array_equal(c4.gather_lens, [227])
     np.testing.assert_array_equal(c4.swa_slots, np.pad(table[0, 373:600] + 7, (0, 29), constant_values=-1))
     assert (c4.topk, c4.workspace_rows, int(c4.swa_base[0])) == (512, 448, 192)
@@ -295,9 +291,7 @@ def test_chunks_compile_once_and_plans_pass_through_jit(monkeypatch):
     for _ in range(5):
         # Capacities that no other test uses, so that nothing is compiled before.
         batch, tables = to_jax(*make_case(rng))
-        plan = build_prefill_plan(
-            TINY, batch, tables, compress_ratio=4, swa_capacity=51, compressed_capacity=67
-        )
+        plan = build_prefill_plan(TINY, batch, tables, compress_ratio=4, swa_capacity=51, compressed_capacity=67)
     assert len(traces) == 1
     again = jax.jit(lambda x: x)(plan)
     chex.assert_trees_all_equal(again, plan)

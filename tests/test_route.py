@@ -136,9 +136,7 @@ def test_the_cap_does_not_touch_prefill():
 # --- heads, topk, models ---
 
 
-@pytest.mark.parametrize(
-    "spec", [DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO], ids=lambda spec: spec.name
-)
+@pytest.mark.parametrize("spec", [DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO], ids=lambda spec: spec.name)
 def test_every_model_and_any_share_of_its_heads(spec):
     for heads, topk in itertools.product((None, 1, 3, 16, 128), (None, 0, 1, 100, 2048)):
         assert plan(spec=spec, device=DEVICES["sm90"], num_heads=heads, topk=topk).backend == "hopper"

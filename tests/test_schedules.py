@@ -151,9 +151,7 @@ def test_flashmla_under_jit_compiles_once_per_bucket():
     @jax.jit
     def schedule(lengths, extra):
         traces.append(1)
-        return flashmla_schedule(
-            lengths, batch=5, topk=640, extra_topk=512, extra_topk_length=extra, num_sm_parts=66
-        )
+        return flashmla_schedule(lengths, batch=5, topk=640, extra_topk=512, extra_topk_length=extra, num_sm_parts=66)
 
     for main, extra in [([0] * 5, [0] * 5), ([640, 1, 2, 3, 4], [512, 0, 9, 64, 65])]:
         got = schedule(jnp.array(main, jnp.int32), jnp.array(extra, jnp.int32))
@@ -190,11 +188,7 @@ def test_flashmla_bad_arguments_are_named(error, name, change):
 
 def mqa_walk(context_lens, num_sms, split_kv):
     """Every split of every row in a list; SM i starts at its i-th share, the last SMs have one more."""
-    work = [
-        (row, split)
-        for row, length in enumerate(context_lens)
-        for split in range(-(-max(length, 0) // split_kv))
-    ]
+    work = [(row, split) for row, length in enumerate(context_lens) for split in range(-(-max(length, 0) // split_kv))]
     share, more = divmod(len(work), num_sms)
     starts = [0]
     for sm in range(num_sms):

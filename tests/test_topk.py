@@ -17,9 +17,7 @@ NAN, INF = math.nan, math.inf
 SEEDS = st.integers(0, 2**32 - 1)
 EXAMPLES = settings(max_examples=50, deadline=None)
 # Ties, both zeros, denormals of either sign, infinities, NaNs of either sign.
-VALUES = np.array(
-    [0.0, -0.0, 1.0, -1.0, 2.5, 1e-42, -1e-42, INF, -INF, NAN, -NAN, 3e38, -3e38, 1e-38], np.float32
-)
+VALUES = np.array([0.0, -0.0, 1.0, -1.0, 2.5, 1e-42, -1e-42, INF, -INF, NAN, -NAN, 3e38, -3e38, 1e-38], np.float32)
 
 
 def brute_positions(logits, lengths, topk, row_starts=None):
@@ -57,9 +55,7 @@ def draw_logits(rng, rows, columns, kind, dtype=np.float32):
 
 def draw_ints(rng, rows, low, high, hostile=0.1):
     values = rng.integers(low, high, rows)
-    return np.where(rng.random(rows) < hostile, rng.choice([INT_MIN, -7, INT_MAX], rows), values).astype(
-        np.int32
-    )
+    return np.where(rng.random(rows) < hostile, rng.choice([INT_MIN, -7, INT_MAX], rows), values).astype(np.int32)
 
 
 SHAPES = st.sampled_from([(7, 50, 8), (7, 50, 1), (3, 5, 8), (2, 0, 4), (0, 9, 4), (4, 130, 64)])
@@ -210,10 +206,7 @@ class TestTransform:
             row_starts=starts,
         )
         for i, positions in enumerate(brute_positions(logits, lengths, topk, starts)):
-            sums = [
-                p + int(offset[i]) if offset[i] >= 0 and p + int(offset[i]) <= INT_MAX else -1
-                for p in positions
-            ]
+            sums = [p + int(offset[i]) if offset[i] >= 0 and p + int(offset[i]) <= INT_MAX else -1 for p in positions]
             assert sorted(got[i].tolist()) == sorted(sums + [-1] * (topk - len(sums)))
 
     def test_under_jit_and_with_the_other_methods_arguments(self):

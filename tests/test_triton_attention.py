@@ -8,6 +8,7 @@ the shared memory of devices that are not at hand ("compiled, not run").
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ pytest.importorskip("triton")
 from jax_sparse_mla.kernels_triton import plan as planning
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
-INTERPRETED = Path(__file__).with_name("interpreted_triton_attention.py")
+CASES = Path(__file__).with_name("triton_attention_cases.py")
 COMPILING = Path(__file__).with_name("compile_triton_attention.py")
 
 # Shared memory that one block may have, KiB (CUDA C++ Programming Guide, technical specifications).
@@ -46,7 +47,7 @@ def script(path: Path, *arguments: str, **environment: str) -> str:
 
 
 def test_results_equal_the_oracle_in_the_interpreter():
-    assert "12 checks passed" in script(INTERPRETED, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert "12 checks passed" in script(CASES, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 class TestPlan:
@@ -63,7 +64,7 @@ class TestPlan:
         plan = self.plan(1)
         block_n = plan.constexprs["BLOCK_N"]
         assert plan.num_splits == (128 + 512) // block_n  # one block of keys each
-        assert plan.grid == (1, plan.num_splits) and plan.constexprs["SPLIT"]
+        assert plan.grid == (64 // plan.constexprs["BLOCK_H"], plan.num_splits) and plan.constexprs["SPLIT"]
         assert plan.combine_grid == (64,)
         # The sink enters once, where the denominator is whole.
         assert not plan.constexprs["HAS_SINK"] and plan.combine_constexprs["HAS_SINK"]
@@ -122,3 +123,64 @@ def test_it_compiles_within_the_shared_memory(capability):
         assert row["e4m3"] == (capability >= (8, 9) and row["layout"].endswith("FP8")), row
         assert row["wgmma"] == (capability == (9, 0) and row["num_heads"] >= 64), row
         assert row["wide_copies"], row  # keys come 16 bytes at a time
+
+
+@pytest.mark.gpu
+class TestOnTheGPU:
+    """What tests/test_attention.py, which runs every backend, does not have."""
+
+    def test_splits_tiles_and_integer_decode_equal_the_oracle(self):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no CUDA")
+        assert "12 checks passed" in script(CASES)
+
+    @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V32_BF16"])
+    def test_the_last_slots_of_a_5_gib_cache(self, layout):
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        from attention_calls import decode_arguments, small_decode
+
+        from jax_sparse_mla.attention import sparse_mla_decode
+
+        case = small_decode(layout=layout, lengths="none")
+        arguments = decode_arguments(case)
+        page = arguments["cache"]
+        expected = sparse_mla_decode(**arguments, backend="triton")
+        pages, page_bytes = page.data.shape
+        total = -(-(5 << 30) // page_bytes)
+        put = jax.jit(lambda big, last: big.at[total - pages :].set(last), donate_argnums=0)
+        big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
+        indices = np.asarray(case.indices)
+        first = (total - pages) * page.page_size
+        moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
+        arguments["cache"] = dataclasses.replace(page, data=big)
+        arguments["indices"] = jnp.asarray(moved.astype(np.int32))
+        actual = sparse_mla_decode(**arguments, backend="triton")
+        for a, b in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    def test_a_cuda_graph_captures_the_torch_launch(self):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no CUDA")
+        from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode
+
+        torch.manual_seed(0)
+        layout = KVLayout.V4_BF16
+        rows = torch.randn(4, 64, 512, device="cuda").bfloat16()
+        cache = TorchPagedKV(rows.view(torch.uint8).view(4, -1), layout, 64)
+        q = torch.randn(2, 1, 64, 512, device="cuda").bfloat16()
+        indices = torch.randint(0, 256, (2, 1, 512), device="cuda", dtype=torch.int32)
+        out = torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda")
+        expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.04)
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            sparse_mla_decode(q, cache, indices, softmax_scale=0.04, out=out)
+        for tensor in out:
+            tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])

@@ -32,7 +32,6 @@ from sparse_mla_torch.kernels import kv_cache as torch_kv  # noqa: E402
 
 from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices  # noqa: E402
 from jax_sparse_mla.indices.merge import combine_swa_extra_reference, combine_topk_swa_reference  # noqa: E402
-from jax_sparse_mla.kernels_triton import dispatch, use_triton  # noqa: E402
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, split_pages, write_kv  # noqa: E402
 from jax_sparse_mla.kv_cache.rows import (  # noqa: E402
     gather_kv_into,
@@ -51,7 +50,7 @@ V32, V4, V32_BF16, V4_BF16 = KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF1
 LAYOUTS = pytest.mark.parametrize("layout", (V32, V4, V32_BF16, V4_BF16), ids=repr)
 PAGE_SIZES = (256, 64, 2, 61, 1)
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
-PROPERTY = settings(max_examples=20, deadline=None)
+PROPERTY = settings(max_examples=12, deadline=None)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -255,7 +254,7 @@ def test_bad_tensors_are_refused_by_name():
         torch_kv.write_kv(cache, slots, kv[:, :448])
     with pytest.raises(ValueError, match="kv must be contiguous"):
         torch_kv.write_kv(cache, slots, torch.zeros((512, 4), dtype=torch.bfloat16, device=DEVICE).T)
-    with pytest.raises(ValueError, match="cache.data"):
+    with pytest.raises(ValueError, match=r"cache\.data"):
         torch_kv.gather_kv(PagedKV(data=cache.data, layout=V4, page_size=128), slots)
     with pytest.raises(ValueError, match="out has 4 rows, too few for 4 from out_start=1"):
         torch_kv.gather_kv(cache, slots, out=kv, out_start=1)
@@ -284,6 +283,9 @@ def swa_extra_case(seed, n, swa_width, extra_width):
     )
 
 
+BASES = (0, 17, 5000, 2**31 - 40, 2**31 - 4, -1, -(2**31))  # sums with the large ones do not fit int32
+
+
 def topk_swa_case(seed, n, columns, requests):
     rng = np.random.default_rng(seed)
     seq_lens = rng.choice(np.array([0, 1, 7, 130, 2000, 2**31 - 1], np.int32), requests)
@@ -299,8 +301,8 @@ def topk_swa_case(seed, n, columns, requests):
         pos,
         seq_lens,
         np.minimum(seq_lens, hostile_ints(rng, (requests,), 400)),
-        hostile_ints(rng, (requests,), 5000),
-        hostile_ints(rng, (requests,), 5000),
+        rng.choice(np.array(BASES, np.int32), requests),
+        rng.choice(np.array(BASES, np.int32), requests),
     )
 
 
@@ -364,14 +366,6 @@ def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
         # SM80 has no e4m3 type; the others round with their own instruction.
         fp8 = fact["kernel"].split()[0] in ("write", "gather")
         assert fact["e4m3"] == (fp8 and fact["capability"] >= 89), fact
-
-
-def test_dispatch_takes_the_plain_code_on_cpu_and_on_request(monkeypatch):
-    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "reference")
-    assert not use_triton()
-    assert dispatch(None, lambda x: x + 1, jnp.int32(1)) == 2
-    monkeypatch.delenv("JAX_SPARSE_MLA_BACKEND")
-    assert use_triton() == ON_GPU
 
 
 @pytest.mark.gpu
@@ -459,7 +453,9 @@ def test_jax_writes_a_donated_cache_in_place():
 def test_the_last_slots_of_a_5_gib_cache(face):
     num_pages, page_size, n = 36_000, 256, 9  # 5.4e9 bytes
     num_slots = num_pages * page_size
-    slots = np.array([num_slots - 1, num_slots - 256, num_slots - 257, 0, 14_340 * 256, -1, num_slots, 5, 300], np.int32)
+    slots = np.array(
+        [num_slots - 1, num_slots - 256, num_slots - 257, 0, 14_340 * 256, -1, num_slots, 5, 300], np.int32
+    )
     kv = rows_of_every_kind(n, 512, seed=25)
     small = np.array([255, 0, 511, 256, 512, -1, -1, 261, 600], np.int32)  # the same rows in a small cache
     want = plain_gather(plain_write(PagedKV.zeros(V4, 3, page_size), small, jnp.asarray(kv)), small)
@@ -481,3 +477,26 @@ def test_the_last_slots_of_a_5_gib_cache(face):
     assert_same_bf16(read, want)
     assert_same_bf16(last, want[:2])
     assert list(touched) == [0, 1, 14_340, num_pages - 2, num_pages - 1]
+
+
+@pytest.mark.gpu
+def test_torch_captures_the_kernels_in_a_cuda_graph():
+    cache = torch_cache(random_pages(V4, 4, 64, seed=26), V4, 64)
+    split = torch_cache(random_pages(V4, 16, 16, seed=27), V4, 16)
+    slots, kv = tensor(np.arange(5, dtype=np.int32)), torch.zeros((5, 512), dtype=torch.bfloat16, device=DEVICE)
+    out, scratch = torch.empty_like(kv), torch_kv.SplitScratch.allocate(4, 5, DEVICE)
+
+    def step():
+        torch_kv.write_kv(cache, slots, kv)
+        torch_kv.gather_kv(cache, slots, out=out)
+        torch_kv.split_pages(cache, split, slots, scratch=scratch)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    kv.fill_(2.0)
+    slots += 70
+    graph.replay()
+    assert (out == 2.0).all()
+    assert (torch_kv.gather_kv(split, slots) == 2.0).all()

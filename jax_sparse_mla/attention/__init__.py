@@ -1,4 +1,4 @@
-"""Sparse MLA attention: `api` is the public face, `reference` the contract, `route` decides which kernel serves a call."""
+"""Sparse MLA attention: `api` is the public face, `reference` the contract, `route` decides which kernel serves."""
 
 from jax_sparse_mla.attention.api import decode_schedule, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.extend import sparse_mla_extend

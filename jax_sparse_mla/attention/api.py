@@ -43,7 +43,7 @@ _ADAPTERS = {
 
 def installed_backends() -> frozenset[str]:
     """Names of the backends that this version has, whose packages are there and whose platform JAX runs on."""
-    return frozenset({"reference", "triton"} if kernels_triton._available() else {"reference"})
+    return frozenset({"reference", "triton"} if kernels_triton.available() else {"reference"})
 
 
 def sparse_mla_decode(
@@ -64,7 +64,8 @@ def sparse_mla_decode(
 
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
-    sharded by rows give partial results that `merge_attention` joins.
+    sharded by rows give partial results that `merge_attention` joins. Kernels have no gradient: differentiate with
+    `backend="reference"`.
 
     Args:
       q: bfloat16 `[batch, q_len, heads, qk_dim]`; the reference also takes float32.
@@ -204,9 +205,7 @@ def _route(
         index_dim=0,
     )
     override = (
-        backend
-        or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND")
-        or os.environ.get("JAX_SPARSE_MLA_BACKEND")
+        backend or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND") or os.environ.get("JAX_SPARSE_MLA_BACKEND")
     )
     only_the_reference = None
     if np.dtype(dtype) == np.float32:
@@ -242,7 +241,8 @@ def static_scale(check: ArgumentChecks, softmax_scale: Any) -> float:
     number = (int, float, np.integer, np.floating)
     if not isinstance(softmax_scale, number) or isinstance(softmax_scale, bool):
         raise TypeError(
-            f"{check.function}: softmax_scale must be a static number, got {type(softmax_scale).__name__}"
+            f"{check.function}: softmax_scale must be a static number (under jit, close over it), got "
+            f"{type(softmax_scale).__name__}"
         )
     if not math.isfinite(softmax_scale):
         raise check.fail(f"softmax_scale must be finite, got {softmax_scale}")

@@ -75,7 +75,9 @@ def sparse_mla_extend(
             raise check.fail(f"compressed_cache must have swa_cache's layout {layout}, got {compressed_cache.layout}")
     if topk_positions is None:
         if plan.compress_ratio == INDEXED_RATIO:
-            raise check.fail(f"topk_positions must be given for ratio {INDEXED_RATIO}, whose entries are chosen, got None")
+            raise check.fail(
+                f"topk_positions must be given for ratio {INDEXED_RATIO}, whose entries are chosen, got None"
+            )
         # Every complete entry: the merge keeps those before each query's own position.
         topk_positions = jnp.broadcast_to(jnp.arange(plan.topk, dtype=jnp.int32), (q.shape[0], plan.topk))
     topk_positions = check("topk_positions", topk_positions, ("T", "topk"), INT32)
@@ -124,7 +126,10 @@ def _fill_workspace(
     plan: PrefillPlan, swa_cache: PagedKV, compressed_cache: PagedKV | None, workspace: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The workspace with the plan's rows gathered into it, and the slot of each of those rows (−1: no key)."""
-    regions = [(0, compressed_cache, plan.compressed_slots), (plan.compressed_slots.shape[0], swa_cache, plan.swa_slots)]
+    regions = [
+        (0, compressed_cache, plan.compressed_slots),
+        (plan.compressed_slots.shape[0], swa_cache, plan.swa_slots),
+    ]
     if workspace is None:
         workspace = jnp.zeros((plan.workspace_rows, swa_cache.layout.qk_dim), jnp.bfloat16)
     present = []

@@ -61,7 +61,9 @@ def _merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
     absent = lses == -jnp.inf
     weights = jnp.where(absent, 0.0, jnp.exp(jnp.where(absent, shift, lses) - shift))
     total = jnp.where(empty, 1.0, jnp.sum(weights, axis=0))
-    out = jnp.sum(outs.astype(jnp.float32) * (weights / total)[..., None], axis=0)
+    # An absent part's out may be anything, NaN included: 0 · NaN is NaN.
+    outs32 = jnp.where(absent[..., None], 0.0, outs.astype(jnp.float32))
+    out = jnp.sum(outs32 * (weights / total)[..., None], axis=0)
     return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, shift + jnp.log(total))
 
 
@@ -74,14 +76,18 @@ def apply_attn_sink(out: jax.Array, lse: jax.Array, attn_sink: jax.Array) -> jax
       attn_sink: float32 `[heads]`, a logit that is not scaled. +inf gives 0, −inf changes nothing.
 
     Returns:
-      out `[..., heads, v_dim]` in its dtype; rows without a valid key stay as they are (0 by convention).
+      out `[..., heads, v_dim]` in its dtype, 0 where no key is valid.
+
+    Raises:
+      TypeError, ValueError: wrong dtypes or mismatched shapes.
     """
     check = ArgumentChecks("apply_attn_sink")
     leading = tuple(f"dim {d}" for d in range(check.rank("out", out) - 2))
-    check("out", out, (*leading, "heads", "v_dim"), FLOATS)
-    check("lse", lse, (*leading, "heads"), FLOAT32)
-    check("attn_sink", attn_sink, ("heads",), FLOAT32)
-    return (out.astype(jnp.float32) * sink_factor(lse, attn_sink)[..., None]).astype(out.dtype)
+    out = check("out", out, (*leading, "heads", "v_dim"), FLOATS)
+    lse = check("lse", lse, (*leading, "heads"), FLOAT32)
+    attn_sink = check("attn_sink", attn_sink, ("heads",), FLOAT32)
+    with_sink = out.astype(jnp.float32) * sink_factor(lse, attn_sink)[..., None]
+    return jnp.where((lse == -jnp.inf)[..., None], 0.0, with_sink).astype(out.dtype)
 
 
 def sink_factor(lse: jax.Array, attn_sink: jax.Array) -> jax.Array:

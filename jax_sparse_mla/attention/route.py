@@ -48,6 +48,10 @@ class DeviceInfo:
     sm_count: int = 0
     shared_memory_optin: int = 0
 
+    def __post_init__(self) -> None:
+        if self.compute_capability is not None:  # JSON has lists
+            object.__setattr__(self, "compute_capability", tuple(self.compute_capability))
+
     @classmethod
     def current(cls) -> DeviceInfo:
         """The first device of JAX's default backend."""

@@ -51,9 +51,7 @@ def take_2d_or_minus_one(table: jax.Array, row: jax.Array, column: jax.Array) ->
     return jnp.where(valid, jnp.maximum(entry, -1), -1)
 
 
-def page_slot_or_minus_one(
-    page_table: jax.Array, row: jax.Array, position: jax.Array, page_size: int
-) -> jax.Array:
+def page_slot_or_minus_one(page_table: jax.Array, row: jax.Array, position: jax.Array, page_size: int) -> jax.Array:
     """The slot `page_table[row, position // page_size] * page_size + position % page_size` of a token.
 
     −1 where the position is negative or beyond the table, the row is not one of the table's, the page is

@@ -184,8 +184,7 @@ def combine_topk_swa_reference(topk_indices, query_pos, requests, window, compre
     request = jnp.searchsorted(starts[:-1], rows, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     # −1 stands for "no such request" in all four, which makes the row a padding row by its sequence length.
     seq_len, gather_len, compressed_start, swa_start = (
-        take_or_minus_one(table, request)[:, None]
-        for table in (seq_lens, gather_lens, compressed_base, swa_base)
+        take_or_minus_one(table, request)[:, None] for table in (seq_lens, gather_lens, compressed_base, swa_base)
     )
     pos = query_pos[:, None]
     live = (rows[:, None] < starts[-1]) & (pos >= 0) & (seq_len > 0)

@@ -27,9 +27,7 @@ class TopkTransform(enum.Enum):
     RAGGED = "ragged"
 
 
-def topk_positions(
-    logits: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None = None
-) -> jax.Array:
+def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None = None) -> jax.Array:
     """The positions of the `topk` largest logits of each row's window.
 
     Row i's window is the columns `row_starts[i] … row_starts[i] + lengths[i] − 1`; column `row_starts[i] + j`
@@ -137,9 +135,7 @@ def topk_transform(
     check = ArgumentChecks("topk_transform")
     arguments = _check_topk(check, logits, lengths, topk, row_starts)
     if not isinstance(method, TopkTransform):
-        raise TypeError(
-            f"topk_transform: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}"
-        )
+        raise TypeError(f"topk_transform: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}")
 
     if method is TopkTransform.RAGGED:
         if topk_indices_offset is None:

@@ -46,9 +46,7 @@ def swa_slots(
 def _swa_slots(positions, req_rows, req_to_token, full_to_swa, window):
     newest = jnp.maximum(positions, -1)[:, None]  # INT_MIN − 1 would wrap to a valid position
     back = jnp.arange(window, dtype=jnp.int32)
-    return take_or_minus_one(
-        full_to_swa, take_2d_or_minus_one(req_to_token, req_rows[:, None], newest - back)
-    )
+    return take_or_minus_one(full_to_swa, take_2d_or_minus_one(req_to_token, req_rows[:, None], newest - back))
 
 
 def swa_gather_plan(
@@ -65,8 +63,7 @@ def swa_gather_plan(
     request.
 
     Request b gathers its last `gather_lens[b] = min(seq_lens[b], extend_lens[b] + window - 1)` positions, in
-    ascending order, from `offsets[b]` on (SGLang's rule). A request without tokens or without query rows
-    gathers nothing.
+    ascending order, from `offsets[b]` on (SGLang's rule). A request without tokens gathers nothing.
 
     Args:
       seq_lens: int32 `[B]`, tokens of each request, this chunk included; at most 0 marks a padding request.
@@ -102,7 +99,7 @@ def swa_gather_plan(
 def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, window, capacity):
     seq_lens = jnp.maximum(seq_lens, 0)
     wanted = jnp.minimum(extend_lens, INT_MAX - (window - 1)) + (window - 1)
-    gather_lens = jnp.where(extend_lens > 0, jnp.minimum(seq_lens, wanted), 0)
+    gather_lens = jnp.clip(wanted, 0, seq_lens)
     first_pos = seq_lens - gather_lens
     offsets = exclusive_cumsum(gather_lens)
 
@@ -112,7 +109,5 @@ def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa,
     request = jnp.searchsorted(offsets[:-1], row, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     held = row < offsets[-1]
     position = take_or_minus_one(first_pos, request) + row - take_or_minus_one(offsets[:-1], request)
-    full = take_2d_or_minus_one(
-        req_to_token, take_or_minus_one(req_rows, request), jnp.where(held, position, -1)
-    )
+    full = take_2d_or_minus_one(req_to_token, take_or_minus_one(req_rows, request), jnp.where(held, position, -1))
     return take_or_minus_one(full_to_swa, full), first_pos, gather_lens, offsets

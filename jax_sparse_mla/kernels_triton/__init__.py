@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["dispatch", "use_triton"]
+__all__ = ["available", "dispatch", "use_triton"]
 
 
 def use_triton() -> bool:
@@ -24,11 +24,12 @@ def use_triton() -> bool:
     True with an NVIDIA GPU as JAX's default backend and triton and jax-triton importable, unless the environment
     says `JAX_SPARSE_MLA_BACKEND=reference`.
     """
-    return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and _available()
+    return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and available()
 
 
 @functools.cache
-def _available() -> bool:
+def available() -> bool:
+    """Whether JAX's default backend is an NVIDIA GPU and triton and jax-triton are importable."""
     if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
         return False
     # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
@@ -57,12 +58,23 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.A
     """
     if not use_triton():
         return plain(*args)
-    guarded = jax.custom_batching.custom_vmap(kernel)
+    args = jax.lax.stop_gradient(args)
+    # Under shard_map a custom call's results count as the same on all devices; they vary as the plain code's do.
+    shapes = jax.eval_shape(plain, *args)
+
+    @jax.custom_batching.custom_vmap
+    def guarded(*args):
+        return jax.tree.map(_varying_like, kernel(*args), shapes)
 
     @guarded.def_vmap
     def batched(axis_size, in_batched, *batched_args):
         out = jax.vmap(plain, in_axes=tuple(0 if b else None for b in in_batched), axis_size=axis_size)(*batched_args)
         return out, jax.tree.map(lambda _: True, out)
 
-    args = jax.lax.stop_gradient(args)
     return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
+
+
+def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    wanted = shape.manual_axis_type.varying if shape.manual_axis_type else frozenset()
+    axes = tuple(sorted(wanted - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, axes, to="varying") if axes else x

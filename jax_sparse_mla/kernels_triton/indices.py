@@ -7,8 +7,10 @@ import triton.language as tl
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 
-# Rows and columns of a program's tile. Widths are multiples of 128.
-MERGE_OPTIONS = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}
+# Rows and columns of a tile. Widths are multiples of 128. A program of the first merge makes one tile; of the second,
+# whose rows cost more to set up, all tiles of its rows.
+SWA_EXTRA_OPTIONS = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}
+TOPK_SWA_OPTIONS = {"ROWS": 4, "COLUMNS": 128, "num_warps": 4}
 
 
 def merged_width(columns: int) -> int:
@@ -16,9 +18,14 @@ def merged_width(columns: int) -> int:
     return -(-columns // 128) * 128
 
 
-def merge_grid(rows: int, width: int) -> tuple[int, int]:
-    """Programs of a merge."""
-    return triton.cdiv(rows, MERGE_OPTIONS["ROWS"]), triton.cdiv(width, MERGE_OPTIONS["COLUMNS"])
+def swa_extra_grid(rows: int, width: int) -> tuple[int, int]:
+    """Programs of `combine_swa_extra_kernel`."""
+    return triton.cdiv(rows, SWA_EXTRA_OPTIONS["ROWS"]), triton.cdiv(width, SWA_EXTRA_OPTIONS["COLUMNS"])
+
+
+def topk_swa_grid(rows: int) -> tuple[int]:
+    """Programs of `combine_topk_swa_kernel`."""
+    return (triton.cdiv(rows, TOPK_SWA_OPTIONS["ROWS"]),)
 
 
 @triton.jit
@@ -104,9 +111,7 @@ def combine_topk_swa_kernel(
     for _ in tl.static_range(SEARCH_STEPS):
         middle = (low + high) // 2
         searching = low < high
-        starts_before = searching & (
-            tl.load(query_start_loc_ptr + middle, mask=searching, other=0) - origin <= row
-        )
+        starts_before = searching & (tl.load(query_start_loc_ptr + middle, mask=searching, other=0) - origin <= row)
         high = tl.where(searching & (starts_before == 0), middle, high)
         low = tl.where(starts_before, middle + 1, low)
     request = low - 1
@@ -123,23 +128,50 @@ def combine_topk_swa_kernel(
     completes_entry = (pos % RATIO == RATIO - 1).to(tl.int32)
     topk_len = tl.minimum(tl.minimum(pos // RATIO, TOPK) + completes_entry, TOPK)
     swa_len = tl.minimum(pos, WINDOW - 1) + 1
-    num_entries = (seq_len // RATIO)[:, None]
-    span = topk_len + swa_len
-    if tl.program_id(1) == 0:
-        tl.store(lengths_ptr + row, tl.where(live, span, 0), mask=in_rows)
+    topk_len = tl.where(live, topk_len, 0)
+    span = tl.where(live, topk_len + swa_len, 0)
+    tl.store(lengths_ptr + row, span, mask=in_rows)
 
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    # What makes an entry valid comes down to limits of the row, so that an element costs few instructions: entries
+    # 0 ... last_entry (no further than the request's own, and their sum with the base fits int32) ...
+    last_entry = tl.minimum(seq_len // RATIO - 1, _INT_MAX - tl.maximum(compressed_base, 0))
+    last_entry = tl.where(live & (compressed_base >= 0), last_entry, -1)
+    # ... and window columns first ... end - 1. Column c stands for the token that lies `c + shift` rows after the
+    # first gathered one: neither before it, nor past the request's last one, nor past INT_MAX.
+    oldest = (pos - (swa_len - 1)).to(tl.int64)
+    gathered = tl.maximum(gather_len, 0).to(tl.int64)
+    shift = oldest - topk_len - (seq_len - gathered)
+    first = tl.maximum(topk_len, -shift)
+    end = tl.minimum(span, topk_len + (seq_len - oldest))
+    end = tl.minimum(end, _INT_MAX - tl.maximum(swa_base, 0).to(tl.int64) - shift + 1)
+    end = tl.where(swa_base >= 0, end, 0)
+    first = tl.minimum(first, WIDTH).to(tl.int32)[:, None]
+    end = tl.maximum(end, 0).to(tl.int32)[:, None]
+    to_slot = (shift + swa_base).to(tl.int32)[:, None]
+    last_entry = last_entry[:, None]
+    compressed_base = compressed_base[:, None]
+    topk_len = topk_len[:, None]
     row = row.to(tl.int64)[:, None]
-    in_topk = (column < topk_len[:, None]) & live[:, None]
-    # A mask that is the same for four neighbours keeps the loads 16 bytes wide.
-    in_block = (column // 4 < ((topk_len + 3) // 4)[:, None]) & (column < TOPK_STRIDE) & live[:, None]
-    entry = tl.load(topk_ptr + row * TOPK_STRIDE + column, mask=in_block, other=-1)
-    compressed = _add_or_minus_one(tl.where(entry < num_entries, entry, -1), compressed_base[:, None])
+    in_rows = in_rows[:, None]
 
-    in_window = (column >= topk_len[:, None]) & (column < span[:, None]) & live[:, None]
-    position = (pos - (swa_len - 1) - topk_len)[:, None] + column
-    # Negative for what was not gathered. A position past the last token is masked before it can wrap.
-    relative = position - (seq_len - tl.maximum(gather_len, 0))[:, None]
-    relative = tl.where(in_window & (position < seq_len[:, None]), relative, -1)
-    swa = _add_or_minus_one(relative, swa_base[:, None])
-    tl.store(out_ptr + row * WIDTH + column, tl.where(in_topk, compressed, swa), mask=in_rows[:, None])
+    entry = _load_entries(topk_ptr, row, 0, topk_len, TOPK_STRIDE, TOPK, COLUMNS)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        # The next block is on its way while this one is stored.
+        ahead = _load_entries(topk_ptr, row, start + COLUMNS, topk_len, TOPK_STRIDE, TOPK, COLUMNS)
+        compressed = tl.where((entry >= 0) & (entry <= last_entry), entry + compressed_base, -1)
+        swa = tl.where((column >= first) & (column < end), column + to_slot, -1)
+        tl.store(out_ptr + row * WIDTH + column, tl.where(column < topk_len, compressed, swa), mask=in_rows)
+        entry = ahead
+
+
+@triton.jit
+def _load_entries(topk_ptr, row, start, topk_len, TOPK_STRIDE, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns start ... of the rows' entries; -1, or anything, from topk_len on."""
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    if start < TOPK:
+        # A mask that is the same for four neighbours keeps the loads 16 bytes wide.
+        inside = (column // 4 < (topk_len + 3) // 4) & (column < TOPK_STRIDE)
+        return tl.load(topk_ptr + row * TOPK_STRIDE + column, mask=inside, other=-1)
+    else:
+        return tl.zeros_like(column + topk_len) - 1

@@ -5,11 +5,14 @@ The rules are those of `jax_sparse_mla.kv_cache`, bit by bit. A launcher passes 
 aliases to an input (jax-triton passes both) is the last pointer, and only it is used.
 
 A group of the fp8 part is one row of a tile, [tokens * groups, values of a group], so that the largest magnitude of
-a group is a reduction along a row. HARDWARE_CASTS says whether numbers are converted by the GPU's own instructions,
-which know e4m3 from SM89 on, or in integer arithmetic: for SM80, and for Triton's interpreter, which truncates. Eight neighbouring values belong to a thread: 16 bytes of bfloat16, 8 of fp8.
+a group is a reduction along a row. Eight neighbouring values belong to a thread: 16 bytes of bfloat16, 8 of fp8.
+HARDWARE_CASTS says whether numbers are converted by the GPU's own instructions, which know e4m3 from SM89 on, or in
+integer arithmetic: for SM80, and for Triton's interpreter, which truncates.
 """
 
 from __future__ import annotations
+
+import functools
 
 import triton
 import triton.language as tl
@@ -30,6 +33,7 @@ _E4M3_MIN_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
 _CHUNK = tl.constexpr(64)
 
 
+@functools.cache
 def layout_constants(layout, page_size: int) -> dict[str, int]:
     """What a kernel has to know of a `KVLayout` at a page size, as its constexpr arguments."""
     chunks = (layout.qk_dim - layout.fp8_dim) // _CHUNK.value
@@ -47,6 +51,7 @@ def layout_constants(layout, page_size: int) -> dict[str, int]:
     }
 
 
+@functools.cache
 def split_constants(layout, page_size: int, out_page_size: int) -> dict[str, int]:
     """The constexpr arguments of `split_pages_kernel`."""
     return {
@@ -60,8 +65,8 @@ def split_constants(layout, page_size: int, out_page_size: int) -> dict[str, int
 
 
 # Tokens per program and warps: four 16-byte loads in flight per thread.
-WRITE_OPTIONS = {"TOKENS": 8, "num_warps": 4}
-GATHER_OPTIONS = {"TOKENS": 8, "num_warps": 4}
+WRITE_OPTIONS = {"TOKENS": 4, "num_warps": 2}
+GATHER_OPTIONS = {"TOKENS": 4, "num_warps": 2}
 
 
 @triton.jit
@@ -305,7 +310,7 @@ def gather_kv_into_kernel(
     )
 
 
-TOUCHED_OPTIONS = {"BLOCK": 1024, "num_warps": 4}
+TOUCHED_OPTIONS = {"BLOCK": 256, "num_warps": 4}
 SPLIT_OPTIONS = {"BLOCK": 1024, "num_warps": 4}
 
 # Programs of the copy: they share the touched pages out among themselves, whose number only the device knows. Eight
@@ -318,13 +323,12 @@ def touched_pages_kernel(
     slots_ptr,  # int32 [n]
     n,
     num_pages,
-    seen_ptr,  # int32 [num_pages], zeroed
-    count_ptr,  # int32 [1], zeroed
+    seen_ptr,  # int32 [num_pages + 1], zeroed: which pages were seen, and how many
     pages_ptr,  # int32 [min(n, num_pages)]
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The pages of the slots, each once, in any order: `pages[:count]`."""
+    """The pages of the slots, each once, in any order, in front of `pages`."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + index, mask=index < n, other=-1)
     page = tl.maximum(slot, 0) // PAGE_SIZE
@@ -332,7 +336,7 @@ def touched_pages_kernel(
     # The slots of a window share few pages: most of them find the page already seen and skip the exchange.
     unseen = valid & (tl.load(seen_ptr + page, mask=valid, other=1) == 0)
     first = unseen & (tl.atomic_xchg(seen_ptr + page, 1, mask=unseen) == 0)
-    place = tl.atomic_add(count_ptr + tl.zeros_like(page), 1, mask=first)
+    place = tl.atomic_add(seen_ptr + tl.zeros_like(page) + num_pages, 1, mask=first)
     tl.store(pages_ptr + place, page, mask=first)
 
 
@@ -340,8 +344,9 @@ def touched_pages_kernel(
 def split_pages_kernel(
     data_ptr,  # uint8 [num_pages, PAGE_BYTES]
     pages_ptr,  # int32, the pages to copy
-    count_ptr,  # int32 [1], how many
+    seen_ptr,  # int32 [num_pages + 1], how many in the last entry
     out_in_ptr,  # the same buffer as out_ptr
+    num_pages,
     out_ptr,  # uint8 [num_pages * RATIO, OUT_PAGE_BYTES]
     PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
@@ -358,7 +363,7 @@ def split_pages_kernel(
     footer: tl.constexpr = PAGE_SIZE // RATIO * FOOTER_BYTES // 8
     word = tl.arange(0, BLOCK)
     item = tl.program_id(0)
-    items = tl.load(count_ptr) * RATIO
+    items = tl.load(seen_ptr + num_pages) * RATIO
     while item < items:
         page = tl.load(pages_ptr + item // RATIO).to(tl.int64)
         piece = item % RATIO

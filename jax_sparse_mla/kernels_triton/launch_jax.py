@@ -96,13 +96,13 @@ def split_pages(
     """`out`, uint8 `[num_pages * ratio, its page_bytes]`, with the pages that `slots` touch copied into it."""
     n, num_pages = slots.size, data.shape[0]
     options = kv_kernels.TOUCHED_OPTIONS
-    _, count, pages = _call(
+    seen, pages = _call(
         slots.reshape(-1),
         n,
         num_pages,
         kernel=kv_kernels.touched_pages_kernel,
-        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_pages, 1, min(n, num_pages))],
-        zeroed_outputs=(0, 1),
+        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_pages + 1, min(n, num_pages))],
+        zeroed_outputs=(0,),
         grid=(triton.cdiv(n, options["BLOCK"]),),
         name="touched_pages",
         PAGE_SIZE=page_size,
@@ -111,8 +111,9 @@ def split_pages(
     return _call(
         data,
         pages,
-        count,
+        seen,
         out,
+        num_pages,
         kernel=kv_kernels.split_pages_kernel,
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={3: 0},
@@ -137,12 +138,12 @@ def combine_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, nu
             n,
             kernel=index_kernels.combine_swa_extra_kernel,
             out_shape=_merged_shapes(n, width),
-            grid=index_kernels.merge_grid(n, width),
+            grid=index_kernels.swa_extra_grid(n, width),
             name="combine_swa_extra",
             SWA_WIDTH=swa_width,
             EXTRA_WIDTH=extra_width,
             WIDTH=width,
-            **index_kernels.MERGE_OPTIONS,
+            **index_kernels.SWA_EXTRA_OPTIONS,
         )
     )
 
@@ -165,7 +166,7 @@ def combine_topk_swa(topk_indices, query_pos, *requests, window: int, compress_r
             num_requests,
             kernel=index_kernels.combine_topk_swa_kernel,
             out_shape=_merged_shapes(n, width),
-            grid=index_kernels.merge_grid(n, width),
+            grid=index_kernels.topk_swa_grid(n),
             name="combine_topk_swa",
             TOPK_STRIDE=stride,
             TOPK=topk,
@@ -173,7 +174,7 @@ def combine_topk_swa(topk_indices, query_pos, *requests, window: int, compress_r
             RATIO=compress_ratio,
             WIDTH=width,
             SEARCH_STEPS=num_requests.bit_length(),
-            **index_kernels.MERGE_OPTIONS,
+            **index_kernels.TOPK_SWA_OPTIONS,
         )
     )
 

@@ -2,8 +2,8 @@
 
 A program takes one query row, one tile of heads and one share of the row's index blocks (a split). Per block of
 BLOCK_N indices it gathers and dequantises the rows once, as bfloat16, and uses them as K and as V. Tiles must be
-powers of two, so a row is read in four segments, 256 | 128 | SEG_C | 64: 512 = 256 + 128 + 64 + 64 (V4, all of it
-V) and 576 = 256 + 128 + 128 + 64 (V3.2, the last segment, rope, is not V).
+powers of two, so a row is read in segments: V4_FP8 in 256 | 128 | 64 e4m3 values and 64 of rope, all of them V; the
+others in 512 values that are V and, at 576, 64 of rope that are not.
 
 Scores and lse are in base 2 inside; what is written is natural. A bf16 workspace is a paged cache of one page.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# How a row's bytes are read (`plan.ROW_KINDS`).
+# How a row's bytes are read (`plan.row_kind` chooses).
 BF16_ROW = tl.constexpr(0)
 FOOTER_SCALES = tl.constexpr(1)  # e4m3, then bf16; a UE8M0 byte per 64 values behind the page's rows
 INLINE_SCALES = tl.constexpr(2)  # e4m3, then a float32 per 128 values, then bf16
@@ -130,13 +130,15 @@ def sparse_mla_kernel(
     HAS_SINK: tl.constexpr,
     SPLIT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-    SEG_C: tl.constexpr,
-    ROPE_IS_V: tl.constexpr,
+    QK_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    QK_DIM: tl.constexpr = 256 + 128 + SEG_C + 64
+    # Which segments there are, see above.
+    PARTS: tl.constexpr = KIND == FOOTER_SCALES
+    SEG_A: tl.constexpr = 256 if PARTS else 512
     ROPE: tl.constexpr = QK_DIM - 64
+    HAS_ROPE: tl.constexpr = PARTS or QK_DIM > 512
     # Row-wise offsets are 64-bit: rows · heads · dim and page · page_bytes both pass 2^31.
     tiles = (num_heads + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -153,10 +155,12 @@ def sparse_mla_kernel(
     end = blocks * (split + 1) // num_splits
 
     q_row = q + row * num_heads * QK_DIM
-    q_a = _query(q_row, heads, num_heads, 0, 256, QK_DIM)
-    q_b = _query(q_row, heads, num_heads, 256, 128, QK_DIM)
-    q_c = _query(q_row, heads, num_heads, 384, SEG_C, QK_DIM)
-    q_r = _query(q_row, heads, num_heads, ROPE, 64, QK_DIM)
+    q_a = _query(q_row, heads, num_heads, 0, SEG_A, QK_DIM)
+    if PARTS:
+        q_b = _query(q_row, heads, num_heads, 256, 128, QK_DIM)
+        q_c = _query(q_row, heads, num_heads, 384, 64, QK_DIM)
+    if HAS_ROPE:
+        q_r = _query(q_row, heads, num_heads, ROPE, 64, QK_DIM)
 
     cache = kv.to(tl.pointer_type(tl.uint8))
     extra_cache = extra_kv.to(tl.pointer_type(tl.uint8))
@@ -165,10 +169,10 @@ def sparse_mla_kernel(
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
-    acc_a = tl.zeros((BLOCK_H, 256), tl.float32)
-    acc_b = tl.zeros((BLOCK_H, 128), tl.float32)
-    acc_c = tl.zeros((BLOCK_H, SEG_C), tl.float32)
-    if ROPE_IS_V:
+    acc_a = tl.zeros((BLOCK_H, SEG_A), tl.float32)
+    if PARTS:
+        acc_b = tl.zeros((BLOCK_H, 128), tl.float32)
+        acc_c = tl.zeros((BLOCK_H, 64), tl.float32)
         acc_r = tl.zeros((BLOCK_H, 64), tl.float32)
 
     for block in range(begin, end):
@@ -180,8 +184,8 @@ def sparse_mla_kernel(
             other=-1,
         )
         valid = (slot >= 0) & (slot < tl.where(second, extra_slots, num_slots))
-        slot = tl.where(valid, slot, 0)
-        page_rows = tl.where(second, extra_page_size, page_size)
+        slot = tl.where(valid, slot, 0).to(tl.uint32)  # unsigned division is the shorter one
+        page_rows = tl.where(second, extra_page_size, page_size).to(tl.uint32)
         page = slot // page_rows
         offset = slot - page * page_rows
         base = tl.where(second, extra_cache, cache)
@@ -194,15 +198,19 @@ def sparse_mla_kernel(
             scales = (rows + ROPE).to(tl.pointer_type(tl.float32))
         else:
             scales = rows
-        k_a = _segment(rows, scales, valid, 0, 256, KIND, NATIVE, BLOCK_N)
-        k_b = _segment(rows, scales, valid, 256, 128, KIND, NATIVE, BLOCK_N)
-        k_c = _segment(rows, scales, valid, 384, SEG_C, KIND, NATIVE, BLOCK_N)
-        k_r = _bf16_segment(rows + (ROW_BYTES - 128), valid, 64)
+        k_a = _segment(rows, scales, valid, 0, SEG_A, KIND, NATIVE, BLOCK_N)
+        if PARTS:
+            k_b = _segment(rows, scales, valid, 256, 128, KIND, NATIVE, BLOCK_N)
+            k_c = _segment(rows, scales, valid, 384, 64, KIND, NATIVE, BLOCK_N)
+        if HAS_ROPE:
+            k_r = _bf16_segment(rows + (ROW_BYTES - 128), valid, 64)
 
         scores = tl.dot(q_a, tl.trans(k_a))
-        scores = tl.dot(q_b, tl.trans(k_b), scores)
-        scores = tl.dot(q_c, tl.trans(k_c), scores)
-        scores = tl.dot(q_r, tl.trans(k_r), scores)
+        if PARTS:
+            scores = tl.dot(q_b, tl.trans(k_b), scores)
+            scores = tl.dot(q_c, tl.trans(k_c), scores)
+        if HAS_ROPE:
+            scores = tl.dot(q_r, tl.trans(k_r), scores)
         scores = tl.where(valid[None, :], scores * qk_scale, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -213,9 +221,9 @@ def sparse_mla_kernel(
         top = new_top
         weights = weights.to(tl.bfloat16)
         acc_a = tl.dot(weights, k_a, acc_a * keep[:, None])
-        acc_b = tl.dot(weights, k_b, acc_b * keep[:, None])
-        acc_c = tl.dot(weights, k_c, acc_c * keep[:, None])
-        if ROPE_IS_V:
+        if PARTS:
+            acc_b = tl.dot(weights, k_b, acc_b * keep[:, None])
+            acc_c = tl.dot(weights, k_c, acc_c * keep[:, None])
             acc_r = tl.dot(weights, k_r, acc_r * keep[:, None])
 
     empty = top == float("-inf")
@@ -236,10 +244,10 @@ def sparse_mla_kernel(
     if SPLIT:
         live = live & (begin < end)  # the combine does not read a split without a block
     out += at * 512
-    _store(out, heads, live, acc_a * factor[:, None], 0, 256)
-    _store(out, heads, live, acc_b * factor[:, None], 256, 128)
-    _store(out, heads, live, acc_c * factor[:, None], 384, SEG_C)
-    if ROPE_IS_V:
+    _store(out, heads, live, acc_a * factor[:, None], 0, SEG_A)
+    if PARTS:
+        _store(out, heads, live, acc_b * factor[:, None], 256, 128)
+        _store(out, heads, live, acc_c * factor[:, None], 384, 64)
         _store(out, heads, live, acc_r * factor[:, None], ROPE, 64)
 
 

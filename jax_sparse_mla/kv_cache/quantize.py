@@ -105,6 +105,8 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     Per group, `s = max(amax, 1e-4) / 448` is rounded up to a power of two, `2^(byte - 127)`, and each value
     is `e4m3(clip(x * 2^(127 - byte), -448, 448))`, rounded to nearest even. As SGLang's V4 writers do it.
 
+    Values from 248 * 2^120 on round up to 2^128, which reads back as infinity; `write_kv` clips them.
+
     Args:
       x: bfloat16 or float32 `[..., d]`; float32 is quantised as it is, not rounded to bfloat16 first.
       group: values per scale (64 in V4); must divide d. Static.

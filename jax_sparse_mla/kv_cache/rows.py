@@ -10,6 +10,7 @@ from jax import lax
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.kernels_triton import dispatch
+from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
@@ -67,7 +68,7 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     def plain(data, slots, kv):
         return write_rows_reference(PagedKV(data=data, **static), slots, kv).data
 
-    return dataclasses.replace(cache, data=dispatch(kernel, plain, cache.data, slots, kv))
+    return dataclasses.replace(cache, data=_dispatch(cache.layout, kernel, plain, cache.data, slots, kv))
 
 
 def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -116,7 +117,7 @@ def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     def plain(data, slots):
         return gather_rows_reference(PagedKV(data=data, **static), slots)
 
-    return dispatch(kernel, plain, cache.data, slots)
+    return _dispatch(cache.layout, kernel, plain, cache.data, slots)
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -144,7 +145,7 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
         rows = gather_rows_reference(PagedKV(data=data, **static), slots)
         return lax.dynamic_update_slice(workspace, rows, (start, 0))
 
-    return dispatch(kernel, plain, workspace, cache.data, slots)
+    return _dispatch(cache.layout, kernel, plain, workspace, cache.data, slots)
 
 
 def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -187,6 +188,11 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
     scales = scales.reshape(pages, tokens, layout.footer_scale_bytes)[..., : layout.num_groups]
     bits = decode_rows(layout, rows, scales).reshape(cache.num_slots, layout.qk_dim)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def _dispatch(layout: KVLayout, kernel, plain, *args: jax.Array) -> jax.Array:
+    """The kernels copy a bf16 part; a layout without one is left to XLA."""
+    return plain(*args) if layout.fp8_dim == layout.qk_dim else dispatch(kernel, plain, *args)
 
 
 def _footer_start(cache: PagedKV, offset):

@@ -54,9 +54,7 @@ def draft_step_batch(
     num_steps = check.static_int("num_steps", num_steps, minimum=1)
     topk = check.static_int("topk", topk, minimum=1)
     if not isinstance(shift_seq_lens, bool):
-        raise TypeError(
-            f"{check.function}: shift_seq_lens must be a bool, got {type(shift_seq_lens).__name__}"
-        )
+        raise TypeError(f"{check.function}: shift_seq_lens must be a bool, got {type(shift_seq_lens).__name__}")
     seq_lens = check("batch.seq_lens", batch.seq_lens, ("B",), INT32)
     req_pool_indices = check("batch.req_pool_indices", batch.req_pool_indices, ("B",), INT32)
     out_cache_loc = check("batch.out_cache_loc", batch.out_cache_loc, (None,), INT32)

@@ -123,7 +123,7 @@ def _build_plan(spec, batch, tables, compress_ratio, swa_capacity, compressed_ca
     tokens = bucket(batch, tables)
     overflow = rows.overflow | jnp.any(rows.request_lens > tokens)
     swa_slots, _, gather_lens, swa_starts = swa_gather_plan(
-        rows.request_lens,
+        jnp.where(batch.extend_lens > 0, rows.request_lens, 0),  # no query rows, nothing to gather
         batch.extend_lens,
         rows.request_rows,
         tables.req_to_token,
@@ -163,9 +163,7 @@ def _build_plan(spec, batch, tables, compress_ratio, swa_capacity, compressed_ca
     )
 
 
-def _compressed_slots(
-    pages: jax.Array, lengths: jax.Array, entries: int, capacity: int
-) -> tuple[jax.Array, jax.Array]:
+def _compressed_slots(pages: jax.Array, lengths: jax.Array, entries: int, capacity: int) -> tuple[jax.Array, jax.Array]:
     """Slots `[capacity]` of each request's first `lengths` entries, concatenated; starts `[B + 1]`."""
     starts = exclusive_cumsum(lengths)
     request, entry = split_ragged(starts, capacity)

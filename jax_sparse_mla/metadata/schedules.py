@@ -65,18 +65,12 @@ def flashmla_schedule(
     topk_length = check.optional("topk_length", topk_length, (batch,), INT32)
     extra_topk_length = check.optional("extra_topk_length", extra_topk_length, (batch,), INT32)
     if extra_topk_length is not None and not extra_topk:
-        raise check.fail(
-            "extra_topk_length needs extra_topk, the columns of the extra cache's indices, got 0"
-        )
+        raise check.fail("extra_topk_length needs extra_topk, the columns of the extra cache's indices, got 0")
     most_keys = _blocks(max(topk, 1)) * _BLOCK_TOKENS + extra_topk
     # One row more than the batch has leaves room for the overhead that the budget adds.
     if max(most_keys, (batch + 1) * (_blocks(most_keys) + _OVERHEAD_BLOCKS)) > INT_MAX:
-        raise check.fail(
-            f"{batch} rows (batch) of {topk} + {extra_topk} keys (topk, extra_topk) do not fit int32"
-        )
-    return _walk_partitions(
-        _row_blocks(topk_length, extra_topk_length, batch, topk, extra_topk), num_sm_parts
-    )
+        raise check.fail(f"{batch} rows (batch) of {topk} + {extra_topk} keys (topk, extra_topk) do not fit int32")
+    return _walk_partitions(_row_blocks(topk_length, extra_topk_length, batch, topk, extra_topk), num_sm_parts)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "topk", "extra_topk"))
@@ -103,9 +97,7 @@ def _walk_partitions(blocks, num_sm_parts):
         reach = position + jnp.minimum(budget, total - position)
         # Taken whole are the requests that end within reach; of the next, what fits together with its
         # overhead. The budget exceeds the overhead, so a partition that ends where it began has always cut.
-        next_request = (
-            jnp.searchsorted(starts, reach, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-        )
+        next_request = jnp.searchsorted(starts, reach, side="right", method="scan_unrolled").astype(jnp.int32) - 1
         next_block = jnp.maximum(reach - starts[next_request] - _OVERHEAD_BLOCKS, 0)
         cuts_before = jnp.where(next_request == request, split, 0)
         state = (next_request, next_block, cuts_before + (next_block > 0))
@@ -125,9 +117,7 @@ def _walk_partitions(blocks, num_sm_parts):
     columns = (begin_req, end_req, begin_block, end_block, begin_split, first_split, last_split)
     tiles = jnp.stack([*(x.astype(jnp.int32) for x in columns), jnp.zeros_like(begin_req)], axis=1)
 
-    cuts = (
-        jnp.zeros((blocks.shape[0] + 1,), jnp.int32).at[next_req + 1].add(cut.astype(jnp.int32), mode="drop")
-    )
+    cuts = jnp.zeros((blocks.shape[0] + 1,), jnp.int32).at[next_req + 1].add(cut.astype(jnp.int32), mode="drop")
     return tiles, jnp.arange(cuts.shape[0], dtype=jnp.int32) + jnp.cumsum(cuts, dtype=jnp.int32)
 
 

@@ -13,9 +13,7 @@ _SPARSE, _PAGED_KV = "flashmla_sparse", "flashmla_kv"  # reads gathered bf16 row
 _KV_TOKENS_PER_QUERY = 512
 
 
-def select_topk_transform(
-    forward_mode: ForwardMode, *, fp8_kv_cache: bool, prefill_backend: str
-) -> TopkTransform:
+def select_topk_transform(forward_mode: ForwardMode, *, fp8_kv_cache: bool, prefill_backend: str) -> TopkTransform:
     """What the indexer's top-k positions become in a step of V3.2.
 
     Args:

@@ -89,17 +89,13 @@ def build_v32_metadata(
     check = ArgumentChecks("build_v32_metadata")
     batch, tables = check_step(check, spec, batch, tables)
     if spec.window is not None:
-        raise check.fail(
-            f"spec must be a model without a sliding window, got {spec.name} (window {spec.window})"
-        )
+        raise check.fail(f"spec must be a model without a sliding window, got {spec.name} (window {spec.window})")
     transform = topk_transform_of(check, batch.mode, fp8_kv_cache, prefill_backend)
     return _build_v32(spec, batch, RequestTables(req_to_token=tables.req_to_token), transform)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "transform"))
-def _build_v32(
-    spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, transform: TopkTransform
-) -> V32Metadata:
+def _build_v32(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, transform: TopkTransform) -> V32Metadata:
     rows = expand_rows(batch, tables)
     tokens = bucket(batch, tables)
     num_rows = rows.owner.shape[0]
@@ -127,8 +123,6 @@ def _build_v32(
     )
 
 
-def _ragged_slots(
-    tables: RequestTables, request_rows: jax.Array, cu_seqlens_k: jax.Array, tokens: int
-) -> jax.Array:
+def _ragged_slots(tables: RequestTables, request_rows: jax.Array, cu_seqlens_k: jax.Array, tokens: int) -> jax.Array:
     request, position = split_ragged(cu_seqlens_k, request_rows.shape[0] * tokens)
     return take_2d_or_minus_one(tables.req_to_token, take_or_minus_one(request_rows, request), position)

@@ -46,9 +46,7 @@ class CompressedMetadata:
 def _of_ratio(ratio: int, field: str) -> property:
     def get(metadata: V4Metadata) -> jax.Array:
         if ratio not in metadata.compressed:
-            raise AttributeError(
-                f"V4Metadata: no compress ratio {ratio}; there are {sorted(metadata.compressed)}"
-            )
+            raise AttributeError(f"V4Metadata: no compress ratio {ratio}; there are {sorted(metadata.compressed)}")
         return getattr(metadata.compressed[ratio], field)
 
     return property(get, doc=f"`compressed[{ratio}].{field}`, see CompressedMetadata.")

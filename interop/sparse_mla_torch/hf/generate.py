@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint of a DeepSeek-V3.2 or V4 model")
     source.add_argument(
-        "--preset", choices=presets.PRESETS, default="v4", help="a small random model with the true head dimensions"
+        "--preset", choices=presets.PRESETS, help="a small random model with the true head dimensions (default: v4)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the preset's weights and of the page order")
     text = parser.add_mutually_exclusive_group()
@@ -94,8 +94,9 @@ def _load_model(args: argparse.Namespace):
     """What to call the model, the model, and its tokenizer."""
     if args.model is not None:
         return args.model, *presets.load_checkpoint(args.model)
-    name = f"preset {args.preset}, seed {args.seed} (random weights)"
-    return name, presets.build_preset(args.preset, args.seed), presets.ByteTokenizer()
+    preset = args.preset or "v4"  # not argparse's default: naming it would not conflict with --model
+    name = f"preset {preset}, seed {args.seed} (random weights)"
+    return name, presets.build_preset(preset, args.seed), presets.ByteTokenizer()
 
 
 def _requests(prompt: list[int], args: argparse.Namespace) -> list[Request]:
@@ -155,7 +156,9 @@ class _Progress:
         self._count += tokens
         if step.mode is not ForwardMode.DECODE or self._count == self._total or sys.stderr.isatty():
             end = "\r" if sys.stderr.isatty() and self._count < self._total else "\n"
-            print(f"{step.mode.value:10} {self._count}/{self._total} tokens, {seconds:.2f} s   ", end=end, file=sys.stderr)
+            print(
+                f"{step.mode.value:10} {self._count}/{self._total} tokens, {seconds:.2f} s   ", end=end, file=sys.stderr
+            )
 
     def print_summary(self) -> None:
         seconds = self._last - self._start

@@ -97,9 +97,7 @@ class V4Layer:
         q_residual = module.q_a_norm(module.q_a_proj(hidden))
         heads = (*hidden.shape[:-1], -1, module.head_dim)
         q = v4.apply_rotary_pos_emb(module.q_b_norm(module.q_b_proj(q_residual).view(heads)), cos, sin, unsqueeze_dim=2)
-        kv = v4.apply_rotary_pos_emb(
-            module.kv_norm(module.kv_proj(hidden)).view(heads), cos, sin, unsqueeze_dim=2
-        )
+        kv = v4.apply_rotary_pos_emb(module.kv_norm(module.kv_proj(hidden)).view(heads), cos, sin, unsqueeze_dim=2)
         rows = {"q": q, "kv": kv[:, :, 0]}
         if self.ratio:
             rows["compressed_kv"] = module.compressor.kv_proj(hidden)
@@ -213,7 +211,7 @@ class V32Layer:
     def eager(self, hidden, model) -> tuple[torch.Tensor, np.ndarray]:
         """As `V4Layer.eager`; positions past the query's own are −1."""
         position_ids = torch.arange(hidden.shape[1])[None]
-        visible = position_ids.T >= position_ids
+        visible = position_ids <= position_ids.T
         lowest = torch.finfo(hidden.dtype).min
         mask = torch.zeros(visible.shape, dtype=hidden.dtype).masked_fill(~visible, lowest)[None, None]
         embeddings = model.model.rotary_emb(hidden, position_ids=position_ids)

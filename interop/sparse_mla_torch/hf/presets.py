@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -128,13 +128,16 @@ def load_checkpoint(path: str):
     """The model of a checkpoint folder in bfloat16 with eager attention, and its tokenizer (bytes without one).
 
     Raises:
-      OSError, ValueError: no such folder, no checkpoint in it, or a model type that transformers does not know.
+      OSError, ValueError: no such folder, no checkpoint in it, a model type that transformers does not know, or no
+        tokenizer for a vocabulary smaller than that of bytes.
     """
-    if not Path(path).is_dir():  # else transformers would look for it on the Hub
+    if not os.path.isdir(path):  # else transformers would look for it on the Hub
         raise FileNotFoundError(f"no checkpoint folder {path}")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError):
         tokenizer = ByteTokenizer()
+        if (vocabulary := model.config.vocab_size) < tokenizer.vocab_size:
+            raise ValueError(f"{path} has no tokenizer, and a vocabulary too small for bytes: {vocabulary}") from None
     return model, tokenizer

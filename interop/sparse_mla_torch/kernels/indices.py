@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from jax_sparse_mla.kernels_triton import indices as kernels
 
@@ -37,7 +36,7 @@ def combine_swa_extra_indices(
     ):
         _check(function, name, x, shape)
     if n and width:
-        kernels.combine_swa_extra_kernel[kernels.merge_grid(n, width)](
+        kernels.combine_swa_extra_kernel[kernels.swa_extra_grid(n, width)](
             swa_indices,
             swa_lengths,
             extra_indices,
@@ -48,7 +47,7 @@ def combine_swa_extra_indices(
             SWA_WIDTH=swa_width,
             EXTRA_WIDTH=extra_width,
             WIDTH=width,
-            **kernels.MERGE_OPTIONS,
+            **kernels.SWA_EXTRA_OPTIONS,
         )
     return out
 
@@ -94,7 +93,7 @@ def combine_topk_swa_indices(
     ):
         _check(function, name, x, (requests,))
     if n:
-        kernels.combine_topk_swa_kernel[kernels.merge_grid(n, width)](
+        kernels.combine_topk_swa_kernel[kernels.topk_swa_grid(n)](
             topk_indices,
             query_start_loc,
             query_pos,
@@ -111,7 +110,7 @@ def combine_topk_swa_indices(
             RATIO=compress_ratio,
             WIDTH=width,
             SEARCH_STEPS=requests.bit_length(),
-            **kernels.MERGE_OPTIONS,
+            **kernels.TOPK_SWA_OPTIONS,
         )
     return out
 

@@ -116,9 +116,7 @@ class SplitScratch:
         )
 
 
-def split_pages(
-    cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: SplitScratch | None = None
-) -> PagedKV:
+def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: SplitScratch | None = None) -> PagedKV:
     """Copies the pages that `slots` touch into a cache of a smaller page size, as `jax_sparse_mla.split_pages`.
 
     Args:
@@ -150,17 +148,17 @@ def split_pages(
         scratch = SplitScratch.allocate(num_pages, n, data.device)
     if scratch.seen.numel() != num_pages + 1 or scratch.pages.numel() < min(n, num_pages):
         raise ValueError(f"split_pages: scratch is not for {num_pages} pages and {n} slots")
-    seen, count = scratch.seen[:num_pages], scratch.seen[num_pages:]
     scratch.seen.zero_()
     options = kernels.TOUCHED_OPTIONS
     kernels.touched_pages_kernel[(triton.cdiv(n, options["BLOCK"]),)](
-        slots, n, num_pages, seen, count, scratch.pages, PAGE_SIZE=cache.page_size, **options
+        slots, n, num_pages, scratch.seen, scratch.pages, PAGE_SIZE=cache.page_size, **options
     )
     kernels.split_pages_kernel[(kernels.SPLIT_PROGRAMS if data.is_cuda else 1,)](
         data,
         scratch.pages,
-        count,
+        scratch.seen,
         out_data,
+        num_pages,
         out_data,
         **kernels.split_constants(cache.layout, cache.page_size, out.page_size),
         **kernels.SPLIT_OPTIONS,

@@ -1,4 +1,8 @@
-"""Run by test_triton_attention.py with TRITON_INTERPRET=1: the kernel against the oracle, through the torch launcher.
+"""Run by test_triton_attention.py: the attention kernel against the oracle, through the torch launcher.
+
+With TRITON_INTERPRET=1 on the CPU, in Triton's interpreter; without it on the GPU, where compute-sanitizer can watch:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/triton_attention_cases.py
 
 A script, not a test module: triton reads the variable when it is imported. Shapes are tiny; the interpreter is slow.
 """
@@ -6,6 +10,8 @@ A script, not a test module: triton reads the variable when it is imported. Shap
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import sys
 
 import ml_dtypes
@@ -28,6 +34,9 @@ from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode,
 from jax_sparse_mla.kernels_triton import plan as planning
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
 _patch_tensor = interpreter._patch_lang_tensor
 
 
@@ -35,9 +44,6 @@ def _patch_tensor_for_numpy_2_4(tensor, scope) -> None:
     """Scalars are arrays of one element to the interpreter (3.6), which numpy no longer takes for int()."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _patch_tensor_for_numpy_2_4
 
 
 def _dot(self, a, b, d, *_):
@@ -58,8 +64,10 @@ def _round(self, x, to):
     return interpreter.TensorHandle(x.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
 
 
-interpreter.InterpreterBuilder.create_dot = _dot
-interpreter.InterpreterBuilder.create_fp_trunc = _round
+if INTERPRETED:
+    interpreter._patch_lang_tensor = _patch_tensor_for_numpy_2_4
+    interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.create_fp_trunc = _round
 # −inf less −inf and log 0 stand in lanes that the kernel then masks.
 np.seterr(divide="ignore", invalid="ignore", over="ignore")
 
@@ -76,8 +84,8 @@ def tensor(x: np.ndarray | None) -> torch.Tensor | None:
     if x is None:
         return None
     if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(x.copy())
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16).to(DEVICE)
+    return torch.from_numpy(x.copy()).to(DEVICE)
 
 
 def paged(host) -> TorchPagedKV | None:
@@ -105,6 +113,7 @@ def run_decode(case, num_splits=None, plan=True, **changes):
     """With poisoned outputs: what is not written shows."""
     shape = case.q.shape[:-1]
     out = torch.full((*shape, 512), torch.nan, dtype=torch.bfloat16), torch.full(shape, torch.nan)
+    out = tuple(x.to(DEVICE) for x in out)
     layout = getattr(KVLayout, case.cache.layout)
     results = sparse_mla_decode(
         tensor(case.q),
@@ -120,7 +129,7 @@ def run_decode(case, num_splits=None, plan=True, **changes):
         plan=plan_of(case, layout, num_splits, **changes) if plan else None,
     )
     assert results[0] is out[0] and results[1] is out[1]
-    return out
+    return tuple(x.cpu() for x in out)
 
 
 def check_decode(case, results) -> None:
@@ -147,7 +156,7 @@ def check_prefill(case, plan=None) -> None:
     )
     kinds = ("prefill.out", "prefill.max_logits", "prefill.lse")
     for kind, actual, expected in zip(kinds, results, prefill_oracle(case), strict=True):
-        assert_close_flashmla(actual.to(torch.float64).numpy(), expected, kind)
+        assert_close_flashmla(actual.cpu().to(torch.float64).numpy(), expected, kind)
 
 
 @check
@@ -213,6 +222,8 @@ def heads_past_a_tile():
         case = small_decode(12, heads=heads, batch=1, q_len=2)
         for splits in (1, 2):
             check_decode(case, run_decode(case, splits))
+    case = small_decode(17, heads=65, batch=1, q_len=1, extra=(24, 61))
+    check_decode(case, run_decode(case, 1, tile=planning.Tile(64, 64, 8, 2)))  # wgmma, on SM90
 
 
 @check
@@ -270,11 +281,9 @@ def bad_arguments_are_named():
         ({"indices": good["indices"][:1]}, ValueError, "indices must have shape"),
         ({"topk_length": good["indices"][0, 0]}, ValueError, "topk_length must have shape"),
         ({"extra_indices": good["indices"]}, ValueError, "without extra_cache"),
-        ({"attn_sink": torch.zeros(3)}, ValueError, "attn_sink must have shape"),
+        ({"attn_sink": torch.zeros(3, device=DEVICE)}, ValueError, "attn_sink must have shape"),
         ({"out": (good["q"], good["q"])}, TypeError, "out\\[1\\] must be torch.float32"),
     ]
-    import re
-
     for change, error, message in bad:
         try:
             sparse_mla_decode(**good | change)
