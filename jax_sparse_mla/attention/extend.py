@@ -75,9 +75,7 @@ def sparse_mla_extend(
             raise check.fail(f"compressed_cache must have swa_cache's layout {layout}, got {compressed_cache.layout}")
     if topk_positions is None:
         if plan.compress_ratio == INDEXED_RATIO:
-            raise check.fail(
-                f"topk_positions must be given for ratio {INDEXED_RATIO}, whose entries are chosen, got None"
-            )
+            raise check.fail(f"topk_positions must be given for ratio {INDEXED_RATIO}, got None")
         # Every complete entry: the merge keeps those before each query's own position.
         topk_positions = jnp.broadcast_to(jnp.arange(plan.topk, dtype=jnp.int32), (q.shape[0], plan.topk))
     topk_positions = check("topk_positions", topk_positions, ("T", "topk"), INT32)
