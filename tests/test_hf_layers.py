@@ -89,10 +89,12 @@ def test_the_oracle_is_what_transformers_runs(name):
             assert positions is None
 
 
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "bf16"), [("v4", True), ("v32", True), ("v32", False)])
 def test_layers_match_eager(name, bf16):
-    """Chunked prefill and decode of a continuous batch, layer by layer, given eager's selection."""
+    """Chunked prefill and decode of a continuous batch, layer by layer, given eager's selection.
+
+    V4's FP8 caches are compared in test_cli.py, by the preset's own check.
+    """
     run = served(name, bf16)
     modes = [step.mode for step in run.steps]
     assert modes.count(ForwardMode.EXTEND) >= 6 and modes.count(ForwardMode.DECODE) >= 8

@@ -234,7 +234,7 @@ def _compressor_params(module) -> CompressorParams:
 
 
 def _param(tensor: torch.Tensor) -> jax.Array:
-    return jnp.asarray(tensor.detach().float().numpy())
+    return jnp.array(tensor.detach().float().numpy())  # a copy: JAX may alias a numpy buffer
 
 
 def _pad(x: torch.Tensor, step: Step) -> jax.Array:
