@@ -95,3 +95,21 @@ def exclusive_cumsum(counts: jax.Array) -> jax.Array:
     """
     sums = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, INT_MAX - a), counts.astype(jnp.int32))
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), sums])
+
+
+def split_ragged(starts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Which part each element of a ragged concatenation belongs to.
+
+    Args:
+      starts: int32 `[n + 1]`, exclusive sums of the parts' lengths.
+      capacity: elements to answer for (static).
+
+    Returns:
+      `(part, index)`, int32 `[capacity]`: the element's part and its place in it; −1 past the last part.
+    """
+    element = jnp.arange(capacity, dtype=jnp.int32)
+    # The last part that starts at or before the element: empty parts before it repeat its start.
+    part = jnp.searchsorted(starts[:-1], element, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    held = element < starts[-1]
+    index = element - take_or_minus_one(starts, part)
+    return jnp.where(held, part, -1), jnp.where(held, index, -1)

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
-from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_2d_or_minus_one, take_or_minus_one
+from jax_sparse_mla.indices.lookup import (
+    INT_MAX,
+    exclusive_cumsum,
+    split_ragged,
+    take_2d_or_minus_one,
+    take_or_minus_one,
+)
 
 
 def swa_slots(
@@ -103,11 +109,7 @@ def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa,
     first_pos = seq_lens - gather_lens
     offsets = exclusive_cumsum(gather_lens)
 
-    row = jnp.arange(capacity, dtype=jnp.int32)
-    # The last request that starts at or before the row: the one that holds it, since empty ones repeat an
-    # offset.
-    request = jnp.searchsorted(offsets[:-1], row, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    held = row < offsets[-1]
-    position = take_or_minus_one(first_pos, request) + row - take_or_minus_one(offsets[:-1], request)
-    full = take_2d_or_minus_one(req_to_token, take_or_minus_one(req_rows, request), jnp.where(held, position, -1))
+    request, index = split_ragged(offsets, capacity)
+    position = jnp.where(request >= 0, take_or_minus_one(first_pos, request) + index, -1)
+    full = take_2d_or_minus_one(req_to_token, take_or_minus_one(req_rows, request), position)
     return take_or_minus_one(full_to_swa, full), first_pos, gather_lens, offsets

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
-from jax_sparse_mla.indices.lookup import exclusive_cumsum, page_slot_or_minus_one
+from jax_sparse_mla.indices.lookup import exclusive_cumsum, page_slot_or_minus_one, split_ragged
 from jax_sparse_mla.indices.window import swa_gather_plan
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.metadata.rows import (
@@ -17,7 +17,6 @@ from jax_sparse_mla.metadata.rows import (
     check_step,
     expand_rows,
     request_pages,
-    split_ragged,
 )
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, check_v4
 from jax_sparse_mla.models import ModelSpec

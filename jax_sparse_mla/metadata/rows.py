@@ -16,6 +16,7 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.indices.lookup import (
     INT_MAX,
     exclusive_cumsum,
+    split_ragged,
     take_2d_or_minus_one,
     take_or_minus_one,
 )
@@ -173,24 +174,6 @@ def _requests_of_rows(batch: ForwardBatch) -> tuple[jax.Array, jax.Array, jax.Ar
         request_lens = jnp.where(request_lens > 0, jnp.minimum(request_lens, longest) + rows_each, 0)
     starts = jnp.arange(num_requests + 1, dtype=jnp.int32) * rows_each
     return request_lens, starts, jnp.arange(num_rows, dtype=jnp.int32) // rows_each
-
-
-def split_ragged(starts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Which part each element of a ragged concatenation belongs to.
-
-    Args:
-      starts: int32 `[n + 1]`, exclusive sums of the parts' lengths.
-      capacity: elements to answer for (static).
-
-    Returns:
-      `(part, index)`, int32 `[capacity]`: the element's part and its place in it; −1 past the last part.
-    """
-    element = jnp.arange(capacity, dtype=jnp.int32)
-    # The last part that starts at or before the element: empty parts before it repeat its start.
-    part = jnp.searchsorted(starts[:-1], element, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    held = element < starts[-1]
-    index = element - take_or_minus_one(starts, part)
-    return jnp.where(held, part, -1), jnp.where(held, index, -1)
 
 
 def request_pages(tables: RequestTables, req_rows: jax.Array, tokens: int, page_size: int) -> jax.Array:

@@ -9,10 +9,16 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
-from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_2d_or_minus_one, take_or_minus_one
+from jax_sparse_mla.indices.lookup import (
+    INT_MAX,
+    exclusive_cumsum,
+    split_ragged,
+    take_2d_or_minus_one,
+    take_or_minus_one,
+)
 from jax_sparse_mla.indices.topk import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
-from jax_sparse_mla.metadata.rows import bucket, check_step, expand_rows, request_pages, split_ragged
+from jax_sparse_mla.metadata.rows import bucket, check_step, expand_rows, request_pages
 from jax_sparse_mla.metadata.selection import topk_transform_of
 from jax_sparse_mla.models import ModelSpec
 
