@@ -17,9 +17,8 @@ from jax_sparse_mla.indexer import INDEX_K_BYTES, hadamard_transform, index_logi
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata, V32Metadata
+from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from jax_sparse_mla.models import ModelSpec
-
-C4 = 4  # the compress ratio whose layers have an indexer
 
 
 def bf16_layout(layout: KVLayout) -> KVLayout:
@@ -109,7 +108,7 @@ class V4LayerCache:
         compressed = PagedKV.zeros(layout, num_pages, entries)
         ring = compressor_window(ratio) + max_draft_tokens
         state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring)
-        if ratio != C4:
+        if ratio != INDEXED_RATIO:
             return cls(swa=swa, compressed=compressed, state=state)
         return cls(
             swa=swa,
@@ -159,7 +158,7 @@ def v4_layer(
         )
         compressed = write_kv(cache.compressed, entry_slots, entries)
         index_k, index_state = cache.index_k, cache.index_state
-        if ratio == C4:
+        if ratio == INDEXED_RATIO:
             index_entries, index_slots, index_state = _compress(
                 index_state, rows.index.kv, rows.index.score, params.index_compressor, batch, metadata, ratio
             )
@@ -167,8 +166,8 @@ def v4_layer(
         cache = V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k, index_state=index_state)
 
     positions = None
-    if ratio == C4:
-        lengths = metadata.compressed[C4].lengths
+    if ratio == INDEXED_RATIO:
+        lengths = metadata.compressed[INDEXED_RATIO].lengths
         if index_scores is None:
             index_q, q_scale = quantize_index_q(hadamard_transform(rows.index.q.astype(jnp.float32)))
             index_scores = index_logits(
@@ -192,14 +191,14 @@ def v4_layer(
     if ratio != 0:
         part = metadata.compressed[ratio]
         extra_indices = part.page_indices
-        if ratio == C4:
+        if ratio == INDEXED_RATIO:
             slots = topk_transform(
                 index_scores,
                 part.lengths,
                 spec.index_topk,
                 method=TopkTransform.PAGED,
                 page_table=metadata.page_table,
-                page_size=spec.page_size // C4,
+                page_size=spec.page_size // INDEXED_RATIO,
             )
             extra_indices = extra_indices.at[:, : spec.index_topk].set(slots)
         extra = {

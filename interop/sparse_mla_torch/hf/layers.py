@@ -18,7 +18,6 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, ModelSpec, RequestTables
 from jax_sparse_mla.layers import (
-    C4,
     CompressorParams,
     IndexRows,
     V4LayerCache,
@@ -29,6 +28,7 @@ from jax_sparse_mla.layers import (
     v4_layer,
     v32_layer,
 )
+from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from sparse_mla_torch.bridge import to_jax, to_torch
 from sparse_mla_torch.hf.replace import selected_indices
 
@@ -72,7 +72,7 @@ class V4Layer:
 
     def __init__(self, module: v4.DeepseekV4Attention, spec: ModelSpec, ratio: int):
         self.module, self.spec, self.ratio = module, spec, ratio
-        self.has_indexer = ratio == C4
+        self.has_indexer = ratio == INDEXED_RATIO
         compressor = module.compressor
         self.params = V4LayerParams(
             attn_sink=_param(module.sinks),
