@@ -1,0 +1,168 @@
+"""How the benchmarks time: CUPTI spans with the L2 flushed, cases of one operation, the machine's ceilings.
+
+A module of `benchmarks.ops` offers `cases(rng) -> Iterator[Case]`; `python -m benchmarks.run` times and reports them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+FLUSH_BYTES = 512 << 20  # several times the 60 MB L2 of an H200
+
+
+class Run(NamedTuple):
+    """A callable that launches the operation once, and the framework on whose stream it does: "jax" or "torch"."""
+
+    call: Callable[[], object]
+    framework: str
+
+
+@dataclasses.dataclass
+class Case:
+    """One operation at one size.
+
+    Attributes:
+      name: the operation and its size.
+      ours, peers: what to time, by name; peers are other projects' kernels, or plain XLA where there are none.
+      bytes: that must move: each input read once, each output written once.
+      flop: that must be done, in the unit whose rate is `flop_unit` ("bf16" or "fp8").
+    """
+
+    name: str
+    ours: dict[str, Run]
+    peers: dict[str, Run]
+    bytes: int
+    flop: int = 0
+    flop_unit: str = "bf16"
+
+
+class Operation(NamedTuple):
+    """A kernel, copy or fill on the device; microseconds since the call's first one began."""
+
+    name: str
+    start: float
+    duration: float
+
+
+class Timer:
+    """Times calls by CUPTI, from the start of a call's first device operation to the end of its last.
+
+    Flush, marker, call and marker follow each other on one framework's stream without a wait for the host, so the
+    GPU neither idles nor slows its clocks before the call.
+    """
+
+    def __init__(self, repeats: int = 15):
+        self.repeats = repeats
+        self.operations: list[Operation] = []
+        self._torch_flush = torch.ones(FLUSH_BYTES // 4, device="cuda")
+        self._torch_mark = torch.zeros(3, device="cuda")
+        self._jax_flush = jax.jit(lambda x: x.sum())
+        self._jax_buffer = jnp.ones(FLUSH_BYTES // 4)
+        self._jax_mark = jax.jit(jnp.cosh)
+        self._jax_marked = jnp.zeros(3)
+
+    def __call__(self, run: Run) -> float:
+        """The median in microseconds; the device operations of the last repeat stay in `operations`."""
+        for _ in range(3):
+            self._once(run)
+        self._wait()
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            for _ in range(self.repeats):
+                self._once(run)
+            self._wait()
+        events = prof.profiler.kineto_results.events()
+        events = sorted((e for e in events if "CUDA" in str(e.device_type())), key=lambda e: e.start_ns())
+        spans, inside = [], False
+        for event in events:
+            if "cosh" in event.name():
+                inside = not inside
+                if inside:
+                    spans.append([])
+            elif inside:
+                spans[-1].append((event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
+        if len(spans) != self.repeats or inside or not all(spans):
+            raise RuntimeError(f"the profiler saw {len(spans)} calls of {self.repeats}")
+        first = spans[-1][0][1]
+        self.operations = [Operation(name[:90], (s - first) / 1e3, (e - s) / 1e3) for name, s, e in spans[-1]]
+        return statistics.median((max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans)
+
+    def _once(self, run: Run) -> None:
+        if run.framework == "torch":
+            for _ in range(3):
+                self._torch_flush.sum()
+            self._torch_mark.cosh_()
+            run.call()
+            self._torch_mark.cosh_()
+        else:
+            for _ in range(3):
+                self._jax_flush(self._jax_buffer)
+            self._jax_mark(self._jax_marked)
+            out = run.call()
+            self._jax_mark(self._jax_marked)
+            del out
+
+    def _wait(self) -> None:
+        jax.block_until_ready(self._jax_flush(self._jax_buffer))
+        torch.cuda.synchronize()
+
+
+def in_place(function: Callable, state: object, *args) -> Run:
+    """A JAX call of `function(state, *args)` with the state donated: each call takes what the last one returned."""
+    jitted = jax.jit(function, donate_argnums=0)
+    kept = [state]
+
+    def call():
+        kept[0] = jitted(kept[0], *args)
+        return kept[0]
+
+    return Run(call, "jax")
+
+
+def copy_rate(timer: Timer, moved: int = 2 << 30) -> float:
+    """TB/s of a device copy that reads and writes `moved` bytes in all."""
+    source = torch.randint(0, 2**31 - 1, (moved // 8,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    return moved / timer(Run(lambda: target.copy_(source), "torch")) / 1e6
+
+
+def matmul_rate(timer: Timer, n: int = 8192) -> float:
+    """TFLOP/s of a bf16 n x n x n matrix product of random values through torch."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / timer(Run(lambda: a @ b, "torch")) / 1e6
+
+
+def environment() -> dict:
+    """Device, driver, versions, commit and command, for the record beside the numbers."""
+
+    def output(*command):
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    def version(name):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    names = ("jax", "jaxlib", "jax-triton", "triton", "torch", "sgl-flash-mla", "flashinfer-python")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {name: version(name) for name in names},
+        "commit": os.environ.get("COMMIT") or output("git", "describe", "--always", "--dirty"),
+        "command": " ".join(sys.orig_argv),
+    }
