@@ -11,12 +11,21 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
-from jax_sparse_mla.attention.schedule import DecodeSchedule
+from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.indexer import INDEX_K_BYTES, hadamard_transform, index_logits, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
-from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata, V32Metadata
+from jax_sparse_mla.metadata import (
+    ForwardBatch,
+    PrefillPlan,
+    RequestTables,
+    V4Metadata,
+    V32Metadata,
+    build_prefill_plan,
+    build_v4_metadata,
+)
+from jax_sparse_mla.metadata.rows import bucket
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from jax_sparse_mla.models import ModelSpec
 
@@ -119,6 +128,64 @@ class V4LayerCache:
         )
 
 
+@pytree_dataclass
+class V4Step:
+    """What all V4 layers of a step share. By compress ratio, plans (a gathered prefill) or schedules (paged)."""
+
+    metadata: V4Metadata
+    plans: dict[int, PrefillPlan]
+    schedules: dict[int, DecodeSchedule]
+
+    @property
+    def overflow(self) -> jax.Array:
+        """bool scalar: a bucket was too small for the step; what did not fit is left out of the attention."""
+        return jnp.any(jnp.stack([self.metadata.overflow, *(plan.overflow for plan in self.plans.values())]))
+
+
+def prepare_v4_step(
+    spec: ModelSpec,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    *,
+    gathered: bool = False,
+    gathered_tokens: int | None = None,
+) -> V4Step:
+    """Builds once what `v4_layer` needs in every layer of a step.
+
+    Args:
+      spec: the model (static).
+      batch, tables: the step.
+      gathered: EXTEND through a gathered bf16 workspace; else attention to the paged caches, in any mode (static).
+      gathered_tokens: tokens of all requests together whose compressed entries the workspace holds; by default the
+        bucket for every request (static).
+
+    Raises:
+      TypeError, ValueError: see `build_v4_metadata`, `build_prefill_plan` and `decode_schedule`.
+    """
+    metadata = build_v4_metadata(spec, batch, tables)
+    (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
+    plans, schedules = {}, {}
+    if gathered_tokens is None:
+        gathered_tokens = num_requests * bucket(batch, tables)
+    for ratio in spec.compress_ratios:
+        if gathered:
+            plans[ratio] = build_prefill_plan(
+                spec,
+                batch,
+                tables,
+                compress_ratio=ratio,
+                swa_capacity=rows + num_requests * (spec.window - 1),
+                compressed_capacity=gathered_tokens // ratio if ratio else 0,
+            )
+            continue
+        part = metadata.compressed.get(ratio)
+        extra = 0 if part is None else part.page_indices.shape[1]
+        shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
+        lengths = (metadata.swa_topk_lengths, None if part is None else part.topk_lengths)
+        schedules[ratio] = decode_schedule(shape, *lengths)
+    return V4Step(metadata=metadata, plans=plans, schedules=schedules)
+
+
 def v4_layer(
     cache: V4LayerCache,
     rows: V4Rows,
@@ -200,7 +267,9 @@ def v4_layer(
                 page_table=metadata.page_table,
                 page_size=spec.page_size // INDEXED_RATIO,
             )
-            extra_indices = extra_indices.at[:, : spec.index_topk].set(slots)
+            extra_indices = jnp.pad(
+                slots, ((0, 0), (0, extra_indices.shape[1] - spec.index_topk)), constant_values=-1
+            )
         extra = {
             "extra_cache": cache.compressed,
             "extra_indices": extra_indices[:, None],

@@ -1,0 +1,227 @@
+"""The attention part of DeepSeek-V4-Flash as an engine runs it: all layers in one jitted step, caches donated.
+
+What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, behind an
+optimization barrier together with the previous layer's output, so that XLA neither shares work between the layers nor
+runs one before the one below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_sparse_mla import DEEPSEEK_V4_FLASH, ForwardBatch, ForwardMode, ModelSpec, PagedKV, RequestTables, write_kv
+from jax_sparse_mla.indexer import write_index_k
+from jax_sparse_mla.layers import (
+    CompressorParams,
+    IndexRows,
+    V4LayerCache,
+    V4LayerParams,
+    V4Rows,
+    prepare_v4_step,
+    v4_layer,
+)
+from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
+
+# `compress_ratios` of the checkpoint's config.json, without the entry of its draft layer: 43 layers, 21 of ratio 4.
+V4_FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """What selects the shapes of a step.
+
+    Attributes:
+      ratios: the compress ratio of each layer.
+      batch: requests.
+      max_len: tokens that each request may grow to; also the bucket of the page tables.
+      window_pages: pages of the sliding-window cache that each request has; older tokens have none.
+    """
+
+    spec: ModelSpec = DEEPSEEK_V4_FLASH
+    ratios: Sequence[int] = V4_FLASH_RATIOS
+    batch: int = 1
+    max_len: int = 8192
+    window_pages: int = 3
+
+    @property
+    def pages(self) -> int:
+        """Of one request."""
+        return -(-self.max_len // self.spec.page_size)
+
+    def tables(self, seed: int = 0) -> RequestTables:
+        """Every request at its full length, in shuffled pages; page 0 is left to what padding rows write."""
+        spec, rng = self.spec, np.random.default_rng(seed)
+        page = 1 + rng.permutation(self.batch * self.pages).reshape(self.batch, self.pages)
+        # The window's pages are a ring: page i of a request lies where page i − window_pages did.
+        ring = np.arange(self.pages) % self.window_pages + np.arange(self.batch)[:, None] * self.window_pages
+        swa_page = np.zeros(1 + page.size, np.int64)
+        swa_page[page] = 1 + ring
+        offset = np.arange(spec.page_size)
+        slots = (page[:, :, None] * spec.page_size + offset).reshape(self.batch, -1)
+        swa = (swa_page[:, None] * spec.page_size + offset).reshape(-1)
+        return RequestTables(
+            req_to_token=jnp.asarray(slots[:, : self.max_len], jnp.int32),
+            full_to_swa=jnp.asarray(np.append(swa, -1), jnp.int32),
+        )
+
+    def empty_caches(self) -> list[V4LayerCache]:
+        return [
+            V4LayerCache.zeros(
+                self.spec,
+                ratio,
+                num_pages=1 + self.batch * self.pages,
+                num_swa_pages=1 + self.batch * self.window_pages,
+                max_requests=self.batch,
+            )
+            for ratio in self.ratios
+        ]
+
+    def params(self, seed: int = 0) -> list[V4LayerParams]:
+        rng, spec = np.random.default_rng(seed), self.spec
+
+        def compressor(ratio, head_dim):
+            width = head_dim * (2 if ratio == INDEXED_RATIO else 1)
+            return CompressorParams(
+                ape=jnp.asarray(rng.standard_normal((ratio, width)), jnp.float32),
+                norm_weight=jnp.ones(head_dim),
+                inv_freq=jnp.asarray(160000.0 ** -(np.arange(spec.rope_dim // 2) / (spec.rope_dim // 2)), jnp.float32),
+            )
+
+        return [
+            V4LayerParams(
+                attn_sink=jnp.asarray(rng.standard_normal(spec.num_heads), jnp.float32),
+                compressor=compressor(ratio, spec.qk_dim) if ratio else None,
+                index_compressor=compressor(ratio, spec.index_dim) if ratio == INDEXED_RATIO else None,
+            )
+            for ratio in self.ratios
+        ]
+
+    def rows(self, num_rows: int, seed: int = 0) -> dict[int, V4Rows]:
+        """By ratio, the random projected rows of a step; queries and keys are the same arrays in all."""
+        spec, keys = self.spec, iter(jax.random.split(jax.random.key(seed), 16))
+
+        def normal(*dims, dtype=jnp.float32):
+            return jax.random.normal(next(keys), (num_rows, *dims), dtype)
+
+        def compressor_input(ratio, head_dim):
+            return (normal(head_dim * (2 if ratio == INDEXED_RATIO else 1)) for _ in range(2))
+
+        q, kv = normal(spec.num_heads, spec.qk_dim, dtype=jnp.bfloat16), normal(spec.qk_dim, dtype=jnp.bfloat16)
+        rows = {}
+        for ratio in dict.fromkeys(self.ratios):
+            rows[ratio] = V4Rows(q=q, kv=kv)
+            if ratio:
+                main_kv, main_score = compressor_input(ratio, spec.qk_dim)
+                rows[ratio] = dataclasses.replace(rows[ratio], compressed_kv=main_kv, compressed_score=main_score)
+            if ratio == INDEXED_RATIO:
+                index_kv, index_score = compressor_input(ratio, spec.index_dim)
+                index = IndexRows(
+                    q=normal(spec.index_heads, spec.index_dim, dtype=jnp.bfloat16),
+                    weights=normal(spec.index_heads) * (spec.index_dim * spec.index_heads) ** -0.5,
+                    kv=index_kv,
+                    score=index_score,
+                )
+                rows[ratio] = dataclasses.replace(rows[ratio], index=index)
+        return rows
+
+    def decode(self):
+        """`(state, rows, params, tables) -> (state, out)` with state `(caches, seq_lens [batch])`, donated."""
+        return jax.jit(functools.partial(_decode, self), donate_argnums=0)
+
+    def prefill(self):
+        """`(state, rows, params, tables, end) -> (state, out)`, state `(caches, tokens done [])`, donated.
+
+        The next chunk of request 0, as many tokens as there are rows, or what is left before its `end`.
+        """
+        return jax.jit(functools.partial(_prefill, self), donate_argnums=0)
+
+
+def fill(stack: Stack, caches: list[V4LayerCache]) -> list[V4LayerCache]:
+    """The caches as after a prefill, without one: pages of quantised random rows, the same 64 over and over."""
+
+    def repeat(some_pages, like):
+        return some_pages[jnp.arange(like.shape[0], dtype=jnp.int32) % some_pages.shape[0]]
+
+    def random_kv(cache):
+        some = PagedKV.zeros(cache.layout, min(64, cache.num_pages), cache.page_size)
+        rows = jax.random.normal(jax.random.key(1), (some.num_slots, cache.layout.qk_dim), jnp.bfloat16)
+        some = write_kv(some, jnp.arange(some.num_slots, dtype=jnp.int32), rows)
+        return dataclasses.replace(cache, data=repeat(some.data, cache.data))
+
+    def random_index_k(cache):
+        page_size = stack.spec.page_size // INDEXED_RATIO
+        some = cache[:64]
+        rows = jax.random.normal(jax.random.key(2), (len(some) * page_size, stack.spec.index_dim), jnp.bfloat16)
+        some = write_index_k(some, jnp.arange(len(rows), dtype=jnp.int32), rows)
+        return repeat(some, cache)
+
+    kv, index_k = jax.jit(random_kv, donate_argnums=0), jax.jit(random_index_k, donate_argnums=0)
+    return [
+        dataclasses.replace(
+            cache,
+            swa=kv(cache.swa),
+            compressed=None if cache.compressed is None else kv(cache.compressed),
+            index_k=None if cache.index_k is None else index_k(cache.index_k),
+        )
+        for cache in caches
+    ]
+
+
+# One trace for all layers of a ratio.
+_layer = jax.jit(v4_layer, static_argnames=("spec", "ratio"))
+
+
+def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
+    step = prepare_v4_step(stack.spec, batch, tables, gathered=gathered)
+    caches, out = list(caches), jnp.zeros((), jnp.bfloat16)
+    for i, ratio in enumerate(stack.ratios):
+        layer_rows, _ = jax.lax.optimization_barrier((rows[ratio], out))
+        out, caches[i], _ = _layer(
+            caches[i],
+            layer_rows,
+            params[i],
+            batch,
+            step.metadata,
+            step.plans.get(ratio),
+            spec=stack.spec,
+            ratio=ratio,
+            schedule=step.schedules.get(ratio),
+        )
+    return caches, out
+
+
+def _decode(stack: Stack, state, rows, params, tables):
+    caches, seq_lens = state
+    requests = jnp.arange(stack.batch, dtype=jnp.int32)
+    batch = ForwardBatch(
+        mode=ForwardMode.DECODE,
+        max_seq_len=stack.max_len,
+        req_pool_indices=requests,
+        seq_lens=seq_lens + 1,
+        out_cache_loc=tables.req_to_token[requests, seq_lens],
+    )
+    caches, out = _layers(stack, caches, rows, params, batch, tables, gathered=False)
+    return (caches, batch.seq_lens), out
+
+
+def _prefill(stack: Stack, state, rows, params, tables, end):
+    caches, done = state
+    num_rows = next(iter(rows.values())).q.shape[0]
+    count = jnp.minimum(num_rows, end - done)
+    slots = jax.lax.dynamic_slice(jnp.pad(tables.req_to_token[0], (0, num_rows)), (done,), (num_rows,))
+    batch = ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        max_seq_len=stack.max_len,
+        req_pool_indices=jnp.zeros(1, jnp.int32),
+        seq_lens=(done + count)[None],
+        out_cache_loc=slots,
+        extend_lens=count[None],
+    )
+    caches, out = _layers(stack, caches, rows, params, batch, tables, gathered=True)
+    return (caches, done + count), out

@@ -1,0 +1,344 @@
+"""A forward step of DeepSeek-V4-Flash's attention, 43 layers in one jitted program, as an engine runs it.
+
+    python -m benchmarks.step                                   # every case: decode, chunked prefill, a long request
+    python -m benchmarks.step --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
+
+A decode case is BATCHxCONTEXT; a prefill case PROMPT/CHUNK tokens; the long request is prefilled in chunks and then
+decodes. A program's caches are donated and it is called back to back. Per case: wall and GPU time per step, the share
+of the time in which the GPU is busy and device operations per step (CUPTI, through torch's profiler), how many of them
+came out of CUDA graphs, and the time that the host takes to enqueue a step under `jax.transfer_guard("disallow")`. Per
+program: compile time, and whether the caches stay where they are (bytes that the executable aliases, copies of a
+cache's shape in its HLO, buffer addresses). Prints tables and writes JSON to $OUT or benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
+from jax_sparse_mla import DEEPSEEK_V4_FLASH
+
+DECODE = "1x8192,4x8192,8x8192,64x8192,1x131072,4x131072,8x131072,64x131072"
+PREFILL = "5602/8192,13302/8192,30352/8192,5602/32768,13302/32768,30352/32768"
+LONG = "393216/8192"
+
+# A decode case starts so many tokens before its bucket is full.
+ROOM = 64
+# No program has so many operations in a row: it runs without CUDA graphs.
+WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 20}
+
+
+# --- programs --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Program:
+    """A step of a stack, compiled for `num_rows` query rows. `options` are XLA's."""
+
+    stack: Stack
+    phase: str  # "decode" or "prefill"
+    num_rows: int
+    options: dict = dataclasses.field(default_factory=dict)
+    compiled: jax.stages.Compiled | None = None
+    compile_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.phase} {self.num_rows} rows, {self.stack.max_len} tokens"
+
+    def inputs(self) -> tuple:
+        """`(rows, params, tables)`, what every call takes beside the state."""
+        return self.stack.rows(self.num_rows), self.stack.params(), self.stack.tables()
+
+    def counter(self, value: int) -> jax.Array:
+        """What the state has beside the caches: tokens of every request, or tokens done of the one request."""
+        return jnp.full((self.stack.batch,) if self.phase == "decode" else (), value, jnp.int32)
+
+    def compile(self) -> Program:
+        """Compiles without allocating anything on the device."""
+        step = self.stack.decode() if self.phase == "decode" else self.stack.prefill()
+        shapes = jax.eval_shape(lambda: ((self.stack.empty_caches(), self.counter(0)), *self.inputs()))
+        end = () if self.phase == "decode" else (jax.ShapeDtypeStruct((), jnp.int32),)
+        start = time.perf_counter()
+        self.compiled = step.lower(*shapes, *end).compile(self.options)
+        self.compile_seconds = time.perf_counter() - start
+        return self
+
+    def in_place(self) -> dict:
+        """What the executable says of the caches; `copies` are instructions that copy an array of a cache's shape."""
+        caches = jax.tree.leaves(jax.eval_shape(self.stack.empty_caches))
+        text = self.compiled.as_text()
+        short = {"uint8": "u8", "float32": "f32"}
+        shapes = {f"{short[x.dtype.name]}[{','.join(map(str, x.shape))}]" for x in caches}
+        pattern = "|".join(re.escape(shape) for shape in shapes)
+        return {
+            "cache_bytes": sum(x.size * x.dtype.itemsize for x in caches),
+            "alias_bytes": self.compiled.memory_analysis().alias_size_in_bytes,
+            "temp_bytes": self.compiled.memory_analysis().temp_size_in_bytes,
+            "copies": len(re.findall(rf"= \(?(?:{pattern})\S* copy(?:-start)?\(", text)),
+            "conditionals": len(re.findall(r" conditional\(", text)),
+            "loops": len(re.findall(r" while\(", text)),
+        }
+
+    def operation_names(self) -> dict[str, str]:
+        """The JAX operation that each kernel of XLA's comes from, by the kernel's name."""
+        found = re.findall(r'%?([\w.-]+) = .*?op_name="([^"]*)"', self.compiled.as_text())
+        return {re.sub(r"[.-]", "_", name): op_name for name, op_name in found}
+
+
+# --- time ------------------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """A kernel, copy or fill on the device; nanoseconds. All that one launch of a CUDA graph runs has its id."""
+
+    name: str
+    start: int
+    end: int
+    launch: int
+
+
+def device_operations(run) -> list[Operation]:
+    """What the device does during `run()`, which must wait for it; in order of start."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    found = [
+        Operation(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
+        for e in events
+        if "CUDA" in str(e.device_type())
+    ]
+    return sorted(found, key=lambda operation: operation.start)
+
+
+def busy_time(operations: list[Operation]) -> int:
+    """Nanoseconds in which at least one operation runs."""
+    busy = end = 0
+    for operation in operations:
+        busy += max(0, operation.end - max(operation.start, end))
+        end = max(end, operation.end)
+    return busy
+
+
+def from_graphs(operations: list[Operation]) -> list[Operation]:
+    """Those that a CUDA graph launched: they share their launch with others."""
+    launches = collections.Counter(operation.launch for operation in operations)
+    return [operation for operation in operations if launches[operation.launch] > 1]
+
+
+def summary(operations: list[Operation], steps: int) -> dict:
+    span = max(o.end for o in operations) - operations[0].start
+    return {
+        "gpu_us": busy_time(operations) / steps / 1e3,
+        "gpu_busy": busy_time(operations) / span,
+        "operations": len(operations) / steps,
+        "from_graphs": len(from_graphs(operations)) / len(operations),
+    }
+
+
+def by_kind(program: Program, operations: list[Operation], steps: int) -> list[tuple[float, float, str]]:
+    """(µs per step, count per step, kernel and JAX operation), the longest first; XLA's kernels by JAX operation."""
+    names, totals = program.operation_names(), collections.defaultdict(lambda: [0, 0])
+    for operation in operations:
+        kernel = names.get(operation.name, operation.name)
+        if kernel is not operation.name:
+            kernel = f"{re.sub(r'_[0-9_]+$', '', operation.name)}: {kernel.removeprefix('jit(_decode)/')}"
+        totals[kernel][0] += operation.end - operation.start
+        totals[kernel][1] += 1
+    return sorted(((ns / steps / 1e3, n / steps, kernel) for kernel, (ns, n) in totals.items()), reverse=True)
+
+
+class Steps:
+    """Calls of a program, each with the state that the last one returned."""
+
+    def __init__(self, program: Program, caches: list, *end: jax.Array):
+        self.program, self.caches, self.end = program, caches, end
+        self.inputs = program.inputs()
+        self.addresses = self._addresses()
+
+    def start(self, counter: int) -> None:
+        self.counter = jax.block_until_ready(self.program.counter(counter))
+
+    def __call__(self, steps: int) -> tuple[float, float]:
+        """Seconds until all calls are enqueued, and until their results are there. Nothing may wait for the device
+        or copy between it and the host in between."""
+        call, state, out = self.program.compiled, (self.caches, self.counter), None
+        start = time.perf_counter()
+        with jax.transfer_guard("disallow"):
+            for _ in range(steps):
+                state, out = call(state, *self.inputs, *self.end)
+        enqueued = time.perf_counter()
+        jax.block_until_ready((state, out))
+        done = time.perf_counter()
+        self.caches, self.counter = state
+        return enqueued - start, done - start
+
+    def moved(self) -> bool:
+        """Whether a cache is at another address than at first."""
+        return self.addresses != self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.caches)]
+
+
+def measure(steps: Steps, start: int, count: int, repeats: int, *, rewind: bool) -> tuple[dict, list[Operation]]:
+    """Times `repeats` runs of `count` steps each and profiles one more; every run begins at `start` if `rewind`."""
+    steps.start(start)
+    steps(1)
+    times = []
+    for _ in range(repeats):
+        if rewind:
+            steps.start(start)
+        times.append(steps(count))
+    if rewind:
+        steps.start(start)
+    operations = device_operations(lambda: steps(count))
+    enqueue, wall = (statistics.median(column) for column in zip(*times))
+    return {
+        "steps": count,
+        "wall_us": wall / count * 1e6,
+        "enqueue_us": enqueue / count * 1e6,
+        "moved": steps.moved(),
+        **summary(operations, count),
+    }, operations
+
+
+# --- cases -----------------------------------------------------------------------------------------
+
+
+def decode_case(program: Program, repeats: int) -> tuple[dict, list[Operation]]:
+    caches = fill(program.stack, program.stack.empty_caches())
+    count = (ROOM - 1) // (repeats + 1)
+    start = program.stack.max_len - ROOM
+    return measure(Steps(program, caches), start, min(count, 8), repeats, rewind=False)
+
+
+def prefill_case(program: Program, prompt: int, repeats: int) -> tuple[dict, list[Operation]]:
+    steps = Steps(program, program.stack.empty_caches(), jnp.int32(prompt))
+    return measure(steps, 0, -(-prompt // program.num_rows), repeats, rewind=True)
+
+
+def long_case(prefill: Program, decode: Program, prompt: int) -> list[tuple[str, dict]]:
+    """One request: its whole prompt in chunks, then decode steps on the caches that those left."""
+    steps = Steps(prefill, prefill.stack.empty_caches(), jnp.int32(prompt))
+    steps.start(0)
+    chunks = -(-prompt // prefill.num_rows)
+    enqueue, wall = steps(chunks)
+    report = {"steps": chunks, "wall_us": wall / chunks * 1e6, "enqueue_us": enqueue / chunks * 1e6}
+    report["moved"] = steps.moved()
+    decoding = Steps(decode, steps.caches)
+    after, _ = measure(decoding, prompt, 8, 3, rewind=False)
+    return [(f"prefill {prompt} in chunks of {prefill.num_rows}", report), (f"decode after {prompt}", after)]
+
+
+def programs(arguments) -> tuple[dict, dict, dict]:
+    """The programs of the decode, prefill and long cases, by case."""
+    make = functools.partial(Stack, spec=DEEPSEEK_V4_FLASH, ratios=V4_FLASH_RATIOS[: arguments.layers])
+    decode = {}
+    for case in filter(None, arguments.decode.split(",")):
+        batch, context = map(int, case.split("x"))
+        decode[case] = Program(make(batch=batch, max_len=context), "decode", batch)
+    prefill, chunks = {}, {}
+    cases = [tuple(map(int, case.split("/"))) for case in filter(None, arguments.prefill.split(","))]
+    longest = max((-(-prompt // 256) * 256 for prompt, _ in cases), default=0)
+    for prompt, chunk in cases:
+        stack = make(max_len=longest, window_pages=longest // 256)
+        prefill[prompt, chunk] = chunks.setdefault(chunk, Program(stack, "prefill", chunk))
+    long = {}
+    if arguments.long:
+        prompt, chunk = map(int, arguments.long.split("/"))
+        stack = make(max_len=prompt + 256, window_pages=prompt // 256 + 1)
+        long[prompt] = Program(stack, "prefill", chunk), Program(stack, "decode", 1)
+    return decode, prefill, long
+
+
+def compile_all(todo: list[Program], workers: int) -> None:
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for program in pool.map(Program.compile, todo):
+            print(f"compiled {program.name}: {program.compile_seconds:.1f} s {program.in_place()}", flush=True)
+
+
+# --- report ----------------------------------------------------------------------------------------
+
+COLUMNS = ("steps", "wall_us", "gpu_us", "gpu_busy", "operations", "from_graphs", "enqueue_us", "moved")
+
+
+def table(results: dict[str, dict]) -> str:
+    def cell(value: Any) -> str:
+        if isinstance(value, bool) or value is None:
+            return {True: "yes", False: "no", None: "–"}[value]
+        return f"{value:.3f}" if isinstance(value, float) and value <= 1 else f"{value:,.0f}"
+
+    width = max(len(name) for name in results)
+    lines = [f"{'case':{width}}" + "".join(f"{column:>12}" for column in COLUMNS)]
+    for name, result in results.items():
+        lines.append(f"{name:{width}}" + "".join(f"{cell(result.get(column)):>12}" for column in COLUMNS))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
+    parser.add_argument("--decode", default=DECODE)
+    parser.add_argument("--prefill", default=PREFILL)
+    parser.add_argument("--long", default=LONG)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
+    parser.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
+    parser.add_argument("--without-graphs", action="store_true", help="every decode case also without CUDA graphs")
+    arguments = parser.parse_args()
+    decode, prefill, long = programs(arguments)
+    if arguments.without_graphs:
+        plain = {f"{case} without graphs": dataclasses.replace(p, options=WITHOUT_GRAPHS) for case, p in decode.items()}
+        decode |= plain
+    used = [*decode.values(), *dict.fromkeys(prefill.values()), *(p for pair in long.values() for p in pair)]
+    compile_all(used, arguments.workers)
+
+    results = {}
+
+    def record(name, program, measured):
+        results[name], operations = measured
+        print(table({name: results[name]}).splitlines()[-1], flush=True)
+        for us, count, kind in by_kind(program, operations, results[name]["steps"])[: arguments.operations]:
+            print(f"    {us:9.1f} us  {count:6.1f} x  {kind[:150]}")
+
+    for case, program in decode.items():
+        record(f"decode {case}", program, decode_case(program, arguments.repeats))
+    for (prompt, chunk), program in prefill.items():
+        record(f"prefill {prompt} in {chunk}", program, prefill_case(program, prompt, arguments.repeats))
+    for prompt, pair in long.items():
+        results |= dict(long_case(*pair, prompt))
+    print(table(results))
+    save(results, used)
+
+
+def save(results: dict, used: list[Program]) -> None:
+    from benchmarks.timing import environment
+
+    programs = {
+        p.name + ("" if not p.options else f" {p.options}"): {"compile_seconds": p.compile_seconds, **p.in_place()}
+        for p in used
+    }
+    folder = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
+    record = {"environment": environment(), "results": results, "programs": programs}
+    (folder / "step.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
