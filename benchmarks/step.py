@@ -45,7 +45,7 @@ WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 20}
 # --- programs --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Program:
     """A step of a stack, compiled for `num_rows` query rows. `options` are XLA's."""
 
