@@ -1,8 +1,8 @@
 """The attention part of DeepSeek-V4-Flash as an engine runs it: all layers in one jitted step, caches donated.
 
-What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, behind an
-optimization barrier together with the previous layer's output, so that XLA neither shares work between the layers nor
-runs one before the one below it.
+What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, its keys
+with one head of the previous layer's output added. So no layer can run before the one below it, and an optimization
+barrier keeps XLA from sharing work between them.
 """
 
 from __future__ import annotations
@@ -179,9 +179,12 @@ _layer = jax.jit(v4_layer, static_argnames=("spec", "ratio"))
 
 def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
     step = prepare_v4_step(stack.spec, batch, tables, gathered=gathered)
-    caches, out = list(caches), jnp.zeros((), jnp.bfloat16)
+    caches, out = list(caches), None
     for i, ratio in enumerate(stack.ratios):
-        layer_rows, _ = jax.lax.optimization_barrier((rows[ratio], out))
+        layer_rows = rows[ratio]
+        if out is not None:
+            kv = layer_rows.kv + out[:, 0]
+            layer_rows = jax.lax.optimization_barrier(dataclasses.replace(layer_rows, kv=kv))
         out, caches[i], _ = _layer(
             caches[i],
             layer_rows,

@@ -152,16 +152,28 @@ def summary(operations: list[Operation], steps: int) -> dict:
     }
 
 
-def by_kind(program: Program, operations: list[Operation], steps: int) -> list[tuple[float, float, str]]:
-    """(µs per step, count per step, kernel and JAX operation), the longest first; XLA's kernels by JAX operation."""
-    names, totals = program.operation_names(), collections.defaultdict(lambda: [0, 0])
+class Kind(NamedTuple):
+    """Operations of one kernel, XLA's also of one JAX operation; µs and counts per step."""
+
+    us: float
+    count: float
+    captured: float
+    name: str
+
+
+def by_kind(program: Program, operations: list[Operation], steps: int) -> list[Kind]:
+    """The kinds of operations, those that take longest first."""
+    names, captured = program.operation_names(), set(from_graphs(operations))
+    totals = collections.defaultdict(lambda: [0, 0, 0])
     for operation in operations:
-        kernel = names.get(operation.name, operation.name)
-        if kernel is not operation.name:
-            kernel = f"{re.sub(r'_[0-9_]+$', '', operation.name)}: {kernel.removeprefix('jit(_decode)/')}"
-        totals[kernel][0] += operation.end - operation.start
-        totals[kernel][1] += 1
-    return sorted(((ns / steps / 1e3, n / steps, kernel) for kernel, (ns, n) in totals.items()), reverse=True)
+        name = operation.name
+        if name in names:
+            name = f"{re.sub(r'_[0-9_]+$', '', name)}: {names[name]}"
+        totals[name][0] += operation.end - operation.start
+        totals[name][1] += 1
+        totals[name][2] += operation in captured
+    kinds = [Kind(ns / steps / 1e3, n / steps, k / steps, name) for name, (ns, n, k) in totals.items()]
+    return sorted(kinds, reverse=True)
 
 
 class Steps:
@@ -315,8 +327,8 @@ def main() -> None:
     def record(name, program, measured):
         results[name], operations = measured
         print(table({name: results[name]}).splitlines()[-1], flush=True)
-        for us, count, kind in by_kind(program, operations, results[name]["steps"])[: arguments.operations]:
-            print(f"    {us:9.1f} us  {count:6.1f} x  {kind[:150]}")
+        for kind in by_kind(program, operations, results[name]["steps"])[: arguments.operations]:
+            print(f"    {kind.us:9.1f} us {kind.count:7.1f} x {kind.captured:7.1f} in graphs  {kind.name[:150]}")
 
     for case, program in decode.items():
         record(f"decode {case}", program, decode_case(program, arguments.repeats))

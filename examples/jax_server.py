@@ -1,9 +1,9 @@
 """Continuous batching in JAX: requests come and go, prompts are read in chunks, then all decode together.
 
-The model is the attention of DeepSeek-V4 with random weights around it; `--layers 43 --heads 64` is V4-Flash's size.
-What an engine takes from here: one jitted step with everything that changes donated (caches, request tables, last
-tokens); one compilation per bucket of rows; pages handed out on the host; and no step that waits for the tokens of
-the one before: they stay on the device, and the host reads them one step later.
+The model is DeepSeek-V4's attention with random weights around it; `--layers 43 --heads 64` is V4-Flash's size. What
+an engine takes from here: one jitted step with all that changes donated (caches, request tables, last tokens); one
+compilation per bucket of rows; pages handed out on the host; and no step waits for the tokens of the one before, which
+stay on the device: the host reads them one step later.
 """
 
 import argparse
@@ -44,77 +44,60 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     swa_pages: list[int] = dataclasses.field(default_factory=list)  # 0 behind the window
     computed: int = 0  # tokens whose keys are cached
-    sampled: int = 0  # tokens asked of the device; the last of them may not have been read yet
+    sampled: int = 0  # tokens that the device has made; the last of them may not have been read yet
 
 
 # --- the model, on the device ----------------------------------------------------------------------
 
 
-def widths(config, ratio):
-    """What a layer projects from its input, and how wide."""
-    spec, pair = config.spec, 2 if ratio == 4 else 1
-    parts = {"q": spec.num_heads * spec.qk_dim, "kv": spec.qk_dim}
-    if ratio:
-        parts |= {"main_kv": pair * spec.qk_dim, "main_score": pair * spec.qk_dim}
-    if ratio == 4:
-        parts |= {"index_q": spec.index_heads * spec.index_dim, "index_weights": spec.index_heads}
-        parts |= {"index_kv": pair * spec.index_dim, "index_score": pair * spec.index_dim}
-    return parts
-
-
-def random_weights(config, seed=0):
-    spec, keys = config.spec, iter(jax.random.split(jax.random.key(seed), 8 * len(config.ratios)))
+def random_weights(config):
+    """Embedding, inverse frequencies and, per layer, projections (shaped as the rows that they make) and parameters."""
+    spec, keys = config.spec, iter(jax.random.split(jax.random.key(0), 16 * len(config.ratios)))
     inv_freq = 10000.0 ** -(jnp.arange(32) / 32)
 
-    def matrix(rows, columns):
-        return jax.random.normal(next(keys), (rows, columns), jnp.bfloat16) * rows**-0.5
-
-    def compressor(ratio, dim):
-        ape = jax.random.normal(next(keys), (ratio, dim * (2 if ratio == 4 else 1)))
-        return layers.CompressorParams(ape=ape, norm_weight=jnp.ones(dim), inv_freq=inv_freq)
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, dtype) * shape[0] ** -0.5
 
     def layer(ratio):
-        params = layers.V4LayerParams(
-            attn_sink=jnp.zeros(spec.num_heads),
-            compressor=compressor(ratio, spec.qk_dim) if ratio else None,
-            index_compressor=compressor(ratio, spec.index_dim) if ratio == 4 else None,
-        )
-        projection = matrix(config.hidden, sum(widths(config, ratio).values()))
-        return projection, matrix(spec.num_heads * spec.v_dim, config.hidden), params
+        project, pair = partial(normal, config.hidden), 2 if ratio == 4 else 1  # windows of ratio 4 overlap
+        rows = layers.V4Rows(q=project(spec.num_heads, spec.qk_dim), kv=project(spec.qk_dim))
+        main = index = None
+        if ratio:
+            main = layers.CompressorParams(
+                ape=normal(ratio, pair * spec.qk_dim, dtype=jnp.float32),
+                norm_weight=jnp.ones(spec.qk_dim),
+                inv_freq=inv_freq,
+            )
+            kv, score = project(pair * spec.qk_dim), project(pair * spec.qk_dim)
+            rows = dataclasses.replace(rows, compressed_kv=kv, compressed_score=score)
+        if ratio == 4:
+            ape = normal(ratio, pair * spec.index_dim, dtype=jnp.float32)
+            index = layers.CompressorParams(ape=ape, norm_weight=jnp.ones(spec.index_dim), inv_freq=inv_freq)
+            q, weights = project(spec.index_heads, spec.index_dim), project(spec.index_heads)
+            kv, score = project(pair * spec.index_dim), project(pair * spec.index_dim)
+            rows = dataclasses.replace(rows, index=layers.IndexRows(q=q, weights=weights, kv=kv, score=score))
+        sink = jnp.zeros(spec.num_heads)
+        params = layers.V4LayerParams(attn_sink=sink, compressor=main, index_compressor=index)
+        return rows, normal(spec.num_heads, spec.v_dim, config.hidden), params
 
-    return matrix(VOCABULARY, config.hidden), inv_freq, [layer(ratio) for ratio in config.ratios]
+    return normal(VOCABULARY, config.hidden), inv_freq, [layer(ratio) for ratio in config.ratios]
 
 
-def project(config, ratio, projection, hidden, positions, inv_freq):
-    spec, parts = config.spec, widths(config, ratio)
-    hidden = hidden * jax.lax.rsqrt(jnp.mean(hidden.astype(jnp.float32) ** 2, -1, keepdims=True)).astype(jnp.bfloat16)
-    values = jnp.split(hidden @ projection, np.cumsum(list(parts.values()))[:-1], axis=-1)
-    part = dict(zip(parts, values))
-
-    def rope_heads(x, heads):
-        return rope_interleaved(x.reshape(len(x), heads, -1), positions[:, None], inv_freq)
-
-    index = None
-    if ratio == 4:
-        index = layers.IndexRows(
-            q=rope_heads(part["index_q"], spec.index_heads),
-            weights=part["index_weights"].astype(jnp.float32) * (spec.index_heads * spec.index_dim) ** -0.5,
-            kv=part["index_kv"],
-            score=part["index_score"],
-        )
-    return layers.V4Rows(
-        q=rope_heads(part["q"], spec.num_heads),
-        kv=rope_heads(part["kv"], 1)[:, 0],
-        compressed_kv=part.get("main_kv"),
-        compressed_score=part.get("main_score"),
-        index=index,
-    )
+def project(config, projections, hidden, rope):
+    """A layer's rows from its input."""
+    hidden = hidden * jax.lax.rsqrt(jnp.mean(hidden.astype(jnp.float32) ** 2, -1, keepdims=True)).astype(hidden.dtype)
+    rows = jax.tree.map(lambda weights: jnp.tensordot(hidden, weights, 1), projections)
+    index = rows.index
+    if index is not None:
+        scale = (config.spec.index_heads * config.spec.index_dim) ** -0.5
+        index = dataclasses.replace(index, q=rope(index.q), weights=index.weights.astype(jnp.float32) * scale)
+    return dataclasses.replace(rows, q=rope(rows.q), kv=rope(rows.kv[:, None])[:, 0], index=index)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def forward(config, weights, state, batch, step):
-    """One step over padded rows. `state`: caches, tables, last tokens `[max_batch]`. `step`, int32: tokens `[T]`, −1 for
-    the request's last one; row (of the tables), position and window slot of each, `[T]`; last_row `[B]` of requests."""
+    """One step. state: caches, tables, last tokens `[max_batch]`. step: tokens `[T]`, −1 for the request's last one;
+    each one's row in the tables, position and window slot, `[T]`; and last_row `[B]` of each request."""
     caches, tables, last_tokens = state
     embedding, inv_freq, layer_weights = weights
     tables = mla.RequestTables(
@@ -122,15 +105,15 @@ def forward(config, weights, state, batch, step):
         full_to_swa=tables.full_to_swa.at[batch.out_cache_loc].set(step["swa_slot"]),
     )
     shared = layers.prepare_v4_step(config.spec, batch, tables, gathered=batch.mode is mla.ForwardMode.EXTEND)
+    rope = partial(rope_interleaved, positions=step["position"][:, None], inv_freq=inv_freq)
     hidden = embedding[jnp.where(step["tokens"] < 0, last_tokens[step["row"]], step["tokens"])]
-    for i, (ratio, (projection, output, params)) in enumerate(zip(config.ratios, layer_weights)):
-        rows = project(config, ratio, projection, hidden, step["position"], inv_freq)
+    for i, (ratio, (projections, output, params)) in enumerate(zip(config.ratios, layer_weights)):
+        rows = project(config, projections, hidden, rope)
         attended, caches[i], _ = layers.v4_layer(
             caches[i], rows, params, batch, shared.metadata, shared.plans.get(ratio),
             spec=config.spec, ratio=ratio, schedule=shared.schedules.get(ratio),
         )  # fmt: skip
-        attended = rope_interleaved(attended, step["position"][:, None], inv_freq, inverse=True)
-        hidden = hidden + attended.reshape(len(hidden), -1) @ output
+        hidden = hidden + jnp.tensordot(rope(attended, inverse=True), output, 2)
     tokens = jnp.argmax(hidden[step["last_row"]] @ embedding.T, -1).astype(jnp.int32)
     return (caches, tables, last_tokens.at[batch.req_pool_indices].set(tokens, mode="drop")), tokens
 
@@ -143,7 +126,7 @@ class Server:
         self.config, self.log = config or Config(), log
         spec, batch = self.config.spec, self.config.max_batch
         pages = 1 + batch * -(-self.config.max_len // spec.page_size)  # page 0 takes what padding rows write
-        swa_pages = 1 + batch * (2 + self.config.chunk // spec.page_size)  # a chunk, the window before it, both cut
+        swa_pages = 1 + batch * (2 + self.config.chunk // spec.page_size)  # a chunk and the window, both cut by pages
         self.free_pages, self.free_swa = list(range(1, pages)), list(range(1, swa_pages))
         self.free_rows = list(range(batch))
         caches = [
@@ -157,7 +140,7 @@ class Server:
         # Committed to the device, as what a step returns is: else the second step would compile again.
         state = (caches, tables, jnp.zeros(batch, jnp.int32))
         self.state, self.weights = jax.device_put((state, random_weights(self.config)), jax.devices()[0])
-        self.unread = []  # (tokens on the device, the requests that they are for) of the latest step
+        self.unread = None, []  # the latest step's tokens, on the device, and whose they are
 
     def serve(self, requests):
         waiting, running, number = sorted(requests, key=lambda r: r.arrival), [], 0
@@ -174,8 +157,8 @@ class Server:
 
     def admit(self, request):
         tokens = len(request.prompt) + request.max_new_tokens
-        if not request.prompt or tokens > self.config.max_len:
-            raise ValueError(f"a request has 1 to {self.config.max_len} tokens with its output, got {tokens}")
+        if not request.prompt or request.max_new_tokens < 1 or tokens > self.config.max_len:
+            raise ValueError(f"a request reads and makes at least a token, {self.config.max_len} in all: got {request}")
         request.row = self.free_rows.pop()
         request.pages = [self.free_pages.pop() for _ in range(-(-tokens // self.config.spec.page_size))]
         return request
@@ -186,61 +169,61 @@ class Server:
         self.free_swa += [page for page in request.swa_pages if page]
 
     def step(self, running, number):
-        """Reads prompts while there are any; decodes else."""
-        prefill = [r for r in running if r.computed < len(r.prompt)]
-        mode = mla.ForwardMode.EXTEND if prefill else mla.ForwardMode.DECODE
-        if prefill:
-            num_rows, num_requests = self.config.chunk, self.config.max_batch
-        else:
-            num_rows = num_requests = min(b for b in self.config.decode_buckets if b >= len(running))
-        none, zero = np.full(num_rows, self.config.max_batch, np.int32), np.zeros(num_rows, np.int32)
-        step = {"tokens": zero.copy(), "row": none, "position": zero.copy(), "swa_slot": zero.copy()}
-        step["last_row"], seq_lens, extend_lens = (np.zeros(num_requests, np.int32) for _ in range(3))
-        requests, slots, served, start = np.full(num_requests, self.config.max_batch, np.int32), zero, [], 0
+        """Reads prompts while there are any, else decodes."""
+        config, prefill = self.config, [r for r in running if r.computed < len(r.prompt)]
+        num_requests = config.max_batch
+        if not prefill:
+            num_requests = min(bucket for bucket in config.decode_buckets if bucket >= len(running))
+        num_rows, start, served = config.chunk if prefill else num_requests, 0, []
+        tokens, positions, slots, swa_slots = np.zeros((4, num_rows), np.int32)
+        seq_lens, extend_lens, last_rows = np.zeros((3, num_requests), np.int32)
+        rows, req_rows = (np.full(n, config.max_batch, np.int32) for n in (num_rows, num_requests))  # no such row
         for i, request in enumerate(prefill or running):
-            count = min(len(request.prompt) - request.computed, num_rows - start) if prefill else 1
+            end = min(len(request.prompt), request.computed + num_rows - start) if prefill else request.computed + 1
+            count = end - request.computed
             if count == 0:
                 break
-            rows, position = slice(start, start + count), request.computed + np.arange(count)
-            step["tokens"][rows] = request.prompt[request.computed :][:count] if prefill else -1
-            step["row"][rows], step["position"][rows] = request.row, position
-            slots[rows], step["swa_slot"][rows] = self.slots(request, position)
-            request.computed += count
-            requests[i], seq_lens[i], extend_lens[i] = request.row, request.computed, count
-            step["last_row"][i] = start + count - 1
-            start += count
-            if request.computed >= len(request.prompt):
+            these = slice(start, start + count)
+            tokens[these] = request.prompt[request.computed : end] if prefill else -1
+            positions[these], rows[these] = np.arange(request.computed, end), request.row
+            slots[these], swa_slots[these] = self.slots(request, positions[these])
+            req_rows[i], seq_lens[i], extend_lens[i], last_rows[i] = request.row, end, count, start + count - 1
+            request.computed, start = end, start + count
+            if end >= len(request.prompt):
                 request.sampled += 1
                 served.append((i, request))
         batch = mla.ForwardBatch(
-            mode=mode, max_seq_len=self.config.max_len, req_pool_indices=requests, seq_lens=seq_lens,
-            out_cache_loc=slots, extend_lens=extend_lens if prefill else None,
-        )  # fmt: skip
+            mode=mla.ForwardMode.EXTEND if prefill else mla.ForwardMode.DECODE,
+            max_seq_len=config.max_len,
+            req_pool_indices=req_rows,
+            seq_lens=seq_lens,
+            out_cache_loc=slots,
+            extend_lens=extend_lens if prefill else None,
+        )
+        step = {"tokens": tokens, "row": rows, "position": positions, "swa_slot": swa_slots, "last_row": last_rows}
         compiled, begin = forward._cache_size(), time.perf_counter()
-        self.state, tokens = forward(self.config, self.weights, self.state, *jax.device_put((batch, step)))
-        self.read()  # of the step before, while this one runs
-        self.unread = [(tokens, served)]
+        self.state, new_tokens = forward(config, self.weights, self.state, *jax.device_put((batch, step)))
+        self.read()  # those of the step before, while this one runs
+        self.unread = new_tokens, served
         note = f", compiled in {time.perf_counter() - begin:.1f} s" if forward._cache_size() > compiled else ""
-        self.log(f"step {number}: {mode.name} {start} of {num_rows} rows, {len(running)} requests{note}")
+        self.log(f"step {number}: {batch.mode.name} {start} of {num_rows} rows, {len(running)} requests{note}")
 
-    def slots(self, request, position):
+    def slots(self, request, positions):
         """The slots of new tokens in the pool and in the window's; pages behind the window are given back."""
         size, window = self.config.spec.page_size, self.config.spec.window
-        for page in range(max(0, position[0] + 1 - window) // size):
-            if page < len(request.swa_pages) and request.swa_pages[page]:
+        for page in range(min(len(request.swa_pages), max(0, positions[0] + 1 - window) // size)):
+            if request.swa_pages[page]:
                 self.free_swa.append(request.swa_pages[page])
                 request.swa_pages[page] = 0
-        while len(request.swa_pages) * size <= position[-1]:
+        while len(request.swa_pages) * size <= positions[-1]:
             request.swa_pages.append(self.free_swa.pop())
-        return (np.array(pages)[position // size] * size + position % size
-                for pages in (request.pages, request.swa_pages))  # fmt: skip
+        pages = np.array([request.pages[: len(request.swa_pages)], request.swa_pages])
+        return pages[:, positions // size] * size + positions % size
 
     def read(self):
-        for tokens, served in self.unread:
-            tokens = np.asarray(tokens)
-            for i, request in served:
-                request.output.append(int(tokens[i]))
-        self.unread = []
+        (tokens, served), self.unread = self.unread, (None, [])
+        for i, request in served:
+            request.output.append(int(tokens[i]))
 
 
 def main(argv=None):
@@ -250,10 +233,9 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     config = Config(ratios=V4_FLASH_RATIOS[: arguments.layers])
     config = dataclasses.replace(config, spec=dataclasses.replace(config.spec, num_heads=arguments.heads))
-    rng = np.random.default_rng(0)
+    rng, start = np.random.default_rng(0), time.perf_counter()
     sizes = [(300, 6, 0), (40, 12, 0), (520, 4, 3), (7, 9, 6), (130, 5, 8), (64, 3, 9)]
     requests = [Request(rng.integers(0, VOCABULARY, n).tolist(), new, arrival) for n, new, arrival in sizes]
-    start = time.perf_counter()
     Server(config).serve(requests)
     for request in requests:
         print(f"{len(request.prompt)} tokens read, {len(request.output)} generated: {request.output}")
