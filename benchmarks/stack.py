@@ -130,16 +130,24 @@ class Stack:
                 rows[ratio] = dataclasses.replace(rows[ratio], index=index)
         return rows
 
+    def empty_out(self, num_rows: int) -> jax.Array:
+        """What a step's output is written over; see `decode`."""
+        return jnp.zeros((num_rows, self.spec.num_heads, self.spec.v_dim), jnp.bfloat16)
+
     def decode(self):
-        """`(state, rows, params, tables) -> (state, out)` with state `(caches, seq_lens [batch])`, donated."""
-        return jax.jit(functools.partial(_decode, self), donate_argnums=0)
+        """`(state, rows, params, tables) -> state`, state `(caches, seq_lens [batch], out)`, donated.
+
+        The output is donated too: a CUDA graph holds the addresses that it was recorded with, and XLA rewrites its
+        nodes whenever a step's buffers are elsewhere.
+        """
+        return jax.jit(functools.partial(_decode, self), donate_argnums=0, keep_unused=True)
 
     def prefill(self):
-        """`(state, rows, params, tables, end) -> (state, out)`, state `(caches, tokens done [])`, donated.
+        """`(state, rows, params, tables, end) -> state`, state `(caches, tokens done [], out)`, donated.
 
         The next chunk of request 0, as many tokens as there are rows, or what is left before its `end`.
         """
-        return jax.jit(functools.partial(_prefill, self), donate_argnums=0)
+        return jax.jit(functools.partial(_prefill, self), donate_argnums=0, keep_unused=True)
 
 
 def fill(stack: Stack, caches: list[V4LayerCache]) -> list[V4LayerCache]:
@@ -200,7 +208,7 @@ def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
 
 
 def _decode(stack: Stack, state, rows, params, tables):
-    caches, seq_lens = state
+    caches, seq_lens, _ = state
     requests = jnp.arange(stack.batch, dtype=jnp.int32)
     batch = ForwardBatch(
         mode=ForwardMode.DECODE,
@@ -210,11 +218,11 @@ def _decode(stack: Stack, state, rows, params, tables):
         out_cache_loc=tables.req_to_token[requests, seq_lens],
     )
     caches, out = _layers(stack, caches, rows, params, batch, tables, gathered=False)
-    return (caches, batch.seq_lens), out
+    return caches, batch.seq_lens, out
 
 
 def _prefill(stack: Stack, state, rows, params, tables, end):
-    caches, done = state
+    caches, done, _ = state
     num_rows = next(iter(rows.values())).q.shape[0]
     count = jnp.minimum(num_rows, end - done)
     slots = jax.lax.dynamic_slice(jnp.pad(tables.req_to_token[0], (0, num_rows)), (done,), (num_rows,))
@@ -227,4 +235,4 @@ def _prefill(stack: Stack, state, rows, params, tables, end):
         extend_lens=count[None],
     )
     caches, out = _layers(stack, caches, rows, params, batch, tables, gathered=True)
-    return (caches, done + count), out
+    return caches, done + count, out

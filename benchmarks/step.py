@@ -2,6 +2,7 @@
 
     python -m benchmarks.step                                   # every case: decode, chunked prefill, a long request
     python -m benchmarks.step --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
+    python -m benchmarks.step --prefill '' --long '' --options xla_gpu_graph_min_graph_size=1000000  # no CUDA graphs
 
 A decode case is BATCHxCONTEXT; a prefill case PROMPT/CHUNK tokens; the long request is prefilled in chunks and then
 decodes. A program's caches are donated and it is called back to back. Per case: wall and GPU time per step, the share
@@ -38,8 +39,6 @@ LONG = "393216/8192"
 
 # A decode case starts so many tokens before its bucket is full.
 ROOM = 64
-# No program has so many operations in a row: it runs without CUDA graphs.
-WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 20}
 
 
 # --- programs --------------------------------------------------------------------------------------
@@ -58,20 +57,22 @@ class Program:
 
     @property
     def name(self) -> str:
-        return f"{self.phase} {self.num_rows} rows, {self.stack.max_len} tokens"
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"{self.phase} {self.num_rows} rows, {self.stack.max_len} tokens{options}"
 
     def inputs(self) -> tuple:
         """`(rows, params, tables)`, what every call takes beside the state."""
         return self.stack.rows(self.num_rows), self.stack.params(), self.stack.tables()
 
-    def counter(self, value: int) -> jax.Array:
-        """What the state has beside the caches: tokens of every request, or tokens done of the one request."""
-        return jnp.full((self.stack.batch,) if self.phase == "decode" else (), value, jnp.int32)
+    def state(self, caches: list, tokens: int) -> tuple:
+        """What a call takes and returns: the caches, tokens of every request (done of the one request), the output."""
+        count = jnp.full((self.stack.batch,) if self.phase == "decode" else (), tokens, jnp.int32)
+        return caches, count, self.stack.empty_out(self.num_rows)
 
     def compile(self) -> Program:
         """Compiles without allocating anything on the device."""
         step = self.stack.decode() if self.phase == "decode" else self.stack.prefill()
-        shapes = jax.eval_shape(lambda: ((self.stack.empty_caches(), self.counter(0)), *self.inputs()))
+        shapes = jax.eval_shape(lambda: (self.state(self.stack.empty_caches(), 0), *self.inputs()))
         end = () if self.phase == "decode" else (jax.ShapeDtypeStruct((), jnp.int32),)
         start = time.perf_counter()
         self.compiled = step.lower(*shapes, *end).compile(self.options)
@@ -180,26 +181,29 @@ class Steps:
     """Calls of a program, each with the state that the last one returned."""
 
     def __init__(self, program: Program, caches: list, *end: jax.Array):
-        self.program, self.caches, self.end = program, caches, end
+        self.program, self.state, self.end = program, (caches,), end
         self.inputs = program.inputs()
         self.addresses = self._addresses()
 
-    def start(self, counter: int) -> None:
-        self.counter = jax.block_until_ready(self.program.counter(counter))
+    @property
+    def caches(self) -> list:
+        return self.state[0]
+
+    def start(self, tokens: int) -> None:
+        """The next call finds so many tokens done; the caches stay as they are."""
+        self.state = jax.block_until_ready(self.program.state(self.caches, tokens))
 
     def __call__(self, steps: int) -> tuple[float, float]:
         """Seconds until all calls are enqueued, and until their results are there. Nothing may wait for the device
         or copy between it and the host in between."""
-        call, state, out = self.program.compiled, (self.caches, self.counter), None
+        call, state = self.program.compiled, self.state
         start = time.perf_counter()
         with jax.transfer_guard("disallow"):
             for _ in range(steps):
-                state, out = call(state, *self.inputs, *self.end)
+                state = call(state, *self.inputs, *self.end)
         enqueued = time.perf_counter()
-        jax.block_until_ready((state, out))
-        done = time.perf_counter()
-        self.caches, self.counter = state
-        return enqueued - start, done - start
+        self.state = jax.block_until_ready(state)
+        return enqueued - start, time.perf_counter() - start
 
     def moved(self) -> bool:
         """Whether a cache is at another address than at first."""
@@ -266,6 +270,9 @@ def programs(arguments) -> tuple[dict, dict, dict]:
     for case in filter(None, arguments.decode.split(",")):
         batch, context = map(int, case.split("x"))
         decode[case] = Program(make(batch=batch, max_len=context), "decode", batch)
+    for options in arguments.options:
+        also = {name: xla_value(value) for name, value in (option.split("=") for option in options.split(","))}
+        decode |= {f"{c}, {options}": dataclasses.replace(p, options=also) for c, p in decode.items() if not p.options}
     prefill, chunks = {}, {}
     cases = [tuple(map(int, case.split("/"))) for case in filter(None, arguments.prefill.split(","))]
     longest = max((-(-prompt // 256) * 256 for prompt, _ in cases), default=0)
@@ -278,6 +285,13 @@ def programs(arguments) -> tuple[dict, dict, dict]:
         stack = make(max_len=prompt + 256, window_pages=prompt // 256 + 1)
         long[prompt] = Program(stack, "prefill", chunk), Program(stack, "decode", 1)
     return decode, prefill, long
+
+
+def xla_value(text: str) -> int | bool | str:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def compile_all(todo: list[Program], workers: int) -> None:
@@ -313,12 +327,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
     parser.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
-    parser.add_argument("--without-graphs", action="store_true", help="every decode case also without CUDA graphs")
+    parser.add_argument("--options", action="append", default=[], help="decode also with these XLA options, a=b,c=d")
     arguments = parser.parse_args()
     decode, prefill, long = programs(arguments)
-    if arguments.without_graphs:
-        plain = {f"{case} without graphs": dataclasses.replace(p, options=WITHOUT_GRAPHS) for case, p in decode.items()}
-        decode |= plain
     used = [*decode.values(), *dict.fromkeys(prefill.values()), *(p for pair in long.values() for p in pair)]
     compile_all(used, arguments.workers)
 
@@ -343,10 +354,7 @@ def main() -> None:
 def save(results: dict, used: list[Program]) -> None:
     from benchmarks.timing import environment
 
-    programs = {
-        p.name + ("" if not p.options else f" {p.options}"): {"compile_seconds": p.compile_seconds, **p.in_place()}
-        for p in used
-    }
+    programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place()} for p in used}
     folder = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
     record = {"environment": environment(), "results": results, "programs": programs}
     (folder / "step.json").write_text(json.dumps(record, indent=1) + "\n")

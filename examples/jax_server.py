@@ -21,11 +21,12 @@ from jax_sparse_mla.compressor import rope_interleaved
 
 V4_FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)
 VOCABULARY = 256
+SMALL = dataclasses.replace(mla.DEEPSEEK_V4_FLASH, num_heads=2, index_heads=2, index_topk=64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    spec: mla.ModelSpec = dataclasses.replace(mla.DEEPSEEK_V4_FLASH, num_heads=2, index_heads=2, index_topk=64)
+    spec: mla.ModelSpec = SMALL
     ratios: tuple[int, ...] = V4_FLASH_RATIOS[:4]
     hidden: int = 64
     max_batch: int = 4  # requests served at once

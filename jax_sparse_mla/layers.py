@@ -267,9 +267,7 @@ def v4_layer(
                 page_table=metadata.page_table,
                 page_size=spec.page_size // INDEXED_RATIO,
             )
-            extra_indices = jnp.pad(
-                slots, ((0, 0), (0, extra_indices.shape[1] - spec.index_topk)), constant_values=-1
-            )
+            extra_indices = jnp.pad(slots, ((0, 0), (0, extra_indices.shape[1] - spec.index_topk)), constant_values=-1)
         extra = {
             "extra_cache": cache.compressed,
             "extra_indices": extra_indices[:, None],

@@ -10,11 +10,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import numpy as np
 
 from jax_sparse_mla.attention.route import DeviceInfo
 from jax_sparse_mla.kernels_triton import plan as planning
+from jax_sparse_mla.kernels_triton.call import triton_call
 from jax_sparse_mla.kernels_triton.sparse_mla import combine_kernel, sparse_mla_kernel
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
@@ -119,7 +119,7 @@ def _attend(
     else:
         some_shapes = (out_shape, lse_shape, lse_shape) if max_logits else (out_shape, lse_shape)
     (cache, indices, lengths, scalars), (extra, extra_indices, extra_lengths, extra_scalars) = tables
-    results = jax_triton.triton_call(
+    results = triton_call(
         *(q, cache, indices, lengths, extra, extra_indices, extra_lengths, sink),
         *(np.float32(softmax_scale * _LOG2_E), heads, *scalars, *extra_scalars),
         kernel=sparse_mla_kernel,
@@ -134,7 +134,7 @@ def _attend(
     if not split:
         return tuple(results)
     return tuple(
-        jax_triton.triton_call(
+        triton_call(
             *(*results, sink, heads, plan.num_splits),
             kernel=combine_kernel,
             out_shape=(out_shape, lse_shape),

@@ -1,7 +1,7 @@
 """The Triton kernels as JAX functions, through jax-triton: custom calls inside XLA programs, on XLA's stream.
 
 Arguments are checked by the public functions that dispatch here (`jax_sparse_mla.kv_cache`, `.indices`); sizes are
-not zero. jax-triton's custom call can be part of a command buffer (a CUDA graph). Buffers are updated in place where
+not zero. The custom calls can be part of a command buffer (a CUDA graph). Buffers are updated in place where
 XLA may alias them: donated, or an intermediate of the program; otherwise XLA copies first.
 """
 
@@ -11,11 +11,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 
 from jax_sparse_mla.kernels_triton import indices as index_kernels
 from jax_sparse_mla.kernels_triton import kv_cache as kv_kernels
+from jax_sparse_mla.kernels_triton.call import triton_call
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def compute_capability() -> int:
 
 
 def _call(*args, **kwargs):
-    return jax_triton.triton_call(*args, compute_capability=compute_capability(), **kwargs)
+    return triton_call(*args, compute_capability=compute_capability(), **kwargs)
 
 
 def write_kv(data: jax.Array, slots: jax.Array, kv: jax.Array, *, layout, page_size: int) -> jax.Array:

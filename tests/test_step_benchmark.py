@@ -1,0 +1,113 @@
+"""The pieces of benchmarks/step.py at a small size: its programs are in place and whole, its bookkeeping is right."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import step
+from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
+from benchmarks.step import Operation, Program, Steps
+from jax_sparse_mla import DEEPSEEK_V4_FLASH
+
+SMALL = dataclasses.replace(DEEPSEEK_V4_FLASH, num_heads=2, index_heads=2, index_topk=16)
+
+
+def test_v4_flash_has_43_layers_21_of_them_with_an_indexer():
+    assert len(V4_FLASH_RATIOS) == 43
+    assert [V4_FLASH_RATIOS.count(ratio) for ratio in (0, 4, 128)] == [2, 21, 20]
+    assert V4_FLASH_RATIOS[:5] == (0, 0, 4, 128, 4) and V4_FLASH_RATIOS[-1] == 4
+
+
+def test_pages_and_windows_are_each_requests_own():
+    stack = Stack(batch=3, max_len=2000, window_pages=2)
+    tables = stack.tables()
+    slots = np.asarray(tables.req_to_token)
+    assert slots.shape == (3, 2000) and len(np.unique(slots)) == slots.size and slots.min() >= 256
+    swa = np.asarray(tables.full_to_swa)[slots]
+    for position in (200, 255, 256, 1999):  # no other token within the window or of another request has the slot
+        window = swa[:, max(0, position - 127) : position + 1]
+        assert len(np.unique(window)) == window.size
+    assert swa.max() < stack.empty_caches()[0].swa.num_slots and np.asarray(tables.full_to_swa)[-1] == -1
+
+
+@pytest.fixture(scope="module")
+def decode():
+    stack = Stack(spec=SMALL, ratios=(0, 4, 128), batch=2, max_len=512)
+    return Program(stack, "decode", 2).compile()
+
+
+def test_a_decode_step_is_in_place(decode):
+    report = decode.in_place()
+    counter_and_output = 2 * 4 + 2 * SMALL.num_heads * SMALL.v_dim * 2
+    assert report["alias_bytes"] == report["cache_bytes"] + counter_and_output
+    assert report["copies"] == report["conditionals"] == 0
+    steps = Steps(decode, fill(decode.stack, decode.stack.empty_caches()))
+    steps.start(300)
+    enqueued, done = steps(3)
+    assert 0 < enqueued <= done and not steps.moved()
+    assert np.asarray(steps.state[1]).tolist() == [303, 303]
+    out = np.asarray(steps.state[2], np.float32)
+    assert np.isfinite(out).all() and out.any()
+
+
+def test_no_layer_is_dead(decode):
+    """Every layer's sink reaches the step's output: XLA cannot have dropped its attention."""
+    rows, params, tables = decode.inputs()
+
+    def output(params):
+        caches = fill(decode.stack, decode.stack.empty_caches())
+        return np.asarray(decode.compiled(decode.state(caches, 300), rows, params, tables)[2])
+
+    before = output(params)
+    for layer in range(len(params)):
+        sink = params[layer].attn_sink + 3
+        changed = [*params[:layer], dataclasses.replace(params[layer], attn_sink=sink), *params[layer + 1 :]]
+        assert (output(changed) != before).any(), layer
+
+
+def test_prefill_counts_its_tokens():
+    stack = Stack(spec=SMALL, ratios=(0, 128), max_len=512, window_pages=2)
+    program = Program(stack, "prefill", 256).compile()
+    assert program.in_place()["copies"] == 0
+    steps = Steps(program, stack.empty_caches(), jnp.int32(300))
+    steps.start(0)
+    steps(2)
+    assert int(steps.state[1]) == 300 and not steps.moved()
+    out = np.asarray(steps.state[2], np.float32)
+    assert out[:44].any() and not out[44:].any()  # the second chunk has 44 tokens; the rest is padding
+
+
+OPERATIONS = [
+    Operation("loop_fusion_1", 0, 10, 1),
+    Operation("a_kernel", 5, 20, 1),  # both run at once for a while
+    Operation("a_kernel", 30, 40, 2),
+    Operation("loop_fusion_2", 31, 35, 3),  # within another one
+]
+
+
+def test_busy_time_and_graphs():
+    assert step.busy_time(OPERATIONS) == 30
+    assert step.from_graphs(OPERATIONS) == OPERATIONS[:2]
+    summary = step.summary(OPERATIONS, steps=2)
+    assert summary == {"gpu_us": 0.015, "gpu_busy": 30 / 40, "operations": 2, "from_graphs": 0.5}
+
+
+def test_operations_are_grouped_by_kernel_and_jax_operation(monkeypatch):
+    names = {"loop_fusion_1": "jit(f)/add", "loop_fusion_2": "jit(f)/add"}
+    monkeypatch.setattr(Program, "operation_names", lambda self: names)
+    program = Program(Stack(), "decode", 1)
+    kinds = step.by_kind(program, OPERATIONS, steps=2)
+    assert kinds == [(0.0125, 1, 0.5, "a_kernel"), (0.007, 1, 0.5, "loop_fusion: jit(f)/add")]
+
+
+def test_the_cases_name_their_programs():
+    arguments = type("", (), {"layers": 3, "decode": "1x512,4x1024", "prefill": "600/256,300/256,600/512", "long": ""})
+    arguments.options = ["xla_some_flag=1"]
+    decode, prefill, long = step.programs(arguments)
+    assert [p.num_rows for p in decode.values()] == [1, 4, 1, 4] and long == {}
+    assert [bool(p.options) for p in decode.values()] == [False, False, True, True]
+    assert prefill[600, 256] is prefill[300, 256] is not prefill[600, 512]
+    assert prefill[600, 256].stack.max_len == 768 and jax.tree.leaves(prefill[600, 256].stack.ratios) == [0, 0, 4]
