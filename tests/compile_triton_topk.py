@@ -17,7 +17,17 @@ SHAPES = [(1, 300, 64), (1, 8192, 512), (64, 131_072, 512), (64, 131_072, 2048),
 def cases():
     """(name, kernel, pointer types, constants with num_warps) of every kernel, as launched."""
     types = dict.fromkeys(
-        "lengths row_starts page_table row_to_request offsets candidate_positions num_candidates progress out".split(),
+        [
+            "lengths",
+            "row_starts",
+            "page_table",
+            "row_to_request",
+            "offsets",
+            "candidate_positions",
+            "num_candidates",
+            "progress",
+            "out",
+        ],
         "*i32",
     ) | dict.fromkeys(("logits", "candidates", "thresholds"), "*fp32")
     for rows, columns, k in SHAPES:

@@ -229,8 +229,19 @@ def _places(keys, lo, hi, ties, seen_ties):
 
 
 @triton.jit
-def _transformed(position, live, row, page_table, row_to_request, offsets, num_requests, num_pages, METHOD: tl.constexpr,
-                 HAS_REQUESTS: tl.constexpr, PAGE_SIZE: tl.constexpr):  # fmt: skip
+def _transformed(
+    position,
+    live,
+    row,
+    page_table,
+    row_to_request,
+    offsets,
+    num_requests,
+    num_pages,
+    METHOD: tl.constexpr,
+    HAS_REQUESTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
     """What becomes of the live positions, and -1 of the others."""
     if METHOD == PAGED:
         request = row
@@ -295,7 +306,7 @@ def topk_threshold_kernel(
 ):
     """What the programs of `topk_filter_kernel` that share a row start from."""
     row = tl.program_id(0).to(tl.int64)
-    _, _, origin, lead, stop = _window(lengths, row_starts, row, width.to(tl.int64) * ALIGN, HAS_STARTS, ALIGN)
+    _, _, origin, lead, stop = _window(lengths, row_starts, row, width * ALIGN, HAS_STARTS, ALIGN)
     if stop - lead > TILE:
         source = logits + (row * width * ALIGN + origin)
         tl.store(thresholds + row, _sample_threshold(source, lead, stop, TOPK, SAMPLE, PIECE))
@@ -317,13 +328,22 @@ def _count_before(progress, chunk, CHUNKS: tl.constexpr, ALL_CHUNKS: tl.constexp
 
 
 @triton.jit
-def _append(value, hit, place, first_position, column, candidates, candidate_positions, TILE: tl.constexpr):
-    """Writes the hits behind the `place` candidates before them, those past the last place not."""
-    count = hit.to(tl.int32)
-    slot = place + tl.cumsum(count, 0) - count
-    written = hit & (slot < TILE)
-    tl.store(candidates + slot, value, mask=written)
-    tl.store(candidate_positions + slot, first_position + column, mask=written)
+def _hits(source, threshold, begin, lead, stop, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
+    """(columns, values, whether they are candidates), [ROWS, COLUMNS] in row-major order."""
+    column = begin + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    value, inside = _load_inside(source, column, lead, stop, ALIGN)
+    return column, value, inside & (value >= threshold)
+
+
+@triton.jit
+def _append(column, value, hit, count, place, first_position, candidates, candidate_positions, TILE: tl.constexpr):
+    """Writes the hits, `count` of each row, behind the `place` candidates before them; what finds no place is lost."""
+    # Two short prefix sums are several times cheaper than one over all.
+    each = hit.to(tl.int32)
+    slot = (place + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(each, 1) - each
+    slot = tl.where(hit & (slot < TILE), slot, -1)
+    tl.store(candidates + slot, value, mask=slot >= 0)
+    tl.store(candidate_positions + slot, first_position + column, mask=slot >= 0)
 
 
 @triton.jit
@@ -350,34 +370,31 @@ def topk_filter_kernel(
     """Collects the logits of a row longer than TILE that reach its threshold, in order."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     chunk = tl.program_id(0) % CHUNKS
-    _, position, origin, lead, stop = _window(
-        lengths, row_starts, row, width.to(tl.int64) * ALIGN, HAS_STARTS, ALIGN
-    )
+    _, position, origin, lead, stop = _window(lengths, row_starts, row, width * ALIGN, HAS_STARTS, ALIGN)
     source = logits + (row * width * ALIGN + origin)
     candidates += row * TILE
     candidate_positions += row * TILE
     first_position = position - lead
     if (stop - lead > TILE) & (chunk * CHUNK < stop):
         if CHUNKS > 1:
-            column = chunk * CHUNK + tl.arange(0, CHUNK)
-            value, inside = _load_inside(source, column, lead, stop, ALIGN)
-            hit = inside & (value >= tl.load(thresholds + row))
-            count = tl.sum(hit.to(tl.int32), 0)
+            threshold = tl.load(thresholds + row)
+            column, value, hit = _hits(source, threshold, chunk * CHUNK, lead, stop, CHUNK // 32, 32, ALIGN)
+            count = tl.sum(hit.to(tl.int32), 1)
+            total = tl.sum(count, 0)
             progress += row * CHUNKS
-            tl.atomic_xchg(progress + chunk, count + 1)
+            tl.atomic_xchg(progress + chunk, total + 1)
             place = _count_before(progress, chunk, CHUNKS, ALL_CHUNKS)
-            _append(value, hit, place, first_position, column, candidates, candidate_positions, TILE)
+            _append(column, value, hit, count, place, first_position, candidates, candidate_positions, TILE)
             if chunk * CHUNK + CHUNK >= stop:
-                tl.store(num_candidates + row, place + count)
+                tl.store(num_candidates + row, place + total)
         else:
             threshold = _sample_threshold(source, lead, stop, TOPK, SAMPLE, PIECE)
             place = 0
             for begin in range(0, stop, CHUNK):
-                column = begin + tl.arange(0, CHUNK)
-                value, inside = _load_inside(source, column, lead, stop, ALIGN)
-                hit = inside & (value >= threshold)
-                _append(value, hit, place, first_position, column, candidates, candidate_positions, TILE)
-                place += tl.sum(hit.to(tl.int32), 0)
+                column, value, hit = _hits(source, threshold, begin, lead, stop, CHUNK // 32, 32, ALIGN)
+                count = tl.sum(hit.to(tl.int32), 1)
+                _append(column, value, hit, count, place, first_position, candidates, candidate_positions, TILE)
+                place += tl.sum(count, 0)
             tl.store(num_candidates + row, place)
 
 
@@ -406,9 +423,7 @@ def topk_select_kernel(
     PAGE_SIZE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    length, position, origin, lead, stop = _window(
-        lengths, row_starts, row, width.to(tl.int64) * ALIGN, HAS_STARTS, ALIGN
-    )
+    length, position, origin, lead, stop = _window(lengths, row_starts, row, width * ALIGN, HAS_STARTS, ALIGN)
     source = logits + (row * width * ALIGN + origin)
     out += row * TOPK
     slot = tl.arange(0, TILE)
@@ -416,7 +431,7 @@ def topk_select_kernel(
     given = tl.where(length <= TOPK, length, n)  # a short row gives every position, whether the logits have it or not
     if given <= TOPK:
         shift = tl.where(length <= TOPK, 0, position)
-        for begin in tl.static_range(0, TOPK, TILE):
+        for begin in range(0, TOPK, TILE):
             live = begin + slot < given
             index = _transformed(shift + begin + slot, live, row, page_table, row_to_request, offsets, num_requests,
                                  num_pages, METHOD, HAS_REQUESTS, PAGE_SIZE)  # fmt: skip
