@@ -24,6 +24,7 @@ from jax import lax
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.kernels_triton import dispatch
 
 # The one ratio whose windows overlap: its rows are twice as wide, its windows twice as long.
 OVERLAP_RATIO = 4
@@ -176,6 +177,43 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     if num_tokens == 0 or max_requests == 0:
         rows = jnp.full((num_entries,), -1, jnp.int32)
         return jnp.zeros((num_entries, head_dim), jnp.bfloat16), rows, state
+    static = {"ratio": ratio, "norm_eps": norm_eps, "num_entries": num_entries}
+    step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
+    arguments = state.kv, state.score, *step, query_start_loc, ape, norm_weight, inv_freq
+
+    def kernel(*arguments):
+        from jax_sparse_mla.kernels_triton import launch_indexer
+
+        return launch_indexer.compress(*arguments, **static)
+
+    plain = functools.partial(compress_kv_reference, **static)
+    # The kernel takes neighbouring values in pairs.
+    kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0]
+    entries, rows, kv, score = dispatch(kernel, plain, *arguments) if kernel_serves else plain(*arguments)
+    return entries, rows, CompressorState(kv=kv, score=score)
+
+
+def compress_kv_reference(
+    state_kv,
+    state_score,
+    kv,
+    score,
+    positions,
+    req_rows,
+    query_start_loc,
+    ape,
+    norm_weight,
+    inv_freq,
+    *,
+    ratio,
+    norm_eps,
+    num_entries,
+):
+    """`(entries, rows, state_kv, state_score)` of `compress_kv` in plain JAX: what a kernel must do but for the order
+    of its sums. There are tokens and requests."""
+    state = CompressorState(kv=state_kv, score=state_score)
+    tokens = _Tokens(kv=kv, score=score, positions=positions, req_rows=req_rows)
+    num_tokens, head_dim, max_requests = positions.shape[0], norm_weight.shape[0], state_kv.shape[0]
 
     live = (tokens.positions >= 0) & (tokens.req_rows >= 0) & (tokens.req_rows < max_requests)
     live &= jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
@@ -193,7 +231,8 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     # Four float32 arrays [window, head_dim]: kv and score, from this step and from the state.
     window_bytes = 4 * 4 * _coff(ratio) * ratio * head_dim
     entries = lax.map(one_entry, rows, batch_size=max(1, CHUNK_BYTES // window_bytes))
-    return entries, rows, _carry(state, tokens, live, _zero_after(entries))
+    state = _carry(state, tokens, live, _zero_after(entries))
+    return entries, rows, state.kv, state.score
 
 
 def _pool_window(

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
+from jax_sparse_mla.kernels_triton import dispatch
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
 
@@ -24,6 +25,9 @@ INDEX_K_BYTES = INDEX_DIM + SCALE_BYTES  # per token
 
 # What one step of `index_logits` may take: the keys it gathers and the scores of every head against them.
 CHUNK_BYTES = 32 << 20
+
+# Both models have 64; a kernel's accumulators grow with them.
+MAX_KERNEL_HEADS = 64
 
 _MIN_AMAX = np.float32(1e-4)  # SGLang's floor: an all-zero key has a scale too
 
@@ -81,6 +85,21 @@ def index_logits(
 
 @jax.jit
 def _index_logits(q, weights, index_cache, page_table, lengths):
+    arguments = q, weights, index_cache, page_table, lengths
+    # The kernel multiplies FP8 numbers; other queries are for comparisons.
+    if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or any(x.size == 0 for x in arguments):
+        return index_logits_reference(*arguments)
+
+    def kernel(*arguments):
+        from jax_sparse_mla.kernels_triton import launch_indexer
+
+        return launch_indexer.index_logits(*arguments)
+
+    return dispatch(kernel, index_logits_reference, *arguments)
+
+
+def index_logits_reference(q, weights, index_cache, page_table, lengths):
+    """`index_logits` in plain JAX: what a kernel must do but for the order and the precision of its sums."""
     (rows, heads, _), pages = q.shape, page_table.shape[1]
     page_size, num_pages = _page_size(index_cache), index_cache.shape[0]
     capacity = pages * page_size
@@ -168,6 +187,19 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
 
 @jax.jit
 def _write_index_k(index_cache, slots, k):
+    if index_cache.size == 0 or slots.size == 0:
+        return index_cache
+
+    def kernel(index_cache, slots, k):
+        from jax_sparse_mla.kernels_triton import launch_indexer
+
+        return launch_indexer.write_index_k(index_cache, slots, k)
+
+    return dispatch(kernel, write_index_k_reference, index_cache, slots, k)
+
+
+def write_index_k_reference(index_cache, slots, k):
+    """`write_index_k` in plain JAX: what a kernel must do byte by byte."""
     page_size = _page_size(index_cache)
     values, scales = _quantize(k)
     _, page, offset = locate_slots(slots, index_cache.shape[0], page_size)

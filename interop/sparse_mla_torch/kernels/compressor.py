@@ -1,0 +1,98 @@
+"""The compressor of DeepSeek-V4 on torch tensors, by the rules of `jax_sparse_mla.compressor`, on the current stream."""
+
+from __future__ import annotations
+
+import torch
+
+from jax_sparse_mla.compressor import OVERLAP_RATIO, compressor_window
+from jax_sparse_mla.kernels_triton import compressor as kernels
+from sparse_mla_torch.kernels.indexer import check_tensor
+
+_FLOATS = (torch.bfloat16, torch.float32)
+
+
+def compress_kv(
+    state_kv: torch.Tensor,
+    state_score: torch.Tensor,
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    *,
+    positions: torch.Tensor,
+    req_rows: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    inv_freq: torch.Tensor,
+    ratio: int,
+    norm_eps: float = 1e-6,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compresses the groups that this step's tokens complete; the state is updated in place.
+
+    Args:
+      state_kv, state_score: the carried tokens, float32 `[max_requests, ring, coff * head_dim]`.
+      kv, score: bfloat16 or float32 `[T, coff * head_dim]`, both of one dtype; head_dim even.
+      positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, ratio, norm_eps: as
+        `jax_sparse_mla.compress_kv`; norm_weight of kv's dtype or float32, at least one frequency.
+      out: `(entries, rows)` to write into, bfloat16 `[N, head_dim]` and int32 `[N]`, `N = min(T, T // ratio + B)`;
+        allocated by default.
+
+    Returns:
+      `out`: unused entries come last, have row −1 and are 0.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
+    """
+    function = "compress_kv"
+    (head_dim,) = check_tensor(function, "norm_weight", norm_weight, (None,), _FLOATS, kv)
+    (half_rope,) = check_tensor(function, "inv_freq", inv_freq, (None,), (torch.float32,), kv)
+    width = (2 if ratio == OVERLAP_RATIO else 1) * head_dim
+    num_rows, _ = check_tensor(function, "kv", kv, (None, width), _FLOATS, kv)
+    state_shape = (None, None, width)
+    max_requests, ring, _ = check_tensor(function, "state_kv", state_kv, state_shape, (torch.float32,), kv)
+    num_requests = check_tensor(function, "query_start_loc", query_start_loc, (None,), (torch.int32,), kv)[0] - 1
+    num_entries = min(num_rows, num_rows // ratio + num_requests)
+    if head_dim % 2 or not 0 < 2 * half_rope <= head_dim or ring < compressor_window(ratio) or num_requests < 0:
+        raise ValueError(
+            f"{function}: needs an even head_dim, 1 to head_dim / 2 frequencies, a ring of {compressor_window(ratio)} and "
+            f"query_start_loc [B + 1], got head_dim {head_dim}, {half_rope}, {ring} and {num_requests + 1} entries"
+        )
+    if out is None:
+        rows = torch.empty((num_entries,), dtype=torch.int32, device=kv.device)
+        out = torch.empty((num_entries, head_dim), dtype=torch.bfloat16, device=kv.device), rows
+    for name, x, shape, dtype in (
+        ("state_score", state_score, state_kv.shape, torch.float32),
+        ("score", score, kv.shape, kv.dtype),
+        ("positions", positions, (num_rows,), torch.int32),
+        ("req_rows", req_rows, (num_rows,), torch.int32),
+        ("ape", ape, (ratio, width), torch.float32),
+        ("out[0]", out[0], (num_entries, head_dim), torch.bfloat16),
+        ("out[1]", out[1], (num_entries,), torch.int32),
+    ):
+        check_tensor(function, name, x, tuple(shape), (dtype,), kv)
+    entries, rows = out
+    if num_entries == 0 or max_requests == 0:
+        entries.zero_()
+        rows.fill_(-1)
+        return entries, rows
+    constants = kernels.compress_constants(ratio, head_dim, 2 * half_rope, ring, num_rows)
+    if not constants["ROWS_POW2"]:
+        kernels.find_rows_kernel[(1,)](
+            *(positions, req_rows, query_start_loc, num_rows, num_requests, num_entries, max_requests, rows),
+            RATIO=ratio,
+            **kernels.FIND_OPTIONS,
+        )
+    kernels.compress_kernel[(num_entries,)](
+        *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, rows),
+        *(norm_eps, num_rows, num_requests, max_requests, entries, rows),
+        **constants,
+    )
+    kernels.carry_kernel[(num_rows,)](
+        *(kv, score, positions, req_rows, query_start_loc, entries, state_kv, state_score),
+        *(num_rows, num_requests, max_requests, state_kv, state_score),
+        RING=ring,
+        WIDTH=width,
+        **kernels.CARRY_OPTIONS,
+    )
+    return entries, rows

@@ -1,0 +1,150 @@
+"""The indexer's kernels on torch tensors, by the rules of `jax_sparse_mla.indexer`, on torch's current stream.
+
+Nothing is allocated that its caller passes, nothing synchronises or copies to the host: a CUDA graph captures both.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from jax_sparse_mla.indexer import MAX_KERNEL_HEADS
+from jax_sparse_mla.kernels_triton import indexer as kernels
+
+# Programs that a launch without a GPU (Triton's interpreter) is planned for: for so many multiprocessors.
+_INTERPRETED_SMS = 2
+
+
+def write_index_k(index_cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Writes index keys into the cache in place, as `jax_sparse_mla.write_index_k`.
+
+    Args:
+      index_cache: uint8 `[num_pages, page_size * 132]`.
+      slots: int32 `[n]`. A negative or out-of-range slot skips its row.
+      k: bfloat16 or float32 `[n, 128]`.
+
+    Returns:
+      The same cache.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
+    """
+    function = "write_index_k"
+    page_size = _page_size(function, index_cache)
+    (n,) = check_tensor(function, "slots", slots, (None,), (torch.int32,), index_cache)
+    check_tensor(function, "k", k, (n, 128), (torch.bfloat16, torch.float32), index_cache)
+    if n and index_cache.numel():
+        kernels.write_index_k_kernel[(triton.cdiv(n, kernels.WRITE_OPTIONS["TOKENS"]),)](
+            slots,
+            k,
+            index_cache,
+            n,
+            index_cache.shape[0],
+            index_cache,
+            PAGE_SIZE=page_size,
+            HARDWARE_FP8=_device(index_cache.device)[0],
+            **kernels.WRITE_OPTIONS,
+        )
+    return index_cache
+
+
+def index_logits(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    index_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the top-k selects by, as `jax_sparse_mla.index_logits`.
+
+    Args:
+      q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads.
+      weights: float32 `[rows, heads]`.
+      index_cache: uint8 `[num_pages, page_size * 132]`.
+      page_table: int32 `[rows, P]`.
+      lengths: int32 `[rows]`.
+      out: float32 `[rows, P * page_size]` to write into; allocated by default.
+
+    Returns:
+      `out`; −inf from `lengths[t]` on and where there is no page.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, more heads, or a tensor that is not contiguous or on another device.
+    """
+    function = "index_logits"
+    page_size = _page_size(function, index_cache)
+    rows, heads, _ = check_tensor(function, "q", q, (None, None, 128), (torch.float8_e4m3fn,), index_cache)
+    if not 0 < heads <= MAX_KERNEL_HEADS:
+        raise ValueError(f"{function}: q must have 1 to {MAX_KERNEL_HEADS} heads, got {heads}")
+    check_tensor(function, "weights", weights, (rows, heads), (torch.float32,), index_cache)
+    _, pages = check_tensor(function, "page_table", page_table, (rows, None), (torch.int32,), index_cache)
+    check_tensor(function, "lengths", lengths, (rows,), (torch.int32,), index_cache)
+    if out is None:
+        out = torch.empty((rows, pages * page_size), dtype=torch.float32, device=q.device)
+    check_tensor(function, "out", out, (rows, pages * page_size), (torch.float32,), index_cache)
+    if not index_cache.numel():
+        return out.fill_(float("-inf"))
+    if out.numel():
+        hardware_fp8, sm_count = _device(q.device)
+        plan = kernels.plan_logits(rows, heads, pages, page_size, sm_count)
+        plan.kernel[(plan.programs,)](
+            q if hardware_fp8 else q.view(torch.uint8),
+            weights,
+            index_cache,
+            page_table,
+            lengths,
+            rows,
+            index_cache.shape[0],
+            out,
+            HARDWARE_FP8=hardware_fp8,
+            **plan.constants,
+        )
+    return out
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[bool, int]:
+    """(whether it computes with e4m3 numbers, its multiprocessors)."""
+    if device.type != "cuda":
+        return False, _INTERPRETED_SMS
+    return torch.cuda.get_device_capability(device) >= (8, 9), torch.cuda.get_device_properties(
+        device
+    ).multi_processor_count
+
+
+def _page_size(function: str, index_cache: torch.Tensor) -> int:
+    _, page_bytes = check_tensor(function, "index_cache", index_cache, (None, None), (torch.uint8,), index_cache)
+    if page_bytes == 0 or page_bytes % kernels.TOKEN_BYTES:
+        raise ValueError(
+            f"{function}: index_cache must have pages of page_size * {kernels.TOKEN_BYTES} bytes, page_size >= 1, "
+            f"got {page_bytes}"
+        )
+    return page_bytes // kernels.TOKEN_BYTES
+
+
+def check_tensor(
+    function: str,
+    name: str,
+    x: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    like: torch.Tensor,
+) -> tuple[int, ...]:
+    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
+    if x.ndim != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape)):
+        raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
+    if not x.is_contiguous() or x.device != like.device:
+        raise ValueError(
+            f"{function}: {name} must be contiguous and on {like.device}, got strides {list(x.stride())} on {x.device}"
+        )
+    return tuple(x.shape)

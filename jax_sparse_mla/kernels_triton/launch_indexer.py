@@ -1,0 +1,121 @@
+"""The indexer's and the compressor's Triton kernels as JAX functions, through jax-triton; as `launch_jax`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import numpy as np
+import triton
+from jax import lax
+
+from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.kernels_triton import compressor as compressor_kernels
+from jax_sparse_mla.kernels_triton import indexer as kernels
+
+
+def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
+    """uint8 `[num_pages, page_size * 132]` with the keys written."""
+    n, (num_pages, page_bytes) = slots.shape[0], index_cache.shape
+    return jax_triton.triton_call(
+        slots,
+        k,
+        index_cache,
+        n,
+        num_pages,
+        kernel=kernels.write_index_k_kernel,
+        out_shape=jax.ShapeDtypeStruct(index_cache.shape, index_cache.dtype),
+        input_output_aliases={2: 0},
+        grid=(triton.cdiv(n, kernels.WRITE_OPTIONS["TOKENS"]),),
+        name="write_index_k",
+        PAGE_SIZE=page_bytes // kernels.TOKEN_BYTES,
+        HARDWARE_FP8=_hardware_fp8(),
+        **kernels.WRITE_OPTIONS,
+    )
+
+
+def index_logits(
+    q: jax.Array, weights: jax.Array, index_cache: jax.Array, page_table: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """float32 `[rows, capacity]`, for float8_e4m3fn q."""
+    (rows, heads, _), (num_pages, page_bytes) = q.shape, index_cache.shape
+    plan = kernels.plan_logits(
+        rows, heads, page_table.shape[1], page_bytes // kernels.TOKEN_BYTES, DeviceInfo.current().sm_count
+    )
+    if not _hardware_fp8():  # Triton has no pointers to e4m3 numbers there
+        q = lax.bitcast_convert_type(q, jnp.uint8)
+    return jax_triton.triton_call(
+        q,
+        weights,
+        index_cache,
+        page_table,
+        lengths,
+        rows,
+        num_pages,
+        kernel=plan.kernel,
+        out_shape=jax.ShapeDtypeStruct((rows, plan.constants["CAPACITY"]), jnp.float32),
+        grid=(plan.programs,),
+        name="index_logits",
+        HARDWARE_FP8=_hardware_fp8(),
+        **plan.constants,
+    )
+
+
+def compress(
+    state_kv: jax.Array,
+    state_score: jax.Array,
+    kv: jax.Array,
+    score: jax.Array,
+    positions: jax.Array,
+    req_rows: jax.Array,
+    query_start_loc: jax.Array,
+    ape: jax.Array,
+    norm_weight: jax.Array,
+    inv_freq: jax.Array,
+    *,
+    ratio: int,
+    norm_eps: float,
+    num_entries: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`."""
+    num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
+    (max_requests, ring, width), head_dim = state_kv.shape, norm_weight.shape[0]
+    constants = compressor_kernels.compress_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring, num_rows)
+    rows_shape = jax.ShapeDtypeStruct((num_entries,), jnp.int32)
+    found = positions
+    if not constants["ROWS_POW2"]:
+        found = jax_triton.triton_call(
+            *(positions, req_rows, query_start_loc, num_rows, num_requests, num_entries, max_requests),
+            kernel=compressor_kernels.find_rows_kernel,
+            out_shape=rows_shape,
+            grid=(1,),
+            name="compress_find_rows",
+            RATIO=ratio,
+            **compressor_kernels.FIND_OPTIONS,
+        )
+    entries, rows = jax_triton.triton_call(
+        *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, found),
+        *(np.float32(norm_eps), num_rows, num_requests, max_requests),
+        kernel=compressor_kernels.compress_kernel,
+        out_shape=(jax.ShapeDtypeStruct((num_entries, head_dim), jnp.bfloat16), rows_shape),
+        grid=(num_entries,),
+        name="compress",
+        **constants,
+    )
+    state_kv, state_score = jax_triton.triton_call(
+        *(kv, score, positions, req_rows, query_start_loc, entries, state_kv, state_score),
+        *(num_rows, num_requests, max_requests),
+        kernel=compressor_kernels.carry_kernel,
+        out_shape=[jax.ShapeDtypeStruct(state_kv.shape, jnp.float32)] * 2,
+        input_output_aliases={6: 0, 7: 1},
+        grid=(num_rows,),
+        name="compress_carry",
+        RING=ring,
+        WIDTH=width,
+        **compressor_kernels.CARRY_OPTIONS,
+    )
+    return entries, rows, state_kv, state_score
+
+
+def _hardware_fp8() -> bool:
+    return DeviceInfo.current().compute_capability >= (8, 9)
