@@ -26,7 +26,7 @@ def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     cache: PagedKV,
     indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array,  # [batch, q_len]
+    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
     extra_cache: PagedKV | None,
     extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
     extra_topk_length: jax.Array | None,  # [batch, q_len]
@@ -39,9 +39,9 @@ def decode(
     del schedule
     planning.check_layout("sparse_mla_decode", cache.layout)
     batch, q_len, heads, _ = q.shape
-    tables = [_table(cache, indices, topk_length)]
+    tables = [_table(cache.data, indices, topk_length, _scalars(cache))]
     if extra_cache is not None:
-        tables.append(_table(extra_cache, extra_indices, extra_topk_length))
+        tables.append(_table(extra_cache.data, extra_indices, extra_topk_length, _scalars(extra_cache)))
     out, lse = _attend(q, tables, attn_sink, softmax_scale, cache.layout, batch * q_len)
     return out.reshape(batch, q_len, heads, planning.V_DIM), lse.reshape(batch, q_len, heads)
 
@@ -51,7 +51,7 @@ def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
     indices: jax.Array,  # [q_len, topk] rows of kv
-    topk_length: jax.Array,  # [q_len]
+    topk_length: jax.Array | None,  # [q_len]; None scans all columns
     attn_sink: jax.Array | None,  # [heads]
     schedule: object,
     *,
@@ -64,15 +64,20 @@ def prefill(
     layout = planning.workspace_layout(qk_dim)
     planning.check_layout("sparse_mla_prefill", layout)
     kv_len = kv.shape[0]
-    tables = [(kv, indices, topk_length, (1, indices.shape[-1], kv_len, max(kv_len, 1), kv_len))]
+    tables = [_table(kv, indices, topk_length, (kv_len, max(kv_len, 1), kv_len))]
     out, lse, max_logits = _attend(q, tables, attn_sink, softmax_scale, layout, q_len, max_logits=True)
     return out, max_logits, lse
 
 
-def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array) -> tuple:
-    """One cache's kernel arguments: bytes, indices, lengths, and the scalars that begin with rows per length."""
-    scalars = planning.cache_scalars(cache.layout, cache.num_pages, cache.page_size)
-    return cache.data, indices, lengths, (1, indices.shape[-1], *scalars)
+def _scalars(cache: PagedKV) -> tuple[int, int, int]:
+    return planning.cache_scalars(cache.layout, cache.num_pages, cache.page_size)
+
+
+def _table(data: jax.Array, indices: jax.Array, lengths: jax.Array | None, scalars: tuple[int, int, int]) -> tuple:
+    """One cache's kernel arguments; the first scalar is the query rows that share a length, 0 without lengths."""
+    if lengths is None:  # a pointer that is not read
+        return data, indices, indices, (0, indices.shape[-1], *scalars)
+    return data, indices, lengths, (1, indices.shape[-1], *scalars)
 
 
 def _attend(
