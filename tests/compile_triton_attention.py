@@ -39,7 +39,8 @@ def compiled_attention(layout: KVLayout, num_heads: int, capability: tuple[int, 
     shape = {"rows": 64, "num_heads": num_heads, "topk": 128, "extra_topk": 512, "has_sink": True}
     device = {"capability": capability, "sm_count": 132}
     plan = planning.launch_plan(layout, **shape, **device, may_split=not prefill, tile=tile)
-    constexprs = plan.constexprs | ({} if prefill else {"max_logits": None})
+    pages = planning.page_constants(layout, *((0, 0) if prefill else (256, 64)))
+    constexprs = plan.constexprs | pages | ({} if prefill else {"max_logits": None})
     cache = "*bf16" if prefill else "*u8"
     types = {"kv": cache, "extra_kv": cache, "out": "*fp32" if plan.num_splits > 1 else "*bf16"}
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}

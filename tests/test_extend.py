@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -26,7 +27,8 @@ from attention_oracle import (
     queries,
 )
 
-from jax_sparse_mla.attention import sparse_mla_extend
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
+from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, PrefillPlan, RequestTables, build_prefill_plan
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
@@ -65,15 +67,21 @@ class Chunk:
         """(request, position) of each query row that is not padding."""
         return [(b, p) for b, (seq, new) in enumerate(self.requests) for p in range(seq - new, seq)]
 
-    def token_key(self, request: int, position: int) -> np.ndarray:
+    def token_slot(self, request: int, position: int) -> int:
         full = self.req_to_token[self.req_pool_indices[request], position]
-        return self.swa.rows[self.full_to_swa[full]]
+        return int(self.full_to_swa[full])
 
-    def compressed_key(self, ratio: int, request: int, entry: int) -> np.ndarray:
+    def compressed_slot(self, ratio: int, request: int, entry: int) -> int:
         """Entry j lies on the page of its tokens, of which each has a ratio-th as many entries."""
         first_token = self.req_to_token[self.req_pool_indices[request], entry * ratio]
-        page, offset = divmod(first_token, PAGE)
-        return self.compressed[ratio].rows[page * (PAGE // ratio) + offset // ratio]
+        page, offset = divmod(int(first_token), PAGE)
+        return page * (PAGE // ratio) + offset // ratio
+
+    def token_key(self, request: int, position: int) -> np.ndarray:
+        return self.swa.rows[self.token_slot(request, position)]
+
+    def compressed_key(self, ratio: int, request: int, entry: int) -> np.ndarray:
+        return self.compressed[ratio].rows[self.compressed_slot(ratio, request, entry)]
 
 
 def make_chunk(seed: int = 0) -> Chunk:
@@ -213,6 +221,51 @@ def test_a_workspace_changes_nothing(ratio):
     workspace = jnp.full((plan.workspace_rows + 5, 512), jnp.nan, jnp.bfloat16)
     chex.assert_trees_all_equal(extend(plan, arguments_of(chunk, ratio), workspace), expected)
     check(expected, oracle(chunk, ratio))
+
+
+def paged_arguments(chunk: Chunk, ratio: int) -> dict:
+    """The chunk as a decode call of one row per query: the slots of its keys in the paged caches."""
+    window = np.full((ROWS, 1, WINDOW), -1, np.int32)
+    entries = np.full((ROWS, 1, max(TOPK, BUCKET // 128)), -1, np.int32)
+    for row, (b, p) in enumerate(chunk.rows()):
+        seen = range(max(0, p - WINDOW + 1), p + 1)
+        window[row, 0, : len(seen)] = [chunk.token_slot(b, position) for position in seen]
+        chosen = {0: [], 4: chunk.chosen[row], 128: range((p + 1) // 128)}[ratio]
+        slots = [chunk.compressed_slot(ratio, b, int(entry)) for entry in chosen if entry >= 0]
+        entries[row, 0, : len(slots)] = slots
+    arguments = {"q": jnp.asarray(chunk.q)[:, None], "cache": device_cache(chunk.swa), "indices": jnp.asarray(window)}
+    if ratio:
+        arguments |= {"extra_cache": device_cache(chunk.compressed[ratio]), "extra_indices": jnp.asarray(entries)}
+    return arguments | {"attn_sink": jnp.asarray(SINK)}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=[] if name == "reference" else [pytest.mark.gpu])
+        for name in sorted(installed_backends())
+    ],
+)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_paged_decode_agrees(ratio, backend):
+    """Both routes of a chunk, kernel "paged_decode" and kernel "sparse_prefill", give the same attention."""
+    chunk = shared_chunk()
+    paged = sparse_mla_decode(**paged_arguments(chunk, ratio), softmax_scale=SCALE, backend=backend)
+    out, lse = extend(plan_of(chunk, ratio), arguments_of(chunk, ratio), backend=backend)
+    check((paged[0][:, 0], paged[1][:, 0]), (np.asarray(out, np.float64), np.asarray(lse, np.float64)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_what_the_memory_held_is_never_read(ratio):
+    """Without a workspace XLA allocates one and nothing zeroes it."""
+    chunk = shared_chunk()
+    arguments = {"plan": plan_of(chunk, ratio), "arguments": arguments_of(chunk, ratio)}
+    compiled = extend.lower(**arguments).compile()
+    assert "broadcast" not in re.findall(r"bf16\[\d+,512\]\S* (\w+)\(", compiled.as_text())
+    for poison in [jnp.full((1 << bits,), jnp.nan, jnp.bfloat16) for bits in range(8, 28)]:
+        poison.delete()
+    check(compiled(**arguments), oracle(chunk, ratio))
 
 
 def test_the_workspace_s_size_is_the_plan_s():

@@ -99,12 +99,14 @@ class TestPlan:
         for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
             assert self.plan(1, capability=capability).constexprs["NATIVE"]
 
-    def test_page_strides_are_whole_rows(self):
-        for layout in (KVLayout.V4_FP8, KVLayout.V32_FP8, KVLayout.V4_BF16, KVLayout.V32_BF16):
-            for page_size in (1, 2, 53, 61, 64, 256):
-                slots, page, stride = planning.cache_scalars(layout, 7, page_size)
-                assert (slots, page) == (7 * page_size, page_size)
-                assert stride * layout.data_bytes == layout.page_bytes(page_size)
+    def test_pages_are_constants_of_the_kernel(self):
+        for layout in (KVLayout.V4_FP8, KVLayout.V32_FP8):
+            constants = planning.page_constants(layout, 256, 2)
+            assert (constants["PAGE_SIZE"], constants["EXTRA_PAGE_SIZE"]) == (256, 2)
+            assert constants["PAGE_BYTES"] == layout.page_bytes(256)
+            assert constants["EXTRA_PAGE_BYTES"] == layout.page_bytes(2)
+        # A workspace's length is data: no compilation of its own for each.
+        assert set(planning.page_constants(planning.workspace_layout(512), 0, 0).values()) == {0}
 
     @pytest.mark.parametrize("qk_dim", [64, 128, 448, 640])
     def test_rows_of_another_width_are_refused(self, qk_dim):

@@ -1,15 +1,18 @@
-"""The two attention functions of a layer: check the arguments, decide the route, call the kernel."""
+"""The two attention functions of a layer: check the arguments, decide the route, call the kernel.
+
+The route is decided while tracing, for this machine's GPU; which of its two ends a program takes is settled when it is
+lowered: for CUDA the routed kernel, for any other platform the reference.
+"""
 
 from __future__ import annotations
 
 import importlib
 import math
 import os
-from types import ModuleType
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla import kernels_triton
@@ -39,6 +42,14 @@ _ADAPTERS = {
     "reference": "jax_sparse_mla.attention.reference",
     "triton": "jax_sparse_mla.attention.triton",
 }
+
+
+class _Route(NamedTuple):
+    """Which adapter serves a call's phase, and whether the caller or the environment asked for it by name."""
+
+    phase: str
+    backend: str
+    named: bool
 
 
 def installed_backends() -> frozenset[str]:
@@ -112,19 +123,10 @@ def sparse_mla_decode(
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
     check_schedule(check, schedule, shape)
 
-    adapter = _route("decode", check, layout, shape.batch * shape.q_len, shape.num_heads, shape.topk, q.dtype, backend)
-    return adapter.decode(
-        q,
-        cache,
-        indices,
-        _full(lengths, shape, shape.topk),
-        extra_cache,
-        extra_indices,
-        None if extra_cache is None else _full(extra_lengths, shape, extra_topk),
-        attn_sink,
-        schedule,
-        softmax_scale=static_scale(check, softmax_scale),
-    )
+    scale = static_scale(check, softmax_scale)
+    route = _route("decode", check, layout, shape.batch * shape.q_len, shape.num_heads, shape.topk, q.dtype, backend)
+    extra = (extra_cache, extra_indices, extra_lengths)
+    return _serve(route, (q, cache, indices, lengths, *extra, attn_sink, schedule), softmax_scale=scale)
 
 
 def sparse_mla_prefill(
@@ -170,13 +172,11 @@ def sparse_mla_prefill(
         raise TypeError(f"{check.function}: schedule must come from decode_schedule, got {type(schedule).__name__}")
     q_len, topk, qk_dim = check.dims["q_len"], check.dims["topk"], check.dims["qk_dim"]
     v_dim = min(qk_dim, _MAX_V_DIM)
-    if topk_length is None:
-        topk_length = jnp.full((q_len,), topk, jnp.int32)
     layout = KVLayout("workspace", nope_dim=qk_dim - 64, rope_dim=64, v_dim=v_dim)
-    dtype = jnp.float32 if jnp.float32 in (q.dtype, kv.dtype) else q.dtype
-    adapter = _route("prefill", check, layout, q_len, check.dims["heads"], topk, dtype, backend)
+    dtype = np.float32 if np.float32 in (q.dtype, kv.dtype) else q.dtype
     scale = static_scale(check, softmax_scale)
-    return adapter.prefill(q, kv, indices, topk_length, attn_sink, schedule, softmax_scale=scale, v_dim=v_dim)
+    route = _route("prefill", check, layout, q_len, check.dims["heads"], topk, dtype, backend)
+    return _serve(route, (q, kv, indices, topk_length, attn_sink, schedule), softmax_scale=scale, v_dim=v_dim)
 
 
 def _route(
@@ -188,8 +188,8 @@ def _route(
     topk: int,
     dtype: Any,
     backend: str | None,
-) -> ModuleType:
-    """The module that serves the call, decided by `plan_attention` from the call's own shapes."""
+) -> _Route:
+    """What serves the call on this machine's GPU, decided by `plan_attention` from the call's own shapes."""
     spec = ModelSpec(
         name=f"the {phase} call",
         num_heads=max(num_heads, 1),
@@ -227,13 +227,27 @@ def _route(
     except ValueError as error:
         note = f" ({only_the_reference} are served by the reference only)" if only_the_reference else ""
         raise check.fail(f"{error}{note}") from None
-    return importlib.import_module(_ADAPTERS[plan.backend])
+    return _Route(phase, plan.backend, named=bool(override))
 
 
-def _full(lengths: jax.Array | None, shape: DecodeShape, columns: int) -> jax.Array:
-    if lengths is None:
-        return jnp.full((shape.batch, shape.q_len), columns, jnp.int32)
-    return lengths
+def _serve(route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, ...]:
+    """Calls the adapter, under `jit`: only there is the platform known that the program is lowered for."""
+    leaves, tree = jax.tree.flatten(arguments)
+    return _serve_leaves(*leaves, route=route, tree=tree, static=tuple(static.items()))
+
+
+@partial(jax.jit, static_argnames=("route", "tree", "static"))
+def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -> tuple[jax.Array, ...]:
+    def function(backend: str):
+        adapter = importlib.import_module(_ADAPTERS[backend])
+        return lambda *leaves: getattr(adapter, route.phase)(*tree.unflatten(leaves), **dict(static))
+
+    plain = function("reference")
+    if route.backend == "reference":
+        return plain(*leaves)
+    # A backend asked for by name runs or fails; it is not replaced in silence.
+    call = kernels_triton.varying if route.named else kernels_triton.on_cuda
+    return call(function(route.backend), plain, *leaves)
 
 
 def static_scale(check: ArgumentChecks, softmax_scale: Any) -> float:

@@ -10,7 +10,7 @@ from jax_sparse_mla.attention.api import sparse_mla_prefill, static_scale
 from jax_sparse_mla.indices import combine_topk_swa_indices
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache
-from jax_sparse_mla.kv_cache.rows import gather_kv_into
+from jax_sparse_mla.kv_cache.rows import gather_kv_as_workspace, gather_kv_into
 from jax_sparse_mla.metadata.prefill_plan import PrefillPlan
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 
@@ -124,16 +124,15 @@ def _fill_workspace(
     plan: PrefillPlan, swa_cache: PagedKV, compressed_cache: PagedKV | None, workspace: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The workspace with the plan's rows gathered into it, and the slot of each of those rows (−1: no key)."""
-    regions = [
-        (0, compressed_cache, plan.compressed_slots),
-        (plan.compressed_slots.shape[0], swa_cache, plan.swa_slots),
-    ]
-    if workspace is None:
-        workspace = jnp.zeros((plan.workspace_rows, swa_cache.layout.qk_dim), jnp.bfloat16)
-    present = []
-    for start, cache, slots in regions:
-        if cache is None:
-            continue
-        workspace = gather_kv_into(workspace, start, cache, slots)
+    caches = ((compressed_cache, plan.compressed_slots), (swa_cache, plan.swa_slots))
+    # Each region is gathered whole, a missing slot as a row of zeros: no row is left as the memory was.
+    regions = [(cache, slots) for cache, slots in caches if cache is not None and slots.size]
+    start, present = 0, []
+    for cache, slots in regions:
+        if workspace is None:
+            workspace = gather_kv_as_workspace(cache, slots, plan.workspace_rows)
+        else:
+            workspace = gather_kv_into(workspace, start, cache, slots)
+        start += slots.shape[0]
         present.append(jnp.where((slots >= 0) & (slots < cache.num_slots), slots, -1))
     return workspace, jnp.concatenate(present)

@@ -34,7 +34,7 @@ def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     cache: PagedKV,
     indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array,  # [batch, q_len]
+    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
     extra_cache: PagedKV | None,
     extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
     extra_topk_length: jax.Array | None,  # [batch, q_len]
@@ -62,7 +62,9 @@ def decode(
         return out, lse
 
     rows = batch * q_len
-    tables = [(x.reshape(rows, x.shape[-1]), length.reshape(rows)) for _, x, length in sources]
+    tables = [
+        (x.reshape(rows, x.shape[-1]), None if length is None else length.reshape(rows)) for _, x, length in sources
+    ]
     columns = sum(x.shape[-1] for x, _ in tables)
     out, lse = _map_rows(one_row, (q.reshape(rows, heads, qk_dim), tables), columns, heads, qk_dim)
     return out.reshape(batch, q_len, heads, cache.layout.v_dim), lse.reshape(batch, q_len, heads)
@@ -73,7 +75,7 @@ def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
     indices: jax.Array,  # [q_len, topk] rows of kv
-    topk_length: jax.Array,  # [q_len]
+    topk_length: jax.Array | None,  # [q_len]; None scans all columns
     attn_sink: jax.Array | None,  # [heads]
     schedule: object,
     *,
@@ -97,9 +99,10 @@ def prefill(
     return _map_rows(one_row, (q, indices, topk_length), indices.shape[-1], heads, qk_dim)
 
 
-def _valid(index: jax.Array, length: jax.Array, num_rows: int) -> jax.Array:
+def _valid(index: jax.Array, length: jax.Array | None, num_rows: int) -> jax.Array:
     """bool `[columns]`: inside the scanned span, and naming an existing row."""
-    return (jnp.arange(index.shape[0]) < length) & (index >= 0) & (index < num_rows)
+    exists = (index >= 0) & (index < num_rows)
+    return exists if length is None else exists & (jnp.arange(index.shape[0]) < length)
 
 
 def _attend(

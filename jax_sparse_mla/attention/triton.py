@@ -26,7 +26,7 @@ def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     cache: PagedKV,
     indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array,  # [batch, q_len]
+    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
     extra_cache: PagedKV | None,
     extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
     extra_topk_length: jax.Array | None,  # [batch, q_len]
@@ -51,7 +51,7 @@ def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
     indices: jax.Array,  # [q_len, topk] rows of kv
-    topk_length: jax.Array,  # [q_len]
+    topk_length: jax.Array | None,  # [q_len]; None scans all columns
     attn_sink: jax.Array | None,  # [heads]
     schedule: object,
     *,
@@ -63,21 +63,18 @@ def prefill(
     q_len, _, qk_dim = q.shape
     layout = planning.workspace_layout(qk_dim)
     planning.check_layout("sparse_mla_prefill", layout)
-    kv_len = kv.shape[0]
-    tables = [(kv, indices, topk_length, (1, indices.shape[-1], kv_len, max(kv_len, 1), kv_len))]
-    out, lse, max_logits = _attend(q, tables, attn_sink, softmax_scale, layout, q_len, max_logits=True)
+    table = (kv, indices, topk_length, kv.shape[0], 0)
+    out, lse, max_logits = _attend(q, [table], attn_sink, softmax_scale, layout, q_len, max_logits=True)
     return out, max_logits, lse
 
 
-def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array) -> tuple:
-    """One cache's kernel arguments: bytes, indices, lengths, and the scalars that begin with rows per length."""
-    scalars = planning.cache_scalars(cache.layout, cache.num_pages, cache.page_size)
-    return cache.data, indices, lengths, (1, indices.shape[-1], *scalars)
+def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array | None) -> tuple:
+    return cache.data, indices, lengths, cache.num_slots, cache.page_size
 
 
 def _attend(
     q: jax.Array,
-    tables: list[tuple],
+    tables: list[tuple],  # bytes, indices, lengths or None, number of slots, page size (0: a workspace)
     attn_sink: jax.Array | None,
     softmax_scale: float,
     layout: KVLayout,
@@ -94,16 +91,14 @@ def _attend(
     if rows == 0 or heads == 0 or not tables:
         nothing = jnp.full((rows, heads), -jnp.inf, jnp.float32)
         return (jnp.zeros(out_shape.shape, out_shape.dtype), nothing, nothing)[: 3 if max_logits else 2]
-    if len(tables) == 1:
-        cache, indices, lengths, scalars = tables[0]
-        tables.append((cache, indices, lengths, (0, 0, *scalars[2:])))
+    extra_topk = tables[1][1].shape[-1] if len(tables) > 1 else 0
     device = DeviceInfo.current()
     plan = planning.launch_plan(
         layout,
         rows=rows,
         num_heads=heads,
-        topk=tables[0][3][1],
-        extra_topk=tables[1][3][1],
+        topk=tables[0][1].shape[-1],
+        extra_topk=extra_topk,
         has_sink=attn_sink is not None,
         capability=device.compute_capability,
         sm_count=device.sm_count,
@@ -118,10 +113,15 @@ def _attend(
         )
     else:
         some_shapes = (out_shape, lse_shape, lse_shape) if max_logits else (out_shape, lse_shape)
-    (cache, indices, lengths, scalars), (extra, extra_indices, extra_lengths, extra_scalars) = tables
+    arrays, scalars = [], []
+    for data, indices, lengths, num_slots, _ in (tables[0], tables[-1]):
+        # Without lengths or an extra table there is a pointer all the same, which is not read.
+        arrays += (data, indices, indices if lengths is None else lengths)
+        scalars += (int(lengths is not None), indices.shape[-1], num_slots)
+    if not extra_topk:
+        scalars[3:] = (0, 0, 0)
     results = triton_call(
-        *(q, cache, indices, lengths, extra, extra_indices, extra_lengths, sink),
-        *(np.float32(softmax_scale * _LOG2_E), heads, *scalars, *extra_scalars),
+        *(q, *arrays, sink, np.float32(softmax_scale * _LOG2_E), heads, *scalars),
         kernel=sparse_mla_kernel,
         out_shape=some_shapes,
         grid=plan.grid,
@@ -129,6 +129,7 @@ def _attend(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **plan.constexprs,
+        **planning.page_constants(layout, tables[0][4], tables[-1][4]),
         **({} if max_logits else {"max_logits": None}),
     )
     if not split:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["available", "dispatch", "use_triton"]
+__all__ = ["available", "dispatch", "on_cuda", "use_triton", "varying"]
 
 
 def use_triton() -> bool:
@@ -58,13 +58,18 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.A
     """
     if not use_triton():
         return plain(*args)
-    args = jax.lax.stop_gradient(args)
-    # Under shard_map a custom call's results count as the same on all devices; they vary as the plain code's do.
-    shapes = jax.eval_shape(plain, *args)
+    return on_cuda(kernel, plain, *jax.lax.stop_gradient(args))
+
+
+def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+    """`dispatch` of a kernel of any kind, which the caller knows to be usable; under `jit`.
+
+    Differentiated, it raises what the kernel's call raises: a gradient needs a kernel of its own.
+    """
 
     @jax.custom_batching.custom_vmap
     def guarded(*args):
-        return jax.tree.map(_varying_like, kernel(*args), shapes)
+        return varying(kernel, plain, *args)
 
     @guarded.def_vmap
     def batched(axis_size, in_batched, *batched_args):
@@ -72,6 +77,14 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.A
         return out, jax.tree.map(lambda _: True, out)
 
     return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
+
+
+def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+    """`kernel(*args)`, its results varying over the mesh axes of a `shard_map` that `plain(*args)` vary over.
+
+    A custom call's results count as the same on all devices.
+    """
+    return jax.tree.map(_varying_like, kernel(*args), jax.eval_shape(plain, *args))
 
 
 def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -50,9 +50,10 @@ def write_kv(data: jax.Array, slots: jax.Array, kv: jax.Array, *, layout, page_s
     )
 
 
-def gather_kv(data: jax.Array, slots: jax.Array, *, layout, page_size: int) -> jax.Array:
-    """bfloat16 `[n, qk_dim]`."""
-    out = jax.ShapeDtypeStruct((slots.shape[0], layout.qk_dim), jnp.bfloat16)
+def gather_kv(data: jax.Array, slots: jax.Array, *, layout, page_size: int, out_rows: int | None = None) -> jax.Array:
+    """bfloat16 `[out_rows, qk_dim]`, by default of as many rows as slots; rows past the slots' are left undefined."""
+    rows = slots.shape[0] if out_rows is None else out_rows
+    out = jax.ShapeDtypeStruct((rows, layout.qk_dim), jnp.bfloat16)
     return _gather(kv_kernels.gather_kv_kernel, (slots, data), data, out, 0, layout, page_size)
 
 

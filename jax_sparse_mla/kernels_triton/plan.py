@@ -159,6 +159,7 @@ def launch_plan(
             "NATIVE": capability >= (8, 9) if native_fp8 is None else native_fp8,
             "HAS_SINK": has_sink and num_splits == 1,
             "SPLIT": num_splits > 1,
+            "HAS_EXTRA": extra_topk > 0,
             "ROW_BYTES": layout.data_bytes,
             "QK_DIM": layout.qk_dim,
             "BLOCK_H": tile.block_h,
@@ -175,6 +176,8 @@ def launch_plan(
     )
 
 
-def cache_scalars(layout: KVLayout, num_pages: int, page_size: int) -> tuple[int, int, int]:
-    """The kernel's num_slots, page_size and page_stride (rows of `layout.data_bytes` from page to page)."""
-    return num_pages * page_size, page_size, layout.page_bytes(page_size) // layout.data_bytes
+def page_constants(layout: KVLayout, page_size: int, extra_page_size: int) -> dict[str, int]:
+    """The kernel's constants of both caches' pages; page size 0 stands for a workspace: one page of any length."""
+    sizes = {"PAGE_SIZE": page_size, "EXTRA_PAGE_SIZE": extra_page_size}
+    lengths = {name.replace("SIZE", "BYTES"): layout.page_bytes(size) if size else 0 for name, size in sizes.items()}
+    return sizes | lengths

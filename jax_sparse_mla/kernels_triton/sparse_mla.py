@@ -94,6 +94,12 @@ def _span(lengths, row, rows_per_length, topk):
 
 
 @triton.jit
+def _either(second, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """The constant of the cache at hand, unsigned: a product with it extends to 64 bits in one instruction."""
+    return tl.where(second, SECOND, FIRST).to(tl.uint32)
+
+
+@triton.jit
 def _store(out, heads, live, values, START: tl.constexpr, WIDTH: tl.constexpr):
     columns = START + tl.arange(0, WIDTH)
     at = out + heads[:, None] * 512 + columns[None, :]
@@ -115,13 +121,9 @@ def sparse_mla_kernel(
     rows_per_length,
     topk,
     num_slots,
-    page_size,
-    page_stride,  # page_bytes / ROW_BYTES
     extra_rows_per_length,
     extra_topk,
     extra_slots,
-    extra_page_size,
-    extra_page_stride,
     out,  # bf16 [rows, heads, 512]; SPLIT: float32 [splits, rows, heads, 512], of this split's keys alone
     lse,  # float32 [rows, heads], natural; SPLIT: [splits, rows, heads], base 2
     max_logits,  # float32 [rows, heads], or None
@@ -129,6 +131,11 @@ def sparse_mla_kernel(
     NATIVE: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SPLIT: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,  # without, extra_topk is 0
+    PAGE_SIZE: tl.constexpr,  # constants: a runtime division for every row cost a sixth of the time; 0: one page
+    PAGE_BYTES: tl.constexpr,
+    EXTRA_PAGE_SIZE: tl.constexpr,
+    EXTRA_PAGE_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     QK_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -176,24 +183,33 @@ def sparse_mla_kernel(
         acc_r = tl.zeros((BLOCK_H, 64), tl.float32)
 
     for block in range(begin, end):
-        second = block >= first_blocks
-        column = tl.where(second, block - first_blocks, block) * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = tl.load(
-            tl.where(second, extra_table, table) + column,
-            mask=column < tl.where(second, extra_span, span),
-            other=-1,
-        )
-        valid = (slot >= 0) & (slot < tl.where(second, extra_slots, num_slots))
-        slot = tl.where(valid, slot, 0).to(tl.uint32)  # unsigned division is the shorter one
-        page_rows = tl.where(second, extra_page_size, page_size).to(tl.uint32)
-        page = slot // page_rows
-        offset = slot - page * page_rows
+        if HAS_EXTRA:
+            second = block >= first_blocks
+        else:
+            second = tl.full((), 0, tl.int1)
+        start = tl.where(second, block - first_blocks, block) * BLOCK_N
+        end_of_span = tl.where(second, extra_span, span)
+        lane = tl.arange(0, BLOCK_N)
+        # No value for the lanes past the span, and below another comparison: what the load's mask were needed for again
+        # after its asynchronous copy, each thread would carry from one block to the next, a predicate for each index.
+        at = tl.where(second, extra_table, table) + start + lane
+        slot = tl.load(at, mask=start + lane < end_of_span).to(tl.uint32)
+        # Unsigned, a negative slot is beyond the last one too, and the division below is the shorter one.
+        exists = slot < tl.where(second, extra_slots, num_slots).to(tl.uint32)
+        valid = exists & (lane < end_of_span - start)
+        slot = tl.where(valid, slot, 0)
         base = tl.where(second, extra_cache, cache)
-        page_at = page.to(tl.int64) * tl.where(second, extra_page_stride, page_stride) * ROW_BYTES
-        rows = base + (page_at + offset.to(tl.int64) * ROW_BYTES)
+        if PAGE_SIZE == 0:
+            rows = base + slot.to(tl.int64) * ROW_BYTES
+        else:
+            page = tl.where(second, slot // EXTRA_PAGE_SIZE, slot // PAGE_SIZE)
+            offset = (slot - page * _either(second, PAGE_SIZE, EXTRA_PAGE_SIZE)).to(tl.int64)
+            page_at = page.to(tl.int64) * _either(second, PAGE_BYTES, EXTRA_PAGE_BYTES).to(tl.int64)
+            rows = base + (page_at + offset * ROW_BYTES)
         if KIND == FOOTER_SCALES:
-            at = base + (page_at + page_rows.to(tl.int64) * ROW_BYTES + offset.to(tl.int64) * 8)
-            scales = tl.load(at.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+            footer = _either(second, PAGE_SIZE * ROW_BYTES, EXTRA_PAGE_SIZE * ROW_BYTES).to(tl.int64)
+            at = (base + footer + (page_at + offset * 8)).to(tl.pointer_type(tl.int64))
+            scales = tl.load(at, mask=valid, other=0)
         elif KIND == INLINE_SCALES:
             scales = (rows + ROPE).to(tl.pointer_type(tl.float32))
         else:

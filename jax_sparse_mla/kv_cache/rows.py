@@ -148,6 +148,33 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
     return _dispatch(cache.layout, kernel, plain, workspace, cache.data, slots)
 
 
+def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.Array:
+    """A new workspace that begins with `gather_kv(cache, slots)`, for `gather_kv_into` to fill up.
+
+    Args:
+      cache: the cache.
+      slots: int32 `[n]`.
+      rows: of the workspace, at least n (static).
+
+    Returns:
+      bfloat16 `[rows, qk_dim]`. Rows from n on hold whatever the memory held: nothing spends time on zeroing them.
+    """
+    static = {"layout": cache.layout, "page_size": cache.page_size}
+
+    def kernel(data, slots):
+        from jax_sparse_mla.kernels_triton import launch_jax
+
+        return launch_jax.gather_kv(data, slots, out_rows=rows, **static)
+
+    def plain(data, slots):
+        gathered = gather_rows_reference(PagedKV(data=data, **static), slots)
+        return jnp.pad(gathered, ((0, rows - slots.shape[0]), (0, 0)))
+
+    if cache.data.size == 0 or slots.size == 0:
+        return plain(cache.data, slots)
+    return _dispatch(cache.layout, kernel, plain, cache.data, slots)
+
+
 def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
     """`gather_kv` in plain JAX: what a kernel must do bit by bit, and what the attention reference reads with."""
     layout = cache.layout

@@ -30,8 +30,8 @@ class TorchPagedKV:
     page_size: int
 
     @property
-    def scalars(self) -> tuple[int, int, int]:
-        return planning.cache_scalars(self.layout, self.data.shape[0], self.page_size)
+    def num_slots(self) -> int:
+        return self.data.shape[0] * self.page_size
 
 
 def sparse_mla_decode(
@@ -74,7 +74,7 @@ def sparse_mla_decode(
     if extra_cache is None:
         if extra_indices is not None or extra_topk_length is not None:
             raise ValueError(f"{name}: extra_indices or extra_topk_length was given without extra_cache")
-        tables.append((cache.data, indices, indices, (0, 0, *cache.scalars)))
+        tables.append((cache.data, indices, indices, (0, 0, 0), cache.page_size))
     else:
         if extra_cache.layout != cache.layout:
             raise ValueError(f"{name}: extra_cache must have cache's layout {cache.layout}, got {extra_cache.layout}")
@@ -135,17 +135,16 @@ def sparse_mla_prefill(
     _check(name, "out[1]", out[1], torch.float32, (q_len, heads))
     _check(name, "out[2]", out[2], torch.float32, (q_len, heads))
     lengths = indices if topk_length is None else topk_length
-    page = (kv_len, max(kv_len, 1), kv_len)
     tables = [
-        (kv, indices, lengths, (int(topk_length is not None), topk, *page)),
-        (kv, indices, indices, (0, 0, *page)),
+        (kv, indices, lengths, (int(topk_length is not None), topk, kv_len), 0),
+        (kv, indices, indices, (0, 0, 0), 0),
     ]
     _launch(q, tables, attn_sink, softmax_scale, layout, q_len, (out[0], out[2], out[1]), plan, may_split=False)
     return out
 
 
 def _launch(q, tables, attn_sink, softmax_scale, layout, rows, results, plan, may_split=True) -> None:
-    """Both kernels; tables are `(cache, indices, lengths, scalars)`, results `(out, lse, max_logits or None)`."""
+    """Both kernels; tables are `(cache, indices, lengths, scalars, page size)`, results `(out, lse, max_logits)`."""
     out, lse, max_logits = results
     heads = q.shape[-2]
     if rows == 0 or heads == 0:
@@ -169,11 +168,12 @@ def _launch(q, tables, attn_sink, softmax_scale, layout, rows, results, plan, ma
     if split:
         some_out = _empty(q, (plan.num_splits, rows, heads, planning.V_DIM))
         some_lse = _empty(q, (plan.num_splits, rows, heads))
-    (cache, indices, lengths, scalars), (extra, extra_indices, extra_lengths, extra_scalars) = tables
+    (*arrays, scalars, page_size), (*extra_arrays, extra_scalars, extra_page_size) = tables
     sparse_mla_kernel[plan.grid](
-        *(q, cache, indices, lengths, extra, extra_indices, extra_lengths, sink),
+        *(q, *arrays, *extra_arrays, sink),
         *(softmax_scale * _LOG2_E, heads, *scalars, *extra_scalars, some_out, some_lse, max_logits),
         **plan.constexprs,
+        **planning.page_constants(layout, page_size, extra_page_size),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
@@ -189,10 +189,10 @@ def _table(name, prefix, cache, indices, lengths, shape) -> tuple:
     _check(name, f"{prefix}cache.data", cache.data, torch.uint8, (None, page_bytes))
     topk = _check(name, f"{prefix}indices", indices, torch.int32, (*shape, None))[-1]
     if lengths is None:
-        return cache.data, indices, indices, (0, topk, *cache.scalars)
+        return cache.data, indices, indices, (0, topk, cache.num_slots), cache.page_size
     per_request = lengths.dim() == 1
     _check(name, f"{prefix}topk_length", lengths, torch.int32, shape[:1] if per_request else shape)
-    return cache.data, indices, lengths, (shape[1] if per_request else 1, topk, *cache.scalars)
+    return cache.data, indices, lengths, (shape[1] if per_request else 1, topk, cache.num_slots), cache.page_size
 
 
 def _check(function: str, name: str, tensor, dtype: torch.dtype, shape: tuple) -> tuple[int, ...]:

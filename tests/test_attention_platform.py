@@ -1,0 +1,183 @@
+"""Attention takes the routed kernel where a program is lowered for CUDA, and the reference everywhere else.
+
+The kernel here is plain JAX whose results are constants that one finds in a program's text, and which notes what it
+was given; the device is said to be an H200. What runs on a real one is marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_calls import (
+    H200,
+    OVERRIDES,
+    assert_same,
+    decode_arguments,
+    prefill_arguments,
+    small_decode,
+    small_prefill,
+)
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_sparse_mla.attention import DeviceInfo, api, sparse_mla_decode, sparse_mla_prefill
+
+ATTENTION = {"decode": sparse_mla_decode, "prefill": sparse_mla_prefill}
+BOTH = pytest.mark.parametrize("phase", ATTENTION)
+
+
+def arguments_of(phase: str, **changes) -> dict:
+    given = decode_arguments(small_decode(extra=(16, 2))) if phase == "decode" else prefill_arguments(small_prefill())
+    return given | changes
+
+
+def text(phase: str, platform: str, function=None, **changes) -> str:
+    """The program of a call for a platform."""
+    given = arguments_of(phase, **changes)
+    static = {name: given.pop(name) for name in ("softmax_scale", "backend") if name in given}
+    function = function or ATTENTION[phase]
+    jitted = jax.jit(lambda given: function(**given, **static))
+    return jitted.trace(given).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Installs a kernel as "triton"; gives the arguments of its calls."""
+    calls = []
+
+    def decode(q, *rest, softmax_scale):
+        calls.append(rest)
+        return jnp.full(q.shape, 4321.0, q.dtype), jnp.full(q.shape[:-1], 4321.0)
+
+    def prefill(q, *rest, softmax_scale, v_dim):
+        calls.append(rest)
+        return jnp.full(q.shape, 4321.0, q.dtype), *[jnp.full(q.shape[:-1], 4321.0)] * 2
+
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+    module = types.ModuleType("constant_attention")
+    module.decode, module.prefill = decode, prefill
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(api._ADAPTERS, "triton", module.__name__)
+    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference", "triton"}))
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
+    jax.clear_caches()  # what was traced with another kernel is kept
+    yield calls
+    jax.clear_caches()
+
+
+def takes_the_kernel(program: str) -> bool:
+    assert ("4.321" in program) != ("exponential" in program)  # one of the two, never both
+    return "4.321" in program
+
+
+@BOTH
+def test_the_platform_lowered_for_decides(kernel, phase):
+    assert takes_the_kernel(text(phase, "cuda"))
+    assert not takes_the_kernel(text(phase, "cpu"))
+
+
+@BOTH
+def test_a_backend_asked_for_by_name_is_not_replaced(kernel, phase, monkeypatch):
+    assert takes_the_kernel(text(phase, "cpu", backend="triton"))
+    assert not takes_the_kernel(text(phase, "cuda", backend="reference"))
+    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "triton")
+    assert takes_the_kernel(text(phase, "cpu"))
+
+
+@BOTH
+def test_on_a_cpu_results_are_the_reference_s(kernel, phase):
+    if jax.default_backend() != "cpu":
+        pytest.skip("the kernel's constants would be the result")
+    expected = ATTENTION[phase](**arguments_of(phase), backend="reference")
+    assert_same(ATTENTION[phase](**arguments_of(phase)), expected)
+
+
+@BOTH
+def test_vmap_takes_the_reference(kernel, phase):
+    given = arguments_of(phase)
+    scale, q = given.pop("softmax_scale"), given.pop("q")
+
+    def one(q):
+        return ATTENTION[phase](q=q, **given, softmax_scale=scale)
+
+    batch = jnp.stack([q, -q])
+    program = jax.jit(jax.vmap(one)).trace(batch).lower(lowering_platforms=("cuda",)).as_text()
+    assert not takes_the_kernel(program)
+    with jax.default_device(jax.devices("cpu")[0]):
+        results = jax.vmap(one)(batch)
+        for i in range(2):
+            for a, b in zip(results, one(batch[i]), strict=True):
+                np.testing.assert_allclose(np.asarray(a[i], np.float32), np.asarray(b, np.float32), 2**-7, 1e-5)
+
+
+@BOTH
+def test_under_shard_map_results_vary_over_the_mesh(kernel, phase):
+    given = arguments_of(phase)
+    scale, q = given.pop("softmax_scale"), given.pop("q")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+
+    def local(q):
+        out, *rest = ATTENTION[phase](q=q, **given, softmax_scale=scale)
+        return jax.lax.psum(out.astype(jnp.float32), "x"), jax.lax.psum(rest[-1], "x")
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec())
+    program = jax.jit(sharded).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+    assert takes_the_kernel(program) and "all_gather" not in program
+
+
+@BOTH
+def test_an_exported_program_serves_both_platforms(kernel, phase):
+    given = arguments_of(phase)
+    scale = given.pop("softmax_scale")
+    cache = {name: given.pop(name) for name in ("cache", "extra_cache") if name in given}
+    given = {name: x for name, x in given.items() if x is not None}
+    exported = jax.export.export(
+        jax.jit(lambda given: ATTENTION[phase](**given, **cache, softmax_scale=scale)), platforms=("cpu", "cuda")
+    )(given)
+    assert exported.platforms == ("cpu", "cuda")
+    with jax.default_device(jax.devices("cpu")[0]):
+        here = jax.device_put(given, jax.devices("cpu")[0])
+        expected = ATTENTION[phase](**here, **cache, softmax_scale=scale, backend="reference")
+        assert_same(exported.call(here), expected)
+
+
+def test_absent_lengths_reach_the_kernel_as_none(kernel):
+    """No array is filled with the columns' number: a launch of its own, in front of every layer's attention."""
+    text("decode", "cuda", topk_length=None, extra_topk_length=None)
+    text("decode", "cuda", extra_topk_length=None)
+    text("prefill", "cuda", topk_length=None)
+    both, one, prefill = kernel
+    assert both[2] is None and both[5] is None
+    assert one[2].shape == (3, 2) and one[5] is None
+    assert prefill[2] is None
+
+
+@pytest.mark.gpu
+class TestOnTheGPU:
+    @BOTH
+    def test_arrays_of_the_cpu_are_served_there(self, phase):
+        """By the reference, without a word to the GPU's backends."""
+        given = jax.device_put(arguments_of(phase), jax.devices("cpu")[0])
+        given["softmax_scale"] = float(given["softmax_scale"])
+        expected = ATTENTION[phase](**given, backend="reference")
+        results = ATTENTION[phase](**given)
+        assert all(x.devices() == {jax.devices("cpu")[0]} for x in results)
+        assert_same(results, expected)
+
+    @BOTH
+    def test_nothing_is_launched_beside_the_kernel(self, phase):
+        given = arguments_of(phase, **dict.fromkeys(("topk_length", "extra_topk_length")))
+        scale = given.pop("softmax_scale")
+        if phase == "prefill":
+            del given["extra_topk_length"]
+        jitted = jax.jit(lambda given: ATTENTION[phase](**given, softmax_scale=scale, backend="triton"))
+        program = jitted.lower(given).compile().as_text()
+        entry = program[program.index("ENTRY") :]
+        operations = set(re.findall(r"^\s+(?:ROOT )?\S+ = .*? ([a-z][a-z0-9-]*)\(", entry, re.MULTILINE))
+        assert operations <= {"parameter", "custom-call", "get-tuple-element", "bitcast", "tuple"}, entry
