@@ -51,7 +51,7 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.A
     """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
 
     Args:
-      kernel: calls `jax_triton.triton_call`, which has no batching rule.
+      kernel: calls `kernels_triton.call.triton_call`, which has no batching rule.
       plain: the same function in plain JAX.
       args: arrays; what else the two need, they close over. Nothing is differentiated through either: the results
         are bytes, indices, or rows of bytes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import numpy as np
 import triton
 from jax import lax
@@ -12,12 +11,13 @@ from jax import lax
 from jax_sparse_mla.attention.route import DeviceInfo
 from jax_sparse_mla.kernels_triton import compressor as compressor_kernels
 from jax_sparse_mla.kernels_triton import indexer as kernels
+from jax_sparse_mla.kernels_triton.call import triton_call
 
 
 def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
     """uint8 `[num_pages, page_size * 132]` with the keys written."""
     n, (num_pages, page_bytes) = slots.shape[0], index_cache.shape
-    return jax_triton.triton_call(
+    return triton_call(
         slots,
         k,
         index_cache,
@@ -44,7 +44,7 @@ def index_logits(
     )
     if not _hardware_fp8():  # Triton has no pointers to e4m3 numbers there
         q = lax.bitcast_convert_type(q, jnp.uint8)
-    return jax_triton.triton_call(
+    return triton_call(
         q,
         weights,
         index_cache,
@@ -84,7 +84,7 @@ def compress(
     rows_shape = jax.ShapeDtypeStruct((num_entries,), jnp.int32)
     found = positions
     if not constants["ROWS_POW2"]:
-        found = jax_triton.triton_call(
+        found = triton_call(
             *(positions, req_rows, query_start_loc, num_rows, num_requests, num_entries, max_requests),
             kernel=compressor_kernels.find_rows_kernel,
             out_shape=rows_shape,
@@ -93,7 +93,7 @@ def compress(
             RATIO=ratio,
             **compressor_kernels.FIND_OPTIONS,
         )
-    entries, rows = jax_triton.triton_call(
+    entries, rows = triton_call(
         *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, found),
         *(np.float32(norm_eps), num_rows, num_requests, max_requests),
         kernel=compressor_kernels.compress_kernel,
@@ -102,7 +102,7 @@ def compress(
         name="compress",
         **constants,
     )
-    state_kv, state_score = jax_triton.triton_call(
+    state_kv, state_score = triton_call(
         *(kv, score, positions, req_rows, query_start_loc, entries, state_kv, state_score),
         *(num_rows, num_requests, max_requests),
         kernel=compressor_kernels.carry_kernel,

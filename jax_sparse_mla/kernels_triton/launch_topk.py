@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 
 from jax_sparse_mla.kernels_triton import topk as kernels
+from jax_sparse_mla.kernels_triton.call import triton_call
 from jax_sparse_mla.kernels_triton.launch_jax import compute_capability
 
 
@@ -82,4 +82,4 @@ def _filter(row, width, plan, topk, has_starts):
 
 
 def _call(*args, **kwargs):
-    return jax_triton.triton_call(*args, compute_capability=compute_capability(), **kwargs)
+    return triton_call(*args, compute_capability=compute_capability(), **kwargs)
