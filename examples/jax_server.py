@@ -59,26 +59,25 @@ def random_weights(config):
     def normal(*shape, dtype=jnp.bfloat16):
         return jax.random.normal(next(keys), shape, dtype) * shape[0] ** -0.5
 
+    project = partial(normal, config.hidden)
+
     def layer(ratio):
-        project, pair = partial(normal, config.hidden), 2 if ratio == 4 else 1  # windows of ratio 4 overlap
-        rows = layers.V4Rows(q=project(spec.num_heads, spec.qk_dim), kv=project(spec.qk_dim))
-        main = index = None
-        if ratio:
-            main = layers.CompressorParams(
-                ape=normal(ratio, pair * spec.qk_dim, dtype=jnp.float32),
-                norm_weight=jnp.ones(spec.qk_dim),
-                inv_freq=inv_freq,
-            )
-            kv, score = project(pair * spec.qk_dim), project(pair * spec.qk_dim)
-            rows = dataclasses.replace(rows, compressed_kv=kv, compressed_score=score)
+        def compressor(dim):
+            width = dim * (2 if ratio == 4 else 1)  # windows of ratio 4 overlap
+            ape = normal(ratio, width, dtype=jnp.float32)
+            params = layers.CompressorParams(ape=ape, norm_weight=jnp.ones(dim), inv_freq=inv_freq)
+            return params, project(width), project(width)
+
+        main, main_kv, main_score = compressor(spec.qk_dim) if ratio else (None, None, None)
+        index = index_params = None
         if ratio == 4:
-            ape = normal(ratio, pair * spec.index_dim, dtype=jnp.float32)
-            index = layers.CompressorParams(ape=ape, norm_weight=jnp.ones(spec.index_dim), inv_freq=inv_freq)
+            index_params, kv, score = compressor(spec.index_dim)
             q, weights = project(spec.index_heads, spec.index_dim), project(spec.index_heads)
-            kv, score = project(pair * spec.index_dim), project(pair * spec.index_dim)
-            rows = dataclasses.replace(rows, index=layers.IndexRows(q=q, weights=weights, kv=kv, score=score))
+            index = layers.IndexRows(q=q, weights=weights, kv=kv, score=score)
+        q, kv = project(spec.num_heads, spec.qk_dim), project(spec.qk_dim)
+        rows = layers.V4Rows(q=q, kv=kv, compressed_kv=main_kv, compressed_score=main_score, index=index)
         sink = jnp.zeros(spec.num_heads)
-        params = layers.V4LayerParams(attn_sink=sink, compressor=main, index_compressor=index)
+        params = layers.V4LayerParams(attn_sink=sink, compressor=main, index_compressor=index_params)
         return rows, normal(spec.num_heads, spec.v_dim, config.hidden), params
 
     return normal(VOCABULARY, config.hidden), inv_freq, [layer(ratio) for ratio in config.ratios]
@@ -232,8 +231,8 @@ def main(argv=None):
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=2)
     arguments = parser.parse_args(argv)
-    config = Config(ratios=V4_FLASH_RATIOS[: arguments.layers])
-    config = dataclasses.replace(config, spec=dataclasses.replace(config.spec, num_heads=arguments.heads))
+    spec = dataclasses.replace(SMALL, num_heads=arguments.heads)
+    config = Config(spec=spec, ratios=V4_FLASH_RATIOS[: arguments.layers])
     rng, start = np.random.default_rng(0), time.perf_counter()
     sizes = [(300, 6, 0), (40, 12, 0), (520, 4, 3), (7, 9, 6), (130, 5, 8), (64, 3, 9)]
     requests = [Request(rng.integers(0, VOCABULARY, n).tolist(), new, arrival) for n, new, arrival in sizes]
