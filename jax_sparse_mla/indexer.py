@@ -156,12 +156,12 @@ def _blocking(rows: int, heads: int, pages: int, page_size: int, dtype) -> tuple
 # --- the key cache ---------------------------------------------------------------------------------
 
 
-def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
+def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array, *, hadamard: bool = False) -> jax.Array:
     """Writes index keys, quantised: `s = max(amax, 1e-4) / 448`, `e4m3(clip(k * (1 / s), -448, 448))`.
 
     This is SGLang's fused writer for V3.2 and V4: float32 scales that are not powers of two. Every operation
-    is correctly rounded, so the bytes do not depend on the device. Keys come as the model wants them scored:
-    after norm and rope and, for V4, after `hadamard_transform`.
+    is correctly rounded, so the bytes do not depend on the device. Keys come as the model wants them scored,
+    after norm and rope.
 
     Under `jit` with the cache donated it writes in place.
 
@@ -170,6 +170,7 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
       slots: int32 `[n]`. A negative or out-of-range slot skips its row. Which row a slot given twice holds is
         not defined.
       k: bfloat16 or float32 `[n, 128]`. No finite key makes a NaN; an infinity is clipped.
+      hadamard: keys pass `hadamard_transform` first, in float32, as V4's do (static).
 
     Returns:
       The cache with the rows written, all other bytes unchanged.
@@ -182,26 +183,27 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
     index_cache = _check_index_cache(check, index_cache)
     slots = check("slots", slots, ("n",), INT32)
     k = check("k", k, ("n", INDEX_DIM), FLOATS)
-    return _write_index_k(index_cache, slots, k)
+    return _write_index_k(index_cache, slots, k, hadamard=_check_bool(check, "hadamard", hadamard))
 
 
-@jax.jit
-def _write_index_k(index_cache, slots, k):
+@functools.partial(jax.jit, static_argnames="hadamard")
+def _write_index_k(index_cache, slots, k, *, hadamard):
     if index_cache.size == 0 or slots.size == 0:
         return index_cache
 
     def kernel(index_cache, slots, k):
         from jax_sparse_mla.kernels_triton import launch_indexer
 
-        return launch_indexer.write_index_k(index_cache, slots, k)
+        return launch_indexer.write_index_k(index_cache, slots, k, hadamard=hadamard)
 
-    return dispatch(kernel, write_index_k_reference, index_cache, slots, k)
+    plain = functools.partial(write_index_k_reference, hadamard=hadamard)
+    return dispatch(kernel, plain, index_cache, slots, k)
 
 
-def write_index_k_reference(index_cache, slots, k):
-    """`write_index_k` in plain JAX: what a kernel must do byte by byte."""
+def write_index_k_reference(index_cache, slots, k, *, hadamard=False):
+    """`write_index_k` in plain JAX: what a kernel must do byte by byte (but for the order of the transform's sums)."""
     page_size = _page_size(index_cache)
-    values, scales = _quantize(k)
+    values, scales = quantize_index_q_reference(k, hadamard=hadamard)
     _, page, offset = locate_slots(slots, index_cache.shape[0], page_size)
     value_bytes = lax.bitcast_convert_type(values, jnp.uint8)
     scale_bytes = lax.bitcast_convert_type(scales, jnp.uint8)
@@ -252,6 +254,12 @@ def _check_index_cache(check: ArgumentChecks, index_cache: jax.Array) -> jax.Arr
     return index_cache
 
 
+def _check_bool(check: ArgumentChecks, name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{check.function}: {name} must be a static bool, got {type(value).__name__}")
+    return value
+
+
 def _page_size(index_cache: jax.Array) -> int:
     return index_cache.shape[1] // INDEX_K_BYTES
 
@@ -266,24 +274,48 @@ def _split_pages(data: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]
 # --- quantising ------------------------------------------------------------------------------------
 
 
-def quantize_index_q(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_index_q(q: jax.Array, *, hadamard: bool = False) -> tuple[jax.Array, jax.Array]:
     """Quantises index queries by the keys' rule, with one scale per row and head.
 
     The logits of the quantised query are those of q when its scale is multiplied into the weights:
     `index_logits(values, weights * scale, …)`. SGLang does so in its fused query kernel.
 
     Args:
-      q: bfloat16 or float32 `[rows, heads, dim]` (any leading axes), for V4 after `hadamard_transform`.
+      q: bfloat16 or float32 `[rows, heads, dim]` (any leading axes).
+      hadamard: q passes `hadamard_transform` first, in float32, as V4's does (static); dim is a power of two.
 
     Returns:
       `(values, scale)`: float8_e4m3fn `[rows, heads, dim]` and float32 `[rows, heads]`.
 
     Raises:
       TypeError: a wrong dtype.
-      ValueError: q has no dimension.
+      ValueError: q has no dimension, or one that cannot be transformed.
     """
     check = ArgumentChecks("quantize_index_q")
-    return _quantize(check("q", q, (None,) * max(1, check.rank("q", q)), FLOATS))
+    q = check("q", q, (None,) * max(1, check.rank("q", q)), FLOATS)
+    hadamard = _check_bool(check, "hadamard", hadamard)
+    if hadamard and q.shape[-1].bit_count() != 1:
+        raise check.fail(f"q must have shape [..., dim] with dim a power of two, got {list(q.shape)}")
+    return _quantize_index_q(q, hadamard=hadamard)
+
+
+@functools.partial(jax.jit, static_argnames="hadamard")
+def _quantize_index_q(q, *, hadamard):
+    plain = functools.partial(quantize_index_q_reference, hadamard=hadamard)
+    if q.size == 0 or q.shape[-1] != INDEX_DIM:
+        return plain(q)
+
+    def kernel(q):
+        from jax_sparse_mla.kernels_triton import launch_indexer
+
+        return launch_indexer.quantize_index_q(q, hadamard=hadamard)
+
+    return dispatch(kernel, plain, q)
+
+
+def quantize_index_q_reference(x, *, hadamard=False):
+    """`quantize_index_q` in plain JAX: what a kernel must do bit by bit (but for the order of the transform's sums)."""
+    return _quantize(_hadamard_transform(x.astype(jnp.float32)) if hadamard else x)
 
 
 @jax.jit
@@ -343,8 +375,8 @@ def hadamard_transform(x: jax.Array) -> jax.Array:
     """The Walsh-Hadamard transform of the last axis, times `n^-0.5`: orthogonal, its own inverse.
 
     V4's index queries and keys pass through it before they are quantised (SGLang; natural order, which is
-    Sylvester's matrix). Logits do not change but for the rounding to fp8; keys written with it must be read
-    with queries that passed it too.
+    Sylvester's matrix): `quantize_index_q` and `write_index_k` do so with `hadamard=True`. Logits do not change
+    but for the rounding to fp8; keys written with it must be read with queries that passed it too.
 
     Args:
       x: bfloat16 or float32 `[..., n]`, n a power of two.

@@ -13,7 +13,7 @@ from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
 from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
-from jax_sparse_mla.indexer import INDEX_K_BYTES, hadamard_transform, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.indexer import INDEX_K_BYTES, index_logits, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
 from jax_sparse_mla.metadata import (
@@ -229,14 +229,14 @@ def v4_layer(
             index_entries, index_slots, index_state = _compress(
                 index_state, rows.index.kv, rows.index.score, params.index_compressor, batch, metadata, ratio
             )
-            index_k = write_index_k(index_k, index_slots, hadamard_transform(index_entries.astype(jnp.float32)))
+            index_k = write_index_k(index_k, index_slots, index_entries, hadamard=True)
         cache = V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k, index_state=index_state)
 
     positions = None
     if ratio == INDEXED_RATIO:
         lengths = metadata.compressed[INDEXED_RATIO].lengths
         if index_scores is None:
-            index_q, q_scale = quantize_index_q(hadamard_transform(rows.index.q.astype(jnp.float32)))
+            index_q, q_scale = quantize_index_q(rows.index.q, hadamard=True)
             index_scores = index_logits(
                 index_q, rows.index.weights * q_scale, cache.index_k, metadata.page_table, lengths
             )
@@ -365,7 +365,7 @@ def v32_layer(
     cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k))
     lengths = metadata.seqlens_expanded
     if index_scores is None:
-        index_q, q_scale = quantize_index_q(rows.index_q.astype(jnp.float32))
+        index_q, q_scale = quantize_index_q(rows.index_q)
         page_table = metadata.page_table[metadata.row_to_request]
         index_scores = index_logits(index_q, rows.index_weights * q_scale, cache.index_k, page_table, lengths)
     positions = topk_positions(index_scores, lengths, spec.index_topk)

@@ -27,35 +27,26 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
-
+import triton_attention_cases  # noqa: E402, F401 (repairs the interpreter)
+from sparse_mla_torch.kernels import compressor as torch_compressor  # noqa: E402
 from sparse_mla_torch.kernels import indexer as torch_indexer  # noqa: E402
 
+from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference  # noqa: E402
 from jax_sparse_mla.indexer import (  # noqa: E402
     gather_index_k,
     index_logits,
-    index_logits_reference,
+    quantize_index_q,
+    quantize_index_q_reference,
     write_index_k,
     write_index_k_reference,
 )
+from jax_sparse_mla.kernels_triton import compressor as compressor_kernels  # noqa: E402
 from jax_sparse_mla.kernels_triton import indexer as kernels  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of infinities and NaN in the interpreter
 ]
-
-_patch_tensor = interpreter._patch_lang_tensor
-
-
-def _patch_tensor_for_numpy_2_4(tensor, scope) -> None:
-    """Scalars are arrays of one element to the interpreter (3.6), which numpy no longer takes for int()."""
-    _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-if not ON_GPU:
-    interpreter._patch_lang_tensor = _patch_tensor_for_numpy_2_4
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DIM = 128
@@ -67,8 +58,9 @@ SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 # (as for every peer that uses them); float32 sums elsewhere.
 LOGITS_TOLERANCE = 2.0**-12 if ON_GPU else 1e-5
 
-plain_write = jax.jit(write_index_k_reference)
-plain_logits = jax.jit(index_logits_reference)
+plain_write = jax.jit(write_index_k_reference, static_argnames="hadamard")
+plain_quantize = jax.jit(quantize_index_q_reference, static_argnames="hadamard")
+plain_compress = jax.jit(compress_kv_reference, static_argnames=("ratio", "norm_eps", "num_entries"))
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -208,6 +200,45 @@ def test_a_nan_stays_one_and_harms_no_other_key():
     np.testing.assert_array_equal(written, want)
 
 
+def stored(values, scale) -> np.ndarray:
+    """The numbers that quantised ones stand for."""
+    values = values.cpu().view(torch.uint8).numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    scale = scale.cpu().numpy() if isinstance(scale, torch.Tensor) else np.asarray(scale)
+    return values.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[..., None]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_quantised_queries(dtype, hadamard):
+    """Bit by bit without the transform; with it the sums may round otherwise, by less than a step of e4m3."""
+    q = keys_of_every_kind(99, seed=4)
+    q = (np.clip(np.where(np.isfinite(q), q, 1), -1e30, 1e30) if hadamard else q).reshape(33, 3, DIM).astype(dtype)
+    given_q = tensor(q.view(np.int16)).view(torch.bfloat16) if dtype != np.float32 else tensor(q)
+    values = torch.empty(q.shape, dtype=torch.uint8, device=DEVICE).fill_(0xFF).view(torch.float8_e4m3fn)
+    scale = torch.full(q.shape[:2], float("nan"), device=DEVICE)
+    torch_indexer.quantize_index_q(given_q, hadamard=hadamard, out=(values, scale))
+    want_values, want_scale = plain_quantize(q, hadamard=hadamard)
+    if not hadamard:
+        np.testing.assert_array_equal(values.cpu().view(torch.uint8).numpy(), np.asarray(want_values).view(np.uint8))
+        np.testing.assert_array_equal(scale.cpu().numpy(), np.asarray(want_scale))
+    np.testing.assert_allclose(scale.cpu().numpy(), np.asarray(want_scale), rtol=1e-5)
+    got, want = stored(values, scale), stored(want_values, want_scale)
+    step = np.maximum(np.abs(want) / 8, np.asarray(want_scale)[..., None] * 2.0**-9)
+    np.testing.assert_array_less(np.abs(got - want), 1.01 * step)
+    assert np.mean(got.astype(np.float32) != want.astype(np.float32)) < (0.5 if hadamard else 1e-9)
+
+
+def test_transformed_keys_are_written():
+    keys = keys_of_every_kind(40, seed=4)[6::9].astype(ml_dtypes.bfloat16)
+    cache, slots = np.zeros((1, 64 * 132), np.uint8), np.arange(3, 3 + len(keys), dtype=np.int32)
+    k = tensor(keys.view(np.int16)).view(torch.bfloat16)
+    written = torch_indexer.write_index_k(tensor(cache), tensor(slots), k, hadamard=True).cpu().numpy()
+    want = np.asarray(plain_write(cache, slots, keys, hadamard=True))
+    got, expected = (stored(*gather_index_k(c, slots)) for c in (written, want))
+    np.testing.assert_allclose(got, expected, atol=np.abs(expected).max() / 8, rtol=0.13)
+    assert np.mean(written != want) < 0.02
+
+
 # --- logits ---------------------------------------------------------------------------------------
 
 # rows, heads, pages, page size; blocks are 64 columns wide.
@@ -255,12 +286,20 @@ def test_a_row_may_be_all_of_a_batch():
     """One row holds nearly all columns, the others none: every program takes its share."""
     rng = np.random.default_rng(6)
     q, weights, cache, table, _ = logits_case(rng, 6, 2, 20, 64)
-    case = q, weights, np.where(cache == 0xFF, 0, cache).astype(np.uint8), table, np.array([0, 0, 1280, 0, 1, 0], np.int32)
+    case = (
+        q,
+        weights,
+        np.where(cache == 0xFF, 0, cache).astype(np.uint8),
+        table,
+        np.array([0, 0, 1280, 0, 1, 0], np.int32),
+    )
     assert_logits(torch_logits(*case), *exact_logits(*case))
 
 
 def test_bad_tensors_are_refused_by_name():
-    q, weights, cache, table, lengths = map(tensor, (np.zeros((2, 4, DIM), np.uint8), *logits_case(np.random.default_rng(7), 2, 4, 3, 64)[1:]))
+    q, weights, cache, table, lengths = map(
+        tensor, (np.zeros((2, 4, DIM), np.uint8), *logits_case(np.random.default_rng(7), 2, 4, 3, 64)[1:])
+    )
     with pytest.raises(TypeError, match="index_logits: q must be"):
         torch_indexer.index_logits(q, weights, cache, table, lengths)
     q = q.view(torch.float8_e4m3fn)
@@ -272,3 +311,255 @@ def test_bad_tensors_are_refused_by_name():
         torch_indexer.index_logits(q, weights, cache[:, :100].contiguous(), table, lengths)
     with pytest.raises(ValueError, match="write_index_k: k must have shape"):
         torch_indexer.write_index_k(cache, lengths, weights)
+
+
+# --- the compressor -------------------------------------------------------------------------------
+
+
+def compress_case(rng, ratio: int, head_dim: int, lengths: tuple[int, ...], *, more_ring=0, dtype=np.float32):
+    """The arrays of compress_kernel's plain function: requests of these lengths, some of them padding, then padding."""
+    halves, num_rows, max_requests = (2 if ratio == 4 else 1), sum(lengths) + 2, len(lengths) + 3
+    width, ring = halves * head_dim, halves * ratio + more_ring
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions, req_rows = np.full(num_rows, -1, np.int32), np.full(num_rows, -1, np.int32)
+    for request, (start, length) in enumerate(zip(starts, lengths)):
+        rows = slice(start, start + length)
+        positions[rows] = rng.choice([0, 1, ratio - 1, 3 * ratio, 1000 * ratio + 2]) + np.arange(length)
+        req_rows[rows] = max_requests - 1 - request
+        if rng.random() < 0.15:
+            positions[rows] = -1
+        elif rng.random() < 0.15:
+            req_rows[rows] = rng.choice([*HOSTILE, max_requests])
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    state = normal(max_requests, ring, width), normal(max_requests, ring, width)
+    kv, score = normal(num_rows, width), 3 * normal(num_rows, width)
+    kv[sum(lengths) :] = score[sum(lengths) :] = np.nan
+    parameters = (
+        normal(ratio, width),
+        1 + normal(head_dim) / 8,
+        np.exp(-np.arange(head_dim // 4) / 4).astype(np.float32),
+    )
+    step = kv.astype(dtype), score.astype(dtype)
+    num_entries = min(num_rows, num_rows // ratio + len(lengths))
+    return (*state, *step, positions, req_rows, starts, *parameters), {"ratio": ratio, "num_entries": num_entries}
+
+
+def torch_floats(x: np.ndarray) -> torch.Tensor:
+    return tensor(x.view(np.int16)).view(torch.bfloat16) if x.dtype == ml_dtypes.bfloat16 else tensor(x)
+
+
+def torch_compress(arguments, *, ratio, num_entries):
+    """(entries, rows, state_kv, state_score) by the kernels, into poisoned results."""
+    names = ("positions", "req_rows", "query_start_loc", "ape", "norm_weight", "inv_freq")
+    *tensors, kv, score = (torch_floats(x) for x in (*arguments[:2], *arguments[2:4]))
+    rest = dict(zip(names, map(tensor, arguments[4:])))
+    head_dim = arguments[-2].shape[0]
+    entries = torch.full((num_entries, head_dim), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    rows = torch.full((num_entries,), 77, dtype=torch.int32, device=DEVICE)
+    torch_compressor.compress_kv(*tensors, kv, score, **rest, ratio=ratio, out=(entries, rows))
+    return entries, rows, *tensors
+
+
+def assert_compressed(got, want):
+    """Rows and state to the bit; entries within a rounding to bfloat16."""
+    entries, rows, *state = (x.cpu() if isinstance(x, torch.Tensor) else x for x in got)
+    entries = entries.float().numpy() if isinstance(entries, torch.Tensor) else np.asarray(entries).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(rows), np.asarray(want[1]))
+    for actual, expected in zip(state, want[2:]):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+    want = np.asarray(want[0]).astype(np.float32)
+    np.testing.assert_allclose(entries, want, rtol=2.0**-7, atol=1e-5)
+
+
+COMPRESS_SHAPES = [
+    (4, 32, (1,) * 7, 0),
+    (4, 16, (9, 0, 30, 3), 3),
+    (128, 16, (1, 1, 260, 1), 0),
+    (3, 12, (10, 2, 1), 4),
+    (1, 16, (3, 2), 0),
+]
+
+
+@PROPERTY
+@given(st.integers(0, 10**6), st.sampled_from(COMPRESS_SHAPES), st.booleans(), st.booleans())
+def test_compress(seed, shape, bfloat16, searched):
+    ratio, head_dim, lengths, more_ring = shape
+    dtype = ml_dtypes.bfloat16 if bfloat16 else np.float32
+    arguments, static = compress_case(
+        np.random.default_rng(seed), ratio, head_dim, lengths, more_ring=more_ring, dtype=dtype
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if not searched:  # as for more rows
+            patch.setattr(compressor_kernels, "SEARCHED_ROWS", 0)
+        got = torch_compress(arguments, **static)
+    assert_compressed(got, plain_compress(*arguments, **static, norm_eps=1e-6))
+
+
+def test_compressor_refuses_bad_tensors_by_name():
+    arguments, static = compress_case(np.random.default_rng(8), 4, 16, (9,))
+    with pytest.raises(ValueError, match="compress_kv: score must have shape"):
+        torch_compress((*arguments[:3], arguments[3][:, :8].copy(), *arguments[4:]), **static)
+    with pytest.raises(ValueError, match="a ring of at least 8 tokens"):
+        torch_compress((arguments[0][:, :5].copy(), *arguments[1:]), **static)
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled_facts():
+    script = Path(__file__).with_name("compile_triton_indexer.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), *map(str, SHARED_MEMORY)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_kernels_compile_for_every_architecture_within_its_shared_memory(compiled_facts):
+    assert {fact["capability"] for fact in compiled_facts} == set(SHARED_MEMORY)
+    for fact in compiled_facts:
+        assert fact["shared"] <= SHARED_MEMORY[fact["capability"]] and fact["binary"], fact
+        # SM80 has no e4m3 type and multiplies float16 numbers.
+        assert fact["e4m3_products"] == (fact["kernel"].startswith("logits") and fact["capability"] >= 89), fact
+        assert fact["capability"] != 90 or not fact["kernel"].startswith("logits") or fact["wgmma"], fact
+
+
+# --- through JAX, on a GPU ------------------------------------------------------------------------
+
+
+def memcheck_cases():
+    """Launches every kernel once over small shapes with holes and hostile indices (for compute-sanitizer)."""
+    rng = np.random.default_rng(9)
+    cache, slots, keys = write_case(rng, 37, 3, 33)
+    torch_indexer.write_index_k(tensor(cache), tensor(slots), tensor(keys))
+    torch_indexer.write_index_k(tensor(cache), tensor(slots), tensor(keys), hadamard=True)
+    torch_indexer.quantize_index_q(tensor(keys[None]), hadamard=True)
+    for shape in DECODE_SHAPES:
+        torch_logits(*logits_case(rng, *shape))
+    torch_logits(*logits_case(rng, 301, 64, 9, 64, shared=True))
+    torch_logits(*logits_case(rng, 301, 3, 9, 11))
+    for ratio, head_dim, lengths, more_ring in [*COMPRESS_SHAPES, (4, 512, (1100, 40), 0)]:
+        arguments, static = compress_case(rng, ratio, head_dim, lengths, more_ring=more_ring)
+        torch_compress(arguments, **static)
+
+
+@pytest.mark.gpu
+def test_every_kernel_runs_over_small_shapes():
+    memcheck_cases()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 64, 9, 64), (301, 64, 9, 64), (5, 33, 3, 16)], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_jax_logits(shape, shared):
+    case = logits_case(np.random.default_rng(10), *shape, shared=shared)
+    arguments = [jnp.asarray(x) for x in case]
+    assert "triton_kernel_call" in jax.jit(index_logits).lower(*arguments).as_text()
+    assert_logits(index_logits(*arguments), *exact_logits(*case))
+    with_bf16 = index_logits(arguments[0].astype(jnp.bfloat16), *arguments[1:])  # plain JAX
+    np.testing.assert_array_equal(np.isneginf(with_bf16), np.isneginf(index_logits(*arguments)))
+
+
+@pytest.mark.gpu
+def test_jax_writes_keys_in_place_byte_by_byte():
+    cache, slots, keys = write_case(np.random.default_rng(11), 100, 5, 64)
+    want = np.asarray(plain_write(cache, slots, keys))
+    donated = jnp.asarray(cache)
+    pointer = donated.unsafe_buffer_pointer()
+    written = jax.jit(write_index_k, donate_argnums=0)(donated, slots, keys)
+    assert written.unsafe_buffer_pointer() == pointer and donated.is_deleted()
+    np.testing.assert_array_equal(np.asarray(written), want)
+    values, scale = quantize_index_q(jnp.asarray(keys[None]))
+    want_values, want_scale = plain_quantize(keys[None])
+    np.testing.assert_array_equal(np.asarray(values).view(np.uint8), np.asarray(want_values).view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(scale), np.asarray(want_scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 512, (1,) * 64), (4, 128, (3, 1100, 0, 40)), (128, 512, (1, 900, 300))], ids=str)
+def test_jax_compresses_in_place(shape):
+    arguments, static = compress_case(np.random.default_rng(12), *shape, dtype=ml_dtypes.bfloat16)
+    want = plain_compress(*map(jnp.asarray, arguments), **static, norm_eps=1e-6)
+    kv, score, positions, req_rows, starts, ape, norm_weight, inv_freq = map(jnp.asarray, arguments[2:])
+
+    def step(state):
+        return compress_kv(
+            state,
+            kv,
+            score,
+            positions=positions,
+            req_rows=req_rows,
+            query_start_loc=starts,
+            ape=ape,
+            norm_weight=norm_weight,
+            inv_freq=inv_freq,
+            ratio=static["ratio"],
+        )
+
+    state = CompressorState(kv=jnp.asarray(arguments[0]), score=jnp.asarray(arguments[1]))
+    pointers = [x.unsafe_buffer_pointer() for x in (state.kv, state.score)]
+    compiled = jax.jit(step, donate_argnums=0).lower(state).compile()
+    copied = f"f32[{','.join(map(str, state.kv.shape))}]"
+    assert not [line for line in compiled.as_text().splitlines() if copied in line and " copy(" in line]
+    entries, rows, carried = compiled(state)
+    assert [x.unsafe_buffer_pointer() for x in (carried.kv, carried.score)] == pointers
+    assert_compressed((entries, rows, carried.kv, carried.score), want)
+
+
+@pytest.mark.gpu
+def test_the_last_slots_of_a_5_gib_cache():
+    num_pages, page_size = 640_000, 64  # 5.4e9 bytes
+    num_slots = num_pages * page_size
+    slots = np.array([num_slots - 1, num_slots - 64, num_slots - 65, 0, 300_000 * 64 + 5, -1, num_slots], np.int32)
+    keys = keys_of_every_kind(7, seed=13)
+    keys[4] = 1.5
+    written = torch_indexer.write_index_k(
+        torch.zeros((num_pages, page_size * 132), dtype=torch.uint8, device=DEVICE), tensor(slots), tensor(keys)
+    )
+    touched = written.view(torch.int32).ne(0).any(dim=1).nonzero().flatten().tolist()
+    assert touched == [0, 300_000, num_pages - 2, num_pages - 1]
+    small = np.asarray(plain_write(np.zeros((4, 64 * 132), np.uint8), [255, 192, 191, 0, 69, -1, 256], keys))
+    np.testing.assert_array_equal(written[touched].cpu().numpy(), small)
+
+    rng = np.random.default_rng(14)
+    for rows in (3, 300):
+        q, weights = logits_case(rng, rows, 64, 4, 64)[:2]
+        table = np.tile(np.array([[num_pages - 1, num_pages - 2, 300_000, 0]], np.int32), (rows, 1))
+        lengths = np.full(rows, 256, np.int32)
+        out = torch_indexer.index_logits(e4m3_tensor(q), tensor(weights), written, tensor(table), tensor(lengths))
+        small_table = np.tile(np.array([[3, 2, 1, 0]], np.int32), (rows, 1))
+        want = torch_logits(q, weights, small, small_table, lengths)
+        assert torch.equal(out, want) and want.isfinite().all() and want.ne(0).any()
+
+
+@pytest.mark.gpu
+def test_torch_captures_the_kernels_in_a_cuda_graph():
+    rng = np.random.default_rng(15)
+    _, weights, cache, table, lengths = logits_case(rng, 8, 64, 4, 64)
+    tensors = [tensor(x) for x in (weights, cache, table, lengths)]
+    queries = torch.randn((8, 64, DIM), device=DEVICE, dtype=torch.bfloat16)
+    quantised = torch_indexer.quantize_index_q(queries, hadamard=True)
+    out = torch.empty((8, 256), device=DEVICE)
+    slots, keys = tensor(np.arange(8, dtype=np.int32)), torch.randn((8, DIM), device=DEVICE)
+
+    def step():
+        torch_indexer.write_index_k(tensors[1], slots, keys)
+        torch_indexer.quantize_index_q(queries, hadamard=True, out=quantised)
+        torch_indexer.index_logits(quantised[0], *tensors, out=out)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    queries.mul_(-1.5)
+    slots += 20
+    out.fill_(float("nan"))
+    graph.replay()
+    got = out.clone()
+    step()
+    assert torch.equal(got.nan_to_num(7.0), out.nan_to_num(7.0)) and not torch.isnan(got).all()

@@ -1,4 +1,4 @@
-"""Triton kernels of the indexer: the writer of the index-K cache, and the logits that the top-k selects by.
+"""Triton kernels of the indexer: its quantisers, for queries and into the key cache, and the logits.
 
 The rules are those of `jax_sparse_mla.indexer`. Logits are products of FP8 tensor cores: a key is a row of the first
 operand, a query's head a row of the second, so that relu, weights and the sum over heads stay within a few lanes.
@@ -30,6 +30,7 @@ _E4M3_MAX = tl.constexpr(448.0)
 
 _FILL = tl.constexpr(2048)  # columns that one store fills
 
+QUANTIZE_OPTIONS = {"LINES": 64, "num_warps": 8}
 WRITE_OPTIONS = {"TOKENS": 16, "num_warps": 4}
 DECODE_OPTIONS = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
 PREFILL_OPTIONS = {"ROWS": 4, "COLUMNS": 4096, "BLOCK": 64, "STAGES": 3, "num_warps": 4}
@@ -66,7 +67,61 @@ def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int
     return LogitsPlan(index_logits_prefill_kernel, tiles * triton.cdiv(capacity, columns), constants)
 
 
-# --- the key cache ---------------------------------------------------------------------------------
+# --- quantising ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _hadamard(x):
+    """x [n, 128], bfloat16 or float32, times Sylvester's matrix and 128^-0.5: float32."""
+    i = tl.arange(0, _DIM)
+    common = i[:, None] & i[None, :]
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    signs = (1 - 2 * (common & 1)).to(tl.float32).to(tl.bfloat16)
+    if x.dtype == tl.bfloat16:
+        transformed = tl.dot(x, signs)
+    else:
+        # Three bfloat16 numbers hold a float32, and their products with a sign are exact.
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        transformed = tl.dot(low, signs)
+        transformed = tl.dot(middle, signs, transformed)
+        transformed = tl.dot(high, signs, transformed)
+    return transformed * 0.08838834764831845
+
+
+@triton.jit
+def _quantize(x, HARDWARE_FP8: tl.constexpr):
+    """(e4m3 bytes, float32 scales) of rows of 128 values."""
+    # Bits of magnitudes order as the magnitudes do, and a NaN does not get lost among them.
+    amax = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
+    amax = tl.minimum(tl.maximum(amax, _F32_FLOOR_BITS), _F32_MAX_BITS).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.zeros_like(amax) + _E4M3_MAX)
+    value = x * tl.div_rn(tl.zeros_like(amax) + 1.0, scale)[:, None]
+    value = tl.where(value > _E4M3_MAX, _E4M3_MAX, tl.where(value < -_E4M3_MAX, -_E4M3_MAX, value))
+    return _float32_to_e4m3(value, HARDWARE_FP8), scale
+
+
+@triton.jit
+def quantize_index_q_kernel(
+    q_ptr,  # bfloat16 or float32 [n, 128]
+    n,
+    values_ptr,  # e4m3 [n, 128]
+    scale_ptr,  # float32 [n]
+    HADAMARD: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    inside = line < n
+    at = line.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
+    q = tl.load(q_ptr + at, mask=inside[:, None], other=0.0)
+    values, scale = _quantize(_hadamard(q) if HADAMARD else q.to(tl.float32), HARDWARE_FP8)
+    tl.store(values_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + at, values, mask=inside[:, None])
+    tl.store(scale_ptr + line, scale, mask=inside)
 
 
 @triton.jit
@@ -78,6 +133,7 @@ def write_index_k_kernel(
     num_pages,
     cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
     PAGE_SIZE: tl.constexpr,
+    HADAMARD: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -85,17 +141,12 @@ def write_index_k_kernel(
     slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
     valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
     column = tl.arange(0, _DIM)[None, :]
-    k = tl.load(k_ptr + token.to(tl.int64)[:, None] * _DIM + column, mask=valid[:, None], other=0.0).to(tl.float32)
-    # Bits of magnitudes order as the magnitudes do, and a NaN does not get lost among them.
-    amax = tl.max(k.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
-    amax = tl.minimum(tl.maximum(amax, _F32_FLOOR_BITS), _F32_MAX_BITS).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full([TOKENS], _E4M3_MAX, tl.float32))
-    value = k * tl.div_rn(tl.full([TOKENS], 1.0, tl.float32), scale)[:, None]
-    value = tl.where(value > _E4M3_MAX, _E4M3_MAX, tl.where(value < -_E4M3_MAX, -_E4M3_MAX, value))
+    k = tl.load(k_ptr + token.to(tl.int64)[:, None] * _DIM + column, mask=valid[:, None], other=0.0)
+    values, scale = _quantize(_hadamard(k) if HADAMARD else k.to(tl.float32), HARDWARE_FP8)
     start = page * (PAGE_SIZE * _TOKEN_BYTES)
     # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
     target = (start + offset * _DIM)[:, None] + tl.max_contiguous(column, (1, 8))
-    tl.store(cache_ptr + target, _float32_to_e4m3(value, HARDWARE_FP8), mask=valid[:, None])
+    tl.store(cache_ptr + target, values, mask=valid[:, None])
     scale_ptr = (cache_ptr + start + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
     tl.store(scale_ptr + offset, scale, mask=valid)
 

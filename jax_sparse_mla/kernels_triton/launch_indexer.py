@@ -14,7 +14,26 @@ from jax_sparse_mla.kernels_triton import indexer as kernels
 from jax_sparse_mla.kernels_triton.call import triton_call
 
 
-def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
+def quantize_index_q(q: jax.Array, *, hadamard: bool) -> tuple[jax.Array, jax.Array]:
+    """(float8_e4m3fn, shaped as q; float32 scales), for a last axis of 128."""
+    lines = q.size // q.shape[-1]
+    # Triton has no pointers to e4m3 numbers where the GPU does not compute with them.
+    dtype = jnp.float8_e4m3fn if _hardware_fp8() else jnp.uint8
+    values, scale = jax_triton.triton_call(
+        q,
+        lines,
+        kernel=kernels.quantize_index_q_kernel,
+        out_shape=(jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)),
+        grid=(triton.cdiv(lines, kernels.QUANTIZE_OPTIONS["LINES"]),),
+        name="quantize_index_q",
+        HADAMARD=hadamard,
+        HARDWARE_FP8=_hardware_fp8(),
+        **kernels.QUANTIZE_OPTIONS,
+    )
+    return values if _hardware_fp8() else lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scale
+
+
+def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array, *, hadamard: bool) -> jax.Array:
     """uint8 `[num_pages, page_size * 132]` with the keys written."""
     n, (num_pages, page_bytes) = slots.shape[0], index_cache.shape
     return triton_call(
@@ -29,6 +48,7 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
         grid=(triton.cdiv(n, kernels.WRITE_OPTIONS["TOKENS"]),),
         name="write_index_k",
         PAGE_SIZE=page_bytes // kernels.TOKEN_BYTES,
+        HADAMARD=hadamard,
         HARDWARE_FP8=_hardware_fp8(),
         **kernels.WRITE_OPTIONS,
     )
@@ -42,7 +62,7 @@ def index_logits(
     plan = kernels.plan_logits(
         rows, heads, page_table.shape[1], page_bytes // kernels.TOKEN_BYTES, DeviceInfo.current().sm_count
     )
-    if not _hardware_fp8():  # Triton has no pointers to e4m3 numbers there
+    if not _hardware_fp8():
         q = lax.bitcast_convert_type(q, jnp.uint8)
     return triton_call(
         q,

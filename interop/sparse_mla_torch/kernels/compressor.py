@@ -1,4 +1,7 @@
-"""The compressor of DeepSeek-V4 on torch tensors, by the rules of `jax_sparse_mla.compressor`, on the current stream."""
+"""The compressor of DeepSeek-V4 on torch tensors, by the rules of `jax_sparse_mla.compressor`.
+
+It launches on the current stream and neither synchronises nor copies to the host: a CUDA graph captures it.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,9 @@ def compress_kv(
     num_entries = min(num_rows, num_rows // ratio + num_requests)
     if head_dim % 2 or not 0 < 2 * half_rope <= head_dim or ring < compressor_window(ratio) or num_requests < 0:
         raise ValueError(
-            f"{function}: needs an even head_dim, 1 to head_dim / 2 frequencies, a ring of {compressor_window(ratio)} and "
-            f"query_start_loc [B + 1], got head_dim {head_dim}, {half_rope}, {ring} and {num_requests + 1} entries"
+            f"{function}: needs an even head_dim, 1 to head_dim / 2 frequencies, a ring of at least "
+            f"{compressor_window(ratio)} tokens and query_start_loc [B + 1], "
+            f"got head_dim {head_dim}, {half_rope}, {ring} and {num_requests + 1} entries"
         )
     if out is None:
         rows = torch.empty((num_entries,), dtype=torch.int32, device=kv.device)

@@ -1,6 +1,6 @@
 """The indexer's kernels on torch tensors, by the rules of `jax_sparse_mla.indexer`, on torch's current stream.
 
-Nothing is allocated that its caller passes, nothing synchronises or copies to the host: a CUDA graph captures both.
+Nothing is allocated that its caller passes, nothing synchronises or copies to the host: a CUDA graph captures all.
 """
 
 from __future__ import annotations
@@ -17,13 +17,56 @@ from jax_sparse_mla.kernels_triton import indexer as kernels
 _INTERPRETED_SMS = 2
 
 
-def write_index_k(index_cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def quantize_index_q(
+    q: torch.Tensor, *, hadamard: bool = False, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises index queries, as `jax_sparse_mla.indexer.quantize_index_q`.
+
+    Args:
+      q: bfloat16 or float32 `[rows, heads, 128]`.
+      hadamard: q passes the Walsh-Hadamard transform first, as V4's do.
+      out: `(values, scale)` to write into, float8_e4m3fn `[rows, heads, 128]` and float32 `[rows, heads]`; allocated
+        by default.
+
+    Returns:
+      `out`.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
+    """
+    function = "quantize_index_q"
+    shape = check_tensor(function, "q", q, (None, None, 128), (torch.bfloat16, torch.float32), q)
+    if out is None:
+        out = torch.empty_like(q, dtype=torch.float8_e4m3fn), torch.empty(shape[:2], device=q.device)
+    values, scale = out
+    check_tensor(function, "out[0]", values, shape, (torch.float8_e4m3fn,), q)
+    check_tensor(function, "out[1]", scale, shape[:2], (torch.float32,), q)
+    lines = scale.numel()
+    if lines:
+        hardware_fp8, _ = _device(q.device)
+        kernels.quantize_index_q_kernel[(triton.cdiv(lines, kernels.QUANTIZE_OPTIONS["LINES"]),)](
+            q,
+            lines,
+            values if hardware_fp8 else values.view(torch.uint8),
+            scale,
+            HADAMARD=hadamard,
+            HARDWARE_FP8=hardware_fp8,
+            **kernels.QUANTIZE_OPTIONS,
+        )
+    return out
+
+
+def write_index_k(
+    index_cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, *, hadamard: bool = False
+) -> torch.Tensor:
     """Writes index keys into the cache in place, as `jax_sparse_mla.write_index_k`.
 
     Args:
       index_cache: uint8 `[num_pages, page_size * 132]`.
       slots: int32 `[n]`. A negative or out-of-range slot skips its row.
       k: bfloat16 or float32 `[n, 128]`.
+      hadamard: keys pass the Walsh-Hadamard transform first, as V4's do.
 
     Returns:
       The same cache.
@@ -45,6 +88,7 @@ def write_index_k(index_cache: torch.Tensor, slots: torch.Tensor, k: torch.Tenso
             index_cache.shape[0],
             index_cache,
             PAGE_SIZE=page_size,
+            HADAMARD=hadamard,
             HARDWARE_FP8=_device(index_cache.device)[0],
             **kernels.WRITE_OPTIONS,
         )

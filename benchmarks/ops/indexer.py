@@ -1,0 +1,172 @@
+"""The indexer and the compressor: logits, the key cache's writer, the queries' quantiser, compressed entries.
+
+Peers are the plain JAX functions, compiled by XLA.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from sparse_mla_torch.kernels import indexer as torch_indexer
+
+from benchmarks.timing import Case, Run, in_place
+from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference, compressor_window
+from jax_sparse_mla.indexer import (
+    INDEX_DIM,
+    INDEX_K_BYTES,
+    index_logits,
+    index_logits_reference,
+    quantize_index_q,
+    quantize_index_q_reference,
+    write_index_k,
+    write_index_k_reference,
+)
+
+HEADS = 64
+PAGE_SIZE = 64
+
+# Rows, columns, and the rows' lengths: all columns, a few of them, or causal over the last `rows` entries.
+DECODE = ((1, 32_768, "full"), (1, 131_072, "full"), (8, 32_768, "full"), (64, 8192, "full"), (64, 32_768, "full"))
+DECODE += ((64, 131_072, "full"), (64, 131_072, 2048))
+PREFILL = ((1024, 8192, "causal"), (8192, 32_768, "causal"), (8192, 98_304, "causal"))
+PLAIN_COLUMNS = 64 << 20  # more than so many rows x columns take XLA seconds
+
+# Tokens and requests; ratio and head_dim of V4's compressors.
+COMPRESS = ((64, 64), (8192, 1))
+COMPRESSORS = ((4, 512), (4, 128), (128, 512))
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    for shape in (*DECODE, *PREFILL):
+        yield _logits(rng, *shape)
+    for n in (64, 65_536):
+        yield _write(rng, n)
+    for rows in (64, 8192):
+        yield _quantise(rng, rows)
+    for tokens, requests in COMPRESS:
+        for ratio, head_dim in COMPRESSORS:
+            yield _compress(rng, tokens, requests, ratio, head_dim)
+
+
+def _normal(rng, *shape, dtype=jnp.bfloat16) -> jax.Array:
+    key = jax.random.key(int(rng.integers(1 << 31)))
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def _jitted(function: Callable, *args) -> Run:
+    compiled = jax.jit(function)
+    return Run(lambda: compiled(*args), "jax")
+
+
+def _tensor(x: jax.Array) -> torch.Tensor:
+    return torch.from_dlpack(x)
+
+
+def _logits(rng, rows: int, columns: int, kind: str | int) -> Case:
+    pages = columns // PAGE_SIZE
+    prefill = kind == "causal"
+    tables = 1 if prefill else rows
+    num_pages = tables * pages
+    keys = jnp.zeros((num_pages, PAGE_SIZE * INDEX_K_BYTES), jnp.uint8)
+    for start in range(0, num_pages * PAGE_SIZE, 1 << 20):
+        slots = jnp.arange(start, min(start + (1 << 20), num_pages * PAGE_SIZE), dtype=jnp.int32)
+        keys = jax.jit(write_index_k, donate_argnums=0)(keys, slots, _normal(rng, slots.shape[0], INDEX_DIM))
+    table = rng.permutation(num_pages).astype(np.int32).reshape(tables, pages)
+    lengths = np.full(rows, columns if kind == "full" else kind if not prefill else 0, np.int32)
+    if prefill:  # C4 entries of a chunk that ends at the last column
+        lengths = (columns - (rows - 1 - np.arange(rows)) // 4).astype(np.int32)
+    q, scale = quantize_index_q(_normal(rng, rows, HEADS, INDEX_DIM))
+    weights = _normal(rng, rows, HEADS, dtype=jnp.float32) * scale
+    args = q, weights, keys, jnp.asarray(np.broadcast_to(table, (rows, pages))), jnp.asarray(lengths)
+    out = torch.empty((rows, columns), device="cuda")
+    given = [_tensor(jax.lax.bitcast_convert_type(q, jnp.uint8)).view(torch.float8_e4m3fn), *map(_tensor, args[1:])]
+    read = int(lengths[-1]) if prefill else int(lengths.sum())
+    few = rows * columns <= PLAIN_COLUMNS
+    return Case(
+        name=f"index_logits {rows} x {columns}" + ("" if kind == "full" else f", {kind}"),
+        ours={
+            "jax": _jitted(index_logits, *args),
+            "torch": Run(lambda: torch_indexer.index_logits(*given, out=out), "torch"),
+        },
+        peers={"xla": _jitted(index_logits_reference, *args)} if few else {},
+        bytes=read * INDEX_K_BYTES + q.size + 4 * rows * (columns + HEADS),
+        flop=2 * HEADS * INDEX_DIM * int(lengths.sum()),
+        flop_unit="fp8",
+    )
+
+
+def _write(rng, n: int) -> Case:
+    num_pages = 2 * n // PAGE_SIZE
+    slots = jnp.asarray(rng.permutation(num_pages * PAGE_SIZE)[:n].astype(np.int32))
+    k = _normal(rng, n, INDEX_DIM)
+
+    def cache():
+        return jnp.zeros((num_pages, PAGE_SIZE * INDEX_K_BYTES), jnp.uint8)
+
+    return Case(
+        name=f"write_index_k {n}",
+        ours={"jax": in_place(write_index_k, cache(), slots, k)},
+        peers={"xla": in_place(write_index_k_reference, cache(), slots, k)},
+        bytes=n * (2 * INDEX_DIM + INDEX_K_BYTES + 4),
+    )
+
+
+def _quantise(rng, rows: int) -> Case:
+    q = _normal(rng, rows, HEADS, INDEX_DIM)
+    return Case(
+        name=f"quantize_index_q {rows} x {HEADS}, hadamard",
+        ours={"jax": _jitted(functools.partial(quantize_index_q, hadamard=True), q)},
+        peers={"xla": _jitted(functools.partial(quantize_index_q_reference, hadamard=True), q)},
+        bytes=3 * q.size + 4 * rows * HEADS,
+    )
+
+
+def _compress(rng, tokens: int, requests: int, ratio: int, head_dim: int) -> Case:
+    """A request per token at any positions, or one request's chunk."""
+    width = head_dim * compressor_window(ratio) // ratio
+    per_request = tokens // requests
+    positions = (rng.integers(1000, 30_000, (requests, 1)) + np.arange(per_request)).astype(np.int32).ravel()
+    kv, score = (_normal(rng, tokens, width) for _ in range(2))
+    state = CompressorState.zeros(requests, ratio=ratio, head_dim=head_dim)
+    num_entries = min(tokens, tokens // ratio + requests)
+    others = (
+        jnp.asarray(positions),
+        jnp.asarray(np.repeat(np.arange(requests, dtype=np.int32), per_request)),
+        jnp.asarray(np.arange(requests + 1, dtype=np.int32) * per_request),
+        _normal(rng, ratio, width, dtype=jnp.float32),
+        _normal(rng, head_dim, dtype=jnp.float32),
+        1 / 10_000 ** (jnp.arange(32) / 32),
+    )
+    names = ("positions", "req_rows", "query_start_loc", "ape", "norm_weight", "inv_freq")
+
+    def ours(carry, kv, score, *others):
+        entries, rows, state = compress_kv(carry[0], kv, score, **dict(zip(names, others)), ratio=ratio)
+        return state, entries, rows
+
+    def plain(carry, *args):
+        state = carry[0].kv, carry[0].score
+        entries, rows, *state = compress_kv_reference(
+            *state, *args, ratio=ratio, norm_eps=1e-6, num_entries=num_entries
+        )
+        return CompressorState(kv=state[0], score=state[1]), entries, rows
+
+    def start():
+        carried = jax.tree.map(jnp.copy, state)
+        return carried, jnp.zeros((num_entries, head_dim), jnp.bfloat16), jnp.zeros((num_entries,), jnp.int32)
+
+    completed = int(np.sum(positions % ratio == ratio - 1))
+    kept = min(per_request, state.kv.shape[1]) * requests
+    window = 4 * compressor_window(ratio) if requests == tokens else 0  # float32 of the ring, or the step's own rows
+    moved = completed * head_dim * (2 * window + 2) + kept * 2 * width * 4
+    moved += (kept if requests == tokens else tokens) * 2 * width * 2
+    return Case(
+        name=f"compress_kv ratio {ratio} head_dim {head_dim}, {tokens} tokens of {requests}",
+        ours={"jax": in_place(ours, start(), kv, score, *others)},
+        peers={"xla": in_place(plain, start(), kv, score, *others)},
+        bytes=moved,
+    )
