@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["available", "dispatch", "use_triton"]
+__all__ = ["available", "dispatch", "dispatch_tree", "use_triton"]
 
 
 def use_triton() -> bool:
@@ -72,6 +72,16 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.A
         return out, jax.tree.map(lambda _: True, out)
 
     return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
+
+
+def dispatch_tree(kernel: Callable[..., Any], plain: Callable[..., Any], *trees: Any) -> Any:
+    """`dispatch` of functions whose arguments are pytrees of arrays."""
+    leaves, structure = jax.tree.flatten(trees)
+
+    def of_leaves(function):
+        return lambda *leaves: function(*structure.unflatten(leaves))
+
+    return dispatch(of_leaves(kernel), of_leaves(plain), *leaves)
 
 
 def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
