@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention.route import DeviceInfo
-from jax_sparse_mla.metadata.schedules import flashmla_schedule
+from jax_sparse_mla.metadata.schedules import FlashmlaCall, paged_mqa_schedule, step_schedules
 
 # FlashMLA's decode gives each 64 heads a thread block of its own; the blocks of one row work side by side.
 _HEADS_PER_BLOCK = 64
@@ -63,33 +64,72 @@ def decode_schedule(
       TypeError, ValueError: a shape of another length, with negative sizes or without heads, lengths of another
         shape or dtype, or extra lengths without `extra_topk`.
     """
-    check = ArgumentChecks("decode_schedule")
+    return decode_schedules([(shape, topk_length, extra_topk_length)], device=device, function="decode_schedule")[0][0]
+
+
+def decode_schedules(
+    calls: Sequence[tuple],
+    context_lens: jax.Array | None = None,
+    *,
+    device: DeviceInfo | None = None,
+    function: str = "decode_schedules",
+) -> tuple[list[DecodeSchedule], jax.Array | None]:
+    """All schedules of a step, on a GPU in one launch: one for each kind of layer, and the indexer's.
+
+    Args:
+      calls: `(shape, topk_length, extra_topk_length)` of each, as `decode_schedule`; all of one batch, q_len and
+        number of heads.
+      context_lens: int32 `[rows]`, keys of each row of the index logits; None makes no schedule for the indexer.
+      device: the current one by default.
+      function: named by errors (static).
+
+    Returns:
+      The schedules of the calls, and the indexer's (`paged_mqa_schedule`) or None.
+
+    Raises:
+      TypeError, ValueError: see `decode_schedule`; calls that differ in batch, q_len or heads.
+    """
+    check = ArgumentChecks(function)
+    device = DeviceInfo.current() if device is None else device
+    if not isinstance(device, DeviceInfo):
+        raise TypeError(f"{check.function}: device must be a DeviceInfo, got {type(device).__name__}")
+    if not calls:
+        raise check.fail("calls must be at least one")
+    shapes, lengths = [], []
+    for shape, topk_length, extra_topk_length in calls:
+        shapes.append(_check_shape(check, shape))
+        if shapes[-1][:3] != shapes[0][:3]:
+            raise check.fail(f"calls must agree in batch, q_len and heads, got {shapes[0]} and {shapes[-1]}")
+        main = per_row_lengths(check, "topk_length", topk_length, shapes[-1], flat=True)
+        extra = per_row_lengths(check, "extra_topk_length", extra_topk_length, shapes[-1], flat=True)
+        if extra is not None and not shapes[-1].extra_topk:
+            raise check.fail(f"extra_topk_length needs a shape with extra_topk, got {tuple(shapes[-1])}")
+        lengths.append(FlashmlaCall(main, shapes[-1].topk, extra, shapes[-1].extra_topk))
+    num_sms = max(device.sm_count, 1)  # a CPU has none
+    parts = max(num_sms // -(-shapes[0].num_heads // _HEADS_PER_BLOCK), 1)
+    rows = shapes[0].batch * shapes[0].q_len
+    if rows == 0:  # an IDLE step: every partition begins at request 0, one past the last, and so is idle
+        idle = jnp.zeros((parts, 8), jnp.int32), jnp.zeros((1,), jnp.int32)
+        made, indexer = [idle] * len(shapes), None
+        if context_lens is not None:
+            indexer = paged_mqa_schedule(context_lens, num_sms=num_sms)
+    else:
+        made, indexer = step_schedules(
+            lengths, context_lens, batch=rows, num_sm_parts=parts, num_sms=num_sms, function=function
+        )
+    return [
+        DecodeSchedule(tile_scheduler_metadata=metadata, num_splits=splits, shape=shape)
+        for (metadata, splits), shape in zip(made, shapes)
+    ], indexer
+
+
+def _check_shape(check: ArgumentChecks, shape: tuple[int, ...]) -> DecodeShape:
     if not isinstance(shape, tuple) or len(shape) not in (4, 5):
         raise check.fail(f"shape must be (batch, q_len, num_heads, topk[, extra_topk]), got {shape!r}")
     shape = DecodeShape(*shape)
     for name, value in zip(shape._fields, shape):
         check.static_int(f"shape.{name}", value, minimum=1 if name == "num_heads" else 0)
-    device = DeviceInfo.current() if device is None else device
-    if not isinstance(device, DeviceInfo):
-        raise TypeError(f"{check.function}: device must be a DeviceInfo, got {type(device).__name__}")
-    parts = max(device.sm_count // -(-shape.num_heads // _HEADS_PER_BLOCK), 1)
-    lengths = per_row_lengths(check, "topk_length", topk_length, shape, flat=True)
-    extra_lengths = per_row_lengths(check, "extra_topk_length", extra_topk_length, shape, flat=True)
-    if extra_lengths is not None and not shape.extra_topk:
-        raise check.fail(f"extra_topk_length needs a shape with extra_topk, got {tuple(shape)}")
-    rows = shape.batch * shape.q_len
-    if rows == 0:  # an IDLE step: every partition begins at request 0, one past the last, and so is idle
-        metadata, splits = jnp.zeros((parts, 8), jnp.int32), jnp.zeros((1,), jnp.int32)
-    else:
-        metadata, splits = flashmla_schedule(
-            lengths,
-            batch=rows,
-            topk=shape.topk,
-            extra_topk=shape.extra_topk,
-            extra_topk_length=extra_lengths,
-            num_sm_parts=parts,
-        )
-    return DecodeSchedule(tile_scheduler_metadata=metadata, num_splits=splits, shape=shape)
+    return shape
 
 
 def per_row_lengths(

@@ -15,6 +15,7 @@ from jax_sparse_mla.indices.lookup import (
     take_2d_or_minus_one,
     take_or_minus_one,
 )
+from jax_sparse_mla.kernels_triton import dispatch
 
 
 def swa_slots(
@@ -50,6 +51,18 @@ def swa_slots(
 
 @functools.partial(jax.jit, static_argnames=("window",))
 def _swa_slots(positions, req_rows, req_to_token, full_to_swa, window):
+    def kernel(*args):
+        from jax_sparse_mla.kernels_triton import launch_metadata
+
+        return launch_metadata.swa_slots(*args, window=window)
+
+    args = (positions, req_rows, req_to_token, full_to_swa)
+    plain = functools.partial(swa_slots_reference, window=window)
+    return dispatch(kernel, plain, *args) if all(x.size for x in args) else plain(*args)
+
+
+def swa_slots_reference(positions, req_rows, req_to_token, full_to_swa, window):
+    """`swa_slots` in plain JAX."""
     newest = jnp.maximum(positions, -1)[:, None]  # INT_MIN − 1 would wrap to a valid position
     back = jnp.arange(window, dtype=jnp.int32)
     return take_or_minus_one(full_to_swa, take_2d_or_minus_one(req_to_token, req_rows[:, None], newest - back))
@@ -103,6 +116,18 @@ def swa_gather_plan(
 
 @functools.partial(jax.jit, static_argnames=("window", "capacity"))
 def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, window, capacity):
+    def kernel(*args):
+        from jax_sparse_mla.kernels_triton import launch_metadata
+
+        return launch_metadata.swa_gather_plan(*args, window=window, capacity=capacity)
+
+    args = (seq_lens, extend_lens, req_rows, req_to_token, full_to_swa)
+    plain = functools.partial(swa_gather_plan_reference, window=window, capacity=capacity)
+    return dispatch(kernel, plain, *args) if capacity and all(x.size for x in args) else plain(*args)
+
+
+def swa_gather_plan_reference(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, window, capacity):
+    """`swa_gather_plan` in plain JAX."""
     seq_lens = jnp.maximum(seq_lens, 0)
     wanted = jnp.minimum(extend_lens, INT_MAX - (window - 1)) + (window - 1)
     gather_lens = jnp.clip(wanted, 0, seq_lens)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["available", "dispatch", "on_cuda", "use_triton", "varying"]
+__all__ = ["available", "dispatch", "dispatch_tree", "on_cuda", "use_triton", "varying"]
 
 
 def use_triton() -> bool:
@@ -85,6 +85,16 @@ def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Ar
     A custom call's results count as the same on all devices.
     """
     return jax.tree.map(_varying_like, kernel(*args), jax.eval_shape(plain, *args))
+
+
+def dispatch_tree(kernel: Callable[..., Any], plain: Callable[..., Any], *trees: Any) -> Any:
+    """`dispatch` of functions whose arguments are pytrees of arrays."""
+    leaves, structure = jax.tree.flatten(trees)
+
+    def of_leaves(function):
+        return lambda *leaves: function(*structure.unflatten(leaves))
+
+    return dispatch(of_leaves(kernel), of_leaves(plain), *leaves)
 
 
 def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.indices.lookup import take_or_minus_one
-from jax_sparse_mla.indices.window import swa_slots
+from jax_sparse_mla.indices.window import swa_slots_reference
+from jax_sparse_mla.kernels_triton import dispatch_tree
 from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 from jax_sparse_mla.metadata.rows import QueryRows, bucket, check_step, expand_rows, request_pages, round_up
 from jax_sparse_mla.models import ModelSpec
@@ -135,10 +136,31 @@ def check_v4(check: ArgumentChecks, spec: ModelSpec, tables: RequestTables) -> N
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:
+    tokens = bucket(batch, tables)
+
+    def kernel(batch, tables):
+        from jax_sparse_mla.kernels_triton import launch_metadata
+
+        return launch_metadata.v4_metadata(spec, batch, tables, tokens)
+
+    plain = functools.partial(build_v4_reference, spec)
+    if not has_v4_kernel(spec) or not tokens or not all(x.size for x in jax.tree.leaves((batch, tables))):
+        return plain(batch, tables)
+    return dispatch_tree(kernel, plain, batch, tables)
+
+
+def has_v4_kernel(spec: ModelSpec) -> bool:
+    """Whether the kernel serves the model's compress ratios: the indexed one and one other, the first, or none."""
+    ratios = {ratio for ratio in spec.compress_ratios if ratio}
+    return not ratios or (len(ratios) <= 2 and INDEXED_RATIO in ratios)
+
+
+def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:
+    """`build_v4_metadata` in plain JAX, of checked arguments."""
     rows = expand_rows(batch, tables)
     seq_lens = rows.seq_lens_causal
     positions = seq_lens - 1
-    window = swa_slots(positions, rows.req_rows, tables.req_to_token, tables.full_to_swa, window=spec.window)
+    window = swa_slots_reference(positions, rows.req_rows, tables.req_to_token, tables.full_to_swa, window=spec.window)
     page_table = request_pages(tables, rows.req_rows, bucket(batch, tables), spec.page_size)
     return V4Metadata(
         seq_lens_causal=seq_lens,

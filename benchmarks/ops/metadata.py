@@ -1,0 +1,152 @@
+"""A step's metadata and schedules: one jitted program each, beside the same in plain XLA.
+
+Plain XLA is what runs without Triton: the functions that define the results.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import Case, Run
+from jax_sparse_mla.attention import DecodeShape, DeviceInfo
+from jax_sparse_mla.attention.schedule import decode_schedules
+from jax_sparse_mla.indices.window import swa_gather_plan, swa_gather_plan_reference, swa_slots, swa_slots_reference
+from jax_sparse_mla.metadata import (
+    ForwardBatch,
+    ForwardMode,
+    RequestTables,
+    build_v4_metadata,
+    flashmla_schedule,
+    paged_mqa_schedule,
+)
+from jax_sparse_mla.metadata.schedules import paged_mqa_schedule_reference, step_schedules_reference
+from jax_sparse_mla.metadata.v4 import build_v4_reference
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
+
+SPEC = DEEPSEEK_V4_FLASH
+CONTEXT, POOL = 131_072, 1 << 24
+SECTOR = 32  # bytes that a look-up of one int32 moves
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    """V4 steps of several modes and sizes with all their schedules, then the parts that have kernels of their own."""
+    tables = _tables(rng, 64)
+    for mode, requests, rows, drafts in (
+        (ForwardMode.DECODE, 64, 64, None),
+        (ForwardMode.DECODE, 1, 1, None),
+        (ForwardMode.TARGET_VERIFY, 64, 256, 4),
+        (ForwardMode.EXTEND, 4, 8192, None),
+    ):
+        yield _step_case(rng, mode, requests, rows, drafts, tables)
+    for batch in (64, 4096, 16_384):
+        yield _schedule_case(rng, batch)
+    yield _paged_mqa_case(rng, 64)
+    for rows in (64, 8192):
+        yield _swa_slots_case(rng, rows, tables)
+    yield _gather_plan_case(rng, 8, 8192, tables)
+
+
+def _tables(rng, requests):
+    pages = rng.permutation(POOL // 256)[: requests * CONTEXT // 256].reshape(requests, -1)
+    slots = (pages[:, :, None] * 256 + np.arange(256)).reshape(requests, CONTEXT)
+    full_to_swa = np.append(rng.permutation(POOL), -1)
+    return RequestTables(req_to_token=_int32(slots), full_to_swa=_int32(full_to_swa))
+
+
+def _int32(x):
+    return jnp.asarray(np.asarray(x, np.int32))
+
+
+def _case(name, ours, plain, args, moved):
+    """Both jitted; the programs take their arrays as arguments."""
+    run = {label: Run(functools.partial(jax.jit(f), *args), "jax") for label, f in (("ours", ours), ("xla", plain))}
+    return Case(name, {"triton": run["ours"]}, {"plain XLA": run["xla"]}, bytes=moved)
+
+
+def _bytes(function, *args):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(function, *args)))
+
+
+def _step_case(rng, mode, requests, rows, drafts, tables):
+    batch = ForwardBatch(
+        mode=mode,
+        max_seq_len=CONTEXT,
+        req_pool_indices=_int32(rng.permutation(64)[:requests]),
+        seq_lens=_int32(rng.integers(CONTEXT // 2, CONTEXT - 4, requests)),
+        out_cache_loc=_int32(rng.integers(0, POOL, rows)),
+        extend_lens=_int32(np.full(requests, rows // requests)) if mode is ForwardMode.EXTEND else None,
+        num_draft_tokens=drafts,
+    )
+    device, paged = DeviceInfo.current(), mode is not ForwardMode.EXTEND
+
+    def calls(metadata):
+        window = metadata.swa_page_indices.shape[1]
+        yield DecodeShape(rows, 1, SPEC.num_heads, window), metadata.swa_topk_lengths, None
+        for part in metadata.compressed.values():
+            shape = DecodeShape(rows, 1, SPEC.num_heads, window, part.page_indices.shape[1])
+            yield shape, metadata.swa_topk_lengths, part.topk_lengths
+
+    def ours(batch, tables):
+        metadata = build_v4_metadata(SPEC, batch, tables)
+        return metadata, decode_schedules([*calls(metadata)], metadata.c4_lengths) if paged else None
+
+    def plain(batch, tables):
+        metadata = build_v4_reference(SPEC, batch, tables)
+        if not paged:
+            return metadata, None
+        lengths = [x if x is not None else main for _, main, extra in calls(metadata) for x in (main, extra)]
+        columns = [(shape.topk, shape.extra_topk) for shape, *_ in calls(metadata)]
+        parts = device.sm_count
+        return metadata, step_schedules_reference(lengths, metadata.c4_lengths, columns, parts, parts, 256)
+
+    # Reads: a page's first slot in a sector of its own; the window's slots, and as many places of full_to_swa.
+    moved = _bytes(ours, batch, tables) + rows * (CONTEXT // 256 + SPEC.window) * SECTOR + rows * SPEC.window * 4
+    name = f"v4 metadata{' and schedules' if paged else ''}, {mode.name} {requests} x {rows // requests}, 128k"
+    return _case(name, ours, plain, (batch, tables), moved)
+
+
+def _schedule_case(rng, batch):
+    lengths, extra = _int32(rng.integers(1, 129, batch)), _int32(rng.integers(1, 513, batch))
+    parts = DeviceInfo.current().sm_count
+
+    def ours(lengths, extra):
+        static = {"batch": batch, "topk": 128, "extra_topk": 512, "num_sm_parts": parts}
+        return flashmla_schedule(lengths, extra_topk_length=extra, **static)
+
+    def plain(lengths, extra):
+        return step_schedules_reference([lengths, extra], None, [(128, 512)], parts, 1, 1)[0]
+
+    return _case(f"flashmla schedule, batch {batch}", ours, plain, (lengths, extra), 12 * batch + 32 * parts)
+
+
+def _paged_mqa_case(rng, rows):
+    lengths, sms = _int32(rng.integers(0, CONTEXT // 4, rows)), DeviceInfo.current().sm_count
+    ours = functools.partial(paged_mqa_schedule, num_sms=sms)
+    plain = functools.partial(paged_mqa_schedule_reference, num_sms=sms, split_kv=256)
+    return _case(f"paged mqa schedule, {rows} rows", ours, plain, (lengths,), 4 * rows + 8 * sms)
+
+
+def _swa_slots_case(rng, rows, tables):
+    args = (_int32(rng.integers(0, CONTEXT, rows)), _int32(rng.integers(0, 64, rows)), *_arrays(tables))
+    ours = functools.partial(swa_slots, window=SPEC.window)
+    plain = functools.partial(swa_slots_reference, window=SPEC.window)
+    return _case(f"swa_slots, {rows} rows", ours, plain, args, rows * SPEC.window * (4 + SECTOR + 4))
+
+
+def _gather_plan_case(rng, requests, rows, tables):
+    seq_lens = _int32(rng.integers(CONTEXT // 2, CONTEXT, requests))
+    extend_lens = _int32(np.full(requests, rows // requests))
+    capacity = rows + requests * (SPEC.window - 1)
+    args = (seq_lens, extend_lens, _int32(rng.permutation(64)[:requests]), *_arrays(tables))
+    static = {"window": SPEC.window, "capacity": capacity}
+    ours, plain = (functools.partial(f, **static) for f in (swa_gather_plan, swa_gather_plan_reference))
+    return _case(f"swa_gather_plan, {requests} requests, {rows} rows", ours, plain, args, capacity * (4 + SECTOR + 4))
+
+
+def _arrays(tables):
+    return tables.req_to_token, tables.full_to_swa

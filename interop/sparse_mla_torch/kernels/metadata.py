@@ -1,0 +1,298 @@
+"""A step's metadata and schedules on torch tensors, by the rules of `jax_sparse_mla.metadata`, on the current stream.
+
+Outputs are the caller's: allocate them once with the functions here, then write them every step; the launches read
+lengths, requests and slots from device memory alone, so a captured CUDA graph replays them on new values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+
+from jax_sparse_mla.kernels_triton import metadata as kernels
+from jax_sparse_mla.kernels_triton import schedules
+from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.metadata.schedules import FlashmlaCall
+from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, V4Metadata, has_v4_kernel
+from jax_sparse_mla.models import ModelSpec
+
+
+class Schedules(NamedTuple):
+    """Schedules of one step; all int32.
+
+    Attributes:
+      flashmla: `(tile_scheduler_metadata [num_sm_parts, 8], num_splits [batch + 1])` of each call.
+      indexer: `[num_sms + 1, 2]`, or None.
+    """
+
+    flashmla: list[tuple[torch.Tensor, torch.Tensor]]
+    indexer: torch.Tensor | None
+
+    @staticmethod
+    def allocate(calls: int, batch: int, num_sm_parts: int, num_sms: int | None, device) -> Schedules:
+        """Buffers for so many calls, and for the indexer's schedule if `num_sms` is given."""
+
+        def empty(*shape):
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        pairs = [(empty(num_sm_parts, 8), empty(batch + 1)) for _ in range(calls)]
+        return Schedules(pairs, None if num_sms is None else empty(num_sms + 1, 2))
+
+
+def step_schedules(
+    calls: Sequence[FlashmlaCall],
+    context_lens: torch.Tensor | None = None,
+    *,
+    num_sm_parts: int,
+    num_sms: int | None = None,
+    split_kv: int = 256,
+    out: Schedules | None = None,
+) -> Schedules:
+    """FlashMLA's schedules and the indexer's, in one launch: as `flashmla_schedule` and `paged_mqa_schedule`.
+
+    Args:
+      calls: one to three, of torch tensors; the main lengths of all must be given.
+      context_lens: int32 `[rows]`, keys of each row of the index logits, with `num_sms`.
+      num_sm_parts, num_sms, split_kv: as `jax_sparse_mla.flashmla_schedule` and `.paged_mqa_schedule`.
+      out: buffers to write into; allocated by default.
+
+    Raises:
+      ValueError: a tensor that is not int32, not contiguous or of another shape, or sizes out of range.
+    """
+    function, count, indexer = "step_schedules", len(calls), None
+    if not 1 <= count <= schedules.MAX_SCHEDULES:
+        raise ValueError(f"{function}: calls must be one to {schedules.MAX_SCHEDULES}, got {count}")
+    if (context_lens is None) != (num_sms is None) or min(num_sm_parts, split_kv, num_sms or 1) < 1:
+        raise ValueError(
+            f"{function}: needs num_sm_parts >= 1, split_kv >= 1, and num_sms >= 1 with context_lens, "
+            f"got {num_sm_parts}, {split_kv} and {num_sms}"
+        )
+    batch = calls[0].topk_length.shape[0]
+    lengths = []
+    for i, call in enumerate(calls):
+        if call.topk < 0 or call.extra_topk < 0 or (call.extra_topk > 0) != (call.extra_topk_length is not None):
+            raise ValueError(f"{function}: calls[{i}] needs topk >= 0, and extra_topk_length with extra_topk")
+        extra = call.topk_length if call.extra_topk_length is None else call.extra_topk_length
+        _check(function, f"calls[{i}].topk_length", call.topk_length, (batch,))
+        _check(function, f"calls[{i}].extra_topk_length", extra, (batch,))
+        lengths += [call.topk_length, extra]
+    contexts = lengths[0]
+    if context_lens is not None:
+        contexts = context_lens
+        _check(function, "context_lens", contexts, (contexts.numel(),))
+        indexer = schedules.paged_mqa_constants(contexts.numel(), num_sms, split_kv)
+    out = out or Schedules.allocate(count, batch, num_sm_parts, num_sms, lengths[0].device)
+    for i, (tiles, splits) in enumerate(out.flashmla):
+        _check(function, f"out.flashmla[{i}][0]", tiles, (num_sm_parts, 8))
+        _check(function, f"out.flashmla[{i}][1]", splits, (batch + 1,))
+    if len(out.flashmla) != count or (out.indexer is None) != (indexer is None):
+        raise ValueError(f"{function}: out was allocated for other schedules")
+    if indexer:
+        _check(function, "out.indexer", out.indexer, (num_sms + 1, 2))
+    if batch:
+        absent = schedules.MAX_SCHEDULES - count
+        schedules.schedules_kernel[(count + bool(indexer),)](
+            *lengths,
+            *[None] * (2 * absent),
+            contexts,
+            batch,
+            contexts.numel(),
+            *[x for pair in out.flashmla for x in pair],
+            *[None] * (2 * absent),
+            out.indexer,
+            **schedules.schedules_constants(
+                [(call.topk, call.extra_topk) for call in calls], batch, num_sm_parts, indexer
+            ),
+        )
+    return out
+
+
+def paged_mqa_schedule(
+    context_lens: torch.Tensor, *, num_sms: int, split_kv: int = 256, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `jax_sparse_mla.paged_mqa_schedule`, of at least one row; `out` int32 `[num_sms + 1, 2]`."""
+    function, num_rows = "paged_mqa_schedule", context_lens.shape[0]
+    if out is None:
+        out = context_lens.new_empty((num_sms + 1, 2))
+    _check(function, "context_lens", context_lens, (num_rows,))
+    _check(function, "out", out, (num_sms + 1, 2))
+    schedules.paged_mqa_kernel[(1,)](
+        context_lens,
+        num_rows,
+        out,
+        num_warps=schedules.paged_mqa_warps(num_rows),
+        **schedules.paged_mqa_constants(num_rows, num_sms, split_kv),
+    )
+    return out
+
+
+def allocate_v4_metadata(
+    spec: ModelSpec,
+    mode: ForwardMode,
+    num_requests: int,
+    num_rows: int,
+    *,
+    max_seq_len: int,
+    device,
+    num_draft_tokens: int | None = None,
+) -> V4Metadata:
+    """Buffers for `build_v4_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
+    constants = kernels.v4_constants(spec, mode, num_draft_tokens, num_requests, max_seq_len)
+    shapes = kernels.v4_shapes(constants, num_requests, num_rows)
+    tensors = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+    tensors[kernels.OVERFLOW] = torch.empty((), dtype=torch.bool, device=device)
+    return kernels.v4_metadata(tensors, constants)
+
+
+def build_v4_metadata(
+    spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, *, out: V4Metadata | None = None
+) -> V4Metadata:
+    """As `jax_sparse_mla.build_v4_metadata`, of a batch and tables of torch tensors, int32 and contiguous.
+
+    Args:
+      out: buffers to write into; allocated by default.
+
+    Raises:
+      ValueError: a model that the kernel does not serve, a batch that does not fit its mode, a tensor that is not
+        int32, not contiguous or of another shape.
+    """
+    function, mode = "build_v4_metadata", batch.mode
+    if spec.window is None or not has_v4_kernel(spec):
+        raise ValueError(
+            f"{function}: spec must have a window and compress ratios 0, {INDEXED_RATIO} and one more at most, "
+            f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
+        )
+    (requests,), (rows,) = batch.seq_lens.shape, batch.out_cache_loc.shape
+    fixed_rows = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+    if fixed_rows and not batch.num_draft_tokens:
+        raise ValueError(f"{function}: batch.num_draft_tokens must be given in {mode.name}")
+    drafts = batch.num_draft_tokens if fixed_rows else None
+    if (fixed_rows or mode is ForwardMode.DECODE) and rows != requests * (drafts or 1):
+        raise ValueError(
+            f"{function}: batch.out_cache_loc must have {requests} * {drafts or 1} entries in {mode.name}, got {rows}"
+        )
+    for name in ("seq_lens", "req_pool_indices", *(["extend_lens"] if mode is ForwardMode.EXTEND else [])):
+        _check(function, f"batch.{name}", getattr(batch, name), (requests,))
+    _check(function, "batch.out_cache_loc", batch.out_cache_loc, (rows,))
+    _check(function, "tables.req_to_token", tables.req_to_token, tuple(tables.req_to_token.shape))
+    _check(function, "tables.full_to_swa", tables.full_to_swa, (tables.full_to_swa.numel(),))
+
+    tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
+    constants = kernels.v4_constants(spec, mode, drafts, requests, tokens)
+    if out is None:
+        out = allocate_v4_metadata(
+            spec, mode, requests, rows, max_seq_len=tokens, device=batch.seq_lens.device, num_draft_tokens=drafts
+        )
+    outputs = kernels.v4_outputs(out, constants)
+    names = kernels.v4_output_names(constants)
+    for name, x, shape in zip(names, outputs, kernels.v4_shapes(constants, requests, rows)):
+        _check(function, f"out.{name}", x, shape, torch.bool if name == "overflow" else torch.int32)
+    if requests == 0:
+        raise ValueError(f"{function}: a batch needs at least one request")
+    extend_lens = starts = batch.seq_lens  # not read
+    if mode is ForwardMode.EXTEND:
+        extend_lens, starts = batch.extend_lens, torch.empty_like(out.query_start_loc)
+        options = kernels.request_options(requests)
+        kernels.row_starts_kernel[(1,)](extend_lens, requests, starts, **options)
+    kernels.v4_metadata_kernel[kernels.v4_grid(constants, rows)](
+        batch.req_pool_indices,
+        batch.seq_lens,
+        extend_lens,
+        starts,
+        batch.out_cache_loc,
+        tables.req_to_token,
+        tables.full_to_swa,
+        requests,
+        rows,
+        tokens,
+        *tables.req_to_token.shape,
+        tables.full_to_swa.numel(),
+        *outputs,
+        **kernels.v4_absent_outputs(constants),
+        **constants,
+    )
+    return out
+
+
+def swa_slots(
+    positions: torch.Tensor,
+    req_rows: torch.Tensor,
+    tables: RequestTables,
+    *,
+    window: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `jax_sparse_mla.swa_slots`, int32 and contiguous; `out` int32 `[T, window]`, allocated by default."""
+    function, rows = "swa_slots", positions.shape[0]
+    if out is None:
+        out = torch.empty((rows, window), dtype=torch.int32, device=positions.device)
+    _check(function, "positions", positions, (rows,))
+    _check(function, "req_rows", req_rows, (rows,))
+    _check(function, "out", out, (rows, window))
+    if rows:
+        kernels.swa_slots_kernel[(rows,)](
+            positions,
+            req_rows,
+            tables.req_to_token,
+            tables.full_to_swa,
+            *tables.req_to_token.shape,
+            tables.full_to_swa.numel(),
+            out,
+            **kernels.swa_constants(window),
+            **kernels.SWA_OPTIONS,
+        )
+    return out
+
+
+def swa_gather_plan(
+    seq_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    req_rows: torch.Tensor,
+    tables: RequestTables,
+    *,
+    window: int,
+    capacity: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.swa_gather_plan`; all tensors int32 and contiguous, at least one request."""
+    function, requests = "swa_gather_plan", seq_lens.shape[0]
+    for name, x in (("seq_lens", seq_lens), ("extend_lens", extend_lens), ("req_rows", req_rows)):
+        _check(function, name, x, (requests,))
+    first_pos, gather_lens = torch.empty_like(seq_lens), torch.empty_like(seq_lens)
+    offsets, slots = seq_lens.new_empty(requests + 1), seq_lens.new_empty(capacity)
+    kernels.gather_lens_kernel[(1,)](
+        seq_lens,
+        extend_lens,
+        requests,
+        first_pos,
+        gather_lens,
+        offsets,
+        WINDOW=window,
+        **kernels.request_options(requests),
+    )
+    if capacity:
+        kernels.gather_slots_kernel[(triton.cdiv(capacity, kernels.GATHER_OPTIONS["COLUMNS"]),)](
+            first_pos,
+            offsets,
+            req_rows,
+            tables.req_to_token,
+            tables.full_to_swa,
+            requests,
+            *tables.req_to_token.shape,
+            tables.full_to_swa.numel(),
+            capacity,
+            slots,
+            SEARCH_STEPS=requests.bit_length(),
+            **kernels.GATHER_OPTIONS,
+        )
+    return slots, first_pos, gather_lens, offsets
+
+
+def _check(function: str, name: str, x: torch.Tensor, shape: tuple[int, ...], dtype=torch.int32) -> None:
+    if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous():
+        raise ValueError(
+            f"{function}: {name} must be {dtype} {list(shape)} and contiguous, got {x.dtype} {list(x.shape)}, "
+            f"strides {list(x.stride())}"
+        )

@@ -1,0 +1,339 @@
+"""Triton kernels of the schedules, by the rules of `jax_sparse_mla.metadata.schedules`; one program a schedule.
+
+The kernels keep what they need of the batch in their own outputs, so no batch is too large for a shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+
+_INT_MAX = tl.constexpr(2**31 - 1)
+_BLOCK_TOKENS = tl.constexpr(64)  # keys that a FlashMLA block covers
+_OVERHEAD = tl.constexpr(5)  # what starting on a request costs a partition, in blocks
+
+_SMALL_BATCH = 1024
+
+MAX_SCHEDULES = 3  # of FlashMLA that a launch makes: V4 has three kinds of layers
+
+
+def schedules_constants(
+    columns: Sequence[tuple[int, int]], batch: int, num_sm_parts: int, indexer: dict[str, int] | None
+) -> dict[str, int]:
+    """Constants of `schedules_kernel`.
+
+    Args:
+      columns: topk and extra_topk of each FlashMLA schedule.
+      indexer: `paged_mqa_constants`, where the indexer's schedule is wanted.
+    """
+    # The walk reduces over a window a step: quickest in one warp. Large batches have more work around the walk.
+    warps = 1 if batch <= _SMALL_BATCH else 8
+    rows = min(triton.next_power_of_2(batch + 1), 256 * warps)
+    every = [*columns, *[(0, 0)] * (MAX_SCHEDULES - len(columns))]
+    return {
+        "SCHEDULES": len(columns),
+        **{f"TOPK_{i}": topk for i, (topk, _) in enumerate(every)},
+        **{f"EXTRA_TOPK_{i}": extra_topk for i, (_, extra_topk) in enumerate(every)},
+        "PARTS": num_sm_parts,
+        "PARTS_BLOCK": triton.next_power_of_2(num_sm_parts),
+        "WINDOW": max(triton.next_power_of_2(walk_window(num_sm_parts)), 32),
+        "STARTS_STEPS": (batch + 1).bit_length(),
+        "PARTS_STEPS": num_sm_parts.bit_length(),
+        "ROWS": rows,
+        "CHUNKS": triton.cdiv(batch + 1, rows),
+        **(indexer or {"NUM_SMS": 0, "SMS_BLOCK": 1, "SPLIT_KV": 1, "INDEXER_ROWS": 1, "INDEXER_CHUNKS": 1}),
+        "num_warps": warps,
+    }
+
+
+def walk_window(num_sm_parts: int) -> int:
+    """How many requests' starts a step of the walk may have to look at, at most.
+
+    Where partition i begins is known but for 5 i places; starts are at least 6 apart, and one lies before them.
+    """
+    return 5 * (num_sm_parts - 1) // 6 + 2
+
+
+def paged_mqa_constants(num_rows: int, num_sms: int, split_kv: int) -> dict[str, int]:
+    """Constants of the indexer's schedule."""
+    rows = min(triton.next_power_of_2(num_rows), 512)
+    return {
+        "NUM_SMS": num_sms,
+        "SMS_BLOCK": triton.next_power_of_2(num_sms + 1),
+        "SPLIT_KV": split_kv,
+        "INDEXER_ROWS": rows,
+        "INDEXER_CHUNKS": triton.cdiv(num_rows, rows),
+    }
+
+
+def paged_mqa_warps(num_rows: int) -> int:
+    """Warps of `paged_mqa_kernel`."""
+    return 1 if num_rows <= _SMALL_BATCH else 4
+
+
+@triton.jit
+def count_at_most(values_ptr, stride, n, bound, STEPS: tl.constexpr):
+    """How many of `n` ascending values are <= bound; STEPS is n's bit length."""
+    low = bound * 0
+    high = low + n
+    for _ in tl.static_range(STEPS):
+        middle = low + (high - low) // 2
+        searching = low < high
+        below = searching & (tl.load(values_ptr + middle * stride, mask=searching, other=0) <= bound)
+        high = tl.where(searching & (below == 0), middle, high)
+        low = tl.where(below, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _row_costs(main_ptr, extra_ptr, row, in_batch, TOPK: tl.constexpr, EXTRA_TOPK: tl.constexpr):
+    """Blocks of each row and the overhead; 0 outside the batch."""
+    keys = tl.load(main_ptr + row, mask=in_batch, other=0)
+    keys = tl.maximum(tl.minimum(keys, TOPK), 1)
+    if EXTRA_TOPK > 0:
+        extra = tl.load(extra_ptr + row, mask=in_batch, other=0)
+        extra = tl.maximum(tl.minimum(extra, EXTRA_TOPK), 0)
+        keys = ((keys - 1) // _BLOCK_TOKENS + 1) * _BLOCK_TOKENS + extra
+    return tl.where(in_batch, (keys - 1) // _BLOCK_TOKENS + 1 + _OVERHEAD, 0)
+
+
+@triton.jit
+def _flashmla(
+    main_ptr,  # int32 [batch]
+    extra_ptr,  # int32 [batch], not read where EXTRA_TOPK is 0
+    tiles_ptr,  # int32 [PARTS, 8]
+    splits_ptr,  # int32 [batch + 1]; holds the requests' starts until its own values are known
+    batch,
+    TOPK: tl.constexpr,
+    EXTRA_TOPK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STARTS_STEPS: tl.constexpr,
+    PARTS_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    # The requests' costs on one line: request r covers [starts[r], starts[r + 1]), its overhead at the end.
+    starts_ptr = splits_ptr
+    total = 0
+    tl.store(starts_ptr, 0)
+    for chunk in range(CHUNKS):
+        row = chunk * ROWS + tl.arange(0, ROWS)
+        in_batch = row < batch
+        costs = _row_costs(main_ptr, extra_ptr, row, in_batch, TOPK, EXTRA_TOPK)
+        tl.store(starts_ptr + 1 + row, total + tl.cumsum(costs), mask=in_batch)
+        total += tl.sum(costs)
+    share = (total + PARTS - 1) // PARTS
+    budget = share + _OVERHEAD
+    tl.debug_barrier()
+
+    # Partition i begins at i * share or up to 5 i places later: column 1 keeps the last request that starts no later
+    # than the least place its budget reaches, so that a step of the walk waits for no search.
+    part = tl.arange(0, PARTS_BLOCK)
+    in_parts = part < PARTS
+    tile = tiles_ptr + 8 * part
+    least_reach = tl.minimum(part.to(tl.int64) * share + budget, total).to(tl.int32)
+    low = count_at_most(starts_ptr, 1, batch + 1, least_reach, STARTS_STEPS) - 1
+    tl.store(tile + 1, low, mask=in_parts)
+    tl.debug_barrier()
+
+    _walk(starts_ptr, tiles_ptr, batch, total, budget, PARTS, WINDOW)
+    tl.debug_barrier()
+
+    begin_req = tl.load(tile, mask=in_parts, other=0)
+    begin_block = tl.load(tile + 2, mask=in_parts, other=0)
+    next_req = tl.load(tile + 8, mask=part + 1 < PARTS, other=batch)
+    next_block = tl.load(tile + 10, mask=part + 1 < PARTS, other=0)
+    cut = next_block > 0
+    end_req = next_req - (next_block == 0).to(tl.int32)
+    end_start = tl.load(starts_ptr + end_req, mask=in_parts, other=0)
+    whole = tl.load(starts_ptr + end_req + 1, mask=in_parts, other=0) - end_start - _OVERHEAD
+    one_request = begin_req == end_req
+    tl.store(tile + 1, end_req, mask=in_parts)
+    tl.store(tile + 3, tl.where(cut, next_block, whole), mask=in_parts)
+    tl.store(tile + 5, ((begin_block > 0) | (one_request & cut)).to(tl.int32), mask=in_parts)
+    tl.store(tile + 6, (cut | (one_request & (begin_block > 0))).to(tl.int32), mask=in_parts)
+    tl.debug_barrier()
+
+    # Request k begins after k requests, and after the cuts of those before it: all that precede the first partition
+    # that begins at request k or later.
+    for chunk in range(CHUNKS):
+        row = chunk * ROWS + tl.arange(0, ROWS)
+        in_splits = row <= batch
+        parts_before = count_at_most(tiles_ptr, 8, PARTS, row - 1, PARTS_STEPS)
+        cuts = tl.load(tiles_ptr + 8 * parts_before - 1, mask=in_splits & (parts_before > 0), other=0)
+        tl.store(splits_ptr + row, row + cuts, mask=in_splits)
+    tl.debug_barrier()
+    tl.store(tile + 7, part * 0, mask=in_parts)
+
+
+@triton.jit
+def _walk(starts_ptr, tiles_ptr, batch, total, budget, PARTS: tl.constexpr, WINDOW: tl.constexpr):
+    """Columns 0, 2 and 4 of every partition; column 7 has, for now, how many cuts there were up to its beginning.
+
+    A partition reaches `budget` places on. Taken whole are the requests that end within reach; of the next, what fits
+    together with its overhead. So the next one begins at the last start within reach, or 5 before the reach's end.
+    """
+    lane = tl.arange(0, WINDOW)
+    # Each step's starts are loaded a step ahead, and where they begin two steps ahead.
+    low = tl.load(tiles_ptr + 1)
+    next_low = tl.load(tiles_ptr + 9, mask=PARTS > 1, other=0)
+    starts = tl.load(starts_ptr + low + lane, mask=low + lane <= batch, other=_INT_MAX)
+    position, request, block, split, cuts = 0, 0, 0, 0, 0
+    for part in range(PARTS):
+        tile = tiles_ptr + 8 * part
+        ahead = tl.load(starts_ptr + next_low + lane, mask=next_low + lane <= batch, other=_INT_MAX)
+        low_after = tl.load(tile + 17, mask=part + 2 < PARTS, other=0)
+        tl.store(tile, request)
+        tl.store(tile + 2, block)
+        tl.store(tile + 4, split)
+        tl.store(tile + 7, cuts)
+
+        reach = position + tl.minimum(budget, total - position)
+        within = starts <= reach
+        start = tl.max(tl.where(within, starts, 0))
+        next_request = low + tl.sum(within.to(tl.int32)) - 1
+        position = tl.maximum(reach - _OVERHEAD, start)
+        block = position - start
+        cut = (block > 0).to(tl.int32)
+        split = tl.where(next_request == request, split, 0) + cut
+        cuts += cut
+        request = next_request
+        starts = ahead
+        low = next_low
+        next_low = low_after
+
+
+@triton.jit
+def _splits(context_ptr, row, num_rows, SPLIT_KV: tl.constexpr):
+    length = tl.maximum(tl.load(context_ptr + row, mask=row < num_rows, other=0), 0)
+    return (length // SPLIT_KV + (length % SPLIT_KV > 0).to(tl.int32)).to(tl.int64)
+
+
+@triton.jit
+def _first_sm(split, share, pivot):
+    """The first SM that starts at `split` or later: SMs from pivot on have one more than `share`."""
+    with_share = (split - 1) // tl.maximum(share, 1) + 1
+    past_pivot = split - pivot * share
+    with_more = pivot + (past_pivot - 1) // (share + 1) + 1
+    return tl.where(split <= 0, 0, tl.where(past_pivot <= 0, with_share, with_more))
+
+
+@triton.jit
+def _paged_mqa(
+    context_ptr,  # int32 [num_rows]
+    out_ptr,  # int32 [NUM_SMS + 1, 2]
+    num_rows,
+    NUM_SMS: tl.constexpr,
+    SMS_BLOCK: tl.constexpr,
+    SPLIT_KV: tl.constexpr,
+    INDEXER_ROWS: tl.constexpr,
+    INDEXER_CHUNKS: tl.constexpr,
+):
+    # Sums in int64, then no more than INT_MAX: as the plain code's, which stop there.
+    total = tl.zeros((), tl.int64)
+    for chunk in range(INDEXER_CHUNKS):
+        total += tl.sum(_splits(context_ptr, chunk * INDEXER_ROWS + tl.arange(0, INDEXER_ROWS), num_rows, SPLIT_KV))
+    total = tl.minimum(total, _INT_MAX).to(tl.int32)
+    share = total // NUM_SMS
+    pivot = NUM_SMS - total % NUM_SMS
+
+    every = tl.arange(0, SMS_BLOCK)
+    tl.store(out_ptr + 2 * every, every * 0 + num_rows, mask=every <= NUM_SMS)
+    tl.store(out_ptr + 2 * every + 1, every * 0, mask=every <= NUM_SMS)
+    tl.debug_barrier()
+
+    # Each row writes the SMs that start in it.
+    before = tl.zeros((), tl.int64)
+    for chunk in range(INDEXER_CHUNKS):
+        row = chunk * INDEXER_ROWS + tl.arange(0, INDEXER_ROWS)
+        splits = _splits(context_ptr, row, num_rows, SPLIT_KV)
+        ends = before + tl.cumsum(splits)
+        start = tl.minimum(ends - splits, _INT_MAX).to(tl.int32)
+        end = tl.minimum(ends, _INT_MAX).to(tl.int32)
+        first_sm = _first_sm(start, share, pivot)
+        end_sm = _first_sm(end, share, pivot)
+        sm = first_sm
+        while tl.max((sm < end_sm).to(tl.int32)) > 0:
+            target = sm * share + tl.maximum(sm - pivot, 0)
+            tl.store(out_ptr + 2 * sm, row, mask=sm < end_sm)
+            tl.store(out_ptr + 2 * sm + 1, target - start, mask=sm < end_sm)
+            sm += 1
+        before += tl.sum(splits)
+
+
+@triton.jit
+def paged_mqa_kernel(
+    context_ptr,
+    num_rows,
+    out_ptr,
+    NUM_SMS: tl.constexpr,
+    SMS_BLOCK: tl.constexpr,
+    SPLIT_KV: tl.constexpr,
+    INDEXER_ROWS: tl.constexpr,
+    INDEXER_CHUNKS: tl.constexpr,
+):
+    _paged_mqa(context_ptr, out_ptr, num_rows, NUM_SMS, SMS_BLOCK, SPLIT_KV, INDEXER_ROWS, INDEXER_CHUNKS)
+
+
+@triton.jit
+def schedules_kernel(
+    # Program i makes the i-th FlashMLA schedule, the next one the indexer's. Of those that a launch does not make,
+    # nothing is read or written.
+    main_0_ptr,  # int32 [batch], as the next five
+    extra_0_ptr,
+    main_1_ptr,
+    extra_1_ptr,
+    main_2_ptr,
+    extra_2_ptr,
+    context_ptr,  # int32 [num_rows]
+    batch,
+    num_rows,
+    tiles_0_ptr,  # int32 [PARTS, 8]
+    splits_0_ptr,  # int32 [batch + 1]
+    tiles_1_ptr,
+    splits_1_ptr,
+    tiles_2_ptr,
+    splits_2_ptr,
+    paged_mqa_ptr,  # int32 [NUM_SMS + 1, 2]
+    SCHEDULES: tl.constexpr,
+    TOPK_0: tl.constexpr,
+    TOPK_1: tl.constexpr,
+    TOPK_2: tl.constexpr,
+    EXTRA_TOPK_0: tl.constexpr,
+    EXTRA_TOPK_1: tl.constexpr,
+    EXTRA_TOPK_2: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STARTS_STEPS: tl.constexpr,
+    PARTS_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+    SMS_BLOCK: tl.constexpr,
+    SPLIT_KV: tl.constexpr,
+    INDEXER_ROWS: tl.constexpr,
+    INDEXER_CHUNKS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program == 0:
+        _flashmla(
+            main_0_ptr, extra_0_ptr, tiles_0_ptr, splits_0_ptr, batch, TOPK_0, EXTRA_TOPK_0,
+            PARTS, PARTS_BLOCK, WINDOW, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+        )  # fmt: skip
+    if SCHEDULES > 1 and program == 1:
+        _flashmla(
+            main_1_ptr, extra_1_ptr, tiles_1_ptr, splits_1_ptr, batch, TOPK_1, EXTRA_TOPK_1,
+            PARTS, PARTS_BLOCK, WINDOW, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+        )  # fmt: skip
+    if SCHEDULES > 2 and program == 2:
+        _flashmla(
+            main_2_ptr, extra_2_ptr, tiles_2_ptr, splits_2_ptr, batch, TOPK_2, EXTRA_TOPK_2,
+            PARTS, PARTS_BLOCK, WINDOW, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+        )  # fmt: skip
+    if NUM_SMS > 0 and program == SCHEDULES:
+        _paged_mqa(context_ptr, paged_mqa_ptr, num_rows, NUM_SMS, SMS_BLOCK, SPLIT_KV, INDEXER_ROWS, INDEXER_CHUNKS)
