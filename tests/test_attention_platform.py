@@ -50,7 +50,7 @@ def kernel(monkeypatch):
     """Installs a kernel as "triton"; gives the arguments of its calls."""
     calls = []
 
-    def decode(q, *rest, softmax_scale):
+    def decode(q, *rest, softmax_scale, assume_valid_indices):
         calls.append(rest)
         return jnp.full(q.shape, 4321.0, q.dtype), jnp.full(q.shape[:-1], 4321.0)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from jax_sparse_mla import kernels_triton
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.attention import flashmla
 from jax_sparse_mla.attention.route import DeviceInfo, plan_attention
 from jax_sparse_mla.attention.schedule import (
     DecodeSchedule,
@@ -41,6 +42,7 @@ _KERNEL_QK_DIMS = (512, 576)
 _ADAPTERS = {
     "reference": "jax_sparse_mla.attention.reference",
     "triton": "jax_sparse_mla.attention.triton",
+    "flashmla": "jax_sparse_mla.attention.flashmla",
 }
 
 
@@ -54,7 +56,12 @@ class _Route(NamedTuple):
 
 def installed_backends() -> frozenset[str]:
     """Names of the backends that this version has, whose packages are there and whose platform JAX runs on."""
-    return frozenset({"reference", "triton"} if kernels_triton.available() else {"reference"})
+    names = {"reference"}
+    if kernels_triton.available():
+        names.add("triton")
+    if jax.default_backend() == "gpu" and flashmla.available():
+        names.add("flashmla")
+    return frozenset(names)
 
 
 def sparse_mla_decode(
@@ -69,6 +76,7 @@ def sparse_mla_decode(
     extra_topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     schedule: DecodeSchedule | None = None,
+    assume_valid_indices: bool = False,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of each query over the cached rows that its indices name, from one or two paged caches.
@@ -89,6 +97,8 @@ def sparse_mla_decode(
         `[batch, q_len, extra_topk]` and `extra_topk_length` as above.
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
       schedule: what `decode_schedule` built for these lengths; None builds it inside where a kernel needs one.
+      assume_valid_indices: a promise (static) that every entry within a length is −1 or a slot, every one beyond it
+        −1, and every length from 0 to the columns: spares FlashMLA, which checks nothing, a pass over the tables.
       backend: a backend's name; by default the router decides, or the environment variables
         JAX_SPARSE_MLA_DECODE_BACKEND and JAX_SPARSE_MLA_BACKEND, read at trace time.
 
@@ -123,10 +133,10 @@ def sparse_mla_decode(
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
     check_schedule(check, schedule, shape)
 
-    scale = static_scale(check, softmax_scale)
+    static = {"softmax_scale": static_scale(check, softmax_scale), "assume_valid_indices": bool(assume_valid_indices)}
     route = _route("decode", check, layout, shape.batch * shape.q_len, shape.num_heads, shape.topk, q.dtype, backend)
     extra = (extra_cache, extra_indices, extra_lengths)
-    return _serve(route, (q, cache, indices, lengths, *extra, attn_sink, schedule), softmax_scale=scale)
+    return _serve(route, (q, cache, indices, lengths, *extra, attn_sink, schedule), **static)
 
 
 def sparse_mla_prefill(
@@ -138,6 +148,7 @@ def sparse_mla_prefill(
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     schedule: Any = None,
+    assume_valid_indices: bool = False,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of each query over the rows of a contiguous workspace that its indices name.
@@ -151,7 +162,7 @@ def sparse_mla_prefill(
       softmax_scale: what q·k is multiplied by (a static number).
       topk_length: int32 `[q_len]`, how many leading columns are scanned; None scans all.
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
-      schedule: taken for symmetry with `sparse_mla_decode`; no prefill kernel needs one.
+      schedule, assume_valid_indices: taken for symmetry with `sparse_mla_decode`; no prefill kernel needs them.
       backend: as in `sparse_mla_decode`, with JAX_SPARSE_MLA_PREFILL_BACKEND.
 
     Returns:

@@ -29,7 +29,7 @@ from jax_sparse_mla.kv_cache.rows import gather_rows_reference
 CHUNK_BYTES = 128 << 20
 
 
-@partial(jax.jit, static_argnames=("softmax_scale",))
+@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     cache: PagedKV,
@@ -42,9 +42,10 @@ def decode(
     schedule: object,  # for kernels that split K; nothing to schedule here
     *,
     softmax_scale: float,
+    assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out `[batch, q_len, heads, v_dim]` in q's dtype, lse float32 `[batch, q_len, heads]`."""
-    del schedule
+    del schedule, assume_valid_indices  # every index is checked
     batch, q_len, heads, qk_dim = q.shape
     sources = [(cache, indices, topk_length)]
     if extra_cache is not None:

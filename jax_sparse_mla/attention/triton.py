@@ -21,7 +21,7 @@ from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 _LOG2_E = 1.4426950408889634
 
 
-@partial(jax.jit, static_argnames=("softmax_scale",))
+@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     cache: PagedKV,
@@ -34,9 +34,10 @@ def decode(
     schedule: object,  # FlashMLA's; this kernel splits by shape
     *,
     softmax_scale: float,
+    assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
-    del schedule
+    del schedule, assume_valid_indices  # every index is checked
     planning.check_layout("sparse_mla_decode", cache.layout)
     batch, q_len, heads, _ = q.shape
     tables = [_table(cache, indices, topk_length)]

@@ -19,7 +19,7 @@ def quantize_index_q(q: jax.Array, *, hadamard: bool) -> tuple[jax.Array, jax.Ar
     lines = q.size // q.shape[-1]
     # Triton has no pointers to e4m3 numbers where the GPU does not compute with them.
     dtype = jnp.float8_e4m3fn if _hardware_fp8() else jnp.uint8
-    values, scale = jax_triton.triton_call(
+    values, scale = triton_call(
         q,
         lines,
         kernel=kernels.quantize_index_q_kernel,

@@ -15,6 +15,7 @@ import triton
 
 from jax_sparse_mla.kernels_triton import indices as index_kernels
 from jax_sparse_mla.kernels_triton import kv_cache as kv_kernels
+from jax_sparse_mla.kernels_triton import sanitise as sanitise_kernels
 from jax_sparse_mla.kernels_triton.call import triton_call
 
 
@@ -123,6 +124,36 @@ def split_pages(
         **kv_kernels.split_constants(layout, page_size, out_page_size),
         **kv_kernels.SPLIT_OPTIONS,
     )
+
+
+def sanitise(tables, num_slots: list[int], widths: list[int]):
+    """One or two index tables, each `(indices, lengths or None)`, as `sanitise_kernel` makes them safe."""
+    indices, lengths = zip(*tables)
+    rows, absent = indices[0].shape[0], 2 - len(tables)
+    widths, num_slots = [*widths, *[0] * absent], [*num_slots, *[0] * absent]
+    indices, lengths = [*indices, *[indices[0]] * absent], [*lengths, *[None] * absent]
+    # What is absent is neither read nor written, but has its place among the arguments.
+    shapes = []
+    for width, length in zip(widths, lengths):
+        shapes += [(rows, width) if width else (1,), (1,) if length is None else (rows,)]
+    outputs = _call(
+        *(x for index, length in zip(indices, lengths) for x in (index, index if length is None else length)),
+        rows,
+        *num_slots,
+        kernel=sanitise_kernels.sanitise_kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        grid=sanitise_kernels.grid(rows, *widths),
+        name="sanitise",
+        TOPK=indices[0].shape[1],
+        WIDTH=widths[0],
+        HAS_LENGTHS=lengths[0] is not None,
+        EXTRA_TOPK=indices[1].shape[1],
+        EXTRA_WIDTH=widths[1],
+        HAS_EXTRA_LENGTHS=lengths[1] is not None,
+        **sanitise_kernels.OPTIONS,
+    )
+    pairs = zip(outputs[::2], outputs[1::2])
+    return [(index, None if given is None else length) for (index, length), (_, given) in zip(pairs, tables)]
 
 
 def combine_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 
 from jax_sparse_mla.kernels_triton import metadata as kernels
 from jax_sparse_mla.kernels_triton import schedules
+from jax_sparse_mla.kernels_triton.call import triton_call
 from jax_sparse_mla.kernels_triton.launch_jax import compute_capability
 from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 from jax_sparse_mla.metadata.v4 import V4Metadata
@@ -21,7 +21,7 @@ from jax_sparse_mla.models import ModelSpec
 
 
 def _call(*args, **kwargs):
-    return jax_triton.triton_call(*args, compute_capability=compute_capability(), **kwargs)
+    return triton_call(*args, compute_capability=compute_capability(), **kwargs)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

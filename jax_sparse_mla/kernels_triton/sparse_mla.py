@@ -183,10 +183,7 @@ def sparse_mla_kernel(
         acc_r = tl.zeros((BLOCK_H, 64), tl.float32)
 
     for block in range(begin, end):
-        if HAS_EXTRA:
-            second = block >= first_blocks
-        else:
-            second = tl.full((), 0, tl.int1)
+        second = block >= first_blocks if HAS_EXTRA else tl.full((), 0, tl.int1)
         start = tl.where(second, block - first_blocks, block) * BLOCK_N
         end_of_span = tl.where(second, extra_span, span)
         lane = tl.arange(0, BLOCK_N)

@@ -1,0 +1,105 @@
+"""Triton kernel that makes index tables safe for kernels that check no index: FlashMLA's sparse decode."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Rows and columns of a program's tile. Padded widths are multiples of 64.
+OPTIONS = {"ROWS": 4, "COLUMNS": 256, "num_warps": 4}
+
+
+def grid(rows: int, width: int, extra_width: int) -> tuple[int, int]:
+    """Programs of `sanitise_kernel`: tiles of the first table, then of the second."""
+    columns = OPTIONS["COLUMNS"]
+    return triton.cdiv(rows, OPTIONS["ROWS"]), triton.cdiv(width, columns) + triton.cdiv(extra_width, columns)
+
+
+@triton.jit
+def _sanitise_tile(
+    indices_ptr,
+    lengths_ptr,
+    n,
+    num_slots,
+    out_ptr,
+    out_lengths_ptr,
+    tile,
+    TOPK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < n
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    scanned = in_rows[:, None] & (column < TOPK)
+    if HAS_LENGTHS:
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row, mask=in_rows, other=0), 0), TOPK)
+        if tile == 0:
+            tl.store(out_lengths_ptr + row, length, mask=in_rows)
+        scanned = scanned & (column < length[:, None])
+    row = row.to(tl.int64)[:, None]
+    slot = tl.load(indices_ptr + row * TOPK + column, mask=scanned, other=-1)
+    slot = tl.where((slot >= 0) & (slot < num_slots), slot, -1)
+    tl.store(out_ptr + row * WIDTH + column, slot, mask=in_rows[:, None] & (column < WIDTH))
+
+
+@triton.jit
+def sanitise_kernel(
+    indices_ptr,  # int32 [n, TOPK]
+    lengths_ptr,  # int32 [n]; not read without HAS_LENGTHS
+    extra_ptr,  # int32 [n, EXTRA_TOPK]; not read where EXTRA_WIDTH is 0
+    extra_lengths_ptr,  # int32 [n]
+    n,
+    num_slots,
+    num_extra_slots,
+    out_ptr,  # int32 [n, WIDTH]
+    out_lengths_ptr,  # int32 [n]; not written without HAS_LENGTHS
+    extra_out_ptr,  # int32 [n, EXTRA_WIDTH]
+    extra_out_lengths_ptr,  # int32 [n]; not written without HAS_EXTRA_LENGTHS
+    TOPK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    EXTRA_TOPK: tl.constexpr,
+    EXTRA_WIDTH: tl.constexpr,
+    HAS_EXTRA_LENGTHS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Entries that are not scanned, name no slot or pad a row become -1, lengths are clipped to the columns.
+
+    Both tables of a call in one launch; the second may be absent (EXTRA_WIDTH 0).
+    """
+    tile = tl.program_id(1)
+    first_tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    if tile < first_tiles:
+        _sanitise_tile(
+            indices_ptr,
+            lengths_ptr,
+            n,
+            num_slots,
+            out_ptr,
+            out_lengths_ptr,
+            tile,
+            TOPK,
+            WIDTH,
+            HAS_LENGTHS,
+            ROWS,
+            COLUMNS,
+        )
+    elif EXTRA_WIDTH > 0:
+        _sanitise_tile(
+            extra_ptr,
+            extra_lengths_ptr,
+            n,
+            num_extra_slots,
+            extra_out_ptr,
+            extra_out_lengths_ptr,
+            tile - first_tiles,
+            EXTRA_TOPK,
+            EXTRA_WIDTH,
+            HAS_EXTRA_LENGTHS,
+            ROWS,
+            COLUMNS,
+        )
