@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
-from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule
+from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedules
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.indexer import INDEX_K_BYTES, index_logits, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
@@ -160,30 +160,33 @@ def prepare_v4_step(
         bucket for every request (static).
 
     Raises:
-      TypeError, ValueError: see `build_v4_metadata`, `build_prefill_plan` and `decode_schedule`.
+      TypeError, ValueError: see `build_v4_metadata`, `build_prefill_plan` and `decode_schedules`.
     """
     metadata = build_v4_metadata(spec, batch, tables)
     (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
-    plans, schedules = {}, {}
+    if not gathered:
+        calls = []
+        for ratio in spec.compress_ratios:
+            part = metadata.compressed.get(ratio)
+            extra = 0 if part is None else part.page_indices.shape[1]
+            shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
+            calls.append((shape, metadata.swa_topk_lengths, None if part is None else part.topk_lengths))
+        schedules = dict(zip(spec.compress_ratios, decode_schedules(calls)[0]))
+        return V4Step(metadata=metadata, plans={}, schedules=schedules)
     if gathered_tokens is None:
         gathered_tokens = num_requests * bucket(batch, tables)
-    for ratio in spec.compress_ratios:
-        if gathered:
-            plans[ratio] = build_prefill_plan(
-                spec,
-                batch,
-                tables,
-                compress_ratio=ratio,
-                swa_capacity=rows + num_requests * (spec.window - 1),
-                compressed_capacity=gathered_tokens // ratio if ratio else 0,
-            )
-            continue
-        part = metadata.compressed.get(ratio)
-        extra = 0 if part is None else part.page_indices.shape[1]
-        shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
-        lengths = (metadata.swa_topk_lengths, None if part is None else part.topk_lengths)
-        schedules[ratio] = decode_schedule(shape, *lengths)
-    return V4Step(metadata=metadata, plans=plans, schedules=schedules)
+    plans = {
+        ratio: build_prefill_plan(
+            spec,
+            batch,
+            tables,
+            compress_ratio=ratio,
+            swa_capacity=rows + num_requests * (spec.window - 1),
+            compressed_capacity=gathered_tokens // ratio if ratio else 0,
+        )
+        for ratio in spec.compress_ratios
+    }
+    return V4Step(metadata=metadata, plans=plans, schedules={})
 
 
 def v4_layer(
