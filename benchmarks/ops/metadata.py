@@ -11,11 +11,13 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
+from sparse_mla_torch.kernels import metadata as torch_metadata
 
 from benchmarks.timing import Case, Run
 from jax_sparse_mla.attention import DecodeShape, DeviceInfo
 from jax_sparse_mla.attention.schedule import decode_schedules
-from jax_sparse_mla.indices.window import swa_gather_plan, swa_gather_plan_reference, swa_slots, swa_slots_reference
+from jax_sparse_mla.indices.window import swa_gather_plan, swa_gather_plan_reference, swa_slots_reference
 from jax_sparse_mla.metadata import (
     ForwardBatch,
     ForwardMode,
@@ -132,10 +134,19 @@ def _paged_mqa_case(rng, rows):
 
 
 def _swa_slots_case(rng, rows, tables):
-    args = (_int32(rng.integers(0, CONTEXT, rows)), _int32(rng.integers(0, 64, rows)), *_arrays(tables))
-    ours = functools.partial(swa_slots, window=SPEC.window)
-    plain = functools.partial(swa_slots_reference, window=SPEC.window)
-    return _case(f"swa_slots, {rows} rows", ours, plain, args, rows * SPEC.window * (4 + SECTOR + 4))
+    """In JAX plain XLA is what runs; the kernel is torch's."""
+    positions, req_rows = rng.integers(0, CONTEXT, rows), rng.integers(0, 64, rows)
+    on_device = [torch.from_numpy(np.array(x, np.int32)).cuda() for x in (positions, req_rows, *_arrays(tables))]
+    out = torch.empty((rows, SPEC.window), dtype=torch.int32, device="cuda")
+    torch_tables = RequestTables(req_to_token=on_device[2], full_to_swa=on_device[3])
+
+    def ours():
+        torch_metadata.swa_slots(*on_device[:2], torch_tables, window=SPEC.window, out=out)
+
+    plain = jax.jit(functools.partial(swa_slots_reference, window=SPEC.window))
+    plain = functools.partial(plain, _int32(positions), _int32(req_rows), *_arrays(tables))
+    moved = rows * SPEC.window * (4 + SECTOR + 4)
+    return Case(f"swa_slots, {rows} rows", {"triton": Run(ours, "torch")}, {"plain XLA": Run(plain, "jax")}, moved)
 
 
 def _gather_plan_case(rng, requests, rows, tables):

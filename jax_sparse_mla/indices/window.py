@@ -46,23 +46,14 @@ def swa_slots(
     req_to_token = check("req_to_token", req_to_token, (None, None), INT32)
     full_to_swa = check("full_to_swa", full_to_swa, (None,), INT32)
     window = check.static_int("window", window, minimum=1)
-    return _swa_slots(positions, req_rows, req_to_token, full_to_swa, window)
+    return swa_slots_reference(positions, req_rows, req_to_token, full_to_swa, window)
 
 
+# Plain JAX on a GPU too, where XLA makes one or two kernels of it: 2.1 µs for 64 rows of 128 and 7.0 for 8,192 on an
+# H200, a Triton kernel 2.2 and 7.8.
 @functools.partial(jax.jit, static_argnames=("window",))
-def _swa_slots(positions, req_rows, req_to_token, full_to_swa, window):
-    def kernel(*args):
-        from jax_sparse_mla.kernels_triton import launch_metadata
-
-        return launch_metadata.swa_slots(*args, window=window)
-
-    args = (positions, req_rows, req_to_token, full_to_swa)
-    plain = functools.partial(swa_slots_reference, window=window)
-    return dispatch(kernel, plain, *args) if all(x.size for x in args) else plain(*args)
-
-
 def swa_slots_reference(positions, req_rows, req_to_token, full_to_swa, window):
-    """`swa_slots` in plain JAX."""
+    """`swa_slots` of checked arguments."""
     newest = jnp.maximum(positions, -1)[:, None]  # INT_MIN − 1 would wrap to a valid position
     back = jnp.arange(window, dtype=jnp.int32)
     return take_or_minus_one(full_to_swa, take_2d_or_minus_one(req_to_token, req_rows[:, None], newest - back))

@@ -74,25 +74,6 @@ def paged_mqa_schedule(context_lens: jax.Array, *, num_sms: int, split_kv: int) 
     )
 
 
-def swa_slots(positions, req_rows, req_to_token, full_to_swa, *, window: int) -> jax.Array:
-    """As `jax_sparse_mla.swa_slots`."""
-    rows = positions.shape[0]
-    return _call(
-        positions,
-        req_rows,
-        req_to_token,
-        full_to_swa,
-        *req_to_token.shape,
-        full_to_swa.shape[0],
-        kernel=kernels.swa_slots_kernel,
-        out_shape=_int32(rows, window),
-        grid=(rows,),
-        name="swa_slots",
-        **kernels.swa_constants(window),
-        **kernels.SWA_OPTIONS,
-    )
-
-
 def swa_gather_plan(
     seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, *, window: int, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ _BLOCK_TOKENS = tl.constexpr(64)  # keys that a FlashMLA block covers
 _OVERHEAD = tl.constexpr(5)  # what starting on a request costs a partition, in blocks
 
 _SMALL_BATCH = 1024
+WARPS, UNROLL = 8, 1
 
 MAX_SCHEDULES = 3  # of FlashMLA that a launch makes: V4 has three kinds of layers
 
@@ -28,9 +29,10 @@ def schedules_constants(
       columns: topk and extra_topk of each FlashMLA schedule.
       indexer: `paged_mqa_constants`, where the indexer's schedule is wanted.
     """
-    # The walk reduces over a window a step: quickest in one warp. Large batches have more work around the walk.
-    warps = 1 if batch <= _SMALL_BATCH else 8
-    rows = min(triton.next_power_of_2(batch + 1), 256 * warps)
+    # A step of the walk is a reduction: quickest in one warp, from registers. Large batches have more work around it.
+    resident = batch < _SMALL_BATCH
+    warps = 1 if resident else WARPS
+    rows = min(triton.next_power_of_2(batch + 1), max(_SMALL_BATCH, 256 * warps))
     every = [*columns, *[(0, 0)] * (MAX_SCHEDULES - len(columns))]
     return {
         "SCHEDULES": len(columns),
@@ -38,7 +40,9 @@ def schedules_constants(
         **{f"EXTRA_TOPK_{i}": extra_topk for i, (_, extra_topk) in enumerate(every)},
         "PARTS": num_sm_parts,
         "PARTS_BLOCK": triton.next_power_of_2(num_sm_parts),
-        "WINDOW": max(triton.next_power_of_2(walk_window(num_sm_parts)), 32),
+        "WINDOW": rows if resident else max(triton.next_power_of_2(walk_window(num_sm_parts)), 32),
+        "RESIDENT": resident,
+        "UNROLL": UNROLL,
         "STARTS_STEPS": (batch + 1).bit_length(),
         "PARTS_STEPS": num_sm_parts.bit_length(),
         "ROWS": rows,
@@ -111,6 +115,8 @@ def _flashmla(
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    UNROLL: tl.constexpr,
     STARTS_STEPS: tl.constexpr,
     PARTS_STEPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -130,17 +136,17 @@ def _flashmla(
     budget = share + _OVERHEAD
     tl.debug_barrier()
 
-    # Partition i begins at i * share or up to 5 i places later: column 1 keeps the last request that starts no later
-    # than the least place its budget reaches, so that a step of the walk waits for no search.
     part = tl.arange(0, PARTS_BLOCK)
     in_parts = part < PARTS
     tile = tiles_ptr + 8 * part
-    least_reach = tl.minimum(part.to(tl.int64) * share + budget, total).to(tl.int32)
-    low = count_at_most(starts_ptr, 1, batch + 1, least_reach, STARTS_STEPS) - 1
-    tl.store(tile + 1, low, mask=in_parts)
-    tl.debug_barrier()
-
-    _walk(starts_ptr, tiles_ptr, batch, total, budget, PARTS, WINDOW)
+    if not RESIDENT:
+        # Partition i begins at i * share or up to 5 i places later: column 1 keeps the last request that starts no
+        # later than the least place its budget reaches, so that a step of the walk waits for no search.
+        least_reach = tl.minimum(part.to(tl.int64) * share + budget, total).to(tl.int32)
+        low = count_at_most(starts_ptr, 1, batch + 1, least_reach, STARTS_STEPS) - 1
+        tl.store(tile + 1, low, mask=in_parts)
+        tl.debug_barrier()
+    _walk(starts_ptr, tiles_ptr, batch, total, budget, PARTS, WINDOW, RESIDENT, UNROLL)
     tl.debug_barrier()
 
     begin_req = tl.load(tile, mask=in_parts, other=0)
@@ -171,22 +177,29 @@ def _flashmla(
 
 
 @triton.jit
-def _walk(starts_ptr, tiles_ptr, batch, total, budget, PARTS: tl.constexpr, WINDOW: tl.constexpr):
+def _walk(
+    starts_ptr, tiles_ptr, batch, total, budget,
+    PARTS: tl.constexpr, WINDOW: tl.constexpr, RESIDENT: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Columns 0, 2 and 4 of every partition; column 7 has, for now, how many cuts there were up to its beginning.
 
     A partition reaches `budget` places on. Taken whole are the requests that end within reach; of the next, what fits
     together with its overhead. So the next one begins at the last start within reach, or 5 before the reach's end.
+    RESIDENT: the window holds all starts.
     """
     lane = tl.arange(0, WINDOW)
-    # Each step's starts are loaded a step ahead, and where they begin two steps ahead.
-    low = tl.load(tiles_ptr + 1)
-    next_low = tl.load(tiles_ptr + 9, mask=PARTS > 1, other=0)
+    low, next_low = 0, 0
+    if not RESIDENT:
+        # Each step's starts are loaded a step ahead, and where they begin two steps ahead.
+        low = tl.load(tiles_ptr + 1)
+        next_low = tl.load(tiles_ptr + 9, mask=PARTS > 1, other=0)
     starts = tl.load(starts_ptr + low + lane, mask=low + lane <= batch, other=_INT_MAX)
     position, request, block, split, cuts = 0, 0, 0, 0, 0
-    for part in range(PARTS):
+    for part in tl.range(0, PARTS, loop_unroll_factor=UNROLL):
         tile = tiles_ptr + 8 * part
-        ahead = tl.load(starts_ptr + next_low + lane, mask=next_low + lane <= batch, other=_INT_MAX)
-        low_after = tl.load(tile + 17, mask=part + 2 < PARTS, other=0)
+        if not RESIDENT:
+            ahead = tl.load(starts_ptr + next_low + lane, mask=next_low + lane <= batch, other=_INT_MAX)
+            low_after = tl.load(tile + 17, mask=part + 2 < PARTS, other=0)
         tl.store(tile, request)
         tl.store(tile + 2, block)
         tl.store(tile + 4, split)
@@ -202,9 +215,10 @@ def _walk(starts_ptr, tiles_ptr, batch, total, budget, PARTS: tl.constexpr, WIND
         split = tl.where(next_request == request, split, 0) + cut
         cuts += cut
         request = next_request
-        starts = ahead
-        low = next_low
-        next_low = low_after
+        if not RESIDENT:
+            starts = ahead
+            low = next_low
+            next_low = low_after
 
 
 @triton.jit
@@ -309,6 +323,8 @@ def schedules_kernel(
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    UNROLL: tl.constexpr,
     STARTS_STEPS: tl.constexpr,
     PARTS_STEPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -323,17 +339,17 @@ def schedules_kernel(
     if program == 0:
         _flashmla(
             main_0_ptr, extra_0_ptr, tiles_0_ptr, splits_0_ptr, batch, TOPK_0, EXTRA_TOPK_0,
-            PARTS, PARTS_BLOCK, WINDOW, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, UNROLL, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
         )  # fmt: skip
     if SCHEDULES > 1 and program == 1:
         _flashmla(
             main_1_ptr, extra_1_ptr, tiles_1_ptr, splits_1_ptr, batch, TOPK_1, EXTRA_TOPK_1,
-            PARTS, PARTS_BLOCK, WINDOW, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, UNROLL, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
         )  # fmt: skip
     if SCHEDULES > 2 and program == 2:
         _flashmla(
             main_2_ptr, extra_2_ptr, tiles_2_ptr, splits_2_ptr, batch, TOPK_2, EXTRA_TOPK_2,
-            PARTS, PARTS_BLOCK, WINDOW, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, UNROLL, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
         )  # fmt: skip
     if NUM_SMS > 0 and program == SCHEDULES:
         _paged_mqa(context_ptr, paged_mqa_ptr, num_rows, NUM_SMS, SMS_BLOCK, SPLIT_KV, INDEXER_ROWS, INDEXER_CHUNKS)
