@@ -14,7 +14,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 BF16_ROW, FOOTER_SCALES, INLINE_SCALES = 0, 1, 2
 V_DIM = 512
 
-# In blocks of 64 keys, measured on an H200 (5.5 µs each, V4, 64 heads): what the combine costs, and what a program
+# In blocks of 64 keys, measured on an H200 (5 µs each, V4, 64 heads): what the combine costs, and what a program
 # costs besides its blocks (query load, first gather, output).
 COMBINE_BLOCKS = 1
 PROGRAM_BLOCKS = 3
@@ -74,6 +74,7 @@ def check_layout(function: str, layout: KVLayout) -> None:
 
 
 def choose_tile(
+    layout: KVLayout,
     *,
     rows: int,
     num_heads: int,
@@ -85,7 +86,9 @@ def choose_tile(
 ) -> Tile:
     """Heads and indices of a program, and its compilation; measured on an H200, elsewhere chosen by what fits.
 
-    * The wgmma of SM90 takes 64 heads at a time, and keys shared by 64 heads are dequantised once.
+    * The wgmma of SM90 takes 64 heads at a time, and keys shared by 64 heads are dequantised once. A program spends its
+      time on instructions, not on waiting for keys: more blocks in flight than two stages give only cost more of them,
+      but with rows of 576 values, where registers run out, the third stage costs fewer.
     * 16 heads × 32 indices keep queries, accumulators and two stages of keys within 99 KiB and 255 registers in every
       layout: the tile of the other devices, and the one that spreads a small decode over the most multiprocessors.
     """
@@ -94,8 +97,8 @@ def choose_tile(
         return Tile(16, 32, 4, 2)
     small_blocks = -(-topk // 32) + -(-extra_topk // 32)
     if may_split and rows * head_tiles * small_blocks <= sm_count:
-        return Tile(16, 32, 8 if head_tiles == 1 else 4, 2)
-    return Tile(16 if head_tiles == 1 else 64, 64, 8, 2)
+        return Tile(16, 32, 8 if head_tiles == 1 else 4, 1)  # a program has one block
+    return Tile(16 if head_tiles == 1 else 64, 64, 8, 3 if layout.qk_dim > 512 else 2)
 
 
 def choose_splits(programs: int, blocks: int, sm_count: int) -> int:
@@ -138,6 +141,7 @@ def launch_plan(
       num_splits, tile, native_fp8: override what is chosen here (tests, tuning).
     """
     tile = tile or choose_tile(
+        layout,
         rows=rows,
         num_heads=num_heads,
         topk=topk,
