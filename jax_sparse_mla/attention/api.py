@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_sparse_mla import kernels_triton
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.attention import flashinfer
 from jax_sparse_mla.attention.route import DeviceInfo, plan_attention
 from jax_sparse_mla.attention.schedule import (
     DecodeSchedule,
@@ -38,12 +39,16 @@ _KERNEL_QK_DIMS = (512, 576)
 _ADAPTERS = {
     "reference": "jax_sparse_mla.attention.reference",
     "triton": "jax_sparse_mla.attention.triton",
+    "flashinfer": "jax_sparse_mla.attention.flashinfer",
 }
 
 
 def installed_backends() -> frozenset[str]:
     """Names of the backends that this version has, whose packages are there and whose platform JAX runs on."""
-    return frozenset({"reference", "triton"} if kernels_triton.available() else {"reference"})
+    names = {"reference", "triton"} if kernels_triton.available() else {"reference"}
+    if jax.default_backend() == "gpu" and flashinfer.available():
+        names.add("flashinfer")
+    return frozenset(names)
 
 
 def sparse_mla_decode(
