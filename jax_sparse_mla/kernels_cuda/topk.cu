@@ -12,6 +12,8 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
 
 #include <algorithm>
 #include <cmath>
@@ -28,7 +30,7 @@ constexpr int kSample = 4096;  // logits of a row that its threshold is chosen f
 constexpr int kPiece = 8;      // of them stand side by side: a sector of 32 bytes
 constexpr int kIntMax = 2147483647;
 
-enum Method { kPositions = 0, kPaged = 1, kRagged = 2 };
+enum Method { kPositions, kPaged, kRagged };
 
 struct Call {
   const void* logits;         // float32 or bfloat16 [rows, columns]
@@ -376,32 +378,31 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
   check_cuda(cudaLaunchKernelEx(&config, topk_kernel<T>, call));
 }
 
-template <typename T>
-T* data(const ffi::TensorView& x) {
-  return x.numel() ? static_cast<T*>(x.data_ptr()) : nullptr;
+const int* data(const ffi::Optional<ffi::TensorView>& x) {
+  return x.has_value() ? static_cast<const int*>(x.value().data_ptr()) : nullptr;
 }
 
-}  // namespace
-
-// Empty tensors stand for what is not given. `options` has shape [0, method, page_size]: its sizes are the values, since
-// XLA's handler would leak a scalar attribute at every call.
-void topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::TensorView row_starts, ffi::TensorView page_table,
-          ffi::TensorView row_to_request, ffi::TensorView offsets, ffi::TensorView options, ffi::TensorView out) {
+// `out` int32 [rows, topk] is written; the other tensors are as in Call. Sizes and dtypes are the caller's to check.
+void Topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::Optional<ffi::TensorView> row_starts,
+          ffi::Optional<ffi::TensorView> page_table, ffi::Optional<ffi::TensorView> row_to_request,
+          ffi::Optional<ffi::TensorView> offsets, int64_t page_size, ffi::TensorView out) {
   Call call = {};
   call.logits = logits.data_ptr();
-  call.lengths = data<int>(lengths);
-  call.row_starts = data<int>(row_starts);
-  call.page_table = data<int>(page_table);
-  call.row_to_request = data<int>(row_to_request);
-  call.offsets = data<int>(offsets);
-  call.out = data<int>(out);
+  call.lengths = static_cast<const int*>(lengths.data_ptr());
+  call.row_starts = data(row_starts);
+  call.page_table = data(page_table);
+  call.row_to_request = data(row_to_request);
+  call.offsets = data(offsets);
+  call.out = static_cast<int*>(out.data_ptr());
   call.columns = static_cast<int>(logits.size(1));
   call.topk = static_cast<int>(out.size(1));
-  call.method = static_cast<int>(options.size(1));
-  call.page_size = static_cast<int>(options.size(2));
-  if (page_table.numel()) {
-    call.num_requests = static_cast<int>(page_table.size(0));
-    call.num_pages = static_cast<int>(page_table.size(1));
+  call.page_size = static_cast<int>(page_size);
+  if (page_table.has_value()) {
+    call.method = kPaged;
+    call.num_requests = static_cast<int>(page_table.value().size(0));
+    call.num_pages = static_cast<int>(page_table.value().size(1));
+  } else {
+    call.method = offsets.has_value() ? kRagged : kPositions;
   }
   int rows = static_cast<int>(logits.size(0)), device = logits.device().device_id;
   if (!rows) return;
@@ -411,3 +412,7 @@ void topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::TensorView row_s
   else
     launch<float>(call, rows, device, stream);
 }
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk, Topk);
