@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_sparse_mla import kernels_triton
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.attention import flashmla
+from jax_sparse_mla.attention import flashinfer, flashmla
 from jax_sparse_mla.attention.route import DeviceInfo, plan_attention
 from jax_sparse_mla.attention.schedule import (
     DecodeSchedule,
@@ -43,6 +43,7 @@ _ADAPTERS = {
     "reference": "jax_sparse_mla.attention.reference",
     "triton": "jax_sparse_mla.attention.triton",
     "flashmla": "jax_sparse_mla.attention.flashmla",
+    "flashinfer": "jax_sparse_mla.attention.flashinfer",
 }
 
 
@@ -61,6 +62,8 @@ def installed_backends() -> frozenset[str]:
         names.add("triton")
     if jax.default_backend() == "gpu" and flashmla.available():
         names.add("flashmla")
+    if jax.default_backend() == "gpu" and flashinfer.available():
+        names.add("flashinfer")
     return frozenset(names)
 
 

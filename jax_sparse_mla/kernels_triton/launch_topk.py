@@ -1,10 +1,16 @@
-"""The top-k kernels as a JAX function, through jax-triton. Arguments are checked by `jax_sparse_mla.indices.topk`."""
+"""The top-k kernels as a JAX function: the CUDA one where it can be built, else Triton's, through jax-triton.
+
+Arguments are checked by `jax_sparse_mla.indices.topk`.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla import ffi_tvm, kernels_cuda
 from jax_sparse_mla.kernels_triton import topk as kernels
 from jax_sparse_mla.kernels_triton.call import triton_call
 from jax_sparse_mla.kernels_triton.launch_jax import compute_capability
@@ -22,6 +28,9 @@ def topk(
     offsets: jax.Array | None = None,
 ) -> jax.Array:
     """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets."""
+    if ffi_tvm.available() and _cuda_module():
+        optional = (row_starts, page_table, row_to_request, offsets)
+        return _topk_cuda(logits, lengths, optional, topk, page_size)
     rows, columns = logits.shape
     plan = kernels.plan_topk(rows, columns, topk)
     has_starts, has_requests = row_starts is not None, row_to_request is not None
@@ -45,6 +54,22 @@ def topk(
         name="topk_select",
         **kernels.select_constants(plan, topk, method.value, page_size, has_starts, has_requests),
     )
+
+
+@functools.cache
+def _cuda_module():
+    return kernels_cuda.topk_module(divmod(compute_capability(), 10))
+
+
+def _topk_cuda(logits, lengths, optional, topk, page_size):
+    operands = [logits, lengths]
+    arguments = [ffi_tvm.Buffer(0), ffi_tvm.Buffer(1)]
+    for x in optional:
+        arguments.append(None if x is None else ffi_tvm.Buffer(len(operands)))
+        operands += [] if x is None else [x]
+    arguments += [page_size, ffi_tvm.Buffer(len(operands))]
+    out = jax.ShapeDtypeStruct((logits.shape[0], topk), jnp.int32)
+    return ffi_tvm.call(_cuda_module, "topk", arguments, [out], *operands)[0]
 
 
 def _filter(row, width, plan, topk, has_starts):

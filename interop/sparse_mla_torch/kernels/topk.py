@@ -6,16 +6,20 @@ With `out=` and `scratch=` nothing is allocated and nothing waits for the host, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
+from jax_sparse_mla import kernels_cuda
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kernels_triton import topk as kernels
 
 
 @dataclasses.dataclass
 class TopkScratch:
-    """What rows longer than a tile of the kernel need; reused from call to call, whatever it holds.
+    """What the Triton kernels need for rows longer than a tile; reused from call to call, whatever it holds.
+
+    The CUDA kernel, which serves where it can be built, needs nothing.
 
     Attributes:
       thresholds, num_candidates: float32 and int32, one per row.
@@ -59,7 +63,7 @@ def topk_positions(
     out: torch.Tensor | None = None,
     scratch: TopkScratch | None = None,
 ) -> torch.Tensor:
-    """As `jax_sparse_mla.topk_positions`, the positions of a row in ascending order; tensors contiguous.
+    """As `jax_sparse_mla.topk_positions`; tensors contiguous.
 
     Args:
       out: int32 `[rows, topk]` to write into; allocated by default.
@@ -86,7 +90,7 @@ def topk_transform(
     out: torch.Tensor | None = None,
     scratch: TopkScratch | None = None,
 ) -> torch.Tensor:
-    """As `jax_sparse_mla.topk_transform`, a row's indices in the ascending order of their positions.
+    """As `jax_sparse_mla.topk_transform`; tensors contiguous.
 
     Args:
       out, scratch: as those of `topk_positions`.
@@ -136,6 +140,12 @@ def _topk(
     _check(function, "out", out, (rows, topk), logits)
     if not rows:
         return out
+    if module := _cuda_module(logits.device):
+        import tvm_ffi
+
+        with tvm_ffi.use_torch_stream():
+            module.topk(logits, lengths, row_starts, page_table, row_to_request, offsets, page_size, out)
+        return out
     plan = kernels.plan_topk(rows, max(columns, 1), topk)
     has_starts = row_starts is not None
     row = (logits, lengths, row_starts if has_starts else lengths)
@@ -162,6 +172,11 @@ def _topk(
         **kernels.select_constants(plan, topk, method, page_size, has_starts, has_requests),
     )
     return out
+
+
+@functools.cache
+def _cuda_module(device: torch.device):
+    return kernels_cuda.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
 def _checked_scratch(function, scratch, logits, topk):

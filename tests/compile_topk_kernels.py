@@ -1,6 +1,6 @@
-"""Compiles the top-k kernels for the compute capabilities given, without a GPU; prints a JSON line of facts.
+"""Compiles the Triton top-k kernels for the compute capabilities given, without a GPU; prints a JSON line of facts.
 
-Run by test_triton_topk in a process of its own, because Triton's interpreter, once on, replaces the compiler.
+Run by test_topk_kernels in a process of its own, because Triton's interpreter, once on, replaces the compiler.
 """
 
 import json
@@ -16,20 +16,9 @@ SHAPES = [(1, 300, 64), (1, 8192, 512), (64, 131_072, 512), (64, 131_072, 2048),
 
 def cases():
     """(name, kernel, pointer types, constants with num_warps) of every kernel, as launched."""
-    types = dict.fromkeys(
-        [
-            "lengths",
-            "row_starts",
-            "page_table",
-            "row_to_request",
-            "offsets",
-            "candidate_positions",
-            "num_candidates",
-            "progress",
-            "out",
-        ],
-        "*i32",
-    ) | dict.fromkeys(("logits", "candidates", "thresholds"), "*fp32")
+    integers = "lengths row_starts page_table row_to_request offsets candidate_positions num_candidates progress out"
+    types = dict.fromkeys(integers.split(), "*i32")
+    types |= dict.fromkeys(("logits", "candidates", "thresholds"), "*fp32")
     for rows, columns, k in SHAPES:
         name = f"{rows} x {columns}, {k}"
         plan = topk.plan_topk(rows, columns, k)
