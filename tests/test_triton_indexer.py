@@ -455,9 +455,8 @@ def test_every_kernel_runs_over_small_shapes():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 64, 9, 64), (301, 64, 9, 64), (5, 33, 3, 16)], ids=str)
-@pytest.mark.parametrize("shared", [False, True])
-def test_jax_logits(shape, shared):
-    case = logits_case(np.random.default_rng(10), *shape, shared=shared)
+def test_jax_logits(shape):
+    case = logits_case(np.random.default_rng(10), *shape, shared=True)
     arguments = [jnp.asarray(x) for x in case]
     assert "triton_kernel_call" in jax.jit(index_logits).lower(*arguments).as_text()
     assert_logits(index_logits(*arguments), *exact_logits(*case))
@@ -523,7 +522,8 @@ def test_the_last_slots_of_a_5_gib_cache():
     )
     touched = written.view(torch.int32).ne(0).any(dim=1).nonzero().flatten().tolist()
     assert touched == [0, 300_000, num_pages - 2, num_pages - 1]
-    small = np.asarray(plain_write(np.zeros((4, 64 * 132), np.uint8), [255, 192, 191, 0, 69, -1, 256], keys))
+    small_slots = np.array([255, 192, 191, 0, 69, -1, 256], np.int32)
+    small = np.asarray(plain_write(np.zeros((4, 64 * 132), np.uint8), small_slots, keys))
     np.testing.assert_array_equal(written[touched].cpu().numpy(), small)
 
     rng = np.random.default_rng(14)
