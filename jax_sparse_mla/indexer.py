@@ -23,7 +23,7 @@ INDEX_DIM = 128  # values of an index key, in both models
 SCALE_BYTES = 4
 INDEX_K_BYTES = INDEX_DIM + SCALE_BYTES  # per token
 
-# What one step of `index_logits` may take: the keys it gathers and the scores of every head against them.
+# What one step of plain `index_logits` may take: the keys it gathers and the scores of every head against them.
 CHUNK_BYTES = 32 << 20
 
 # Both models have 64; a kernel's accumulators grow with them.
@@ -52,8 +52,9 @@ def index_logits(
 ) -> jax.Array:
     """What the top-k selects by: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
 
-    SGLang and DeepGEMM (paged MQA logits). Products are exact and sums float32. Rows and columns go through
-    in blocks of at most `CHUNK_BYTES`, so `[rows, heads, columns]` never exists.
+    SGLang and DeepGEMM (paged MQA logits). Products are exact and sums float32, and `[rows, heads, columns]`
+    never exists. On an NVIDIA GPU float8_e4m3fn queries take a kernel that multiplies on FP8 tensor cores; Hopper's
+    keep about 14 bits of a sum of products, which is within 2^-12 of the sum of the magnitudes of a logit's terms.
 
     Args:
       q: float8_e4m3fn, bfloat16 or float32 `[rows, heads, 128]`, the query of each row.
@@ -156,12 +157,12 @@ def _blocking(rows: int, heads: int, pages: int, page_size: int, dtype) -> tuple
 # --- the key cache ---------------------------------------------------------------------------------
 
 
-def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array, *, hadamard: bool = False) -> jax.Array:
+def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
     """Writes index keys, quantised: `s = max(amax, 1e-4) / 448`, `e4m3(clip(k * (1 / s), -448, 448))`.
 
     This is SGLang's fused writer for V3.2 and V4: float32 scales that are not powers of two. Every operation
-    is correctly rounded, so the bytes do not depend on the device. Keys come as the model wants them scored,
-    after norm and rope.
+    is correctly rounded, so the bytes do not depend on the device. Keys come as the model wants them scored:
+    after norm and rope and, for V4, after `hadamard_transform` (or see `write_transformed_index_k`).
 
     Under `jit` with the cache donated it writes in place.
 
@@ -170,7 +171,6 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array, *, had
       slots: int32 `[n]`. A negative or out-of-range slot skips its row. Which row a slot given twice holds is
         not defined.
       k: bfloat16 or float32 `[n, 128]`. No finite key makes a NaN; an infinity is clipped.
-      hadamard: keys pass `hadamard_transform` first, in float32, as V4's do (static).
 
     Returns:
       The cache with the rows written, all other bytes unchanged.
@@ -179,11 +179,19 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array, *, had
       TypeError: a wrong dtype.
       ValueError: a wrong shape, pages that are not a multiple of 132 bytes.
     """
-    check = ArgumentChecks("write_index_k")
+    return _write_index_k(*_check_write("write_index_k", index_cache, slots, k), hadamard=False)
+
+
+def write_transformed_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
+    """`write_index_k` of `hadamard_transform(k)`, which stays float32 on the way: V4's keys, after norm and rope."""
+    return _write_index_k(*_check_write("write_transformed_index_k", index_cache, slots, k), hadamard=True)
+
+
+def _check_write(function: str, index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+    check = ArgumentChecks(function)
     index_cache = _check_index_cache(check, index_cache)
     slots = check("slots", slots, ("n",), INT32)
-    k = check("k", k, ("n", INDEX_DIM), FLOATS)
-    return _write_index_k(index_cache, slots, k, hadamard=_check_bool(check, "hadamard", hadamard))
+    return index_cache, slots, check("k", k, ("n", INDEX_DIM), FLOATS)
 
 
 @functools.partial(jax.jit, static_argnames="hadamard")
@@ -254,12 +262,6 @@ def _check_index_cache(check: ArgumentChecks, index_cache: jax.Array) -> jax.Arr
     return index_cache
 
 
-def _check_bool(check: ArgumentChecks, name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{check.function}: {name} must be a static bool, got {type(value).__name__}")
-    return value
-
-
 def _page_size(index_cache: jax.Array) -> int:
     return index_cache.shape[1] // INDEX_K_BYTES
 
@@ -293,7 +295,8 @@ def quantize_index_q(q: jax.Array, *, hadamard: bool = False) -> tuple[jax.Array
     """
     check = ArgumentChecks("quantize_index_q")
     q = check("q", q, (None,) * max(1, check.rank("q", q)), FLOATS)
-    hadamard = _check_bool(check, "hadamard", hadamard)
+    if not isinstance(hadamard, bool):
+        raise TypeError(f"quantize_index_q: hadamard must be a static bool, got {type(hadamard).__name__}")
     if hadamard and q.shape[-1].bit_count() != 1:
         raise check.fail(f"q must have shape [..., dim] with dim a power of two, got {list(q.shape)}")
     return _quantize_index_q(q, hadamard=hadamard)
@@ -375,8 +378,8 @@ def hadamard_transform(x: jax.Array) -> jax.Array:
     """The Walsh-Hadamard transform of the last axis, times `n^-0.5`: orthogonal, its own inverse.
 
     V4's index queries and keys pass through it before they are quantised (SGLang; natural order, which is
-    Sylvester's matrix): `quantize_index_q` and `write_index_k` do so with `hadamard=True`. Logits do not change
-    but for the rounding to fp8; keys written with it must be read with queries that passed it too.
+    Sylvester's matrix): `write_transformed_index_k` and `quantize_index_q` with `hadamard=True` do both. Logits do
+    not change but for the rounding to fp8; keys written with it must be read with queries that passed it too.
 
     Args:
       x: bfloat16 or float32 `[..., n]`, n a power of two.

@@ -13,7 +13,13 @@ from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
 from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedules
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
-from jax_sparse_mla.indexer import INDEX_K_BYTES, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.indexer import (
+    INDEX_K_BYTES,
+    index_logits,
+    quantize_index_q,
+    write_index_k,
+    write_transformed_index_k,
+)
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
 from jax_sparse_mla.metadata import (
@@ -232,7 +238,7 @@ def v4_layer(
             index_entries, index_slots, index_state = _compress(
                 index_state, rows.index.kv, rows.index.score, params.index_compressor, batch, metadata, ratio
             )
-            index_k = write_index_k(index_k, index_slots, index_entries, hadamard=True)
+            index_k = write_transformed_index_k(index_k, index_slots, index_entries)
         cache = V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k, index_state=index_state)
 
     positions = None

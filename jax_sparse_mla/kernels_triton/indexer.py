@@ -399,6 +399,8 @@ def index_logits_prefill_kernel(
             while single < tl.minimum(first_row + ROWS, rows):
                 queries, weights = _load_queries(q_ptr, weights_ptr, single, rows, HEADS, HEADS_POW2, 1, HARDWARE_FP8)
                 limit = tl.sum(tl.where(row == single, length, 0), axis=0)
+                end = tl.maximum(tl.minimum(_blocks_end(limit, BLOCK), scored), start)
+                _fill(out_ptr + single.to(tl.int64) * CAPACITY, end, scored)
                 _score(
                     queries,
                     weights,
@@ -409,7 +411,7 @@ def index_logits_prefill_kernel(
                     out_ptr + (single.to(tl.int64) * CAPACITY + one),
                     one == 0,
                     start,
-                    scored,
+                    end,
                     CAPACITY,
                     PAGE_SIZE,
                     HEADS_POW2,

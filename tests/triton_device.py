@@ -1,0 +1,29 @@
+"""Where the tests of Triton kernels run: on the GPU, or on CPU tensors in Triton's interpreter (see conftest).
+
+Importing triton_attention_cases repairs what the interpreter (3.6) does to scalars and to bfloat16 numbers.
+"""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+import triton_attention_cases  # noqa: F401
+
+ON_GPU = jax.default_backend() == "gpu"
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+# Numbers that numpy has from ml_dtypes go to torch by their bits.
+_BY_BITS = {
+    np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
+    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
+}
+
+
+def tensor(x: np.ndarray) -> torch.Tensor:
+    """A copy of the array on the device under test."""
+    if x.dtype in _BY_BITS:
+        bits, dtype = _BY_BITS[x.dtype]
+        return torch.from_numpy(np.array(x.view(bits))).to(DEVICE).view(dtype)
+    return torch.from_numpy(np.array(x)).to(DEVICE)
