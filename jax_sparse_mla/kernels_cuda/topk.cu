@@ -41,6 +41,8 @@ struct Call {
   const int* offsets;         // [rows], if RAGGED
   int* out;                   // [rows, topk]
   int columns, topk, method, page_size, num_requests, num_pages;
+  int page_shift;              // log2 of page_size, or -1
+  int last_page, last_offset;  // where the slot INT_MAX lies
   int capacity;  // entries that fit shared memory
 };
 
@@ -116,36 +118,47 @@ __device__ void find_bin(Shared& shared, int num_bins, unsigned k) {
   __syncthreads();
 }
 
+// Narrows an entry's upper bits, `prefix`, by the kWidth ones from bit kLow on: the entries that share them are those
+// around the need-th largest. True if at most `slack` more than needed reach what is known of it.
+template <int kLow, int kWidth, typename Source>
+__device__ bool narrow(Shared& shared, Source source, int n, int slack, Entry& prefix, int& need) {
+  constexpr unsigned kMask = (1u << kWidth) - 1;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < n; i += blockDim.x) {
+    Entry entry = source(i) >> kLow;
+    if (kLow + kWidth == 64 || entry >> kWidth == prefix) atomicAdd(&shared.bins[static_cast<unsigned>(entry) & kMask], 1u);
+  }
+  __syncthreads();
+  find_bin(shared, 1 << kWidth, need);
+  prefix = prefix << kWidth | shared.bin;
+  int surplus = static_cast<int>(shared.above + shared.in_bin) - need;
+  need -= shared.above;
+  return surplus <= slack || kLow == 0;
+}
+
 // An entry that at least k and at most k + slack of the n entries reach. shared.bins are zero before and after.
 template <typename Source>
 __device__ Entry select(Shared& shared, Source source, int n, int k, int slack) {
   Entry prefix = 0;
-  int need = k;
-  for (int low = 53;;) {
-    int width = low == 32 || low == 0 ? 10 : 11;
-    unsigned mask = (1u << width) - 1;
-    for (int i = threadIdx.x; i < n; i += blockDim.x) {
-      Entry entry = source(i) >> low;
-      if (entry >> width == prefix) atomicAdd(&shared.bins[static_cast<unsigned>(entry) & mask], 1u);
-    }
-    __syncthreads();
-    find_bin(shared, 1 << width, need);
-    prefix = prefix << width | shared.bin;
-    int surplus = static_cast<int>(shared.above + shared.in_bin) - need;
-    if (surplus <= slack || low == 0) return prefix << low;
-    need -= shared.above;
-    low = low == 53 ? 42 : low == 42 ? 32 : low == 32 ? 21 : low == 21 ? 10 : 0;
-    __syncthreads();  // bin, above, in_bin are read
-  }
+  if (narrow<53, 11>(shared, source, n, slack, prefix, k)) return prefix << 53;
+  if (narrow<42, 11>(shared, source, n, slack, prefix, k)) return prefix << 42;
+  if (narrow<32, 10>(shared, source, n, slack, prefix, k)) return prefix << 32;
+  // The rest is ties.
+  if (narrow<21, 11>(shared, source, n, slack, prefix, k)) return prefix << 21;
+  if (narrow<10, 11>(shared, source, n, slack, prefix, k)) return prefix << 10;
+  narrow<0, 10>(shared, source, n, slack, prefix, k);
+  return prefix;
 }
 
 __device__ int index_of(const Call& call, int row, int position) {
   if (call.method == kPaged) {
     int request = call.row_to_request ? call.row_to_request[row] : row;
-    int page_at = position / call.page_size, offset = position % call.page_size;
+    // Page sizes are powers of two as a rule.
+    int page_at = call.page_shift >= 0 ? position >> call.page_shift : position / call.page_size;
+    int offset = position - page_at * call.page_size;
     if (request < 0 || request >= call.num_requests || page_at >= call.num_pages) return -1;
     int page = call.page_table[static_cast<int64_t>(request) * call.num_pages + page_at];
-    if (page < 0 || page > (kIntMax - offset) / call.page_size) return -1;
+    if (page < 0 || page > call.last_page || (page == call.last_page && offset > call.last_offset)) return -1;
     return page * call.page_size + offset;
   }
   if (call.method == kRagged) {
@@ -155,11 +168,14 @@ __device__ int index_of(const Call& call, int row, int position) {
   return position;
 }
 
-// Writes the indices of the entries from `least` on; their order is that of arrival.
+// Writes the indices of the entries from `least` on; their order is that of arrival. shared.bins are not zero after.
 template <typename Source>
 __device__ void write_chosen(const Call& call, Shared& shared, Source source, int n, Entry least, int row, int shift) {
   int* out = call.out + static_cast<int64_t>(row) * call.topk;
   int lane = threadIdx.x % 32;
+  // Gathered in shared memory first, if they fit, the positions are mapped side by side: one wait for the page table.
+  bool gathered = call.topk <= kBins;
+#pragma unroll 4
   for (int begin = threadIdx.x - lane; begin < n; begin += blockDim.x) {
     int i = begin + lane;
     Entry entry = i < n ? source(i) : 0;
@@ -168,8 +184,14 @@ __device__ void write_chosen(const Call& call, Shared& shared, Source source, in
     int slot = 0;
     if (lane == 0 && all) slot = atomicAdd(&shared.written, __popc(all));
     slot = __shfl_sync(~0u, slot, 0) + __popc(all & ((1u << lane) - 1));
-    if (chosen) out[slot] = index_of(call, row, shift + static_cast<int>(~static_cast<unsigned>(entry)));
+    int position = shift + static_cast<int>(~static_cast<unsigned>(entry));
+    if (chosen && gathered) shared.bins[slot] = position;
+    if (chosen && !gathered) out[slot] = index_of(call, row, position);
   }
+  if (!gathered) return;
+  __syncthreads();
+#pragma unroll 4
+  for (int i = threadIdx.x; i < call.topk; i += blockDim.x) out[i] = index_of(call, row, shared.bins[i]);
 }
 
 // A float that somewhat more than topk of the n logits reach, by a sample of them, one piece from each of as many equal
@@ -260,6 +282,13 @@ __device__ void filter(const T* values, int begin, int end, float threshold, int
   }
 }
 
+// Each thread asks for a line of 128 bytes, the first of them `skip` threads later.
+template <typename T>
+__device__ void prefetch(const T* from, int count, int skip) {
+  int at = (static_cast<int>(threadIdx.x) - skip) * static_cast<int>(128 / sizeof(T));
+  if (at >= 0 && at < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+}
+
 template <typename T>
 __global__ void __launch_bounds__(1024) topk_kernel(const Call call) {
   extern __shared__ Entry list[];
@@ -271,6 +300,12 @@ __global__ void __launch_bounds__(1024) topk_kernel(const Call call) {
   block = cluster.block_rank();
 #endif
   int row = blockIdx.x / blocks;
+
+  // Rows and page tables come from memory as a rule, each after a wait for what says where it lies: do not wait.
+  prefetch(static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns,
+           min(call.columns, call.capacity), 0);
+  if (call.method == kPaged && !call.row_to_request && block == 0)
+    prefetch(call.page_table + static_cast<int64_t>(row) * call.num_pages, call.num_pages, blockDim.x / 2);
 
   // The window: n logits from column `first` on, the first of them position `shift`.
   int length = max(call.lengths[row], 0);
@@ -361,11 +396,11 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
   call.capacity = std::max(std::min({capacity, call.columns, most}), 1);
   int cluster = 1;
   if (call.columns > call.capacity && attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9)
-    cluster = rows * 8 <= sms ? 8 : rows * 4 <= 2 * sms ? 4 : rows * 2 <= 2 * sms ? 2 : 1;
+    while (cluster < 8 && rows * cluster * 2 <= sms) cluster *= 2;
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(rows * cluster);
-  config.blockDim = dim3(rows * cluster <= sms ? 1024 : few ? 512 : 256);
+  config.blockDim = dim3(rows * cluster <= sms ? 1024 : rows * cluster <= 2 * sms ? 512 : 256);
   config.dynamicSmemBytes = call.capacity * sizeof(Entry);
   config.stream = stream;
   cudaLaunchAttribute shape;
@@ -397,6 +432,9 @@ void Topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::Optional<ffi::Te
   call.columns = static_cast<int>(logits.size(1));
   call.topk = static_cast<int>(out.size(1));
   call.page_size = static_cast<int>(page_size);
+  call.page_shift = page_size & (page_size - 1) ? -1 : static_cast<int>(std::log2(page_size));
+  call.last_page = kIntMax / call.page_size;
+  call.last_offset = kIntMax % call.page_size;
   if (page_table.has_value()) {
     call.method = kPaged;
     call.num_requests = static_cast<int>(page_table.value().size(0));
