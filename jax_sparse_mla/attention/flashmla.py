@@ -281,8 +281,8 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
     del schedule, v_dim
-    (rows, heads, _), topk, (kv_len, qk_dim) = q.shape, indices.shape[1], kv.shape
-    if 0 in (rows, heads, topk, kv_len):
+    (rows, heads, _), topk = q.shape, indices.shape[1]
+    if 0 in (rows, heads, topk, kv.shape[0]):
         out, lse = _nothing(rows, heads)
         return out, lse, lse
     library, padded = _library(), _padded_heads(heads)
