@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jax_sparse_mla import ffi
-from jax_sparse_mla.ffi import Strided, torch_call
+from jax_sparse_mla import ffi  # noqa: E402
+from jax_sparse_mla.ffi import Strided, torch_call  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
