@@ -49,8 +49,9 @@ def cases(hardware_casts):
     topk_constants = {"TOPK_STRIDE": 512, "TOPK": 512, "WINDOW": 128, "RATIO": 4, "WIDTH": 640, "SEARCH_STEPS": 7}
     yield "topk_swa", topk, ints(topk), topk_constants | indices.TOPK_SWA_OPTIONS
     safe = {"TOPK": 128, "WIDTH": 128, "HAS_LENGTHS": True, "HAS_EXTRA_LENGTHS": True}
-    safe |= {"EXTRA_TOPK": 512, "EXTRA_WIDTH": 512} | sanitise.OPTIONS
-    yield "sanitise", sanitise.sanitise_kernel, ints(sanitise.sanitise_kernel), safe
+    safe |= {"EXTRA_TOPK": 512, "EXTRA_WIDTH": 512, "HEADS": 64, "HAS_SINK": True, "LEAST_SINK": -1e30}
+    pointers = ints(sanitise.sanitise_kernel) | {"sink_ptr": "*fp32", "out_sink_ptr": "*fp32"}
+    yield "sanitise", sanitise.sanitise_kernel, pointers, safe | sanitise.OPTIONS
 
 
 def main():

@@ -62,6 +62,8 @@ def decode(
     check(b > 0 and s_q == 1 and h_q in (64, 128) and d_qk in (512, 576) and d_v == 512, f"q {q.shape}")
     check(q.dtype == torch.bfloat16 and q.is_contiguous(), "q's dtype or layout")
     check(attn_sink is None or (attn_sink.shape == (h_q,) and attn_sink.dtype == torch.float32), "attn_sink")
+    if attn_sink is not None:  # the combine of a split row without keys makes NaN of these
+        check(not torch.any((attn_sink < -2.3e38) & (attn_sink > -torch.inf)), f"sinks {attn_sink}")
     v32 = d_qk == 576
     check(not v32 or (topk_length is None and extra_kv is None), "V3.2 takes neither lengths nor an extra cache")
     parts = PARTITIONS // (h_q // 64)

@@ -228,7 +228,7 @@ class TestTransformations:
 class TestFailures:
     def test_an_operators_exception_is_an_xla_error(self, monkeypatch):
         case = small_decode()
-        monkeypatch.setattr(flashmla, "_sanitise", lambda tables: tables)  # lets hostile values and 16 columns through
+        monkeypatch.setattr(flashmla, "_sanitise", lambda tables, sink, padded: (tables, None))  # hostile values
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"stub_flash_mla::sparse_decode_fwd.*would end"):
             jax.block_until_ready(run_decode(case, "flashmla"))
 

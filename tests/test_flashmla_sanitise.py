@@ -18,7 +18,7 @@ if not ON_GPU:
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from attention_oracle import INT_MAX, INT_MIN, hostile  # noqa: E402
+from attention_oracle import INT_MAX, INT_MIN, hostile, sinks  # noqa: E402
 
 from jax_sparse_mla.attention.flashmla import sanitise_reference  # noqa: E402
 from jax_sparse_mla.kernels_triton import sanitise as kernels  # noqa: E402
@@ -26,6 +26,7 @@ from jax_sparse_mla.kernels_triton import sanitise as kernels  # noqa: E402
 pytestmark = pytest.mark.torch
 DEVICE = "cuda" if ON_GPU else "cpu"
 POISON = 77
+HEADS = 64
 
 
 def expected(indices, lengths, num_slots, width):
@@ -51,7 +52,7 @@ def table(rng, rows: int, topk: int, num_slots: int, with_lengths: bool):
     return indices, lengths, num_slots, -(-topk // 64) * 64
 
 
-def launch(rows: int, tables):
+def launch(rows: int, tables, sink):
     """The kernel over one or two tables, into poisoned outputs with room behind that must stay as it is."""
     absent = (np.zeros((rows, 1), np.int32), None, 0, 0)
     arguments, outputs, scalars = [], [], []
@@ -61,15 +62,21 @@ def launch(rows: int, tables):
         scalars.append(num_slots)
         size = rows * width + 64
         outputs += [torch.full((n,), POISON, dtype=torch.int32, device=DEVICE) for n in (size, rows + 64)]
+    has_sink = sink is not None
+    sink = torch.from_numpy(sink if has_sink else np.zeros(1, np.float32)).to(DEVICE)
+    outputs.append(torch.full((HEADS + 64,), POISON, dtype=torch.float32, device=DEVICE))
     widths = [t[3] for t in tables] + [0] * (2 - len(tables))
     constants = {"TOPK": tables[0][0].shape[1], "WIDTH": widths[0], "HAS_LENGTHS": tables[0][1] is not None}
     constants |= {
         "EXTRA_TOPK": tables[-1][0].shape[1],
         "EXTRA_WIDTH": widths[1],
         "HAS_EXTRA_LENGTHS": tables[-1][1] is not None,
+        "HEADS": HEADS,
+        "HAS_SINK": has_sink,
+        "LEAST_SINK": -1e30,
     }
     kernels.sanitise_kernel[kernels.grid(rows, *widths)](
-        *arguments, rows, *scalars, *outputs, **constants, **kernels.OPTIONS
+        *arguments, sink, rows, *scalars, len(sink), *outputs, **constants, **kernels.OPTIONS
     )
     return [x.cpu().numpy() for x in outputs], widths
 
@@ -80,15 +87,17 @@ def launch(rows: int, tables):
     extra_topk=st.sampled_from([None, 2, 64, 520]),
     num_slots=st.sampled_from([0, 7, 640, INT_MAX - 1]),
     lengths=st.tuples(st.booleans(), st.booleans()),
+    heads=st.sampled_from([None, 1, 48, 64]),
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=25, deadline=None)
-def test_both_tables_equal_the_rule(rows, topk, extra_topk, num_slots, lengths, seed):
+def test_both_tables_equal_the_rule(rows, topk, extra_topk, num_slots, lengths, heads, seed):
     rng = np.random.default_rng(seed)
     tables = [table(rng, rows, topk, num_slots, lengths[0])]
     if extra_topk is not None:
         tables.append(table(rng, rows, extra_topk, 64, lengths[1]))
-    outputs, widths = launch(rows, tables)
+    sink = None if heads is None else sinks(rng, heads)
+    (*outputs, out_sink), widths = launch(rows, tables, sink)
     for given_table, out, out_lengths, width in zip(tables, outputs[::2], outputs[1::2], widths):
         wanted, spans = expected(*given_table)
         np.testing.assert_array_equal(out[: rows * width].reshape(rows, width), wanted)
@@ -101,3 +110,7 @@ def test_both_tables_equal_the_rule(rows, topk, extra_topk, num_slots, lengths, 
         )
         np.testing.assert_array_equal(plain, wanted)
         assert (plain_lengths is None) if not had_lengths else np.array_equal(plain_lengths, spans)
+    wanted = np.full(HEADS + 64, POISON, np.float32)
+    if sink is not None:
+        wanted[:HEADS] = np.append(np.maximum(sink, np.float32(-1e30)), np.zeros(HEADS - heads, np.float32))
+    np.testing.assert_array_equal(out_sink, wanted)
