@@ -57,12 +57,21 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def libraries():
-    return stub.register()
+    yield stub.register()
+    jax.clear_caches()
 
 
 @pytest.fixture
 def namespace() -> str:
     return "stub_flash_mla"
+
+
+@pytest.fixture
+def traced_anew():
+    """For a test that changes what is read at trace time."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +83,6 @@ def pretend_h200(monkeypatch, libraries, namespace):
     monkeypatch.setattr(flashmla, "_library", lambda: library)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
     monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference", "flashmla"}))
-    jax.clear_caches()  # what was traced calls the other library, or another device's schedule
     stub.CALLS.clear()
 
 
@@ -87,6 +95,7 @@ class TestOverSglFlashMla(test_attention.TestSparseMLA):
     """All that backends share."""
 
 
+@pytest.mark.usefixtures("traced_anew")
 class TestOverSglangKernel:
     """Another schema, and statistics in base 2."""
 
@@ -126,7 +135,7 @@ class TestDecode:
         check_decode(case, run_decode(case, "flashmla"))
         assert len(stub.CALLS) == 2
 
-    def test_more_rows_than_the_accumulators_hold_go_through_in_parts(self, monkeypatch):
+    def test_more_rows_than_the_accumulators_hold_go_through_in_parts(self, monkeypatch, traced_anew):
         case = small_decode(batch=5, extra=(16, 2))
         expected = jax.block_until_ready(run_decode(case, "flashmla"))
         stub.CALLS.clear()
@@ -145,7 +154,7 @@ class TestDecode:
             setattr(case, name, HostCache(host.layout, host.page_size, host.data[:0], host.rows[:0]))
         check_decode(case, run_decode(case, "flashmla", schedule=schedule))
 
-    def test_valid_indices_go_through_untouched(self, monkeypatch):
+    def test_valid_indices_go_through_untouched(self, monkeypatch, traced_anew):
         case = small_decode(topk=64, lengths="none", rows="padded", extra=(128, 2), extra_lengths="none")
         for indices, cache in ((case.indices, case.cache), (case.extra_indices, case.extra_cache)):
             indices[(indices < 0) | (indices >= len(cache.rows))] = -1
@@ -166,7 +175,7 @@ class TestDecode:
         program = jax.jit(lambda *arrays: flashmla.decode(*arrays, *absent, softmax_scale=0.1)).lower(q, cache, indices)
         assert "while" not in program.as_text()
 
-    def test_sm100_plans_its_own_partitions(self, monkeypatch):
+    def test_sm100_plans_its_own_partitions(self, monkeypatch, traced_anew):
         b200 = dataclasses.replace(H200, compute_capability=(10, 0), sm_count=148)
         monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: b200))
         passed = []
@@ -225,6 +234,7 @@ class TestTransformations:
         assert_agree(jax.jit(sharded)(arguments), expected, "prefill")
 
 
+@pytest.mark.usefixtures("traced_anew")
 class TestFailures:
     def test_an_operators_exception_is_an_xla_error(self, monkeypatch):
         case = small_decode()
