@@ -181,28 +181,19 @@ def fill(stack: Stack, caches: list[V4LayerCache]) -> list[V4LayerCache]:
     ]
 
 
-# One trace for all layers of a ratio.
-_layer = jax.jit(v4_layer, static_argnames=("spec", "ratio"))
-
-
 def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
     step = prepare_v4_step(stack.spec, batch, tables, gathered=gathered)
+    # One trace for all layers of a ratio.
+    layer = {r: jax.jit(functools.partial(v4_layer, spec=stack.spec, ratio=r)) for r in dict.fromkeys(stack.ratios)}
     caches, out = list(caches), None
     for i, ratio in enumerate(stack.ratios):
         layer_rows = rows[ratio]
         if out is not None:
             kv = layer_rows.kv + out[:, 0]
             layer_rows = jax.lax.optimization_barrier(dataclasses.replace(layer_rows, kv=kv))
-        out, caches[i], _ = _layer(
-            caches[i],
-            layer_rows,
-            params[i],
-            batch,
-            step.metadata,
-            step.plans.get(ratio),
-            spec=stack.spec,
-            ratio=ratio,
-            schedule=step.schedules.get(ratio),
+        plan, schedule = step.plans.get(ratio), step.schedules.get(ratio)
+        out, caches[i], _ = layer[ratio](
+            caches[i], layer_rows, params[i], batch, step.metadata, plan, schedule=schedule
         )
     return caches, out
 

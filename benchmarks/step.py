@@ -2,14 +2,16 @@
 
     python -m benchmarks.step                                   # every case: decode, chunked prefill, a long request
     python -m benchmarks.step --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
-    python -m benchmarks.step --prefill '' --long '' --options xla_gpu_graph_min_graph_size=1000000  # no CUDA graphs
+    python -m benchmarks.step --decode 8x8192,8x8192@xla_gpu_graph_min_graph_size=1000000 --prefill '' --long ''
 
 A decode case is BATCHxCONTEXT; a prefill case PROMPT/CHUNK tokens; the long request is prefilled in chunks and then
-decodes. A program's caches are donated and it is called back to back. Per case: wall and GPU time per step, the share
-of the time in which the GPU is busy and device operations per step (CUPTI, through torch's profiler), how many of them
-came out of CUDA graphs, and the time that the host takes to enqueue a step under `jax.transfer_guard("disallow")`. Per
-program: compile time, and whether the caches stay where they are (bytes that the executable aliases, copies of a
-cache's shape in its HLO, buffer addresses). Prints tables and writes JSON to $OUT or benchmarks/results.
+decodes. After an @ stand options, NAME=VALUE joined by &: XLA's, or environment variables that are read while a
+program is traced (JAX_SPARSE_MLA_DECODE_BACKEND=triton). A program's caches are donated and it is called back to back.
+Per case: wall and GPU time per step, the share of the time in which the GPU is busy and device operations per step
+(CUPTI, through torch's profiler), how many of them came out of CUDA graphs, and the time that the host takes to
+enqueue a step under `jax.transfer_guard("disallow")`. Per program: compile time, and whether the caches stay where they
+are (bytes that the executable aliases, copies of a cache's shape in its HLO, buffer addresses). Prints tables and
+writes JSON to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -46,14 +48,15 @@ ROOM = 64
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """A step of a stack, compiled for `num_rows` query rows. `options` are XLA's."""
+    """A step of a stack, compiled for `num_rows` query rows. `options`: XLA's and, in capitals, the environment's."""
 
     stack: Stack
     phase: str  # "decode" or "prefill"
     num_rows: int
     options: dict = dataclasses.field(default_factory=dict)
+    lowered: jax.stages.Lowered | None = None
     compiled: jax.stages.Compiled | None = None
-    compile_seconds: float = 0.0
+    compile_seconds: float = 0.0  # tracing included
 
     @property
     def name(self) -> str:
@@ -69,16 +72,28 @@ class Program:
         count = jnp.full((self.stack.batch,) if self.phase == "decode" else (), tokens, jnp.int32)
         return caches, count, self.stack.empty_out(self.num_rows)
 
-    def compile(self) -> Program:
-        """Compiles without allocating anything on the device."""
+    def lower(self) -> Program:
+        """Traces without allocating anything on the device."""
         step = self.stack.decode() if self.phase == "decode" else self.stack.prefill()
         shapes = jax.eval_shape(lambda: (self.state(self.stack.empty_caches(), 0), *self.inputs()))
         end = () if self.phase == "decode" else (jax.ShapeDtypeStruct((), jnp.int32),)
-        start = time.perf_counter()
-        self.compiled = step.lower(*shapes, *end).compile(self.options)
+        start, before = time.perf_counter(), dict(os.environ)
+        os.environ.update({name: str(value) for name, value in self.options.items() if name.isupper()})
+        try:
+            self.lowered = step.lower(*shapes, *end)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         self.compile_seconds = time.perf_counter() - start
         return self
 
+    def compile(self) -> Program:
+        start = time.perf_counter()
+        self.compiled = self.lowered.compile({k: v for k, v in self.options.items() if not k.isupper()})
+        self.compile_seconds += time.perf_counter() - start
+        return self
+
+    @functools.cached_property
     def in_place(self) -> dict:
         """What the executable says of the caches; `copies` are instructions that copy an array of a cache's shape."""
         caches = jax.tree.leaves(jax.eval_shape(self.stack.empty_caches))
@@ -250,17 +265,22 @@ def prefill_case(program: Program, prompt: int, repeats: int) -> tuple[dict, lis
     return measure(steps, 0, -(-prompt // program.num_rows), repeats, rewind=True)
 
 
-def long_case(prefill: Program, decode: Program, prompt: int) -> list[tuple[str, dict]]:
-    """One request: its whole prompt in chunks, then decode steps on the caches that those left."""
+def long_case(prefill: Program, decode: Program, prompt: int, record) -> None:
+    """One request: its whole prompt in chunks, the last of them profiled, then decode steps on the same caches."""
     steps = Steps(prefill, prefill.stack.empty_caches(), jnp.int32(prompt))
     steps.start(0)
     chunks = -(-prompt // prefill.num_rows)
-    enqueue, wall = steps(chunks)
-    report = {"steps": chunks, "wall_us": wall / chunks * 1e6, "enqueue_us": enqueue / chunks * 1e6}
-    report["moved"] = steps.moved()
-    decoding = Steps(decode, steps.caches)
-    after, _ = measure(decoding, prompt, 8, 3, rewind=False)
-    return [(f"prefill {prompt} in chunks of {prefill.num_rows}", report), (f"decode after {prompt}", after)]
+    enqueue, wall = steps(chunks - 1)
+    operations = device_operations(lambda: steps(1))
+    report = {
+        "steps": chunks - 1,
+        "wall_us": wall / (chunks - 1) * 1e6,
+        "enqueue_us": enqueue / (chunks - 1) * 1e6,
+        "moved": steps.moved(),
+        "last_chunk": summary(operations, 1),
+    }
+    record(f"long: prefill {prompt} in {prefill.num_rows}", prefill, (report, operations))
+    record(f"long: decode after {prompt}", decode, measure(Steps(decode, steps.caches), prompt, 8, 3, rewind=False))
 
 
 def programs(arguments) -> tuple[dict, dict, dict]:
@@ -268,11 +288,9 @@ def programs(arguments) -> tuple[dict, dict, dict]:
     make = functools.partial(Stack, spec=DEEPSEEK_V4_FLASH, ratios=V4_FLASH_RATIOS[: arguments.layers])
     decode = {}
     for case in filter(None, arguments.decode.split(",")):
-        batch, context = map(int, case.split("x"))
-        decode[case] = Program(make(batch=batch, max_len=context), "decode", batch)
-    for options in arguments.options:
-        also = {name: xla_value(value) for name, value in (option.split("=") for option in options.split(","))}
-        decode |= {f"{c}, {options}": dataclasses.replace(p, options=also) for c, p in decode.items() if not p.options}
+        sizes, _, options = case.partition("@")
+        batch, context = map(int, sizes.split("x"))
+        decode[case] = Program(make(batch=batch, max_len=context), "decode", batch, options=xla_options(options))
     prefill, chunks = {}, {}
     cases = [tuple(map(int, case.split("/"))) for case in filter(None, arguments.prefill.split(","))]
     longest = max((-(-prompt // 256) * 256 for prompt, _ in cases), default=0)
@@ -287,17 +305,22 @@ def programs(arguments) -> tuple[dict, dict, dict]:
     return decode, prefill, long
 
 
-def xla_value(text: str) -> int | bool | str:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+def xla_options(text: str) -> dict:
+    def value(text: str) -> int | bool | str:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    return {name: value(given) for name, _, given in (option.partition("=") for option in text.split("&")) if name}
 
 
 def compile_all(todo: list[Program], workers: int) -> None:
+    """Several at once: each is lowered here and compiled in a thread, while the next one is lowered."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for program in pool.map(Program.compile, todo):
-            print(f"compiled {program.name}: {program.compile_seconds:.1f} s {program.in_place()}", flush=True)
+        for future in [pool.submit(Program.compile, program.lower()) for program in todo]:
+            program = future.result()
+            print(f"compiled {program.name}: {program.compile_seconds:.1f} s {program.in_place}", flush=True)
 
 
 # --- report ----------------------------------------------------------------------------------------
@@ -327,36 +350,41 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
     parser.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
-    parser.add_argument("--options", action="append", default=[], help="decode also with these XLA options, a=b,c=d")
     arguments = parser.parse_args()
-    decode, prefill, long = programs(arguments)
-    used = [*decode.values(), *dict.fromkeys(prefill.values()), *(p for pair in long.values() for p in pair)]
-    compile_all(used, arguments.workers)
+    from benchmarks.timing import environment  # needs torch
 
-    results = {}
+    decode, prefill, long = programs(arguments)
+    results, used, where = {}, [], environment()
+
+    def prepare(some):
+        used.extend(some := list(dict.fromkeys(some)))
+        compile_all(some, arguments.workers)
 
     def record(name, program, measured):
         results[name], operations = measured
         print(table({name: results[name]}).splitlines()[-1], flush=True)
-        for kind in by_kind(program, operations, results[name]["steps"])[: arguments.operations]:
+        kinds = by_kind(program, operations, results[name]["steps"]) if arguments.operations else []
+        for kind in kinds[: arguments.operations]:
             print(f"    {kind.us:9.1f} us {kind.count:7.1f} x {kind.captured:7.1f} in graphs  {kind.name[:150]}")
+        save(results, used, where)
 
+    prepare(decode.values())
     for case, program in decode.items():
         record(f"decode {case}", program, decode_case(program, arguments.repeats))
+    prepare(prefill.values())
     for (prompt, chunk), program in prefill.items():
         record(f"prefill {prompt} in {chunk}", program, prefill_case(program, prompt, arguments.repeats))
     for prompt, pair in long.items():
-        results |= dict(long_case(*pair, prompt))
+        prepare(pair)
+        long_case(*pair, prompt, record)
     print(table(results))
-    save(results, used)
 
 
-def save(results: dict, used: list[Program]) -> None:
-    from benchmarks.timing import environment
-
-    programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place()} for p in used}
+def save(results: dict, used: list[Program], where: dict) -> None:
+    """After every case: a run that is cut short leaves what it has measured."""
+    programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
     folder = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
-    record = {"environment": environment(), "results": results, "programs": programs}
+    record = {"environment": where, "results": results, "programs": programs}
     (folder / "step.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -100,8 +100,8 @@ def test_a_step_is_captured(phase):
     spec = dataclasses.replace(DEEPSEEK_V4_FLASH, index_topk=64)
     rows = 2 if phase == "decode" else 256
     stack = Stack(spec=spec, ratios=(0, 0, 4, 128, 4), batch=rows if phase == "decode" else 1, max_len=1024)
-    program = Program(stack, phase, rows).compile()
-    assert program.in_place()["conditionals"] == 0
+    program = Program(stack, phase, rows).lower().compile()
+    assert program.in_place["conditionals"] == 0
     end = () if phase == "decode" else (jnp.int32(1024),)
     steps = Steps(program, fill(stack, stack.empty_caches()), *end)
     steps.start(256)

@@ -36,11 +36,11 @@ def test_pages_and_windows_are_each_requests_own():
 @pytest.fixture(scope="module")
 def decode():
     stack = Stack(spec=SMALL, ratios=(0, 4, 128), batch=2, max_len=512)
-    return Program(stack, "decode", 2).compile()
+    return Program(stack, "decode", 2).lower().compile()
 
 
 def test_a_decode_step_is_in_place(decode):
-    report = decode.in_place()
+    report = decode.in_place
     counter_and_output = 2 * 4 + 2 * SMALL.num_heads * SMALL.v_dim * 2
     assert report["alias_bytes"] == report["cache_bytes"] + counter_and_output
     assert report["copies"] == report["conditionals"] == 0
@@ -70,8 +70,8 @@ def test_no_layer_is_dead(decode):
 
 def test_prefill_counts_its_tokens():
     stack = Stack(spec=SMALL, ratios=(0, 128), max_len=512, window_pages=2)
-    program = Program(stack, "prefill", 256).compile()
-    assert program.in_place()["copies"] == 0
+    program = Program(stack, "prefill", 256).lower().compile()
+    assert program.in_place["copies"] == 0
     steps = Steps(program, stack.empty_caches(), jnp.int32(300))
     steps.start(0)
     steps(2)
@@ -104,10 +104,13 @@ def test_operations_are_grouped_by_kernel_and_jax_operation(monkeypatch):
 
 
 def test_the_cases_name_their_programs():
-    arguments = type("", (), {"layers": 3, "decode": "1x512,4x1024", "prefill": "600/256,300/256,600/512", "long": ""})
-    arguments.options = ["xla_some_flag=1"]
+    arguments = type(
+        "",
+        (),
+        {"layers": 3, "decode": "1x512,4x1024@xla_a=true&JAX_B=c", "prefill": "600/256,300/256,600/512", "long": ""},
+    )
     decode, prefill, long = step.programs(arguments)
-    assert [p.num_rows for p in decode.values()] == [1, 4, 1, 4] and long == {}
-    assert [bool(p.options) for p in decode.values()] == [False, False, True, True]
+    assert [p.num_rows for p in decode.values()] == [1, 4] and long == {}
+    assert [p.options for p in decode.values()] == [{}, {"xla_a": True, "JAX_B": "c"}]
     assert prefill[600, 256] is prefill[300, 256] is not prefill[600, 512]
     assert prefill[600, 256].stack.max_len == 768 and jax.tree.leaves(prefill[600, 256].stack.ratios) == [0, 0, 4]
