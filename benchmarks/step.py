@@ -11,7 +11,7 @@ Per case: wall and GPU time per step, the share of the time in which the GPU is 
 (CUPTI, through torch's profiler), how many of them came out of CUDA graphs, and the time that the host takes to
 enqueue a step under `jax.transfer_guard("disallow")`. Per program: compile time, and whether the caches stay where they
 are (bytes that the executable aliases, copies of a cache's shape in its HLO, buffer addresses). Prints tables and
-writes JSON to $OUT or benchmarks/results.
+writes JSON to $OUT or benchmarks/results, beside the cases of earlier runs.
 """
 
 from __future__ import annotations
@@ -381,11 +381,14 @@ def main() -> None:
 
 
 def save(results: dict, used: list[Program], where: dict) -> None:
-    """After every case: a run that is cut short leaves what it has measured."""
-    programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
-    folder = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
-    record = {"environment": where, "results": results, "programs": programs}
-    (folder / "step.json").write_text(json.dumps(record, indent=1) + "\n")
+    """After every case, into what earlier runs left: a case replaces its own record and says what it was run with."""
+    path = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / "step.json"
+    record = json.loads(path.read_text()) if path.exists() else {"results": {}, "programs": {}}
+    run = {"commit": where["commit"], "command": where["command"]}
+    record["environment"] = {name: value for name, value in where.items() if name not in run}
+    record["results"] |= {name: {**result, **run} for name, result in results.items()}
+    record["programs"] |= {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

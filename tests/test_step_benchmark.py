@@ -1,6 +1,7 @@
 """The pieces of benchmarks/step.py at a small size: its programs are in place and whole, its bookkeeping is right."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,19 @@ def test_operations_are_grouped_by_kernel_and_jax_operation(monkeypatch):
     program = Program(Stack(), "decode", 1)
     kinds = step.by_kind(program, OPERATIONS, steps=2)
     assert kinds == [(0.0125, 1, 0.5, "a_kernel"), (0.007, 1, 0.5, "loop_fusion: jit(f)/add")]
+
+
+def test_a_run_keeps_the_cases_of_earlier_ones(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    where = {"device": "a GPU", "commit": "abc", "command": "first"}
+    step.save({"one": {"wall_us": 1.0}, "two": {"wall_us": 2.0}}, [], where)
+    step.save({"two": {"wall_us": 3.0}}, [], {**where, "command": "second"})
+    record = json.loads((tmp_path / "step.json").read_text())
+    assert record["environment"] == {"device": "a GPU"}
+    assert {name: (r["wall_us"], r["command"]) for name, r in record["results"].items()} == {
+        "one": (1.0, "first"),
+        "two": (3.0, "second"),
+    }
 
 
 def test_the_cases_name_their_programs():
