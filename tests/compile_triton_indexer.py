@@ -12,8 +12,8 @@ from compile_triton_kv import compile_kernel
 from jax_sparse_mla.kernels_triton import compressor, indexer
 
 FLOATS = ("weights_ptr", "scale_ptr", "state_kv_ptr", "state_score_ptr", "state_kv_in_ptr", "state_score_in_ptr")
-FLOATS += ("ape_ptr", "inv_freq_ptr")
-BFLOATS = ("k_ptr", "kv_ptr", "score_ptr", "norm_weight_ptr", "entries_ptr", "after_ptr")
+FLOATS += ("ape_ptr", "inv_freq_ptr", "pooled_ptr")
+BFLOATS = ("k_ptr", "kv_ptr", "score_ptr", "norm_weight_ptr", "entries_ptr")
 
 
 def types(kernel, **others):
@@ -40,12 +40,13 @@ def cases(hardware_fp8):
     for rows in (64, 8192):
         plan = indexer.plan_logits(rows, 64, 512, 64, 132)
         yield f"logits {rows}", plan.kernel, types(plan.kernel, q_ptr=e4m3, out_ptr="*fp32"), plan.constants | fp8
+    pool, find, finish = compressor.pool_kernel, compressor.find_rows_kernel, compressor.finish_kernel
     for ratio, head_dim, rows in ((4, 512, 64), (4, 128, 64), (128, 512, 8192)):
-        constants = compressor.compress_constants(ratio, head_dim, 64, 128, rows)
-        yield f"compress {ratio} {head_dim}", compressor.compress_kernel, types(compressor.compress_kernel), constants
-    find, carry = compressor.find_rows_kernel, compressor.carry_kernel
+        constants = compressor.pool_constants(ratio, head_dim, 128, rows)
+        yield f"pool {ratio} {head_dim}", pool, types(pool), constants
+        constants = compressor.finish_constants(ratio, head_dim, 64, 128)
+        yield f"finish {ratio} {head_dim}", finish, types(finish), constants
     yield "find", find, types(find), {"RATIO": 4} | compressor.FIND_OPTIONS
-    yield "carry", carry, types(carry), {"RING": 8, "WIDTH": 1024} | compressor.CARRY_OPTIONS
 
 
 def main():

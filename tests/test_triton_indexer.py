@@ -387,7 +387,7 @@ def test_the_last_slots_of_a_5_gib_cache():
         out = torch_indexer.index_logits(tensor(q), tensor(weights), written, tensor(table), tensor(lengths))
         small_table = np.tile(np.array([[3, 2, 1, 0]], np.int32), (rows, 1))
         want = torch_logits(q, weights, small, small_table, lengths)
-        assert torch.equal(out, want) and want.isfinite().all() and want.ne(0).any()
+        assert torch.equal(out, want) and want.ne(0).any()
 
 
 @pytest.mark.gpu

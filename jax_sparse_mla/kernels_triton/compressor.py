@@ -1,8 +1,9 @@
 """Triton kernels of DeepSeek-V4's compressor, by the rules of `jax_sparse_mla.compressor`, in two launches.
 
-First the entries: a program finds the row that completes its entry, pools the row's window channel by channel, norms
-and rotates. A window's tokens come from this step's rows or from the requests' rings. Then the rings take this step's
-last tokens: a launch of its own, because they replace tokens that other programs of the first one may still read.
+First the pooling: a program finds the row that completes its entry and pools some channels of the row's window, whose
+tokens come from this step's rows or from the request's ring. Few groups end in a step, so that an entry is shared out
+among programs. Then entries are normed and rotated, which takes all channels, and the rings take this step's last
+tokens, which replace tokens that other programs of the first launch may still have read.
 """
 
 from __future__ import annotations
@@ -13,25 +14,41 @@ import triton.language as tl
 # Steps of at most so many rows are searched by every program; for longer ones a launch of one program does it once.
 SEARCHED_ROWS = 1024
 
-FIND_OPTIONS = {"CHUNK": 2048, "num_warps": 8}
-CARRY_OPTIONS = {"COLUMNS": 512, "num_warps": 4}
+FIND_OPTIONS = {"CHUNK": 8192, "num_warps": 16}
+
+# Channels of an entry that a program pools.
+CHANNELS = 128
 
 
-def compress_constants(ratio: int, head_dim: int, rope_dim: int, ring: int, rows: int) -> dict[str, int]:
-    """The constexpr arguments of `compress_kernel`, with num_warps."""
+def pool_constants(ratio: int, head_dim: int, ring: int, rows: int) -> dict[str, int]:
+    """The constexpr arguments of `pool_kernel`, with num_warps."""
     overlap = 2 if ratio == 4 else 1
-    head_pow2 = triton.next_power_of_2(head_dim)
+    window_pow2 = triton.next_power_of_2(overlap * ratio)
     return {
         "RATIO": ratio,
         "WINDOW": overlap * ratio,
+        "WINDOW_POW2": window_pow2,
         "OVERLAP": overlap,
         "RING": ring,
         "HEAD_DIM": head_dim,
-        "HEAD_POW2": head_pow2,
-        "ROPE_DIM": rope_dim,
-        "TOKENS": min(triton.next_power_of_2(overlap * ratio), 16),
+        "CHANNELS": CHANNELS,
+        "TOKENS": min(window_pow2, 32),
         "ROWS_POW2": triton.next_power_of_2(rows) if rows <= SEARCHED_ROWS else 0,
-        "num_warps": 8 if head_pow2 >= 256 else 4,
+        "num_warps": 4,
+    }
+
+
+def finish_constants(ratio: int, head_dim: int, rope_dim: int, ring: int) -> dict[str, int]:
+    """The constexpr arguments of `finish_kernel`, with num_warps."""
+    return {
+        "RATIO": ratio,
+        "RING": ring,
+        "WIDTH": (2 if ratio == 4 else 1) * head_dim,
+        "HEAD_DIM": head_dim,
+        "HEAD_POW2": triton.next_power_of_2(head_dim),
+        "ROPE_DIM": rope_dim,
+        "COLUMNS": 512,
+        "num_warps": 4,
     }
 
 
@@ -89,7 +106,7 @@ def find_rows_kernel(
 
 
 @triton.jit
-def compress_kernel(
+def pool_kernel(
     kv_ptr,  # bfloat16 or float32 [num_rows, OVERLAP * HEAD_DIM]
     score_ptr,  # the same
     state_kv_ptr,  # float32 [max_requests, RING, OVERLAP * HEAD_DIM]
@@ -98,27 +115,26 @@ def compress_kernel(
     req_rows_ptr,  # int32 [num_rows]
     query_start_loc_ptr,  # int32 [num_requests + 1]
     ape_ptr,  # float32 [RATIO, OVERLAP * HEAD_DIM]
-    norm_weight_ptr,  # bfloat16 or float32 [HEAD_DIM]
-    inv_freq_ptr,  # float32 [ROPE_DIM / 2]
     found_ptr,  # int32 [num_entries], what find_rows_kernel found; not read with ROWS_POW2
-    norm_eps,
     num_rows,
     num_requests,
     max_requests,
-    entries_ptr,  # bfloat16 [num_entries, HEAD_DIM]
+    pooled_ptr,  # float32 [num_entries, HEAD_DIM]; not written for unused entries
     rows_ptr,  # int32 [num_entries]
     RATIO: tl.constexpr,
     WINDOW: tl.constexpr,
+    WINDOW_POW2: tl.constexpr,
     OVERLAP: tl.constexpr,
     RING: tl.constexpr,
-    HEAD_DIM: tl.constexpr,  # even
-    HEAD_POW2: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,  # of a window, taken at a time
     ROWS_POW2: tl.constexpr,  # at least num_rows, or 0: the rows were found before
 ):
-    """One entry per program."""
-    entry = tl.program_id(0)
+    """Some channels of an entry per program."""
+    parts: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
+    width: tl.constexpr = OVERLAP * HEAD_DIM
+    entry, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     if ROWS_POW2 > 0:
         candidate = tl.arange(0, ROWS_POW2)
         limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
@@ -127,41 +143,42 @@ def compress_kernel(
         row = tl.max(tl.where(completes & (index == entry), candidate, -1), axis=0)
     else:
         row = tl.load(found_ptr + entry)
-    tl.store(rows_ptr + entry, row)
+    if part == 0:
+        tl.store(rows_ptr + entry, row)
 
-    channel = tl.arange(0, HEAD_POW2)
-    in_head = channel < HEAD_DIM
-    out_ptr = entries_ptr + entry.to(tl.int64) * HEAD_DIM
-    if row < 0:
-        tl.store(out_ptr + channel, tl.zeros([HEAD_POW2], tl.bfloat16), mask=in_head)
-    else:
+    if row >= 0:
         request = tl.load(req_rows_ptr + row)
         last_position = tl.load(positions_ptr + row)
-        top = tl.full([HEAD_POW2], float("-inf"), tl.float32)
-        total = tl.zeros([HEAD_POW2], tl.float32)
-        pooled = tl.zeros([HEAD_POW2], tl.float32)
+        # Rows before may be another request's, or padding; those of this request follow each other.
+        back = tl.arange(0, WINDOW_POW2)
+        may_be = (back < WINDOW) & (back <= row)
+        in_step = may_be & (tl.load(req_rows_ptr + row - back, mask=may_be, other=-1) == request)
+        in_step &= tl.load(positions_ptr + row - back, mask=may_be, other=-1) == last_position - back
+        tokens_in_step = tl.min(tl.where(in_step, WINDOW, back), axis=0)
+
+        channel = part * CHANNELS + tl.arange(0, CHANNELS)
+        in_head = (channel < HEAD_DIM)[None, :]
+        top = tl.full([CHANNELS], float("-inf"), tl.float32)
+        total = tl.zeros([CHANNELS], tl.float32)
+        pooled = tl.zeros([CHANNELS], tl.float32)
         for start in range(0, WINDOW, TOKENS):
             token = start + tl.arange(0, TOKENS)
-            position = last_position - (WINDOW - 1) + token
+            behind = WINDOW - 1 - token
+            position = last_position - behind
             exists = (token < WINDOW) & (position >= 0)
-            source = row - (WINDOW - 1) + token
-            may_be = exists & (source >= 0)
-            # The row before may be another request's, or padding.
-            in_step = may_be & (tl.load(req_rows_ptr + source, mask=may_be, other=-1) == request)
-            in_step &= tl.load(positions_ptr + source, mask=may_be, other=-1) == position
             half = token // RATIO * HEAD_DIM  # A of the group before, B of the last one
-            width: tl.constexpr = OVERLAP * HEAD_DIM
-            step_at = (source.to(tl.int64) * width + half)[:, None] + channel[None, :]
+            step_at = ((row - behind).to(tl.int64) * width + half)[:, None] + channel[None, :]
             ring_at = (request.to(tl.int64) * RING + position % RING) * width + half
             ring_at = ring_at[:, None] + channel[None, :]
-            from_step = in_step[:, None] & in_head[None, :]
-            from_ring = (exists & (in_step == 0))[:, None] & in_head[None, :]
+            ape_at = (token % RATIO * width + half)[:, None] + channel[None, :]
+            from_step = (exists & (behind < tokens_in_step))[:, None] & in_head
+            from_ring = (exists & (behind >= tokens_in_step))[:, None] & in_head
             kv = tl.load(kv_ptr + step_at, mask=from_step, other=0.0).to(tl.float32)
             score = tl.load(score_ptr + step_at, mask=from_step, other=0.0).to(tl.float32)
-            kv = tl.where(from_ring, tl.load(state_kv_ptr + ring_at, mask=from_ring, other=0.0), kv)
-            score = tl.where(from_ring, tl.load(state_score_ptr + ring_at, mask=from_ring, other=0.0), score)
-            ape_at = (token % RATIO * width + half)[:, None] + channel[None, :]
-            score += tl.load(ape_ptr + ape_at, mask=(token < WINDOW)[:, None] & in_head[None, :], other=0.0)
+            # The one or the other is 0.
+            kv += tl.load(state_kv_ptr + ring_at, mask=from_ring, other=0.0)
+            score += tl.load(state_score_ptr + ring_at, mask=from_ring, other=0.0)
+            score += tl.load(ape_ptr + ape_at, mask=exists[:, None] & in_head, other=0.0)
             score = tl.where(exists[:, None], score, float("-inf"))
             higher = tl.maximum(top, tl.max(score, axis=0))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -171,54 +188,70 @@ def compress_kernel(
             pooled = pooled * kept + tl.sum(weight * kv, axis=0)
             top = higher
         pooled = pooled / tl.where(total == 0, 1.0, total)
-
-        pooled = tl.where(in_head, pooled, 0.0)
-        scale = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + norm_eps)
-        normed = pooled * scale * tl.load(norm_weight_ptr + channel, mask=in_head, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(normed, [HEAD_POW2 // 2, 2]))
-        pair = tl.arange(0, HEAD_POW2 // 2) - (HEAD_DIM - ROPE_DIM) // 2
-        rotates = (pair >= 0) & (pair < ROPE_DIM // 2)
-        angle = tl.load(inv_freq_ptr + pair, mask=rotates, other=0.0)
-        angle = (last_position - (RATIO - 1)).to(tl.float32) * angle
-        cos, sin = tl.cos(angle), tl.sin(angle)
-        rotated = tl.join(
-            tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd)
-        )
-        tl.store(out_ptr + channel, tl.reshape(rotated, [HEAD_POW2]).to(tl.bfloat16), mask=in_head)
+        tl.store(pooled_ptr + entry.to(tl.int64) * HEAD_DIM + channel, pooled, mask=channel < HEAD_DIM)
 
 
 @triton.jit
-def carry_kernel(
+def finish_kernel(
     kv_ptr,  # bfloat16 or float32 [num_rows, WIDTH]
     score_ptr,  # the same
     positions_ptr,  # int32 [num_rows]
     req_rows_ptr,  # int32 [num_rows]
     query_start_loc_ptr,  # int32 [num_requests + 1]
-    after_ptr,  # of the entries, which come before: an order that XLA sees
-    state_kv_in_ptr,  # the same buffers as the last two
+    norm_weight_ptr,  # bfloat16 or float32 [HEAD_DIM]
+    inv_freq_ptr,  # float32 [ROPE_DIM / 2]
+    pooled_ptr,  # float32 [num_entries, HEAD_DIM]
+    rows_ptr,  # int32 [num_entries]
+    state_kv_in_ptr,  # the same buffers as the two of the state below
     state_score_in_ptr,
+    norm_eps,
     num_rows,
     num_requests,
     max_requests,
     state_kv_ptr,  # float32 [max_requests, RING, WIDTH]
     state_score_ptr,  # the same
+    entries_ptr,  # bfloat16 [num_entries, HEAD_DIM]
+    RATIO: tl.constexpr,
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # even
+    HEAD_POW2: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One row per program."""
+    """A row to carry, or an entry, per program."""
     row = tl.program_id(0)
-    limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
-    live, request, position = _load_live(positions_ptr, req_rows_ptr, row, limit, max_requests)
-    # A later row of the request that has the same place replaces this one.
-    later_live, later_request, _ = _load_live(positions_ptr, req_rows_ptr, row + RING, limit, max_requests)
-    if live & ((later_live == 0) | (later_request != request)):
-        source = row.to(tl.int64) * WIDTH
-        target = (request.to(tl.int64) * RING + position % RING) * WIDTH
-        for start in range(0, WIDTH, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            inside = column < WIDTH
-            kv = tl.load(kv_ptr + source + column, mask=inside, other=0.0)
-            score = tl.load(score_ptr + source + column, mask=inside, other=0.0)
-            tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside)
-            tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside)
+    if row < num_rows:
+        limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+        live, request, position = _load_live(positions_ptr, req_rows_ptr, row, limit, max_requests)
+        # A later row of the request that has the same place replaces this one.
+        later_live, later_request, _ = _load_live(positions_ptr, req_rows_ptr, row + RING, limit, max_requests)
+        if live & ((later_live == 0) | (later_request != request)):
+            source = row.to(tl.int64) * WIDTH
+            target = (request.to(tl.int64) * RING + position % RING) * WIDTH
+            for start in range(0, WIDTH, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)
+                inside = column < WIDTH
+                kv = tl.load(kv_ptr + source + column, mask=inside, other=0.0)
+                score = tl.load(score_ptr + source + column, mask=inside, other=0.0)
+                tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside)
+                tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside)
+    else:
+        entry = row - num_rows
+        completing = tl.load(rows_ptr + entry)
+        channel = tl.arange(0, HEAD_POW2)
+        used = (channel < HEAD_DIM) & (completing >= 0)
+        pooled = tl.load(pooled_ptr + entry.to(tl.int64) * HEAD_DIM + channel, mask=used, other=0.0)
+        position = tl.load(positions_ptr + tl.maximum(completing, 0)) - (RATIO - 1)
+        scale = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + norm_eps)
+        normed = pooled * scale * tl.load(norm_weight_ptr + channel, mask=used, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(normed, [HEAD_POW2 // 2, 2]))
+        pair = tl.arange(0, HEAD_POW2 // 2) - (HEAD_DIM - ROPE_DIM) // 2
+        rotates = (pair >= 0) & (pair < ROPE_DIM // 2)
+        angle = position.to(tl.float32) * tl.load(inv_freq_ptr + pair, mask=rotates, other=0.0)
+        cos, sin = tl.cos(angle), tl.sin(angle)
+        rotated = tl.join(
+            tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd)
+        )
+        rotated = tl.reshape(rotated, [HEAD_POW2]).to(tl.bfloat16)
+        tl.store(entries_ptr + entry.to(tl.int64) * HEAD_DIM + channel, rotated, mask=channel < HEAD_DIM)

@@ -70,15 +70,25 @@ def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int
 # --- quantising ------------------------------------------------------------------------------------
 
 
+def quantize_programs(lines: int, sm_count: int) -> int:
+    """Programs of `quantize_index_q_kernel`: they share the lines out, and each makes the transform's matrix once."""
+    return min(triton.cdiv(lines, QUANTIZE_OPTIONS["LINES"]), 4 * sm_count)
+
+
 @triton.jit
-def _hadamard(x):
-    """x [n, 128], bfloat16 or float32, times Sylvester's matrix and 128^-0.5: float32."""
+def _sylvester():
+    """Sylvester's matrix [128, 128] of signs, bfloat16: -1 where row and column share an odd number of set bits."""
     i = tl.arange(0, _DIM)
     common = i[:, None] & i[None, :]
     common ^= common >> 4
     common ^= common >> 2
     common ^= common >> 1
-    signs = (1 - 2 * (common & 1)).to(tl.float32).to(tl.bfloat16)
+    return (1 - 2 * (common & 1)).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _hadamard(x, signs):
+    """x [n, 128], bfloat16 or float32, times the signs and 128^-0.5: float32."""
     if x.dtype == tl.bfloat16:
         transformed = tl.dot(x, signs)
     else:
@@ -115,13 +125,18 @@ def quantize_index_q_kernel(
     HARDWARE_FP8: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    inside = line < n
-    at = line.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
-    q = tl.load(q_ptr + at, mask=inside[:, None], other=0.0)
-    values, scale = _quantize(_hadamard(q) if HADAMARD else q.to(tl.float32), HARDWARE_FP8)
-    tl.store(values_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + at, values, mask=inside[:, None])
-    tl.store(scale_ptr + line, scale, mask=inside)
+    first = tl.program_id(0) * LINES
+    if HADAMARD:
+        signs = _sylvester()
+    while first < n:
+        line = first + tl.arange(0, LINES)
+        inside = line < n
+        at = line.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
+        q = tl.load(q_ptr + at, mask=inside[:, None], other=0.0)
+        values, scale = _quantize(_hadamard(q, signs) if HADAMARD else q.to(tl.float32), HARDWARE_FP8)
+        tl.store(values_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + at, values, mask=inside[:, None])
+        tl.store(scale_ptr + line, scale, mask=inside)
+        first += tl.num_programs(0) * LINES
 
 
 @triton.jit
@@ -142,7 +157,7 @@ def write_index_k_kernel(
     valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
     column = tl.arange(0, _DIM)[None, :]
     k = tl.load(k_ptr + token.to(tl.int64)[:, None] * _DIM + column, mask=valid[:, None], other=0.0)
-    values, scale = _quantize(_hadamard(k) if HADAMARD else k.to(tl.float32), HARDWARE_FP8)
+    values, scale = _quantize(_hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32), HARDWARE_FP8)
     start = page * (PAGE_SIZE * _TOKEN_BYTES)
     # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
     target = (start + offset * _DIM)[:, None] + tl.max_contiguous(column, (1, 8))

@@ -24,7 +24,7 @@ def quantize_index_q(q: jax.Array, *, hadamard: bool) -> tuple[jax.Array, jax.Ar
         lines,
         kernel=kernels.quantize_index_q_kernel,
         out_shape=(jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)),
-        grid=(triton.cdiv(lines, kernels.QUANTIZE_OPTIONS["LINES"]),),
+        grid=(kernels.quantize_programs(lines, DeviceInfo.current().sm_count),),
         name="quantize_index_q",
         HADAMARD=hadamard,
         HARDWARE_FP8=_hardware_fp8(),
@@ -99,11 +99,11 @@ def compress(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`."""
     num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
-    (max_requests, ring, width), head_dim = state_kv.shape, norm_weight.shape[0]
-    constants = compressor_kernels.compress_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring, num_rows)
+    (max_requests, ring, _), head_dim = state_kv.shape, norm_weight.shape[0]
+    pool = compressor_kernels.pool_constants(ratio, head_dim, ring, num_rows)
     rows_shape = jax.ShapeDtypeStruct((num_entries,), jnp.int32)
     found = positions
-    if not constants["ROWS_POW2"]:
+    if not pool["ROWS_POW2"]:
         found = triton_call(
             *(positions, req_rows, query_start_loc, num_rows, num_requests, num_entries, max_requests),
             kernel=compressor_kernels.find_rows_kernel,
@@ -113,26 +113,28 @@ def compress(
             RATIO=ratio,
             **compressor_kernels.FIND_OPTIONS,
         )
-    entries, rows = triton_call(
-        *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, found),
-        *(np.float32(norm_eps), num_rows, num_requests, max_requests),
-        kernel=compressor_kernels.compress_kernel,
-        out_shape=(jax.ShapeDtypeStruct((num_entries, head_dim), jnp.bfloat16), rows_shape),
-        grid=(num_entries,),
-        name="compress",
-        **constants,
-    )
-    state_kv, state_score = triton_call(
-        *(kv, score, positions, req_rows, query_start_loc, entries, state_kv, state_score),
+    pooled, rows = triton_call(
+        *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, found),
         *(num_rows, num_requests, max_requests),
-        kernel=compressor_kernels.carry_kernel,
-        out_shape=[jax.ShapeDtypeStruct(state_kv.shape, jnp.float32)] * 2,
-        input_output_aliases={6: 0, 7: 1},
-        grid=(num_rows,),
-        name="compress_carry",
-        RING=ring,
-        WIDTH=width,
-        **compressor_kernels.CARRY_OPTIONS,
+        kernel=compressor_kernels.pool_kernel,
+        out_shape=(jax.ShapeDtypeStruct((num_entries, head_dim), jnp.float32), rows_shape),
+        grid=(num_entries * triton.cdiv(head_dim, compressor_kernels.CHANNELS),),
+        name="compress_pool",
+        **pool,
+    )
+    # It reads what the pooling made, so XLA sees that the pooling has read the state before it is written.
+    state_kv, state_score, entries = triton_call(
+        *(kv, score, positions, req_rows, query_start_loc, norm_weight, inv_freq, pooled, rows, state_kv, state_score),
+        *(np.float32(norm_eps), num_rows, num_requests, max_requests),
+        kernel=compressor_kernels.finish_kernel,
+        out_shape=(
+            *[jax.ShapeDtypeStruct(state_kv.shape, jnp.float32)] * 2,
+            jax.ShapeDtypeStruct((num_entries, head_dim), jnp.bfloat16),
+        ),
+        input_output_aliases={9: 0, 10: 1},
+        grid=(num_rows + num_entries,),
+        name="compress_finish",
+        **compressor_kernels.finish_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring),
     )
     return entries, rows, state_kv, state_score
 

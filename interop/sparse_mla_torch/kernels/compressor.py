@@ -6,6 +6,7 @@ It launches on the current stream and neither synchronises nor copies to the hos
 from __future__ import annotations
 
 import torch
+import triton
 
 from jax_sparse_mla.compressor import OVERLAP_RATIO, compressor_window
 from jax_sparse_mla.kernels_triton import compressor as kernels
@@ -80,23 +81,22 @@ def compress_kv(
         entries.zero_()
         rows.fill_(-1)
         return entries, rows
-    constants = kernels.compress_constants(ratio, head_dim, 2 * half_rope, ring, num_rows)
-    if not constants["ROWS_POW2"]:
+    pool = kernels.pool_constants(ratio, head_dim, ring, num_rows)
+    if not pool["ROWS_POW2"]:
         kernels.find_rows_kernel[(1,)](
             *(positions, req_rows, query_start_loc, num_rows, num_requests, num_entries, max_requests, rows),
             RATIO=ratio,
             **kernels.FIND_OPTIONS,
         )
-    kernels.compress_kernel[(num_entries,)](
-        *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, rows),
-        *(norm_eps, num_rows, num_requests, max_requests, entries, rows),
-        **constants,
+    pooled = torch.empty((num_entries, head_dim), dtype=torch.float32, device=kv.device)
+    kernels.pool_kernel[(num_entries * triton.cdiv(head_dim, kernels.CHANNELS),)](
+        *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, rows),
+        *(num_rows, num_requests, max_requests, pooled, rows),
+        **pool,
     )
-    kernels.carry_kernel[(num_rows,)](
-        *(kv, score, positions, req_rows, query_start_loc, entries, state_kv, state_score),
-        *(num_rows, num_requests, max_requests, state_kv, state_score),
-        RING=ring,
-        WIDTH=width,
-        **kernels.CARRY_OPTIONS,
+    kernels.finish_kernel[(num_rows + num_entries,)](
+        *(kv, score, positions, req_rows, query_start_loc, norm_weight, inv_freq, pooled, rows, state_kv, state_score),
+        *(norm_eps, num_rows, num_requests, max_requests, state_kv, state_score, entries),
+        **kernels.finish_constants(ratio, head_dim, 2 * half_rope, ring),
     )
     return entries, rows

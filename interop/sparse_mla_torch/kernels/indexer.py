@@ -44,8 +44,8 @@ def quantize_index_q(
     check_tensor(function, "out[1]", scale, shape[:2], (torch.float32,), q)
     lines = scale.numel()
     if lines:
-        hardware_fp8, _ = _device(q.device)
-        kernels.quantize_index_q_kernel[(triton.cdiv(lines, kernels.QUANTIZE_OPTIONS["LINES"]),)](
+        hardware_fp8, sm_count = _device(q.device)
+        kernels.quantize_index_q_kernel[(kernels.quantize_programs(lines, sm_count),)](
             q,
             lines,
             values if hardware_fp8 else values.view(torch.uint8),
