@@ -14,8 +14,8 @@ _INT_MAX = tl.constexpr(2**31 - 1)
 _BLOCK_TOKENS = tl.constexpr(64)  # keys that a FlashMLA block covers
 _OVERHEAD = tl.constexpr(5)  # what starting on a request costs a partition, in blocks
 
-_SMALL_BATCH = 1024
-WARPS, UNROLL = 8, 1
+_RESIDENT_BATCH = 256  # requests whose starts the walk keeps in one warp's registers
+_LARGE_CHUNK = 1024
 
 MAX_SCHEDULES = 3  # of FlashMLA that a launch makes: V4 has three kinds of layers
 
@@ -30,9 +30,8 @@ def schedules_constants(
       indexer: `paged_mqa_constants`, where the indexer's schedule is wanted.
     """
     # A step of the walk is a reduction: quickest in one warp, from registers. Large batches have more work around it.
-    resident = batch < _SMALL_BATCH
-    warps = 1 if resident else WARPS
-    rows = min(triton.next_power_of_2(batch + 1), max(_SMALL_BATCH, 256 * warps))
+    resident = batch <= _RESIDENT_BATCH
+    rows = max(triton.next_power_of_2(batch), 32) if resident else _LARGE_CHUNK
     every = [*columns, *[(0, 0)] * (MAX_SCHEDULES - len(columns))]
     return {
         "SCHEDULES": len(columns),
@@ -40,15 +39,14 @@ def schedules_constants(
         **{f"EXTRA_TOPK_{i}": extra_topk for i, (_, extra_topk) in enumerate(every)},
         "PARTS": num_sm_parts,
         "PARTS_BLOCK": triton.next_power_of_2(num_sm_parts),
-        "WINDOW": rows if resident else max(triton.next_power_of_2(walk_window(num_sm_parts)), 32),
+        "WINDOW": max(triton.next_power_of_2(walk_window(num_sm_parts)), 32),
         "RESIDENT": resident,
-        "UNROLL": UNROLL,
         "STARTS_STEPS": (batch + 1).bit_length(),
         "PARTS_STEPS": num_sm_parts.bit_length(),
         "ROWS": rows,
         "CHUNKS": triton.cdiv(batch + 1, rows),
         **(indexer or {"NUM_SMS": 0, "SMS_BLOCK": 1, "SPLIT_KV": 1, "INDEXER_ROWS": 1, "INDEXER_CHUNKS": 1}),
-        "num_warps": warps,
+        "num_warps": 1 if resident else 4,
     }
 
 
@@ -74,7 +72,7 @@ def paged_mqa_constants(num_rows: int, num_sms: int, split_kv: int) -> dict[str,
 
 def paged_mqa_warps(num_rows: int) -> int:
     """Warps of `paged_mqa_kernel`."""
-    return 1 if num_rows <= _SMALL_BATCH else 4
+    return 1 if num_rows <= _RESIDENT_BATCH else 4
 
 
 @triton.jit
@@ -82,7 +80,7 @@ def count_at_most(values_ptr, stride, n, bound, STEPS: tl.constexpr):
     """How many of `n` ascending values are <= bound; STEPS is n's bit length."""
     low = bound * 0
     high = low + n
-    for _ in tl.static_range(STEPS):
+    for _ in range(STEPS):
         middle = low + (high - low) // 2
         searching = low < high
         below = searching & (tl.load(values_ptr + middle * stride, mask=searching, other=0) <= bound)
@@ -116,90 +114,120 @@ def _flashmla(
     PARTS_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     RESIDENT: tl.constexpr,
-    UNROLL: tl.constexpr,
     STARTS_STEPS: tl.constexpr,
     PARTS_STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     # The requests' costs on one line: request r covers [starts[r], starts[r + 1]), its overhead at the end.
-    starts_ptr = splits_ptr
-    total = 0
-    tl.store(starts_ptr, 0)
-    for chunk in range(CHUNKS):
-        row = chunk * ROWS + tl.arange(0, ROWS)
+    tl.store(splits_ptr, 0)
+    if RESIDENT:
+        row = tl.arange(0, ROWS)
         in_batch = row < batch
-        costs = _row_costs(main_ptr, extra_ptr, row, in_batch, TOPK, EXTRA_TOPK)
-        tl.store(starts_ptr + 1 + row, total + tl.cumsum(costs), mask=in_batch)
-        total += tl.sum(costs)
-    share = (total + PARTS - 1) // PARTS
-    budget = share + _OVERHEAD
+        ends = tl.cumsum(_row_costs(main_ptr, extra_ptr, row, in_batch, TOPK, EXTRA_TOPK))
+        total = tl.max(ends)
+        cuts = _walk_resident(tl.where(in_batch, ends, _INT_MAX), tiles_ptr, total, PARTS)
+        tl.store(splits_ptr + 1 + row, row + 1 + cuts, mask=in_batch)
+    else:
+        starts_ptr = splits_ptr
+        total = 0
+        for chunk in range(CHUNKS):
+            row = chunk * ROWS + tl.arange(0, ROWS)
+            in_batch = row < batch
+            costs = _row_costs(main_ptr, extra_ptr, row, in_batch, TOPK, EXTRA_TOPK)
+            tl.store(starts_ptr + 1 + row, total + tl.cumsum(costs), mask=in_batch)
+            total += tl.sum(costs)
+        tl.debug_barrier()
+        _walk(starts_ptr, tiles_ptr, batch, total, PARTS, PARTS_BLOCK, WINDOW, STARTS_STEPS)
     tl.debug_barrier()
 
     part = tl.arange(0, PARTS_BLOCK)
     in_parts = part < PARTS
     tile = tiles_ptr + 8 * part
-    if not RESIDENT:
-        # Partition i begins at i * share or up to 5 i places later: column 1 keeps the last request that starts no
-        # later than the least place its budget reaches, so that a step of the walk waits for no search.
-        least_reach = tl.minimum(part.to(tl.int64) * share + budget, total).to(tl.int32)
-        low = count_at_most(starts_ptr, 1, batch + 1, least_reach, STARTS_STEPS) - 1
-        tl.store(tile + 1, low, mask=in_parts)
-        tl.debug_barrier()
-    _walk(starts_ptr, tiles_ptr, batch, total, budget, PARTS, WINDOW, RESIDENT, UNROLL)
-    tl.debug_barrier()
-
     begin_req = tl.load(tile, mask=in_parts, other=0)
     begin_block = tl.load(tile + 2, mask=in_parts, other=0)
     next_req = tl.load(tile + 8, mask=part + 1 < PARTS, other=batch)
     next_block = tl.load(tile + 10, mask=part + 1 < PARTS, other=0)
     cut = next_block > 0
     end_req = next_req - (next_block == 0).to(tl.int32)
-    end_start = tl.load(starts_ptr + end_req, mask=in_parts, other=0)
-    whole = tl.load(starts_ptr + end_req + 1, mask=in_parts, other=0) - end_start - _OVERHEAD
+    whole = _row_costs(main_ptr, extra_ptr, end_req, in_parts, TOPK, EXTRA_TOPK) - _OVERHEAD
     one_request = begin_req == end_req
     tl.store(tile + 1, end_req, mask=in_parts)
     tl.store(tile + 3, tl.where(cut, next_block, whole), mask=in_parts)
     tl.store(tile + 5, ((begin_block > 0) | (one_request & cut)).to(tl.int32), mask=in_parts)
     tl.store(tile + 6, (cut | (one_request & (begin_block > 0))).to(tl.int32), mask=in_parts)
-    tl.debug_barrier()
-
-    # Request k begins after k requests, and after the cuts of those before it: all that precede the first partition
-    # that begins at request k or later.
-    for chunk in range(CHUNKS):
-        row = chunk * ROWS + tl.arange(0, ROWS)
-        in_splits = row <= batch
-        parts_before = count_at_most(tiles_ptr, 8, PARTS, row - 1, PARTS_STEPS)
-        cuts = tl.load(tiles_ptr + 8 * parts_before - 1, mask=in_splits & (parts_before > 0), other=0)
-        tl.store(splits_ptr + row, row + cuts, mask=in_splits)
-    tl.debug_barrier()
+    if not RESIDENT:
+        # Request k begins after k requests, and after the cuts of those before it: all that precede the first
+        # partition that begins at request k or later.
+        for chunk in range(CHUNKS):
+            row = chunk * ROWS + tl.arange(0, ROWS)
+            in_splits = row <= batch
+            parts_before = count_at_most(tiles_ptr, 8, PARTS, row - 1, PARTS_STEPS)
+            cuts = tl.load(tiles_ptr + 8 * parts_before - 1, mask=in_splits & (parts_before > 0), other=0)
+            tl.store(splits_ptr + row, row + cuts, mask=in_splits)
+        tl.debug_barrier()
     tl.store(tile + 7, part * 0, mask=in_parts)
 
 
 @triton.jit
-def _walk(
-    starts_ptr, tiles_ptr, batch, total, budget,
-    PARTS: tl.constexpr, WINDOW: tl.constexpr, RESIDENT: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Columns 0, 2 and 4 of every partition; column 7 has, for now, how many cuts there were up to its beginning.
+def _budget(total, PARTS: tl.constexpr):
+    return (total + PARTS - 1) // PARTS + _OVERHEAD
+
+
+@triton.jit
+def _walk_resident(ends, tiles_ptr, total, PARTS: tl.constexpr):
+    """Columns 0, 2 and 4 of every partition. Returns how many cuts there are before each next request.
 
     A partition reaches `budget` places on. Taken whole are the requests that end within reach; of the next, what fits
     together with its overhead. So the next one begins at the last start within reach, or 5 before the reach's end.
-    RESIDENT: the window holds all starts.
     """
+    budget = _budget(total, PARTS)
+    cuts_before = tl.zeros_like(ends)
+    position, request, block, split = 0, 0, 0, 0
+    for part in range(PARTS):
+        tile = tiles_ptr + 8 * part
+        tl.store(tile, request)
+        tl.store(tile + 2, block)
+        tl.store(tile + 4, split)
+
+        reach = position + tl.minimum(budget, total - position)
+        within = ends <= reach
+        start = tl.max(tl.where(within, ends, 0))
+        next_request = tl.sum(within.to(tl.int32))
+        position = tl.maximum(reach - _OVERHEAD, start)
+        block = position - start
+        cut = (block > 0).to(tl.int32)
+        cuts_before += tl.where(ends > start, cut, 0)
+        split = tl.where(next_request == request, split, 0) + cut
+        request = next_request
+    return cuts_before
+
+
+@triton.jit
+def _walk(
+    starts_ptr, tiles_ptr, batch, total,
+    PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, WINDOW: tl.constexpr, STARTS_STEPS: tl.constexpr,
+):  # fmt: skip
+    """As `_walk_resident`, of starts in memory; column 7 has how many cuts there were up to a partition's beginning."""
+    # Partition i begins at i * share or up to 5 i places later: column 1 keeps the last request that starts no later
+    # than the least place its budget reaches, so that a step of the walk waits for no search.
+    budget = _budget(total, PARTS)
+    part = tl.arange(0, PARTS_BLOCK)
+    least_reach = tl.minimum(part.to(tl.int64) * (budget - _OVERHEAD) + budget, total).to(tl.int32)
+    first_low = count_at_most(starts_ptr, 1, batch + 1, least_reach, STARTS_STEPS) - 1
+    tl.store(tiles_ptr + 8 * part + 1, first_low, mask=part < PARTS)
+    tl.debug_barrier()
+
+    # Each step's starts are loaded a step ahead, and where they begin two steps ahead.
     lane = tl.arange(0, WINDOW)
-    low, next_low = 0, 0
-    if not RESIDENT:
-        # Each step's starts are loaded a step ahead, and where they begin two steps ahead.
-        low = tl.load(tiles_ptr + 1)
-        next_low = tl.load(tiles_ptr + 9, mask=PARTS > 1, other=0)
+    low = tl.load(tiles_ptr + 1)
+    next_low = tl.load(tiles_ptr + 9, mask=PARTS > 1, other=0)
     starts = tl.load(starts_ptr + low + lane, mask=low + lane <= batch, other=_INT_MAX)
     position, request, block, split, cuts = 0, 0, 0, 0, 0
-    for part in tl.range(0, PARTS, loop_unroll_factor=UNROLL):
-        tile = tiles_ptr + 8 * part
-        if not RESIDENT:
-            ahead = tl.load(starts_ptr + next_low + lane, mask=next_low + lane <= batch, other=_INT_MAX)
-            low_after = tl.load(tile + 17, mask=part + 2 < PARTS, other=0)
+    for step in range(PARTS):
+        tile = tiles_ptr + 8 * step
+        ahead = tl.load(starts_ptr + next_low + lane, mask=next_low + lane <= batch, other=_INT_MAX)
+        low_after = tl.load(tile + 17, mask=step + 2 < PARTS, other=0)
         tl.store(tile, request)
         tl.store(tile + 2, block)
         tl.store(tile + 4, split)
@@ -215,10 +243,9 @@ def _walk(
         split = tl.where(next_request == request, split, 0) + cut
         cuts += cut
         request = next_request
-        if not RESIDENT:
-            starts = ahead
-            low = next_low
-            next_low = low_after
+        starts = ahead
+        low = next_low
+        next_low = low_after
 
 
 @triton.jit
@@ -324,7 +351,6 @@ def schedules_kernel(
     PARTS_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     RESIDENT: tl.constexpr,
-    UNROLL: tl.constexpr,
     STARTS_STEPS: tl.constexpr,
     PARTS_STEPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -339,17 +365,17 @@ def schedules_kernel(
     if program == 0:
         _flashmla(
             main_0_ptr, extra_0_ptr, tiles_0_ptr, splits_0_ptr, batch, TOPK_0, EXTRA_TOPK_0,
-            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, UNROLL, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
         )  # fmt: skip
     if SCHEDULES > 1 and program == 1:
         _flashmla(
             main_1_ptr, extra_1_ptr, tiles_1_ptr, splits_1_ptr, batch, TOPK_1, EXTRA_TOPK_1,
-            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, UNROLL, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
         )  # fmt: skip
     if SCHEDULES > 2 and program == 2:
         _flashmla(
             main_2_ptr, extra_2_ptr, tiles_2_ptr, splits_2_ptr, batch, TOPK_2, EXTRA_TOPK_2,
-            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, UNROLL, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
+            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
         )  # fmt: skip
     if NUM_SMS > 0 and program == SCHEDULES:
         _paged_mqa(context_ptr, paged_mqa_ptr, num_rows, NUM_SMS, SMS_BLOCK, SPLIT_KV, INDEXER_ROWS, INDEXER_CHUNKS)
