@@ -134,7 +134,8 @@ def sparse_mla_decode(
     check_schedule(check, schedule, shape)
 
     static = {"softmax_scale": static_scale(check, softmax_scale), "assume_valid_indices": bool(assume_valid_indices)}
-    route = _route("decode", check, layout, shape.batch * shape.q_len, shape.num_heads, shape.topk, q.dtype, backend)
+    rows, columns = shape.batch * shape.q_len, shape.topk + shape.extra_topk
+    route = _route("decode", check, layout, rows, shape.num_heads, columns, q.dtype, backend)
     extra = (extra_cache, extra_indices, extra_lengths)
     return _serve(route, (q, cache, indices, lengths, *extra, attn_sink, schedule), **static)
 
