@@ -19,10 +19,8 @@
 
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -43,7 +41,6 @@ struct Torch {
   Status (*create_tensor_from_blob)(void* data, int64_t rank, const int64_t* sizes, const int64_t* strides,
                                     int64_t offset, int32_t dtype, int32_t device_type, int32_t device, Tensor*);
   Status (*call_dispatcher)(const char* op, const char* overload, Value* stack);
-  Status (*new_tensor_handle)(Tensor, Tensor*);
   Status (*delete_tensor)(Tensor);
   Status (*get_data_ptr)(Tensor, void**);
   Status (*get_numel)(Tensor, int64_t*);
@@ -118,63 +115,6 @@ int32_t TorchDtype(ffi::DataType dtype) {
   }
 }
 
-// Tensors over XLA's buffers, kept because a program's buffers recur and making a tensor asks CUDA whose memory it is
-// (0.6 us). They own nothing: one whose buffer is gone is never read, until the same memory is an operand again.
-class KeptTensors {
- public:
-  // A handle of the caller's own; null where torch fails.
-  Tensor Get(void* data, int32_t dtype, const Device& device, int64_t rank, const int64_t* sizes) {
-    const Key key{data, dtype, device.type, device.index, std::vector<int64_t>(sizes, sizes + 2 * rank)};
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = tensors_.find(key);
-    if (found == tensors_.end()) {
-      Tensor made;
-      if (torch.create_tensor_from_blob(data, rank, sizes, sizes + rank, 0, dtype, device.type, device.index, &made)) {
-        return nullptr;
-      }
-      if (tensors_.size() >= kMost) Clear();
-      found = tensors_.emplace(key, made).first;
-    }
-    Tensor handle;
-    return torch.new_tensor_handle(found->second, &handle) ? nullptr : handle;
-  }
-
- private:
-  static constexpr size_t kMost = 1 << 14;
-
-  struct Key {
-    void* data;
-    int32_t dtype, device_type, device;
-    std::vector<int64_t> view;  // sizes, strides
-
-    bool operator==(const Key& other) const {
-      return data == other.data && dtype == other.dtype && device_type == other.device_type &&
-             device == other.device && view == other.view;
-    }
-  };
-
-  struct Hash {
-    size_t operator()(const Key& key) const {
-      size_t hash = reinterpret_cast<size_t>(key.data) ^ (static_cast<size_t>(key.dtype) << 56);
-      for (int64_t word : key.view) hash = hash * 0x9E3779B97F4A7C15ull + static_cast<size_t>(word);
-      return hash;
-    }
-  };
-
-  void Clear() {
-    for (auto& [key, tensor] : tensors_) torch.delete_tensor(tensor);
-    tensors_.clear();
-  }
-
-  std::mutex mutex_;
-  std::unordered_map<Key, Tensor, Hash> tensors_;
-};
-
-KeptTensors& Kept() {
-  static auto* kept = new KeptTensors;  // never destroyed: torch may be gone first
-  return *kept;
-}
-
 // Makes torch tensors of XLA's operands, in order.
 class Operands {
  public:
@@ -196,8 +136,10 @@ class Operands {
     const int32_t dtype = TorchDtype(buffer->element_type());
     if (dtype < 0) return Invalid("an operand's dtype is none of uint8, int32, bfloat16, float32");
     if (reach > static_cast<int64_t>(buffer->element_count())) return Invalid("a view exceeds its operand");
-    *tensor = Kept().Get(buffer->untyped_data(), dtype, device, rank, sizes);
-    if (*tensor == nullptr) return Failed("an operand", "making a tensor");
+    if (torch.create_tensor_from_blob(buffer->untyped_data(), rank, sizes, strides, 0, dtype, device.type,
+                                      device.index, tensor)) {
+      return Failed("", "making a tensor");
+    }
     return ffi::Error::Success();
   }
 
@@ -232,7 +174,7 @@ ffi::Error FillStack(const Attributes& call, ffi::RemainingArgs args, const Devi
   for (char code : call.arguments) {
     Value value = 0;
     if (code == 'T' || code == 'O') {
-      Tensor tensor = nullptr;
+      Tensor tensor;
       if (auto error = operands.Next(device, &tensor); error.failure()) return error;
       value = code == 'T' ? FromTensor(tensor) : FromOptional(FromTensor(tensor));
     } else if (code == 'i') {
@@ -361,7 +303,6 @@ extern "C" const char* jax_sparse_mla_bind_torch(void* cpu, void* cuda) {
   if (!Find(library, name, torch.field)) return name
   REQUIRE(cpu, "aoti_torch_create_tensor_from_blob", create_tensor_from_blob);
   REQUIRE(cpu, "aoti_torch_call_dispatcher", call_dispatcher);
-  REQUIRE(cpu, "aoti_torch_new_tensor_handle", new_tensor_handle);
   REQUIRE(cpu, "aoti_torch_delete_tensor_object", delete_tensor);
   REQUIRE(cpu, "aoti_torch_get_data_ptr", get_data_ptr);
   REQUIRE(cpu, "aoti_torch_get_numel", get_numel);
