@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jax_sparse_mla.kernels_triton import indices, kv_cache
+from jax_sparse_mla.kernels_triton import indices, kv_cache, sanitise
 from jax_sparse_mla.kv_cache import KVLayout
 
 
@@ -48,6 +48,10 @@ def cases(hardware_casts):
     yield "swa_extra", swa, ints(swa), {"SWA_WIDTH": 128, "EXTRA_WIDTH": 512, "WIDTH": 640} | indices.SWA_EXTRA_OPTIONS
     topk_constants = {"TOPK_STRIDE": 512, "TOPK": 512, "WINDOW": 128, "RATIO": 4, "WIDTH": 640, "SEARCH_STEPS": 7}
     yield "topk_swa", topk, ints(topk), topk_constants | indices.TOPK_SWA_OPTIONS
+    safe = {"TOPK": 128, "WIDTH": 128, "HAS_LENGTHS": True, "HAS_EXTRA_LENGTHS": True}
+    safe |= {"EXTRA_TOPK": 512, "EXTRA_WIDTH": 512, "HEADS": 64, "HAS_SINK": True, "LEAST_SINK": -1e30}
+    pointers = ints(sanitise.sanitise_kernel) | {"sink_ptr": "*fp32", "out_sink_ptr": "*fp32"}
+    yield "sanitise", sanitise.sanitise_kernel, pointers, safe | sanitise.OPTIONS
 
 
 def main():

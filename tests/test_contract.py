@@ -38,9 +38,10 @@ SIGNATURES = {
     "split_pages": "cache, page_size, *, slots=None, out=None",
     "quantize_ue8m0": "x, group",
     "sparse_mla_decode": "q, cache, indices, *, softmax_scale, topk_length=None, extra_cache=None, "
-    "extra_indices=None, extra_topk_length=None, attn_sink=None, schedule=None, backend=None",
+    "extra_indices=None, extra_topk_length=None, attn_sink=None, schedule=None, assume_valid_indices=False, "
+    "backend=None",
     "sparse_mla_prefill": "q, kv, indices, *, softmax_scale, topk_length=None, attn_sink=None, "
-    "schedule=None, backend=None",
+    "schedule=None, assume_valid_indices=False, backend=None",
     "decode_schedule": "shape, topk_length=None, extra_topk_length=None, *, device=None",
     "build_prefill_plan": "spec, batch, tables, *, compress_ratio, swa_capacity, compressed_capacity",
     "sparse_mla_extend": "q, plan, swa_cache, compressed_cache, topk_positions, *, softmax_scale, "

@@ -239,21 +239,28 @@ def median_parts(timer: Timer, run: Run, times: int = 5) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def host_time(run: Run, calls: int = 200) -> float:
-    """Microseconds of the host per call, the device kept busy elsewhere by nothing: calls are only enqueued."""
-    for _ in range(10):
-        out = run.call()
-    jax.block_until_ready(out) if run.framework == "jax" else torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        out = run.call()
-    enqueued = time.perf_counter() - start
-    jax.block_until_ready(out) if run.framework == "jax" else torch.cuda.synchronize()
-    return enqueued / calls * 1e6
+def host_time(run: Run, calls: int = 16, times: int = 9) -> float:
+    """Microseconds of the host per call that is only enqueued; few at a time, so that none waits for the device."""
+
+    def wait(out):
+        jax.block_until_ready(out) if run.framework == "jax" else torch.cuda.synchronize()
+
+    wait(run.call())
+    enqueued = []
+    for _ in range(times):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = run.call()
+        enqueued.append((time.perf_counter() - start) / calls * 1e6)
+        wait(out)
+    return statistics.median(enqueued)
 
 
 def chained_host_time(case: Decode, arguments: dict, length: int = 64) -> float:
-    """Microseconds of the host per decode call, of `length` calls in one jitted program: no Python between them."""
+    """Microseconds of the host per decode call, `length` of them in one jitted program: no Python between them.
+
+    What a call costs an engine whose step is one program: the custom call, the operator in it and its launches.
+    """
     schedule, scale = schedule_of(case), case.layout.qk_dim**-0.5
 
     @jax.jit
@@ -271,7 +278,7 @@ def chained_host_time(case: Decode, arguments: dict, length: int = 64) -> float:
         return q
 
     run = Run(lambda: chain(arguments, schedule), "jax")
-    return host_time(run, 10) / length
+    return host_time(run, calls=1) / length
 
 
 def main() -> None:

@@ -126,8 +126,8 @@ def split_pages(
     )
 
 
-def sanitise(tables, num_slots: list[int], widths: list[int]):
-    """One or two index tables, each `(indices, lengths or None)`, as `sanitise_kernel` makes them safe."""
+def sanitise(tables, sink, *, num_slots: list[int], widths: list[int], heads: int, least_sink: float):
+    """One or two index tables, each `(indices, lengths or None)`, and a sink or None, as `sanitise_kernel` has them."""
     indices, lengths = zip(*tables)
     rows, absent = indices[0].shape[0], 2 - len(tables)
     widths, num_slots = [*widths, *[0] * absent], [*num_slots, *[0] * absent]
@@ -136,12 +136,17 @@ def sanitise(tables, num_slots: list[int], widths: list[int]):
     shapes = []
     for width, length in zip(widths, lengths):
         shapes += [(rows, width) if width else (1,), (1,) if length is None else (rows,)]
-    outputs = _call(
+    *outputs, out_sink = _call(
         *(x for index, length in zip(indices, lengths) for x in (index, index if length is None else length)),
+        indices[0] if sink is None else sink,
         rows,
         *num_slots,
+        0 if sink is None else sink.shape[0],
         kernel=sanitise_kernels.sanitise_kernel,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        out_shape=[
+            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
+            jax.ShapeDtypeStruct((heads,), jnp.float32),
+        ],
         grid=sanitise_kernels.grid(rows, *widths),
         name="sanitise",
         TOPK=indices[0].shape[1],
@@ -150,10 +155,14 @@ def sanitise(tables, num_slots: list[int], widths: list[int]):
         EXTRA_TOPK=indices[1].shape[1],
         EXTRA_WIDTH=widths[1],
         HAS_EXTRA_LENGTHS=lengths[1] is not None,
+        HEADS=heads,
+        HAS_SINK=sink is not None,
+        LEAST_SINK=least_sink,
         **sanitise_kernels.OPTIONS,
     )
     pairs = zip(outputs[::2], outputs[1::2])
-    return [(index, None if given is None else length) for (index, length), (_, given) in zip(pairs, tables)]
+    safe = [(index, None if given is None else length) for (index, length), (_, given) in zip(pairs, tables)]
+    return safe, None if sink is None else out_sink
 
 
 def combine_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):

@@ -1,4 +1,4 @@
-"""Triton kernel that makes index tables safe for kernels that check no index: FlashMLA's sparse decode."""
+"""Triton kernel that makes a decode call's small arguments safe for FlashMLA, which checks none of them."""
 
 from __future__ import annotations
 
@@ -51,27 +51,38 @@ def sanitise_kernel(
     lengths_ptr,  # int32 [n]; not read without HAS_LENGTHS
     extra_ptr,  # int32 [n, EXTRA_TOPK]; not read where EXTRA_WIDTH is 0
     extra_lengths_ptr,  # int32 [n]
+    sink_ptr,  # float32 [num_heads]; not read without HAS_SINK
     n,
     num_slots,
     num_extra_slots,
+    num_heads,
     out_ptr,  # int32 [n, WIDTH]
     out_lengths_ptr,  # int32 [n]; not written without HAS_LENGTHS
     extra_out_ptr,  # int32 [n, EXTRA_WIDTH]
     extra_out_lengths_ptr,  # int32 [n]; not written without HAS_EXTRA_LENGTHS
+    out_sink_ptr,  # float32 [HEADS]; not written without HAS_SINK
     TOPK: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     EXTRA_TOPK: tl.constexpr,
     EXTRA_WIDTH: tl.constexpr,
     HAS_EXTRA_LENGTHS: tl.constexpr,
+    HEADS: tl.constexpr,  # a power of two
+    HAS_SINK: tl.constexpr,
+    LEAST_SINK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Entries that are not scanned, name no slot or pad a row become -1, lengths are clipped to the columns.
 
-    Both tables of a call in one launch; the second may be absent (EXTRA_WIDTH 0).
+    Both tables of a call in one launch; the second may be absent (EXTRA_WIDTH 0). Sinks are raised to LEAST_SINK and
+    padded with zeros.
     """
     tile = tl.program_id(1)
+    if HAS_SINK and (tile == 0) & (tl.program_id(0) == 0):
+        head = tl.arange(0, HEADS)
+        sink = tl.load(sink_ptr + head, mask=head < num_heads, other=0.0)
+        tl.store(out_sink_ptr + head, tl.maximum(sink, LEAST_SINK, propagate_nan=tl.PropagateNan.ALL))
     first_tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     if tile < first_tiles:
         _sanitise_tile(

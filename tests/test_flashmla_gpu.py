@@ -1,0 +1,149 @@
+"""FlashMLA's real kernels under XLA: what `test_attention.py`, which runs every backend, does not have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_calls import assert_agree, decode_arguments, prefill_arguments, small_decode, small_prefill
+
+from jax_sparse_mla.attention import decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("flashmla" not in installed_backends(), reason="FlashMLA is not installed"),
+]
+
+
+def pages(torch, cache: PagedKV):
+    data, width = torch.from_dlpack(cache.data), cache.layout.bytes_per_token
+    return data.as_strided((len(data), cache.page_size, 1, width), (data.shape[1], width, width, 1))
+
+
+def in_pages(torch, arguments):
+    """The arguments of FlashMLA's own call, over the same memory."""
+    import flash_mla
+
+    given = {name: torch.from_dlpack(x) for name, x in arguments.items() if isinstance(x, jax.Array)}
+    caches = {name: pages(torch, x) for name, x in arguments.items() if isinstance(x, PagedKV)}
+    return flash_mla.flash_mla_with_kvcache(
+        q=given["q"],
+        k_cache=caches["cache"],
+        block_table=None,
+        cache_seqlens=None,
+        head_dim_v=512,
+        tile_scheduler_metadata=flash_mla.get_mla_metadata()[0],
+        softmax_scale=arguments["softmax_scale"],
+        is_fp8_kvcache=True,
+        indices=given["indices"],
+        attn_sink=given.get("attn_sink"),
+        extra_k_cache=caches.get("extra_cache"),
+        extra_indices_in_kvcache=given.get("extra_indices"),
+        use_legacy=True,
+    )
+
+
+@pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8"])
+def test_decode_gives_the_bits_of_the_call_from_torch(layout):
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("flash_mla")
+    extra = (512, 64) if layout == "V4_FP8" else None
+    case = small_decode(
+        layout=layout, heads=64, batch=9, q_len=1, topk=128, extra=extra, lengths="none", extra_lengths="none"
+    )
+    for indices, cache in ((case.indices, case.cache), (case.extra_indices, case.extra_cache)):
+        if indices is not None:
+            indices[(indices < 0) | (indices >= len(cache.rows))] = -1
+    case.attn_sink = np.linspace(-3, 3, 64, dtype=np.float32)
+    arguments = decode_arguments(case)
+    out, lse = sparse_mla_decode(**arguments, backend="flashmla")
+    jax.block_until_ready(out)
+    wanted, wanted_lse = in_pages(torch, arguments)
+    torch.cuda.synchronize()
+    np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32)), wanted.float().cpu().numpy())
+    wanted_lse = wanted_lse.transpose(1, 2).cpu().numpy()
+    np.testing.assert_array_equal(np.asarray(lse), np.where(np.isposinf(wanted_lse), -np.inf, wanted_lse))
+
+
+@pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8"])
+def test_the_last_slots_of_a_5_gib_cache(layout):
+    case = small_decode(layout=layout, lengths="none")
+    arguments = decode_arguments(case)
+    page = arguments["cache"]
+    expected = sparse_mla_decode(**arguments, backend="flashmla")
+    count, page_bytes = page.data.shape
+    total = -(-(5 << 30) // page_bytes)
+    put = jax.jit(lambda big, last: big.at[total - count :].set(last), donate_argnums=0)
+    big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
+    indices = np.asarray(case.indices)
+    first = (total - count) * page.page_size
+    moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
+    arguments |= {"cache": dataclasses.replace(page, data=big), "indices": jnp.asarray(moved.astype(np.int32))}
+    for a, b in zip(sparse_mla_decode(**arguments, backend="flashmla"), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_more_rows_than_the_vendors_schedule_takes():
+    """Its planner keeps the batch in shared memory, 11,622 rows of it on an H200."""
+    rows, topk, layout = 12_000, 64, KVLayout.V4_FP8
+    cache = decode_arguments(small_decode(page_size=64))["cache"]
+    keys = jax.random.split(jax.random.key(0), 2)
+    q = jax.random.normal(keys[0], (rows, 1, 16, 512), jnp.bfloat16)
+    indices = jax.random.randint(keys[1], (rows, 1, topk), -1, cache.num_slots, jnp.int32)
+    cache = dataclasses.replace(cache, data=cache.data & 0x3F, layout=layout)  # finite, whatever was poison
+    call = jax.jit(lambda q, indices: sparse_mla_decode(q, cache, indices, softmax_scale=0.05, backend="flashmla"))
+    out, lse = call(q, indices)
+    for part in (slice(0, 5), slice(rows - 5, rows)):
+        few = sparse_mla_decode(q[part], cache, indices[part], softmax_scale=0.05, backend="reference")
+        assert_agree((out[part], lse[part]), few, "decode")
+
+
+def test_repeated_calls_share_the_stream_with_what_surrounds_them():
+    """Inputs made just before and results used just after, fifty times over: order and reuse of memory."""
+    arguments = decode_arguments(small_decode(heads=64, extra=(64, 2)))
+    q = arguments.pop("q")
+
+    @jax.jit
+    def chain(q, arguments):
+        total = jnp.zeros(q.shape, jnp.float32)
+        for i in range(50):
+            out, _ = sparse_mla_decode(q + jnp.bfloat16(i / 64), **arguments, softmax_scale=0.05, backend="flashmla")
+            total += out.astype(jnp.float32)
+        return total
+
+    del arguments["softmax_scale"]
+    total = np.asarray(chain(q, arguments))
+    expected = sum(
+        np.asarray(
+            sparse_mla_decode(q + jnp.bfloat16(i / 64), **arguments, softmax_scale=0.05, backend="flashmla")[0],
+            np.float32,
+        )
+        for i in range(50)
+    )
+    np.testing.assert_allclose(total, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_no_call_is_part_of_a_command_buffer():
+    arguments = prefill_arguments(small_prefill())
+    scale = arguments.pop("softmax_scale")
+    program = jax.jit(lambda arguments: sparse_mla_prefill(**arguments, softmax_scale=scale, backend="flashmla"))
+    text = program.lower(arguments).compile().as_text()
+    assert "jax_sparse_mla_torch_call" in text
+    for computation in text.split("\n\n"):
+        if "command_buffer" in computation.split("{")[0]:
+            assert "jax_sparse_mla_torch_call" not in computation
+
+
+def test_a_schedule_is_taken_by_every_layer():
+    case = small_decode(heads=64, extra=(64, 2))
+    arguments = decode_arguments(case)
+    schedule = decode_schedule((3, 2, 64, 16, 64), arguments["topk_length"], arguments["extra_topk_length"])
+    expected = sparse_mla_decode(**arguments, backend="flashmla")
+    for _ in range(3):
+        result = sparse_mla_decode(**arguments, schedule=schedule, backend="flashmla")
+        for a, b in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
