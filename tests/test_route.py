@@ -50,7 +50,7 @@ ALL_SETS = [set(c) for n in range(len(OPTIONAL) + 1) for c in itertools.combinat
 
 
 def plan(phase="decode", spec=DEEPSEEK_V4_FLASH, *, device=CPU, installed=OPTIONAL, **kwargs) -> Plan:
-    arguments = {"num_q_tokens": 16, "device": device, "installed": set(installed)}
+    arguments = {"num_q_tokens": 256, "device": device, "installed": set(installed)}
     return plan_attention(phase, spec, **arguments | kwargs)
 
 
@@ -79,6 +79,23 @@ def test_the_first_installed_backend_that_serves_the_call_is_chosen(device, phas
             assert "not installed" in chosen.rejected[name]
         for name in present[1:]:  # able and installed: merely less preferred
             assert chosen.backend in chosen.rejected[name] and "prefer" in chosen.rejected[name]
+
+
+@pytest.mark.parametrize(
+    "heads, topk, rows", [(64, 640, 66), (16, 640, 66), (128, 1152, 18), (128, 2048, 10), (64, 0, 100_000)]
+)
+def test_few_keys_of_an_h200_go_to_triton_before_flashmla(heads, topk, rows):
+    """Measured, see docs/routing.md: 5 blocks of 64 x 64 for each of 132 multiprocessors."""
+    shape = {"device": DEVICES["sm90"], "num_heads": heads, "topk": topk}
+    few = plan(**shape, num_q_tokens=rows, installed={"flashmla", "triton"})
+    assert few.backend == "triton" and "prefer" in few.rejected["flashmla"]
+    assert plan(**shape, num_q_tokens=rows, installed={"flashmla"}).backend == "flashmla"
+    assert plan(**shape, num_q_tokens=rows).backend == "hopper"
+    assert plan("prefill", **shape, num_q_tokens=rows, installed={"flashmla", "triton"}).backend == "flashmla"
+    if topk:
+        many = plan(**shape, num_q_tokens=rows + 1, installed={"flashmla", "triton"})
+        assert many.backend == "flashmla" and "prefer" in many.rejected["triton"]
+    assert plan(**shape | {"device": DEVICES["sm100"]}, installed={"flashmla", "triton"}).backend == "flashmla"
 
 
 def test_reference_counts_as_installed():

@@ -101,7 +101,8 @@ def sparse_mla_decode(
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
       schedule: what `decode_schedule` built for these lengths; None builds it inside where a kernel needs one.
       assume_valid_indices: a promise (static) that every entry within a length is −1 or a slot, every one beyond it
-        −1, and every length from 0 to the columns: spares FlashMLA, which checks nothing, a pass over the tables.
+        −1, every length from 0 to the columns, and no finite sink below −2e38: spares FlashMLA, which checks nothing,
+        a pass over the tables.
       backend: a backend's name; by default the router decides, or the environment variables
         JAX_SPARSE_MLA_DECODE_BACKEND and JAX_SPARSE_MLA_BACKEND, read at trace time.
 
@@ -137,7 +138,8 @@ def sparse_mla_decode(
     check_schedule(check, schedule, shape)
 
     static = {"softmax_scale": static_scale(check, softmax_scale), "assume_valid_indices": bool(assume_valid_indices)}
-    route = _route("decode", check, layout, shape.batch * shape.q_len, shape.num_heads, shape.topk, q.dtype, backend)
+    rows, columns = shape.batch * shape.q_len, shape.topk + shape.extra_topk
+    route = _route("decode", check, layout, rows, shape.num_heads, columns, q.dtype, backend)
     extra = (extra_cache, extra_indices, extra_lengths)
     return _serve(route, (q, cache, indices, lengths, *extra, attn_sink, schedule), **static)
 

@@ -41,8 +41,9 @@ def sparse_mla_extend(
         request, −1 padded (ratio 4). None attends to every complete entry (ratio 128), or to none (ratio 0).
       softmax_scale: what q·k is multiplied by (a static number).
       attn_sink: float32 `[heads]`.
-      workspace: bfloat16 `[≥ plan.workspace_rows, qk_dim]`, a buffer to gather into (donate it under jit to reuse
-        its memory); allocated inside by default. Its rows past the plan's are left alone and never read.
+      workspace: bfloat16 `[≥ plan.workspace_rows, qk_dim]`, a buffer to gather into; its rows past the plan's are left
+        alone and never read. Best left out under `jit`: the compiler then gives the layers of a program one buffer in
+        turn, which nothing zeroes, whereas an argument that more than one call gathers into is copied for each.
       backend: as in `sparse_mla_prefill`.
 
     Returns:

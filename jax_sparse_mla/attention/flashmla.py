@@ -12,7 +12,9 @@ put right before the call, and their results into this package's conventions aft
 * On SM90 the split-KV schedule is ours (`decode_schedule`), which has no limit on the batch; the vendor's has one.
 
 The operators allocate what they return with torch's allocator, and `torch_call` copies it into XLA's buffers: leave
-torch some of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION). These calls are never part of a CUDA graph.
+torch some of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION). These calls are never part of a CUDA graph; on an H200
+each takes about 36 µs of the host (V4, two caches): 23 in the operator, 7 for the two copies, 5 for the tensors. So a
+decode step of few rows, whose kernels take less, is bound by the host.
 """
 
 from __future__ import annotations

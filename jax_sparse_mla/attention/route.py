@@ -17,6 +17,10 @@ PHASES = ("decode", "prefill")
 # Preferred first, until measurements say otherwise.
 BACKENDS = ("hopper", "flashmla", "flashinfer", "triton", "reference")
 
+# Measured from jitted JAX on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64
+# indices for each multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies around it.
+_FEW_BLOCKS_PER_SM = 5
+
 # Opt-in shared memory of one block, bytes, by compute capability (CUDA C++ Programming Guide, technical
 # specifications, less the 1 KiB that the system keeps): XLA does not report it.
 _SHARED_MEMORY_OPTIN = {
@@ -89,6 +93,7 @@ class _Call:
     device: DeviceInfo
     kv_dtype: str
     num_heads: int
+    topk: int
 
 
 def paged_decode_row_cap(shared_memory_optin: int) -> int:
@@ -122,7 +127,7 @@ def plan_attention(
       installed: names of the installed backends; "reference" always counts as installed.
       kv_dtype: of the cache, "fp8" or "bf16".
       num_heads: query heads on this rank; the model's by default.
-      topk: index columns of the call; the model's by default.
+      topk: index columns of the call, of both tables; the model's by default.
       override: a backend's name that must serve the call.
 
     Returns:
@@ -149,7 +154,7 @@ def plan_attention(
     for name, value, minimum in (("num_q_tokens", num_q_tokens, 0), ("num_heads", num_heads, 1), ("topk", topk, 0)):
         check.static_int(name, value, minimum=minimum)
 
-    call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads)
+    call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads, topk)
     unable = {}
     for name in BACKENDS:
         missing = None if name == "reference" or name in installed else "not installed"
@@ -158,10 +163,11 @@ def plan_attention(
     if override is not None and override in unable:
         raise ValueError(f"plan_attention: backend {override!r} cannot serve this {phase} call: {unable[override]}")
 
-    able = [name for name in BACKENDS if name not in unable]
+    order = _preference(call)
+    able = [name for name in order if name not in unable]
     chosen = override or able[0]
     kernel, kernel_reason = _kernel(chosen, call)
-    why = "asked for by name" if override else f"the first of {', '.join(BACKENDS)} that can serve it"
+    why = "asked for by name" if override else f"the first of {', '.join(order)} that can serve it"
     not_chosen = "not asked for" if override else f"able, but {chosen} is preferred"
     return Plan(
         backend=chosen,
@@ -169,6 +175,15 @@ def plan_attention(
         reason=f"{why}; {kernel_reason}",
         rejected={name: unable.get(name, not_chosen) for name in BACKENDS if name != chosen},
     )
+
+
+def _preference(call: _Call) -> tuple[str, ...]:
+    """The backends, preferred first."""
+    blocks = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64)
+    few = blocks <= _FEW_BLOCKS_PER_SM * call.device.sm_count
+    if call.phase == "decode" and call.device.compute_capability == (9, 0) and few:
+        return ("hopper", "triton", "flashmla", "flashinfer", "reference")
+    return BACKENDS
 
 
 def _refuse_unknown(what: str, value: str, known: Collection[str]) -> None:

@@ -64,7 +64,8 @@ def split_constants(layout, page_size: int, out_page_size: int) -> dict[str, int
     }
 
 
-# Tokens per program and warps: four 16-byte loads in flight per thread.
+# Tokens per program and warps: four 16-byte loads in flight per thread. On an H200 no other size, cache modifier or
+# eviction policy is faster by more than what two runs differ by, and programs that stay for many tokens are slower.
 WRITE_OPTIONS = {"TOKENS": 4, "num_warps": 2}
 GATHER_OPTIONS = {"TOKENS": 4, "num_warps": 2}
 

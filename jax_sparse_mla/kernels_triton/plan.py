@@ -97,7 +97,7 @@ def choose_tile(
         return Tile(16, 32, 4, 2)
     small_blocks = -(-topk // 32) + -(-extra_topk // 32)
     if may_split and rows * head_tiles * small_blocks <= sm_count:
-        return Tile(16, 32, 8 if head_tiles == 1 else 4, 1)  # a program has one block
+        return Tile(16, 32, 4, 1)  # a program has one block
     return Tile(16 if head_tiles == 1 else 64, 64, 8, 3 if layout.qk_dim > 512 else 2)
 
 
