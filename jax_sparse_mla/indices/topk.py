@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
+from jax_sparse_mla.kernels_triton import dispatch
 
 _INT_MIN = -(2**31)
 _OUTSIDE_KEY = _INT_MIN  # below every column of the window
@@ -50,7 +51,8 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
       ValueError: shapes that do not agree, a topk below 1.
     """
     check = ArgumentChecks("topk_positions")
-    return _topk_positions(*_check_topk(check, logits, lengths, topk, row_starts))
+    logits, lengths, topk, row_starts = _check_topk(check, logits, lengths, topk, row_starts)
+    return _topk(logits, lengths, topk, row_starts=row_starts)
 
 
 def _check_topk(check, logits, lengths, topk, row_starts):
@@ -60,7 +62,37 @@ def _check_topk(check, logits, lengths, topk, row_starts):
     return logits, lengths, check.static_int("topk", topk, minimum=1), row_starts
 
 
-@functools.partial(jax.jit, static_argnames=("topk",))
+@functools.partial(jax.jit, static_argnames=("topk", "page_size"))
+def _topk(logits, lengths, topk, page_size=1, **optional):
+    """`topk_reference` of the same arguments, or the kernel that equals it."""
+    given = {name: x for name, x in optional.items() if x is not None}
+
+    def kernel(logits, lengths, *arrays):
+        from jax_sparse_mla.kernels_triton import launch_topk
+
+        return launch_topk.topk(logits, lengths, topk=topk, page_size=page_size, **dict(zip(given, arrays)))
+
+    def plain(logits, lengths, *arrays):
+        return topk_reference(logits, lengths, topk, page_size, **dict(zip(given, arrays)))
+
+    if logits.size == 0:
+        return plain(logits, lengths, *given.values())
+    return dispatch(kernel, plain, logits, lengths, *given.values())
+
+
+def topk_reference(
+    logits, lengths, topk, page_size=1, *, row_starts=None, page_table=None, row_to_request=None, offsets=None
+):
+    """Positions, or with a page table slots, or with offsets rows of the concatenated KV, in plain JAX."""
+    positions = _topk_positions(logits, lengths, topk, row_starts)
+    if offsets is not None:
+        return add_or_minus_one(positions, offsets[:, None])
+    if page_table is not None:
+        row = jnp.arange(positions.shape[0], dtype=jnp.int32) if row_to_request is None else row_to_request
+        return page_slot_or_minus_one(page_table, row[:, None], positions, page_size)
+    return positions
+
+
 def _topk_positions(logits, lengths, topk, row_starts):
     rows, columns = logits.shape
     lengths = jnp.maximum(lengths, 0)[:, None]
@@ -133,7 +165,7 @@ def topk_transform(
       ValueError: shapes that do not agree, PAGED without `page_table`, RAGGED without `topk_indices_offset`.
     """
     check = ArgumentChecks("topk_transform")
-    arguments = _check_topk(check, logits, lengths, topk, row_starts)
+    logits, lengths, topk, row_starts = _check_topk(check, logits, lengths, topk, row_starts)
     if not isinstance(method, TopkTransform):
         raise TypeError(f"topk_transform: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}")
 
@@ -146,7 +178,7 @@ def topk_transform(
                 "be TopkTransform.PAGED"
             )
         offset = check("topk_indices_offset", topk_indices_offset, ("rows",), INT32)
-        return _ragged(*arguments, offset)
+        return _topk(logits, lengths, topk, row_starts=row_starts, offsets=offset)
 
     if page_table is None:
         raise check.fail("page_table is missing, and TopkTransform.PAGED needs it")
@@ -158,16 +190,5 @@ def topk_transform(
         raise check.fail(
             f"page_table has {requests} rows for {rows} rows of logits: give row_to_request, or one row each"
         )
-    return _paged(*arguments, page_table, row_to_request, page_size)
-
-
-@functools.partial(jax.jit, static_argnames=("topk",))
-def _ragged(logits, lengths, topk, row_starts, offset):
-    return add_or_minus_one(_topk_positions(logits, lengths, topk, row_starts), offset[:, None])
-
-
-@functools.partial(jax.jit, static_argnames=("topk", "page_size"))
-def _paged(logits, lengths, topk, row_starts, page_table, row_to_request, page_size):
-    positions = _topk_positions(logits, lengths, topk, row_starts)
-    row = jnp.arange(positions.shape[0], dtype=jnp.int32) if row_to_request is None else row_to_request
-    return page_slot_or_minus_one(page_table, row[:, None], positions, page_size)
+    paged = {"page_table": page_table, "row_to_request": row_to_request}
+    return _topk(logits, lengths, topk, page_size, row_starts=row_starts, **paged)
