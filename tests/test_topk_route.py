@@ -21,9 +21,10 @@ def test_every_backend_has_its_line():
 @pytest.mark.parametrize(
     "changes, backend, rejected",
     [
-        ({"topk": 2049}, "triton", {"cuda": "2048, got 2049", "flashinfer": "2048, got 2049"}),
+        ({"topk": 2049}, "cuda", {"flashinfer": "2048 here, got 2049"}),
+        ({"installed": {"triton", "flashinfer"}}, "triton", {"cuda": "not installed"}),
         ({"installed": {"flashinfer"}}, "flashinfer", {"cuda": "not installed", "triton": "not installed"}),
-        ({"installed": {"flashinfer"}, "columns": 2000}, "xla", {"flashinfer": "2000, got 2048"}),
+        ({"installed": {"flashinfer"}, "columns": 2000}, "xla", {"flashinfer": "2000 here, got 2048"}),
         ({"installed": {"flashinfer"}, "capability": (8, 9)}, "xla", {"flashinfer": "128 KiB"}),
         ({"installed": {"flashinfer"}, "capability": (12, 0)}, "flashinfer", {}),
         ({"installed": set()}, "xla", {"triton": "not installed"}),
@@ -42,8 +43,8 @@ def test_decisions(changes, backend, rejected):
 
 
 def test_an_override_that_cannot_serve_is_refused():
-    with pytest.raises(ValueError, match="'cuda' cannot serve this call: takes topk up to 2048, got 4096"):
-        plan(topk=4096, override="cuda")
+    with pytest.raises(ValueError, match="'flashinfer' cannot serve this call: takes topk up to 2048 here, got 4096"):
+        plan(topk=4096, override="flashinfer")
     with pytest.raises(ValueError, match="one of cuda, triton, flashinfer, xla, got 'cub'"):
         plan(override="cub")
     with pytest.raises(ValueError, match="got 'cub'"):

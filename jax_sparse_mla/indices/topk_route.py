@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 # Preferred first: the order of the times on an H200 (`python -m benchmarks.run --op topk`).
 TOPK_BACKENDS = ("cuda", "triton", "flashinfer", "xla")
 
-MAX_TOPK = 2048  # of the CUDA kernel and of FlashInfer's
-_SMALL_SHARED_MEMORY = ((8, 6), (8, 9))  # 100 KB a multiprocessor; 12.x too, which has another FlashInfer kernel
+_FLASHINFER_MAX_TOPK = 2048
+_SMALL_SHARED_MEMORY = ((8, 6), (8, 9))  # 100 KB a multiprocessor; on 12.x, where it is no more, its CUB kernel serves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,37 +79,29 @@ def plan_topk(
     )
 
 
-def _needs(call: _Call, least: tuple[int, int]) -> str | None:
+def _needs_sm80(call: _Call) -> str | None:
     if call.capability is None:
         return "needs a CUDA device"
-    if call.capability < least:
-        major, minor = call.capability
-        return f"serves compute capability {least[0]}.{least[1]} and up, got {major}.{minor}"
+    if call.capability < (8, 0):
+        return "serves compute capability 8.0 and up, got {}.{}".format(*call.capability)
     if call.rows == 0 or call.columns == 0:
         return "there is nothing to read"
     return None
 
 
-def _cannot_cuda(call: _Call) -> str | None:
-    return _needs(call, (8, 0)) or _needs_topk(call)
-
-
 def _cannot_flashinfer(call: _Call) -> str | None:
-    why = _needs(call, (8, 0)) or _needs_topk(call)
-    if why is None and call.topk > call.columns:
-        why = f"it takes topk up to the columns, {call.columns}, got {call.topk}"
+    why = _needs_sm80(call)
+    most = min(_FLASHINFER_MAX_TOPK, call.columns)
+    if why is None and call.topk > most:
+        why = f"takes topk up to {most} here, got {call.topk}"
     if why is None and call.capability in _SMALL_SHARED_MEMORY:
         why = "needs 128 KiB of shared memory a multiprocessor"
     return why
 
 
-def _needs_topk(call: _Call) -> str | None:
-    return f"takes topk up to {MAX_TOPK}, got {call.topk}" if call.topk > MAX_TOPK else None
-
-
 _CANNOT: dict[str, Callable[[_Call], str | None]] = {
-    "cuda": _cannot_cuda,
-    "triton": lambda call: _needs(call, (8, 0)),
+    "cuda": _needs_sm80,
+    "triton": _needs_sm80,
     "flashinfer": _cannot_flashinfer,
     "xla": lambda call: None,
 }
