@@ -41,6 +41,11 @@ def ragged_stub(logits, out, offsets, lengths, states, k, deterministic, tie_bre
         out[row, : len(chosen)] = chosen + offsets[row]
 
 
+def cub_stub(logits, out, offsets, lengths, workspace, k, tie_break, starts):
+    assert workspace.dtype == np.uint8 and workspace.size
+    ragged_stub(logits, out, offsets, lengths, None, k, False, tie_break, False, starts)
+
+
 def table_stub(logits, out, table, to_row, lengths, states, k, det, tie, page_size, safe, starts, table_starts, raw):
     assert (to_row, states, det, tie, safe, starts, table_starts, raw) == (
         None,
@@ -66,6 +71,7 @@ def their_module():
         return
     with pytest.MonkeyPatch.context() as patch:
         functions = {"radix_topk_ragged_transform": ragged_stub, "radix_topk_page_table_transform": table_stub}
+        functions["cub_topk_ragged_transform"] = cub_stub
         patch.setattr(topk_flashinfer, "_module", tvm_stub.module(**functions))
         yield
 
@@ -108,6 +114,16 @@ def test_order_of_every_kind_of_number(dtype):
     minus_zero, zero, nan, negative_nan = their_order(others)
     assert minus_zero == zero == keys[5]
     assert nan == negative_nan < keys[0]
+
+
+@pytest.mark.parametrize("kind", ["few values", "normal"])
+def test_a_few_long_rows(kind):
+    rng = np.random.default_rng(2)
+    rows, columns, topk = 3, 16384, 500
+    logits = draw_logits(rng, rows, columns, kind)
+    lengths, starts = np.array([columns + 5, 900, 499], np.int32), np.array([-3, 7, 0], np.int32)
+    got = positions(logits, lengths, topk=topk, row_starts=starts)
+    assert_positions(got, brute_positions(logits, lengths, topk, starts), lengths, topk)
 
 
 def test_page_table_transform():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import re
@@ -70,11 +69,11 @@ def engine(request, monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_for_numpy_2_4)
         return request.param
-    for launcher in (torch_topk, importlib.import_module("jax_sparse_mla.kernels_triton.launch_topk")):
-        if request.param == "triton":
-            monkeypatch.setattr(launcher, "_cuda_module", lambda *_: None)
-        elif kernels_cuda.topk_module(torch.cuda.get_device_capability()) is None:
-            pytest.skip("needs nvcc and apache-tvm-ffi")
+    monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", request.param)
+    if request.param == "triton":
+        monkeypatch.setattr(torch_topk, "_cuda_module", lambda device: None)
+    elif kernels_cuda.topk_module(torch.cuda.get_device_capability()) is None:
+        pytest.skip("needs nvcc and apache-tvm-ffi")
     jax.clear_caches()
     return request.param
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Case, Run
-from jax_sparse_mla.indices import TopkTransform, topk_transform
+from jax_sparse_mla.indices import TopkTransform, topk_flashinfer, topk_transform
 
 PAGE_SIZE = 64
 ROWS = (1, 64, 4096)
@@ -34,11 +34,14 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 
 def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> Case:
     rows, columns = logits.shape
-    paged = jax.jit(functools.partial(_paged, topk=topk))
     args = [jax.dlpack.from_dlpack(x) for x in (logits, lengths, pages)]
+    functions = {"jax": _paged}
+    if topk_flashinfer.available():
+        functions["flashinfer from jax"] = _flashinfer_from_jax
+    jitted = {name: jax.jit(functools.partial(function, topk=topk)) for name, function in functions.items()}
     return Case(
         f"topk_transform paged, {rows} x {columns}, k {topk}",
-        ours={"jax": Run(functools.partial(paged, *args), "jax")},
+        ours={name: Run(functools.partial(call, *args), "jax") for name, call in jitted.items()},
         peers=_flashinfer(logits, lengths, pages, topk),
         bytes=4 * rows * (columns + 2 * topk),
     )
@@ -46,6 +49,11 @@ def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk
 
 def _paged(logits, lengths, pages, *, topk):
     return topk_transform(logits, lengths, topk, method=TopkTransform.PAGED, page_table=pages, page_size=PAGE_SIZE)
+
+
+def _flashinfer_from_jax(logits, lengths, pages, *, topk):
+    """Its transform on its own terms, but for ties: nothing of our contract around it."""
+    return topk_flashinfer.page_table_transform(logits, pages, lengths, topk, PAGE_SIZE)
 
 
 def _flashinfer(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> dict[str, Run]:

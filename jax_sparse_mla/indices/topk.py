@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.indices import topk_flashinfer
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kernels_triton import dispatch
 
@@ -64,13 +65,21 @@ def _check_topk(check, logits, lengths, topk, row_starts):
 
 @functools.partial(jax.jit, static_argnames=("topk", "page_size"))
 def _topk(logits, lengths, topk, page_size=1, **optional):
-    """`topk_reference` of the same arguments, or the kernel that equals it."""
+    """`topk_reference` of the same arguments, or the kernel that equals it: `topk_route` decides which."""
     given = {name: x for name, x in optional.items() if x is not None}
 
     def kernel(logits, lengths, *arrays):
         from jax_sparse_mla.kernels_triton import launch_topk
 
-        return launch_topk.topk(logits, lengths, topk=topk, page_size=page_size, **dict(zip(given, arrays)))
+        named = dict(zip(given, arrays))
+        backend = launch_topk.plan(*logits.shape, topk).backend
+        if backend == "xla":
+            return plain(logits, lengths, *arrays)
+        if backend == "flashinfer":
+            positions = topk_flashinfer.topk_positions(logits, lengths, topk, named.pop("row_starts", None))
+            return _indices_of(positions, page_size, **named)
+        launch = launch_topk.topk_cuda if backend == "cuda" else launch_topk.topk_triton
+        return launch(logits, lengths, topk=topk, page_size=page_size, **named)
 
     def plain(logits, lengths, *arrays):
         return topk_reference(logits, lengths, topk, page_size, **dict(zip(given, arrays)))
@@ -80,11 +89,12 @@ def _topk(logits, lengths, topk, page_size=1, **optional):
     return dispatch(kernel, plain, logits, lengths, *given.values())
 
 
-def topk_reference(
-    logits, lengths, topk, page_size=1, *, row_starts=None, page_table=None, row_to_request=None, offsets=None
-):
+def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):
     """Positions, or with a page table slots, or with offsets rows of the concatenated KV, in plain JAX."""
-    positions = _topk_positions(logits, lengths, topk, row_starts)
+    return _indices_of(_topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
+
+
+def _indices_of(positions, page_size, *, page_table=None, row_to_request=None, offsets=None):
     if offsets is not None:
         return add_or_minus_one(positions, offsets[:, None])
     if page_table is not None:

@@ -2,7 +2,8 @@
 
 FlashInfer orders floats by their bits (−0.0 below +0.0, NaN at the end of its sign), trusts every index, and returns
 the positions of a row in any order. `tie_break` 1 makes it take the lower of equal logits, and keeps it to the kernel
-that needs no state between launches: one block a row, 128 KiB of shared memory, k up to 2,048.
+that needs no state between launches: one block a row, 128 KiB of shared memory, k up to 2,048. A few long rows, and
+GPUs with less shared memory, take its CUB kernel, which spreads a row over several blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from jax import lax
 from jax_sparse_mla import ffi_tvm
 from jax_sparse_mla.ffi_tvm import Buffer
 
-MAX_TOPK = 2048
-MIN_SHARED_MEMORY = 128 << 10
 _LOWER_INDEX = 1  # FlashInfer's TopKTieBreak.SMALL
+_FEW_ROWS, _LONG_ROW = 32, 16384  # where FlashInfer itself turns to CUB, for float32 and its tie_break
+_CUB_WORKSPACE = 1 << 20  # it asks for 1 byte on an H200
 
 
 def available() -> bool:
@@ -44,7 +45,7 @@ def page_table_transform(
       logits: float32 or bfloat16 `[rows, columns]`.
       page_table: int32 `[rows, pages]`, a valid page for every position below the row's length.
       lengths: int32 `[rows]`, 0 … columns.
-      topk: how many slots, 1 … `MAX_TOPK`.
+      topk: how many slots, 1 … 2,048.
       page_size: tokens of a page.
 
     Returns:
@@ -66,27 +67,41 @@ def ragged_transform(
       logits: float32 or bfloat16 `[rows, columns]`.
       offsets: int32 `[rows]`.
       lengths: int32 `[rows]`, positions of each row; the window stays inside the row.
-      topk: how many indices, 1 … `MAX_TOPK`.
+      topk: how many indices, 1 … 2,048.
       row_starts: int32 `[rows]`, the column of each row's position 0; None means 0.
 
     Returns:
       int32 `[rows, topk]` in any order, −1 behind them.
     """
+    rows, columns = logits.shape
+    operands = (logits, offsets, lengths) if row_starts is None else (logits, offsets, lengths, row_starts)
+    inputs, out, workspace = (Buffer(1), Buffer(2)), Buffer(len(operands)), Buffer(len(operands) + 1)
+    starts = None if row_starts is None else Buffer(3)
+    if (rows <= _FEW_ROWS and columns >= _LONG_ROW) or _little_shared_memory():
+        # cub_topk_ragged_transform(input, output, offsets, lengths, workspace, k, tie_break, row_starts)
+        arguments = (Buffer(0), out, *inputs, workspace, topk, _LOWER_INDEX, starts)
+        return _call("cub_topk_ragged_transform", arguments, topk, *operands, workspace=_CUB_WORKSPACE)
     # radix_topk_ragged_transform(input, output, offsets, lengths, row_states, k, deterministic, tie_break,
     #   dsa_graph_safe, row_starts)
-    operands = (logits, offsets, lengths) if row_starts is None else (logits, offsets, lengths, row_starts)
-    out, starts = Buffer(len(operands)), None if row_starts is None else Buffer(3)
-    arguments = (Buffer(0), out, Buffer(1), Buffer(2), None, topk, False, _LOWER_INDEX, False, starts)
+    arguments = (Buffer(0), out, *inputs, None, topk, False, _LOWER_INDEX, False, starts)
     return _call("radix_topk_ragged_transform", arguments, topk, *operands)
 
 
-def _call(function: str, arguments: tuple, topk: int, logits: jax.Array, *operands: jax.Array) -> jax.Array:
-    out = jax.ShapeDtypeStruct((logits.shape[0], topk), jnp.int32)
-    return ffi_tvm.call(_module, function, arguments, [out], logits, *operands)[0]
+def _little_shared_memory() -> bool:
+    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability.startswith("12.")
+
+
+def _call(
+    function: str, arguments: tuple, topk: int, logits: jax.Array, *operands: jax.Array, workspace: int = 0
+) -> jax.Array:
+    results = [jax.ShapeDtypeStruct((logits.shape[0], topk), jnp.int32)]
+    if workspace:
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+    return ffi_tvm.call(_module, function, arguments, results, logits, *operands)[0]
 
 
 def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None) -> jax.Array:
-    """`jax_sparse_mla.indices.topk_positions` by FlashInfer, for `1 ≤ topk ≤ min(columns, MAX_TOPK)`.
+    """`jax_sparse_mla.indices.topk_positions` by FlashInfer, for `1 ≤ topk ≤ min(columns, 2048)`.
 
     The ragged transform serves both of ours: our page lookup checks the table, FlashInfer's does not.
     """

@@ -85,6 +85,9 @@ struct ListEntries {
   __device__ __forceinline__ Entry operator()(int i) const { return list[i]; }
 };
 
+// Where a bin lies: find_bin's threads read runs of neighbours, and of any run the i-th lie in banks of their own.
+__device__ __forceinline__ unsigned at_bin(unsigned bin) { return bin ^ (bin >> 5 & 31); }
+
 // Sets shared.bin, above, in_bin to the bin where the count from the largest on reaches k, and zeroes the bins.
 __device__ void find_bin(Shared& shared, int num_bins, unsigned k) {
   int each = num_bins / blockDim.x > 0 ? num_bins / blockDim.x : 1;
@@ -92,7 +95,7 @@ __device__ void find_bin(Shared& shared, int num_bins, unsigned k) {
   int top = num_bins - 1 - static_cast<int>(threadIdx.x) * each;
   unsigned mine = 0;
   if (top >= 0)
-    for (int i = 0; i < each; i++) mine += shared.bins[top - i];
+    for (int i = 0; i < each; i++) mine += shared.bins[at_bin(top - i)];
   unsigned through = mine;
   for (int step = 1; step < 32; step *= 2) {
     unsigned other = __shfl_up_sync(~0u, through, step);
@@ -105,8 +108,8 @@ __device__ void find_bin(Shared& shared, int num_bins, unsigned k) {
   if (top >= 0) {
     bool here = before < k && k <= before + mine;
     for (int i = 0; i < each; i++) {
-      unsigned count = shared.bins[top - i];
-      shared.bins[top - i] = 0;
+      unsigned count = shared.bins[at_bin(top - i)];
+      shared.bins[at_bin(top - i)] = 0;
       if (here && before < k && k <= before + count) {
         shared.bin = top - i;
         shared.above = before;
@@ -126,7 +129,8 @@ __device__ bool narrow(Shared& shared, Source source, int n, int slack, Entry& p
 #pragma unroll 4
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     Entry entry = source(i) >> kLow;
-    if (kLow + kWidth == 64 || entry >> kWidth == prefix) atomicAdd(&shared.bins[static_cast<unsigned>(entry) & kMask], 1u);
+    if (kLow + kWidth == 64 || entry >> kWidth == prefix)
+      atomicAdd(&shared.bins[at_bin(static_cast<unsigned>(entry) & kMask)], 1u);
   }
   __syncthreads();
   find_bin(shared, 1 << kWidth, need);

@@ -1,22 +1,42 @@
-"""The top-k kernels as a JAX function: the CUDA one where it can be built, else Triton's, through jax-triton.
+"""The top-k kernels as JAX functions: the CUDA one, and Triton's through jax-triton.
 
-Arguments are checked by `jax_sparse_mla.indices.topk`.
+Arguments are checked by `jax_sparse_mla.indices.topk`, which calls the one that `plan` names.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla import ffi_tvm, kernels_cuda
+from jax_sparse_mla.indices import topk_flashinfer
+from jax_sparse_mla.indices.topk_route import TopkPlan, plan_topk
 from jax_sparse_mla.kernels_triton import topk as kernels
 from jax_sparse_mla.kernels_triton.call import triton_call
 from jax_sparse_mla.kernels_triton.launch_jax import compute_capability
 
 
-def topk(
+def plan(rows: int, columns: int, topk: int) -> TopkPlan:
+    """The kernel for these shapes here and now; `JAX_SPARSE_MLA_TOPK_BACKEND` overrides, at trace time."""
+    installed = {"triton"}
+    if ffi_tvm.available() and _cuda_module():
+        installed.add("cuda")
+    if topk_flashinfer.available():
+        installed.add("flashinfer")
+    return plan_topk(
+        rows=rows,
+        columns=columns,
+        topk=topk,
+        capability=divmod(compute_capability(), 10),
+        installed=installed,
+        override=os.environ.get("JAX_SPARSE_MLA_TOPK_BACKEND") or None,
+    )
+
+
+def topk_triton(
     logits: jax.Array,
     lengths: jax.Array,
     *,
@@ -28,9 +48,6 @@ def topk(
     offsets: jax.Array | None = None,
 ) -> jax.Array:
     """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets."""
-    if ffi_tvm.available() and _cuda_module():
-        optional = (row_starts, page_table, row_to_request, offsets)
-        return _topk_cuda(logits, lengths, optional, topk, page_size)
     rows, columns = logits.shape
     plan = kernels.plan_topk(rows, columns, topk)
     has_starts, has_requests = row_starts is not None, row_to_request is not None
@@ -61,10 +78,21 @@ def _cuda_module():
     return kernels_cuda.topk_module(divmod(compute_capability(), 10))
 
 
-def _topk_cuda(logits, lengths, optional, topk, page_size):
+def topk_cuda(
+    logits: jax.Array,
+    lengths: jax.Array,
+    *,
+    topk: int,
+    row_starts: jax.Array | None = None,
+    page_table: jax.Array | None = None,
+    page_size: int = 1,
+    row_to_request: jax.Array | None = None,
+    offsets: jax.Array | None = None,
+) -> jax.Array:
+    """As `topk_triton`."""
     operands = [logits, lengths]
     arguments = [ffi_tvm.Buffer(0), ffi_tvm.Buffer(1)]
-    for x in optional:
+    for x in (row_starts, page_table, row_to_request, offsets):
         arguments.append(None if x is None else ffi_tvm.Buffer(len(operands)))
         operands += [] if x is None else [x]
     arguments += [page_size, ffi_tvm.Buffer(len(operands))]
