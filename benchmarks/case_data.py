@@ -64,6 +64,13 @@ class Draw:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, device=self.device)
 
+    def bfloat16(self, *shape: int, scale: float = 1.0, limit: float, offset: float = 0.0) -> torch.Tensor:
+        """Normal numbers, scaled, moved and clamped; in pieces, since a float32 copy of all may not fit."""
+        out = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        for some in out.split(max(1, CHUNK // math.prod(shape[1:]))):
+            some[:] = (self.normal(*some.shape) * scale + offset).clamp_(-limit, limit)
+        return out
+
     def uniform(self, *shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=self._generator, device=self.device)
 
@@ -87,7 +94,7 @@ def make_call(shape: DecodeShape | PrefillShape, device: str = "cuda") -> Call:
 
 def _decode(shape: DecodeShape, draw: Draw) -> Call:
     layout = getattr(KVLayout, shape.layout)
-    q = draw.normal(shape.batch, shape.q_len, shape.heads, layout.qk_dim).clamp_(-1, 1).bfloat16()
+    q = draw.bfloat16(shape.batch, shape.q_len, shape.heads, layout.qk_dim, limit=1)
     scopes = [shape.cache] + ([shape.extra] if shape.extra else [])
     keys = [_paged_keys(shape, scope, layout, draw) for scope in scopes]
     return Call(q, keys, layout.qk_dim**-0.55, _sink(shape, draw))
@@ -96,7 +103,7 @@ def _decode(shape: DecodeShape, draw: Draw) -> Call:
 def _prefill(shape: PrefillShape, draw: Draw) -> Call:
     # FlashMLA's data: randn / 10 and one offset for all.
     q, kv = (
-        (draw.normal(*size) / 10 + (draw.uniform(1) - 0.5) / 10).clamp_(-10, 10).bfloat16()
+        draw.bfloat16(*size, scale=0.1, offset=float(draw.uniform(1) - 0.5) / 10, limit=10)
         for size in ((shape.q_len, shape.heads, shape.dim), (shape.kv_len, shape.dim))
     )
     tokens = torch.full((shape.q_len,), shape.kv_len, dtype=torch.int32, device=draw.device)
@@ -212,7 +219,7 @@ def _random_cache(
 
 def _random_tokens(layout: KVLayout, used: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, ...]:
     """Token bytes, footer scale bytes and rows; scales are powers of two."""
-    kv = (draw.normal(len(used), layout.qk_dim) / 10).clamp_(-1, 1).bfloat16()
+    kv = draw.bfloat16(len(used), layout.qk_dim, scale=0.1, limit=1)
     groups = kv[:, : layout.fp8_dim].float().view(len(used), layout.num_groups, layout.group)
     exponents = torch.ceil(torch.log2((groups.abs().amax(-1) / 448).clamp_min(1e-4)))
     scale = torch.exp2(exponents)[..., None]

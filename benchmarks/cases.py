@@ -325,7 +325,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     args = parser.parse_args()
 
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers share one GPU's memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")  # the workers share one GPU's memory
     if args.backend not in (installed := _installed()):
         print(f"{args.backend} is not installed here; these are: {', '.join(sorted(installed))}")
         return 2
