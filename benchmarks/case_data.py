@@ -314,7 +314,7 @@ class Comparison:
         """The errors, and what is wrong, if anything is."""
         misplaced, off, products, squares = self._sums.tolist()
         cos_diff = 0.0 if squares < 2e-12 else 1 - 2 * products / squares
-        errors = {"largest": self._largest.item(), "cos_diff": cos_diff}
+        errors = {"largest": float(f"{self._largest.item():.3g}"), "cos_diff": float(f"{cos_diff:.3g}")}
         wrong = [f"{int(misplaced)} NaN, infinities or zeros misplaced"] if misplaced else []
         wrong += [f"{int(off)} elements off, the largest by {errors['largest']:.3g}"] if off else []
         wrong += [f"cos_diff {cos_diff:.3g}"] if abs(cos_diff) > TOLERANCES[self.kind][2] else []

@@ -95,9 +95,11 @@ def run(groups: list[str], sanitizer: str, limit: float) -> dict[str, dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("group", nargs="*", choices=[*GROUPS, []], default=[], help="all by default")
+    parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(GROUPS)}")
     parser.add_argument("--limit-seconds", type=float, default=120)
     args = parser.parse_args()
+    if unknown := set(args.group) - set(GROUPS):
+        parser.error(f"no such group: {', '.join(sorted(unknown))}")
     sanitizer = shutil.which("compute-sanitizer") or SANITIZER
     if not Path(sanitizer).exists():
         print("compute-sanitizer is not installed: it comes with the CUDA toolkit")

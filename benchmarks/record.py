@@ -34,10 +34,18 @@ def environment() -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Whole or not at all: a run may be stopped at any time."""
+    """One line for each row or case; whole or not at all, since a run may be stopped at any time."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text("{\n" + ",\n".join(f" {json.dumps(k)}: {_lines(v)}" for k, v in content.items()) + "\n}\n")
     partial.replace(path)
+
+
+def _lines(value: object) -> str:
+    if isinstance(value, dict) and value:
+        return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"  {json.dumps(x)}" for x in value) + "\n ]"
+    return json.dumps(value)
 
 
 def _output(*command: str) -> str | None:
