@@ -2,9 +2,10 @@
 
     python -m benchmarks.memcheck [GROUP ...] [--limit-seconds 120]
 
-A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`. Each
-runs in a sanitised process of its own, all at once, with memory allocated one array at a time, so that a read or write
-past an array's end is outside of every allocation. Writes memcheck.json to $OUT or benchmarks/results.
+A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`; a
+control has errors that must be found. Each runs in a sanitised process of its own, all at once, with memory allocated
+one array at a time, so that a step past an array's end is outside of every allocation. Writes memcheck.json to $OUT or
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -28,34 +29,27 @@ ERRORS_EXIT = 77
 # Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
 # launches the same kernels.
 _SKIPPED = "not gib and not compile and not graph"
+CONTROL = "control"  # steps over an array's end, and has to be found
 
 
-def _pytest(name: str, *options: str) -> list[str]:
-    return ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", _SKIPPED, str(TESTS / name), *options]
+def groups() -> dict[str, list[str]]:
+    """What python runs, by group."""
+    found = {CONTROL: [str(Path(__file__).with_name("memcheck_control.py"))]}
+    options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", _SKIPPED]
+    for path in [*sorted(TESTS.glob("test_triton_*.py")), TESTS / "test_flashmla_sanitise.py"]:
+        if path.exists():
+            found[path.stem.removeprefix("test_").removeprefix("triton_")] = [*options, str(path)]
+    found["attention"] = [str(TESTS / "triton_attention_cases.py")]  # what the test runs in a process of its own
+    return found
 
 
-# What python runs, by group. A file that is not there is skipped, by name.
-GROUPS = {
-    "attention": [str(TESTS / "triton_attention_cases.py")],
-    "kv_cache": _pytest("test_triton_kv.py"),
-    "topk": _pytest("test_triton_topk.py"),
-    "indexer": _pytest("test_triton_indexer.py"),
-    "metadata": _pytest("test_triton_metadata.py"),
-    "compressor": _pytest("test_triton_compressor.py"),
-}
-
-
-def present(group: str) -> bool:
-    return all(Path(word).exists() for word in GROUPS[group] if word.endswith(".py"))
-
-
-def start(group: str, sanitizer: str, folder: Path) -> subprocess.Popen:
+def start(group: str, arguments: list[str], sanitizer: str, folder: Path) -> subprocess.Popen:
     # XLA's and torch's pools would hide a step over an array's end.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     paths = [str(TESTS), str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     command = [sanitizer, "--tool", "memcheck", "--target-processes", "application-only"]
-    command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *GROUPS[group]]
+    command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = (folder / f"memcheck_{group}.log").open("w")
     return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
@@ -64,19 +58,25 @@ def verdict(log: str, exit_code: int | None) -> dict:
     """What the sanitizer and the tests say; no exit code is a process that had to be stopped."""
     summary = re.findall(r"ERROR SUMMARY: (\d+) error", log)
     ran = re.findall(r"(\d+ (?:passed|checks passed).*)", log)
-    clean = exit_code == 0 and bool(summary) and int(summary[-1]) == 0 and bool(ran)
+    wanted = exit_code == 0 and bool(summary) and int(summary[-1]) == 0 and bool(ran)
     return {
-        "clean": clean,
+        "as_wanted": wanted,
         "errors": int(summary[-1]) if summary else None,
         "tests": ran[-1].strip("= ") if ran else None,
         "exit_code": exit_code,
     }
 
 
-def run(groups: list[str], sanitizer: str, limit: float) -> dict[str, dict]:
+def control_verdict(log: str) -> dict:
+    """The control's reads and writes out of bounds are found."""
+    found = {kind: f"Invalid __global__ {kind}" in log for kind in ("read", "write")}
+    return {"as_wanted": all(found.values()), "errors": found}
+
+
+def run(chosen: dict[str, list[str]], sanitizer: str, limit: float) -> dict[str, dict]:
     folder = results_folder()
     started = time.monotonic()
-    processes = {group: start(group, sanitizer, folder) for group in groups}
+    processes = {group: start(group, arguments, sanitizer, folder) for group, arguments in chosen.items()}
     verdicts = {}
     for group, process in processes.items():
         try:
@@ -87,33 +87,31 @@ def run(groups: list[str], sanitizer: str, limit: float) -> dict[str, dict]:
             exit_code = None
         path = folder / f"memcheck_{group}.log"
         log = path.read_text(errors="replace")
-        verdicts[group] = verdict(log, exit_code) | {"seconds": round(time.monotonic() - started, 1)}
-        if verdicts[group]["clean"]:
+        judged = control_verdict(log) if group == CONTROL else verdict(log, exit_code)
+        verdicts[group] = judged | {"seconds": round(time.monotonic() - started, 1)}
+        if verdicts[group]["as_wanted"]:
             path.unlink()
     return verdicts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(GROUPS)}")
+    parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(groups())}")
     parser.add_argument("--limit-seconds", type=float, default=120)
     args = parser.parse_args()
-    if unknown := set(args.group) - set(GROUPS):
+    if unknown := set(args.group) - set(groups()):
         parser.error(f"no such group: {', '.join(sorted(unknown))}")
     sanitizer = shutil.which("compute-sanitizer") or SANITIZER
     if not Path(sanitizer).exists():
         print("compute-sanitizer is not installed: it comes with the CUDA toolkit")
         return 2
-    groups = args.group or list(GROUPS)
-    missing = [group for group in groups if not present(group)]
-    verdicts = run([group for group in groups if group not in missing], sanitizer, args.limit_seconds)
+    chosen = {group: arguments for group, arguments in groups().items() if group in (args.group or groups())}
+    verdicts = run(chosen, sanitizer, args.limit_seconds)
     for group, result in verdicts.items():
-        word = "clean" if result["clean"] else "NOT CLEAN"
-        print(f"{group:12} {word:10} {result['errors']} errors, {result['tests']}, {result['seconds']:.0f} s")
-    if missing:
-        print("no such test file: " + ", ".join(missing))
-    write_json(results_folder() / "memcheck.json", environment() | {"groups": verdicts, "missing": missing})
-    return int(not all(result["clean"] for result in verdicts.values()))
+        word = "as wanted" if result["as_wanted"] else "NOT CLEAN"
+        print(f"{group:18} {word:10} {result['errors']} errors, {result.get('tests')}, {result['seconds']:.0f} s")
+    write_json(results_folder() / "memcheck.json", environment() | {"groups": verdicts})
+    return int(not all(result["as_wanted"] for result in verdicts.values()))
 
 
 if __name__ == "__main__":

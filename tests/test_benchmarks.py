@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from pathlib import Path
 
 import pytest
 
@@ -126,8 +127,17 @@ def test_json_is_written_whole(tmp_path):
     ],
 )
 def test_memcheck_is_clean_only_when_it_ran_to_its_end(log, exit_code, clean):
-    assert memcheck.verdict(log, exit_code)["clean"] is clean
+    assert memcheck.verdict(log, exit_code)["as_wanted"] is clean
 
 
-def test_memcheck_names_files_that_are_there():
-    assert memcheck.present("attention") and memcheck.present("kv_cache")
+def test_memcheck_believes_nothing_unless_its_control_is_found():
+    both = "========= Invalid __global__ read of size 4 bytes\n========= Invalid __global__ write of size 4 bytes"
+    assert memcheck.control_verdict(both)["as_wanted"]
+    assert not memcheck.control_verdict(both.splitlines()[0])["as_wanted"]
+    assert not memcheck.control_verdict("1 passed\nERROR SUMMARY: 0 errors")["as_wanted"]
+
+
+def test_memcheck_takes_every_file_of_kernel_tests():
+    groups = memcheck.groups()
+    assert {"control", "attention", "kv"} <= set(groups)
+    assert all(Path(arguments[-1]).exists() for arguments in groups.values())
