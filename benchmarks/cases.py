@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -134,20 +135,15 @@ def _decode_arguments(call, paged: Callable) -> dict:
     return arguments
 
 
-_JITTED: dict[tuple, Callable] = {}
-
-
+@functools.cache
 def _jitted_attention(phase: str, backend: str, softmax_scale: float) -> Callable:
     """One jitted function for all shapes of a phase and scale, which is a static argument."""
     import jax
 
     from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
 
-    key = (phase, backend, softmax_scale)
-    if key not in _JITTED:
-        attend = {"decode": sparse_mla_decode, "prefill": sparse_mla_prefill}[phase]
-        _JITTED[key] = jax.jit(lambda arrays: attend(**arrays, softmax_scale=softmax_scale, backend=backend))
-    return _JITTED[key]
+    attend = {"decode": sparse_mla_decode, "prefill": sparse_mla_prefill}[phase]
+    return jax.jit(lambda arrays: attend(**arrays, softmax_scale=softmax_scale, backend=backend))
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -250,10 +246,14 @@ def run_tasks(
 
 
 class Ledger:
-    """What ran, by case id; read from benchmarks/results, written where results go."""
+    """What ran, by case id and with its commit; read from benchmarks/results, written where results go.
+
+    Delete the file when a kernel has changed so much that what passed before says little.
+    """
 
     def __init__(self, backend: str):
         self._name = f"cases_{backend}.json"
+        self._environment = environment()
         self.entries: dict[str, dict] = {}
         for folder in (RESULTS, results_folder()):
             if (folder / self._name).exists():
@@ -266,13 +266,13 @@ class Ledger:
         return entry is not None and entry["verdict"] == "passed" and entry["seed"] == seed_of(task.shape)
 
     def add(self, task: Task, entry: dict) -> None:
-        self.entries[task.id] = entry
+        self.entries[task.id] = entry | {"commit": self._environment["commit"]}
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
     def save(self) -> None:
         self._saved = time.monotonic()
-        write_json(results_folder() / self._name, environment() | self.summary() | {"cases": self.entries})
+        write_json(results_folder() / self._name, self._environment | self.summary() | {"cases": self.entries})
 
     def summary(self) -> dict:
         """Counts by table and route."""

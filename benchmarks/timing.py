@@ -78,7 +78,7 @@ class Timer:
         for _ in range(3):
             self._once(run)
         self._wait()
-        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
             for _ in range(self.repeats):
                 self._once(run)
             self._wait()
