@@ -34,6 +34,7 @@ LAUNCHED_BY_TORCH = ("triton",)
 JITTED_SHAPES = 60
 CASE_SECONDS = 60  # after which a case counts as hung
 SAVE_SECONDS = 10
+KEPT_BYTES = 3 << 30  # of torch's pool, between cases: the workers share one GPU's memory
 
 
 class Task(NamedTuple):
@@ -80,8 +81,8 @@ def run_case(task: Task, backend: str, device: str) -> dict:
     except Exception as error:
         entry["why"] = f"{type(error).__name__}: {error}"[:600]
     entry["seconds"] = round(time.perf_counter() - started, 3)
-    if device == "cuda" and torch.cuda.memory_reserved() > 8 << 30:
-        torch.cuda.empty_cache()  # the workers share one GPU's memory
+    if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
     return entry
 
 

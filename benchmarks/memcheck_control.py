@@ -1,4 +1,9 @@
-"""A kernel that reads and writes one element past its arrays, once: what memcheck has to find to be believed."""
+"""A kernel that steps one element past an array's end: what memcheck has to find to be believed.
+
+python memcheck_control.py read|write
+"""
+
+import sys
 
 import torch
 import triton
@@ -6,14 +11,14 @@ import triton.language as tl
 
 
 @triton.jit
-def copy_kernel(source_ptr, target_ptr, n, BLOCK: tl.constexpr):
+def copy_kernel(source_ptr, target_ptr, read, written, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at <= n, other=0), mask=at <= n)
+    tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < read, other=0), mask=at < written)
 
 
 if __name__ == "__main__":
-    source = torch.arange(1000, dtype=torch.int32, device="cuda")
+    n = 1000
+    source = torch.arange(n, dtype=torch.int32, device="cuda")
     target = torch.zeros_like(source)
-    copy_kernel[(1,)](source, target, len(source), BLOCK=1024)
+    copy_kernel[(1,)](source, target, n + (sys.argv[1] == "read"), n + (sys.argv[1] == "write"), BLOCK=1024)
     torch.cuda.synchronize()
-    print("1 passed")
