@@ -27,8 +27,8 @@ SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 ERRORS_EXIT = 77
 
 # Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
-# launches the same kernels.
-_SKIPPED = "not gib and not compile and not graph"
+# launches the same kernels, as does a test that every run gives the same.
+_SKIPPED = "not gib and not compile and not graph and not every_run"
 _FILES = ("test_triton_*.py", "test_topk_kernels.py", "test_flashmla_sanitise.py")
 CONTROL = "control "  # groups that step over an array's end, and have to be found
 
@@ -37,7 +37,7 @@ def groups() -> dict[str, list[str]]:
     """What python runs, by group."""
     control = str(Path(__file__).with_name("memcheck_control.py"))
     found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
-    options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", _SKIPPED]
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", _SKIPPED]
     for path in sorted(path for pattern in _FILES for path in TESTS.glob(pattern)):
         found[path.stem.removeprefix("test_").removeprefix("triton_")] = [*options, str(path)]
     found["attention"] = [str(TESTS / "triton_attention_cases.py")]  # what the test runs in a process of its own
