@@ -34,6 +34,7 @@ LAUNCHED_BY_TORCH = ("triton",)
 JITTED_SHAPES = 60
 CASE_SECONDS = 60  # after which a case counts as hung
 SAVE_SECONDS = 10
+MEMORY_WAITS = (1, 2, 4)  # seconds between attempts of a case that finds too little memory
 KEPT_BYTES = 3 << 30  # of torch's pool, between cases: the workers share one GPU's memory
 
 
@@ -63,12 +64,25 @@ def tasks_of(backend: str, shapes: list[Shape]) -> Iterator[Task]:
 
 
 def run_case(task: Task, backend: str, device: str) -> dict:
-    """The ledger's entry. Runs in a worker."""
+    """The ledger's entry. Runs in a worker; memory that other workers hold is waited for."""
     import torch
 
+    started = time.perf_counter()
+    for wait in (*MEMORY_WAITS, None):
+        entry = _attempt(task, backend, device)
+        if wait is None or "out of memory" not in entry.get("why", "").lower():
+            break
+        torch.cuda.empty_cache()
+        time.sleep(wait)
+    entry["seconds"] = round(time.perf_counter() - started, 3)
+    if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
+    return entry
+
+
+def _attempt(task: Task, backend: str, device: str) -> dict:
     from benchmarks import case_data
 
-    started = time.perf_counter()
     entry = {"seed": seed_of(task.shape), "verdict": "failed"}
     try:
         call = case_data.make_call(task.shape, device)
@@ -80,9 +94,6 @@ def run_case(task: Task, backend: str, device: str) -> dict:
             entry["verdict"] = "passed"
     except Exception as error:
         entry["why"] = f"{type(error).__name__}: {error}"[:600]
-    entry["seconds"] = round(time.perf_counter() - started, 3)
-    if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
-        torch.cuda.empty_cache()
     return entry
 
 

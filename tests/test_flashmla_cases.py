@@ -178,6 +178,24 @@ def test_an_exception_is_a_failure_with_its_reason():
     assert entry["verdict"] == "failed" and "hopper" in entry["why"]
 
 
+def test_memory_that_others_hold_is_waited_for(monkeypatch):
+    make_call, attempts = case_data.make_call, []
+
+    def short_of_memory(*args):
+        attempts.append(args)
+        if len(attempts) < 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return make_call(*args)
+
+    monkeypatch.setattr(case_data, "make_call", short_of_memory)
+    monkeypatch.setattr(cases, "MEMORY_WAITS", (0, 0))
+    task = cases.Task(PREFILLS[2], "jit")
+    assert cases.run_case(task, "reference", "cpu")["verdict"] == "passed" and len(attempts) == 3
+    attempts.clear()
+    monkeypatch.setattr(cases, "MEMORY_WAITS", (0,))
+    assert "Out of memory" in cases.run_case(task, "reference", "cpu")["why"] and len(attempts) == 2
+
+
 def test_sixty_shapes_of_a_launched_backend_are_jitted():
     order = stratified(decode_table() + prefill_table())
     tasks = list(cases.tasks_of("triton", order))
