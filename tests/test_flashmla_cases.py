@@ -166,6 +166,7 @@ def test_comparison_refuses_what_is_wrong(defect):
 # --- the runner -----------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("shape", (DECODES[1], PREFILLS[0]), ids=lambda shape: shape.id)
 def test_the_reference_passes_through_jit(shape):
     entry = cases.run_case(cases.Task(shape, "jit"), "reference", "cpu")
@@ -173,11 +174,13 @@ def test_the_reference_passes_through_jit(shape):
     assert set(entry["errors"]) == ({"out", "lse"} if shape is DECODES[1] else {"out", "max_logits", "lse"})
 
 
+@pytest.mark.cpu
 def test_an_exception_is_a_failure_with_its_reason():
     entry = cases.run_case(cases.Task(DECODES[0], "jit"), "hopper", "cpu")
     assert entry["verdict"] == "failed" and "hopper" in entry["why"]
 
 
+@pytest.mark.cpu
 def test_memory_that_others_hold_is_waited_for(monkeypatch):
     make_call, attempts = case_data.make_call, []
 
@@ -215,7 +218,7 @@ def test_the_ledger_runs_again_what_failed(monkeypatch, tmp_path):
     again = cases.Ledger("none")
     assert [again.passed(task) for task in (good, bad, stale, never)] == [True, False, False, False]
     saved = json.loads((tmp_path / "cases_none.json").read_text())
-    assert saved["tables"]["jit decode-grid"] == {"passed": 1, "failed": 1} and saved["commit"]
+    assert saved["tables"]["jit decode-grid"] == {"passed": 1, "failed": 1} and "commit" in saved
 
 
 class Scripted:
