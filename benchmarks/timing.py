@@ -6,11 +6,7 @@ A module of `benchmarks.ops` offers `cases(rng) -> Iterator[Case]`; `python -m b
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +14,10 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.record import environment
+
+__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "environment", "in_place", "matmul_rate"]
 
 FLUSH_BYTES = 512 << 20  # several times the 60 MB L2 of an H200
 
@@ -78,7 +78,7 @@ class Timer:
         for _ in range(3):
             self._once(run)
         self._wait()
-        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
             for _ in range(self.repeats):
                 self._once(run)
             self._wait()
@@ -137,32 +137,12 @@ def copy_rate(timer: Timer, moved: int = 2 << 30) -> float:
     return moved / timer(Run(lambda: target.copy_(source), "torch")) / 1e6
 
 
-def matmul_rate(timer: Timer, n: int = 8192) -> float:
-    """TFLOP/s of a bf16 n x n x n matrix product of random values through torch."""
+def matmul_rate(timer: Timer, n: int = 8192, unit: str = "bf16") -> float:
+    """TFLOP/s of an n x n x n matrix product of random values through torch, in bf16 or fp8 (e4m3, bf16 result)."""
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * n**3 / timer(Run(lambda: a @ b, "torch")) / 1e6
-
-
-def environment() -> dict:
-    """Device, driver, versions, commit and command, for the record beside the numbers."""
-
-    def output(*command):
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    def version(name):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    names = ("jax", "jaxlib", "jax-triton", "triton", "torch", "sgl-flash-mla", "flashinfer-python")
-    return {
-        "device": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "versions": {name: version(name) for name in names},
-        "commit": os.environ.get("COMMIT") or output("git", "describe", "--always", "--dirty"),
-        "command": " ".join(sys.orig_argv),
-    }
+    if unit == "bf16":
+        return 2 * n**3 / timer(Run(lambda: a @ b, "torch")) / 1e6
+    one = torch.ones((), device="cuda")
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T
+    product = Run(lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), "torch")
+    return 2 * n**3 / timer(product) / 1e6

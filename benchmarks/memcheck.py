@@ -1,0 +1,119 @@
+"""compute-sanitizer's memcheck over small, hostile shapes of every kernel.
+
+    python -m benchmarks.memcheck [GROUP ...] [--limit-seconds 120]
+
+A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`; a
+control has errors that must be found. Each runs in a sanitised process of its own, all at once, with memory allocated
+one array at a time, so that a step past an array's end is outside of every allocation. Writes memcheck.json to $OUT or
+benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.record import environment, results_folder, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
+ERRORS_EXIT = 77
+
+# Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
+# launches the same kernels, as does a test that every run gives the same.
+_SKIPPED = "not gib and not compile and not graph and not every_run"
+_FILES = ("test_triton_*.py", "test_topk_kernels.py", "test_flashmla_sanitise.py")
+CONTROL = "control "  # groups that step over an array's end, and have to be found
+
+
+def groups() -> dict[str, list[str]]:
+    """What python runs, by group."""
+    control = str(Path(__file__).with_name("memcheck_control.py"))
+    found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", _SKIPPED]
+    for path in sorted(path for pattern in _FILES for path in TESTS.glob(pattern)):
+        found[path.stem.removeprefix("test_").removeprefix("triton_")] = [*options, str(path)]
+    found["attention"] = [str(TESTS / "triton_attention_cases.py")]  # what the test runs in a process of its own
+    return found
+
+
+def start(group: str, arguments: list[str], sanitizer: str, folder: Path) -> subprocess.Popen:
+    # XLA's and torch's pools would hide a step over an array's end.
+    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    paths = [str(TESTS), str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    command = [sanitizer, "--tool", "memcheck", "--target-processes", "application-only"]
+    command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
+    log = (folder / f"memcheck_{group.replace(' ', '_')}.log").open("w")
+    return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def verdict(log: str, exit_code: int | None) -> dict:
+    """What the sanitizer and the tests say; no exit code is a process that had to be stopped."""
+    summary = re.findall(r"ERROR SUMMARY: (\d+) error", log)
+    ran = re.findall(r"(\d+ (?:passed|checks passed).*)", log)
+    wanted = exit_code == 0 and bool(summary) and int(summary[-1]) == 0 and bool(ran)
+    return {
+        "as_wanted": wanted,
+        "errors": int(summary[-1]) if summary else None,
+        "tests": ran[-1].strip("= ") if ran else None,
+        "exit_code": exit_code,
+    }
+
+
+def control_verdict(log: str, group: str) -> dict:
+    """Whether the control's step out of bounds was found."""
+    found = log.count(f"Invalid __global__ {group.removeprefix(CONTROL)} of size 4 bytes")
+    return {"as_wanted": found > 0, "errors": found}
+
+
+def run(chosen: dict[str, list[str]], sanitizer: str, limit: float) -> dict[str, dict]:
+    folder = results_folder()
+    started = time.monotonic()
+    processes = {group: start(group, arguments, sanitizer, folder) for group, arguments in chosen.items()}
+    verdicts = {}
+    for group, process in processes.items():
+        try:
+            exit_code = process.wait(max(0.1, limit - (time.monotonic() - started)))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            exit_code = None
+        path = folder / f"memcheck_{group.replace(' ', '_')}.log"
+        log = path.read_text(errors="replace")
+        judged = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
+        verdicts[group] = judged | {"seconds": round(time.monotonic() - started, 1)}
+        if verdicts[group]["as_wanted"]:
+            path.unlink()
+    return verdicts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(groups())}")
+    parser.add_argument("--limit-seconds", type=float, default=120)
+    args = parser.parse_args()
+    if unknown := set(args.group) - set(groups()):
+        parser.error(f"no such group: {', '.join(sorted(unknown))}")
+    sanitizer = shutil.which("compute-sanitizer") or SANITIZER
+    if not Path(sanitizer).exists():
+        print("compute-sanitizer is not installed: it comes with the CUDA toolkit")
+        return 2
+    chosen = {group: arguments for group, arguments in groups().items() if group in (args.group or groups())}
+    verdicts = run(chosen, sanitizer, args.limit_seconds)
+    for group, result in verdicts.items():
+        word = "as wanted" if result["as_wanted"] else "NOT CLEAN"
+        print(f"{group:18} {word:10} {result['errors']} errors, {result.get('tests')}, {result['seconds']:.0f} s")
+    write_json(results_folder() / "memcheck.json", environment() | {"groups": verdicts})
+    return int(not all(result["as_wanted"] for result in verdicts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

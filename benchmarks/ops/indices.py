@@ -1,0 +1,88 @@
+"""The merges of index lists, beside the plain XLA programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from sparse_mla_torch.kernels import indices as torch_indices
+
+from benchmarks.timing import Case, Run
+from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices
+from jax_sparse_mla.indices.merge import combine_swa_extra_reference, combine_topk_swa_reference
+
+WINDOW = 128
+SIZES = ((16_384, 512), (32_768, 1_024))  # rows, top-k
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    for rows, topk in SIZES:
+        yield _topk_swa(rng, rows, topk)
+        yield _swa_extra(rng, rows, topk)
+
+
+def _topk_swa(rng: np.random.Generator, rows: int, topk: int, requests: int = 8, seq_len: int = 65_536) -> Case:
+    """A prefill chunk of 8 requests, every row with a full window and a full list."""
+    per_request = rows // requests
+    gathered = per_request + WINDOW - 1
+    args = (
+        rng.integers(0, seq_len // 4, (rows, topk), dtype=np.int32),
+        (np.arange(requests + 1) * per_request).astype(np.int32),
+        np.tile(seq_len - per_request + np.arange(per_request), requests).astype(np.int32),
+        np.full(requests, seq_len, np.int32),
+        np.full(requests, gathered, np.int32),
+        (np.arange(requests) * (seq_len // 4)).astype(np.int32),
+        (np.arange(requests) * gathered + requests * (seq_len // 4)).astype(np.int32),
+    )
+    static = {"window": WINDOW, "compress_ratio": 4, "topk": topk}
+
+    def plain(indices, starts, pos, *rest):
+        return combine_topk_swa_reference(indices, pos, (starts, *rest), **static)
+
+    return _case(
+        f"combine_topk_swa {rows} x {topk}",
+        args,
+        plain=plain,
+        ours=lambda *args: combine_topk_swa_indices(*args, **static),
+        on_torch=lambda *args, out: torch_indices.combine_topk_swa_indices(*args, **static, out=out),
+        bytes=rows * 4 * (topk + (topk + WINDOW) + 2),  # positions and lengths beside the lists
+        topk=topk,
+    )
+
+
+def _swa_extra(rng: np.random.Generator, rows: int, topk: int) -> Case:
+    args = (
+        rng.integers(0, 65_536, (rows, WINDOW), dtype=np.int32),
+        np.full(rows, WINDOW, np.int32),
+        rng.integers(0, 65_536, (rows, topk), dtype=np.int32),
+        np.full(rows, topk, np.int32),
+        np.array(65_536, np.int32),
+    )
+    return _case(
+        f"combine_swa_extra {rows} x {topk}",
+        args,
+        plain=combine_swa_extra_reference,
+        ours=combine_swa_extra_indices,
+        on_torch=lambda *args, out: torch_indices.combine_swa_extra_indices(*args, out=out),
+        bytes=rows * 4 * (WINDOW + topk + (topk + WINDOW) + 3),
+        topk=topk,
+    )
+
+
+def _case(name: str, args: tuple, *, plain, ours, on_torch, bytes: int, topk: int) -> Case:
+    jax_args, torch_args = [jnp.asarray(x) for x in args], [torch.from_numpy(np.asarray(x)).cuda() for x in args]
+    rows = len(args[0])
+    out = tuple(torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((rows, topk + WINDOW), (rows,)))
+    jitted_plain, jitted = jax.jit(plain), jax.jit(ours)
+    return Case(
+        name,
+        ours={
+            "jax": Run(lambda: jitted(*jax_args), "jax"),
+            "torch": Run(lambda: on_torch(*torch_args, out=out), "torch"),
+        },
+        peers={"xla": Run(lambda: jitted_plain(*jax_args), "jax")},
+        bytes=bytes,
+    )

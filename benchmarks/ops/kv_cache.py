@@ -1,0 +1,110 @@
+"""Bytes of paged KV caches: `gather_kv`, `write_kv`, `split_pages`, beside the plain XLA programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from sparse_mla_torch.kernels import kv_cache as torch_kv
+
+from benchmarks.timing import Case, Run, in_place
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, split_pages, write_kv
+from jax_sparse_mla.kv_cache.rows import gather_rows_reference, write_rows_reference
+from jax_sparse_mla.kv_cache.split import split_touched_reference
+
+V4 = KVLayout.V4_FP8
+PAGE_SIZE = 256
+POOL_PAGES = 2048  # 524,288 slots, 307 MB: far more than the L2 holds
+# A row of the cache that is read or written (the eighth scale byte stays), one in bfloat16, and its slot.
+READ_BYTES, WRITTEN_BYTES, ROW_BYTES, SLOT_BYTES = 584, 583, 1024, 4
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    pool = rng.integers(0, 120, (POOL_PAGES, V4.page_bytes(PAGE_SIZE)), dtype=np.uint8)
+    yield from _gathers(rng, pool)
+    yield from _writes(rng, pool)
+    yield _split(rng, pool)
+
+
+def _gathers(rng: np.random.Generator, pool: np.ndarray) -> Iterator[Case]:
+    jax_cache, torch_cache = _jax_cache(pool), _torch_cache(pool)
+    plain, ours = jax.jit(gather_rows_reference), jax.jit(gather_kv)
+    for n, kind in ((8_192, "pages"), (32_768, "pages"), (131_072, "pages"), (131_072, "random")):
+        slots = _slots(rng, n, kind)
+        jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
+        out = torch.empty((n, V4.qk_dim), dtype=torch.bfloat16, device="cuda")
+
+        def on_torch(slots=torch_slots, out=out):
+            torch_kv.gather_kv(torch_cache, slots, out=out)
+
+        yield Case(
+            f"gather_kv V4 {n} {kind}",
+            ours={"jax": Run(lambda s=jax_slots: ours(jax_cache, s), "jax"), "torch": Run(on_torch, "torch")},
+            peers={"xla": Run(lambda s=jax_slots: plain(jax_cache, s), "jax")},
+            bytes=n * (READ_BYTES + ROW_BYTES + SLOT_BYTES),
+        )
+
+
+def _writes(rng: np.random.Generator, pool: np.ndarray, n: int = 65_536) -> Iterator[Case]:
+    torch_cache = _torch_cache(pool)
+    kv = rng.standard_normal((n, V4.qk_dim)).astype(np.float32)
+    jax_kv, torch_rows = jnp.asarray(kv, jnp.bfloat16), torch.from_numpy(kv).to("cuda", torch.bfloat16)
+    for kind in ("pages", "random"):
+        slots = _slots(rng, n, kind)
+        jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
+        yield Case(
+            f"write_kv V4 {n} {kind}",
+            ours={
+                "jax": in_place(write_kv, _jax_cache(pool), jax_slots, jax_kv),
+                "torch": Run(lambda s=torch_slots: torch_kv.write_kv(torch_cache, s, torch_rows), "torch"),
+            },
+            peers={"xla": in_place(write_rows_reference, _jax_cache(pool), jax_slots, jax_kv)},
+            bytes=n * (ROW_BYTES + WRITTEN_BYTES + SLOT_BYTES),
+        )
+
+
+def _split(rng: np.random.Generator, pool: np.ndarray) -> Case:
+    """The windows of 64 requests: 128 neighbouring slots each, in two pages of their own."""
+    starts = rng.permutation(POOL_PAGES // 2)[:64, None] * 2 * PAGE_SIZE + 200
+    slots = (starts + np.arange(128)).astype(np.int32)
+    jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
+    shape = (POOL_PAGES * 4, V4.page_bytes(64))
+    jax_cache, torch_cache = _jax_cache(pool), _torch_cache(pool)
+    out = PagedKV(data=torch.zeros(shape, dtype=torch.uint8, device="cuda"), layout=V4, page_size=64)
+    scratch = torch_kv.SplitScratch.allocate(POOL_PAGES, slots.size, "cuda")
+
+    def small() -> PagedKV:
+        return PagedKV(data=jnp.zeros(shape, jnp.uint8), layout=V4, page_size=64)
+
+    def plain(out, cache, slots):
+        return dataclasses.replace(out, data=split_touched_reference(out.data, cache, 64, slots))
+
+    return Case(
+        "split_pages 128 of 2048",
+        ours={
+            "jax": in_place(lambda o, c, s: split_pages(c, 64, slots=s, out=o), small(), jax_cache, jax_slots),
+            "torch": Run(lambda: torch_kv.split_pages(torch_cache, out, torch_slots, scratch=scratch), "torch"),
+        },
+        peers={"xla": in_place(plain, small(), jax_cache, jax_slots)},
+        bytes=128 * 2 * PAGE_SIZE * V4.bytes_per_token,
+    )
+
+
+def _jax_cache(pool: np.ndarray) -> PagedKV:
+    return PagedKV(data=jnp.asarray(pool), layout=V4, page_size=PAGE_SIZE)
+
+
+def _torch_cache(pool: np.ndarray) -> PagedKV:
+    return PagedKV(data=torch.from_numpy(pool).cuda(), layout=V4, page_size=PAGE_SIZE)
+
+
+def _slots(rng: np.random.Generator, n: int, kind: str) -> np.ndarray:
+    """ "pages": whole pages in random order, as a request's tokens lie; "random": every token somewhere else."""
+    if kind == "random":
+        return rng.permutation(POOL_PAGES * PAGE_SIZE)[:n].astype(np.int32)
+    pages = rng.permutation(POOL_PAGES)[: n // PAGE_SIZE]
+    return (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1).astype(np.int32)
