@@ -401,6 +401,20 @@ def test_every_run_gives_the_same(rows, columns, topk):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns", "topk"), [(4096, 131_072, 2048), (16_500, 131_072, 512)])
+def test_rows_past_2_gib_and_past_2_to_the_31_elements(rows, columns, topk):
+    """Every position of the first and the last rows, ties included: some rows of so many have one at the k-th logit."""
+    logits = torch.empty(rows, columns, device=DEVICE).normal_(generator=torch.Generator(DEVICE).manual_seed(9))
+    lengths = torch.full((rows,), columns, dtype=torch.int32, device=DEVICE)
+    got = torch_topk.topk_positions(logits, lengths, topk).sort(dim=1).values
+    every = range(0, rows, 256) if rows * columns < 1 << 30 else (0, rows - 256)
+    for row in every:
+        # A stable sort gives ties to the lower index.
+        order = logits[row : row + 256].sort(dim=1, descending=True, stable=True).indices
+        assert torch.equal(got[row : row + 256].long(), order[:, :topk].sort(dim=1).values), row
+
+
+@pytest.mark.gpu
 def test_torch_captures_the_kernels_in_a_cuda_graph():
     logits, lengths = torch.randn(8, 40_000, device=DEVICE), torch.full((8,), 40_000, dtype=torch.int32, device=DEVICE)
     table = torch.randperm(8 * 625, device=DEVICE, dtype=torch.int32).reshape(8, 625)
