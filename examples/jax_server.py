@@ -1,9 +1,9 @@
 """Continuous batching in JAX: requests come and go, prompts are read in chunks, then all decode together.
 
-The model is DeepSeek-V4's attention with random weights around it; `--layers 43 --heads 64` is V4-Flash's size. What
-an engine takes from here: one jitted step with all that changes donated (caches, request tables, last tokens); one
-compilation per bucket of rows; pages handed out on the host; and no step waits for the tokens of the one before, which
-stay on the device: the host reads them one step later.
+The model is DeepSeek-V4's attention with random weights around it; `--full` takes V4-Flash's true size. What an engine
+takes from here: one jitted step with all that changes donated (caches, request tables, last tokens); one compilation
+per bucket of rows; pages handed out on the host, the window's in a ring of each request; and no step waits for the
+tokens of the one before, which stay on the device: the host reads them one step later.
 """
 
 import argparse
@@ -34,6 +34,11 @@ class Config:
     chunk: int = 256  # rows of a prefill step
     decode_buckets: tuple[int, ...] = (1, 4)  # rows of a decode step
 
+    @property
+    def ring(self):
+        """Pages of a request's window cache: they hold a chunk and the window before it, wherever pages begin."""
+        return 2 + self.chunk // self.spec.page_size
+
 
 @dataclasses.dataclass
 class Request:
@@ -43,9 +48,12 @@ class Request:
     output: list[int] = dataclasses.field(default_factory=list)
     row: int = -1  # in the request tables
     pages: list[int] = dataclasses.field(default_factory=list)
-    swa_pages: list[int] = dataclasses.field(default_factory=list)  # 0 behind the window
     computed: int = 0  # tokens whose keys are cached
-    sampled: int = 0  # tokens that the device has made; the last of them may not have been read yet
+
+    @property
+    def sampled(self):
+        """Tokens that the device has made; the last of them may not have been read yet."""
+        return max(0, self.computed - len(self.prompt) + 1)
 
 
 # --- the model, on the device ----------------------------------------------------------------------
@@ -61,23 +69,26 @@ def random_weights(config):
 
     project = partial(normal, config.hidden)
 
-    def layer(ratio):
-        def compressor(dim):
-            width = dim * (2 if ratio == 4 else 1)  # windows of ratio 4 overlap
-            ape = normal(ratio, width, dtype=jnp.float32)
-            params = layers.CompressorParams(ape=ape, norm_weight=jnp.ones(dim), inv_freq=inv_freq)
-            return params, project(width), project(width)
+    def compressor(dim, ratio):
+        """Parameters, and the projections to keys and to their scores; windows of ratio 4 overlap."""
+        width = dim * (2 if ratio == 4 else 1)
+        ape = normal(ratio, width, dtype=jnp.float32)
+        params = layers.CompressorParams(ape=ape, norm_weight=jnp.ones(dim), inv_freq=inv_freq)
+        return params, project(width), project(width)
 
-        main, main_kv, main_score = compressor(spec.qk_dim) if ratio else (None, None, None)
-        index = index_params = None
+    def layer(ratio):
+        q = 4 * project(spec.num_heads, spec.qk_dim)  # sharp scores: what is generated hangs on what is attended to
+        rows = layers.V4Rows(q=q, kv=project(spec.qk_dim))
+        params = layers.V4LayerParams(attn_sink=jnp.zeros(spec.num_heads))
+        if ratio:
+            main, kv, score = compressor(spec.qk_dim, ratio)
+            rows = dataclasses.replace(rows, compressed_kv=kv, compressed_score=score)
+            params = dataclasses.replace(params, compressor=main)
         if ratio == 4:
-            index_params, kv, score = compressor(spec.index_dim)
+            index, kv, score = compressor(spec.index_dim, ratio)
             q, weights = project(spec.index_heads, spec.index_dim), project(spec.index_heads)
-            index = layers.IndexRows(q=q, weights=weights, kv=kv, score=score)
-        q, kv = project(spec.num_heads, spec.qk_dim), project(spec.qk_dim)
-        rows = layers.V4Rows(q=q, kv=kv, compressed_kv=main_kv, compressed_score=main_score, index=index)
-        sink = jnp.zeros(spec.num_heads)
-        params = layers.V4LayerParams(attn_sink=sink, compressor=main, index_compressor=index_params)
+            rows = dataclasses.replace(rows, index=layers.IndexRows(q=q, weights=weights, kv=kv, score=score))
+            params = dataclasses.replace(params, index_compressor=index)
         return rows, normal(spec.num_heads, spec.v_dim, config.hidden), params
 
     return normal(VOCABULARY, config.hidden), inv_freq, [layer(ratio) for ratio in config.ratios]
@@ -97,16 +108,18 @@ def project(config, projections, hidden, rope):
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def forward(config, weights, state, batch, step):
     """One step. state: caches, tables, last tokens `[max_batch]`. step: tokens `[T]`, −1 for the request's last one;
-    each one's row in the tables, position and window slot, `[T]`; and last_row `[B]` of each request."""
+    each one's row in the tables and position `[T]`; and last_row `[B]` of each request."""
     caches, tables, last_tokens = state
     embedding, inv_freq, layer_weights = weights
+    size, (row, position) = config.spec.page_size, (step["row"], step["position"])
+    swa_slots = (1 + row * config.ring + position // size % config.ring) * size + position % size
     tables = mla.RequestTables(
-        req_to_token=tables.req_to_token.at[step["row"], step["position"]].set(batch.out_cache_loc, mode="drop"),
-        full_to_swa=tables.full_to_swa.at[batch.out_cache_loc].set(step["swa_slot"]),
+        req_to_token=tables.req_to_token.at[row, position].set(batch.out_cache_loc, mode="drop"),
+        full_to_swa=tables.full_to_swa.at[batch.out_cache_loc].set(jnp.where(row < config.max_batch, swa_slots, 0)),
     )
     shared = layers.prepare_v4_step(config.spec, batch, tables, gathered=batch.mode is mla.ForwardMode.EXTEND)
-    rope = partial(rope_interleaved, positions=step["position"][:, None], inv_freq=inv_freq)
-    hidden = embedding[jnp.where(step["tokens"] < 0, last_tokens[step["row"]], step["tokens"])]
+    rope = partial(rope_interleaved, positions=position[:, None], inv_freq=inv_freq)
+    hidden = embedding[jnp.where(step["tokens"] < 0, last_tokens[row], step["tokens"])]
     for i, (ratio, (projections, output, params)) in enumerate(zip(config.ratios, layer_weights)):
         rows = project(config, projections, hidden, rope)
         attended, caches[i], _ = layers.v4_layer(
@@ -122,25 +135,23 @@ def forward(config, weights, state, batch, step):
 
 
 class Server:
-    def __init__(self, config=None, log=print):
-        self.config, self.log = config or Config(), log
-        spec, batch = self.config.spec, self.config.max_batch
-        pages = 1 + batch * -(-self.config.max_len // spec.page_size)  # page 0 takes what padding rows write
-        swa_pages = 1 + batch * (2 + self.config.chunk // spec.page_size)  # a chunk and the window, both cut by pages
-        self.free_pages, self.free_swa = list(range(1, pages)), list(range(1, swa_pages))
-        self.free_rows = list(range(batch))
+    def __init__(self, config):
+        self.config, spec, batch = config, config.spec, config.max_batch
+        pages = 1 + batch * -(-config.max_len // spec.page_size)  # page 0 takes what padding rows write
+        swa_pages = 1 + batch * config.ring
+        self.free_pages, self.free_rows = list(range(1, pages)), list(range(batch))
         caches = [
             layers.V4LayerCache.zeros(spec, ratio, num_pages=pages, num_swa_pages=swa_pages, max_requests=batch)
-            for ratio in self.config.ratios
+            for ratio in config.ratios
         ]
         tables = mla.RequestTables(
-            req_to_token=jnp.full((batch, self.config.max_len), -1, jnp.int32),
+            req_to_token=jnp.full((batch, config.max_len), -1, jnp.int32),
             full_to_swa=jnp.zeros(pages * spec.page_size + 1, jnp.int32).at[-1].set(-1),
         )
         # Committed to the device, as what a step returns is: else the second step would compile again.
         state = (caches, tables, jnp.zeros(batch, jnp.int32))
-        self.state, self.weights = jax.device_put((state, random_weights(self.config)), jax.devices()[0])
-        self.unread = None, []  # the latest step's tokens, on the device, and whose they are
+        self.state, self.weights = jax.device_put((state, random_weights(config)), jax.devices()[0])
+        self.unread = (), ()  # the latest step's tokens, on the device, and whose they are
 
     def serve(self, requests):
         waiting, running, number = sorted(requests, key=lambda r: r.arrival), [], 0
@@ -151,7 +162,8 @@ class Server:
                 self.step(running, number)
             for request in [r for r in running if r.sampled == r.max_new_tokens]:
                 running.remove(request)
-                self.release(request)
+                self.free_rows.append(request.row)
+                self.free_pages += request.pages
             number += 1
         self.read()
 
@@ -163,76 +175,64 @@ class Server:
         request.pages = [self.free_pages.pop() for _ in range(-(-tokens // self.config.spec.page_size))]
         return request
 
-    def release(self, request):
-        self.free_rows.append(request.row)
-        self.free_pages += request.pages
-        self.free_swa += [page for page in request.swa_pages if page]
-
     def step(self, running, number):
         """Reads prompts while there are any, else decodes."""
-        config, prefill = self.config, [r for r in running if r.computed < len(r.prompt)]
-        num_requests = config.max_batch
-        if not prefill:
-            num_requests = min(bucket for bucket in config.decode_buckets if bucket >= len(running))
-        num_rows, start, served = config.chunk if prefill else num_requests, 0, []
-        tokens, positions, slots, swa_slots = np.zeros((4, num_rows), np.int32)
-        seq_lens, extend_lens, last_rows = np.zeros((3, num_requests), np.int32)
-        rows, req_rows = (np.full(n, config.max_batch, np.int32) for n in (num_rows, num_requests))  # no such row
-        for i, request in enumerate(prefill or running):
-            end = min(len(request.prompt), request.computed + num_rows - start) if prefill else request.computed + 1
-            count = end - request.computed
-            if count == 0:
-                break
-            these = slice(start, start + count)
-            tokens[these] = request.prompt[request.computed : end] if prefill else -1
-            positions[these], rows[these] = np.arange(request.computed, end), request.row
-            slots[these], swa_slots[these] = self.slots(request, positions[these])
-            req_rows[i], seq_lens[i], extend_lens[i], last_rows[i] = request.row, end, count, start + count - 1
-            request.computed, start = end, start + count
-            if end >= len(request.prompt):
-                request.sampled += 1
-                served.append((i, request))
-        batch = mla.ForwardBatch(
-            mode=mla.ForwardMode.EXTEND if prefill else mla.ForwardMode.DECODE,
-            max_seq_len=config.max_len,
-            req_pool_indices=req_rows,
-            seq_lens=seq_lens,
-            out_cache_loc=slots,
-            extend_lens=extend_lens if prefill else None,
-        )
-        step = {"tokens": tokens, "row": rows, "position": positions, "swa_slot": swa_slots, "last_row": last_rows}
-        compiled, begin = forward._cache_size(), time.perf_counter()
-        self.state, new_tokens = forward(config, self.weights, self.state, *jax.device_put((batch, step)))
+        prefill = [r for r in running if r.computed < len(r.prompt)]
+        if prefill:
+            mode, num_rows, num_requests = mla.ForwardMode.EXTEND, self.config.chunk, self.config.max_batch
+        else:
+            num_rows = num_requests = min(n for n in self.config.decode_buckets if n >= len(running))
+            mode = mla.ForwardMode.DECODE
+        served, left = [], num_rows  # requests with their next tokens (-1: what the last step made) and positions
+        for request in prefill or running:
+            tokens = request.prompt[request.computed :][:left] or [-1]
+            if left:
+                served.append((request, tokens, np.arange(request.computed, request.computed + len(tokens))))
+                left -= len(tokens)
+        batch, step = self.inputs(mode, served, num_rows, num_requests)
+        self.state, new_tokens = forward(self.config, self.weights, self.state, *jax.device_put((batch, step)))
+        for request, tokens, _ in served:
+            request.computed += len(tokens)
         self.read()  # those of the step before, while this one runs
-        self.unread = new_tokens, served
-        note = f", compiled in {time.perf_counter() - begin:.1f} s" if forward._cache_size() > compiled else ""
-        self.log(f"step {number}: {batch.mode.name} {start} of {num_rows} rows, {len(running)} requests{note}")
+        self.unread = new_tokens, [request for request, *_ in served if request.sampled]  # all but perhaps the last
+        print(f"step {number}: {mode.name} {num_rows - left} of {num_rows} rows, {len(running)} requests")
 
-    def slots(self, request, positions):
-        """The slots of new tokens in the pool and in the window's; pages behind the window are given back."""
-        size, window = self.config.spec.page_size, self.config.spec.window
-        for page in range(min(len(request.swa_pages), max(0, positions[0] + 1 - window) // size)):
-            if request.swa_pages[page]:
-                self.free_swa.append(request.swa_pages[page])
-                request.swa_pages[page] = 0
-        while len(request.swa_pages) * size <= positions[-1]:
-            request.swa_pages.append(self.free_swa.pop())
-        pages = np.array([request.pages[: len(request.swa_pages)], request.swa_pages])
-        return pages[:, positions // size] * size + positions % size
+    def inputs(self, mode, served, num_rows, num_requests):
+        """What `forward` takes, padded: rows and requests past the last write to slot 0 and to no row of the tables."""
+
+        def padded(values, size, fill=0):
+            return np.pad(np.asarray(values, np.int32), (0, size - len(values)), constant_values=fill)
+
+        no_row, size, (requests, tokens, positions) = self.config.max_batch, self.config.spec.page_size, zip(*served)
+        rows, counts = [request.row for request in requests], [len(some) for some in tokens]
+        slots = [np.array(r.pages)[at // size] * size + at % size for r, at in zip(requests, positions)]
+        batch = mla.ForwardBatch(
+            mode=mode,
+            max_seq_len=self.config.max_len,
+            req_pool_indices=padded(rows, num_requests, no_row),
+            seq_lens=padded([at[-1] + 1 for at in positions], num_requests),
+            out_cache_loc=padded(np.concatenate(slots), num_rows),
+            extend_lens=padded(counts, num_requests) if mode is mla.ForwardMode.EXTEND else None,
+        )
+        return batch, {
+            "tokens": padded(np.concatenate(tokens), num_rows),
+            "row": padded(np.repeat(rows, counts), num_rows, no_row),
+            "position": padded(np.concatenate(positions), num_rows),
+            "last_row": padded(np.cumsum(counts) - 1, num_requests),
+        }
 
     def read(self):
-        (tokens, served), self.unread = self.unread, (None, [])
-        for i, request in served:
-            request.output.append(int(tokens[i]))
+        tokens, requests = self.unread
+        for request, token in zip(requests, np.asarray(tokens)):
+            request.output.append(int(token))
+        self.unread = (), ()
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=2)
-    arguments = parser.parse_args(argv)
-    spec = dataclasses.replace(SMALL, num_heads=arguments.heads)
-    config = Config(spec=spec, ratios=V4_FLASH_RATIOS[: arguments.layers])
+    parser.add_argument("--full", action="store_true", help="V4-Flash's attention in its true size, for a GPU")
+    full = Config(spec=mla.DEEPSEEK_V4_FLASH, ratios=V4_FLASH_RATIOS, max_len=8192, chunk=2048)
+    config = full if parser.parse_args(argv).full else Config()
     rng, start = np.random.default_rng(0), time.perf_counter()
     sizes = [(300, 6, 0), (40, 12, 0), (520, 4, 3), (7, 9, 6), (130, 5, 8), (64, 3, 9)]
     requests = [Request(rng.integers(0, VOCABULARY, n).tolist(), new, arrival) for n, new, arrival in sizes]

@@ -30,20 +30,23 @@ def addresses(server):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(server.state[0])]
 
 
-def test_a_batch_serves_each_request_as_if_it_were_alone(server_module):
+def test_a_batch_serves_each_request_as_if_it_were_alone(server_module, monkeypatch):
+    # Equal to the bit: a kernel that splits a row's keys by what else is in the batch would round its sums otherwise.
+    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "reference")
     # A ratio-4 layer between the others, and one bucket a mode: three programs fewer to compile.
     config = server_module.Config(ratios=(0, 4, 128), decode_buckets=(4,))
-    log = []
-    server = server_module.Server(config, log=log.append)
-    before, free = addresses(server), (set(server.free_pages), set(server.free_swa))
+    server = server_module.Server(config)
+    before, free = addresses(server), (set(server.free_pages), set(server.free_rows))
     together = some_requests(server_module)
     server.serve(together)
     assert [len(r.output) for r in together] == [new for _, new, _ in SIZES]
-    assert len({tuple(r.output) for r in together}) == len(SIZES)  # the outputs depend on the prompts
+    # What is made hangs on what was read, and changes from token to token: a wrong key would show.
+    assert len({tuple(r.output) for r in together}) == len(SIZES)
+    assert all(len(set(r.output)) > 2 for r in together)
 
     assert addresses(server) == before  # the caches never moved
-    assert (set(server.free_pages), set(server.free_swa)) == free  # every page came back
-    assert sum("compiled" in line for line in log) == 2 == server_module.forward._cache_size()
+    assert (set(server.free_pages), set(server.free_rows)) == free  # every page came back
+    assert server_module.forward._cache_size() == 2
 
     alone = some_requests(server_module)
     for request in alone:
