@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.record import RESULTS, environment, results_folder, write_json
+from benchmarks.record import earlier, environment, results_folder, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "interop")]
@@ -258,7 +257,7 @@ def run_tasks(
 
 
 class Ledger:
-    """What ran, by case id and with its commit; read from benchmarks/results, written where results go.
+    """What ran, by case id and with its commit.
 
     Delete the file when a kernel has changed so much that what passed before says little.
     """
@@ -266,10 +265,7 @@ class Ledger:
     def __init__(self, backend: str):
         self._name = f"cases_{backend}.json"
         self._environment = environment()
-        self.entries: dict[str, dict] = {}
-        for folder in (RESULTS, results_folder()):
-            if (folder / self._name).exists():
-                self.entries |= json.loads((folder / self._name).read_text())["cases"]
+        self.entries: dict[str, dict] = earlier(self._name).get("cases", {})
         self._saved = time.monotonic()
 
     def passed(self, task: Task) -> bool:

@@ -33,6 +33,12 @@ def environment() -> dict:
     }
 
 
+def earlier(name: str) -> dict:
+    """What earlier runs wrote under this name, where results go now or else in benchmarks/results; {} if none did."""
+    paths = [folder / name for folder in (results_folder(), RESULTS) if (folder / name).exists()]
+    return json.loads(paths[0].read_text()) if paths else {}
+
+
 def write_json(path: Path, content: dict) -> None:
     """One line for each row or case; whole or not at all, since a run may be stopped at any time."""
     partial = path.with_suffix(".partial")

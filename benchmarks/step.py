@@ -26,12 +26,12 @@ import os
 import re
 import statistics
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.record import earlier, environment, results_folder, write_json
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 
@@ -98,14 +98,11 @@ class Program:
         """What the executable says of the caches; `copies` are instructions that copy an array of a cache's shape."""
         caches = jax.tree.leaves(jax.eval_shape(self.stack.empty_caches))
         text = self.compiled.as_text()
-        short = {"uint8": "u8", "float32": "f32"}
-        shapes = {f"{short[x.dtype.name]}[{','.join(map(str, x.shape))}]" for x in caches}
-        pattern = "|".join(re.escape(shape) for shape in shapes)
         return {
             "cache_bytes": sum(x.size * x.dtype.itemsize for x in caches),
             "alias_bytes": self.compiled.memory_analysis().alias_size_in_bytes,
             "temp_bytes": self.compiled.memory_analysis().temp_size_in_bytes,
-            "copies": len(re.findall(rf"= \(?(?:{pattern})\S* copy(?:-start)?\(", text)),
+            "copies": count_copies(text, caches),
             "conditionals": len(re.findall(r" conditional\(", text)),
             "loops": len(re.findall(r" while\(", text)),
         }
@@ -114,6 +111,14 @@ class Program:
         """The JAX operation that each kernel of XLA's comes from, by the kernel's name."""
         found = re.findall(r'%?([\w.-]+) = .*?op_name="([^"]*)"', self.compiled.as_text())
         return {re.sub(r"[.-]", "_", name): op_name for name, op_name in found}
+
+
+def count_copies(hlo: str, arrays: list[jax.ShapeDtypeStruct]) -> int:
+    """Instructions that copy an array of one of these shapes; what an asynchronous one starts is a tuple."""
+    short = {"uint8": "u8", "float32": "f32"}
+    shapes = {f"{short[x.dtype.name]}[{','.join(map(str, x.shape))}]" for x in arrays}
+    pattern = "|".join(re.escape(shape) for shape in shapes)
+    return len(re.findall(rf"= \(?(?:{pattern})[^=\n]* copy(?:-start)?\(", hlo))
 
 
 # --- time ------------------------------------------------------------------------------------------
@@ -351,8 +356,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
     parser.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
     arguments = parser.parse_args()
-    from benchmarks.timing import environment  # needs torch
-
     decode, prefill, long = programs(arguments)
     results, used, where = {}, [], environment()
 
@@ -382,13 +385,15 @@ def main() -> None:
 
 def save(results: dict, used: list[Program], where: dict) -> None:
     """After every case, into what earlier runs left: a case replaces its own record and says what it was run with."""
-    path = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / "step.json"
-    record = json.loads(path.read_text()) if path.exists() else {"results": {}, "programs": {}}
+    before = earlier("step.json")
     run = {"commit": where["commit"], "command": where["command"]}
-    record["environment"] = {name: value for name, value in where.items() if name not in run}
-    record["results"] |= {name: {**result, **run} for name, result in results.items()}
-    record["programs"] |= {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
+    record = {
+        "environment": {name: value for name, value in where.items() if name not in run},
+        "results": before.get("results", {}) | {name: {**result, **run} for name, result in results.items()},
+        "programs": before.get("programs", {}) | programs,
+    }
+    write_json(results_folder() / "step.json", record)
 
 
 if __name__ == "__main__":

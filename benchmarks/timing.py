@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.record import environment
-
-__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "environment", "in_place", "matmul_rate"]
+__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "matmul_rate"]
 
 FLUSH_BYTES = 512 << 20  # several times the 60 MB L2 of an H200
 

@@ -1,6 +1,7 @@
 """The pieces of benchmarks/step.py at a small size: its programs are in place and whole, its bookkeeping is right."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import step
+from benchmarks import record, stack, step
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
 from benchmarks.step import Operation, Program, Steps
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
@@ -36,8 +37,8 @@ def test_pages_and_windows_are_each_requests_own():
 
 @pytest.fixture(scope="module")
 def decode():
-    stack = Stack(spec=SMALL, ratios=(0, 4, 128), batch=2, max_len=512)
-    return Program(stack, "decode", 2).lower().compile()
+    small = Stack(spec=SMALL, ratios=(0, 4, 128), batch=2, max_len=512)
+    return Program(small, "decode", 2).lower().compile()
 
 
 def test_a_decode_step_is_in_place(decode):
@@ -52,6 +53,30 @@ def test_a_decode_step_is_in_place(decode):
     assert np.asarray(steps.state[1]).tolist() == [303, 303]
     out = np.asarray(steps.state[2], np.float32)
     assert np.isfinite(out).all() and out.any()
+
+
+def test_copies_of_a_cache_are_counted(decode):
+    """Without donation every cache is copied before it is written."""
+    step_of = functools.partial(stack._decode, decode.stack)
+    shapes = jax.eval_shape(lambda: (decode.state(decode.stack.empty_caches(), 0), *decode.inputs()))
+    hlo = jax.jit(step_of).lower(*shapes).compile().as_text()
+    caches = jax.tree.leaves(jax.eval_shape(decode.stack.empty_caches))
+    assert step.count_copies(hlo, caches) >= len(decode.stack.ratios)
+
+
+@pytest.mark.parametrize(
+    ("line", "copies"),
+    [
+        ('  %copy.3 = u8[7,512]{1,0} copy(%param.1), metadata={op_name="a"}', 1),
+        ("  ROOT %c = f32[2,8]{1,0:S(1)} copy(f32[2,8]{1,0} %p)", 1),
+        ("  %s = (u8[7,512]{1,0}, u8[7,512]{1,0}, u32[]) copy-start(%p)", 1),
+        ("  %f = u8[7,512]{1,0} fusion(%copy.3, %copy.4), kind=kLoop", 0),
+        ("  %copy.5 = u8[7,256]{1,0} copy(%p)", 0),  # no cache has this shape
+    ],
+)
+def test_a_copy_is_told_by_its_shape(line, copies):
+    arrays = [jax.ShapeDtypeStruct((7, 512), jnp.uint8), jax.ShapeDtypeStruct((2, 8), jnp.float32)]
+    assert step.count_copies(line, arrays) == copies
 
 
 def test_no_layer_is_dead(decode):
@@ -105,13 +130,16 @@ def test_operations_are_grouped_by_kernel_and_jax_operation(monkeypatch):
 
 
 def test_a_run_keeps_the_cases_of_earlier_ones(monkeypatch, tmp_path):
-    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("OUT", str(tmp_path / "now"))
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    record.write_json(tmp_path / "step.json", {"results": {"before": {"wall_us": 0.5, "command": "long ago"}}})
     where = {"device": "a GPU", "commit": "abc", "command": "first"}
     step.save({"one": {"wall_us": 1.0}, "two": {"wall_us": 2.0}}, [], where)
     step.save({"two": {"wall_us": 3.0}}, [], {**where, "command": "second"})
-    record = json.loads((tmp_path / "step.json").read_text())
-    assert record["environment"] == {"device": "a GPU"}
-    assert {name: (r["wall_us"], r["command"]) for name, r in record["results"].items()} == {
+    saved = json.loads((tmp_path / "now" / "step.json").read_text())
+    assert saved["environment"] == {"device": "a GPU"}
+    assert {name: (r["wall_us"], r["command"]) for name, r in saved["results"].items()} == {
+        "before": (0.5, "long ago"),
         "one": (1.0, "first"),
         "two": (3.0, "second"),
     }
