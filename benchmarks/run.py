@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import gc
 import importlib
-import os
 import pkgutil
 import sys
 import traceback
@@ -128,7 +127,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15, help="calls of which the median counts")
     args = parser.parse_args()
 
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch allocates on the same GPU
     timer = Timer(args.repeats)
     ceilings = Ceilings.measure(timer)
     rates = ", ".join(f"{rate:.0f} TFLOP/s {unit}" for unit, rate in ceilings.matmul.items())

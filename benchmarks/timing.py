@@ -6,6 +6,7 @@ A module of `benchmarks.ops` offers `cases(rng) -> Iterator[Case]`; `python -m b
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -62,6 +63,7 @@ class Timer:
     """
 
     def __init__(self, repeats: int = 15):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch allocates on the same GPU
         self.repeats = repeats
         self.operations: list[Operation] = []
         self._torch_flush = torch.ones(FLUSH_BYTES // 4, device="cuda")

@@ -6,13 +6,16 @@ import json
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from benchmarks import memcheck, plots, record, run  # noqa: E402
+from benchmarks import flashmla_from_jit, memcheck, plots, record, run  # noqa: E402
+from benchmarks.ops import attention  # noqa: E402
 from benchmarks.timing import Case, Operation, Run  # noqa: E402
+from jax_sparse_mla import sparse_mla_decode  # noqa: E402
 
 CEILINGS = run.Ceilings(copy=4.0, matmul={"bf16": 800.0, "fp8": 1600.0})
 
@@ -69,6 +72,34 @@ def test_what_fails_costs_only_itself(monkeypatch, capsys):
     assert rows[1]["ours"] == {"b": 8.0} and set(rows[1]["failed"]) == {"a", "c"}
     assert failed == {"fake": "ValueError: no more"}
     assert "a failed: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_a_call_is_split_into_its_parts():
+    timer = FakeTimer()
+    timer.operations = [
+        Operation("sanitise_kernel", 0.0, 1.5),
+        Operation("flash_fwd_splitkv_mla_fp8_sparse_kernel", 2.0, 10.0),
+        Operation("flash_fwd_mla_combine_kernel", 9.0, 6.0),  # begins before the other one ends
+        Operation("Memcpy DtoD (Device -> Device)", 16.0, 1.0),
+        Operation("Memcpy DtoD (Device -> Device)", 18.0, 2.0),
+        Operation("loop_select_fusion", 20.0, 0.5),
+    ]
+    parts = flashmla_from_jit.median_parts(timer, Run(lambda: 20.5, "jax"))
+    assert parts == {"sanitise": 1.5, "copies": 3.0, "other": 0.5, "attention": 13.0, "call": 20.5}
+
+
+def test_inputs_of_attention_are_what_their_shape_says():
+    layout = attention.KVLayout.V4_FP8
+    shape = attention.Decode("V4", layout, 2, 3, 2, 8, 16, extra_page=2, random_lengths=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SLOTS", 512)
+        arrays = attention.decode_arrays(np.random.default_rng(0), shape)
+    assert arrays["cache"].page_size == 256 and arrays["extra_cache"].page_size == 2
+    assert arrays["cache"].num_slots == arrays["extra_cache"].num_slots == 512
+    assert arrays["extra_indices"].shape == (3, 2, 16) and arrays["extra_topk_length"].shape == (3, 2)
+    out, lse = sparse_mla_decode(**arrays, softmax_scale=shape.scale, backend="reference")
+    assert out.shape == (3, 2, 2, 512) and np.isfinite(np.asarray(out, np.float32)).all()
+    assert np.isfinite(np.asarray(lse)).all()
 
 
 def test_an_operation_that_cannot_be_imported_is_named():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -37,7 +38,12 @@ class Decode:
     q_len: int
     topk: int
     extra_topk: int = 0
+    extra_page: int = 64
     random_lengths: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.layout.qk_dim**-0.5
 
     @property
     def name(self) -> str:
@@ -61,7 +67,7 @@ class Prefill:
 DECODES = [
     *(Decode("V4 Flash", V4, 64, b, 1, 128, 512) for b in (1, 8, 64, 256)),
     *(Decode("V4 Flash", V4, 64, b, 2, 128, 512) for b in (64, 128)),
-    Decode("V4 Flash C128", V4, 64, 64, 2, 128, 1024, random_lengths=True),
+    Decode("V4 Flash C128", V4, 64, 64, 2, 128, 1024, extra_page=2, random_lengths=True),
     *(Decode("V4 Pro", V4, 128, b, 1, 128, 1024) for b in (1, 64, 256)),
     *(Decode("V3.2", V32, 128, b, 1, 2048) for b in (1, 64)),
     *(Decode("V4 sharded", V4, 16, b, 1, 128, 512) for b in (1, 64)),
@@ -81,26 +87,30 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield _prefill(rng, shape)
 
 
-def _decode(rng: np.random.Generator, shape: Decode) -> Case:
+def decode_arrays(rng: np.random.Generator, shape: Decode) -> dict:
+    """The arguments of `sparse_mla_decode` that are arrays."""
     layout, rows = shape.layout, (shape.batch, shape.q_len)
     arrays = {
         "q": _normal(rng, (*rows, shape.heads, layout.qk_dim)),
         "cache": _cache(rng, layout, 256 if shape.extra_topk else 64),
         "indices": _indices(rng, (*rows, shape.topk), SLOTS),
     }
-    keys = shape.batch * shape.q_len * shape.topk
     if shape.extra_topk:
-        lengths = np.full(rows, shape.extra_topk)
-        if shape.random_lengths:
-            lengths = rng.integers(0, shape.extra_topk + 1, rows)
-            arrays["extra_topk_length"] = jnp.asarray(lengths, jnp.int32)
-        keys += int(lengths.sum())
         arrays |= {
-            "extra_cache": _cache(rng, layout, 64),
+            "extra_cache": _cache(rng, layout, shape.extra_page),
             "extra_indices": _indices(rng, (*rows, shape.extra_topk), SLOTS),
             "attn_sink": _normal(rng, (shape.heads,), jnp.float32),
         }
-    scale = layout.qk_dim**-0.5
+    if shape.random_lengths:
+        arrays["extra_topk_length"] = _indices(rng, rows, shape.extra_topk + 1)
+    return arrays
+
+
+def _decode(rng: np.random.Generator, shape: Decode) -> Case:
+    layout, rows, scale = shape.layout, (shape.batch, shape.q_len), shape.scale
+    arrays = decode_arrays(rng, shape)
+    lengths = arrays.get("extra_topk_length", np.full(rows, shape.extra_topk))
+    keys = math.prod(rows) * shape.topk + int(lengths.sum())
     # An engine builds the schedule once a step, for all its layers.
     schedule = decode_schedule((*rows, shape.heads, shape.topk, shape.extra_topk))
     ours = _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays | {"schedule": schedule})
@@ -115,7 +125,7 @@ def _decode(rng: np.random.Generator, shape: Decode) -> Case:
         shape.name,
         ours=ours | {"torch": Run(call, "torch")},
         peers=peers,
-        bytes=keys * (layout.bytes_per_token + 4) + shape.batch * shape.q_len * shape.heads * 2 * (layout.qk_dim + 512),
+        bytes=keys * (layout.bytes_per_token + 4) + math.prod(rows) * shape.heads * 2 * (layout.qk_dim + 512),
         flop=2 * shape.heads * keys * (layout.qk_dim + 512),
     )
 
