@@ -6,9 +6,11 @@ A module of `benchmarks.ops` offers `cases(rng) -> Iterator[Case]`; `python -m b
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import statistics
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "matmul_rate"]
+__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "matmul_rate", "peer"]
 
 FLUSH_BYTES = 512 << 20  # several times the 60 MB L2 of an H200
 
@@ -116,6 +118,14 @@ class Timer:
     def _wait(self) -> None:
         jax.block_until_ready(self._jax_flush(self._jax_buffer))
         torch.cuda.synchronize()
+
+
+def peer(name: str) -> ModuleType | None:
+    """Another project's module, or None where it is not installed or cannot be loaded."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):
+        return None
 
 
 def in_place(function: Callable, state: object, *args) -> Run:

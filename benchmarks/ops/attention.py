@@ -18,7 +18,7 @@ import torch
 from sparse_mla_torch import to_torch
 from sparse_mla_torch.kernels import sparse_mla as torch_mla
 
-from benchmarks.timing import Case, Run
+from benchmarks.timing import Case, Run, peer
 from jax_sparse_mla import decode_schedule, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
@@ -164,11 +164,8 @@ def _jitted(function, arrays: dict, backends=None) -> dict[str, Run]:
 def _flashmla_decode(arrays: dict, scale: float) -> dict[str, Run]:
     """FlashMLA's own call; it keeps the schedule that its first call computes."""
     q, indices = arrays["q"], arrays["indices"]
-    try:
-        import flash_mla
-    except (ImportError, OSError):
-        return {}
-    if q.shape[2] not in (64, 128):
+    flash_mla = peer("flash_mla")
+    if flash_mla is None or q.shape[2] not in (64, 128):
         return {}
     extra_lengths = arrays.get("extra_topk_length")
     if extra_lengths is not None and q.shape[1] > 1:  # it knows one length a request: every row is one
@@ -195,16 +192,11 @@ def _rows_as_requests(x: torch.Tensor) -> torch.Tensor:
 
 
 def _flashmla_prefill(q, kv, indices, attn_sink) -> dict[str, Run]:
-    try:
-        import flash_mla
-    except (ImportError, OSError):
+    flash_mla = peer("flash_mla")
+    if flash_mla is None:
         return {}
-
-    def call():
-        return flash_mla.flash_mla_sparse_fwd(
-            q, kv[:, None], indices[:, None], 0.5, attn_sink=attn_sink, use_legacy=True
-        )
-
+    arguments = (q, kv[:, None], indices[:, None], 0.5)
+    call = functools.partial(flash_mla.flash_mla_sparse_fwd, *arguments, attn_sink=attn_sink, use_legacy=True)
     return {"flash_mla": Run(call, "torch")}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 import torch
 
-from benchmarks.timing import Case, Run
+from benchmarks.timing import Case, Run, peer
 from jax_sparse_mla.indices import TopkTransform, topk_flashinfer, topk_transform
 
 PAGE_SIZE = 64
@@ -35,16 +35,19 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> Case:
     rows, columns = logits.shape
     args = [jax.dlpack.from_dlpack(x) for x in (logits, lengths, pages)]
-    functions = {"jax": _paged}
+    peers = _flashinfer(logits, lengths, pages, topk)
     if topk_flashinfer.available():
-        functions["flashinfer from jax"] = _flashinfer_from_jax
-    jitted = {name: jax.jit(functools.partial(function, topk=topk)) for name, function in functions.items()}
+        peers["flashinfer from jax"] = _jitted(_flashinfer_from_jax, args, topk)
     return Case(
         f"topk_transform paged, {rows} x {columns}, k {topk}",
-        ours={name: Run(functools.partial(call, *args), "jax") for name, call in jitted.items()},
-        peers=_flashinfer(logits, lengths, pages, topk),
+        ours={"jax": _jitted(_paged, args, topk)},
+        peers=peers,
         bytes=4 * rows * (columns + 2 * topk),
     )
+
+
+def _jitted(function: Callable, args: list[jax.Array], topk: int) -> Run:
+    return Run(functools.partial(jax.jit(functools.partial(function, topk=topk)), *args), "jax")
 
 
 def _paged(logits, lengths, pages, *, topk):
@@ -58,9 +61,9 @@ def _flashinfer_from_jax(logits, lengths, pages, *, topk):
 
 def _flashinfer(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> dict[str, Run]:
     """FlashInfer's own call at its defaults (any order, any of equal logits), where it is installed."""
-    try:
-        from flashinfer import top_k_page_table_transform
-    except ImportError:
+    flashinfer = peer("flashinfer")
+    if flashinfer is None:
         return {}
-    call = functools.partial(top_k_page_table_transform, logits, pages, lengths, topk, page_size=PAGE_SIZE)
+    transform = flashinfer.top_k_page_table_transform
+    call = functools.partial(transform, logits, pages, lengths, topk, page_size=PAGE_SIZE)
     return {"flashinfer": Run(call, "torch")}
