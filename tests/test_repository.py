@@ -93,11 +93,16 @@ def test_readme_shows_the_short_examples_as_they_are():
         assert path.read_text() in shown, f"README.md does not show {path.name} as it is"
 
 
-def test_readme_names_what_exists():
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme()):
-        assert (ROOT / link).exists(), link
-    for name in re.findall(r"`((?:examples|docs|benchmarks|tests|kernels_cuda)/[\w./-]+)`", readme()):
-        assert (ROOT / name).exists(), name
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs"])
+def test_pages_name_what_exists(page):
+    for path in sorted((ROOT / page).glob("*.md")) or [ROOT / page]:
+        text = path.read_text()
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert (path.parent / link).exists(), link
+        for name in re.findall(r"`((?:examples|docs|benchmarks|tests|kernels_cuda)/[\w./-]+)(?:::\w+)?`", text):
+            assert (ROOT / name).exists(), name
+        for module in re.findall(r"python -m (benchmarks[\w.]*)", text):
+            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
 
 
 def test_versions_agree():
