@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -26,6 +27,7 @@ import os
 import re
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -77,13 +79,9 @@ class Program:
         step = self.stack.decode() if self.phase == "decode" else self.stack.prefill()
         shapes = jax.eval_shape(lambda: (self.state(self.stack.empty_caches(), 0), *self.inputs()))
         end = () if self.phase == "decode" else (jax.ShapeDtypeStruct((), jnp.int32),)
-        start, before = time.perf_counter(), dict(os.environ)
-        os.environ.update({name: str(value) for name, value in self.options.items() if name.isupper()})
-        try:
+        start = time.perf_counter()
+        with variables({name: str(value) for name, value in self.options.items() if name.isupper()}):
             self.lowered = step.lower(*shapes, *end)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
         self.compile_seconds = time.perf_counter() - start
         return self
 
@@ -111,6 +109,21 @@ class Program:
         """The JAX operation that each kernel of XLA's comes from, by the kernel's name."""
         found = re.findall(r'%?([\w.-]+) = .*?op_name="([^"]*)"', self.compiled.as_text())
         return {re.sub(r"[.-]", "_", name): op_name for name, op_name in found}
+
+
+@contextlib.contextmanager
+def variables(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables that hold inside; no other is touched, since threads may be compiling."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def count_copies(hlo: str, arrays: list[jax.ShapeDtypeStruct]) -> int:

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -146,13 +148,19 @@ def test_a_run_keeps_the_cases_of_earlier_ones(monkeypatch, tmp_path):
 
 
 def test_the_cases_name_their_programs():
-    arguments = type(
-        "",
-        (),
-        {"layers": 3, "decode": "1x512,4x1024@xla_a=true&JAX_B=c", "prefill": "600/256,300/256,600/512", "long": ""},
+    arguments = types.SimpleNamespace(
+        layers=3, decode="1x512,4x1024@xla_a=true&JAX_B=c", prefill="600/256,300/256,600/512", long=""
     )
     decode, prefill, long = step.programs(arguments)
     assert [p.num_rows for p in decode.values()] == [1, 4] and long == {}
     assert [p.options for p in decode.values()] == [{}, {"xla_a": True, "JAX_B": "c"}]
     assert prefill[600, 256] is prefill[300, 256] is not prefill[600, 512]
     assert prefill[600, 256].stack.max_len == 768 and jax.tree.leaves(prefill[600, 256].stack.ratios) == [0, 0, 4]
+
+
+def test_environment_variables_hold_inside(monkeypatch):
+    monkeypatch.setenv("JAX_SPARSE_A", "before")
+    with pytest.raises(KeyError), step.variables({"JAX_SPARSE_A": "inside", "JAX_SPARSE_B": "2"}):
+        assert (os.environ["JAX_SPARSE_A"], os.environ["JAX_SPARSE_B"]) == ("inside", "2")
+        raise KeyError
+    assert os.environ["JAX_SPARSE_A"] == "before" and "JAX_SPARSE_B" not in os.environ
