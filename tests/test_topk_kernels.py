@@ -34,7 +34,7 @@ pytest.importorskip("triton")
 import triton.runtime.interpreter as interpreter  # noqa: E402
 from sparse_mla_torch.kernels import topk as torch_topk  # noqa: E402
 
-from jax_sparse_mla import kernels_cuda  # noqa: E402
+from jax_sparse_mla import cuda_build  # noqa: E402
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform  # noqa: E402
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one  # noqa: E402
 from jax_sparse_mla.indices.topk import topk_reference  # noqa: E402
@@ -72,7 +72,7 @@ def engine(request, monkeypatch):
     monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", request.param)
     if request.param == "triton":
         monkeypatch.setattr(torch_topk, "_cuda_module", lambda device: None)
-    elif kernels_cuda.topk_module(torch.cuda.get_device_capability()) is None:
+    elif cuda_build.topk_module(torch.cuda.get_device_capability()) is None:
         pytest.skip("needs nvcc and apache-tvm-ffi")
     jax.clear_caches()
     return request.param
@@ -354,7 +354,7 @@ def test_the_cuda_kernel_compiles_for_every_architecture_without_a_gpu(arch, tmp
     if ON_GPU or shutil.which("nvcc") is None:
         pytest.skip("needs nvcc, and is done once")
     include = tvm_ffi.libinfo.find_include_path()
-    source = Path(kernels_cuda.__file__).with_name("topk.cu")
+    source = cuda_build.source("topk.cu")
     command = ["nvcc", "-std=c++17", "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", "-I", include, "-I"]
     command += [tvm_ffi.libinfo.find_dlpack_include_path(), "-o", str(tmp_path / "topk.cubin"), str(source)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from jax_sparse_mla import kernels_cuda
+from jax_sparse_mla import cuda_build
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kernels_triton import topk as kernels
 
@@ -176,7 +176,7 @@ def _topk(
 
 @functools.cache
 def _cuda_module(device: torch.device):
-    return kernels_cuda.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    return cuda_build.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
 def _checked_scratch(function, scratch, logits, topk):
