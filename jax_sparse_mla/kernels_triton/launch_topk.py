@@ -109,6 +109,7 @@ def _filter(row, width, plan, topk, has_starts):
         shared = _call(
             *row,
             width,
+            plan.chunks,
             kernel=kernels.topk_threshold_kernel,
             out_shape=[
                 jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -121,6 +122,7 @@ def _filter(row, width, plan, topk, has_starts):
     return _call(
         *row,
         width,
+        plan.chunks,
         *shared,
         kernel=kernels.topk_filter_kernel,
         out_shape=[

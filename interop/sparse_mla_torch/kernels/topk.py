@@ -155,9 +155,10 @@ def _topk(
         thresholds, progress, *candidates = _checked_scratch(function, scratch, logits, topk)
         if plan.chunks > 1:
             constants = kernels.threshold_constants(plan, topk, has_starts)
-            kernels.topk_threshold_kernel[(rows,)](*row, width, thresholds, progress, **constants)
+            kernels.topk_threshold_kernel[(rows,)](*row, width, plan.chunks, thresholds, progress, **constants)
         kernels.topk_filter_kernel[(rows * plan.chunks,)](
-            *row, width, thresholds, progress, *candidates, **kernels.filter_constants(plan, topk, has_starts)
+            *(*row, width, plan.chunks, thresholds, progress, *candidates),
+            **kernels.filter_constants(plan, topk, has_starts),
         )
     has_requests = row_to_request is not None
     kernels.topk_select_kernel[(rows,)](
