@@ -145,6 +145,7 @@ def index_logits(
             lengths,
             rows,
             index_cache.shape[0],
+            pages * page_size,
             out,
             HARDWARE_FP8=hardware_fp8,
             **plan.constants,
