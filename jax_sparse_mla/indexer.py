@@ -128,8 +128,9 @@ def index_logits_reference(q, weights, index_cache, page_table, lengths):
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+        scores = jnp.where(scores <= 0, 0.0, scores)  # a maximum of NaN and 0 may be 0 on a CPU
         # A product and a sum rather than a second matrix product, whose float32 may be rounded to TF32.
-        logits = jnp.sum(jax.nn.relu(scores) * weights[row][:, None], axis=0) * scales.reshape(block_columns)
+        logits = jnp.sum(scores * weights[row][:, None], axis=0) * scales.reshape(block_columns)
         column = block * block_columns + jnp.arange(block_columns, dtype=jnp.int32)
         valid = jnp.repeat(is_page, page_size) & (column < lengths[row])
         return jnp.where(valid, logits, -jnp.inf)

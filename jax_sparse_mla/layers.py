@@ -159,7 +159,7 @@ def prepare_v4_step(
     """Builds once what `v4_layer` needs in every layer of a step.
 
     Args:
-      spec: the model (static).
+      spec: the model; schedules are for its `num_heads`, which under tensor parallelism are the rank's (static).
       batch, tables: the step.
       gathered: EXTEND through a gathered bf16 workspace; else attention to the paged caches, in any mode (static).
       gathered_tokens: tokens of all requests together whose compressed entries the workspace holds; by default the

@@ -570,3 +570,17 @@ def test_bad_arguments_of_the_others():
         quantize_index_q(jnp.zeros((2, 4, DIM), jnp.int32))
     with pytest.raises(ValueError, match=r"hadamard_transform: x must .* power of two, got \[2, 96\]"):
         hadamard_transform(jnp.zeros((2, 96)))
+
+
+def test_a_key_with_a_nan_has_nan_logits_and_harms_no_other():
+    """A top-k takes NaN last; a number that stands for it would compete."""
+    rng = np.random.default_rng(4)
+    rows, heads, pages, page_size = 4, 64, 40, 64
+    keys = rng.standard_normal((pages * page_size, DIM)).astype(np.float32)
+    keys[::7, 3] = np.nan
+    cache = write_index_k(jnp.zeros((pages, page_size * 132), jnp.uint8), jnp.arange(len(keys), dtype=jnp.int32), keys)
+    q = jnp.asarray(rng.standard_normal((rows, heads, DIM)), jnp.float8_e4m3fn)
+    table = jnp.tile(jnp.arange(pages, dtype=jnp.int32), (rows, 1))
+    weights, lengths = rng.standard_normal((rows, heads)).astype(np.float32), np.full(rows, len(keys), np.int32)
+    logits = np.asarray(index_logits(q, weights, cache, table, lengths))
+    np.testing.assert_array_equal(np.isnan(logits), np.tile(np.arange(len(keys)) % 7 == 0, (rows, 1)))

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -110,6 +111,22 @@ def test_versions_agree():
     version = re.search(r'^version = "(.*)"$', pyproject, re.MULTILINE)[1]
     assert mla.__version__ == version
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text().replace("[", "").replace("]", "")
+
+
+def test_every_package_and_kernel_source_is_in_the_wheel():
+    """pyproject.toml lists packages one by one, for `kernels_cuda` lies at the top level of the repository."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    moved, carried = setuptools["package-dir"], setuptools["package-data"]
+    folders = {}
+    for name in setuptools["packages"]:
+        first = name.split(".")[0]
+        folders[name] = ROOT / moved.get(name, "/".join([moved.get(first, first), *name.split(".")[1:]]))
+    files = [
+        path for path in tracked_files() if path.relative_to(ROOT).as_posix().startswith((*PACKAGES, "kernels_cuda"))
+    ]
+    assert {path.parent for path in files if path.suffix == ".py"} | {ROOT / "kernels_cuda"} == set(folders.values())
+    data = {path for name, folder in folders.items() for glob in carried.get(name, []) for path in folder.glob(glob)}
+    assert {path for path in files if path.suffix not in (".py", ".md")} == data
 
 
 def test_files_of_the_packages_are_short():

@@ -34,7 +34,7 @@ pytest.importorskip("triton")
 import triton.runtime.interpreter as interpreter  # noqa: E402
 from sparse_mla_torch.kernels import topk as torch_topk  # noqa: E402
 
-from jax_sparse_mla import kernels_cuda  # noqa: E402
+from jax_sparse_mla import cuda_build  # noqa: E402
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform  # noqa: E402
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one  # noqa: E402
 from jax_sparse_mla.indices.topk import topk_reference  # noqa: E402
@@ -72,7 +72,7 @@ def engine(request, monkeypatch):
     monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", request.param)
     if request.param == "triton":
         monkeypatch.setattr(torch_topk, "_cuda_module", lambda device: None)
-    elif kernels_cuda.topk_module(torch.cuda.get_device_capability()) is None:
+    elif cuda_build.topk_module(torch.cuda.get_device_capability()) is None:
         pytest.skip("needs nvcc and apache-tvm-ffi")
     jax.clear_caches()
     return request.param
@@ -289,6 +289,18 @@ def test_the_candidates_of_a_random_row_fit(engine):
         assert (found >= topk).all() and (found <= tile).all(), (found, tile)
 
 
+def test_longer_rows_do_not_compile_the_kernels_anew():
+    """An eager engine's rows grow from step to step: what follows their length must not be a constant."""
+    for rows in (8, 600):
+        constants = []
+        for columns in (100_000, 104_096, 131_072):
+            plan = kernels.plan_topk(rows, columns, 512)
+            constants.append(
+                (kernels.filter_constants(plan, 512, False), kernels.threshold_constants(plan, 512, False))
+            )
+        assert constants[0] == constants[1] == constants[2]
+
+
 def test_bad_tensors_are_refused_by_name():
     case = make_case(1, (3, 8196, 512), "normal", TopkTransform.PAGED, False)
     logits, lengths, table = tensor(case.logits), tensor(case.lengths), tensor(case.page_table)
@@ -354,7 +366,7 @@ def test_the_cuda_kernel_compiles_for_every_architecture_without_a_gpu(arch, tmp
     if ON_GPU or shutil.which("nvcc") is None:
         pytest.skip("needs nvcc, and is done once")
     include = tvm_ffi.libinfo.find_include_path()
-    source = Path(kernels_cuda.__file__).with_name("topk.cu")
+    source = cuda_build.source("topk.cu")
     command = ["nvcc", "-std=c++17", "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", "-I", include, "-I"]
     command += [tvm_ffi.libinfo.find_dlpack_include_path(), "-o", str(tmp_path / "topk.cubin"), str(source)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -403,15 +415,28 @@ def test_every_run_gives_the_same(rows, columns, topk):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "columns", "topk"), [(4096, 131_072, 2048), (16_500, 131_072, 512)])
 def test_rows_past_2_gib_and_past_2_to_the_31_elements(rows, columns, topk):
-    """Every position of the first and the last rows, ties included: some rows of so many have one at the k-th logit."""
+    """Every slot of the first and the last rows, from torch and from JAX, against the tie rule."""
     logits = torch.empty(rows, columns, device=DEVICE).normal_(generator=torch.Generator(DEVICE).manual_seed(9))
+    logits[::2].mul_(1024).round_().div_(
+        1024
+    )  # several equal logits around the k-th; of random ones a row in 1,000 has
     lengths = torch.full((rows,), columns, dtype=torch.int32, device=DEVICE)
-    got = torch_topk.topk_positions(logits, lengths, topk).sort(dim=1).values
-    every = range(0, rows, 256) if rows * columns < 1 << 30 else (0, rows - 256)
-    for row in every:
+    table = torch.arange(columns // 64, dtype=torch.int32, device=DEVICE).flip(0).repeat(rows, 1)
+    paged = {"method": TopkTransform.PAGED, "page_size": 64}
+    got = [torch_topk.topk_transform(logits, lengths, topk, page_table=table, **paged)]
+    shared = [jax.dlpack.from_dlpack(x) for x in (logits, lengths, table)]
+    got.append(torch.from_dlpack(topk_transform(*shared[:2], topk, page_table=shared[2], **paged)))
+    got = [slots.sort(dim=1).values for slots in got]
+    ties = 0
+    for row in range(0, rows, 256) if rows * columns < 1 << 30 else (0, rows - 256):
+        part = slice(row, row + 256)
         # A stable sort gives ties to the lower index.
-        order = logits[row : row + 256].sort(dim=1, descending=True, stable=True).indices
-        assert torch.equal(got[row : row + 256].long(), order[:, :topk].sort(dim=1).values), row
+        values, order = logits[part].sort(dim=1, descending=True, stable=True)
+        ties += (values[:, topk - 1] == values[:, topk]).sum().item()
+        want = ((columns // 64 - 1 - order[:, :topk] // 64) * 64 + order[:, :topk] % 64).int().sort(dim=1).values
+        for name, slots in zip(("torch", "JAX"), got):
+            assert torch.equal(slots[part], want), (name, row)
+    assert ties > 100
 
 
 @pytest.mark.gpu

@@ -82,6 +82,8 @@ def assert_compressed(got, want):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
     want = np.asarray(want[0]).astype(np.float32)
     np.testing.assert_allclose(entries, want, rtol=2.0**-7, atol=1e-5)
+    unused = np.asarray(rows) < 0
+    assert not entries[unused].any() and not np.signbit(entries[unused]).any()
 
 
 COMPRESS_SHAPES = [

@@ -276,6 +276,13 @@ def test_a_row_may_be_all_of_a_batch():
     assert_logits(torch_logits(*case), *exact_logits(*case))
 
 
+@pytest.mark.parametrize("rows", [64, 8192])
+def test_a_wider_page_table_does_not_compile_the_logits_anew(rows):
+    """An eager engine's page tables grow from step to step: what follows their width must not be a constant."""
+    plans = [kernels.plan_logits(rows, 64, pages, 64, 132) for pages in (2000, 2001, 2048)]
+    assert plans[0].constants == plans[1].constants == plans[2].constants
+
+
 def test_bad_tensors_are_refused_by_name():
     q, weights, cache, table, lengths = map(
         tensor, (np.zeros((2, 4, DIM), np.uint8), *logits_case(np.random.default_rng(7), 2, 4, 3, 64)[1:])

@@ -278,7 +278,7 @@ def test_swa_gather_plan_equals_plain_jax(seed, shape):
 def test_bad_tensors_are_refused_by_name():
     lengths, wide = tensor([1, 2]), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     schedule = functools.partial(torch_metadata.step_schedules, num_sm_parts=4)
-    with pytest.raises(ValueError, match=r"calls\[0\].topk_length must be torch.int32 \[2\]"):
+    with pytest.raises(TypeError, match=r"calls\[0\].topk_length must be a torch.Tensor, int32 \[2\]"):
         schedule([FlashmlaCall(wide, 64)])
     with pytest.raises(ValueError, match="extra_topk_length with extra_topk"):
         schedule([FlashmlaCall(lengths, 64, lengths)])
@@ -286,6 +286,8 @@ def test_bad_tensors_are_refused_by_name():
         schedule([])
     with pytest.raises(ValueError, match="num_sms >= 1 with context_lens"):
         schedule([FlashmlaCall(lengths, 64)], lengths)
+    with pytest.raises(ValueError, match="paged_mqa_schedule: context_lens must have at least one row"):
+        torch_metadata.paged_mqa_schedule(lengths[:0], num_sms=4)
     with pytest.raises(ValueError, match="out was allocated for other schedules"):
         out = torch_metadata.Schedules.allocate(2, 2, 4, None, DEVICE)
         schedule([FlashmlaCall(lengths, 64)], out=out)
@@ -294,7 +296,7 @@ def test_bad_tensors_are_refused_by_name():
     )
     tables = RequestTables(req_to_token=tensor(np.zeros((2, 64))), full_to_swa=lengths)
     build = functools.partial(torch_metadata.build_v4_metadata, TINY_V4)
-    with pytest.raises(ValueError, match=r"batch.seq_lens must be torch.int32"):
+    with pytest.raises(TypeError, match=r"batch.seq_lens must be a torch.Tensor, int32"):
         build(dataclasses.replace(batch, seq_lens=wide), tables)
     with pytest.raises(ValueError, match="num_draft_tokens must be given in TARGET_VERIFY"):
         build(dataclasses.replace(batch, mode=ForwardMode.TARGET_VERIFY), tables)
@@ -303,7 +305,7 @@ def test_bad_tensors_are_refused_by_name():
     with pytest.raises(ValueError, match="compress ratios 0, 4 and one more at most"):
         spec = dataclasses.replace(TINY_V4, compress_ratios=(0, 8))
         torch_metadata.build_v4_metadata(spec, batch, tables)
-    with pytest.raises(ValueError, match=r"out.page_table must be"):
+    with pytest.raises(ValueError, match=r"out.page_table must have shape"):
         small = torch_metadata.allocate_v4_metadata(TINY_V4, batch.mode, 2, 2, max_seq_len=32, device=DEVICE)
         build(batch, tables, out=small)
 

@@ -253,5 +253,5 @@ def finish_kernel(
         rotated = tl.join(
             tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd)
         )
-        rotated = tl.reshape(rotated, [HEAD_POW2]).to(tl.bfloat16)
+        rotated = tl.where(completing >= 0, tl.reshape(rotated, [HEAD_POW2]), 0.0).to(tl.bfloat16)  # not -0.0
         tl.store(entries_ptr + entry.to(tl.int64) * HEAD_DIM + channel, rotated, mask=channel < HEAD_DIM)

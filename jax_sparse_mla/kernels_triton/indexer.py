@@ -51,8 +51,8 @@ class LogitsPlan(NamedTuple):
 
 def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int) -> LogitsPlan:
     """For `[rows, heads, 128]` queries over `pages` pages each; no size is zero."""
-    capacity = pages * page_size
-    constants = {"CAPACITY": capacity, "PAGE_SIZE": page_size, "HEADS": heads}
+    capacity = pages * page_size  # no constant of the kernels: an eager engine's page tables grow from step to step
+    constants = {"PAGE_SIZE": page_size, "HEADS": heads}
     constants["HEADS_POW2"] = max(triton.next_power_of_2(heads), 16)  # what a tensor core's operand has at least
     if rows < PREFILL_ROWS:
         constants |= DECODE_OPTIONS | {"ROWS_POW2": triton.next_power_of_2(rows)}
@@ -207,13 +207,13 @@ def _load_queries(
 
 
 @triton.jit
-def _load_pages(table_ptr, first, stop, CAPACITY: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _load_pages(table_ptr, first, stop, capacity, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The page of a block's columns, or the pages of each of them where a block is no part of a page."""
     if PAGE_SIZE % BLOCK == 0:
         return tl.load(table_ptr + first // PAGE_SIZE, mask=first < stop, other=-1)
     else:
         column = first + tl.arange(0, BLOCK)
-        return tl.load(table_ptr + column // PAGE_SIZE, mask=column < tl.minimum(stop, CAPACITY), other=-1)
+        return tl.load(table_ptr + column // PAGE_SIZE, mask=column < tl.minimum(stop, capacity), other=-1)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def _score(
     stored,  # [ROWS], whether to write the row
     start,  # a multiple of BLOCK
     stop,
-    CAPACITY: tl.constexpr,
+    capacity,
     PAGE_SIZE: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
@@ -239,14 +239,14 @@ def _score(
     """Columns start ... of ROWS rows that read the same pages, in whole blocks up to `stop`; -inf past a length."""
     dim = tl.arange(0, _DIM)[None, :]
     # The pages of a block are known one block ahead, so that the pipeline of keys does not wait for them.
-    page = _load_pages(table_ptr, start, stop, CAPACITY, PAGE_SIZE, BLOCK)
+    page = _load_pages(table_ptr, start, stop, capacity, PAGE_SIZE, BLOCK)
     for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK)
         # A page of whole blocks gives addresses that differ by constants.
         offset = first % PAGE_SIZE + tl.arange(0, BLOCK) if PAGE_SIZE % BLOCK == 0 else column % PAGE_SIZE
         is_page = (page >= 0) & (page < num_pages)
         start_of_page = tl.where(is_page, page, 0).to(tl.int64) * (PAGE_SIZE * _TOKEN_BYTES)
-        is_key = is_page & (column < CAPACITY)
+        is_key = is_page & (column < capacity)
         byte = tl.load(cache_ptr + (start_of_page + offset * _DIM)[:, None] + dim, mask=is_key[:, None], other=0)
         scale_ptr = (cache_ptr + start_of_page + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
         scale = tl.load(scale_ptr + offset, mask=is_key, other=0.0)
@@ -255,8 +255,8 @@ def _score(
         scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
         logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2) * scale[:, None]
         logits = tl.where(is_key[:, None] & (column[:, None] < limit[None, :]), logits, float("-inf"))
-        tl.store(out_ptr[None, :] + column[:, None], logits, mask=stored[None, :] & (column[:, None] < CAPACITY))
-        page = _load_pages(table_ptr, first + BLOCK, stop, CAPACITY, PAGE_SIZE, BLOCK)
+        tl.store(out_ptr[None, :] + column[:, None], logits, mask=stored[None, :] & (column[:, None] < capacity))
+        page = _load_pages(table_ptr, first + BLOCK, stop, capacity, PAGE_SIZE, BLOCK)
 
 
 @triton.jit
@@ -278,12 +278,12 @@ def index_logits_decode_kernel(
     q_ptr,  # e4m3 [rows, HEADS, 128]
     weights_ptr,  # float32 [rows, HEADS]
     cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
-    page_table_ptr,  # int32 [rows, CAPACITY / PAGE_SIZE]
+    page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
-    out_ptr,  # float32 [rows, CAPACITY]
-    CAPACITY: tl.constexpr,
+    capacity,
+    out_ptr,  # float32 [rows, capacity]
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
@@ -293,20 +293,20 @@ def index_logits_decode_kernel(
     STAGES: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    pieces: tl.constexpr = (CAPACITY + _FILL - 1) // _FILL
+    pieces = tl.cdiv(capacity, _FILL)
     piece = program
     while piece < rows * pieces:
         row = piece // pieces
         first = piece % pieces * _FILL
-        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), CAPACITY)
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), capacity)
         start = tl.maximum(_blocks_end(length, BLOCK), first)
-        _fill(out_ptr + row.to(tl.int64) * CAPACITY, start, tl.minimum(first + _FILL, CAPACITY))
+        _fill(out_ptr + row.to(tl.int64) * capacity, start, tl.minimum(first + _FILL, capacity))
         piece += programs
 
     # Blocks of all rows follow each other; each program takes the next share of them.
     row = tl.arange(0, ROWS_POW2)
     length = tl.load(lengths_ptr + row, mask=row < rows, other=0)
-    length = tl.minimum(tl.maximum(length, 0), CAPACITY)
+    length = tl.minimum(tl.maximum(length, 0), capacity)
     blocks = _blocks_end(length, BLOCK) // BLOCK
     row_end = tl.cumsum(blocks, axis=0)
     total = tl.sum(blocks, axis=0)
@@ -326,13 +326,13 @@ def index_logits_decode_kernel(
             weights,
             cache_ptr,
             num_pages,
-            page_table_ptr + current.to(tl.int64) * (CAPACITY // PAGE_SIZE),
+            page_table_ptr + current.to(tl.int64) * (capacity // PAGE_SIZE),
             limit + one,
-            out_ptr + (current.to(tl.int64) * CAPACITY + one),
+            out_ptr + (current.to(tl.int64) * capacity + one),
             one == 0,
             (block - begin) * BLOCK,
             (stop - begin) * BLOCK,
-            CAPACITY,
+            capacity,
             PAGE_SIZE,
             HEADS_POW2,
             1,
@@ -348,12 +348,12 @@ def index_logits_prefill_kernel(
     q_ptr,  # e4m3 [rows, HEADS, 128]
     weights_ptr,  # float32 [rows, HEADS]
     cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
-    page_table_ptr,  # int32 [rows, CAPACITY / PAGE_SIZE]
+    page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
-    out_ptr,  # float32 [rows, CAPACITY]
-    CAPACITY: tl.constexpr,
+    capacity,
+    out_ptr,  # float32 [rows, capacity]
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
@@ -365,18 +365,18 @@ def index_logits_prefill_kernel(
     STAGES: tl.constexpr,
 ):
     # Programs that run at the same time share their rows: the queries are read once, the keys stay in the L2.
-    chunks: tl.constexpr = (CAPACITY + COLUMNS - 1) // COLUMNS
-    table_width: tl.constexpr = CAPACITY // PAGE_SIZE
+    chunks = tl.cdiv(capacity, COLUMNS)
+    table_width = capacity // PAGE_SIZE
     first_row = tl.program_id(0) // chunks * ROWS
     start = tl.program_id(0) % chunks * COLUMNS
-    stop = tl.minimum(start + COLUMNS, CAPACITY)
+    stop = tl.minimum(start + COLUMNS, capacity)
     row = first_row + tl.arange(0, ROWS)
     in_rows = row < rows
     length = tl.load(lengths_ptr + row, mask=in_rows, other=0)
-    length = tl.minimum(tl.maximum(length, 0), CAPACITY)
+    length = tl.minimum(tl.maximum(length, 0), capacity)
     longest = tl.max(length, axis=0)
     scored = tl.maximum(tl.minimum(_blocks_end(longest, BLOCK), stop), start)
-    out = out_ptr + row.to(tl.int64) * CAPACITY
+    out = out_ptr + row.to(tl.int64) * capacity
 
     if start < scored:
         # The pages that a row reads must be those of the longest.
@@ -400,7 +400,7 @@ def index_logits_prefill_kernel(
                 in_rows,
                 start,
                 scored,
-                CAPACITY,
+                capacity,
                 PAGE_SIZE,
                 HEADS_POW2,
                 ROWS,
@@ -415,7 +415,7 @@ def index_logits_prefill_kernel(
                 queries, weights = _load_queries(q_ptr, weights_ptr, single, rows, HEADS, HEADS_POW2, 1, HARDWARE_FP8)
                 limit = tl.sum(tl.where(row == single, length, 0), axis=0)
                 end = tl.maximum(tl.minimum(_blocks_end(limit, BLOCK), scored), start)
-                _fill(out_ptr + single.to(tl.int64) * CAPACITY, end, scored)
+                _fill(out_ptr + single.to(tl.int64) * capacity, end, scored)
                 _score(
                     queries,
                     weights,
@@ -423,11 +423,11 @@ def index_logits_prefill_kernel(
                     num_pages,
                     page_table_ptr + single.to(tl.int64) * table_width,
                     limit + one,
-                    out_ptr + (single.to(tl.int64) * CAPACITY + one),
+                    out_ptr + (single.to(tl.int64) * capacity + one),
                     one == 0,
                     start,
                     end,
-                    CAPACITY,
+                    capacity,
                     PAGE_SIZE,
                     HEADS_POW2,
                     1,
@@ -438,5 +438,5 @@ def index_logits_prefill_kernel(
                 single += 1
     single = first_row
     while single < tl.minimum(first_row + ROWS, rows):
-        _fill(out_ptr + single.to(tl.int64) * CAPACITY, scored, stop)
+        _fill(out_ptr + single.to(tl.int64) * capacity, scored, stop)
         single += 1

@@ -59,9 +59,8 @@ def index_logits(
 ) -> jax.Array:
     """float32 `[rows, capacity]`, for float8_e4m3fn q."""
     (rows, heads, _), (num_pages, page_bytes) = q.shape, index_cache.shape
-    plan = kernels.plan_logits(
-        rows, heads, page_table.shape[1], page_bytes // kernels.TOKEN_BYTES, DeviceInfo.current().sm_count
-    )
+    pages, page_size = page_table.shape[1], page_bytes // kernels.TOKEN_BYTES
+    plan = kernels.plan_logits(rows, heads, pages, page_size, DeviceInfo.current().sm_count)
     if not _hardware_fp8():
         q = lax.bitcast_convert_type(q, jnp.uint8)
     return triton_call(
@@ -72,8 +71,9 @@ def index_logits(
         lengths,
         rows,
         num_pages,
+        pages * page_size,
         kernel=plan.kernel,
-        out_shape=jax.ShapeDtypeStruct((rows, plan.constants["CAPACITY"]), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((rows, pages * page_size), jnp.float32),
         grid=(plan.programs,),
         name="index_logits",
         HARDWARE_FP8=_hardware_fp8(),

@@ -11,7 +11,7 @@ import os
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla import ffi_tvm, kernels_cuda
+from jax_sparse_mla import cuda_build, ffi_tvm
 from jax_sparse_mla.indices import topk_flashinfer
 from jax_sparse_mla.indices.topk_route import TopkPlan, plan_topk
 from jax_sparse_mla.kernels_triton import topk as kernels
@@ -75,7 +75,7 @@ def topk_triton(
 
 @functools.cache
 def _cuda_module():
-    return kernels_cuda.topk_module(divmod(compute_capability(), 10))
+    return cuda_build.topk_module(divmod(compute_capability(), 10))
 
 
 def topk_cuda(
@@ -109,6 +109,7 @@ def _filter(row, width, plan, topk, has_starts):
         shared = _call(
             *row,
             width,
+            plan.chunks,
             kernel=kernels.topk_threshold_kernel,
             out_shape=[
                 jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -121,6 +122,7 @@ def _filter(row, width, plan, topk, has_starts):
     return _call(
         *row,
         width,
+        plan.chunks,
         *shared,
         kernel=kernels.topk_filter_kernel,
         out_shape=[

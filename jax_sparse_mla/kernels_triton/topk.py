@@ -294,11 +294,11 @@ def topk_threshold_kernel(
     lengths,  # int32 [rows]
     row_starts,  # int32 [rows], read if HAS_STARTS
     width,
+    chunks,
     thresholds,  # float32 [rows]
-    progress,  # int32 [rows, CHUNKS]: zeroed here
+    progress,  # int32 [rows, chunks]: zeroed here
     TOPK: tl.constexpr,
     TILE: tl.constexpr,
-    CHUNKS: tl.constexpr,
     ALIGN: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -310,13 +310,13 @@ def topk_threshold_kernel(
     if stop - lead > TILE:
         source = logits + (row * width * ALIGN + origin)
         tl.store(thresholds + row, _sample_threshold(source, lead, stop, TOPK, SAMPLE, PIECE))
-        for begin in tl.static_range(0, CHUNKS, 128):
+        for begin in range(0, chunks, 128):
             chunk = begin + tl.arange(0, 128)
-            tl.store(progress + row * CHUNKS + chunk, tl.zeros_like(chunk), mask=chunk < CHUNKS)
+            tl.store(progress + row * chunks + chunk, tl.zeros_like(chunk), mask=chunk < chunks)
 
 
 @triton.jit
-def _count_before(progress, chunk, CHUNKS: tl.constexpr, ALL_CHUNKS: tl.constexpr):
+def _count_before(progress, chunk, ALL_CHUNKS: tl.constexpr):
     """The candidates of the row's earlier chunks. Their programs started before this one, so they will finish."""
     each = tl.arange(0, ALL_CHUNKS)
     done, total = 0, 0
@@ -352,38 +352,38 @@ def topk_filter_kernel(
     lengths,
     row_starts,
     width,
-    thresholds,  # float32 [rows], read if CHUNKS > 1, as the next
-    progress,  # int32 [rows, CHUNKS]: 1 + the candidates of a chunk, once it is counted
+    chunks,  # programs that share a row
+    thresholds,  # float32 [rows], read if they are several, as the next
+    progress,  # int32 [rows, chunks]: 1 + the candidates of a chunk, once it is counted
     candidates,  # as logits, [rows, TILE]
     candidate_positions,  # int32 [rows, TILE], ascending
     num_candidates,  # int32 [rows]; past TILE it counts those that found no place
     TOPK: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,  # the power of two from CHUNKS on
+    ALL_CHUNKS: tl.constexpr,  # the power of two from chunks on
     ALIGN: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SAMPLE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
     """Collects the logits of a row longer than TILE that reach its threshold, in order."""
-    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
-    chunk = tl.program_id(0) % CHUNKS
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
     _, position, origin, lead, stop = _window(lengths, row_starts, row, width * ALIGN, HAS_STARTS, ALIGN)
     source = logits + (row * width * ALIGN + origin)
     candidates += row * TILE
     candidate_positions += row * TILE
     first_position = position - lead
     if (stop - lead > TILE) & (chunk * CHUNK < stop):
-        if CHUNKS > 1:
+        if ALL_CHUNKS > 1:
             threshold = tl.load(thresholds + row)
             column, value, hit = _hits(source, threshold, chunk * CHUNK, lead, stop, CHUNK // 32, 32, ALIGN)
             count = tl.sum(hit.to(tl.int32), 1)
             total = tl.sum(count, 0)
-            progress += row * CHUNKS
+            progress += row * chunks
             tl.atomic_xchg(progress + chunk, total + 1)
-            place = _count_before(progress, chunk, CHUNKS, ALL_CHUNKS)
+            place = _count_before(progress, chunk, ALL_CHUNKS)
             _append(column, value, hit, count, place, first_position, candidates, candidate_positions, TILE)
             if chunk * CHUNK + CHUNK >= stop:
                 tl.store(num_candidates + row, place + total)
@@ -486,7 +486,6 @@ def threshold_constants(plan: TopkPlan, topk: int, has_starts: bool) -> dict:
     return {
         "TOPK": topk,
         "TILE": plan.tile,
-        "CHUNKS": plan.chunks,
         "ALIGN": plan.align,
         "HAS_STARTS": has_starts,
         "SAMPLE": _SAMPLE,

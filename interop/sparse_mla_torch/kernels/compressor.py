@@ -10,9 +10,7 @@ import triton
 
 from jax_sparse_mla.compressor import OVERLAP_RATIO, compressor_window
 from jax_sparse_mla.kernels_triton import compressor as kernels
-from sparse_mla_torch.kernels.indexer import check_tensor
-
-_FLOATS = (torch.bfloat16, torch.float32)
+from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
 
 
 def compress_kv(
@@ -49,13 +47,13 @@ def compress_kv(
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
     function = "compress_kv"
-    (head_dim,) = check_tensor(function, "norm_weight", norm_weight, (None,), _FLOATS, kv)
-    (half_rope,) = check_tensor(function, "inv_freq", inv_freq, (None,), (torch.float32,), kv)
+    (head_dim,) = check_tensor(function, "norm_weight", norm_weight, (None,), kv, FLOATS)
+    (half_rope,) = check_tensor(function, "inv_freq", inv_freq, (None,), kv, (torch.float32,))
     width = (2 if ratio == OVERLAP_RATIO else 1) * head_dim
-    num_rows, _ = check_tensor(function, "kv", kv, (None, width), _FLOATS, kv)
+    num_rows, _ = check_tensor(function, "kv", kv, (None, width), kv, FLOATS)
     state_shape = (None, None, width)
-    max_requests, ring, _ = check_tensor(function, "state_kv", state_kv, state_shape, (torch.float32,), kv)
-    num_requests = check_tensor(function, "query_start_loc", query_start_loc, (None,), (torch.int32,), kv)[0] - 1
+    max_requests, ring, _ = check_tensor(function, "state_kv", state_kv, state_shape, kv, (torch.float32,))
+    num_requests = check_tensor(function, "query_start_loc", query_start_loc, (None,), kv)[0] - 1
     num_entries = min(num_rows, num_rows // ratio + num_requests)
     if head_dim % 2 or not 0 < 2 * half_rope <= head_dim or ring < compressor_window(ratio) or num_requests < 0:
         raise ValueError(
@@ -75,7 +73,7 @@ def compress_kv(
         ("out[0]", out[0], (num_entries, head_dim), torch.bfloat16),
         ("out[1]", out[1], (num_entries,), torch.int32),
     ):
-        check_tensor(function, name, x, tuple(shape), (dtype,), kv)
+        check_tensor(function, name, x, tuple(shape), kv, (dtype,))
     entries, rows = out
     if num_entries == 0 or max_requests == 0:
         entries.zero_()

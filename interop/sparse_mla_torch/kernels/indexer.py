@@ -12,6 +12,7 @@ import triton
 
 from jax_sparse_mla.indexer import MAX_KERNEL_HEADS
 from jax_sparse_mla.kernels_triton import indexer as kernels
+from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor
 
 # Programs that a launch without a GPU (Triton's interpreter) is planned for: for so many multiprocessors.
 _INTERPRETED_SMS = 2
@@ -36,12 +37,12 @@ def quantize_index_q(
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
     function = "quantize_index_q"
-    shape = check_tensor(function, "q", q, (None, None, 128), (torch.bfloat16, torch.float32), q)
+    shape = check_tensor(function, "q", q, (None, None, 128), q, FLOATS)
     if out is None:
         out = torch.empty_like(q, dtype=torch.float8_e4m3fn), torch.empty(shape[:2], device=q.device)
     values, scale = out
-    check_tensor(function, "out[0]", values, shape, (torch.float8_e4m3fn,), q)
-    check_tensor(function, "out[1]", scale, shape[:2], (torch.float32,), q)
+    check_tensor(function, "out[0]", values, shape, q, (torch.float8_e4m3fn,))
+    check_tensor(function, "out[1]", scale, shape[:2], q, (torch.float32,))
     lines = scale.numel()
     if lines:
         hardware_fp8, sm_count = _device(q.device)
@@ -77,8 +78,8 @@ def write_index_k(
     """
     function = "write_index_k"
     page_size = _page_size(function, index_cache)
-    (n,) = check_tensor(function, "slots", slots, (None,), (torch.int32,), index_cache)
-    check_tensor(function, "k", k, (n, 128), (torch.bfloat16, torch.float32), index_cache)
+    (n,) = check_tensor(function, "slots", slots, (None,), index_cache)
+    check_tensor(function, "k", k, (n, 128), index_cache, FLOATS)
     if n and index_cache.numel():
         kernels.write_index_k_kernel[(triton.cdiv(n, kernels.WRITE_OPTIONS["TOKENS"]),)](
             slots,
@@ -123,15 +124,15 @@ def index_logits(
     """
     function = "index_logits"
     page_size = _page_size(function, index_cache)
-    rows, heads, _ = check_tensor(function, "q", q, (None, None, 128), (torch.float8_e4m3fn,), index_cache)
+    rows, heads, _ = check_tensor(function, "q", q, (None, None, 128), index_cache, (torch.float8_e4m3fn,))
     if not 0 < heads <= MAX_KERNEL_HEADS:
         raise ValueError(f"{function}: q must have 1 to {MAX_KERNEL_HEADS} heads, got {heads}")
-    check_tensor(function, "weights", weights, (rows, heads), (torch.float32,), index_cache)
-    _, pages = check_tensor(function, "page_table", page_table, (rows, None), (torch.int32,), index_cache)
-    check_tensor(function, "lengths", lengths, (rows,), (torch.int32,), index_cache)
+    check_tensor(function, "weights", weights, (rows, heads), index_cache, (torch.float32,))
+    _, pages = check_tensor(function, "page_table", page_table, (rows, None), index_cache)
+    check_tensor(function, "lengths", lengths, (rows,), index_cache)
     if out is None:
         out = torch.empty((rows, pages * page_size), dtype=torch.float32, device=q.device)
-    check_tensor(function, "out", out, (rows, pages * page_size), (torch.float32,), index_cache)
+    check_tensor(function, "out", out, (rows, pages * page_size), index_cache, (torch.float32,))
     if not index_cache.numel():
         return out.fill_(float("-inf"))
     if out.numel():
@@ -145,6 +146,7 @@ def index_logits(
             lengths,
             rows,
             index_cache.shape[0],
+            pages * page_size,
             out,
             HARDWARE_FP8=hardware_fp8,
             **plan.constants,
@@ -163,32 +165,10 @@ def _device(device: torch.device) -> tuple[bool, int]:
 
 
 def _page_size(function: str, index_cache: torch.Tensor) -> int:
-    _, page_bytes = check_tensor(function, "index_cache", index_cache, (None, None), (torch.uint8,), index_cache)
+    _, page_bytes = check_tensor(function, "index_cache", index_cache, (None, None), index_cache, UINT8)
     if page_bytes == 0 or page_bytes % kernels.TOKEN_BYTES:
         raise ValueError(
             f"{function}: index_cache must have pages of page_size * {kernels.TOKEN_BYTES} bytes, page_size >= 1, "
             f"got {page_bytes}"
         )
     return page_bytes // kernels.TOKEN_BYTES
-
-
-def check_tensor(
-    function: str,
-    name: str,
-    x: torch.Tensor,
-    shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    like: torch.Tensor,
-) -> tuple[int, ...]:
-    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
-    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
-        given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
-    if x.ndim != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape)):
-        raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
-    if not x.is_contiguous() or x.device != like.device:
-        raise ValueError(
-            f"{function}: {name} must be contiguous and on {like.device}, got strides {list(x.stride())} on {x.device}"
-        )
-    return tuple(x.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from jax_sparse_mla.kernels_triton import indices as kernels
+from sparse_mla_torch.kernels.checks import check_tensor
 
 
 def combine_swa_extra_indices(
@@ -22,7 +23,8 @@ def combine_swa_extra_indices(
       out: `(indices, lengths)` to write into, int32 `[T, width]` and `[T]`; allocated by default.
 
     Raises:
-      ValueError: a tensor that is not int32, not contiguous, or of another shape.
+      TypeError: a tensor that is not int32.
+      ValueError: a tensor of another shape, not contiguous, or on another device.
     """
     function, (n, swa_width), extra_width = "combine_swa_extra_indices", swa_indices.shape, extra_indices.shape[1]
     width = kernels.merged_width(swa_width + extra_width)
@@ -34,7 +36,7 @@ def combine_swa_extra_indices(
         ("extra_lengths", extra_lengths, (n,)),
         ("num_swa_rows", num_swa_rows.reshape(-1), (1,)),
     ):
-        _check(function, name, x, shape)
+        check_tensor(function, name, x, shape, swa_indices)
     if n and width:
         kernels.combine_swa_extra_kernel[kernels.swa_extra_grid(n, width)](
             swa_indices,
@@ -72,7 +74,8 @@ def combine_topk_swa_indices(
       out: `(indices, lengths)` to write into, int32 `[N, width]` and `[N]`; allocated by default.
 
     Raises:
-      ValueError: a tensor that is not int32, not contiguous, or of another shape; a static argument out of range.
+      TypeError: a tensor that is not int32.
+      ValueError: a tensor of another shape, not contiguous, or on another device; a static argument out of range.
     """
     function, (n, columns), requests = "combine_topk_swa_indices", topk_indices.shape, seq_lens.shape[0]
     if window < 1 or compress_ratio < 1 or not 0 <= topk <= columns:
@@ -82,16 +85,16 @@ def combine_topk_swa_indices(
         )
     width = kernels.merged_width(topk + window)
     out = _outputs(function, out, n, width, topk_indices)
-    _check(function, "topk_indices", topk_indices, (n, columns))
-    _check(function, "query_start_loc", query_start_loc, (requests + 1,))
-    _check(function, "query_pos", query_pos, (n,))
+    check_tensor(function, "topk_indices", topk_indices, (n, columns), topk_indices)
+    check_tensor(function, "query_start_loc", query_start_loc, (requests + 1,), topk_indices)
+    check_tensor(function, "query_pos", query_pos, (n,), topk_indices)
     for name, x in (
         ("seq_lens", seq_lens),
         ("gather_lens", gather_lens),
         ("compressed_base", compressed_base),
         ("swa_base", swa_base),
     ):
-        _check(function, name, x, (requests,))
+        check_tensor(function, name, x, (requests,), topk_indices)
     if n:
         kernels.combine_topk_swa_kernel[kernels.topk_swa_grid(n)](
             topk_indices,
@@ -119,14 +122,6 @@ def _outputs(function, out, n, width, like):
     if out is None:
         empty = torch.empty((n, width), dtype=torch.int32, device=like.device)
         return empty, torch.empty((n,), dtype=torch.int32, device=like.device)
-    _check(function, "out[0]", out[0], (n, width))
-    _check(function, "out[1]", out[1], (n,))
+    check_tensor(function, "out[0]", out[0], (n, width), like)
+    check_tensor(function, "out[1]", out[1], (n,), like)
     return tuple(out)
-
-
-def _check(function: str, name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if x.dtype != torch.int32 or tuple(x.shape) != shape or not x.is_contiguous():
-        raise ValueError(
-            f"{function}: {name} must be int32 {list(shape)} and contiguous, got {x.dtype} {list(x.shape)}, "
-            f"strides {list(x.stride())}"
-        )

@@ -15,6 +15,7 @@ import triton
 
 from jax_sparse_mla.kernels_triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
+from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor
 
 
 def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
@@ -33,8 +34,8 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
     data = _check_cache("write_kv", "cache", cache)
-    n = _check("write_kv", "slots", slots, (None,), (torch.int32,), data).shape[0]
-    _check("write_kv", "kv", kv, (n, cache.layout.qk_dim), (torch.bfloat16, torch.float32), data)
+    n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
+    check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
         options = kernels.WRITE_OPTIONS
         kernels.write_kv_kernel[(triton.cdiv(n, options["TOKENS"]),)](
@@ -72,10 +73,10 @@ def gather_kv(
       ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
     """
     data = _check_cache("gather_kv", "cache", cache)
-    n = _check("gather_kv", "slots", slots, (None,), (torch.int32,), data).shape[0]
+    n = check_tensor("gather_kv", "slots", slots, (None,), data)[0]
     if out is None:
         out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
-    _check("gather_kv", "out", out, (None, cache.layout.qk_dim), (torch.bfloat16,), data)
+    check_tensor("gather_kv", "out", out, (None, cache.layout.qk_dim), data, (torch.bfloat16,))
     if not 0 <= out_start <= out.shape[0] - n:
         raise ValueError(f"gather_kv: out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
     if n:
@@ -140,7 +141,7 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
             f"split_pages: out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
             f"{cache.num_slots} slots, got {out.layout}, page size {out.page_size} and {out.num_slots} slots"
         )
-    _check("split_pages", "slots", slots, (None,) * slots.ndim, (torch.int32,), data)
+    check_tensor("split_pages", "slots", slots, (None,) * slots.ndim, data)
     n, num_pages = slots.numel(), cache.num_pages
     if not n or not num_pages:
         return out
@@ -175,26 +176,5 @@ def _hardware_casts(device: torch.device) -> bool:
 def _check_cache(function: str, name: str, cache: PagedKV) -> torch.Tensor:
     data = cache.data
     page_bytes = cache.layout.page_bytes(cache.page_size)
-    return _check(function, f"{name}.data", data, (None, page_bytes), (torch.uint8,), data)
-
-
-def _check(
-    function: str,
-    name: str,
-    x: torch.Tensor,
-    shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    like: torch.Tensor,
-) -> torch.Tensor:
-    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
-    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
-        given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
-    if x.ndim != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape)):
-        raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
-    if not x.is_contiguous() or x.device != like.device:
-        raise ValueError(
-            f"{function}: {name} must be contiguous and on {like.device}, got strides {list(x.stride())} on {x.device}"
-        )
-    return x
+    check_tensor(function, f"{name}.data", data, (None, page_bytes), data, UINT8)
+    return data

@@ -18,6 +18,7 @@ from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTabl
 from jax_sparse_mla.metadata.schedules import FlashmlaCall
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, V4Metadata, has_v4_kernel
 from jax_sparse_mla.models import ModelSpec
+from sparse_mla_torch.kernels.checks import INT32, check_tensor
 
 
 class Schedules(NamedTuple):
@@ -60,7 +61,8 @@ def step_schedules(
       out: buffers to write into; allocated by default.
 
     Raises:
-      ValueError: a tensor that is not int32, not contiguous or of another shape, or sizes out of range.
+      TypeError: a tensor that is not int32.
+      ValueError: a tensor of another shape, not contiguous or on another device, or sizes out of range.
     """
     function, count, indexer = "step_schedules", len(calls), None
     if not 1 <= count <= schedules.MAX_SCHEDULES:
@@ -70,28 +72,27 @@ def step_schedules(
             f"{function}: needs num_sm_parts >= 1, split_kv >= 1, and num_sms >= 1 with context_lens, "
             f"got {num_sm_parts}, {split_kv} and {num_sms}"
         )
-    batch = calls[0].topk_length.shape[0]
-    lengths = []
+    like = calls[0].topk_length
+    batch, lengths = like.shape[0], []
     for i, call in enumerate(calls):
         if call.topk < 0 or call.extra_topk < 0 or (call.extra_topk > 0) != (call.extra_topk_length is not None):
             raise ValueError(f"{function}: calls[{i}] needs topk >= 0, and extra_topk_length with extra_topk")
         extra = call.topk_length if call.extra_topk_length is None else call.extra_topk_length
-        _check(function, f"calls[{i}].topk_length", call.topk_length, (batch,))
-        _check(function, f"calls[{i}].extra_topk_length", extra, (batch,))
+        check_tensor(function, f"calls[{i}].topk_length", call.topk_length, (batch,), like)
+        check_tensor(function, f"calls[{i}].extra_topk_length", extra, (batch,), like)
         lengths += [call.topk_length, extra]
     contexts = lengths[0]
     if context_lens is not None:
         contexts = context_lens
-        _check(function, "context_lens", contexts, (contexts.numel(),))
-        indexer = schedules.paged_mqa_constants(contexts.numel(), num_sms, split_kv)
-    out = out or Schedules.allocate(count, batch, num_sm_parts, num_sms, lengths[0].device)
+        indexer = schedules.paged_mqa_constants(_rows_of(function, contexts, like), num_sms, split_kv)
+    out = out or Schedules.allocate(count, batch, num_sm_parts, num_sms, like.device)
     for i, (tiles, splits) in enumerate(out.flashmla):
-        _check(function, f"out.flashmla[{i}][0]", tiles, (num_sm_parts, 8))
-        _check(function, f"out.flashmla[{i}][1]", splits, (batch + 1,))
+        check_tensor(function, f"out.flashmla[{i}][0]", tiles, (num_sm_parts, 8), like)
+        check_tensor(function, f"out.flashmla[{i}][1]", splits, (batch + 1,), like)
     if len(out.flashmla) != count or (out.indexer is None) != (indexer is None):
         raise ValueError(f"{function}: out was allocated for other schedules")
     if indexer:
-        _check(function, "out.indexer", out.indexer, (num_sms + 1, 2))
+        check_tensor(function, "out.indexer", out.indexer, (num_sms + 1, 2), like)
     if batch:
         absent = schedules.MAX_SCHEDULES - count
         schedules.schedules_kernel[(count + bool(indexer),)](
@@ -114,11 +115,11 @@ def paged_mqa_schedule(
     context_lens: torch.Tensor, *, num_sms: int, split_kv: int = 256, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `jax_sparse_mla.paged_mqa_schedule`, of at least one row; `out` int32 `[num_sms + 1, 2]`."""
-    function, num_rows = "paged_mqa_schedule", context_lens.shape[0]
+    function = "paged_mqa_schedule"
+    num_rows = _rows_of(function, context_lens, context_lens)
     if out is None:
         out = context_lens.new_empty((num_sms + 1, 2))
-    _check(function, "context_lens", context_lens, (num_rows,))
-    _check(function, "out", out, (num_sms + 1, 2))
+    check_tensor(function, "out", out, (num_sms + 1, 2), context_lens)
     schedules.paged_mqa_kernel[(1,)](
         context_lens,
         num_rows,
@@ -156,8 +157,9 @@ def build_v4_metadata(
       out: buffers to write into; allocated by default.
 
     Raises:
-      ValueError: a model that the kernel does not serve, a batch that does not fit its mode, a tensor that is not
-        int32, not contiguous or of another shape.
+      TypeError: a tensor that is not int32.
+      ValueError: a model that the kernel does not serve, a batch that does not fit its mode, a tensor of another shape,
+        not contiguous or on another device.
     """
     function, mode = "build_v4_metadata", batch.mode
     if spec.window is None or not has_v4_kernel(spec):
@@ -165,7 +167,8 @@ def build_v4_metadata(
             f"{function}: spec must have a window and compress ratios 0, {INDEXED_RATIO} and one more at most, "
             f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
-    (requests,), (rows,) = batch.seq_lens.shape, batch.out_cache_loc.shape
+    like = batch.seq_lens
+    (requests,), (rows,) = like.shape, batch.out_cache_loc.shape
     fixed_rows = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
     if fixed_rows and not batch.num_draft_tokens:
         raise ValueError(f"{function}: batch.num_draft_tokens must be given in {mode.name}")
@@ -175,24 +178,23 @@ def build_v4_metadata(
             f"{function}: batch.out_cache_loc must have {requests} * {drafts or 1} entries in {mode.name}, got {rows}"
         )
     for name in ("seq_lens", "req_pool_indices", *(["extend_lens"] if mode is ForwardMode.EXTEND else [])):
-        _check(function, f"batch.{name}", getattr(batch, name), (requests,))
-    _check(function, "batch.out_cache_loc", batch.out_cache_loc, (rows,))
-    _check(function, "tables.req_to_token", tables.req_to_token, tuple(tables.req_to_token.shape))
-    _check(function, "tables.full_to_swa", tables.full_to_swa, (tables.full_to_swa.numel(),))
+        check_tensor(function, f"batch.{name}", getattr(batch, name), (requests,), like)
+    check_tensor(function, "batch.out_cache_loc", batch.out_cache_loc, (rows,), like)
+    _check_tables(function, tables, like)
 
     tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
     constants = kernels.v4_constants(spec, mode, drafts, requests, tokens)
     if out is None:
         out = allocate_v4_metadata(
-            spec, mode, requests, rows, max_seq_len=tokens, device=batch.seq_lens.device, num_draft_tokens=drafts
+            spec, mode, requests, rows, max_seq_len=tokens, device=like.device, num_draft_tokens=drafts
         )
     outputs = kernels.v4_outputs(out, constants)
     names = kernels.v4_output_names(constants)
     for name, x, shape in zip(names, outputs, kernels.v4_shapes(constants, requests, rows)):
-        _check(function, f"out.{name}", x, shape, torch.bool if name == "overflow" else torch.int32)
+        check_tensor(function, f"out.{name}", x, shape, like, (torch.bool,) if name == "overflow" else INT32)
     if requests == 0:
         raise ValueError(f"{function}: a batch needs at least one request")
-    extend_lens = starts = batch.seq_lens  # not read
+    extend_lens = starts = like  # not read
     if mode is ForwardMode.EXTEND:
         extend_lens, starts = batch.extend_lens, torch.empty_like(out.query_start_loc)
         options = kernels.request_options(requests)
@@ -229,9 +231,10 @@ def swa_slots(
     function, rows = "swa_slots", positions.shape[0]
     if out is None:
         out = torch.empty((rows, window), dtype=torch.int32, device=positions.device)
-    _check(function, "positions", positions, (rows,))
-    _check(function, "req_rows", req_rows, (rows,))
-    _check(function, "out", out, (rows, window))
+    for name, x in (("positions", positions), ("req_rows", req_rows)):
+        check_tensor(function, name, x, (rows,), positions)
+    check_tensor(function, "out", out, (rows, window), positions)
+    _check_tables(function, tables, positions)
     if rows:
         kernels.swa_slots_kernel[(rows,)](
             positions,
@@ -259,7 +262,10 @@ def swa_gather_plan(
     """As `jax_sparse_mla.swa_gather_plan`; all tensors int32 and contiguous, at least one request."""
     function, requests = "swa_gather_plan", seq_lens.shape[0]
     for name, x in (("seq_lens", seq_lens), ("extend_lens", extend_lens), ("req_rows", req_rows)):
-        _check(function, name, x, (requests,))
+        check_tensor(function, name, x, (requests,), seq_lens)
+    _check_tables(function, tables, seq_lens)
+    if requests == 0:
+        raise ValueError(f"{function}: a batch needs at least one request")
     first_pos, gather_lens = torch.empty_like(seq_lens), torch.empty_like(seq_lens)
     offsets, slots = seq_lens.new_empty(requests + 1), seq_lens.new_empty(capacity)
     kernels.gather_lens_kernel[(1,)](
@@ -290,9 +296,13 @@ def swa_gather_plan(
     return slots, first_pos, gather_lens, offsets
 
 
-def _check(function: str, name: str, x: torch.Tensor, shape: tuple[int, ...], dtype=torch.int32) -> None:
-    if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous():
-        raise ValueError(
-            f"{function}: {name} must be {dtype} {list(shape)} and contiguous, got {x.dtype} {list(x.shape)}, "
-            f"strides {list(x.stride())}"
-        )
+def _rows_of(function: str, context_lens: torch.Tensor, like: torch.Tensor) -> int:
+    (rows,) = check_tensor(function, "context_lens", context_lens, (None,), like)
+    if rows == 0:
+        raise ValueError(f"{function}: context_lens must have at least one row")
+    return rows
+
+
+def _check_tables(function: str, tables: RequestTables, like: torch.Tensor) -> None:
+    check_tensor(function, "tables.req_to_token", tables.req_to_token, (None, None), like)
+    check_tensor(function, "tables.full_to_swa", tables.full_to_swa, (None,), like)

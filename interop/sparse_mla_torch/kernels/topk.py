@@ -10,9 +10,10 @@ import functools
 
 import torch
 
-from jax_sparse_mla import kernels_cuda
+from jax_sparse_mla import cuda_build
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kernels_triton import topk as kernels
+from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
 
 
 @dataclasses.dataclass
@@ -100,16 +101,17 @@ def topk_transform(
     """
     function = "topk_transform"
     if method is TopkTransform.RAGGED:
-        offsets = _check(function, "topk_indices_offset", topk_indices_offset, (logits.shape[0],), logits)
-        return _topk(function, kernels.RAGGED, logits, lengths, topk, row_starts, out, scratch, offsets=offsets)
+        check_tensor(function, "topk_indices_offset", topk_indices_offset, (logits.shape[0],), logits)
+        offsets = {"offsets": topk_indices_offset}
+        return _topk(function, kernels.RAGGED, logits, lengths, topk, row_starts, out, scratch, **offsets)
     if method is not TopkTransform.PAGED:
         raise TypeError(f"{function}: method must be a TopkTransform, got {method!r}")
     if page_size < 1:
         raise ValueError(f"{function}: page_size must be >= 1, got {page_size}")
     requests = None if row_to_request is not None else logits.shape[0]
-    page_table = _check(function, "page_table", page_table, (requests, None), logits)
+    check_tensor(function, "page_table", page_table, (requests, None), logits)
     if row_to_request is not None:
-        _check(function, "row_to_request", row_to_request, (logits.shape[0],), logits)
+        check_tensor(function, "row_to_request", row_to_request, (logits.shape[0],), logits)
     paged = {"page_table": page_table, "page_size": page_size, "row_to_request": row_to_request}
     return _topk(function, kernels.PAGED, logits, lengths, topk, row_starts, out, scratch, **paged)
 
@@ -130,14 +132,14 @@ def _topk(
 ):
     if topk < 1:
         raise ValueError(f"{function}: topk must be >= 1, got {topk}")
-    _check(function, "logits", logits, (None, None), logits, (torch.float32, torch.bfloat16))
+    check_tensor(function, "logits", logits, (None, None), logits, FLOATS)
     rows, columns = logits.shape
-    _check(function, "lengths", lengths, (rows,), logits)
+    check_tensor(function, "lengths", lengths, (rows,), logits)
     if row_starts is not None:
-        _check(function, "row_starts", row_starts, (rows,), logits)
+        check_tensor(function, "row_starts", row_starts, (rows,), logits)
     if out is None:
         out = torch.empty((rows, topk), dtype=torch.int32, device=logits.device)
-    _check(function, "out", out, (rows, topk), logits)
+    check_tensor(function, "out", out, (rows, topk), logits)
     if not rows:
         return out
     if module := _cuda_module(logits.device):
@@ -155,9 +157,10 @@ def _topk(
         thresholds, progress, *candidates = _checked_scratch(function, scratch, logits, topk)
         if plan.chunks > 1:
             constants = kernels.threshold_constants(plan, topk, has_starts)
-            kernels.topk_threshold_kernel[(rows,)](*row, width, thresholds, progress, **constants)
+            kernels.topk_threshold_kernel[(rows,)](*row, width, plan.chunks, thresholds, progress, **constants)
         kernels.topk_filter_kernel[(rows * plan.chunks,)](
-            *row, width, thresholds, progress, *candidates, **kernels.filter_constants(plan, topk, has_starts)
+            *(*row, width, plan.chunks, thresholds, progress, *candidates),
+            **kernels.filter_constants(plan, topk, has_starts),
         )
     has_requests = row_to_request is not None
     kernels.topk_select_kernel[(rows,)](
@@ -176,7 +179,7 @@ def _topk(
 
 @functools.cache
 def _cuda_module(device: torch.device):
-    return kernels_cuda.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    return cuda_build.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
 def _checked_scratch(function, scratch, logits, topk):
@@ -188,18 +191,3 @@ def _checked_scratch(function, scratch, logits, topk):
     if not fits or scratch.candidates.dtype != logits.dtype or any(x.device != logits.device for x in tensors):
         raise ValueError(f"{function}: scratch is not for {logits.dtype} [{rows}, {columns}] and topk {topk}")
     return tensors
-
-
-def _check(function, name, x, shape, like, dtypes=(torch.int32,)):
-    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
-    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
-        given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
-    if x.ndim != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape)):
-        raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
-    if not x.is_contiguous() or x.device != like.device:
-        raise ValueError(
-            f"{function}: {name} must be contiguous and on {like.device}, got strides {list(x.stride())} on {x.device}"
-        )
-    return x

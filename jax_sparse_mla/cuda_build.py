@@ -1,7 +1,7 @@
-"""CUDA C++ kernels behind TVM FFI: one binary that XLA and torch call, built where it first runs.
+"""Builds the CUDA C++ kernels of `kernels_cuda/`, behind TVM FFI: one binary that XLA and torch call.
 
-Building needs nvcc and apache-tvm-ffi and takes some seconds; tvm-ffi caches it on disk. Where it cannot be done the
-Triton kernels serve.
+It is built where it first runs, which needs nvcc and apache-tvm-ffi and takes some seconds; tvm-ffi caches it on disk.
+Where it cannot be built the Triton kernels serve.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["topk_module"]
+__all__ = ["source", "topk_module"]
+
+_PACKAGE = Path(__file__).parent
+
+
+def source(name: str) -> Path:
+    """A kernel's source: an installed package holds `kernels_cuda`, in a checkout it lies beside the package."""
+    installed = _PACKAGE / "kernels_cuda" / name
+    return installed if installed.is_file() else _PACKAGE.parent / "kernels_cuda" / name
 
 
 @functools.cache
@@ -27,7 +35,7 @@ def topk_module(capability: tuple[int, int]) -> Any | None:
     try:
         return tvm_ffi.cpp.load(
             f"jax_sparse_mla_topk_sm{arch}",
-            cuda_files=str(Path(__file__).with_name("topk.cu")),
+            cuda_files=str(source("topk.cu")),
             extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"],
         )
     except Exception as error:  # whatever the toolchain's trouble is, Triton serves
