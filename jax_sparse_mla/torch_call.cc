@@ -138,7 +138,7 @@ class Operands {
     if (reach > static_cast<int64_t>(buffer->element_count())) return Invalid("a view exceeds its operand");
     if (torch.create_tensor_from_blob(buffer->untyped_data(), rank, sizes, strides, 0, dtype, device.type,
                                       device.index, tensor)) {
-      return Failed("", "making a tensor");
+      return Failed("operand " + std::to_string(operand_ - 1), "making a tensor");
     }
     return ffi::Error::Success();
   }
@@ -167,6 +167,14 @@ Value TakeOptional(Value optional) {
   return value;
 }
 
+// Frees the handles of a stack that the dispatcher has not got.
+void Drop(std::string_view codes, const std::vector<Value>& stack) {
+  for (size_t i = 0; i < stack.size(); ++i) {
+    const Value value = codes[i] == 'O' ? TakeOptional(stack[i]) : codes[i] == 'T' ? stack[i] : 0;
+    if (value != 0) torch.delete_tensor(reinterpret_cast<Tensor>(value));
+  }
+}
+
 // What the operator takes: torch's dispatcher takes ownership of every handle on the stack.
 ffi::Error FillStack(const Attributes& call, ffi::RemainingArgs args, const Device& device, std::vector<Value>& stack) {
   Operands operands(args, call.views);
@@ -175,7 +183,10 @@ ffi::Error FillStack(const Attributes& call, ffi::RemainingArgs args, const Devi
     Value value = 0;
     if (code == 'T' || code == 'O') {
       Tensor tensor;
-      if (auto error = operands.Next(device, &tensor); error.failure()) return error;
+      if (auto error = operands.Next(device, &tensor); error.failure()) {
+        Drop(call.arguments, stack);
+        return error;
+      }
       value = code == 'T' ? FromTensor(tensor) : FromOptional(FromTensor(tensor));
     } else if (code == 'i') {
       value = static_cast<Value>(call.ints[next_int++]);
@@ -229,8 +240,10 @@ ffi::Error CopyOut(std::string_view op, Tensor tensor, ffi::AnyBuffer result, co
       torch.is_contiguous(tensor, &contiguous)) {
     return Failed(op, "reading a returned tensor");
   }
-  const int64_t rows = result.dimensions().front();
+  const auto sizes = result.dimensions();
   const int64_t count = static_cast<int64_t>(result.element_count());
+  if (count == 0) return ffi::Error::Success();
+  const int64_t rows = sizes.size() == 0 ? 1 : sizes.front();
   if (dtype != TorchDtype(result.element_type()) || !contiguous || numel % rows != 0 || numel < count) {
     return Invalid(std::string(op) + " returned a tensor of another dtype, layout or size than its result");
   }

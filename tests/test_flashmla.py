@@ -51,7 +51,7 @@ from jax_sparse_mla.attention import (
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.cpu,
-    pytest.mark.skipif(ffi.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(not ffi.available(), reason="needs a C++ compiler"),
 ]
 
 
