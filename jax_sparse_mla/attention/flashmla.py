@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax_sparse_mla import ffi
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.attention.route import DeviceInfo
-from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule
+from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule, num_sm_parts
 from jax_sparse_mla.kernels_triton import dispatch
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
@@ -195,6 +195,12 @@ def _schedule(
     if device.compute_capability is not None and device.compute_capability[0] == 10:
         return None
     if given is not None:
+        parts, wanted = given.tile_scheduler_metadata.shape[0], num_sm_parts(device, shape[1])
+        if parts != wanted:
+            raise ValueError(
+                f"sparse_mla_decode: schedule must have this device's {wanted} partitions, got {parts}: it was built "
+                "for another device"
+            )
         return given
     wanted = DecodeShape(shape[0], 1, shape[1], *(table.indices.shape[1] for table in tables))
     if tables[0].cache.layout == KVLayout.V32_FP8 or all(table.lengths is None for table in tables):
