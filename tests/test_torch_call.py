@@ -112,6 +112,9 @@ def test_a_view_that_exceeds_its_operand_is_an_xla_error():
     view = Strided(X, (4, 7), (6, 1))
     with pytest.raises(jax.errors.JaxRuntimeError, match="a view exceeds its operand"):
         jax.block_until_ready(torch_call("torch_call_test::several", {"x": view}, [SAME]))
+    others = {"x": X, "y": X, "n": 0, "flag": False, "f": 0.0}  # whose handles are freed
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a view exceeds its operand"):
+        jax.block_until_ready(torch_call("torch_call_test::everything", others | {"z": view}, [SAME]))
 
 
 @pytest.mark.parametrize(
