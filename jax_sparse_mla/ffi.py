@@ -11,9 +11,11 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +24,12 @@ import jax
 import jaxlib
 import numpy as np
 
-__all__ = ["Strided", "compiler", "torch_call"]
+__all__ = ["Strided", "available", "torch_call"]
 
 _TARGET = "jax_sparse_mla_torch_call"
 _SOURCE = Path(__file__).with_name("torch_call.cc")
+_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC")
+_setting_up = threading.RLock()  # of threads that trace their first calls at once, one registers
 
 
 class Strided(NamedTuple):
@@ -54,8 +58,9 @@ def torch_call(op: str, arguments: Mapping[str, Any], results: Sequence[jax.Shap
       RuntimeError: no C++ compiler, or a torch without the C functions that the call needs.
       TypeError: an argument that the schema has no place for, or does not get.
     """
-    _register()
-    call = _marshal(_schema(op), arguments)
+    with _setting_up:
+        _register()
+        call = _marshal(_schema(op), arguments)
     function = jax.ffi.ffi_call(_TARGET, tuple(results), vmap_method="sequential")
     return function(*call.operands, op=op, **call.attributes)
 
@@ -158,7 +163,7 @@ def _dense(array: jax.Array) -> Strided:
 # --- compiling and registering ------------------------------------------------------------------------------------
 
 
-def compiler() -> str | None:
+def _compiler() -> str | None:
     """The C++ compiler: $CXX, or the first of c++, g++ and clang++ on the path; None where there is none."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next(filter(None, map(shutil.which, names)), None)
@@ -169,7 +174,7 @@ def _register() -> None:
     """Makes the custom call known to XLA. Traced programs run only where a backend is up, as XLA wants it."""
     import torch
 
-    library = ctypes.CDLL(str(_library()))
+    library = _load()
     paths = [_torch_library(name) for name in ("libtorch_cpu.so", "libtorch_cuda.so")]
     handles = [ctypes.CDLL(path)._handle if os.path.exists(path) else None for path in paths]
     bind = library.jax_sparse_mla_bind_torch
@@ -178,9 +183,9 @@ def _register() -> None:
         raise RuntimeError(f"torch_call: torch {torch.__version__} lacks {missing.decode()}; torch >= 2.10 has it")
     if torch.cuda.is_available():
         torch.cuda.init()  # from this thread; the calls come from XLA's
-    for platform, symbol in (("cpu", "host"), ("CUDA", "cuda")):
+    for where, symbol in (("cpu", "host"), ("CUDA", "cuda")):
         handler = getattr(library, f"jax_sparse_mla_torch_call_{symbol}")
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform=platform)
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform=where)
 
 
 def _torch_library(name: str) -> str:
@@ -190,25 +195,46 @@ def _torch_library(name: str) -> str:
     return str(Path(torch.__file__).with_name("lib") / name)
 
 
-def _library() -> Path:
-    """The compiled host code: from the cache, or compiled into it."""
-    command = [compiler() or "", "-std=c++17", "-O2", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir()]
-    key = hashlib.sha256(repr((command[1:-1], jaxlib.__version__)).encode() + _SOURCE.read_bytes())
-    path = _cache_dir() / f"torch_call-{key.hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    if not command[0]:
+def available() -> bool:
+    """Whether the host code is compiled already or a C++ compiler is there."""
+    return _compiler() is not None or os.path.exists(_cached())
+
+
+def _load() -> ctypes.CDLL:
+    """The compiled host code: from the cache, or compiled into it, or for this process alone if it takes no files."""
+    path = _cached()
+    try:
+        if not os.path.exists(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _compile(path)
+        return ctypes.CDLL(str(path))
+    except OSError:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / path.name
+            _compile(path)
+            return ctypes.CDLL(str(path))
+
+
+def _compile(path: Path) -> None:
+    program = _compiler()
+    if program is None:
         raise RuntimeError("torch_call: compiling its host code needs a C++ compiler (c++, g++, clang++ or $CXX)")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / path.name
-        done = subprocess.run([*command, str(_SOURCE), "-o", str(built), "-ldl"], capture_output=True, text=True)
+        command = [program, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(built), "-ldl"]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"torch_call: compiling its host code failed:\n{done.stderr}")
         built.replace(path)  # atomic: of two processes that compile, either's file serves
-    return path
 
 
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jax_sparse_mla"
+def _cached() -> Path:
+    """Where the compiled host code is kept, by what it depends on: machines of two kinds may share a home."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "jax_sparse_mla", f"torch_call-{_key()}.so")
+
+
+@functools.cache
+def _key() -> str:
+    parts = repr((_FLAGS, jaxlib.__version__, platform.machine()))
+    return hashlib.sha256(parts.encode() + _SOURCE.read_bytes()).hexdigest()[:16]

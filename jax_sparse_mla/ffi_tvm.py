@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import jax
 
 __all__ = ["Buffer", "available", "call"]
+
+_numbers = itertools.count()  # threads that trace at once never name two targets alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ def _target(module: Callable[[], Any], function: str, arguments: tuple, platform
 
     places = [[a.index, a.rows, a.row_bytes] if isinstance(a, Buffer) else a for a in arguments]
     bound = _binder().bind(module()[function], places)
-    name = f"jax_sparse_mla.{function}.{jax_tvm_ffi.registered_count()}"
+    name = f"jax_sparse_mla.{function}.{next(_numbers)}"
     jax_tvm_ffi.register_ffi_target(name, bound, platform=platform, allow_cuda_graph=platform == "gpu")
     return name
 

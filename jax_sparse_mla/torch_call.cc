@@ -62,6 +62,7 @@ struct Torch {
   // Present in a torch with CUDA.
   Status (*create_stream_guard)(void* stream, int32_t device, Guard*);
   Status (*delete_stream_guard)(Guard);
+  int (*memcpy_async)(void* to, const void* from, size_t bytes, int kind, void* stream);
   int (*memcpy_2d_async)(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                          int kind, void* stream);
 };
@@ -138,7 +139,7 @@ class Operands {
     if (reach > static_cast<int64_t>(buffer->element_count())) return Invalid("a view exceeds its operand");
     if (torch.create_tensor_from_blob(buffer->untyped_data(), rank, sizes, strides, 0, dtype, device.type,
                                       device.index, tensor)) {
-      return Failed("", "making a tensor");
+      return Failed("operand " + std::to_string(operand_ - 1), "making a tensor");
     }
     return ffi::Error::Success();
   }
@@ -167,6 +168,14 @@ Value TakeOptional(Value optional) {
   return value;
 }
 
+// Frees the handles of a stack that the dispatcher has not got.
+void Drop(std::string_view codes, const std::vector<Value>& stack) {
+  for (size_t i = 0; i < stack.size(); ++i) {
+    const Value value = codes[i] == 'O' ? TakeOptional(stack[i]) : codes[i] == 'T' ? stack[i] : 0;
+    if (value != 0) torch.delete_tensor(reinterpret_cast<Tensor>(value));
+  }
+}
+
 // What the operator takes: torch's dispatcher takes ownership of every handle on the stack.
 ffi::Error FillStack(const Attributes& call, ffi::RemainingArgs args, const Device& device, std::vector<Value>& stack) {
   Operands operands(args, call.views);
@@ -175,7 +184,10 @@ ffi::Error FillStack(const Attributes& call, ffi::RemainingArgs args, const Devi
     Value value = 0;
     if (code == 'T' || code == 'O') {
       Tensor tensor;
-      if (auto error = operands.Next(device, &tensor); error.failure()) return error;
+      if (auto error = operands.Next(device, &tensor); error.failure()) {
+        Drop(call.arguments, stack);
+        return error;
+      }
       value = code == 'T' ? FromTensor(tensor) : FromOptional(FromTensor(tensor));
     } else if (code == 'i') {
       value = static_cast<Value>(call.ints[next_int++]);
@@ -229,27 +241,29 @@ ffi::Error CopyOut(std::string_view op, Tensor tensor, ffi::AnyBuffer result, co
       torch.is_contiguous(tensor, &contiguous)) {
     return Failed(op, "reading a returned tensor");
   }
-  const int64_t rows = result.dimensions().front();
+  const auto sizes = result.dimensions();
   const int64_t count = static_cast<int64_t>(result.element_count());
+  if (count == 0) return ffi::Error::Success();
+  const int64_t rows = sizes.size() == 0 ? 1 : sizes.front();
   if (dtype != TorchDtype(result.element_type()) || !contiguous || numel % rows != 0 || numel < count) {
     return Invalid(std::string(op) + " returned a tensor of another dtype, layout or size than its result");
   }
   const size_t item = result.size_bytes() / count;
-  size_t width = count / rows * item, pitch = numel / rows * item, height = rows;
-  if (width == pitch) {
-    width = pitch = width * height;
-    height = 1;
-  }
+  const size_t width = count / rows * item, pitch = numel / rows * item;
   if (device.stream != nullptr) {
     constexpr int kDeviceToDevice = 3;
-    if (const int code = torch.memcpy_2d_async(result.untyped_data(), width, from, pitch, width, height,
-                                               kDeviceToDevice, device.stream)) {
+    // A copy in two dimensions takes no more than 2 GiB as a row's length.
+    const int code = width == pitch ? torch.memcpy_async(result.untyped_data(), from, result.size_bytes(),
+                                                         kDeviceToDevice, device.stream)
+                                    : torch.memcpy_2d_async(result.untyped_data(), width, from, pitch, width, rows,
+                                                            kDeviceToDevice, device.stream);
+    if (code != 0) {
       return ffi::Error::Internal("torch_call: " + std::string(op) + ": copying a result failed with CUDA error " +
                                   std::to_string(code));
     }
     return ffi::Error::Success();
   }
-  for (size_t row = 0; row < height; ++row) {
+  for (int64_t row = 0; row < rows; ++row) {
     std::memcpy(static_cast<char*>(result.untyped_data()) + row * width, static_cast<char*>(from) + row * pitch, width);
   }
   return ffi::Error::Success();
@@ -282,7 +296,7 @@ ffi::Error RunOnHost(std::string_view op, std::string_view arguments, std::strin
 ffi::Error RunOnCuda(void* stream, int32_t ordinal, std::string_view op, std::string_view arguments,
                      std::string_view returns, ffi::Span<const int64_t> views, ffi::Span<const int64_t> ints,
                      ffi::Span<const double> floats, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  if (torch.create_stream_guard == nullptr || torch.memcpy_2d_async == nullptr) {
+  if (torch.create_stream_guard == nullptr) {
     return ffi::Error::InvalidArgument("torch_call: this torch has no CUDA");
   }
   // Launches, and the allocator's reuse of freed memory, then follow XLA's stream.
@@ -323,6 +337,7 @@ extern "C" const char* jax_sparse_mla_bind_torch(void* cpu, void* cuda) {
   if (cuda != nullptr) {
     REQUIRE(cuda, "aoti_torch_create_cuda_stream_guard", create_stream_guard);
     REQUIRE(cuda, "aoti_torch_delete_cuda_stream_guard", delete_stream_guard);
+    REQUIRE(cuda, "cudaMemcpyAsync", memcpy_async);
     REQUIRE(cuda, "cudaMemcpy2DAsync", memcpy_2d_async);
   }
 #undef REQUIRE

@@ -6,6 +6,8 @@ was given; the device is said to be an H200. What runs on a real one is marked `
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import sys
 import types
@@ -74,6 +76,18 @@ def kernel(monkeypatch):
 def takes_the_kernel(program: str) -> bool:
     assert ("4.321" in program) != ("exponential" in program)  # one of the two, never both
     return "4.321" in program
+
+
+@pytest.mark.parametrize("backend", api._ADAPTERS)
+@BOTH
+def test_adapters_have_the_reference_s_signatures(phase, backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    reference, adapter = (importlib.import_module(api._ADAPTERS[name]) for name in ("reference", backend))
+    if not hasattr(adapter, phase):
+        pytest.skip(f"{backend} has no {phase}; the router says so")
+    wanted, found = (inspect.signature(getattr(module, phase)).parameters for module in (reference, adapter))
+    assert [(p.name, p.kind) for p in found.values()] == [(p.name, p.kind) for p in wanted.values()]
 
 
 @BOTH

@@ -67,6 +67,17 @@ def test_doctor_describes_a_gpu(capsys, monkeypatch):
     assert "compute capability 9.0, 132 SMs, 232448 bytes" in out
 
 
+@pytest.mark.parametrize("rows, backend", [(8, "triton"), (1024, "flashmla")])
+def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, backend):
+    """As the attention functions do: without the columns, little work would not be seen as such."""
+    from jax_sparse_mla.cli import doctor
+
+    monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
+    monkeypatch.setattr(doctor, "installed_backends", lambda: {"flashmla", "triton"})
+    out = run(capsys, "doctor", "--query-tokens", str(rows))[1]
+    assert re.findall(rf"decode, {rows} query rows, FP8 cache: (\w+)", out) == [backend] * 3
+
+
 def test_the_installed_command():
     script = os.path.join(os.path.dirname(sys.executable), "jax-sparse-mla")
     if not os.path.exists(script):

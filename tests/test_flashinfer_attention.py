@@ -111,11 +111,11 @@ def stub(request, monkeypatch):
     monkeypatch.setattr(flashinfer, "_version", lambda: request.param)
     see_an_sm120(monkeypatch)
     yield stub
-    flashinfer.decode.clear_cache()
+    jax.clear_caches()
 
 
 def see_an_sm120(monkeypatch):
-    flashinfer.decode.clear_cache()
+    jax.clear_caches()
     monkeypatch.setattr(api, "installed_backends", lambda: {"reference", "flashinfer"})
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: RTX))
 
@@ -296,7 +296,7 @@ def test_their_own_checks(layout, caches, decodes, their_module, monkeypatch):
     function, arguments = flashinfer._call(layout, [64] * caches, 16, decodes, 2, 0.1)
 
     def refusal(spoiled):
-        flashinfer.decode.clear_cache()
+        jax.clear_caches()
         monkeypatch.setattr(flashinfer, "_module", lambda: {function: pretend(their_module[function], spoiled)})
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
             jax.block_until_ready(decode(case))

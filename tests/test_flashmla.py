@@ -8,6 +8,7 @@ only this one has follows. On a GPU `test_attention.py` runs the real kernels.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -51,7 +52,7 @@ from jax_sparse_mla.attention import (
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.cpu,
-    pytest.mark.skipif(ffi.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(not ffi.available(), reason="needs a C++ compiler"),
 ]
 
 
@@ -129,6 +130,11 @@ class TestDecode:
         result = run_decode(case, "flashmla", schedule=schedule)
         check_decode(case, result)
         assert_same(result, run_decode(case, "flashmla"))
+
+    def test_a_schedule_of_another_device_is_refused(self):
+        schedule = decode_schedule((3, 2, 4, 16), device=dataclasses.replace(H200, sm_count=78))
+        with pytest.raises(ValueError, match="schedule must have this device's 132 partitions, got 78"):
+            run_decode(small_decode(lengths="none"), "flashmla", schedule=schedule)
 
     def test_v32_with_an_extra_cache_merges_two_calls(self):
         case = small_decode(layout="V32_FP8", extra=(16, 2))
@@ -247,6 +253,25 @@ class TestFailures:
         flashmla._library.cache_clear()
         with pytest.raises(RuntimeError, match=r"flash_mla: .*sgl_kernel: .*JAX_SPARSE_MLA_BACKEND"):
             flashmla._library()
+
+    @pytest.mark.parametrize(
+        "file, expected",
+        [
+            ("flash_mla/_C_legacy.abi3.so", True),
+            ("flash_mla/cuda.abi3.so", False),  # no kernels for SM90 and these caches
+            ("sgl_kernel/flashmla_ops.abi3.so", True),
+            ("sgl_kernel/common_ops.abi3.so", False),
+        ],
+    )
+    def test_a_package_without_the_operators_does_not_count(self, monkeypatch, tmp_path, file, expected):
+        names = ("flash_mla", "sgl_kernel")
+        if any(importlib.util.find_spec(name) for name in names):
+            pytest.skip("the packages themselves are installed")
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+        (tmp_path / file).with_name("__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert flashmla.available() == expected
 
     def test_asking_for_it_imports_nothing(self):
         program = (

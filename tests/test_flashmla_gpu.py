@@ -102,6 +102,20 @@ def test_more_rows_than_the_vendors_schedule_takes():
         assert_agree((out[part], lse[part]), few, "decode")
 
 
+def test_results_past_2_gib():
+    rows, heads = 33_000, 128
+    keys = jax.random.split(jax.random.key(1), 3)
+    kv = jax.random.normal(keys[0], (256, 512), jnp.bfloat16)
+    indices = jax.random.randint(keys[1], (rows, 128), -1, 256, jnp.int32)
+    call = jax.jit(lambda q, indices: sparse_mla_prefill(q, kv, indices, softmax_scale=0.05, backend="flashmla"))
+    q = jax.random.normal(keys[2], (rows, heads, 512), jnp.bfloat16)
+    results = call(q, indices)
+    assert results[0].nbytes > 1 << 31
+    for part in (slice(0, 5), slice(16_380, 16_390), slice(rows - 5, rows)):
+        few = sparse_mla_prefill(q[part], kv, indices[part], softmax_scale=0.05, backend="reference")
+        assert_agree([x[part] for x in results], few, "prefill")
+
+
 def test_repeated_calls_share_the_stream_with_what_surrounds_them():
     """Inputs made just before and results used just after, fifty times over: order and reuse of memory."""
     arguments = decode_arguments(small_decode(heads=64, extra=(64, 2)))

@@ -50,7 +50,7 @@ ALL_SETS = [set(c) for n in range(len(OPTIONAL) + 1) for c in itertools.combinat
 
 
 def plan(phase="decode", spec=DEEPSEEK_V4_FLASH, *, device=CPU, installed=OPTIONAL, **kwargs) -> Plan:
-    arguments = {"num_q_tokens": 256, "device": device, "installed": set(installed)}
+    arguments = {"num_q_tokens": 16, "device": device, "installed": set(installed)}
     return plan_attention(phase, spec, **arguments | kwargs)
 
 
@@ -91,6 +91,8 @@ def test_few_keys_of_an_h200_go_to_triton_before_flashmla(heads, topk, rows):
     assert few.backend == "triton" and "prefer" in few.rejected["flashmla"]
     assert plan(**shape, num_q_tokens=rows, installed={"flashmla"}).backend == "flashmla"
     assert plan(**shape, num_q_tokens=rows).backend == "hopper"
+    unknown = plan(**shape | {"topk": None}, num_q_tokens=rows, installed={"flashmla", "triton"})
+    assert unknown.backend == "flashmla"
     assert plan("prefill", **shape, num_q_tokens=rows, installed={"flashmla", "triton"}).backend == "flashmla"
     if topk:
         many = plan(**shape, num_q_tokens=rows + 1, installed={"flashmla", "triton"})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +19,7 @@ from jax_sparse_mla.ffi import Strided, torch_call  # noqa: E402
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.cpu,
-    pytest.mark.skipif(ffi.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(not ffi.available(), reason="needs a C++ compiler"),
 ]
 
 OPERATORS = {
@@ -108,6 +112,9 @@ def test_a_view_that_exceeds_its_operand_is_an_xla_error():
     view = Strided(X, (4, 7), (6, 1))
     with pytest.raises(jax.errors.JaxRuntimeError, match="a view exceeds its operand"):
         jax.block_until_ready(torch_call("torch_call_test::several", {"x": view}, [SAME]))
+    others = {"x": X, "y": X, "n": 0, "flag": False, "f": 0.0}  # whose handles are freed
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a view exceeds its operand"):
+        jax.block_until_ready(torch_call("torch_call_test::everything", others | {"z": view}, [SAME]))
 
 
 @pytest.mark.parametrize(
@@ -135,16 +142,47 @@ def test_vmap_calls_one_after_the_other():
     np.testing.assert_array_equal(result, jnp.stack([X, 2 * X]))
 
 
-def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(ffi, "compiler", lambda: None)
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler"):
-        ffi._library()
+@pytest.mark.parametrize("shape", [(), (0, 6), (4, 0)])
+def test_results_without_rows_or_elements(shape):
+    """On XLA's side nothing divides by them."""
+    (result,) = call("several", [jax.ShapeDtypeStruct(shape, jnp.int32)], x=X)
+    np.testing.assert_array_equal(result, np.resize(X, shape))
 
 
-def test_the_host_code_is_compiled_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = ffi._library()
-    assert path.is_file() and path.parent == tmp_path / "jax_sparse_mla" and list(path.parent.iterdir()) == [path]
-    monkeypatch.setattr(ffi.subprocess, "run", None)
-    assert ffi._library() == path
+class TestHostCode:
+    @pytest.fixture(autouse=True)
+    def cache(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        return tmp_path / "jax_sparse_mla"
+
+    def test_it_is_compiled_once(self, monkeypatch, cache):
+        ffi._load()
+        (path,) = cache.iterdir()
+        assert path == ffi._cached()
+        monkeypatch.setattr(ffi, "_compiler", lambda: None)
+        assert ffi.available()
+        ffi._load()
+
+    def test_without_a_compiler_it_says_so(self, monkeypatch):
+        monkeypatch.setattr(ffi, "_compiler", lambda: None)
+        assert not ffi.available()
+        with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler"):
+            ffi._load()
+
+    def test_a_cache_that_takes_no_files_does_not_matter(self, cache):
+        cache.write_text("not a folder")
+        assert ffi.available()
+        assert ffi._load().jax_sparse_mla_bind_torch
+        assert cache.read_text() == "not a folder"
+
+    def test_another_machine_s_file_does_not_matter(self, cache):
+        cache.mkdir()
+        ffi._cached().write_bytes(b"not a library")
+        assert ffi._load().jax_sparse_mla_bind_torch
+
+    def test_processes_that_compile_at_once(self, cache):
+        program = "from jax_sparse_mla import ffi; ffi._load().jax_sparse_mla_bind_torch"
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+        processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(2)]
+        assert [process.wait() for process in processes] == [0, 0]
+        assert list(cache.iterdir()) == [ffi._cached()]

@@ -54,17 +54,25 @@ class _Table(NamedTuple):
     lengths: jax.Array  # [rows]
 
 
+def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array | None) -> _Table:
+    columns = indices.shape[-1]
+    indices = indices.reshape(indices.shape[0] * indices.shape[1], columns)
+    if lengths is None:
+        return _Table(cache, indices, jnp.full(indices.shape[0], columns, jnp.int32))
+    return _Table(cache, indices, lengths.reshape(-1))
+
+
 def available() -> bool:
     """Whether flashinfer-python and the packages that carry its kernels into XLA are installed."""
     return importlib.util.find_spec("flashinfer") is not None and ffi_tvm.available()
 
 
-@functools.partial(jax.jit, static_argnames=("softmax_scale",))
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     cache: PagedKV,
     indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array,  # [batch, q_len]
+    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
     extra_cache: PagedKV | None,
     extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
     extra_topk_length: jax.Array | None,  # [batch, q_len]
@@ -72,19 +80,20 @@ def decode(
     schedule: object,  # FlashMLA's; these kernels split by shape
     *,
     softmax_scale: float,
+    assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
-    del schedule
+    del schedule, assume_valid_indices  # every index is checked
     layout = cache.layout
     if layout not in _MODELS:
         raise ValueError(f"sparse_mla_decode: flashinfer reads V32_FP8 and V4_FP8 caches, got {layout}")
     batch, q_len, heads, qk_dim = q.shape
     rows = batch * q_len
-    tables = [_Table(cache, indices, topk_length)]
+    tables = [_table(cache, indices, topk_length)]
     if extra_cache is not None:
-        tables.append(_Table(extra_cache, extra_indices, extra_topk_length))
+        tables.append(_table(extra_cache, extra_indices, extra_topk_length))
     # A table without columns or a cache without pages has nothing to read.
-    tables = [_Table(c, i.reshape(rows, -1), n.reshape(rows)) for c, i, n in tables if i.shape[-1] and c.num_pages]
+    tables = [table for table in tables if table.indices.shape[1] and table.cache.num_pages]
     if not tables or not rows or not heads:
         lse = jnp.full((batch, q_len, heads), -jnp.inf, jnp.float32)
         return jnp.zeros((*lse.shape, _V_DIM), jnp.bfloat16), lse

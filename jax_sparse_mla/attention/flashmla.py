@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax_sparse_mla import ffi
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.attention.route import DeviceInfo
-from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule
+from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule, num_sm_parts
 from jax_sparse_mla.kernels_triton import dispatch
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
@@ -57,9 +57,20 @@ class _Library(NamedTuple):
 
 
 def available() -> bool:
-    """Whether FlashMLA's operators, torch and a C++ compiler seem to be there; imports none of them."""
-    found = {name for name in ("torch", "flash_mla", "sgl_kernel") if importlib.util.find_spec(name) is not None}
-    return "torch" in found and len(found) > 1 and ffi.compiler() is not None
+    """Whether FlashMLA's operators, torch and `ffi.torch_call` seem to be there; imports none of them."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    return has_torch and bool(_files("flash_mla", "_C_legacy*.so") or _sgl_kernel_files()) and ffi.available()
+
+
+def _files(package: str, pattern: str) -> list[Path]:
+    """Files beside a package's modules."""
+    spec = importlib.util.find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return [path for folder in folders for path in Path(folder).glob(pattern)]
+
+
+def _sgl_kernel_files() -> list[Path]:
+    return _files("sgl_kernel", "flashmla_ops*.so")
 
 
 @functools.cache
@@ -87,9 +98,7 @@ def _load_flash_mla() -> _Library:
 def _load_sgl_kernel() -> _Library:
     import torch
 
-    spec = importlib.util.find_spec("sgl_kernel")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    libraries = [path for folder in folders for path in Path(folder).glob("flashmla_ops*.so")]
+    libraries = _sgl_kernel_files()
     if not libraries:
         raise ImportError("not installed, or without flashmla_ops")
     torch.ops.load_library(str(libraries[0]))
@@ -186,6 +195,12 @@ def _schedule(
     if device.compute_capability is not None and device.compute_capability[0] == 10:
         return None
     if given is not None:
+        parts, wanted = given.tile_scheduler_metadata.shape[0], num_sm_parts(device, shape[1])
+        if parts != wanted:
+            raise ValueError(
+                f"sparse_mla_decode: schedule must have this device's {wanted} partitions, got {parts}: it was built "
+                "for another device"
+            )
         return given
     wanted = DecodeShape(shape[0], 1, shape[1], *(table.indices.shape[1] for table in tables))
     if tables[0].cache.layout == KVLayout.V32_FP8 or all(table.lengths is None for table in tables):

@@ -14,7 +14,7 @@ from jax_sparse_mla.models import ModelSpec
 
 PHASES = ("decode", "prefill")
 
-# Preferred first, until measurements say otherwise.
+# Preferred first; `_preference` has what measurements say otherwise.
 BACKENDS = ("hopper", "flashmla", "flashinfer", "triton", "reference")
 
 # Measured from jitted JAX on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64
@@ -93,7 +93,7 @@ class _Call:
     device: DeviceInfo
     kv_dtype: str
     num_heads: int
-    topk: int
+    topk: int | None
 
 
 def paged_decode_row_cap(shared_memory_optin: int) -> int:
@@ -127,7 +127,8 @@ def plan_attention(
       installed: names of the installed backends; "reference" always counts as installed.
       kv_dtype: of the cache, "fp8" or "bf16".
       num_heads: query heads on this rank; the model's by default.
-      topk: index columns of the call, of both tables; the model's by default.
+      topk: index columns of the call, both tables together. Without it the amount of work is unknown, and what was
+        measured for calls of little work is not applied.
       override: a backend's name that must serve the call.
 
     Returns:
@@ -144,14 +145,14 @@ def plan_attention(
     if isinstance(installed, str) or not isinstance(installed, Collection):
         raise TypeError(f"plan_attention: installed must be a set of backend names, got {type(installed).__name__}")
     num_heads = spec.num_heads if num_heads is None else num_heads
-    topk = spec.index_topk if topk is None else topk
     _refuse_unknown("phase", phase, PHASES)
     _refuse_unknown("kv_dtype", kv_dtype, ("fp8", "bf16"))
     for name in installed:
         _refuse_unknown("installed backend", name, BACKENDS)
     if override is not None:
         _refuse_unknown("override backend", override, BACKENDS)
-    for name, value, minimum in (("num_q_tokens", num_q_tokens, 0), ("num_heads", num_heads, 1), ("topk", topk, 0)):
+    sizes = {"num_q_tokens": (num_q_tokens, 0), "num_heads": (num_heads, 1), "topk": (0 if topk is None else topk, 0)}
+    for name, (value, minimum) in sizes.items():
         check.static_int(name, value, minimum=minimum)
 
     call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads, topk)
@@ -179,11 +180,12 @@ def plan_attention(
 
 def _preference(call: _Call) -> tuple[str, ...]:
     """The backends, preferred first."""
+    if call.phase != "decode" or call.device.compute_capability != (9, 0) or call.topk is None:
+        return BACKENDS
     blocks = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64)
-    few = blocks <= _FEW_BLOCKS_PER_SM * call.device.sm_count
-    if call.phase == "decode" and call.device.compute_capability == (9, 0) and few:
-        return ("hopper", "triton", "flashmla", "flashinfer", "reference")
-    return BACKENDS
+    if blocks > _FEW_BLOCKS_PER_SM * call.device.sm_count:
+        return BACKENDS
+    return ("hopper", "triton", "flashmla", "flashinfer", "reference")
 
 
 def _refuse_unknown(what: str, value: str, known: Collection[str]) -> None:

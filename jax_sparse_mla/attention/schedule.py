@@ -106,7 +106,7 @@ def decode_schedules(
             raise check.fail(f"extra_topk_length needs a shape with extra_topk, got {tuple(shapes[-1])}")
         lengths.append(FlashmlaCall(main, shapes[-1].topk, extra, shapes[-1].extra_topk))
     num_sms = max(device.sm_count, 1)  # a CPU has none
-    parts = max(num_sms // -(-shapes[0].num_heads // _HEADS_PER_BLOCK), 1)
+    parts = num_sm_parts(device, shapes[0].num_heads)
     rows = shapes[0].batch * shapes[0].q_len
     if rows == 0:  # an IDLE step: every partition begins at request 0, one past the last, and so is idle
         idle = jnp.zeros((parts, 8), jnp.int32), jnp.zeros((1,), jnp.int32)
@@ -121,6 +121,11 @@ def decode_schedules(
         DecodeSchedule(tile_scheduler_metadata=metadata, num_splits=splits, shape=shape)
         for (metadata, splits), shape in zip(made, shapes)
     ], indexer
+
+
+def num_sm_parts(device: DeviceInfo, num_heads: int) -> int:
+    """Partitions that FlashMLA's decode runs on this device: the rows of `tile_scheduler_metadata`."""
+    return max(device.sm_count // -(-num_heads // _HEADS_PER_BLOCK), 1)
 
 
 def _check_shape(check: ArgumentChecks, shape: tuple[int, ...]) -> DecodeShape:

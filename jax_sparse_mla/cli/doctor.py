@@ -38,8 +38,11 @@ def run(args: argparse.Namespace) -> int:
         state = "served by this version" if name in installed else "not part of this version"
         print(f"backend    {name:10} {state}; {_packages(name)}")
     for spec in (DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO):
+        columns = spec.index_topk + (spec.window or 0)
         for phase in PHASES:
-            plan = plan_attention(phase, spec, num_q_tokens=args.query_tokens, device=device, installed=installed)
+            plan = plan_attention(
+                phase, spec, num_q_tokens=args.query_tokens, device=device, installed=installed, topk=columns
+            )
             print(f"\n{spec.name}, {phase}, {args.query_tokens} query rows, FP8 cache: {plan.backend} ({plan.kernel})")
             print(f"    because {plan.reason}")
             for name, reason in plan.rejected.items():
