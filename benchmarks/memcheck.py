@@ -2,10 +2,10 @@
 
     python -m benchmarks.memcheck [GROUP ...] [--limit-seconds 120]
 
-A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`; a
-control has errors that must be found. Each runs in a sanitised process of its own, all at once, with memory allocated
-one array at a time, so that a step past an array's end is outside of every allocation. Writes memcheck.json to $OUT or
-benchmarks/results.
+A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`, or the
+short list of cases that such a file runs as a script; a control has errors that must be found. Each runs in a
+sanitised process of its own, all at once, with memory allocated one array at a time, so that a step past an array's
+end is outside of every allocation. Writes memcheck.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 ERRORS_EXIT = 77
 
 # Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
-# launches the same kernels, as does a test that every run gives the same.
-_SKIPPED = "not gib and not compile and not graph and not every_run"
-_FILES = ("test_triton_*.py", "test_topk_kernels.py", "test_flashmla_sanitise.py")
+# launches the same kernels.
+_SKIPPED = "not gib and not compile and not graph"
+_FILES = ("test_triton_*.py", "test_flashmla_sanitise.py")
+# Run as scripts, which take a short list of cases: all their tests would not end under the sanitizer within minutes.
+_SCRIPTS = {
+    "attention": "triton_attention_cases.py",
+    "metadata": "test_triton_metadata.py",
+    "topk_kernels": "test_topk_kernels.py",
+}
 CONTROL = "control "  # groups that step over an array's end, and have to be found
 
 
@@ -40,8 +46,7 @@ def groups() -> dict[str, list[str]]:
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", _SKIPPED]
     for path in sorted(path for pattern in _FILES for path in TESTS.glob(pattern)):
         found[path.stem.removeprefix("test_").removeprefix("triton_")] = [*options, str(path)]
-    found["attention"] = [str(TESTS / "triton_attention_cases.py")]  # what the test runs in a process of its own
-    return found
+    return found | {group: [str(TESTS / name)] for group, name in _SCRIPTS.items()}
 
 
 def start(group: str, arguments: list[str], sanitizer: str, folder: Path) -> subprocess.Popen:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_calls import skip_unless_able
 from attention_oracle import (
     BF16,
     INT_MAX,
@@ -249,6 +250,8 @@ def paged_arguments(chunk: Chunk, ratio: int) -> dict:
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_paged_decode_agrees(ratio, backend):
     """Both routes of a chunk, kernel "paged_decode" and kernel "sparse_prefill", give the same attention."""
+    for phase in ("decode", "prefill"):
+        skip_unless_able(backend, phase, ROWS, HEADS, TOPK)
     chunk = shared_chunk()
     paged = sparse_mla_decode(**paged_arguments(chunk, ratio), softmax_scale=SCALE, backend=backend)
     out, lse = extend(plan_of(chunk, ratio), arguments_of(chunk, ratio), backend=backend)

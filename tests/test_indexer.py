@@ -27,6 +27,7 @@ from jax_sparse_mla.indexer import (
     write_index_k,
 )
 from jax_sparse_mla.indices import topk_positions
+from jax_sparse_mla.kernels_triton import use_triton
 from jax_sparse_mla.metadata import paged_mqa_schedule
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -83,6 +84,11 @@ def logits_by_hand(q, weights, cache, page_table, lengths) -> tuple[np.ndarray, 
                 logits[row, column] = scale * np.sum(np.maximum(q[row] @ values, 0) * weights[row])
                 magnitude[row, column] = scale * np.sum((np.abs(q[row]) @ np.abs(values)) * np.abs(weights[row]))
     return logits, magnitude
+
+
+def promised_error(q) -> float:
+    """Of `index_logits`, in sums of the terms' magnitudes: FP8 tensor cores keep less of a sum than float32 does."""
+    return 2.0**-12 if q.dtype == E4M3 and use_triton() else 1e-5
 
 
 def assert_logits(got, want, magnitude, tolerance=1e-5):
@@ -271,7 +277,7 @@ def test_logits(seed, shape, dtype):
     weights = rng.normal(size=(rows, heads)).astype(np.float32)
     got = index_logits(*(jnp.asarray(x) for x in (q, weights, cache, page_table, lengths)))
     chex.assert_shape(got, (rows, capacity))
-    assert_logits(got, *logits_by_hand(q, weights, cache, page_table, lengths))
+    assert_logits(got, *logits_by_hand(q, weights, cache, page_table, lengths), promised_error(q))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, BF16, np.float32], ids=["e4m3", "bf16", "f32"])
@@ -338,15 +344,20 @@ def test_scores_of_all_heads_are_never_materialised(rows, pages):
         jax.ShapeDtypeStruct((rows, pages), jnp.int32),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
     ]
-    shapes = list(intermediate_shapes(jax.make_jaxpr(index_logits)(*arguments).jaxpr))
+    plain = jax.make_jaxpr(indexer.index_logits_reference)(*arguments)
     columns = pages * 64
     # Two axes at least besides the heads: the scores of some rows.
-    scores = [shape for shape in shapes if heads in shape and DIM not in shape and len(shape) > 2]
+    scores = [x for x in intermediate_shapes(plain.jaxpr) if heads in x and DIM not in x and len(x) > 2]
     largest = max(int(np.prod(shape)) for shape in scores)
     assert heads * 64 <= largest <= CHUNK_BYTES // 4
     assert largest < rows * heads * columns
-    memory = jax.jit(index_logits).lower(*arguments).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 2 * CHUNK_BYTES + 3 * rows * columns * 4
+
+    compiled = jax.jit(index_logits).lower(*arguments).compile()  # plain code or the kernel
+    shapes = [[int(n) for n in found.split(",")] for found in re.findall(r"\b\w+\[([\d,]+)\]", compiled.as_text())]
+    of_heads = [shape for shape in shapes if heads in shape]
+    assert [rows, heads, DIM] in of_heads  # q: the text has the shapes
+    assert max(int(np.prod(shape)) for shape in of_heads) < rows * heads * columns
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * CHUNK_BYTES + 3 * rows * columns * 4
 
 
 def test_lengths_and_tables_are_data():
@@ -490,7 +501,7 @@ def test_scale_of_q_folds_into_the_weights():
     values, scale = quantize_index_q(jnp.asarray(q))
     got = index_logits(values, jnp.asarray(weights) * scale, *(jnp.asarray(x) for x in (cache, table, lengths)))
     folded = np.asarray(values).astype(np.float64) * np.asarray(scale)[..., None]
-    assert_logits(got, *logits_by_hand(folded, weights, cache, table, lengths))
+    assert_logits(got, *logits_by_hand(folded, weights, cache, table, lengths), promised_error(values))
 
 
 # --- Hadamard --------------------------------------------------------------------------------------

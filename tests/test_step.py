@@ -23,6 +23,7 @@ from small_engine import (
 )
 
 import jax_sparse_mla as mla
+from jax_sparse_mla.kernels_triton import use_triton
 
 DECODE, EXTEND = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND
 RATIOS = (0, 4, 128, None)  # None: V3.2
@@ -276,23 +277,6 @@ def serve(ratio, *, order=None, hostile=False, cache=None, tables=None):
 served_once = functools.cache(serve)
 
 
-@all_layers
-def test_padding_is_inert(ratio):
-    """NaN, INT_MIN, INT_MAX in padding rows and requests instead of zeros: nothing changes but page 0."""
-    (want, want_cache), (got, cache) = served_once(ratio), serve(ratio, hostile=True)
-    np.testing.assert_array_equal(got.out, want.out)
-    np.testing.assert_array_equal(got.positions, want.positions)
-    assert_same(got, want, atol=0)
-    assert_caches_agree(cache, want_cache, skip_page_0=True)
-
-
-@all_layers
-def test_permuting_requests_permutes_results(ratio):
-    (want, want_cache), (got, cache) = served_once(ratio), serve(ratio, order=[3, 2, 0, 1], hostile=True)
-    assert_same(got, want, atol=1e-3)
-    assert_caches_agree(cache, want_cache, skip_page_0=True)
-
-
 def poisoned(cache):
     """Every byte 0xFF (NaN in fp8, bf16, UE8M0 and float32), every number NaN."""
     return jax.tree.map(lambda x: jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan), cache)
@@ -309,15 +293,45 @@ def stale(tables):
     return dataclasses.replace(tables, req_to_token=jnp.asarray(table))
 
 
-@all_layers
-def test_unused_cache_rows_never_reach_an_output(ratio):
-    world, (want, _) = make_world(ratio), served_once(ratio)
-    cache = poisoned(world.empty_cache())
-    got, cache = serve(ratio, cache=cache, tables=stale(world.tables), hostile=True)
-    np.testing.assert_array_equal(got.out, want.out)  # NaN only where nothing was asked for
-    assert np.isfinite(got.out[0, :180]).all() and np.isfinite(got.out[1, :52]).all()
-    np.testing.assert_array_equal(got.positions, want.positions)
-    assert (np.asarray(jax.tree.leaves(cache)[0]) == 255).mean() > 0.5  # the poison was there all along
+@pytest.fixture(scope="class")
+def topk_in_order():
+    """The CUDA top-k's order varies from run to run, and float sums follow it: what compares bits needs another."""
+    if not use_triton():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", "triton")
+        jax.clear_caches()  # programs keep the engine that they were traced with
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("topk_in_order")
+class TestRowsThatMustNotMatter:
+    @all_layers
+    def test_padding_is_inert(self, ratio):
+        """NaN, INT_MIN, INT_MAX in padding rows and requests instead of zeros: nothing changes but page 0."""
+        (want, want_cache), (got, cache) = served_once(ratio), serve(ratio, hostile=True)
+        np.testing.assert_array_equal(got.out, want.out)
+        np.testing.assert_array_equal(got.positions, want.positions)
+        assert_same(got, want, atol=0)
+        assert_caches_agree(cache, want_cache, skip_page_0=True)
+
+    @all_layers
+    def test_permuting_requests_permutes_results(self, ratio):
+        (want, want_cache), (got, cache) = served_once(ratio), serve(ratio, order=[3, 2, 0, 1], hostile=True)
+        assert_same(got, want, atol=1e-3)
+        assert_caches_agree(cache, want_cache, skip_page_0=True)
+
+    @all_layers
+    def test_unused_cache_rows_never_reach_an_output(self, ratio):
+        world, (want, _) = make_world(ratio), served_once(ratio)
+        cache = poisoned(world.empty_cache())
+        got, cache = serve(ratio, cache=cache, tables=stale(world.tables), hostile=True)
+        np.testing.assert_array_equal(got.out, want.out)  # NaN only where nothing was asked for
+        assert np.isfinite(got.out[0, :180]).all() and np.isfinite(got.out[1, :52]).all()
+        np.testing.assert_array_equal(got.positions, want.positions)
+        assert (np.asarray(jax.tree.leaves(cache)[0]) == 255).mean() > 0.5  # the poison was there all along
 
 
 # ---- one compilation per bucket ----

@@ -63,18 +63,26 @@ def _patch_tensor_for_numpy_2_4(tensor, scope) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-@pytest.fixture(autouse=True, params=("triton", "cuda") if ON_GPU else ("triton",))
-def engine(request, monkeypatch):
-    """Which kernels the launchers take."""
+ENGINES = ("triton", "cuda") if ON_GPU else ("triton",)
+
+
+def take_engine(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Makes the torch launchers take these kernels."""
     if not ON_GPU:
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_for_numpy_2_4)
-        return request.param
-    monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", request.param)
-    if request.param == "triton":
-        monkeypatch.setattr(torch_topk, "_cuda_module", lambda device: None)
+        patch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_for_numpy_2_4)
+    elif name == "triton":
+        patch.setattr(torch_topk, "_cuda_module", lambda device: None)
     elif cuda_build.topk_module(torch.cuda.get_device_capability()) is None:
         pytest.skip("needs nvcc and apache-tvm-ffi")
-    jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, params=ENGINES)
+def engine(request, monkeypatch):
+    """Which kernels the launchers take, torch's and JAX's."""
+    take_engine(request.param, monkeypatch)
+    if ON_GPU:
+        monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", request.param)
+        jax.clear_caches()
     return request.param
 
 
@@ -460,3 +468,23 @@ def test_torch_captures_the_kernels_in_a_cuda_graph():
         graph.replay()
         again = torch_topk.topk_transform(logits, lengths, 512, **arguments)
         assert torch.equal(out.sort(dim=1).values, again.sort(dim=1).values)
+
+
+def check_small_cases() -> None:
+    """Every path of both kernels on small arrays: what compute-sanitizer watches.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/test_topk_kernels.py
+    """
+    cases = [case for _, case in small_cases()]
+    # The oracle runs on the CPU: what XLA compiles for a GPU, the sanitizer would have to instrument.
+    with jax.default_device(jax.devices("cpu")[0]):
+        for name in ENGINES:
+            with pytest.MonkeyPatch.context() as patch:
+                take_engine(name, patch)
+                for case in cases:
+                    check(case)
+    print(f"{len(ENGINES) * len(cases)} checks passed")
+
+
+if __name__ == "__main__":
+    check_small_cases()

@@ -154,6 +154,11 @@ def topk_transform(
     with `r = row_to_request[i]`, or i without it. RAGGED maps it to `j + topk_indices_offset[i]`. Arguments
     of the other method are ignored, so that one call serves whatever the metadata chose.
 
+    The set is the same in every run; its order, and with it the last bits of an attention over it, depends on the
+    engine. "triton" (ascending positions) and "xla" (descending logits) give the same order in every run; "cuda", the
+    default on an NVIDIA GPU that it can be built for, and "flashinfer" give the order in which their threads finish.
+    `JAX_SPARSE_MLA_TOPK_BACKEND` names an engine; programs keep the one that they were traced with.
+
     Args:
       logits: float32 or bfloat16 `[rows, columns]`.
       lengths: int32 `[rows]`, positions of each row; negative means 0.
