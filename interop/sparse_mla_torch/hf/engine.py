@@ -61,8 +61,8 @@ class Request:
 
     def choose(self, logits: torch.Tensor) -> None:
         """Appends the most likely token."""
-        (best, second), tokens = (x.tolist() for x in logits.float().topk(2))
-        self.output.append(tokens[0])
+        best, second = logits.float().topk(2).values.tolist()
+        self.output.append(int(logits.float().argmax()))
         self.margins.append((best - second) / max(abs(best), torch.finfo(torch.float32).tiny))
 
 
