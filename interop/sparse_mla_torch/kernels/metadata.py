@@ -76,22 +76,22 @@ def step_schedules(
         if call.topk < 0 or call.extra_topk < 0 or (call.extra_topk > 0) != (call.extra_topk_length is not None):
             raise ValueError(f"{function}: calls[{i}] needs topk >= 0, and extra_topk_length with extra_topk")
         extra = call.topk_length if call.extra_topk_length is None else call.extra_topk_length
-        _check(function, f"calls[{i}].topk_length", call.topk_length, (batch,))
-        _check(function, f"calls[{i}].extra_topk_length", extra, (batch,))
+        check_tensor(function, f"calls[{i}].topk_length", call.topk_length, (batch,))
+        check_tensor(function, f"calls[{i}].extra_topk_length", extra, (batch,))
         lengths += [call.topk_length, extra]
     contexts = lengths[0]
     if context_lens is not None:
         contexts = context_lens
-        _check(function, "context_lens", contexts, (contexts.numel(),))
+        check_tensor(function, "context_lens", contexts, (contexts.numel(),))
         indexer = schedules.paged_mqa_constants(contexts.numel(), num_sms, split_kv)
     out = out or Schedules.allocate(count, batch, num_sm_parts, num_sms, lengths[0].device)
     for i, (tiles, splits) in enumerate(out.flashmla):
-        _check(function, f"out.flashmla[{i}][0]", tiles, (num_sm_parts, 8))
-        _check(function, f"out.flashmla[{i}][1]", splits, (batch + 1,))
+        check_tensor(function, f"out.flashmla[{i}][0]", tiles, (num_sm_parts, 8))
+        check_tensor(function, f"out.flashmla[{i}][1]", splits, (batch + 1,))
     if len(out.flashmla) != count or (out.indexer is None) != (indexer is None):
         raise ValueError(f"{function}: out was allocated for other schedules")
     if indexer:
-        _check(function, "out.indexer", out.indexer, (num_sms + 1, 2))
+        check_tensor(function, "out.indexer", out.indexer, (num_sms + 1, 2))
     if batch:
         absent = schedules.MAX_SCHEDULES - count
         schedules.schedules_kernel[(count + bool(indexer),)](
@@ -117,8 +117,8 @@ def paged_mqa_schedule(
     function, num_rows = "paged_mqa_schedule", context_lens.shape[0]
     if out is None:
         out = context_lens.new_empty((num_sms + 1, 2))
-    _check(function, "context_lens", context_lens, (num_rows,))
-    _check(function, "out", out, (num_sms + 1, 2))
+    check_tensor(function, "context_lens", context_lens, (num_rows,))
+    check_tensor(function, "out", out, (num_sms + 1, 2))
     schedules.paged_mqa_kernel[(1,)](
         context_lens,
         num_rows,
@@ -165,20 +165,8 @@ def build_v4_metadata(
             f"{function}: spec must have a window and compress ratios 0, {INDEXED_RATIO} and one more at most, "
             f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
-    (requests,), (rows,) = batch.seq_lens.shape, batch.out_cache_loc.shape
-    fixed_rows = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-    if fixed_rows and not batch.num_draft_tokens:
-        raise ValueError(f"{function}: batch.num_draft_tokens must be given in {mode.name}")
-    drafts = batch.num_draft_tokens if fixed_rows else None
-    if (fixed_rows or mode is ForwardMode.DECODE) and rows != requests * (drafts or 1):
-        raise ValueError(
-            f"{function}: batch.out_cache_loc must have {requests} * {drafts or 1} entries in {mode.name}, got {rows}"
-        )
-    for name in ("seq_lens", "req_pool_indices", *(["extend_lens"] if mode is ForwardMode.EXTEND else [])):
-        _check(function, f"batch.{name}", getattr(batch, name), (requests,))
-    _check(function, "batch.out_cache_loc", batch.out_cache_loc, (rows,))
-    _check(function, "tables.req_to_token", tables.req_to_token, tuple(tables.req_to_token.shape))
-    _check(function, "tables.full_to_swa", tables.full_to_swa, (tables.full_to_swa.numel(),))
+    requests, rows, drafts = check_step(function, batch, tables)
+    check_tensor(function, "tables.full_to_swa", tables.full_to_swa, (tables.full_to_swa.numel(),))
 
     tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
     constants = kernels.v4_constants(spec, mode, drafts, requests, tokens)
@@ -189,9 +177,7 @@ def build_v4_metadata(
     outputs = kernels.v4_outputs(out, constants)
     names = kernels.v4_output_names(constants)
     for name, x, shape in zip(names, outputs, kernels.v4_shapes(constants, requests, rows)):
-        _check(function, f"out.{name}", x, shape, torch.bool if name == "overflow" else torch.int32)
-    if requests == 0:
-        raise ValueError(f"{function}: a batch needs at least one request")
+        check_tensor(function, f"out.{name}", x, shape, torch.bool if name == "overflow" else torch.int32)
     extend_lens = starts = batch.seq_lens  # not read
     if mode is ForwardMode.EXTEND:
         extend_lens, starts = batch.extend_lens, torch.empty_like(out.query_start_loc)
@@ -229,9 +215,9 @@ def swa_slots(
     function, rows = "swa_slots", positions.shape[0]
     if out is None:
         out = torch.empty((rows, window), dtype=torch.int32, device=positions.device)
-    _check(function, "positions", positions, (rows,))
-    _check(function, "req_rows", req_rows, (rows,))
-    _check(function, "out", out, (rows, window))
+    check_tensor(function, "positions", positions, (rows,))
+    check_tensor(function, "req_rows", req_rows, (rows,))
+    check_tensor(function, "out", out, (rows, window))
     if rows:
         kernels.swa_slots_kernel[(rows,)](
             positions,
@@ -259,7 +245,7 @@ def swa_gather_plan(
     """As `jax_sparse_mla.swa_gather_plan`; all tensors int32 and contiguous, at least one request."""
     function, requests = "swa_gather_plan", seq_lens.shape[0]
     for name, x in (("seq_lens", seq_lens), ("extend_lens", extend_lens), ("req_rows", req_rows)):
-        _check(function, name, x, (requests,))
+        check_tensor(function, name, x, (requests,))
     first_pos, gather_lens = torch.empty_like(seq_lens), torch.empty_like(seq_lens)
     offsets, slots = seq_lens.new_empty(requests + 1), seq_lens.new_empty(capacity)
     kernels.gather_lens_kernel[(1,)](
@@ -290,7 +276,33 @@ def swa_gather_plan(
     return slots, first_pos, gather_lens, offsets
 
 
-def _check(function: str, name: str, x: torch.Tensor, shape: tuple[int, ...], dtype=torch.int32) -> None:
+def check_step(function: str, batch: ForwardBatch, tables: RequestTables) -> tuple[int, int, int | None]:
+    """Refuses a batch that does not fit its mode and tensors that a kernel cannot read.
+
+    Returns:
+      Requests, query rows, and query rows of each request where the mode has as many for all.
+    """
+    mode = batch.mode
+    (requests,), (rows,) = batch.seq_lens.shape, batch.out_cache_loc.shape
+    if requests == 0:
+        raise ValueError(f"{function}: a batch needs at least one request")
+    fixed_rows = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+    if fixed_rows and not batch.num_draft_tokens:
+        raise ValueError(f"{function}: batch.num_draft_tokens must be given in {mode.name}")
+    drafts = batch.num_draft_tokens if fixed_rows else None
+    if (fixed_rows or mode is ForwardMode.DECODE) and rows != requests * (drafts or 1):
+        raise ValueError(
+            f"{function}: batch.out_cache_loc must have {requests} * {drafts or 1} entries in {mode.name}, got {rows}"
+            + ("; cut a step of a multi-step draft out of it first" if mode is ForwardMode.DECODE else "")
+        )
+    for name in ("seq_lens", "req_pool_indices", *(["extend_lens"] if mode is ForwardMode.EXTEND else [])):
+        check_tensor(function, f"batch.{name}", getattr(batch, name), (requests,))
+    check_tensor(function, "batch.out_cache_loc", batch.out_cache_loc, (rows,))
+    check_tensor(function, "tables.req_to_token", tables.req_to_token, tuple(tables.req_to_token.shape))
+    return requests, rows, drafts
+
+
+def check_tensor(function: str, name: str, x: torch.Tensor, shape: tuple[int, ...], dtype=torch.int32) -> None:
     if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous():
         raise ValueError(
             f"{function}: {name} must be {dtype} {list(shape)} and contiguous, got {x.dtype} {list(x.shape)}, "
