@@ -124,7 +124,7 @@ class Engine:
         """Serves all requests to their end; prefill goes first, requests join as others leave.
 
         Args:
-          requests: new ones; their outputs are filled in.
+          requests: new ones, or imported ones (`sparse_mla_torch.handover`); their outputs are filled in.
           on_step: called after each step with the step and all requests.
 
         Raises:
@@ -133,7 +133,9 @@ class Engine:
         """
         for i, request in enumerate(requests):
             self._check(i, request)
-        waiting, running, self.trace = list(requests), [], []
+        # Imported requests have their rows already.
+        running, waiting = [r for r in requests if r.row is not None], [r for r in requests if r.row is None]
+        self.trace = []
         try:
             with AttentionReplacement(self.model, self._attend):
                 while waiting or running:
@@ -152,7 +154,7 @@ class Engine:
 
     def _check(self, i: int, request: Request) -> None:
         vocab, max_len = self.model.config.vocab_size, self.options.max_len
-        if request.output or request.computed or request.row is not None:
+        if request.row is None and (request.output or request.computed):
             raise ValueError(f"request {i} has been served before")
         if not request.prompt or request.max_new_tokens < 1:
             raise ValueError(
