@@ -39,6 +39,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,8 @@ def _new_request(engine: Engine, facts: dict[str, Any], tokens: torch.Tensor | N
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < engine.model.config.vocab_size:
         raise ValueError(f"import_request: tokens out of the model's vocabulary of {engine.model.config.vocab_size}")
     tokens = tokens.tolist()
-    return Request(tokens[:prompt], max_new_tokens, tokens[prompt:], computed=computed)
+    output = tokens[prompt:]
+    return Request(tokens[:prompt], max_new_tokens, output, margins=[math.nan] * len(output), computed=computed)
 
 
 def _place(engine: Engine, request: Request) -> Place:
