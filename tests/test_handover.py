@@ -27,7 +27,8 @@ from test_engine import poison, snapshot  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.cpu]
 
 # The first request generates past position 384, where a C128 group ends and the window has left V4's first page.
-SHAPES, NEW_TOKENS = (378, 80), 12
+# Seeds whose tokens are no near-ties: steps with drafts have other shapes, and so round otherwise.
+SHAPES, SEEDS, NEW_TOKENS = (378, 80), (21, 11), 12
 DRAFTS = 3
 
 
@@ -38,7 +39,7 @@ def folder() -> Path:
 
 
 def new_requests():
-    return [Request(random_tokens(length, seed), NEW_TOKENS) for seed, length in enumerate(SHAPES)]
+    return [Request(random_tokens(length, seed), NEW_TOKENS) for length, seed in zip(SHAPES, SEEDS)]
 
 
 def moment(requests):
@@ -250,12 +251,12 @@ REFUSED = [
         {"tensors": lambda t: {**t, "layers.1.swa.data": t["tokens"].clone()}},
         "layers.1.swa.data is no cache of this layer",
     ),
-    ({"tensors": replaced("layers.0.kv.data", lambda x: x[:, 1:])}, r"layers.0.kv.data must be uint8 \[1, 41984\]"),
+    ({"tensors": replaced("layers.0.kv.data", lambda x: x[:, 1:])}, r"layers.0.kv.data must be uint8 \[2, 41984\]"),
     (
         {"tensors": replaced("layers.1.index_k", lambda x: x.to(torch.int8))},
         "layers.1.index_k must be .*got int8",
     ),
-    ({"tensors": replaced("layers.1.index_k", lambda x: x[:0])}, r"layers.1.index_k must be uint8 \[1, 8448\]"),
+    ({"tensors": replaced("layers.1.index_k", lambda x: x[:0])}, r"layers.1.index_k must be uint8 \[2, 8448\]"),
 ]
 
 
