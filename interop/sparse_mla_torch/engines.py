@@ -14,7 +14,7 @@ a multi-step draft; `build_metadata` makes the metadata, in torch tensors. An SG
             extend_seq_lens=forward_batch.extend_seq_lens,
             num_draft_tokens=self.speculative_num_draft_tokens,
         )
-        self.metadata = build_metadata(DEEPSEEK_V4_FLASH, step, out=self.metadata_of.get(forward_batch.batch_size))
+        self.metadata = build_metadata(DEEPSEEK_V4_FLASH, step)  # out=… where a captured graph keeps the buffers
 
 On a GPU all of it runs on torch's current stream, reads nothing back to the host and initialises no JAX backend. So
 these calls may stand inside a captured CUDA graph: a replay reads the engine's tensors anew and writes the same
