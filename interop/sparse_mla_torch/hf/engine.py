@@ -42,7 +42,8 @@ class Request:
     prompt: list[int]
     max_new_tokens: int
     output: list[int] = dataclasses.field(default_factory=list)
-    # Of each output token: how far its logit lies above the second best, as a share of its own size.
+    # Of each output token: how far its logit lies above the second best, as a share of its own size; NaN for
+    # a token that was imported.
     margins: list[float] = dataclasses.field(default_factory=list)
     row: int | None = None  # in the request tables, while it is being served
     computed: int = 0  # tokens whose K rows are cached
@@ -146,7 +147,7 @@ class Engine:
         """Serves all requests to their end; prefill goes first, requests join as others leave.
 
         Args:
-          requests: new ones; their outputs are filled in.
+          requests: new ones, or imported ones (`sparse_mla_torch.handover`); their outputs are filled in.
           on_step: called after each step with the step and all requests.
           advance: runs the next step of the requests being served, and returns it; `advance` by default.
 
@@ -157,7 +158,9 @@ class Engine:
         for i, request in enumerate(requests):
             self._check(i, request)
         advance = advance or self.advance
-        waiting, running, self.trace = list(requests), [], []
+        # Imported requests have their rows already.
+        running, waiting = [r for r in requests if r.row is not None], [r for r in requests if r.row is None]
+        self.trace = []
         try:
             with AttentionReplacement(self.model, self._attend):
                 while waiting or running:
@@ -174,7 +177,7 @@ class Engine:
 
     def _check(self, i: int, request: Request) -> None:
         vocab, max_len = self.model.config.vocab_size, self.options.max_len
-        if request.output or request.computed or request.row is not None:
+        if request.row is None and (request.output or request.computed):
             raise ValueError(f"request {i} has been served before")
         if not request.prompt or request.max_new_tokens < 1:
             raise ValueError(

@@ -44,6 +44,8 @@ class RequestPool:
 
     def open(self) -> int:
         """A row for a new request."""
+        if not self._free_rows:
+            raise RuntimeError("no free row left: fewer requests at once, or a larger pool")
         return self._free_rows.pop()
 
     def close(self, row: int) -> None:
