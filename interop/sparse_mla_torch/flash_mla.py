@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparse_mla_torch import ops
 from sparse_mla_torch._checks import check_tensor
 from sparse_mla_torch.attention import decode, prefill
 from sparse_mla_torch.attention.prepared import Prepared
@@ -24,6 +25,7 @@ from sparse_mla_torch.attention.prepared import Prepared
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 _INF = float("inf")
+_LN_2 = 0.6931471805599453
 # FlashMLA's names of the cache formats, by bytes per token.
 _KV_FORMATS = {656: ("V32",), 584: ("V4", "MODEL1")}
 
@@ -134,6 +136,12 @@ def flash_mla_with_kvcache(
         _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache)
     if kv_format is not None or descale_q is not None or descale_k is not None:
         _check_format(k_cache, kv_format, descale_q, descale_k)
+    if torch.compiler.is_compiling():
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        first = (q, k_cache, indices, scale, topk_length, extra_k_cache, extra_indices_in_kvcache)
+        options = (enable_batch_invariant, assume_valid_indices, True)
+        results = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
+        return _copied((results[0], results[1].transpose(1, 2)), out)
     if not _on_current_device(q):
         with torch.cuda.device(q.device):
             return flash_mla_with_kvcache(
@@ -201,6 +209,9 @@ def flash_mla_sparse_fwd(
     """
     if d_v != 512:
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
+    if torch.compiler.is_compiling():
+        tensors = (q, kv[:, 0], indices[:, 0], sm_scale, topk_length, attn_sink)
+        return _compiled_fwd(ops.sparse_mla_prefill(*tensors, True), return_log2_lse, out)
     if not _on_current_device(q):
         with torch.cuda.device(q.device):
             return flash_mla_sparse_fwd(
@@ -294,11 +305,24 @@ def _check_out(function: str, out: Any, shapes: list[tuple[int, ...]], like: tor
         check_tensor(function, f"out[{i}]", x, (torch.float32 if i else torch.bfloat16,), shape, like)
 
 
+def _copied(results: tuple, out: tuple | None) -> tuple[torch.Tensor, ...]:
+    if out is None:
+        return results
+    for target, result in zip(out, results, strict=True):
+        target.copy_(result)
+    return tuple(out)
+
+
+def _compiled_fwd(results: tuple, log2: bool | None, out: tuple | None) -> tuple:
+    """Traced: base 2 and `out` are the graph's to fuse."""
+    if log2:
+        results = (results[0], results[1] / _LN_2, results[2] / _LN_2)
+    results = _copied(results, out)
+    return (results[0], None, None) if log2 is False else results
+
+
 def _into(call: Prepared, tensors: tuple, out: tuple, rows: tuple) -> tuple[torch.Tensor, ...]:
     """The call's results in `out`; `rows` are views of it in the shapes that kernels write."""
     direct = call.writes_into and all(x.is_contiguous() for x in rows)
     results = call.run(*tensors, rows if direct else None)
-    if not direct:
-        for target, result in zip(out, results):
-            target.copy_(result)
-    return tuple(out)
+    return tuple(out) if direct else _copied(results, out)

@@ -76,7 +76,7 @@ def prepare(
       attn_sink: float32 `[heads]`.
 
     Returns:
-      `run(q, …, attn_sink, schedule, into)` takes the tensors in this order, a `vendor.Schedule` or what has its
+      `run(q, …, attn_sink, schedule, into)` takes the tensors in this order, a `prepared.Schedule` or what has its
       fields, and None or `(out, lse)` to write into, contiguous `[batch, q_len, heads, …]`; it returns out
       `[batch, q_len, heads, 512]` and lse `[batch, heads, q_len]`, a view.
     """

@@ -5,6 +5,7 @@ What is left of a call is a lookup and its launches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,14 @@ from jax_sparse_mla.attention.route import Plan
 _MAX_CALLS = 4096
 
 Results = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass
+class Schedule:
+    """A split-KV schedule as the decode operator keeps it: None until its first call has filled it."""
+
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
 
 
 class Prepared(NamedTuple):

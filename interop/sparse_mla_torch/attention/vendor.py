@@ -5,7 +5,6 @@ They come from `sgl-flash-mla` or from `sglang-kernel`; `jax_sparse_mla.attentio
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
@@ -14,18 +13,11 @@ from jax_sparse_mla.attention import flashmla
 from jax_sparse_mla.attention.route import DeviceInfo
 from jax_sparse_mla.kernels_triton.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
+from sparse_mla_torch.attention.prepared import Schedule
 from sparse_mla_torch.kernels.sanitise import Sanitiser, Table
 
 V_DIM = 512
 _LN_2 = math.log(2)
-
-
-@dataclasses.dataclass
-class Schedule:
-    """A split-KV schedule as the decode operator keeps it: None until its first call has filled it."""
-
-    tile_scheduler_metadata: torch.Tensor | None = None
-    num_splits: torch.Tensor | None = None
 
 
 def _parts(q_len: int, padded: int, device: DeviceInfo) -> int:

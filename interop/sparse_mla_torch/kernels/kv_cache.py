@@ -1,6 +1,7 @@
 """The KV cache kernels on torch tensors: the bytes of `jax_sparse_mla.kv_cache`, in place on torch's buffers.
 
-A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`, contiguous. Every function
+A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`, contiguous; to `write_kv` and
+`gather_kv` its pages may stand further apart or closer, without the layout's padding. Every function
 launches on the current stream, allocates nothing that its caller passes, and neither synchronises nor copies to the
 host, so it can be captured in a CUDA graph. JAX's backend is not touched.
 """
@@ -32,7 +33,7 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
       TypeError: a wrong dtype.
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
-    data = _check_cache("write_kv", "cache", cache)
+    data, page_stride = _check_pages("write_kv", cache)
     n = _check("write_kv", "slots", slots, (None,), (torch.int32,), data).shape[0]
     _check("write_kv", "kv", kv, (n, cache.layout.qk_dim), (torch.bfloat16, torch.float32), data)
     if n and cache.num_pages:
@@ -44,7 +45,7 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
             n,
             cache.num_pages,
             data,
-            **kernels.layout_constants(cache.layout, cache.page_size),
+            **kernels.layout_constants(cache.layout, cache.page_size) | page_stride,
             MIN_SCALE_EXPONENT=cache.layout.min_scale_exponent,
             HARDWARE_CASTS=_hardware_casts(data.device),
             **options,
@@ -71,7 +72,7 @@ def gather_kv(
       TypeError: a wrong dtype.
       ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
     """
-    data = _check_cache("gather_kv", "cache", cache)
+    data, page_stride = _check_pages("gather_kv", cache)
     n = _check("gather_kv", "slots", slots, (None,), (torch.int32,), data).shape[0]
     if out is None:
         out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
@@ -87,7 +88,7 @@ def gather_kv(
             cache.num_pages,
             out_start,
             out,
-            **kernels.layout_constants(cache.layout, cache.page_size),
+            **kernels.layout_constants(cache.layout, cache.page_size) | page_stride,
             HARDWARE_CASTS=_hardware_casts(data.device),
             **options,
         )
@@ -176,6 +177,21 @@ def _check_cache(function: str, name: str, cache: PagedKV) -> torch.Tensor:
     data = cache.data
     page_bytes = cache.layout.page_bytes(cache.page_size)
     return _check(function, f"{name}.data", data, (None, page_bytes), (torch.uint8,), data)
+
+
+def _check_pages(function: str, cache: PagedKV) -> tuple[torch.Tensor, dict[str, int]]:
+    """The cache's data, and the bytes from one page's start to the next one's as a kernel's constant."""
+    data, tokens = cache.data, cache.page_size * cache.layout.bytes_per_token
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 2:
+        _check_cache(function, "cache", cache)
+    stride = data.stride(0) if data.shape[0] > 1 else cache.layout.page_bytes(cache.page_size)
+    dense = data.stride(1) == 1 and tokens <= data.shape[1] <= stride
+    if not dense or stride % 8 or data.data_ptr() % 8:
+        raise ValueError(
+            f"{function}: cache.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
+            f"shape {list(data.shape)}, strides {list(data.stride())}"
+        )
+    return data, {"PAGE_BYTES": stride}
 
 
 def _check(
