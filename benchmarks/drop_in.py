@@ -27,8 +27,8 @@ from benchmarks.record import environment, results_folder, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
 
-from sparse_mla_torch import flash_mla  # noqa: E402
-from sparse_mla_torch.attention import prepared  # noqa: E402
+from sparse_mla_torch import flash_mla
+from sparse_mla_torch.attention import prepared
 
 BATCH = 16  # calls in a row: few, so that none waits for the device
 ROUNDS = 41
@@ -153,9 +153,7 @@ def main() -> int:
 
     print("us of the host per call: FlashMLA directly, and what the drop-in takes beyond it")
     table, memory = list(rows(wheel)), leaked(args.calls)
-    print(
-        f"{args.calls} calls leave {memory['torch']:.1f} MiB of torch's memory, {memory['process']:.1f} MiB of the host's"
-    )
+    print(f"{args.calls} calls leave {memory['torch']:.1f} MiB of torch, {memory['process']:.1f} MiB of the process")
     from jax._src import xla_bridge
 
     write_json(results_folder() / "drop_in.json", environment() | {"rows": table, "leaked_mib": memory})

@@ -15,7 +15,7 @@ from jax_sparse_mla.kernels_triton.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch._checks import check_scale, check_tensor
 from sparse_mla_torch.attention import route
-from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous, facts, lookup
+from sparse_mla_torch.attention.prepared import Prepared, Results, calls, contiguous, dense_facts, remember
 
 V_DIM = 512
 LAYOUTS = {
@@ -81,16 +81,32 @@ def prepare(
       `[batch, q_len, heads, 512]` and lse `[batch, heads, q_len]`, a view.
     """
     try:
-        low = q.data_ptr() | k_cache.data_ptr() | indices.data_ptr()
+        # Written out, since a function call for each tensor would take longer than what it asks.
+        key = (
+            options,
+            *(q.shape, q.stride(), q.dtype, q.get_device()),
+            *(k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.get_device()),
+            *(indices.shape, indices.is_contiguous(), indices.dtype, indices.get_device()),
+            None if lengths is None else dense_facts(lengths),
+            None if attn_sink is None else dense_facts(attn_sink),
+            (q.data_ptr() | k_cache.data_ptr() | indices.data_ptr()) & 15,
+        )
         if extra_k_cache is not None:
-            low |= extra_k_cache.data_ptr() | extra_indices.data_ptr()
-        one = (facts(q), facts(k_cache), facts(indices), facts(lengths))
-        two = (facts(extra_k_cache), facts(extra_indices), facts(extra_lengths), facts(attn_sink))
-        key = (one, two, options, low & 15)
-    except AttributeError:  # not a tensor: the checks say which
-        key = (object(),)
+            key += (
+                *(extra_k_cache.shape, extra_k_cache.stride(), extra_k_cache.dtype, extra_k_cache.get_device()),
+                *(extra_indices.shape, extra_indices.is_contiguous(), extra_indices.dtype, extra_indices.get_device()),
+                None if extra_lengths is None else dense_facts(extra_lengths),
+                (extra_k_cache.data_ptr() | extra_indices.data_ptr()) & 15,
+            )
+        elif extra_indices is not None or extra_lengths is not None:
+            key = None
+    except AttributeError:
+        key = None  # the checks say what is wrong
+    found = calls.get(key)
+    if found is not None:
+        return found
     arguments = (options, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink)
-    return lookup(key, _new, arguments)
+    return remember(key, _new(*arguments))
 
 
 def _new(options: Options, *tensors: torch.Tensor | None) -> Prepared:
@@ -117,7 +133,10 @@ def _new(options: Options, *tensors: torch.Tensor | None) -> Prepared:
         *((None, None) if len(scopes) == 1 else (scopes[1].page_size, scopes[1].topk)),
         options.batch_invariant,
     )
-    return Prepared(make(options, q, layout, scopes, attn_sink is not None), plan, make is _triton, shape)
+    run = make(options, q, layout, scopes, attn_sink is not None)
+    if any(x is not None and not x.is_contiguous() for x in tensors[2:4] + tensors[5:]):
+        run = _on_contiguous(run)
+    return Prepared(run, plan, make is _triton, shape)
 
 
 def _check(options, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
@@ -213,20 +232,30 @@ def _triton(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
         q = q.contiguous()
         both = ((k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths))
-        given = [_contiguous_table(*both[i]) for i in named]
+        given = [both[i] for i in named]
         if into is None:
             into = (
                 q.new_empty((batch, q_len, heads, V_DIM)),
                 q.new_empty((batch, q_len, heads), dtype=torch.float32),
             )
-        attend(q, given, contiguous(attn_sink), *into)
+        attend(q, given, attn_sink, *into)
         return into[0], into[1].transpose(1, 2)
 
     return run
 
 
-def _contiguous_table(cache, indices, lengths):
-    return cache, indices.contiguous(), contiguous(lengths)
+def _on_contiguous(run: Callable[..., Results]) -> Callable[..., Results]:
+    """`run` on copies of the tensors that are not; the queries and caches it takes as they are."""
+
+    def copying(q, k_cache, indices, lengths, extra_k_cache, *rest):
+        *small, schedule, into = rest
+        return run(
+            *(q, k_cache, contiguous(indices), contiguous(lengths), extra_k_cache),
+            *(contiguous(x) for x in small),
+            *(schedule, into),
+        )
+
+    return copying
 
 
 def _flashmla(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
@@ -242,12 +271,13 @@ def _flashmla(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     # Its copies of the queries want pieces of 16 bytes: 8 values.
     strides_fit = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3])
 
+    plain = options.empty_lse > 0
+
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
-        given = [_contiguous_table(k_cache, indices, lengths)]
-        if extra_k_cache is not None:
-            given.append(_contiguous_table(extra_k_cache, extra_indices, extra_lengths))
-        out, lse = attend(q if strides_fit else q.contiguous(), given, contiguous(attn_sink), schedule)
-        if options.empty_lse < 0:
+        q = q if strides_fit else q.contiguous()
+        first, second = (k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths)
+        out, lse = attend(q, *first, *second, attn_sink, schedule)
+        if not plain:
             lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
         return out, lse
 

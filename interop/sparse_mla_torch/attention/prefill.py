@@ -14,7 +14,7 @@ import torch
 from jax_sparse_mla.kernels_triton.plan import Scope, workspace_layout
 from sparse_mla_torch._checks import check_scale, check_tensor
 from sparse_mla_torch.attention import route
-from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous, facts, lookup
+from sparse_mla_torch.attention.prepared import Prepared, Results, calls, contiguous, dense_facts, remember
 
 V_DIM = 512
 _LOG2_E = 1.4426950408889634
@@ -53,11 +53,16 @@ def prepare(
       contiguous; it returns out `[q_len, heads, 512]`, max_logits and lse `[q_len, heads]`.
     """
     try:
-        low = q.data_ptr() | kv.data_ptr()
-        key = (facts(q), facts(kv), facts(indices), facts(lengths), facts(attn_sink), options, low & 15)
+        key = (
+            *(options, (q.data_ptr() | kv.data_ptr()) & 15, q.shape, q.dtype, q.get_device()),
+            *(kv.shape, kv.dtype, kv.get_device(), indices.shape, indices.dtype, indices.get_device()),
+            None if lengths is None else dense_facts(lengths),
+            None if attn_sink is None else dense_facts(attn_sink),
+        )
     except AttributeError:
-        key = (object(),)
-    return lookup(key, _new, (options, q, kv, indices, lengths, attn_sink))
+        key = None  # the checks say what is wrong
+    found = calls.get(key)
+    return found or remember(key, _new(options, q, kv, indices, lengths, attn_sink))
 
 
 def _new(options: Options, q, kv, indices, lengths, attn_sink) -> Prepared:

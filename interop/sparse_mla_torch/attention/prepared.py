@@ -43,28 +43,26 @@ class Prepared(NamedTuple):
     shape: tuple | None = None
 
 
-_calls: dict[tuple, Prepared] = {}
+calls: dict[tuple | None, Prepared] = {}
 
 
-def facts(x: torch.Tensor | None) -> tuple | None:
-    """What a call depends on of one of its tensors."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
-
-
-def lookup(key: tuple, prepare: Callable[..., Prepared], arguments: tuple) -> Prepared:
-    """What was prepared for this key, or `prepare(*arguments)`."""
-    prepared = _calls.get(key)
-    if prepared is None:
-        prepared = prepare(*arguments)
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = prepared
+def remember(key: tuple | None, prepared: Prepared) -> Prepared:
+    """Puts it among `calls`, unless there was nothing to know it by."""
+    if len(calls) >= _MAX_CALLS:
+        calls.clear()
+    if key is not None:
+        calls[key] = prepared
     return prepared
 
 
 def forget() -> None:
     """Drops what was prepared: the environment's overrides are read again."""
-    _calls.clear()
+    calls.clear()
+
+
+def dense_facts(x: torch.Tensor) -> tuple:
+    """What a call depends on of a tensor that is copied unless it is contiguous."""
+    return x.shape, x.is_contiguous(), x.dtype, x.get_device()
 
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

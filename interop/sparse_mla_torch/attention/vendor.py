@@ -87,6 +87,8 @@ class Decode:
             )
             for scope in scopes
         ]
+        # One call, whose results are those of the operator.
+        self._exact = self._padded == heads and batch <= self._chunk
         self._sanitise = None
         fits = self._padded == heads or not has_sink
         if not assume_valid_indices or not fits or any(table.width != table.topk for table in tables):
@@ -95,38 +97,41 @@ class Decode:
     def __call__(
         self,
         q: torch.Tensor,
-        tables: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+        k_cache: torch.Tensor,
+        indices: torch.Tensor,
+        lengths: torch.Tensor | None,
+        extra_k_cache: torch.Tensor | None,
+        extra_indices: torch.Tensor | None,
+        extra_lengths: torch.Tensor | None,
         attn_sink: torch.Tensor | None,
         schedule: Schedule,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables are `(k_cache, indices, lengths)`; out `[batch, q_len, heads, 512]`, lse `[batch, heads, q_len]`."""
+        """out `[batch, q_len, heads, 512]`, lse `[batch, heads, q_len]`."""
         if self._sanitise is not None:
-            safe, attn_sink = self._sanitise([table[1:] for table in tables], attn_sink)
-            tables = [(table[0], *pair) for table, pair in zip(tables, safe)]
+            indices, lengths, extra_indices, extra_lengths, attn_sink = self._sanitise(
+                indices, lengths, extra_indices, extra_lengths, attn_sink
+            )
+        elif not self._takes_lengths:
+            lengths = None
+        if self._exact:
+            out, lse, schedule.tile_scheduler_metadata, schedule.num_splits = self._operator(
+                *(q, k_cache, indices, lengths, attn_sink, schedule.tile_scheduler_metadata, schedule.num_splits),
+                *(extra_k_cache, extra_indices, extra_lengths, V_DIM, self._scale),
+            )
+            return out, lse
         if self._padded != self._heads:
             q = _pad_heads(q, self._padded)
-        if self._batch <= self._chunk:
-            out, lse = self._call(q, tables, attn_sink, schedule)
-        else:
-            pieces = []
-            for start in range(0, self._batch, self._chunk):
-                some = slice(start, start + self._chunk)
-                part = [(cache, x[some], None if n is None else n[some]) for cache, x, n in tables]
-                pieces.append(self._call(q[some], part, attn_sink, Schedule()))
-            out, lse = (torch.cat(x) for x in zip(*pieces))
-        if self._padded != self._heads:
-            out, lse = out[:, :, : self._heads].contiguous(), lse[:, : self._heads]
-        return out, lse
-
-    def _call(self, q, tables, attn_sink, schedule) -> tuple[torch.Tensor, torch.Tensor]:
-        (cache, indices, lengths), (extra_cache, extra_indices, extra_lengths) = (*tables, (None, None, None))[:2]
-        if not self._takes_lengths:
-            lengths = None
-        out, lse, schedule.tile_scheduler_metadata, schedule.num_splits = self._operator(
-            *(q, cache, indices, lengths, attn_sink, schedule.tile_scheduler_metadata, schedule.num_splits),
-            *(extra_cache, extra_indices, extra_lengths, V_DIM, self._scale),
-        )
-        return out, lse
+        pieces = []
+        for start in range(0, self._batch, self._chunk):
+            some = slice(start, start + self._chunk)
+            rows = [x if x is None else x[some] for x in (q, indices, lengths, extra_indices, extra_lengths)]
+            own = schedule if self._chunk >= self._batch else Schedule()
+            out, lse, own.tile_scheduler_metadata, own.num_splits = self._operator(
+                *(rows[0], k_cache, rows[1], rows[2], attn_sink, own.tile_scheduler_metadata, own.num_splits),
+                *(extra_k_cache, rows[3], rows[4], V_DIM, self._scale),
+            )
+            pieces.append((out[:, :, : self._heads], lse[:, : self._heads]))
+        return tuple(torch.cat(x) for x in zip(*pieces))
 
 
 class Prefill:
@@ -166,7 +171,7 @@ class Prefill:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """kv `[kv_len, 1, dim]`, indices `[rows, 1, topk]`; max_logits and lse in base 2 if `log2`."""
         if self._sanitise is not None:
-            [(indices, lengths)], _ = self._sanitise([(indices, lengths)], None)
+            indices, lengths, *_ = self._sanitise(indices, lengths)
         elif self._clips:
             lengths = lengths.clamp(0, self._topk)
         padded = self._padded != self._heads
