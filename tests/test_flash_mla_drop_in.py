@@ -29,7 +29,7 @@ from sparse_mla_torch import flash_mla  # noqa: E402
 from sparse_mla_torch.attention import route, vendor  # noqa: E402
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata  # noqa: E402
 
-from benchmarks import case_data  # noqa: E402
+from benchmarks import case_data, cases  # noqa: E402
 from jax_sparse_mla.attention import flashmla  # noqa: E402
 from jax_sparse_mla.kv_cache import KVLayout  # noqa: E402
 
@@ -141,31 +141,7 @@ SHAPES = [
 def published(shape, device):
     """A case of FlashMLA's kind through the drop-in; what is wrong with the results."""
     call = case_data.make_call(shape, device)
-    if isinstance(shape, PrefillShape):
-        (keys,) = call.keys
-        arguments = (call.q, keys.rows[:, None], keys.indices[:, None], call.softmax_scale, 512, call.attn_sink)
-        out, max_logits, lse = flash_mla_sparse_fwd(*arguments, keys.lengths)
-        results = (out, max_logits, lse)
-    else:
-        out, lse = flash_mla_with_kvcache(**kvcache_arguments(call))
-        results = (out, lse.transpose(1, 2))
-    assert not torch.isneginf(results[-1]).any()
-    *others, lse = results
-    return case_data.compare(call, (*others, lse.masked_fill(torch.isposinf(lse), -math.inf)))[1]
-
-
-def kvcache_arguments(call) -> dict:
-    from sparse_mla_torch.attention.decode import pages_of
-
-    arguments = dict.fromkeys(("block_table", "cache_seqlens"))
-    arguments |= {"q": call.q, "head_dim_v": 512, "tile_scheduler_metadata": get_mla_metadata()[0]}
-    arguments |= {"softmax_scale": call.softmax_scale, "is_fp8_kvcache": True, "attn_sink": call.attn_sink}
-    names = [("k_cache", "indices", "topk_length")]
-    names += [("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")]
-    for (cache, indices, lengths), keys in zip(names, call.keys):
-        arguments[cache] = pages_of(keys.data, keys.layout, keys.page_size)
-        arguments |= {indices: keys.indices, lengths: keys.lengths}
-    return arguments
+    return case_data.compare(call, cases.through_the_drop_in(call))[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.id)

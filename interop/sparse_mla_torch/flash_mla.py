@@ -153,19 +153,18 @@ def flash_mla_with_kvcache(
             )
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    options = decode.Options(
-        "flash_mla_with_kvcache", softmax_scale, _INF, bool(enable_batch_invariant), bool(assume_valid_indices)
-    )
+    # The fields of decode.Options: a plain tuple is made faster.
+    options = ("flash_mla_with_kvcache", softmax_scale, _INF, enable_batch_invariant, assume_valid_indices)
     first = (q, k_cache, indices, topk_length)
     second = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
     call = decode.prepare(options, *first, *second)
-    if getattr(tile_scheduler_metadata, "_shape", None) is not call.shape:
+    if type(tile_scheduler_metadata) is not FlashMLASchedMeta or tile_scheduler_metadata._shape is not call.shape:
         _use_schedule(tile_scheduler_metadata, call.shape)
     if out is None:
         return call.run(*first, *second, tile_scheduler_metadata, None)
     batch, s_q, heads, _ = q.shape
     shapes = [(batch, s_q, heads, 512), (batch, heads, s_q)]
-    _check_out(options.function, out, shapes, q)
+    _check_out(options[0], out, shapes, q)
     rows = (out[0], out[1].transpose(1, 2))
     return _into(call, (*first, *second, tile_scheduler_metadata), out, rows)
 
@@ -234,9 +233,8 @@ def flash_mla_sparse_fwd(
 
 def _on_current_device(q: Any) -> bool:
     """Kernels are launched on the current device: FlashMLA makes q's the current one."""
-    if not isinstance(q, torch.Tensor) or not q.is_cuda:
-        return True
-    return q.get_device() == torch.cuda.current_device()
+    device = q.get_device() if isinstance(q, torch.Tensor) else -1
+    return device < 0 or device == torch.cuda.current_device()
 
 
 def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> None:

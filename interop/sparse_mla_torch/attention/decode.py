@@ -54,7 +54,7 @@ class Options(NamedTuple):
 
 
 def prepare(
-    options: Options,
+    options: tuple,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor,
@@ -67,7 +67,7 @@ def prepare(
     """A call of these shapes; all tensors on one device, the current one.
 
     Args:
-      options: see `Options`.
+      options: the fields of `Options`.
       q: bfloat16 `[batch, q_len, heads, qk_dim]`.
       k_cache, extra_k_cache: uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`, the bytes of a page
         in a row; pages may be any multiple of 8 bytes apart.
@@ -109,7 +109,8 @@ def prepare(
     return remember(key, _new(*arguments))
 
 
-def _new(options: Options, *tensors: torch.Tensor | None) -> Prepared:
+def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
+    options = Options(*options)
     layout, scopes = _check(options, *tensors)
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
@@ -131,7 +132,7 @@ def _new(options: Options, *tensors: torch.Tensor | None) -> Prepared:
     shape = Shape(
         *(batch, q_len, heads, scopes[0].page_size, scopes[0].topk),
         *((None, None) if len(scopes) == 1 else (scopes[1].page_size, scopes[1].topk)),
-        options.batch_invariant,
+        bool(options.batch_invariant),
     )
     run = make(options, q, layout, scopes, attn_sink is not None)
     if any(x is not None and not x.is_contiguous() for x in tensors[2:4] + tensors[5:]):
@@ -168,7 +169,7 @@ def _check_table(function, prefix, k_cache, indices, lengths, shape, like) -> tu
             f"{function}: {name} must be [pages, page_size, 1, bytes], bytes one of {', '.join(map(str, LAYOUTS))}, "
             f"got {list(k_cache.shape)}"
         )
-    page_bytes = k_cache.stride(0) if pages > 1 else page_size * width
+    page_bytes = k_cache.stride(0) if pages > 1 else LAYOUTS[width].page_bytes(page_size)
     dense = k_cache.stride(3) == 1 and (page_size == 1 or k_cache.stride(1) == width)
     if not dense or page_bytes < page_size * width or page_bytes % 8 or k_cache.data_ptr() % 8:
         raise ValueError(
@@ -271,13 +272,12 @@ def _flashmla(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     # Its copies of the queries want pieces of 16 bytes: 8 values.
     strides_fit = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3])
 
-    plain = options.empty_lse > 0
+    if strides_fit and options.empty_lse > 0:
+        return attend
 
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
-        q = q if strides_fit else q.contiguous()
-        first, second = (k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths)
-        out, lse = attend(q, *first, *second, attn_sink, schedule)
-        if not plain:
+    def run(q, *rest):
+        out, lse = attend(q if strides_fit else q.contiguous(), *rest)
+        if options.empty_lse < 0:
             lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
         return out, lse
 

@@ -105,8 +105,9 @@ class Decode:
         extra_lengths: torch.Tensor | None,
         attn_sink: torch.Tensor | None,
         schedule: Schedule,
+        into: None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out `[batch, q_len, heads, 512]`, lse `[batch, heads, q_len]`."""
+        """out `[batch, q_len, heads, 512]`, lse `[batch, heads, q_len]`; the operator writes into nothing given."""
         if self._sanitise is not None:
             indices, lengths, extra_indices, extra_lengths, attn_sink = self._sanitise(
                 indices, lengths, extra_indices, extra_lengths, attn_sink
