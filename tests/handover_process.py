@@ -1,9 +1,10 @@
-"""Continues requests from hand-over files; prints the tokens of each, first by plain decoding, then with drafts.
+"""Continues requests from hand-over files; prints the tokens of each model's requests, a line per model.
 
-Run by test_handover in a process of its own: `handover_process.py MODEL MAX_NEW_TOKENS FILE…`.
+Run by test_handover in a process of its own: `handover_process.py MAX_NEW_TOKENS MODEL:FILE…`, one model after another.
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 
@@ -14,21 +15,16 @@ jax.config.update("jax_platforms", "cpu")
 from hf_models import OPTIONS, small_model  # noqa: E402
 from sparse_mla_torch.handover import import_request  # noqa: E402
 from sparse_mla_torch.hf.engine import Engine  # noqa: E402
-from sparse_mla_torch.hf.speculative import DraftOracle, SpeculativeDecoder  # noqa: E402
-
-DRAFTS = 3
 
 
-def main(name, max_new_tokens, files):
-    # Other pages and a longer ring than where the requests come from.
-    engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, seed=5, speculative_steps=DRAFTS))
-    plain = [import_request(engine, file, max_new_tokens) for file in files]
-    engine.run(plain)
-    print(json.dumps([request.output for request in plain]))
-    drafted = [import_request(engine, file, max_new_tokens) for file in files]
-    engine.run(drafted, advance=SpeculativeDecoder(engine, DRAFTS, DraftOracle(plain, 0.7, seed=1)).advance)
-    print(json.dumps([request.output for request in drafted]))
+def main(max_new_tokens, named_files):
+    for name, pairs in itertools.groupby((x.split(":", 1) for x in named_files), lambda pair: pair[0]):
+        # Other pages than where the requests come from.
+        engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, seed=5))
+        requests = [import_request(engine, file, max_new_tokens) for _, file in pairs]
+        engine.run(requests)
+        print(json.dumps([request.output for request in requests]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -47,56 +47,62 @@ def moment(requests):
     return "-".join(str(request.computed) for request in requests)
 
 
-@functools.cache
-def exported(name: str, drafts: int = 0):
-    """Requests that an engine served in poisoned caches, with a file of each after every step, by moments."""
-    engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, speculative_steps=drafts))
-    poison(engine)
+def serve(engine, requests, label, draft_oracle=None):
+    """Serves requests to their end; a file of each after every step in which all are in service, by moments."""
     files = {}
 
     def export(step, requests):
         if all(request.computed and request.row is not None and not request.finished for request in requests):
-            paths = [folder() / f"{name}-{drafts}-{moment(requests)}-{i}.safetensors" for i in range(len(requests))]
+            paths = [folder() / f"{label}-{moment(requests)}-{i}.safetensors" for i in range(len(requests))]
             for request, path in zip(requests, paths):
                 export_request(engine, request, path)
             files[tuple(request.computed for request in requests)] = paths
 
-    requests, advance = new_requests(), None
-    if drafts:
-        advance = SpeculativeDecoder(engine, drafts, DraftOracle(exported(name)[0], 0.5, seed=3)).advance
+    advance = SpeculativeDecoder(engine, DRAFTS, draft_oracle).advance if draft_oracle else None
     engine.run(requests, export, advance=advance)
+    return files
+
+
+def poisoned_engine(name, **changes):
+    engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, **changes))
+    poison(engine)
+    return engine
+
+
+@functools.cache
+def exported(name: str):
+    """Requests that an engine served in poisoned caches, and their files by moments."""
+    requests = new_requests()
+    return requests, serve(poisoned_engine(name), requests, name)
+
+
+def continued(name, paths, *, label=None, oracle=None):
+    """The requests of files, served by another engine, and new files; with an oracle by one that drafts."""
+    engine = poisoned_engine(name, speculative_steps=DRAFTS if oracle else 0, seed=9)
+    free = snapshot(engine.pool)
+    requests = [import_request(engine, path, NEW_TOKENS) for path in paths]
+    files = serve(engine, requests, label or f"{name}-continued", oracle)
+    assert snapshot(engine.pool) == free
     return requests, files
 
 
-def continued(name, paths, *, drafts=0, seed=9):
-    engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, speculative_steps=drafts, seed=seed))
-    poison(engine)
-    free = snapshot(engine.pool)
-    requests = [import_request(engine, path, NEW_TOKENS) for path in paths]
-    advance = (
-        SpeculativeDecoder(engine, drafts, DraftOracle(exported(name)[0], 0.7, seed=1)).advance if drafts else None
-    )
-    engine.run(requests, advance=advance)
-    assert snapshot(engine.pool) == free
-    return requests
+def after_the_prompts(files):
+    """The first files of which every prompt is computed."""
+    return files[min(computed for computed in files if all(c >= n for c, n in zip(computed, SHAPES)))]
 
 
 def outputs(requests):
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_fresh_process_continues_with_the_same_tokens(name):
-    """Right after the last prompt's end, without and with drafts."""
-    requests, files = exported(name)
-    paths = files[min(computed for computed in files if all(c >= n for c, n in zip(computed, SHAPES)))]
-    script = Path(__file__).with_name("handover_process.py")
-    command = [sys.executable, str(script), name, str(NEW_TOKENS), *map(str, paths)]
+def test_a_fresh_process_continues_with_the_same_tokens():
+    """Right after the last prompt's end."""
+    command = [sys.executable, str(Path(__file__).with_name("handover_process.py")), str(NEW_TOKENS)]
+    for name in MODELS:
+        command += [f"{name}:{path}" for path in after_the_prompts(exported(name)[1])]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    plain, drafted = map(json.loads, run.stdout.splitlines())
-    assert plain == outputs(requests)
-    assert drafted == outputs(requests)
+    assert [json.loads(line) for line in run.stdout.splitlines()] == [outputs(exported(name)[0]) for name in MODELS]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,7 +112,7 @@ def test_every_moment_can_be_continued(name):
     moments = sorted(files)
     assert moments[0][1] < SHAPES[1]
     for at in (moments[0], next(at for at in moments if at[0] == 383), moments[-1]):
-        assert outputs(continued(name, files[at])) == outputs(requests), at
+        assert outputs(continued(name, files[at])[0]) == outputs(requests), at
     if name == "v4":
         pages = load_file(files[moments[-1]][0])["layers.0.swa.data"]
         assert len(pages) == 1 < len(load_file(files[moments[-1]][0])["layers.1.compressed.data"])
@@ -114,13 +120,16 @@ def test_every_moment_can_be_continued(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_on_either_side(name):
-    """From an engine that drafts to one that does not, and back: rings of other lengths, rejected rows left behind."""
-    requests, _ = exported(name)
-    drafted, files = exported(name, DRAFTS)
+    """To an engine that drafts, and from it to one that does not: rings of other lengths, rejected rows left behind."""
+    requests, files = exported(name)
+    drafting = functools.partial(continued, name, label=f"{name}-drafted")
+    drafted, files = drafting(after_the_prompts(files), oracle=DraftOracle(requests, 0.5, seed=3))
     assert outputs(drafted) == outputs(requests)
+    assert len(files) >= 3
     for at in sorted(files)[-3:]:
-        assert outputs(continued(name, files[at])) == outputs(requests)
-    assert outputs(continued(name, files[at], drafts=DRAFTS)) == outputs(requests)
+        assert outputs(continued(name, files[at])[0]) == outputs(requests)
+    again, _ = drafting(files[at], label=f"{name}-again", oracle=DraftOracle(requests, 0.7, seed=1))
+    assert outputs(again) == outputs(requests)
 
 
 @pytest.mark.parametrize("name", MODELS)

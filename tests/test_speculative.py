@@ -89,13 +89,12 @@ def speculated(name):
     return speculate(name, 3, 0.7)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "steps"), [("v4", 3), ("v32", 3), ("v32", 1)])
 def test_tokens_are_those_of_plain_decoding(name, steps):
     engine, expected = engine_of(name), plain(name)
     free, compiled = snapshot(engine.pool), None
     for probability in (0, 0.7, 1):
-        run = speculate(name, steps, probability)
+        run = speculated(name) if (steps, probability) == (3, 0.7) else speculate(name, steps, probability)
         requests, accepted = run.requests, run.decoder.accepted
         differences = compare_with_plain(engine, requests, expected)
         assert len(differences) <= 1 and all(d.margin <= MAX_MARGIN for d in differences), differences
