@@ -282,8 +282,8 @@ def index_logits_decode_kernel(
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
-    capacity,
     out_ptr,  # float32 [rows, capacity]
+    capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
@@ -352,8 +352,8 @@ def index_logits_prefill_kernel(
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
-    capacity,
     out_ptr,  # float32 [rows, capacity]
+    capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,

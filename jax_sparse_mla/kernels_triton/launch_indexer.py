@@ -71,11 +71,11 @@ def index_logits(
         lengths,
         rows,
         num_pages,
-        pages * page_size,
         kernel=plan.kernel,
         out_shape=jax.ShapeDtypeStruct((rows, pages * page_size), jnp.float32),
         grid=(plan.programs,),
         name="index_logits",
+        capacity=pages * page_size,
         HARDWARE_FP8=_hardware_fp8(),
         **plan.constants,
     )

@@ -146,8 +146,8 @@ def index_logits(
             lengths,
             rows,
             index_cache.shape[0],
-            pages * page_size,
             out,
+            pages * page_size,
             HARDWARE_FP8=hardware_fp8,
             **plan.constants,
         )
