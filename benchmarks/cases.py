@@ -4,7 +4,8 @@
 
 The shapes are those of `tests/flashmla_cases.py` in an order of which every prefix covers all strata; data, oracle
 and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a compilation
-for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. Worker processes share
+for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only; `--backend drop_in` is
+torch's `flash_mla`, by whatever it picks. Worker processes share
 the GPU; one that a case ends is replaced. What passed is not run again, what failed is.
 """
 
@@ -29,7 +30,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "interop")]
 
 from flashmla_cases import Shape, decode_table, prefill_table, seed_of, stratified  # noqa: E402
 
-LAUNCHED_BY_TORCH = ("triton",)
+LAUNCHED_BY_TORCH = ("triton", "drop_in")
+DROP_IN = "drop_in"  # no backend of JAX
 JITTED_SHAPES = 60
 CASE_SECONDS = 60  # after which a case counts as hung
 SAVE_SECONDS = 10
@@ -55,7 +57,7 @@ def tasks_of(backend: str, shapes: list[Shape]) -> Iterator[Task]:
             yield Task(shape, "jit")
             continue
         yield Task(shape, "torch")
-        if i % 5 == 0 and i < 5 * JITTED_SHAPES:
+        if backend != DROP_IN and i % 5 == 0 and i < 5 * JITTED_SHAPES:
             yield Task(shape, "jit")
 
 
@@ -85,7 +87,10 @@ def _attempt(task: Task, backend: str, device: str) -> dict:
     entry = {"seed": seed_of(task.shape), "verdict": "failed"}
     try:
         call = case_data.make_call(task.shape, device)
-        results = (_launched if task.route == "torch" else _jitted)(call, backend)
+        if backend == DROP_IN:
+            results = through_the_drop_in(call)
+        else:
+            results = (_launched if task.route == "torch" else _jitted)(call, backend)
         entry["errors"], wrong = case_data.compare(call, results)
         if wrong:
             entry["why"] = "; ".join(wrong)
@@ -112,6 +117,31 @@ def _launched(call, backend: str):
         return prefill(call.q, keys.rows, keys.indices, **names, out=(out, *stats))
     arguments = _decode_arguments(call, triton_launcher.TorchPagedKV)
     return decode(**arguments, softmax_scale=call.softmax_scale, out=(out, stats[0]))
+
+
+def through_the_drop_in(call):
+    """Through `sparse_mla_torch.flash_mla`; its lse of an empty row, +inf, becomes ours."""
+    import torch
+    from sparse_mla_torch import flash_mla
+    from sparse_mla_torch.attention.decode import pages_of
+
+    first, *extra = call.keys
+    if call.q.ndim == 3:
+        indices, scale = first.indices[:, None], call.softmax_scale
+        options = {"attn_sink": call.attn_sink, "topk_length": first.lengths}
+        *others, lse = flash_mla.flash_mla_sparse_fwd(call.q, first.rows[:, None], indices, scale, **options)
+    else:
+        options = {"softmax_scale": call.softmax_scale, "attn_sink": call.attn_sink, "topk_length": first.lengths}
+        for keys in extra:
+            options["extra_k_cache"] = pages_of(keys.data, keys.layout, keys.page_size)
+            options |= {"extra_indices_in_kvcache": keys.indices, "extra_topk_length": keys.lengths}
+        cache, (meta, _) = pages_of(first.data, first.layout, first.page_size), flash_mla.get_mla_metadata()
+        options["indices"] = first.indices
+        *others, lse = flash_mla.flash_mla_with_kvcache(call.q, cache, None, None, 512, meta, **options)
+        lse = lse.transpose(1, 2)
+    if torch.isneginf(lse).any():
+        raise AssertionError("an lse of -inf, which FlashMLA does not give")
+    return *others, lse.masked_fill(torch.isposinf(lse), -torch.inf)
 
 
 def _jitted(call, backend: str):
@@ -326,7 +356,7 @@ def _installed() -> frozenset[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", required=True, help="a backend of jax_sparse_mla, such as triton")
+    parser.add_argument("--backend", required=True, help="a backend of jax_sparse_mla, such as triton, or drop_in")
     parser.add_argument("--budget-seconds", type=float, default=100)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit", type=int, help="at most so many cases in this run")
@@ -334,7 +364,7 @@ def main() -> int:
     args = parser.parse_args()
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")  # the workers share one GPU's memory
-    if args.backend not in (installed := _installed()):
+    if args.backend not in (installed := _installed() | {DROP_IN}):
         print(f"{args.backend} is not installed here; these are: {', '.join(sorted(installed))}")
         return 2
     shapes = stratified(decode_table() + prefill_table())

@@ -67,7 +67,7 @@ def main(capability: tuple[int, int]) -> None:
         rows.append(describe(name, num_heads, kernel))
     kernel, _ = compiled_attention(planning.workspace_layout(576), 16, capability, prefill=True)
     rows.append(describe("workspace 576", 16, kernel))
-    constexprs = {"HAS_SINK": True, "ALL_SPLITS": 16, "SOME_SPLITS": 8}
+    constexprs = {"HAS_SINK": True, "EMPTY_IS_INF": True, "ALL_SPLITS": 16, "SOME_SPLITS": 8}
     assert len(compiled(combine_kernel, constexprs, {"out": "*bf16"}, capability).asm["cubin"]) > 0
     print(json.dumps(rows))
 

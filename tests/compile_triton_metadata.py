@@ -9,9 +9,9 @@ import sys
 
 from compile_triton_kv import compile_kernel
 
-from jax_sparse_mla.kernels_triton import metadata, schedules
+from jax_sparse_mla.kernels_triton import metadata, metadata_v32, schedules
 from jax_sparse_mla.metadata import ForwardMode
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
 
 DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))
 
@@ -30,6 +30,12 @@ def cases():
             constants = metadata.v4_constants(spec, mode, drafts, 64, 131_072)
             name = f"v4 {mode.name} {len(spec.compress_ratios)} ratios"
             yield name, metadata.v4_metadata_kernel, metadata.v4_absent_outputs(constants) | constants
+        constants = metadata_v32.mode_constants(mode, drafts, 64)
+        yield f"v32 starts {mode.name}", metadata_v32.request_starts_kernel, constants
+        for absent in ({"topk_indices_offset_ptr": None}, {}):
+            constants = metadata_v32.v32_constants(DEEPSEEK_V32, mode, drafts, 64, 131_072)
+            yield f"v32 {mode.name} {len(absent)} absent", metadata_v32.v32_metadata_kernel, absent | constants
+    yield "kv_slots", metadata_v32.kv_slots_kernel, {"SEARCH_STEPS": 7} | metadata_v32.SLOTS_OPTIONS
     yield "row_starts", metadata.row_starts_kernel, metadata.request_options(64)
     yield "swa_slots", metadata.swa_slots_kernel, metadata.swa_constants(128) | metadata.SWA_OPTIONS
     yield "gather_lens", metadata.gather_lens_kernel, {"WINDOW": 128} | metadata.request_options(64)

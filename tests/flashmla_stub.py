@@ -6,9 +6,12 @@ them: lse +inf on empty rows and a transposed view, partial results by the sched
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from attention_oracle import attend, unpack_cache
+
+from jax_sparse_mla.metadata import flashmla_schedule
 
 # As the two wheels register them: sgl-flash-mla 1.0.0 and sglang-kernel 0.4.5.
 _DECODE = (
@@ -59,65 +62,80 @@ def decode(
 ):
     b, s_q, h_q, d_qk = q.shape
     CALLS.append(("decode", tuple(q.shape)))
-    check(b > 0 and s_q == 1 and h_q in (64, 128) and d_qk in (512, 576) and d_v == 512, f"q {q.shape}")
-    check(q.dtype == torch.bfloat16 and q.is_contiguous(), "q's dtype or layout")
+    check(b > 0 and s_q > 0 and h_q in (64, 128) and d_qk in (512, 576) and d_v == 512, f"q {q.shape}")
+    strides = q.stride()
+    check(q.dtype == torch.bfloat16 and strides[3] == 1 and all(x % 8 == 0 for x in strides[:3]), f"q's {strides}")
     check(attn_sink is None or (attn_sink.shape == (h_q,) and attn_sink.dtype == torch.float32), "attn_sink")
     if attn_sink is not None:  # the combine of a split row without keys makes NaN of these
         check(not torch.any((attn_sink < -2.3e38) & (attn_sink > -torch.inf)), f"sinks {attn_sink}")
     v32 = d_qk == 576
     check(not v32 or (topk_length is None and extra_kv is None), "V3.2 takes neither lengths nor an extra cache")
-    parts = PARTITIONS // (h_q // 64)
-    check(metadata.shape == (parts, 8) and splits.shape == (b + 1,), f"schedule {metadata.shape} {splits.shape}")
-    check(metadata.dtype == splits.dtype == torch.int32, "the schedule's dtype")
-    tables = [read_table(kv, indices, topk_length, b, d_qk)]
+    tables = [read_table(kv, indices, topk_length, b, s_q, d_qk)]
     check((extra_kv is None) == (extra_indices is None), "extra cache without indices")
     if extra_kv is not None:
-        tables.append(read_table(extra_kv, extra_indices, extra_length, b, d_qk))
+        tables.append(read_table(extra_kv, extra_indices, extra_length, b, s_q, d_qk))
+    parts = max(PARTITIONS // (h_q // 64) // s_q, 1)
+    if metadata is None:
+        metadata, splits = own_schedule(tables, parts)
+    check(metadata.shape == (parts, 8) and splits.shape == (b + 1,), f"schedule {metadata.shape} {splits.shape}")
+    check(metadata.dtype == splits.dtype == torch.int32, "the schedule's dtype")
     # The kernel takes at least one block of the first table.
     blocks = sum(np.maximum(-(-lengths // 64), i == 0) for i, (_, _, lengths) in enumerate(tables))
     scanned = walk_schedule(array(metadata), array(splits), blocks)
     if v32:  # which may have been told less than all columns
-        named = (tables[0][1] != -1).reshape(b, -1, 64).any(axis=2)
+        named = (tables[0][1] != -1).reshape(b, s_q, -1, 64).any(axis=(1, 3))
         check(all(np.all(times[blocks] == 1) for times, blocks in zip(scanned, named)), "a block is not scanned once")
     else:
         check(all(np.all(times == 1) for times in scanned), "a block is not scanned once")
-    out, lse = np.zeros((b, 1, h_q, 512)), np.zeros((b, 1, h_q))
-    for row in range(b):
-        keys = np.concatenate([rows[slots[row][: lengths[row]]] for rows, slots, lengths in found(tables)])
-        out[row, 0], _, lse[row, 0] = attend(array(q)[row, 0], keys, sm_scale, array(attn_sink))
+    out, lse = np.zeros((b, s_q, h_q, 512)), np.zeros((b, s_q, h_q))
+    for row, token in np.ndindex(b, s_q):
+        keys = []
+        for rows, slots, lengths in tables:
+            named = slots[row, token, : lengths[row]]
+            keys.append(rows[named[named != -1]])
+        out[row, token], _, lse[row, token] = attend(
+            array(q)[row, token], np.concatenate(keys), sm_scale, array(attn_sink)
+        )
     lse = torch.from_numpy(np.where(np.isneginf(lse), np.inf, lse)).float()
     return torch.from_numpy(out).bfloat16(), lse.transpose(1, 2), metadata, splits
 
 
-def read_table(kv, indices, lengths, b, d_qk):
-    """The cache's rows, the indices `[b, topk]` and the lengths `[b]` of one table."""
+def own_schedule(tables, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the operator computes where it is given none."""
+    (_, first, lengths), (_, second, extra_lengths) = (*tables, (None, np.zeros((1, 1, 0)), None))[:2]
+    made = flashmla_schedule(
+        jnp.asarray(lengths, jnp.int32),
+        batch=len(lengths),
+        topk=first.shape[-1],
+        extra_topk=second.shape[-1],
+        extra_topk_length=None if extra_lengths is None else jnp.asarray(extra_lengths, jnp.int32),
+        num_sm_parts=parts,
+    )
+    return tuple(torch.from_numpy(np.array(x)) for x in made)
+
+
+def read_table(kv, indices, lengths, b, s_q, d_qk):
+    """The cache's rows, the indices `[b, s_q, topk]` and the lengths `[b]` of one table."""
     width, layout = (656, "V32_FP8") if d_qk == 576 else (584, "V4_FP8")
     pages, page_size = kv.shape[:2]
-    check(kv.dtype == torch.uint8 and kv.shape == (pages, page_size, 1, width), f"kv {kv.dtype} {kv.shape}")
+    check(kv.element_size() == 1 and kv.shape == (pages, page_size, 1, width), f"kv {kv.dtype} {kv.shape}")
     check(pages > 0 and kv.stride()[1:] == (width, width, 1) and kv.stride(0) % 16 == 0, f"kv strides {kv.stride()}")
     topk = indices.shape[-1]
-    check(indices.dtype == torch.int32 and indices.shape == (b, 1, topk), f"indices {indices.shape}")
+    check(indices.dtype == torch.int32 and indices.shape == (b, s_q, topk), f"indices {indices.shape}")
     check(topk > 0 and topk % 64 == 0 and indices.stride(2) == 1, f"indices {indices.shape} {indices.stride()}")
-    data = kv.as_strided((pages, page_size * width), (kv.stride(0), 1)).numpy()
+    data = kv.view(torch.uint8).as_strided((pages, page_size * width), (kv.stride(0), 1)).numpy()
     rows = unpack_cache(layout, page_size, data)
-    slots = indices.numpy().reshape(b, topk)
+    slots = indices.numpy()
     if lengths is None:
         lengths = np.full(b, topk)
     else:
         check(lengths.dtype == torch.int32 and lengths.shape == (b,), f"lengths {lengths.shape}")
         lengths = lengths.numpy()
         check(np.all((lengths >= 0) & (lengths <= topk)), f"lengths {lengths} of {topk} columns")
-    scanned = np.arange(topk) < lengths[:, None]
+    scanned = np.arange(topk) < lengths[:, None, None]
     bad = slots[scanned & (slots != -1) & ((slots < 0) | (slots >= len(rows)))]
     check(bad.size == 0, f"out-of-bounds reads at {bad[:5]} of {len(rows)} slots")
     return rows, slots, lengths
-
-
-def found(tables):
-    """Tables whose rows of slots hold valid ones only, in order, with their counts."""
-    for rows, slots, lengths in tables:
-        valid = [[slot for slot in row[:length] if slot != -1] for row, length in zip(slots, lengths)]
-        yield rows, valid, [len(row) for row in valid]
 
 
 def walk_schedule(metadata: np.ndarray, splits: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
@@ -137,7 +155,7 @@ def walk_schedule(metadata: np.ndarray, splits: np.ndarray, blocks: np.ndarray) 
     return times
 
 
-def prefill(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
+def prefill(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None, return_log2_stats=False):
     rows, h_q, d_qk = q.shape
     CALLS.append(("prefill", tuple(q.shape)))
     check(rows > 0 and h_q in (64, 128) and d_qk in (512, 576) and d_v == 512, f"q {q.shape}")
@@ -152,7 +170,8 @@ def prefill(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
         keys = array(kv)[slots[(slots >= 0) & (slots < len(kv))], 0]
         results.append(attend(array(q)[row], keys, sm_scale, array(attn_sink)))
     out, max_logits, lse = (torch.from_numpy(np.stack(x)) for x in zip(*results))
-    return [out.bfloat16(), max_logits.float(), torch.where(lse == -torch.inf, torch.inf, lse).float()]
+    unit = np.log(2) if return_log2_stats else 1
+    return [out.bfloat16(), (max_logits / unit).float(), torch.where(lse == -torch.inf, torch.inf, lse / unit).float()]
 
 
 def prefill_log2(*args, **kwargs):

@@ -114,7 +114,8 @@ def test_a_command_is_required(capsys):
 def test_counts_must_be_positive(capsys, value):
     options = [("doctor", "--query-tokens")]
     if HAS_MODELS:
-        options += [("generate", f"--{name}") for name in ("max-new-tokens", "requests", "max-batch", "chunk-size")]
+        names = ("max-new-tokens", "requests", "max-batch", "chunk-size", "speculative-steps")
+        options += [("generate", f"--{name}") for name in names]
     for command, option in options:
         with pytest.raises(SystemExit) as exit_:
             main([command, option, value])
@@ -132,6 +133,9 @@ def test_counts_must_be_positive(capsys, value):
         ["--model", "here", "--preset", "v4"],
         ["--prompt", "a", "--prompt-file", "b"],
         ["--seed", "x"],
+        ["--draft-oracle", "1.5"],
+        ["--draft-oracle", "-0.1"],
+        ["--draft-oracle", "nan"],
         ["text"],
     ],
 )
@@ -154,6 +158,7 @@ def test_nothing_to_generate_from(capsys, tmp_path):
         (["--model", f"{tmp_path}/none"], f"no checkpoint folder {tmp_path}/none"),
         (["--model", ""], "no checkpoint folder"),
         (["--model", str(tmp_path)], "safetensors"),
+        (["--draft-oracle", "0.5"], "--draft-oracle needs --speculative-steps"),
     ):
         status, out, err = run(capsys, "generate", *args)
         assert status == 2 and out == "" and message in err, (args, err)
@@ -225,6 +230,38 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, 
     monkeypatch.setitem(check.MIN_COSINE, cache, 2.0)
     status, out, _ = run(capsys, *args)
     assert status == 1 and out.endswith("check      FAILED\n") and out.count("FAILED") == len(layers) + 1
+
+
+def test_speculative_decoding(capsys, small_presets, monkeypatch):
+    """Both decodings, their comparison, and how many drafts were accepted."""
+    from sparse_mla_torch.hf import generate
+    from sparse_mla_torch.hf.speculative import Difference
+
+    args = ["generate", "--preset", "v32", "--prompt", small_presets.default_prompt()[:100], "--requests", "2"]
+    args += ["--chunk-size", "112", "--max-new-tokens", "12", "--speculative-steps", "2"]
+    status, out, _ = run(capsys, *args, "--draft-oracle", "0.7")
+    assert status == 0 and out.count("check      passed") == 2 and "FAILED" not in out
+    first, second, *rest = generated(out)
+    assert rest == [first, second] and len(first.split(",")) == 12
+    assert re.search(r"^route +verify: reference, paged_decode", out, re.M) and "probability 0.7" in out
+    histogram = re.findall(r"^ +(\d) drafts: +(\d+)", out, re.M)
+    assert [int(count) for count, _ in histogram] == [0, 1, 2]
+    # Each request's first token comes from its prefill.
+    assert sum((int(count) + 1) * int(times) for count, times in histogram) == 2 * 11
+    assert re.search(r"^accepted +\d\.\d\d tokens a round, \d+ rounds of a request$", out, re.M)
+    assert "tokens     24 of 24 are plain decoding's" in out
+
+    status, out, _ = run(capsys, *args, "--no-check")
+    assert status == 0 and "check" not in out and "decoding   plain" not in out
+    assert generated(out) == [first, second]
+
+    for margin, expected in ((0.01, 0), (0.5, 1)):
+        found = [Difference(1, 3, margin)]
+        monkeypatch.setattr(generate, "compare_with_plain", lambda *_, found=found: found)
+        status, out, _ = run(capsys, *args)
+        assert status == expected and "tokens     23 of 24 are plain decoding's" in out
+        assert f"request 1, token 3 differs, under a top-2 margin of {margin:.4f}" in out
+        assert f"check      {'FAILED' if expected else 'passed'}: a token may differ" in out
 
 
 # generate: the real presets

@@ -255,24 +255,32 @@ def test_pool_against_brute_force(data):
     page, max_len, max_requests = 4, 22, 3
     window = data.draw(st.sampled_from([None, 1, 3, 4, 5, 9]))
     pool = RequestPool(max_requests=max_requests, max_len=max_len, page_size=page, window=window, seed=0)
-    before, lengths = snapshot(pool), {}
+    before, lengths, oldest = snapshot(pool), {}, {}
     for _ in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["open", "extend", "extend", "close"]))
+        action = data.draw(st.sampled_from(["open", "extend", "extend", "truncate", "close"]))
         if action == "open" and len(lengths) < max_requests:
             row = pool.open()
             assert row not in lengths and (pool.req_to_token[row] == -1).all()
-            lengths[row] = 0
+            lengths[row] = oldest[row] = 0
         elif action == "close" and lengths:
             row = data.draw(st.sampled_from(sorted(lengths)))
             pool.close(row)
             del lengths[row]
+        elif action == "truncate" and lengths:
+            row = data.draw(st.sampled_from(sorted(lengths)))
+            # Rejected drafts are newer than what the window has moved past.
+            lengths[row] = data.draw(st.integers(oldest[row], lengths[row]))
+            kept = pool.req_to_token[row, : lengths[row]].copy()
+            pool.truncate(row, lengths[row])
+            assert np.array_equal(pool.req_to_token[row, : lengths[row]], kept)
+            assert (pool.req_to_token[row, -(-lengths[row] // page) * page :] == -1).all()
         elif action == "extend" and lengths:
             row = data.draw(st.sampled_from(sorted(lengths)))
             old, new = lengths[row], min(max_len, lengths[row] + data.draw(st.integers(1, 9)))
             if new == old:
                 continue
             slots = pool.extend(row, old, new)
-            lengths[row] = new
+            lengths[row], oldest[row] = new, old
             assert slots.dtype == np.int32 and np.array_equal(slots, pool.req_to_token[row, old:new])
             if window is not None:
                 first = max(0, old + 1 - window)  # what the step's oldest query still sees

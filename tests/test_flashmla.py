@@ -80,8 +80,8 @@ def pretend_h200(monkeypatch, libraries, namespace):
     """An H200 with one of the vendors' libraries."""
     for name in OVERRIDES:
         monkeypatch.delenv(name, raising=False)
-    library = flashmla._Library(namespace, log2_prefill=namespace == "stub_sgl_kernel")
-    monkeypatch.setattr(flashmla, "_library", lambda: library)
+    library = flashmla.Library(namespace, log2_prefill=namespace == "stub_sgl_kernel")
+    monkeypatch.setattr(flashmla, "library", lambda: library)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
     monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference", "flashmla"}))
     stub.CALLS.clear()
@@ -146,7 +146,7 @@ class TestDecode:
         expected = jax.block_until_ready(run_decode(case, "flashmla"))
         stub.CALLS.clear()
         jax.clear_caches()
-        monkeypatch.setattr(flashmla, "_MAX_ACCUMULATOR_BYTES", (132 + 4) * 64 * 512 * 4)
+        monkeypatch.setattr(flashmla, "MAX_ACCUMULATOR_BYTES", (132 + 4) * 64 * 512 * 4)
         schedule = decode_schedule((5, 2, 4, 16, 16))  # of all rows: of no use to a part
         assert_same(run_decode(case, "flashmla", schedule=schedule), expected)
         assert sorted(shape[0] for _, shape in stub.CALLS) == [2, 4, 4]
@@ -250,9 +250,9 @@ class TestFailures:
 
     def test_what_is_missing_is_said(self, monkeypatch):
         monkeypatch.undo()
-        flashmla._library.cache_clear()
+        flashmla.library.cache_clear()
         with pytest.raises(RuntimeError, match=r"flash_mla: .*sgl_kernel: .*JAX_SPARSE_MLA_BACKEND"):
-            flashmla._library()
+            flashmla.library()
 
     @pytest.mark.parametrize(
         "file, expected",

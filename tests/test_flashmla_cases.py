@@ -175,6 +175,13 @@ def test_the_reference_passes_through_jit(shape):
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("shape", (DECODES[1], PREFILLS[0]), ids=lambda shape: shape.id)
+def test_the_drop_in_passes(shape):
+    entry = cases.run_case(cases.Task(shape, "torch"), "drop_in", "cpu")
+    assert entry["verdict"] == "passed", entry
+
+
+@pytest.mark.cpu
 def test_an_exception_is_a_failure_with_its_reason():
     entry = cases.run_case(cases.Task(DECODES[0], "jit"), "hopper", "cpu")
     assert entry["verdict"] == "failed" and "hopper" in entry["why"]
@@ -205,6 +212,7 @@ def test_sixty_shapes_of_a_launched_backend_are_jitted():
     assert sum(task.route == "jit" for task in tasks) == 60
     assert [task.shape for task in tasks if task.route == "torch"] == order
     assert [task.route for task in cases.tasks_of("flashmla", order[:3])] == ["jit"] * 3
+    assert [task.route for task in cases.tasks_of("drop_in", order[:9])] == ["torch"] * 9
 
 
 def test_the_ledger_runs_again_what_failed(monkeypatch, tmp_path):

@@ -74,6 +74,7 @@ def launch(rows: int, tables, sink):
         "HEADS": HEADS,
         "HAS_SINK": has_sink,
         "LEAST_SINK": -1e30,
+        "ROWS_PER_LENGTH": 1,
     }
     kernels.sanitise_kernel[kernels.grid(rows, *widths)](
         *arguments, sink, rows, *scalars, len(sink), *outputs, **constants, **kernels.OPTIONS

@@ -245,6 +245,23 @@ def test_split_copies_the_touched_pages_and_no_other_byte(layout, page_size, sma
     assert set(moved) == {1, 4}
 
 
+@pytest.mark.parametrize("padding", [-64, 0, 8])
+def test_pages_may_stand_apart_or_without_their_padding(padding):
+    cache = torch_cache(np.zeros((3, V4.page_bytes(64)), np.uint8), V4, 64)
+    page_bytes, tokens = V4.page_bytes(64), 64 * V4.bytes_per_token
+    room = torch.zeros(3 * (page_bytes + padding), dtype=torch.uint8, device=DEVICE)
+    apart = PagedKV(data=room.as_strided((3, tokens), (page_bytes + padding, 1)), layout=V4, page_size=64)
+    slots, rows = tensor(np.array([0, 191, 64, -1, 192], np.int32)), tensor(rows_of_every_kind(5, 512, 3))
+    for some in (cache, apart):
+        torch_kv.write_kv(some, slots, rows)
+    assert torch.equal(apart.data, cache.data[:, :tokens]) and not cache.data[:, tokens:].any()
+    gathered = [torch_kv.gather_kv(some, slots) for some in (cache, apart)]
+    assert torch.equal(*(x.view(torch.int16) for x in gathered))
+    with pytest.raises(ValueError, match="pages at multiples of 8 bytes"):
+        odd = torch.zeros((3, tokens + 1), dtype=torch.uint8, device=DEVICE)
+        torch_kv.gather_kv(PagedKV(data=odd[:, :tokens], layout=V4, page_size=64), slots)
+
+
 def test_bad_tensors_are_refused_by_name():
     cache, slots = torch_cache(random_pages(V4, 2, 64, seed=14), V4, 64), tensor(np.arange(4, dtype=np.int32))
     kv = torch.zeros((4, 512), dtype=torch.bfloat16, device=DEVICE)

@@ -37,21 +37,21 @@ from jax_sparse_mla.kernels_triton import dispatch
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
 _V_DIM = 512
-_DECODE_COLUMNS = 64  # the kernels scan whole blocks: topk is a multiple
-_PREFILL_COLUMNS = 128
+DECODE_COLUMNS = 64  # the kernels scan whole blocks: topk is a multiple
+PREFILL_COLUMNS = 128
 
 # exp of this is 0 as exp(−inf) is, and its product with log2(e) is finite.
-_LEAST_SINK = -1e30
+LEAST_SINK = -1e30
 
 # The decode operator allocates (rows + partitions) · heads · 512 floats for partial results on every call, and counts
 # them in int32. More rows than fit in this go through in several calls.
-_MAX_ACCUMULATOR_BYTES = 1 << 30
+MAX_ACCUMULATOR_BYTES = 1 << 30
 
 
 # --- the operators ------------------------------------------------------------------------------------------------
 
 
-class _Library(NamedTuple):
+class Library(NamedTuple):
     namespace: str  # in torch.ops
     log2_prefill: bool  # its prefill returns max_logits and lse in base 2
 
@@ -74,7 +74,7 @@ def _sgl_kernel_files() -> list[Path]:
 
 
 @functools.cache
-def _library() -> _Library:
+def library() -> Library:
     """Loads the operators, from the first package that has them."""
     failures = []
     for load in (_load_flash_mla, _load_sgl_kernel):
@@ -87,22 +87,22 @@ def _library() -> _Library:
     )
 
 
-def _load_flash_mla() -> _Library:
+def _load_flash_mla() -> Library:
     import flash_mla
 
     if not hasattr(flash_mla, "has_legacy") or not flash_mla.has_legacy():
         raise ImportError("this build lacks the kernels for SM90 and for the V3.2 and V4 caches")
-    return _Library("flash_mla_legacy", log2_prefill=False)
+    return Library("flash_mla_legacy", log2_prefill=False)
 
 
-def _load_sgl_kernel() -> _Library:
+def _load_sgl_kernel() -> Library:
     import torch
 
     libraries = _sgl_kernel_files()
     if not libraries:
         raise ImportError("not installed, or without flashmla_ops")
     torch.ops.load_library(str(libraries[0]))
-    return _Library("sgl_kernel", log2_prefill=True)
+    return Library("sgl_kernel", log2_prefill=True)
 
 
 # --- decode -------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _decode_rows(
         for table in tables
     ]
     device = DeviceInfo.current()
-    chunk = _MAX_ACCUMULATOR_BYTES // (_padded_heads(heads) * _V_DIM * 4) - device.sm_count
+    chunk = MAX_ACCUMULATOR_BYTES // (padded_heads(heads) * _V_DIM * 4) - device.sm_count
     pieces = []
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
@@ -218,8 +218,8 @@ def _decode_call(
     assume_valid_indices: bool,
 ) -> tuple[jax.Array, jax.Array]:
     rows, heads, qk_dim = q.shape
-    padded = _padded_heads(heads)
-    if not assume_valid_indices or any(table.indices.shape[1] % _DECODE_COLUMNS for table in tables):
+    padded = padded_heads(heads)
+    if not assume_valid_indices or any(table.indices.shape[1] % DECODE_COLUMNS for table in tables):
         tables, attn_sink = _sanitise(tables, attn_sink, padded)
     elif attn_sink is not None:
         attn_sink = _pad_heads(attn_sink[None], padded)[0]
@@ -244,7 +244,7 @@ def _decode_call(
         jax.ShapeDtypeStruct((rows, heads, _V_DIM), jnp.bfloat16),
         jax.ShapeDtypeStruct((rows, padded), jnp.float32),
     ]
-    out, lse = ffi.torch_call(f"{_library().namespace}::sparse_decode_fwd", arguments, results)
+    out, lse = ffi.torch_call(f"{library().namespace}::sparse_decode_fwd", arguments, results)
     return out, _natural_lse(lse[:, :heads], log2=False)
 
 
@@ -258,7 +258,7 @@ def _pages(cache: PagedKV) -> ffi.Strided:
 def _sanitise(tables: list[_Table], attn_sink: jax.Array | None, padded: int) -> tuple[list[_Table], jax.Array | None]:
     """−1 for what names no slot or lies beyond a length, lengths clipped, columns padded to whole blocks; the sink."""
     num_slots = [table.cache.num_slots for table in tables]
-    widths = [math.ceil(table.indices.shape[1] / _DECODE_COLUMNS) * _DECODE_COLUMNS for table in tables]
+    widths = [math.ceil(table.indices.shape[1] / DECODE_COLUMNS) * DECODE_COLUMNS for table in tables]
     given = [(table.indices, table.lengths) for table in tables], attn_sink
     leaves, structure = jax.tree.flatten(given)
 
@@ -266,12 +266,12 @@ def _sanitise(tables: list[_Table], attn_sink: jax.Array | None, padded: int) ->
         from jax_sparse_mla.kernels_triton import launch_jax
 
         sizes = {"num_slots": num_slots, "widths": widths, "heads": padded}
-        return launch_jax.sanitise(*jax.tree.unflatten(structure, leaves), **sizes, least_sink=_LEAST_SINK)
+        return launch_jax.sanitise(*jax.tree.unflatten(structure, leaves), **sizes, least_sink=LEAST_SINK)
 
     def plain(*leaves):
         pairs, sink = jax.tree.unflatten(structure, leaves)
         if sink is not None:
-            sink = _pad_heads(jnp.maximum(sink, _LEAST_SINK)[None], padded)[0]
+            sink = _pad_heads(jnp.maximum(sink, LEAST_SINK)[None], padded)[0]
         return [sanitise_reference(*pair, *sizes) for pair, *sizes in zip(pairs, num_slots, widths)], sink
 
     safe, attn_sink = dispatch(kernel, plain, *leaves)
@@ -312,13 +312,13 @@ def prefill(
     if 0 in (rows, heads, topk, kv.shape[0]):
         out, lse = _nothing(rows, heads)
         return out, lse, lse
-    library, padded = _library(), _padded_heads(heads)
+    vendor, padded = library(), padded_heads(heads)
     if topk_length is not None:
         topk_length = jnp.clip(topk_length, 0, topk)
         capability = DeviceInfo.current().compute_capability
         if capability is not None and capability[0] == 10:  # its kernel reads rows beyond the length, NaN included
             indices = jnp.where(jnp.arange(topk) < topk_length[:, None], indices, -1)
-    indices = jnp.pad(indices, ((0, 0), (0, -topk % _PREFILL_COLUMNS)), constant_values=-1)
+    indices = jnp.pad(indices, ((0, 0), (0, -topk % PREFILL_COLUMNS)), constant_values=-1)
     arguments = {
         "q": _pad_heads(q, padded),
         "kv": kv[:, None, :],
@@ -330,9 +330,9 @@ def prefill(
     }
     statistics = jax.ShapeDtypeStruct((rows, padded), jnp.float32)
     results = [jax.ShapeDtypeStruct((rows, heads, _V_DIM), jnp.bfloat16), statistics, statistics]
-    out, max_logits, lse = ffi.torch_call(f"{library.namespace}::sparse_prefill_fwd", arguments, results)
-    max_logits = max_logits[:, :heads] * (math.log(2) if library.log2_prefill else 1)
-    return out, max_logits, _natural_lse(lse[:, :heads], library.log2_prefill)
+    out, max_logits, lse = ffi.torch_call(f"{vendor.namespace}::sparse_prefill_fwd", arguments, results)
+    max_logits = max_logits[:, :heads] * (math.log(2) if vendor.log2_prefill else 1)
+    return out, max_logits, _natural_lse(lse[:, :heads], vendor.log2_prefill)
 
 
 # --- shared -------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def _nothing(rows: int, heads: int) -> tuple[jax.Array, jax.Array]:
     return jnp.zeros((rows, heads, _V_DIM), jnp.bfloat16), jnp.full((rows, heads), -jnp.inf, jnp.float32)
 
 
-def _padded_heads(heads: int) -> int:
+def padded_heads(heads: int) -> int:
     return 64 if heads <= 64 else 128
 
 

@@ -158,6 +158,7 @@ def sanitise(tables, sink, *, num_slots: list[int], widths: list[int], heads: in
         HEADS=heads,
         HAS_SINK=sink is not None,
         LEAST_SINK=least_sink,
+        ROWS_PER_LENGTH=1,
         **sanitise_kernels.OPTIONS,
     )
     pairs = zip(outputs[::2], outputs[1::2])

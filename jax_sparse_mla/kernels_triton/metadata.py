@@ -142,13 +142,13 @@ def _take(table_ptr, index, size, mask):
 
 
 @triton.jit
-def _take_2d(table_ptr, row, column, rows, columns, mask):
+def take_2d(table_ptr, row, column, rows, columns, mask):
     valid = mask & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
     return tl.maximum(tl.load(table_ptr + row.to(tl.int64) * columns + column, mask=valid, other=-1), -1)
 
 
 @triton.jit
-def _divide(slot, divisor):
+def divide(slot, divisor):
     """Floor division, which keeps -1 at -1."""
     return tl.where(slot >= 0, slot // divisor, -1)
 
@@ -161,7 +161,7 @@ def _window_slots(
     """The slots of the last WINDOW tokens up to `position`, newest first, -1 padded to BLOCK."""
     back = tl.arange(0, BLOCK)
     column = tl.maximum(position, -1) - back
-    full = _take_2d(req_to_token_ptr, table_row, column, table_rows, table_columns, back < WINDOW)
+    full = take_2d(req_to_token_ptr, table_row, column, table_rows, table_columns, back < WINDOW)
     return _take(full_to_swa_ptr, full, swa_entries, back < WINDOW)
 
 
@@ -237,7 +237,7 @@ def gather_slots_kernel(
     start = tl.load(offsets_ptr + request, mask=held, other=0)
     position = tl.load(first_pos_ptr + request, mask=held, other=0) + (element - start)
     row = tl.load(req_rows_ptr + request, mask=held, other=-1)
-    full = _take_2d(req_to_token_ptr, row, position, table_rows, table_columns, held)
+    full = take_2d(req_to_token_ptr, row, position, table_rows, table_columns, held)
     tl.store(slots_ptr + element, _take(full_to_swa_ptr, full, swa_entries, held), mask=element < capacity)
 
 
@@ -245,7 +245,7 @@ def gather_slots_kernel(
 
 
 @triton.jit
-def _request_lens(seq_lens_ptr, request, mask, DRAFTS_TO_ADD: tl.constexpr, IDLE: tl.constexpr):
+def request_lens(seq_lens_ptr, request, mask, DRAFTS_TO_ADD: tl.constexpr, IDLE: tl.constexpr):
     """Tokens of requests with this step's; 0 for a padding request."""
     length = tl.maximum(tl.load(seq_lens_ptr + request, mask=mask, other=0), 0)
     if DRAFTS_TO_ADD > 0:
@@ -274,18 +274,20 @@ def row_starts_kernel(
 
 
 @triton.jit
-def _batch_facts(
+def batch_facts(
     seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests, num_rows, max_tokens, query_start_loc_ptr, overflow_ptr,
     ROWS_EACH: tl.constexpr, DRAFTS_TO_ADD: tl.constexpr, IDLE: tl.constexpr,
-    REQUESTS: tl.constexpr, CHUNKS: tl.constexpr,
+    REQUESTS: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_REQUESTS: tl.constexpr = False,
 ):  # fmt: skip
+    """Where requests start, and whether a row, or with WHOLE_REQUESTS a request, is longer than `max_tokens`."""
     rows_end = 0
     overflow = 0
     for chunk in range(CHUNKS):
         request = chunk * REQUESTS + tl.arange(0, REQUESTS)
         known = request < num_requests
+        length = request_lens(seq_lens_ptr, request, known, DRAFTS_TO_ADD, IDLE)
         # How many tokens the longest of the request's rows attends to: its last row, of those that the step has.
-        longest = _request_lens(seq_lens_ptr, request, known, DRAFTS_TO_ADD, IDLE)
+        longest = length
         if ROWS_EACH == 0:
             count = tl.maximum(tl.load(extend_lens_ptr + request, mask=known, other=0), 0)
             end = tl.load(starts_ptr + request, mask=known, other=0).to(tl.int64) + count
@@ -295,22 +297,23 @@ def _batch_facts(
         else:
             last_row = (request + 1) * ROWS_EACH
         rows_end = tl.maximum(rows_end, tl.max(tl.where(longest > 0, last_row, 0)))
-        overflow |= tl.max((longest > max_tokens).to(tl.int32))
+        overflow |= tl.max(((length if WHOLE_REQUESTS else longest) > max_tokens).to(tl.int32))
     if ROWS_EACH == 0:
         overflow |= (tl.load(starts_ptr + num_requests) > num_rows).to(tl.int32)
     tl.store(overflow_ptr, overflow > 0)
 
-    for chunk in range(CHUNKS):
-        request = chunk * REQUESTS + tl.arange(0, REQUESTS)
-        if ROWS_EACH == 0:
-            start = tl.load(starts_ptr + request, mask=request <= num_requests, other=0)
-        else:
-            start = request * ROWS_EACH
-        tl.store(query_start_loc_ptr + request, tl.minimum(start, rows_end), mask=request <= num_requests)
+    if query_start_loc_ptr is not None:
+        for chunk in range(CHUNKS):
+            request = chunk * REQUESTS + tl.arange(0, REQUESTS)
+            if ROWS_EACH == 0:
+                start = tl.load(starts_ptr + request, mask=request <= num_requests, other=0)
+            else:
+                start = request * ROWS_EACH
+            tl.store(query_start_loc_ptr + request, tl.minimum(start, rows_end), mask=request <= num_requests)
 
 
 @triton.jit
-def _row_facts(
+def row_facts(
     row, req_pool_indices_ptr, seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests,
     ROWS_EACH: tl.constexpr, DRAFTS_TO_ADD: tl.constexpr, IDLE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -325,7 +328,7 @@ def _row_facts(
         held = request < num_requests
         start = request * ROWS_EACH
         count = ROWS_EACH
-    length = _request_lens(seq_lens_ptr, request, held, DRAFTS_TO_ADD, IDLE)
+    length = request_lens(seq_lens_ptr, request, held, DRAFTS_TO_ADD, IDLE)
     table_row = tl.load(req_pool_indices_ptr + request, mask=held, other=-1)
     # A row k rows before its request's last one ends k tokens earlier.
     causal = length - (count - 1 - (row - start))
@@ -339,7 +342,7 @@ def _store_compressed(
 ):
     length = causal // RATIO
     completes_group = (causal > 0) & (causal % RATIO == 0)
-    tl.store(out_loc_ptr + row, tl.where(completes_group, _divide(write_slot, RATIO), 0))
+    tl.store(out_loc_ptr + row, tl.where(completes_group, divide(write_slot, RATIO), 0))
     tl.store(lengths_ptr + row, length)
     tl.store(topk_lengths_ptr + row, tl.where(causal > 0, tl.minimum(tl.maximum(length, 1), MAX_TOPK), 0))
 
@@ -400,12 +403,12 @@ def v4_metadata_kernel(
     row = tl.program_id(0)
     if row == num_rows:
         if tl.program_id(1) == 0:
-            _batch_facts(
+            batch_facts(
                 seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests, num_rows, max_tokens,
                 query_start_loc_ptr, overflow_ptr, ROWS_EACH, DRAFTS_TO_ADD, IDLE, REQUESTS, CHUNKS,
             )  # fmt: skip
     else:
-        request, causal, table_row = _row_facts(
+        request, causal, table_row = row_facts(
             row, req_pool_indices_ptr, seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests,
             ROWS_EACH, DRAFTS_TO_ADD, IDLE, SEARCH_STEPS,
         )  # fmt: skip
@@ -444,7 +447,7 @@ def v4_metadata_kernel(
         else:
             first_page = (tl.program_id(1) - 1) * PAGES
             page = first_page + tl.arange(0, PAGES)
-            first_slot = _take_2d(
+            first_slot = take_2d(
                 req_to_token_ptr, table_row, page * PAGE_SIZE, table_rows, table_columns, page < NUM_PAGES
             )
             if RATIO > 0:
@@ -452,12 +455,10 @@ def v4_metadata_kernel(
                 for part in tl.static_range(entries):
                     entry = first_page * entries + part * PAGES + tl.arange(0, PAGES)
                     scanned = (entry < causal // RATIO) & (entry < NUM_PAGES * entries)
-                    slot = _take_2d(
+                    slot = take_2d(
                         req_to_token_ptr, table_row, entry // entries * PAGE_SIZE, table_rows, table_columns, scanned
                     )
                     slot = tl.where(slot >= 0, slot // PAGE_SIZE * entries + entry % entries, -1)
                     listed = full_page_indices_ptr + wide_row * FULL_WIDTH + entry
                     tl.store(listed, slot, mask=entry < FULL_WIDTH)
-            tl.store(
-                page_table_ptr + wide_row * NUM_PAGES + page, _divide(first_slot, PAGE_SIZE), mask=page < NUM_PAGES
-            )
+            tl.store(page_table_ptr + wide_row * NUM_PAGES + page, divide(first_slot, PAGE_SIZE), mask=page < NUM_PAGES)

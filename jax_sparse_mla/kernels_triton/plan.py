@@ -6,7 +6,7 @@ Imports neither jax nor torch nor triton.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
@@ -18,6 +18,23 @@ V_DIM = 512
 # costs besides its blocks (query load, first gather, output).
 COMBINE_BLOCKS = 1
 PROGRAM_BLOCKS = 3
+
+
+class Scope(NamedTuple):
+    """The static facts of one index table and of what it names.
+
+    Attributes:
+      topk: index columns.
+      rows_per_length: query rows that share a length; 0 without lengths.
+      num_slots: rows of the cache or workspace.
+      page_size, page_bytes: of the cache, bytes from one page's start to the next one's; 0 for a workspace.
+    """
+
+    topk: int
+    rows_per_length: int
+    num_slots: int
+    page_size: int = 0
+    page_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +141,7 @@ def launch_plan(
     capability: tuple[int, int],
     sm_count: int,
     may_split: bool = True,
+    empty_is_inf: bool = False,
     num_splits: int | None = None,
     tile: Tile | None = None,
     native_fp8: bool | None = None,
@@ -138,6 +156,7 @@ def launch_plan(
       has_sink: whether the call has an attention sink.
       capability, sm_count: of the device.
       may_split: False for prefill, whose max_logits the combine does not carry.
+      empty_is_inf: the lse of a row without a key is +inf, FlashMLA's convention, and not −inf.
       num_splits, tile, native_fp8: override what is chosen here (tests, tuning).
     """
     tile = tile or choose_tile(
@@ -164,6 +183,7 @@ def launch_plan(
             "HAS_SINK": has_sink and num_splits == 1,
             "SPLIT": num_splits > 1,
             "HAS_EXTRA": extra_topk > 0,
+            "EMPTY_IS_INF": empty_is_inf,
             "ROW_BYTES": layout.data_bytes,
             "QK_DIM": layout.qk_dim,
             "BLOCK_H": tile.block_h,
@@ -174,6 +194,7 @@ def launch_plan(
         combine_grid=(rows * num_heads,),
         combine_constexprs={
             "HAS_SINK": has_sink,
+            "EMPTY_IS_INF": empty_is_inf,
             "ALL_SPLITS": all_splits,
             "SOME_SPLITS": min(all_splits, 8),
         },

@@ -27,6 +27,7 @@ def _sanitise_tile(
     TOPK: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    ROWS_PER_LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -35,9 +36,10 @@ def _sanitise_tile(
     column = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     scanned = in_rows[:, None] & (column < TOPK)
     if HAS_LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row, mask=in_rows, other=0), 0), TOPK)
-        if tile == 0:
-            tl.store(out_lengths_ptr + row, length, mask=in_rows)
+        at = row // ROWS_PER_LENGTH  # the rows that share a length all write it
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + at, mask=in_rows, other=0), 0), TOPK)
+        if out_lengths_ptr is not None and tile == 0:
+            tl.store(out_lengths_ptr + at, length, mask=in_rows)
         scanned = scanned & (column < length[:, None])
     row = row.to(tl.int64)[:, None]
     slot = tl.load(indices_ptr + row * TOPK + column, mask=scanned, other=-1)
@@ -48,18 +50,18 @@ def _sanitise_tile(
 @triton.jit
 def sanitise_kernel(
     indices_ptr,  # int32 [n, TOPK]
-    lengths_ptr,  # int32 [n]; not read without HAS_LENGTHS
+    lengths_ptr,  # int32 [n / ROWS_PER_LENGTH]; not read without HAS_LENGTHS
     extra_ptr,  # int32 [n, EXTRA_TOPK]; not read where EXTRA_WIDTH is 0
-    extra_lengths_ptr,  # int32 [n]
+    extra_lengths_ptr,  # int32 [n / ROWS_PER_LENGTH]
     sink_ptr,  # float32 [num_heads]; not read without HAS_SINK
     n,
     num_slots,
     num_extra_slots,
     num_heads,
     out_ptr,  # int32 [n, WIDTH]
-    out_lengths_ptr,  # int32 [n]; not written without HAS_LENGTHS
+    out_lengths_ptr,  # as lengths_ptr, or None; not written without HAS_LENGTHS
     extra_out_ptr,  # int32 [n, EXTRA_WIDTH]
-    extra_out_lengths_ptr,  # int32 [n]; not written without HAS_EXTRA_LENGTHS
+    extra_out_lengths_ptr,  # as extra_lengths_ptr, or None; not written without HAS_EXTRA_LENGTHS
     out_sink_ptr,  # float32 [HEADS]; not written without HAS_SINK
     TOPK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -70,6 +72,7 @@ def sanitise_kernel(
     HEADS: tl.constexpr,  # a power of two
     HAS_SINK: tl.constexpr,
     LEAST_SINK: tl.constexpr,
+    ROWS_PER_LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -96,6 +99,7 @@ def sanitise_kernel(
             TOPK,
             WIDTH,
             HAS_LENGTHS,
+            ROWS_PER_LENGTH,
             ROWS,
             COLUMNS,
         )
@@ -111,6 +115,7 @@ def sanitise_kernel(
             EXTRA_TOPK,
             EXTRA_WIDTH,
             HAS_EXTRA_LENGTHS,
+            ROWS_PER_LENGTH,
             ROWS,
             COLUMNS,
         )

@@ -107,6 +107,13 @@ def _store(out, heads, live, values, START: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _natural(lse_2, EMPTY_IS_INF: tl.constexpr):
+    if EMPTY_IS_INF:
+        lse_2 = tl.where(lse_2 == float("-inf"), float("inf"), lse_2)
+    return lse_2 * LN_2
+
+
+@triton.jit
 def sparse_mla_kernel(
     q,  # bf16 [rows, heads, QK_DIM]
     kv,  # bytes [pages, page_bytes], or bf16 [kv_len, QK_DIM]
@@ -125,13 +132,14 @@ def sparse_mla_kernel(
     extra_topk,
     extra_slots,
     out,  # bf16 [rows, heads, 512]; SPLIT: float32 [splits, rows, heads, 512], of this split's keys alone
-    lse,  # float32 [rows, heads], natural; SPLIT: [splits, rows, heads], base 2
+    lse,  # float32 [rows, heads], natural; SPLIT: [splits, rows, heads], base 2, −inf without a key
     max_logits,  # float32 [rows, heads], or None
     KIND: tl.constexpr,
     NATIVE: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_EXTRA: tl.constexpr,  # without, extra_topk is 0
+    EMPTY_IS_INF: tl.constexpr,  # lse of a row without a key: +inf (FlashMLA's) or −inf
     PAGE_SIZE: tl.constexpr,  # constants: a runtime division for every row cost a sixth of the time; 0: one page
     PAGE_BYTES: tl.constexpr,
     EXTRA_PAGE_SIZE: tl.constexpr,
@@ -247,7 +255,7 @@ def sparse_mla_kernel(
         at += split.to(tl.int64) * num_rows * num_heads
         tl.store(lse + at + heads, lse_2, mask=heads < num_heads)
     else:
-        tl.store(lse + at + heads, lse_2 * LN_2, mask=heads < num_heads)
+        tl.store(lse + at + heads, _natural(lse_2, EMPTY_IS_INF), mask=heads < num_heads)
         if HAS_SINK:
             logit = tl.load(sink + heads, mask=heads < num_heads, other=0.0)
             factor = tl.where(empty, 0.0, factor / (1.0 + tl.exp2(logit * LOG2_E - lse_2)))
@@ -274,6 +282,7 @@ def combine_kernel(
     out,  # bf16 [rows · heads, 512]
     lse,  # float32 [rows · heads], natural
     HAS_SINK: tl.constexpr,
+    EMPTY_IS_INF: tl.constexpr,
     ALL_SPLITS: tl.constexpr,  # at least num_splits
     SOME_SPLITS: tl.constexpr,  # how many are added at a time
 ):
@@ -287,7 +296,7 @@ def combine_kernel(
     total = tl.sum(tl.exp2(each - shift), 0)
     lse_2 = tl.where(total == 0, float("-inf"), top + tl.log2(total))
     factor = tl.where(total == 0, 0.0, 1.0 / total)
-    tl.store(lse + item, lse_2 * LN_2)
+    tl.store(lse + item, _natural(lse_2, EMPTY_IS_INF))
     if HAS_SINK:
         logit = tl.load(sink + item % num_heads)
         factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(logit * LOG2_E - lse_2)))

@@ -44,7 +44,10 @@ class LayerReport:
 
 def compare_layers(engine: Engine, requests: list[Request]) -> list[LayerReport]:
     """Runs each layer once more, over fresh caches, through the very steps of the run (its chunks, batches, padding
-    and slots), with the entries that eager selects on the same inputs; and compares the outputs with eager's."""
+    and slots), with the entries that eager selects on the same inputs; and compares the outputs with eager's.
+
+    The run must be one of plain decoding: drafts have no later layers, and rejected tokens no place in a sequence.
+    """
     return [compare_layer(engine, index, requests) for index in range(len(engine.layers))]
 
 

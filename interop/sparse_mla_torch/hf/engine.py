@@ -42,6 +42,9 @@ class Request:
     prompt: list[int]
     max_new_tokens: int
     output: list[int] = dataclasses.field(default_factory=list)
+    # Of each output token: how far its logit lies above the second best, as a share of its own size; NaN for
+    # a token that was imported.
+    margins: list[float] = dataclasses.field(default_factory=list)
     row: int | None = None  # in the request tables, while it is being served
     computed: int = 0  # tokens whose K rows are cached
 
@@ -57,6 +60,16 @@ class Request:
     def finished(self) -> bool:
         return len(self.output) >= self.max_new_tokens
 
+    def choose(self, logits: torch.Tensor) -> None:
+        """Appends the most likely token."""
+        best, second = logits.float().topk(2).values.tolist()
+        self.output.append(int(logits.float().argmax()))
+        self.margins.append((best - second) / max(abs(best), torch.finfo(torch.float32).tiny))
+
+
+# The requests of a step, with the positions that it computes of each.
+Served = list[tuple[Request, range]]
+
 
 @dataclasses.dataclass
 class TracedStep:
@@ -70,7 +83,8 @@ class TracedStep:
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
     """chunk_size: query rows of a prefill step. max_batch: requests served at once. max_len: tokens of the longest
-    request, its output included. trace: keep what the comparison with eager needs, of the latest run."""
+    request, its output included. trace: keep what the comparison with eager needs, of the latest run.
+    speculative_steps: the most draft tokens of a step that the caches leave room for (see `SpeculativeDecoder`)."""
 
     bf16_cache: bool = False
     prefill_backend: str = "flashmla_sparse"
@@ -79,6 +93,7 @@ class EngineOptions:
     max_len: int = 4096
     seed: int = 0
     trace: bool = False
+    speculative_steps: int = 0
 
 
 class Engine:
@@ -102,7 +117,7 @@ class Engine:
         self.layers = [layer_type(module, self.spec, ratio) for module, ratio in zip(modules, ratios)]
         self.pool = RequestPool(
             max_requests=options.max_batch,
-            max_len=options.max_len,
+            max_len=options.max_len + options.speculative_steps,  # a request's last drafts may pass its end
             page_size=self.spec.page_size,
             window=self.spec.window,
             seed=options.seed,
@@ -114,18 +129,27 @@ class Engine:
     def new_cache(self, layer: int) -> Any:
         """Empty caches for one layer."""
         cache = self.layers[layer].new_cache(
-            pool=self.pool, max_requests=self.options.max_batch, bf16=self.options.bf16_cache
+            pool=self.pool,
+            max_requests=self.options.max_batch,
+            max_draft_tokens=self.options.speculative_steps + 1 if self.options.speculative_steps else 0,
+            bf16=self.options.bf16_cache,
         )
         # Committed to the device, as what a step returns is: else the second step would compile again.
         return jax.device_put(cache, jax.devices()[0])
 
     @torch.no_grad()
-    def run(self, requests: list[Request], on_step: Callable[[Step, list[Request]], None] = lambda *_: None) -> None:
+    def run(
+        self,
+        requests: list[Request],
+        on_step: Callable[[Step, list[Request]], None] = lambda *_: None,
+        advance: Callable[[list[Request]], Step] | None = None,
+    ) -> None:
         """Serves all requests to their end; prefill goes first, requests join as others leave.
 
         Args:
-          requests: new ones; their outputs are filled in.
+          requests: new ones, or imported ones (`sparse_mla_torch.handover`); their outputs are filled in.
           on_step: called after each step with the step and all requests.
+          advance: runs the next step of the requests being served, and returns it; `advance` by default.
 
         Raises:
           ValueError: a request that is empty, not new, longer than `max_len`, or has tokens the model does not know.
@@ -133,16 +157,17 @@ class Engine:
         """
         for i, request in enumerate(requests):
             self._check(i, request)
-        waiting, running, self.trace = list(requests), [], []
+        advance = advance or self.advance
+        # Imported requests have their rows already.
+        running, waiting = [r for r in requests if r.row is not None], [r for r in requests if r.row is None]
+        self.trace = []
         try:
             with AttentionReplacement(self.model, self._attend):
                 while waiting or running:
                     while waiting and len(running) < self.options.max_batch:
                         waiting[0].row = self.pool.open()
                         running.append(waiting.pop(0))
-                    step, served = self._next_step(running)
-                    self._forward(step, served)
-                    on_step(step, requests)
+                    on_step(advance(running), requests)
                     for request in [r for r in running if r.finished]:
                         running.remove(request)
                         self._close(request)
@@ -152,7 +177,7 @@ class Engine:
 
     def _check(self, i: int, request: Request) -> None:
         vocab, max_len = self.model.config.vocab_size, self.options.max_len
-        if request.output or request.computed or request.row is not None:
+        if request.row is None and (request.output or request.computed):
             raise ValueError(f"request {i} has been served before")
         if not request.prompt or request.max_new_tokens < 1:
             raise ValueError(
@@ -171,57 +196,69 @@ class Engine:
         self.pool.close(request.row)
         request.row = None
 
-    def _next_step(self, running: list[Request]) -> tuple[Step, list[tuple[Request, int]]]:
-        """The next step and its (request, tokens) pairs: a prefill chunk while any prompt is unread, else decode."""
+    def advance(self, running: list[Request]) -> Step:
+        """Runs the next step: a prefill chunk while any prompt is unread, else decode, one token of each request."""
         options = self.options
         prefill = [r for r in running if r.in_prefill]
         served, budget = [], options.chunk_size if prefill else options.max_batch
         for request in prefill or running:
             count = min(len(request.tokens) - request.computed, budget)
             if count:
-                served.append((request, count))
+                served.append((request, range(request.computed, request.computed + count)))
                 budget -= count
-        mode = ForwardMode.EXTEND if prefill else ForwardMode.DECODE
-        return self._make_step(mode, served), served
+        step = self.new_step(self.new_batch(ForwardMode.EXTEND if prefill else ForwardMode.DECODE, served), served)
+        tokens, last_rows = [], []
+        for request, positions in served:
+            tokens += request.tokens[positions.start : positions.stop]
+            last_rows.append(len(tokens) - 1)
+        for (request, positions), logits in zip(served, self.forward(step, tokens, last_rows)):
+            request.computed = positions.stop
+            if not request.in_prefill:
+                request.choose(logits)
+        return step
 
-    def _make_step(self, mode: ForwardMode, served: list[tuple[Request, int]]) -> Step:
-        options, pool = self.options, self.pool
-        num_rows = options.chunk_size if mode is ForwardMode.EXTEND else options.max_batch
+    def new_batch(self, mode: ForwardMode, served: Served) -> ForwardBatch:
+        """Maps the positions to slots; in TARGET_VERIFY they are equally many of each request."""
+        options = self.options
+        drafts = len(served[0][1]) if mode is ForwardMode.TARGET_VERIFY else None
+        num_rows = options.chunk_size if mode is ForwardMode.EXTEND else options.max_batch * (drafts or 1)
         req_rows, seq_lens, extend_lens = (np.zeros(options.max_batch, np.int32) for _ in range(3))
         out_cache_loc = np.zeros(num_rows, np.int32)
-        rows, requests, positions = [], [], []
         start = 0
-        for i, (request, count) in enumerate(served):
-            end = request.computed + count
-            out_cache_loc[start : start + count] = pool.extend(request.row, request.computed, end)
-            req_rows[i], seq_lens[i], extend_lens[i] = request.row, end, count
-            rows.append(np.arange(start, start + count))
-            requests.append(np.full(count, id(request)))
-            positions.append(np.arange(request.computed, end))
-            start += count
-        batch = ForwardBatch(
+        for i, (request, positions) in enumerate(served):
+            slots = self.pool.extend(request.row, positions.start, positions.stop)
+            out_cache_loc[start : start + len(slots)] = slots
+            start += len(slots)
+            req_rows[i], extend_lens[i] = request.row, len(slots)
+            seq_lens[i] = positions.start if drafts else positions.stop
+        return ForwardBatch(
             mode=mode,
-            max_seq_len=self._bucket(int(seq_lens.max())),
+            max_seq_len=self._bucket(max(positions.stop for _, positions in served)),
             req_pool_indices=jnp.asarray(req_rows),
             seq_lens=jnp.asarray(seq_lens),
             out_cache_loc=jnp.asarray(out_cache_loc),
             extend_lens=jnp.asarray(extend_lens) if mode is ForwardMode.EXTEND else None,
+            num_draft_tokens=drafts,
         )
+
+    def new_step(self, batch: ForwardBatch, served: Served) -> Step:
+        """A step of positions that are mapped; served: as the batch has them."""
         # Copies: the pool's tables change before the next step, and JAX may alias a numpy buffer.
         tables = RequestTables(
-            req_to_token=jnp.array(pool.req_to_token),
-            full_to_swa=jnp.array(pool.full_to_swa) if self.is_v4 else None,
+            req_to_token=jnp.array(self.pool.req_to_token),
+            full_to_swa=jnp.array(self.pool.full_to_swa) if self.is_v4 else None,
         )
         metadata, plans, schedules = _build_step(batch, tables, spec=self.spec, options=self.options)
+        positions = np.concatenate([np.arange(p.start, p.stop) for _, p in served])
         return Step(
             batch=batch,
             tables=tables,
             metadata=metadata,
             plans=plans,
             schedules=schedules,
-            rows=np.concatenate(rows),
-            requests=np.concatenate(requests),
-            positions=np.concatenate(positions),
+            rows=np.arange(len(positions)),
+            requests=np.concatenate([np.full(len(p), id(request)) for request, p in served]),
+            positions=positions,
         )
 
     def _bucket(self, max_len: int) -> int:
@@ -231,25 +268,18 @@ class Engine:
             bucket *= 2
         return min(bucket, self.pool.req_to_token.shape[1])
 
-    def _forward(self, step: Step, served: list[tuple[Request, int]]) -> None:
+    def forward(self, step: Step, tokens: list[int], keep: list[int]) -> torch.Tensor:
+        """The model over a step's tokens, its K rows cached; the logits after the tokens `keep`, `[keep, vocab]`."""
         self._step = step
         if self.options.trace:
             self.trace.append(TracedStep(step, [], []))
-        tokens, last_rows = [], []
-        for request, count in served:
-            tokens += request.tokens[request.computed : request.computed + count]
-            last_rows.append(len(tokens) - 1)
-        logits = self.model(
+        return self.model(
             input_ids=torch.tensor(tokens)[None],
             position_ids=torch.from_numpy(step.positions)[None],
             attention_mask={"indexed_attention": None},  # ours needs none: transformers is told not to build one
             use_cache=False,
-            logits_to_keep=torch.tensor(last_rows),
+            logits_to_keep=torch.tensor(keep),
         ).logits[0]
-        for (request, count), row in zip(served, logits):
-            request.computed += count
-            if not request.in_prefill:
-                request.output.append(int(row.float().argmax()))
 
     def _attend(self, index: int, hidden: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
         layer = self.layers[index]

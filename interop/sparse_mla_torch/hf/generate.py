@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jax_sparse_mla import DeviceInfo, ForwardMode, plan_attention
 from jax_sparse_mla.attention.api import installed_backends
-from jax_sparse_mla.cli import positive_int
+from jax_sparse_mla.cli import positive_int, probability
 from sparse_mla_torch.hf import presets
 from sparse_mla_torch.hf.check import (
     MIN_COSINE,
@@ -19,6 +19,7 @@ from sparse_mla_torch.hf.check import (
     count_agreeing_tokens,
 )
 from sparse_mla_torch.hf.engine import PREFILL_BACKENDS, Engine, EngineOptions, Request
+from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder, compare_with_plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill from a gathered bf16 workspace, or from the paged cache",
     )
     parser.add_argument(
-        "--no-check", action="store_true", help="skip the comparison with transformers' eager attention"
+        "--speculative-steps",
+        type=positive_int,
+        metavar="K",
+        help="draft K tokens at a time with the model's first layer, verify them in one step (default: plain decoding)",
+    )
+    parser.add_argument(
+        "--draft-oracle",
+        type=probability,
+        default=0.0,
+        metavar="P",
+        help="with --speculative-steps: propose plain decoding's own token with this probability",
+    )
+    parser.add_argument(
+        "--no-check",
+        action="store_true",
+        help="skip the comparison with transformers' eager attention, and of speculative with plain decoding",
     )
 
 
@@ -54,9 +70,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
-      no such file, no model that this library serves.
+      no such file, no model that this library serves, an oracle without drafts.
     """
     try:
+        if args.draft_oracle and not args.speculative_steps:
+            raise ValueError("--draft-oracle needs --speculative-steps")
         name, model, tokenizer = _load_model(args)
         requests = _requests(tokenizer.encode(_prompt_text(args)), args)
         engine = Engine(
@@ -69,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
                 max_len=len(requests[0].prompt) + args.max_new_tokens,
                 seed=args.seed,
                 trace=not args.no_check,
+                speculative_steps=args.speculative_steps or 0,
             ),
         )
     except (OSError, ValueError) as error:
@@ -81,13 +100,46 @@ def run(args: argparse.Namespace) -> int:
           f"{engine.spec.page_size} tokens a page")  # fmt: skip
     _print_routes(engine)
 
+    if args.speculative_steps:
+        return _run_speculative(engine, requests, tokenizer, args)
+    _serve(engine, requests, tokenizer)
+    return 0 if args.no_check else _check(engine, requests, args.kv_cache)
+
+
+def _run_speculative(engine: Engine, requests: list[Request], tokenizer, args: argparse.Namespace) -> int:
+    """Plain decoding first, if its tokens or its comparison are asked for; returns the exit status."""
+    plain, status = [Request(r.prompt, r.max_new_tokens) for r in requests], 0
+    if args.draft_oracle or not args.no_check:
+        print("decoding   plain")
+        _serve(engine, plain, tokenizer)
+    if not args.no_check:
+        status = _check(engine, plain, args.kv_cache)
+    oracle = DraftOracle(plain, args.draft_oracle, args.seed) if args.draft_oracle else None
+    decoder = SpeculativeDecoder(engine, args.speculative_steps, oracle)
+    print(f"decoding   speculative, {decoder.steps} draft tokens by the first layer" + (
+        f", plain decoding's token with probability {args.draft_oracle}" if oracle else ""))  # fmt: skip
+    _serve(engine, requests, tokenizer, decoder.advance)
+    _print_accepted(decoder)
+    if not args.no_check:
+        status = max(status, _check_tokens(engine, requests, plain))
+    return status
+
+
+def _serve(engine: Engine, requests: list[Request], tokenizer, advance=None) -> None:
     progress = _Progress(requests)
-    engine.run(requests, progress)
+    engine.run(requests, progress, advance)
     progress.print_summary()
     for i, request in enumerate(requests):
         print(f"request {i}: …{tokenizer.decode(request.prompt[-40:])!r} → {tokenizer.decode(request.output)!r}")
         print(f"           tokens {request.output}")
-    return 0 if args.no_check else _check(engine, requests, args.kv_cache)
+
+
+def _print_accepted(decoder: SpeculativeDecoder) -> None:
+    rounds = sum(decoder.accepted.values())
+    tokens = sum((count + 1) * times for count, times in decoder.accepted.items())
+    print(f"accepted   {tokens / max(rounds, 1):.2f} tokens a round, {rounds} rounds of a request")
+    for count, times in sorted(decoder.accepted.items()):
+        print(f"           {count} drafts: {times:4}  {'#' * round(40 * times / max(rounds, 1))}".rstrip())
 
 
 def _load_model(args: argparse.Namespace):
@@ -118,10 +170,13 @@ def _prompt_text(args: argparse.Namespace) -> str:
 def _print_routes(engine: Engine) -> None:
     options, device = engine.options, DeviceInfo.current()
     gathers = options.prefill_backend == "flashmla_sparse" and (engine.is_v4 or not options.bf16_cache)
-    for step, phase, rows in (
+    steps = [
         ("prefill", "prefill" if gathers else "decode", options.chunk_size),
         ("decode", "decode", options.max_batch),
-    ):
+    ]
+    if options.speculative_steps:
+        steps.append(("verify", "decode", options.max_batch * (options.speculative_steps + 1)))
+    for step, phase, rows in steps:
         plan = plan_attention(
             phase,
             engine.spec,
@@ -146,15 +201,15 @@ class _Progress:
 
     def __call__(self, step, requests: list[Request]) -> None:
         now = time.perf_counter()
-        tokens, seconds = len(step.rows), now - self._last
-        self._last = now
+        count = sum(r.computed for r in requests)
+        tokens, seconds = count - self._count, now - self._last
+        self._last, self._count = now, count
         bucket = (step.mode, step.batch.max_seq_len)
         if bucket in self._seen:
             self._warm[step.mode][0] += tokens
             self._warm[step.mode][1] += seconds
         self._seen.add(bucket)
-        self._count += tokens
-        if step.mode is not ForwardMode.DECODE or self._count == self._total or sys.stderr.isatty():
+        if step.mode is ForwardMode.EXTEND or self._count == self._total or sys.stderr.isatty():
             end = "\r" if sys.stderr.isatty() and self._count < self._total else "\n"
             print(
                 f"{step.mode.value:10} {self._count}/{self._total} tokens, {seconds:.2f} s   ", end=end, file=sys.stderr
@@ -187,4 +242,16 @@ def _check(engine: Engine, requests: list[Request], cache: str) -> int:
     agree, total = count_agreeing_tokens(engine, requests)
     print(f"tokens     {agree} of {total} are transformers' own choice too")
     print("check      passed" if ok else "check      FAILED")
+    return 0 if ok else 1
+
+
+def _check_tokens(engine: Engine, requests: list[Request], plain: list[Request]) -> int:
+    differences = compare_with_plain(engine, requests, plain)
+    total = sum(len(r.output) for r in requests)
+    print(f"tokens     {total - len(differences)} of {total} are plain decoding's, after the same tokens before them")
+    for difference in differences:
+        where = f"request {difference.request}, token {difference.index}"
+        print(f"           {where} differs, under a top-2 margin of {difference.margin:.4f} of the best logit")
+    ok = all(difference.margin <= MAX_MARGIN for difference in differences)
+    print(f"check      {'passed' if ok else 'FAILED'}: a token may differ under a margin of {MAX_MARGIN}")
     return 0 if ok else 1

@@ -80,13 +80,14 @@ class V4Layer:
             index_compressor=_compressor_params(compressor.indexer) if self.has_indexer else None,
         )
 
-    def new_cache(self, *, pool, max_requests: int, bf16: bool) -> V4LayerCache:
+    def new_cache(self, *, pool, max_requests: int, max_draft_tokens: int, bf16: bool) -> V4LayerCache:
         return V4LayerCache.zeros(
             self.spec,
             self.ratio,
             num_pages=pool.num_pages,
             num_swa_pages=pool.num_swa_pages,
             max_requests=max_requests,
+            max_draft_tokens=max_draft_tokens,
             bf16=bf16,
         )
 
@@ -162,7 +163,7 @@ class V32Layer:
         kv_b = module.kv_b_proj.weight.detach().view(module.num_heads, nope + v_dim, module.kv_lora_rank)
         self._k_up, self._v_up = kv_b[:, :nope], kv_b[:, nope:]
 
-    def new_cache(self, *, pool, max_requests: int, bf16: bool) -> V32LayerCache:
+    def new_cache(self, *, pool, max_requests: int, max_draft_tokens: int, bf16: bool) -> V32LayerCache:
         return V32LayerCache.zeros(self.spec, num_pages=pool.num_pages, bf16=bf16)
 
     def __call__(self, cache, hidden, position_embeddings, step: Step, index_scores=None):

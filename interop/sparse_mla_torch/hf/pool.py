@@ -44,17 +44,24 @@ class RequestPool:
 
     def open(self) -> int:
         """A row for a new request."""
+        if not self._free_rows:
+            raise RuntimeError("no free row left: fewer requests at once, or a larger pool")
         return self._free_rows.pop()
 
     def close(self, row: int) -> None:
         """Gives back all that a request holds."""
-        for start in range(0, self.req_to_token.shape[1], self.page_size):
+        self.truncate(row, 0)
+        self._free_rows.append(row)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Gives back the pages that hold none of a request's first `length` positions."""
+        first_page = -(-length // self.page_size) * self.page_size
+        for start in range(first_page, self.req_to_token.shape[1], self.page_size):
             first = self.req_to_token[row, start]
             if first >= 0:
                 self._release_window_page(int(first))
                 self._pages.give_back(int(first) // self.page_size)
-        self.req_to_token[row] = -1
-        self._free_rows.append(row)
+        self.req_to_token[row, first_page:] = -1
 
     def extend(self, row: int, old_len: int, new_len: int) -> np.ndarray:
         """Maps positions `old_len … new_len − 1` and returns their slots; pages behind the window are given back."""

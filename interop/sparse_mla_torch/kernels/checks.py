@@ -1,11 +1,15 @@
-"""Argument checks of the launchers, by name, before a kernel sees a tensor."""
+"""Argument checks, by name, before a kernel sees a tensor."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 INT32 = (torch.int32,)
 UINT8 = (torch.uint8,)
+BF16 = (torch.bfloat16,)
+FLOAT32 = (torch.float32,)
 FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -23,6 +27,21 @@ def check_tensor(
       TypeError: no tensor, or of another dtype.
       ValueError: of another shape, not contiguous, or on another device.
     """
+    found = check_strided(function, name, x, shape, like, dtypes)
+    if not x.is_contiguous():
+        raise ValueError(f"{function}: {name} must be contiguous, got strides {list(x.stride())}")
+    return found
+
+
+def check_strided(
+    function: str,
+    name: str,
+    x: torch.Tensor,
+    shape: tuple[int | None, ...],
+    like: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...] = INT32,
+) -> tuple[int, ...]:
+    """As `check_tensor`, of a tensor with any strides."""
     wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
     if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
@@ -30,8 +49,14 @@ def check_tensor(
         raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
     if x.ndim != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape)):
         raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
-    if not x.is_contiguous() or x.device != like.device:
-        raise ValueError(
-            f"{function}: {name} must be contiguous and on {like.device}, got strides {list(x.stride())} on {x.device}"
-        )
+    if x.device != like.device:
+        raise ValueError(f"{function}: {name} must be on {like.device}, got {x.device}")
     return tuple(x.shape)
+
+
+def check_scale(function: str, softmax_scale: float) -> None:
+    """Refuses what is not a finite number."""
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"{function}: the softmax scale must be a number, got {type(softmax_scale).__name__}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"{function}: the softmax scale must be finite, got {softmax_scale}")

@@ -1,6 +1,7 @@
 """The KV cache kernels on torch tensors: the bytes of `jax_sparse_mla.kv_cache`, in place on torch's buffers.
 
-A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`, contiguous. Every function
+A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`, contiguous; to `write_kv` and
+`gather_kv` its pages may stand further apart or closer, without the layout's padding. Every function
 launches on the current stream, allocates nothing that its caller passes, and neither synchronises nor copies to the
 host, so it can be captured in a CUDA graph. JAX's backend is not touched.
 """
@@ -15,7 +16,7 @@ import triton
 
 from jax_sparse_mla.kernels_triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
-from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor
+from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_strided, check_tensor
 
 
 def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
@@ -33,7 +34,7 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
       TypeError: a wrong dtype.
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
-    data = _check_cache("write_kv", "cache", cache)
+    data, page_stride = _check_pages("write_kv", cache)
     n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
     check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
@@ -45,7 +46,7 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
             n,
             cache.num_pages,
             data,
-            **kernels.layout_constants(cache.layout, cache.page_size),
+            **kernels.layout_constants(cache.layout, cache.page_size) | page_stride,
             MIN_SCALE_EXPONENT=cache.layout.min_scale_exponent,
             HARDWARE_CASTS=_hardware_casts(data.device),
             **options,
@@ -72,7 +73,7 @@ def gather_kv(
       TypeError: a wrong dtype.
       ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
     """
-    data = _check_cache("gather_kv", "cache", cache)
+    data, page_stride = _check_pages("gather_kv", cache)
     n = check_tensor("gather_kv", "slots", slots, (None,), data)[0]
     if out is None:
         out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
@@ -88,7 +89,7 @@ def gather_kv(
             cache.num_pages,
             out_start,
             out,
-            **kernels.layout_constants(cache.layout, cache.page_size),
+            **kernels.layout_constants(cache.layout, cache.page_size) | page_stride,
             HARDWARE_CASTS=_hardware_casts(data.device),
             **options,
         )
@@ -178,3 +179,17 @@ def _check_cache(function: str, name: str, cache: PagedKV) -> torch.Tensor:
     page_bytes = cache.layout.page_bytes(cache.page_size)
     check_tensor(function, f"{name}.data", data, (None, page_bytes), data, UINT8)
     return data
+
+
+def _check_pages(function: str, cache: PagedKV) -> tuple[torch.Tensor, dict[str, int]]:
+    """The cache's data, and the bytes from one page's start to the next one's as a kernel's constant."""
+    data, tokens = cache.data, cache.page_size * cache.layout.bytes_per_token
+    check_strided(function, "cache.data", data, (None, None), data, UINT8)
+    stride = data.stride(0) if data.shape[0] > 1 else cache.layout.page_bytes(cache.page_size)
+    dense = data.stride(1) == 1 and tokens <= data.shape[1] <= stride
+    if not dense or stride % 8 or data.data_ptr() % 8:
+        raise ValueError(
+            f"{function}: cache.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
+            f"shape {list(data.shape)}, strides {list(data.stride())}"
+        )
+    return data, {"PAGE_BYTES": stride}

@@ -167,20 +167,9 @@ def build_v4_metadata(
             f"{function}: spec must have a window and compress ratios 0, {INDEXED_RATIO} and one more at most, "
             f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
+    requests, rows, drafts = check_step(function, batch, tables)
     like = batch.seq_lens
-    (requests,), (rows,) = like.shape, batch.out_cache_loc.shape
-    fixed_rows = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-    if fixed_rows and not batch.num_draft_tokens:
-        raise ValueError(f"{function}: batch.num_draft_tokens must be given in {mode.name}")
-    drafts = batch.num_draft_tokens if fixed_rows else None
-    if (fixed_rows or mode is ForwardMode.DECODE) and rows != requests * (drafts or 1):
-        raise ValueError(
-            f"{function}: batch.out_cache_loc must have {requests} * {drafts or 1} entries in {mode.name}, got {rows}"
-        )
-    for name in ("seq_lens", "req_pool_indices", *(["extend_lens"] if mode is ForwardMode.EXTEND else [])):
-        check_tensor(function, f"batch.{name}", getattr(batch, name), (requests,), like)
-    check_tensor(function, "batch.out_cache_loc", batch.out_cache_loc, (rows,), like)
-    _check_tables(function, tables, like)
+    check_tensor(function, "tables.full_to_swa", tables.full_to_swa, (None,), like)
 
     tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
     constants = kernels.v4_constants(spec, mode, drafts, requests, tokens)
@@ -192,8 +181,6 @@ def build_v4_metadata(
     names = kernels.v4_output_names(constants)
     for name, x, shape in zip(names, outputs, kernels.v4_shapes(constants, requests, rows)):
         check_tensor(function, f"out.{name}", x, shape, like, (torch.bool,) if name == "overflow" else INT32)
-    if requests == 0:
-        raise ValueError(f"{function}: a batch needs at least one request")
     extend_lens = starts = like  # not read
     if mode is ForwardMode.EXTEND:
         extend_lens, starts = batch.extend_lens, torch.empty_like(out.query_start_loc)
@@ -306,3 +293,29 @@ def _rows_of(function: str, context_lens: torch.Tensor, like: torch.Tensor) -> i
 def _check_tables(function: str, tables: RequestTables, like: torch.Tensor) -> None:
     check_tensor(function, "tables.req_to_token", tables.req_to_token, (None, None), like)
     check_tensor(function, "tables.full_to_swa", tables.full_to_swa, (None,), like)
+
+
+def check_step(function: str, batch: ForwardBatch, tables: RequestTables) -> tuple[int, int, int | None]:
+    """Refuses a batch that does not fit its mode and tensors that a kernel cannot read.
+
+    Returns:
+      Requests, query rows, and query rows of each request where the mode has as many for all.
+    """
+    mode, like = batch.mode, batch.seq_lens
+    (requests,), (rows,) = like.shape, batch.out_cache_loc.shape
+    if requests == 0:
+        raise ValueError(f"{function}: a batch needs at least one request")
+    fixed_rows = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+    if fixed_rows and not batch.num_draft_tokens:
+        raise ValueError(f"{function}: batch.num_draft_tokens must be given in {mode.name}")
+    drafts = batch.num_draft_tokens if fixed_rows else None
+    if (fixed_rows or mode is ForwardMode.DECODE) and rows != requests * (drafts or 1):
+        raise ValueError(
+            f"{function}: batch.out_cache_loc must have {requests} * {drafts or 1} entries in {mode.name}, got {rows}"
+            + ("; cut a step of a multi-step draft out of it first" if mode is ForwardMode.DECODE else "")
+        )
+    for name in ("seq_lens", "req_pool_indices", *(["extend_lens"] if mode is ForwardMode.EXTEND else [])):
+        check_tensor(function, f"batch.{name}", getattr(batch, name), (requests,), like)
+    check_tensor(function, "batch.out_cache_loc", batch.out_cache_loc, (rows,), like)
+    check_tensor(function, "tables.req_to_token", tables.req_to_token, (None, None), like)
+    return requests, rows, drafts

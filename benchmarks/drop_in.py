@@ -1,0 +1,164 @@
+"""The host's time of a drop-in call beside FlashMLA's own, and the memory that many calls leave behind.
+
+    python -m benchmarks.drop_in [--calls 10000]
+
+prints, in microseconds per call that is only enqueued, FlashMLA called directly, and the drop-in's difference from it:
+over FlashMLA's operator with and without the sanitiser, over our Triton kernels, and over what the router picks. The
+two take turns, so that the clock's drift is theirs alike. Needs an NVIDIA GPU and sgl-flash-mla; it fails if a JAX
+backend was initialised or if `--calls` calls leave more memory behind than there was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.record import environment, results_folder, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
+
+from sparse_mla_torch import flash_mla
+from sparse_mla_torch.attention import prepared
+
+BATCH = 16  # calls in a row: few, so that none waits for the device
+ROUNDS = 41
+LEAK_MIB = 8
+
+
+class Decode(NamedTuple):
+    name: str
+    heads: int
+    batch: int
+    topk: int
+    extra_topk: int = 0
+    lengths: bool = False
+
+
+DECODES = [
+    Decode("V4 Flash b1", 64, 1, 128, 512),
+    Decode("V4 Flash b1 lengths", 64, 1, 128, 512, lengths=True),
+    Decode("V4 Flash b64 lengths", 64, 64, 128, 512, lengths=True),
+    Decode("V4 Pro b64", 128, 64, 128, 1024),
+    Decode("V3.2 b1", 128, 1, 2048),
+    Decode("V3.2 b64", 128, 64, 2048),
+]
+PREFILLS = [("V4 Flash prefill", 64, 512, 512), ("V3.2 prefill", 128, 576, 2048)]
+
+
+def decode_arguments(case: Decode) -> dict:
+    dim, width = (512, 584) if case.extra_topk else (576, 656)
+
+    def table(topk: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        cache = torch.zeros((64, page_size, 1, width), dtype=torch.uint8, device="cuda")
+        indices = torch.randint(64 * page_size, (case.batch, 1, topk), dtype=torch.int32, device="cuda")
+        lengths = torch.full((case.batch,), topk, dtype=torch.int32, device="cuda") if case.lengths else None
+        return cache, indices, lengths
+
+    names = ("k_cache", "indices", "topk_length")
+    arguments = {"q": torch.randn(case.batch, 1, case.heads, dim, device="cuda").bfloat16(), "head_dim_v": 512}
+    arguments |= dict.fromkeys(("block_table", "cache_seqlens")) | dict(zip(names, table(case.topk, 64)))
+    if case.extra_topk:
+        names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+        arguments |= dict(zip(names, table(case.extra_topk, 64)))
+        arguments["attn_sink"] = torch.randn(case.heads, device="cuda")
+    return arguments | {"is_fp8_kvcache": True, "use_legacy": True}
+
+
+def prefill_arguments(heads: int, dim: int, topk: int) -> dict:
+    q = torch.randn(64, heads, dim, device="cuda").bfloat16()
+    kv = torch.randn(4096, 1, dim, device="cuda").bfloat16()
+    indices = torch.randint(4096, (64, 1, topk), dtype=torch.int32, device="cuda")
+    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1}
+
+
+def enqueue(call: Callable[[], object]) -> float:
+    """Microseconds of the host per call."""
+    start = time.perf_counter()
+    for _ in range(BATCH):
+        call()
+    spent = (time.perf_counter() - start) / BATCH * 1e6
+    torch.cuda.synchronize()
+    return spent
+
+
+def beside(direct: Callable[[], object], ours: Callable[[], object], backend: str) -> tuple[float, float]:
+    """Microseconds of each, taking turns, while the environment names a backend ("": the router's choice)."""
+    os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
+    prepared.forget()
+    pairs = [(enqueue(direct), enqueue(ours)) for _ in range(ROUNDS + 3)][3:]
+    return tuple(statistics.median(times) for times in zip(*pairs))
+
+
+VARIANTS = [("flashmla", {}), ("flashmla", {"assume_valid_indices": True}), ("triton", {}), ("", {})]
+
+
+def rows(wheel) -> Iterator[dict]:
+    for case in DECODES:
+        arguments = decode_arguments(case)
+        theirs = {"tile_scheduler_metadata": wheel.get_mla_metadata()[0]} | arguments
+        yield measure(case.name, wheel.flash_mla_with_kvcache, theirs, flash_mla.flash_mla_with_kvcache, arguments)
+    for name, heads, dim, topk in PREFILLS:
+        arguments = prefill_arguments(heads, dim, topk) | {"use_legacy": True}
+        yield measure(name, wheel.flash_mla_sparse_fwd, arguments, flash_mla.flash_mla_sparse_fwd, arguments)
+
+
+def measure(name: str, peer: Callable, peer_arguments: dict, function: Callable, arguments: dict) -> dict:
+    """One line: the direct call's time, and what each variant takes beyond it."""
+    row = {"case": name}
+    for backend, options in VARIANTS:
+        schedule = {}
+        if "tile_scheduler_metadata" in peer_arguments:
+            schedule = {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
+        ours = functools.partial(function, **arguments, **options, **schedule)
+        direct, spent = beside(functools.partial(peer, **peer_arguments), ours, backend)
+        label = f"{backend or 'routed'}{' valid' if options else ''}"
+        row |= {"direct": round(direct, 2), label: round(spent - direct, 2)}
+    print("  ".join(f"{key} {value}" if key != "case" else f"{value:22}" for key, value in row.items()), flush=True)
+    return row
+
+
+def leaked(calls: int) -> dict[str, float]:
+    """MiB that so many calls leave behind, of torch's memory and of the process's peak."""
+    arguments = decode_arguments(DECODES[1])
+    os.environ["JAX_SPARSE_MLA_BACKEND"] = "flashmla"
+    prepared.forget()
+
+    def some(count: int) -> tuple[float, float]:
+        for _ in range(count):
+            fresh = flash_mla.get_mla_metadata()[0]
+            flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=fresh)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() / 2**20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+    before, after = some(max(calls // 10, 1)), some(calls)
+    return {"torch": after[0] - before[0], "process": after[1] - before[1]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=10_000)
+    args = parser.parse_args()
+
+    import flash_mla as wheel
+
+    print("us of the host per call: FlashMLA directly, and what the drop-in takes beyond it")
+    table, memory = list(rows(wheel)), leaked(args.calls)
+    print(f"{args.calls} calls leave {memory['torch']:.1f} MiB of torch, {memory['process']:.1f} MiB of the process")
+    from jax._src import xla_bridge
+
+    write_json(results_folder() / "drop_in.json", environment() | {"rows": table, "leaked_mib": memory})
+    return int(max(memory.values()) > LEAK_MIB or bool(xla_bridge._backends))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

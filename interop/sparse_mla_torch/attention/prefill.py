@@ -1,0 +1,182 @@
+"""Prefill over a bf16 workspace on torch tensors, in FlashMLA's shapes, by the kernel that suits the call.
+
+On CUDA that is FlashMLA's operator or our Triton kernel, on torch's current stream, with no JAX in between; CPU tensors
+go to the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from jax_sparse_mla.kernels_triton.plan import Scope, workspace_layout
+from sparse_mla_torch.attention import route
+from sparse_mla_torch.attention.prepared import Prepared, Results, calls, contiguous, dense_facts, remember
+from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
+
+V_DIM = 512
+_LOG2_E = 1.4426950408889634
+
+
+class Options(NamedTuple):
+    """As `DecodeOptions`; `log2`: max_logits and lse in base 2."""
+
+    function: str
+    softmax_scale: float
+    empty_lse: float
+    log2: bool = False
+    assume_valid_indices: bool = False
+
+
+def prepare(
+    options: Options,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+) -> Prepared:
+    """A call of these shapes; all tensors on one device, the current one.
+
+    Args:
+      options: see `Options`.
+      q: bfloat16 `[q_len, heads, qk_dim]`, qk_dim 512 or 576.
+      kv: bfloat16 `[kv_len, 1, qk_dim]`.
+      indices: int32 `[q_len, 1, topk]`.
+      lengths: int32 `[q_len]`.
+      attn_sink: float32 `[heads]`.
+
+    Returns:
+      `run(q, kv, indices, lengths, attn_sink, into)`, `into` None or `(out, max_logits, lse)` to write into,
+      contiguous; it returns out `[q_len, heads, 512]`, max_logits and lse `[q_len, heads]`.
+    """
+    try:
+        key = (
+            *(options, (q.data_ptr() | kv.data_ptr()) & 15, q.shape, q.dtype, q.get_device()),
+            *(kv.shape, kv.dtype, kv.get_device(), indices.shape, indices.dtype, indices.get_device()),
+            None if lengths is None else dense_facts(lengths),
+            None if attn_sink is None else dense_facts(attn_sink),
+        )
+    except AttributeError:
+        key = None  # the checks say what is wrong
+    found = calls.get(key)
+    return found or remember(key, _new(options, q, kv, indices, lengths, attn_sink))
+
+
+def _new(options: Options, q, kv, indices, lengths, attn_sink) -> Prepared:
+    function = options.function
+    check_scale(function, options.softmax_scale)
+    q_len, heads, qk_dim = check_strided(function, "q", q, (None,) * 3, q, BF16)
+    if qk_dim not in (512, 576):
+        raise ValueError(f"{function}: q must have rows of 512 or 576 values, got {qk_dim}")
+    kv_len = check_strided(function, "kv", kv, (None, 1, qk_dim), q, BF16)[0]
+    topk = check_strided(function, "indices", indices, (q_len, 1, None), q)[-1]
+    if lengths is not None:
+        check_strided(function, "topk_length", lengths, (q_len,), q)
+    if attn_sink is not None:
+        check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
+    layout = workspace_layout(qk_dim)
+    device = route.device_info(q.device)
+    against = None
+    if device.platform == "cuda":
+        from sparse_mla_torch.attention import vendor
+
+        against = vendor.prefill_obstacle(topk, kv_len, q.data_ptr() % 16 == kv.data_ptr() % 16 == 0)
+    plan = route.plan_call(
+        "prefill",
+        layout,
+        rows=q_len,
+        heads=max(heads, 1),
+        topk=topk,
+        device=device,
+        installed=route.installed_backends(q.device.type),
+        against_flashmla=against,
+        override=route.override_of("prefill"),
+    )
+    make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla}[plan.backend]
+    if 0 in (q_len, heads, topk, kv_len):
+        make = _nothing
+    scope = Scope(topk, int(lengths is not None), kv_len)
+    return Prepared(make(options, q, scope, attn_sink is not None), plan, make is _triton)
+
+
+def _nothing(options, q, scope, has_sink) -> Callable[..., Results]:
+    q_len, heads, _ = q.shape
+
+    def run(q, *tensors):
+        max_logits = q.new_full((q_len, heads), -torch.inf, dtype=torch.float32)
+        return q.new_zeros((q_len, heads, V_DIM)), max_logits, torch.full_like(max_logits, options.empty_lse)
+
+    return run
+
+
+def _triton(options, q, scope, has_sink) -> Callable[..., Results]:
+    from sparse_mla_torch.kernels.sparse_mla import Attention
+
+    q_len, heads, qk_dim = q.shape
+    attend = Attention(
+        *(workspace_layout(qk_dim), q_len, heads, (scope,)),
+        options.softmax_scale,
+        has_sink,
+        q.device,
+        empty_is_inf=options.empty_lse > 0,
+        may_split=False,
+    )
+
+    def run(q, kv, indices, lengths, attn_sink, into):
+        q = q.contiguous()
+        if into is None:
+            out = q.new_empty((q_len, heads, V_DIM))
+            into = (out, *(q.new_empty((q_len, heads), dtype=torch.float32) for _ in range(2)))
+        out, max_logits, lse = into
+        given = kv.contiguous(), indices.contiguous(), contiguous(lengths)
+        attend(q, [given], contiguous(attn_sink), out, lse, max_logits)
+        return _in_base_2(into) if options.log2 else into
+
+    return run
+
+
+def _flashmla(options, q, scope, has_sink) -> Callable[..., Results]:
+    from sparse_mla_torch.attention import vendor
+
+    attend = vendor.Prefill(
+        *(q.shape[0], q.shape[1], scope, options.softmax_scale, has_sink, options.assume_valid_indices),
+        route.device_info(q.device),
+    )
+
+    def run(q, kv, indices, lengths, attn_sink, into):
+        tensors = (contiguous(x) for x in (q, kv, indices, lengths, attn_sink))
+        out, max_logits, lse = attend(*tensors, options.log2)
+        if options.empty_lse < 0:
+            lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
+        return out, max_logits, lse
+
+    return run
+
+
+def _reference(options, q, scope, has_sink) -> Callable[..., Results]:
+    from jax_sparse_mla import sparse_mla_prefill
+    from sparse_mla_torch.bridge import call
+
+    def run(q, kv, indices, lengths, attn_sink, into):
+        arguments = {"kv": kv[:, 0], "indices": indices[:, 0], "topk_length": lengths, "attn_sink": attn_sink}
+        arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
+        results = call(
+            sparse_mla_prefill,
+            q.detach().contiguous(),
+            **arguments,
+            softmax_scale=options.softmax_scale,
+            backend="reference",
+        )
+        out, max_logits, lse = (x.clone() for x in results)  # JAX's memory is not to be written to
+        lse.masked_fill_(torch.isneginf(lse), options.empty_lse)
+        return _in_base_2((out, max_logits, lse)) if options.log2 else (out, max_logits, lse)
+
+    return run
+
+
+def _in_base_2(results: Results) -> Results:
+    out, max_logits, lse = results
+    return out, max_logits.mul_(_LOG2_E), lse.mul_(_LOG2_E)

@@ -1,0 +1,326 @@
+"""FlashMLA's functions for torch tensors: change `import flash_mla` to `from sparse_mla_torch import flash_mla`.
+
+Signatures and return conventions are FlashMLA's (commit 9241ae3 and the wheel sgl-flash-mla 1.0.0, whose further
+keywords come last). Calls that its Hopper kernels refuse are served too: any number of heads, any number of index
+columns, V3.2 with `topk_length` or with an extra cache, out-of-range indices and lengths, any batch, CPU tensors.
+
+On CUDA the router picks FlashMLA's own operators, where they are installed and are the faster choice, or our Triton
+kernels (docs/routing.md); both run on torch's current stream and can be captured in a CUDA graph once a call of the
+same shapes has run. The environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and
+JAX_SPARSE_MLA_BACKEND name a backend instead; they are read when a call of new shapes comes first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from sparse_mla_torch import ops
+from sparse_mla_torch.attention import decode, prefill
+from sparse_mla_torch.attention.prepared import Prepared
+from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_strided
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+_INF = float("inf")
+_LN_2 = 0.6931471805599453
+# FlashMLA's names of the cache formats, by bytes per token.
+_KV_FORMATS = {656: ("V32",), 584: ("V4", "MODEL1")}
+
+
+@dataclasses.dataclass
+class FlashMLASchedMeta:
+    """The split-KV schedule of decode calls: empty at first, filled by its first call, reused by the later ones.
+
+    A call may reuse it if its shapes are those of the first (checked) and so are the values of `topk_length` and
+    `extra_topk_length` (not checked). Where our Triton kernels serve the call, they need no schedule, and the tensors
+    stay None.
+
+    Attributes:
+      have_initialized: whether a call has filled it.
+      config: that call's shapes.
+      tile_scheduler_metadata: int32 `[num_sm_parts, 8]`.
+      num_splits: int32 `[batch + 1]`.
+    """
+
+    @dataclasses.dataclass
+    class Config:
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None
+        extra_page_block_size: int | None
+        extra_topk: int | None
+        enable_batch_invariant: bool
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+    _shape: decode.Shape | None = dataclasses.field(default=None, repr=False, compare=False)
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """An empty schedule, and None; arguments are FlashMLA's of old and are ignored."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = None,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    assume_valid_indices: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse attention of each query over the cached tokens that its indices name.
+
+    Args:
+      q: bfloat16 `[batch, s_q, heads, head_dim]`, head_dim 576 (V3.2) or 512 (V4).
+      k_cache: uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes]`, 656 bytes a token (V3.2) or 584 (V4); pages
+        may stand apart.
+      block_table, cache_seqlens: ignored, as sparse attention needs neither.
+      head_dim_v: 512.
+      tile_scheduler_metadata: of `get_mla_metadata`, of this module.
+      num_splits: None.
+      softmax_scale: head_dim^-0.5 by default.
+      causal: False.
+      is_fp8_kvcache: True, or None.
+      indices: int32 `[batch, s_q, topk]`, page · page_size + offset; −1 and whatever names no token is skipped.
+      attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
+      extra_k_cache, extra_indices_in_kvcache: a second cache of the same format, and its indices.
+      topk_length, extra_topk_length: int32 `[batch]`, how many leading columns count.
+      enable_batch_invariant: a row's result does not depend on the others in the call: no split of its keys (on CUDA,
+        by the Triton kernel).
+      use_legacy: ignored: which of the wheel's two builds runs is decided here.
+      kv_format: "V32" or "V4", as k_cache's bytes say; None takes them at their word.
+      descale_q, descale_k: None; they belong to dense FP8 decode.
+      out: `(out, lse)` of the results' shapes to write into. Where FlashMLA's operator serves the call, it allocates
+        its results and these are copied.
+      assume_valid_indices: a promise that every entry within a length is −1 or a token's, every one beyond it −1, every
+        length from 0 to the columns, and no finite sink below −2e38: spares a pass over the tables where FlashMLA's
+        operator serves the call. A broken promise reads out of bounds.
+
+    Returns:
+      out bfloat16 `[batch, s_q, heads, 512]`, 0 where no token counts, and lse float32 `[batch, heads, s_q]` (a
+      transposed view), natural log, without the sink, +inf where no token counts.
+
+    Raises:
+      TypeError, ValueError: what is not served; the message names the argument.
+    """
+    if indices is None or head_dim_v != 512 or num_splits is not None or causal or is_fp8_kvcache is False:
+        _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache)
+    if kv_format is not None or descale_q is not None or descale_k is not None:
+        _check_format(k_cache, kv_format, descale_q, descale_k)
+    if torch.compiler.is_compiling():
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        first = (q, k_cache, indices, scale, topk_length, extra_k_cache, extra_indices_in_kvcache)
+        options = (enable_batch_invariant, assume_valid_indices, True)
+        results = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
+        return _copied((results[0], results[1].transpose(1, 2)), out)
+    if not _on_current_device(q):
+        with torch.cuda.device(q.device):
+            return flash_mla_with_kvcache(
+                *(q, k_cache, None, None, 512, tile_scheduler_metadata, None, softmax_scale, False, True, indices),
+                *(attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length),
+                enable_batch_invariant,
+                out=out,
+                assume_valid_indices=assume_valid_indices,
+            )
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    # The fields of decode.Options: a plain tuple is made faster.
+    options = ("flash_mla_with_kvcache", softmax_scale, _INF, enable_batch_invariant, assume_valid_indices)
+    first = (q, k_cache, indices, topk_length)
+    second = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
+    call = decode.prepare(options, *first, *second)
+    if type(tile_scheduler_metadata) is not FlashMLASchedMeta or tile_scheduler_metadata._shape is not call.shape:
+        _use_schedule(tile_scheduler_metadata, call.shape)
+    if out is None:
+        return call.run(*first, *second, tile_scheduler_metadata, None)
+    batch, s_q, heads, _ = q.shape
+    shapes = [(batch, s_q, heads, 512), (batch, heads, s_q)]
+    _check_out(options[0], out, shapes, q)
+    rows = (out[0], out[1].transpose(1, 2))
+    return _into(call, (*first, *second, tile_scheduler_metadata), out, rows)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    assume_valid_indices: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Sparse attention of each query over the rows of a workspace that its indices name.
+
+    Args:
+      q: bfloat16 `[s_q, heads, head_dim]`, head_dim 576 or 512.
+      kv: bfloat16 `[s_kv, 1, head_dim]`; V is the first 512 values of a row.
+      indices: int32 `[s_q, 1, topk]`; whatever names no row is skipped.
+      sm_scale: what q·k is multiplied by.
+      d_v: 512.
+      attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
+      topk_length: int32 `[s_q]`, how many leading columns count.
+      use_legacy: ignored: which of the wheel's two builds runs is decided here.
+      return_log2_lse: None gives max_logits and lse in natural units, True in base 2, False gives None for both.
+      out: `(out, max_logits, lse)` to write into, as `flash_mla_with_kvcache`; both statistics are written also where
+        False returns None for them.
+      assume_valid_indices: a promise that every length is from 0 to the columns; indices are always checked.
+
+    Returns:
+      out bfloat16 `[s_q, heads, 512]`, 0 where no row counts; max_logits float32 `[s_q, heads]`, −inf there; lse
+      float32 `[s_q, heads]`, without the sink, +inf there.
+
+    Raises:
+      TypeError, ValueError: what is not served; the message names the argument.
+    """
+    if d_v != 512:
+        raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
+    if torch.compiler.is_compiling():
+        tensors = (q, kv[:, 0], indices[:, 0], sm_scale, topk_length, attn_sink)
+        return _compiled_fwd(ops.sparse_mla_prefill(*tensors, True), return_log2_lse, out)
+    if not _on_current_device(q):
+        with torch.cuda.device(q.device):
+            return flash_mla_sparse_fwd(
+                *(q, kv, indices, sm_scale, 512, attn_sink, topk_length, use_legacy, return_log2_lse),
+                out=out,
+                assume_valid_indices=assume_valid_indices,
+            )
+    options = prefill.Options(
+        "flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, bool(assume_valid_indices)
+    )
+    tensors = (q, kv, indices, topk_length, attn_sink)
+    call = prefill.prepare(options, *tensors)
+    if out is None:
+        results = call.run(*tensors, None)
+    else:
+        _check_out(options.function, out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
+        results = _into(call, tensors, out, out)
+    return (results[0], None, None) if return_log2_lse is False else results
+
+
+def _on_current_device(q: Any) -> bool:
+    """Kernels are launched on the current device: FlashMLA makes q's the current one."""
+    device = q.get_device() if isinstance(q, torch.Tensor) else -1
+    return device < 0 or device == torch.cuda.current_device()
+
+
+def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> None:
+    """Says which argument asks for something other than sparse decode from an FP8 cache."""
+    name = "flash_mla_with_kvcache"
+    if indices is None:
+        raise ValueError(f"{name}: dense decode (indices=None) is not served here: call FlashMLA's own function for it")
+    if is_fp8_kvcache is False:
+        raise ValueError(f"{name}: is_fp8_kvcache must be True: sparse decode reads FP8 caches")
+    for argument, value, expected in (
+        ("head_dim_v", head_dim_v, 512),
+        ("num_splits", num_splits, None),
+        ("causal", causal, False),
+    ):
+        if value != expected:
+            raise ValueError(f"{name}: {argument} must be {expected}, got {value!r}")
+
+
+def _check_format(k_cache, kv_format, descale_q, descale_k) -> None:
+    name = "flash_mla_with_kvcache"
+    if descale_q is not None or descale_k is not None:
+        raise ValueError(f"{name}: descale_q and descale_k belong to dense FP8 decode, which is not served here")
+    served = _KV_FORMATS.get(k_cache.shape[-1], ())
+    if kv_format not in served:
+        raise ValueError(
+            f"{name}: kv_format {kv_format!r} is not what k_cache's {k_cache.shape[-1]} bytes per token are "
+            f"({' or '.join(served) or 'no format that is served'}); V32 (656) and V4 (584) are served"
+        )
+
+
+def _use_schedule(meta: FlashMLASchedMeta, shape: decode.Shape) -> None:
+    """Fills the schedule's config on its first call; refuses another shape on a later one."""
+    name = "flash_mla_with_kvcache"
+    if not isinstance(meta, FlashMLASchedMeta):
+        raise TypeError(
+            f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, got "
+            f"{type(meta).__name__}"
+        )
+    config = FlashMLASchedMeta.Config(
+        b=shape.batch,
+        s_q=shape.q_len,
+        h_q=shape.heads,
+        page_block_size=shape.page_size,
+        h_k=1,
+        causal=False,
+        is_fp8_kvcache=True,
+        topk=shape.topk,
+        extra_page_block_size=shape.extra_page_size,
+        extra_topk=shape.extra_topk,
+        enable_batch_invariant=shape.batch_invariant,
+    )
+    if not meta.have_initialized:
+        meta.have_initialized, meta.config = True, config
+    elif meta.config != config:
+        raise ValueError(
+            f"{name}: tile_scheduler_metadata was filled by a call of {meta.config}, this call is {config}"
+        )
+    meta._shape = shape
+
+
+def _check_out(function: str, out: Any, shapes: list[tuple[int, ...]], like: torch.Tensor) -> None:
+    """The first result is bfloat16, the others float32."""
+    if not isinstance(out, (tuple, list)) or len(out) != len(shapes):
+        raise TypeError(f"{function}: out must be {len(shapes)} tensors, got {type(out).__name__}")
+    for i, (x, shape) in enumerate(zip(out, shapes)):
+        check_strided(function, f"out[{i}]", x, shape, like, FLOAT32 if i else BF16)
+
+
+def _copied(results: tuple, out: tuple | None) -> tuple[torch.Tensor, ...]:
+    if out is None:
+        return results
+    for target, result in zip(out, results, strict=True):
+        target.copy_(result)
+    return tuple(out)
+
+
+def _compiled_fwd(results: tuple, log2: bool | None, out: tuple | None) -> tuple:
+    """Traced: base 2 and `out` are the graph's to fuse."""
+    if log2:
+        results = (results[0], results[1] / _LN_2, results[2] / _LN_2)
+    results = _copied(results, out)
+    return (results[0], None, None) if log2 is False else results
+
+
+def _into(call: Prepared, tensors: tuple, out: tuple, rows: tuple) -> tuple[torch.Tensor, ...]:
+    """The call's results in `out`; `rows` are views of it in the shapes that kernels write."""
+    direct = call.writes_into and all(x.is_contiguous() for x in rows)
+    results = call.run(*tensors, rows if direct else None)
+    return tuple(out) if direct else _copied(results, out)

@@ -1,0 +1,304 @@
+"""A request's cached state as a file: another process that imports it goes on as if it had served the request so far.
+
+That is what disaggregated prefill and decode need. `export_request` and `import_request` serve the engine of
+`sparse_mla_torch.hf`; `read_cache` and `write_cache` serve any caches of one layer, of torch tensors (written in
+place) or JAX arrays.
+
+The file is one safetensors file, version 1. Its metadata are `format` ("sparse_mla_handover"), `version` ("1") and
+`request`, JSON of
+
+    model          the model's type: "deepseek_v4", "deepseek_v32"
+    kv_layout      how K rows lie in a page: the name of a KVLayout
+    page_size      tokens of a page, P
+    window         tokens of the sliding window, or null
+    layer_ratios   compress ratio of each layer; 0 for all of V3.2
+    prompt_tokens  how many of the tokens are the prompt
+    computed       how many tokens are cached, C
+
+Its tensors, with `n = ⌈C / P⌉` pages of a request and its last `w` of them, those that the window of the next token
+touches; entries is P divided by the layer's ratio, ring the last `min(C, 8)` tokens for ratio 4 and `min(C, ratio)`
+for others, oldest first:
+
+    tokens                              int32 [tokens], prompt and output; the last one is not cached yet
+    layers.I.kv.data                    uint8 [n, page bytes of the layout]                     V3.2
+    layers.I.index_k                    uint8 [n, P * 132], 128 float8_e4m3fn, 4 of scale       V3.2
+    layers.I.swa.data                   uint8 [w, page bytes of the layout]                     V4
+    layers.I.compressed.data            uint8 [n, page bytes of the layout at `entries`]        V4, ratio > 0
+    layers.I.state.kv, .state.score     float32 [ring, channels]                                V4, ratio > 0
+    layers.I.index_k                    uint8 [n, entries * 132]                                V4, ratio 4
+    layers.I.index_state.kv, .score     float32 [ring, channels]                                V4, ratio 4
+
+Pages are in the order of positions, whichever pages the engine had; what lies in the last one past the request's
+tokens is zero, so that no other request's rows leave the process. Drafts need nothing more: rejected ones are not
+cached tokens, and engines with and without drafts import each other's files. Weights are not checked: the importing
+engine must have the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import save_file
+
+from jax_sparse_mla.compressor import compressor_window
+from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES
+from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
+from sparse_mla_torch.bridge import to_jax, to_torch
+from sparse_mla_torch.hf.engine import Engine, Request
+
+FORMAT, VERSION = "sparse_mla_handover", "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a request's state lies in the caches of an engine; pages are numpy integers.
+
+    Attributes:
+      computed: tokens that are cached, at least 1.
+      page_size: tokens of a page.
+      pages: `[⌈computed / page_size⌉]`, pages of the full pool, in the order of positions.
+      swa_pages: `[w]`, pages of the sliding-window pool that hold the last w of these; none without a window.
+      row: the request's row of the compressor states.
+    """
+
+    computed: int
+    page_size: int
+    pages: np.ndarray
+    swa_pages: np.ndarray
+    row: int
+
+
+def first_window_page(computed: int, page_size: int, window: int) -> int:
+    """The first page of a request that a query at position `computed` sees through its window."""
+    return max(0, computed + 1 - window) // page_size
+
+
+def read_cache(cache: V4LayerCache | V32LayerCache, place: Place) -> dict[str, torch.Tensor]:
+    """A request's part of a layer's caches, by the file's names without the layer: new tensors on the CPU.
+
+    Args:
+      cache: of torch tensors or JAX arrays.
+      place: where the request lies in it.
+    """
+    parts = {}
+    for name, x in _leaves(cache).items():
+        x = to_torch(x) if isinstance(x, jax.Array) else x
+        index = tuple(torch.as_tensor(i, device=x.device) for i in _rows_of(name, cache, place))
+        parts[name] = x[index].cpu()
+        if not _is_state(name):
+            _clear_unused(name, parts[name], cache, place)
+    return parts
+
+
+def write_cache(
+    cache: V4LayerCache | V32LayerCache, place: Place, parts: dict[str, torch.Tensor]
+) -> V4LayerCache | V32LayerCache:
+    """The layer's caches with a request's part written to its place: torch tensors in place, JAX arrays donated.
+
+    Raises:
+      ValueError: `parts` is not what `read_cache` gives at such a place: names, dtypes or shapes.
+    """
+    leaves = _leaves(cache)
+    check_parts(cache, place, parts)
+    written = []
+    for name, x in leaves.items():
+        index = _rows_of(name, cache, place)
+        if isinstance(x, jax.Array):
+            x = _put(x, index, jax.device_put(to_jax(parts[name].contiguous()), x.sharding))
+        else:
+            x[tuple(torch.as_tensor(i, device=x.device) for i in index)] = parts[name].to(x.device)
+        written.append(x)
+    return jax.tree.unflatten(jax.tree.structure(cache), written)
+
+
+def check_parts(
+    cache: V4LayerCache | V32LayerCache, place: Place, parts: dict[str, torch.Tensor], prefix: str = ""
+) -> None:
+    """Refuses what `write_cache` would not take; prefix: of the names in messages.
+
+    Raises:
+      ValueError: a tensor is missing, unknown, or of another dtype or shape.
+    """
+    leaves = _leaves(cache)
+    if missing := sorted(leaves.keys() - parts.keys()):
+        raise ValueError(f"hand-over: {prefix}{missing[0]} is missing")
+    if unknown := sorted(parts.keys() - leaves.keys()):
+        raise ValueError(f"hand-over: {prefix}{unknown[0]} is no cache of this layer: {', '.join(leaves)}")
+    for name, x in leaves.items():
+        index = _rows_of(name, cache, place)
+        expected = str(x.dtype).removeprefix("torch."), [len(index[-1]), *x.shape[len(index) :]]
+        given = str(parts[name].dtype).removeprefix("torch."), list(parts[name].shape)
+        if given != expected:
+            raise ValueError(
+                f"hand-over: {prefix}{name} must be {expected[0]} {expected[1]}, got {given[0]} {given[1]}"
+            )
+
+
+def export_request(engine: Engine, request: Request, path: str | os.PathLike) -> None:
+    """Writes a request that the engine is serving to a file, which appears whole or not at all.
+
+    Call it between steps, as `Engine.run`'s `on_step` does; the engine goes on with the request unharmed.
+
+    Raises:
+      ValueError: the request is not being served, or nothing of it is cached yet.
+    """
+    if request.row is None or not request.computed:
+        raise ValueError("export_request: the request must be in service, with tokens cached")
+    place = _place(engine, request)
+    tensors = {"tokens": torch.tensor(request.tokens, dtype=torch.int32)}
+    for i, cache in enumerate(engine.caches):
+        tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in read_cache(cache, place).items()}
+    facts = {**_cache_facts(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, {"format": FORMAT, "version": VERSION, "request": json.dumps(facts)})
+    os.replace(partial, path)
+
+
+def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int) -> Request:
+    """Takes a request from a file into the engine's caches; `Engine.run` then goes on with it.
+
+    Args:
+      engine: of the same model and cache format, with a free row; of any page order, batch or drafts.
+      path: what `export_request` wrote.
+      max_new_tokens: output tokens in all, those of the file included.
+
+    Raises:
+      OSError: there is no such file.
+      ValueError: not a hand-over file of this version; another model or cache format; a tensor that is missing,
+        unknown, or of another dtype or shape; token counts that contradict each other; a request longer than the
+        engine's. Nothing has changed then.
+      RuntimeError: the engine has no free row.
+    """
+    facts, tensors = _read_file(path)
+    for name, here in _cache_facts(engine).items():
+        if (there := facts.get(name)) != here:
+            raise ValueError(f"import_request: {name} is {there} in {path}, and {here} here")
+    request = _new_request(engine, facts, tensors.pop("tokens", None), max_new_tokens)
+    parts = [{} for _ in engine.caches]
+    for name, x in tensors.items():
+        layer, _, field = name.removeprefix("layers.").partition(".")
+        if not name.startswith("layers.") or not layer.isdecimal() or int(layer) >= len(parts):
+            raise ValueError(f"import_request: {path} has an unknown tensor {name}")
+        parts[int(layer)][field] = x
+    request.row = engine.pool.open()
+    try:
+        engine.pool.extend(request.row, 0, request.computed)
+        place = _place(engine, request)
+        for i, cache in enumerate(engine.caches):
+            check_parts(cache, place, parts[i], f"layers.{i}.")
+    except Exception:
+        engine.pool.close(request.row)
+        raise
+    engine.caches = [write_cache(cache, place, part) for cache, part in zip(engine.caches, parts)]
+    return request
+
+
+def _cache_facts(engine: Engine) -> dict[str, Any]:
+    """What two engines must agree in."""
+    cache, spec = engine.caches[0], engine.spec
+    return {
+        "model": spec.name,
+        "kv_layout": (cache.swa if engine.is_v4 else cache.kv).layout.name,
+        "page_size": spec.page_size,
+        "window": spec.window,
+        "layer_ratios": [layer.ratio for layer in engine.layers],
+    }
+
+
+def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"import_request: {path} has format {metadata.get('format')}, not {FORMAT}")
+            if metadata.get("version") != VERSION:
+                raise ValueError(f"import_request: {path} has version {metadata.get('version')}, not {VERSION}")
+            facts = json.loads(metadata.get("request", "null"))
+            if not isinstance(facts, dict):
+                raise ValueError(f"import_request: {path} does not say what it holds (metadata request: {facts})")
+            return facts, {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"import_request: {path} is no whole safetensors file: {error}") from error
+
+
+def _new_request(engine: Engine, facts: dict[str, Any], tokens: torch.Tensor | None, max_new_tokens: int) -> Request:
+    """The request of a file, with its counts checked against each other and against the engine."""
+    if tokens is None or tokens.dtype != torch.int32 or tokens.ndim != 1:
+        raise ValueError("import_request: tokens must be int32 [tokens]")
+    total, prompt, computed = len(tokens), facts.get("prompt_tokens"), facts.get("computed")
+    if not isinstance(prompt, int) or not isinstance(computed, int) or not 1 <= prompt <= total:
+        raise ValueError(f"import_request: prompt_tokens must be 1 … {total}, got {prompt}")
+    # In prefill nothing is generated yet; afterwards all tokens but the last are cached.
+    if not (1 <= computed < prompt == total or computed == total - 1 >= prompt):
+        raise ValueError(f"import_request: computed {computed} of {total} tokens does not follow on {prompt} of prompt")
+    if not total - prompt < max_new_tokens <= engine.options.max_len - prompt:
+        raise ValueError(
+            f"import_request: max_new_tokens must exceed the {total - prompt} that are there and, with {prompt} of "
+            f"prompt, stay within max_len {engine.options.max_len}; got {max_new_tokens}"
+        )
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < engine.model.config.vocab_size:
+        raise ValueError(f"import_request: tokens out of the model's vocabulary of {engine.model.config.vocab_size}")
+    tokens = tokens.tolist()
+    output = tokens[prompt:]
+    return Request(tokens[:prompt], max_new_tokens, output, margins=[math.nan] * len(output), computed=computed)
+
+
+def _place(engine: Engine, request: Request) -> Place:
+    page_size = engine.spec.page_size
+    slots = engine.pool.req_to_token[request.row, : request.computed : page_size].astype(np.int64)
+    swa_slots = np.zeros(0, np.int64)
+    if engine.spec.window is not None:
+        first = first_window_page(request.computed, page_size, engine.spec.window)
+        swa_slots = engine.pool.full_to_swa[slots[first:]].astype(np.int64)
+    return Place(request.computed, page_size, slots // page_size, swa_slots // page_size, request.row)
+
+
+# Which part of which array is the request's.
+
+
+def _leaves(cache: V4LayerCache | V32LayerCache) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path)[1:]: x for path, x in jax.tree_util.tree_leaves_with_path(cache)}
+
+
+def _is_state(name: str) -> bool:
+    return name.partition(".")[0].endswith("state")
+
+
+def _rows_of(name: str, cache: V4LayerCache | V32LayerCache, place: Place) -> tuple[np.ndarray, ...]:
+    """The index of a request's part in an array: its pages, or its row and the ring places of its last tokens."""
+    if not _is_state(name):
+        return (place.swa_pages if name.startswith("swa.") else place.pages,)
+    window = compressor_window(place.page_size // cache.compressed.page_size)
+    ring = _leaves(cache)[name].shape[1]
+    last = np.arange(max(0, place.computed - window), place.computed)
+    return np.full(len(last), place.row), last % ring
+
+
+def _clear_unused(name: str, pages: torch.Tensor, cache: V4LayerCache | V32LayerCache, place: Place) -> None:
+    """Zeroes what lies in a request's pages past its last token or entry: rows, and scales behind the rows."""
+    if name == "index_k":
+        entries, row_bytes, scale_bytes = pages.shape[1] // INDEX_K_BYTES, INDEX_DIM, INDEX_K_BYTES - INDEX_DIM
+    else:
+        paged = getattr(cache, name.partition(".")[0])
+        entries, row_bytes, scale_bytes = paged.page_size, paged.layout.data_bytes, paged.layout.footer_scale_bytes
+    if not len(pages):  # a window that starts with the next token
+        return
+    used = place.computed // (place.page_size // entries) - (len(place.pages) - 1) * entries
+    pages[-1, used * row_bytes : entries * row_bytes] = 0
+    pages[-1, entries * row_bytes + used * scale_bytes :] = 0
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(x: jax.Array, index: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
+    return x.at[index].set(rows)

@@ -1,0 +1,202 @@
+"""Custom operators for `torch.compile` and `torch.export`: `torch.ops.jax_sparse_mla.*`.
+
+Each has a fake implementation, so graphs with it are traced without a device; `write_kv` says which argument it writes.
+Caches are in FlashMLA's shape, uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`, whose last size
+tells the layout (656: V3.2, 584: V4; 1152 and 1024 in bfloat16); conventions are those of `jax_sparse_mla` (lse −inf on
+a row without a key). CUDA tensors go to the kernels on the current stream, CPU tensors to the JAX functions of the same
+names. None has a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import jax_sparse_mla
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from sparse_mla_torch.attention import decode, prefill
+from sparse_mla_torch.attention.prepared import Schedule
+from sparse_mla_torch.bridge import call
+from sparse_mla_torch.kernels.checks import check_strided
+
+V_DIM = 512
+
+
+@torch.library.custom_op("jax_sparse_mla::sparse_mla_decode", mutates_args=())
+def sparse_mla_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    assume_valid_indices: bool = False,
+    empty_lse_is_inf: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.sparse_mla_decode`: out `[batch, q_len, heads, 512]`, lse float32 `[batch, q_len, heads]`.
+
+    `batch_invariant` and `assume_valid_indices` as in `flash_mla.flash_mla_with_kvcache`; `empty_lse_is_inf` takes
+    FlashMLA's lse of a row without a key.
+    """
+    empty_lse = float("inf") if empty_lse_is_inf else -float("inf")
+    options = decode.Options("sparse_mla_decode", softmax_scale, empty_lse, batch_invariant, assume_valid_indices)
+    tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices, extra_topk_length, attn_sink)
+    with torch.cuda.device_of(q):
+        out, lse = decode.prepare(options, *tensors).run(*tensors, Schedule(), None)
+    return out, lse.transpose(1, 2).contiguous()
+
+
+@sparse_mla_decode.register_fake
+def _(q, k_cache, indices, softmax_scale, *args, **kwargs):
+    return q.new_empty((*q.shape[:3], V_DIM)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("jax_sparse_mla::sparse_mla_prefill", mutates_args=())
+def sparse_mla_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    empty_lse_is_inf: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.sparse_mla_prefill`: kv `[kv_len, qk_dim]`, indices `[q_len, topk]`."""
+    empty_lse = float("inf") if empty_lse_is_inf else -float("inf")
+    options = prefill.Options("sparse_mla_prefill", softmax_scale, empty_lse)
+    tensors = (q, kv.unsqueeze(1), indices.unsqueeze(1), topk_length, attn_sink)
+    with torch.cuda.device_of(q):
+        return prefill.prepare(options, *tensors).run(*tensors, None)
+
+
+@sparse_mla_prefill.register_fake
+def _(q, kv, indices, softmax_scale, *args, **kwargs):
+    max_logits, lse = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    return q.new_empty((*q.shape[:2], V_DIM)), max_logits, lse
+
+
+@torch.library.custom_op("jax_sparse_mla::write_kv", mutates_args=("k_cache",))
+def write_kv(k_cache: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
+    """As `jax_sparse_mla.write_kv`, in place."""
+    if not k_cache.is_cuda:
+        cache = _host_cache("write_kv", k_cache)
+        data = call(jax_sparse_mla.write_kv, cache, slots.contiguous(), kv.contiguous()).data
+        k_cache.view(torch.uint8).copy_(decode.pages_of(data, cache.layout, cache.page_size))
+        return
+    from sparse_mla_torch.kernels import kv_cache as kernels
+
+    with torch.cuda.device_of(k_cache):
+        kernels.write_kv(_device_cache("write_kv", k_cache), slots.contiguous(), kv.contiguous())
+
+
+@write_kv.register_fake
+def _(k_cache, slots, kv):
+    return None
+
+
+@torch.library.custom_op("jax_sparse_mla::gather_kv", mutates_args=())
+def gather_kv(k_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """As `jax_sparse_mla.gather_kv`: bfloat16 `[n, qk_dim]`, zeros for an invalid slot."""
+    if not k_cache.is_cuda:
+        return call(jax_sparse_mla.gather_kv, _host_cache("gather_kv", k_cache), slots.contiguous()).clone()
+    from sparse_mla_torch.kernels import kv_cache as kernels
+
+    with torch.cuda.device_of(k_cache):
+        return kernels.gather_kv(_device_cache("gather_kv", k_cache), slots.contiguous())
+
+
+@gather_kv.register_fake
+def _(k_cache, slots):
+    return k_cache.new_empty((slots.shape[0], decode.LAYOUTS[int(k_cache.shape[-1])].qk_dim), dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("jax_sparse_mla::combine_swa_extra_indices", mutates_args=())
+def combine_swa_extra_indices(
+    swa_indices: torch.Tensor,
+    swa_lengths: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_lengths: torch.Tensor,
+    num_swa_rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.combine_swa_extra_indices`; `num_swa_rows` is an int32 tensor of no dimension."""
+    tensors = [x.contiguous() for x in (swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows)]
+    if not swa_indices.is_cuda:
+        return _copies(call(jax_sparse_mla.combine_swa_extra_indices, *tensors))
+    from sparse_mla_torch.kernels import indices as kernels
+
+    with torch.cuda.device_of(swa_indices):
+        return kernels.combine_swa_extra_indices(*tensors)
+
+
+@combine_swa_extra_indices.register_fake
+def _(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
+    return _merged(swa_indices, _merged_width(swa_indices.shape[1] + extra_indices.shape[1]))
+
+
+@torch.library.custom_op("jax_sparse_mla::combine_topk_swa_indices", mutates_args=())
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_pos: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    compressed_base: torch.Tensor,
+    swa_base: torch.Tensor,
+    window: int,
+    compress_ratio: int,
+    topk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.combine_topk_swa_indices`."""
+    tensors = (topk_indices, query_start_loc, query_pos, seq_lens, gather_lens, compressed_base, swa_base)
+    tensors = [x.contiguous() for x in tensors]
+    options = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
+    if not topk_indices.is_cuda:
+        return _copies(call(jax_sparse_mla.combine_topk_swa_indices, *tensors, **options))
+    from sparse_mla_torch.kernels import indices as kernels
+
+    with torch.cuda.device_of(topk_indices):
+        return kernels.combine_topk_swa_indices(*tensors, **options)
+
+
+@combine_topk_swa_indices.register_fake
+def _(topk_indices, *requests_and_options, **names):
+    window, _, topk = requests_and_options[-3:] if not names else (names["window"], 0, names["topk"])
+    return _merged(topk_indices, _merged_width(topk + window))
+
+
+def _layout(function: str, k_cache: torch.Tensor) -> KVLayout:
+    width = check_strided(function, "k_cache", k_cache, (None, None, 1, None), k_cache, decode.CACHE_DTYPES)[-1]
+    if width not in decode.LAYOUTS:
+        raise ValueError(f"{function}: k_cache must have {', '.join(map(str, decode.LAYOUTS))} bytes, got {width}")
+    return decode.LAYOUTS[width]
+
+
+def _host_cache(function: str, k_cache: torch.Tensor) -> PagedKV:
+    """The cache for JAX; a copy where its pages have another padding than the layout's."""
+    layout = _layout(function, k_cache)
+    return PagedKV(data=decode.page_rows(k_cache, layout), layout=layout, page_size=k_cache.shape[1])
+
+
+def _device_cache(function: str, k_cache: torch.Tensor) -> PagedKV:
+    """The same memory, each page a row of bytes."""
+    layout, (pages, page_size, _, width) = _layout(function, k_cache), k_cache.shape
+    rows = k_cache.view(torch.uint8).as_strided((pages, page_size * width), (k_cache.stride(0), 1))
+    if k_cache.stride(3) != 1 or (page_size > 1 and k_cache.stride(1) != width):
+        raise ValueError(f"{function}: k_cache's pages must each be dense, got strides {list(k_cache.stride())}")
+    return PagedKV(data=rows, layout=layout, page_size=page_size)
+
+
+def _copies(results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Of JAX's memory, which is not to be written to."""
+    return tuple(x.clone() for x in results)
+
+
+def _merged_width(columns: int) -> int:
+    return -(-columns // 128) * 128
+
+
+def _merged(like: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return like.new_empty((like.shape[0], width)), like.new_empty(like.shape[:1])
