@@ -22,7 +22,9 @@ def cases():
     for rows, columns, k in SHAPES:
         name = f"{rows} x {columns}, {k}"
         plan = topk.plan_topk(rows, columns, k)
-        for method in (topk.PAGED, topk.RAGGED):
+        smallest = (rows, columns, k) == SHAPES[0]
+        # The transforms differ by one addition: the other one is compiled at the smallest shape alone.
+        for method in (topk.PAGED, topk.RAGGED) if smallest else (topk.PAGED,):
             constants = topk.select_constants(plan, k, method.value, 64, True, True)
             yield f"select {name}", topk.topk_select_kernel, types, constants
         if plan.filtered:

@@ -16,6 +16,4 @@ def pytest_collection_modifyitems(items):
         if "gpu" in item.keywords and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()}"))
         if "cpu" in item.keywords and ON_GPU:
-            item.add_marker(
-                pytest.mark.skip(reason="the torch face runs on the CPU in this version: JAX_PLATFORMS=cpu")
-            )
+            item.add_marker(pytest.mark.skip(reason="needs JAX's CPU backend: JAX_PLATFORMS=cpu"))
