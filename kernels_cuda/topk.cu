@@ -2,9 +2,10 @@
 //
 // A row's logits compete as 64-bit entries: their key, an unsigned integer in the order of the floats (-0.0 is +0.0,
 // NaN below every number), and below it the complement of their place, so that ties go to the lower place and no two
-// entries are equal. A row that fits shared memory is loaded as entries; of a longer one only those that reach a
-// threshold, which a sample of the row gives, are collected in a single pass. Where the sample misled (too few or too
-// many: ties) the selection reads the row itself. Selection: a radix select, 11 bits a round. Few long rows are read by
+// entries are equal. Selection: a radix select, 11 bits a round, until few are left to be ranked one against another. A
+// short row stays in registers, and only those few become entries. A row that fits shared memory is loaded as entries;
+// of a longer one only those that reach a threshold, which a sample of the row gives, are collected in a single pass.
+// Where the sample misled (too few or too many: ties) the selection reads the row itself. Few long rows are read by
 // clusters of thread blocks, which append to the shared memory of the first of them.
 
 #include <cooperative_groups.h>
@@ -25,10 +26,14 @@ namespace {
 
 using Entry = unsigned long long;
 
-constexpr int kBins = 2048;
+constexpr int kBinBits = 11, kBins = 1 << kBinBits;
+constexpr int kHeld = 4;                  // logits of a short row that a thread holds
+constexpr int kTies = 64;                  // entries that are ranked one against the other
+constexpr Entry kLeast = Entry{1} << 32;   // no entry is below
+constexpr int kIntMax = 2147483647, kNowhere = -kIntMax - 1;
+constexpr int kShortThreads = 1024;
 constexpr int kSample = 4096;  // logits of a row that its threshold is chosen from
 constexpr int kPiece = 8;      // of them stand side by side: a sector of 32 bytes
-constexpr int kIntMax = 2147483647;
 
 enum Method { kPositions, kPaged, kRagged };
 
@@ -41,16 +46,17 @@ struct Call {
   const int* offsets;         // [rows], if RAGGED
   int* out;                   // [rows, topk]
   int columns, topk, method, page_size, num_requests, num_pages;
-  int page_shift;              // log2 of page_size, or -1
-  int last_page, last_offset;  // where the slot INT_MAX lies
-  int capacity;  // entries that fit shared memory
+  int page_shift;  // log2 of page_size, or -1; without pages 31
+  int last_page;   // where the slot INT_MAX lies
+  int capacity;    // entries that fit shared memory
 };
 
 struct Shared {
   unsigned bins[kBins];
-  unsigned warp_sums[32];
-  unsigned bin, above, in_bin;  // the bin that holds the k-th entry, how many lie above it and in it
-  int found, written;
+  Entry ties[kTies];
+  int sums[32];
+  int bin, above, in_bin;  // the bin that holds the k-th entry, how many lie above it and in it
+  int found, written, num_ties;
   float threshold;
 };
 
@@ -74,128 +80,186 @@ __device__ __forceinline__ Entry entry_of(float value, unsigned place) {
   return static_cast<Entry>(key_of(value)) << 32 | ~place;
 }
 
+__device__ __forceinline__ int place_of(Entry entry) { return static_cast<int>(~static_cast<unsigned>(entry)); }
+
+__device__ __forceinline__ Entry read_entry(const Entry* list, int i) { return list[i]; }
 template <typename T>
-struct RowEntries {
-  const T* values;
-  __device__ __forceinline__ Entry operator()(int i) const { return entry_of(to_float(values[i]), i); }
-};
+__device__ __forceinline__ Entry read_entry(const T* values, int i) {
+  return entry_of(to_float(values[i]), i);
+}
 
-struct ListEntries {
-  const Entry* list;
-  __device__ __forceinline__ Entry operator()(int i) const { return list[i]; }
-};
-
-// Where a bin lies: find_bin's threads read runs of neighbours, and of any run the i-th lie in banks of their own.
-__device__ __forceinline__ unsigned at_bin(unsigned bin) { return bin ^ (bin >> 5 & 31); }
-
-// Sets shared.bin, above, in_bin to the bin where the count from the largest on reaches k, and zeroes the bins.
-__device__ void find_bin(Shared& shared, int num_bins, unsigned k) {
-  int each = num_bins / blockDim.x > 0 ? num_bins / blockDim.x : 1;
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int top = num_bins - 1 - static_cast<int>(threadIdx.x) * each;
-  unsigned mine = 0;
-  if (top >= 0)
-    for (int i = 0; i < each; i++) mine += shared.bins[at_bin(top - i)];
-  unsigned through = mine;
-  for (int step = 1; step < 32; step *= 2) {
-    unsigned other = __shfl_up_sync(~0u, through, step);
-    if (lane >= step) through += other;
-  }
-  if (lane == 31) shared.warp_sums[warp] = through;
-  __syncthreads();
-  unsigned sum = lane < warp ? shared.warp_sums[lane] : 0;
-  unsigned before = __reduce_add_sync(~0u, sum) + through - mine;
-  if (top >= 0) {
-    bool here = before < k && k <= before + mine;
-    for (int i = 0; i < each; i++) {
-      unsigned count = shared.bins[at_bin(top - i)];
-      shared.bins[at_bin(top - i)] = 0;
-      if (here && before < k && k <= before + count) {
-        shared.bin = top - i;
-        shared.above = before;
-        shared.in_bin = count;
-      }
-      before += count;
+// The entries of a list or of a row, kEach at a time for each thread, all of a warp together; 0 is none.
+template <int kEach, typename T>
+struct Entries {
+  const T* from;
+  int n;
+  template <typename Visit>
+  __device__ __forceinline__ void visit_groups(Visit visit) const {
+    int lane = threadIdx.x % 32;
+    for (int begin = threadIdx.x; begin - lane < n; begin += kEach * blockDim.x) {
+      Entry group[kEach];
+      for (int j = 0, i = begin; j < kEach; j++, i += blockDim.x) group[j] = i < n ? read_entry(from, i) : 0;
+      visit(group);
     }
   }
-  __syncthreads();
+};
+
+// The first round's bins, of keys' upper 14 bits: sign, exponent and 5 bits of the mantissa, the largest first. The
+// magnitudes below 2^-16 share one, and of either sign those from 2^16 on.
+constexpr int kUpperBits = 14, kSide = 1023;        // bins of either sign
+constexpr int kPositive = 11744, kNegative = 4640;  // key_of(2^-16) and key_of(-2^-16), those bits of them
+
+__device__ __forceinline__ unsigned bin_of(Entry entry) {
+  int upper = static_cast<int>(entry >> (64 - kUpperBits));
+  return kSide - min(max(upper - kPositive, 0), kSide) - max(min(upper - kNegative, 0), -kSide);
 }
 
-// Narrows an entry's upper bits, `prefix`, by the kWidth ones from bit kLow on: the entries that share them are those
-// around the need-th largest. True if at most `slack` more than needed reach what is known of it.
-template <int kLow, int kWidth, typename Source>
-__device__ bool narrow(Shared& shared, Source source, int n, int slack, Entry& prefix, int& need) {
-  constexpr unsigned kMask = (1u << kWidth) - 1;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    Entry entry = source(i) >> kLow;
-    if (kLow + kWidth == 64 || entry >> kWidth == prefix)
-      atomicAdd(&shared.bins[at_bin(static_cast<unsigned>(entry) & kMask)], 1u);
+// The least entry that could be in a bin.
+__device__ __forceinline__ Entry least_in(int bin) {
+  int from_zero = kSide - bin;
+  if (from_zero == -kSide) return kLeast;
+  return static_cast<Entry>(from_zero + (from_zero > 0 ? kPositive : kNegative)) << (64 - kUpperBits);
+}
+
+// The sum through this lane's.
+__device__ __forceinline__ int scan(int mine) {
+  for (int step = 1; step < 32; step *= 2) {
+    int other = __shfl_up_sync(~0u, mine, step);
+    if (static_cast<int>(threadIdx.x % 32) >= step) mine += other;
+  }
+  return mine;
+}
+
+// The first of the `mine` slots that this lane gets from a counter.
+__device__ __forceinline__ int reserve(int* counter, int mine) {
+  int through = scan(mine), first = 0;
+  if (threadIdx.x % 32 == 31 && through) first = atomicAdd(counter, through);
+  return __shfl_sync(~0u, first, 31) + through - mine;
+}
+
+// Sets shared.bin, above, in_bin to the bin where the count reaches k, and zeroes the bins. A warp sums 64 at a time.
+__device__ void find_bin(Shared& shared, int k) {
+  int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  uint2* bins = reinterpret_cast<uint2*>(shared.bins) + lane;
+  for (int part = threadIdx.x / 32; part < 32; part += warps) {
+    uint2 counts = bins[part * 32];
+    int sum = __reduce_add_sync(~0u, counts.x + counts.y);
+    if (lane == 0) shared.sums[part] = sum;
   }
   __syncthreads();
-  find_bin(shared, 1 << kWidth, need);
-  prefix = prefix << kWidth | shared.bin;
-  int surplus = static_cast<int>(shared.above + shared.in_bin) - need;
-  need -= shared.above;
-  return surplus <= slack || kLow == 0;
+  int sum = shared.sums[lane];
+  for (int part = threadIdx.x / 32; part < 32; part += warps) {
+    uint2 counts = bins[part * 32];
+    bins[part * 32] = make_uint2(0, 0);
+    int before = __reduce_add_sync(~0u, lane < part ? sum : 0);
+    if (before >= k || before + __shfl_sync(~0u, sum, part) < k) continue;
+    int mine = counts.x + counts.y, through = before + scan(mine), above = through - mine;
+    if (above >= k || through < k) continue;
+    bool second = above + static_cast<int>(counts.x) < k;
+    shared.bin = part * 64 + lane * 2 + second;
+    shared.above = second ? above + counts.x : above;
+    shared.in_bin = second ? counts.y : counts.x;
+  }
+  __syncthreads();
 }
 
-// An entry that at least k and at most k + slack of the n entries reach. shared.bins are zero before and after.
+// `above` entries are at least `upper`, and `within` from `lower` on but below it: with these they are k or more.
+struct Cut {
+  Entry lower, upper;
+  int above, within;
+};
+
+// A cut with at most `most` entries within, by a radix select. shared.bins are zero before and after.
 template <typename Source>
-__device__ Entry select(Shared& shared, Source source, int n, int k, int slack) {
-  Entry prefix = 0;
-  if (narrow<53, 11>(shared, source, n, slack, prefix, k)) return prefix << 53;
-  if (narrow<42, 11>(shared, source, n, slack, prefix, k)) return prefix << 42;
-  if (narrow<32, 10>(shared, source, n, slack, prefix, k)) return prefix << 32;
-  // The rest is ties.
-  if (narrow<21, 11>(shared, source, n, slack, prefix, k)) return prefix << 21;
-  if (narrow<10, 11>(shared, source, n, slack, prefix, k)) return prefix << 10;
-  narrow<0, 10>(shared, source, n, slack, prefix, k);
-  return prefix;
+__device__ Cut select(Shared& shared, const Source& source, int k, int most) {
+  source.visit_groups([&](const auto& group) {
+    for (Entry entry : group)
+      if (entry >= kLeast) atomicAdd(&shared.bins[bin_of(entry)], 1u);
+  });
+  __syncthreads();
+  find_bin(shared, k);
+  int bin = shared.bin;
+  Cut cut = {least_in(bin), bin ? least_in(bin - 1) : ~Entry{0}, shared.above, shared.in_bin};
+  while (cut.within > most) {
+    int shift = max(64 - __clzll(cut.upper - cut.lower - 1) - kBinBits, 0);
+    source.visit_groups([&](const auto& group) {
+      for (Entry entry : group)
+        if (entry >= cut.lower && entry < cut.upper)
+          atomicAdd(&shared.bins[kBins - 1 - static_cast<unsigned>((entry - cut.lower) >> shift)], 1u);
+    });
+    __syncthreads();
+    find_bin(shared, k - cut.above);
+    cut.lower += static_cast<Entry>(kBins - 1 - shared.bin) << shift;
+    cut.upper = min(cut.upper, cut.lower + (Entry{1} << shift));
+    cut.above += shared.above;
+    cut.within = shared.in_bin;
+  }
+  return cut;
+}
+
+// Positions lie in pages, each with its first index: those of the table, or a single one.
+__device__ __forceinline__ int page_of(const Call& call, int position) {
+  return call.page_shift >= 0 ? position >> call.page_shift : position / call.page_size;
+}
+
+// A page's first index; kNowhere, which leaves whatever is added negative, where there is none.
+__device__ __forceinline__ int page_start(const Call& call, int row, int at) {
+  if (call.method == kPaged) {
+    int request = call.row_to_request ? call.row_to_request[row] : row;
+    if (request < 0 || request >= call.num_requests || at >= call.num_pages) return kNowhere;
+    int page = call.page_table[static_cast<int64_t>(request) * call.num_pages + at];
+    return page < 0 || page > call.last_page ? kNowhere : page * call.page_size;
+  }
+  int start = call.method == kRagged ? call.offsets[row] : 0;
+  return start < 0 ? kNowhere : start;
+}
+
+// What is past INT_MAX wraps to below 0.
+__device__ __forceinline__ int index_in(const Call& call, int start, int position, int at) {
+  unsigned offset = call.method == kPaged ? position - at * call.page_size : position;
+  return max(static_cast<int>(start + offset), -1);
 }
 
 __device__ int index_of(const Call& call, int row, int position) {
-  if (call.method == kPaged) {
-    int request = call.row_to_request ? call.row_to_request[row] : row;
-    // Page sizes are powers of two as a rule.
-    int page_at = call.page_shift >= 0 ? position >> call.page_shift : position / call.page_size;
-    int offset = position - page_at * call.page_size;
-    if (request < 0 || request >= call.num_requests || page_at >= call.num_pages) return -1;
-    int page = call.page_table[static_cast<int64_t>(request) * call.num_pages + page_at];
-    if (page < 0 || page > call.last_page || (page == call.last_page && offset > call.last_offset)) return -1;
-    return page * call.page_size + offset;
-  }
-  if (call.method == kRagged) {
-    int base = call.offsets[row];
-    return base < 0 || position > kIntMax - base ? -1 : position + base;
-  }
-  return position;
+  int at = page_of(call, position);
+  return index_in(call, page_start(call, row, at), position, at);
 }
 
-// Writes the indices of the entries from `least` on; their order is that of arrival. shared.bins are not zero after.
-template <typename Source>
-__device__ void write_chosen(const Call& call, Shared& shared, Source source, int n, Entry least, int row, int shift) {
-  int* out = call.out + static_cast<int64_t>(row) * call.topk;
+// Ranks the ties, each by a warp, and writes the indices of the largest behind the `above` others.
+__device__ void write_ties(const Call& call, Shared& shared, int above, int ties, int row, int shift) {
   int lane = threadIdx.x % 32;
-  // Gathered in shared memory first, if they fit, the positions are mapped side by side: one wait for the page table.
-  bool gathered = call.topk <= kBins;
-#pragma unroll 4
-  for (int begin = threadIdx.x - lane; begin < n; begin += blockDim.x) {
-    int i = begin + lane;
-    Entry entry = i < n ? source(i) : 0;
-    bool chosen = i < n && entry >= least;
-    unsigned all = __ballot_sync(~0u, chosen);
-    int slot = 0;
-    if (lane == 0 && all) slot = atomicAdd(&shared.written, __popc(all));
-    slot = __shfl_sync(~0u, slot, 0) + __popc(all & ((1u << lane) - 1));
-    int position = shift + static_cast<int>(~static_cast<unsigned>(entry));
-    if (chosen && gathered) shared.bins[slot] = position;
-    if (chosen && !gathered) out[slot] = index_of(call, row, position);
+  for (int tie = threadIdx.x / 32; tie < ties; tie += blockDim.x / 32) {
+    Entry entry = shared.ties[tie];
+    int slot = above;
+    for (int other = lane; other - lane < ties; other += 32)
+      slot += __popc(__ballot_sync(~0u, other < ties && shared.ties[other] > entry));
+    if (lane == 0 && slot < call.topk)
+      call.out[static_cast<int64_t>(row) * call.topk + slot] = index_of(call, row, shift + place_of(entry));
   }
-  if (!gathered) return;
+}
+
+// Writes the indices of the topk largest entries, their order that of arrival. shared.bins are not zero after.
+template <typename Source>
+__device__ void write_chosen(const Call& call, Shared& shared, const Source& source, int row, int shift) {
+  Cut cut = select(shared, source, call.topk, kTies);
+  int* out = call.out + static_cast<int64_t>(row) * call.topk;
+  // Gathered in shared memory first, if they fit, the positions are mapped side by side: one wait for the page table.
+  int* positions = call.topk <= kBins ? reinterpret_cast<int*>(shared.bins) : out;
+  source.visit_groups([&](const auto& group) {
+    int mine = 0;
+    for (Entry entry : group) mine += entry >= cut.upper;
+    int slot = reserve(&shared.written, mine);
+    for (Entry entry : group) {
+      if (entry >= cut.upper)
+        positions[slot++] = shift + place_of(entry);
+      else if (entry >= cut.lower)
+        shared.ties[atomicAdd(&shared.num_ties, 1)] = entry;
+    }
+  });
   __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < call.topk; i += blockDim.x) out[i] = index_of(call, row, shared.bins[i]);
+#pragma unroll 2
+  for (int i = threadIdx.x; i < cut.above; i += blockDim.x) out[i] = index_of(call, row, positions[i]);
+  write_ties(call, shared, cut.above, cut.within, row, shift);
 }
 
 // A float that somewhat more than topk of the n logits reach, by a sample of them, one piece from each of as many equal
@@ -212,24 +276,13 @@ __device__ float sample_threshold(Shared& shared, Entry* list, const T* values, 
   __syncthreads();
   float expected = static_cast<float>(topk) * kSample / n;
   int rank = min(static_cast<int>(expected + 4 * sqrtf(expected) + 4), kSample);
-  Entry least = select(shared, ListEntries{list}, kSample, rank, rank / 16);
-  return float_of(static_cast<unsigned>(least >> 32));
+  Cut cut = select(shared, Entries<4, Entry>{list, kSample}, rank, max(rank / 16, 1));
+  return float_of(static_cast<unsigned>(cut.lower >> 32));
 }
 
 template <typename T>
-struct Four;
-template <>
-struct Four<float> {
-  float4 x;
-  __device__ __forceinline__ float at(int i) const { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-};
-template <>
-struct Four<__nv_bfloat16> {
-  uint2 x;
-  __device__ __forceinline__ float at(int i) const {
-    unsigned pair = i < 2 ? x.x : x.y;
-    return __uint_as_float(i % 2 ? pair & 0xFFFF0000u : pair << 16);
-  }
+struct alignas(4 * sizeof(T)) Four {
+  T x[4];
 };
 
 // Appends the entries of a warp's hits, bit i of each lane's mask standing for place + i.
@@ -237,15 +290,7 @@ template <typename T>
 __device__ __forceinline__ void append(unsigned hits, const T* values, int place, int* found, Entry* list,
                                        int capacity) {
   if (!__any_sync(~0u, hits != 0)) return;
-  int lane = threadIdx.x % 32;
-  int mine = __popc(hits), through = mine;
-  for (int step = 1; step < 32; step *= 2) {
-    int other = __shfl_up_sync(~0u, through, step);
-    if (lane >= step) through += other;
-  }
-  int slot = 0;
-  if (lane == 31) slot = atomicAdd(found, through);
-  slot = __shfl_sync(~0u, slot, 31) + through - mine;
+  int slot = reserve(found, __popc(hits));
   for (; hits; hits &= hits - 1, slot++) {
     int i = place + __ffs(hits) - 1;
     if (slot < capacity) list[slot] = entry_of(to_float(values[i]), i);  // in L1
@@ -279,7 +324,7 @@ __device__ void filter(const T* values, int begin, int end, float threshold, int
       unsigned hits = 0;
       if (four < fours) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) hits |= loaded[j].at(i) >= threshold ? 1u << i : 0u;
+        for (int i = 0; i < 4; i++) hits |= to_float(loaded[j].x[i]) >= threshold ? 1u << i : 0u;
       }
       append(hits, values, body + 4 * four, found, list, capacity);
     }
@@ -291,6 +336,27 @@ template <typename T>
 __device__ void prefetch(const T* from, int count, int skip) {
   int at = (static_cast<int>(threadIdx.x) - skip) * static_cast<int>(128 / sizeof(T));
   if (at >= 0 && at < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+}
+
+// The logits of a row that compete: n from column `first` on, the first of them position `shift`. If they are topk or
+// fewer, the row's indices are those of the n positions from `shift` on.
+struct Window {
+  int n, first, shift;
+};
+
+__device__ __forceinline__ Window window_of(const Call& call, int row) {
+  int length = max(call.lengths[row], 0);
+  int64_t start = call.row_starts ? call.row_starts[row] : 0;
+  int64_t first = max(start, int64_t{0});
+  int n = static_cast<int>(max(min(start + length, static_cast<int64_t>(call.columns)) - first, int64_t{0}));
+  if (length <= call.topk) return {length, 0, 0};
+  return {n, static_cast<int>(first), static_cast<int>(first - start)};
+}
+
+// Every position of a window of at most topk, in order, without a look at the logits; by `threads`.
+__device__ void write_all(const Call& call, Window window, int row, int thread, int threads) {
+  for (int i = thread; i < call.topk; i += threads)
+    call.out[static_cast<int64_t>(row) * call.topk + i] = i < window.n ? index_of(call, row, window.shift + i) : -1;
 }
 
 template <typename T>
@@ -311,24 +377,18 @@ __global__ void __launch_bounds__(1024) topk_kernel(const Call call) {
   if (call.method == kPaged && !call.row_to_request && block == 0)
     prefetch(call.page_table + static_cast<int64_t>(row) * call.num_pages, call.num_pages, blockDim.x / 2);
 
-  // The window: n logits from column `first` on, the first of them position `shift`.
-  int length = max(call.lengths[row], 0);
-  int64_t start = call.row_starts ? call.row_starts[row] : 0;
-  int64_t first = max(start, int64_t{0});
-  int n = static_cast<int>(max(min(start + length, static_cast<int64_t>(call.columns)) - first, int64_t{0}));
-  int shift = static_cast<int>(first - start);
-  if (length <= call.topk || n <= call.topk) {  // every position, in order, without a look at the logits
-    if (length <= call.topk) shift = 0, n = length;
-    for (int i = block * blockDim.x + threadIdx.x; i < call.topk; i += blocks * blockDim.x)
-      call.out[static_cast<int64_t>(row) * call.topk + i] = i < n ? index_of(call, row, shift + i) : -1;
+  Window window = window_of(call, row);
+  if (window.n <= call.topk) {
+    write_all(call, window, row, block * blockDim.x + threadIdx.x, blocks * blockDim.x);
     return;
   }
+  int n = window.n, first = window.first, shift = window.shift;
   const T* values = static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns + first;
   bool fits = n <= call.capacity;
   if (fits && block > 0) return;
 
   for (int i = threadIdx.x; i < kBins; i += blockDim.x) shared.bins[i] = 0;
-  if (threadIdx.x == 0) shared.found = shared.written = 0;
+  if (threadIdx.x == 0) shared.found = shared.written = shared.num_ties = 0;
   int count = n;
   if (fits) {
 #pragma unroll 4
@@ -363,13 +423,86 @@ __global__ void __launch_bounds__(1024) topk_kernel(const Call call) {
     __syncthreads();
     count = shared.found;
   }
-  if (count >= call.topk && count <= call.capacity) {
-    ListEntries source{list};
-    write_chosen(call, shared, source, count, select(shared, source, count, call.topk, 0), row, shift);
-  } else {
-    RowEntries<T> source{values};
-    write_chosen(call, shared, source, n, select(shared, source, n, call.topk, 0), row, shift);
+  if (count >= call.topk && count <= call.capacity)
+    write_chosen(call, shared, Entries<4, Entry>{list, count}, row, shift);
+  else
+    write_chosen(call, shared, Entries<4, T>{values, n}, row, shift);
+}
+
+// Two floats' order, the largest first, in 16 bits each: a half's, rounded to 0. Their upper kBinBits name a bin.
+__device__ __forceinline__ unsigned order_of(float low, float high) {
+  unsigned halves, negative;  // all ones where negative
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(negative) : "r"(halves));
+  return halves ^ (~negative & 0x7FFF7FFFu);
+}
+
+// Collects what a short row's k-th bin and those above it hold: places in shared.bins, and ties.
+template <typename T>
+__device__ __forceinline__ void collect(Shared& shared, const unsigned (&orders)[kHeld], const T* values, int first) {
+  constexpr unsigned kWidth = 1u << (32 - kBinBits);
+  unsigned bound = shared.bin * kWidth;
+  int mine = 0;
+  for (int j = 0; j < kHeld; j++) mine += orders[j] < bound;
+  int slot = reserve(&shared.written, mine);
+  for (int j = 0; j < kHeld; j++) {
+    int column = threadIdx.x + j * kShortThreads;
+    if (orders[j] < bound)
+      shared.bins[slot++] = column - first;
+    else if (orders[j] - bound < kWidth)
+      shared.ties[atomicAdd(&shared.num_ties, 1)] = entry_of(to_float(values[column]), column - first);
   }
+}
+
+// As topk_kernel, of rows that registers hold, topk at most kBins: what counts is the instructions that a logit takes.
+template <typename T>
+__global__ void __launch_bounds__(kShortThreads, 2) topk_short_kernel(const Call call) {
+  __shared__ Shared shared;
+  __shared__ int starts[kShortThreads];  // of the first pages
+  const float kLowest = -65504, kOutside = __int_as_float(0xFF800000);
+  int row = blockIdx.x, thread = threadIdx.x;
+  const T* values = static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns;
+  float held[kHeld];
+  for (int j = 0; j < kHeld; j++) {
+    int column = thread + j * kShortThreads;
+    held[j] = column < call.columns ? to_float(values[column]) : 0;
+  }
+  starts[thread] = page_start(call, row, thread);
+  Window window = window_of(call, row);
+  reinterpret_cast<uint2*>(shared.bins)[thread] = make_uint2(0, 0);
+  if (thread == 0) shared.written = shared.num_ties = 0;
+  __syncthreads();
+  if (window.n <= call.topk) {
+    write_all(call, window, row, thread, kShortThreads);
+    return;
+  }
+
+  // What is outside the window, -inf, has a bin below all others; NaN and what is below all halves are the lowest half.
+  for (int j = 0; j < kHeld; j++) {
+    bool inside = static_cast<unsigned>(thread + j * kShortThreads - window.first) < window.n;
+    held[j] = inside ? fmaxf(held[j], kLowest) + 0.0f : kOutside;  // -0.0 + 0.0 is +0.0
+  }
+  unsigned orders[kHeld];  // in the upper 16 bits
+  for (int j = 0; j < kHeld; j += 2) {
+    orders[j + 1] = order_of(held[j], held[j + 1]);
+    orders[j] = orders[j + 1] << 16;
+  }
+  for (int j = 0; j < kHeld; j++) atomicAdd(&shared.bins[orders[j] >> (32 - kBinBits)], 1u);
+  __syncthreads();
+  find_bin(shared, call.topk);
+  if (shared.in_bin > kTies) {
+    write_chosen(call, shared, Entries<1, T>{values + window.first, window.n}, row, window.shift);
+    return;
+  }
+  int above = shared.above, ties = shared.in_bin;
+  collect(shared, orders, values, window.first);
+  __syncthreads();
+  for (int i = thread; i < above; i += kShortThreads) {
+    int position = shared.bins[i] + window.shift, at = page_of(call, position);
+    int start = at < kShortThreads ? starts[at] : page_start(call, row, at);
+    call.out[static_cast<int64_t>(row) * call.topk + i] = index_in(call, start, position, at);
+  }
+  write_ties(call, shared, above, ties, row, window.shift);
 }
 
 int attribute(cudaDeviceAttr name, int device) {
@@ -393,6 +526,11 @@ template <typename T>
 void launch(Call call, int rows, int device, cudaStream_t stream) {
   int sms = attribute(cudaDevAttrMultiProcessorCount, device);
   int most = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - static_cast<int>(sizeof(Shared)) - 1024) / 8;
+  if (call.columns <= kHeld * kShortThreads && call.topk <= kBins) {
+    topk_short_kernel<T><<<rows, kShortThreads, 0, stream>>>(call);
+    check_cuda(cudaGetLastError());
+    return;
+  }
   // Many rows: several blocks on each multiprocessor, so that one computes while another loads.
   bool few = rows <= sms;
   int capacity = !few ? 5632 : call.columns <= 16384 ? call.columns : 8192;
@@ -438,13 +576,13 @@ void Topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::Optional<ffi::Te
   call.page_size = static_cast<int>(page_size);
   call.page_shift = page_size & (page_size - 1) ? -1 : static_cast<int>(std::log2(page_size));
   call.last_page = kIntMax / call.page_size;
-  call.last_offset = kIntMax % call.page_size;
   if (page_table.has_value()) {
     call.method = kPaged;
     call.num_requests = static_cast<int>(page_table.value().size(0));
     call.num_pages = static_cast<int>(page_table.value().size(1));
   } else {
     call.method = offsets.has_value() ? kRagged : kPositions;
+    call.page_shift = 31;
   }
   int rows = static_cast<int>(logits.size(0)), device = logits.device().device_id;
   if (!rows) return;

@@ -49,7 +49,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 # Ties, both zeros, denormals of either sign, infinities, NaNs of either sign.
 VALUES = np.array([0, -0.0, 1, -1, 2.5, 1e-42, -1e-42, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38], np.float32)
-KINDS = ("normal", "few values", "mostly zero", "ascending", "nan", "infinite", "spikes")
+KINDS = ("normal", "few values", "mostly zero", "ascending", "nan", "infinite", "spikes", "far from zero", "any bits")
 # (rows, columns, topk): one tile; several loads wide and not; longer than a tile, filtered; topk past the columns.
 SHAPES = ((5, 50, 8), (3, 301, 1), (2, 6, 70), (4, 1024, 512), (3, 8192, 2048), (3, 8196, 512), (2, 20_001, 2048))
 PROPERTY = settings(max_examples=25, deadline=None)
@@ -115,6 +115,10 @@ def make_logits(rng, rows, columns, kind) -> np.ndarray:
         return np.where(rng.random((rows, columns)) < 0.01, normal, np.float32(np.nan))
     if kind == "infinite":
         return np.where(rng.random((rows, columns)) < 0.5, normal, np.float32(np.inf))
+    if kind == "far from zero":  # many share their upper bits
+        return normal + 12
+    if kind == "any bits":
+        return rng.integers(0, 2**32, (rows, columns), np.uint32).view(np.float32)
     if kind == "spikes":  # the largest stand side by side: what a sample is likeliest to misjudge
         normal[:, columns // 3 : columns // 2] += 1e6
     return normal
@@ -265,6 +269,20 @@ def test_long_rows_of_every_kind(kind, shape, split, monkeypatch):
     logits = make_logits(np.random.default_rng(3), rows, columns, kind)
     for starts in (None, np.array([3, 1], np.int32)):
         check(TopkCase(logits, np.array([columns, columns - 5], np.int32), topk, row_starts=starts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_short_rows_of_every_kind(kind, dtype):
+    """Rows that registers hold: the largest of them, in whole and in part."""
+    rng = np.random.default_rng(4)
+    columns = 4096
+    logits = make_logits(rng, 3, columns, kind).astype(dtype)
+    lengths = np.array([columns, columns - 7, 3000], np.int32)
+    table = rng.integers(0, INT_MAX // 64, (3, columns // 64)).astype(np.int32)
+    for topk in (512, 2048):
+        check(TopkCase(logits, lengths, topk, page_table=table, page_size=64))
+        check(TopkCase(logits, lengths, topk, row_starts=np.array([0, 5, -2], np.int32)))
 
 
 def test_what_is_outside_the_windows_does_not_matter():
