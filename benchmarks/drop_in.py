@@ -127,10 +127,10 @@ def measure(name: str, peer: Callable, peer_arguments: dict, function: Callable,
     return row
 
 
-def leaked(calls: int) -> dict[str, float]:
+def leaked(calls: int, backend: str) -> dict[str, float]:
     """MiB that so many calls leave behind, of torch's memory and of the process's peak."""
     arguments = decode_arguments(DECODES[1])
-    os.environ["JAX_SPARSE_MLA_BACKEND"] = "flashmla"
+    os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
     prepared.forget()
 
     def some(count: int) -> tuple[float, float]:
@@ -152,7 +152,7 @@ def main() -> int:
     import flash_mla as wheel
 
     print("us of the host per call: FlashMLA directly, and what the drop-in takes beyond it")
-    table, memory = list(rows(wheel)), leaked(args.calls)
+    table, memory = list(rows(wheel)), leaked(args.calls, "flashmla")
     print(f"{args.calls} calls leave {memory['torch']:.1f} MiB of torch, {memory['process']:.1f} MiB of the process")
     from jax._src import xla_bridge
 

@@ -218,15 +218,14 @@ def flash_mla_sparse_fwd(
                 out=out,
                 assume_valid_indices=assume_valid_indices,
             )
-    options = prefill.Options(
-        "flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, bool(assume_valid_indices)
-    )
+    # The fields of prefill.Options.
+    options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices)
     tensors = (q, kv, indices, topk_length, attn_sink)
     call = prefill.prepare(options, *tensors)
     if out is None:
         results = call.run(*tensors, None)
     else:
-        _check_out(options.function, out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
+        _check_out(options[0], out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
         results = _into(call, tensors, out, out)
     return (results[0], None, None) if return_log2_lse is False else results
 
@@ -234,7 +233,7 @@ def flash_mla_sparse_fwd(
 def _on_current_device(q: Any) -> bool:
     """Kernels are launched on the current device: FlashMLA makes q's the current one."""
     device = q.get_device() if isinstance(q, torch.Tensor) else -1
-    return device < 0 or device == torch.cuda.current_device()
+    return device < 0 or device == torch._C._cuda_getDevice()
 
 
 def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> None:

@@ -6,8 +6,8 @@ What is left of a call is a lookup and its launches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
     """A call that was checked and routed.
 
     Attributes:
-      run: takes the call's tensors; see `decode.prepare` and `prefill.prepare`.
+      run: takes the call's tensors and what it writes into; see `decode.prepare` and `prefill.prepare`.
       plan: which backend, and why.
       writes_into: whether `run` writes into results that it is given.
       shape: of a decode call, `decode.Shape`.
@@ -44,6 +44,33 @@ class Prepared(NamedTuple):
 
 
 calls: dict[tuple | None, Prepared] = {}
+_facts: Callable[..., Hashable | None] | None = None  # of `host.c`, once there are CUDA tensors
+
+
+def key(options: tuple, *tensors: Any) -> tuple | None:
+    """What a call depends on: its options, and of each tensor dtype, device, shape, strides and alignment.
+
+    None if there is something that is no tensor; the checks say what.
+    """
+    global _facts
+    if _facts is None and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
+        _facts = _facts_of_host()
+    facts = None if _facts is None else _facts(*tensors)
+    try:
+        return options, facts or tuple([None if x is None else _facts_of(x) for x in tensors])
+    except AttributeError:
+        return None
+
+
+def _facts_of(x: torch.Tensor) -> tuple:
+    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() & 15
+
+
+def _facts_of_host() -> Callable[..., bytes | None]:
+    from sparse_mla_torch.kernels import host
+
+    module = host.module()
+    return module.facts if module else lambda *tensors: None
 
 
 def remember(key: tuple | None, prepared: Prepared) -> Prepared:
@@ -58,11 +85,6 @@ def remember(key: tuple | None, prepared: Prepared) -> Prepared:
 def forget() -> None:
     """Drops what was prepared: the environment's overrides are read again."""
     calls.clear()
-
-
-def dense_facts(x: torch.Tensor) -> tuple:
-    """What a call depends on of a tensor that is copied unless it is contiguous."""
-    return x.shape, x.is_contiguous(), x.dtype, x.get_device()
 
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

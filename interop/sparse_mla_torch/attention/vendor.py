@@ -136,7 +136,16 @@ class Decode:
 
 
 class Prefill:
-    """The operator's call at one shape. It checks every index; columns are padded and lengths clipped before it."""
+    """The operator's call at one shape. It checks every index; columns are padded and lengths clipped before it.
+
+    Args:
+      rows, heads: of q.
+      scope: of the workspace.
+      softmax_scale: what q·k is multiplied by.
+      has_sink: whether the call has an attention sink.
+      assume_valid_indices: takes the lengths as they are.
+      log2: max_logits and lse in base 2.
+    """
 
     def __init__(
         self,
@@ -146,10 +155,13 @@ class Prefill:
         softmax_scale: float,
         has_sink: bool,
         assume_valid_indices: bool,
+        log2: bool,
         device: DeviceInfo,
     ):
-        self._library = flashmla.library()
-        self._operator = getattr(torch.ops, self._library.namespace).sparse_prefill_fwd.default
+        library = flashmla.library()
+        self._operator = getattr(torch.ops, library.namespace).sparse_prefill_fwd.default
+        self._options = () if library.log2_prefill else (log2,)
+        self._wants_natural = library.log2_prefill and not log2
         self._heads, self._padded, self._topk = heads, flashmla.padded_heads(heads), scope.topk
         self._scale = softmax_scale
         has_lengths = scope.rows_per_length > 0
@@ -168,7 +180,7 @@ class Prefill:
         indices: torch.Tensor,
         lengths: torch.Tensor | None,
         attn_sink: torch.Tensor | None,
-        log2: bool,
+        into: None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """kv `[kv_len, 1, dim]`, indices `[rows, 1, topk]`; max_logits and lse in base 2 if `log2`."""
         if self._sanitise is not None:
@@ -179,10 +191,9 @@ class Prefill:
         if padded:
             q = _pad_heads(q, self._padded)
             attn_sink = attn_sink if attn_sink is None else _pad_heads(attn_sink[:, None], self._padded)[:, 0]
-        options = () if self._library.log2_prefill else (log2,)
-        results = self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *options)
-        out, max_logits, lse = (x[:, : self._heads].contiguous() for x in results) if padded else results
-        if self._library.log2_prefill and not log2:
+        results = self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *self._options)
+        out, max_logits, lse = [x[:, : self._heads].contiguous() for x in results] if padded else results
+        if self._wants_natural:
             max_logits.mul_(_LN_2)
             lse.mul_(_LN_2)
         return out, max_logits, lse

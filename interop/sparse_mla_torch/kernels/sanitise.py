@@ -81,8 +81,7 @@ class Sanitiser:
         """
         given = (indices, lengths, extra_indices, extra_lengths, sink)
         results = self._results(given)
-        # What is absent is not touched, but has its place among the arguments.
-        self._launch([indices if x is None else x for x in given], results)
+        self._launch(given, results)
         return results
 
     def _results(self, given: Results) -> Results:
@@ -91,9 +90,9 @@ class Sanitiser:
         On one stream, the kernels of one thread's call have read them before those of its next call write them. A
         captured graph is replayed on any stream: it has its own.
         """
-        if not self._small or not given[0].is_cuda or torch.cuda.is_current_stream_capturing():
-            return self._carve(given, given[0].new_empty)
         device = given[0].get_device()
+        if not self._small or device < 0 or torch.cuda.is_current_stream_capturing():
+            return self._carve(given, given[0].new_empty)
         place = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
         results = self._places.get(place)
         if results is None:
