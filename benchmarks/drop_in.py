@@ -52,7 +52,11 @@ DECODES = [
     Decode("V3.2 b1", 128, 1, 2048),
     Decode("V3.2 b64", 128, 64, 2048),
 ]
-PREFILLS = [("V4 Flash prefill", 64, 512, 512), ("V3.2 prefill", 128, 576, 2048)]
+PREFILLS = [
+    ("V4 Flash prefill", 64, 512, 512, False),
+    ("V4 Flash prefill lengths", 64, 512, 512, True),
+    ("V3.2 prefill", 128, 576, 2048, False),
+]
 
 
 def decode_arguments(case: Decode) -> dict:
@@ -74,11 +78,12 @@ def decode_arguments(case: Decode) -> dict:
     return arguments | {"is_fp8_kvcache": True, "use_legacy": True}
 
 
-def prefill_arguments(heads: int, dim: int, topk: int) -> dict:
+def prefill_arguments(heads: int, dim: int, topk: int, has_lengths: bool) -> dict:
     q = torch.randn(64, heads, dim, device="cuda").bfloat16()
     kv = torch.randn(4096, 1, dim, device="cuda").bfloat16()
     indices = torch.randint(4096, (64, 1, topk), dtype=torch.int32, device="cuda")
-    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1}
+    lengths = torch.full((64,), topk, dtype=torch.int32, device="cuda") if has_lengths else None
+    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1, "topk_length": lengths}
 
 
 def enqueue(call: Callable[[], object]) -> float:
@@ -107,8 +112,8 @@ def rows(wheel) -> Iterator[dict]:
         arguments = decode_arguments(case)
         theirs = {"tile_scheduler_metadata": wheel.get_mla_metadata()[0]} | arguments
         yield measure(case.name, wheel.flash_mla_with_kvcache, theirs, flash_mla.flash_mla_with_kvcache, arguments)
-    for name, heads, dim, topk in PREFILLS:
-        arguments = prefill_arguments(heads, dim, topk) | {"use_legacy": True}
+    for name, *shape in PREFILLS:
+        arguments = prefill_arguments(*shape) | {"use_legacy": True}
         yield measure(name, wheel.flash_mla_sparse_fwd, arguments, flash_mla.flash_mla_sparse_fwd, arguments)
 
 

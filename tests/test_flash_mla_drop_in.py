@@ -123,7 +123,10 @@ def test_decode_equals_the_oracle(backend, name):
     check_decode(case, decode(case))
 
 
-@pytest.mark.parametrize("setting", [{}, {"topk": 100, "heads": 3}, {"rows": "none"}, {"dim": 576}], ids=str)
+PREFILLS = [{}, {"topk": 128, "heads": 64}, {"topk": 100, "heads": 3}, {"rows": "none"}, {"dim": 576}]
+
+
+@pytest.mark.parametrize("setting", PREFILLS, ids=str)
 def test_prefill_equals_the_oracle(backend, setting):
     case = small_prefill(1, **setting)
     check_prefill(case, prefill(case))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,6 +23,8 @@ pytestmark = pytest.mark.torch
 UINT = ctypes.c_uint
 POINTERS = ctypes.POINTER(ctypes.c_void_p)
 LAUNCH_KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[UINT] * 7, ctypes.c_void_p, POINTERS, ctypes.c_void_p)
+STREAM_IS_CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+CONTEXT_DEVICE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
 SIZES = (8, 8, 4, 8, 8, 8)  # of the parameters that `Kernel` has when compiled
 
 
@@ -52,11 +56,16 @@ class Kernel:
 
 
 class Driver:
-    """cuLaunchKernel: keeps what it is handed, and answers `status`."""
+    """cuLaunchKernel keeps what it is handed, and answers `status`; cuStreamIsCapturing writes `capturing`."""
 
     def __init__(self):
-        self.launches, self.status = [], 0
-        self.function = LAUNCH_KERNEL(self.launch)
+        self.launches, self.status, self.capturing = [], 0, 0
+        context = CONTEXT_DEVICE(lambda device: 201)
+        self.functions = LAUNCH_KERNEL(self.launch), STREAM_IS_CAPTURING(self.is_capturing), context
+
+    def is_capturing(self, stream, answer):
+        answer[0] = self.capturing
+        return int(self.capturing > 1)
 
     def launch(self, function, *rest):
         *sizes, stream, parameters, extra = rest
@@ -75,10 +84,10 @@ def module():
 @pytest.fixture
 def driver(module):
     driver = Driver()
-    types_ = (torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter)
-    module.bind(*types_, ctypes.cast(driver.function, ctypes.c_void_p).value)
+    tensors = (torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter)
+    module.bind(*tensors, *(ctypes.cast(f, ctypes.c_void_p).value for f in driver.functions))
     yield driver
-    module.bind(*types_, host._launch_function())
+    module.bind(*tensors, *host.driver_functions())
 
 
 def tensors(count: int, offset: int = 0):
@@ -151,13 +160,69 @@ def test_failures(driver, module):
     driver.status = 719
     with pytest.raises(RuntimeError, match="CUDA error 719"):
         launch((x, y), (out, None))
-    with pytest.raises(TypeError, match="too few tensors"):
+    with pytest.raises(TypeError, match="launch: 4 tensors, got 1"):
         module.launch(launch._compiled, x)
-    for parameters, error in ((("a",), TypeError), ((bytes(9),), ValueError), ((0,) * 49, ValueError)):
-        with pytest.raises(error):
-            module.kernel(1, 1, 1, 1, 32, 0, parameters)
-    with pytest.raises(ValueError):
-        module.launch(None, x)
+    for parameters, error in (
+        (("a",), TypeError),
+        ((bytes(9),), ValueError),
+        ((0,) * 49, ValueError),
+        ((1,), ValueError),
+    ):
+        with pytest.raises(error, match=r"kernel|bytes"):
+            module.kernel(1, 1, 1, 1, 32, 0, 1, parameters)
+    for function in (module.launch, module.launch_again):
+        with pytest.raises(TypeError, match="must be a kernel"):
+            function(None, x)
+        with pytest.raises(TypeError, match="must be a kernel"):
+            function()
+    with pytest.raises(TypeError, match="must be tensors"):
+        module.keep(launch._compiled, (x, 1))
+    with pytest.raises(ValueError, match="at most 8 results"):
+        module.keep(launch._compiled, (x,) * 9)
+    assert not module.launch(launch._compiled, x, 1) and not module.launch(launch._compiled, *[x] * 49)
+
+
+def test_launches_go_again_where_they_went(driver):
+    launch = make(Kernel())
+    x, y, out, other = tensors(4)
+    assert launch.keep((out, None)) is None  # nothing is compiled
+    launch((x, y), (out, None))
+    results = (out, None)
+    again = launch.keep(results)
+    assert again(y, x) is results
+    assert driver.launches.pop()[3][:4] == [address(y), address(x), struct.pack("f", 0.5), address(out)]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(again, x, y).result() is None  # another thread's results are elsewhere
+        mine = (other, None)
+        pool.submit(launch.keep, mine).result()
+        assert pool.submit(again, x, y).result() is mine and again(x, y) is results
+    driver.launches.clear()
+    for driver.capturing in (1, 2):  # 2: the driver cannot tell
+        assert again(x, y) is None
+    driver.capturing = 0
+    assert again(x[1:], y) is None and again(x, "y") is None and not driver.launches
+    driver.status = 201
+    assert again(x, y) is None
+    driver.status = 719
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        again(x, y)
+    driver.status = 0
+    for _ in range(63):  # one more than there is room for: all are forgotten but the last
+        launch.keep((x, None))
+    assert again(x, y)[0] is x
+
+
+def test_kept_results_are_let_go(driver):
+    launch = make(Kernel())
+    x, y, out = tensors(3)
+    launch((x, y), (out, None))
+    results = (out, None)
+    before = sys.getrefcount(results)
+    again = launch.keep(results)
+    again(x, y)
+    assert sys.getrefcount(results) == before + 1
+    del launch, again
+    assert sys.getrefcount(results) == before
 
 
 # --- what a call is known by --------------------------------------------------------------------------------------
@@ -181,7 +246,7 @@ def some_tensor(draw):
 def test_calls_are_told_apart_as_python_does(module, pairs):
     one = [x for x, *_ in pairs]
     other = [x if same else y for x, y, same in pairs]
-    in_python = [prepared.key((), *xs) for xs in (one, other)]
+    in_python = [prepared._facts_in_python(xs) for xs in (one, other)]
     assert (in_python[0] == in_python[1]) == (module.facts(*one) == module.facts(*other))
 
 
@@ -191,4 +256,21 @@ def test_what_host_does_not_read(module):
     assert module.facts(torch.Tensor.as_subclass(x, type("Mine", (torch.Tensor,), {}))) is None
     assert module.facts(*[torch.zeros([1] * 30)] * 5) is None
     assert module.facts(torch.nn.Parameter(x)) == module.facts(x) == module.facts(x.clone().requires_grad_())
-    assert prepared.key((), 1) is None and prepared.key((), x, "x") is None and prepared.key((), x) is not None
+    assert prepared._facts_in_python((x, "x")) is None
+
+
+def test_what_host_does_not_read_is_prepared_all_the_same(module, monkeypatch):
+    made = []
+
+    def new(options, *tensors):
+        made.append(options)
+        return object()
+
+    monkeypatch.setattr(prepared, "calls", {})
+    monkeypatch.setattr(prepared, "facts", module.facts)
+    mine = torch.zeros(3).as_subclass(type("Mine", (torch.Tensor,), {}))
+    for x in (torch.zeros(3), mine):
+        assert prepared.add(("a",), (x,), new) is prepared.add(("a",), (x,), new)
+    assert len(made) == 2 and prepared.add(("b",), (x,), new) and len(made) == 3
+    prepared.add(("a",), (1,), new), prepared.add(("a",), (1,), new)  # `new` would raise
+    assert len(made) == 5 and len(prepared.calls) == 3

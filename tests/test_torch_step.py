@@ -23,7 +23,7 @@ OPS = torch.ops.jax_sparse_mla
 BACKENDS = ("triton", "flashmla")
 
 RATIO = 8
-SPEC = dataclasses.replace(DEEPSEEK_V4_FLASH, name="small V4", page_size=64, window=128, compress_ratios=(0, RATIO))
+SPEC = dataclasses.replace(DEEPSEEK_V4_FLASH, name="small V4", page_size=64, window=128, compress_ratios=(0, 4, RATIO))
 MAX_LEN, POOL, HEADS, REPLAYS = 500, 4096, 64, 1000
 
 

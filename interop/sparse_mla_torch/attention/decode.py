@@ -13,8 +13,8 @@ import torch
 
 from jax_sparse_mla.kernels_triton.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
-from sparse_mla_torch.attention import route
-from sparse_mla_torch.attention.prepared import Prepared, Results, calls, contiguous, key, remember
+from sparse_mla_torch.attention import prepared, route
+from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 V_DIM = 512
@@ -43,11 +43,12 @@ class Options(NamedTuple):
 
     Attributes:
       function: named by errors.
+      softmax_scale: None: qk_dim^-0.5.
       empty_lse: of a row without a valid key, +inf (FlashMLA) or −inf.
     """
 
     function: str
-    softmax_scale: float
+    softmax_scale: float | None
     empty_lse: float
     batch_invariant: bool = False
     assume_valid_indices: bool = False
@@ -81,13 +82,14 @@ def prepare(
       `[batch, q_len, heads, 512]` and lse `[batch, heads, q_len]`, a view.
     """
     tensors = (q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink)
-    known_by = key(options, *tensors)
-    return calls.get(known_by) or remember(known_by, _new(options, *tensors))
+    return prepared.find(options, tensors) or prepared.add(options, tensors, _new)
 
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
     layout, scopes = _check(options, *tensors)
+    if options.softmax_scale is None:
+        options = options._replace(softmax_scale=layout.qk_dim**-0.5)
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
     against = _against_flashmla(options, layout, scopes, q, k_cache, indices, extra_k_cache, extra_indices)
@@ -119,7 +121,8 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
 def _check(options, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
     """The caches' layout and the tables' facts; raises what the call cannot be served for."""
     function = options.function
-    check_scale(function, options.softmax_scale)
+    if options.softmax_scale is not None:
+        check_scale(function, options.softmax_scale)
     *shape, heads, qk_dim = check_strided(function, "q", q, (None,) * 4, q, BF16)
     tables = [_check_table(function, "", k_cache, indices, lengths, shape, q)]
     if extra_k_cache is not None:

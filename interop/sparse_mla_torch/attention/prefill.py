@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from jax_sparse_mla.kernels_triton.plan import Scope, workspace_layout
-from sparse_mla_torch.attention import route
-from sparse_mla_torch.attention.prepared import Prepared, Results, calls, contiguous, key, remember
+from sparse_mla_torch.attention import prepared, route
+from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 V_DIM = 512
@@ -53,8 +53,7 @@ def prepare(
       contiguous; it returns out `[q_len, heads, 512]`, max_logits and lse `[q_len, heads]`.
     """
     tensors = (q, kv, indices, lengths, attn_sink)
-    known_by = key(options, *tensors)
-    return calls.get(known_by) or remember(known_by, _new(options, *tensors))
+    return prepared.find(options, tensors) or prepared.add(options, tensors, _new)
 
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:

@@ -43,43 +43,59 @@ class Prepared(NamedTuple):
     shape: tuple | None = None
 
 
-calls: dict[tuple | None, Prepared] = {}
-_facts: Callable[..., Hashable | None] | None = None  # of `host.c`, once there are CUDA tensors
+calls: dict[tuple, Prepared] = {}
 
 
-def key(options: tuple, *tensors: Any) -> tuple | None:
-    """What a call depends on: its options, and of each tensor dtype, device, shape, strides and alignment.
+def facts(*tensors: Any) -> Hashable | None:
+    """What a call depends on of its tensors: dtype, device, shape, strides, alignment; None if `add` must find out.
 
-    None if there is something that is no tensor; the checks say what.
+    Once there are CUDA tensors, `host.c`'s function takes the place of this one. It answers where they are on the
+    current device.
     """
-    global _facts
-    if _facts is None and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
-        _facts = _facts_of_host()
-    facts = None if _facts is None else _facts(*tensors)
-    try:
-        return options, facts or tuple([None if x is None else _facts_of(x) for x in tensors])
-    except AttributeError:
-        return None
+    return None
 
 
-def _facts_of(x: torch.Tensor) -> tuple:
-    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() & 15
+def find(options: tuple, tensors: tuple) -> Prepared | None:
+    """A call that was prepared with these options for such tensors on the current device, as far as `facts` says."""
+    return calls.get((options, facts(*tensors)))
 
 
-def _facts_of_host() -> Callable[..., bytes | None]:
+def add(options: tuple, tensors: tuple, new: Callable[..., Prepared]) -> Prepared:
+    """A call that `find` does not know: made by `new`, which checks it, and remembered."""
+    global facts
+    if facts is _unknown and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
+        facts = _facts_of_host()
+    known = facts(*tensors) or _facts_in_python(tensors)
+    found = calls.get((options, known)) if known else None
+    if found is None:
+        found = new(options, *tensors)
+        if len(calls) >= _MAX_CALLS:
+            calls.clear()
+        if known:
+            calls[options, known] = found
+    return found
+
+
+_unknown = facts
+
+
+def _facts_of_host() -> Callable[..., Hashable | None]:
     from sparse_mla_torch.kernels import host
 
     module = host.module()
     return module.facts if module else lambda *tensors: None
 
 
-def remember(key: tuple | None, prepared: Prepared) -> Prepared:
-    """Puts it among `calls`, unless there was nothing to know it by."""
-    if len(calls) >= _MAX_CALLS:
-        calls.clear()
-    if key is not None:
-        calls[key] = prepared
-    return prepared
+def _facts_in_python(tensors: tuple) -> tuple | None:
+    """None for what is no tensor: the checks say what is wrong."""
+    try:
+        return tuple([None if x is None else _facts_of(x) for x in tensors])
+    except AttributeError:
+        return None
+
+
+def _facts_of(x: torch.Tensor) -> tuple:
+    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() & 15
 
 
 def forget() -> None:

@@ -20,7 +20,7 @@ _KNOWN_TRITON = ("3.6",)
 
 @functools.cache
 def module() -> Any | None:
-    """The module: `facts`, and `kernel` and `launch` where there is a driver; None where it cannot be built."""
+    """The module, whose launches need a driver; None where it cannot be built."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None or not triton.__version__.startswith(_KNOWN_TRITON):
         return None
@@ -29,16 +29,18 @@ def module() -> Any | None:
     source, headers = Path(__file__).with_name("host.c"), Path(torch.__file__).with_name("include")
     try:
         built = compile_module_from_src(source.read_text(), "jax_sparse_mla_host", include_dirs=[str(headers)])
-        built.bind(exchange, torch.Tensor, torch.nn.Parameter, _launch_function())
+        built.bind(exchange, torch.Tensor, torch.nn.Parameter, *driver_functions())
     except Exception as error:  # whatever the toolchain's trouble is, there is a slower way
         warnings.warn(f"sparse_mla_torch: host.c was not built, calls take longer: {error}", stacklevel=2)
         return None
     return built
 
 
-def _launch_function() -> int:
-    """The driver's cuLaunchKernel; 0 without a driver."""
+def driver_functions() -> list[int]:
+    """The addresses of those that `bind` wants; 0 without a driver, where there are no CUDA tensors either."""
+    names = ("cuLaunchKernel", "cuStreamIsCapturing", "cuCtxGetDevice")
     try:
-        return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return [0] * len(names)
+    return [ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in names]

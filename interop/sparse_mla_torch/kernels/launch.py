@@ -6,8 +6,9 @@ that is done in a first call; the later ones hand addresses and constants to the
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,30 +32,41 @@ class Launch:
     def __init__(self, kernel: Any, grid: Sequence[int], scalars: Sequence[float], constants: dict[str, Any]):
         self._kernel, self._grid, self._scalars, self._constants = kernel, tuple(grid), tuple(scalars), constants
         self._compiled: Any = None  # for host.c, by tensors that begin at multiples of 16 bytes
-        self._launch: Any = None
+        self._host: Any = None
 
     def __call__(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
         """Dtypes, and which are None, must be the same in every call; the current device must be theirs."""
-        if self._compiled is not None and self._launch(self._compiled, *inputs, *outputs):
+        if self._compiled is not None and self._host.launch(self._compiled, *inputs, *outputs):
             return
         compiled = self._kernel[self._grid](*inputs, *self._scalars, *outputs, **self._constants)
         # Triton compiles one kernel for such addresses, another for those that are not.
         aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))
         if self._compiled is None and aligned and compiled is not None and (module := host.module()):
-            self._launch, self._compiled = module.launch, self._known(module, compiled, len(inputs))
+            self._host, self._compiled = module, self._known(module, compiled, len(inputs))
+
+    def keep(self, outputs: tuple[torch.Tensor | None, ...]) -> Callable[..., Any] | None:
+        """`again(*inputs)`: launches into these outputs when called on this thread and stream, and returns them.
+
+        None from other threads, on other streams, while a graph is captured, or for tensors that host.c does not take.
+        There is no `again` before the first launch, or for a kernel that Triton launches.
+        """
+        if self._compiled is None:
+            return None
+        self._host.keep(self._compiled, outputs)
+        return functools.partial(self._host.launch_again, self._compiled)
 
     def _known(self, module: Any, compiled: Any, num_inputs: int) -> Any | None:
         """The compiled kernel for `module.launch`; None if it takes more than addresses and numbers."""
         run, (warps, ctas, shared_bytes) = compiled.run, compiled.packed_metadata
         special = (run.global_scratch_size, run.profile_scratch_size, run.launch_cooperative_grid, run.launch_pdl)
-        parameters = self._parameters(compiled.src.signature, num_inputs)
+        tensors, parameters = self._parameters(compiled.src.signature, num_inputs)
         if any(special) or ctas != 1 or 0 in self._grid or parameters is None:
             return None
         grid = (*self._grid, 1, 1)[:3]
-        return module.kernel(compiled.function, *grid, 32 * warps, shared_bytes, parameters)
+        return module.kernel(compiled.function, *grid, 32 * warps, shared_bytes, tensors, parameters)
 
-    def _parameters(self, types: dict[str, str], num_inputs: int) -> tuple[int | bytes, ...] | None:
-        """Of what the compiled kernel takes, a tensor's number or a scalar's bytes."""
+    def _parameters(self, types: dict[str, str], num_inputs: int) -> tuple[int, tuple[int | bytes, ...] | None]:
+        """How many tensors there are; and of each that the compiled kernel takes the number, of scalars the bytes."""
         numbers = dict(zip(range(num_inputs, num_inputs + len(self._scalars)), self._scalars))
         parameters, tensors = [], 0
         for i, name in enumerate(name for name in self._kernel.arg_names if name not in self._constants):
@@ -65,6 +77,6 @@ class Launch:
             elif types[name] in _FORMATS:
                 parameters.append(struct.pack(_FORMATS[types[name]], numbers[i]))
             elif types[name] != "constexpr":  # a number that Triton made part of the program
-                return None
+                return tensors, None
         # What Triton allows a kernel to ask for beside: memory for itself and for a profiler, here none.
-        return (*parameters, bytes(8), bytes(8))
+        return tensors, (*parameters, bytes(8), bytes(8))
