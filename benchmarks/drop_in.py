@@ -3,9 +3,9 @@
     python -m benchmarks.drop_in [--calls 10000]
 
 prints, in microseconds per call that is only enqueued, FlashMLA called directly, and the drop-in's difference from it:
-over FlashMLA's operator with and without the sanitiser, over our Triton kernels, and over what the router picks. The
-two take turns, so that the clock's drift is theirs alike. Needs an NVIDIA GPU and sgl-flash-mla; it fails if a JAX
-backend was initialised or if `--calls` calls leave more memory behind than there was.
+over FlashMLA's operator with and without the sanitiser, over our Triton kernels, and over what the router picks. Needs
+an NVIDIA GPU and sgl-flash-mla; it fails if a JAX backend was initialised or if `--calls` calls leave more memory
+behind than there was.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import prepared
 
 BATCH = 16  # calls in a row: few, so that none waits for the device
-ROUNDS = 41
+ROUNDS = 101
 LEAK_MIB = 8
 
 
@@ -97,11 +97,14 @@ def enqueue(call: Callable[[], object]) -> float:
 
 
 def beside(direct: Callable[[], object], ours: Callable[[], object], backend: str) -> tuple[float, float]:
-    """Microseconds of each, taking turns, while the environment names a backend ("": the router's choice)."""
+    """Microseconds of the first, and what the second takes beyond it, of the backend named ("": the router's choice).
+
+    They take turns: the median of their differences is free of the clock's drift.
+    """
     os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
     prepared.forget()
     pairs = [(enqueue(direct), enqueue(ours)) for _ in range(ROUNDS + 3)][3:]
-    return tuple(statistics.median(times) for times in zip(*pairs))
+    return statistics.median(x for x, _ in pairs), statistics.median(y - x for x, y in pairs)
 
 
 VARIANTS = [("flashmla", {}), ("flashmla", {"assume_valid_indices": True}), ("triton", {}), ("", {})]
@@ -125,9 +128,9 @@ def measure(name: str, peer: Callable, peer_arguments: dict, function: Callable,
         if "tile_scheduler_metadata" in peer_arguments:
             schedule = {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
         ours = functools.partial(function, **arguments, **options, **schedule)
-        direct, spent = beside(functools.partial(peer, **peer_arguments), ours, backend)
+        direct, beyond = beside(functools.partial(peer, **peer_arguments), ours, backend)
         label = f"{backend or 'routed'}{' valid' if options else ''}"
-        row |= {"direct": round(direct, 2), label: round(spent - direct, 2)}
+        row |= {"direct": round(direct, 2), label: round(beyond, 2)}
     print("  ".join(f"{key} {value}" if key != "case" else f"{value:22}" for key, value in row.items()), flush=True)
     return row
 

@@ -173,6 +173,7 @@ class Prefill:
         self._options = () if library.log2_prefill else (log2,)
         self._wants_natural = library.log2_prefill and not log2
         self._heads, self._padded = heads, flashmla.padded_heads(heads)
+        self._exact = self._padded == heads and not self._wants_natural  # the results are those of the operator
         self._scale = softmax_scale
         has_lengths = scope.rows_per_length > 0
         width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
@@ -196,14 +197,17 @@ class Prefill:
         """kv `[kv_len, 1, dim]`, indices `[rows, 1, topk]`; max_logits and lse in base 2 if `log2`."""
         if self._sanitise is not None:
             given = (indices, lengths, None, None, None)
-            safe, lengths, *_ = self._sanitise.again(*given) or self._sanitise(*given)
-            indices = safe if self._rewrites else indices
-        padded = self._padded != self._heads
-        if padded:
+            safe = self._sanitise.again(*given) or self._sanitise(*given)
+            lengths = safe[1]
+            if self._rewrites:
+                indices = safe[0]
+        if self._exact:
+            return tuple(self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *self._options))
+        if self._padded != self._heads:
             q = _pad_heads(q, self._padded)
             attn_sink = attn_sink if attn_sink is None else _pad_heads(attn_sink[:, None], self._padded)[:, 0]
         results = self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *self._options)
-        out, max_logits, lse = [x[:, : self._heads].contiguous() for x in results] if padded else results
+        out, max_logits, lse = (x[:, : self._heads].contiguous() for x in results)
         if self._wants_natural:
             max_logits.mul_(_LN_2)
             lse.mul_(_LN_2)
