@@ -3,9 +3,9 @@
     python -m benchmarks.drop_in [--calls 10000]
 
 prints, in microseconds per call that is only enqueued, FlashMLA called directly, and the drop-in's difference from it:
-over FlashMLA's operator with and without the sanitiser, over our Triton kernels, and over what the router picks. The
-two take turns, so that the clock's drift is theirs alike. Needs an NVIDIA GPU and sgl-flash-mla; it fails if a JAX
-backend was initialised or if `--calls` calls leave more memory behind than there was.
+over FlashMLA's operator with and without the sanitiser, over our Triton kernels, and over what the router picks. Needs
+an NVIDIA GPU and sgl-flash-mla; it fails if a JAX backend was initialised or if `--calls` calls leave more memory
+behind than there was.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import prepared
 
 BATCH = 16  # calls in a row: few, so that none waits for the device
-ROUNDS = 41
+ROUNDS = 101
 LEAK_MIB = 8
 
 
@@ -52,7 +52,11 @@ DECODES = [
     Decode("V3.2 b1", 128, 1, 2048),
     Decode("V3.2 b64", 128, 64, 2048),
 ]
-PREFILLS = [("V4 Flash prefill", 64, 512, 512), ("V3.2 prefill", 128, 576, 2048)]
+PREFILLS = [
+    ("V4 Flash prefill", 64, 512, 512, False),
+    ("V4 Flash prefill lengths", 64, 512, 512, True),
+    ("V3.2 prefill", 128, 576, 2048, False),
+]
 
 
 def decode_arguments(case: Decode) -> dict:
@@ -74,11 +78,12 @@ def decode_arguments(case: Decode) -> dict:
     return arguments | {"is_fp8_kvcache": True, "use_legacy": True}
 
 
-def prefill_arguments(heads: int, dim: int, topk: int) -> dict:
+def prefill_arguments(heads: int, dim: int, topk: int, has_lengths: bool) -> dict:
     q = torch.randn(64, heads, dim, device="cuda").bfloat16()
     kv = torch.randn(4096, 1, dim, device="cuda").bfloat16()
     indices = torch.randint(4096, (64, 1, topk), dtype=torch.int32, device="cuda")
-    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1}
+    lengths = torch.full((64,), topk, dtype=torch.int32, device="cuda") if has_lengths else None
+    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1, "topk_length": lengths}
 
 
 def enqueue(call: Callable[[], object]) -> float:
@@ -92,11 +97,14 @@ def enqueue(call: Callable[[], object]) -> float:
 
 
 def beside(direct: Callable[[], object], ours: Callable[[], object], backend: str) -> tuple[float, float]:
-    """Microseconds of each, taking turns, while the environment names a backend ("": the router's choice)."""
+    """Microseconds of the first, and what the second takes beyond it, of the backend named ("": the router's choice).
+
+    They take turns: the median of their differences is free of the clock's drift.
+    """
     os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
     prepared.forget()
     pairs = [(enqueue(direct), enqueue(ours)) for _ in range(ROUNDS + 3)][3:]
-    return tuple(statistics.median(times) for times in zip(*pairs))
+    return statistics.median(x for x, _ in pairs), statistics.median(y - x for x, y in pairs)
 
 
 VARIANTS = [("flashmla", {}), ("flashmla", {"assume_valid_indices": True}), ("triton", {}), ("", {})]
@@ -107,8 +115,8 @@ def rows(wheel) -> Iterator[dict]:
         arguments = decode_arguments(case)
         theirs = {"tile_scheduler_metadata": wheel.get_mla_metadata()[0]} | arguments
         yield measure(case.name, wheel.flash_mla_with_kvcache, theirs, flash_mla.flash_mla_with_kvcache, arguments)
-    for name, heads, dim, topk in PREFILLS:
-        arguments = prefill_arguments(heads, dim, topk) | {"use_legacy": True}
+    for name, *shape in PREFILLS:
+        arguments = prefill_arguments(*shape) | {"use_legacy": True}
         yield measure(name, wheel.flash_mla_sparse_fwd, arguments, flash_mla.flash_mla_sparse_fwd, arguments)
 
 
@@ -120,17 +128,17 @@ def measure(name: str, peer: Callable, peer_arguments: dict, function: Callable,
         if "tile_scheduler_metadata" in peer_arguments:
             schedule = {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
         ours = functools.partial(function, **arguments, **options, **schedule)
-        direct, spent = beside(functools.partial(peer, **peer_arguments), ours, backend)
+        direct, beyond = beside(functools.partial(peer, **peer_arguments), ours, backend)
         label = f"{backend or 'routed'}{' valid' if options else ''}"
-        row |= {"direct": round(direct, 2), label: round(spent - direct, 2)}
+        row |= {"direct": round(direct, 2), label: round(beyond, 2)}
     print("  ".join(f"{key} {value}" if key != "case" else f"{value:22}" for key, value in row.items()), flush=True)
     return row
 
 
-def leaked(calls: int) -> dict[str, float]:
+def leaked(calls: int, backend: str) -> dict[str, float]:
     """MiB that so many calls leave behind, of torch's memory and of the process's peak."""
     arguments = decode_arguments(DECODES[1])
-    os.environ["JAX_SPARSE_MLA_BACKEND"] = "flashmla"
+    os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
     prepared.forget()
 
     def some(count: int) -> tuple[float, float]:
@@ -152,7 +160,7 @@ def main() -> int:
     import flash_mla as wheel
 
     print("us of the host per call: FlashMLA directly, and what the drop-in takes beyond it")
-    table, memory = list(rows(wheel)), leaked(args.calls)
+    table, memory = list(rows(wheel)), leaked(args.calls, "flashmla")
     print(f"{args.calls} calls leave {memory['torch']:.1f} MiB of torch, {memory['process']:.1f} MiB of the process")
     from jax._src import xla_bridge
 

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jax_sparse_mla.kernels_triton import indices, kv_cache, sanitise
+from jax_sparse_mla.kernels_triton import indices, kv_cache, merge, sanitise
 from jax_sparse_mla.kv_cache import KVLayout
 
 
@@ -52,6 +52,15 @@ def cases(hardware_casts):
     safe |= {"EXTRA_TOPK": 512, "EXTRA_WIDTH": 512, "HEADS": 64, "HAS_SINK": True, "LEAST_SINK": -1e30}
     pointers = ints(sanitise.sanitise_kernel) | {"sink_ptr": "*fp32", "out_sink_ptr": "*fp32"}
     yield "sanitise", sanitise.sanitise_kernel, pointers, safe | sanitise.OPTIONS
+    absent = ("lengths", "extra", "extra_lengths", "sink", "out_lengths", "extra_out", "extra_out_lengths", "out_sink")
+    alone = safe | {"HAS_LENGTHS": False, "HAS_EXTRA_LENGTHS": False, "EXTRA_TOPK": 0, "EXTRA_WIDTH": 0}
+    alone |= {"HAS_SINK": False} | {f"{name}_ptr": None for name in absent}
+    yield "sanitise one table", sanitise.sanitise_kernel, pointers, alone | sanitise.OPTIONS
+    pointers = {"outs_ptr": "*bf16", "out_ptr": "*bf16"}
+    pointers |= dict.fromkeys(("lses_ptr", "sink_ptr", "lse_ptr"), "*fp32")
+    for has_sink in (False, True):
+        constants = merge.constants(512, 3, has_sink) | {"num_warps": 4}
+        yield "merge sink" if has_sink else "merge", merge.merge_kernel, pointers, constants
 
 
 def main():

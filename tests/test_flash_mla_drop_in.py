@@ -123,7 +123,10 @@ def test_decode_equals_the_oracle(backend, name):
     check_decode(case, decode(case))
 
 
-@pytest.mark.parametrize("setting", [{}, {"topk": 100, "heads": 3}, {"rows": "none"}, {"dim": 576}], ids=str)
+PREFILLS = [{}, {"topk": 128, "heads": 64}, {"topk": 100, "heads": 3}, {"rows": "none"}, {"dim": 576}]
+
+
+@pytest.mark.parametrize("setting", PREFILLS, ids=str)
 def test_prefill_equals_the_oracle(backend, setting):
     case = small_prefill(1, **setting)
     check_prefill(case, prefill(case))
@@ -486,13 +489,19 @@ def test_the_drop_in_equals_the_wheel(monkeypatch):
 
 NO_JAX = """
 import torch
-from sparse_mla_torch import flash_mla
+from jax_sparse_mla import DEEPSEEK_V32
+from sparse_mla_torch import engines, flash_mla, ops
 q = torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda")
 cache = torch.zeros(4, 64, 1, 584, dtype=torch.uint8, device="cuda")
 indices = torch.zeros(2, 1, 64, dtype=torch.int32, device="cuda")
 flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices)
 kv = torch.zeros(64, 1, 512, dtype=torch.bfloat16, device="cuda")
 flash_mla.flash_mla_sparse_fwd(q[:, 0], kv, indices, 0.1)
+torch.ops.jax_sparse_mla.write_kv(cache, indices[0, 0], kv[:, 0])
+batch = {name: torch.tensor(x, device="cuda") for name, x in dict(
+    seq_lens=[5, 9], req_pool_indices=[0, 1], out_cache_loc=[1, 2]).items()}
+table = torch.arange(512, dtype=torch.int32, device="cuda").view(2, 256)
+engines.build_metadata(DEEPSEEK_V32, engines.sglang_step("DECODE", **batch, req_to_token=table))
 torch.cuda.synchronize()
 from jax._src import xla_bridge
 assert not xla_bridge._backends, xla_bridge._backends

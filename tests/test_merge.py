@@ -57,10 +57,12 @@ def test_the_parts_merge_to_the_whole(seed, k, gain):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_sequences_and_stacks_are_the_same(dtype):
+    """But for the last bits: these are several compiled programs, and XLA contracts the sums of each in its own way."""
     outs, lses, _, _ = attention_parts(0, 3)
     outs, lses = jnp.asarray(outs, dtype), jnp.asarray(lses, jnp.float32)
     stacked = merge_attention(outs, lses)
     assert stacked[0].dtype == dtype and stacked[1].dtype == jnp.float32
+    tolerance = float(jnp.finfo(dtype).eps)
     for merged in (
         merge_attention(list(outs), list(lses)),
         merge_attention(tuple(outs), tuple(lses)),
@@ -69,7 +71,9 @@ def test_sequences_and_stacks_are_the_same(dtype):
         jax.jit(merge_attention)(outs, lses),
         jax.jit(merge_attention)(list(outs), list(lses)),
     ):
-        chex.assert_trees_all_equal(merged, stacked)
+        chex.assert_trees_all_equal_dtypes(merged, stacked)
+        # Terms of a sum are below 4, and what is left of it may be far less.
+        chex.assert_trees_all_close(float32(*merged), float32(*stacked), rtol=tolerance, atol=1e-6)
 
 
 def test_bfloat16_parts_are_summed_in_float32():

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
 
 import attention_oracle  # noqa: E402
+import triton_device  # noqa: E402, F401  (repairs the interpreter)
 from attention_calls import small_decode, small_prefill  # noqa: E402
 from attention_oracle import assert_close_flashmla, decode_oracle, prefill_oracle  # noqa: E402
 from sparse_mla_torch import flash_mla  # noqa: E402
+from sparse_mla_torch.kernels import merge  # noqa: E402
 
 import jax_sparse_mla  # noqa: E402
 from jax_sparse_mla import KVLayout, PagedKV  # noqa: E402
@@ -67,6 +70,22 @@ def write_call(device: str):
     return view, slots, kv
 
 
+def split_target(device: str) -> torch.Tensor:
+    """For the cache of `write_call` in pages of 16 tokens; what is not written stays 7."""
+    data = torch.full((20, KVLayout.V4_FP8.page_bytes(16)), 7, dtype=torch.uint8, device=device)
+    return data.as_strided((20, 16, 1, 584), (data.shape[1], 584, 584, 1))
+
+
+def parts(device: str, dtype=torch.bfloat16, count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial results of two rows of three heads; some parts are empty and hold NaN, so are all of the last."""
+    generator = torch.Generator().manual_seed(count)
+    outs = torch.randn(count, 2, 3, 40, generator=generator).to(dtype)
+    lses = 5 * torch.randn(count, 2, 3, generator=generator)
+    lses[0, 0, 0] = lses[:, 1, 2] = -torch.inf
+    outs[torch.isneginf(lses)] = torch.nan
+    return outs.to(device), lses.to(device)
+
+
 def int32(device: str, *values):
     return [torch.tensor(x, dtype=torch.int32, device=device) for x in values]
 
@@ -80,6 +99,9 @@ def every_call(device: str) -> dict[str, tuple]:
         "sparse_mla_prefill": prefill_call(device)[1],
         "write_kv": (view, slots, kv),
         "gather_kv": (view, slots),
+        "split_pages": (view, split_target(device), slots),
+        "merge_attention": parts(device),
+        "apply_attn_sink": (*(x[0] for x in parts(device)), torch.randn(3, device=device)),
         "combine_swa_extra_indices": tuple(swa),
         "combine_topk_swa_indices": (*topk, 4, 4, 2),
     }
@@ -106,16 +128,69 @@ def test_prefill_equals_the_oracle(device):
         assert_close_flashmla(result.float().cpu().numpy(), expected, f"prefill.{name}")
 
 
+def rows_of(view: torch.Tensor) -> np.ndarray:
+    """The bytes of each page and of the padding behind it."""
+    return view.as_strided((len(view), view.stride(0)), (view.stride(0), 1)).cpu().numpy()
+
+
 def test_bytes_are_those_of_the_jax_functions(device):
     view, slots, kv = write_call(device)
     empty = PagedKV.zeros(KVLayout.V4_FP8, 5, 64)
     values = kv.view(torch.int16).cpu().numpy().view(attention_oracle.BF16)
     expected = jax_sparse_mla.write_kv(empty, slots.cpu().numpy(), values)
     OPS.write_kv(view, slots, kv)
-    written = view.as_strided(expected.data.shape, (view.stride(0), 1))
-    np.testing.assert_array_equal(written.cpu().numpy(), np.asarray(expected.data))
+    np.testing.assert_array_equal(rows_of(view), np.asarray(expected.data))
     rows = np.asarray(jax_sparse_mla.gather_kv(expected, slots.cpu().numpy())).astype(np.float32)
     np.testing.assert_array_equal(OPS.gather_kv(view, slots).float().cpu().numpy(), rows)
+
+
+def test_split_pages_are_those_of_the_jax_function(device):
+    view, slots, kv = write_call(device)
+    OPS.write_kv(view, slots, kv)
+    cache = PagedKV(data=rows_of(view).copy(), layout=KVLayout.V4_FP8, page_size=64)
+    for some in (slots, slots[1:2], None):
+        out = split_target(device)
+        before = PagedKV(data=rows_of(out).copy(), layout=KVLayout.V4_FP8, page_size=16)
+        expected = jax_sparse_mla.split_pages(cache, 16, slots=None if some is None else some.cpu().numpy(), out=before)
+        OPS.split_pages(view, out, some)
+        np.testing.assert_array_equal(rows_of(out), np.asarray(expected.data))
+    apart = torch.full((20, 18, 1, 584), 7, dtype=torch.uint8, device=device)
+    OPS.split_pages(view, apart[:, :16])
+    assert torch.equal(apart[:, :16], out) and (apart[:, 16:] == 7).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("functions", [OPS, merge], ids=["operators", "kernel"])
+def test_parts_merge_to_the_whole(device, dtype, count, functions):
+    outs, lses = parts(device, dtype, count)
+    out, lse = functions.merge_attention(outs, lses)
+    assert out.dtype == dtype and out.shape == outs.shape[1:] and lse.shape == lses.shape[1:]
+    weights = torch.softmax(lses.double(), 0).nan_to_num()[..., None]
+    whole = (weights * outs.double().masked_fill(torch.isneginf(lses)[..., None], 0)).sum(0)
+    tolerance = {"rtol": 2**-8 if dtype == torch.bfloat16 else 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(out.double(), whole, **tolerance)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(lses.double(), 0), rtol=1e-6, atol=1e-6)
+    sink = torch.tensor([0.5, torch.inf, -torch.inf], device=device)
+    share = torch.sigmoid(lse.double() - sink).nan_to_num()[..., None]
+    with_sink = functions.apply_attn_sink(out, lse, sink)
+    assert with_sink.dtype == dtype and not with_sink[:, 1].any() and torch.equal(with_sink[:, 2], out[:, 2])
+    torch.testing.assert_close(with_sink.double(), share * out.double(), **tolerance)
+    assert not out[1, 2].any() and torch.isneginf(lse[1, 2])
+
+
+def test_far_apart_and_no_parts(device):
+    outs = torch.stack([torch.full((2, 4), 1.0), torch.full((2, 4), 2.0)]).to(device)
+    lses = torch.tensor([[3e38, -3e38], [-3e38, 1e30]], device=device)
+    out, lse = OPS.merge_attention(outs, lses)
+    assert out[:, 0].tolist() == [1.0, 2.0] and lse.tolist() == lses.max(0).values.tolist()
+    for wrong in ((outs[:0], lses[:0]), (outs, lses[:1]), (outs, lses[..., None]), (outs[:, 0], lses[:, 0])):
+        with pytest.raises(ValueError, match="merge_attention: "):
+            OPS.merge_attention(*wrong)
+    with pytest.raises(TypeError, match="merge_attention: lses"):
+        OPS.merge_attention(outs, lses.bfloat16())
+    with pytest.raises(ValueError, match="apply_attn_sink: attn_sink"):
+        OPS.apply_attn_sink(out, lse, lses[0, :1])
 
 
 def test_merges_are_those_of_the_jax_functions(device):
@@ -133,9 +208,13 @@ def test_merges_are_those_of_the_jax_functions(device):
 
 
 def step(q, view, slots, kv, indices):
-    """What a layer does: write, attend, and work around both."""
+    """What a layer does: write, attend to smaller pages in two parts, and work around it."""
     OPS.write_kv(view, slots, kv * 2)
-    out, lse = OPS.sparse_mla_decode(q + 1, view, indices, 0.1)
+    small = view.new_zeros((20, 16, 1, 584))
+    OPS.split_pages(view, small, slots)
+    some = [OPS.sparse_mla_decode(q + 1, small, x, 0.1) for x in (indices[..., :3], indices[..., 3:])]
+    out, lse = OPS.merge_attention(*(torch.stack(x) for x in zip(*some)))
+    out = OPS.apply_attn_sink(out, lse, q[0, 0, :, 0].float())
     rows = OPS.gather_kv(view, slots)
     return out * 2, torch.where(torch.isneginf(lse), 0, lse), rows.sum()
 
@@ -146,10 +225,12 @@ def step_arguments(device: str):
     return torch.ones(2, 1, 3, 512, dtype=torch.bfloat16, device=device), view, slots, kv, indices
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_graph_has_no_break(device, dynamic):
+@pytest.mark.parametrize(("compiler", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
+def test_a_compiled_graph_has_no_break(device, compiler, dynamic):
+    if compiler == "inductor" and device == "cpu":
+        pytest.skip("what Inductor makes of the graph is for the GPU")
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(step, fullgraph=True, backend=compiler, dynamic=dynamic)
     expected = step_arguments(device)
     results = step(*expected)
     given = step_arguments(device)

@@ -80,8 +80,7 @@ def assert_same(actual, expected) -> None:
     expected, wanted = jax.tree_util.tree_flatten_with_path(expected)
     assert structure == wanted
     for (path, x), (_, want) in zip(actual, expected):
-        x = x.cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
-        want = np.asarray(want)
+        x, want = (y.cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y) for y in (x, want))
         assert x.dtype == want.dtype, path
         np.testing.assert_array_equal(x, want, err_msg=jax.tree_util.keystr(path))
 

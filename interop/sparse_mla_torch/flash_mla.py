@@ -16,9 +16,10 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from sparse_mla_torch import ops
-from sparse_mla_torch.attention import decode, prefill
+from sparse_mla_torch.attention import decode, prefill, prepared
 from sparse_mla_torch.attention.prepared import Prepared
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_strided
 
@@ -136,37 +137,36 @@ def flash_mla_with_kvcache(
         _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache)
     if kv_format is not None or descale_q is not None or descale_k is not None:
         _check_format(k_cache, kv_format, descale_q, descale_k)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         first = (q, k_cache, indices, scale, topk_length, extra_k_cache, extra_indices_in_kvcache)
         options = (enable_batch_invariant, assume_valid_indices, True)
         results = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
         return _copied((results[0], results[1].transpose(1, 2)), out)
-    if not _on_current_device(q):
-        with torch.cuda.device(q.device):
-            return flash_mla_with_kvcache(
-                *(q, k_cache, None, None, 512, tile_scheduler_metadata, None, softmax_scale, False, True, indices),
-                *(attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length),
-                enable_batch_invariant,
-                out=out,
-                assume_valid_indices=assume_valid_indices,
-            )
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
     # The fields of decode.Options: a plain tuple is made faster.
     options = ("flash_mla_with_kvcache", softmax_scale, _INF, enable_batch_invariant, assume_valid_indices)
-    first = (q, k_cache, indices, topk_length)
-    second = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
-    call = decode.prepare(options, *first, *second)
+    tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
+    call = prepared.find(options, tensors)
+    if call is None:
+        if not _on_current_device(q):
+            with torch.cuda.device(q.device):
+                return flash_mla_with_kvcache(
+                    *(q, k_cache, None, None, 512, tile_scheduler_metadata, None, softmax_scale, False, True, indices),
+                    *(attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length),
+                    enable_batch_invariant,
+                    out=out,
+                    assume_valid_indices=assume_valid_indices,
+                )
+        call = decode.prepare(options, *tensors)
     if type(tile_scheduler_metadata) is not FlashMLASchedMeta or tile_scheduler_metadata._shape is not call.shape:
         _use_schedule(tile_scheduler_metadata, call.shape)
     if out is None:
-        return call.run(*first, *second, tile_scheduler_metadata, None)
+        return call.run(*tensors, tile_scheduler_metadata, None)
     batch, s_q, heads, _ = q.shape
     shapes = [(batch, s_q, heads, 512), (batch, heads, s_q)]
     _check_out(options[0], out, shapes, q)
     rows = (out[0], out[1].transpose(1, 2))
-    return _into(call, (*first, *second, tile_scheduler_metadata), out, rows)
+    return _into(call, (*tensors, tile_scheduler_metadata), out, rows)
 
 
 def flash_mla_sparse_fwd(
@@ -208,25 +208,26 @@ def flash_mla_sparse_fwd(
     """
     if d_v != 512:
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (q, kv[:, 0], indices[:, 0], sm_scale, topk_length, attn_sink)
         return _compiled_fwd(ops.sparse_mla_prefill(*tensors, True), return_log2_lse, out)
-    if not _on_current_device(q):
-        with torch.cuda.device(q.device):
-            return flash_mla_sparse_fwd(
-                *(q, kv, indices, sm_scale, 512, attn_sink, topk_length, use_legacy, return_log2_lse),
-                out=out,
-                assume_valid_indices=assume_valid_indices,
-            )
-    options = prefill.Options(
-        "flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, bool(assume_valid_indices)
-    )
+    # The fields of prefill.Options.
+    options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices)
     tensors = (q, kv, indices, topk_length, attn_sink)
-    call = prefill.prepare(options, *tensors)
+    call = prepared.find(options, tensors)
+    if call is None:
+        if not _on_current_device(q):
+            with torch.cuda.device(q.device):
+                return flash_mla_sparse_fwd(
+                    *(q, kv, indices, sm_scale, 512, attn_sink, topk_length, use_legacy, return_log2_lse),
+                    out=out,
+                    assume_valid_indices=assume_valid_indices,
+                )
+        call = prefill.prepare(options, *tensors)
     if out is None:
         results = call.run(*tensors, None)
     else:
-        _check_out(options.function, out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
+        _check_out(options[0], out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
         results = _into(call, tensors, out, out)
     return (results[0], None, None) if return_log2_lse is False else results
 
@@ -234,7 +235,7 @@ def flash_mla_sparse_fwd(
 def _on_current_device(q: Any) -> bool:
     """Kernels are launched on the current device: FlashMLA makes q's the current one."""
     device = q.get_device() if isinstance(q, torch.Tensor) else -1
-    return device < 0 or device == torch.cuda.current_device()
+    return device < 0 or device == torch._C._cuda_getDevice()
 
 
 def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> None:

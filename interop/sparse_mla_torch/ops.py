@@ -1,6 +1,7 @@
 """Custom operators for `torch.compile` and `torch.export`: `torch.ops.jax_sparse_mla.*`.
 
-Each has a fake implementation, so graphs with it are traced without a device; `write_kv` says which argument it writes.
+Each has a fake implementation, so graphs with it are traced without a device; `write_kv` and `split_pages` say which
+argument they write.
 Caches are in FlashMLA's shape, uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`, whose last size
 tells the layout (656: V3.2, 584: V4; 1152 and 1024 in bfloat16); conventions are those of `jax_sparse_mla` (lse −inf on
 a row without a key). CUDA tensors go to the kernels on the current stream, CPU tensors to the JAX functions of the same
@@ -111,6 +112,65 @@ def gather_kv(k_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 @gather_kv.register_fake
 def _(k_cache, slots):
     return k_cache.new_empty((slots.shape[0], decode.LAYOUTS[int(k_cache.shape[-1])].qk_dim), dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("jax_sparse_mla::split_pages", mutates_args=("out",))
+def split_pages(k_cache: torch.Tensor, out: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+    """As `jax_sparse_mla.split_pages`, into `out`, in place: `[pages · r, page_size / r, 1, bytes_per_token]`.
+
+    Slots are int32 of any shape: the pages that they touch are copied; None: all pages.
+    """
+    if slots is None:
+        slots = torch.arange(0, k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]).to(k_cache.device, torch.int32)
+    slots = slots.contiguous()
+    if not k_cache.is_cuda:
+        cache, split = _host_cache("split_pages", k_cache), _host_cache("split_pages", out)
+        data = call(jax_sparse_mla.split_pages, cache, split.page_size, slots=slots, out=split).data
+        out.view(torch.uint8).copy_(decode.pages_of(data, split.layout, split.page_size))
+        return
+    from sparse_mla_torch.kernels import kv_cache as kernels
+
+    with torch.cuda.device_of(k_cache):
+        kernels.split_pages(_device_cache("split_pages", k_cache), _device_cache("split_pages", out), slots)
+
+
+@split_pages.register_fake
+def _(k_cache, out, slots=None):
+    return None
+
+
+@torch.library.custom_op("jax_sparse_mla::merge_attention", mutates_args=())
+def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.merge_attention`, of stacked parts: `[parts, ..., heads, v_dim]` and `[parts, ..., heads]`."""
+    outs, lses = outs.contiguous(), lses.contiguous()
+    if not outs.is_cuda:
+        return _copies(call(jax_sparse_mla.merge_attention, outs, lses))
+    from sparse_mla_torch.kernels import merge as kernels
+
+    with torch.cuda.device_of(outs):
+        return kernels.merge_attention(outs, lses)
+
+
+@merge_attention.register_fake
+def _(outs, lses):
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+@torch.library.custom_op("jax_sparse_mla::apply_attn_sink", mutates_args=())
+def apply_attn_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
+    """As `jax_sparse_mla.apply_attn_sink`."""
+    tensors = out.contiguous(), lse.contiguous(), attn_sink.contiguous()
+    if not out.is_cuda:
+        return call(jax_sparse_mla.apply_attn_sink, *tensors).clone()
+    from sparse_mla_torch.kernels import merge as kernels
+
+    with torch.cuda.device_of(out):
+        return kernels.apply_attn_sink(*tensors)
+
+
+@apply_attn_sink.register_fake
+def _(out, lse, attn_sink):
+    return out.new_empty(out.shape)
 
 
 @torch.library.custom_op("jax_sparse_mla::combine_swa_extra_indices", mutates_args=())

@@ -41,10 +41,11 @@ def _sanitise_tile(
         if out_lengths_ptr is not None and tile == 0:
             tl.store(out_lengths_ptr + at, length, mask=in_rows)
         scanned = scanned & (column < length[:, None])
-    row = row.to(tl.int64)[:, None]
-    slot = tl.load(indices_ptr + row * TOPK + column, mask=scanned, other=-1)
-    slot = tl.where((slot >= 0) & (slot < num_slots), slot, -1)
-    tl.store(out_ptr + row * WIDTH + column, slot, mask=in_rows[:, None] & (column < WIDTH))
+    if out_ptr is not None:
+        row = row.to(tl.int64)[:, None]
+        slot = tl.load(indices_ptr + row * TOPK + column, mask=scanned, other=-1)
+        slot = tl.where((slot >= 0) & (slot < num_slots), slot, -1)
+        tl.store(out_ptr + row * WIDTH + column, slot, mask=in_rows[:, None] & (column < WIDTH))
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def sanitise_kernel(
     num_slots,
     num_extra_slots,
     num_heads,
-    out_ptr,  # int32 [n, WIDTH]
+    out_ptr,  # int32 [n, WIDTH], or None: the lengths alone, by the first tile
     out_lengths_ptr,  # as lengths_ptr, or None; not written without HAS_LENGTHS
     extra_out_ptr,  # int32 [n, EXTRA_WIDTH]
     extra_out_lengths_ptr,  # as extra_lengths_ptr, or None; not written without HAS_EXTRA_LENGTHS

@@ -13,8 +13,8 @@ import torch
 
 from jax_sparse_mla.kernels_triton.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
-from sparse_mla_torch.attention import route
-from sparse_mla_torch.attention.prepared import Prepared, Results, calls, contiguous, dense_facts, remember
+from sparse_mla_torch.attention import prepared, route
+from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 V_DIM = 512
@@ -43,11 +43,12 @@ class Options(NamedTuple):
 
     Attributes:
       function: named by errors.
+      softmax_scale: None: qk_dim^-0.5.
       empty_lse: of a row without a valid key, +inf (FlashMLA) or −inf.
     """
 
     function: str
-    softmax_scale: float
+    softmax_scale: float | None
     empty_lse: float
     batch_invariant: bool = False
     assume_valid_indices: bool = False
@@ -80,38 +81,15 @@ def prepare(
       fields, and None or `(out, lse)` to write into, contiguous `[batch, q_len, heads, …]`; it returns out
       `[batch, q_len, heads, 512]` and lse `[batch, heads, q_len]`, a view.
     """
-    try:
-        # Written out, since a function call for each tensor would take longer than what it asks.
-        key = (
-            options,
-            *(q.shape, q.stride(), q.dtype, q.get_device()),
-            *(k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.get_device()),
-            *(indices.shape, indices.is_contiguous(), indices.dtype, indices.get_device()),
-            None if lengths is None else dense_facts(lengths),
-            None if attn_sink is None else dense_facts(attn_sink),
-            (q.data_ptr() | k_cache.data_ptr() | indices.data_ptr()) & 15,
-        )
-        if extra_k_cache is not None:
-            key += (
-                *(extra_k_cache.shape, extra_k_cache.stride(), extra_k_cache.dtype, extra_k_cache.get_device()),
-                *(extra_indices.shape, extra_indices.is_contiguous(), extra_indices.dtype, extra_indices.get_device()),
-                None if extra_lengths is None else dense_facts(extra_lengths),
-                (extra_k_cache.data_ptr() | extra_indices.data_ptr()) & 15,
-            )
-        elif extra_indices is not None or extra_lengths is not None:
-            key = None
-    except AttributeError:
-        key = None  # the checks say what is wrong
-    found = calls.get(key)
-    if found is not None:
-        return found
-    arguments = (options, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink)
-    return remember(key, _new(*arguments))
+    tensors = (q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink)
+    return prepared.find(options, tensors) or prepared.add(options, tensors, _new)
 
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
     layout, scopes = _check(options, *tensors)
+    if options.softmax_scale is None:
+        options = options._replace(softmax_scale=layout.qk_dim**-0.5)
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
     against = _against_flashmla(options, layout, scopes, q, k_cache, indices, extra_k_cache, extra_indices)
@@ -143,7 +121,8 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
 def _check(options, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
     """The caches' layout and the tables' facts; raises what the call cannot be served for."""
     function = options.function
-    check_scale(function, options.softmax_scale)
+    if options.softmax_scale is not None:
+        check_scale(function, options.softmax_scale)
     *shape, heads, qk_dim = check_strided(function, "q", q, (None,) * 4, q, BF16)
     tables = [_check_table(function, "", k_cache, indices, lengths, shape, q)]
     if extra_k_cache is not None:

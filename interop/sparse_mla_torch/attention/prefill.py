@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from jax_sparse_mla.kernels_triton.plan import Scope, workspace_layout
-from sparse_mla_torch.attention import route
-from sparse_mla_torch.attention.prepared import Prepared, Results, calls, contiguous, dense_facts, remember
+from sparse_mla_torch.attention import prepared, route
+from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 V_DIM = 512
@@ -21,7 +21,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class Options(NamedTuple):
-    """As `DecodeOptions`; `log2`: max_logits and lse in base 2."""
+    """As `decode.Options`; `log2`: max_logits and lse in base 2."""
 
     function: str
     softmax_scale: float
@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
 
 def prepare(
-    options: Options,
+    options: tuple,
     q: torch.Tensor,
     kv: torch.Tensor,
     indices: torch.Tensor,
@@ -41,7 +41,7 @@ def prepare(
     """A call of these shapes; all tensors on one device, the current one.
 
     Args:
-      options: see `Options`.
+      options: the fields of `Options`.
       q: bfloat16 `[q_len, heads, qk_dim]`, qk_dim 512 or 576.
       kv: bfloat16 `[kv_len, 1, qk_dim]`.
       indices: int32 `[q_len, 1, topk]`.
@@ -52,21 +52,13 @@ def prepare(
       `run(q, kv, indices, lengths, attn_sink, into)`, `into` None or `(out, max_logits, lse)` to write into,
       contiguous; it returns out `[q_len, heads, 512]`, max_logits and lse `[q_len, heads]`.
     """
-    try:
-        key = (
-            *(options, (q.data_ptr() | kv.data_ptr()) & 15, q.shape, q.dtype, q.get_device()),
-            *(kv.shape, kv.dtype, kv.get_device(), indices.shape, indices.dtype, indices.get_device()),
-            None if lengths is None else dense_facts(lengths),
-            None if attn_sink is None else dense_facts(attn_sink),
-        )
-    except AttributeError:
-        key = None  # the checks say what is wrong
-    found = calls.get(key)
-    return found or remember(key, _new(options, q, kv, indices, lengths, attn_sink))
+    tensors = (q, kv, indices, lengths, attn_sink)
+    return prepared.find(options, tensors) or prepared.add(options, tensors, _new)
 
 
-def _new(options: Options, q, kv, indices, lengths, attn_sink) -> Prepared:
-    function = options.function
+def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
+    options = Options(*options)
+    function, (q, kv, indices, lengths, attn_sink) = options.function, tensors
     check_scale(function, options.softmax_scale)
     q_len, heads, qk_dim = check_strided(function, "q", q, (None,) * 3, q, BF16)
     if qk_dim not in (512, 576):
@@ -98,8 +90,20 @@ def _new(options: Options, q, kv, indices, lengths, attn_sink) -> Prepared:
     make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla}[plan.backend]
     if 0 in (q_len, heads, topk, kv_len):
         make = _nothing
-    scope = Scope(topk, int(lengths is not None), kv_len)
-    return Prepared(make(options, q, scope, attn_sink is not None), plan, make is _triton)
+    run = make(options, q, Scope(topk, int(lengths is not None), kv_len), attn_sink is not None)
+    if make is not _nothing and not all(x is None or x.is_contiguous() for x in tensors):
+        run = _on_contiguous(run)
+    return Prepared(run, plan, make is _triton)
+
+
+def _on_contiguous(run: Callable[..., Results]) -> Callable[..., Results]:
+    """`run` on copies of the tensors that are not."""
+
+    def copying(*tensors_and_into):
+        *tensors, into = tensors_and_into
+        return run(*map(contiguous, tensors), into)
+
+    return copying
 
 
 def _nothing(options, q, scope, has_sink) -> Callable[..., Results]:
@@ -126,13 +130,11 @@ def _triton(options, q, scope, has_sink) -> Callable[..., Results]:
     )
 
     def run(q, kv, indices, lengths, attn_sink, into):
-        q = q.contiguous()
         if into is None:
             out = q.new_empty((q_len, heads, V_DIM))
             into = (out, *(q.new_empty((q_len, heads), dtype=torch.float32) for _ in range(2)))
         out, max_logits, lse = into
-        given = kv.contiguous(), indices.contiguous(), contiguous(lengths)
-        attend(q, [given], contiguous(attn_sink), out, lse, max_logits)
+        attend(q, [(kv, indices, lengths)], attn_sink, out, lse, max_logits)
         return _in_base_2(into) if options.log2 else into
 
     return run
@@ -143,15 +145,14 @@ def _flashmla(options, q, scope, has_sink) -> Callable[..., Results]:
 
     attend = vendor.Prefill(
         *(q.shape[0], q.shape[1], scope, options.softmax_scale, has_sink, options.assume_valid_indices),
-        route.device_info(q.device),
+        *(options.log2, route.device_info(q.device)),
     )
+    if options.empty_lse > 0:
+        return attend
 
-    def run(q, kv, indices, lengths, attn_sink, into):
-        tensors = (contiguous(x) for x in (q, kv, indices, lengths, attn_sink))
-        out, max_logits, lse = attend(*tensors, options.log2)
-        if options.empty_lse < 0:
-            lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
-        return out, max_logits, lse
+    def run(*tensors):
+        out, max_logits, lse = attend(*tensors)
+        return out, max_logits, lse.masked_fill(torch.isposinf(lse), options.empty_lse)
 
     return run
 

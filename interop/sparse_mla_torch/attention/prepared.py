@@ -6,8 +6,8 @@ What is left of a call is a lookup and its launches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
     """A call that was checked and routed.
 
     Attributes:
-      run: takes the call's tensors; see `decode.prepare` and `prefill.prepare`.
+      run: takes the call's tensors and what it writes into; see `decode.prepare` and `prefill.prepare`.
       plan: which backend, and why.
       writes_into: whether `run` writes into results that it is given.
       shape: of a decode call, `decode.Shape`.
@@ -43,26 +43,64 @@ class Prepared(NamedTuple):
     shape: tuple | None = None
 
 
-calls: dict[tuple | None, Prepared] = {}
+calls: dict[tuple, Prepared] = {}
 
 
-def remember(key: tuple | None, prepared: Prepared) -> Prepared:
-    """Puts it among `calls`, unless there was nothing to know it by."""
-    if len(calls) >= _MAX_CALLS:
-        calls.clear()
-    if key is not None:
-        calls[key] = prepared
-    return prepared
+def facts(*tensors: Any) -> Hashable | None:
+    """What a call depends on of its tensors: dtype, device, shape, strides, alignment; None if `add` must find out.
+
+    Once there are CUDA tensors, `host.c`'s function takes the place of this one. It answers where they are on the
+    current device.
+    """
+    return None
+
+
+def find(options: tuple, tensors: tuple) -> Prepared | None:
+    """A call that was prepared with these options for such tensors on the current device, as far as `facts` says."""
+    return calls.get((options, facts(*tensors)))
+
+
+def add(options: tuple, tensors: tuple, new: Callable[..., Prepared]) -> Prepared:
+    """A call that `find` does not know: made by `new`, which checks it, and remembered."""
+    global facts
+    if facts is _unknown and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
+        facts = _facts_of_host()
+    known = facts(*tensors) or _facts_in_python(tensors)
+    found = calls.get((options, known)) if known else None
+    if found is None:
+        found = new(options, *tensors)
+        if len(calls) >= _MAX_CALLS:
+            calls.clear()
+        if known:
+            calls[options, known] = found
+    return found
+
+
+_unknown = facts
+
+
+def _facts_of_host() -> Callable[..., Hashable | None]:
+    from sparse_mla_torch.kernels import host
+
+    module = host.module()
+    return module.facts if module else lambda *tensors: None
+
+
+def _facts_in_python(tensors: tuple) -> tuple | None:
+    """None for what is no tensor: the checks say what is wrong."""
+    try:
+        return tuple([None if x is None else _facts_of(x) for x in tensors])
+    except AttributeError:
+        return None
+
+
+def _facts_of(x: torch.Tensor) -> tuple:
+    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() & 15
 
 
 def forget() -> None:
     """Drops what was prepared: the environment's overrides are read again."""
     calls.clear()
-
-
-def dense_facts(x: torch.Tensor) -> tuple:
-    """What a call depends on of a tensor that is copied unless it is contiguous."""
-    return x.shape, x.is_contiguous(), x.dtype, x.get_device()
 
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

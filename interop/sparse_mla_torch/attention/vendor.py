@@ -109,15 +109,25 @@ class Decode:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out `[batch, q_len, heads, 512]`, lse `[batch, heads, q_len]`; the operator writes into nothing given."""
         if self._sanitise is not None:
-            indices, lengths, extra_indices, extra_lengths, attn_sink = self._sanitise(
-                indices, lengths, extra_indices, extra_lengths, attn_sink
-            )
+            given = (indices, lengths, extra_indices, extra_lengths, attn_sink)
+            safe = self._sanitise.again(*given) or self._sanitise(*given)
+            indices, lengths, extra_indices, extra_lengths, attn_sink = safe
         elif not self._takes_lengths:
             lengths = None
         if self._exact:
             out, lse, schedule.tile_scheduler_metadata, schedule.num_splits = self._operator(
-                *(q, k_cache, indices, lengths, attn_sink, schedule.tile_scheduler_metadata, schedule.num_splits),
-                *(extra_k_cache, extra_indices, extra_lengths, V_DIM, self._scale),
+                q,
+                k_cache,
+                indices,
+                lengths,
+                attn_sink,
+                schedule.tile_scheduler_metadata,
+                schedule.num_splits,
+                extra_k_cache,
+                extra_indices,
+                extra_lengths,
+                V_DIM,
+                self._scale,
             )
             return out, lse
         if self._padded != self._heads:
@@ -136,7 +146,16 @@ class Decode:
 
 
 class Prefill:
-    """The operator's call at one shape. It checks every index; columns are padded and lengths clipped before it."""
+    """The operator's call at one shape. It checks every index; columns are padded and lengths clipped before it.
+
+    Args:
+      rows, heads: of q.
+      scope: of the workspace.
+      softmax_scale: what q·k is multiplied by.
+      has_sink: whether the call has an attention sink.
+      assume_valid_indices: takes the lengths as they are.
+      log2: max_logits and lse in base 2.
+    """
 
     def __init__(
         self,
@@ -146,19 +165,24 @@ class Prefill:
         softmax_scale: float,
         has_sink: bool,
         assume_valid_indices: bool,
+        log2: bool,
         device: DeviceInfo,
     ):
-        self._library = flashmla.library()
-        self._operator = getattr(torch.ops, self._library.namespace).sparse_prefill_fwd.default
-        self._heads, self._padded, self._topk = heads, flashmla.padded_heads(heads), scope.topk
+        library = flashmla.library()
+        self._operator = getattr(torch.ops, library.namespace).sparse_prefill_fwd.default
+        self._options = () if library.log2_prefill else (log2,)
+        self._wants_natural = library.log2_prefill and not log2
+        self._heads, self._padded = heads, flashmla.padded_heads(heads)
+        self._exact = self._padded == heads and not self._wants_natural  # the results are those of the operator
         self._scale = softmax_scale
         has_lengths = scope.rows_per_length > 0
         width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
-        self._clips = has_lengths and not assume_valid_indices
-        self._sanitise = None
+        clips = has_lengths and not assume_valid_indices
         # SM100's kernel reads rows beyond the length, NaN included.
-        if width != scope.topk or (self._clips and device.compute_capability[0] == 10):
-            table = Table(scope.topk, width, scope.num_slots, has_lengths)
+        self._rewrites = width != scope.topk or (clips and device.compute_capability[0] == 10)
+        self._sanitise = None
+        if self._rewrites or clips:
+            table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=self._rewrites)
             self._sanitise = Sanitiser(rows, 1, [table], 0, self._padded)
 
     def __call__(
@@ -168,21 +192,23 @@ class Prefill:
         indices: torch.Tensor,
         lengths: torch.Tensor | None,
         attn_sink: torch.Tensor | None,
-        log2: bool,
+        into: None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """kv `[kv_len, 1, dim]`, indices `[rows, 1, topk]`; max_logits and lse in base 2 if `log2`."""
         if self._sanitise is not None:
-            indices, lengths, *_ = self._sanitise(indices, lengths)
-        elif self._clips:
-            lengths = lengths.clamp(0, self._topk)
-        padded = self._padded != self._heads
-        if padded:
+            given = (indices, lengths, None, None, None)
+            safe = self._sanitise.again(*given) or self._sanitise(*given)
+            lengths = safe[1]
+            if self._rewrites:
+                indices = safe[0]
+        if self._exact:
+            return tuple(self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *self._options))
+        if self._padded != self._heads:
             q = _pad_heads(q, self._padded)
             attn_sink = attn_sink if attn_sink is None else _pad_heads(attn_sink[:, None], self._padded)[:, 0]
-        options = () if self._library.log2_prefill else (log2,)
-        results = self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *options)
-        out, max_logits, lse = (x[:, : self._heads].contiguous() for x in results) if padded else results
-        if self._library.log2_prefill and not log2:
+        results = self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *self._options)
+        out, max_logits, lse = (x[:, : self._heads].contiguous() for x in results)
+        if self._wants_natural:
             max_logits.mul_(_LN_2)
             lse.mul_(_LN_2)
         return out, max_logits, lse

@@ -1,9 +1,9 @@
 """The KV cache kernels on torch tensors: the bytes of `jax_sparse_mla.kv_cache`, in place on torch's buffers.
 
-A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`, contiguous; to `write_kv` and
-`gather_kv` its pages may stand further apart or closer, without the layout's padding. Every function
-launches on the current stream, allocates nothing that its caller passes, and neither synchronises nor copies to the
-host, so it can be captured in a CUDA graph. JAX's backend is not touched.
+A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`; its pages may stand further
+apart or closer, without the layout's padding. Every function launches on the current stream, allocates nothing that its
+caller passes, and neither synchronises nor copies to the host, so it can be captured in a CUDA graph. JAX's backend is
+not touched.
 """
 
 from __future__ import annotations
@@ -133,10 +133,11 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
 
     Raises:
       TypeError: a wrong dtype.
-      ValueError: another geometry, or a tensor that is not contiguous or on another device.
+      ValueError: another geometry, pages that are not dense, or a tensor on another device.
     """
-    data = _check_cache("split_pages", "cache", cache)
-    out_data = _check_cache("split_pages", "out", out)
+    data, strides = _check_pages("split_pages", cache)
+    out_data, out_strides = _check_pages("split_pages", out, "out", like=data)
+    strides["OUT_PAGE_BYTES"] = out_strides["PAGE_BYTES"]
     if out.layout != cache.layout or cache.page_size % out.page_size or out.num_slots != cache.num_slots:
         raise ValueError(
             f"split_pages: out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
@@ -162,7 +163,7 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
         out_data,
         num_pages,
         out_data,
-        **kernels.split_constants(cache.layout, cache.page_size, out.page_size),
+        **kernels.split_constants(cache.layout, cache.page_size, out.page_size) | strides,
         **kernels.SPLIT_OPTIONS,
     )
     return out
@@ -174,22 +175,17 @@ def _hardware_casts(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _check_cache(function: str, name: str, cache: PagedKV) -> torch.Tensor:
-    data = cache.data
-    page_bytes = cache.layout.page_bytes(cache.page_size)
-    check_tensor(function, f"{name}.data", data, (None, page_bytes), data, UINT8)
-    return data
-
-
-def _check_pages(function: str, cache: PagedKV) -> tuple[torch.Tensor, dict[str, int]]:
+def _check_pages(
+    function: str, cache: PagedKV, name: str = "cache", like: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, int]]:
     """The cache's data, and the bytes from one page's start to the next one's as a kernel's constant."""
     data, tokens = cache.data, cache.page_size * cache.layout.bytes_per_token
-    check_strided(function, "cache.data", data, (None, None), data, UINT8)
+    check_strided(function, f"{name}.data", data, (None, None), data if like is None else like, UINT8)
     stride = data.stride(0) if data.shape[0] > 1 else cache.layout.page_bytes(cache.page_size)
     dense = data.stride(1) == 1 and tokens <= data.shape[1] <= stride
     if not dense or stride % 8 or data.data_ptr() % 8:
         raise ValueError(
-            f"{function}: cache.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
+            f"{function}: {name}.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
             f"shape {list(data.shape)}, strides {list(data.stride())}"
         )
     return data, {"PAGE_BYTES": stride}

@@ -1,21 +1,22 @@
 """Launches of one Triton kernel at one shape, without what Triton does again at every call.
 
 `kernel[grid](...)` binds, types and hashes every argument, some 20 µs of the host for kernels such as these. Here all
-that is done in a first call; the later ones hand addresses and constants to the compiled kernel's launcher.
+that is done in a first call; the later ones hand addresses and constants to the driver (`host.c`).
 """
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 
-# Whose compiled kernels are launched directly: by other versions every launch is Triton's own.
-_KNOWN_VERSIONS = ("3.6",)
-# Triton compiles one kernel for addresses that are multiples of this, another for those that are not.
-_ALIGNMENT = 16
+from sparse_mla_torch.kernels import host
+
+# How a kernel takes numbers, by Triton's names of their types.
+_FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
 
 
 class Launch:
@@ -30,44 +31,52 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: Sequence[int], scalars: Sequence[float], constants: dict[str, Any]):
         self._kernel, self._grid, self._scalars, self._constants = kernel, tuple(grid), tuple(scalars), constants
-        self._direct: Callable[[list[int | None], list[int | None]], None] | None = None
+        self._compiled: Any = None  # for host.c, by tensors that begin at multiples of 16 bytes
+        self._host: Any = None
 
-    def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> None:
-        """Dtypes, and which outputs are None, must be the same in every call; the current device must be theirs."""
-        low, addresses, out_addresses = 0, [], []
-        for x in inputs:
-            address = x.data_ptr()
-            low |= address
-            addresses.append(address)
-        for x in outputs:
-            address = None if x is None else x.data_ptr()
-            low |= address or 0
-            out_addresses.append(address)
-        aligned = low % _ALIGNMENT == 0
-        if aligned and self._direct is not None:
-            self._direct(addresses, out_addresses)
+    def __call__(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
+        """Dtypes, and which are None, must be the same in every call; the current device must be theirs."""
+        if self._compiled is not None and self._host.launch(self._compiled, *inputs, *outputs):
             return
         compiled = self._kernel[self._grid](*inputs, *self._scalars, *outputs, **self._constants)
-        if aligned and compiled is not None and triton.__version__.startswith(_KNOWN_VERSIONS):
-            self._direct = self._launcher(compiled)
+        # Triton compiles one kernel for such addresses, another for those that are not.
+        aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))
+        if self._compiled is None and aligned and compiled is not None and (module := host.module()):
+            self._host, self._compiled = module, self._known(module, compiled, len(inputs))
 
-    def _launcher(self, compiled: Any) -> Callable[[list[int | None], list[int | None]], None]:
-        """How the compiled kernel is launched; None stands for the launch's metadata and for its two hooks."""
-        run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-        device = triton.runtime.driver.active.get_current_device()
-        current_stream = triton.runtime.driver.active.get_current_stream
-        x, y, z = (*self._grid, 1, 1)[:3]
-        scalars = self._scalars
-        constants = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
+    def keep(self, outputs: tuple[torch.Tensor | None, ...]) -> Callable[..., Any] | None:
+        """`again(*inputs)`: launches into these outputs when called on this thread and stream, and returns them.
 
-        def direct(addresses, out_addresses):
-            stream = current_stream(device)
-            run(
-                *(x, y, z, stream, function, packed, None, None, None),
-                *addresses,
-                *scalars,
-                *out_addresses,
-                *constants,
-            )
+        None from other threads, on other streams, while a graph is captured, or for tensors that host.c does not take.
+        There is no `again` before the first launch, or for a kernel that Triton launches.
+        """
+        if self._compiled is None:
+            return None
+        self._host.keep(self._compiled, outputs)
+        return functools.partial(self._host.launch_again, self._compiled)
 
-        return direct
+    def _known(self, module: Any, compiled: Any, num_inputs: int) -> Any | None:
+        """The compiled kernel for `module.launch`; None if it takes more than addresses and numbers."""
+        run, (warps, ctas, shared_bytes) = compiled.run, compiled.packed_metadata
+        special = (run.global_scratch_size, run.profile_scratch_size, run.launch_cooperative_grid, run.launch_pdl)
+        tensors, parameters = self._parameters(compiled.src.signature, num_inputs)
+        if any(special) or ctas != 1 or 0 in self._grid or parameters is None:
+            return None
+        grid = (*self._grid, 1, 1)[:3]
+        return module.kernel(compiled.function, *grid, 32 * warps, shared_bytes, tensors, parameters)
+
+    def _parameters(self, types: dict[str, str], num_inputs: int) -> tuple[int, tuple[int | bytes, ...] | None]:
+        """How many tensors there are; and of each that the compiled kernel takes the number, of scalars the bytes."""
+        numbers = dict(zip(range(num_inputs, num_inputs + len(self._scalars)), self._scalars))
+        parameters, tensors = [], 0
+        for i, name in enumerate(name for name in self._kernel.arg_names if name not in self._constants):
+            if i not in numbers:
+                if types[name] != "constexpr":
+                    parameters.append(tensors)
+                tensors += 1
+            elif types[name] in _FORMATS:
+                parameters.append(struct.pack(_FORMATS[types[name]], numbers[i]))
+            elif types[name] != "constexpr":  # a number that Triton made part of the program
+                return tensors, None
+        # What Triton allows a kernel to ask for beside: memory for itself and for a profiler, here none.
+        return tensors, (*parameters, bytes(8), bytes(8))

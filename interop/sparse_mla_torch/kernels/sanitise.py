@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +14,11 @@ from jax_sparse_mla.kernels_triton import sanitise as kernels
 from sparse_mla_torch.kernels.launch import Launch
 
 # Results of a call that together are no larger go where those of the call before went: five allocations take longer
-# than the launch. A larger call keeps the device busy for longer than that.
+# than the launch. A larger call keeps the device busy for longer than that. host.c knows the place of each.
 _WORKSPACE_BYTES = 1 << 20
 _MAX_WORKSPACES = 64
 
 Results = tuple[torch.Tensor | None, ...]
-Place = tuple[int, int, int]  # device, stream, thread
 
 
 class Table(NamedTuple):
@@ -31,6 +30,7 @@ class Table(NamedTuple):
       num_slots: of its cache.
       has_lengths: whether a length comes with each `rows_per_length` rows.
       keeps_lengths: whether the kernel that reads the result takes lengths.
+      rewritten: False if only the lengths are made safe.
     """
 
     topk: int
@@ -38,6 +38,7 @@ class Table(NamedTuple):
     num_slots: int
     has_lengths: bool
     keeps_lengths: bool = True
+    rewritten: bool = True
 
 
 class Sanitiser:
@@ -46,11 +47,12 @@ class Sanitiser:
     def __init__(self, rows: int, rows_per_length: int, tables: list[Table], heads: int, padded: int):
         first, second = self._tables = (*tables, Table(1, 0, 0, False))[:2]
         self._padded = padded if heads else 0
-        self._small = 4 * (rows * (first.width + second.width + 2) + padded + 32) <= _WORKSPACE_BYTES
-        self._places: dict[Place, Results] = {}
+        widths = [table.width if table.rewritten else 0 for table in (first, second)]
+        self._small = 4 * (rows * (sum(widths) + 2) + padded + 32) <= _WORKSPACE_BYTES
+        self.again: Callable[..., Results | None] = _never
         self._launch = Launch(
             kernels.sanitise_kernel,
-            kernels.grid(rows, first.width, second.width),
+            kernels.grid(rows, max(widths[0], 1), widths[1]),
             (rows, first.num_slots, second.num_slots, heads),
             {
                 "TOPK": first.topk,
@@ -71,61 +73,63 @@ class Sanitiser:
         self,
         indices: torch.Tensor,
         lengths: torch.Tensor | None,
-        extra_indices: torch.Tensor | None = None,
-        extra_lengths: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
+        extra_indices: torch.Tensor | None,
+        extra_lengths: torch.Tensor | None,
+        sink: torch.Tensor | None,
     ) -> Results:
-        """The same made safe; all contiguous, indices int32 `[..., topk]`.
+        """The same made safe, None for indices that are not rewritten; all contiguous, indices int32 `[..., topk]`.
 
-        The results last until the next call on this stream by this thread.
+        The results last until the next call on this stream by this thread. Ask `again` first, which takes the same and
+        is quick, but knows no results before there were some.
         """
         given = (indices, lengths, extra_indices, extra_lengths, sink)
-        results = self._results(given)
-        # What is absent is not touched, but has its place among the arguments.
-        self._launch([indices if x is None else x for x in given], results)
-        return results
-
-    def _results(self, given: Results) -> Results:
-        """Where the safe ones go; None where nothing does.
-
-        On one stream, the kernels of one thread's call have read them before those of its next call write them. A
-        captured graph is replayed on any stream: it has its own.
-        """
-        if not self._small or not given[0].is_cuda or torch.cuda.is_current_stream_capturing():
-            return self._carve(given, given[0].new_empty)
-        device = given[0].get_device()
-        place = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
-        results = self._places.get(place)
-        if results is None:
-            rest = [_workspace(place)]
-
-            def take(shape, dtype=torch.int32):
-                size = math.prod(shape)
-                taken, rest[0] = rest[0][:size], rest[0][-(-size // 4) * 4 :]  # 16 bytes
-                return taken.view(dtype).view(shape)
-
-            if len(self._places) >= _MAX_WORKSPACES:
-                self._places.clear()
-            results = self._places[place] = self._carve(given, take)
+        # A captured graph is replayed on any stream: what it writes is its own.
+        if not self._small or not indices.is_cuda or torch.cuda.is_current_stream_capturing():
+            results = self._carve(given, indices.new_empty)
+            self._launch(given, results)
+            return results
+        results = self._carve(given, _Taken(_workspace(indices.get_device())))
+        self._launch(given, results)
+        self.again = self._launch.keep(results) or _never
         return results
 
     def _carve(self, given: Results, empty: Callable[..., torch.Tensor]) -> Results:
         indices, lengths, extra_indices, extra_lengths, _ = given
         results = []
         for table, x, n in zip(self._tables, (indices, extra_indices), (lengths, extra_lengths)):
-            results.append(None if x is None else empty((*x.shape[:-1], table.width)))
+            results.append(empty((*x.shape[:-1], table.width)) if x is not None and table.rewritten else None)
             results.append(empty(n.shape) if table.has_lengths and table.keeps_lengths else None)
         results.append(empty((self._padded,), dtype=torch.float32) if self._padded else None)
         return tuple(results)
 
 
-_workspaces: dict[Place, torch.Tensor] = {}
+def _never(*tensors: torch.Tensor | None) -> None:
+    return None
 
 
-def _workspace(place: Place) -> torch.Tensor:
-    """int32, of one thread on one stream; the allocator lets no other stream have a dropped one."""
+class _Taken:
+    """Tensors one behind the other in a workspace."""
+
+    def __init__(self, workspace: torch.Tensor):
+        self._rest = workspace
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        size = math.prod(shape)
+        taken, self._rest = self._rest[:size], self._rest[-(-size // 4) * 4 :]  # 16 bytes
+        return taken.view(dtype).view(shape)
+
+
+_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}
+
+
+def _workspace(device: int) -> torch.Tensor:
+    """int32, of this thread on the current stream; the allocator lets no other stream have a dropped one.
+
+    On one stream, the kernels of one thread's call have read it before those of its next call write it.
+    """
+    place = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
     if place not in _workspaces:
         if len(_workspaces) >= _MAX_WORKSPACES:
             _workspaces.clear()
-        _workspaces[place] = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.int32, device=f"cuda:{place[0]}")
+        _workspaces[place] = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
     return _workspaces[place]
