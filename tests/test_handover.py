@@ -24,7 +24,7 @@ from sparse_mla_torch.hf.engine import Engine, Request  # noqa: E402
 from sparse_mla_torch.hf.speculative import DraftOracle, SpeculativeDecoder  # noqa: E402
 from test_engine import poison, snapshot  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.cpu]
+pytestmark = pytest.mark.torch
 
 # The first request generates past position 384, where a C128 group ends and the window has left V4's first page.
 # Seeds whose tokens are no near-ties: steps with drafts have other shapes, and so round otherwise.

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import MODELS, random_tokens, small_model, small_v4_config  # noqa: E402
+from hf_models import DEVICE, MODELS, random_tokens, small_model, small_v4_config  # noqa: E402
 from sparse_mla_torch.hf import engine as hf_engine  # noqa: E402
 from sparse_mla_torch.hf import layers as hf_layers  # noqa: E402
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request  # noqa: E402
@@ -28,7 +28,7 @@ from test_engine import snapshot  # noqa: E402
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv  # noqa: E402
 from jax_sparse_mla.indexer import write_index_k  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.cpu]
+pytestmark = pytest.mark.torch
 
 # Three requests, two at a time. The first two cross a page of V4 (256 tokens) and one of V3.2 (64) while drafts are
 # rejected, the last two end before the first; V3.2 selects 64 of the first one's tokens.
@@ -118,7 +118,7 @@ def test_a_first_layer_that_compresses(first):
     """Drafts then pass through its compressor's ring, and complete groups. As in V4-Pro."""
     kinds = small_v4_config().layer_types
     model = random_model(small_v4_config(layer_types=[first] + [kind for kind in kinds if kind != first]), seed=0)
-    engine = Engine(model, OPTIONS)
+    engine = Engine(model.to(DEVICE), OPTIONS)
     expected, requests = new_requests(((122, 14), (5, 20))), new_requests(((122, 14), (5, 20)))
     engine.run(expected)
     decoder = SpeculativeDecoder(engine, 3, DraftOracle(expected, 0.7, seed=0))
@@ -143,7 +143,7 @@ def test_drafts_are_those_of_the_first_layer_and_the_head(name):
         for request, position, ours in zip(step.requests, step.positions, logits):
             if position >= longest or seen == 30:
                 continue
-            text = torch.tensor([texts[request][p] for p in range(position + 1)])[None]
+            text = torch.tensor([texts[request][p] for p in range(position + 1)], device=DEVICE)[None]
             with mock.patch.object(model.model, "layers", model.model.layers[:1]), torch.no_grad():
                 eager = model(input_ids=text, use_cache=False).logits[0, -1]
             torch.testing.assert_close(ours, eager.float(), rtol=0, atol=0.02)
