@@ -237,6 +237,7 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, 
     assert status == 1 and out.endswith("check      FAILED\n") and out.count("FAILED") == len(layers) + 1
 
 
+@pytest.mark.cpu
 def test_speculative_decoding(capsys, small_presets, monkeypatch):
     """Both decodings, their comparison, and how many drafts were accepted."""
     from sparse_mla_torch.hf import generate
@@ -269,7 +270,7 @@ def test_speculative_decoding(capsys, small_presets, monkeypatch):
         assert f"check      {'FAILED' if expected else 'passed'}: a token may differ" in out
 
 
-# generate: on a GPU. The small presets have FlashMLA's dimensions; their heads are padded to its 64.
+# generate: the device and the backends. The small presets have FlashMLA's dimensions; it pads their heads to 64.
 
 
 def attended(out):
@@ -278,19 +279,6 @@ def attended(out):
     for step, call in re.findall(r"^ran +(\w+): (\w+, \w+) \(", out, re.M):
         calls.setdefault(step, set()).add(call)
     return calls
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["v4", "v32"])
-def test_backends_agree(capsys, small_presets, preset):
-    """FP8 caches; what the router picks, FlashMLA, the Triton kernels and plain XLA."""
-    args = ["generate", "--preset", preset, *SHAPES, "--no-check", "--compare-backends", "flashmla,triton,reference"]
-    status, out, _ = run(capsys, *args)
-    assert status == 0 and out.endswith("backends   agree\n")
-    assert attended(out) == {"prefill": {"flashmla, prefill"}, "decode": {"triton, decode"}}
-    reports = re.findall(r"^ +(\w+) +(0\.\d+) +(\d) of 8 tokens$", out, re.M)
-    assert [name for name, *_ in reports] == ["flashmla", "triton", "reference"]
-    assert max(float(difference) for _, difference, _ in reports) > 0  # they are other kernels
 
 
 KERNELS = {
@@ -319,9 +307,9 @@ def test_the_lines_ran_are_true(capsys, small_presets, preset, backend):
 @needs_models
 def test_a_backend_that_cannot_serve(capsys, small_presets):
     """Nothing is served, by none."""
-    for option, backend in (("--backend", "hopper"), ("--compare-backends", "reference,hopper")):
+    for option, backend in (("--backend", "flashinfer"), ("--compare-backends", "reference,flashinfer")):
         status, out, err = run(capsys, "generate", "--preset", "v32", *SHAPES, option, backend)
-        assert status == 2 and out == "" and "backend 'hopper' cannot serve this prefill call" in err
+        assert status == 2 and out == "" and "backend 'flashinfer' cannot serve this prefill call" in err
 
 
 @needs_models
@@ -343,6 +331,7 @@ def test_a_gpu_that_only_torch_has(capsys, monkeypatch):
     assert status == 2 and out == "" and f"--device cuda: JAX {jax.__version__} has no GPU here" in err
 
 
+@pytest.mark.cpu
 @needs_models
 def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch):
     from sparse_mla_torch.hf import check
@@ -359,6 +348,28 @@ def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch)
 
 
 # generate: the real presets
+
+ON_A_GPU = ["--chunk-size", "2048", "--requests", "2", "--max-new-tokens", "8"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["v4", "v32"])
+def test_backends_agree(capsys, preset):
+    """FP8 caches; what the router picks, FlashMLA, and the Triton kernels."""
+    args = ["--preset", preset, *ON_A_GPU, "--no-check", "--compare-backends", "flashmla,triton"]
+    status, out, _ = run(capsys, "generate", *args)
+    assert status == 0 and out.endswith("backends   agree\n")
+    assert attended(out) == {"prefill": {"flashmla, prefill"}, "decode": {"triton, decode"}}
+    reports = re.findall(r"^ +(\w+) +(0\.\d+) +(\d+) of 16 tokens$", out, re.M)
+    assert [name for name, *_ in reports] == ["flashmla", "triton"]
+    assert max(float(difference) for _, difference, _ in reports) > 0  # they are other kernels
+
+
+@pytest.mark.gpu
+def test_speculative_decoding_on_a_gpu(capsys):
+    status, out, _ = run(capsys, "generate", *ON_A_GPU, "--speculative-steps", "3", "--draft-oracle", "0.7")
+    assert status == 0 and out.count("check      passed") == 2
+    assert attended(out)["verify"] == {"triton, decode"} and re.search(r"tokens +1[56] of 16 are plain", out)
 
 
 @needs_models

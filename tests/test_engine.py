@@ -57,7 +57,10 @@ def poison(engine: Engine) -> None:
 # Requests in a continuous batch.
 
 
-@pytest.mark.parametrize(("name", "bf16"), [("v4", True), ("v32", True), ("v32", False)])
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [("v4", True), *(pytest.param("v32", bf16, marks=pytest.mark.cpu) for bf16 in (True, False))],  # see STEADY_MODELS
+)
 def test_requests_generate_what_each_generates_alone(name, bf16):
     """More requests than are served at once; one engine throughout, so that its pages have been used by others, and
     nothing in its caches that a request may take for its own."""
@@ -75,6 +78,14 @@ def test_requests_generate_what_each_generates_alone(name, bf16):
         assert_same(again.requests[i], again.logits[i], request, together.logits[i])
     # The same step shapes: no layer compiled again.
     assert hf_layers._run_v4._cache_size() + hf_layers._run_v32._cache_size() == compilations
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_can_be_repeated_to_the_bit(name):
+    """In other pages, over what the first run has left behind: on a GPU no stream overtakes another."""
+    engine = new_engine(name)
+    first, again = (serve(engine, new_requests()) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.logits, again.logits, strict=True))
 
 
 def test_requests_join_as_others_leave():
@@ -114,6 +125,7 @@ def test_short_requests_match_transformers(name):
     assert [step.mode for step in run.steps].count(ForwardMode.DECODE) == 3  # those of two requests at once
 
 
+@pytest.mark.cpu  # see STEADY_MODELS
 def test_one_row_a_chunk():
     run = serve(
         new_engine("v32", bf16_cache=True, chunk_size=1, max_len=64),

@@ -131,6 +131,7 @@ def test_the_comparison_notices_a_wrong_parameter():
             assert fails(layer, compressor=dataclasses.replace(layer.params.compressor, **changed)), field
 
 
+@pytest.mark.cpu  # see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_and_decode_equal_one_prefill(name):
     """The same tokens in one chunk, and in many chunks and decode steps: layer by layer, and to the last token."""

@@ -89,7 +89,10 @@ def speculated(name):
     return speculate(name, 3, 0.7)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("v4", 3), ("v32", 3), ("v32", 1)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("v4", 3), *(pytest.param("v32", steps, marks=pytest.mark.cpu) for steps in (3, 1))],  # see STEADY_MODELS
+)
 def test_tokens_are_those_of_plain_decoding(name, steps):
     engine, expected = engine_of(name), plain(name)
     free, compiled = snapshot(engine.pool), None
@@ -128,6 +131,7 @@ def test_a_first_layer_that_compresses(first):
     assert all(decoder.accepted.values())
 
 
+@pytest.mark.cpu  # eager's steps have other sizes: see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_are_those_of_the_first_layer_and_the_head(name):
     """Against transformers' own model of one layer, over the same tokens, rejected ones included."""
@@ -276,6 +280,7 @@ def test_steps_that_the_engine_has_no_room_for(steps):
 # The comparison with plain decoding.
 
 
+@pytest.mark.cpu  # see STEADY_MODELS
 def test_the_comparison_goes_on_behind_a_difference():
     engine, expected = engine_of("v32"), plain("v32")
 
