@@ -207,6 +207,7 @@ def v4_layer(
     ratio: int,
     schedule: DecodeSchedule | None = None,
     index_scores: jax.Array | None = None,
+    backend: str | None = None,
 ) -> tuple[jax.Array, V4LayerCache, jax.Array | None]:
     """One V4 layer's attention.
 
@@ -220,6 +221,7 @@ def v4_layer(
       spec: the model. ratio: the layer's compress ratio.
       schedule: `decode_schedule` of this ratio, where plan is None.
       index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
+      backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
 
     Returns:
       out `[T, heads, 512]` (rope not yet taken back), the updated cache, and, for ratio 4, the selected compressed
@@ -260,6 +262,7 @@ def v4_layer(
             positions,
             softmax_scale=spec.softmax_scale,
             attn_sink=params.attn_sink,
+            backend=backend,
         )
         return out, cache, positions
 
@@ -290,6 +293,7 @@ def v4_layer(
         topk_length=metadata.swa_topk_lengths,
         attn_sink=params.attn_sink,
         schedule=schedule,
+        backend=backend,
         **extra,
     )
     return out[:, 0], cache, positions
@@ -364,6 +368,7 @@ def v32_layer(
     spec: ModelSpec,
     schedule: DecodeSchedule | None = None,
     index_scores: jax.Array | None = None,
+    backend: str | None = None,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
     """One V3.2 layer's attention: RAGGED metadata prefill from a gathered bf16 workspace, PAGED ones attend to the
     paged cache.
@@ -393,6 +398,7 @@ def v32_layer(
             indices,
             softmax_scale=spec.softmax_scale,
             topk_length=metadata.topk_lengths,
+            backend=backend,
         )
         return out, cache, positions
 
@@ -412,5 +418,6 @@ def v32_layer(
         softmax_scale=spec.softmax_scale,
         topk_length=metadata.topk_lengths,
         schedule=schedule,
+        backend=backend,
     )
     return out[:, 0], cache, positions

@@ -8,13 +8,9 @@ import itertools
 import json
 import sys
 
-import jax
-
-jax.config.update("jax_platforms", "cpu")
-
-from hf_models import OPTIONS, small_model  # noqa: E402
-from sparse_mla_torch.handover import import_request  # noqa: E402
-from sparse_mla_torch.hf.engine import Engine  # noqa: E402
+from hf_models import OPTIONS, small_model
+from sparse_mla_torch.handover import import_request
+from sparse_mla_torch.hf.engine import Engine
 
 
 def main(max_new_tokens, named_files):

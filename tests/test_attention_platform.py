@@ -38,13 +38,17 @@ def arguments_of(phase: str, **changes) -> dict:
     return given | changes
 
 
-def text(phase: str, platform: str, function=None, **changes) -> str:
+def lowered(phase: str, platform: str, function=None, **changes) -> jax.stages.Lowered:
     """The program of a call for a platform."""
     given = arguments_of(phase, **changes)
     static = {name: given.pop(name) for name in ("softmax_scale", "backend") if name in given}
     function = function or ATTENTION[phase]
     jitted = jax.jit(lambda given: function(**given, **static))
-    return jitted.trace(given).lower(lowering_platforms=(platform,)).as_text()
+    return jitted.trace(given).lower(lowering_platforms=(platform,))
+
+
+def text(*args, **kwargs) -> str:
+    return lowered(*args, **kwargs).as_text()
 
 
 @pytest.fixture
@@ -94,6 +98,15 @@ def test_adapters_have_the_reference_s_signatures(phase, backend):
 def test_the_platform_lowered_for_decides(kernel, phase):
     assert takes_the_kernel(text(phase, "cuda"))
     assert not takes_the_kernel(text(phase, "cpu"))
+
+
+@BOTH
+def test_a_program_says_which_backend_it_calls(kernel, phase):
+    """The one that it runs on its platform; none where no attention is called."""
+    for platform, backend in (("cuda", "triton"), ("cpu", "reference")):
+        assert api.calls_of(lowered(phase, platform)) == {(phase, backend)}
+    assert api.calls_of(lowered(phase, "cuda", backend="reference")) == {(phase, "reference")}
+    assert api.calls_of(jax.jit(jnp.sin).lower(1.0)) == frozenset()
 
 
 @BOTH

@@ -13,8 +13,6 @@ from jax_sparse_mla import DeviceInfo
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import main
 
-pytestmark = pytest.mark.cpu
-
 HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 needs_models = pytest.mark.skipif(not HAS_MODELS, reason="needs torch and transformers")
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="describes a machine without a GPU")
@@ -129,6 +127,9 @@ def test_counts_must_be_positive(capsys, value):
     [
         ["--preset", "v5"],
         ["--kv-cache", "int8"],
+        ["--device", "tpu"],
+        ["--backend", "flash"],
+        ["--compare-backends", "triton,flash"],
         ["--prefill-backend", "triton"],
         ["--model", "here", "--preset", "v4"],
         ["--prompt", "a", "--prompt-file", "b"],
@@ -166,6 +167,7 @@ def test_nothing_to_generate_from(capsys, tmp_path):
 
 # generate: runs of small models. Their shapes are those of hf_models.OPTIONS, so that layers compile once.
 
+ROUTED = "reference" if jax.default_backend() == "cpu" else "(flashmla|triton)"
 SHAPES = ["--requests", "2", "--max-batch", "2", "--chunk-size", "112", "--max-new-tokens", "4"]
 
 
@@ -222,9 +224,12 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, 
     layers = re.findall(r"^ +\d+  (window.*|top-64) +0\.999\d+ +0\.99\d+ +(-|0\.9\d+) +\(\d+\)$", out, re.M)
     assert len(layers) == (3 if preset == "v4" else 2)
     assert "requests   2 with 470, 235 prompt tokens, 4 new tokens each" in out
-    assert re.search(r"^route +decode: reference, paged_decode", out, re.M)
-    kernel = "sparse_prefill" if backend == "flashmla_sparse" else "paged_decode"
-    assert re.search(rf"^route +prefill: reference, {kernel}", out, re.M)
+    assert re.search(r"^route +decode: \w+, paged_decode", out, re.M)
+    phase, kernel = ("prefill", "sparse_prefill") if backend == "flashmla_sparse" else ("decode", "paged_decode")
+    assert re.search(rf"^route +prefill: \w+, {kernel}", out, re.M)
+    kinds = "window; window + C4 top-16; window + C128" if preset == "v4" else "top-64"
+    for step, attended in (("prefill", phase), ("decode", "decode")):
+        assert re.search(rf"^ran +{step}: {ROUTED}, {attended} \({re.escape(kinds)}\)$", out, re.M)
     assert re.search(r"^tokens +\d of 8 are", out, re.M) and "extend" in err
 
     monkeypatch.setitem(check.MIN_COSINE, cache, 2.0)
@@ -232,6 +237,7 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, 
     assert status == 1 and out.endswith("check      FAILED\n") and out.count("FAILED") == len(layers) + 1
 
 
+@pytest.mark.cpu
 def test_speculative_decoding(capsys, small_presets, monkeypatch):
     """Both decodings, their comparison, and how many drafts were accepted."""
     from sparse_mla_torch.hf import generate
@@ -243,7 +249,7 @@ def test_speculative_decoding(capsys, small_presets, monkeypatch):
     assert status == 0 and out.count("check      passed") == 2 and "FAILED" not in out
     first, second, *rest = generated(out)
     assert rest == [first, second] and len(first.split(",")) == 12
-    assert re.search(r"^route +verify: reference, paged_decode", out, re.M) and "probability 0.7" in out
+    assert re.search(r"^route +verify: \w+, paged_decode", out, re.M) and "probability 0.7" in out
     histogram = re.findall(r"^ +(\d) drafts: +(\d+)", out, re.M)
     assert [int(count) for count, _ in histogram] == [0, 1, 2]
     # Each request's first token comes from its prefill.
@@ -264,7 +270,106 @@ def test_speculative_decoding(capsys, small_presets, monkeypatch):
         assert f"check      {'FAILED' if expected else 'passed'}: a token may differ" in out
 
 
+# generate: the device and the backends. The small presets have FlashMLA's dimensions; it pads their heads to 64.
+
+
+def attended(out):
+    """What attends in each kind of step, by the lines `ran`: {"decode": {"flashmla, decode"}}."""
+    calls = {}
+    for step, call in re.findall(r"^ran +(\w+): (\w+, \w+) \(", out, re.M):
+        calls.setdefault(step, set()).add(call)
+    return calls
+
+
+KERNELS = {
+    "flashmla": {"flash_fwd_splitkv_mla_fp8_sparse_kernel", "sparse_attn_fwd_kernel"},
+    "triton": {"sparse_mla_kernel"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("preset", ["v4", "v32"])
+def test_the_lines_ran_are_true(capsys, small_presets, preset, backend):
+    """The kernels that the GPU ran, as its profiler saw them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        status, out, _ = run(capsys, "generate", "--preset", preset, *SHAPES, "--backend", backend, "--no-check")
+    assert status == 0
+    assert attended(out) == {"prefill": {f"{backend}, prefill"}, "decode": {f"{backend}, decode"}}
+    names = {event.name() for event in profiler.profiler.kineto_results.events()}
+    for other, kernels in KERNELS.items():
+        for kernel in kernels:
+            assert any(kernel in name for name in names) == (other == backend), (kernel, sorted(names))
+
+
+@needs_models
+def test_a_backend_that_cannot_serve(capsys, small_presets):
+    """Nothing is served, by none."""
+    for option, backend in (("--backend", "flashinfer"), ("--compare-backends", "reference,flashinfer")):
+        status, out, err = run(capsys, "generate", "--preset", "v32", *SHAPES, option, backend)
+        assert status == 2 and out == "" and "backend 'flashinfer' cannot serve this prefill call" in err
+
+
+@needs_models
+def test_a_device_that_is_not_there(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, err = run(capsys, "generate", "--device", "cuda")
+    assert status == 2 and out == "" and f"--device cuda: torch {torch.__version__} has no GPU here" in err
+
+
+@pytest.mark.cpu
+@needs_models
+def test_a_gpu_that_only_torch_has(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    status, out, err = run(capsys, "generate", "--device", "cuda")
+    assert status == 2 and out == "" and f"--device cuda: JAX {jax.__version__} has no GPU here" in err
+
+
+@pytest.mark.cpu
+@needs_models
+def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch):
+    from sparse_mla_torch.hf import check
+
+    def other_logits(engine, requests, serve=check.replay_logits):
+        logits = serve(engine, requests)
+        return logits * 0.9 if engine.options.backend else logits
+
+    monkeypatch.setattr(check, "replay_logits", other_logits)
+    args = ["generate", "--preset", "v32", *SHAPES, "--no-check", "--compare-backends", "reference"]
+    status, out, _ = run(capsys, *args)
+    assert status == 1 and out.endswith("backends   DISAGREE\n")
+    assert re.search(r"^ +reference +0\.(0999|1000)\d +8 of 8 tokens  FAILED$", out, re.M)
+
+
 # generate: the real presets
+
+ON_A_GPU = ["--chunk-size", "2048", "--requests", "2", "--max-new-tokens", "8"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["v4", "v32"])
+def test_backends_agree(capsys, preset):
+    """FP8 caches; what the router picks, FlashMLA, and the Triton kernels."""
+    args = ["--preset", preset, *ON_A_GPU, "--no-check", "--compare-backends", "flashmla,triton"]
+    status, out, _ = run(capsys, "generate", *args)
+    assert status == 0 and out.endswith("backends   agree\n")
+    assert attended(out) == {"prefill": {"flashmla, prefill"}, "decode": {"triton, decode"}}
+    reports = re.findall(r"^ +(\w+) +(0\.\d+) +(\d+) of 16 tokens$", out, re.M)
+    assert [name for name, *_ in reports] == ["flashmla", "triton"]
+    assert max(float(difference) for _, difference, _ in reports) > 0  # they are other kernels
+
+
+@pytest.mark.gpu
+def test_speculative_decoding_on_a_gpu(capsys):
+    status, out, _ = run(capsys, "generate", *ON_A_GPU, "--speculative-steps", "3", "--draft-oracle", "0.7")
+    assert status == 0 and out.count("check      passed") == 2
+    assert attended(out)["verify"] == {"triton, decode"} and re.search(r"tokens +1[56] of 16 are plain", out)
 
 
 @needs_models
@@ -294,4 +399,4 @@ def test_v32_preset_end_to_end(capsys, tmp_path):
     args = ["--preset", "v32", "--prompt-file", f"{tmp_path}/prompt.txt", "--chunk-size", "1074"]
     status, out, _ = run(capsys, "generate", *args, "--max-new-tokens", "3")
     assert status == 0 and out.endswith("check      passed\n")
-    assert "V32_FP8" in out and out.count("top-2048") == 2 and out.count("(102)") == 2
+    assert "V32_FP8" in out and len(re.findall(r"^ +\d  top-2048 .*\(102\)$", out, re.M)) == 2

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from hf_models import (  # noqa: E402
+    DEVICE,
     MODELS,
     new_engine,
     new_requests,
@@ -30,7 +31,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32  # noq
 
 from jax_sparse_mla import ForwardMode  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.cpu]
+pytestmark = pytest.mark.torch
 
 # Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there.
 LOGIT_TOLERANCE = 0.02
@@ -56,7 +57,10 @@ def poison(engine: Engine) -> None:
 # Requests in a continuous batch.
 
 
-@pytest.mark.parametrize(("name", "bf16"), [("v4", True), ("v32", True), ("v32", False)])
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [("v4", True), *(pytest.param("v32", bf16, marks=pytest.mark.cpu) for bf16 in (True, False))],  # see STEADY_MODELS
+)
 def test_requests_generate_what_each_generates_alone(name, bf16):
     """More requests than are served at once; one engine throughout, so that its pages have been used by others, and
     nothing in its caches that a request may take for its own."""
@@ -76,6 +80,14 @@ def test_requests_generate_what_each_generates_alone(name, bf16):
     assert hf_layers._run_v4._cache_size() + hf_layers._run_v32._cache_size() == compilations
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_can_be_repeated_to_the_bit(name):
+    """In other pages, over what the first run has left behind: on a GPU no stream overtakes another."""
+    engine = new_engine(name)
+    first, again = (serve(engine, new_requests()) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.logits, again.logits, strict=True))
+
+
 def test_requests_join_as_others_leave():
     run = served("v4", True)
     seen = [sorted(set(run.index_of(step))) for step in run.steps]
@@ -83,7 +95,7 @@ def test_requests_join_as_others_leave():
     joined = next(i for i, requests in enumerate(seen) if 2 in requests)
     assert all(0 not in requests for requests in seen[joined:]) and any(1 in requests for requests in seen[joined:])
     # Chunks are filled up with the next request's tokens; the last one of a prompt has padding rows.
-    chunks = [len(step.rows) for step in run.steps if step.mode is ForwardMode.EXTEND]
+    chunks = [step.num_tokens for step in run.steps if step.mode is ForwardMode.EXTEND]
     assert chunks.count(112) == 5 and [c for c in chunks if c < 112] == [(440 + 131) % 112, 21]
     assert [len(request.output) for request in run.requests] == [request.max_new_tokens for request in run.requests]
     positions = [[] for _ in run.requests]
@@ -106,12 +118,14 @@ def test_short_requests_match_transformers(name):
     for request, logits in zip(run.requests, run.logits):
         assert len(request.output) == request.max_new_tokens
         with torch.no_grad():
-            eager = run.engine.model(input_ids=torch.tensor(request.tokens[:-1])[None], use_cache=False).logits[0]
+            tokens = torch.tensor(request.tokens[:-1], device=DEVICE)[None]
+            eager = run.engine.model(input_ids=tokens, use_cache=False).logits[0]
         expected = eager[len(request.prompt) - 1 :].float()
         torch.testing.assert_close(logits, expected, rtol=0, atol=2 * LOGIT_TOLERANCE)
     assert [step.mode for step in run.steps].count(ForwardMode.DECODE) == 3  # those of two requests at once
 
 
+@pytest.mark.cpu  # see STEADY_MODELS
 def test_one_row_a_chunk():
     run = serve(
         new_engine("v32", bf16_cache=True, chunk_size=1, max_len=64),
@@ -184,7 +198,7 @@ def test_transformers_attention_raises_during_a_run(name):
     assert len(calls) == 2
     assert_restored(model, forwards)
     with torch.no_grad():
-        assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits).all()
+        assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]], device=DEVICE), use_cache=False).logits).all()
 
 
 def test_everything_is_given_back_when_a_run_raises():

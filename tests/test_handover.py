@@ -16,15 +16,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import MODELS, OPTIONS, new_engine, random_tokens, small_model  # noqa: E402
+from hf_models import DEVICE, MODELS, OPTIONS, STEADY_MODELS, new_engine, random_tokens, small_model  # noqa: E402
 from safetensors.torch import load_file, safe_open, save_file  # noqa: E402
 from sparse_mla_torch import handover  # noqa: E402
 from sparse_mla_torch.handover import export_request, import_request  # noqa: E402
 from sparse_mla_torch.hf.engine import Engine, Request  # noqa: E402
-from sparse_mla_torch.hf.speculative import DraftOracle, SpeculativeDecoder  # noqa: E402
+from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder  # noqa: E402
 from test_engine import poison, snapshot  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.cpu]
+pytestmark = pytest.mark.torch
 
 # The first request generates past position 384, where a C128 group ends and the window has left V4's first page.
 # Seeds whose tokens are no near-ties: steps with drafts have other shapes, and so round otherwise.
@@ -118,18 +118,26 @@ def test_every_moment_can_be_continued(name):
         assert len(pages) == 1 < len(load_file(files[moments[-1]][0])["layers.1.compressed.data"])
 
 
-@pytest.mark.parametrize("name", MODELS)
+def assert_same_tokens(requests, expected):
+    """On a GPU up to a near-tie: with drafts a step has another size, and rounds otherwise."""
+    for request, other in zip(requests, expected, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(request.output, other.output, strict=True)) if a != b), None)
+        near_tie = at is not None and max(request.margins[at], other.margins[at]) <= MAX_MARGIN
+        assert at is None or (DEVICE.type == "cuda" and near_tie), (at, request, other)
+
+
+@pytest.mark.parametrize("name", STEADY_MODELS)
 def test_drafts_on_either_side(name):
     """To an engine that drafts, and from it to one that does not: rings of other lengths, rejected rows left behind."""
     requests, files = exported(name)
     drafting = functools.partial(continued, name, label=f"{name}-drafted")
     drafted, files = drafting(after_the_prompts(files), oracle=DraftOracle(requests, 0.5, seed=3))
-    assert outputs(drafted) == outputs(requests)
+    assert_same_tokens(drafted, requests)
     assert len(files) >= 3
     for at in sorted(files)[-3:]:
-        assert outputs(continued(name, files[at])[0]) == outputs(requests)
+        assert_same_tokens(continued(name, files[at])[0], drafted)
     again, _ = drafting(files[at], label=f"{name}-again", oracle=DraftOracle(requests, 0.7, seed=1))
-    assert outputs(again) == outputs(requests)
+    assert_same_tokens(again, drafted)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import MODELS, new_engine, serve, served, small_model, small_v4_config, small_v32_config  # noqa: E402
+from hf_models import DEVICE, MODELS, new_engine, serve, served, small_model, small_v4_config, small_v32_config  # noqa: E402
 from sparse_mla_torch.hf import layers as hf_layers  # noqa: E402
 from sparse_mla_torch.hf.check import compare_layer, compare_layers  # noqa: E402
 from sparse_mla_torch.hf.engine import Request  # noqa: E402
@@ -19,7 +19,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32  # noq
 
 from jax_sparse_mla import ForwardMode, TopkTransform  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.cpu]
+pytestmark = pytest.mark.torch
 
 
 def as_close_as_bf16_is(report) -> bool:
@@ -44,7 +44,7 @@ def replay(run, layer, steps_of, *, steps=None):
     for step in steps_of.steps if steps is None else steps:
         owner = steps_of.index_of(step)
         rows = torch.stack([hidden[i][p] for i, p in zip(owner, step.positions)])[None]
-        at = {"position_ids": torch.from_numpy(step.positions)[None]}
+        at = {"position_ids": torch.from_numpy(step.positions).to(DEVICE)[None]}
         if engine.is_v4:
             embeddings = {kind: rotary(rows, **at, layer_type=kind) for kind in ("main", "compress")}
         else:
@@ -53,7 +53,7 @@ def replay(run, layer, steps_of, *, steps=None):
         for i, row in zip(owner, out[0]):
             outputs[i].append(row)
         if positions is not None:
-            for i, row in zip(owner, np.asarray(positions)[step.rows]):
+            for i, row in zip(owner, np.asarray(positions)[: step.num_tokens]):
                 selected[i].append(set(row[row >= 0].tolist()))
     return [torch.stack(rows) for rows in outputs if rows], selected if selected[0] else None
 
@@ -72,7 +72,7 @@ def test_the_oracle_is_what_transformers_runs(name):
     ]
     try:
         with torch.no_grad(), selected_indices() as chosen:
-            model(input_ids=torch.arange(300)[None] % 251, use_cache=False)
+            model(input_ids=torch.arange(300, device=DEVICE)[None] % 251, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -82,7 +82,7 @@ def test_the_oracle_is_what_transformers_runs(name):
         out, positions = layer.eager(hidden, model)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
         if layer.has_indexer:
-            expected_positions = next(chosen)[0].numpy()
+            expected_positions = next(chosen)[0].cpu().numpy()
             causal = (np.arange(300)[:, None] + 1) // max(layer.ratio, 1)
             assert np.array_equal(positions, np.where(expected_positions < causal, expected_positions, -1))
         else:
@@ -131,6 +131,7 @@ def test_the_comparison_notices_a_wrong_parameter():
             assert fails(layer, compressor=dataclasses.replace(layer.params.compressor, **changed)), field
 
 
+@pytest.mark.cpu  # see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_and_decode_equal_one_prefill(name):
     """The same tokens in one chunk, and in many chunks and decode steps: layer by layer, and to the last token."""
@@ -184,7 +185,7 @@ def one_c128_layer(**changes):
 def test_the_compressor_takes_the_model_s_epsilon():
     run = served("v4", True)
     layer = run.engine.layers[2]
-    other = random_model(one_c128_layer(rms_norm_eps=0.5), 0).model.layers[0].self_attn
+    other = random_model(one_c128_layer(rms_norm_eps=0.5), 0).to(DEVICE).model.layers[0].self_attn
     assert hf_layers.V4Layer(other, run.engine.spec, 128).params.compressor.norm_eps == 0.5
     first_chunks = run.steps[:2]  # 224 tokens: one entry
     expected = replay(run, 2, run, steps=first_chunks)[0][0]
@@ -200,7 +201,7 @@ def test_the_compressor_takes_the_model_s_epsilon():
 def test_a_compressor_with_a_magnitude_is_refused():
     config = one_c128_layer()
     config.rope_parameters["compress"]["attention_factor"] = 1.25
-    model = random_model(config, 0)
+    model = random_model(config, 0).to(DEVICE)
     spec = served("v4", True).engine.spec
     with pytest.raises(ValueError, match=r"attention_factor 1, got 1\.25"):
         hf_layers.V4Layer(model.model.layers[0].self_attn, spec, 128)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import MODELS, random_tokens, small_model, small_v4_config  # noqa: E402
+from hf_models import DEVICE, MODELS, random_tokens, small_model, small_v4_config  # noqa: E402
 from sparse_mla_torch.hf import engine as hf_engine  # noqa: E402
 from sparse_mla_torch.hf import layers as hf_layers  # noqa: E402
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request  # noqa: E402
@@ -28,7 +28,7 @@ from test_engine import snapshot  # noqa: E402
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv  # noqa: E402
 from jax_sparse_mla.indexer import write_index_k  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.cpu]
+pytestmark = pytest.mark.torch
 
 # Three requests, two at a time. The first two cross a page of V4 (256 tokens) and one of V3.2 (64) while drafts are
 # rejected, the last two end before the first; V3.2 selects 64 of the first one's tokens.
@@ -89,7 +89,10 @@ def speculated(name):
     return speculate(name, 3, 0.7)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("v4", 3), ("v32", 3), ("v32", 1)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("v4", 3), *(pytest.param("v32", steps, marks=pytest.mark.cpu) for steps in (3, 1))],  # see STEADY_MODELS
+)
 def test_tokens_are_those_of_plain_decoding(name, steps):
     engine, expected = engine_of(name), plain(name)
     free, compiled = snapshot(engine.pool), None
@@ -118,7 +121,7 @@ def test_a_first_layer_that_compresses(first):
     """Drafts then pass through its compressor's ring, and complete groups. As in V4-Pro."""
     kinds = small_v4_config().layer_types
     model = random_model(small_v4_config(layer_types=[first] + [kind for kind in kinds if kind != first]), seed=0)
-    engine = Engine(model, OPTIONS)
+    engine = Engine(model.to(DEVICE), OPTIONS)
     expected, requests = new_requests(((122, 14), (5, 20))), new_requests(((122, 14), (5, 20)))
     engine.run(expected)
     decoder = SpeculativeDecoder(engine, 3, DraftOracle(expected, 0.7, seed=0))
@@ -128,6 +131,7 @@ def test_a_first_layer_that_compresses(first):
     assert all(decoder.accepted.values())
 
 
+@pytest.mark.cpu  # eager's steps have other sizes: see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_are_those_of_the_first_layer_and_the_head(name):
     """Against transformers' own model of one layer, over the same tokens, rejected ones included."""
@@ -143,7 +147,7 @@ def test_drafts_are_those_of_the_first_layer_and_the_head(name):
         for request, position, ours in zip(step.requests, step.positions, logits):
             if position >= longest or seen == 30:
                 continue
-            text = torch.tensor([texts[request][p] for p in range(position + 1)])[None]
+            text = torch.tensor([texts[request][p] for p in range(position + 1)], device=DEVICE)[None]
             with mock.patch.object(model.model, "layers", model.model.layers[:1]), torch.no_grad():
                 eager = model(input_ids=text, use_cache=False).logits[0, -1]
             torch.testing.assert_close(ours, eager.float(), rtol=0, atol=0.02)
@@ -276,6 +280,7 @@ def test_steps_that_the_engine_has_no_room_for(steps):
 # The comparison with plain decoding.
 
 
+@pytest.mark.cpu  # see STEADY_MODELS
 def test_the_comparison_goes_on_behind_a_difference():
     engine, expected = engine_of("v32"), plain("v32")
 

@@ -1,17 +1,24 @@
 """Zero-copy exchange of tensors between torch and JAX through DLPack, with its hazards refused instead of suffered.
 
-What JAX alone computes reaches torch through here. JAX cannot update a buffer that torch owns, so caches that JAX
-writes are JAX's (or are handed over for good), and an array that torch received must not be written to: JAX holds
-it to be immutable.
+What JAX alone computes reaches torch through here. Neither side writes what the other gave it: caches that JAX writes
+are JAX's, and an array that torch received must not be written to, since JAX holds it to be immutable.
+
+On CUDA an exchange makes the receiver's stream wait for the giver's work so far, never the host: torch's current
+stream, JAX's compute stream. JAX keeps a tensor alive until its programs are done with it; for the other direction
+see `to_torch`.
 """
 
 from __future__ import annotations
 
+import collections
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
+
+_ALIGNMENT = 16  # bytes, of what an XLA program takes on a GPU
 
 # JAX (with 64-bit types off, as served) would narrow these silently, in a copy.
 _NARROWED = {
@@ -21,8 +28,23 @@ _NARROWED = {
 }
 
 
+def jax_device(device: torch.device) -> jax.Device:
+    """JAX's device that a torch device is.
+
+    Raises:
+      ValueError: JAX does not have it here.
+    """
+    try:
+        return jax.devices(device.type)[device.index or 0]
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(f"jax_device: JAX has no {device} here: {error}") from None
+
+
 def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     """The same memory as a JAX array.
+
+    It cannot be donated, which would let a program write to torch's memory: on a GPU such a call raises, on a CPU JAX
+    takes a buffer of its own.
 
     Args:
       tensor: contiguous, without gradient, of a dtype that JAX keeps (bfloat16, float16, float32, the float8
@@ -31,7 +53,7 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
 
     Raises:
       TypeError: not a tensor, or a 64-bit dtype, which JAX would narrow.
-      ValueError: a tensor that requires a gradient or is not contiguous.
+      ValueError: a tensor that requires a gradient or is not contiguous, or on a GPU not 16-byte aligned.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"to_jax: {name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -46,15 +68,48 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
             "or the whole buffer that it is a view of"
         )
     if tensor.numel() == 0:  # DLPack has no memory to share
-        return jax.numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    return jax.dlpack.from_dlpack(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return jax.numpy.zeros(tuple(tensor.shape), dtype, device=jax_device(tensor.device))
+    if tensor.is_cuda and tensor.data_ptr() % _ALIGNMENT:
+        raise ValueError(
+            f"to_jax: {name} starts at {tensor.data_ptr():#x}, not {_ALIGNMENT}-byte aligned: pass .clone()"
+        )
+    array = jax.dlpack.from_dlpack(tensor)
+    _let_go_with(array, array.__dlpack__())  # XLA donates no buffer that something else refers to
+    return array
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """The same memory as a torch tensor. Read it only: JAX may share the buffer."""
+    """The same memory as a torch tensor. Read it only: JAX may share the buffer.
+
+    On a GPU the memory goes back to JAX once the stream has passed that is torch's current one when the last tensor
+    over it dies: XLA alone would give it to the next program at once, while torch's kernels still read it.
+    """
     if array.size == 0:
-        return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
-    return torch.from_dlpack(array)
+        (device,) = array.devices()
+        where = "cpu" if device.platform == "cpu" else f"cuda:{device.local_hardware_id}"
+        return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device=where)
+    tensor = torch.from_dlpack(array)
+    if tensor.is_cuda:
+        weakref.finalize(tensor.untyped_storage(), _return_to_jax, array, tensor.device).atexit = False
+    return tensor
+
+
+# Arrays whose tensors are gone, and the events behind which nothing of torch's reads them any more.
+_returning: collections.deque[tuple[torch.cuda.Event, jax.Array]] = collections.deque()
+
+
+def _return_to_jax(array: jax.Array, device: torch.device) -> None:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    _returning.append((event, array))
+    while _returning and _returning[0][0].query():
+        _returning.popleft()
+
+
+def _let_go_with(owner: Any, kept: Any) -> None:
+    """Keeps an object alive as long as its owner."""
+    weakref.finalize(owner, lambda _: None, kept).atexit = False
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

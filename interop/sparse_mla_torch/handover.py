@@ -53,7 +53,7 @@ from safetensors.torch import save_file
 from jax_sparse_mla.compressor import compressor_window
 from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
-from sparse_mla_torch.bridge import to_jax, to_torch
+from sparse_mla_torch.bridge import to_torch
 from sparse_mla_torch.hf.engine import Engine, Request
 
 FORMAT, VERSION = "sparse_mla_handover", "1"
@@ -114,7 +114,7 @@ def write_cache(
     for name, x in leaves.items():
         index = _rows_of(name, cache, place)
         if isinstance(x, jax.Array):
-            x = _put(x, index, jax.device_put(to_jax(parts[name].contiguous()), x.sharding))
+            x = _put(x, index, jax.device_put(parts[name].numpy(), x.sharding))
         else:
             x[tuple(torch.as_tensor(i, device=x.device) for i in index)] = parts[name].to(x.device)
         written.append(x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 from jax_sparse_mla import kernels_triton
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention import flashinfer, flashmla
-from jax_sparse_mla.attention.route import DeviceInfo, plan_attention
+from jax_sparse_mla.attention.route import PHASES, DeviceInfo, plan_attention
 from jax_sparse_mla.attention.schedule import (
     DecodeSchedule,
     DecodeShape,
@@ -30,7 +31,7 @@ from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache
 from jax_sparse_mla.models import ModelSpec
 
-__all__ = ["decode_schedule", "installed_backends", "sparse_mla_decode", "sparse_mla_prefill"]
+__all__ = ["calls_of", "decode_schedule", "installed_backends", "sparse_mla_decode", "sparse_mla_prefill"]
 
 # V is the first 512 values of a row in every layout: all of a V4 row, a V3.2 row without its rope part.
 _MAX_V_DIM = 512
@@ -45,6 +46,10 @@ _ADAPTERS = {
     "flashmla": "jax_sparse_mla.attention.flashmla",
     "flashinfer": "jax_sparse_mla.attention.flashinfer",
 }
+
+
+# What the parts of a program that attend are named after: this, the phase, a dot, the backend.
+_SCOPE = "sparse_mla_"
 
 
 class _Route(NamedTuple):
@@ -255,8 +260,13 @@ def _serve(route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, .
 @partial(jax.jit, static_argnames=("route", "tree", "static"))
 def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -> tuple[jax.Array, ...]:
     def function(backend: str):
-        adapter = importlib.import_module(_ADAPTERS[backend])
-        return lambda *leaves: getattr(adapter, route.phase)(*tree.unflatten(leaves), **dict(static))
+        call = getattr(importlib.import_module(_ADAPTERS[backend]), route.phase)
+
+        def named(*leaves):
+            with jax.named_scope(f"{_SCOPE}{route.phase}.{backend}"):  # `calls_of` and profilers find it
+                return call(*tree.unflatten(leaves), **dict(static))
+
+        return named
 
     plain = function("reference")
     if route.backend == "reference":
@@ -264,6 +274,16 @@ def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -
     # A backend asked for by name runs or fails; it is not replaced in silence.
     call = kernels_triton.varying if route.named else kernels_triton.on_cuda
     return call(function(route.backend), plain, *leaves)
+
+
+def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:
+    """The attention calls of a lowered program, as (phase, backend): what it runs, whatever was planned.
+
+    >>> calls_of(jax.jit(step).lower(*args))
+    frozenset({('decode', 'triton')})
+    """
+    scopes = rf"{_SCOPE}({'|'.join(PHASES)})\.({'|'.join(_ADAPTERS)})\b"
+    return frozenset(re.findall(scopes, program.as_text(debug_info=True)))
 
 
 def static_scale(check: ArgumentChecks, softmax_scale: Any) -> float:

@@ -36,10 +36,6 @@ def main(argv: list[str] | None = None) -> int:
         except ImportError as error:
             print(f"jax-sparse-mla generate needs torch and transformers (the extra [hf]): {error}", file=sys.stderr)
             return 2
-        import jax
-
-        # The model's tensors are on the CPU in this version: so must the caches be.
-        jax.config.update("jax_platforms", "cpu")
         command.add_arguments(generate)
         return command.run(parser.parse_args(argv))
     from jax_sparse_mla.cli import doctor as command

@@ -1,4 +1,5 @@
-"""Our attention against transformers' eager attention, layer by layer, on the inputs of a run that took place."""
+"""What a run computed against what others compute on the same inputs: transformers' eager attention, layer by layer;
+and the model's logits with other attention backends."""
 
 from __future__ import annotations
 
@@ -8,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from sparse_mla_torch.hf.engine import Engine, Request
+from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 
 MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
 # Of a single row: one wrong row in a thousand hardly moves the cosine of the whole layer.
 MIN_ROW_COSINE = {"fp8": 0.99, "bf16": 0.999}
 MIN_OVERLAP = 0.97
+# Between backends, of the largest logit: they round differently, and where two entries of the indexer or two experts
+# tie, rounding chooses between them. Attention outputs that differ by their last bit alone move the presets' logits by
+# up to 0.02 of it.
+MAX_LOGIT_DIFFERENCE = 1 / 16
 
 
 @dataclasses.dataclass
@@ -58,7 +63,7 @@ def compare_layer(engine: Engine, index: int, requests: list[Request]) -> LayerR
     expected, selected = {}, {}
     for request in requests:
         key = id(request)
-        hidden = torch.cat([t.hidden[index][torch.from_numpy(t.step.requests == key)] for t in engine.trace])
+        hidden = torch.cat([t.hidden[index][_rows_of_request(t, key)] for t in engine.trace])
         out, chosen = layer.eager(hidden[None], engine.model)
         expected[key], selected[key] = out[0], chosen
 
@@ -81,7 +86,7 @@ def compare_layer(engine: Engine, index: int, requests: list[Request]) -> LayerR
     cosines = torch.nn.functional.cosine_similarity(ours, eager, dim=-1)
     return LayerReport(
         layer=index,
-        kind=_kind(engine, index),
+        kind=layer_kind(engine, layer.ratio),
         cosine=float(torch.nn.functional.cosine_similarity(ours.flatten(), eager.flatten(), dim=0)),
         worst_row=float(cosines.min()),
         overlap=float(np.mean(overlaps)) if overlaps else None,
@@ -93,20 +98,88 @@ def count_agreeing_tokens(engine: Engine, requests: list[Request]) -> tuple[int,
     """How many generated tokens transformers itself chooses too, given the tokens before them; and of how many."""
     agree = total = 0
     for request in requests:
-        tokens = torch.tensor(request.tokens[:-1])[None]
+        tokens = torch.tensor(request.tokens[:-1], device=engine.device)[None]
         with torch.no_grad():
             logits = engine.model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt) - 1 :]
-        agree += int((logits.float().argmax(-1) == torch.tensor(request.output)).sum())
+        agree += int((logits.float().argmax(-1).cpu() == torch.tensor(request.output)).sum())
         total += len(request.output)
     return agree, total
 
 
-def _kind(engine: Engine, index: int) -> str:
+@dataclasses.dataclass
+class Replay(Request):
+    """Chooses the tokens that a request chose before, and keeps the logits that it would have chosen from."""
+
+    chosen: list[int] = dataclasses.field(default_factory=list)
+    logits: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def choose(self, logits: torch.Tensor) -> None:
+        self.logits.append(logits.float())
+        self.output.append(self.chosen[len(self.output)])
+
+
+def replay_logits(engine: Engine, requests: list[Request]) -> torch.Tensor:
+    """Serves the same tokens again, by plain decoding; float32 `[tokens, vocab]`, before each generated token."""
+    replays = [Replay(r.prompt, len(r.output), chosen=r.output) for r in requests]
+    engine.run(replays)
+    return torch.stack([logits for replay in replays for logits in replay.logits])
+
+
+@dataclasses.dataclass
+class BackendReport:
+    """How a backend's logits compare with those of the engine's own choice, after the same tokens.
+
+    Attributes:
+      backend: its name.
+      difference: the largest difference of a logit, as a share of the largest logit.
+      agreeing, total: tokens that both would choose, of how many.
+    """
+
+    backend: str
+    difference: float
+    agreeing: int
+    total: int
+
+    @property
+    def passes(self) -> bool:
+        return self.difference <= MAX_LOGIT_DIFFERENCE
+
+
+def compare_backends(
+    model: torch.nn.Module, options: EngineOptions, requests: list[Request], backends: list[str]
+) -> list[BackendReport]:
+    """Serves the tokens of requests that were served with each backend, in the same steps over caches of its own.
+
+    Args:
+      model, options: of the engine; its backend, or the router's choice, is what the others are compared with.
+      requests: as the engine has served them.
+      backends: names.
+
+    Raises:
+      ValueError: a backend that cannot serve a call.
+    """
+
+    def logits_of(backend: str | None) -> torch.Tensor:
+        return replay_logits(Engine(model, dataclasses.replace(options, backend=backend, trace=False)), requests)
+
+    expected, reports = logits_of(options.backend), []
+    for name in backends:
+        logits = logits_of(name)
+        difference = (logits - expected).abs().max() / expected.abs().max()
+        agreeing = int((logits.argmax(-1) == expected.argmax(-1)).sum())
+        reports.append(BackendReport(name, float(difference), agreeing, len(logits)))
+    return reports
+
+
+def layer_kind(engine: Engine, ratio: int) -> str:
+    """What a layer of a compress ratio attends to, in a few words."""
     if not engine.is_v4:
         return f"top-{engine.spec.index_topk}"
-    return {0: "window", 4: f"window + C4 top-{engine.spec.index_topk}"}.get(
-        engine.layers[index].ratio, f"window + C{engine.layers[index].ratio}"
-    )
+    return {0: "window", 4: f"window + C4 top-{engine.spec.index_topk}"}.get(ratio, f"window + C{ratio}")
+
+
+def _rows_of_request(traced, key: int) -> torch.Tensor:
+    return torch.from_numpy(np.flatnonzero(traced.step.requests == key)).to(traced.hidden[0].device)
 
 
 def _rows_of(step, selected: dict) -> list[np.ndarray]:
@@ -127,7 +200,7 @@ def _overlaps(positions: np.ndarray, chosen: list[np.ndarray], visible: np.ndarr
 def _as_scores(step, chosen: list[np.ndarray], columns: int):
     """Index scores that make our selection pick exactly these entries."""
     scores = np.zeros((step.num_rows, columns), np.float32)
-    for row, entries in zip(step.rows, chosen):
+    for row, entries in enumerate(chosen):
         scores[row, entries] = 1
     return jnp.asarray(scores)
 
@@ -139,7 +212,7 @@ def _num_columns(engine: Engine, step) -> int:
 
 def _position_embeddings(engine: Engine, traced, index: int):
     hidden = traced.hidden[index][None]
-    position_ids = torch.from_numpy(traced.step.positions)[None]
+    position_ids = torch.from_numpy(traced.step.positions).to(engine.device)[None]
     rotary = engine.model.model.rotary_emb
     if not engine.is_v4:
         return rotary(hidden, position_ids=position_ids)

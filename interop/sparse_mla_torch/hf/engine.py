@@ -28,6 +28,7 @@ from jax_sparse_mla import (
     decode_schedule,
 )
 from jax_sparse_mla.models import v4_layer_ratios
+from sparse_mla_torch.bridge import jax_device
 from sparse_mla_torch.hf.layers import Step, V4Layer, V32Layer
 from sparse_mla_torch.hf.pool import RequestPool
 from sparse_mla_torch.hf.replace import AttentionReplacement
@@ -84,7 +85,8 @@ class TracedStep:
 class EngineOptions:
     """chunk_size: query rows of a prefill step. max_batch: requests served at once. max_len: tokens of the longest
     request, its output included. trace: keep what the comparison with eager needs, of the latest run.
-    speculative_steps: the most draft tokens of a step that the caches leave room for (see `SpeculativeDecoder`)."""
+    speculative_steps: the most draft tokens of a step that the caches leave room for (see `SpeculativeDecoder`).
+    backend: the attention's, by name; None takes the router's choice, call by call."""
 
     bf16_cache: bool = False
     prefill_backend: str = "flashmla_sparse"
@@ -94,13 +96,18 @@ class EngineOptions:
     seed: int = 0
     trace: bool = False
     speculative_steps: int = 0
+    backend: str | None = None
 
 
 class Engine:
-    """Serves requests on a transformers DeepSeek-V3.2 or V4 model (CPU tensors).
+    """Serves requests on a transformers DeepSeek-V3.2 or V4 model, on the device where its parameters are.
+
+    Attributes:
+      routes: `{(mode, compress ratio, bucket): (phase, backend)}`, which attention each kind of layer has called in
+        the programs that ran; seen in the programs themselves.
 
     Raises:
-      ValueError: another model type, or an unknown prefill backend.
+      ValueError: another model type, an unknown prefill backend, or a device that JAX does not have here.
     """
 
     def __init__(self, model: torch.nn.Module, options: EngineOptions):
@@ -109,6 +116,8 @@ class Engine:
                 f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {options.prefill_backend!r}"
             )
         self.model, self.options = model, options
+        self.device = next(model.parameters()).device
+        self._jax_device = jax_device(self.device)
         self.spec = ModelSpec.from_hf_config(model.config)
         self.is_v4 = self.spec.window is not None
         layer_type = V4Layer if self.is_v4 else V32Layer
@@ -123,6 +132,7 @@ class Engine:
             seed=options.seed,
         )
         self.caches = [self.new_cache(index) for index in range(len(self.layers))]
+        self.routes: dict[tuple[ForwardMode, int, int], frozenset[tuple[str, str]]] = {}
         self.trace: list[TracedStep] = []
         self._step: Step | None = None
 
@@ -135,7 +145,7 @@ class Engine:
             bf16=self.options.bf16_cache,
         )
         # Committed to the device, as what a step returns is: else the second step would compile again.
-        return jax.device_put(cache, jax.devices()[0])
+        return jax.device_put(cache, self._jax_device)
 
     @torch.no_grad()
     def run(
@@ -248,7 +258,10 @@ class Engine:
             req_to_token=jnp.array(self.pool.req_to_token),
             full_to_swa=jnp.array(self.pool.full_to_swa) if self.is_v4 else None,
         )
-        metadata, plans, schedules = _build_step(batch, tables, spec=self.spec, options=self.options)
+        options = self.options
+        metadata, plans, schedules = _build_step(
+            batch, tables, spec=self.spec, bf16_cache=options.bf16_cache, prefill_backend=options.prefill_backend
+        )
         positions = np.concatenate([np.arange(p.start, p.stop) for _, p in served])
         return Step(
             batch=batch,
@@ -256,9 +269,10 @@ class Engine:
             metadata=metadata,
             plans=plans,
             schedules=schedules,
-            rows=np.arange(len(positions)),
             requests=np.concatenate([np.full(len(p), id(request)) for request, p in served]),
             positions=positions,
+            backend=options.backend,
+            routes=self.routes,
         )
 
     def _bucket(self, max_len: int) -> int:
@@ -274,11 +288,11 @@ class Engine:
         if self.options.trace:
             self.trace.append(TracedStep(step, [], []))
         return self.model(
-            input_ids=torch.tensor(tokens)[None],
-            position_ids=torch.from_numpy(step.positions)[None],
+            input_ids=torch.tensor(tokens, device=self.device)[None],
+            position_ids=torch.from_numpy(step.positions).to(self.device)[None],
             attention_mask={"indexed_attention": None},  # ours needs none: transformers is told not to build one
             use_cache=False,
-            logits_to_keep=torch.tensor(keep),
+            logits_to_keep=torch.tensor(keep, device=self.device),
         ).logits[0]
 
     def _attend(self, index: int, hidden: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
@@ -287,12 +301,12 @@ class Engine:
         if self.options.trace:
             traced = self.trace[-1]
             traced.hidden.append(hidden[0].clone())
-            traced.positions.append(None if positions is None else np.asarray(positions)[self._step.rows])
+            traced.positions.append(None if positions is None else np.asarray(positions)[: self._step.num_tokens])
         return out
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "options"))
-def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, options: EngineOptions):
+@functools.partial(jax.jit, static_argnames=("spec", "bf16_cache", "prefill_backend"))
+def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, bf16_cache: bool, prefill_backend: str):
     """Metadata, prefill plans and decode schedules, by ratio: once a step, shared by the layers."""
     plans, schedules = {}, {}
     if spec.window is None:
@@ -300,8 +314,8 @@ def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, 
             spec,
             batch,
             tables,
-            fp8_kv_cache=not options.bf16_cache,
-            prefill_backend=options.prefill_backend,
+            fp8_kv_cache=not bf16_cache,
+            prefill_backend=prefill_backend,
         )
         rows = metadata.row_to_request.shape[0]
         shape = DecodeShape(rows, 1, spec.num_heads, spec.index_topk)
@@ -309,7 +323,8 @@ def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, 
         return metadata, plans, schedules
     metadata = build_v4_metadata(spec, batch, tables)
     rows = metadata.row_to_request.shape[0]
-    gathered = batch.mode is ForwardMode.EXTEND and options.prefill_backend == "flashmla_sparse"
+    max_batch = batch.seq_lens.shape[0]
+    gathered = batch.mode is ForwardMode.EXTEND and prefill_backend == "flashmla_sparse"
     for ratio in spec.compress_ratios:
         if gathered:
             plans[ratio] = build_prefill_plan(
@@ -317,8 +332,8 @@ def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, 
                 batch,
                 tables,
                 compress_ratio=ratio,
-                swa_capacity=rows + options.max_batch * (spec.window - 1),
-                compressed_capacity=options.max_batch * (batch.max_seq_len // ratio) if ratio else 0,
+                swa_capacity=rows + max_batch * (spec.window - 1),
+                compressed_capacity=max_batch * (batch.max_seq_len // ratio) if ratio else 0,
             )
             continue
         part = metadata.compressed.get(ratio)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 
-from jax_sparse_mla import DeviceInfo, ForwardMode, plan_attention
+import jax
+import torch
+
+from jax_sparse_mla import DeviceInfo, ForwardMode, Plan, plan_attention
 from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import positive_int, probability
 from sparse_mla_torch.hf import presets
 from sparse_mla_torch.hf.check import (
+    MAX_LOGIT_DIFFERENCE,
     MIN_COSINE,
     MIN_OVERLAP,
     MIN_ROW_COSINE,
+    compare_backends,
     compare_layers,
     count_agreeing_tokens,
+    layer_kind,
 )
 from sparse_mla_torch.hf.engine import PREFILL_BACKENDS, Engine, EngineOptions, Request
 from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder, compare_with_plain
@@ -32,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue; a long English text by default")
     text.add_argument("--prompt-file", type=Path, metavar="FILE")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch and JAX both have it")
     parser.add_argument("--max-new-tokens", type=positive_int, default=16, metavar="N")
     parser.add_argument(
         "--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once"
@@ -44,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PREFILL_BACKENDS,
         default="flashmla_sparse",
         help="prefill from a gathered bf16 workspace, or from the paged cache",
+    )
+    parser.add_argument("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
+    parser.add_argument(
+        "--compare-backends",
+        type=backend_names,
+        default=[],
+        metavar="NAME,…",
+        help="serve the same tokens with each of these backends too, and compare the logits",
     )
     parser.add_argument(
         "--speculative-steps",
@@ -65,20 +82,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def backend_names(text: str) -> list[str]:
+    """An argparse type."""
+    names = text.split(",")
+    for name in names:
+        if name not in BACKENDS:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(BACKENDS)}, got {name!r}")
+    return names
+
+
+def choose_device(wanted: str | None) -> torch.device:
+    """CUDA where torch and JAX both have it, else the CPU.
+
+    Raises:
+      ValueError: CUDA is wanted and one of them lacks it.
+    """
+    # One GPU's memory holds torch's weights and JAX's caches: JAX must not take most of it beforehand.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if wanted != "cpu" and torch.cuda.is_available() and jax.default_backend() == "gpu":
+        return torch.device("cuda", 0)
+    if wanted == "cuda":
+        lacking = f"JAX {jax.__version__}" if torch.cuda.is_available() else f"torch {torch.__version__}"
+        raise ValueError(f"--device cuda: {lacking} has no GPU here")
+    jax.config.update("jax_platforms", "cpu")
+    return torch.device("cpu")
+
+
 def run(args: argparse.Namespace) -> int:
     """Generates, prints, compares.
 
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
-      no such file, no model that this library serves, an oracle without drafts.
+      no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
+      without drafts.
     """
     try:
         if args.draft_oracle and not args.speculative_steps:
             raise ValueError("--draft-oracle needs --speculative-steps")
+        device = choose_device(args.device)
         name, model, tokenizer = _load_model(args)
         requests = _requests(tokenizer.encode(_prompt_text(args)), args)
         engine = Engine(
-            model,
+            model.to(device),
             EngineOptions(
                 bf16_cache=args.kv_cache == "bf16",
                 prefill_backend=args.prefill_backend,
@@ -88,22 +133,32 @@ def run(args: argparse.Namespace) -> int:
                 seed=args.seed,
                 trace=not args.no_check,
                 speculative_steps=args.speculative_steps or 0,
+                backend=args.backend,
             ),
         )
+        plans = _plans(engine, args.backend)
+        for other in args.compare_backends:
+            _plans(engine, other)
     except (OSError, ValueError) as error:
         print(f"jax-sparse-mla generate: {error}", file=sys.stderr)
         return 2
+    print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}")
     print(f"model      {name}: {len(engine.layers)} layers, {engine.spec.num_heads} heads")
     lengths = ", ".join(str(len(r.prompt)) for r in requests)
     print(f"requests   {args.requests} with {lengths} prompt tokens, {args.max_new_tokens} new tokens each")
     print(f"KV cache   {engine.spec.kv_layout.name if args.kv_cache == 'fp8' else 'BF16'}, paged, "
           f"{engine.spec.page_size} tokens a page")  # fmt: skip
-    _print_routes(engine)
+    for step, plan in plans.items():
+        print(f"route      {step}: {plan.backend}, {plan.kernel} ({plan.reason})")
 
     if args.speculative_steps:
-        return _run_speculative(engine, requests, tokenizer, args)
-    _serve(engine, requests, tokenizer)
-    return 0 if args.no_check else _check(engine, requests, args.kv_cache)
+        status = _run_speculative(engine, requests, tokenizer, args)
+    else:
+        _serve(engine, requests, tokenizer)
+        status = 0 if args.no_check else _check(engine, requests, args.kv_cache)
+    if args.compare_backends:
+        status = max(status, _compare_backends(engine, requests, args.compare_backends))
+    return status
 
 
 def _run_speculative(engine: Engine, requests: list[Request], tokenizer, args: argparse.Namespace) -> int:
@@ -132,6 +187,7 @@ def _serve(engine: Engine, requests: list[Request], tokenizer, advance=None) -> 
     for i, request in enumerate(requests):
         print(f"request {i}: …{tokenizer.decode(request.prompt[-40:])!r} → {tokenizer.decode(request.output)!r}")
         print(f"           tokens {request.output}")
+    _print_routes(engine)
 
 
 def _print_accepted(decoder: SpeculativeDecoder) -> None:
@@ -167,8 +223,13 @@ def _prompt_text(args: argparse.Namespace) -> str:
     return presets.default_prompt()
 
 
-def _print_routes(engine: Engine) -> None:
-    options, device = engine.options, DeviceInfo.current()
+def _plans(engine: Engine, backend: str | None) -> dict[str, Plan]:
+    """What would serve each kind of step, by the columns of a layer that selects by an indexer.
+
+    Raises:
+      ValueError: the backend cannot.
+    """
+    options, device, spec = engine.options, DeviceInfo.current(), engine.spec
     gathers = options.prefill_backend == "flashmla_sparse" and (engine.is_v4 or not options.bf16_cache)
     steps = [
         ("prefill", "prefill" if gathers else "decode", options.chunk_size),
@@ -176,16 +237,46 @@ def _print_routes(engine: Engine) -> None:
     ]
     if options.speculative_steps:
         steps.append(("verify", "decode", options.max_batch * (options.speculative_steps + 1)))
-    for step, phase, rows in steps:
-        plan = plan_attention(
+    return {
+        step: plan_attention(
             phase,
-            engine.spec,
+            spec,
             num_q_tokens=rows,
             device=device,
             installed=installed_backends(),
             kv_dtype="bf16" if options.bf16_cache else "fp8",
+            topk=(spec.window or 0) + spec.index_topk,
+            override=backend,
         )
-        print(f"route      {step}: {plan.backend}, {plan.kernel} ({plan.reason})")
+        for step, phase, rows in steps
+    }
+
+
+def _print_routes(engine: Engine) -> None:
+    """What the programs that ran have called."""
+    modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+    for mode, step in modes.items():
+        kinds: dict[str, dict[str, None]] = {}  # of layers, in order, by what attends in them
+        for (ran, ratio, _), calls in sorted(engine.routes.items(), key=lambda route: route[0][1:]):
+            for phase, backend in calls if ran is mode else ():
+                kinds.setdefault(f"{backend}, {phase}", {})[layer_kind(engine, ratio)] = None
+        for call, names in kinds.items():
+            print(f"ran        {step}: {call} ({'; '.join(names)})")
+
+
+def _compare_backends(engine: Engine, requests: list[Request], names: list[str]) -> int:
+    against = engine.options.backend or "the router's choice"
+    print(f"backends   logits after the same tokens, against {against}: "
+          f"differences ≤ {MAX_LOGIT_DIFFERENCE} of the largest logit")  # fmt: skip
+    reports = compare_backends(engine.model, engine.options, requests, names)
+    for report in reports:
+        print(
+            f"           {report.backend:10} {report.difference:.5f}   {report.agreeing} of {report.total} tokens"
+            f"{'' if report.passes else '  FAILED'}"
+        )
+    ok = all(report.passes for report in reports)
+    print(f"backends   {'agree' if ok else 'DISAGREE'}")
+    return 0 if ok else 1
 
 
 class _Progress:

@@ -7,16 +7,17 @@ compression, indexing, selection and attention are one jitted JAX function per l
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, ModelSpec, RequestTables
+from jax_sparse_mla.attention.api import calls_of
 from jax_sparse_mla.layers import (
     CompressorParams,
     IndexRows,
@@ -33,8 +34,8 @@ from sparse_mla_torch.bridge import to_jax, to_torch
 from sparse_mla_torch.hf.replace import selected_indices
 
 # One compilation per layer kind, step shape and bucket, shared by all layers; the layer's cache is donated.
-_run_v4 = jax.jit(v4_layer, static_argnames=("spec", "ratio"), donate_argnums=0)
-_run_v32 = jax.jit(v32_layer, static_argnames=("spec",), donate_argnums=0)
+_run_v4 = jax.jit(v4_layer, static_argnames=("spec", "ratio", "backend"), donate_argnums=0)
+_run_v32 = jax.jit(v32_layer, static_argnames=("spec", "backend"), donate_argnums=0)
 
 
 @dataclasses.dataclass
@@ -44,8 +45,9 @@ class Step:
     Attributes:
       batch, tables: as given to the metadata builders.
       metadata: V4Metadata or V32Metadata. plans, schedules: by compress ratio (V3.2: ratio 0).
-      rows: int64 `[n]` numpy, the padded row of each of the n real tokens.
-      requests, positions: `[n]` numpy, whose token each is and where.
+      requests, positions: `[n]` numpy, whose token each row is and where; the rows behind these n are padding.
+      backend: of the attention, or None for the router's choice.
+      routes: the engine's, `{(mode, ratio, bucket): (phase, backend) of the attention that runs}`; filled in.
     """
 
     batch: ForwardBatch
@@ -53,9 +55,10 @@ class Step:
     metadata: Any
     plans: dict[int, Any]
     schedules: dict[int, Any]
-    rows: np.ndarray
     requests: np.ndarray
     positions: np.ndarray
+    backend: str | None
+    routes: dict[tuple[ForwardMode, int, int], frozenset[tuple[str, str]]]
 
     @property
     def mode(self) -> ForwardMode:
@@ -65,6 +68,11 @@ class Step:
     def num_rows(self) -> int:
         """Padded rows."""
         return self.metadata.row_to_request.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Real rows, n."""
+        return len(self.positions)
 
 
 class V4Layer:
@@ -106,7 +114,10 @@ class V4Layer:
         rows = {name: _pad(x[0], step) for name, x in rows.items()}
         if self.has_indexer:
             rows["index"] = self._index_rows(hidden, q_residual, cos, sin, step)
-        out, cache, positions = _run_v4(
+        out, cache, positions = _run(
+            _run_v4,
+            step,
+            self,
             cache,
             V4Rows(**rows),
             self.params,
@@ -117,6 +128,7 @@ class V4Layer:
             ratio=self.ratio,
             schedule=step.schedules.get(self.ratio),
             index_scores=index_scores,
+            backend=step.backend,
         )
         out = _unpad(out, step)[None]
         # V is K, rotary part included: the rotation at the query's position is taken back from the output.
@@ -138,17 +150,17 @@ class V4Layer:
 
     def eager(self, hidden, model) -> tuple[torch.Tensor, np.ndarray | None]:
         """transformers' own attention on one whole sequence, and the compressed positions that it selects."""
-        position_ids = torch.arange(hidden.shape[1])[None]
+        position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         embeddings = {
             kind: model.model.rotary_emb(hidden, position_ids=position_ids, layer_type=kind)
             for kind in ("main", "compress")
         }
         age = position_ids.T - position_ids
         visible = (age >= 0) & (age < self.module.sliding_window)
-        mask = torch.zeros(visible.shape, dtype=hidden.dtype).masked_fill(~visible, float("-inf"))[None, None]
+        mask = hidden.new_zeros(visible.shape).masked_fill(~visible, float("-inf"))[None, None]
         with selected_indices() as selected:
             out, _ = type(self.module).forward(self.module, hidden, embeddings, position_ids, mask)
-        return out, selected[0][0].numpy() if selected else None
+        return out, selected[0][0].cpu().numpy() if selected else None
 
 
 class V32Layer:
@@ -182,7 +194,10 @@ class V32Layer:
             "kv": torch.cat([module.kv_a_layernorm(latent), k_rope[:, 0]], dim=-1),
             **self._index_rows(hidden, q_residual, cos, sin),
         }
-        out, cache, positions = _run_v32(
+        out, cache, positions = _run(
+            _run_v32,
+            step,
+            self,
             cache,
             V32Rows(**{name: _pad(x[0], step) for name, x in rows.items()}),
             step.batch,
@@ -190,6 +205,7 @@ class V32Layer:
             spec=self.spec,
             schedule=step.schedules.get(0),
             index_scores=index_scores,
+            backend=step.backend,
         )
         values = torch.einsum("thl,hvl->thv", _unpad(out, step), self._v_up)
         return module.o_proj(values.flatten(1)[None]), cache, positions
@@ -211,14 +227,14 @@ class V32Layer:
 
     def eager(self, hidden, model) -> tuple[torch.Tensor, np.ndarray]:
         """As `V4Layer.eager`; positions past the query's own are −1."""
-        position_ids = torch.arange(hidden.shape[1])[None]
+        position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         visible = position_ids <= position_ids.T
         lowest = torch.finfo(hidden.dtype).min
-        mask = torch.zeros(visible.shape, dtype=hidden.dtype).masked_fill(~visible, lowest)[None, None]
+        mask = hidden.new_zeros(visible.shape).masked_fill(~visible, lowest)[None, None]
         embeddings = model.model.rotary_emb(hidden, position_ids=position_ids)
         with selected_indices() as selected:
             out, _ = type(self.module).forward(self.module, hidden, embeddings, mask)
-        chosen = selected[0][0].numpy()
+        chosen = selected[0][0].cpu().numpy()
         return out, np.where(chosen <= np.arange(len(chosen))[:, None], chosen, -1)
 
 
@@ -234,16 +250,24 @@ def _compressor_params(module) -> CompressorParams:
     )
 
 
+def _run(function: Callable[..., Any], step: Step, layer: V4Layer | V32Layer, *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`; the step's routes learn what attends in a program of new shapes."""
+    program = step.mode, layer.ratio, step.batch.max_seq_len
+    if program not in step.routes:
+        step.routes[program] = calls_of(function.lower(*args, **kwargs))
+    return function(*args, **kwargs)
+
+
 def _param(tensor: torch.Tensor) -> jax.Array:
-    return jnp.array(tensor.detach().float().numpy())  # a copy: JAX may alias a numpy buffer
+    return to_jax(tensor.detach().float().clone())  # a copy: the model's own may be written to
 
 
 def _pad(x: torch.Tensor, step: Step) -> jax.Array:
-    """The n real rows `[n, …]` at their places among the step's padded rows; the others are zero."""
+    """The n real rows `[n, …]`, and zeros in the step's padding rows."""
     padded = x.new_zeros(step.num_rows, *x.shape[1:])
-    padded[torch.from_numpy(step.rows)] = x
+    padded[: len(x)] = x
     return to_jax(padded)
 
 
 def _unpad(x: jax.Array, step: Step) -> torch.Tensor:
-    return to_torch(x)[torch.from_numpy(step.rows)]
+    return to_torch(x)[: step.num_tokens]
