@@ -45,6 +45,13 @@ def thread_in_warpgroup() -> ir.Value:
     return arith.andi(mgpu_utils.thread_idx(), i32(WARPGROUP - 1))
 
 
+def any_lane(condition: ir.Value) -> ir.Value:
+    """Whether it holds in any thread of the warp."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    found = asm(text, "=r,r", arith.extui(i32_type(), condition), result=i32_type())
+    return arith.cmpi(arith.CmpIPredicate.ne, found, i32(0))
+
+
 def shared_address(ref: ir.Value) -> ir.Value:
     """The address of a shared-memory reference in the shared window, as int32."""
     return llvm.ptrtoint(i32_type(), mgpu_utils.memref_ptr(ref))

@@ -6,7 +6,9 @@ the right half; each multiplies both blocks' weights with its half of V, its own
 through shared memory. Warpgroup 2 gathers rows with cp.async. While one consumer is in its softmax the other one's
 products keep the tensor cores busy.
 
-The running maximum passes from warpgroup 0, which knows block 0, to warpgroup 1, which also knows block 1, and back.
+Weights are exp2(score − reference), with one reference a head. It passes from warpgroup 0, which knows block 0, to
+warpgroup 1, which also knows block 1, and back, and rises only when a block's maximum is more than 8 above it: weights
+up to 256 cost no precision, and nearly all pairs leave the accumulators as they are.
 
 A key block's rows are two halves of 256 columns, gathered and released separately, and for d 576 a tail of 64 columns
 without part in V: once scored, its place takes the block's weights.
@@ -25,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
 from jax_sparse_mla.kernels_mosaic import ptx, tiles
 from jax_sparse_mla.kernels_mosaic.tiles import BY_COLUMN, BY_ROW, FRAGMENT, SPLAT, TILED, inline, scalar
@@ -44,7 +46,8 @@ _CONSUMER_REGISTERS = 216
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
-_LEAST = -1e30  # where the running maximum starts: finite, so that exp2(−inf − it) is 0
+_LEAST = -1e30  # where the reference starts: finite, so that exp2(−inf − it) is 0
+_SLACK = 8.0  # how far above the reference a score may be, in powers of two
 
 _REF = plgpu.RefType()
 _TILES = plgpu.RefType(TILED)
@@ -57,8 +60,8 @@ class Barrier(enum.IntEnum):
     FULL = 0  # the half (of block 0 the right one, of block 1 the left one with the tail) has landed
     EMPTY = 4  # nobody reads it any more
     VALID = 8  # which of the block's keys exist is written
-    MAXIMUM = 10  # the maximum over block 0 is written
-    WEIGHTS = 11  # the block's weights, scaled by the maximum over both, and that maximum are written
+    REFERENCE = 10  # the reference after block 0 is written
+    WEIGHTS = 11  # the block's weights are written, for the reference after both blocks, and that, too
     QUERIES_FULL = 13
     QUERIES_EMPTY = 14  # by both consumers
     SUMS = 15  # both consumers' sums of weights are written
@@ -74,9 +77,21 @@ class Shared(NamedTuple):
     keys: jax.Array  # bfloat16 [2, 64, 512]: 131,072
     weights: jax.Array  # bfloat16 [2, 64, 64], at first the keys' tails: 16,384
     valid: jax.Array  # int32 [2, 64]: 1 where the key exists
-    maxima: jax.Array  # float32 [2, 64]: of block 0, of both
+    references: jax.Array  # float32 [2, 64]: after block 0, after both
+    maximum: jax.Array  # float32 [1, 64]: over warpgroup 1's blocks
     sums: jax.Array  # float32 [2, 64]: of each consumer's weights
     barriers: jax.Array  # int32 pairs
+
+
+class Item(NamedTuple):
+    """A work item of a block of threads. Barriers count its items, and the pairs of all of them."""
+
+    number: jax.Array
+    t: jax.Array
+    first_head: jax.Array
+    limit: jax.Array  # columns scanned
+    first_pair: jax.Array
+    end_pair: jax.Array
 
 
 def _scratch(qk_dim: int) -> list:
@@ -86,6 +101,7 @@ def _scratch(qk_dim: int) -> list:
         plgpu.SMEM((2, HEADS, BLOCK), jnp.bfloat16, transforms=TILED),
         plgpu.SMEM((2, BLOCK), jnp.int32),
         plgpu.SMEM((2, HEADS), jnp.float32),
+        plgpu.SMEM((1, HEADS), jnp.float32),
         plgpu.SMEM((2, HEADS), jnp.float32),
         plgpu.SMEM((2 * len(_ARRIVALS),), jnp.int32),
     ]
@@ -307,83 +323,127 @@ def _masked_scores(block: int, shared: Shared, pair, last_pair, scale: float) ->
     return jnp.where(valid > 0, scores * scale, -jnp.inf)
 
 
-def _left_step(shared: Shared, scale: float, last_pair, pair, carry):
-    """A pair of blocks by warpgroup 0."""
-    acc, before, total = carry
-    scores = _masked_scores(0, shared, pair, last_pair, scale)
-    mine = jnp.maximum(before, scores.max(axis=1))
-    shared.maxima[0] = mine
-    _arrive(shared, Barrier.MAXIMUM)
-    weights = jnp.exp2(scores - _spread(mine, scores))
-    shrink = jnp.exp2(before - mine)
-    acc = _multiply(acc * _spread(shrink, acc), weights.astype(jnp.bfloat16), shared, 0, 0)
+def _raised(reference: jax.Array, maximum: jax.Array) -> jax.Array:
+    return jnp.where(maximum > reference + _SLACK, maximum, reference)
 
-    _wait(shared, Barrier.WEIGHTS + 1, pair, for_wgmma=True)
-    both = _load(shared.maxima, 1, BY_ROW)
-    again = jnp.exp2(mine - both)
+
+def _rescaled(acc: jax.Array, factor: jax.Array) -> jax.Array:
+    """acc · factor by row; a warp whose factors are all 1 has nothing to do."""
+
+    @inline(FRAGMENT, BY_ROW, returns=_fragment_type(HALF))
+    def emit(ctx, acc, factor):
+        values, one = tiles.fragment_values(acc), arith.constant(ir.F32Type.get(), 1.0)
+        factors = tiles.row_values(factor)
+        changed = arith.ori(*(arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors))
+        branch = scf.IfOp(ptx.any_lane(changed), [x.type for x in values], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([arith.mulf(x, factors[tiles.value_row(i)]) for i, x in enumerate(values)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(values)
+        return tiles.fragment(list(branch.results), (HEADS, HALF))
+
+    return emit(acc, factor)
+
+
+class State(NamedTuple):
+    """What a consumer keeps of the pairs so far."""
+
+    acc: jax.Array  # float32 [64, 256]: weights @ V
+    reference: jax.Array  # float32 [64], the same in both consumers
+    total: jax.Array  # float32 [64]: of the weights of its own blocks
+    maximum: jax.Array  # float32 [64]: of the scores of its own blocks
+
+    @classmethod
+    def initial(cls) -> State:
+        def by_row(value):
+            return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)
+
+        acc = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), FRAGMENT)
+        return cls(acc, by_row(_LEAST), by_row(0.0), by_row(-jnp.inf))
+
+
+def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
+    """A pair of blocks by warpgroup 0."""
+    scores = _masked_scores(0, shared, pair, last_pair, scale)
+    block_maximum = scores.max(axis=1)
+    own = _raised(state.reference, block_maximum)
+    shared.references[0] = own
+    _arrive(shared, Barrier.REFERENCE)
+    weights = jnp.exp2(scores - _spread(own, scores))
+    shrink = jnp.exp2(state.reference - own)
+    acc = _multiply(_rescaled(state.acc, shrink), weights.astype(jnp.bfloat16), shared, 0, 0)
+
+    _wait(shared, Barrier.WEIGHTS + 1, pair)
+    both = _load(shared.references, 1, BY_ROW)
+    again = jnp.exp2(own - both)
     shared.weights[0] = (weights * _spread(again, weights)).astype(jnp.bfloat16)
     _arrive(shared, Barrier.WEIGHTS, for_wgmma=True)
-    total = (total * shrink + weights.sum(axis=1)) * again
+    total = (state.total * shrink + weights.sum(axis=1)) * again
 
     acc = _finish(acc)
     _arrive(shared, _half_barrier(Barrier.EMPTY, 0, 0))
-    acc = _finish(_multiply(acc * _spread(again, acc), None, shared, 1, 0))
+    acc = _finish(_multiply(_rescaled(acc, again), None, shared, 1, 0))
     _arrive(shared, _half_barrier(Barrier.EMPTY, 1, 0))
-    return acc, both, total
+    return State(acc, both, total, jnp.maximum(state.maximum, block_maximum))
 
 
-def _right_step(shared: Shared, scale: float, last_pair, pair, carry):
+def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
     """A pair of blocks by warpgroup 1."""
-    acc, before, total = carry
     scores = _masked_scores(1, shared, pair, last_pair, scale)
-    mine = scores.max(axis=1)
-    _wait(shared, Barrier.MAXIMUM, pair)
-    both = jnp.maximum(_load(shared.maxima, 0, BY_ROW), mine)
+    block_maximum = scores.max(axis=1)
+    _wait(shared, Barrier.REFERENCE, pair)
+    both = _raised(_load(shared.references, 0, BY_ROW), block_maximum)
     weights = jnp.exp2(scores - _spread(both, scores))
     rounded = weights.astype(jnp.bfloat16)
-    shared.maxima[1] = both
+    shared.references[1] = both
     shared.weights[1] = rounded
     _arrive(shared, Barrier.WEIGHTS + 1, for_wgmma=True)
-    shrink = jnp.exp2(before - both)
-    total = total * shrink + weights.sum(axis=1)
-    acc = _multiply(acc * _spread(shrink, acc), rounded, shared, 1, 1)
+    shrink = jnp.exp2(state.reference - both)
+    total = state.total * shrink + weights.sum(axis=1)
+    acc = _multiply(_rescaled(state.acc, shrink), rounded, shared, 1, 1)
 
-    _wait(shared, Barrier.WEIGHTS, pair, for_wgmma=True)
+    _wait(shared, Barrier.WEIGHTS, pair)
     acc = _finish(_multiply(acc, None, shared, 0, 1), in_flight=1)
     _arrive(shared, _half_barrier(Barrier.EMPTY, 1, 1))
     acc = _finish(acc)
     _arrive(shared, _half_barrier(Barrier.EMPTY, 0, 1))
-    return acc, both, total
+    return State(acc, both, total, jnp.maximum(state.maximum, block_maximum))
 
 
-def _write_results(half: int, refs, shared: Shared, item, t, first_head, acc, maximum, total) -> None:
+def _write_results(half: int, refs, shared: Shared, item: Item, state: State) -> None:
     """The half of `out` that this warpgroup owns; warpgroup 0 also the statistics."""
     out_ref, max_ref, lse_ref, sink_ref = refs
-    shared.sums[half] = total
+    sinks = None if sink_ref is None else _load_sinks(sink_ref, item.first_head) * _LOG2_E
+    shared.sums[half] = state.total
+    if half == 1:
+        shared.maximum[0] = state.maximum
     _arrive(shared, Barrier.SUMS)
-    _wait(shared, Barrier.SUMS, item)
-    total = total + _load(shared.sums, 1 - half, BY_ROW)
-    denominator = total
-    if sink_ref is not None:
-        denominator += jnp.exp2(_load_sinks(sink_ref, first_head) * _LOG2_E - maximum)
-    share = jnp.where(total > 0.0, 1.0 / denominator, 0.0)
-
-    @inline(_REF, FRAGMENT, SPLAT, SPLAT)
-    def store(ctx, out, x, t, first_head):
-        tiles.store_columns(out, x, scalar(t), scalar(first_head), half * HALF)
-
-    store(out_ref, (acc * _spread(share, acc)).astype(jnp.bfloat16), t, first_head)
+    _wait(shared, Barrier.SUMS, item.number)
+    total = state.total + _load(shared.sums, 1 - half, BY_ROW)
+    denominator = total if sinks is None else total + jnp.exp2(sinks - state.reference)
+    share = jnp.where(total == 0.0, 0.0, 1.0 / denominator)
+    _store_output(out_ref, (state.acc * _spread(share, state.acc)).astype(jnp.bfloat16), item, half)
     if half == 0:
-        for ref, x in ((max_ref, maximum), (lse_ref, maximum + jnp.log2(total))):
-            _store_statistic(ref, jnp.where(total > 0.0, x * _LN_2, -jnp.inf), t, first_head)
+        maximum = jnp.maximum(state.maximum, _load(shared.maximum, 0, BY_ROW))
+        _store_statistic(max_ref, maximum * _LN_2, item)
+        lse = (state.reference + jnp.log2(total)) * _LN_2
+        _store_statistic(lse_ref, jnp.where(total == 0.0, -jnp.inf, lse), item)
 
 
-def _store_statistic(ref, x, t, first_head) -> None:
+def _store_output(out_ref, out, item: Item, half: int) -> None:
+    @inline(_REF, FRAGMENT, SPLAT, SPLAT)
+    def emit(ctx, out_ref, out, t, first_head):
+        tiles.store_columns(out_ref, out, scalar(t), scalar(first_head), half * HALF)
+
+    emit(out_ref, out, item.t, item.first_head)
+
+
+def _store_statistic(ref, x, item: Item) -> None:
     @inline(_REF, BY_ROW, SPLAT, SPLAT)
     def emit(ctx, ref, x, t, first_head):
         tiles.store_by_row(ref, x, scalar(t), scalar(first_head))
 
-    emit(ref, x, t, first_head)
+    emit(ref, x, item.t, item.first_head)
 
 
 def _load_sinks(sink_ref, first_head) -> jax.Array:
@@ -395,17 +455,6 @@ def _load_sinks(sink_ref, first_head) -> jax.Array:
 
 
 # --- the kernel ----------------------------------------------------------------------------------------------------
-
-
-class Item(NamedTuple):
-    """A work item of a block of threads. Barriers count its items, and the pairs of all of them."""
-
-    number: jax.Array
-    t: jax.Array
-    first_head: jax.Array
-    limit: jax.Array  # columns scanned
-    first_pair: jax.Array
-    end_pair: jax.Array
 
 
 def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, blocks: int) -> None:
@@ -441,11 +490,8 @@ def _produce(q_ref, kv_ref, indices_ref, shared: Shared, item: Item) -> None:
 def _consume(half: int, refs, shared: Shared, scale: float, item: Item) -> None:
     _wait(shared, Barrier.QUERIES_FULL, item.number, for_wgmma=True)
     step = functools.partial((_left_step, _right_step)[half], shared, scale, item.end_pair - 1)
-    acc = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), FRAGMENT)
-    maximum = plgpu.layout_cast(jnp.full((HEADS,), _LEAST, jnp.float32), BY_ROW)
-    total = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), BY_ROW)
-    results = lax.fori_loop(item.first_pair, item.end_pair, step, (acc, maximum, total))
-    _write_results(half, refs, shared, item.number, item.t, item.first_head, *results)
+    state = lax.fori_loop(item.first_pair, item.end_pair, step, State.initial())
+    _write_results(half, refs, shared, item, state)
 
 
 def sparse_prefill(

@@ -144,6 +144,16 @@ def fragment_values(x: fa.FragmentedArray) -> list[ir.Value]:
     return [llvm.extractelement(register, ptx.i32(j)) for register in x.registers.flat for j in range(2)]
 
 
+def value_row(i: int) -> int:
+    """Which of the thread's two rows the scalar i of a fragment belongs to."""
+    return i // 2 % 2
+
+
+def row_values(x: fa.FragmentedArray) -> list[ir.Value]:
+    """Of an array by row: the numbers of the thread's two rows."""
+    return [llvm.extractelement(register, ptx.i32(0)) for register in x.registers.flat]
+
+
 def fragment_words(x: fa.FragmentedArray) -> list[ir.Value]:
     """bfloat16 pairs as 32-bit registers."""
     one = ir.VectorType.get((1,), ptx.i32_type())
@@ -198,11 +208,11 @@ def store_by_row(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: 
     _, heads = ir.MemRefType(out.type).shape
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     writes = arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.i32(0))
-    for row, register in zip(_fragment_rows(), x.registers.flat):
+    for row, value in zip(_fragment_rows(), row_values(x)):
         head = arith.addi(first_head, row)
         exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
         with mgpu_utils.when(arith.andi(writes, exists)):
-            memref.store(llvm.extractelement(register, ptx.i32(0)), out, [ptx.index(t), ptx.index(head)])
+            memref.store(value, out, [ptx.index(t), ptx.index(head)])
 
 
 def load_by_row(ref: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
