@@ -1,0 +1,192 @@
+"""What the kernels here take from PTX because Pallas has no name for it: counted barriers, copies by row, fences.
+
+Every function emits code at the current MLIR insertion point, inside a function decorated by `plgpu.inline_mgpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+WARPGROUP = 128  # threads
+
+
+def i32_type() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def i32(value: int) -> ir.Value:
+    return arith.constant(i32_type(), value)
+
+
+def i64(value: int) -> ir.Value:
+    return arith.constant(ir.IntegerType.get_signless(64), value)
+
+
+def index(value: ir.Value) -> ir.Value:
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def extend(value: ir.Value) -> ir.Value:
+    return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+def asm(text: str, constraints: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.Value:
+    """One volatile statement. The memory clobber keeps LLVM from moving loads and stores across it."""
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    constraints = ",".join(part for part in (constraints, "~{memory}") if part)
+    return llvm.inline_asm(result, list(operands), text, constraints, has_side_effects=True, asm_dialect=0)
+
+
+def thread_in_warpgroup() -> ir.Value:
+    return arith.andi(mgpu_utils.thread_idx(), i32(WARPGROUP - 1))
+
+
+def any_lane(condition: ir.Value) -> ir.Value:
+    """Whether it holds in any thread of the warp."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    found = asm(text, "=r,r", arith.extui(i32_type(), condition), result=i32_type())
+    return arith.cmpi(arith.CmpIPredicate.ne, found, i32(0))
+
+
+def shared_address(ref: ir.Value) -> ir.Value:
+    """The address of a shared-memory reference in the shared window, as int32."""
+    return llvm.ptrtoint(i32_type(), mgpu_utils.memref_ptr(ref))
+
+
+def global_address(ref: ir.Value) -> ir.Value:
+    pointer = mgpu_utils.memref_ptr(ref)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+
+
+# --- mbarriers, eight bytes each in shared memory ------------------------------------------------------------------
+
+
+def barriers_init(ref: ir.Value, counts: list[int]) -> None:
+    """By one thread; all threads of the block pass before anything else."""
+    base = shared_address(ref)
+    first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), i32(0))
+    with mgpu_utils.when(first):
+        for i, count in enumerate(counts):
+            asm(f"mbarrier.init.shared.b64 [$0 + {8 * i}], {count};", "r", base)
+        asm("fence.mbarrier_init.release.cluster;", "")
+    asm("barrier.sync 0;", "")
+
+
+def previous(phase: ir.Value) -> ir.Value:
+    """The phase before it. A barrier's phases count from 0; the one before is complete from the start."""
+    return arith.subi(phase, i32(1))
+
+
+def barrier_wait(ref: ir.Value, index: int, phase: ir.Value) -> None:
+    """Until this phase, which is the current one or the one before it, has completed."""
+    parity = arith.andi(phase, i32(1))
+    loop = (
+        "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared.b64 done, [$0 + %d], $1; "
+        "@done bra GO; bra WAIT; GO: }"
+    )
+    asm(loop % (8 * index), "r,r", shared_address(ref), parity)
+
+
+def barrier_arrive(ref: ir.Value, index: int) -> None:
+    asm(f"mbarrier.arrive.shared.b64 _, [$0 + {8 * index}];", "r", shared_address(ref))
+
+
+def barrier_arrive_after_copies(ref: ir.Value, index: int) -> None:
+    """The calling thread arrives when all its copies issued so far have landed; it does not wait for them."""
+    asm(f"cp.async.mbarrier.arrive.noinc.shared.b64 [$0 + {8 * index}];", "r", shared_address(ref))
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def fence_async_proxy() -> None:
+    """Orders shared memory written by ordinary stores and by cp.async before what wgmma reads after it."""
+    asm("fence.proxy.async.shared::cta;", "")
+
+
+def copy_16(target: ir.Value, offset: int, source: ir.Value, source_offset: int, nbytes: ir.Value) -> None:
+    """16 bytes from global to shared memory, past L1: `nbytes` (0 or 16) of them read, the rest zero."""
+    text = f"cp.async.cg.shared.global.L2::256B [$0 + {offset}], [$1 + {source_offset}], 16, $2;"
+    asm(text, "r,l,r", target, source, nbytes)
+
+
+def store_16(address: ir.Value, offset: int, words: Sequence[ir.Value]) -> None:
+    """Four 32-bit words to global memory."""
+    asm(f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};", "l,r,r,r,r", address, *words)
+
+
+# --- wgmma ---------------------------------------------------------------------------------------------------------
+
+_SWIZZLE_128 = 1 << 62
+
+
+def wgmma_descriptor(ref: ir.Value, leading: int, stride: int) -> ir.Value:
+    """Of bfloat16 in 128-byte swizzled tiles of 8 x 64; `leading` and `stride` in bytes, as PTX calls them."""
+    address = arith.andi(arith.shrui(shared_address(ref), i32(4)), i32(0x3FFF))
+    wide = arith.extui(ir.IntegerType.get_signless(64), address)
+    return arith.ori(wide, i64(_SWIZZLE_128 | (stride >> 4) << 32 | (leading >> 4) << 16))
+
+
+def wgmma(
+    acc: Sequence[ir.Value],
+    a: ir.Value | Sequence[ir.Value],
+    b: ir.Value,
+    *,
+    a_offset: int = 0,
+    b_offset: int = 0,
+    transpose_b: bool = False,
+    accumulate: bool = True,
+) -> list[ir.Value]:
+    """acc + a @ b of one instruction, 64 x n x 16, or a @ b alone: in flight until `wgmma_wait`.
+
+    The offsets are added inside the statement: LLVM would otherwise hoist the sums, one for each instruction, out of
+    the loop, and there are not as many registers.
+
+    Args:
+      acc: float32 scalars, n / 2 of them.
+      a: a descriptor, or the four registers of a fragment, which have no offset.
+      b: a descriptor.
+      a_offset, b_offset: bytes.
+      transpose_b: b's columns are contiguous, not its rows.
+    """
+    from_shared = isinstance(a, ir.Value)
+    operands = [a] if from_shared else list(a)
+    places = [f"${i}" for i in range(2 * len(acc) + len(operands) + 1)]
+    results, (*a_places, b_place) = places[: len(acc)], places[2 * len(acc) :]
+    text = (
+        "{ .reg .pred keep; .reg .b64 da, db; "
+        f"setp.ne.b32 keep, {int(accumulate)}, 0; "
+        f"add.s64 db, {b_place}, {b_offset >> 4}; "
+        + (f"add.s64 da, {a_places[0]}, {a_offset >> 4}; " if from_shared else "")
+        + f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.bf16.bf16 {{{', '.join(results)}}}, "
+        + ("da" if from_shared else f"{{{', '.join(a_places)}}}")
+        + ", db, keep, 1, 1, "
+        + ("0, " if from_shared else "")
+        + f"{int(transpose_b)}; }}"
+    )
+    return _through(text, acc, [*operands, b], ["l" if from_shared else "r"] * len(operands) + ["l"])
+
+
+def _through(text: str, acc: Sequence[ir.Value], operands: Sequence[ir.Value] = (), constraints: Sequence[str] = ()):
+    """A statement that changes the float32 scalars `acc`, operands $0 to $n−1, in place."""
+    f32 = ir.F32Type.get()
+    parts = [*["=f"] * len(acc), *map(str, range(len(acc))), *constraints]
+    struct = asm(text, ",".join(parts), *acc, *operands, result=llvm.StructType.get_literal([f32] * len(acc)))
+    return [llvm.extractvalue(f32, struct, [i]) for i in range(len(acc))]
+
+
+def wgmma_fence() -> None:
+    asm("wgmma.fence.sync.aligned;", "")
+
+
+def wgmma_commit() -> None:
+    asm("wgmma.commit_group.sync.aligned;", "")
+
+
+def wgmma_wait(acc: Sequence[ir.Value], groups: int) -> list[ir.Value]:
+    """Until at most `groups` committed groups are in flight; `acc` passes through, so that no use comes before it."""
+    return _through(f"wgmma.wait_group.sync.aligned {groups};", acc)
