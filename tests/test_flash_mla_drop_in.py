@@ -373,10 +373,10 @@ def test_the_route(rows, heads, topk, expected):
     plan = route.plan_call("decode", KVLayout.V4_FP8, **call)
     assert plan.backend == expected
     assert route.plan_call("decode", KVLayout.V4_FP8, **call, override="triton").backend == "triton"
-    against = route.plan_call("decode", KVLayout.V4_FP8, **call, against_flashmla="a reason")
+    against = route.plan_call("decode", KVLayout.V4_FP8, **call, against={"flashmla": "a reason"})
     assert against.backend == "triton" and against.rejected["flashmla"] == "a reason"
     with pytest.raises(ValueError, match="a reason"):
-        route.plan_call("decode", KVLayout.V4_FP8, **call, against_flashmla="a reason", override="flashmla")
+        route.plan_call("decode", KVLayout.V4_FP8, **call, against={"flashmla": "a reason"}, override="flashmla")
 
 
 def test_a_cpu_has_the_reference():

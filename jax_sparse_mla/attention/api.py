@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_sparse_mla import kernels_triton
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.attention import flashinfer, flashmla
+from jax_sparse_mla.attention import flashinfer, flashmla, hopper
 from jax_sparse_mla.attention.route import PHASES, DeviceInfo, plan_attention
 from jax_sparse_mla.attention.schedule import (
     DecodeSchedule,
@@ -45,6 +45,7 @@ _ADAPTERS = {
     "triton": "jax_sparse_mla.attention.triton",
     "flashmla": "jax_sparse_mla.attention.flashmla",
     "flashinfer": "jax_sparse_mla.attention.flashinfer",
+    "hopper": "jax_sparse_mla.attention.hopper",
 }
 
 
@@ -69,6 +70,8 @@ def installed_backends() -> frozenset[str]:
         names.add("flashmla")
     if jax.default_backend() == "gpu" and flashinfer.available():
         names.add("flashinfer")
+    if jax.default_backend() == "gpu" and hopper.phases():
+        names.add("hopper")
     return frozenset(names)
 
 
@@ -228,6 +231,9 @@ def _route(
     override = (
         backend or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND") or os.environ.get("JAX_SPARSE_MLA_BACKEND")
     )
+    installed = installed_backends()
+    if phase not in hopper.phases():
+        installed -= {"hopper"}
     only_the_reference = None
     if np.dtype(dtype) == np.float32:
         only_the_reference = "float32 inputs"
@@ -239,7 +245,7 @@ def _route(
             spec,
             num_q_tokens=rows,
             device=DeviceInfo.current(),
-            installed={"reference"} if only_the_reference else installed_backends(),
+            installed={"reference"} if only_the_reference else installed,
             kv_dtype="fp8" if layout.fp8_dim else "bf16",
             num_heads=max(num_heads, 1),
             topk=topk,

@@ -1,7 +1,7 @@
 """Decode from paged caches on torch tensors, in FlashMLA's shapes, by the kernel that suits the call.
 
-On CUDA that is FlashMLA's operator or our Triton kernel, on torch's current stream, with no JAX in between; CPU tensors
-go to the reference.
+On CUDA that is our SM90 kernel, FlashMLA's operator or our Triton kernel, on torch's current stream, with no JAX in
+between; CPU tensors go to the reference.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         options = options._replace(softmax_scale=layout.qk_dim**-0.5)
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
-    against = _against_flashmla(options, layout, scopes, q, k_cache, indices, extra_k_cache, extra_indices)
+    against = _against(options, layout, scopes, q, k_cache, indices, extra_k_cache, extra_indices)
     plan = route.plan_call(
         "decode",
         layout,
@@ -101,10 +101,10 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         topk=sum(scope.topk for scope in scopes),
         device=route.device_info(q.device),
         installed=route.installed_backends(q.device.type),
-        against_flashmla=against,
+        against=against,
         override=route.override_of("decode"),
     )
-    make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla}[plan.backend]
+    make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla, "hopper": _hopper}[plan.backend]
     if 0 in (batch, q_len, heads) or not any(map(_names_something, scopes)):
         make = _nothing
     shape = Shape(
@@ -115,7 +115,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     run = make(options, q, layout, scopes, attn_sink is not None)
     if any(x is not None and not x.is_contiguous() for x in tensors[2:4] + tensors[5:]):
         run = _on_contiguous(run)
-    return Prepared(run, plan, make is _triton, shape)
+    return Prepared(run, plan, make in (_triton, _hopper), shape)
 
 
 def _check(options, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
@@ -165,17 +165,26 @@ def _check_table(function, prefix, k_cache, indices, lengths, shape, like) -> tu
     return LAYOUTS[width], Scope(topk, shared, pages * page_size, page_size, page_bytes)
 
 
-def _against_flashmla(options, layout, scopes, q, *others) -> str | None:
-    """Why FlashMLA's operator cannot take the call, beyond what `plan_attention` knows."""
+def _against(options, layout, scopes, q, *others) -> dict[str, str]:
+    """Why backends cannot take the call, beyond what `plan_attention` knows."""
     device = route.device_info(q.device)
     if device.platform != "cuda":
-        return None  # it says so
-    if options.batch_invariant:
-        return "its split of a row's keys depends on the batch"
-    from sparse_mla_torch.attention import vendor
-
+        return {}  # it says so
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (q, *others))
-    return vendor.decode_obstacle(layout, q.shape[1], q.shape[2], scopes, aligned, device)
+    reasons = {"hopper": _hopper_obstacle(scopes, aligned)}
+    if options.batch_invariant:
+        reasons["flashmla"] = "its split of a row's keys depends on the batch"
+    else:
+        from sparse_mla_torch.attention import vendor
+
+        reasons["flashmla"] = vendor.decode_obstacle(layout, q.shape[1], q.shape[2], scopes, aligned, device)
+    return {name: why for name, why in reasons.items() if why}
+
+
+def _hopper_obstacle(scopes: tuple[Scope, ...], aligned: bool) -> str | None:
+    if not aligned or any(scope.page_bytes % 16 for scope in scopes):
+        return "its kernel reads 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
+    return None
 
 
 def _names_something(scope: Scope) -> bool:
@@ -196,28 +205,47 @@ def _triton(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     from sparse_mla_torch.kernels.sparse_mla import Attention
 
     batch, q_len, heads, _ = q.shape
-    named = [i for i, scope in enumerate(scopes) if _names_something(scope)]
     attend = Attention(
         layout,
         batch * q_len,
         heads,
-        tuple(scopes[i] for i in named),
+        tuple(filter(_names_something, scopes)),
         options.softmax_scale,
         has_sink,
         q.device,
         empty_is_inf=options.empty_lse > 0,
         may_split=not options.batch_invariant,
     )
+    return _into_results(attend, scopes, (batch, q_len, heads))
+
+
+def _hopper(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+    from sparse_mla_torch.attention.hopper import Decode
+
+    batch, q_len, heads, _ = q.shape
+    attend = Decode(
+        batch * q_len,
+        heads,
+        tuple(filter(_names_something, scopes)),
+        options.softmax_scale,
+        q.device,
+        route.device_info(q.device).sm_count,
+        empty_lse=options.empty_lse,
+        batch_invariant=options.batch_invariant,
+    )
+    return _into_results(attend, scopes, (batch, q_len, heads))
+
+
+def _into_results(attend: Callable, scopes: tuple[Scope, ...], shape: tuple[int, int, int]) -> Callable[..., Results]:
+    """What writes into given tensors, `(q, tables, attn_sink, out, lse)`, as a call that may also allocate them."""
+    named = [i for i, scope in enumerate(scopes) if _names_something(scope)]
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
         q = q.contiguous()
         both = ((k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths))
         given = [both[i] for i in named]
         if into is None:
-            into = (
-                q.new_empty((batch, q_len, heads, V_DIM)),
-                q.new_empty((batch, q_len, heads), dtype=torch.float32),
-            )
+            into = q.new_empty((*shape, V_DIM)), q.new_empty(shape, dtype=torch.float32)
         attend(q, given, attn_sink, *into)
         return into[0], into[1].transpose(1, 2)
 

@@ -71,11 +71,12 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
     layout = workspace_layout(qk_dim)
     device = route.device_info(q.device)
-    against = None
+    against = {}
     if device.platform == "cuda":
         from sparse_mla_torch.attention import vendor
 
-        against = vendor.prefill_obstacle(topk, kv_len, q.data_ptr() % 16 == kv.data_ptr() % 16 == 0)
+        why = vendor.prefill_obstacle(topk, kv_len, q.data_ptr() % 16 == kv.data_ptr() % 16 == 0)
+        against = {"hopper": "its prefill is JAX's alone"} | ({"flashmla": why} if why else {})
     plan = route.plan_call(
         "prefill",
         layout,
@@ -84,7 +85,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         topk=topk,
         device=device,
         installed=route.installed_backends(q.device.type),
-        against_flashmla=against,
+        against=against,
         override=route.override_of("prefill"),
     )
     make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla}[plan.backend]

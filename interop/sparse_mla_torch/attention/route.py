@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 
+from jax_sparse_mla import cuda_build
 from jax_sparse_mla.attention.route import DeviceInfo, Plan, plan_attention
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
@@ -24,7 +26,7 @@ def plan_call(
     topk: int,
     device: DeviceInfo,
     installed: Collection[str],
-    against_flashmla: str | None = None,
+    against: Mapping[str, str] = MappingProxyType({}),
     override: str | None = None,
 ) -> Plan:
     """The backend of a call. Pure.
@@ -36,28 +38,26 @@ def plan_call(
       topk: index columns of a row, of both tables.
       device: what will run it.
       installed: names of the installed backends.
-      against_flashmla: why FlashMLA's operators cannot take these tensors, if they cannot.
+      against: backends that cannot take these tensors, and why.
       override: a backend's name that must serve the call.
 
     Raises:
       ValueError: an override that cannot serve the call.
     """
-    if against_flashmla and override == "flashmla":
-        raise ValueError(f"plan_call: backend 'flashmla' cannot serve this {phase} call: {against_flashmla}")
+    if override in against:
+        raise ValueError(f"plan_call: backend {override!r} cannot serve this {phase} call: {against[override]}")
     plan = plan_attention(
         phase,
         DEEPSEEK_V32 if layout.qk_dim == DEEPSEEK_V32.qk_dim else DEEPSEEK_V4_FLASH,
         num_q_tokens=rows,
         device=device,
-        installed=set(installed) - ({"flashmla"} if against_flashmla else set()),
+        installed=set(installed) - set(against),
         kv_dtype="fp8" if layout.fp8_dim else "bf16",
         num_heads=heads,
         topk=topk,
         override=override,
     )
-    if against_flashmla:
-        plan = dataclasses.replace(plan, rejected=plan.rejected | {"flashmla": against_flashmla})
-    return plan
+    return dataclasses.replace(plan, rejected=plan.rejected | against)
 
 
 def override_of(phase: str) -> str | None:
@@ -68,7 +68,7 @@ def override_of(phase: str) -> str | None:
 
 @functools.cache
 def installed_backends(device_type: str) -> frozenset[str]:
-    """Of the backends that torch calls, those whose packages are there; nothing is imported."""
+    """Of the backends that torch calls, those whose packages are there; on SM90 our kernel is loaded."""
 
     def found(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
@@ -78,6 +78,9 @@ def installed_backends(device_type: str) -> frozenset[str]:
         names.add("triton")
         if found("flash_mla") or found("sgl_kernel"):  # our sanitiser goes before it
             names.add("flashmla")
+    sm90 = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if sm90 and cuda_build.sparse_decode_module() is not None:
+        names.add("hopper")
     return frozenset(names)
 
 
