@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
-
-import jax
 
 from jax_sparse_mla import cuda_build, ffi_tvm
 from jax_sparse_mla.attention.hopper_decode import decode
+from jax_sparse_mla.attention.hopper_prefill import prefill
 from jax_sparse_mla.attention.route import DeviceInfo
 
 __all__ = ["decode", "phases", "prefill"]
@@ -21,13 +19,6 @@ def phases() -> frozenset[str]:
     served = set()
     if ffi_tvm.available() and cuda_build.sparse_decode_module() is not None:
         served.add("decode")
-    if importlib.util.find_spec("absl") is not None:  # of Mosaic GPU in jax 0.10
+    if importlib.util.find_spec("absl") is not None:  # Mosaic GPU imports it in jax 0.10
         served.add("prefill")
     return frozenset(served)
-
-
-def prefill(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`hopper_prefill.prefill`: Mosaic GPU takes long to import, so it is imported where it is used."""
-    from jax_sparse_mla.attention import hopper_prefill
-
-    return hopper_prefill.prefill(*args, **kwargs)

@@ -63,7 +63,7 @@ def decode(
         return Buffer(len(operands) - 1)
 
     q_buffer = operand(q)
-    tables = (tables + [(None, None, None)])[:2]
+    tables = ([*tables, (None, None, None)])[:2]
     buffers = [operand(x) for cache, *rest in tables for x in (cache and cache.data, *rest)]
     sink = operand(attn_sink)
     pages = [x for cache, *_ in tables for x in _pages(cache)]

@@ -12,8 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla.attention.hopper_plan import V_DIM
 from jax_sparse_mla.attention.route import DeviceInfo
-from jax_sparse_mla.kernels_mosaic.sparse_prefill import V_DIM, sparse_prefill
 
 _H200_SM_COUNT = 132  # what a program is made for where there is no GPU; it is right on any other, too
 
@@ -36,5 +36,7 @@ def prefill(
     if 0 in (*q.shape, *kv.shape, *indices.shape):
         nothing = jnp.full((q_len, heads), -jnp.inf, jnp.float32)
         return jnp.zeros((q_len, heads, V_DIM), jnp.bfloat16), nothing, nothing
+    from jax_sparse_mla.kernels_mosaic.sparse_prefill import sparse_prefill  # takes long
+
     sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT
     return sparse_prefill(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale, sm_count=sm_count)
