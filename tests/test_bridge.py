@@ -1,5 +1,7 @@
 """The DLPack bridge: shared memory both ways, and its hazards refused by name."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sparse_mla_torch import call, to_jax, to_torch  # noqa: E402
+from sparse_mla_torch import bridge, call, to_jax, to_torch  # noqa: E402
 from sparse_mla_torch.bridge import jax_device  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int32, torch.bool]
@@ -48,6 +50,36 @@ def test_hazards_are_refused():
         to_jax(torch.zeros(4, requires_grad=True))
     with pytest.raises(TypeError, match=r"torch\.Tensor"):
         to_jax(np.zeros(4))
+
+
+def test_an_array_is_kept_until_its_event_has_passed(monkeypatch):
+    """Also where another tensor dies in the middle of that, by another thread or the garbage collector."""
+    events = []
+
+    class Event:
+        done, meanwhile = False, None
+
+        def record(self, stream):
+            events.append(self)
+
+        def query(self):
+            meanwhile, self.meanwhile = self.meanwhile, None
+            if meanwhile:
+                meanwhile()
+            return self.done
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(bridge, "_returning", collections.deque())
+    for array in "ab":
+        bridge._return_to_jax(array, None)
+    events[0].done, events[0].meanwhile = True, lambda: bridge._return_to_jax("c", None)
+    bridge._return_to_jax("d", None)
+    assert sorted(array for _, array in bridge._returning) == ["b", "c", "d"]
+    for event in events:
+        event.done = True
+    bridge._return_to_jax("e", None)
+    assert [array for _, array in bridge._returning] == ["e"]
 
 
 @ON

@@ -103,8 +103,15 @@ def _return_to_jax(array: jax.Array, device: torch.device) -> None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     _returning.append((event, array))
-    while _returning and _returning[0][0].query():
-        _returning.popleft()
+    # Other threads, and the garbage collector within this one, do the same at any point: who pops an entry owns it.
+    while _returning:
+        try:
+            event, array = _returning.popleft()
+        except IndexError:
+            return
+        if not event.query():
+            _returning.appendleft((event, array))
+            return
 
 
 def _let_go_with(owner: Any, kept: Any) -> None:
