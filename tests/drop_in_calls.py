@@ -17,16 +17,16 @@ from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import prepared, route
 from triton_device import ON_GPU, tensor
 
-BACKENDS = ("triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
+BACKENDS = ("hopper", "triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
 WIDTH = {"V32_FP8": 656, "V4_FP8": 584, "V32_BF16": 1152, "V4_BF16": 1024}
 
 
 @contextlib.contextmanager
 def served_by(backend: str, monkeypatch):
-    """All calls go to this backend."""
+    """All calls go to this backend; "hopper" is for decode alone here."""
     for name in OVERRIDES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", backend)
+    monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend == 'hopper' else ''}BACKEND", backend)
     if not ON_GPU and backend != "reference":
         monkeypatch.setattr(route, "device_info", lambda device: H200)
         monkeypatch.setattr(route, "installed_backends", lambda kind: frozenset({"reference", "triton", "flashmla"}))

@@ -7,6 +7,7 @@ FlashMLA's published cases, by `benchmarks/case_data.py`.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import math
 import os
@@ -181,6 +182,11 @@ def strided(x: torch.Tensor, dim: int) -> torch.Tensor:
     return room
 
 
+def shifted(x: torch.Tensor, elements: int = 1) -> torch.Tensor:
+    """The same values, so many elements behind an address that is a multiple of 64."""
+    return x.new_empty(x.numel() + elements)[elements:].view(x.shape).copy_(x)
+
+
 def test_strided_queries_and_indices(backend):
     case = per_request(extra=(40, 2))
     arguments = calls.decode_arguments(case)
@@ -188,6 +194,14 @@ def test_strided_queries_and_indices(backend):
         changed = strided(arguments[name][..., None], -1)[..., 0] if dim == 0 else strided(arguments[name], dim)
         assert torch.equal(changed, arguments[name])
         check_decode(case, flash_mla_with_kvcache(**arguments | {name: changed}))
+
+
+def test_strided_prefill(backend):
+    case = small_prefill(heads=64)
+    arguments = calls.prefill_arguments(case)
+    for name, dim in (("q", 1), ("q", 2), ("kv", 2), ("indices", 2), ("topk_length", 0), ("attn_sink", 0)):
+        changed = strided(arguments[name][..., None], -1)[..., 0] if dim == 0 else strided(arguments[name], dim)
+        check_prefill(case, flash_mla_sparse_fwd(**arguments | {name: changed}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -214,6 +228,7 @@ def test_results_are_written_into_out(backend):
     check_decode(case, results)
     rows = torch.full_like(lse.transpose(1, 2).contiguous(), torch.nan)  # as the kernels write it
     check_decode(case, decode(case, out=(out.fill_(torch.nan), rows.transpose(1, 2))))
+    check_decode(case, decode(case, out=(shifted(out.fill_(torch.nan)), shifted(lse.fill_(torch.nan)))))
     small = small_prefill()
     poisoned = tuple(torch.full_like(x, torch.nan) for x in prefill(small))
     results = prefill(small, out=poisoned)
@@ -254,6 +269,48 @@ def test_return_log2_lse(backend):
     assert alone[1] is None and alone[2] is None and torch.equal(alone[0], out)
 
 
+@pytest.mark.parametrize("heads", [3, 64])
+def test_statistics_in_base_2_of_the_other_wheel(heads, libraries, monkeypatch):
+    if ON_GPU:
+        pytest.skip("by the stub of sglang-kernel")
+    monkeypatch.setattr(flashmla, "library", lambda: flashmla.Library("stub_sgl_kernel", log2_prefill=True))
+    with served_by("flashmla", monkeypatch):
+        case = small_prefill(1, heads=heads)
+        check_prefill(case, results := prefill(case))
+        in_base_2 = prefill(case, return_log2_lse=True)
+        torch.testing.assert_close(in_base_2[1], results[1] / math.log(2))
+        torch.testing.assert_close(in_base_2[2], results[2] / math.log(2))
+
+
+def test_operators_have_this_packages_conventions(backend, monkeypatch):
+    """And keep none of the memory that they take: in a compiled graph it may be the graph's."""
+    kept = []
+
+    class Sanitiser(vendor.Sanitiser):
+        def __init__(self, *arguments):
+            kept.append(arguments[-1])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(vendor, "Sanitiser", Sanitiser)
+    case, small = per_request(extra=(40, 2)), small_prefill(1, heads=3)
+    for indices in (case.indices, case.extra_indices, small.indices):
+        indices[0] = -1
+    arguments = list(calls.decode_arguments(case).values())
+    q, k_cache, _, _, _, _, scale, _, indices, sink, extra_cache, extra_indices, lengths, extra_lengths = arguments
+    operators = torch.ops.jax_sparse_mla
+    rest = (lengths, extra_cache, extra_indices, extra_lengths, sink)
+    out, lse = operators.sparse_mla_decode(q, k_cache, indices, scale, *rest)
+    assert torch.isneginf(lse).any() and not torch.isposinf(lse).any()
+    check_decode(case, (out, lse.masked_fill(torch.isneginf(lse), torch.inf).transpose(1, 2)))
+    q, kv, indices, scale, sink, lengths = calls.prefill_arguments(small).values()
+    results = operators.sparse_mla_prefill(q, kv[:, 0], indices[:, 0], scale, lengths, sink)
+    assert torch.isneginf(results[2]).any() and not torch.isposinf(results[2]).any()
+    check_prefill(small, (*results[:2], results[2].masked_fill(torch.isneginf(results[2]), torch.inf)))
+    assert kept == [False, False] * (backend == "flashmla")
+    decode(case), prefill(small)
+    assert kept == [False, False, True, True] * (backend == "flashmla")
+
+
 def test_batch_invariant_results_are_bitwise_those_of_a_row_alone(monkeypatch):
     case = per_request(batch=4, q_len=1, lengths="none", topk=128)
     with served_by("triton", monkeypatch):
@@ -269,6 +326,13 @@ def test_default_scale_and_inferred_format():
     case = per_request()
     check = dataclasses.replace(case, softmax_scale=512**-0.5)
     check_decode(check, decode(check, softmax_scale=None, is_fp8_kvcache=None, kv_format="V4", use_legacy=True))
+
+
+def test_scales_of_numpy(backend):
+    case = dataclasses.replace(per_request(), softmax_scale=0.0625)
+    check_decode(case, decode(case, softmax_scale=np.float32(0.0625)))
+    small = dataclasses.replace(small_prefill(), softmax_scale=0.0625)
+    check_prefill(small, prefill(small, sm_scale=np.float32(0.0625)))
 
 
 def test_a_schedule_is_reused_by_calls_of_its_shape(backend):
@@ -392,6 +456,21 @@ def test_a_cpu_has_the_reference():
     assert plan.backend == "reference"
 
 
+@pytest.mark.parametrize(
+    ("file", "expected"), [("flash_mla/cuda.abi3.so", False), ("flash_mla/_C_legacy.abi3.so", True), (None, False)]
+)
+def test_a_flash_mla_without_the_operators_is_not_routed_to(monkeypatch, tmp_path, file, expected):
+    """FlashMLA's own builds and the wheel have one name: whoever changes an import has either."""
+    if any(importlib.util.find_spec(name) for name in ("flash_mla", "sgl_kernel")):
+        pytest.skip("the packages themselves are installed")
+    if file is not None:
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+        (tmp_path / file).with_name("__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ("flashmla" in route.installed_backends.__wrapped__("cuda")) == expected
+
+
 def test_what_flashmla_cannot_take():
     scope = vendor.Scope(64, 0, 128, 64, 64 * 656)
 
@@ -407,11 +486,22 @@ def test_what_flashmla_cannot_take():
     assert "request's" in obstacle(q_len=2, scopes=(scope._replace(rows_per_length=1),))
 
 
+def test_what_flashmlas_prefill_cannot_take():
+    bf16 = {"dtype": torch.bfloat16}
+    given = {"q": torch.zeros(1, 64, 512, **bf16), "kv": torch.zeros(3, 1, 512, **bf16)}
+    given["indices"] = torch.zeros((1, 1, 64), dtype=torch.int32)
+    assert vendor.prefill_obstacle(**given) is None
+    for name in given:  # 16 bytes are not enough for indices
+        assert "begin at multiples" in vendor.prefill_obstacle(**given | {name: shifted(given[name], 4)})
+    assert "index column" in vendor.prefill_obstacle(**given | {"indices": given["indices"][..., :0]})
+    assert "row of kv" in vendor.prefill_obstacle(**given | {"kv": given["kv"][:0]})
+
+
 # --- on a GPU -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["triton", "flashmla"])
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
 def test_a_graph_replays_on_changed_inputs(backend_name, monkeypatch):
     with served_by(backend_name, monkeypatch):
         cases = [per_request(seed, heads=64, lengths="batch", extra=(64, 64)) for seed in range(3)]
@@ -431,7 +521,7 @@ def test_a_graph_replays_on_changed_inputs(backend_name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["triton", "flashmla"])
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
 def test_it_runs_on_the_current_stream(backend_name, monkeypatch):
     """A slow producer on the same stream: read too early, the queries would be NaN."""
     case = per_request(heads=64)
@@ -449,7 +539,7 @@ def test_it_runs_on_the_current_stream(backend_name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["triton", "flashmla"])
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
 def test_two_threads_on_two_streams(backend_name, monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
 
@@ -471,6 +561,36 @@ def test_two_threads_on_two_streams(backend_name, monkeypatch):
             found = list(pool.map(work, range(2)))
     for one, other in zip(expected, found):
         assert all(torch.equal(x, y) for x, y in zip(one, other))
+
+
+@pytest.mark.gpu
+def test_only_the_sanitiser_runs_beside_flashmlas_kernels(monkeypatch):
+    """As the profiler sees them; and with `assume_valid_indices` not even that."""
+    from torch.profiler import ProfilerActivity, profile
+
+    wheel = pytest.importorskip("flash_mla")
+
+    def kernels(function, **arguments) -> list[str]:
+        function(**arguments)  # compiles
+        if "tile_scheduler_metadata" in arguments:
+            arguments["tile_scheduler_metadata"] = type(arguments["tile_scheduler_metadata"])()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            function(**arguments)
+            torch.cuda.synchronize()
+        names = (event.name() for event in profiler.profiler.kineto_results.events())
+        return sorted(name for name in names if not name.startswith(("cuda", "cu")))
+
+    with served_by("flashmla", monkeypatch):
+        held = calls.decode_arguments(valid_case())
+        theirs = {"use_legacy": True, "tile_scheduler_metadata": wheel.get_mla_metadata()[0]}
+        direct = kernels(wheel.flash_mla_with_kvcache, **held | theirs)
+        assert direct and kernels(flash_mla_with_kvcache, **held, assume_valid_indices=True) == direct
+        assert kernels(flash_mla_with_kvcache, **held) == sorted([*direct, "sanitise_kernel"])
+        held = calls.prefill_arguments(small_prefill(heads=64, sizes=(128, 128), topk=128))
+        direct = kernels(wheel.flash_mla_sparse_fwd, **held, use_legacy=True)
+        assert direct and kernels(flash_mla_sparse_fwd, **held, assume_valid_indices=True) == direct
+        assert kernels(flash_mla_sparse_fwd, **held) == sorted([*direct, "sanitise_kernel"])
 
 
 @pytest.mark.gpu
@@ -516,11 +636,11 @@ def python(script: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["triton", "flashmla"])
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
 def test_no_jax_backend_is_initialised(backend_name, monkeypatch):
     if backend_name not in route.installed_backends("cuda"):
         pytest.skip(f"{backend_name} is not installed here")
-    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", backend_name)
+    monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend_name == 'hopper' else ''}BACKEND", backend_name)
     done = python(NO_JAX)
     assert done.returncode == 0, done.stderr
 

@@ -271,7 +271,7 @@ class TestFailures:
         (tmp_path / file).touch()
         (tmp_path / file).with_name("__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
-        assert flashmla.available() == expected
+        assert flashmla.available() == flashmla.has_operators() == expected
 
     def test_asking_for_it_imports_nothing(self):
         program = (

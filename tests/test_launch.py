@@ -250,6 +250,22 @@ def test_calls_are_told_apart_as_python_does(module, pairs):
     assert (in_python[0] == in_python[1]) == (module.facts(*one) == module.facts(*other))
 
 
+def test_each_fact_tells_calls_apart(module):
+    storage = torch.zeros(256, dtype=torch.int32)
+    x = storage.as_strided((2, 3), (3, 1))
+    others = [
+        x.view(torch.float32),
+        storage.as_strided((3, 2), (3, 1)),
+        storage.as_strided((2, 3), (6, 1)),
+        storage.as_strided((2, 3, 1), (3, 1, 1)),
+        *(storage.as_strided((2, 3), (3, 1), offset) for offset in (1, 4)),
+    ]
+    for facts in (module.facts, lambda *tensors: prepared._facts_in_python(tensors)):
+        known = [facts(x), facts(x, x), facts(x, None), facts(None, x), *(facts(y, None) for y in others)]
+        assert len(set(known)) == len(known)
+        assert facts(storage.as_strided((2, 3), (3, 1), prepared.ALIGNMENT // 4), None) == facts(x, None)
+
+
 def test_what_host_does_not_read(module):
     x = torch.zeros(3)
     assert module.facts(x, 1) is None and module.facts("x") is None and module.facts(x.to_sparse()) is None

@@ -12,6 +12,7 @@ import attention_oracle  # noqa: E402
 import triton_device  # noqa: E402, F401  (repairs the interpreter)
 from attention_calls import small_decode, small_prefill  # noqa: E402
 from attention_oracle import assert_close_flashmla, decode_oracle, prefill_oracle  # noqa: E402
+from drop_in_calls import served_by  # noqa: E402
 from sparse_mla_torch import flash_mla  # noqa: E402
 from sparse_mla_torch.kernels import merge  # noqa: E402
 
@@ -239,23 +240,73 @@ def test_a_compiled_graph_has_no_break(device, compiler, dynamic):
     assert expected[1].any() and torch.equal(given[1], expected[1])  # the cache was written in place
 
 
-@pytest.mark.parametrize("log2", [None, True, False])
-def test_the_drop_in_compiles(device, log2):
-    def attend(q, k_cache, indices, kv):
-        meta, _ = flash_mla.get_mla_metadata()
-        out, lse = flash_mla.flash_mla_with_kvcache(q, k_cache, None, None, 512, meta, indices=indices, use_legacy=True)
-        again = flash_mla.flash_mla_sparse_fwd(q[:, 0], kv[:, None], indices, 0.1, return_log2_lse=log2)
-        return out, lse, *(x for x in again if x is not None)
+def attend(q, k_cache, indices, kv, lengths, sink, log2=None, out=None, again=None):
+    """Both functions of the drop-in, with most of what they take."""
+    meta, _ = flash_mla.get_mla_metadata()
+    decoded = flash_mla.flash_mla_with_kvcache(
+        *(q, k_cache, None, None, 512, meta),
+        indices=indices,
+        attn_sink=sink,
+        extra_k_cache=k_cache,
+        extra_indices_in_kvcache=indices,
+        topk_length=lengths,
+        extra_topk_length=lengths - 1,
+        use_legacy=True,
+        out=out,
+    )
+    options = {"attn_sink": sink, "topk_length": lengths, "return_log2_lse": log2, "out": again}
+    prefilled = flash_mla.flash_mla_sparse_fwd(q[:, 0], kv[:, None], indices, 0.1, **options)
+    return *decoded, *(x for x in prefilled if x is not None)
 
+
+def attend_arguments(device: str):
+    """Two rows; the second has no key."""
     q, view, slots, kv, indices = step_arguments(device)
     OPS.write_kv(view, slots, kv)
     indices[1] = -1
-    expected = attend(q, view, indices, kv)
+    lengths, sink = torch.tensor([4, 5], dtype=torch.int32), torch.tensor([0.5, -1, torch.inf])
+    return q, view, indices, kv, lengths.to(device), sink.to(device)
+
+
+@pytest.mark.parametrize("log2", [None, True, False])
+def test_the_drop_in_compiles(device, log2):
+    arguments = attend_arguments(device)
+    expected = attend(*arguments, log2)
+    assert torch.isposinf(expected[1][1]).all() and not expected[0][:, :, 2].any()
     torch._dynamo.reset()
-    results = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, view, indices, kv)
-    assert torch.isposinf(expected[1][1]).all()
-    for x, y in zip(results, expected, strict=True):
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for x, y in zip(compiled(*arguments, log2), expected, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_compiled_into_given_results(device):
+    arguments = attend_arguments(device)
+    expected = attend(*arguments)
+    given = [torch.full_like(x, torch.nan).contiguous() for x in expected]
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = compiled(*arguments, out=tuple(given[:2]), again=tuple(given[2:]))
+    for x, y, z in zip(results, given, expected, strict=True):
+        assert x is y
+        torch.testing.assert_close(x, z)
+    wrong = (given[0], given[1][..., :0])  # which a copy would broadcast to
+    with pytest.raises(Exception, match=r"out\[1\] must have shape"):
+        compiled(*arguments, out=wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton", "flashmla"])
+def test_inductors_cuda_graphs(backend, monkeypatch):
+    """It checks that a call leaves nothing behind in the graphs' memory."""
+    with served_by(backend, monkeypatch):
+        arguments = attend_arguments("cuda")
+        expected = attend(*arguments)
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
+        for _ in range(4):  # without a graph, recorded, replayed
+            torch.compiler.cudagraph_mark_step_begin()
+            for x, y in zip(compiled(*arguments), expected, strict=True):
+                torch.testing.assert_close(x, y)
 
 
 def test_pages_stand_where_they_stand(device):

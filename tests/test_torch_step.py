@@ -20,7 +20,7 @@ from jax_sparse_mla import DEEPSEEK_V4_FLASH  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 OPS = torch.ops.jax_sparse_mla
-BACKENDS = ("triton", "flashmla")
+BACKENDS = ("hopper", "triton", "flashmla")
 
 RATIO = 8
 SPEC = dataclasses.replace(DEEPSEEK_V4_FLASH, name="small V4", page_size=64, window=128, compress_ratios=(0, 4, RATIO))

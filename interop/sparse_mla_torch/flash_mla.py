@@ -4,9 +4,9 @@ Signatures and return conventions are FlashMLA's (commit 9241ae3 and the wheel s
 keywords come last). Calls that its Hopper kernels refuse are served too: any number of heads, any number of index
 columns, V3.2 with `topk_length` or with an extra cache, out-of-range indices and lengths, any batch, CPU tensors.
 
-On CUDA the router picks FlashMLA's own operators, where they are installed and are the faster choice, or our Triton
-kernels (docs/routing.md); both run on torch's current stream and can be captured in a CUDA graph once a call of the
-same shapes has run. The environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and
+On CUDA the router picks FlashMLA's own operators, where they are installed and are the faster choice, or our kernels
+(docs/routing.md); all run on torch's current stream and can be captured in a CUDA graph once a call of the same shapes
+has run. The environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and
 JAX_SPARSE_MLA_BACKEND name a backend instead; they are read when a call of new shapes comes first.
 """
 
@@ -36,8 +36,8 @@ class FlashMLASchedMeta:
     """The split-KV schedule of decode calls: empty at first, filled by its first call, reused by the later ones.
 
     A call may reuse it if its shapes are those of the first (checked) and so are the values of `topk_length` and
-    `extra_topk_length` (not checked). Where our Triton kernels serve the call, they need no schedule, and the tensors
-    stay None.
+    `extra_topk_length` (not checked). Where our kernels serve the call, they need no schedule, and the tensors stay
+    None.
 
     Attributes:
       have_initialized: whether a call has filled it.
@@ -127,8 +127,8 @@ def flash_mla_with_kvcache(
         operator serves the call. A broken promise reads out of bounds.
 
     Returns:
-      out bfloat16 `[batch, s_q, heads, 512]`, 0 where no token counts, and lse float32 `[batch, heads, s_q]` (a
-      transposed view), natural log, without the sink, +inf where no token counts.
+      out bfloat16 `[batch, s_q, heads, 512]`, 0 where no token counts, and lse float32 `[batch, heads, s_q]` (not
+      contiguous), natural log, without the sink, +inf where no token counts.
 
     Raises:
       TypeError, ValueError: what is not served; the message names the argument.
@@ -141,8 +141,8 @@ def flash_mla_with_kvcache(
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         first = (q, k_cache, indices, scale, topk_length, extra_k_cache, extra_indices_in_kvcache)
         options = (enable_batch_invariant, assume_valid_indices, True)
-        results = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
-        return _copied((results[0], results[1].transpose(1, 2)), out)
+        rows, lse = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
+        return _traced("flash_mla_with_kvcache", (rows, lse.transpose(1, 2)), out)
     # The fields of decode.Options: a plain tuple is made faster.
     options = ("flash_mla_with_kvcache", softmax_scale, _INF, enable_batch_invariant, assume_valid_indices)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
@@ -210,7 +210,11 @@ def flash_mla_sparse_fwd(
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
     if is_compiling():
         tensors = (q, kv[:, 0], indices[:, 0], sm_scale, topk_length, attn_sink)
-        return _compiled_fwd(ops.sparse_mla_prefill(*tensors, True), return_log2_lse, out)
+        results = ops.sparse_mla_prefill(*tensors, True)
+        if return_log2_lse:
+            results = (results[0], results[1] / _LN_2, results[2] / _LN_2)
+        results = _traced("flash_mla_sparse_fwd", results, out)
+        return (results[0], None, None) if return_log2_lse is False else results
     # The fields of prefill.Options.
     options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices)
     tensors = (q, kv, indices, topk_length, attn_sink)
@@ -304,24 +308,23 @@ def _check_out(function: str, out: Any, shapes: list[tuple[int, ...]], like: tor
         check_strided(function, f"out[{i}]", x, shape, like, FLOAT32 if i else BF16)
 
 
-def _copied(results: tuple, out: tuple | None) -> tuple[torch.Tensor, ...]:
-    if out is None:
-        return results
+def _copied(results: tuple, out: tuple) -> tuple[torch.Tensor, ...]:
     for target, result in zip(out, results, strict=True):
         target.copy_(result)
     return tuple(out)
 
 
-def _compiled_fwd(results: tuple, log2: bool | None, out: tuple | None) -> tuple:
-    """Traced: base 2 and `out` are the graph's to fuse."""
-    if log2:
-        results = (results[0], results[1] / _LN_2, results[2] / _LN_2)
-    results = _copied(results, out)
-    return (results[0], None, None) if log2 is False else results
+def _traced(function: str, results: tuple, out: tuple | None) -> tuple[torch.Tensor, ...]:
+    """A compiled graph's results, whose copies into `out` are the graph's to fuse."""
+    if out is None:
+        return results
+    _check_out(function, out, [tuple(x.shape) for x in results], results[0])
+    return _copied(results, out)
 
 
 def _into(call: Prepared, tensors: tuple, out: tuple, rows: tuple) -> tuple[torch.Tensor, ...]:
     """The call's results in `out`; `rows` are views of it in the shapes that kernels write."""
-    direct = call.writes_into and all(x.is_contiguous() for x in rows)
+    # Kernels store up to 16 bytes at a time.
+    direct = call.writes_into and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in rows)
     results = call.run(*tensors, rows if direct else None)
     return tuple(out) if direct else _copied(results, out)

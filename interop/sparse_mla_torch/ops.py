@@ -43,7 +43,8 @@ def sparse_mla_decode(
     FlashMLA's lse of a row without a key.
     """
     empty_lse = float("inf") if empty_lse_is_inf else -float("inf")
-    options = decode.Options("sparse_mla_decode", softmax_scale, empty_lse, batch_invariant, assume_valid_indices)
+    flags = (batch_invariant, assume_valid_indices)
+    options = decode.Options("sparse_mla_decode", softmax_scale, empty_lse, *flags, keeps_memory=False)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices, extra_topk_length, attn_sink)
     with torch.cuda.device_of(q):
         out, lse = decode.prepare(options, *tensors).run(*tensors, Schedule(), None)
@@ -67,7 +68,7 @@ def sparse_mla_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `jax_sparse_mla.sparse_mla_prefill`: kv `[kv_len, qk_dim]`, indices `[q_len, topk]`."""
     empty_lse = float("inf") if empty_lse_is_inf else -float("inf")
-    options = prefill.Options("sparse_mla_prefill", softmax_scale, empty_lse)
+    options = prefill.Options("sparse_mla_prefill", softmax_scale, empty_lse, keeps_memory=False)
     tensors = (q, kv.unsqueeze(1), indices.unsqueeze(1), topk_length, attn_sink)
     with torch.cuda.device_of(q):
         return prefill.prepare(options, *tensors).run(*tensors, None)

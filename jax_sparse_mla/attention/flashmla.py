@@ -58,8 +58,12 @@ class Library(NamedTuple):
 
 def available() -> bool:
     """Whether FlashMLA's operators, torch and `ffi.torch_call` seem to be there; imports none of them."""
-    has_torch = importlib.util.find_spec("torch") is not None
-    return has_torch and bool(_files("flash_mla", "_C_legacy*.so") or _sgl_kernel_files()) and ffi.available()
+    return importlib.util.find_spec("torch") is not None and has_operators() and ffi.available()
+
+
+def has_operators() -> bool:
+    """Whether a package is there with the operators for SM90 and for the V3.2 and V4 caches; imports none."""
+    return bool(_files("flash_mla", "_C_legacy*.so") or _sgl_kernel_files())
 
 
 def _files(package: str, pattern: str) -> list[Path]:

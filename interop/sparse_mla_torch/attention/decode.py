@@ -45,6 +45,8 @@ class Options(NamedTuple):
       function: named by errors.
       softmax_scale: None: qk_dim^-0.5.
       empty_lse: of a row without a valid key, +inf (FlashMLA) or −inf.
+      keeps_memory: False if the call must let go of all that it allocates, since a compiled graph may give it memory
+        that is the graph's.
     """
 
     function: str
@@ -52,6 +54,7 @@ class Options(NamedTuple):
     empty_lse: float
     batch_invariant: bool = False
     assume_valid_indices: bool = False
+    keeps_memory: bool = True
 
 
 def prepare(
@@ -87,9 +90,9 @@ def prepare(
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
-    layout, scopes = _check(options, *tensors)
-    if options.softmax_scale is None:
-        options = options._replace(softmax_scale=layout.qk_dim**-0.5)
+    layout, scopes = _check(options.function, *tensors)
+    scale = layout.qk_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    options = options._replace(softmax_scale=check_scale(options.function, scale))
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
     against = _against(options, layout, scopes, q, k_cache, indices, extra_k_cache, extra_indices)
@@ -118,11 +121,8 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     return Prepared(run, plan, make in (_triton, _hopper), shape)
 
 
-def _check(options, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
+def _check(function, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
     """The caches' layout and the tables' facts; raises what the call cannot be served for."""
-    function = options.function
-    if options.softmax_scale is not None:
-        check_scale(function, options.softmax_scale)
     *shape, heads, qk_dim = check_strided(function, "q", q, (None,) * 4, q, BF16)
     tables = [_check_table(function, "", k_cache, indices, lengths, shape, q)]
     if extra_k_cache is not None:
@@ -274,6 +274,7 @@ def _flashmla(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         *(layout, batch, q_len, heads, scopes, options.softmax_scale),
         has_sink,
         options.assume_valid_indices,
+        options.keeps_memory,
         route.device_info(q.device),
     )
     # Its copies of the queries want pieces of 16 bytes: 8 values.

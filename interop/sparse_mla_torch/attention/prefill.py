@@ -28,6 +28,7 @@ class Options(NamedTuple):
     empty_lse: float
     log2: bool = False
     assume_valid_indices: bool = False
+    keeps_memory: bool = True
 
 
 def prepare(
@@ -59,7 +60,7 @@ def prepare(
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
     function, (q, kv, indices, lengths, attn_sink) = options.function, tensors
-    check_scale(function, options.softmax_scale)
+    options = options._replace(softmax_scale=check_scale(function, options.softmax_scale))
     q_len, heads, qk_dim = check_strided(function, "q", q, (None,) * 3, q, BF16)
     if qk_dim not in (512, 576):
         raise ValueError(f"{function}: q must have rows of 512 or 576 values, got {qk_dim}")
@@ -75,7 +76,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     if device.platform == "cuda":
         from sparse_mla_torch.attention import vendor
 
-        why = vendor.prefill_obstacle(topk, kv_len, q.data_ptr() % 16 == kv.data_ptr() % 16 == 0)
+        why = vendor.prefill_obstacle(q, kv, indices)
         against = {"hopper": "its prefill is JAX's alone"} | ({"flashmla": why} if why else {})
     plan = route.plan_call(
         "prefill",
@@ -146,7 +147,7 @@ def _flashmla(options, q, scope, has_sink) -> Callable[..., Results]:
 
     attend = vendor.Prefill(
         *(q.shape[0], q.shape[1], scope, options.softmax_scale, has_sink, options.assume_valid_indices),
-        *(options.log2, route.device_info(q.device)),
+        *(options.log2, options.keeps_memory, route.device_info(q.device)),
     )
     if options.empty_lse > 0:
         return attend

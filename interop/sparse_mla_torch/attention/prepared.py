@@ -15,6 +15,8 @@ from jax_sparse_mla.attention.route import Plan
 
 # Calls of new shapes forget the others when there are so many: a long-lived process does not grow.
 _MAX_CALLS = 4096
+# Bytes: no kernel asks for more (FlashMLA's for SM100, of prefill's indices); host.c's facts know as much.
+ALIGNMENT = 32
 
 Results = tuple[torch.Tensor, ...]
 
@@ -95,7 +97,7 @@ def _facts_in_python(tensors: tuple) -> tuple | None:
 
 
 def _facts_of(x: torch.Tensor) -> tuple:
-    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() & 15
+    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() % ALIGNMENT
 
 
 def forget() -> None:

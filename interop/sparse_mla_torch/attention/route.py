@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from jax_sparse_mla import cuda_build
+from jax_sparse_mla.attention import flashmla
 from jax_sparse_mla.attention.route import DeviceInfo, Plan, plan_attention
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
@@ -69,14 +70,10 @@ def override_of(phase: str) -> str | None:
 @functools.cache
 def installed_backends(device_type: str) -> frozenset[str]:
     """Of the backends that torch calls, those whose packages are there; on SM90 our kernel is loaded."""
-
-    def found(name: str) -> bool:
-        return importlib.util.find_spec(name) is not None
-
     names = {"reference"}
-    if device_type == "cuda" and found("triton"):
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         names.add("triton")
-        if found("flash_mla") or found("sgl_kernel"):  # our sanitiser goes before it
+        if flashmla.has_operators():  # our sanitiser goes before them
             names.add("flashmla")
     sm90 = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     if sm90 and cuda_build.sparse_decode_module() is not None:

@@ -58,6 +58,7 @@ class Decode:
       softmax_scale: what q·k is multiplied by.
       has_sink: whether the call has an attention sink.
       assume_valid_indices: leaves out the sanitiser where the operator can take the tables as they are.
+      keeps_memory: see `decode.Options`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Decode:
         softmax_scale: float,
         has_sink: bool,
         assume_valid_indices: bool,
+        keeps_memory: bool,
         device: DeviceInfo,
     ):
         self._heads, self._padded = heads, flashmla.padded_heads(heads)
@@ -92,7 +94,8 @@ class Decode:
         self._sanitise = None
         fits = self._padded == heads or not has_sink
         if not assume_valid_indices or not fits or any(table.width != table.topk for table in tables):
-            self._sanitise = Sanitiser(batch * q_len, q_len, tables, heads if has_sink else 0, self._padded)
+            sinks = heads if has_sink else 0
+            self._sanitise = Sanitiser(batch * q_len, q_len, tables, sinks, self._padded, keeps_memory)
 
     def __call__(
         self,
@@ -155,6 +158,7 @@ class Prefill:
       has_sink: whether the call has an attention sink.
       assume_valid_indices: takes the lengths as they are.
       log2: max_logits and lse in base 2.
+      keeps_memory: see `decode.Options`.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class Prefill:
         has_sink: bool,
         assume_valid_indices: bool,
         log2: bool,
+        keeps_memory: bool,
         device: DeviceInfo,
     ):
         library = flashmla.library()
@@ -183,7 +188,7 @@ class Prefill:
         self._sanitise = None
         if self._rewrites or clips:
             table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=self._rewrites)
-            self._sanitise = Sanitiser(rows, 1, [table], 0, self._padded)
+            self._sanitise = Sanitiser(rows, 1, [table], 0, self._padded, keeps_memory)
 
     def __call__(
         self,
@@ -219,10 +224,11 @@ def _pad_heads(x: torch.Tensor, padded: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, padded - x.shape[-2]))
 
 
-def prefill_obstacle(topk: int, kv_len: int, aligned: bool) -> str | None:
+def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> str | None:
     """Why the prefill operator cannot take a call, beyond what its device and heads say; None if it can."""
-    if not aligned:
-        return "its kernel reads 16 bytes at a time: tensors must begin at multiples of 16 bytes"
+    topk, kv_len = indices.shape[-1], kv.shape[0]
+    if q.data_ptr() % 16 or kv.data_ptr() % 16 or indices.data_ptr() % 32:
+        return "its kernels read 16 bytes at a time, 32 of the indices: tensors must begin at multiples of that"
     if topk == 0 or kv_len == 0:
         return "its kernel needs a row of kv and an index column"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 
@@ -54,9 +55,10 @@ def check_strided(
     return tuple(x.shape)
 
 
-def check_scale(function: str, softmax_scale: float) -> None:
-    """Refuses what is not a finite number."""
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+def check_scale(function: str, softmax_scale: float) -> float:
+    """The scale, of Python's or of numpy's numbers; refuses what is not a finite one."""
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
         raise TypeError(f"{function}: the softmax scale must be a number, got {type(softmax_scale).__name__}")
     if not math.isfinite(softmax_scale):
         raise ValueError(f"{function}: the softmax scale must be finite, got {softmax_scale}")
+    return float(softmax_scale)

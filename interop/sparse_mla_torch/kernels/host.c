@@ -11,6 +11,7 @@
 #include <string.h>
 
 enum { kMaxWords = 256, kMaxParameters = 48, kMaxResults = 8, kMaxPlaces = 64, kInvalidContext = 201 };
+enum { kAlignment = 32 };  // bytes: as `prepared.ALIGNMENT`
 static const char kKernelName[] = "jax_sparse_mla_kernel";
 
 typedef int (*LaunchKernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -72,7 +73,7 @@ static bool is_current(DLDevice device) {
 }
 
 PyDoc_STRVAR(facts_doc,
-             "facts(*tensors) -> bytes: dtypes, devices, shapes, strides, and addresses modulo 16, of tensors or Nones; "
+             "facts(*tensors) -> bytes: dtypes, devices, shapes, strides, and addresses modulo 32, of tensors or Nones; "
              "None if one is neither, or if the first is on a GPU that is not this thread's current one.");
 
 static PyObject* facts(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
@@ -88,7 +89,7 @@ static PyObject* facts(PyObject* module, PyObject* const* arguments, Py_ssize_t 
     const size_t rank = x.ndim;
     if (used + 2 + 2 * rank > kMaxWords) Py_RETURN_NONE;
     words[used++] = (int64_t)x.ndim << 32 | x.dtype.code << 24 | x.dtype.bits << 16 | x.dtype.lanes;
-    words[used++] = (int64_t)x.device.device_id << 32 | (int64_t)x.device.device_type << 8 | (address_of(&x) & 15);
+    words[used++] = (int64_t)x.device.device_id << 32 | (int64_t)x.device.device_type << 8 | (address_of(&x) % kAlignment);
     if (rank == 0) continue;
     memcpy(words + used, x.shape, rank * sizeof *words);
     memcpy(words + used + rank, x.strides, rank * sizeof *words);

@@ -42,13 +42,19 @@ class Table(NamedTuple):
 
 
 class Sanitiser:
-    """One launch for one or two tables of `rows` rows and a sink of `heads` heads (0: none) padded to `padded`."""
+    """One launch for one or two tables of `rows` rows and a sink of `heads` heads (0: none) padded to `padded`.
 
-    def __init__(self, rows: int, rows_per_length: int, tables: list[Table], heads: int, padded: int):
+    With `keeps_memory` small results go to memory that is kept from call to call; else each call allocates its own.
+    """
+
+    def __init__(
+        self, rows: int, rows_per_length: int, tables: list[Table], heads: int, padded: int, keeps_memory: bool
+    ):
         first, second = self._tables = (*tables, Table(1, 0, 0, False))[:2]
         self._padded = padded if heads else 0
         widths = [table.width if table.rewritten else 0 for table in (first, second)]
-        self._small = 4 * (rows * (sum(widths) + 2) + padded + 32) <= _WORKSPACE_BYTES
+        fits = 4 * (rows * (sum(widths) + 2) + padded + 32) <= _WORKSPACE_BYTES
+        self._keeps_memory = keeps_memory and fits
         self.again: Callable[..., Results | None] = _never
         self._launch = Launch(
             kernels.sanitise_kernel,
@@ -84,7 +90,7 @@ class Sanitiser:
         """
         given = (indices, lengths, extra_indices, extra_lengths, sink)
         # A captured graph is replayed on any stream: what it writes is its own.
-        if not self._small or not indices.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not self._keeps_memory or not indices.is_cuda or torch.cuda.is_current_stream_capturing():
             results = self._carve(given, indices.new_empty)
             self._launch(given, results)
             return results
@@ -128,8 +134,10 @@ def _workspace(device: int) -> torch.Tensor:
     On one stream, the kernels of one thread's call have read it before those of its next call write it.
     """
     place = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
-    if place not in _workspaces:
+    workspace = _workspaces.get(place)
+    if workspace is None:
+        workspace = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
         if len(_workspaces) >= _MAX_WORKSPACES:
-            _workspaces.clear()
-        _workspaces[place] = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
-    return _workspaces[place]
+            _workspaces.clear()  # also another thread's, which has its own hold on it
+        _workspaces[place] = workspace
+    return workspace
