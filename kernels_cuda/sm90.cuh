@@ -26,9 +26,6 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
 
 // Waits for the end of the barrier's phase of this parity; the phase before the first counts as ended, of parity 1.
 __device__ __forceinline__ void wait(Barrier* barrier, int parity) {
-#ifdef WATCHDOG
-  long long begin = clock64();
-#endif
   uint32_t done = 0;
   while (!done) {
     asm volatile(
@@ -38,9 +35,6 @@ __device__ __forceinline__ void wait(Barrier* barrier, int parity) {
         : "=r"(done)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
-#ifdef WATCHDOG
-    WATCHDOG
-#endif
   }
 }
 
@@ -66,13 +60,6 @@ __device__ __forceinline__ void copy_async_4(uint32_t to, const void* from) {
 }
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
-
-// A multiple of 16 bytes.
-__device__ __forceinline__ void prefetch(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-}
 
 __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

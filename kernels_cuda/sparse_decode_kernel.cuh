@@ -9,16 +9,13 @@
 #include <cuda_fp8.h>
 
 #include "sm90.cuh"
+#include "sparse_decode_join.cuh"
 #include "sparse_decode_schedule.cuh"
 
 namespace sparse_decode {
 
 using sm90::Barrier;
 using sm90::kTileBytes;
-
-#ifndef TRACE
-#define TRACE(role, block, event)
-#endif
 
 // Registers of each thread, by role; a multiprocessor has 4 x 128 for one thread of each warpgroup.
 constexpr int kKeyRegisters = 104, kScoreRegisters = 88, kSumRegisters = 160;
@@ -119,8 +116,6 @@ __device__ __forceinline__ Source locate(const Table& table, int slot) {
           there ? begin + static_cast<int64_t>(page_size) * Layout<kFormat>::kRowBytes + offset * 8 : zeros};
 }
 
-__device__ __forceinline__ uint32_t bits(__nv_bfloat162 x) { return *reinterpret_cast<uint32_t*>(&x); }
-
 __device__ __forceinline__ float2 two_floats(uint32_t fp8_pair) {
   __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(fp8_pair), __NV_E4M3);
   return __half22float2(__half2(halves));
@@ -162,15 +157,10 @@ struct Scales<kV32> {
 
 template <typename Scale, typename Of>
 __device__ __forceinline__ void convert(uint4 values, Scale scale, Of of, uint32_t to_low, uint32_t to_high) {
-#ifdef ABLATE_CONVERT
-  sm90::store(to_low, values);
-  sm90::store(to_high, values);
-#else
   sm90::store(to_low, {of(values.x & 0xFFFF, scale), of(values.x >> 16, scale), of(values.y & 0xFFFF, scale),
                        of(values.y >> 16, scale)});
   sm90::store(to_high, {of(values.z & 0xFFFF, scale), of(values.z >> 16, scale), of(values.w & 0xFFFF, scale),
                         of(values.w >> 16, scale)});
-#endif
 }
 
 // What a thread holds of its two keys of a block in one half of V: 16 values of each tile. It is loaded at once, a block
@@ -239,12 +229,10 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
       Turn<2> turn{n};
       __syncwarp();
       if (lane == 0) sm90::arrive(&shared.keys_full[turn.buffer()][0]);
-      TRACE(0, n, 2);
       second.convert_to(sm90::shared_address(shared.keys[turn.buffer()]) + token * 128 + chunk);
       sm90::wait_copies();
       __syncwarp();
       if (lane == 0) sm90::arrive(&shared.keys_full[turn.buffer()][1]);
-      TRACE(0, n, 3);
     }
     second.load(next, part);
     if (n + 1 == piece.blocks) break;
@@ -258,9 +246,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
       valid[i] = __ballot_sync(~0u, is_slot(table, slot)) & 255;
     }
     seconds = (seconds | copy_ahead(n + 3) << 3) >> 1;
-    TRACE(0, n + 1, 0);
     sm90::wait(&shared.keys_empty[turn.buffer()], turn.parity() ^ 1);
-    TRACE(0, n + 1, 1);
     if (lane == 0) shared.valid[turn.buffer()][warp] = valid[0], shared.valid[turn.buffer()][4 + warp] = valid[1];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -274,7 +260,6 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
 }
 
 // --- scores -----------------------------------------------------------------------------------------------------
-
 
 // Begins to copy a row's queries, the heads from `head` on; zeros stand for those that the tile lacks.
 template <Format kFormat>
@@ -300,14 +285,12 @@ __device__ __forceinline__ void score(Shared<kFormat>& shared, Turn<2> turn, flo
   uint64_t k = sm90::by_rows(sm90::shared_address(shared.keys[turn.buffer()]));
   sm90::wait(&shared.keys_full[turn.buffer()][0], turn.parity());
   sm90::fence_matrix_reads();
-  TRACE(1, turn.n, 1);
   sm90::begin_products();
 #pragma unroll
   for (int i = 0; i < 4 * L::kTiles; i++) {
     if (i == 4 * L::kFirstTiles) {
       sm90::wait(&shared.keys_full[turn.buffer()][1], turn.parity());
       sm90::fence_matrix_reads();
-      TRACE(1, turn.n, 2);
     }
     int bytes = i / 4 * kTileBytes + i % 4 * 32;
     sm90::multiply_64(scores, sm90::advance(q, bytes), sm90::advance(k, bytes), i > 0);
@@ -315,8 +298,6 @@ __device__ __forceinline__ void score(Shared<kFormat>& shared, Turn<2> turn, flo
   sm90::commit_products();
   sm90::wait_products();
 }
-
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // The largest of a row's values and what is done with it, for the two rows of a thread; base 2.
 struct Statistics {
@@ -328,9 +309,6 @@ __device__ __forceinline__ float over_quad(float x, float (*both)(float, float))
   x = both(x, __shfl_xor_sync(~0u, x, 1));
   return both(x, __shfl_xor_sync(~0u, x, 2));
 }
-
-__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ float total(float a, float b) { return a + b; }
 
 // Scores become weights relative to the row's largest score, or to one at most 8 (a factor of 256) below it: most
 // blocks leave it as it is, and then nothing needs to be rescaled. Returns the factors.
@@ -417,9 +395,7 @@ __device__ __forceinline__ void weigh_keys(const Call& call, const Piece& piece,
     sm90::sync_threads(kScoreBarrier, 128);
     for (int block = rows.at.block, last = rows.last(); block < last; block++, n++) {
       float scores[32];
-      TRACE(1, n, 0);
       score<kFormat>(shared, {n}, scores);
-      TRACE(1, n, 3);
       if (block + 1 == last) {
         sm90::sync_threads(kScoreBarrier, 128);  // all have read the queries
         rows.advance(call);
@@ -427,10 +403,8 @@ __device__ __forceinline__ void weigh_keys(const Call& call, const Piece& piece,
       }
       uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % 2]);
       float2 rescale = weigh(scores, valid, call.scale_log2, statistics);
-      TRACE(1, n, 4);
       Turn<kWeights> turn{n};
       sm90::wait(&shared.weights_empty[turn.buffer()], turn.parity() ^ 1);
-      TRACE(1, n, 5);
       store_weights(scores, sm90::shared_address(shared.weights[turn.buffer()]));
       if (lane % 4 == 0) {
         shared.rescale[turn.buffer()][tile_row] = rescale.x;
@@ -446,7 +420,6 @@ __device__ __forceinline__ void weigh_keys(const Call& call, const Piece& piece,
       }
       __syncwarp();
       if (lane == 0) sm90::arrive(&shared.weights_full[turn.buffer()]);
-      TRACE(1, n, 6);
     }
   }
 }
@@ -509,10 +482,8 @@ __device__ __forceinline__ void sum_values(const Call& call, const Piece& piece,
     for (int block = first; block < last; block++, n++) {
       Turn<kWeights> turn{n};
       int buffer = turn.buffer();
-      TRACE(2 + half, n, 0);
       sm90::wait(&shared.weights_full[buffer], turn.parity());
       sm90::fence_matrix_reads();
-      TRACE(2 + half, n, 1);
       float rescale[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -526,7 +497,6 @@ __device__ __forceinline__ void sum_values(const Call& call, const Piece& piece,
       uint64_t p = sm90::by_rows(sm90::shared_address(shared.weights[buffer]));
       uint64_t v = sm90::by_columns(sm90::shared_address(shared.keys[n % 2]) + half * 4 * kTileBytes);
       sm90::begin_products();
-#ifndef ABLATE_PV
 #pragma unroll
       for (int i = 0; i < kBlock / 16; i++) {
 #pragma unroll
@@ -535,14 +505,12 @@ __device__ __forceinline__ void sum_values(const Call& call, const Piece& piece,
           sm90::multiply_128(sums[j], sm90::advance(p, i * 32), columns, block > first || i > 0);
         }
       }
-#endif
       sm90::commit_products();
       sm90::wait_products();
       if (lane == 0) {
         if (block + 1 < last) sm90::arrive(&shared.keys_empty[n % 2]);
         sm90::arrive(&shared.weights_empty[buffer]);
       }
-      TRACE(2 + half, n, 2);
     }
     sm90::sync_threads(kSumBarrier + half, 128);  // all have read the keys
     int slot = (n - 1) % 2, head = tile * kHeads + warp * 16, heads = min(max(call.heads - head, 0), 16);
@@ -555,107 +523,6 @@ __device__ __forceinline__ void sum_values(const Call& call, const Piece& piece,
       store_part(sums, tile_of_keys, call.part_values + to, heads);
     }
     if (lane == 0) sm90::arrive(&shared.keys_empty[slot]);
-    TRACE(2 + half, n - 1, 3);
-  }
-}
-
-// --- joining ----------------------------------------------------------------------------------------------------
-
-// A row that is cut: the thread block that has its first part, and how many parts it has, in thread blocks that follow
-// each other at a distance of `tiles`.
-struct CutRow {
-  int row, first, parts;
-};
-
-// Lists the cut rows in shared memory, in the same order in all thread blocks; all threads.
-__device__ __forceinline__ int list_cut_rows(const Call& call, int2* part_rows, CutRow* list, int* count) {
-  int blocks = gridDim.x, thread = threadIdx.x;
-  for (int i = thread; i < blocks; i += kThreads) part_rows[i] = __ldcg(&call.part_rows[i]);
-  __syncthreads();
-  if (thread < 32) {
-    int found = 0;
-    for (int begin = 0; begin < blocks; begin += 32) {
-      int i = begin + thread;
-      int row = i < blocks ? part_rows[i].y : -1;
-      unsigned all = __ballot_sync(~0u, row >= 0);
-      if (row >= 0) {
-        int next = i + call.tiles;
-        while (next < blocks && part_rows[next].x == row) next += call.tiles;
-        list[found + __popc(all & ((1u << thread) - 1))] = {row, i, (next - i) / call.tiles};
-      }
-      found += __popc(all);
-    }
-    if (thread == 0) *count = found;
-  }
-  __syncthreads();
-  return *count;
-}
-
-__device__ __forceinline__ float over_warp(float x, float (*both)(float, float)) {
-#pragma unroll
-  for (int step = 16; step; step /= 2) x = both(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
-
-// A quarter of a head's values, by a warp. Parts are added in the order of the keys, whoever wrote them first.
-__device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row, int quarter) {
-  constexpr int kAtOnce = 8;  // parts whose values are waited for together
-  int lane = threadIdx.x % 32, head = cut.first % call.tiles * kHeads + tile_row;
-  auto slot = [&](int part) {
-    return static_cast<int64_t>((cut.first + part * call.tiles) * 2 + (part == 0)) * kHeads + tile_row;
-  };
-  auto sums_of = [&](int part) {
-    return part < cut.parts ? __ldcg(&call.part_sums[slot(part)]) : float2{-INFINITY, 0};
-  };
-  float4 values[kAtOnce], joined = {0, 0, 0, 0};
-  auto load_values = [&](int begin) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const float* from = call.part_values + slot(begin + i) * kValues + quarter * 128 + lane * 4;
-      values[i] = begin + i < cut.parts ? __ldcg(reinterpret_cast<const float4*>(from)) : float4{0, 0, 0, 0};
-    }
-  };
-  load_values(0);
-  float2 sums = sums_of(lane);
-  float sink = call.sink ? call.sink[head] * kLog2E : -INFINITY;
-  float largest = sums.x;
-  for (int part = lane + 32; part < cut.parts; part += 32) largest = fmaxf(largest, sums_of(part).x);
-  largest = over_warp(largest, larger);
-  float base = largest == -INFINITY ? 0 : largest, sum = 0, weight = 0;
-  for (int begin = 0; begin < cut.parts; begin += kAtOnce) {
-    if (begin % 32 == 0) {
-      if (begin) sums = sums_of(begin + lane);
-      weight = exp2f(sums.x - base);
-      sum += sums.y * weight;
-    }
-    if (begin) load_values(begin);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      float w = __shfl_sync(~0u, weight, (begin + i) % 32);
-      joined.x += w * values[i].x, joined.y += w * values[i].y, joined.z += w * values[i].z, joined.w += w * values[i].w;
-    }
-  }
-  sum = over_warp(sum, total);
-  float factor = sum == 0 ? 0.0f : 1 / (sum + exp2f(sink - largest));
-  int64_t at = static_cast<int64_t>(cut.row) * call.heads + head;
-  if (quarter == 0 && lane == 0) call.lse[at] = sum == 0 ? call.empty_lse : kLn2 * (largest + log2f(sum));
-  uint2 out = {bits(__floats2bfloat162_rn(joined.x * factor, joined.y * factor)),
-               bits(__floats2bfloat162_rn(joined.z * factor, joined.w * factor))};
-  *reinterpret_cast<uint2*>(call.out + at * kValues + quarter * 128 + lane * 4) = out;
-}
-
-__device__ __forceinline__ void join_parts(const Call& call, void* scratch) {
-  int blocks = gridDim.x, warps = blocks * (kThreads / 32);
-  int2* part_rows = static_cast<int2*>(scratch);
-  CutRow* list = reinterpret_cast<CutRow*>(part_rows + blocks);
-  int* count = reinterpret_cast<int*>(list + blocks);
-  int cut_rows = list_cut_rows(call, part_rows, list, count);
-  int heads = min(call.heads, kHeads);
-  // Neighbouring tasks go to different thread blocks, so that few rows keep all of them busy.
-  for (int task = threadIdx.x / 32 * blocks + blockIdx.x; task < cut_rows * heads * 4; task += warps) {
-    CutRow cut = list[task / (4 * heads)];
-    int tile_row = task / 4 % heads;
-    if (cut.first % call.tiles * kHeads + tile_row < call.heads) join(call, cut, tile_row, task % 4);
   }
 }
 
@@ -663,7 +530,6 @@ __device__ __forceinline__ void join_parts(const Call& call, void* scratch) {
 
 template <Format kFormat>
 __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
-  TRACE(4, 0, 0);
   int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; i++) {
@@ -679,7 +545,6 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
   }
   const Piece piece = plan_piece(call, shared.planning, blockIdx.x / call.tiles);
   __syncthreads();
-  TRACE(4, 0, 1);
   if (piece.joins && threadIdx.x == 0) call.part_rows[blockIdx.x] = parts_of(piece);
 
   if (piece.blocks > 0) {  // registers change hands between warpgroups that all have work
@@ -700,12 +565,9 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
       sm90::shrink_registers<128>();
     }
   }
-  TRACE(4, warpgroup, 2);
   if (!piece.joins) return;
   cooperative_groups::this_grid().sync();
-  TRACE(4, warpgroup, 3);
   join_parts(call, &shared);
-  TRACE(4, warpgroup, 4);
 }
 
 extern __shared__ uint8_t dynamic_shared[];

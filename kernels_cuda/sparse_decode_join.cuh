@@ -1,0 +1,114 @@
+// The parts of rows that were cut, joined once all thread blocks have left theirs.
+
+#pragma once
+
+#include "sparse_decode_schedule.cuh"
+
+namespace sparse_decode {
+
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ uint32_t bits(__nv_bfloat162 x) { return *reinterpret_cast<uint32_t*>(&x); }
+
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ float total(float a, float b) { return a + b; }
+
+// A row that is cut: the thread block that has its first part, and how many parts it has, in thread blocks that follow
+// each other at a distance of `tiles`.
+struct CutRow {
+  int row, first, parts;
+};
+
+// Lists the cut rows in shared memory, in the same order in all thread blocks; all threads.
+__device__ __forceinline__ int list_cut_rows(const Call& call, int2* part_rows, CutRow* list, int* count) {
+  int blocks = gridDim.x, thread = threadIdx.x;
+  for (int i = thread; i < blocks; i += kThreads) part_rows[i] = __ldcg(&call.part_rows[i]);
+  __syncthreads();
+  if (thread < 32) {
+    int found = 0;
+    for (int begin = 0; begin < blocks; begin += 32) {
+      int i = begin + thread;
+      int row = i < blocks ? part_rows[i].y : -1;
+      unsigned all = __ballot_sync(~0u, row >= 0);
+      if (row >= 0) {
+        int next = i + call.tiles;
+        while (next < blocks && part_rows[next].x == row) next += call.tiles;
+        list[found + __popc(all & ((1u << thread) - 1))] = {row, i, (next - i) / call.tiles};
+      }
+      found += __popc(all);
+    }
+    if (thread == 0) *count = found;
+  }
+  __syncthreads();
+  return *count;
+}
+
+__device__ __forceinline__ float over_warp(float x, float (*both)(float, float)) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) x = both(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// A quarter of a head's values, by a warp. Parts are added in the order of the keys, whoever wrote them first.
+__device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row, int quarter) {
+  constexpr int kAtOnce = 8;  // parts whose values are waited for together
+  int lane = threadIdx.x % 32, head = cut.first % call.tiles * kHeads + tile_row;
+  auto slot = [&](int part) {
+    return static_cast<int64_t>((cut.first + part * call.tiles) * 2 + (part == 0)) * kHeads + tile_row;
+  };
+  auto sums_of = [&](int part) {
+    return part < cut.parts ? __ldcg(&call.part_sums[slot(part)]) : float2{-INFINITY, 0};
+  };
+  float4 values[kAtOnce], joined = {0, 0, 0, 0};
+  auto load_values = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const float* from = call.part_values + slot(begin + i) * kValues + quarter * 128 + lane * 4;
+      values[i] = begin + i < cut.parts ? __ldcg(reinterpret_cast<const float4*>(from)) : float4{0, 0, 0, 0};
+    }
+  };
+  load_values(0);
+  float2 sums = sums_of(lane);
+  float sink = call.sink ? call.sink[head] * kLog2E : -INFINITY;
+  float largest = sums.x;
+  for (int part = lane + 32; part < cut.parts; part += 32) largest = fmaxf(largest, sums_of(part).x);
+  largest = over_warp(largest, larger);
+  float base = largest == -INFINITY ? 0 : largest, sum = 0, weight = 0;
+  for (int begin = 0; begin < cut.parts; begin += kAtOnce) {
+    if (begin % 32 == 0) {
+      if (begin) sums = sums_of(begin + lane);
+      weight = exp2f(sums.x - base);
+      sum += sums.y * weight;
+    }
+    if (begin) load_values(begin);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      float w = __shfl_sync(~0u, weight, (begin + i) % 32);
+      joined.x += w * values[i].x, joined.y += w * values[i].y, joined.z += w * values[i].z, joined.w += w * values[i].w;
+    }
+  }
+  sum = over_warp(sum, total);
+  float factor = sum == 0 ? 0.0f : 1 / (sum + exp2f(sink - largest));
+  int64_t at = static_cast<int64_t>(cut.row) * call.heads + head;
+  if (quarter == 0 && lane == 0) call.lse[at] = sum == 0 ? call.empty_lse : kLn2 * (largest + log2f(sum));
+  uint2 out = {bits(__floats2bfloat162_rn(joined.x * factor, joined.y * factor)),
+               bits(__floats2bfloat162_rn(joined.z * factor, joined.w * factor))};
+  *reinterpret_cast<uint2*>(call.out + at * kValues + quarter * 128 + lane * 4) = out;
+}
+
+__device__ __forceinline__ void join_parts(const Call& call, void* scratch) {
+  int blocks = gridDim.x, warps = blocks * (kThreads / 32);
+  int2* part_rows = static_cast<int2*>(scratch);
+  CutRow* list = reinterpret_cast<CutRow*>(part_rows + blocks);
+  int* count = reinterpret_cast<int*>(list + blocks);
+  int cut_rows = list_cut_rows(call, part_rows, list, count);
+  int heads = min(call.heads, kHeads);
+  // Neighbouring tasks go to different thread blocks, so that few rows keep all of them busy.
+  for (int task = threadIdx.x / 32 * blocks + blockIdx.x; task < cut_rows * heads * 4; task += warps) {
+    CutRow cut = list[task / (4 * heads)];
+    int tile_row = task / 4 % heads;
+    if (cut.first % call.tiles * kHeads + tile_row < call.heads) join(call, cut, tile_row, task % 4);
+  }
+}
+
+}  // namespace sparse_decode
