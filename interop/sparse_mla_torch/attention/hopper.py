@@ -36,7 +36,7 @@ class Decode:
             batch_invariant=batch_invariant,
         )
         pages = [x for scope in scopes for x in (scope.num_slots, scope.page_size, scope.page_bytes)]
-        self._numbers = (*([*pages, 0, 1, 0])[:6], softmax_scale, empty_lse, plan.groups, plan.cuts)
+        self._numbers = (*[*pages, 0, 1, 0][:6], softmax_scale, empty_lse, plan.groups, plan.cuts)
         self._parts = [(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES)]
         self._device = device
         self._function = cuda_build.sparse_decode_module().sparse_decode
@@ -50,7 +50,9 @@ class Decode:
         lse: torch.Tensor,
     ) -> None:
         """Tables are (cache, indices, lengths), one for each scope; all but the caches contiguous."""
-        first, second = ([*tables, (None, None, None)])[:2]
+        # Bytes, whatever they are said to be: not every exchange of tensors knows FP8.
+        tables = [(cache.view(torch.uint8), *rest) for cache, *rest in tables]
+        first, second = [*tables, (None, None, None)][:2]
         # The scratch comes from torch's pool, which a graph that captures the call keeps.
         parts = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._parts]
         parts += [None] * (3 - len(parts))
