@@ -1,4 +1,4 @@
-// Sparse MLA decode on SM90, behind TVM FFI: one binary that XLA and torch call. sparse_decode_kernel.cuh is the kernel.
+// Sparse MLA decode on SM90, behind TVM FFI: one binary that XLA and torch call. The kernel: sparse_decode_kernel.cuh.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

@@ -84,7 +84,8 @@ __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row,
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
       float w = __shfl_sync(~0u, weight, (begin + i) % 32);
-      joined.x += w * values[i].x, joined.y += w * values[i].y, joined.z += w * values[i].z, joined.w += w * values[i].w;
+      joined.x += w * values[i].x, joined.y += w * values[i].y;
+      joined.z += w * values[i].z, joined.w += w * values[i].w;
     }
   }
   sum = over_warp(sum, total);

@@ -87,8 +87,9 @@ __device__ __forceinline__ bool copy_slots(const Call& call, const Blocks& block
   const int* indices = table.indices + static_cast<int64_t>(blocks.rows.at.row) * table.topk + column;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    if (mine && column + i * 32 < length) sm90::copy_async_4(sm90::shared_address(to + token + i * 32), indices + i * 32);
-    if (mine && column + i * 32 >= length) to[token + i * 32] = -1;
+    int* at = to + token + i * 32;
+    if (mine && column + i * 32 < length) sm90::copy_async_4(sm90::shared_address(at), indices + i * 32);
+    if (mine && column + i * 32 >= length) *at = -1;
   }
   return second;
 }
@@ -163,8 +164,8 @@ __device__ __forceinline__ void convert(uint4 values, Scale scale, Of of, uint32
                         of(values.w >> 16, scale)});
 }
 
-// What a thread holds of its two keys of a block in one half of V: 16 values of each tile. It is loaded at once, a block
-// ahead, into registers that have just been converted: whatever is waited for is older than what was loaded last.
+// What a thread holds of its two keys of a block in one half of V: 16 values of each tile. It is loaded at once, a
+// block ahead, into registers that have just been converted.
 template <Format kFormat, int kHalf>
 struct Values {
   static constexpr int kFirst = kHalf * Layout<kFormat>::kFirstTiles;
@@ -195,8 +196,8 @@ struct Values {
   }
 };
 
-// Four neighbouring threads share two keys of a block, 32 apart. Slots are copied to shared memory two blocks ahead, rows
-// loaded into registers one block ahead.
+// Four neighbouring threads share two keys of a block, 32 apart. Slots are copied to shared memory two blocks ahead,
+// rows loaded into registers one block ahead.
 template <Format kFormat>
 __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece, Shared<kFormat>& shared) {
   using L = Layout<kFormat>;
@@ -360,7 +361,10 @@ __device__ __forceinline__ void store_weights(const float (&weights)[32], uint32
   for (int chunk = 0; chunk < 8; chunk += 2) {
     uint32_t x[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = bits(__floats2bfloat162_rn(weights[4 * chunk + 2 * i], weights[4 * chunk + 2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+      const float* pair = &weights[4 * chunk + 2 * i];
+      x[i] = bits(__floats2bfloat162_rn(pair[0], pair[1]));
+    }
     sm90::store_matrices(to + row * 128 + ((chunk + lane / 16) ^ lane % 8) * 16, x);
   }
 }
@@ -426,8 +430,8 @@ __device__ __forceinline__ void weigh_keys(const Call& call, const Piece& piece,
 
 // --- values -----------------------------------------------------------------------------------------------------
 
-// A warp's 16 rows of sums are put in order in its tile of the keys that were read last: whole rows go out, 512 bytes at
-// a time. Chunks of 16 bytes are permuted within a row, so that neither writing nor reading meets a bank twice.
+// A warp's 16 rows of sums are put in order in its tile of the keys that were read last: whole rows go out, 512 bytes
+// at a time. Chunks of 16 bytes are permuted within a row, so that neither writing nor reading meets a bank twice.
 
 __device__ __forceinline__ void copy_rows(uint32_t from, int swizzle, uint8_t* to, int64_t row_bytes, int rows) {
   int lane = threadIdx.x % 32;
@@ -472,7 +476,8 @@ __device__ __forceinline__ void store_part(const float (&sums)[2][64], uint32_t 
 
 // O += P V for one half of V's columns.
 template <Format kFormat>
-__device__ __forceinline__ void sum_values(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile, int half) {
+__device__ __forceinline__ void sum_values(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
+                                           int half) {
   constexpr int kWeights = Shared<kFormat>::kWeights;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, tile_row = warp * 16 + lane / 4, n = 0;
   float sums[2][64];  // of 128 columns each

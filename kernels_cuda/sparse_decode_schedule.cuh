@@ -223,7 +223,8 @@ __device__ __forceinline__ Piece plan_piece(const Call& call, Planning& shared, 
 __device__ __forceinline__ int2 parts_of(const Piece& piece) {
   bool any = piece.blocks > 0;
   bool begun = piece.end.row > piece.begin.row || piece.begin.block == 0;
-  return {any && piece.begin.block > 0 ? piece.begin.row : -1, any && piece.end.block > 0 && begun ? piece.end.row : -1};
+  return {any && piece.begin.block > 0 ? piece.begin.row : -1,
+          any && piece.end.block > 0 && begun ? piece.end.row : -1};
 }
 
 // What is left of a piece, row by row.
