@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import itertools
 import pathlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +22,9 @@ import jax
 
 __all__ = ["Buffer", "available", "call"]
 
-_numbers = itertools.count()  # threads that trace at once never name two targets alike
+_lock = threading.Lock()
+_targets: dict[str, tuple] = {}  # by name: what is bound
+_registered: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +72,23 @@ def call(
 
 @functools.cache
 def _target(module: Callable[[], Any], function: str, arguments: tuple, platform: str) -> str:
+    """The name of the function so bound. It says what is bound, since XLA keeps programs on disk by their text: another
+    process may run this one's, and a name must mean the same in both."""
     import jax_tvm_ffi
 
-    places = [[a.index, a.rows, a.row_bytes] if isinstance(a, Buffer) else a for a in arguments]
-    bound = _binder().bind(module()[function], places)
-    name = f"jax_sparse_mla.{function}.{next(_numbers)}"
-    jax_tvm_ffi.register_ffi_target(name, bound, platform=platform, allow_cuda_graph=platform == "gpu")
+    key = (module, function, arguments, platform)
+    meaning = repr((module.__module__, module.__qualname__, *key[1:]))
+    first = name = f"jax_sparse_mla.{function}.{hashlib.sha256(meaning.encode()).hexdigest()[:16]}"
+    with _lock:
+        for number in itertools.count(2):
+            if _targets.setdefault(name, key) == key:
+                break
+            name = f"{first}.{number}"  # two modules of one name
+        if name not in _registered:
+            places = [[a.index, a.rows, a.row_bytes] if isinstance(a, Buffer) else a for a in arguments]
+            bound = _binder().bind(module()[function], places)
+            jax_tvm_ffi.register_ffi_target(name, bound, platform=platform, allow_cuda_graph=platform == "gpu")
+            _registered.add(name)
     return name
 
 

@@ -1,5 +1,8 @@
 """`ffi_tvm.call` on XLA's CPU buffers: what a function gets, and calls traced by several threads at once."""
 
+import os
+import pathlib
+import subprocess
 import sys
 import threading
 
@@ -75,3 +78,30 @@ def test_threads_that_trace_at_once():
         thread.join()
     sys.setswitchinterval(interval)
     assert not failures
+
+
+def test_a_target_s_name_says_what_is_bound(tmp_path):
+    """XLA's cache on disk gives one process's programs to another, which may have traced other calls first."""
+    source = """if True:
+        import sys, jax, tvm_stub
+        from jax_sparse_mla import ffi_tvm
+
+        def add(x, n, out): out[...] = x + n
+
+        module, x = tvm_stub.module(add=add), jax.numpy.arange(3)
+        for n in sys.argv[1:]:
+            call = lambda x: ffi_tvm.call(module, "add", (ffi_tvm.Buffer(0), int(n), ffi_tvm.Buffer(1)), [x], x)[0]
+            words = jax.jit(call).lower(x).as_text().split()
+            print(n, jax.jit(call)(x), *{word for word in words if "add." in word})
+    """
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    lines = []
+    for numbers in (("1", "2"), ("2", "1")):
+        command = [sys.executable, "-c", source, *numbers]
+        lines.append(
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split("\n")
+        )
+    assert sorted(lines[0]) == sorted(lines[1]) and len(set(lines[0])) == 3  # with the empty last one
+    assert "1 [1 2 3]" in lines[0][0] and "2 [2 3 4]" in lines[1][0] and "add." in lines[0][0]
