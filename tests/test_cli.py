@@ -167,7 +167,7 @@ def test_nothing_to_generate_from(capsys, tmp_path):
 
 # generate: runs of small models. Their shapes are those of hf_models.OPTIONS, so that layers compile once.
 
-ROUTED = "reference" if jax.default_backend() == "cpu" else "(flashmla|triton)"
+ROUTED = "reference" if jax.default_backend() == "cpu" else "(hopper|flashmla|triton)"
 SHAPES = ["--requests", "2", "--max-batch", "2", "--chunk-size", "112", "--max-new-tokens", "4"]
 
 

@@ -17,9 +17,11 @@ PHASES = ("decode", "prefill")
 # Preferred first; `_preference` has what measurements say otherwise.
 BACKENDS = ("hopper", "flashmla", "flashinfer", "triton", "reference")
 
-# Measured from jitted JAX on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64
-# indices for each multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies around it.
-_FEW_BLOCKS_PER_SM = 5
+# Measured on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
+# multiprocessor is done earlier by the Triton kernel than by our SM90 kernel, or than by FlashMLA with the copies that
+# XLA needs around it.
+_BLOCKS_PER_SM_BEFORE_HOPPER = 1
+_BLOCKS_PER_SM_BEFORE_FLASHMLA = 5
 
 # Opt-in shared memory of one block, bytes, by compute capability (CUDA C++ Programming Guide, technical
 # specifications, less the 1 KiB that the system keeps): XLA does not report it.
@@ -94,6 +96,7 @@ class _Call:
     kv_dtype: str
     num_heads: int
     topk: int | None
+    qk_dim: int
 
 
 def paged_decode_row_cap(shared_memory_optin: int) -> int:
@@ -155,7 +158,7 @@ def plan_attention(
     for name, (value, minimum) in sizes.items():
         check.static_int(name, value, minimum=minimum)
 
-    call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads, topk)
+    call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads, topk, spec.qk_dim)
     unable = {}
     for name in BACKENDS:
         missing = None if name == "reference" or name in installed else "not installed"
@@ -182,10 +185,11 @@ def _preference(call: _Call) -> tuple[str, ...]:
     """The backends, preferred first."""
     if call.phase != "decode" or call.device.compute_capability != (9, 0) or call.topk is None:
         return BACKENDS
-    blocks = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64)
-    if blocks > _FEW_BLOCKS_PER_SM * call.device.sm_count:
-        return BACKENDS
-    return ("hopper", "triton", "flashmla", "flashinfer", "reference")
+    blocks = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64) / call.device.sm_count
+    order = ["flashmla", "triton"] if blocks > _BLOCKS_PER_SM_BEFORE_FLASHMLA else ["triton", "flashmla"]
+    first = call.qk_dim == 512 and blocks > _BLOCKS_PER_SM_BEFORE_HOPPER  # rows of V3.2 take it longer than FlashMLA
+    order.insert(0 if first else 1, "hopper")
+    return (*order, "flashinfer", "reference")
 
 
 def _refuse_unknown(what: str, value: str, known: Collection[str]) -> None:

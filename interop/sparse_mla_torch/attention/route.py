@@ -17,6 +17,9 @@ from jax_sparse_mla.attention.route import DeviceInfo, Plan, plan_attention
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
 
+# Measured once, on an H200 (docs/torch.md).
+_HOPPER_BY_NAME = "served where it is asked for by name: launching it from torch takes the host longer than FlashMLA"
+
 
 def plan_call(
     phase: str,
@@ -47,6 +50,8 @@ def plan_call(
     """
     if override in against:
         raise ValueError(f"plan_call: backend {override!r} cannot serve this {phase} call: {against[override]}")
+    if "hopper" in installed and override != "hopper":
+        against = {"hopper": _HOPPER_BY_NAME} | dict(against)
     plan = plan_attention(
         phase,
         DEEPSEEK_V32 if layout.qk_dim == DEEPSEEK_V32.qk_dim else DEEPSEEK_V4_FLASH,
