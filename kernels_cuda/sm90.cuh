@@ -44,7 +44,8 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 }
 
 // Between ordinary writes to shared memory, by this thread or seen by it, and the matrix units' reads that it begins.
-// By those who read, since it waits for all memory operations of its warp: writers have loads in flight.
+// It waits for all memory operations that its warp has in flight: a matter for those who read, since who writes keys
+// has loads in flight.
 __device__ __forceinline__ void fence_matrix_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- copies -----------------------------------------------------------------------------------------------------
@@ -60,6 +61,11 @@ __device__ __forceinline__ void copy_async_4(uint32_t to, const void* from) {
 }
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Brings a multiple of 16 bytes into the L2.
+__device__ __forceinline__ void prefetch(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+}
 
 __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

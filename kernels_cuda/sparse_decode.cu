@@ -6,6 +6,8 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <cfloat>
+
 #include "sparse_decode_kernel.cuh"
 
 namespace ffi = tvm::ffi;
@@ -83,6 +85,7 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
   call.groups = static_cast<int>(groups);
   call.cuts = static_cast<int>(cuts);
   call.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
+  if (call.scale_log2 == 0) call.scale_log2 = FLT_MIN;  // as good as 0, but -inf times it is -inf
   call.empty_lse = static_cast<float>(empty_lse);
   call.tables[0] = table_of(cache, indices, lengths, num_slots, page_size, page_bytes, call.rows);
   call.tables[1] = table_of(extra_cache, extra_indices, extra_lengths, extra_num_slots, extra_page_size,

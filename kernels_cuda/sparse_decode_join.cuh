@@ -50,7 +50,7 @@ __device__ __forceinline__ float over_warp(float x, float (*both)(float, float))
 }
 
 // A quarter of a head's values, by a warp. Parts are added in the order of the keys, whoever wrote them first.
-__device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row, int quarter) {
+__device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row, int quarter, bool rehearsal) {
   constexpr int kAtOnce = 8;  // parts whose values are waited for together
   int lane = threadIdx.x % 32, head = cut.first % call.tiles * kHeads + tile_row;
   auto slot = [&](int part) {
@@ -89,6 +89,7 @@ __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row,
     }
   }
   sum = over_warp(sum, total);
+  if (rehearsal) return;
   float factor = sum == 0 ? 0.0f : 1 / (sum + exp2f(sink - largest));
   int64_t at = static_cast<int64_t>(cut.row) * call.heads + head;
   if (quarter == 0 && lane == 0) call.lse[at] = sum == 0 ? call.empty_lse : kLn2 * (largest + log2f(sum));
@@ -97,7 +98,8 @@ __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row,
   *reinterpret_cast<uint2*>(call.out + at * kValues + quarter * 128 + lane * 4) = out;
 }
 
-__device__ __forceinline__ void join_parts(const Call& call, void* scratch) {
+// A rehearsal reads whatever the scratch holds and writes nothing.
+__device__ __forceinline__ void join_parts(const Call& call, void* scratch, bool rehearsal) {
   int blocks = gridDim.x, warps = blocks * (kThreads / 32);
   int2* part_rows = static_cast<int2*>(scratch);
   CutRow* list = reinterpret_cast<CutRow*>(part_rows + blocks);
@@ -105,10 +107,11 @@ __device__ __forceinline__ void join_parts(const Call& call, void* scratch) {
   int cut_rows = list_cut_rows(call, part_rows, list, count);
   int heads = min(call.heads, kHeads);
   // Neighbouring tasks go to different thread blocks, so that few rows keep all of them busy.
-  for (int task = threadIdx.x / 32 * blocks + blockIdx.x; task < cut_rows * heads * 4; task += warps) {
-    CutRow cut = list[task / (4 * heads)];
+  int tasks = rehearsal ? blocks : cut_rows * heads * 4;
+  for (int task = threadIdx.x / 32 * blocks + blockIdx.x; task < tasks; task += warps) {
+    CutRow cut = rehearsal ? CutRow{0, static_cast<int>(blockIdx.x), 1} : list[task / (4 * heads)];
     int tile_row = task / 4 % heads;
-    if (cut.first % call.tiles * kHeads + tile_row < call.heads) join(call, cut, tile_row, task % 4);
+    if (cut.first % call.tiles * kHeads + tile_row < call.heads) join(call, cut, tile_row, task % 4, rehearsal);
   }
 }
 

@@ -196,8 +196,8 @@ struct Values {
   }
 };
 
-// Four neighbouring threads share two keys of a block, 32 apart. Slots are copied to shared memory two blocks ahead,
-// rows loaded into registers one block ahead.
+// Four neighbouring threads share two keys of a block, 32 apart. Slots are copied to shared memory three blocks ahead,
+// rows asked into the L2 two blocks ahead and loaded into registers one block ahead.
 template <Format kFormat>
 __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece, Shared<kFormat>& shared) {
   using L = Layout<kFormat>;
@@ -245,6 +245,10 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     for (int i = 0; i < 2; i++) {
       int slot = shared.slots[(n + 1) % 4][warp * 8 + lane % 8 + i * 32];
       valid[i] = __ballot_sync(~0u, is_slot(table, slot)) & 255;
+    }
+    if (lane % 2 == 0) {  // each of 16 lanes a row of block n + 2
+      int at = warp * 8 + lane / 4 + lane % 4 / 2 * 32;
+      sm90::prefetch(locate<kFormat>(call.tables[seconds >> 2 & 1], shared.slots[(n + 2) % 4][at]).row, L::kRowBytes);
     }
     seconds = (seconds | copy_ahead(n + 3) << 3) >> 1;
     sm90::wait(&shared.keys_empty[turn.buffer()], turn.parity() ^ 1);
@@ -312,44 +316,46 @@ __device__ __forceinline__ float over_quad(float x, float (*both)(float, float))
 }
 
 // Scores become weights relative to the row's largest score, or to one at most 8 (a factor of 256) below it: most
-// blocks leave it as it is, and then nothing needs to be rescaled. Returns the factors.
+// blocks leave it as it is, and then nothing needs to be rescaled. Returns the factors. The scale is not 0, which would
+// make NaN of a masked score.
 __device__ __forceinline__ float2 weigh(float (&scores)[32], uint2 valid, float scale, Statistics& statistics) {
   constexpr float kSlack = 8;
-  int column = threadIdx.x % 4 * 2;
-  if ((valid.x & valid.y) == ~0u) {
+  if (scale < 0) {
 #pragma unroll
-    for (int i = 0; i < 32; i++) scores[i] *= scale;
-  } else {
+    for (int i = 0; i < 32; i++) scores[i] = -scores[i];
+    scale = -scale;
+  }
+  if ((valid.x & valid.y) != ~0u) {
+    int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       unsigned mask = i < 16 ? valid.x : valid.y;
-      bool is_valid = mask >> (i / 4 * 8 % 32 + column + i % 2) & 1;
-      scores[i] = is_valid ? scores[i] * scale : -INFINITY;
+      if (!(mask >> (i / 4 * 8 % 32 + column + i % 2) & 1)) scores[i] = -INFINITY;
     }
   }
   float rescale[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float most = -INFINITY;
+    float most[4], sums[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) most = fmaxf(most, fmaxf(scores[i + 2 * r], scores[i + 2 * r + 1]));
-    most = over_quad(most, larger);
-    float before = statistics.largest[r];
-    bool moves = most > before + kSlack;
-    rescale[r] = moves ? exp2f(before - most) : 1.0f;
-    statistics.largest[r] = moves ? most : before;
-    float largest = statistics.largest[r] == -INFINITY ? 0.0f : statistics.largest[r];
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 32; i += 4) {
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float& x = scores[i + 2 * r + j];
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x - largest));
-        sum += x;
-      }
+    for (int i = 0; i < 16; i++) {
+      float x = scores[i / 2 * 4 + 2 * r + i % 2];
+      most[i % 4] = i < 4 ? x : fmaxf(most[i % 4], x);
     }
-    statistics.sum[r] = statistics.sum[r] * rescale[r] + sum;
+    float largest = over_quad(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])), larger) * scale;
+    float before = statistics.largest[r];
+    bool moves = largest > before + kSlack;
+    rescale[r] = moves ? exp2f(before - largest) : 1.0f;
+    largest = moves ? largest : before;
+    statistics.largest[r] = largest;
+    if (largest == -INFINITY) largest = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      float& x = scores[i / 2 * 4 + 2 * r + i % 2];
+      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(fmaf(x, scale, -largest)));
+      sums[i % 4] += x;
+    }
+    statistics.sum[r] = statistics.sum[r] * rescale[r] + (sums[0] + sums[1] + (sums[2] + sums[3]));
   }
   return {rescale[0], rescale[1]};
 }
@@ -396,6 +402,7 @@ __device__ __forceinline__ void weigh_keys(const Call& call, const Piece& piece,
     int row = rows.at.row, part = blockIdx.x * 2 + rows.part();
     bool whole = rows.at.block == 0 && rows.last() == rows.lengths.blocks();
     sm90::wait_copies();
+    sm90::fence_matrix_reads();
     sm90::sync_threads(kScoreBarrier, 128);
     for (int block = rows.at.block, last = rows.last(); block < last; block++, n++) {
       float scores[32];
@@ -571,8 +578,12 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
     }
   }
   if (!piece.joins) return;
-  cooperative_groups::this_grid().sync();
-  join_parts(call, &shared);
+  // Thread blocks without work rehearse: the code comes from memory, into the L2, before the others need it.
+#pragma unroll 1
+  for (int round = piece.blocks > 0; round < 2; round++) {
+    if (round == 1) cooperative_groups::this_grid().sync();
+    join_parts(call, &shared, round == 0);
+  }
 }
 
 extern __shared__ uint8_t dynamic_shared[];

@@ -127,6 +127,13 @@ class TestOnTheGPU:
     def test_odd_sizes_equal_the_oracle(self, case):
         check_decode(case, run_decode(case, "hopper"))
 
+    @pytest.mark.parametrize("scale", [0.0, -0.05])
+    def test_any_scale_equals_the_reference(self, scale):
+        """Masked keys included, which must not become NaN where the scale is 0."""
+        arguments = decode_arguments(small_decode(extra=(16, 2))) | {"softmax_scale": scale}
+        wanted = sparse_mla_decode(**arguments, backend="reference")
+        assert_agree(sparse_mla_decode(**arguments, backend="hopper"), wanted, "decode")
+
     def test_a_row_among_lengths_of_all_kinds_is_as_when_alone(self):
         arguments = arguments_of(KVLayout.V4_FP8, 300, 1, 64, 128, 1024)
         lengths = np.zeros((300, 1), np.int32)
