@@ -54,7 +54,7 @@ def test_hazards_are_refused():
 
 def test_an_array_is_kept_until_its_event_has_passed(monkeypatch):
     """Also where another tensor dies in the middle of that, by another thread or the garbage collector."""
-    events = []
+    events, capturing = [], False
 
     class Event:
         done, meanwhile = False, None
@@ -70,6 +70,8 @@ def test_an_array_is_kept_until_its_event_has_passed(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(bridge, "_gone", collections.deque())
     monkeypatch.setattr(bridge, "_returning", collections.deque())
     for array in "ab":
         bridge._return_to_jax(array, None)
@@ -80,6 +82,13 @@ def test_an_array_is_kept_until_its_event_has_passed(monkeypatch):
         event.done = True
     bridge._return_to_jax("e", None)
     assert [array for _, array in bridge._returning] == ["e"]
+
+    capturing, asked = True, len(events)
+    bridge._return_to_jax("f", None)
+    assert len(events) == asked and [array for _, array in bridge._returning] == ["e"]
+    capturing = False
+    bridge._return_to_jax("g", None)
+    assert [array for _, array in bridge._returning] == ["e", "f", "g"]
 
 
 @ON

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -95,22 +95,31 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return tensor
 
 
-# Arrays whose tensors are gone, and the events behind which nothing of torch's reads them any more.
+# Arrays whose tensors are gone; then with the events behind which nothing of torch's reads them any more.
+_gone: collections.deque[tuple[torch.device, jax.Array]] = collections.deque()
 _returning: collections.deque[tuple[torch.cuda.Event, jax.Array]] = collections.deque()
 
 
 def _return_to_jax(array: jax.Array, device: torch.device) -> None:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    _returning.append((event, array))
+    _gone.append((device, array))
+    if torch.cuda.is_current_stream_capturing():
+        return  # a capture bears no event of ours; the next tensor that is gone takes this one along
     # Other threads, and the garbage collector within this one, do the same at any point: who pops an entry owns it.
-    while _returning:
-        try:
-            event, array = _returning.popleft()
-        except IndexError:
-            return
+    for device, array in _popped(_gone):
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        _returning.append((event, array))
+    for event, array in _popped(_returning):
         if not event.query():
             _returning.appendleft((event, array))
+            return
+
+
+def _popped(entries: collections.deque) -> Iterator[tuple]:
+    while entries:
+        try:
+            yield entries.popleft()
+        except IndexError:
             return
 
 
