@@ -13,11 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import assert_agree, assert_same, check_prefill, prefill_arguments, small_prefill
+from attention_calls import (
+    H200,
+    OVERRIDES,
+    assert_agree,
+    assert_same,
+    check_prefill,
+    prefill_arguments,
+    small_prefill,
+)
 from attention_oracle import prefill_cases
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_sparse_mla.attention import reference
+from jax_sparse_mla.attention import DeviceInfo, api, reference, sparse_mla_prefill
 from jax_sparse_mla.attention.hopper_prefill import prefill
 
 KERNEL = "@mosaic_gpu_v2"
@@ -66,6 +74,23 @@ def test_vmap_is_one_kernel(shared_kv):
         name: x if axes[name] is None else jax.ShapeDtypeStruct((4, *x.shape), x.dtype) for name, x in shapes().items()
     }
     assert program(jax.vmap(scaled, in_axes=(axes,)), batched).count(KERNEL) == 1
+
+
+def test_vmap_of_a_call_that_the_router_decides(monkeypatch):
+    """Lowered for a CPU it is the reference, which the program holds as well: the platform is known later."""
+    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
+    monkeypatch.setattr(api.hopper, "phases", lambda: frozenset({"prefill"}))
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+    given = {name: jax.ShapeDtypeStruct((4, *x.shape), x.dtype) for name, x in shapes(tokens=5, topk=70).items()}
+
+    def attend(given):
+        return sparse_mla_prefill(**given, softmax_scale=0.5)
+
+    lowered = jax.jit(jax.vmap(attend)).trace(given)
+    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count(KERNEL) == 1
+    assert KERNEL not in lowered.lower(lowering_platforms=("cpu",)).as_text()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -49,6 +49,9 @@ _ADAPTERS = {
 }
 
 
+# Those whose kernel has a batching rule; under `vmap` the reference stands in for the others.
+_BATCHING = {("prefill", "hopper")}
+
 # What the parts of a program that attend are named after: this, the phase, a dot, the backend.
 _SCOPE = "sparse_mla_"
 
@@ -232,7 +235,7 @@ def _route(
         backend or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND") or os.environ.get("JAX_SPARSE_MLA_BACKEND")
     )
     installed = installed_backends()
-    if phase not in hopper.phases():
+    if "hopper" in installed and phase not in hopper.phases():
         installed -= {"hopper"}
     only_the_reference = None
     if np.dtype(dtype) == np.float32:
@@ -277,9 +280,10 @@ def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -
     plain = function("reference")
     if route.backend == "reference":
         return plain(*leaves)
-    # A backend asked for by name runs or fails; it is not replaced in silence.
-    call = kernels_triton.varying if route.named else kernels_triton.on_cuda
-    return call(function(route.backend), plain, *leaves)
+    kernel = function(route.backend)
+    if route.named:  # it runs or fails; it is not replaced in silence
+        return kernels_triton.varying(kernel, plain, *leaves)
+    return kernels_triton.on_cuda(kernel, plain, *leaves, kernel_batches=(route.phase, route.backend) in _BATCHING)
 
 
 def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:

@@ -61,10 +61,13 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.A
     return on_cuda(kernel, plain, *jax.lax.stop_gradient(args))
 
 
-def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+def on_cuda(
+    kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array, kernel_batches: bool = False
+) -> Any:
     """`dispatch` of a kernel of any kind, which the caller knows to be usable; under `jit`.
 
-    Differentiated, it raises what the kernel's call raises: a gradient needs a kernel of its own.
+    A kernel that batches serves under `vmap` as well. Differentiated, it raises what the kernel's call raises: a
+    gradient needs a kernel of its own.
     """
 
     @jax.custom_batching.custom_vmap
@@ -73,7 +76,9 @@ def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Ar
 
     @guarded.def_vmap
     def batched(axis_size, in_batched, *batched_args):
-        out = jax.vmap(plain, in_axes=tuple(0 if b else None for b in in_batched), axis_size=axis_size)(*batched_args)
+        function = functools.partial(varying, kernel, plain) if kernel_batches else plain
+        axes = tuple(0 if b else None for b in in_batched)
+        out = jax.vmap(function, in_axes=axes, axis_size=axis_size)(*batched_args)
         return out, jax.tree.map(lambda _: True, out)
 
     return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
