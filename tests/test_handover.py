@@ -303,12 +303,28 @@ def test_other_files_are_refused_and_leave_nothing_behind():
         import_request(engine, path, NEW_TOKENS)
 
 
+def test_what_fails_midway_leaves_nothing_behind(monkeypatch):
+    _, files = exported("v32")
+    path, engine, before = files[max(files)][1], new_engine("v32", trace=False), sorted(folder().iterdir())
+    request = import_request(engine, path, NEW_TOKENS)
+    monkeypatch.setattr(handover, "save_file", lambda tensors, partial, metadata: partial.touch() or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_request(engine, request, folder() / "failed")
+    assert sorted(folder().iterdir()) == before
+
+    monkeypatch.setattr(handover, "write_cache", lambda *_: 1 / 0)
+    free = snapshot(engine.pool)
+    with pytest.raises(ZeroDivisionError):
+        import_request(engine, path, NEW_TOKENS)
+    assert snapshot(engine.pool) == free
+
+
 def test_only_a_request_in_service_is_exported():
     engine = new_engine("v32", trace=False)
     for request in (Request([1], 1), Request([1], 2, [3], computed=1)):
         with pytest.raises(ValueError, match="must be in service"):
             export_request(engine, request, folder() / "never")
-    assert not list(folder().glob("never*")) and not list(folder().glob("*.partial"))
+    assert not list(folder().glob("never*"))
 
 
 def test_a_request_served_by_another_engine_is_still_refused():

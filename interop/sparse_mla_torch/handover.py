@@ -41,6 +41,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,10 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
         tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in read_cache(cache, place).items()}
     facts = {**_cache_facts(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, {"format": FORMAT, "version": VERSION, "request": json.dumps(facts)})
-    os.replace(partial, path)
+    with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        save_file(tensors, partial, {"format": FORMAT, "version": VERSION, "request": json.dumps(facts)})
+        os.replace(partial, path)
 
 
 def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int) -> Request:
@@ -197,10 +199,11 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
         place = _place(engine, request)
         for i, cache in enumerate(engine.caches):
             check_parts(cache, place, parts[i], f"layers.{i}.")
+        for i, part in enumerate(parts):  # each cache is written in place, so the engine holds what became of it
+            engine.caches[i] = write_cache(engine.caches[i], place, part)
     except Exception:
         engine.pool.close(request.row)
         raise
-    engine.caches = [write_cache(cache, place, part) for cache, part in zip(engine.caches, parts)]
     return request
 
 
