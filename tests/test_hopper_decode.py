@@ -16,13 +16,13 @@ from attention_calls import assert_agree, assert_same, check_decode, decode_argu
 
 from jax_sparse_mla import cuda_build
 from jax_sparse_mla.attention import hopper_decode, hopper_plan, sparse_mla_decode
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 on_the_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif("hopper" not in installed_backends(), reason="needs an SM90 GPU and the CUDA kernel"),
+    pytest.mark.skipif("hopper" not in installed_for("decode"), reason="needs an SM90 GPU and the CUDA kernel"),
 ]
 
 
