@@ -1,8 +1,9 @@
 """The CUDA C++ kernels of `kernels_cuda/`, behind TVM FFI: one binary of each that XLA and torch call.
 
 A binary is taken from the package, where `python -m jax_sparse_mla.cuda_build` puts it before a wheel is built; or it
-is compiled at the first use, which needs nvcc and takes some seconds, and kept in the user's cache. Its name holds a
-digest of the sources, so that it is never another version's. Where neither works other kernels serve.
+is compiled at the first use, which needs nvcc and takes some seconds, and kept in the user's cache. Its name holds
+the host's machine and a digest of the sources, so that it is never another version's, nor an x86-64 host's on a Grace.
+Where neither works other kernels serve.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -58,14 +60,14 @@ def module(name: str, arch: str) -> Any | None:
 
 
 def _binary(name: str, arch: str) -> Path:
-    """Where the binary is, compiled if need be."""
+    """Where the binary is, compiled if need be. One that the package carries needs no home directory."""
     file = _file_name(name, arch)
     carried = source(f"{name}.cu").parent / file
+    if carried.is_file():
+        return carried
     cached = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jax_sparse_mla" / file
-    for path in (carried, cached):
-        if path.is_file():
-            return path
-    _compile(name, arch, cached)
+    if not cached.is_file():
+        _compile(name, arch, cached)
     return cached
 
 
@@ -73,7 +75,7 @@ def _file_name(name: str, arch: str) -> str:
     digest = hashlib.sha256()
     for path in sorted(source(f"{name}.cu").parent.glob("*.cu*")):
         digest.update(path.read_bytes())
-    return f"{name}-sm{arch}-{digest.hexdigest()[:12]}.so"
+    return f"{name}-sm{arch}-{platform.machine()}-{digest.hexdigest()[:12]}.so"
 
 
 def _compile(name: str, arch: str, to: Path) -> None:

@@ -113,7 +113,7 @@ __device__ __forceinline__ Source locate(const Table& table, int slot) {
   const uint8_t* begin = table.data + page * table.page_bytes;
   const uint8_t* zeros = reinterpret_cast<const uint8_t*>(zero_row);
   bool there = is_slot(table, slot);
-  return {there ? begin + offset * Layout<kFormat>::kRowBytes : zeros,
+  return {there ? begin + static_cast<int64_t>(offset) * Layout<kFormat>::kRowBytes : zeros,
           there ? begin + static_cast<int64_t>(page_size) * Layout<kFormat>::kRowBytes + offset * 8 : zeros};
 }
 

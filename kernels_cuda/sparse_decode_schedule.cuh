@@ -237,7 +237,6 @@ struct Rows {
   __device__ __forceinline__ bool any() const { return at.before(end); }
   // The block of this row before which the piece ends.
   __device__ __forceinline__ int last() const { return at.row == end.row ? end.block : lengths.blocks(); }
-  __device__ __forceinline__ bool whole() const { return at.block == 0 && at.row < end.row; }
   // Which of the thread block's parts this is, if it is not whole.
   __device__ __forceinline__ int part() const { return at.block == 0; }
   __device__ __forceinline__ void advance(const Call& call) {

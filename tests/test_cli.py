@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from jax_sparse_mla import DeviceInfo
+from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import main
 
@@ -68,12 +69,22 @@ def test_doctor_describes_a_gpu(capsys, monkeypatch):
 @pytest.mark.parametrize("rows, backend", [(8, "triton"), (1024, "flashmla")])
 def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, backend):
     """As the attention functions do: without the columns, little work would not be seen as such."""
-    from jax_sparse_mla.cli import doctor
-
     monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
-    monkeypatch.setattr(doctor, "installed_backends", lambda: {"flashmla", "triton"})
+    monkeypatch.setattr(api, "installed_backends", lambda: {"flashmla", "triton"})
     out = run(capsys, "doctor", "--query-tokens", str(rows))[1]
     assert re.findall(rf"decode, {rows} query rows, FP8 cache: (\w+)", out) == [backend] * 3
+
+
+def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monkeypatch):
+    """Without nvcc and without a built binary `hopper` has its prefill alone."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
+    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
+    monkeypatch.setattr(api.hopper, "phases", lambda: frozenset({"prefill"}))
+    out = run(capsys, "doctor")[1]
+    assert re.findall(r", (\w+), 64 query rows, FP8 cache: (\w+)", out) == 3 * [
+        ("decode", "reference"),
+        ("prefill", "hopper"),
+    ]
 
 
 def test_the_installed_command():

@@ -15,14 +15,14 @@ import pytest
 from attention_calls import assert_agree, assert_same, check_decode, decode_arguments, run_decode, small_decode
 
 from jax_sparse_mla import cuda_build
-from jax_sparse_mla.attention import hopper_plan, sparse_mla_decode
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention import hopper_decode, hopper_plan, sparse_mla_decode
+from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 on_the_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif("hopper" not in installed_backends(), reason="needs an SM90 GPU and the CUDA kernel"),
+    pytest.mark.skipif("hopper" not in installed_for("decode"), reason="needs an SM90 GPU and the CUDA kernel"),
 ]
 
 
@@ -69,6 +69,19 @@ class TestPlan:
         assert f"kCutCost = {hopper_plan._CUT_COST};" in text
         assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay \}", text)
         assert (NEVER, ALWAYS, AS_LENGTHS_SAY) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("sizes", [(0, 64, 8), (2, 0, 8), (2, 64, 0)], ids=["no rows", "no columns", "no slots"])
+def test_without_work_the_results_are_of_the_same_dtypes(sizes):
+    batch, columns, pages = sizes
+    q = jnp.ones((batch, 1, 64, 512), jnp.bfloat16)
+    indices = jnp.zeros((batch, 1, columns), jnp.int32)
+    with jax.enable_x64(True):
+        data = jnp.zeros((pages, KVLayout.V4_FP8.page_bytes(64)), jnp.uint8)
+        cache = PagedKV(data=data, layout=KVLayout.V4_FP8, page_size=64)
+        out, lse = hopper_decode.decode(q, cache, indices, *[None] * 6, softmax_scale=0.05)
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    assert not np.asarray(out, np.float32).any() and np.isneginf(lse).all()
 
 
 def test_it_compiles_within_its_registers(tmp_path):

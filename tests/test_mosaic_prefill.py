@@ -67,6 +67,13 @@ def test_it_lowers_for_cuda_on_any_machine(heads, topk, given, qk_dim):
         assert operation not in text, "heads and columns are padded inside the kernel"
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_it_lowers_where_64_bits_are_enabled(given):
+    """Python's numbers are int64 there, which `lax` does not mix with int32."""
+    with jax.enable_x64(True):
+        assert program(scaled, shapes(lengths=given, sink=given)).count(KERNEL) == 1
+
+
 @pytest.mark.parametrize("shared_kv", [True, False])
 def test_vmap_is_one_kernel(shared_kv):
     axes = {"q": 0, "kv": None if shared_kv else 0, "indices": 0, "topk_length": 0, "attn_sink": None}

@@ -99,6 +99,12 @@ def test_few_keys_of_an_h200_go_to_triton_before_flashmla(heads, topk, rows):
     assert plan(**shape | {"device": DEVICES["sm100"]}, installed={"flashmla", "triton"}).backend == "flashmla"
 
 
+def test_a_device_whose_multiprocessors_are_unknown_counts_as_busy():
+    """`sm_count` is 0 unless it is given."""
+    device = DeviceInfo("cuda", (9, 0))
+    assert plan(device=device, topk=640, installed={"flashmla", "triton"}).backend == "flashmla"
+
+
 def test_reference_counts_as_installed():
     assert plan(installed=()).backend == "reference"
     assert plan(installed=("reference",)) == plan(installed=())

@@ -78,6 +78,12 @@ def installed_backends() -> frozenset[str]:
     return frozenset(names)
 
 
+def installed_for(phase: str) -> frozenset[str]:
+    """Those that can serve this phase here: `hopper`'s two kernels need different things."""
+    names = installed_backends()
+    return names - {"hopper"} if "hopper" in names and phase not in hopper.phases() else names
+
+
 def sparse_mla_decode(
     q: jax.Array,
     cache: PagedKV,
@@ -234,9 +240,6 @@ def _route(
     override = (
         backend or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND") or os.environ.get("JAX_SPARSE_MLA_BACKEND")
     )
-    installed = installed_backends()
-    if "hopper" in installed and phase not in hopper.phases():
-        installed -= {"hopper"}
     only_the_reference = None
     if np.dtype(dtype) == np.float32:
         only_the_reference = "float32 inputs"
@@ -248,7 +251,7 @@ def _route(
             spec,
             num_q_tokens=rows,
             device=DeviceInfo.current(),
-            installed={"reference"} if only_the_reference else installed,
+            installed={"reference"} if only_the_reference else installed_for(phase),
             kv_dtype="fp8" if layout.fp8_dim else "bf16",
             num_heads=max(num_heads, 1),
             topk=topk,

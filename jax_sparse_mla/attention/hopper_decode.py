@@ -1,4 +1,4 @@
-"""Decode on SM90 by our own CUDA kernel, `kernels_cuda/sparse_decode.cu`: FP8 caches, up to 128 heads, any topk.
+"""Decode on SM90 by our own CUDA kernel, `kernels_cuda/sparse_decode.cu`: FP8 caches, any head count, any topk.
 
 It is called through TVM FFI: XLA gives it its results and scratch, and may record it in a command buffer. The launch is
 planned from static shapes; lengths and indices stay data.
@@ -46,7 +46,7 @@ def decode(
     tables = [(cache, indices, topk_length), (extra_cache, extra_indices, extra_topk_length)]
     tables = [table for table in tables if table[0] is not None and table[0].data.size and table[1].size]
     if 0 in (batch, q_len, heads) or not tables:
-        return jnp.zeros(shapes[0].shape, jnp.bfloat16), jnp.full(shapes[1].shape, -jnp.inf)
+        return jnp.zeros(shapes[0].shape, jnp.bfloat16), jnp.full(shapes[1].shape, -jnp.inf, jnp.float32)
     plan = decode_plan(
         batch * q_len,
         heads,

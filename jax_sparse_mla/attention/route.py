@@ -185,9 +185,9 @@ def _preference(call: _Call) -> tuple[str, ...]:
     """The backends, preferred first."""
     if call.phase != "decode" or call.device.compute_capability != (9, 0) or call.topk is None:
         return BACKENDS
-    blocks = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64) / call.device.sm_count
-    order = ["flashmla", "triton"] if blocks > _BLOCKS_PER_SM_BEFORE_FLASHMLA else ["triton", "flashmla"]
-    first = call.qk_dim == 512 and blocks > _BLOCKS_PER_SM_BEFORE_HOPPER  # rows of V3.2 take it longer than FlashMLA
+    blocks, sms = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64), call.device.sm_count
+    order = ["flashmla", "triton"] if blocks > _BLOCKS_PER_SM_BEFORE_FLASHMLA * sms else ["triton", "flashmla"]
+    first = call.qk_dim == 512 and blocks > _BLOCKS_PER_SM_BEFORE_HOPPER * sms  # V3.2's take it longer than FlashMLA
     order.insert(0 if first else 1, "hopper")
     return (*order, "flashinfer", "reference")
 

@@ -8,7 +8,7 @@ import platform
 
 import jax
 
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.api import installed_backends, installed_for
 from jax_sparse_mla.attention.route import BACKENDS, PHASES, DeviceInfo, plan_attention
 from jax_sparse_mla.cli import positive_int
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
@@ -41,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
         columns = spec.index_topk + (spec.window or 0)
         for phase in PHASES:
             plan = plan_attention(
-                phase, spec, num_q_tokens=args.query_tokens, device=device, installed=installed, topk=columns
+                *(phase, spec),
+                num_q_tokens=args.query_tokens,
+                device=device,
+                installed=installed_for(phase),
+                topk=columns,
             )
             print(f"\n{spec.name}, {phase}, {args.query_tokens} query rows, FP8 cache: {plan.backend} ({plan.kernel})")
             print(f"    because {plan.reason}")

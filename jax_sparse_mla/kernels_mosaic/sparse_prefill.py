@@ -464,14 +464,14 @@ def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, bloc
 
     def one(number, first_pair):
         position = this + number * blocks
-        t, first_head = lax.div(position, head_tiles), lax.rem(position, head_tiles) * HEADS
+        t, first_head = lax.div(position, jnp.int32(head_tiles)), lax.rem(position, jnp.int32(head_tiles)) * HEADS
         limit = jnp.int32(topk) if length_ref is None else jnp.minimum(length_ref[t], topk)
         # A token without keys has a pair that is all masked: every role then passes every barrier once or more.
-        end_pair = first_pair + jnp.maximum(lax.div(limit + (PAIR - 1), PAIR), 1)
+        end_pair = first_pair + jnp.maximum(lax.div(limit + (PAIR - 1), jnp.int32(PAIR)), 1)
         work(Item(number, t, first_head, limit, first_pair, end_pair))
         return end_pair
 
-    count = lax.div(tokens * head_tiles - this + (blocks - 1), blocks)
+    count = lax.div(tokens * head_tiles - this + (blocks - 1), jnp.int32(blocks))
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
