@@ -79,7 +79,7 @@ def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monk
     """Without nvcc and without a built binary `hopper` has its prefill alone."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
     monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
-    monkeypatch.setattr(api.hopper, "phases", lambda: frozenset({"prefill"}))
+    monkeypatch.setattr(api.hopper, "serves", lambda phase: phase == "prefill")
     out = run(capsys, "doctor")[1]
     assert re.findall(r", (\w+), 64 query rows, FP8 cache: (\w+)", out) == 3 * [
         ("decode", "reference"),

@@ -86,7 +86,7 @@ def test_vmap_is_one_kernel(shared_kv):
 def test_vmap_of_a_call_that_the_router_decides(monkeypatch):
     """Lowered for a CPU it is the reference, which the program holds as well: the platform is known later."""
     monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
-    monkeypatch.setattr(api.hopper, "phases", lambda: frozenset({"prefill"}))
+    monkeypatch.setattr(api.hopper, "serves", lambda phase: phase == "prefill")
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
     for name in OVERRIDES:
         monkeypatch.delenv(name, raising=False)

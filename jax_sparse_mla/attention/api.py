@@ -73,7 +73,7 @@ def installed_backends() -> frozenset[str]:
         names.add("flashmla")
     if jax.default_backend() == "gpu" and flashinfer.available():
         names.add("flashinfer")
-    if jax.default_backend() == "gpu" and hopper.phases():
+    if jax.default_backend() == "gpu" and (hopper.serves("prefill") or hopper.serves("decode")):
         names.add("hopper")
     return frozenset(names)
 
@@ -81,7 +81,7 @@ def installed_backends() -> frozenset[str]:
 def installed_for(phase: str) -> frozenset[str]:
     """Those that can serve this phase here: `hopper`'s two kernels need different things."""
     names = installed_backends()
-    return names - {"hopper"} if "hopper" in names and phase not in hopper.phases() else names
+    return names - {"hopper"} if "hopper" in names and not hopper.serves(phase) else names
 
 
 def sparse_mla_decode(

@@ -9,16 +9,13 @@ from jax_sparse_mla.attention.hopper_decode import decode
 from jax_sparse_mla.attention.hopper_prefill import prefill
 from jax_sparse_mla.attention.route import DeviceInfo
 
-__all__ = ["decode", "phases", "prefill"]
+__all__ = ["decode", "prefill", "serves"]
 
 
-def phases() -> frozenset[str]:
-    """The phases that this process can serve on its device; builds decode's kernel if need be."""
+def serves(phase: str) -> bool:
+    """Whether this process can serve the phase on its device; asked of decode, it builds the kernel if need be."""
     if DeviceInfo.current().compute_capability != (9, 0):
-        return frozenset()
-    served = set()
-    if ffi_tvm.available() and cuda_build.sparse_decode_module() is not None:
-        served.add("decode")
-    if importlib.util.find_spec("absl") is not None:  # Mosaic GPU imports it in jax 0.10
-        served.add("prefill")
-    return frozenset(served)
+        return False
+    if phase == "prefill":
+        return importlib.util.find_spec("absl") is not None  # Mosaic GPU imports it in jax 0.10
+    return ffi_tvm.available() and cuda_build.sparse_decode_module() is not None

@@ -96,6 +96,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
     against = _against(options, layout, scopes, q, k_cache, indices, extra_k_cache, extra_indices)
+    override = route.override_of("decode")
     plan = route.plan_call(
         "decode",
         layout,
@@ -103,9 +104,9 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         heads=max(heads, 1),
         topk=sum(scope.topk for scope in scopes),
         device=route.device_info(q.device),
-        installed=route.installed_backends(q.device.type),
+        installed=route.candidates(q.device.type, override),
         against=against,
-        override=route.override_of("decode"),
+        override=override,
     )
     make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla, "hopper": _hopper}[plan.backend]
     if 0 in (batch, q_len, heads) or not any(map(_names_something, scopes)):

@@ -78,6 +78,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
 
         why = vendor.prefill_obstacle(q, kv, indices)
         against = {"hopper": "its prefill is JAX's alone"} | ({"flashmla": why} if why else {})
+    override = route.override_of("prefill")
     plan = route.plan_call(
         "prefill",
         layout,
@@ -85,9 +86,9 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         heads=max(heads, 1),
         topk=topk,
         device=device,
-        installed=route.installed_backends(q.device.type),
+        installed=route.candidates(q.device.type, override),
         against=against,
-        override=route.override_of("prefill"),
+        override=override,
     )
     make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla}[plan.backend]
     if 0 in (q_len, heads, topk, kv_len):

@@ -50,7 +50,7 @@ def plan_call(
     """
     if override in against:
         raise ValueError(f"plan_call: backend {override!r} cannot serve this {phase} call: {against[override]}")
-    if "hopper" in installed and override != "hopper":
+    if phase == "decode" and device.compute_capability == (9, 0) and override != "hopper":
         against = {"hopper": _HOPPER_BY_NAME} | dict(against)
     plan = plan_attention(
         phase,
@@ -73,17 +73,27 @@ def override_of(phase: str) -> str | None:
 
 
 @functools.cache
-def installed_backends(device_type: str) -> frozenset[str]:
-    """Of the backends that torch calls, those whose packages are there; on SM90 our kernel is loaded."""
+def unnamed_backends(device_type: str) -> frozenset[str]:
+    """Of the backends that serve without being asked for by name, those whose packages are there."""
     names = {"reference"}
     if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         names.add("triton")
         if flashmla.has_operators():  # our sanitiser goes before them
             names.add("flashmla")
-    sm90 = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    if sm90 and cuda_build.sparse_decode_module() is not None:
-        names.add("hopper")
     return frozenset(names)
+
+
+@functools.cache
+def installed_backends(device_type: str) -> frozenset[str]:
+    """All that torch calls and that can be used here; on SM90 our kernel is loaded, and built if need be."""
+    sm90 = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    ours = {"hopper"} if sm90 and cuda_build.sparse_decode_module() is not None else set()
+    return unnamed_backends(device_type) | ours
+
+
+def candidates(device_type: str, override: str | None) -> frozenset[str]:
+    """What a call is planned with: nothing is built that it does not name."""
+    return installed_backends(device_type) if override == "hopper" else unnamed_backends(device_type)
 
 
 @functools.cache

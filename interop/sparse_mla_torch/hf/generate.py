@@ -12,7 +12,7 @@ import jax
 import torch
 
 from jax_sparse_mla import DeviceInfo, ForwardMode, Plan, plan_attention
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import positive_int, probability
 from sparse_mla_torch.hf import presets
@@ -243,7 +243,7 @@ def _plans(engine: Engine, backend: str | None) -> dict[str, Plan]:
             spec,
             num_q_tokens=rows,
             device=device,
-            installed=installed_backends(),
+            installed=installed_for(phase),
             kv_dtype="bf16" if options.bf16_cache else "fp8",
             topk=(spec.window or 0) + spec.index_topk,
             override=backend,
