@@ -11,9 +11,21 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture
+def ordered_topk(monkeypatch):
+    """The CUDA top-k's order varies from run to run, and float sums follow it: what compares runs needs another.
+
+    For what is traced by tests of this fixture alone: programs keep the engine that they were traced with.
+    """
+    if ON_GPU:
+        monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", "triton")
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()}"))
+        if "no_gpu" in item.keywords and ON_GPU:
+            item.add_marker(pytest.mark.skip(reason="is done once, where there is no GPU"))
         if "cpu" in item.keywords and ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs JAX's CPU backend: JAX_PLATFORMS=cpu"))

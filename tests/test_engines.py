@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 from sparse_mla_torch import engines  # noqa: E402
 from sparse_mla_torch.engines import build_metadata, draft_step, sglang_step, vllm_step  # noqa: E402
 from test_triton_metadata import DEVICE, INT_MAX, INT_MIN, assert_same, poison  # noqa: E402
+from torch_graphs import capture  # noqa: E402
 
 from jax_sparse_mla import metadata, topk_transform  # noqa: E402
 from jax_sparse_mla.indices import TopkTransform  # noqa: E402
@@ -334,9 +335,7 @@ def test_draft_metadata_is_equal_with_and_without_graphs(spec, size):
         bucket.build(build_metadata, outs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bucket.build(build_metadata, outs)
+    graph, _ = capture(lambda: bucket.build(build_metadata, outs))
     for requests in (size, 1, max(1, size - 3), size):
         fields = draft_fields(rng, requests, 3)
         bucket.fill(fields)

@@ -29,6 +29,7 @@ from flashmla_cases import DecodeShape, PrefillShape, Scope  # noqa: E402
 from sparse_mla_torch import flash_mla  # noqa: E402
 from sparse_mla_torch.attention import route, vendor  # noqa: E402
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata  # noqa: E402
+from torch_graphs import capture  # noqa: E402
 
 from benchmarks import case_data, cases  # noqa: E402
 from jax_sparse_mla.attention import flashmla  # noqa: E402
@@ -512,11 +513,12 @@ def test_a_graph_replays_on_changed_inputs(backend_name, monkeypatch):
     with served_by(backend_name, monkeypatch):
         cases = [per_request(seed, heads=64, lengths="batch", extra=(64, 64)) for seed in range(3)]
         held = calls.decode_arguments(cases[0])
-        flash_mla_with_kvcache(**held | {"tile_scheduler_metadata": get_mla_metadata()[0]})
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = flash_mla_with_kvcache(**held | {"tile_scheduler_metadata": get_mla_metadata()[0]})
+
+        def step():
+            return flash_mla_with_kvcache(**held | {"tile_scheduler_metadata": get_mla_metadata()[0]})
+
+        step()
+        graph, results = capture(step)
         for case in (*cases, cases[0]):
             for name, x in calls.decode_arguments(case).items():
                 if isinstance(x, torch.Tensor):

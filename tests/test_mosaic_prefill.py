@@ -22,7 +22,6 @@ from attention_calls import (
     prefill_arguments,
     small_prefill,
 )
-from attention_oracle import prefill_cases
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_sparse_mla.attention import DeviceInfo, api, reference, sparse_mla_prefill
@@ -161,10 +160,6 @@ class TestOnHopper:
         if jax.devices()[0].compute_capability != "9.0":
             pytest.skip("the kernel is SM90's")
 
-    @pytest.mark.parametrize("case", prefill_cases(), ids=lambda case: case.name)
-    def test_it_equals_the_oracle(self, case):
-        check_prefill(case, call(prefill_arguments(case)))
-
     @pytest.mark.parametrize("heads", [8, 63, 65, 100, 128, 200])
     @pytest.mark.parametrize("qk_dim", [512, 576])
     def test_any_head_count(self, heads, qk_dim):
@@ -185,7 +180,7 @@ class TestOnHopper:
         results = call(arguments)
         assert_agree(results, call(arguments, reference.prefill), "prefill")
         for _ in range(20):
-            assert_same(call(arguments), results)
+            assert all(jnp.array_equal(a, b) for a, b in zip(call(arguments), results, strict=True))
 
     @pytest.mark.parametrize("shared_kv", [True, False])
     def test_vmap(self, shared_kv):

@@ -9,6 +9,7 @@ the shared memory of devices that are not at hand ("compiled, not run").
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -114,6 +115,7 @@ class TestPlan:
             planning.check_layout("sparse_mla_prefill", planning.workspace_layout(qk_dim))
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("capability", SHARED_KIB, ids=lambda capability: "sm{}{}".format(*capability))
 def test_it_compiles_within_the_shared_memory(capability):
     """Compiled, not run."""
@@ -168,6 +170,7 @@ class TestOnTheGPU:
         if not torch.cuda.is_available():
             pytest.skip("this torch has no CUDA")
         from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode
+        from torch_graphs import capture
 
         torch.manual_seed(0)
         layout = KVLayout.V4_BF16
@@ -177,10 +180,8 @@ class TestOnTheGPU:
         indices = torch.randint(0, 256, (2, 1, 512), device="cuda", dtype=torch.int32)
         out = torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda")
         expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.04)
-        stream = torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            sparse_mla_decode(q, cache, indices, softmax_scale=0.04, out=out)
+        step = functools.partial(sparse_mla_decode, q, cache, indices, softmax_scale=0.04, out=out)
+        graph, _ = capture(step, stream=torch.cuda.Stream())
         for tensor in out:
             tensor.fill_(torch.nan)
         graph.replay()

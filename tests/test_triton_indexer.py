@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 
 import ml_dtypes  # noqa: E402
 from sparse_mla_torch.kernels import indexer as torch_indexer  # noqa: E402
+from torch_graphs import capture  # noqa: E402
 from triton_device import DEVICE, ON_GPU, tensor  # noqa: E402
 
 from jax_sparse_mla.indexer import (  # noqa: E402
@@ -313,6 +314,7 @@ def compiled_facts():
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.no_gpu
 def test_kernels_compile_for_every_architecture_within_its_shared_memory(compiled_facts):
     assert {fact["capability"] for fact in compiled_facts} == set(SHARED_MEMORY)
     for fact in compiled_facts:
@@ -413,9 +415,7 @@ def test_torch_captures_the_kernels_in_a_cuda_graph():
         torch_indexer.index_logits(quantised[0], *tensors, out=out)
 
     step()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     queries.mul_(-1.5)
     slots += 20
     out.fill_(float("nan"))

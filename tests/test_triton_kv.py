@@ -29,6 +29,7 @@ pytest.importorskip("triton")
 
 from sparse_mla_torch.kernels import indices as torch_indices  # noqa: E402
 from sparse_mla_torch.kernels import kv_cache as torch_kv  # noqa: E402
+from torch_graphs import capture  # noqa: E402
 
 from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices  # noqa: E402
 from jax_sparse_mla.indices.merge import combine_swa_extra_reference, combine_topk_swa_reference  # noqa: E402
@@ -369,6 +370,7 @@ def test_merges_refuse_bad_tensors_by_name():
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 
 
+@pytest.mark.no_gpu
 def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
     script = Path(__file__).with_name("compile_triton_kv.py")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -509,9 +511,7 @@ def test_torch_captures_the_kernels_in_a_cuda_graph():
         torch_kv.split_pages(cache, split, slots, scratch=scratch)
 
     step()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     kv.fill_(2.0)
     slots += 70
     graph.replay()

@@ -6,8 +6,9 @@ columns, V3.2 with `topk_length` or with an extra cache, out-of-range indices an
 
 On CUDA the router picks FlashMLA's own operators, where they are installed and are the faster choice, or our kernels
 (docs/routing.md); all run on torch's current stream and can be captured in a CUDA graph once a call of the same shapes
-has run. The environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and
-JAX_SPARSE_MLA_BACKEND name a backend instead; they are read when a call of new shapes comes first.
+has run (where JAX runs too, with `capture_error_mode="thread_local"`: docs/cuda-graphs.md). The environment variables
+JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and JAX_SPARSE_MLA_BACKEND name a backend instead; they
+are read when a call of new shapes comes first.
 """
 
 from __future__ import annotations
