@@ -183,7 +183,7 @@ SHAPES = ["--requests", "2", "--max-batch", "2", "--chunk-size", "112", "--max-n
 
 
 @pytest.fixture
-def small_presets(monkeypatch):
+def small_presets(monkeypatch, ordered_topk):
     """The presets with small models in their place, and a prompt of 470 bytes."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -31,7 +31,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32  # noq
 
 from jax_sparse_mla import ForwardMode  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
 # Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there.
 LOGIT_TOLERANCE = 0.02

@@ -24,7 +24,7 @@ from sparse_mla_torch.hf.engine import Engine, Request  # noqa: E402
 from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder  # noqa: E402
 from test_engine import poison, snapshot  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
 # The first request generates past position 384, where a C128 group ends and the window has left V4's first page.
 # Seeds whose tokens are no near-ties: steps with drafts have other shapes, and so round otherwise.
@@ -95,14 +95,15 @@ def outputs(requests):
     return [request.output for request in requests]
 
 
-def test_a_fresh_process_continues_with_the_same_tokens():
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fresh_process_continues_with_the_same_tokens(name):
     """Right after the last prompt's end."""
-    command = [sys.executable, str(Path(__file__).with_name("handover_process.py")), str(NEW_TOKENS)]
-    for name in MODELS:
-        command += [f"{name}:{path}" for path in after_the_prompts(exported(name)[1])]
+    requests, files = exported(name)
+    command = [sys.executable, str(Path(__file__).with_name("handover_process.py")), str(NEW_TOKENS), name]
+    command += map(str, after_the_prompts(files))
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert [json.loads(line) for line in run.stdout.splitlines()] == [outputs(exported(name)[0]) for name in MODELS]
+    assert json.loads(run.stdout) == outputs(requests)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,7 +19,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32  # noq
 
 from jax_sparse_mla import ForwardMode, TopkTransform  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
 
 def as_close_as_bf16_is(report) -> bool:

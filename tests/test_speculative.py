@@ -1,5 +1,6 @@
 """Speculative decoding in the small engine: the tokens of plain decoding, whatever is drafted and rejected."""
 
+import collections
 import dataclasses
 import functools
 from unittest import mock
@@ -28,12 +29,13 @@ from test_engine import snapshot  # noqa: E402
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv  # noqa: E402
 from jax_sparse_mla.indexer import write_index_k  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
 # Three requests, two at a time. The first two cross a page of V4 (256 tokens) and one of V3.2 (64) while drafts are
 # rejected, the last two end before the first; V3.2 selects 64 of the first one's tokens.
 OPTIONS = EngineOptions(bf16_cache=True, chunk_size=64, max_batch=2, max_len=300, speculative_steps=3)
 SHAPES = ((250, 30), (61, 9), (3, 14))
+VOCABULARY = 256
 
 
 def new_requests(shapes=SHAPES):
@@ -67,9 +69,23 @@ class Run:
     steps: list
 
 
-def speculate(name, steps, probability, on_step=lambda *_: None):
+class EveryLength(DraftOracle):
+    """Of a request's rounds it gets the first draft wrong in the first, the second in the next, and so on; every
+    `steps` + 1 rounds all drafts are right. So a request's rounds accept 0, 1, … `steps`, 0, … drafts."""
+
+    def __init__(self, plain, steps):
+        super().__init__(plain, probability=1, seed=0)
+        self._steps, self._rounds = steps, collections.Counter()
+
+    def propose(self, request, ahead, draft):
+        self._rounds[id(request)] += ahead == 0
+        right = super().propose(request, ahead, draft)
+        return right if ahead < (self._rounds[id(request)] - 1) % (self._steps + 1) else (right + 1) % VOCABULARY
+
+
+def speculate(name, steps, oracle, on_step=lambda *_: None):
     engine = engine_of(name)
-    decoder = SpeculativeDecoder(engine, steps, DraftOracle(plain(name), probability, seed=1))
+    decoder = SpeculativeDecoder(engine, steps, oracle)
     run = Run(new_requests(), decoder, [])
     forward = engine.forward
 
@@ -85,8 +101,7 @@ def speculate(name, steps, probability, on_step=lambda *_: None):
 
 @functools.cache
 def speculated(name):
-    """With every acceptance length."""
-    return speculate(name, 3, 0.7)
+    return speculate(name, 3, EveryLength(plain(name), 3))
 
 
 @pytest.mark.parametrize(
@@ -96,8 +111,9 @@ def speculated(name):
 def test_tokens_are_those_of_plain_decoding(name, steps):
     engine, expected = engine_of(name), plain(name)
     free, compiled = snapshot(engine.pool), None
-    for probability in (0, 0.7, 1):
-        run = speculated(name) if (steps, probability) == (3, 0.7) else speculate(name, steps, probability)
+    none, every, all_of_them = DraftOracle([], 0, 0), EveryLength(expected, steps), DraftOracle(expected, 1, 0)
+    for oracle in (none, every, all_of_them):
+        run = speculated(name) if (oracle, steps) == (every, 3) else speculate(name, steps, oracle)
         requests, accepted = run.requests, run.decoder.accepted
         differences = compare_with_plain(engine, requests, expected)
         assert len(differences) <= 1 and all(d.margin <= MAX_MARGIN for d in differences), differences
@@ -106,9 +122,9 @@ def test_tokens_are_those_of_plain_decoding(name, steps):
         # Each request's first token comes from its prefill.
         assert sum((count + 1) * times for count, times in accepted.items()) == sum(new - 1 for _, new in SHAPES)
         assert set(accepted) == set(range(steps + 1))
-        if probability == 0.7:
+        if oracle is every:
             assert all(accepted.values()), accepted
-        if probability == 1 and not differences:
+        if oracle is all_of_them and not differences:
             assert accepted[steps] == sum((new - 1) // (steps + 1) for _, new in SHAPES)
         assert snapshot(engine.pool) == free
         # Other drafts, other acceptance lengths: the same step shapes.
@@ -118,17 +134,20 @@ def test_tokens_are_those_of_plain_decoding(name, steps):
 
 @pytest.mark.parametrize("first", ["compressed_sparse_attention", "heavily_compressed_attention"])
 def test_a_first_layer_that_compresses(first):
-    """Drafts then pass through its compressor's ring, and complete groups. As in V4-Pro."""
+    """Drafts then pass through its compressor's ring, and complete groups. As in V4-Pro.
+
+    Either request has rounds enough to accept each number of drafts, and one at most leaves plain decoding.
+    """
     kinds = small_v4_config().layer_types
     model = random_model(small_v4_config(layer_types=[first] + [kind for kind in kinds if kind != first]), seed=0)
     engine = Engine(model.to(DEVICE), OPTIONS)
     expected, requests = new_requests(((122, 14), (5, 20))), new_requests(((122, 14), (5, 20)))
     engine.run(expected)
-    decoder = SpeculativeDecoder(engine, 3, DraftOracle(expected, 0.7, seed=0))
+    decoder = SpeculativeDecoder(engine, 3, EveryLength(expected, 3))
     engine.run(requests, advance=decoder.advance)
     differences = compare_with_plain(engine, requests, expected)
     assert len(differences) <= 1 and all(d.margin <= MAX_MARGIN for d in differences), differences
-    assert all(decoder.accepted.values())
+    assert all(decoder.accepted.values()), decoder.accepted
 
 
 @pytest.mark.cpu  # eager's steps have other sizes: see STEADY_MODELS
@@ -249,7 +268,7 @@ def test_slots_of_rejected_tokens_are_used_again_and_never_read(name):
                 waiting[id(request), position] = slot
         poison_rejected(engine, step, rejected)
 
-    poisoned = speculate(name, 3, 0.7, on_step)
+    poisoned = speculate(name, 3, EveryLength(plain(name), 3), on_step)
     assert reused > 10 and given_back > 0
     for (_, tokens, logits), (_, expected, expected_logits) in zip(poisoned.steps, unpoisoned.steps, strict=True):
         assert tokens == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,12 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
     """
     check = ArgumentChecks("topk_positions")
     logits, lengths, topk, row_starts = _check_topk(check, logits, lengths, topk, row_starts)
-    return _topk(logits, lengths, topk, row_starts=row_starts)
+    return _topk(logits, lengths, topk, backend=_named_backend(), row_starts=row_starts)
+
+
+def _named_backend() -> str | None:
+    """Asked for at each call, so that programs are kept for each."""
+    return os.environ.get("JAX_SPARSE_MLA_TOPK_BACKEND") or None
 
 
 def _check_topk(check, logits, lengths, topk, row_starts):
@@ -63,22 +69,22 @@ def _check_topk(check, logits, lengths, topk, row_starts):
     return logits, lengths, check.static_int("topk", topk, minimum=1), row_starts
 
 
-@functools.partial(jax.jit, static_argnames=("topk", "page_size"))
-def _topk(logits, lengths, topk, page_size=1, **optional):
-    """`topk_reference` of the same arguments, or the kernel that equals it: `topk_route` decides which."""
+@functools.partial(jax.jit, static_argnames=("topk", "page_size", "backend"))
+def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
+    """`topk_reference` of the same arguments, or the kernel that equals it: `backend`, or what `topk_route` decides."""
     given = {name: x for name, x in optional.items() if x is not None}
 
     def kernel(logits, lengths, *arrays):
         from jax_sparse_mla.kernels_triton import launch_topk
 
         named = dict(zip(given, arrays))
-        backend = launch_topk.plan(*logits.shape, topk).backend
-        if backend == "xla":
+        chosen = launch_topk.plan(*logits.shape, topk, backend).backend
+        if chosen == "xla":
             return plain(logits, lengths, *arrays)
-        if backend == "flashinfer":
+        if chosen == "flashinfer":
             positions = topk_flashinfer.topk_positions(logits, lengths, topk, named.pop("row_starts", None))
             return _indices_of(positions, page_size, **named)
-        launch = launch_topk.topk_cuda if backend == "cuda" else launch_topk.topk_triton
+        launch = launch_topk.topk_cuda if chosen == "cuda" else launch_topk.topk_triton
         return launch(logits, lengths, topk=topk, page_size=page_size, **named)
 
     def plain(logits, lengths, *arrays):
@@ -193,7 +199,7 @@ def topk_transform(
                 "be TopkTransform.PAGED"
             )
         offset = check("topk_indices_offset", topk_indices_offset, ("rows",), INT32)
-        return _topk(logits, lengths, topk, row_starts=row_starts, offsets=offset)
+        return _topk(logits, lengths, topk, backend=_named_backend(), row_starts=row_starts, offsets=offset)
 
     if page_table is None:
         raise check.fail("page_table is missing, and TopkTransform.PAGED needs it")
@@ -206,4 +212,4 @@ def topk_transform(
             f"page_table has {requests} rows for {rows} rows of logits: give row_to_request, or one row each"
         )
     paged = {"page_table": page_table, "row_to_request": row_to_request}
-    return _topk(logits, lengths, topk, page_size, row_starts=row_starts, **paged)
+    return _topk(logits, lengths, topk, page_size, backend=_named_backend(), row_starts=row_starts, **paged)

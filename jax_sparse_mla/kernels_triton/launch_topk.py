@@ -6,7 +6,6 @@ Arguments are checked by `jax_sparse_mla.indices.topk`, which calls the one that
 from __future__ import annotations
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ from jax_sparse_mla.kernels_triton.call import triton_call
 from jax_sparse_mla.kernels_triton.launch_jax import compute_capability
 
 
-def plan(rows: int, columns: int, topk: int) -> TopkPlan:
-    """The kernel for these shapes here and now; `JAX_SPARSE_MLA_TOPK_BACKEND` overrides, at trace time."""
+def plan(rows: int, columns: int, topk: int, override: str | None = None) -> TopkPlan:
+    """The kernel for these shapes here and now, or the one named."""
     installed = {"triton"}
     if ffi_tvm.available() and _cuda_module():
         installed.add("cuda")
@@ -32,7 +31,7 @@ def plan(rows: int, columns: int, topk: int) -> TopkPlan:
         topk=topk,
         capability=divmod(compute_capability(), 10),
         installed=installed,
-        override=os.environ.get("JAX_SPARSE_MLA_TOPK_BACKEND") or None,
+        override=override,
     )
 
 

@@ -2,6 +2,8 @@
 
 The model's token-wise parts run in torch over the real tokens of a step, one after the other; its attention runs
 in jax_sparse_mla over the step padded to a bucket, so that a bucket compiles once.
+
+On a GPU, the same requests get the same tokens in every run with JAX_SPARSE_MLA_TOPK_BACKEND=triton (docs/routing.md).
 """
 
 from __future__ import annotations
