@@ -271,7 +271,7 @@ def _flashmla(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     from sparse_mla_torch.attention import vendor
 
     batch, q_len, heads, _ = q.shape
-    attend = vendor.Decode(
+    attend = vendor.decode(
         *(layout, batch, q_len, heads, scopes, options.softmax_scale),
         has_sink,
         options.assume_valid_indices,

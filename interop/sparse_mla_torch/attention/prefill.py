@@ -146,7 +146,7 @@ def _triton(options, q, scope, has_sink) -> Callable[..., Results]:
 def _flashmla(options, q, scope, has_sink) -> Callable[..., Results]:
     from sparse_mla_torch.attention import vendor
 
-    attend = vendor.Prefill(
+    attend = vendor.prefill(
         *(q.shape[0], q.shape[1], scope, options.softmax_scale, has_sink, options.assume_valid_indices),
         *(options.log2, options.keeps_memory, route.device_info(q.device)),
     )

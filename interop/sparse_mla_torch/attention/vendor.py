@@ -6,6 +6,7 @@ They come from `sgl-flash-mla` or from `sglang-kernel`; `jax_sparse_mla.attentio
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +14,7 @@ from jax_sparse_mla.attention import flashmla
 from jax_sparse_mla.attention.route import DeviceInfo
 from jax_sparse_mla.kernels_triton.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
-from sparse_mla_torch.attention.prepared import Schedule
+from sparse_mla_torch.attention.prepared import Results, Schedule
 from sparse_mla_torch.kernels.sanitise import Sanitiser, Table
 
 V_DIM = 512
@@ -48,7 +49,18 @@ def decode_obstacle(
     return None
 
 
-class Decode:
+def decode(
+    layout: KVLayout,
+    batch: int,
+    q_len: int,
+    heads: int,
+    scopes: list[Scope],
+    softmax_scale: float,
+    has_sink: bool,
+    assume_valid_indices: bool,
+    keeps_memory: bool,
+    device: DeviceInfo,
+) -> Callable[..., Results]:
     """The operator's call at one shape, with the sanitiser before it; q contiguous within 16-byte pieces.
 
     Args:
@@ -59,96 +71,101 @@ class Decode:
       has_sink: whether the call has an attention sink.
       assume_valid_indices: leaves out the sanitiser where the operator can take the tables as they are.
       keeps_memory: see `decode.Options`.
+
+    Returns:
+      As `decode.prepare`; it writes into nothing given.
     """
+    padded, chunk = flashmla.padded_heads(heads), _chunk(q_len, flashmla.padded_heads(heads), device)
+    takes_lengths = layout != KVLayout.V32_FP8  # what lies beyond them is −1 instead
+    columns = flashmla.DECODE_COLUMNS
+    tables = [
+        Table(
+            scope.topk,
+            -(-scope.topk // columns) * columns,
+            scope.num_slots,
+            scope.rows_per_length > 0,
+            keeps_lengths=takes_lengths,
+        )
+        for scope in scopes
+    ]
+    sanitise = None
+    fits = (padded == heads or not has_sink) and all(table.width == table.topk for table in tables)
+    if not assume_valid_indices or not fits:
+        sinks = heads if has_sink else 0
+        sanitise = Sanitiser(batch * q_len, q_len, tables, sinks, padded, keeps_memory)
+    operator = _operator("sparse_decode_fwd")
+    if padded == heads and batch <= chunk:
+        return _decode_at_once(operator, sanitise, softmax_scale, takes_lengths)
+    alone = _decode_at_once(operator, None, softmax_scale, takes_lengths)
+    return _decode_in_pieces(alone, sanitise, batch, heads, padded, chunk)
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        batch: int,
-        q_len: int,
-        heads: int,
-        scopes: list[Scope],
-        softmax_scale: float,
-        has_sink: bool,
-        assume_valid_indices: bool,
-        keeps_memory: bool,
-        device: DeviceInfo,
-    ):
-        self._heads, self._padded = heads, flashmla.padded_heads(heads)
-        self._scale, self._batch = softmax_scale, batch
-        self._chunk = _chunk(q_len, self._padded, device)
-        self._takes_lengths = layout != KVLayout.V32_FP8  # what lies beyond them is −1 instead
-        self._operator = getattr(torch.ops, flashmla.library().namespace).sparse_decode_fwd.default
-        tables = [
-            Table(
-                scope.topk,
-                -(-scope.topk // flashmla.DECODE_COLUMNS) * flashmla.DECODE_COLUMNS,
-                scope.num_slots,
-                scope.rows_per_length > 0,
-                keeps_lengths=self._takes_lengths,
-            )
-            for scope in scopes
-        ]
-        # One call, whose results are those of the operator.
-        self._exact = self._padded == heads and batch <= self._chunk
-        self._sanitise = None
-        fits = self._padded == heads or not has_sink
-        if not assume_valid_indices or not fits or any(table.width != table.topk for table in tables):
-            sinks = heads if has_sink else 0
-            self._sanitise = Sanitiser(batch * q_len, q_len, tables, sinks, self._padded, keeps_memory)
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        indices: torch.Tensor,
-        lengths: torch.Tensor | None,
-        extra_k_cache: torch.Tensor | None,
-        extra_indices: torch.Tensor | None,
-        extra_lengths: torch.Tensor | None,
-        attn_sink: torch.Tensor | None,
-        schedule: Schedule,
-        into: None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out `[batch, q_len, heads, 512]`, lse `[batch, heads, q_len]`; the operator writes into nothing given."""
-        if self._sanitise is not None:
-            given = (indices, lengths, extra_indices, extra_lengths, attn_sink)
-            safe = self._sanitise.again(*given) or self._sanitise(*given)
-            indices, lengths, extra_indices, extra_lengths, attn_sink = safe
-        elif not self._takes_lengths:
+# What follows runs in every call. Closures, since these are called in less time than objects.
+
+
+def _decode_at_once(operator: Callable, sanitise: Sanitiser | None, scale: float, takes_lengths: bool) -> Callable:
+    """For one call of the operator, whose results are the call's."""
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
+        if sanitise is not None:
+            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise.again(
+                indices, lengths, extra_indices, extra_lengths, attn_sink
+            ) or sanitise(indices, lengths, extra_indices, extra_lengths, attn_sink)
+        elif not takes_lengths:
             lengths = None
-        if self._exact:
-            out, lse, schedule.tile_scheduler_metadata, schedule.num_splits = self._operator(
-                q,
-                k_cache,
-                indices,
-                lengths,
-                attn_sink,
-                schedule.tile_scheduler_metadata,
-                schedule.num_splits,
-                extra_k_cache,
-                extra_indices,
-                extra_lengths,
-                V_DIM,
-                self._scale,
-            )
-            return out, lse
-        if self._padded != self._heads:
-            q = _pad_heads(q, self._padded)
+        out, lse, schedule.tile_scheduler_metadata, schedule.num_splits = operator(
+            q,
+            k_cache,
+            indices,
+            lengths,
+            attn_sink,
+            schedule.tile_scheduler_metadata,
+            schedule.num_splits,
+            extra_k_cache,
+            extra_indices,
+            extra_lengths,
+            V_DIM,
+            scale,
+        )
+        return out, lse
+
+    return run
+
+
+def _decode_in_pieces(
+    alone: Callable[..., Results], sanitise: Sanitiser | None, batch: int, heads: int, padded: int, chunk: int
+) -> Callable[..., Results]:
+    """For padded heads, and for requests that are too many for one call: `alone` makes each."""
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
+        if sanitise is not None:
+            given = (indices, lengths, extra_indices, extra_lengths, attn_sink)
+            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise(*given)
+        q = _pad_heads(q, padded)
         pieces = []
-        for start in range(0, self._batch, self._chunk):
-            some = slice(start, start + self._chunk)
+        for start in range(0, batch, chunk):
+            some = slice(start, start + chunk)
             rows = [x if x is None else x[some] for x in (q, indices, lengths, extra_indices, extra_lengths)]
-            own = schedule if self._chunk >= self._batch else Schedule()
-            out, lse, own.tile_scheduler_metadata, own.num_splits = self._operator(
-                *(rows[0], k_cache, rows[1], rows[2], attn_sink, own.tile_scheduler_metadata, own.num_splits),
-                *(extra_k_cache, rows[3], rows[4], V_DIM, self._scale),
-            )
-            pieces.append((out[:, :, : self._heads], lse[:, : self._heads]))
+            own = schedule if chunk >= batch else Schedule()
+            tables = (k_cache, rows[1], rows[2], extra_k_cache, rows[3], rows[4])
+            out, lse = alone(rows[0], *tables, attn_sink, own)
+            pieces.append((out[:, :, :heads], lse[:, :heads]))
         return tuple(torch.cat(x) for x in zip(*pieces))
 
+    return run
 
-class Prefill:
+
+def prefill(
+    rows: int,
+    heads: int,
+    scope: Scope,
+    softmax_scale: float,
+    has_sink: bool,
+    assume_valid_indices: bool,
+    log2: bool,
+    keeps_memory: bool,
+    device: DeviceInfo,
+) -> Callable[..., Results]:
     """The operator's call at one shape. It checks every index; columns are padded and lengths clipped before it.
 
     Args:
@@ -159,68 +176,70 @@ class Prefill:
       assume_valid_indices: takes the lengths as they are.
       log2: max_logits and lse in base 2.
       keeps_memory: see `decode.Options`.
+
+    Returns:
+      As `prefill.prepare`; it writes into nothing given.
     """
+    library, padded = flashmla.library(), flashmla.padded_heads(heads)
+    has_lengths = scope.rows_per_length > 0
+    width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
+    clips = has_lengths and not assume_valid_indices
+    # SM100's kernel reads rows beyond the length, NaN included.
+    rewrites = width != scope.topk or (clips and device.compute_capability[0] == 10)
+    sanitise = None
+    if rewrites or clips:
+        table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=rewrites)
+        sanitise = Sanitiser(rows, 1, [table], 0, padded, keeps_memory)
+    asks_for_log2 = log2 and not library.log2_prefill
+    at_once = _prefill_at_once(_operator("sparse_prefill_fwd"), sanitise, softmax_scale, rewrites, asks_for_log2)
+    wants_natural = library.log2_prefill and not log2
+    return at_once if padded == heads and not wants_natural else _prefill_padded(at_once, heads, padded, wants_natural)
 
-    def __init__(
-        self,
-        rows: int,
-        heads: int,
-        scope: Scope,
-        softmax_scale: float,
-        has_sink: bool,
-        assume_valid_indices: bool,
-        log2: bool,
-        keeps_memory: bool,
-        device: DeviceInfo,
-    ):
-        library = flashmla.library()
-        self._operator = getattr(torch.ops, library.namespace).sparse_prefill_fwd.default
-        self._options = () if library.log2_prefill else (log2,)
-        self._wants_natural = library.log2_prefill and not log2
-        self._heads, self._padded = heads, flashmla.padded_heads(heads)
-        self._exact = self._padded == heads and not self._wants_natural  # the results are those of the operator
-        self._scale = softmax_scale
-        has_lengths = scope.rows_per_length > 0
-        width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
-        clips = has_lengths and not assume_valid_indices
-        # SM100's kernel reads rows beyond the length, NaN included.
-        self._rewrites = width != scope.topk or (clips and device.compute_capability[0] == 10)
-        self._sanitise = None
-        if self._rewrites or clips:
-            table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=self._rewrites)
-            self._sanitise = Sanitiser(rows, 1, [table], 0, self._padded, keeps_memory)
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        indices: torch.Tensor,
-        lengths: torch.Tensor | None,
-        attn_sink: torch.Tensor | None,
-        into: None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """kv `[kv_len, 1, dim]`, indices `[rows, 1, topk]`; max_logits and lse in base 2 if `log2`."""
-        if self._sanitise is not None:
-            given = (indices, lengths, None, None, None)
-            safe = self._sanitise.again(*given) or self._sanitise(*given)
+def _prefill_at_once(
+    operator: Callable, sanitise: Sanitiser | None, scale: float, rewrites: bool, asks_for_log2: bool
+) -> Callable[..., Results]:
+    """For calls whose results are the operator's."""
+
+    def run(q, kv, indices, lengths, attn_sink, into=None):
+        if sanitise is not None:
+            safe = sanitise.again(indices, lengths, None, None, None) or sanitise(indices, lengths, None, None, None)
             lengths = safe[1]
-            if self._rewrites:
+            if rewrites:
                 indices = safe[0]
-        if self._exact:
-            return tuple(self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *self._options))
-        if self._padded != self._heads:
-            q = _pad_heads(q, self._padded)
-            attn_sink = attn_sink if attn_sink is None else _pad_heads(attn_sink[:, None], self._padded)[:, 0]
-        results = self._operator(q, kv, indices, self._scale, V_DIM, attn_sink, lengths, *self._options)
-        out, max_logits, lse = (x[:, : self._heads].contiguous() for x in results)
-        if self._wants_natural:
+        if asks_for_log2:
+            return tuple(operator(q, kv, indices, scale, V_DIM, attn_sink, lengths, True))
+        return tuple(operator(q, kv, indices, scale, V_DIM, attn_sink, lengths))
+
+    return run
+
+
+def _prefill_padded(at_once: Callable[..., Results], heads: int, padded: int, wants_natural: bool) -> Callable:
+    """For padded heads, and for results that come in base 2 and are wanted in natural units."""
+
+    def run(q, kv, indices, lengths, attn_sink, into=None):
+        q = _pad_heads(q, padded)
+        attn_sink = attn_sink if attn_sink is None else _pad_heads(attn_sink[:, None], padded)[:, 0]
+        results = at_once(q, kv, indices, lengths, attn_sink)
+        out, max_logits, lse = (x[:, :heads].contiguous() for x in results)
+        if wants_natural:
             max_logits.mul_(_LN_2)
             lse.mul_(_LN_2)
         return out, max_logits, lse
 
+    return run
+
+
+def _operator(name: str) -> Callable:
+    """FlashMLA's. Its `OpOverload` in Python does nothing but call what is within."""
+    found = getattr(getattr(torch.ops, flashmla.library().namespace), name).default
+    return getattr(found, "_op", found)
+
 
 def _pad_heads(x: torch.Tensor, padded: int) -> torch.Tensor:
     """`[..., heads, values]` with zeros behind the heads."""
+    if x.shape[-2] == padded:
+        return x
     return torch.nn.functional.pad(x, (0, 0, 0, padded - x.shape[-2]))
 
 

@@ -85,10 +85,14 @@ class Sanitiser:
     ) -> Results:
         """The same made safe, None for indices that are not rewritten; all contiguous, indices int32 `[..., topk]`.
 
-        The results last until the next call on this stream by this thread. Ask `again` first, which takes the same and
-        is quick, but knows no results before there were some.
+        The results last until the next call on this stream by this thread. `again` takes the same and is quicker, but
+        answers None where it knows no results from before.
         """
         given = (indices, lengths, extra_indices, extra_lengths, sink)
+        return self.again(*given) or self._first(given)
+
+    def _first(self, given: Results) -> Results:
+        indices = given[0]
         # A captured graph is replayed on any stream: what it writes is its own.
         if not self._keeps_memory or not indices.is_cuda or torch.cuda.is_current_stream_capturing():
             results = self._carve(given, indices.new_empty)
