@@ -162,7 +162,18 @@ def flash_mla_with_kvcache(
     if type(tile_scheduler_metadata) is not FlashMLASchedMeta or tile_scheduler_metadata._shape is not call.shape:
         _use_schedule(tile_scheduler_metadata, call.shape)
     if out is None:
-        return call.run(*tensors, tile_scheduler_metadata, None)
+        return call.run(  # as `*tensors`, but that takes longer
+            q,
+            k_cache,
+            indices,
+            topk_length,
+            extra_k_cache,
+            extra_indices_in_kvcache,
+            extra_topk_length,
+            attn_sink,
+            tile_scheduler_metadata,
+            None,
+        )
     batch, s_q, heads, _ = q.shape
     shapes = [(batch, s_q, heads, 512), (batch, heads, s_q)]
     _check_out(options[0], out, shapes, q)
@@ -230,7 +241,7 @@ def flash_mla_sparse_fwd(
                 )
         call = prefill.prepare(options, *tensors)
     if out is None:
-        results = call.run(*tensors, None)
+        results = call.run(q, kv, indices, topk_length, attn_sink, None)
     else:
         _check_out(options[0], out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
         results = _into(call, tensors, out, out)
