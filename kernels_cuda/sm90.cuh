@@ -56,16 +56,30 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool r
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copy_async_4(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+// 4, 8 or 16 bytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_small(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
 }
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Brings a multiple of 16 bytes into the L2.
-__device__ __forceinline__ void prefetch(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+// This thread arrives once all copies that it has begun are done.
+__device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+
+// For all copies of this thread but those of its last `kLeft` groups.
+template <int kLeft>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Brings the 32 bytes around this one into the L2. (The bulk prefetch takes one address a warp: of many, one after the
+// other.)
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
@@ -122,7 +136,12 @@ __device__ __forceinline__ uint64_t advance(uint64_t matrix, int bytes) { return
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// For all products of this warpgroup but those of its last `kLeft` groups.
+template <int kLeft>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
 
 // A warpgroup's accumulators: lane l of warp w has, of every 8 columns, columns 2 (l % 4) and the next of the rows
 // 16 w + l / 4 (first two values) and 16 w + l / 4 + 8 (last two).

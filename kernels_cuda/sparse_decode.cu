@@ -90,6 +90,7 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
   call.tables[0] = table_of(cache, indices, lengths, num_slots, page_size, page_bytes, call.rows);
   call.tables[1] = table_of(extra_cache, extra_indices, extra_lengths, extra_num_slots, extra_page_size,
                             extra_page_bytes, call.rows);
+  call.deal = deal_of(call.rows, call.groups, call.tiles, most_blocks(call));
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, q.device().device_id));
   launch(call, is_v4, is_v4 ? shared_bytes<kV4>() : shared_bytes<kV32>(), stream);
 }

@@ -49,9 +49,11 @@ __device__ __forceinline__ float over_warp(float x, float (*both)(float, float))
   return x;
 }
 
-// A quarter of a head's values, by a warp. Parts are added in the order of the keys, whoever wrote them first.
+// A quarter of a head's values or all four, by a warp. Parts are added in the order of the keys, whoever wrote them
+// first.
+template <int kQuarters>
 __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row, int quarter, bool rehearsal) {
-  constexpr int kAtOnce = 8;  // parts whose values are waited for together
+  constexpr int kAtOnce = 8 / kQuarters;  // parts whose values are waited for together
   int lane = threadIdx.x % 32, head = cut.first % call.tiles * kHeads + tile_row;
   auto slot = [&](int part) {
     return static_cast<int64_t>((cut.first + part * call.tiles) * 2 + (part == 0)) * kHeads + tile_row;
@@ -59,12 +61,16 @@ __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row,
   auto sums_of = [&](int part) {
     return part < cut.parts ? __ldcg(&call.part_sums[slot(part)]) : float2{-INFINITY, 0};
   };
-  float4 values[kAtOnce], joined = {0, 0, 0, 0};
+  float4 values[kAtOnce][kQuarters], joined[kQuarters] = {};
   auto load_values = [&](int begin) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
       const float* from = call.part_values + slot(begin + i) * kValues + quarter * 128 + lane * 4;
-      values[i] = begin + i < cut.parts ? __ldcg(reinterpret_cast<const float4*>(from)) : float4{0, 0, 0, 0};
+#pragma unroll
+      for (int j = 0; j < kQuarters; j++) {
+        const float4* at = reinterpret_cast<const float4*>(from + j * 128);
+        values[i][j] = begin + i < cut.parts ? __ldcg(at) : float4{0, 0, 0, 0};
+      }
     }
   };
   load_values(0);
@@ -84,8 +90,11 @@ __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row,
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
       float w = __shfl_sync(~0u, weight, (begin + i) % 32);
-      joined.x += w * values[i].x, joined.y += w * values[i].y;
-      joined.z += w * values[i].z, joined.w += w * values[i].w;
+#pragma unroll
+      for (int j = 0; j < kQuarters; j++) {
+        joined[j].x += w * values[i][j].x, joined[j].y += w * values[i][j].y;
+        joined[j].z += w * values[i][j].z, joined[j].w += w * values[i][j].w;
+      }
     }
   }
   sum = over_warp(sum, total);
@@ -93,25 +102,41 @@ __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row,
   float factor = sum == 0 ? 0.0f : 1 / (sum + exp2f(sink - largest));
   int64_t at = static_cast<int64_t>(cut.row) * call.heads + head;
   if (quarter == 0 && lane == 0) call.lse[at] = sum == 0 ? call.empty_lse : kLn2 * (largest + log2f(sum));
-  uint2 out = {bits(__floats2bfloat162_rn(joined.x * factor, joined.y * factor)),
-               bits(__floats2bfloat162_rn(joined.z * factor, joined.w * factor))};
-  *reinterpret_cast<uint2*>(call.out + at * kValues + quarter * 128 + lane * 4) = out;
+#pragma unroll
+  for (int j = 0; j < kQuarters; j++) {
+    uint2 out = {bits(__floats2bfloat162_rn(joined[j].x * factor, joined[j].y * factor)),
+                 bits(__floats2bfloat162_rn(joined[j].z * factor, joined[j].w * factor))};
+    *reinterpret_cast<uint2*>(call.out + at * kValues + (quarter + j) * 128 + lane * 4) = out;
+  }
 }
 
 // A rehearsal reads whatever the scratch holds and writes nothing.
+template <int kQuarters>
+__device__ __forceinline__ void join_all(const Call& call, const CutRow* list, int tasks, bool rehearsal) {
+  constexpr int kOfHead = 4 / kQuarters;  // tasks
+  int heads = min(call.heads, kHeads), warps = gridDim.x * (kThreads / 32);
+  // Neighbouring tasks go to different thread blocks, so that few rows keep all of them busy.
+#pragma unroll 1
+  for (int task = threadIdx.x / 32 * gridDim.x + blockIdx.x; task < tasks; task += warps) {
+    CutRow cut = rehearsal ? CutRow{0, static_cast<int>(blockIdx.x), 1} : list[task / (kOfHead * heads)];
+    int tile_row = task / kOfHead % heads;
+    if (cut.first % call.tiles * kHeads + tile_row >= call.heads) continue;
+    join<kQuarters>(call, cut, tile_row, task % kOfHead * kQuarters, rehearsal);
+  }
+}
+
 __device__ __forceinline__ void join_parts(const Call& call, void* scratch, bool rehearsal) {
-  int blocks = gridDim.x, warps = blocks * (kThreads / 32);
+  int blocks = gridDim.x, heads = min(call.heads, kHeads);
   int2* part_rows = static_cast<int2*>(scratch);
   CutRow* list = reinterpret_cast<CutRow*>(part_rows + blocks);
   int* count = reinterpret_cast<int*>(list + blocks);
   int cut_rows = list_cut_rows(call, part_rows, list, count);
-  int heads = min(call.heads, kHeads);
-  // Neighbouring tasks go to different thread blocks, so that few rows keep all of them busy.
-  int tasks = rehearsal ? blocks : cut_rows * heads * 4;
-  for (int task = threadIdx.x / 32 * blocks + blockIdx.x; task < tasks; task += warps) {
-    CutRow cut = rehearsal ? CutRow{0, static_cast<int>(blockIdx.x), 1} : list[task / (4 * heads)];
-    int tile_row = task / 4 % heads;
-    if (cut.first % call.tiles * kHeads + tile_row < call.heads) join(call, cut, tile_row, task % 4, rehearsal);
+  // Few tasks are to keep many warps busy; a warp of many tasks is to have many loads in flight.
+  int quarters = rehearsal ? blocks : cut_rows * heads * 4;
+  if (quarters <= blocks * (kThreads / 32)) {
+    join_all<1>(call, list, quarters, rehearsal);
+  } else {
+    join_all<4>(call, list, quarters / 4, rehearsal);
   }
 }
 

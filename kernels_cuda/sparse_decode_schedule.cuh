@@ -1,14 +1,21 @@
 // Which blocks of keys each thread block attends to.
 //
-// A row's keys are cut into blocks of 64 columns, those of the first table and then those of the second; the blocks of
-// all rows stand in a line, and the thread blocks, in groups of one for each tile of heads, take equal pieces of it. A
-// row that lies in several pieces is attended to in parts, which a second phase of the launch joins. Where whole rows
-// spread as evenly, or the caller wants results that do not depend on the batch, rows are not cut.
+// A row's keys are cut into blocks of 64 columns, those of the first table and then those of the second. The thread
+// blocks form groups of one for each tile of heads, and the groups share the rows in the way that ends soonest:
+//
+// Whole rows are dealt in rounds in the order of their sizes, the longest first: in the first round from the first group
+// to the last, in the next from the last to the first, and so on. The rows that do not fill a round are dealt like the
+// others, or each is cut in equal parts for several groups. Or the blocks of all rows stand in a line that is cut in
+// equal pieces.
+//
+// What is not a whole row is attended to in parts, which a second phase of the launch joins. A caller who wants results
+// that do not depend on the batch gets whole rows.
 
 #pragma once
 
 #include <cuda_bf16.h>
 
+#include <climits>
 #include <cstdint>
 
 namespace sparse_decode {
@@ -18,8 +25,17 @@ constexpr int kHeads = 64;    // of a tile: the rows of a matrix product
 constexpr int kValues = 512;  // of V and of the output
 constexpr int kThreads = 512;
 
-// Writing and joining the parts takes about as long as this many blocks of keys.
-constexpr int kCutCost = 3;
+// Times in units of a block of keys: what a row, or a part of one, takes beside its blocks; and where rows are cut, what
+// it takes to join them, once and for so many parts.
+constexpr int kRowCost = 1;
+constexpr int kJoinCost = 3;
+constexpr int kPartsJoined = 44;  // in a unit
+
+constexpr int kMostRounds = 32;  // of rows of different lengths
+constexpr int kMostGroups = 160;
+constexpr int kMostRows = kMostGroups * (kMostRounds + 1);
+constexpr int kSizes = 32;  // that are told apart, one for each lane
+constexpr int kToItsEnd = INT_MAX;
 
 // Division of 0 <= n < 2^31 by a number that is known before the launch: n · multiplier / 2^(31 + shift), with
 // shift = ⌈log2(divisor)⌉ and multiplier = ⌈2^(31 + shift) / divisor⌉.
@@ -39,7 +55,26 @@ inline Divisor divisor_of(int64_t n) {
   return {static_cast<uint32_t>(n), static_cast<uint32_t>(((int64_t{1} << (31 + shift)) + n - 1) / n), shift};
 }
 
-enum Cuts { kNever, kAlways, kAsLengthsSay };
+enum Cuts { kNever, kAlways, kAsLengthsSay };  // the last where there are lengths
+
+// Rows in rounds of one for each group, and those that are left; what of the schedule is known before the launch.
+struct Deal {
+  int rounds, rest;
+  Divisor groups;
+  Divisor parts;              // that a row of the rest is cut into, if it is
+  int parts_cost, line_cost;  // units that are lost if the rest is cut, or the line
+  int most_blocks;            // of a row
+  int size_shift;             // so many blocks, as a power of two, make a difference between two rows' sizes
+};
+
+inline Deal deal_of(int rows, int groups, int tiles, int most_blocks) {
+  int rest = rows % groups, parts = rest ? groups / rest : 1, shift = 0;
+  while ((most_blocks - 1) >> shift >= kSizes) shift++;
+  auto cost = [&](int parts_written) { return kRowCost + kJoinCost + parts_written * tiles / kPartsJoined; };
+  int in_line = (rows < groups ? rows : groups) + groups;
+  return {rows / groups, rest, divisor_of(groups), divisor_of(parts), cost(rest * parts), cost(in_line),
+          most_blocks, shift};
+}
 
 // One paged cache and what the rows read of it.
 struct Table {
@@ -64,6 +99,7 @@ struct Call {
   Table tables[2];
   int rows, heads, tiles, groups;
   int cuts;
+  Deal deal;
   float scale_log2;  // softmax_scale · log2(e)
   float empty_lse;
 };
@@ -77,6 +113,12 @@ struct Lengths {
     return max(first_blocks() + (second + kBlock - 1) / kBlock, 1);
   }
 };
+
+inline int most_blocks(const Call& call) {
+  int blocks = 0;
+  for (const Table& table : call.tables) blocks += (table.topk + kBlock - 1) / kBlock;
+  return blocks ? blocks : 1;
+}
 
 // As it stands in memory; whoever needs it clips it, so that loading ahead does not wait.
 __device__ __forceinline__ int given_length(const Table& table, int row) {
@@ -97,152 +139,302 @@ __device__ __forceinline__ Lengths lengths_of(const Call& call, int row) {
   return clipped(call, given_lengths(call, row));
 }
 
-// A place in the line: before this block of the row.
-struct Place {
-  int row, block;
-  __device__ __forceinline__ bool before(Place other) const {
-    return row < other.row || (row == other.row && block < other.block);
-  }
-};
-
+// Runs of blocks, each of a row: of the first row up to block `until`, then whole rows, but of the last up to `end`.
 struct Piece {
-  Place begin, end;
-  int blocks;
-  bool joins;  // any row of the call is cut
+  int row, block;    // it begins before
+  int until, end;    // or kToItsEnd
+  int left;          // rows after the first; -1: none at all
+  int second;        // of the rows after the first, which follow each other,
+  const int* dealt;  // unless they are listed here
+  int blocks;        // of all runs
+  bool joins;        // any row of the call is cut
 };
 
-struct Planning {  // shared memory
-  int warp_sums[kThreads / 32], warp_longest[kThreads / 32];
-  Place cuts[2];
-  int positions[2];  // of the cuts, in the line
+// In shared memory as long as the launch.
+struct Plan {
+  Piece piece;
+  int dealt[kMostRounds];  // rows, in whole rounds
 };
 
-// All counts of blocks are less than 2^31.
-struct Sharing {
-  int groups;  // that share the line
-  int each, rest;  // blocks of a piece, but that the first `rest` have one more
-  bool cuts;
+static_assert(kThreads >= kMostGroups);
 
-  __device__ __forceinline__ int begin(int group) const { return group * each + min(group, rest); }
+struct Planning {  // shared memory, free again once the piece is planned
+  static constexpr int kWarps = kThreads / 32;
+  int blocks[kMostRows];  // of each row
+  int warp_units[kWarps], warp_longest[kWarps];
+  int sizes[kWarps][kSizes];   // how many rows of each size the warp's threads have
+  int places[kWarps][kSizes];  // of the next one of them in the order of sizes
+  int loads[kMostGroups];      // blocks dealt in whole rounds
+  int rest[kMostGroups];       // the rows after those; without rounds, all in their order
+  struct {
+    int row, block;  // before these
+    int before;      // blocks of the line
+  } cuts[2];
 };
 
-// `all` blocks, at most `longest` of a row.
-__device__ __forceinline__ Sharing share(const Call& call, bool uniform, int all, int longest) {
-  int most = (all + call.groups - 1) / call.groups;
-  bool cuts = call.cuts == kAlways;
-  if (call.cuts == kAsLengthsSay) {
-    int whole = uniform                    ? (call.rows + call.groups - 1) / call.groups * longest
-                : call.rows <= call.groups ? longest
-                                           : most + longest / 2;
-    cuts = whole > most + kCutCost;
+// --- rounds -----------------------------------------------------------------------------------------------------
+
+// The group that has the i-th row of a round, or that row of the group.
+__device__ __forceinline__ int turn(const Call& call, int round, int i) {
+  return round % 2 ? call.groups - 1 - i : i;
+}
+
+// Blocks of a row that its i-th part has, if it is cut.
+struct Part {
+  int first, last;
+  __device__ __forceinline__ Part(const Call& call, int blocks, bool cut, int i) {
+    const Divisor& parts = call.deal.parts;
+    int each = cut ? parts.quotient(blocks + parts.divisor - 1) : blocks;
+    first = min(i * each, blocks), last = min(first + each, blocks);
   }
-  // As few groups as have no more to do for it.
-  int groups = cuts ? (all + most - 1) / most : call.groups;
-  int each = all / groups;
-  return {groups, each, all - each * groups, cuts};
-}
+};
 
-// Where a row of so many blocks, which begins at `begin` in the line, is cut for `position`: there, or at its nearer
-// end. Sets the position that it becomes.
-__device__ __forceinline__ Place cut_at(int& position, int row, int begin, int blocks, bool cuts) {
-  if (cuts) return {row, position - begin};
-  bool up = 2 * (position - begin) >= blocks;
-  position = up ? begin + blocks : begin;
-  return {row + up, 0};
-}
-
-__device__ __forceinline__ Piece uniform_piece(const Call& call, int group) {
-  int blocks = lengths_of(call, 0).blocks();
-  Sharing sharing = share(call, true, call.rows * blocks, blocks);
-  int begin = sharing.begin(group), end = sharing.begin(group + 1);
-  int first = begin / blocks, last = end / blocks;
-  Piece piece = {{}, {}, 0, sharing.cuts};
-  piece.begin = cut_at(begin, first, first * blocks, blocks, sharing.cuts);
-  piece.end = cut_at(end, last, last * blocks, blocks, sharing.cuts);
-  piece.blocks = end - begin;
-  if (group >= sharing.groups) piece.begin = piece.end = {}, piece.blocks = 0;
+// A part of a row of so many blocks, unless it is empty, and then whole rows: those dealt, or `whole` and the next ones.
+__device__ __forceinline__ Piece piece_of_rounds(const Call& call, int row, int blocks, Part part, int whole,
+                                                 const int* dealt, int whole_blocks, bool cuts) {
+  bool begins = part.first < part.last;
+  Piece piece;
+  piece.row = begins ? row : dealt ? *dealt : whole;
+  piece.block = begins ? part.first : 0;
+  piece.until = begins && part.last < blocks ? part.last : kToItsEnd;
+  piece.end = kToItsEnd;
+  piece.left = call.deal.rounds - !begins;
+  piece.second = whole + !begins;
+  piece.dealt = dealt ? dealt + !begins : nullptr;
+  piece.blocks = part.last - part.first + whole_blocks;
+  piece.joins = cuts;
   return piece;
 }
 
-// By the lengths of all rows: each thread adds up those of a run of rows.
-__device__ __noinline__ Piece piece_by_lengths(const Call& call, Planning& shared, int group) {
+// --- the line ---------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ Piece piece_between(int row, int block, int end_row, int end_block, int blocks, bool cuts) {
+  int end = end_block ? end_block : kToItsEnd, left = end_row - row - (end_block == 0);
+  return {row, block, left ? kToItsEnd : end, end, left, row + 1, nullptr, blocks, cuts};
+}
+
+// --- rows of one length -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ Piece uniform_line(const Call& call, int blocks, int group) {
+  int units = blocks + kRowCost, each = call.deal.groups.quotient(call.rows * units + call.groups - 1);
+  int rows[2], at[2];
+  for (int side = 0; side < 2; side++) {
+    int position = min((group + side) * each, call.rows * units);
+    rows[side] = position / units, at[side] = position - rows[side] * units;
+    if (at[side] >= blocks) rows[side]++, at[side] = 0;
+  }
+  return piece_between(rows[0], at[0], rows[1], at[1], (rows[1] - rows[0]) * blocks + at[1] - at[0], true);
+}
+
+__device__ __forceinline__ Piece uniform_piece(const Call& call, int group) {
+  int blocks = call.deal.most_blocks, parts = call.cuts == kAlways ? call.deal.parts.divisor : 1;
+  if (call.cuts == kAlways && parts == 1) return uniform_line(call, blocks, group);
+  int row = parts == 1 ? group : call.deal.parts.quotient(group), rounds = call.deal.rounds;
+  Part part(call, row < call.deal.rest ? blocks : 0, parts > 1, group - row * parts);
+  return piece_of_rounds(call, row, blocks, part, call.deal.rest + group * rounds, nullptr, rounds * blocks, parts > 1);
+}
+
+// --- rows of different lengths ----------------------------------------------------------------------------------
+// A launch begins with this code, and instructions come from memory: loops are not unrolled.
+
+// What a thread knows of all rows, and of a run of them that is its own.
+struct Survey {
+  int all, longest;  // units; blocks
+  int first, last;   // own rows
+  int before, mine;  // units of the rows before those, and of those
+};
+
+// 0: the longest.
+__device__ __forceinline__ int size_of(const Call& call, int blocks) {
+  return kSizes - 1 - ((blocks - 1) >> call.deal.size_shift);
+}
+
+__device__ __forceinline__ int scan_warp(int x) {
+#pragma unroll 1
+  for (int step = 1; step < 32; step *= 2) {
+    int other = __shfl_up_sync(~0u, x, step);
+    if (threadIdx.x % 32 >= step) x += other;
+  }
+  return x;
+}
+
+__device__ __forceinline__ Survey survey_rows(const Call& call, Planning& shared, bool deals) {
   int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   int each = (call.rows + kThreads - 1) / kThreads;
-  int first = min(thread * each, call.rows), last = min(first + each, call.rows);
-  int mine = 0, longest = 0;
-  for (int row = first; row < last; row++) {
+  Survey survey = {};
+  survey.first = min(thread * each, call.rows), survey.last = min(survey.first + each, call.rows);
+  shared.sizes[warp][lane] = 0;
+  __syncwarp();
+#pragma unroll 1
+  for (int row = survey.first; row < survey.last; row++) {
     int blocks = lengths_of(call, row).blocks();
-    mine += blocks;
-    longest = max(longest, blocks);
-  }
-  int through = mine;
-  for (int step = 1; step < 32; step *= 2) {
-    int other = __shfl_up_sync(~0u, through, step);
-    if (lane >= step) through += other;
-  }
-  longest = __reduce_max_sync(~0u, longest);
-  if (lane == 31) shared.warp_sums[warp] = through, shared.warp_longest[warp] = longest;
-  __syncthreads();
-  int sum = lane < kThreads / 32 ? shared.warp_sums[lane] : 0;
-  longest = __reduce_max_sync(~0u, lane < kThreads / 32 ? shared.warp_longest[lane] : 0);
-  int all = __reduce_add_sync(~0u, sum);
-  int before = __reduce_add_sync(~0u, lane < warp ? sum : 0) + through - mine;
-  Sharing sharing = share(call, false, all, longest);
-  if (!sharing.cuts && call.rows <= call.groups) {  // whole rows, as many groups: one each
-    int blocks = group < call.rows ? lengths_of(call, group).blocks() : 0;
-    return {{group, 0}, {group + (blocks > 0), 0}, blocks, false};
-  }
-  // Whoever has the row that is cut says where.
-  for (int side = 0; side < 2; side++) {
-    int position = sharing.begin(min(group + side, sharing.groups));
-    Place place = {call.rows, 0};
-    bool here = position == all ? thread == 0 : position >= before && position < before + mine;
-    if (!here) continue;
-    if (position < all) {
-      int begin = before, row = first, blocks = lengths_of(call, row).blocks();
-      while (position >= begin + blocks) {
-        begin += blocks;
-        blocks = lengths_of(call, ++row).blocks();
-      }
-      place = cut_at(position, row, begin, blocks, sharing.cuts);
+    survey.mine += blocks + kRowCost;
+    survey.longest = max(survey.longest, blocks);
+    if (deals) {
+      shared.blocks[row] = blocks;
+      atomicAdd(&shared.sizes[warp][size_of(call, blocks)], 1);
     }
-    shared.cuts[side] = place;
-    shared.positions[side] = position;
+  }
+  int through = scan_warp(survey.mine), longest = __reduce_max_sync(~0u, survey.longest);
+  if (lane == 31) shared.warp_units[warp] = through, shared.warp_longest[warp] = longest;
+  if (deals && thread < call.groups) shared.loads[thread] = 0, shared.rest[thread] = thread;
+  __syncthreads();
+  int sum = lane < Planning::kWarps ? shared.warp_units[lane] : 0;
+  survey.longest = __reduce_max_sync(~0u, lane < Planning::kWarps ? shared.warp_longest[lane] : 0);
+  survey.all = __reduce_add_sync(~0u, sum);
+  survey.before = __reduce_add_sync(~0u, lane < warp ? sum : 0) + through - survey.mine;
+  return survey;
+}
+
+// Whole rounds, and what is left. Every thread block deals all rows, and keeps those of its group.
+__device__ __forceinline__ void deal_rows(const Call& call, Planning& shared, const Survey& survey, int group,
+                                          Plan& plan) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_size = 0, of_warps_before = 0;
+#pragma unroll 4
+  for (int i = 0; i < Planning::kWarps; i++) {
+    int count = shared.sizes[i][lane];
+    of_size += count;
+    if (i < warp) of_warps_before += count;
+  }
+  shared.places[warp][lane] = scan_warp(of_size) - of_size + of_warps_before;
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < (call.rows + kThreads - 1) / kThreads; i++) {
+    int row = survey.first + i;
+    bool there = row < survey.last;
+    int blocks = there ? shared.blocks[row] : 1, size = size_of(call, blocks);
+    unsigned same = __match_any_sync(~0u, there ? size : -1), before = same & ((1u << lane) - 1);
+    int place = shared.places[warp][size] + __popc(before);
+    __syncwarp();
+    if (there && !before) shared.places[warp][size] += __popc(same);
+    __syncwarp();
+    if (!there) continue;
+    int round = call.deal.groups.quotient(place), at = place - round * call.groups;
+    if (round == call.deal.rounds) {
+      shared.rest[at] = row;
+      continue;
+    }
+    at = turn(call, round, at);
+    atomicAdd(&shared.loads[at], blocks);
+    if (at == group) plan.dealt[round] = row;
   }
   __syncthreads();
-  return {shared.cuts[0], shared.cuts[1], shared.positions[1] - shared.positions[0], sharing.cuts};
 }
 
-// The piece of a group; all threads call it.
-__device__ __forceinline__ Piece plan_piece(const Call& call, Planning& shared, int group) {
+// How long the groups take, in units.
+struct Times {
+  int rounds, whole, longest_rest;  // without and with the rest, uncut; blocks
+
+  __device__ __forceinline__ Times(const Call& call, const Planning& shared) {
+    int most_rounds = 0, most = 0, longest = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < call.groups; i += 32) {
+      int at = turn(call, call.deal.rounds, i), rest = 0;
+      if (at < call.deal.rest) rest = shared.blocks[shared.rest[at]];
+      int units = shared.loads[i] + call.deal.rounds * kRowCost;
+      most_rounds = max(most_rounds, units);
+      most = max(most, units + (rest ? rest + kRowCost : 0));
+      longest = max(longest, rest);
+    }
+    rounds = __reduce_max_sync(~0u, most_rounds);
+    whole = __reduce_max_sync(~0u, most);
+    longest_rest = __reduce_max_sync(~0u, longest);
+  }
+};
+
+// The line, cut where the groups' shares end, or else at the nearest ends of rows. Whoever has the row says where.
+__device__ __forceinline__ Piece piece_of_line(const Call& call, Planning& shared, const Survey& survey, int each,
+                                               int group, bool cuts) {
+#pragma unroll 1
+  for (int side = 0; side < 2; side++) {
+    int64_t wanted = static_cast<int64_t>(group + side) * each;
+    bool ends = wanted >= survey.all;
+    if (ends && threadIdx.x == 0) shared.cuts[side] = {call.rows, 0, survey.all - call.rows * kRowCost};
+    if (ends || wanted < survey.before || wanted >= survey.before + survey.mine) continue;
+    int row = survey.first, begin = survey.before, blocks;
+#pragma unroll 1
+    while (true) {
+      blocks = lengths_of(call, row).blocks();
+      if (wanted < begin + blocks + kRowCost) break;
+      begin += blocks + kRowCost, row++;
+    }
+    int block = static_cast<int>(wanted) - begin, before = begin - row * kRowCost;
+    if (!cuts) block = 2 * block < blocks ? 0 : blocks;
+    if (block < blocks) shared.cuts[side] = {row, block, before + block};
+    if (block >= blocks) shared.cuts[side] = {row + 1, 0, before + blocks};
+  }
+  __syncthreads();
+  auto begin = shared.cuts[0], end = shared.cuts[1];
+  return piece_between(begin.row, begin.block, end.row, end.block, end.before - begin.before, cuts);
+}
+
+__device__ __forceinline__ Piece piece_by_lengths(const Call& call, Planning& shared, Plan& plan, int group) {
+  const Deal& deal = call.deal;
+  bool may_cut = call.cuts != kNever, deals = deal.rounds <= kMostRounds && call.groups <= kMostGroups;
+  Survey survey = survey_rows(call, shared, deals);
+  int each = deal.groups.quotient(survey.all + call.groups - 1);
+  if (!deals) return piece_of_line(call, shared, survey, each, group, may_cut);
+  if (deal.rounds > 0) deal_rows(call, shared, survey, group, plan);
+  Times times(call, shared);
+  int least = call.cuts == kAlways ? INT_MAX : times.whole, parts = 1;
+  if (may_cut && deal.parts.divisor > 1) {
+    int part = deal.parts.quotient(times.longest_rest + deal.parts.divisor - 1);
+    int units = times.rounds + part + deal.parts_cost;
+    if (units < least) least = units, parts = deal.parts.divisor;
+  }
+  if (may_cut && each + deal.line_cost < least) return piece_of_line(call, shared, survey, each, group, true);
+  int at = parts == 1 ? turn(call, deal.rounds, group) : deal.parts.quotient(group);
+  int row = at < deal.rest ? shared.rest[at] : 0, blocks = at < deal.rest ? shared.blocks[row] : 0;
+  Part part(call, blocks, parts > 1, parts == 1 ? 0 : group - at * parts);
+  return piece_of_rounds(call, row, blocks, part, 0, plan.dealt, shared.loads[group], parts > 1);
+}
+
+// --- for the kernel ---------------------------------------------------------------------------------------------
+
+// Plans the piece of a group: all threads call it, and synchronise before they use the plan.
+__device__ __forceinline__ void plan_piece(const Call& call, Planning& shared, Plan& plan, int group) {
   bool uniform = !call.tables[0].lengths && !call.tables[1].lengths;
-  return uniform ? uniform_piece(call, group) : piece_by_lengths(call, shared, group);
+  Piece piece = uniform ? uniform_piece(call, group) : piece_by_lengths(call, shared, plan, group);
+  if (threadIdx.x == 0) plan.piece = piece;
 }
 
-// The parts of this piece that are not whole rows: of the row it begins in the midst of, and of one that it begins.
+// The rows of which this piece has a part: one that it begins in the midst of, and one that it has the first part of.
 __device__ __forceinline__ int2 parts_of(const Piece& piece) {
-  bool any = piece.blocks > 0;
-  bool begun = piece.end.row > piece.begin.row || piece.begin.block == 0;
-  return {any && piece.begin.block > 0 ? piece.begin.row : -1,
-          any && piece.end.block > 0 && begun ? piece.end.row : -1};
+  int2 rows = {-1, -1};
+  if (piece.left < 0) return rows;
+  if (piece.left > 0 && piece.end != kToItsEnd) rows.y = piece.second + piece.left - 1;
+  if (piece.until != kToItsEnd) rows.y = piece.row;
+  if (piece.block > 0) rows.x = piece.row;
+  if (piece.block > 0 && piece.until != kToItsEnd) rows.y = -1;
+  return rows;
 }
 
 // What is left of a piece, row by row.
 struct Rows {
-  Place at, end;
+  struct {
+    int row, block;
+  } at;
+  int until, end, left, second;
+  const int* dealt;
   Lengths lengths, next;  // of this row, and as given of the one after
 
   __device__ __forceinline__ Rows(const Call& call, const Piece& piece)
-      : at(piece.begin), end(piece.end), lengths(lengths_of(call, at.row)), next(given_lengths(call, at.row + 1)) {}
-  __device__ __forceinline__ bool any() const { return at.before(end); }
+      : at{piece.row, piece.block}, until(piece.until), end(piece.end), left(piece.left), second(piece.second),
+        dealt(piece.dealt), lengths(lengths_of(call, at.row)), next(given_lengths(call, following(call))) {}
+  __device__ __forceinline__ bool any() const { return left >= 0; }
   // The block of this row before which the piece ends.
-  __device__ __forceinline__ int last() const { return at.row == end.row ? end.block : lengths.blocks(); }
+  __device__ __forceinline__ int last() const { return min(until, lengths.blocks()); }
   // Which of the thread block's parts this is, if it is not whole.
   __device__ __forceinline__ int part() const { return at.block == 0; }
+  __device__ __forceinline__ int following(const Call& call) const {
+    return left <= 0 ? call.rows : dealt ? *dealt : second;
+  }
   __device__ __forceinline__ void advance(const Call& call) {
-    at = {at.row + 1, 0};
+    at = {following(call), 0};
+    left--, second++, dealt += dealt != nullptr;
+    until = left == 0 ? end : kToItsEnd;
     lengths = clipped(call, next);
-    next = given_lengths(call, at.row + 1);
+    next = given_lengths(call, following(call));
   }
 };
 

@@ -66,7 +66,9 @@ class TestPlan:
 
     def test_the_kernel_has_the_same_numbers(self):
         text = cuda_build.source("sparse_decode_schedule.cuh").read_text()
-        assert f"kCutCost = {hopper_plan._CUT_COST};" in text
+        for name in ("RowCost", "JoinCost", "PartsJoined"):
+            value = getattr(hopper_plan, re.sub("([A-Z])", r"_\1", name).upper())
+            assert f"constexpr int k{name} = {value};" in text
         assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay \}", text)
         assert (NEVER, ALWAYS, AS_LENGTHS_SAY) == (0, 1, 2)
 

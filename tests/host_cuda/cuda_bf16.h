@@ -1,0 +1,161 @@
+// As much of CUDA as the decode kernel's schedule needs, on the host: the threads of one thread block take turns in one
+// thread of the host, each until it waits for others of its warp or block.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __CUDACC__ 1
+#define __device__
+#define __forceinline__ inline
+#define __noinline__
+
+struct int2 {
+  int x, y;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+
+inline dim3 threadIdx, blockIdx, gridDim;
+
+namespace host {
+
+// Values of those who meet, kept until they have all met again.
+struct Meeting {
+  int members = 0, arrived = 0, round = 0;
+  std::vector<int64_t> values[2];
+};
+
+struct Block {
+  static constexpr int kStack = 64 << 10;
+  int threads, current = 0;
+  ucontext_t scheduler;
+  std::vector<ucontext_t> contexts;
+  std::vector<bool> ended;
+  Meeting all;
+  std::vector<Meeting> warps;
+  std::function<void()> program;
+};
+
+inline Block* block;
+inline std::vector<std::unique_ptr<char[]>> stacks;
+
+inline void give_way() { swapcontext(&block->contexts[block->current], &block->scheduler); }
+
+// Waits for all others; what each of them brought.
+inline const std::vector<int64_t>& meet(Meeting& meeting, int me, int64_t value) {
+  int round = meeting.round;
+  std::vector<int64_t>& values = meeting.values[round % 2];
+  values.resize(meeting.members);
+  values[me] = value;
+  if (++meeting.arrived == meeting.members) {
+    meeting.arrived = 0;
+    meeting.round++;
+  }
+  while (meeting.round == round) give_way();
+  return values;
+}
+
+inline int lane() { return threadIdx.x % 32; }
+inline const std::vector<int64_t>& meet_warp(int64_t value) {
+  return meet(block->warps[threadIdx.x / 32], lane(), value);
+}
+
+// Runs a program in all threads of a thread block. A thread's turn ends where it waits.
+inline void run(int threads, std::function<void()> program) {
+  Block here;
+  block = &here;
+  here.threads = threads;
+  here.program = std::move(program);
+  here.contexts.resize(threads);
+  here.ended.resize(threads);
+  here.all.members = threads;
+  here.warps.resize(threads / 32);
+  for (Meeting& warp : here.warps) warp.members = 32;
+  for (int i = 0; i < threads; i++) {
+    if (static_cast<int>(stacks.size()) == i) stacks.emplace_back(new char[Block::kStack]);
+    ucontext_t& context = here.contexts[i];
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks[i].get();
+    context.uc_stack.ss_size = Block::kStack;
+    context.uc_link = &here.scheduler;
+    makecontext(&context, [] {
+      block->program();
+      block->ended[block->current] = true;
+    }, 0);
+  }
+  for (int left = threads; left;) {
+    left = 0;
+    for (int i = 0; i < threads; i++) {
+      if (here.ended[i]) continue;
+      here.current = i;
+      threadIdx.x = i;
+      swapcontext(&here.scheduler, &here.contexts[i]);
+      left += !here.ended[i];
+    }
+  }
+}
+
+}  // namespace host
+
+inline void __syncthreads() { host::meet(host::block->all, threadIdx.x, 0); }
+inline void __syncwarp() { host::meet_warp(0); }
+
+template <typename T>
+T __shfl_up_sync(unsigned, T x, int step) {
+  const auto& values = host::meet_warp(x);
+  return static_cast<T>(values[std::max(host::lane() - step, host::lane() < step ? host::lane() : 0)]);
+}
+inline int __reduce_max_sync(unsigned, int x) {
+  const auto& values = host::meet_warp(x);
+  return static_cast<int>(*std::max_element(values.begin(), values.end()));
+}
+inline int __reduce_add_sync(unsigned, int x) {
+  int sum = 0;
+  for (int64_t value : host::meet_warp(x)) sum += static_cast<int>(value);
+  return sum;
+}
+inline unsigned __match_any_sync(unsigned, int x) {
+  unsigned same = 0;
+  const auto& values = host::meet_warp(x);
+  for (int i = 0; i < 32; i++) same |= unsigned{values[i] == x} << i;
+  return same;
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+  unsigned which = 0;
+  const auto& values = host::meet_warp(x);
+  for (int i = 0; i < 32; i++) which |= static_cast<unsigned>(values[i]) << i;
+  return which;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
+inline int atomicAdd(int* to, int x) { return (*to += x) - x; }
+
+template <typename T>
+T min(T a, T b) { return std::min(a, b); }
+template <typename T>
+T max(T a, T b) { return std::max(a, b); }

@@ -1,0 +1,47 @@
+// The schedule of the decode kernel as its threads would compute it, for tests.
+
+#include "sparse_decode_schedule.cuh"
+
+#include <cstring>
+
+using namespace sparse_decode;
+
+// Writes, for each group, its piece's blocks, whether parts are joined, the rows of its parts, the number of runs, and
+// the runs: row, first block, the block before which it ends, the part that it would be, and the row's blocks. Returns
+// how many numbers these are; no more than `capacity` are written.
+extern "C" int64_t decode_schedule(int rows, int groups, int cuts, const int* topks, const int* first_lengths,
+                                   const int* second_lengths, int rows_per_length, int64_t capacity, int* to) {
+  Call call = {};
+  call.rows = rows, call.groups = groups, call.cuts = cuts, call.tiles = 1;
+  const int* lengths[2] = {first_lengths, second_lengths};
+  for (int i = 0; i < 2; i++) {
+    call.tables[i].topk = topks[i];
+    call.tables[i].lengths = lengths[i];
+    call.tables[i].rows_per_length = divisor_of(rows_per_length);
+  }
+  call.deal = deal_of(rows, groups, call.tiles, most_blocks(call));
+  int64_t written = 0;
+  auto write = [&](int x) {
+    if (written < capacity) to[written] = x;
+    written++;
+  };
+  for (int group = 0; group < groups; group++) {
+    Planning planning;
+    Plan plan;
+    memset(&planning, 0xAB, sizeof planning);
+    memset(&plan, 0xAB, sizeof plan);
+    host::run(kThreads, [&] { plan_piece(call, planning, plan, group); });
+    memset(&planning, 0xCD, sizeof planning);
+    const Piece& piece = plan.piece;
+    int2 parts = parts_of(piece);
+    for (int x : {piece.blocks, int{piece.joins}, parts.x, parts.y}) write(x);
+    int64_t count = written;
+    write(0);
+    int runs = 0;
+    if (piece.blocks > 0)
+      for (Rows left(call, piece); left.any(); left.advance(call), runs++)
+        for (int x : {left.at.row, left.at.block, left.last(), left.part(), left.lengths.blocks()}) write(x);
+    if (count < capacity) to[count] = runs;
+  }
+  return written;
+}
