@@ -1,4 +1,4 @@
-// The two warpgroups that attend: each scores every other block of keys, and sums half of V's columns over all of them.
+// The two warpgroups that attend: each scores every other block of keys, and sums half of V's columns over all blocks.
 
 #pragma once
 
@@ -144,8 +144,8 @@ __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, i
   sm90::commit_products();
 }
 
-// Of one of a thread's two heads, `sink` in base 2: what the sums are multiplied by in the end. Writes the lse; or, of a part, what the parts are
-// joined by.
+// Of one of a thread's two heads, with the sink in base 2: what the sums are multiplied by in the end. Who `writes`
+// leaves the lse; or, of a part, what the parts are joined by.
 __device__ __forceinline__ float finish(const Call& call, float sum, float reference, float sink, int row, int head,
                                         int tile_row, bool whole, int part, bool writes) {
   writes = writes && head < call.heads && threadIdx.x % 4 == 0;
@@ -169,7 +169,7 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&x)[4]) {
   return high ? uint4{c, d, y[2], y[3]} : uint4{y[0], y[1], c, d};
 }
 
-// A thread's first head is at `out`, its second, 8 further, at `out + 8 * kValues`.
+// A thread's first head is at `out`, its second at `out + 8 * kValues`.
 __device__ __forceinline__ void store_out(const float (&sums)[2][64], const float (&factors)[2], __nv_bfloat16* out,
                                           int heads) {
 #pragma unroll
@@ -211,7 +211,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
 #pragma unroll
   for (int r = 0; r < 2; r++)
     sinks[r] = call.sink && head + 8 * r < call.heads ? call.sink[head + 8 * r] * kLog2E : -INFINITY;
-  float sums[2][64];      // of 128 columns each
+  float sums[2][64];  // of 128 columns each
   auto release = [&](int block) {
     if (lane == 0) sm90::arrive(&shared.keys_empty[block % 2][side]);
   };
@@ -221,10 +221,9 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
     for (int block = first; block < last; block++, n++) {
       Turn turn{n};
       int buffer = turn.buffer();
-      bool scored_next = block + 1 < last;  // by this warpgroup, if not this block
-      if (buffer != side) {
+      if (buffer != side) {  // scored by the other
         if (first + 1 == last && lane == 0) sm90::arrive(&shared.queries_empty);
-        if (scored_next) continue;
+        if (block + 1 < last) continue;  // summed beside the scores of the next
         begin_sums(shared, turn, side, block > first, sums);
         follow(shared, buffer, statistics);
         sm90::wait_products<0>();
@@ -244,7 +243,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       if (block > first) release(n - 1);
       sm90::wait_products<0>();
       if (block + 2 >= last && lane == 0) sm90::arrive(&shared.queries_empty);
-      uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % kValid]);
+      uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % kKnown]);
       float2 rescale = weigh(scores, valid, call.scale_log2, statistics);
       store_weights(scores, sm90::shared_address(shared.keys[buffer][kWeightTile]));
       if (lane % 4 == 0) {
@@ -260,6 +259,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       release(n);
     }
 
+    // Both have summed all blocks; each has the weights' sums of those that it scored.
     float factors[2];
     bool whole = first == 0 && last == rows.lengths.blocks();
     int row = rows.at.row, part = blockIdx.x * 2 + rows.part();

@@ -1,7 +1,7 @@
 // Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
 //
-// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend to them. docs/kernels.md explains
-// the plan of shared memory, the barriers and what bounds what.
+// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. docs/kernels.md explains the plan
+// of shared memory, the barriers and what bounds what.
 
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
       sm90::init(&shared.weights_full[i], 4);
     }
     for (int i = 0; i < kAhead; i++) {
-      sm90::init(&shared.slots_full[i], 33);
+      sm90::init(&shared.slots_full[i], 33);  // a warp's copies, and what it wrote itself
       sm90::init(&shared.rows_full[i], 1);
       sm90::init(&shared.scales_full[i], 32);
       sm90::init(&shared.rows_empty[i], 8);

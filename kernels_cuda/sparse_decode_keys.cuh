@@ -1,4 +1,4 @@
-// The two warpgroups that bring keys, each those of one half of V's columns: FP8 values become bfloat16 on their way from
+// The two warpgroups that bring keys, each one half of V's columns: FP8 values become bfloat16 on their way from
 // registers to shared memory.
 
 #pragma once
@@ -28,9 +28,14 @@ struct Blocks {
   }
 };
 
+// --- where keys are ---------------------------------------------------------------------------------------------
+// Two warps of those that bring keys find the rows of each block's keys for all who need to know: one copies slots to
+// shared memory, as many blocks ahead as there are places, the other makes addresses of them, one block less ahead. After
+// the piece come blocks without keys.
+
 // Begins to copy the slots of a lane's two keys of a block from its index table; -1 where there is none. Returns whether
 // they are of the second table.
-__device__ __forceinline__ bool copy_slots(const Call& call, const Blocks& blocks, int lane, int* to) {
+__device__ __forceinline__ bool copy_slots_of(const Call& call, const Blocks& blocks, int lane, int* to) {
   Lengths lengths = blocks.rows.lengths;
   bool second = blocks.block >= lengths.first_blocks();
   const Table& table = call.tables[second];
@@ -69,17 +74,13 @@ __device__ __forceinline__ Source locate(const Table& table, int slot) {
   return {row, kFormat == kV4 ? begin + static_cast<int64_t>(page_size) * kRowBytes + offset * 8 : row + 512};
 }
 
-// Two warps of those that bring keys find the rows of each block's keys for all who need to know: one copies slots to
-// shared memory, as many blocks ahead as there are places, the other makes addresses of them, one block less ahead. After
-// the piece come blocks without keys.
-
 template <Format kFormat>
 __device__ __forceinline__ void copy_slots(const Call& call, Shared<kFormat>& shared, Blocks& ahead, int block) {
   int lane = fresh(threadIdx.x % 32), place = block % kAhead;
-  bool second = copy_slots(call, ahead, lane, shared.slots[place]);
+  bool second = copy_slots_of(call, ahead, lane, shared.slots[place]);
   if (lane == 0) {
     shared.seconds[place] = second;
-    shared.row_begun[block % kValid] = block == 0 || ahead.block == 0 ? ahead.rows.at.row : -1;
+    shared.row_begun[block % kKnown] = block == 0 || ahead.block == 0 ? ahead.rows.at.row : -1;
   }
   ahead.advance(call);
   __syncwarp();
@@ -102,7 +103,7 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
     shared.rows[place][key] = source.row;
     sm90::copy_async_small<Scales<kFormat>::kBytes>(sm90::shared_address(&shared.scales[place][key]), source.scales);
   }
-  if (lane == 0) *reinterpret_cast<uint2*>(shared.valid[block % kValid]) = {valid[0], valid[1]};
+  if (lane == 0) *reinterpret_cast<uint2*>(shared.valid[block % kKnown]) = {valid[0], valid[1]};
   __syncwarp();
   if (lane == 0) sm90::arrive(&shared.rows_full[place]);
   sm90::arrive_after_copies(&shared.scales_full[place]);
@@ -110,7 +111,8 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
 
 // --- conversion -------------------------------------------------------------------------------------------------
 
-// The steps are volatile so that they stay in the order in which they are written, which hides their latencies.
+// The steps are volatile so that they stay in the order in which they are written: of eight values each, which hides
+// their latencies.
 
 __device__ __forceinline__ void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
   asm volatile(
@@ -139,9 +141,6 @@ __device__ __forceinline__ uint32_t rounded(float2 x) {
   asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x.y), "f"(x.x));
   return pair;
 }
-
-template <Format kFormat>
-struct Scales;
 
 // Scales of the tiles of one half of V. V4 has powers of two, by which the product of bfloat16 is exact.
 template <Format kFormat>
@@ -245,10 +244,11 @@ __device__ __forceinline__ void copy_queries(const Call& call, Shared<kFormat>& 
   }
 }
 
-// Brings half of V's columns of the keys. Four neighbouring threads share two keys of a block, 32 apart, which they load
-// into the registers that have just been converted.
-constexpr int kSlotWarp = 4, kRowWarp = 5;  // of the second half's
+constexpr int kSlotWarp = 4, kRowWarp = 5;  // of the warpgroup that brings the second half
 constexpr int kPrefetched = 128;            // bytes, by one instruction
+
+// Brings half of V's columns of the keys. Four neighbouring threads share two keys of a block, 32 apart. Rows are asked
+// into the L2 two blocks ahead and loaded one block ahead, into the registers that have just been converted.
 template <Format kFormat>
 __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
                                            int half) {
@@ -271,7 +271,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
 #pragma unroll
     for (int i = 0; i < 2; i++) values.load(shared.rows[place][token + i * 32], i, half, part);
   };
-  auto prefetch = [&](int block) {  // into the L2
+  auto prefetch = [&](int block) {
     int place = block % kAhead, begin = half * L::kHalfTiles * 64, end = half ? L::kRowBytes : L::kHalfTiles * 64;
     sm90::wait(&shared.rows_full[place], block / kAhead & 1);
 #pragma unroll
@@ -292,7 +292,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     if (warp == kSlotWarp) copy_slots(call, shared, ahead, n + kAhead);
     if (warp == kRowWarp) find_rows(call, shared, n + kAhead - 1);
     prefetch(n + 2);
-    if (int row = shared.row_begun[n % kValid]; row >= 0) {
+    if (int row = shared.row_begun[n % kKnown]; row >= 0) {
       sm90::wait(&shared.queries_empty, (number++ & 1) ^ 1);
       copy_queries(call, shared, row, tile * kHeads, half);
     }
@@ -301,7 +301,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     uint32_t chunk = (2 * part ^ lane / 4) * 16;
     uint32_t keys = sm90::shared_address(shared.keys[turn.buffer()]) + token * 128 + chunk;
     if (half == 1) {
-      // The rope part's place may have weights that the other half's sums are made of.
+      // The rope part's place may have weights, which the other half's sums are made of too.
       if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -312,7 +312,8 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
       }
     }
     sm90::wait(&shared.scales_full[place], n / kAhead & 1);
-    const HalfScales<kFormat> scales[2] = {{shared.scales[place][token], half}, {shared.scales[place][token + 32], half}};
+    auto* of_keys = &shared.scales[place][token];
+    const HalfScales<kFormat> scales[2] = {{of_keys[0], half}, {of_keys[32], half}};
     values.convert_to(keys + half * L::kHalfTiles * kTileBytes, scales, half);
     sm90::wait_copies();
     __syncwarp();
@@ -320,7 +321,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
       sm90::arrive(&shared.keys_full[turn.buffer()][half]);
       sm90::arrive(&shared.rows_empty[place]);
     }
-    load(n + 1);
+    load(n + 1);  // of rows of zeros after the last
   }
 }
 

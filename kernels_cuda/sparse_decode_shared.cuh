@@ -23,8 +23,8 @@ struct Layout {
 };
 
 constexpr int kWeightTile = 8;
-constexpr int kAhead = 4;  // blocks whose rows are known
-constexpr int kValid = 8;  // blocks of which it is known which keys are valid
+constexpr int kAhead = 4;  // places for blocks whose slots or rows are known
+constexpr int kKnown = 8;  // and for what is known of a block until its scores are weighed
 
 // Of a key, as in the cache.
 template <Format kFormat>
@@ -49,15 +49,15 @@ struct Shared {
   // part there, which is no part of V and has been read when P is written.
   uint8_t keys[2][kWeightTile + 1][kTileBytes];
   uint8_t queries[L::kTiles][kTileBytes];  // rows are heads
-  float rescale[2][kHeads];        // what the sums are multiplied by before a block is added
-  float reference[2][kHeads];      // base-2 score whose weight is 1, from this block on
-  float weight_sums[2][2][kHeads];  // of a row (those of the next one elsewhere), by warpgroup
+  float rescale[2][kHeads];    // what the sums are multiplied by before a block is added
+  float reference[2][kHeads];  // the base-2 score whose weight is 1, from this block on
+  float weight_sums[2][2][kHeads];  // of every other row, by warpgroup
   Scales<kFormat> scales[kAhead][kBlock];
-  const uint8_t* rows[kAhead][kBlock];  // zeros for those that are none of the cache's
+  const uint8_t* rows[kAhead][kBlock];
   int slots[kAhead][kBlock];
-  int seconds[kAhead];                             // whether the block's keys are of the second table
-  int row_begun[kValid];                           // by a block, or -1
-  alignas(8) uint8_t valid[kValid][kBlock / 8];    // a bit for each key
+  int seconds[kAhead];                           // whether the block's keys are of the second table
+  int row_begun[kKnown];                         // by a block, or -1
+  alignas(8) uint8_t valid[kKnown][kBlock / 8];  // a bit for each key
   Barrier slots_full[kAhead], rows_full[kAhead], scales_full[kAhead], rows_empty[kAhead];
   Barrier keys_full[2][2], keys_empty[2][2];  // of either half of V
   Barrier weights_full[2], queries_empty;
