@@ -17,26 +17,27 @@ namespace sparse_decode {
 // Registers of each thread, by role; a multiprocessor has 4 x 128 for one thread of each warpgroup.
 constexpr int kKeyRegisters = 64, kAttendRegisters = 192;
 
+// By the first threads, each some of them.
+template <Format kFormat>
+__device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int thread) {
+  static_assert(kAhead == 4);
+  if (thread < 4) {
+    sm90::init(&shared.slots_full[thread], 33);  // a warp's copies, and what it wrote itself
+    sm90::init(&shared.rows_full[thread], 1);
+    sm90::init(&shared.scales_full[thread], 32);
+    sm90::init(&shared.rows_empty[thread], 8);
+    sm90::init(&shared.keys_full[thread / 2][thread % 2], 4);
+    sm90::init(&shared.keys_empty[thread / 2][thread % 2], 4);
+    if (thread < 2) sm90::init(&shared.weights_full[thread], 4);
+    if (thread == 2) sm90::init(&shared.queries_empty, 8);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+}
+
 template <Format kFormat>
 __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
   int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) {
-      for (int half = 0; half < 2; half++) {
-        sm90::init(&shared.keys_full[i][half], 4);
-        sm90::init(&shared.keys_empty[i][half], 4);
-      }
-      sm90::init(&shared.weights_full[i], 4);
-    }
-    for (int i = 0; i < kAhead; i++) {
-      sm90::init(&shared.slots_full[i], 33);  // a warp's copies, and what it wrote itself
-      sm90::init(&shared.rows_full[i], 1);
-      sm90::init(&shared.scales_full[i], 32);
-      sm90::init(&shared.rows_empty[i], 8);
-    }
-    sm90::init(&shared.queries_empty, 8);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  init_barriers(shared, threadIdx.x);
   static_assert(sizeof(Planning) <= sizeof(shared.keys));
   Planning& planning = reinterpret_cast<Planning&>(shared.keys);
   plan_piece(call, planning, shared.plan, blockIdx.x / call.tiles);
