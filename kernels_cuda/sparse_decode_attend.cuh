@@ -19,7 +19,7 @@ __device__ __forceinline__ void begin_scores(Shared<kFormat>& shared, Turn turn,
   constexpr int kFirst = kHalf * L::kHalfTiles, kLast = kHalf ? L::kTiles : L::kHalfTiles;
   uint64_t q = sm90::by_rows(sm90::shared_address(shared.queries));
   uint64_t k = sm90::by_rows(sm90::shared_address(shared.keys[turn.buffer()]));
-  sm90::wait(&shared.keys_full[turn.buffer()][kHalf], turn.parity());
+  sm90::wait(&shared.barriers.keys_full[turn.buffer()][kHalf], turn.parity());
   sm90::fence_matrix_reads();
   sm90::begin_products();
 #pragma unroll
@@ -127,7 +127,7 @@ template <Format kFormat>
 __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, int half, bool add,
                                            float (&sums)[2][64]) {
   int tile_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, buffer = turn.buffer();
-  sm90::wait(&shared.weights_full[buffer], turn.parity());
+  sm90::wait(&shared.barriers.weights_full[buffer], turn.parity());
   sm90::fence_matrix_reads();
   if (add) rescale_sums(sums, shared.rescale[buffer][tile_row], shared.rescale[buffer][tile_row + 8]);
   uint64_t p = sm90::by_rows(sm90::shared_address(shared.keys[buffer][kWeightTile]));
@@ -189,13 +189,23 @@ __device__ __forceinline__ void store_out(const float (&sums)[2][64], const floa
   }
 }
 
-__device__ __forceinline__ void store_part(const float (&sums)[2][64], float* to, int heads) {
+// The same for float32, where the factors are 1: two neighbouring lanes exchange half of two chunks of 8 columns.
+__device__ __forceinline__ void store_part(const float (&sums)[2][64], const float (&factors)[2], float* to,
+                                           int heads) {
+  int lane = threadIdx.x;
+  bool odd = lane & 1;
 #pragma unroll
-  for (int i = 0; i < 64; i++) {
-    int r = i % 2, chunk = i / 2;
-    const float* pair = &sums[chunk / 16][chunk % 16 * 4 + 2 * r];
-    float2* at = reinterpret_cast<float2*>(to + r * 8 * kValues) + chunk * 4 + threadIdx.x % 4;
-    if (r * 8 < heads) *at = {pair[0], pair[1]};
+  for (int r = 0; r < 2; r++) {
+#pragma unroll
+    for (int chunk = 0; chunk < 32; chunk += 2) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) x[i] = sums[chunk / 16][(chunk % 16 + i / 2) * 4 + 2 * r + i % 2] * factors[r];
+      float a = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1), b = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
+      float4 half = odd ? float4{a, b, x[2], x[3]} : float4{x[0], x[1], a, b};
+      float4* at = reinterpret_cast<float4*>(to + r * 8 * kValues) + (chunk + odd) * 2 + lane % 4 / 2;
+      if (r * 8 < heads) *at = half;
+    }
   }
 }
 
@@ -213,7 +223,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
     sinks[r] = call.sink && head + 8 * r < call.heads ? call.sink[head + 8 * r] * kLog2E : -INFINITY;
   float sums[2][64];  // of 128 columns each
   auto release = [&](int block) {
-    if (lane == 0) sm90::arrive(&shared.keys_empty[block % 2][side]);
+    if (lane == 0) sm90::arrive(&shared.barriers.keys_empty[block % 2][side]);
   };
   for (Rows rows(call, piece); rows.any(); rows.advance(call), number++) {
     int first = rows.at.block, last = rows.last();
@@ -222,7 +232,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       Turn turn{n};
       int buffer = turn.buffer();
       if (buffer != side) {  // scored by the other
-        if (first + 1 == last && lane == 0) sm90::arrive(&shared.queries_empty);
+        if (first + 1 == last && lane == 0) sm90::arrive(&shared.barriers.queries_empty);
         if (block + 1 < last) continue;  // summed beside the scores of the next
         begin_sums(shared, turn, side, block > first, sums);
         follow(shared, buffer, statistics);
@@ -242,7 +252,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       sm90::wait_products<1>();
       if (block > first) release(n - 1);
       sm90::wait_products<0>();
-      if (block + 2 >= last && lane == 0) sm90::arrive(&shared.queries_empty);
+      if (block + 2 >= last && lane == 0) sm90::arrive(&shared.barriers.queries_empty);
       uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % kKnown]);
       float2 rescale = weigh(scores, valid, call.scale_log2, statistics);
       store_weights(scores, sm90::shared_address(shared.keys[buffer][kWeightTile]));
@@ -253,7 +263,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
         for (int r = 0; r < 2; r++) shared.reference[buffer][tile_row + 8 * r] = statistics.reference[r];
       }
       __syncwarp();
-      if (lane == 0) sm90::arrive(&shared.weights_full[buffer]);
+      if (lane == 0) sm90::arrive(&shared.barriers.weights_full[buffer]);
       begin_sums(shared, turn, side, block > first, sums);
       sm90::wait_products<0>();
       release(n);
@@ -281,7 +291,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       store_out(sums, factors, call.out + to, heads);
     } else {
       int64_t to = (static_cast<int64_t>(part) * kHeads + tile_row) * kValues + side * 256;
-      store_part(sums, call.part_values + to, heads);
+      store_part(sums, factors, call.part_values + to, heads);
     }
   }
 }

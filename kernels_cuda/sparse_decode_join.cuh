@@ -19,6 +19,19 @@ struct CutRow {
   int row, first, parts;
 };
 
+// Lists the rows of one length that are cut in equal parts, as `uniform_piece` does.
+__device__ __forceinline__ int list_equal_parts(const Call& call, CutRow* list) {
+  const Divisor& divisor = call.deal.parts;
+  int blocks = call.deal.most_blocks, each = divisor.quotient(blocks + divisor.divisor - 1);
+  int parts = (blocks + each - 1) / each, count = parts > 1 ? call.deal.rest * call.tiles : 0;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    int row = i / call.tiles, tile = i - row * call.tiles;
+    list[i] = {row, row * static_cast<int>(divisor.divisor) * call.tiles + tile, parts};
+  }
+  __syncthreads();
+  return count;
+}
+
 // Lists the cut rows in shared memory, in the same order in all thread blocks; all threads.
 __device__ __forceinline__ int list_cut_rows(const Call& call, int2* part_rows, CutRow* list, int* count) {
   int blocks = gridDim.x, thread = threadIdx.x;
@@ -53,7 +66,7 @@ __device__ __forceinline__ float over_warp(float x, float (*both)(float, float))
 // first.
 template <int kQuarters>
 __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row, int quarter, bool rehearsal) {
-  constexpr int kAtOnce = 8 / kQuarters;  // parts whose values are waited for together
+  constexpr int kAtOnce = 16 / kQuarters;  // parts whose values are waited for together
   int lane = threadIdx.x % 32, head = cut.first % call.tiles * kHeads + tile_row;
   auto slot = [&](int part) {
     return static_cast<int64_t>((cut.first + part * call.tiles) * 2 + (part == 0)) * kHeads + tile_row;
@@ -130,7 +143,8 @@ __device__ __forceinline__ void join_parts(const Call& call, void* scratch, bool
   int2* part_rows = static_cast<int2*>(scratch);
   CutRow* list = reinterpret_cast<CutRow*>(part_rows + blocks);
   int* count = reinterpret_cast<int*>(list + blocks);
-  int cut_rows = list_cut_rows(call, part_rows, list, count);
+  bool equal = call.cuts == kAlways && call.deal.parts.divisor > 1 && !call.tables[0].lengths && !call.tables[1].lengths;
+  int cut_rows = equal ? list_equal_parts(call, list) : list_cut_rows(call, part_rows, list, count);
   // Few tasks are to keep many warps busy; a warp of many tasks is to have many loads in flight.
   int quarters = rehearsal ? blocks : cut_rows * heads * 4;
   if (quarters <= blocks * (kThreads / 32)) {

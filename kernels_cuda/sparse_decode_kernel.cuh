@@ -17,27 +17,22 @@ namespace sparse_decode {
 // Registers of each thread, by role; a multiprocessor has 4 x 128 for one thread of each warpgroup.
 constexpr int kKeyRegisters = 64, kAttendRegisters = 192;
 
-// By the first threads, each some of them.
+// Each warp's part of the barriers, which follow each other: a thread alone would take 2,000 clocks.
 template <Format kFormat>
-__device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int thread) {
-  static_assert(kAhead == 4);
-  if (thread < 4) {
-    sm90::init(&shared.slots_full[thread], 33);  // a warp's copies, and what it wrote itself
-    sm90::init(&shared.rows_full[thread], 1);
-    sm90::init(&shared.scales_full[thread], 32);
-    sm90::init(&shared.rows_empty[thread], 8);
-    sm90::init(&shared.keys_full[thread / 2][thread % 2], 4);
-    sm90::init(&shared.keys_empty[thread / 2][thread % 2], 4);
-    if (thread < 2) sm90::init(&shared.weights_full[thread], 4);
-    if (thread == 2) sm90::init(&shared.queries_empty, 8);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+__device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kAhead == 4 && kWarps == 16);
+  static_assert(sizeof(Shared<kFormat>::barriers) == (kWarps + 11) * sizeof(Barrier));
+  Barrier* mine = reinterpret_cast<Barrier*>(&shared.barriers) + warp;
+  constexpr int kSlots = 33, kRows = 1, kScales = 32, kRead = 8;  // a warp's copies and itself; it; its copies; all warps
+  sm90::init(mine, (kSlots | kRows << 8 | kScales << 16 | kRead << 24) >> warp / 4 * 8 & 255);
+  if (warp < 11) sm90::init(mine + kWarps, warp < 10 ? 4 : 8);
 }
 
 template <Format kFormat>
 __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
   int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
-  init_barriers(shared, threadIdx.x);
+  if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers(shared, thread / 32);
   static_assert(sizeof(Planning) <= sizeof(shared.keys));
   Planning& planning = reinterpret_cast<Planning&>(shared.keys);
   plan_piece(call, planning, shared.plan, blockIdx.x / call.tiles);

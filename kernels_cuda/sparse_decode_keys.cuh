@@ -84,16 +84,16 @@ __device__ __forceinline__ void copy_slots(const Call& call, Shared<kFormat>& sh
   }
   ahead.advance(call);
   __syncwarp();
-  if (lane == 0) sm90::arrive(&shared.slots_full[place]);
-  sm90::arrive_after_copies(&shared.slots_full[place]);
+  if (lane == 0) sm90::arrive(&shared.barriers.slots_full[place]);
+  sm90::arrive_after_copies(&shared.barriers.slots_full[place]);
 }
 
 template <Format kFormat>
 __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& shared, int block) {
   int lane = fresh(threadIdx.x % 32), place = block % kAhead;
-  sm90::wait(&shared.slots_full[place], block / kAhead & 1);
+  sm90::wait(&shared.barriers.slots_full[place], block / kAhead & 1);
   const Table& table = call.tables[shared.seconds[place]];
-  sm90::wait(&shared.rows_empty[place], (block / kAhead & 1) ^ 1);
+  sm90::wait(&shared.barriers.rows_empty[place], (block / kAhead & 1) ^ 1);
   unsigned valid[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
   }
   if (lane == 0) *reinterpret_cast<uint2*>(shared.valid[block % kKnown]) = {valid[0], valid[1]};
   __syncwarp();
-  if (lane == 0) sm90::arrive(&shared.rows_full[place]);
-  sm90::arrive_after_copies(&shared.scales_full[place]);
+  if (lane == 0) sm90::arrive(&shared.barriers.rows_full[place]);
+  sm90::arrive_after_copies(&shared.barriers.scales_full[place]);
 }
 
 // --- conversion -------------------------------------------------------------------------------------------------
@@ -260,20 +260,17 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
 #pragma unroll 1
     for (int i = 0; i < kAhead; i++) copy_slots(call, shared, ahead, i);
   }
-  if (warp == kRowWarp) {
-#pragma unroll 1
-    for (int i = 0; i < kAhead - 1; i++) find_rows(call, shared, i);
-  }
+  if (warp == kRowWarp) find_rows(call, shared, 0);
   Values<kFormat> values;
   auto load = [&](int block) {
     int place = block % kAhead;
-    sm90::wait(&shared.rows_full[place], block / kAhead & 1);
+    sm90::wait(&shared.barriers.rows_full[place], block / kAhead & 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) values.load(shared.rows[place][token + i * 32], i, half, part);
   };
   auto prefetch = [&](int block) {
     int place = block % kAhead, begin = half * L::kHalfTiles * 64, end = half ? L::kRowBytes : L::kHalfTiles * 64;
-    sm90::wait(&shared.rows_full[place], block / kAhead & 1);
+    sm90::wait(&shared.barriers.rows_full[place], block / kAhead & 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint8_t* row = shared.rows[place][token + i * 32];
@@ -283,26 +280,27 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     }
   };
   load(0);
-  prefetch(1);
   int number = 0;  // of rows begun
 #pragma unroll 1
   for (int n = 0; n < piece.blocks; n++) {
     Turn turn{n};
     int place = n % kAhead;
-    if (warp == kSlotWarp) copy_slots(call, shared, ahead, n + kAhead);
-    if (warp == kRowWarp) find_rows(call, shared, n + kAhead - 1);
-    prefetch(n + 2);
     if (int row = shared.row_begun[n % kKnown]; row >= 0) {
-      sm90::wait(&shared.queries_empty, (number++ & 1) ^ 1);
+      sm90::wait(&shared.barriers.queries_empty, (number++ & 1) ^ 1);
       copy_queries(call, shared, row, tile * kHeads, half);
     }
-    sm90::wait(&shared.keys_empty[turn.buffer()][half], turn.parity() ^ 1);
+    if (warp == kSlotWarp) copy_slots(call, shared, ahead, n + kAhead);
+    if (warp == kRowWarp) {
+#pragma unroll 1
+      for (int block = n ? n + kAhead - 1 : 1; block < n + kAhead; block++) find_rows(call, shared, block);
+    }
+    sm90::wait(&shared.barriers.keys_empty[turn.buffer()][half], turn.parity() ^ 1);
     // Of this thread's first 8 values of a tile, swizzled; the other 8 are in the neighbouring 16 bytes.
     uint32_t chunk = (2 * part ^ lane / 4) * 16;
     uint32_t keys = sm90::shared_address(shared.keys[turn.buffer()]) + token * 128 + chunk;
     if (half == 1) {
       // The rope part's place may have weights, which the other half's sums are made of too.
-      if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
+      if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         uint32_t to = keys + L::kFp8Tiles * kTileBytes + i * 32 * 128;
@@ -311,17 +309,18 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
         sm90::copy_async(to ^ 16, rope + 16, true);
       }
     }
-    sm90::wait(&shared.scales_full[place], n / kAhead & 1);
+    sm90::wait(&shared.barriers.scales_full[place], n / kAhead & 1);
     auto* of_keys = &shared.scales[place][token];
     const HalfScales<kFormat> scales[2] = {{of_keys[0], half}, {of_keys[32], half}};
     values.convert_to(keys + half * L::kHalfTiles * kTileBytes, scales, half);
     sm90::wait_copies();
     __syncwarp();
     if (lane == 0) {
-      sm90::arrive(&shared.keys_full[turn.buffer()][half]);
-      sm90::arrive(&shared.rows_empty[place]);
+      sm90::arrive(&shared.barriers.keys_full[turn.buffer()][half]);
+      sm90::arrive(&shared.barriers.rows_empty[place]);
     }
-    load(n + 1);  // of rows of zeros after the last
+    if (n + 2 < piece.blocks) prefetch(n + 2);
+    load(n + 1);  // rows of zeros after the last
   }
 }
 

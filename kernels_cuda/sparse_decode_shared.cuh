@@ -42,6 +42,12 @@ struct alignas(16) Scales<kV32> {
   float2 of_128[2];  // of 128 values each
 };
 
+struct Barriers {
+  Barrier slots_full[kAhead], rows_full[kAhead], scales_full[kAhead], rows_empty[kAhead];
+  Barrier keys_full[2][2], keys_empty[2][2];  // of either half of V
+  Barrier weights_full[2], queries_empty;
+};
+
 template <Format kFormat>
 struct Shared {
   using L = Layout<kFormat>;
@@ -58,9 +64,7 @@ struct Shared {
   int seconds[kAhead];                           // whether the block's keys are of the second table
   int row_begun[kKnown];                         // by a block, or -1
   alignas(8) uint8_t valid[kKnown][kBlock / 8];  // a bit for each key
-  Barrier slots_full[kAhead], rows_full[kAhead], scales_full[kAhead], rows_empty[kAhead];
-  Barrier keys_full[2][2], keys_empty[2][2];  // of either half of V
-  Barrier weights_full[2], queries_empty;
+  Barriers barriers;
   Plan plan;
 };
 
