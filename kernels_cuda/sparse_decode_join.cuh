@@ -19,14 +19,12 @@ struct CutRow {
   int row, first, parts;
 };
 
-// Lists the rows of one length that are cut in equal parts, as `uniform_piece` does.
+// Lists the rows that are cut each in equal parts, as `Part` says; some have one part.
 __device__ __forceinline__ int list_equal_parts(const Call& call, CutRow* list) {
-  const Divisor& divisor = call.deal.parts;
-  int blocks = call.deal.most_blocks, each = divisor.quotient(blocks + divisor.divisor - 1);
-  int parts = (blocks + each - 1) / each, count = parts > 1 ? call.deal.rest * call.tiles : 0;
+  int groups = call.deal.parts.divisor, count = call.deal.rest * call.tiles;
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    int row = i / call.tiles, tile = i - row * call.tiles;
-    list[i] = {row, row * static_cast<int>(divisor.divisor) * call.tiles + tile, parts};
+    int row = i / call.tiles, blocks = lengths_of(call, row).blocks(), each = Part(call.deal.parts, blocks, true, 0).last;
+    list[i] = {row, row * groups * call.tiles + i % call.tiles, (blocks + each - 1) / each};
   }
   __syncthreads();
   return count;
@@ -133,18 +131,17 @@ __device__ __forceinline__ void join_all(const Call& call, const CutRow* list, i
   for (int task = threadIdx.x / 32 * gridDim.x + blockIdx.x; task < tasks; task += warps) {
     CutRow cut = rehearsal ? CutRow{0, static_cast<int>(blockIdx.x), 1} : list[task / (kOfHead * heads)];
     int tile_row = task / kOfHead % heads;
-    if (cut.first % call.tiles * kHeads + tile_row >= call.heads) continue;
+    if (cut.first % call.tiles * kHeads + tile_row >= call.heads || (cut.parts == 1 && !rehearsal)) continue;
     join<kQuarters>(call, cut, tile_row, task % kOfHead * kQuarters, rehearsal);
   }
 }
 
-__device__ __forceinline__ void join_parts(const Call& call, void* scratch, bool rehearsal) {
+__device__ __forceinline__ void join_parts(const Call& call, bool equally, void* scratch, bool rehearsal) {
   int blocks = gridDim.x, heads = min(call.heads, kHeads);
   int2* part_rows = static_cast<int2*>(scratch);
   CutRow* list = reinterpret_cast<CutRow*>(part_rows + blocks);
   int* count = reinterpret_cast<int*>(list + blocks);
-  bool equal = call.cuts == kAlways && call.deal.parts.divisor > 1 && !call.tables[0].lengths && !call.tables[1].lengths;
-  int cut_rows = equal ? list_equal_parts(call, list) : list_cut_rows(call, part_rows, list, count);
+  int cut_rows = equally ? list_equal_parts(call, list) : list_cut_rows(call, part_rows, list, count);
   // Few tasks are to keep many warps busy; a warp of many tasks is to have many loads in flight.
   int quarters = rehearsal ? blocks : cut_rows * heads * 4;
   if (quarters <= blocks * (kThreads / 32)) {

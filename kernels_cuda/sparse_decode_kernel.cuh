@@ -58,7 +58,7 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
 #pragma unroll 1
   for (int round = piece.blocks > 0; round < 2; round++) {
     if (round == 1) cooperative_groups::this_grid().sync();
-    join_parts(call, &shared, round == 0);
+    join_parts(call, piece.equally, &shared, round == 0);
   }
 }
 

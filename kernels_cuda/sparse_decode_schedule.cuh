@@ -156,6 +156,7 @@ struct Piece {
   const int* dealt;  // unless they are listed here
   int blocks;        // of all runs
   bool joins;        // any row of the call is cut
+  bool equally;      // and those are the first ones, each in parts of its own as `Part` says
 };
 
 // In shared memory as long as the launch.
@@ -208,6 +209,7 @@ __device__ __forceinline__ Piece piece_of_rounds(int rounds, int row, int blocks
   piece.dealt = dealt ? dealt + !begins : nullptr;
   piece.blocks = part.last - part.first + whole_blocks;
   piece.joins = cuts;
+  piece.equally = cuts && (rounds == 0 || !dealt);
   return piece;
 }
 
@@ -215,7 +217,7 @@ __device__ __forceinline__ Piece piece_of_rounds(int rounds, int row, int blocks
 
 __device__ __forceinline__ Piece piece_between(int row, int block, int end_row, int end_block, int blocks, bool cuts) {
   int end = end_block ? end_block : kToItsEnd, left = end_row - row - (end_block == 0);
-  return {row, block, left ? kToItsEnd : end, end, left, row + 1, nullptr, blocks, cuts};
+  return {row, block, left ? kToItsEnd : end, end, left, row + 1, nullptr, blocks, cuts, false};
 }
 
 // --- rows of one length -----------------------------------------------------------------------------------------
@@ -407,8 +409,32 @@ __device__ __forceinline__ Piece piece_by_lengths(const Work& work, Planning& sh
   return piece_of_rounds(deal.rounds, row, blocks, part, 0, plan.dealt, shared.loads[group], parts > 1);
 }
 
+// The same where there are fewer rows than groups, unless the line ends soonest: each warp looks at all rows.
+__device__ __forceinline__ bool plan_few_rows(const Work& work, int group, Piece& piece) {
+  const Deal& deal = work.deal;
+  int all = 0, longest = 0;
+#pragma unroll 1
+  for (int row = threadIdx.x % 32; row < work.rows; row += 32) {
+    int blocks = work.blocks(row);
+    all += blocks + kRowCost;
+    longest = max(longest, blocks);
+  }
+  all = __reduce_add_sync(~0u, all), longest = __reduce_max_sync(~0u, longest);
+  int least = work.cuts == kAlways ? INT_MAX : longest + kRowCost, parts = 1;
+  if (work.cuts != kNever) {
+    int part = deal.parts.quotient(longest + deal.parts.divisor - 1) + deal.parts_cost;
+    if (deal.parts.divisor > 1 && part < least) least = part, parts = deal.parts.divisor;
+    if (deal.groups.quotient(all + work.groups - 1) + deal.line_cost < least) return false;
+  }
+  int row = parts == 1 ? group : deal.parts.quotient(group), blocks = row < work.rows ? work.blocks(row) : 0;
+  Part part(deal.parts, blocks, parts > 1, parts == 1 ? 0 : group - row * parts);
+  piece = piece_of_rounds(0, row, blocks, part, 0, nullptr, 0, parts > 1);
+  return true;
+}
+
 __device__ __noinline__ void plan_by_lengths(const Work work, Planning& shared, Plan& plan, int group) {
-  Piece piece = piece_by_lengths(work, shared, plan, group);
+  Piece piece;
+  if (work.deal.rounds > 0 || !plan_few_rows(work, group, piece)) piece = piece_by_lengths(work, shared, plan, group);
   if (threadIdx.x == 0) plan.piece = piece;
 }
 
