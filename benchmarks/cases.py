@@ -4,9 +4,10 @@
 
 The shapes are those of `tests/flashmla_cases.py` in an order of which every prefix covers all strata; data, oracle
 and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a compilation
-for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only; `--backend drop_in` is
-torch's `flash_mla`, by whatever it picks. Worker processes share
-the GPU; one that a case ends is replaced. What passed is not run again, what failed is.
+for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. `hopper` is both: torch
+launches its decode, its prefill is JAX's alone, and 60 shapes of that are run. `--backend drop_in` is torch's
+`flash_mla`, by whatever it picks. Worker processes share the GPU; one that a case ends is replaced. What passed is not
+run again, what failed is.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 from benchmarks.record import earlier, environment, results_folder, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "interop")]
 
-from flashmla_cases import Shape, decode_table, prefill_table, seed_of, stratified  # noqa: E402
+from flashmla_cases import DecodeShape, Shape, decode_table, prefill_table, seed_of, stratified  # noqa: E402
 
-LAUNCHED_BY_TORCH = ("triton", "drop_in")
 DROP_IN = "drop_in"  # no backend of JAX
-JITTED_SHAPES = 60
+JITTED_SHAPES = 60  # where torch launches the others
 CASE_SECONDS = 60  # after which a case counts as hung
 SAVE_SECONDS = 10
 MEMORY_WAITS = (1, 2, 4)  # seconds between attempts of a case that finds too little memory
@@ -50,14 +51,26 @@ class Task(NamedTuple):
         return f"{self.route}: {self.shape.id}"
 
 
+def torch_launches(backend: str, shape: Shape) -> bool:
+    return backend in ("triton", DROP_IN) or (backend == "hopper" and isinstance(shape, DecodeShape))
+
+
 def tasks_of(backend: str, shapes: list[Shape]) -> Iterator[Task]:
-    """All tasks of a backend; with a torch launcher, every fifth of the first 300 shapes is also jitted."""
-    for i, shape in enumerate(shapes):
-        if backend not in LAUNCHED_BY_TORCH:
-            yield Task(shape, "jit")
-            continue
-        yield Task(shape, "torch")
-        if backend != DROP_IN and i % 5 == 0 and i < 5 * JITTED_SHAPES:
+    """All tasks of a backend, in the shapes' order.
+
+    What torch launches it launches for all shapes; every fifth of the first 300 of these is also jitted. The others are
+    jitted: all, or the first 60 beside a phase that torch launches.
+    """
+    by_torch, by_jax_alone = [], []
+    for shape in shapes:
+        (by_torch if torch_launches(backend, shape) else by_jax_alone).append(shape)
+    jitted = set(by_jax_alone[: JITTED_SHAPES if by_torch else None])
+    if backend != DROP_IN:
+        jitted |= set(by_torch[: 5 * JITTED_SHAPES : 5])
+    for shape in shapes:
+        if torch_launches(backend, shape):
+            yield Task(shape, "torch")
+        if shape in jitted:
             yield Task(shape, "jit")
 
 
@@ -102,21 +115,42 @@ def _attempt(task: Task, backend: str, device: str) -> dict:
 
 
 def _launched(call, backend: str):
-    """Through the torch launcher of `backend`; results are poisoned before."""
+    """Through torch's launcher of `backend`; results are poisoned before."""
     import torch
-    from sparse_mla_torch.kernels import sparse_mla as triton_launcher
 
-    launchers = {"triton": (triton_launcher.sparse_mla_decode, triton_launcher.sparse_mla_prefill)}
-    decode, prefill = launchers[backend]
     shape = call.q.shape[:-1]
     out = torch.full((*shape, 512), torch.nan, dtype=torch.bfloat16, device=call.q.device)
     stats = [torch.full(shape, torch.nan, device=call.q.device) for _ in range(2)]
+    if backend == "triton":
+        return _launched_by_triton(call, out, *stats)
+    return _named_decode(call, backend, out, stats[0])
+
+
+def _launched_by_triton(call, out, *stats):
+    from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode, sparse_mla_prefill
+
     if call.q.ndim == 3:
         (keys,) = call.keys
         names = {"softmax_scale": call.softmax_scale, "topk_length": keys.lengths, "attn_sink": call.attn_sink}
-        return prefill(call.q, keys.rows, keys.indices, **names, out=(out, *stats))
-    arguments = _decode_arguments(call, triton_launcher.TorchPagedKV)
-    return decode(**arguments, softmax_scale=call.softmax_scale, out=(out, stats[0]))
+        return sparse_mla_prefill(call.q, keys.rows, keys.indices, **names, out=(out, *stats))
+    arguments = _decode_arguments(call, TorchPagedKV)
+    return sparse_mla_decode(**arguments, softmax_scale=call.softmax_scale, out=(out, stats[0]))
+
+
+def _named_decode(call, backend: str, out, lse):
+    """What `flash_mla` does with a call whose backend the environment names."""
+    import torch
+    from sparse_mla_torch.attention.decode import Options, pages_of, prepare
+
+    tensors = [call.q]
+    for keys in call.keys:
+        tensors += [pages_of(keys.data, keys.layout, keys.page_size), keys.indices, keys.lengths]
+    tensors += [None] * (7 - len(tensors)) + [call.attn_sink]
+    options = Options(f"cases on {backend}", call.softmax_scale, -torch.inf)
+    with mock.patch.dict(os.environ, {"JAX_SPARSE_MLA_DECODE_BACKEND": backend}):
+        prepared = prepare(options, *tensors)
+    out, lse = prepared.run(*tensors, None, (out, lse))
+    return out, lse.transpose(1, 2)
 
 
 def through_the_drop_in(call):
@@ -349,9 +383,10 @@ def report(ledger: Ledger, tasks: list[Task]) -> None:
 
 
 def _installed() -> frozenset[str]:
-    from jax_sparse_mla.attention.api import installed_backends
+    """All that can decode here; a kernel that has to be built is built before the workers want it."""
+    from jax_sparse_mla.attention.api import installed_for
 
-    return installed_backends()
+    return installed_for("decode")
 
 
 def main() -> int:

@@ -172,5 +172,6 @@ def test_memcheck_is_believed_when_its_control_is_found(kind):
 
 def test_memcheck_takes_every_file_of_kernel_tests():
     groups = memcheck.groups()
-    assert {"control read", "control write", "attention", "kv", "metadata", "topk_kernels"} <= set(groups)
+    kernels = {"attention", "hopper_memory", "kv", "metadata", "topk_kernels"}
+    assert {"control read", "control write", *kernels} <= set(groups)
     assert all(any(Path(word).is_file() for word in arguments) for arguments in groups.values())

@@ -27,6 +27,7 @@ PREFILLS = [
     PrefillShape("corner", 576, 2, 6, 8, 32, sink=True, lengths=True, all_invalid=True),
     PrefillShape("regular", 576, 2, 1, 16, 16),
 ]
+PHASES = (DecodeShape, PrefillShape)
 SHAPES = pytest.mark.parametrize("shape", DECODES + PREFILLS, ids=lambda shape: shape.id)
 
 
@@ -182,6 +183,19 @@ def test_the_drop_in_passes(shape):
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("shape", DECODES, ids=lambda shape: shape.id)
+def test_a_backend_that_torch_launches_by_name_passes(shape):
+    entry = cases.run_case(cases.Task(shape, "torch"), "reference", "cpu")
+    assert entry["verdict"] == "passed", entry
+
+
+@pytest.mark.cpu
+def test_a_name_that_torch_cannot_serve_is_a_failure():
+    entry = cases.run_case(cases.Task(DECODES[0], "torch"), "hopper", "cpu")
+    assert entry["verdict"] == "failed" and "'hopper' cannot serve" in entry["why"]
+
+
+@pytest.mark.cpu
 def test_an_exception_is_a_failure_with_its_reason():
     entry = cases.run_case(cases.Task(DECODES[0], "jit"), "hopper", "cpu")
     assert entry["verdict"] == "failed" and "hopper" in entry["why"]
@@ -213,6 +227,15 @@ def test_sixty_shapes_of_a_launched_backend_are_jitted():
     assert [task.shape for task in tasks if task.route == "torch"] == order
     assert [task.route for task in cases.tasks_of("flashmla", order[:3])] == ["jit"] * 3
     assert [task.route for task in cases.tasks_of("drop_in", order[:9])] == ["torch"] * 9
+
+
+def test_of_a_prefill_beside_a_launched_decode_sixty_shapes_of_all_strata_are_jitted():
+    order = stratified(decode_table() + prefill_table())
+    tasks = list(cases.tasks_of("hopper", order))
+    assert [task.shape for task in tasks if task.route == "torch"] == [s for s in order if isinstance(s, DecodeShape)]
+    jitted = {kind: [t.shape for t in tasks if t.route == "jit" and isinstance(t.shape, kind)] for kind in PHASES}
+    assert [len(shapes) for shapes in jitted.values()] == [60, 60]
+    assert {shape.stratum for shape in jitted[PrefillShape]} == {shape.stratum for shape in prefill_table()}
 
 
 def test_the_ledger_runs_again_what_failed(monkeypatch, tmp_path):

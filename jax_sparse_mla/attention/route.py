@@ -18,10 +18,10 @@ PHASES = ("decode", "prefill")
 BACKENDS = ("hopper", "flashmla", "flashinfer", "triton", "reference")
 
 # Measured on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
-# multiprocessor is done earlier by the Triton kernel than by our SM90 kernel, or than by FlashMLA with the copies that
-# XLA needs around it.
-_BLOCKS_PER_SM_BEFORE_HOPPER = 1
-_BLOCKS_PER_SM_BEFORE_FLASHMLA = 5
+# multiprocessor is done earlier by the Triton kernel than by our SM90 kernel on V4's rows, or than by the others: our
+# SM90 kernel on V3.2's rows, FlashMLA with the copies that XLA needs around it.
+_BLOCKS_PER_SM_BEFORE_HOPPER_ON_V4 = 1
+_BLOCKS_PER_SM_BEFORE_OTHERS = 5
 
 # Opt-in shared memory of one block, bytes, by compute capability (CUDA C++ Programming Guide, technical
 # specifications, less the 1 KiB that the system keeps): XLA does not report it.
@@ -186,9 +186,10 @@ def _preference(call: _Call) -> tuple[str, ...]:
     if call.phase != "decode" or call.device.compute_capability != (9, 0) or call.topk is None:
         return BACKENDS
     blocks, sms = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64), call.device.sm_count
-    order = ["flashmla", "triton"] if blocks > _BLOCKS_PER_SM_BEFORE_FLASHMLA * sms else ["triton", "flashmla"]
-    first = call.qk_dim == 512 and blocks > _BLOCKS_PER_SM_BEFORE_HOPPER * sms  # V3.2's take it longer than FlashMLA
-    order.insert(0 if first else 1, "hopper")
+    many = blocks > _BLOCKS_PER_SM_BEFORE_OTHERS * sms
+    enough_of_v4 = call.qk_dim == 512 and blocks > _BLOCKS_PER_SM_BEFORE_HOPPER_ON_V4 * sms
+    order = ["flashmla", "triton"] if many else ["triton", "flashmla"]
+    order.insert(0 if many or enough_of_v4 else 1, "hopper")
     return (*order, "flashinfer", "reference")
 
 
