@@ -51,7 +51,8 @@ void launch(const Call& call, bool is_v4, int bytes, cudaStream_t stream) {
   together.val.cooperative = 1;
   config.attrs = &together;
   config.numAttrs = call.cuts != kNever;
-  auto kernel = is_v4 ? sparse_decode_v4 : sparse_decode_v32;
+  auto kernel = by_lengths(call) ? (is_v4 ? sparse_decode_v4_by_lengths : sparse_decode_v32_by_lengths)
+                                 : (is_v4 ? sparse_decode_v4 : sparse_decode_v32);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   check_cuda(cudaLaunchKernelEx(&config, kernel, call));
 }

@@ -23,7 +23,7 @@ struct CutRow {
 __device__ __forceinline__ int list_equal_parts(const Call& call, CutRow* list) {
   int groups = call.deal.parts.divisor, count = call.deal.rest * call.tiles;
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    int row = i / call.tiles, blocks = lengths_of(call, row).blocks(), each = Part(call.deal.parts, blocks, true, 0).last;
+    int row = i / call.tiles, blocks = lengths_of(call, row).blocks(), each = Part(call, blocks, true, 0).last;
     list[i] = {row, row * groups * call.tiles + i % call.tiles, (blocks + each - 1) / each};
   }
   __syncthreads();

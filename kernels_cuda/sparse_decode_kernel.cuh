@@ -29,13 +29,13 @@ __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp)
   if (warp < 11) sm90::init(mine + kWarps, warp < 10 ? 4 : 8);
 }
 
-template <Format kFormat>
+template <Format kFormat, bool kByLengths>
 __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
   int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers(shared, thread / 32);
   static_assert(sizeof(Planning) <= sizeof(shared.keys));
   Planning& planning = reinterpret_cast<Planning&>(shared.keys);
-  plan_piece(call, planning, shared.plan, blockIdx.x / call.tiles);
+  plan_piece<kByLengths>(call, planning, shared.plan, blockIdx.x / call.tiles);
   __syncthreads();
   const Piece piece = shared.plan.piece;
   if (piece.joins && threadIdx.x == 0) call.part_rows[blockIdx.x] = parts_of(piece);
@@ -74,12 +74,22 @@ constexpr int shared_bytes() {
   return sizeof(Shared<kFormat>) + 1024;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) sparse_decode_v4(const __grid_constant__ Call call) {
-  attend<kV4>(call, shared_memory<kV4>());
+#define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
+
+SPARSE_DECODE_KERNEL sparse_decode_v4(const __grid_constant__ Call call) {
+  attend<kV4, false>(call, shared_memory<kV4>());
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) sparse_decode_v32(const __grid_constant__ Call call) {
-  attend<kV32>(call, shared_memory<kV32>());
+SPARSE_DECODE_KERNEL sparse_decode_v4_by_lengths(const __grid_constant__ Call call) {
+  attend<kV4, true>(call, shared_memory<kV4>());
+}
+
+SPARSE_DECODE_KERNEL sparse_decode_v32(const __grid_constant__ Call call) {
+  attend<kV32, false>(call, shared_memory<kV32>());
+}
+
+SPARSE_DECODE_KERNEL sparse_decode_v32_by_lengths(const __grid_constant__ Call call) {
+  attend<kV32, true>(call, shared_memory<kV32>());
 }
 
 }  // namespace sparse_decode

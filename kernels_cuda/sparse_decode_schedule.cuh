@@ -3,9 +3,9 @@
 // A row's keys are cut into blocks of 64 columns, those of the first table and then those of the second. The thread
 // blocks form groups of one for each tile of heads, and the groups share the rows in the way that ends soonest:
 //
-// Whole rows are dealt in rounds in the order of their sizes, the longest first: in the first round from the first group
-// to the last, in the next from the last to the first, and so on. The rows that do not fill a round are dealt like the
-// others, or each is cut in equal parts for several groups. Or the blocks of all rows stand in a line that is cut in
+// Whole rows are dealt in rounds in the order of their sizes, the longest first: in the first round from the first
+// group to the last, in the next from the last to the first, and so on. The rows that do not fill a round are dealt like
+// the others, or each is cut in equal parts for several groups. Or the blocks of all rows stand in a line that is cut in
 // equal pieces.
 //
 // What is not a whole row is attended to in parts, which a second phase of the launch joins. A caller who wants results
@@ -25,8 +25,8 @@ constexpr int kHeads = 64;    // of a tile: the rows of a matrix product
 constexpr int kValues = 512;  // of V and of the output
 constexpr int kThreads = 512;
 
-// Times in units of a block of keys: what a row, or a part of one, takes beside its blocks; and where rows are cut, what
-// it takes to join them, once and for so many parts.
+// Times in units of a block of keys: what a row, or a part of one, takes beside its blocks; and where rows are cut,
+// what it takes to join them, once and for so many parts.
 constexpr int kRowCost = 1;
 constexpr int kJoinCost = 3;
 constexpr int kPartsJoined = 44;  // in a unit
@@ -76,20 +76,14 @@ inline Deal deal_of(int rows, int groups, int tiles, int most_blocks) {
           most_blocks, shift};
 }
 
-// How many columns of an index table a row has.
-struct Columns {
-  const int* lengths;  // [rows / rows_per_length] or null
-  int topk;
-  Divisor rows_per_length;
-};
-
 // One paged cache and what the rows read of it.
-struct Table : Columns {
+struct Table {
   const uint8_t* data;  // [pages, page_bytes]
   const int* indices;   // [rows, topk]
+  const int* lengths;   // [rows / rows_per_length] or null
   int64_t page_bytes;
-  int num_slots;
-  Divisor page_size;
+  int num_slots, topk;
+  Divisor page_size, rows_per_length;
 };
 
 struct Call {
@@ -110,6 +104,8 @@ struct Call {
   float empty_lse;
 };
 
+inline bool by_lengths(const Call& call) { return call.tables[0].lengths || call.tables[1].lengths; }
+
 struct Lengths {
   int first, second;  // columns of each table
 
@@ -127,12 +123,10 @@ inline int most_blocks(const Call& call) {
 }
 
 // As it stands in memory; whoever needs it clips it, so that loading ahead does not wait.
-__device__ __forceinline__ int given_length(const Columns& columns, int row) {
-  if (!columns.lengths) return columns.topk;
-  return columns.lengths[columns.rows_per_length.quotient(row)];
+__device__ __forceinline__ int given_length(const Table& table, int row) {
+  if (!table.lengths) return table.topk;
+  return table.lengths[table.rows_per_length.quotient(row)];
 }
-
-__device__ __forceinline__ int clipped(const Columns& columns, int given) { return min(max(given, 0), columns.topk); }
 
 __device__ __forceinline__ Lengths given_lengths(const Call& call, int row) {
   if (row >= call.rows) return {0, 0};
@@ -140,7 +134,7 @@ __device__ __forceinline__ Lengths given_lengths(const Call& call, int row) {
 }
 
 __device__ __forceinline__ Lengths clipped(const Call& call, Lengths given) {
-  return {clipped(call.tables[0], given.first), clipped(call.tables[1], given.second)};
+  return {min(max(given.first, 0), call.tables[0].topk), min(max(given.second, 0), call.tables[1].topk)};
 }
 
 __device__ __forceinline__ Lengths lengths_of(const Call& call, int row) {
@@ -184,19 +178,22 @@ struct Planning {  // shared memory, free again once the piece is planned
 // --- rounds -----------------------------------------------------------------------------------------------------
 
 // The group that has the i-th row of a round, or that row of the group.
-__device__ __forceinline__ int turn(int groups, int round, int i) { return round % 2 ? groups - 1 - i : i; }
+__device__ __forceinline__ int turn(const Call& call, int round, int i) {
+  return round % 2 ? call.groups - 1 - i : i;
+}
 
 // Blocks of a row that its i-th part has, if it is cut.
 struct Part {
   int first, last;
-  __device__ __forceinline__ Part(const Divisor& parts, int blocks, bool cut, int i) {
+  __device__ __forceinline__ Part(const Call& call, int blocks, bool cut, int i) {
+    const Divisor& parts = call.deal.parts;
     int each = cut ? parts.quotient(blocks + parts.divisor - 1) : blocks;
     first = min(i * each, blocks), last = min(first + each, blocks);
   }
 };
 
-// A part of a row of so many blocks, unless it is empty, and then whole rows: those dealt, or `whole` and the next ones.
-__device__ __forceinline__ Piece piece_of_rounds(int rounds, int row, int blocks, Part part, int whole,
+// A part of a row of so many blocks, unless it is empty, and then whole rows: those dealt, or `whole` and the next.
+__device__ __forceinline__ Piece piece_of_rounds(const Call& call, int row, int blocks, Part part, int whole,
                                                  const int* dealt, int whole_blocks, bool cuts) {
   bool begins = part.first < part.last;
   Piece piece;
@@ -204,12 +201,12 @@ __device__ __forceinline__ Piece piece_of_rounds(int rounds, int row, int blocks
   piece.block = begins ? part.first : 0;
   piece.until = begins && part.last < blocks ? part.last : kToItsEnd;
   piece.end = kToItsEnd;
-  piece.left = rounds - !begins;
+  piece.left = call.deal.rounds - !begins;
   piece.second = whole + !begins;
   piece.dealt = dealt ? dealt + !begins : nullptr;
   piece.blocks = part.last - part.first + whole_blocks;
   piece.joins = cuts;
-  piece.equally = cuts && (rounds == 0 || !dealt);
+  piece.equally = cuts && (call.deal.rounds == 0 || !dealt);
   return piece;
 }
 
@@ -237,25 +234,12 @@ __device__ __forceinline__ Piece uniform_piece(const Call& call, int group) {
   int blocks = call.deal.most_blocks, parts = call.cuts == kAlways ? call.deal.parts.divisor : 1;
   if (call.cuts == kAlways && parts == 1) return uniform_line(call, blocks, group);
   int row = parts == 1 ? group : call.deal.parts.quotient(group), rounds = call.deal.rounds;
-  Part part(call.deal.parts, row < call.deal.rest ? blocks : 0, parts > 1, group - row * parts);
-  return piece_of_rounds(rounds, row, blocks, part, call.deal.rest + group * rounds, nullptr, rounds * blocks,
-                         parts > 1);
+  Part part(call, row < call.deal.rest ? blocks : 0, parts > 1, group - row * parts);
+  return piece_of_rounds(call, row, blocks, part, call.deal.rest + group * rounds, nullptr, rounds * blocks, parts > 1);
 }
 
 // --- rows of different lengths ----------------------------------------------------------------------------------
 // A launch begins with this code, and its instructions come from memory: loops are not unrolled.
-
-// What it needs of a call, passed by value: through a reference, the launch's parameters are read as memory.
-struct Work {
-  int rows, groups, cuts;
-  Deal deal;
-  Columns columns[2];
-
-  __device__ __forceinline__ int blocks(int row) const {
-    int first = clipped(columns[0], given_length(columns[0], row));
-    return Lengths{first, clipped(columns[1], given_length(columns[1], row))}.blocks();
-  }
-};
 
 // What a thread knows of all rows, and of a run of them that is its own.
 struct Survey {
@@ -265,8 +249,8 @@ struct Survey {
 };
 
 // 0: the longest.
-__device__ __forceinline__ int size_of(const Work& work, int blocks) {
-  return kSizes - 1 - ((blocks - 1) >> work.deal.size_shift);
+__device__ __forceinline__ int size_of(const Call& call, int blocks) {
+  return kSizes - 1 - ((blocks - 1) >> call.deal.size_shift);
 }
 
 __device__ __forceinline__ int scan_warp(int x) {
@@ -278,26 +262,26 @@ __device__ __forceinline__ int scan_warp(int x) {
   return x;
 }
 
-__device__ __forceinline__ Survey survey_rows(const Work& work, Planning& shared, bool deals) {
+__device__ __forceinline__ Survey survey_rows(const Call& call, Planning& shared, bool deals) {
   int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  int each = (work.rows + kThreads - 1) / kThreads;
+  int each = (call.rows + kThreads - 1) / kThreads;
   Survey survey = {};
-  survey.first = min(thread * each, work.rows), survey.last = min(survey.first + each, work.rows);
+  survey.first = min(thread * each, call.rows), survey.last = min(survey.first + each, call.rows);
   shared.sizes[warp][lane] = 0;
   __syncwarp();
 #pragma unroll 1
   for (int row = survey.first; row < survey.last; row++) {
-    int blocks = work.blocks(row);
+    int blocks = lengths_of(call, row).blocks();
     survey.mine += blocks + kRowCost;
     survey.longest = max(survey.longest, blocks);
     if (deals) {
       shared.blocks[row] = blocks;
-      atomicAdd(&shared.sizes[warp][size_of(work, blocks)], 1);
+      atomicAdd(&shared.sizes[warp][size_of(call, blocks)], 1);
     }
   }
   int through = scan_warp(survey.mine), longest = __reduce_max_sync(~0u, survey.longest);
   if (lane == 31) shared.warp_units[warp] = through, shared.warp_longest[warp] = longest;
-  if (deals && thread < work.groups) shared.loads[thread] = 0, shared.rest[thread] = thread;
+  if (deals && thread < call.groups) shared.loads[thread] = 0, shared.rest[thread] = thread;
   __syncthreads();
   int sum = lane < Planning::kWarps ? shared.warp_units[lane] : 0;
   survey.longest = __reduce_max_sync(~0u, lane < Planning::kWarps ? shared.warp_longest[lane] : 0);
@@ -307,7 +291,7 @@ __device__ __forceinline__ Survey survey_rows(const Work& work, Planning& shared
 }
 
 // Whole rounds, and what is left. Every thread block deals all rows, and keeps those of its group.
-__device__ __forceinline__ void deal_rows(const Work& work, Planning& shared, const Survey& survey, int group,
+__device__ __forceinline__ void deal_rows(const Call& call, Planning& shared, const Survey& survey, int group,
                                           Plan& plan) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_size = 0, of_warps_before = 0;
 #pragma unroll 4
@@ -319,22 +303,22 @@ __device__ __forceinline__ void deal_rows(const Work& work, Planning& shared, co
   shared.places[warp][lane] = scan_warp(of_size) - of_size + of_warps_before;
   __syncwarp();
 #pragma unroll 1
-  for (int i = 0; i < (work.rows + kThreads - 1) / kThreads; i++) {
+  for (int i = 0; i < (call.rows + kThreads - 1) / kThreads; i++) {
     int row = survey.first + i;
     bool there = row < survey.last;
-    int blocks = there ? shared.blocks[row] : 1, size = size_of(work, blocks);
+    int blocks = there ? shared.blocks[row] : 1, size = size_of(call, blocks);
     unsigned same = __match_any_sync(~0u, there ? size : -1), before = same & ((1u << lane) - 1);
     int place = shared.places[warp][size] + __popc(before);
     __syncwarp();
     if (there && !before) shared.places[warp][size] += __popc(same);
     __syncwarp();
     if (!there) continue;
-    int round = work.deal.groups.quotient(place), at = place - round * work.groups;
-    if (round == work.deal.rounds) {
+    int round = call.deal.groups.quotient(place), at = place - round * call.groups;
+    if (round == call.deal.rounds) {
       shared.rest[at] = row;
       continue;
     }
-    at = turn(work.groups, round, at);
+    at = turn(call, round, at);
     atomicAdd(&shared.loads[at], blocks);
     if (at == group) plan.dealt[round] = row;
   }
@@ -345,13 +329,13 @@ __device__ __forceinline__ void deal_rows(const Work& work, Planning& shared, co
 struct Times {
   int rounds, whole, longest_rest;  // without and with the rest, uncut; blocks
 
-  __device__ __forceinline__ Times(const Work& work, const Planning& shared) {
+  __device__ __forceinline__ Times(const Call& call, const Planning& shared) {
     int most_rounds = 0, most = 0, longest = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < work.groups; i += 32) {
-      int at = turn(work.groups, work.deal.rounds, i), rest = 0;
-      if (at < work.deal.rest) rest = shared.blocks[shared.rest[at]];
-      int units = shared.loads[i] + work.deal.rounds * kRowCost;
+    for (int i = threadIdx.x % 32; i < call.groups; i += 32) {
+      int at = turn(call, call.deal.rounds, i), rest = 0;
+      if (at < call.deal.rest) rest = shared.blocks[shared.rest[at]];
+      int units = shared.loads[i] + call.deal.rounds * kRowCost;
       most_rounds = max(most_rounds, units);
       most = max(most, units + (rest ? rest + kRowCost : 0));
       longest = max(longest, rest);
@@ -363,18 +347,18 @@ struct Times {
 };
 
 // The line, cut where the groups' shares end, or else at the nearest ends of rows. Whoever has the row says where.
-__device__ __forceinline__ Piece piece_of_line(const Work& work, Planning& shared, const Survey& survey, int each,
+__device__ __forceinline__ Piece piece_of_line(const Call& call, Planning& shared, const Survey& survey, int each,
                                                int group, bool cuts) {
 #pragma unroll 1
   for (int side = 0; side < 2; side++) {
     int64_t wanted = static_cast<int64_t>(group + side) * each;
     bool ends = wanted >= survey.all;
-    if (ends && threadIdx.x == 0) shared.cuts[side] = {work.rows, 0, survey.all - work.rows * kRowCost};
+    if (ends && threadIdx.x == 0) shared.cuts[side] = {call.rows, 0, survey.all - call.rows * kRowCost};
     if (ends || wanted < survey.before || wanted >= survey.before + survey.mine) continue;
     int row = survey.first, begin = survey.before, blocks;
 #pragma unroll 1
     while (true) {
-      blocks = work.blocks(row);
+      blocks = lengths_of(call, row).blocks();
       if (wanted < begin + blocks + kRowCost) break;
       begin += blocks + kRowCost, row++;
     }
@@ -388,67 +372,65 @@ __device__ __forceinline__ Piece piece_of_line(const Work& work, Planning& share
   return piece_between(begin.row, begin.block, end.row, end.block, end.before - begin.before, cuts);
 }
 
-__device__ __forceinline__ Piece piece_by_lengths(const Work& work, Planning& shared, Plan& plan, int group) {
-  const Deal& deal = work.deal;
-  bool may_cut = work.cuts != kNever, deals = deal.rounds <= kMostRounds && work.groups <= kMostGroups;
-  Survey survey = survey_rows(work, shared, deals);
-  int each = deal.groups.quotient(survey.all + work.groups - 1);
-  if (!deals) return piece_of_line(work, shared, survey, each, group, may_cut);
-  if (deal.rounds > 0) deal_rows(work, shared, survey, group, plan);
-  Times times(work, shared);
-  int least = work.cuts == kAlways ? INT_MAX : times.whole, parts = 1;
+__device__ __forceinline__ Piece piece_by_lengths(const Call& call, Planning& shared, Plan& plan, int group) {
+  const Deal& deal = call.deal;
+  bool may_cut = call.cuts != kNever, deals = deal.rounds <= kMostRounds && call.groups <= kMostGroups;
+  Survey survey = survey_rows(call, shared, deals);
+  int each = deal.groups.quotient(survey.all + call.groups - 1);
+  if (!deals) return piece_of_line(call, shared, survey, each, group, may_cut);
+  if (deal.rounds > 0) deal_rows(call, shared, survey, group, plan);
+  Times times(call, shared);
+  int least = call.cuts == kAlways ? INT_MAX : times.whole, parts = 1;
   if (may_cut && deal.parts.divisor > 1) {
     int part = deal.parts.quotient(times.longest_rest + deal.parts.divisor - 1);
     int units = times.rounds + part + deal.parts_cost;
     if (units < least) least = units, parts = deal.parts.divisor;
   }
-  if (may_cut && each + deal.line_cost < least) return piece_of_line(work, shared, survey, each, group, true);
-  int at = parts == 1 ? turn(work.groups, deal.rounds, group) : deal.parts.quotient(group);
+  if (may_cut && each + deal.line_cost < least) return piece_of_line(call, shared, survey, each, group, true);
+  int at = parts == 1 ? turn(call, deal.rounds, group) : deal.parts.quotient(group);
   int row = at < deal.rest ? shared.rest[at] : 0, blocks = at < deal.rest ? shared.blocks[row] : 0;
-  Part part(deal.parts, blocks, parts > 1, parts == 1 ? 0 : group - at * parts);
-  return piece_of_rounds(deal.rounds, row, blocks, part, 0, plan.dealt, shared.loads[group], parts > 1);
+  Part part(call, blocks, parts > 1, parts == 1 ? 0 : group - at * parts);
+  return piece_of_rounds(call, row, blocks, part, 0, plan.dealt, shared.loads[group], parts > 1);
 }
 
 // The same where there are fewer rows than groups, unless the line ends soonest: each warp looks at all rows.
-__device__ __forceinline__ bool plan_few_rows(const Work& work, int group, Piece& piece) {
-  const Deal& deal = work.deal;
+__device__ __forceinline__ bool plan_few_rows(const Call& call, int group, Piece& piece) {
+  const Deal& deal = call.deal;
   int all = 0, longest = 0;
 #pragma unroll 1
-  for (int row = threadIdx.x % 32; row < work.rows; row += 32) {
-    int blocks = work.blocks(row);
+  for (int row = threadIdx.x % 32; row < call.rows; row += 32) {
+    int blocks = lengths_of(call, row).blocks();
     all += blocks + kRowCost;
     longest = max(longest, blocks);
   }
   all = __reduce_add_sync(~0u, all), longest = __reduce_max_sync(~0u, longest);
-  int least = work.cuts == kAlways ? INT_MAX : longest + kRowCost, parts = 1;
-  if (work.cuts != kNever) {
-    int part = deal.parts.quotient(longest + deal.parts.divisor - 1) + deal.parts_cost;
-    if (deal.parts.divisor > 1 && part < least) least = part, parts = deal.parts.divisor;
-    if (deal.groups.quotient(all + work.groups - 1) + deal.line_cost < least) return false;
+  int least = call.cuts == kAlways ? INT_MAX : longest + kRowCost, parts = 1;
+  if (call.cuts != kNever) {
+    int units = deal.parts.quotient(longest + deal.parts.divisor - 1) + deal.parts_cost;
+    if (deal.parts.divisor > 1 && units < least) least = units, parts = deal.parts.divisor;
+    if (deal.groups.quotient(all + call.groups - 1) + deal.line_cost < least) return false;
   }
-  int row = parts == 1 ? group : deal.parts.quotient(group), blocks = row < work.rows ? work.blocks(row) : 0;
-  Part part(deal.parts, blocks, parts > 1, parts == 1 ? 0 : group - row * parts);
-  piece = piece_of_rounds(0, row, blocks, part, 0, nullptr, 0, parts > 1);
+  int row = parts == 1 ? group : deal.parts.quotient(group);
+  int blocks = row < call.rows ? lengths_of(call, row).blocks() : 0;
+  Part part(call, blocks, parts > 1, parts == 1 ? 0 : group - row * parts);
+  piece = piece_of_rounds(call, row, blocks, part, 0, nullptr, 0, parts > 1);
   return true;
-}
-
-__device__ __noinline__ void plan_by_lengths(const Work work, Planning& shared, Plan& plan, int group) {
-  Piece piece;
-  if (work.deal.rounds > 0 || !plan_few_rows(work, group, piece)) piece = piece_by_lengths(work, shared, plan, group);
-  if (threadIdx.x == 0) plan.piece = piece;
 }
 
 // --- for the kernel ---------------------------------------------------------------------------------------------
 
-// Plans the piece of a group: all threads call it, and synchronise before they use the plan.
+// Plans the piece of a group: all threads call it, and synchronise before they use the plan. By lengths or not are two
+// kernels: what of the code a launch does not need stands in the way of fetching what it does.
+template <bool kByLengths>
 __device__ __forceinline__ void plan_piece(const Call& call, Planning& shared, Plan& plan, int group) {
-  const Table(&tables)[2] = call.tables;
-  if (tables[0].lengths || tables[1].lengths) {
-    plan_by_lengths({call.rows, call.groups, call.cuts, call.deal, {tables[0], tables[1]}}, shared, plan, group);
+  Piece piece;
+  if constexpr (kByLengths) {
+    if (call.deal.rounds > 0 || !plan_few_rows(call, group, piece))
+      piece = piece_by_lengths(call, shared, plan, group);
   } else {
-    Piece piece = uniform_piece(call, group);
-    if (threadIdx.x == 0) plan.piece = piece;
+    piece = uniform_piece(call, group);
   }
+  if (threadIdx.x == 0) plan.piece = piece;
 }
 
 // The rows of which this piece has a part: one that it begins in the midst of, and one that it has the first part of.

@@ -30,7 +30,9 @@ extern "C" int64_t decode_schedule(int rows, int groups, int cuts, const int* to
     Plan plan;
     memset(&planning, 0xAB, sizeof planning);
     memset(&plan, 0xAB, sizeof plan);
-    host::run(kThreads, [&] { plan_piece(call, planning, plan, group); });
+    host::run(kThreads, [&] {
+      by_lengths(call) ? plan_piece<true>(call, planning, plan, group) : plan_piece<false>(call, planning, plan, group);
+    });
     memset(&planning, 0xCD, sizeof planning);
     const Piece& piece = plan.piece;
     int2 parts = parts_of(piece);
