@@ -163,7 +163,8 @@ struct HalfScales<kV4> {
 
 template <>
 struct HalfScales<kV32> {
-  float2 scales;
+  // Where they are: four registers more would be too many.
+  const float2& scales;
   __device__ __forceinline__ HalfScales(const Scales<kV32>& scales, int half) : scales(scales.of_128[half]) {}
   __device__ __forceinline__ float of_tile(int tile) const { return tile < 2 ? scales.x : scales.y; }
   __device__ __forceinline__ static void scale_floats(float2 (&x)[4], float scale) {
@@ -217,8 +218,9 @@ struct Values {
       for (int i = 0; i < 2; i++) {
         int offset = tile * kTileBytes + i * 32 * 128;
         const uint4& x = values[tile][i];
-        convert<kFormat>(x.x, x.y, scales[i].of_tile(tile), keys + offset);
-        convert<kFormat>(x.z, x.w, scales[i].of_tile(tile), other_keys + offset);
+        auto scale = scales[i].of_tile(tile);
+        convert<kFormat>(x.x, x.y, scale, keys + offset);
+        convert<kFormat>(x.z, x.w, scale, other_keys + offset);
       }
     }
   }
