@@ -77,7 +77,7 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Brings the 32 bytes around this one into the L2. (The bulk prefetch takes one address a warp: of many, one after the
+// Brings this byte's 128 into the L2, as measured. (The bulk prefetch takes one address a warp: of many, one after the
 // other.)
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 

@@ -53,9 +53,9 @@ __device__ __forceinline__ void follow(const Shared<kFormat>& shared, int buffer
   }
 }
 
-// Scores become weights relative to the head's largest score so far, or to one at most 8 (a factor of 256) below it: most
-// blocks leave it as it is, and then nothing needs to be rescaled. Returns the factors. The scale is not 0, which would
-// make NaN of a masked score.
+// Scores become weights relative to the head's largest score so far, or to one at most 8 (a factor of 256) below it:
+// most blocks leave it as it is, and then nothing needs to be rescaled. Returns the factors. The scale is not 0, which
+// would make NaN of a masked score.
 __device__ __forceinline__ float2 weigh(float (&scores)[32], uint2 valid, float scale, Statistics& statistics) {
   constexpr float kSlack = 8;
   if (scale < 0) {
@@ -223,6 +223,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
     sinks[r] = call.sink && head + 8 * r < call.heads ? call.sink[head + 8 * r] * kLog2E : -INFINITY;
   float sums[2][64];  // of 128 columns each
   auto release = [&](int block) {
+    __syncwarp();
     if (lane == 0) sm90::arrive(&shared.barriers.keys_empty[block % 2][side]);
   };
   for (Rows rows(call, piece); rows.any(); rows.advance(call), number++) {
@@ -251,7 +252,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       begin_scores<kFormat, 1>(shared, turn, scores);
       sm90::wait_products<1>();
       if (block > first) release(n - 1);
-      sm90::wait_products<0>();
+      sm90::wait_products<0>();  // of all four warps: V3.2's weights take the place of the rope part, which they read
       if (block + 2 >= last && lane == 0) sm90::arrive(&shared.barriers.queries_empty);
       uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % kKnown]);
       float2 rescale = weigh(scores, valid, call.scale_log2, statistics);
@@ -282,8 +283,8 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float sum = statistics.sum[r] + shared.weight_sums[number % 2][side ^ 1][tile_row + 8 * r];
-      factors[r] = finish(call, sum, statistics.reference[r], sinks[r], row, head + 8 * r, tile_row + 8 * r, whole, part,
-                          side == 0);
+      factors[r] = finish(call, sum, statistics.reference[r], sinks[r], row, head + 8 * r, tile_row + 8 * r, whole,
+                          part, side == 0);
     }
     int heads = call.heads - head;
     if (whole) {

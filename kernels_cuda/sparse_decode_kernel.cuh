@@ -1,7 +1,7 @@
 // Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
 //
-// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. docs/kernels.md explains the plan
-// of shared memory, the barriers and what bounds what.
+// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. docs/kernels.md explains the
+// plan of shared memory, the barriers and what bounds what.
 
 #pragma once
 
@@ -24,8 +24,8 @@ __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp)
   static_assert(kAhead == 4 && kWarps == 16);
   static_assert(sizeof(Shared<kFormat>::barriers) == (kWarps + 11) * sizeof(Barrier));
   Barrier* mine = reinterpret_cast<Barrier*>(&shared.barriers) + warp;
-  constexpr int kSlots = 33, kRows = 1, kScales = 32, kRead = 8;  // a warp's copies and itself; it; its copies; all warps
-  sm90::init(mine, (kSlots | kRows << 8 | kScales << 16 | kRead << 24) >> warp / 4 * 8 & 255);
+  // Of slots a warp's copies and itself, of rows it, of scales its copies, of what is read all that bring keys.
+  sm90::init(mine, warp < 4 ? 33 : warp < 8 ? 1 : warp < 12 ? 32 : 8);
   if (warp < 11) sm90::init(mine + kWarps, warp < 10 ? 4 : 8);
 }
 
@@ -73,6 +73,8 @@ template <Format kFormat>
 constexpr int shared_bytes() {
   return sizeof(Shared<kFormat>) + 1024;
 }
+
+static_assert(shared_bytes<kV4>() <= 232448 && shared_bytes<kV32>() <= 232448);
 
 #define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
 

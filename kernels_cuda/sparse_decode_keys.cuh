@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include "sparse_decode_join.cuh"
 #include "sparse_decode_shared.cuh"
 
 namespace sparse_decode {
@@ -30,11 +29,11 @@ struct Blocks {
 
 // --- where keys are ---------------------------------------------------------------------------------------------
 // Two warps of those that bring keys find the rows of each block's keys for all who need to know: one copies slots to
-// shared memory, as many blocks ahead as there are places, the other makes addresses of them, one block less ahead. After
-// the piece come blocks without keys.
+// shared memory, as many blocks ahead as there are places, the other makes addresses of them, one block less ahead.
+// After the piece come blocks without keys.
 
-// Begins to copy the slots of a lane's two keys of a block from its index table; -1 where there is none. Returns whether
-// they are of the second table.
+// Begins to copy the slots of a lane's two keys of a block from its index table; -1 where there is none. Returns
+// whether they are of the second table.
 __device__ __forceinline__ bool copy_slots_of(const Call& call, const Blocks& blocks, int lane, int* to) {
   Lengths lengths = blocks.rows.lengths;
   bool second = blocks.block >= lengths.first_blocks();

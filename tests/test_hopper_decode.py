@@ -97,9 +97,10 @@ def test_it_compiles_within_its_registers(tmp_path):
     command += ["-o", str(tmp_path / "decode.cubin"), str(cuda_build.source("sparse_decode.cu"))]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    # A few registers wait out the plan and the writing of a row; a loop that spills takes hundreds of bytes.
+    # A register or two wait out the plan; a loop that spills takes more.
     spills = re.findall(r"(\d+) bytes spill stores", run.stderr)
-    assert spills and all(int(n) <= 96 for n in spills), run.stderr
+    assert spills and all(int(n) <= 16 for n in spills), run.stderr
+    assert "setmaxnreg" not in run.stderr  # is what it says where it ignores one
     assert "serialized" not in run.stderr, run.stderr
 
 
@@ -247,10 +248,11 @@ class TestOnTorch:
         assert all(torch.equal(a, b) for a, b in zip(captured, expected))
 
     def test_a_row_s_result_need_not_depend_on_the_batch(self, monkeypatch):
-        arguments = without_lengths(arguments_of(KVLayout.V4_FP8, 149, 1, 64, 128, 512))
+        # 11 blocks each: the second row of a thread block begins at an odd one, the other warpgroup's.
+        arguments = without_lengths(arguments_of(KVLayout.V4_FP8, 149, 1, 64, 128, 513))
         _, call = self.call(arguments, monkeypatch, enable_batch_invariant=True)
         out, lse = call()
-        for rows in (slice(0, 1), slice(70, 75)):
+        for rows in (slice(0, 1), slice(17, 34), slice(70, 75)):
             per_row = ("q", "indices", "extra_indices")
             some = {name: x[rows] if name in per_row else x for name, x in arguments.items()}
             _, call = self.call(some, monkeypatch, enable_batch_invariant=True)
