@@ -41,6 +41,8 @@ DECODES = {
     "lengths, V3.2": {"layout": "V32_FP8", "topk": 590, "heads": 70, "page_size": 61},
     "lengths, V3.2, two caches": {"layout": "V32_FP8", "topk": 1, "extra": (33, 5), "heads": 128},
     "lengths, more rows than groups": ONE_HEAD | {"batch": 139, "topk": 70, "extra": (2, 3)},
+    "lengths, dealt rows and a rest": ONE_HEAD | {"batch": 140, "topk": 2100, "page_size": 7},
+    "lengths, few rows of many columns": {"batch": 3, "topk": 1500, "heads": 65},
     "no valid index": {"rows": "none", "topk": 100, "extra": (65, 2)},
 }
 
