@@ -62,7 +62,10 @@ def test_rows_are_shared_as_the_name_says(name):
     assert plan.cuts == {"whole": NEVER, "cut": ALWAYS}.get(kind, AS_LENGTHS_SAY)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch invariant"])
+# Which of the two makes no difference to the reference.
+@pytest.mark.parametrize(
+    "batch_invariant", [False, True] if ON_GPU else [False], ids=lambda x: "invariant" if x else ""
+)
 @pytest.mark.parametrize("name", DECODES)
 def test_decode(name, batch_invariant, monkeypatch):
     case = case_of(name)

@@ -117,7 +117,7 @@ def flash_mla_with_kvcache(
       extra_k_cache, extra_indices_in_kvcache: a second cache of the same format, and its indices.
       topk_length, extra_topk_length: int32 `[batch]`, how many leading columns count.
       enable_batch_invariant: a row's result does not depend on the others in the call: no split of its keys (on CUDA,
-        by the Triton kernel).
+        by the Triton kernel, or the SM90 kernel where it is named).
       use_legacy: ignored: which of the wheel's two builds runs is decided here.
       kv_format: "V32" or "V4", as k_cache's bytes say; None takes them at their word.
       descale_q, descale_k: None; they belong to dense FP8 decode.
