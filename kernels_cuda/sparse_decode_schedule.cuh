@@ -4,9 +4,9 @@
 // blocks form groups of one for each tile of heads, and the groups share the rows in the way that ends soonest:
 //
 // Whole rows are dealt in rounds in the order of their sizes, the longest first: in the first round from the first
-// group to the last, in the next from the last to the first, and so on. The rows that do not fill a round are dealt like
-// the others, or each is cut in equal parts for several groups. Or the blocks of all rows stand in a line that is cut in
-// equal pieces.
+// group to the last, in the next from the last to the first, and so on. The rows that do not fill a round are dealt
+// like the others, or each is cut in equal parts for several groups. Or the blocks of all rows stand in a line that is
+// cut in equal pieces.
 //
 // What is not a whole row is attended to in parts, which a second phase of the launch joins. A caller who wants results
 // that do not depend on the batch gets whole rows.
@@ -377,7 +377,7 @@ __device__ __forceinline__ Piece piece_by_lengths(const Call& call, Planning& sh
   bool may_cut = call.cuts != kNever, deals = deal.rounds <= kMostRounds && call.groups <= kMostGroups;
   Survey survey = survey_rows(call, shared, deals);
   int each = deal.groups.quotient(survey.all + call.groups - 1);
-  if (!deals) return piece_of_line(call, shared, survey, each, group, may_cut);
+  if (!deals) return piece_of_line(call, shared, survey, each, group, may_cut && call.groups > 1);
   if (deal.rounds > 0) deal_rows(call, shared, survey, group, plan);
   Times times(call, shared);
   int least = call.cuts == kAlways ? INT_MAX : times.whole, parts = 1;
@@ -466,7 +466,8 @@ struct Rows {
   }
   __device__ __forceinline__ void advance(const Call& call) {
     at = {following(call), 0};
-    left--, second++, dealt += dealt != nullptr;
+    if (left > 0 && dealt) dealt++;
+    left--, second++;
     until = left == 0 ? end : kToItsEnd;
     lengths = clipped(call, next);
     next = given_lengths(call, following(call));

@@ -9,6 +9,7 @@ import itertools
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ class Run:
 class Piece:
     blocks: int
     joins: bool
+    equally: bool
     parts: tuple[int, int]
     runs: tuple[Run, ...]
 
@@ -50,9 +52,15 @@ class Piece:
         return sum(run.last - run.first + ROW_COST for run in self.runs)
 
 
+class CutRow(NamedTuple):
+    row: int
+    first: int  # thread block
+    parts: int
+
+
 @pytest.fixture(scope="module")
-def schedule(tmp_path_factory):
-    """A function that returns the pieces of all groups."""
+def schedule_and_cuts(tmp_path_factory):
+    """A function that returns the pieces of all groups, and the rows that are listed as cut."""
     if (compiler := shutil.which("g++")) is None:
         pytest.skip("needs g++")
     here = Path(__file__).parent / "host_cuda"
@@ -69,29 +77,36 @@ def schedule(tmp_path_factory):
         "-o",
         str(library),
     ]
-    command += [f"-I{here}", f"-I{cuda_build.source('sparse_decode_schedule.cuh').parent}"]
+    command += [f"-I{here}", f"-I{cuda_build.source('sparse_decode_cuts.cuh').parent}"]
     built = subprocess.run([*command, here / "decode_schedule.cpp"], capture_output=True, text=True, check=False)
     assert built.returncode == 0 and not built.stderr, built.stderr[-3000:]
     call = ctypes.CDLL(str(library)).decode_schedule
     call.restype = ctypes.c_int64
 
-    def pieces(rows, groups, cuts, topks, lengths=(None, None), rows_per_length=1) -> list[Piece]:
+    def run(rows, groups, cuts, topks, lengths=(None, None), rows_per_length=1, tiles=1):
         as_ints = lambda x: None if x is None else np.ascontiguousarray(x, np.int32)  # noqa: E731
         given_lengths, topks = [as_ints(x) for x in lengths], as_ints(topks)
         pointers = [x if x is None else x.ctypes.data_as(ctypes.c_void_p) for x in (topks, *given_lengths)]
-        out = np.empty(5 * groups + 5 * (rows + 2 * groups), np.int32)
+        out = np.empty(6 * groups + 5 * (rows + 2 * groups) + 1 + 3 * groups * tiles, np.int32)
         where = ctypes.c_int64(out.size), out.ctypes.data_as(ctypes.c_void_p)
-        written = call(rows, groups, cuts, *pointers, rows_per_length, *where)
-        assert written <= out.size, "more runs than rows and cuts"
+        written = call(rows, groups, tiles, cuts, *pointers, rows_per_length, *where)
+        assert written <= out.size, "more runs than rows and cuts, or more cut rows than thread blocks"
         numbers = iter(out[:written].tolist())
         take = lambda n: [next(numbers) for _ in range(n)]  # noqa: E731
-        result = []
+        pieces = []
         for _ in range(groups):
-            blocks, joins, first, second, runs = take(5)
-            result.append(Piece(blocks, bool(joins), (first, second), tuple(Run(*take(5)) for _ in range(runs))))
-        return result
+            blocks, joins, equally, first, second, count = take(6)
+            runs = tuple(Run(*take(5)) for _ in range(count))
+            pieces.append(Piece(blocks, bool(joins), bool(equally), (first, second), runs))
+        return pieces, [CutRow(*take(3)) for _ in range(*take(1))]
 
-    return pieces
+    return run
+
+
+@pytest.fixture(scope="module")
+def schedule(schedule_and_cuts):
+    """A function that returns the pieces of all groups."""
+    return lambda *args: schedule_and_cuts(*args)[0]
 
 
 def blocks_of(rows, topks, lengths=(None, None), rows_per_length=1) -> np.ndarray:
@@ -132,6 +147,20 @@ def check_parts(pieces: list[Piece]) -> None:
         assert all(a.last == b.first for (_, a), (_, b) in itertools.pairwise(of_row))
 
 
+def check_cut_rows(listed: list[CutRow], pieces: list[Piece], tiles: int) -> None:
+    """The rows that are joined are those that are cut, for each tile, with the parts that the pieces have of them."""
+    assert len({piece.equally for piece in pieces}) == 1
+    assert len(listed) <= len(pieces) * tiles and all(cut.parts > 1 or pieces[0].equally for cut in listed)
+    assert len({(cut.row, cut.first % tiles) for cut in listed}) == len(listed)
+    groups: dict[int, list[int]] = {}
+    for group, piece in enumerate(pieces):
+        for run in piece.runs:
+            if not run.whole:
+                groups.setdefault(run.row, []).append(group)
+    wanted = {(row, t): (of_row[0] * tiles + t, len(of_row)) for row, of_row in groups.items() for t in range(tiles)}
+    assert {(cut.row, cut.first % tiles): (cut.first, cut.parts) for cut in listed if cut.parts > 1} == wanted
+
+
 def check(pieces: list[Piece], blocks: np.ndarray) -> None:
     check_every_block_is_taken_once(pieces, blocks)
     check_parts(pieces)
@@ -141,9 +170,9 @@ def even_share(blocks: np.ndarray, groups: int) -> int:
     return -(-(int(blocks.sum()) + len(blocks) * ROW_COST) // groups)
 
 
-def line_cost(rows: int, groups: int) -> int:
+def line_cost(rows: int, groups: int, tiles: int) -> int:
     """What the line, cut, costs beyond its pieces' blocks."""
-    return hopper_plan._JOIN_COST + (min(rows, groups) + groups) // hopper_plan._PARTS_JOINED
+    return hopper_plan._JOIN_COST + (min(rows, groups) + groups) * tiles // hopper_plan._PARTS_JOINED
 
 
 TOPKS = [(128, 1024), (2048, 0), (64, 0), (100, 333), (0, 0), (1, 16384)]
@@ -152,7 +181,7 @@ TOPKS = [(128, 1024), (2048, 0), (64, 0), (100, 333), (0, 0), (1, 16384)]
 @st.composite
 def calls(draw):
     topks = draw(st.sampled_from(TOPKS))
-    groups = draw(st.sampled_from([1, 2, 3, 7]))
+    groups = draw(st.sampled_from([1, 2, 3, 7, 16]))
     rows_per_length = draw(st.sampled_from([1, 2, 4]))
     requests = draw(st.sampled_from([1, 2, 5, 9, 40, 61, 150]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -175,15 +204,16 @@ def calls(draw):
     return groups, topks, lengths, requests * rows_per_length, rows_per_length
 
 
-@given(call=calls(), cuts=st.sampled_from([NEVER, ALWAYS, AS_LENGTHS_SAY]))
+@given(call=calls(), cuts=st.sampled_from([NEVER, ALWAYS, AS_LENGTHS_SAY]), tiles=st.sampled_from([1, 2, 3]))
 @settings(max_examples=100, deadline=None)
-def test_rows_of_any_lengths(schedule, call, cuts):
+def test_rows_of_any_lengths(schedule_and_cuts, call, cuts, tiles):
     groups, topks, lengths, rows, rows_per_length = call
-    pieces = schedule(rows, groups, cuts, topks, lengths, rows_per_length)
+    pieces, listed = schedule_and_cuts(rows, groups, cuts, topks, lengths, rows_per_length, tiles)
     blocks = blocks_of(rows, topks, lengths, rows_per_length)
     check(pieces, blocks)
+    check_cut_rows(listed, pieces, tiles)
     even, most = even_share(blocks, groups), max(piece.units for piece in pieces)
-    cut = even + ROW_COST + line_cost(rows, groups)
+    cut = even + ROW_COST + line_cost(rows, groups, tiles)
     if cuts == ALWAYS:
         assert most <= cut
     if cuts == NEVER:
@@ -192,6 +222,7 @@ def test_rows_of_any_lengths(schedule, call, cuts):
         assert most <= even + blocks.max() + slack
     if cuts == AS_LENGTHS_SAY:
         assert most + pieces[0].joins * hopper_plan._JOIN_COST <= cut
+        assert groups > 1 or not pieces[0].joins
 
 
 @given(
@@ -199,12 +230,14 @@ def test_rows_of_any_lengths(schedule, call, cuts):
     groups=st.sampled_from([1, 2, 16, 66, 132]),
     topks=st.sampled_from(TOPKS),
     cuts=st.sampled_from([NEVER, ALWAYS]),
+    tiles=st.sampled_from([1, 2, 3]),
 )
 @settings(max_examples=50, deadline=None)
-def test_rows_of_one_length(schedule, rows, groups, topks, cuts):
-    pieces = schedule(rows, groups, cuts, topks)
+def test_rows_of_one_length(schedule_and_cuts, rows, groups, topks, cuts, tiles):
+    pieces, listed = schedule_and_cuts(rows, groups, cuts, topks, tiles=tiles)
     blocks = blocks_of(rows, topks)
     check(pieces, blocks)
+    check_cut_rows(listed, pieces, tiles)
     most, (rounds, rest) = max(piece.units for piece in pieces), divmod(rows, groups)
     if cuts == NEVER:
         assert most == -(-rows // groups) * (blocks[0] + ROW_COST) and not pieces[0].joins
@@ -249,6 +282,30 @@ def test_one_long_row_among_short_ones_is_cut(schedule):
     pieces = schedule(300, 132, AS_LENGTHS_SAY, (16384, 0), (lengths, None))
     check(pieces, blocks_of(300, (16384, 0), (lengths, None)))
     assert pieces[0].joins and max(piece.units for piece in pieces) <= 9
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "topk"), [(1, 2000, 2048), (3, 2000, 2048), (16, 2000, 2048), (16, 500, 512)]
+)
+def test_few_rows_are_cut_in_equal_parts(schedule_and_cuts, rows, columns, topk):
+    """As without lengths, in a table of as many blocks. With 500 columns nothing else is worth its joining."""
+    wanted = schedule_and_cuts(rows, 132, ALWAYS, (columns, 0))
+    pieces, listed = schedule_and_cuts(rows, 132, AS_LENGTHS_SAY, (topk, 0), (np.full(rows, columns), None))
+    check(pieces, blocks_of(rows, (columns, 0)))
+    check_cut_rows(listed, pieces, tiles=1)
+    assert (pieces, listed) == wanted and pieces[0].equally and len(listed) == rows
+
+
+@pytest.mark.parametrize(("rows", "long"), [(40, 33), (60, 59), (100, 97)])
+def test_a_long_row_is_cut_where_rows_are_fewer_than_groups(schedule_and_cuts, rows, long):
+    lengths = np.full(rows, 64)
+    lengths[long] = 16384
+    pieces, listed = schedule_and_cuts(rows, 132, AS_LENGTHS_SAY, (16384, 0), (lengths, None))
+    blocks = blocks_of(rows, (16384, 0), (lengths, None))
+    check(pieces, blocks)
+    check_cut_rows(listed, pieces, tiles=1)
+    assert [cut.row for cut in listed] == [long]
+    assert max(piece.units for piece in pieces) <= even_share(blocks, 132) + ROW_COST
 
 
 def test_more_rows_than_are_dealt_stay_in_line(schedule):

@@ -6,7 +6,6 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,19 +14,12 @@
 #define __CUDACC__ 1
 #define __device__
 #define __forceinline__ inline
-#define __noinline__
 
 struct int2 {
   int x, y;
 };
-struct uint2 {
-  unsigned x, y;
-};
 struct float2 {
   float x, y;
-};
-struct float4 {
-  float x, y, z, w;
 };
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -35,11 +27,8 @@ struct dim3 {
 struct __nv_bfloat16 {
   uint16_t bits;
 };
-struct __nv_bfloat162 {
-  __nv_bfloat16 x, y;
-};
 
-inline dim3 threadIdx, blockIdx, gridDim;
+inline dim3 threadIdx, gridDim;
 
 namespace host {
 
@@ -151,9 +140,11 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   return which;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int atomicAdd(int* to, int x) { return (*to += x) - x; }
+
+template <typename T>
+T __ldcg(const T* x) { return *x; }
 
 template <typename T>
 T min(T a, T b) { return std::min(a, b); }
