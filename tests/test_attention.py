@@ -72,7 +72,7 @@ def skip_most_of_plain_jax_on_a_gpu(backend: str, number: int) -> None:
 
 
 def numbered(cases: list):
-    return pytest.mark.parametrize("number, case", enumerate(cases), ids=[case.name for case in cases])
+    return pytest.mark.parametrize("number, case", list(enumerate(cases)), ids=[case.name for case in cases])
 
 
 class TestSparseMLA:
