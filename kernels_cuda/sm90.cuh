@@ -62,19 +62,11 @@ __device__ __forceinline__ void copy_async_small(uint32_t to, const void* from) 
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // This thread arrives once all copies that it has begun are done.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// For all copies of this thread but those of its last `kLeft` groups.
-template <int kLeft>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 // Brings this byte's 128 into the L2, as measured. (The bulk prefetch takes one address a warp: of many, one after the
@@ -83,19 +75,6 @@ __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefe
 
 __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-
-__device__ __forceinline__ void store(uint32_t to, float2 x) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x.x), "f"(x.y) : "memory");
-}
-
-__device__ __forceinline__ uint4 load(uint32_t from) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(from)
-               : "memory");
-  return x;
 }
 
 // Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.

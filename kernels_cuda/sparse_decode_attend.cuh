@@ -131,7 +131,7 @@ __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, i
   sm90::fence_matrix_reads();
   if (add) rescale_sums(sums, shared.rescale[buffer][tile_row], shared.rescale[buffer][tile_row + 8]);
   uint64_t p = sm90::by_rows(sm90::shared_address(shared.keys[buffer][kWeightTile]));
-  uint64_t v = sm90::by_columns(sm90::shared_address(shared.keys[buffer][half * 4]));
+  uint64_t v = sm90::by_columns(sm90::shared_address(shared.keys[buffer][half * Layout<kFormat>::kHalfTiles]));
   sm90::begin_products();
 #pragma unroll
   for (int i = 0; i < kBlock / 16; i++) {
