@@ -1,11 +1,12 @@
-"""compute-sanitizer's memcheck over small, hostile shapes of every kernel.
+"""compute-sanitizer over small, hostile shapes of every kernel: its memcheck, or another of its tools.
 
-    python -m benchmarks.memcheck [GROUP ...] [--limit-seconds 120]
+    python -m benchmarks.memcheck [GROUP ...] [--tool racecheck] [--kernels sparse_decode] [--limit-seconds 120]
 
 A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`, or the
 short list of cases that such a file runs as a script; a control has errors that must be found. Each runs in a
 sanitised process of its own, all at once, with memory allocated one array at a time, so that a step past an array's
-end is outside of every allocation. Writes memcheck.json to $OUT or benchmarks/results.
+end is outside of every allocation. racecheck sees shared memory alone. Writes memcheck.json, or as the tool is called,
+to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.record import environment, results_folder, write_json
 
@@ -37,6 +39,7 @@ _SCRIPTS = {
     "topk_kernels": "test_topk_kernels.py",
 }
 CONTROL = "control "  # groups that step over an array's end, and have to be found
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 def groups() -> dict[str, list[str]]:
@@ -49,20 +52,30 @@ def groups() -> dict[str, list[str]]:
     return found | {group: [str(TESTS / name)] for group, name in _SCRIPTS.items()}
 
 
-def start(group: str, arguments: list[str], sanitizer: str, folder: Path) -> subprocess.Popen:
+class Sanitizer(NamedTuple):
+    program: str
+    tool: str
+    kernels: str | None  # part of the names of those to watch
+
+    def log(self, group: str) -> Path:
+        return results_folder() / f"{self.tool}_{group.replace(' ', '_')}.log"
+
+
+def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.Popen:
     # XLA's and torch's pools would hide a step over an array's end.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     paths = [str(TESTS), str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    command = [sanitizer, "--tool", "memcheck", "--target-processes", "application-only"]
+    command = [sanitizer.program, "--tool", sanitizer.tool, "--target-processes", "application-only"]
+    command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
-    log = (folder / f"memcheck_{group.replace(' ', '_')}.log").open("w")
+    log = sanitizer.log(group).open("w")
     return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
 def verdict(log: str, exit_code: int | None) -> dict:
     """What the sanitizer and the tests say; no exit code is a process that had to be stopped."""
-    summary = re.findall(r"ERROR SUMMARY: (\d+) error", log)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", log)
     ran = re.findall(r"(\d+ (?:passed|checks passed).*)", log)
     wanted = exit_code == 0 and bool(summary) and int(summary[-1]) == 0 and bool(ran)
     return {
@@ -79,10 +92,9 @@ def control_verdict(log: str, group: str) -> dict:
     return {"as_wanted": found > 0, "errors": found}
 
 
-def run(chosen: dict[str, list[str]], sanitizer: str, limit: float) -> dict[str, dict]:
-    folder = results_folder()
+def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> dict[str, dict]:
     started = time.monotonic()
-    processes = {group: start(group, arguments, sanitizer, folder) for group, arguments in chosen.items()}
+    processes = {group: start(group, arguments, sanitizer) for group, arguments in chosen.items()}
     verdicts = {}
     for group, process in processes.items():
         try:
@@ -91,7 +103,7 @@ def run(chosen: dict[str, list[str]], sanitizer: str, limit: float) -> dict[str,
             process.terminate()
             process.wait()
             exit_code = None
-        path = folder / f"memcheck_{group.replace(' ', '_')}.log"
+        path = sanitizer.log(group)
         log = path.read_text(errors="replace")
         judged = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
         verdicts[group] = judged | {"seconds": round(time.monotonic() - started, 1)}
@@ -103,20 +115,23 @@ def run(chosen: dict[str, list[str]], sanitizer: str, limit: float) -> dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(groups())}")
+    parser.add_argument("--tool", choices=TOOLS, default=TOOLS[0])
+    parser.add_argument("--kernels", help="part of the names of the kernels to watch, by default all")
     parser.add_argument("--limit-seconds", type=float, default=120)
     args = parser.parse_args()
     if unknown := set(args.group) - set(groups()):
         parser.error(f"no such group: {', '.join(sorted(unknown))}")
-    sanitizer = shutil.which("compute-sanitizer") or SANITIZER
-    if not Path(sanitizer).exists():
+    program = shutil.which("compute-sanitizer") or SANITIZER
+    if not Path(program).exists():
         print("compute-sanitizer is not installed: it comes with the CUDA toolkit")
         return 2
-    chosen = {group: arguments for group, arguments in groups().items() if group in (args.group or groups())}
-    verdicts = run(chosen, sanitizer, args.limit_seconds)
+    wanted = args.group or [group for group in groups() if args.tool == TOOLS[0] or not group.startswith(CONTROL)]
+    chosen = {group: arguments for group, arguments in groups().items() if group in wanted}
+    verdicts = run(chosen, Sanitizer(program, args.tool, args.kernels), args.limit_seconds)
     for group, result in verdicts.items():
         word = "as wanted" if result["as_wanted"] else "NOT CLEAN"
         print(f"{group:18} {word:10} {result['errors']} errors, {result.get('tests')}, {result['seconds']:.0f} s")
-    write_json(results_folder() / "memcheck.json", environment() | {"groups": verdicts})
+    write_json(results_folder() / f"{args.tool}.json", environment() | {"groups": verdicts})
     return int(not all(result["as_wanted"] for result in verdicts.values()))
 
 

@@ -6,6 +6,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <atomic>
 #include <cfloat>
 
 #include "sparse_decode_kernel.cuh"
@@ -40,20 +41,66 @@ Table table_of(const ffi::Optional<ffi::TensorView>& cache, const ffi::Optional<
   return table;
 }
 
-void launch(const Call& call, bool is_v4, int bytes, cudaStream_t stream) {
+using Kernel = void (*)(Call);
+
+struct Launch {
+  Kernel kernel;
+  int bytes;  // of shared memory
+};
+
+template <Format kFormat>
+Launch launch_of(const Call& call, int tile) {
+  constexpr bool kIsV4 = kFormat == kV4;
+  if (tile == 16)
+    return {kIsV4 ? sparse_decode_v4_few_16 : sparse_decode_v32_few_16, shared_bytes<ClusterShared<kFormat, 16>>()};
+  if (tile == 32)
+    return {kIsV4 ? sparse_decode_v4_few_32 : sparse_decode_v32_few_32, shared_bytes<ClusterShared<kFormat, 32>>()};
+  Kernel by_shape = kIsV4 ? sparse_decode_v4 : sparse_decode_v32;
+  Kernel given_lengths = kIsV4 ? sparse_decode_v4_by_lengths : sparse_decode_v32_by_lengths;
+  return {by_lengths(call) ? given_lengths : by_shape, shared_bytes<Shared<kFormat>>()};
+}
+
+// Whether the device has room for clusters of more than the eight thread blocks that all have.
+bool has_large_clusters(const cudaLaunchConfig_t& config, Kernel kernel, int device) {
+  static std::atomic<int> known[64];  // 1 + the answer
+  std::atomic<int>& answer = known[device % 64];
+  if (!answer) {
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) cudaGetLastError();
+    answer = 1 + (clusters > 0);
+  }
+  return answer > 1;
+}
+
+void launch(Call& call, Launch what, int tile, int device, cudaStream_t stream) {
+  auto [kernel, bytes] = what;
+  cudaLaunchAttribute attribute;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(call.groups * call.tiles);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
-  cudaLaunchAttribute together;  // thread blocks that join parts wait for each other
-  together.id = cudaLaunchAttributeCooperative;
-  together.val.cooperative = 1;
-  config.attrs = &together;
-  config.numAttrs = call.cuts != kNever;
-  auto kernel = by_lengths(call) ? (is_v4 ? sparse_decode_v4_by_lengths : sparse_decode_v32_by_lengths)
-                                 : (is_v4 ? sparse_decode_v4 : sparse_decode_v32);
+  config.attrs = &attribute;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  if (tile == kHeads) {
+    config.gridDim = dim3(call.groups * call.tiles);
+    attribute.id = cudaLaunchAttributeCooperative;  // thread blocks that join parts wait for each other
+    attribute.val.cooperative = 1;
+    config.numAttrs = call.cuts != kNever;
+  } else {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    config.numAttrs = 1;
+    auto in_clusters_of = [&](int parts) {
+      call.deal.parts = divisor_of(parts);
+      config.gridDim = dim3(parts, call.tiles, call.rows);
+      attribute.val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
+    };
+    in_clusters_of(call.groups);
+    if (call.groups > 8) {
+      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+      in_clusters_of(kMostParts);
+      in_clusters_of(has_large_clusters(config, kernel, device) ? call.groups : 8);
+    }
+  }
   check_cuda(cudaLaunchKernelEx(&config, kernel, call));
 }
 
@@ -61,13 +108,15 @@ void launch(const Call& call, bool is_v4, int bytes, cudaStream_t stream) {
 // [rows..., topk]; lengths int32 [rows] or fewer, each of as many rows that follow each other; sink float32 [heads].
 // Written: out bfloat16 [rows..., heads, 512], lse float32 [rows..., heads]. Scratch, where cuts is not 0 (kNever): as
 // Call says, for groups · ⌈heads / 64⌉ thread blocks, no more than the device has multiprocessors.
-// Sizes, dtypes and the plan (groups, cuts) are the caller's to check.
+// Where tile, the heads of a thread block, is 16 or 32 and not 64, clusters of as many thread blocks as groups says, at
+// least 2 and at most 16, share each row; there are no cuts then, and at most 65,535 rows.
+// Sizes, dtypes and the plan (tile, groups, cuts) are the caller's to check.
 void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indices,
                   ffi::Optional<ffi::TensorView> lengths, ffi::Optional<ffi::TensorView> extra_cache,
                   ffi::Optional<ffi::TensorView> extra_indices, ffi::Optional<ffi::TensorView> extra_lengths,
                   ffi::Optional<ffi::TensorView> sink, int64_t num_slots, int64_t page_size, int64_t page_bytes,
                   int64_t extra_num_slots, int64_t extra_page_size, int64_t extra_page_bytes, double softmax_scale,
-                  double empty_lse, int64_t groups, int64_t cuts, ffi::TensorView out, ffi::TensorView lse,
+                  double empty_lse, int64_t tile, int64_t groups, int64_t cuts, ffi::TensorView out, ffi::TensorView lse,
                   ffi::Optional<ffi::TensorView> part_values, ffi::Optional<ffi::TensorView> part_sums,
                   ffi::Optional<ffi::TensorView> part_rows) {
   int ndim = q.ndim(), heads = static_cast<int>(q.size(ndim - 2));
@@ -82,7 +131,7 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
   call.part_rows = data<int2>(part_rows);
   call.rows = static_cast<int>(lse.numel()) / heads;
   call.heads = heads;
-  call.tiles = (heads + kHeads - 1) / kHeads;
+  call.tiles = static_cast<int>((heads + tile - 1) / tile);
   call.groups = static_cast<int>(groups);
   call.cuts = static_cast<int>(cuts);
   call.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
@@ -92,8 +141,9 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
   call.tables[1] = table_of(extra_cache, extra_indices, extra_lengths, extra_num_slots, extra_page_size,
                             extra_page_bytes, call.rows);
   call.deal = deal_of(call.rows, call.groups, call.tiles, most_blocks(call));
-  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, q.device().device_id));
-  launch(call, is_v4, is_v4 ? shared_bytes<kV4>() : shared_bytes<kV32>(), stream);
+  int device = q.device().device_id, heads_of_block = static_cast<int>(tile);
+  launch(call, is_v4 ? launch_of<kV4>(call, heads_of_block) : launch_of<kV32>(call, heads_of_block), heads_of_block,
+         device, static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, device)));
 }
 
 }  // namespace

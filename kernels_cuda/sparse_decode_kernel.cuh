@@ -1,13 +1,15 @@
 // Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
 //
-// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. docs/kernels.md explains the
-// plan of shared memory, the barriers and what bounds what.
+// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. Few rows have kernels of their own,
+// where a cluster of thread blocks shares each. docs/kernels.md explains the plan of shared memory, the barriers and what
+// bounds what.
 
 #pragma once
 
 #include <cooperative_groups.h>
 
 #include "sparse_decode_attend.cuh"
+#include "sparse_decode_cluster.cuh"
 #include "sparse_decode_join.cuh"
 #include "sparse_decode_keys.cuh"
 #include "sparse_decode_shared.cuh"
@@ -64,34 +66,49 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
 
 extern __shared__ uint8_t dynamic_shared[];
 
-template <Format kFormat>
-__device__ __forceinline__ Shared<kFormat>& shared_memory() {  // tiles begin at multiples of 1024 bytes
-  return *reinterpret_cast<Shared<kFormat>*>(dynamic_shared + (-sm90::shared_address(dynamic_shared) & 1023));
+template <typename Layout>
+__device__ __forceinline__ Layout& shared_memory() {  // tiles begin at multiples of 1024 bytes
+  return *reinterpret_cast<Layout*>(dynamic_shared + (-sm90::shared_address(dynamic_shared) & 1023));
 }
 
-template <Format kFormat>
+template <typename Layout>
 constexpr int shared_bytes() {
-  return sizeof(Shared<kFormat>) + 1024;
+  static_assert(sizeof(Layout) + 1024 <= 232448);
+  return sizeof(Layout) + 1024;
 }
 
-static_assert(shared_bytes<kV4>() <= 232448 && shared_bytes<kV32>() <= 232448);
+#define SPARSE_DECODE_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
 
-#define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
-
-SPARSE_DECODE_KERNEL sparse_decode_v4(const __grid_constant__ Call call) {
-  attend<kV4, false>(call, shared_memory<kV4>());
+SPARSE_DECODE_KERNEL(1) sparse_decode_v4(const __grid_constant__ Call call) {
+  attend<kV4, false>(call, shared_memory<Shared<kV4>>());
 }
 
-SPARSE_DECODE_KERNEL sparse_decode_v4_by_lengths(const __grid_constant__ Call call) {
-  attend<kV4, true>(call, shared_memory<kV4>());
+SPARSE_DECODE_KERNEL(1) sparse_decode_v4_by_lengths(const __grid_constant__ Call call) {
+  attend<kV4, true>(call, shared_memory<Shared<kV4>>());
 }
 
-SPARSE_DECODE_KERNEL sparse_decode_v32(const __grid_constant__ Call call) {
-  attend<kV32, false>(call, shared_memory<kV32>());
+SPARSE_DECODE_KERNEL(1) sparse_decode_v32(const __grid_constant__ Call call) {
+  attend<kV32, false>(call, shared_memory<Shared<kV32>>());
 }
 
-SPARSE_DECODE_KERNEL sparse_decode_v32_by_lengths(const __grid_constant__ Call call) {
-  attend<kV32, true>(call, shared_memory<kV32>());
+SPARSE_DECODE_KERNEL(1) sparse_decode_v32_by_lengths(const __grid_constant__ Call call) {
+  attend<kV32, true>(call, shared_memory<Shared<kV32>>());
+}
+
+SPARSE_DECODE_KERNEL(2) sparse_decode_v4_few_16(const __grid_constant__ Call call) {
+  PartOfRow<kV4, 16>(call, shared_memory<ClusterShared<kV4, 16>>()).attend();
+}
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v4_few_32(const __grid_constant__ Call call) {
+  PartOfRow<kV4, 32>(call, shared_memory<ClusterShared<kV4, 32>>()).attend();
+}
+
+SPARSE_DECODE_KERNEL(2) sparse_decode_v32_few_16(const __grid_constant__ Call call) {
+  PartOfRow<kV32, 16>(call, shared_memory<ClusterShared<kV32, 16>>()).attend();
+}
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v32_few_32(const __grid_constant__ Call call) {
+  PartOfRow<kV32, 32>(call, shared_memory<ClusterShared<kV32, 32>>()).attend();
 }
 
 }  // namespace sparse_decode

@@ -149,10 +149,11 @@ template <>
 struct HalfScales<kV4> {
   uint32_t exponents;
   __device__ __forceinline__ HalfScales(const Scales<kV4>& scales, int half) : exponents(scales.exponents[half]) {}
-  __device__ __forceinline__ uint32_t of_tile(int tile) const {
-    uint32_t one = max((exponents >> 8 * tile & 255) << 7, 0x40u);  // 2^-127 is subnormal
+  __device__ __forceinline__ static uint32_t of_exponent(uint32_t exponent) {
+    uint32_t one = max(exponent << 7, 0x40u);  // 2^-127 is subnormal
     return one | one << 16;
   }
+  __device__ __forceinline__ uint32_t of_tile(int tile) const { return of_exponent(exponents >> 8 * tile & 255); }
   __device__ __forceinline__ static void scale_floats(float2 (&)[4], uint32_t) {}
   __device__ __forceinline__ static void scale_rounded(uint32_t (&x)[4], uint32_t scale) {
 #pragma unroll

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jax_sparse_mla import cuda_build
 from jax_sparse_mla.attention import hopper_plan
-from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, decode_plan
+from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, plan_of_many
 
 BLOCK = 64
 ROW_COST = hopper_plan._ROW_COST
@@ -251,7 +251,7 @@ def test_rows_of_one_length(schedule_and_cuts, rows, groups, topks, cuts, tiles)
 @pytest.mark.parametrize("rows", [3, 16, 70, 148, 296, 300])
 def test_equal_lengths_are_as_none(schedule, rows):
     """For each group what it would have without lengths."""
-    plan = decode_plan(rows, 64, (128, 512), has_lengths=False, sm_count=132)
+    plan = plan_of_many(rows, 64, (128, 512), has_lengths=False, sm_count=132)
     wanted = schedule(rows, 132, plan.cuts, (128, 512))
     pieces = schedule(rows, 132, AS_LENGTHS_SAY, (128, 512), (None, np.full(rows, 512)))
     check(pieces, blocks_of(rows, (128, 512)))
@@ -264,7 +264,7 @@ def test_equal_lengths_are_as_none(schedule, rows):
 def test_the_rows_of_a_model_with_compressed_keys_are_spread_evenly(schedule, heads, requests):
     """128 columns and up to 1,024 more, two tokens a request, on 132 multiprocessors: nothing is worth its joining."""
     topks, rows = (128, 1024), 2 * requests
-    plan = decode_plan(rows, heads, topks, has_lengths=True, sm_count=132)
+    plan = plan_of_many(rows, heads, topks, has_lengths=True, sm_count=132)
     for seed in range(1 + (requests < 256)):
         lengths = (None, np.random.default_rng(seed).integers(0, 1025, requests))
         pieces = schedule(rows, plan.groups, plan.cuts, topks, lengths, 2)

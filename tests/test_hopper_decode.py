@@ -17,7 +17,7 @@ from attention_calls import assert_agree, assert_same, check_decode, decode_argu
 from jax_sparse_mla import cuda_build
 from jax_sparse_mla.attention import hopper_decode, hopper_plan, sparse_mla_decode
 from jax_sparse_mla.attention.api import installed_for
-from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, decode_plan
+from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, DecodePlan, decode_plan, plan_of_many
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 on_the_gpu = [
@@ -30,10 +30,46 @@ class TestPlan:
     """The launch follows from static shapes."""
 
     @staticmethod
-    def plan(rows: int, heads: int = 64, topks: tuple[int, ...] = (128, 512), **changes):
-        return decode_plan(rows, heads, topks, **{"has_lengths": False, "sm_count": 132} | changes)
+    def plan(rows: int, heads: int = 64, topks: tuple[int, ...] = (128, 512), *, few: bool = False, **changes):
+        plan = decode_plan if few else plan_of_many
+        return plan(rows, heads, topks, **{"has_lengths": False, "sm_count": 132} | changes)
 
-    def test_few_rows_share_the_device(self):
+    @pytest.mark.parametrize(
+        ("rows", "heads", "topks", "tile", "parts"),
+        [
+            (1, 64, (128, 512), 16, 10),  # a block of keys for each thread block
+            (4, 16, (128, 512), 16, 10),
+            (4, 64, (128, 512), 16, 5),  # 16 clusters of ten would not run at once
+            (4, 128, (128, 1024), 32, 6),
+            (1, 128, (2048,), 32, 16),
+        ],
+    )
+    def test_a_cluster_shares_each_of_few_rows(self, rows, heads, topks, tile, parts):
+        for has_lengths in (False, True):
+            plan = self.plan(rows, heads, topks, few=True, has_lengths=has_lengths)
+            assert plan == DecodePlan(tile, parts, NEVER, ())
+
+    @pytest.mark.parametrize(("rows", "heads"), [(64, 64), (48, 128), (256, 16)])
+    def test_many_rows_share_the_device(self, rows, heads):
+        assert self.plan(rows, heads, few=True) == self.plan(rows, heads)
+
+    @pytest.mark.parametrize("heads", [1, 16, 17, 64, 128, 1000])
+    @pytest.mark.parametrize("sm_count", [1, 20, 78, 132])
+    def test_clusters_have_no_more_thread_blocks_than_keys_or_than_they_may(self, heads, sm_count):
+        for rows in (1, 2, 7, 40, 131, 70_000):
+            for topks in ((1,), (64, 1), (128, 512), (2048,), (16384,)):
+                plan = self.plan(rows, heads, topks, few=True, sm_count=sm_count)
+                if plan.tile == 64:
+                    continue
+                assert plan.tile in (16, 32)
+                assert 2 <= plan.groups <= min(16, max(2, sum(-(-k // 64) for k in topks)))
+                clusters = rows * -(-heads // plan.tile)
+                assert clusters * plan.groups <= sm_count * (2 if plan.tile == 16 else 1) and rows <= 65_535
+
+    def test_a_row_that_must_not_depend_on_the_batch_is_in_no_cluster(self):
+        assert self.plan(1, few=True, batch_invariant=True).tile == 64
+
+    def test_rows_are_shared_by_the_device(self):
         plan = self.plan(1)
         assert (plan.groups, plan.cuts) == (16, ALWAYS)  # ten have a block of keys each, all join the parts
         assert plan.part_shapes == ((16, 2, 64, 512), (16, 2, 64, 2), (16, 2))
@@ -66,7 +102,8 @@ class TestPlan:
 
     def test_the_kernel_has_the_same_numbers(self):
         text = cuda_build.source("sparse_decode_schedule.cuh").read_text()
-        for name in ("RowCost", "JoinCost", "PartsJoined"):
+        text += cuda_build.source("sparse_decode_cluster.cuh").read_text()
+        for name in ("RowCost", "JoinCost", "PartsJoined", "MostParts"):
             value = getattr(hopper_plan, re.sub("([A-Z])", r"_\1", name).upper())
             assert f"constexpr int k{name} = {value};" in text
         assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay \}", text)

@@ -6,6 +6,8 @@ reference serves the same calls.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import pytest
 
@@ -17,8 +19,8 @@ import drop_in_calls  # noqa: E402
 from drop_in_calls import ON_GPU, served_by  # noqa: E402
 from sparse_mla_torch.flash_mla import flash_mla_with_kvcache  # noqa: E402
 
-from jax_sparse_mla.attention import sparse_mla_prefill  # noqa: E402
-from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, decode_plan  # noqa: E402
+from jax_sparse_mla.attention import hopper_plan, sparse_mla_prefill  # noqa: E402
+from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, plan_of_many  # noqa: E402
 
 pytestmark = pytest.mark.torch
 BACKEND = "hopper" if ON_GPU else "reference"
@@ -26,7 +28,8 @@ BACKEND = "hopper" if ON_GPU else "reference"
 BY_SHAPE = {"lengths": "none", "extra_lengths": "none"}
 ONE_HEAD = {"q_len": 1, "heads": 1}  # so that many rows cost the oracle little
 
-# By how thread blocks share the rows on an H200; with lengths, which are hostile, the kernel decides.
+# By how an H200's thread blocks share the rows, where no cluster does; with lengths, which are hostile, the kernel
+# decides.
 DECODES = {
     "whole": BY_SHAPE | {"topk": 130, "heads": 16},
     "whole, one column": BY_SHAPE | {"topk": 1},
@@ -57,9 +60,27 @@ def test_rows_are_shared_as_the_name_says(name):
     topks = [x.shape[-1] for x in (case.indices, case.extra_indices) if x is not None]
     has_lengths = case.topk_length is not None
     batch, q_len, heads, _ = case.q.shape
-    plan = decode_plan(batch * q_len, heads, tuple(topks), has_lengths=has_lengths, sm_count=132)
+    plan = plan_of_many(batch * q_len, heads, tuple(topks), has_lengths=has_lengths, sm_count=132)
     kind = name.partition(",")[0]
     assert plan.cuts == {"whole": NEVER, "cut": ALWAYS}.get(kind, AS_LENGTHS_SAY)
+
+
+# Clusters of any size serve any call: (heads, thread blocks).
+CLUSTERS = [(16, 2), (32, 3), (16, 8), (32, 16), (16, 11), (32, 2)]
+FEW = [*zip(DECODES, itertools.cycle(CLUSTERS)), ("lengths, V3.2, two caches", (16, 5)), ("no valid index", (16, 7))]
+
+
+def launch(monkeypatch, cluster: tuple[int, int] | None):
+    """Few rows' kernel with clusters as told, or many rows'."""
+    time = 0.0 if cluster else float("inf")
+    monkeypatch.setattr(hopper_plan, "_time_in_clusters", lambda *shape: (time, *(cluster or (0, 0))))
+
+
+def check(name: str, monkeypatch, **options):
+    case = case_of(name)
+    with served_by(BACKEND, monkeypatch):
+        results = flash_mla_with_kvcache(**drop_in_calls.decode_arguments(case), **options)
+    drop_in_calls.check_decode(case, results)
 
 
 # Which of the two makes no difference to the reference.
@@ -68,10 +89,15 @@ def test_rows_are_shared_as_the_name_says(name):
 )
 @pytest.mark.parametrize("name", DECODES)
 def test_decode(name, batch_invariant, monkeypatch):
-    case = case_of(name)
-    with served_by(BACKEND, monkeypatch):
-        results = flash_mla_with_kvcache(**drop_in_calls.decode_arguments(case), enable_batch_invariant=batch_invariant)
-    drop_in_calls.check_decode(case, results)
+    launch(monkeypatch, None)
+    check(name, monkeypatch, enable_batch_invariant=batch_invariant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "cluster"), FEW)
+def test_decode_in_clusters(name, cluster, monkeypatch):
+    launch(monkeypatch, cluster)
+    check(name, monkeypatch)
 
 
 @pytest.mark.parametrize("setting", [{"heads": 70, "sizes": (90, 67)}, {"dim": 576, "heads": 1, "sizes": (130, 129)}])

@@ -69,7 +69,7 @@ def decode(
     pages = [x for cache, *_ in tables for x in _pages(cache)]
     results = shapes + tuple(jax.ShapeDtypeStruct(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES))
     places = [Buffer(len(operands) + i) for i in range(len(results))] + [None] * (5 - len(results))
-    numbers = (*pages, softmax_scale, float("-inf"), plan.groups, plan.cuts)
+    numbers = (*pages, softmax_scale, float("-inf"), plan.tile, plan.groups, plan.cuts)
     arguments = (q_buffer, *buffers, sink, *numbers, *places)
     out, lse, *_ = ffi_tvm.call(cuda_build.sparse_decode_module, "sparse_decode", arguments, results, *operands)
     return out, lse

@@ -36,7 +36,7 @@ class Decode:
             batch_invariant=batch_invariant,
         )
         pages = [x for scope in scopes for x in (scope.num_slots, scope.page_size, scope.page_bytes)]
-        self._numbers = (*[*pages, 0, 1, 0][:6], softmax_scale, empty_lse, plan.groups, plan.cuts)
+        self._numbers = (*[*pages, 0, 1, 0][:6], softmax_scale, empty_lse, plan.tile, plan.groups, plan.cuts)
         self._parts = [(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES)]
         self._device = device
         self._function = cuda_build.sparse_decode_module().sparse_decode
