@@ -24,6 +24,18 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// For all lanes of a warp and what they wrote: one of them arrives. racecheck knows no order but that of barriers
+// (docs/kernels.md), so for it every lane does.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+
+__device__ __forceinline__ void arrive_warp(Barrier* barrier, int lane) {
+  if (kArrivalsOfWarp == 32 || lane == 0) arrive(barrier);
+}
+
 // Waits for the end of the barrier's phase of this parity; the phase before the first counts as ended, of parity 1.
 __device__ __forceinline__ void wait(Barrier* barrier, int parity) {
   uint32_t done = 0;

@@ -224,7 +224,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
   float sums[2][64];  // of 128 columns each
   auto release = [&](int block) {
     __syncwarp();
-    if (lane == 0) sm90::arrive(&shared.barriers.keys_empty[block % 2][side]);
+    sm90::arrive_warp(&shared.barriers.keys_empty[block % 2][side], lane);
   };
   for (Rows rows(call, piece); rows.any(); rows.advance(call), number++) {
     int first = rows.at.block, last = rows.last();
@@ -233,7 +233,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       Turn turn{n};
       int buffer = turn.buffer();
       if (buffer != side) {  // scored by the other
-        if (first + 1 == last && lane == 0) sm90::arrive(&shared.barriers.queries_empty);
+        if (first + 1 == last) sm90::arrive_warp(&shared.barriers.queries_empty, lane);
         if (block + 1 < last) continue;  // summed beside the scores of the next
         begin_sums(shared, turn, side, block > first, sums);
         follow(shared, buffer, statistics);
@@ -253,7 +253,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       sm90::wait_products<1>();
       if (block > first) release(n - 1);
       sm90::wait_products<0>();  // of all four warps: V3.2's weights take the place of the rope part, which they read
-      if (block + 2 >= last && lane == 0) sm90::arrive(&shared.barriers.queries_empty);
+      if (block + 2 >= last) sm90::arrive_warp(&shared.barriers.queries_empty, lane);
       uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % kKnown]);
       float2 rescale = weigh(scores, valid, call.scale_log2, statistics);
       store_weights(scores, sm90::shared_address(shared.keys[buffer][kWeightTile]));
@@ -264,7 +264,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
         for (int r = 0; r < 2; r++) shared.reference[buffer][tile_row + 8 * r] = statistics.reference[r];
       }
       __syncwarp();
-      if (lane == 0) sm90::arrive(&shared.barriers.weights_full[buffer]);
+      sm90::arrive_warp(&shared.barriers.weights_full[buffer], lane);
       begin_sums(shared, turn, side, block > first, sums);
       sm90::wait_products<0>();
       release(n);

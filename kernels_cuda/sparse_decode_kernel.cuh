@@ -27,8 +27,9 @@ __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp)
   static_assert(sizeof(Shared<kFormat>::barriers) == (kWarps + 11) * sizeof(Barrier));
   Barrier* mine = reinterpret_cast<Barrier*>(&shared.barriers) + warp;
   // Of slots a warp's copies and itself, of rows it, of scales its copies, of what is read all that bring keys.
-  sm90::init(mine, warp < 4 ? 33 : warp < 8 ? 1 : warp < 12 ? 32 : 8);
-  if (warp < 11) sm90::init(mine + kWarps, warp < 10 ? 4 : 8);
+  constexpr int kOnce = sm90::kArrivalsOfWarp;
+  sm90::init(mine, warp < 4 ? 32 + kOnce : warp < 8 ? kOnce : warp < 12 ? 32 : 8 * kOnce);
+  if (warp < 11) sm90::init(mine + kWarps, (warp < 10 ? 4 : 8) * kOnce);
 }
 
 template <Format kFormat, bool kByLengths>

@@ -83,7 +83,7 @@ __device__ __forceinline__ void copy_slots(const Call& call, Shared<kFormat>& sh
   }
   ahead.advance(call);
   __syncwarp();
-  if (lane == 0) sm90::arrive(&shared.barriers.slots_full[place]);
+  sm90::arrive_warp(&shared.barriers.slots_full[place], lane);
   sm90::arrive_after_copies(&shared.barriers.slots_full[place]);
 }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
   }
   if (lane == 0) *reinterpret_cast<uint2*>(shared.valid[block % kKnown]) = {valid[0], valid[1]};
   __syncwarp();
-  if (lane == 0) sm90::arrive(&shared.barriers.rows_full[place]);
+  sm90::arrive_warp(&shared.barriers.rows_full[place], lane);
   sm90::arrive_after_copies(&shared.barriers.scales_full[place]);
 }
 
@@ -317,10 +317,8 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     values.convert_to(keys + half * L::kHalfTiles * kTileBytes, scales, half);
     sm90::wait_copies();
     __syncwarp();
-    if (lane == 0) {
-      sm90::arrive(&shared.barriers.keys_full[turn.buffer()][half]);
-      sm90::arrive(&shared.barriers.rows_empty[place]);
-    }
+    sm90::arrive_warp(&shared.barriers.keys_full[turn.buffer()][half], lane);
+    sm90::arrive_warp(&shared.barriers.rows_empty[place], lane);
     if (n + 2 < piece.blocks) prefetch(n + 2);
     load(n + 1);  // rows of zeros after the last
   }

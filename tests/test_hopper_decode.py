@@ -69,15 +69,11 @@ class TestPlan:
     def test_a_row_that_must_not_depend_on_the_batch_is_in_no_cluster(self):
         assert self.plan(1, few=True, batch_invariant=True).tile == 64
 
-    def test_rows_are_shared_by_the_device(self):
-        plan = self.plan(1)
-        assert (plan.groups, plan.cuts) == (16, ALWAYS)  # ten have a block of keys each, all join the parts
-        assert plan.part_shapes == ((16, 2, 64, 512), (16, 2, 64, 2), (16, 2))
-        assert self.plan(4).groups == 64 and self.plan(64).groups == 132
-
-    def test_two_tiles_of_heads_take_turns(self):
-        plan = self.plan(1, heads=128, topks=(2048,))
-        assert plan.groups == 32 and plan.part_shapes[0][0] == 64
+    @pytest.mark.parametrize(("heads", "groups", "tiles"), [(16, 132, 1), (128, 66, 2), (1000, 8, 16)])
+    def test_rows_are_shared_by_the_device(self, heads, groups, tiles):
+        plan, blocks = self.plan(1, heads), groups * tiles
+        assert (plan.tile, plan.groups, plan.cuts) == (64, groups, ALWAYS)
+        assert plan.part_shapes == ((blocks, 2, 64, 512), (blocks, 2, 64, 2), (blocks, 2))
 
     @pytest.mark.parametrize(("rows", "cuts"), [(1, ALWAYS), (13, ALWAYS), (132, NEVER), (148, ALWAYS), (1320, NEVER)])
     def test_rows_are_cut_where_whole_ones_spread_unevenly(self, rows, cuts):

@@ -14,7 +14,6 @@ _BLOCK = 64  # keys
 _HEADS = 64  # of a tile
 V_DIM = 512
 _ROW_COST, _JOIN_COST, _PARTS_JOINED = 1, 3, 44  # as the kernel's kRowCost, kJoinCost and kPartsJoined
-_JOINERS = 16  # thread blocks of 16 warps that the parts of one row, 64 heads in quarters, keep busy
 _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, which has two at least
 
 NEVER, ALWAYS, AS_LENGTHS_SAY = 0, 1, 2  # the kernel's Cuts
@@ -72,7 +71,7 @@ def plan_of_many(
 ) -> DecodePlan:
     """The launch of the kernel that goes through many rows; as `decode_plan`."""
     tiles, most = -(-heads // _HEADS), _blocks(topks)
-    groups = max(min(sm_count // tiles, rows * max(most, _JOINERS)), 1)
+    groups = max(sm_count // tiles, 1)  # those without rows fetch the joining code from memory for the others
     if batch_invariant or tiles > sm_count:  # all thread blocks of a launch with cuts run at once
         cuts = NEVER
     else:

@@ -18,10 +18,8 @@ PHASES = ("decode", "prefill")
 BACKENDS = ("hopper", "flashmla", "flashinfer", "triton", "reference")
 
 # Measured on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
-# multiprocessor is done earlier by the Triton kernel than by our SM90 kernel on V4's rows, or than by the others: our
-# SM90 kernel on V3.2's rows, FlashMLA with the copies that XLA needs around it.
-_BLOCKS_PER_SM_BEFORE_HOPPER_ON_V4 = 1
-_BLOCKS_PER_SM_BEFORE_OTHERS = 5
+# multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies that XLA needs around it.
+_BLOCKS_PER_SM_BEFORE_FLASHMLA = 5
 
 # Opt-in shared memory of one block, bytes, by compute capability (CUDA C++ Programming Guide, technical
 # specifications, less the 1 KiB that the system keeps): XLA does not report it.
@@ -96,7 +94,6 @@ class _Call:
     kv_dtype: str
     num_heads: int
     topk: int | None
-    qk_dim: int
 
 
 def paged_decode_row_cap(shared_memory_optin: int) -> int:
@@ -158,7 +155,7 @@ def plan_attention(
     for name, (value, minimum) in sizes.items():
         check.static_int(name, value, minimum=minimum)
 
-    call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads, topk, spec.qk_dim)
+    call = _Call(phase, num_q_tokens, device, kv_dtype, num_heads, topk)
     unable = {}
     for name in BACKENDS:
         missing = None if name == "reference" or name in installed else "not installed"
@@ -185,12 +182,9 @@ def _preference(call: _Call) -> tuple[str, ...]:
     """The backends, preferred first."""
     if call.phase != "decode" or call.device.compute_capability != (9, 0) or call.topk is None:
         return BACKENDS
-    blocks, sms = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64), call.device.sm_count
-    many = blocks > _BLOCKS_PER_SM_BEFORE_OTHERS * sms
-    enough_of_v4 = call.qk_dim == 512 and blocks > _BLOCKS_PER_SM_BEFORE_HOPPER_ON_V4 * sms
-    order = ["flashmla", "triton"] if many else ["triton", "flashmla"]
-    order.insert(0 if many or enough_of_v4 else 1, "hopper")
-    return (*order, "flashinfer", "reference")
+    blocks = call.num_q_tokens * -(-call.num_heads // 64) * -(-call.topk // 64)
+    much = blocks > _BLOCKS_PER_SM_BEFORE_FLASHMLA * call.device.sm_count
+    return ("hopper", *(("flashmla", "triton") if much else ("triton", "flashmla")), "flashinfer", "reference")
 
 
 def _refuse_unknown(what: str, value: str, known: Collection[str]) -> None:
