@@ -115,7 +115,7 @@ def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> dic
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(groups())}")
-    parser.add_argument("--tool", choices=TOOLS, default=TOOLS[0])
+    parser.add_argument("--tool", choices=TOOLS, default="memcheck")
     parser.add_argument("--kernels", help="part of the names of the kernels to watch, by default all")
     parser.add_argument("--limit-seconds", type=float, default=120)
     args = parser.parse_args()
@@ -125,7 +125,7 @@ def main() -> int:
     if not Path(program).exists():
         print("compute-sanitizer is not installed: it comes with the CUDA toolkit")
         return 2
-    wanted = args.group or [group for group in groups() if args.tool == TOOLS[0] or not group.startswith(CONTROL)]
+    wanted = args.group or [group for group in groups() if args.tool == "memcheck" or not group.startswith(CONTROL)]
     chosen = {group: arguments for group, arguments in groups().items() if group in wanted}
     verdicts = run(chosen, Sanitizer(program, args.tool, args.kernels), args.limit_seconds)
     for group, result in verdicts.items():

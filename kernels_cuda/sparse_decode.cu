@@ -60,48 +60,56 @@ Launch launch_of(const Call& call, int tile) {
   return {by_lengths(call) ? given_lengths : by_shape, shared_bytes<Shared<kFormat>>()};
 }
 
-// Whether the device has room for clusters of more than the eight thread blocks that all have.
-bool has_large_clusters(const cudaLaunchConfig_t& config, Kernel kernel, int device) {
+constexpr int kPortableCluster = 8;  // thread blocks, which any device has room for
+
+void allow(Launch what) {
+  check_cuda(cudaFuncSetAttribute(what.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, what.bytes));
+  check_cuda(cudaFuncSetAttribute(what.kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+}
+
+cudaLaunchAttribute clusters_of(int parts) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
+  return attribute;
+}
+
+// Whether the device has room for a cluster of any size, of the kernel that needs most of a multiprocessor.
+bool has_room_for_all_clusters(int device) {
   static std::atomic<int> known[64];  // 1 + the answer
-  std::atomic<int>& answer = known[device % 64];
-  if (!answer) {
-    int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) cudaGetLastError();
-    answer = 1 + (clusters > 0);
-  }
-  return answer > 1;
+  if (device < 64 && known[device]) return known[device] > 1;
+  Launch largest = {sparse_decode_v32_few_32, shared_bytes<ClusterShared<kV32, 32>>()};
+  allow(largest);
+  cudaLaunchAttribute attribute = clusters_of(kMostParts);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kMostParts), config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = largest.bytes;
+  config.attrs = &attribute, config.numAttrs = 1;
+  int clusters = 0;
+  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, largest.kernel, &config));
+  if (device < 64) known[device] = 1 + (clusters > 0);
+  return clusters > 0;
 }
 
 void launch(Call& call, Launch what, int tile, int device, cudaStream_t stream) {
-  auto [kernel, bytes] = what;
+  allow(what);
   cudaLaunchAttribute attribute;
   cudaLaunchConfig_t config = {};
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = bytes;
+  config.dynamicSmemBytes = what.bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  config.attrs = &attribute, config.numAttrs = 1;
   if (tile == kHeads) {
     config.gridDim = dim3(call.groups * call.tiles);
     attribute.id = cudaLaunchAttributeCooperative;  // thread blocks that join parts wait for each other
-    attribute.val.cooperative = 1;
-    config.numAttrs = call.cuts != kNever;
+    attribute.val.cooperative = call.cuts != kNever;
   } else {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    config.numAttrs = 1;
-    auto in_clusters_of = [&](int parts) {
-      call.deal.parts = divisor_of(parts);
-      config.gridDim = dim3(parts, call.tiles, call.rows);
-      attribute.val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
-    };
-    in_clusters_of(call.groups);
-    if (call.groups > 8) {
-      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-      in_clusters_of(kMostParts);
-      in_clusters_of(has_large_clusters(config, kernel, device) ? call.groups : 8);
-    }
+    int parts = call.groups > kPortableCluster && !has_room_for_all_clusters(device) ? kPortableCluster : call.groups;
+    call.deal.parts = divisor_of(parts);
+    config.gridDim = dim3(parts, call.tiles, call.rows);
+    attribute = clusters_of(parts);
   }
-  check_cuda(cudaLaunchKernelEx(&config, kernel, call));
+  check_cuda(cudaLaunchKernelEx(&config, what.kernel, call));
 }
 
 // q bfloat16 [rows..., heads, 512 or 576]; caches begin at multiples of 16 bytes, as do their pages; indices int32
@@ -116,9 +124,9 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
                   ffi::Optional<ffi::TensorView> extra_indices, ffi::Optional<ffi::TensorView> extra_lengths,
                   ffi::Optional<ffi::TensorView> sink, int64_t num_slots, int64_t page_size, int64_t page_bytes,
                   int64_t extra_num_slots, int64_t extra_page_size, int64_t extra_page_bytes, double softmax_scale,
-                  double empty_lse, int64_t tile, int64_t groups, int64_t cuts, ffi::TensorView out, ffi::TensorView lse,
-                  ffi::Optional<ffi::TensorView> part_values, ffi::Optional<ffi::TensorView> part_sums,
-                  ffi::Optional<ffi::TensorView> part_rows) {
+                  double empty_lse, int64_t tile, int64_t groups, int64_t cuts, ffi::TensorView out,
+                  ffi::TensorView lse, ffi::Optional<ffi::TensorView> part_values,
+                  ffi::Optional<ffi::TensorView> part_sums, ffi::Optional<ffi::TensorView> part_rows) {
   int ndim = q.ndim(), heads = static_cast<int>(q.size(ndim - 2));
   bool is_v4 = q.size(ndim - 1) == 512;
   Call call = {};

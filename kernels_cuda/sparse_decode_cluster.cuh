@@ -1,7 +1,7 @@
 // Few rows: the thread blocks of a cluster share a row's keys, and add up what each makes of its own.
 //
-// Scores and output are transposed, so that heads are columns of the matrix products: 16 or 32 of them, not 64. Nothing
-// runs beside anything else here but what one warp leaves to others: the way from an index to its output is what counts.
+// Scores and output are transposed, so that heads are columns of the matrix products: 16 or 32 of them, not 64. There
+// are no roles: the way from an index to its output is what counts.
 
 #pragma once
 
@@ -21,14 +21,16 @@ struct ClusterShared {
   uint8_t keys[L::kTiles][kTileBytes];     // of a block; rows are tokens
   float scores[4][kN][kBlock + 4];         // of a block, what each warpgroup's columns add
   uint8_t queries[L::kTiles][kN * 128];    // rows are heads
-  uint8_t weights[kN * 128];               // rows are heads
+  union {
+    uint8_t weights[kN * 128];      // of a block; rows are heads
+    float factors[kMostParts][kN];  // of each part: what its values are multiplied by in the end
+  };
   float rescale[kN];                       // what the sums are multiplied by before a block is added
   float2 statistics[kMostParts][kN];       // of each part: base-2 maximum, and sum of the weights relative to it
-  float factors[kMostParts][kN];           // and what its values are multiplied by in the end
   alignas(8) uint16_t valid[kBlock / 16];  // a bit for each key
   Barrier statistics_full, shares_full;
 
-  // Once all parts have summed their blocks: all their values of the pairs of heads that are added up here.
+  // Once all parts have summed their blocks, from `keys` on: all their values of the pairs of heads added up here.
   static constexpr int kPairs = kN / 2;
   __device__ __forceinline__ float2* share(int pair_here, int parts, int part) {
     return reinterpret_cast<float2*>(keys) + (pair_here * parts + part) * kThreads + threadIdx.x;
@@ -42,6 +44,7 @@ struct ClusterShared {
     return most;
   }
   static_assert(share_bytes() <= sizeof(keys) + sizeof(scores) + sizeof(queries));
+  static_assert((sizeof(keys) + sizeof(scores)) % 1024 == 0 && sizeof(queries) % 1024 == 0);  // tiles begin there
 };
 
 template <typename T>
@@ -191,8 +194,8 @@ struct PartOfRow {
       uint64_t q = sm90::by_rows(sm90::shared_address(shared.queries[first_tile]));
 #pragma unroll
       for (int i = 0; i < steps; i++)
-        sm90::multiply<kN, false>(scores, sm90::advance(k, i / 4 * kTileBytes + i % 4 * 32),
-                                  sm90::advance(q, i / 4 * kN * 128 + i % 4 * 32), more || i > 0);
+        sm90::multiply<false>(scores, sm90::advance(k, i / 4 * kTileBytes + i % 4 * 32),
+                              sm90::advance(q, i / 4 * kN * 128 + i % 4 * 32), more || i > 0);
     };
     sm90::begin_products();
     add(slice * 2, 8, false);
@@ -255,7 +258,7 @@ struct PartOfRow {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         uint64_t v = sm90::by_columns(sm90::shared_address(shared.keys[slice * 2 + j]));
-        sm90::multiply<kN, true>(sums[j], sm90::advance(v, i * 16 * 128), sm90::advance(p, i * 32), add || i > 0);
+        sm90::multiply<true>(sums[j], sm90::advance(v, i * 16 * 128), sm90::advance(p, i * 32), add || i > 0);
       }
     }
     sm90::commit_products();
@@ -292,7 +295,7 @@ struct PartOfRow {
   }
 
   __device__ __forceinline__ void weigh_parts() {
-    sm90::wait(&shared.statistics_full, 0);
+    sm90::wait_for_sent(&shared.statistics_full, 0);
 #pragma unroll
     for (int h = 0; h < kOwnHeads; h++) {
       int head = warp + h * 16;
@@ -309,7 +312,7 @@ struct PartOfRow {
 
   // In the order of the keys, whoever sent them first.
   __device__ __forceinline__ void add_shares() {
-    sm90::wait(&shared.shares_full, 0);
+    sm90::wait_for_sent(&shared.shares_full, 0);
     bool odd = lane / 4 % 2;
     int pair_here = 0;
 #pragma unroll 1
@@ -346,7 +349,7 @@ struct PartOfRow {
       sm90::fence_barriers();
     }
     sm90::arrive_in_cluster();
-    copy_queries();
+    if (any()) copy_queries();
 #pragma unroll
     for (int h = 0; h < kOwnHeads; h++) {
       int head = warp + h * 16;

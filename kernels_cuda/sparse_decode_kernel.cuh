@@ -1,8 +1,8 @@
 // Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
 //
-// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. Few rows have kernels of their own,
-// where a cluster of thread blocks shares each. docs/kernels.md explains the plan of shared memory, the barriers and what
-// bounds what.
+// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. Few rows have kernels of their
+// own, where a cluster of thread blocks shares each. docs/kernels.md explains the plan of shared memory, the barriers
+// and what bounds what.
 
 #pragma once
 
@@ -77,6 +77,10 @@ constexpr int shared_bytes() {
   static_assert(sizeof(Layout) + 1024 <= 232448);
   return sizeof(Layout) + 1024;
 }
+
+// Two thread blocks of 16 heads on a multiprocessor, each with the 1024 bytes that the system keeps.
+static_assert(2 * (shared_bytes<ClusterShared<kV4, 16>>() + 1024) <= 233472);
+static_assert(2 * (shared_bytes<ClusterShared<kV32, 16>>() + 1024) <= 233472);
 
 #define SPARSE_DECODE_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
 

@@ -61,7 +61,7 @@ enum Cuts { kNever, kAlways, kAsLengthsSay };  // the last where there are lengt
 struct Deal {
   int rounds, rest;
   Divisor groups;
-  Divisor parts;              // that a row of the rest is cut into, if it is
+  Divisor parts;              // that a row of the rest is cut into, if it is; of few rows each, by a cluster
   int parts_cost, line_cost;  // units that are lost if the rest is cut, or the line
   int most_blocks;            // of a row
   int size_shift;             // so many blocks, as a power of two, make a difference between two rows' sizes
@@ -71,9 +71,8 @@ inline Deal deal_of(int rows, int groups, int tiles, int most_blocks) {
   int rest = rows % groups, parts = rest ? groups / rest : 1, shift = 0;
   while ((most_blocks - 1) >> shift >= kSizes) shift++;
   auto cost = [&](int parts_written) { return kRowCost + kJoinCost + parts_written * tiles / kPartsJoined; };
-  int in_line = (rows < groups ? rows : groups) + groups;
-  return {rows / groups, rest, divisor_of(groups), divisor_of(parts), cost(rest * parts), cost(in_line),
-          most_blocks, shift};
+  int of_rest = rest * (parts < most_blocks ? parts : most_blocks), in_line = (rows < groups ? rows : groups) + groups;
+  return {rows / groups, rest, divisor_of(groups), divisor_of(parts), cost(of_rest), cost(in_line), most_blocks, shift};
 }
 
 // One paged cache and what the rows read of it.

@@ -17,7 +17,7 @@ from attention_oracle import (
     unpack_cache,
 )
 
-from jax_sparse_mla.attention import DeviceInfo, plan_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import DeviceInfo, hopper_plan, plan_attention, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -41,6 +41,16 @@ def skip_unless_able(backend: str, phase: str, rows: int, heads: int, topk: int,
         )
     except ValueError as reason:
         pytest.skip(str(reason))
+
+
+def by_decode_kernel(cluster: tuple[int, int] | None, monkeypatch) -> list[hopper_plan.DecodePlan]:
+    """Makes `hopper` launch few rows' kernel, with so many heads and thread blocks of a cluster, or many rows'. Returns
+    the plans, as they are made."""
+    made, plan = [], hopper_plan.DecodePlan
+    time = 0.0 if cluster else float("inf")
+    monkeypatch.setattr(hopper_plan, "_time_in_clusters", lambda *shape: (time, *(cluster or (0, 0))))
+    monkeypatch.setattr(hopper_plan, "DecodePlan", lambda *fields: made.append(plan(*fields)) or made[-1])
+    return made
 
 
 def device_cache(host: HostCache | None) -> PagedKV | None:

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import assert_agree, assert_same, check_decode, decode_arguments, run_decode, small_decode
+from attention_calls import (
+    assert_agree,
+    assert_same,
+    by_decode_kernel,
+    check_decode,
+    decode_arguments,
+    run_decode,
+    small_decode,
+)
 
 from jax_sparse_mla import cuda_build
 from jax_sparse_mla.attention import hopper_decode, hopper_plan, sparse_mla_decode
@@ -158,6 +166,16 @@ def without_lengths(arguments: dict) -> dict:
     return {name: x for name, x in arguments.items() if not name.endswith("topk_length")}
 
 
+@pytest.fixture(params=[None, (16, 3), (32, 10)], ids=["many rows'", "clusters of 3", "clusters of 10"])
+def kernel(request, monkeypatch):
+    """The kernel that `hopper` launches, whatever the plan would be; JAX must trace it anew."""
+    made = by_decode_kernel(request.param, monkeypatch)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+    assert made and {plan.tile for plan in made} == {request.param[0] if request.param else 64}
+
+
 class TestOnTheGPU:
     pytestmark = on_the_gpu
     SCALE = 0.05
@@ -174,15 +192,25 @@ class TestOnTheGPU:
                 assert_agree(self.run(given), self.run(given, "triton"), "decode")
 
     @pytest.mark.parametrize("case", [small_decode(topk=1), small_decode(topk=130, heads=70, extra=(3, 2))])
-    def test_odd_sizes_equal_the_oracle(self, case):
+    def test_odd_sizes_equal_the_oracle(self, case, kernel):
         check_decode(case, run_decode(case, "hopper"))
 
     @pytest.mark.parametrize("scale", [0.0, -0.05])
-    def test_any_scale_equals_the_reference(self, scale):
+    def test_any_scale_equals_the_reference(self, scale, kernel):
         """Masked keys included, which must not become NaN where the scale is 0."""
         arguments = decode_arguments(small_decode(extra=(16, 2))) | {"softmax_scale": scale}
         wanted = sparse_mla_decode(**arguments, backend="reference")
         assert_agree(sparse_mla_decode(**arguments, backend="hopper"), wanted, "decode")
+
+    def test_infinite_sinks_and_rows_without_keys_equal_the_oracle(self, kernel):
+        case = small_decode(topk=200, extra=(130, 2), heads=20)
+        sink = np.array(case.attn_sink)
+        sink[[0, 17, 19]] = [np.inf, -np.inf, 300]
+        lengths = np.array(case.topk_length), np.array(case.extra_topk_length)
+        lengths[0][1], lengths[1][1] = 0, 0
+        names = ("attn_sink", "topk_length", "extra_topk_length")
+        case = dataclasses.replace(case, **dict(zip(names, (sink, *lengths))))
+        check_decode(case, run_decode(case, "hopper"))
 
     def test_a_row_among_lengths_of_all_kinds_is_as_when_alone(self):
         arguments = arguments_of(KVLayout.V4_FP8, 300, 1, 64, 128, 1024)
@@ -199,7 +227,7 @@ class TestOnTheGPU:
         for _ in range(100):
             assert_same(call(arguments), first)
 
-    def test_a_command_buffer_replays_it(self):
+    def test_a_command_buffer_replays_it(self, kernel):
         arguments = arguments_of(KVLayout.V4_FP8, 4, 1, 64, 128, 512)
         q = arguments.pop("q")
 
@@ -218,7 +246,7 @@ class TestOnTheGPU:
             np.testing.assert_allclose(np.asarray(compiled(q, arguments)), expected, rtol=1e-6, atol=1e-5)
 
     @pytest.mark.parametrize("layout", [KVLayout.V4_FP8, KVLayout.V32_FP8], ids=str)
-    def test_the_last_slots_of_a_5_gib_cache(self, layout):
+    def test_the_last_slots_of_a_5_gib_cache(self, layout, kernel):
         case = small_decode(layout=layout.name, lengths="none")
         arguments = decode_arguments(case)
         page, expected = arguments["cache"], sparse_mla_decode(**arguments, backend="hopper")

@@ -71,9 +71,9 @@ def plan_of_many(
 ) -> DecodePlan:
     """The launch of the kernel that goes through many rows; as `decode_plan`."""
     tiles, most = -(-heads // _HEADS), _blocks(topks)
-    groups = max(sm_count // tiles, 1)  # those without rows fetch the joining code from memory for the others
+    groups = max(sm_count // tiles, 1)  # where rows are cut, those without any fetch the joining code for the others
     if batch_invariant or tiles > sm_count:  # all thread blocks of a launch with cuts run at once
-        cuts = NEVER
+        groups, cuts = max(min(groups, rows), 1), NEVER
     else:
         cuts = AS_LENGTHS_SAY if has_lengths else _worth_cutting(rows, most, groups, tiles)
     blocks = groups * tiles
@@ -94,7 +94,7 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
     row, (rounds, rest) = blocks + _ROW_COST, divmod(rows, groups)
     whole = (rounds + (rest > 0)) * row
     if 0 < 2 * rest <= groups:
-        cut, parts = rounds * row - (-blocks // (groups // rest)), rest * (groups // rest)
+        cut, parts = rounds * row - (-blocks // (groups // rest)), rest * min(groups // rest, blocks)
     else:
         cut, parts = -(-rows * row // groups), min(rows, groups) + groups
     cut += _ROW_COST + _JOIN_COST + parts * tiles // _PARTS_JOINED
