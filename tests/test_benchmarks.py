@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from benchmarks import flashmla_from_jit, memcheck, plots, record, run  # noqa: E402
+from benchmarks import flashmla_from_jit, hopper_decode, memcheck, plots, record, run  # noqa: E402
 from benchmarks.ops import attention  # noqa: E402
 from benchmarks.timing import Case, Operation, Run  # noqa: E402
 from jax_sparse_mla import sparse_mla_decode  # noqa: E402
@@ -152,6 +152,8 @@ def test_json_is_written_whole(tmp_path):
         ("40 passed in 9.1s\n========= ERROR SUMMARY: 3 errors", 77, False),
         ("40 passed in 9.1s\n========= ERROR SUMMARY: 1 error", 0, False),
         ("1 failed, 39 passed\n========= ERROR SUMMARY: 0 errors", 1, False),
+        ("68 passed\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
+        ("68 passed\n========= RACECHECK SUMMARY: 28 hazards displayed (28 errors, 0 warnings)", 0, False),
         ("Device not supported", 0, False),  # nothing was checked
         ("========= ERROR SUMMARY: 0 errors", 0, False),  # nothing ran
         ("40 passed", None, False),  # stopped
@@ -175,3 +177,13 @@ def test_memcheck_takes_every_file_of_kernel_tests():
     kernels = {"attention", "hopper_memory", "kv", "metadata", "topk_kernels"}
     assert {"control read", "control write", *kernels} <= set(groups)
     assert all(any(Path(word).is_file() for word in arguments) for arguments in groups.values())
+
+
+def test_the_sm90_bench_has_the_rows_of_flashmla_s_table():
+    """The 32 of them, beside single tokens."""
+    cases = list(hopper_decode.cases())
+    assert len({case.name for case in cases}) == len(cases)
+    table = [case for case in cases if case.table != hopper_decode.ONE_TOKEN]
+    assert len(table) == 32 and sum(case.model == "V3.2" for case in table) == 6
+    assert all(any(map(belongs, cases)) for belongs in hopper_decode.GROUPS.values())
+    assert {case.is_v4 for case in cases if case.model.startswith("V4")} == {True}
