@@ -56,8 +56,8 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 }
 
 // Between ordinary writes to shared memory, by this thread or seen by it, and the matrix units' reads that it begins.
-// It waits for all memory operations that its warp has in flight, so it is a matter for those who read where who writes
-// has loads in flight.
+// It waits for all memory operations that its warp has in flight: where those who write have loads in flight, it is
+// left to those who read.
 __device__ __forceinline__ void fence_matrix_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- copies -----------------------------------------------------------------------------------------------------

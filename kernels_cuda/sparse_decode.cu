@@ -1,4 +1,4 @@
-// Sparse MLA decode on SM90, behind TVM FFI: one binary that XLA and torch call. The kernel: sparse_decode_kernel.cuh.
+// Sparse MLA decode on SM90, behind TVM FFI: one binary that XLA and torch call. The kernels: sparse_decode_kernel.cuh.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -86,7 +86,9 @@ bool has_room_for_all_clusters(int device) {
   config.dynamicSmemBytes = largest.bytes;
   config.attrs = &attribute, config.numAttrs = 1;
   int clusters = 0;
-  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, largest.kernel, &config));
+  cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, largest.kernel, &config);
+  if (error == cudaErrorInvalidClusterSize) cudaGetLastError(), clusters = 0, error = cudaSuccess;
+  check_cuda(error);
   if (device < 64) known[device] = 1 + (clusters > 0);
   return clusters > 0;
 }

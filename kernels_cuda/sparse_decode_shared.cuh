@@ -1,4 +1,4 @@
-// Shared memory of the SM90 sparse decode kernel.
+// Shared memory of many rows' SM90 sparse decode kernel.
 
 #pragma once
 

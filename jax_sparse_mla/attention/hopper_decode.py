@@ -1,7 +1,7 @@
-"""Decode on SM90 by our own CUDA kernel, `kernels_cuda/sparse_decode.cu`: FP8 caches, any head count, any topk.
+"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode.cu`: FP8 caches, any head count, any topk.
 
-It is called through TVM FFI: XLA gives it its results and scratch, and may record it in a command buffer. The launch is
-planned from static shapes; lengths and indices stay data.
+They are called through TVM FFI: XLA gives them results and scratch, and may record them in a command buffer. The
+launch is planned from static shapes; lengths and indices stay data.
 """
 
 from __future__ import annotations
