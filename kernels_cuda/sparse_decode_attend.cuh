@@ -90,7 +90,7 @@ __device__ __forceinline__ float2 weigh(float (&scores)[32], uint2 valid, float 
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       float& x = scores[i / 2 * 4 + 2 * r + i % 2];
-      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(fmaf(x, scale, -largest)));
+      x = exp2_approx(fmaf(x, scale, -largest));
       sums[i % 4] += x;
     }
     statistics.sum[r] = statistics.sum[r] * rescale[r] + (sums[0] + sums[1] + (sums[2] + sums[3]));

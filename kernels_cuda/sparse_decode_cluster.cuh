@@ -52,11 +52,6 @@ __device__ __forceinline__ T of_lane(T x, int lane) {
   return __shfl_sync(~0u, x, lane);
 }
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x;
-}
-
 // The slot of a key of a row's block, or -1.
 __device__ __forceinline__ int slot_of(const Call& call, Lengths lengths, int row, int block, int key) {
   bool second = block >= lengths.first_blocks();

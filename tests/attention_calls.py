@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -43,12 +45,21 @@ def skip_unless_able(backend: str, phase: str, rows: int, heads: int, topk: int,
         pytest.skip(str(reason))
 
 
+NO_CLUSTERS = (float("inf"), 0, 0)
+
+
+def plan_of_many(*args, **options) -> hopper_plan.DecodePlan:
+    """`decode_plan`'s, were there no clusters."""
+    with mock.patch.object(hopper_plan, "_time_in_clusters", lambda *shape: NO_CLUSTERS):
+        return hopper_plan.decode_plan(*args, **options)
+
+
 def by_decode_kernel(cluster: tuple[int, int] | None, monkeypatch) -> list[hopper_plan.DecodePlan]:
     """Makes `hopper` launch few rows' kernel, with so many heads and thread blocks of a cluster, or many rows'. Returns
     the plans, as they are made."""
     made, plan = [], hopper_plan.DecodePlan
-    time = 0.0 if cluster else float("inf")
-    monkeypatch.setattr(hopper_plan, "_time_in_clusters", lambda *shape: (time, *(cluster or (0, 0))))
+    fastest = (0.0, *cluster) if cluster else NO_CLUSTERS
+    monkeypatch.setattr(hopper_plan, "_time_in_clusters", lambda *shape: fastest)
     monkeypatch.setattr(hopper_plan, "DecodePlan", lambda *fields: made.append(plan(*fields)) or made[-1])
     return made
 

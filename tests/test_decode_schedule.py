@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from attention_calls import plan_of_many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_sparse_mla import cuda_build
 from jax_sparse_mla.attention import hopper_plan
-from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, plan_of_many
+from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER
 
 BLOCK = 64
 ROW_COST = hopper_plan._ROW_COST

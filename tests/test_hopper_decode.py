@@ -18,6 +18,7 @@ from attention_calls import (
     by_decode_kernel,
     check_decode,
     decode_arguments,
+    plan_of_many,
     run_decode,
     small_decode,
 )
@@ -25,7 +26,7 @@ from attention_calls import (
 from jax_sparse_mla import cuda_build
 from jax_sparse_mla.attention import hopper_decode, hopper_plan, sparse_mla_decode
 from jax_sparse_mla.attention.api import installed_for
-from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, DecodePlan, decode_plan, plan_of_many
+from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, DecodePlan, decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 on_the_gpu = [

@@ -20,7 +20,7 @@ from drop_in_calls import ON_GPU, served_by  # noqa: E402
 from sparse_mla_torch.flash_mla import flash_mla_with_kvcache  # noqa: E402
 
 from jax_sparse_mla.attention import sparse_mla_prefill  # noqa: E402
-from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, plan_of_many  # noqa: E402
+from jax_sparse_mla.attention.hopper_plan import ALWAYS, AS_LENGTHS_SAY, NEVER  # noqa: E402
 
 pytestmark = pytest.mark.torch
 BACKEND = "hopper" if ON_GPU else "reference"
@@ -60,7 +60,7 @@ def test_rows_are_shared_as_the_name_says(name):
     topks = [x.shape[-1] for x in (case.indices, case.extra_indices) if x is not None]
     has_lengths = case.topk_length is not None
     batch, q_len, heads, _ = case.q.shape
-    plan = plan_of_many(batch * q_len, heads, tuple(topks), has_lengths=has_lengths, sm_count=132)
+    plan = attention_calls.plan_of_many(batch * q_len, heads, tuple(topks), has_lengths=has_lengths, sm_count=132)
     kind = name.partition(",")[0]
     assert plan.cuts == {"whole": NEVER, "cut": ALWAYS}.get(kind, AS_LENGTHS_SAY)
 

@@ -52,37 +52,32 @@ def decode_plan(
       has_lengths: whether the columns that count are data.
       batch_invariant: cut no row, so that its result does not depend on the others.
     """
+    shape = (rows, heads, max(sum(-(-topk // _BLOCK) for topk in topks), 1), sm_count)
     if not batch_invariant:
-        shape = (rows, heads, _blocks(topks), sm_count)
         time, tile, parts = _time_in_clusters(*shape)
         if time < _time_of_many(*shape):
             return DecodePlan(tile, parts, NEVER, ())
-    return plan_of_many(rows, heads, topks, has_lengths=has_lengths, sm_count=sm_count, batch_invariant=batch_invariant)
+    return _plan_of_many(*shape, has_lengths, batch_invariant)
 
 
-def plan_of_many(
-    rows: int,
-    heads: int,
-    topks: tuple[int, ...],
-    *,
-    has_lengths: bool,
-    sm_count: int,
-    batch_invariant: bool = False,
+def _plan_of_many(
+    rows: int, heads: int, blocks: int, sm_count: int, has_lengths: bool, batch_invariant: bool
 ) -> DecodePlan:
-    """The launch of the kernel that goes through many rows; as `decode_plan`."""
-    tiles, most = -(-heads // _HEADS), _blocks(topks)
-    groups = max(sm_count // tiles, 1)  # where rows are cut, those without any fetch the joining code for the others
+    """The launch of the kernel that goes through many rows, of so many blocks at most."""
+    tiles, groups = _tiles_and_groups(heads, sm_count)
     if batch_invariant or tiles > sm_count:  # all thread blocks of a launch with cuts run at once
         groups, cuts = max(min(groups, rows), 1), NEVER
     else:
-        cuts = AS_LENGTHS_SAY if has_lengths else _worth_cutting(rows, most, groups, tiles)
-    blocks = groups * tiles
-    parts = () if cuts == NEVER else ((blocks, 2, _HEADS, V_DIM), (blocks, 2, _HEADS, 2), (blocks, 2))
+        cuts = AS_LENGTHS_SAY if has_lengths else _worth_cutting(rows, blocks, groups, tiles)
+    slots = groups * tiles  # one for each thread block
+    parts = () if cuts == NEVER else ((slots, 2, _HEADS, V_DIM), (slots, 2, _HEADS, 2), (slots, 2))
     return DecodePlan(_HEADS, groups, cuts, parts)
 
 
-def _blocks(topks: tuple[int, ...]) -> int:
-    return max(sum(-(-topk // _BLOCK) for topk in topks), 1)
+def _tiles_and_groups(heads: int, sm_count: int) -> tuple[int, int]:
+    """Groups on all multiprocessors: where rows are cut, those without any fetch the joining code for the others."""
+    tiles = -(-heads // _HEADS)
+    return tiles, max(sm_count // tiles, 1)
 
 
 def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
@@ -132,8 +127,7 @@ def _clusters_at_once(parts: int, sm_count: int) -> int:
 
 
 def _time_of_many(rows: int, heads: int, blocks: int, sm_count: int) -> float:
-    tiles = -(-heads // _HEADS)
-    groups = max(sm_count // tiles, 1)
+    tiles, groups = _tiles_and_groups(heads, sm_count)
     whole = 8.5 + 2.5 * -(-rows // groups) * blocks
     if rows >= groups:
         return whole
