@@ -256,7 +256,7 @@ def oracle(call: Call) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torc
         some = slice(start, min(start + step, len(q)))
         gathered = [_gathered(rows, indices[some], valid[some]) for rows, indices, valid in named]
         valid = torch.cat([valid[some] for *_, valid in named], dim=1)
-        yield some, *_attend(q[some].double(), torch.cat(gathered, dim=1), valid, call)
+        yield some, *attend(q[some].double(), torch.cat(gathered, dim=1), valid, call)
 
 
 def _flat(keys: Keys, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +268,8 @@ def _gathered(rows: torch.Tensor, indices: torch.Tensor, valid: torch.Tensor) ->
     return rows[torch.where(valid, indices, 0).long()].double().masked_fill_(~valid[..., None], 0)
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, call: Call) -> tuple[torch.Tensor, ...]:
+def attend(q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, call: Call) -> tuple[torch.Tensor, ...]:
+    """out, max_logits and lse of rows of q over their own keys `[rows, columns, dim]`; float64."""
     scores = (q @ keys.mT).mul_(call.softmax_scale).masked_fill_(~valid[:, None], -math.inf)
     top, lse = scores.amax(-1), torch.logsumexp(scores, -1)
     empty = torch.isneginf(lse)

@@ -10,6 +10,7 @@ against float64, norm over norm. Writes hopper_decode.json to $OUT or benchmarks
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import statistics
@@ -22,85 +23,88 @@ import torch
 
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.timing import Run, Timer
+from jax_sparse_mla.kv_cache.layout import KVLayout
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "interop")]
 
-from sparse_mla_torch import flash_mla as ours
+from flashmla_cases import DecodeShape, Scope, decode_table  # noqa: E402
+from sparse_mla_torch import flash_mla as ours  # noqa: E402
+
+from benchmarks import case_data  # noqa: E402
 
 SLOTS = 1 << 20  # of each cache: ten times the L2
+LONG_ROW = 16384  # index columns
 FP8_NAN = 0x7F
 PRODUCTION, ONE_TOKEN, LONG = "production", "one token", "long rows"
 
 
 class Case(NamedTuple):
-    table: str
-    model: str
-    heads: int
-    batch: int
-    q_len: int
-    topk: int
-    extra_topk: int = 0
-    has_lengths: bool = False  # of the extra columns, drawn uniformly
-    extra_page: int = 64
+    """A row of FlashMLA's table, or the same with one token; lengths are drawn uniformly."""
+
+    shape: DecodeShape
+
+    @property
+    def layout(self) -> KVLayout:
+        return getattr(KVLayout, self.shape.layout)
 
     @property
     def is_v4(self) -> bool:
-        return self.extra_topk > 0 or (self.table == LONG and self.model.startswith("V4"))
+        return self.layout is KVLayout.V4_FP8
+
+    @property
+    def table(self) -> str:
+        if self.shape.q_len == 1:
+            return ONE_TOKEN
+        return LONG if self.shape.cache.topk == LONG_ROW else PRODUCTION
+
+    @property
+    def model(self) -> str:
+        if not self.is_v4:
+            return "V3.2"
+        if (extra := self.shape.extra) is None:
+            return "V4"
+        return "V4 C128" if extra.lengths else {512: "V4 Flash", 1024: "V4 Pro"}[extra.topk]
 
     @property
     def name(self) -> str:
-        long = f", topk {self.topk}" if self.table == LONG else ""
-        return f"{self.model}, {self.heads} heads, {self.batch} x {self.q_len}{long}"
+        long = f", topk {LONG_ROW}" if self.table == LONG else ""
+        return f"{self.model}, {self.shape.heads} heads, {self.shape.batch} x {self.shape.q_len}{long}"
 
 
 def cases() -> Iterator[Case]:
-    def flash(table, batch, q_len, heads=64):
-        return Case(table, "V4 Flash", heads, batch, q_len, 128, 512)
+    table = [shape for shape in decode_table() if shape.table == "performance"]
+    of_model = {Case(shape).model: shape for shape in reversed(table)}
 
-    def v32(table, batch, q_len, heads=128):
-        return Case(table, "V3.2", heads, batch, q_len, 2048)
-
-    def pro(table, batch, q_len):
-        return Case(table, "V4 Pro", 128, batch, q_len, 128, 1024)
+    def one_token(model: str, heads: int, batch: int) -> Case:
+        return Case(dataclasses.replace(of_model[model], heads=heads, batch=batch, q_len=1))
 
     for heads in (64, 32, 16):
-        yield from (flash(ONE_TOKEN, batch, 1, heads) for batch in (1, 4, 16, 64, 256))
+        yield from (one_token("V4 Flash", heads, batch) for batch in (1, 4, 16, 64, 256))
     for batch in (1, 16, 64, 256):
-        yield pro(ONE_TOKEN, batch, 1)
-        yield v32(ONE_TOKEN, batch, 1)
-        yield v32(ONE_TOKEN, batch, 1, heads=64)
-    for batch in (2, 64, 74, 128, 148, 256):
-        yield flash(PRODUCTION, batch, 2)
-        yield pro(PRODUCTION, batch, 2)
-        for heads in (64, 128):
-            yield Case(PRODUCTION, "V4 C128", heads, batch, 2, 128, 1024, has_lengths=True, extra_page=2)
-        if batch <= 128:
-            yield v32(PRODUCTION, batch, 2)
-    for heads in (64, 128):
-        yield Case(LONG, "V4", heads, 148, 2, 16384)
-        yield Case(LONG, "V3.2", heads, 148, 2, 16384)
+        yield from (one_token(model, heads, batch) for model, heads in (("V4 Pro", 128), ("V3.2", 128), ("V3.2", 64)))
+    yield from map(Case, table)
 
 
 class Cache(NamedTuple):
     """A cache of random bytes, as FlashMLA takes it: `[pages, page_size, 1, bytes of a token]`."""
 
     pages: torch.Tensor
-    is_v4: bool
+    layout: KVLayout
 
     @classmethod
-    def random(cls, is_v4: bool, page_size: int, generator: torch.Generator) -> Cache:
+    def random(cls, layout: KVLayout, page_size: int, generator: torch.Generator) -> Cache:
         def draw(low, high, *shape):
             return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda", generator=generator)
 
-        pages, width = SLOTS // page_size, 584 if is_v4 else 656
-        page_bytes = -(-page_size * width // 576) * 576 if is_v4 else page_size * width
+        pages, width, page_bytes = SLOTS // page_size, layout.bytes_per_token, layout.page_bytes(page_size)
         data = torch.zeros((pages, page_bytes), dtype=torch.uint8, device="cuda")
-        cache = cls(data.as_strided((pages, page_size, 1, width), (page_bytes, width, width, 1)), is_v4)
+        cache = cls(data.as_strided((pages, page_size, 1, width), (page_bytes, width, width, 1)), layout)
         values, rope, scales = cache._parts()
         values.copy_(draw(0, 256, *values.shape))
         values -= ((values & FP8_NAN) == FP8_NAN).to(torch.uint8)
         rope.copy_(torch.randn(*rope.shape[:2], 64, device="cuda", generator=generator).bfloat16().view(torch.uint8))
-        if is_v4:
+        if layout.footer_scale_bytes:
             scales.copy_(draw(116, 121, *scales.shape))
         else:
             exponents = torch.randint(-11, -7, (pages, page_size, 4), device="cuda", generator=generator)
@@ -109,57 +113,55 @@ class Cache(NamedTuple):
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The bytes of FP8 values, of the rope part and of scales, each `[pages, page_size, bytes]`."""
-        pages, page_size, _, width = self.pages.shape
+        layout, (pages, page_size, *_) = self.layout, self.pages.shape
         data = self.pages.as_strided((pages, self.pages.stride(0)), (self.pages.stride(0), 1))
-        if not self.is_v4:
-            rows = data[:, : page_size * width].view(pages, page_size, width)
-            return rows[..., :512], rows[..., 528:], rows[..., 512:528]
-        rows = data[:, : page_size * 576].view(pages, page_size, 576)
-        scales = data[:, page_size * 576 : page_size * 584].view(pages, page_size, 8)
-        return rows[..., :448], rows[..., 448:], scales
+        body, inline = page_size * layout.data_bytes, layout.fp8_dim + layout.inline_scale_bytes
+        rows = data[:, :body].view(pages, page_size, layout.data_bytes)
+        scales = rows[..., layout.fp8_dim : inline]
+        if footer := layout.footer_scale_bytes:
+            scales = data[:, body : body + page_size * footer].view(pages, page_size, footer)
+        return rows[..., : layout.fp8_dim], rows[..., inline:], scales
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Float64 `[slots, qk_dim]`."""
-        at = (slots // self.pages.shape[1], slots % self.pages.shape[1])
+        layout, at = self.layout, (slots // self.pages.shape[1], slots % self.pages.shape[1])
         values, rope, scales = (part[at].contiguous() for part in self._parts())
-        if self.is_v4:
-            factors = torch.exp2(scales[:, :7].double() - 127).repeat_interleave(64, 1)
+        if layout.footer_scale_bytes:
+            factors = torch.exp2(scales[:, : layout.num_groups].double() - 127)
         else:
-            factors = scales.view(torch.float32).double().repeat_interleave(128, 1)
-        return torch.cat([values.view(torch.float8_e4m3fn).double() * factors, rope.view(torch.bfloat16).double()], 1)
+            factors = scales.view(torch.float32).double()
+        values = values.view(torch.float8_e4m3fn).double() * factors.repeat_interleave(layout.group, 1)
+        return torch.cat([values, rope.view(torch.bfloat16).double()], 1)
 
 
 class Problem:
     """A case's tensors, and how it is called."""
 
-    def __init__(self, case: Case, caches: dict[tuple[bool, int], Cache]):
-        self.case, self.dim = case, 512 if case.is_v4 else 576
+    def __init__(self, case: Case, caches: dict[tuple[KVLayout, int], Cache]):
+        self.shape, shape, layout = case.shape, case.shape, case.layout
         generator = torch.Generator(device="cuda").manual_seed(0)
-        rows = (case.batch, case.q_len)
+        rows = (shape.batch, shape.q_len)
 
-        def table(topk: int, page_size: int) -> tuple[Cache, torch.Tensor]:
-            key = (case.is_v4, page_size)
+        def table(scope: Scope) -> tuple[Cache, torch.Tensor]:
+            key = (layout, scope.page_size)
             if key not in caches:
-                caches[key] = Cache.random(*key, torch.Generator(device="cuda").manual_seed(page_size))
-            indices = torch.randint(SLOTS, (*rows, topk), dtype=torch.int32, device="cuda", generator=generator)
+                caches[key] = Cache.random(*key, torch.Generator(device="cuda").manual_seed(scope.page_size))
+            indices = torch.randint(SLOTS, (*rows, scope.topk), dtype=torch.int32, device="cuda", generator=generator)
             return caches[key], indices
 
-        self.q = torch.randn((*rows, case.heads, self.dim), device="cuda", generator=generator).bfloat16()
-        self.tables = [table(case.topk, 256 if case.extra_topk else 64)]
+        self.scale = layout.qk_dim**-0.5 / 2
+        self.q = torch.randn((*rows, shape.heads, layout.qk_dim), device="cuda", generator=generator).bfloat16()
+        self.tables = [table(scope) for scope in (shape.cache, shape.extra) if scope is not None]
         self.lengths = self.sink = None
-        if case.extra_topk:
-            self.tables.append(table(case.extra_topk, case.extra_page))
-        if case.has_lengths:
-            shape = (case.batch,)
-            self.lengths = torch.randint(
-                case.extra_topk + 1, shape, dtype=torch.int32, device="cuda", generator=generator
-            )
+        if shape.extra is not None and shape.extra.lengths:
+            most = shape.extra.topk + 1
+            self.lengths = torch.randint(most, (shape.batch,), dtype=torch.int32, device="cuda", generator=generator)
         if case.is_v4:
-            self.sink = torch.randn(case.heads, device="cuda", generator=generator)
+            self.sink = torch.randn(shape.heads, device="cuda", generator=generator)
 
     def call(self, package, heads: int, **options) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Of a package with FlashMLA's functions, padded to as many heads."""
-        q, sink, more = self.q, self.sink, heads - self.case.heads
+        q, sink, more = self.q, self.sink, heads - self.shape.heads
         if more:
             q = torch.nn.functional.pad(q, (0, 0, 0, more))
             sink = None if sink is None else torch.nn.functional.pad(sink, (0, more))
@@ -168,31 +170,29 @@ class Problem:
             arguments |= {"extra_k_cache": self.tables[1][0].pages, "extra_indices_in_kvcache": self.tables[1][1]}
             arguments |= {"extra_topk_length": self.lengths}
         schedule, pages = package.get_mla_metadata()[0], self.tables[0][0].pages
-        fixed = dict(softmax_scale=self.dim**-0.5 / 2, is_fp8_kvcache=True, **arguments, **options)
+        fixed = dict(softmax_scale=self.scale, is_fp8_kvcache=True, **arguments, **options)
         return lambda: package.flash_mla_with_kvcache(q, pages, None, None, 512, schedule, **fixed)
 
     def error(self, out: torch.Tensor) -> float:
         """Of the worst of four rows."""
-        count, worst = self.case.batch * self.case.q_len, 0.0
+        count, worst = self.shape.batch * self.shape.q_len, 0.0
+        call = case_data.Call(self.q, [], self.scale, self.sink)
         for row in sorted({0, count // 3, count // 2, count - 1}):
-            at = divmod(row, self.case.q_len)
+            at = divmod(row, self.shape.q_len)
             slots = [indices[at].long() for _, indices in self.tables]
             if self.lengths is not None:
                 slots[1] = slots[1][: int(self.lengths[at[0]])]
             keys = torch.cat([cache.rows(x) for (cache, _), x in zip(self.tables, slots)])
-            scores = self.q[at].double() @ keys.T * self.dim**-0.5 / 2
-            total = scores.logsumexp(1)
-            wanted = torch.exp(scores - total[:, None]) @ keys[:, :512]
-            if self.sink is not None:
-                wanted /= 1 + torch.exp(self.sink.double() - total)[:, None]
-            got = out[at][: self.case.heads].double()
+            valid = torch.ones((1, len(keys)), dtype=torch.bool, device=keys.device)
+            (wanted,), *_ = case_data.attend(self.q[at][None].double(), keys[None], valid, call)
+            got = out[at][: self.shape.heads].double()
             worst = max(worst, ((got - wanted).norm() / wanted.norm()).item())
         return worst
 
 
 def measure(case: Case, caches: dict, timer: Timer, wheel) -> dict:
-    problem = Problem(case, caches)
-    calls = problem.call(wheel, -(-case.heads // 64) * 64, use_legacy=True), problem.call(ours, case.heads)
+    problem, heads = Problem(case, caches), case.shape.heads
+    calls = problem.call(wheel, -(-heads // 64) * 64, use_legacy=True), problem.call(ours, heads)
     times = [timer(Run(call, "torch")) for call in calls]
     errors = [problem.error(call()[0]) for call in calls]
     row = {"case": case.name, "table": case.table, "flash_mla_us": round(times[0], 1), "ours_us": round(times[1], 1)}
@@ -200,16 +200,19 @@ def measure(case: Case, caches: dict, timer: Timer, wheel) -> dict:
     return row | {"flash_mla_error": float(f"{errors[0]:.3g}"), "error": float(f"{errors[1]:.3g}")}
 
 
+def _one_token(heads: int, most: int) -> Callable[[Case], bool]:
+    """Of V4 Flash, with up to so many requests."""
+    return lambda case: (
+        (case.table, case.model, case.shape.heads) == (ONE_TOKEN, "V4 Flash", heads) and case.shape.batch <= most
+    )
+
+
 GROUPS = {
     "production rows, long ones among them": lambda case: case.table != ONE_TOKEN,
-    "V4, 64 heads, 2 tokens (Flash and C128)": lambda case: (case.table, case.heads) == (PRODUCTION, 64),
-    "V4 Flash, 64 heads, 1 token, batch 1, 4, 16": lambda case: (
-        (case.table, case.model, case.heads) == (ONE_TOKEN, "V4 Flash", 64) and case.batch <= 16
-    ),
-    "V4 Flash, 16 heads (FlashMLA padded to 64), 1 token, batch 1, 4, 16": lambda case: (
-        (case.model, case.heads) == ("V4 Flash", 16) and case.batch <= 16
-    ),
-    "the same, batch 1 to 256": lambda case: (case.model, case.heads) == ("V4 Flash", 16),
+    "V4, 64 heads, 2 tokens (Flash and C128)": lambda case: (case.table, case.shape.heads) == (PRODUCTION, 64),
+    "V4 Flash, 64 heads, 1 token, batch 1, 4, 16": _one_token(64, 16),
+    "V4 Flash, 16 heads (FlashMLA padded to 64), 1 token, batch 1, 4, 16": _one_token(16, 16),
+    "the same, batch 1 to 256": _one_token(16, 256),
 }
 
 
