@@ -54,11 +54,8 @@ __device__ __forceinline__ T of_lane(T x, int lane) {
 
 // The slot of a key of a row's block, or -1.
 __device__ __forceinline__ int slot_of(const Call& call, Lengths lengths, int row, int block, int key) {
-  bool second = block >= lengths.first_blocks();
-  const Table& table = call.tables[second];
-  int column = (second ? block - lengths.first_blocks() : block) * kBlock + key;
-  const int* index = table.indices + static_cast<int64_t>(row) * table.topk + column;
-  return column < (second ? lengths.second : lengths.first) ? __ldg(index) : -1;
+  Column at(call, lengths, row, block, key);
+  return at.column < at.length ? __ldg(at.index) : -1;
 }
 
 // A tile's scale, as in the cache.

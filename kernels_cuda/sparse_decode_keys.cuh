@@ -32,22 +32,32 @@ struct Blocks {
 // shared memory, as many blocks ahead as there are places, the other makes addresses of them, one block less ahead.
 // After the piece come blocks without keys.
 
+// Where the index of a row's key stands.
+struct Column {
+  bool second;  // table
+  int column;
+  const int* index;
+  int length;
+
+  __device__ __forceinline__ Column(const Call& call, Lengths lengths, int row, int block, int key)
+      : second(block >= lengths.first_blocks()),
+        column((second ? block - lengths.first_blocks() : block) * kBlock + key),
+        index(call.tables[second].indices + static_cast<int64_t>(row) * call.tables[second].topk + column),
+        length(second ? lengths.second : lengths.first) {}
+};
+
 // Begins to copy the slots of a lane's two keys of a block from its index table; -1 where there is none. Returns
 // whether they are of the second table.
 __device__ __forceinline__ bool copy_slots_of(const Call& call, const Blocks& blocks, int lane, int* to) {
-  Lengths lengths = blocks.rows.lengths;
-  bool second = blocks.block >= lengths.first_blocks();
-  const Table& table = call.tables[second];
-  int column = (second ? blocks.block - lengths.first_blocks() : blocks.block) * kBlock + lane;
-  int length = !blocks.rows.any() ? 0 : second ? lengths.second : lengths.first;
-  const int* indices = table.indices + static_cast<int64_t>(blocks.rows.at.row) * table.topk + column;
+  Column from(call, blocks.rows.lengths, blocks.rows.at.row, blocks.block, lane);
+  int length = blocks.rows.any() ? from.length : 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int* at = to + lane + i * 32;
-    if (column + i * 32 < length) sm90::copy_async_small<4>(sm90::shared_address(at), indices + i * 32);
-    if (column + i * 32 >= length) *at = -1;
+    if (from.column + i * 32 < length) sm90::copy_async_small<4>(sm90::shared_address(at), from.index + i * 32);
+    if (from.column + i * 32 >= length) *at = -1;
   }
-  return second;
+  return from.second;
 }
 
 __device__ const uint4 zero_row[41] = {};
