@@ -2,12 +2,12 @@
 
     python -m benchmarks.cases --backend triton [--budget-seconds 100] [--workers 8] [--limit N]
 
-The shapes are those of `tests/flashmla_cases.py` in an order of which every prefix covers all strata; data, oracle
-and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a compilation
-for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. `hopper` is both: torch
-launches its decode, its prefill is JAX's alone, and 60 shapes of that are run. `--backend drop_in` is torch's
-`flash_mla`, by whatever it picks. Worker processes share the GPU; one that a case ends is replaced. What passed is not
-run again, what failed is.
+The shapes are those of `tests/support/flashmla_cases.py` in an order of which every prefix covers all strata; data,
+oracle and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a
+compilation for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. `hopper` is
+both: torch launches its decode, its prefill is JAX's alone, and 60 shapes of that are run. `--backend drop_in` is
+torch's `flash_mla`, by whatever it picks. Worker processes share the GPU; one that a case ends is replaced. What passed
+is not run again, what failed is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unittest import mock
 from benchmarks.record import earlier, environment, results_folder, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "interop")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "interop")]
 
 from flashmla_cases import DecodeShape, Shape, decode_table, prefill_table, seed_of, stratified  # noqa: E402
 

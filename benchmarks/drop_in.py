@@ -27,7 +27,7 @@ from benchmarks.record import environment, results_folder, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
 
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.attention import prepared
+from sparse_mla_torch.attention import call_cache
 
 BATCH = 16  # calls in a row: few, so that none waits for the device
 ROUNDS = 101
@@ -101,7 +101,7 @@ def beside(direct: Callable[[], object], ours: Callable[[], object], backend: st
     They take turns: the median of their differences is free of the clock's drift.
     """
     os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
-    prepared.forget()
+    call_cache.forget()
     pairs = [(enqueue(direct), enqueue(ours)) for _ in range(ROUNDS + 3)][3:]
     return statistics.median(x for x, _ in pairs), statistics.median(y - x for x, y in pairs)
 
@@ -144,7 +144,7 @@ def leaked(calls: int, backend: str) -> dict[str, float]:
     """MiB that so many calls leave behind, of torch's memory and of the process's."""
     arguments = decode_arguments(DECODES[1])
     os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
-    prepared.forget()
+    call_cache.forget()
 
     def some(count: int) -> tuple[float, float]:
         for _ in range(count):

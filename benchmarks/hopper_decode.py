@@ -26,7 +26,7 @@ from benchmarks.timing import Run, Timer
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "interop")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "interop")]
 
 from flashmla_cases import DecodeShape, Scope, decode_table  # noqa: E402
 from sparse_mla_torch import flash_mla as ours  # noqa: E402

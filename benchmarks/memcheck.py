@@ -47,9 +47,9 @@ def groups() -> dict[str, list[str]]:
     control = str(Path(__file__).with_name("memcheck_control.py"))
     found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", _SKIPPED]
-    for path in sorted(path for pattern in _FILES for path in TESTS.glob(pattern)):
+    for path in sorted(path for pattern in _FILES for path in TESTS.rglob(pattern)):
         found[path.stem.removeprefix("test_").removeprefix("triton_")] = [*options, str(path)]
-    return found | {group: [str(TESTS / name)] for group, name in _SCRIPTS.items()}
+    return found | {group: [str(next(TESTS.rglob(name)))] for group, name in _SCRIPTS.items()}
 
 
 class Sanitizer(NamedTuple):
@@ -64,7 +64,13 @@ class Sanitizer(NamedTuple):
 def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.Popen:
     # XLA's and torch's pools would hide a step over an array's end.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    paths = [str(TESTS), str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(TESTS / "support"),
+        str(TESTS / "metadata"),
+        str(ROOT),
+        str(ROOT / "interop"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environ = os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     command = [sanitizer.program, "--tool", sanitizer.tool, "--target-processes", "application-only"]
     command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
-from jax_sparse_mla.kernels_triton import dispatch
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
 
@@ -92,7 +92,7 @@ def _index_logits(q, weights, index_cache, page_table, lengths):
         return index_logits_reference(*arguments)
 
     def kernel(*arguments):
-        from jax_sparse_mla.kernels_triton import launch_indexer
+        from jax_sparse_mla.kernels.triton import launch_indexer
 
         return launch_indexer.index_logits(*arguments)
 
@@ -201,7 +201,7 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
         return index_cache
 
     def kernel(index_cache, slots, k):
-        from jax_sparse_mla.kernels_triton import launch_indexer
+        from jax_sparse_mla.kernels.triton import launch_indexer
 
         return launch_indexer.write_index_k(index_cache, slots, k, hadamard=hadamard)
 
@@ -310,7 +310,7 @@ def _quantize_index_q(q, *, hadamard):
         return plain(q)
 
     def kernel(q):
-        from jax_sparse_mla.kernels_triton import launch_indexer
+        from jax_sparse_mla.kernels.triton import launch_indexer
 
         return launch_indexer.quantize_index_q(q, hadamard=hadamard)
 

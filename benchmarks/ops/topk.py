@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Case, Run, peer
-from jax_sparse_mla.indices import TopkTransform, topk_flashinfer, topk_transform
+from jax_sparse_mla.indices import TopkTransform, topk_transform
+from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
 
 PAGE_SIZE = 64
 ROWS = (1, 64, 4096)

@@ -20,8 +20,8 @@ import torch
 from torch.compiler import is_compiling
 
 from sparse_mla_torch import ops
-from sparse_mla_torch.attention import decode, prefill, prepared
-from sparse_mla_torch.attention.prepared import Prepared
+from sparse_mla_torch.attention import call_cache, decode, prefill
+from sparse_mla_torch.attention.call_cache import Prepared
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_strided
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -147,7 +147,7 @@ def flash_mla_with_kvcache(
     # The fields of decode.Options: a plain tuple is made faster.
     options = ("flash_mla_with_kvcache", softmax_scale, _INF, enable_batch_invariant, assume_valid_indices)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
-    call = prepared.find(options, tensors)
+    call = call_cache.find(options, tensors)
     if call is None:
         if not _on_current_device(q):
             with torch.cuda.device(q.device):
@@ -230,7 +230,7 @@ def flash_mla_sparse_fwd(
     # The fields of prefill.Options.
     options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices)
     tensors = (q, kv, indices, topk_length, attn_sink)
-    call = prepared.find(options, tensors)
+    call = call_cache.find(options, tensors)
     if call is None:
         if not _on_current_device(q):
             with torch.cuda.device(q.device):

@@ -15,7 +15,7 @@ import torch
 import jax_sparse_mla
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from sparse_mla_torch.attention import decode, prefill
-from sparse_mla_torch.attention.prepared import Schedule
+from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.bridge import call
 from sparse_mla_torch.kernels.checks import check_strided
 

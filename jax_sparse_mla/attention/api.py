@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_sparse_mla import kernels_triton
+from jax_sparse_mla import dispatch
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.attention import flashinfer, flashmla, hopper
+from jax_sparse_mla.attention.backends import flashinfer, flashmla, hopper
 from jax_sparse_mla.attention.route import PHASES, DeviceInfo, plan_attention
 from jax_sparse_mla.attention.schedule import (
     DecodeSchedule,
@@ -42,10 +42,10 @@ _KERNEL_QK_DIMS = (512, 576)
 # The backends of this version: one module a kernel family, with the two signatures of `reference`.
 _ADAPTERS = {
     "reference": "jax_sparse_mla.attention.reference",
-    "triton": "jax_sparse_mla.attention.triton",
-    "flashmla": "jax_sparse_mla.attention.flashmla",
-    "flashinfer": "jax_sparse_mla.attention.flashinfer",
-    "hopper": "jax_sparse_mla.attention.hopper",
+    "triton": "jax_sparse_mla.attention.backends.triton",
+    "flashmla": "jax_sparse_mla.attention.backends.flashmla",
+    "flashinfer": "jax_sparse_mla.attention.backends.flashinfer",
+    "hopper": "jax_sparse_mla.attention.backends.hopper",
 }
 
 
@@ -67,7 +67,7 @@ class _Route(NamedTuple):
 def installed_backends() -> frozenset[str]:
     """Names of the backends that this version has, whose packages are there and whose platform JAX runs on."""
     names = {"reference"}
-    if kernels_triton.available():
+    if dispatch.available():
         names.add("triton")
     if jax.default_backend() == "gpu" and flashmla.available():
         names.add("flashmla")
@@ -285,8 +285,8 @@ def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -
         return plain(*leaves)
     kernel = function(route.backend)
     if route.named:  # it runs or fails; it is not replaced in silence
-        return kernels_triton.varying(kernel, plain, *leaves)
-    return kernels_triton.on_cuda(kernel, plain, *leaves, kernel_batches=(route.phase, route.backend) in _BATCHING)
+        return dispatch.varying(kernel, plain, *leaves)
+    return dispatch.on_cuda(kernel, plain, *leaves, kernel_batches=(route.phase, route.backend) in _BATCHING)
 
 
 def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:

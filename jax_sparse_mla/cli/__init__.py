@@ -6,22 +6,6 @@ import argparse
 import sys
 
 
-def positive_int(text: str) -> int:
-    """An argparse type."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def probability(text: str) -> float:
-    """An argparse type."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be 0 … 1, got {value}")
-    return value
-
-
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv

@@ -10,7 +10,7 @@ import jax
 
 from jax_sparse_mla.attention.api import installed_backends, installed_for
 from jax_sparse_mla.attention.route import BACKENDS, PHASES, DeviceInfo, plan_attention
-from jax_sparse_mla.cli import positive_int
+from jax_sparse_mla.cli.arguments import positive_int
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
 
 # What each backend's kernels come from, by the names of distributions; any one of a tuple will do.

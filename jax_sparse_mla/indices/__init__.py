@@ -5,7 +5,7 @@ index.
 """
 
 from jax_sparse_mla.indices.merge import combine_swa_extra_indices, combine_topk_swa_indices
-from jax_sparse_mla.indices.topk import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.indices.topk.api import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.indices.window import swa_gather_plan, swa_slots
 
 __all__ = [

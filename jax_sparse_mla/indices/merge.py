@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
-from jax_sparse_mla.kernels_triton import dispatch
 
 # Sparse prefill kernels scan indices in blocks of 64 or 128 (FlashMLA: 128 with 128 heads).
 _WIDTH_MULTIPLE = 128
@@ -65,7 +65,7 @@ def _combine_swa_extra(*args):
         return combine_swa_extra_reference(*args)
 
     def kernel(*args):
-        from jax_sparse_mla.kernels_triton import launch_jax
+        from jax_sparse_mla.kernels.triton import launch_jax
 
         return launch_jax.combine_swa_extra(*args)
 
@@ -164,7 +164,7 @@ def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio,
     static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
 
     def kernel(*args):
-        from jax_sparse_mla.kernels_triton import launch_jax
+        from jax_sparse_mla.kernels.triton import launch_jax
 
         return launch_jax.combine_topk_swa(*args, **static)
 

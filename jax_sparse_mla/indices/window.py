@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import (
     INT_MAX,
     exclusive_cumsum,
@@ -15,7 +16,6 @@ from jax_sparse_mla.indices.lookup import (
     take_2d_or_minus_one,
     take_or_minus_one,
 )
-from jax_sparse_mla.kernels_triton import dispatch
 
 
 def swa_slots(
@@ -108,7 +108,7 @@ def swa_gather_plan(
 @functools.partial(jax.jit, static_argnames=("window", "capacity"))
 def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, window, capacity):
     def kernel(*args):
-        from jax_sparse_mla.kernels_triton import launch_metadata
+        from jax_sparse_mla.kernels.triton import launch_metadata
 
         return launch_metadata.swa_gather_plan(*args, window=window, capacity=capacity)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.kernels_triton import dispatch
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
@@ -61,7 +61,7 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(data, slots, kv):
-        from jax_sparse_mla.kernels_triton import launch_jax
+        from jax_sparse_mla.kernels.triton import launch_jax
 
         return launch_jax.write_kv(data, slots, kv, **static)
 
@@ -110,7 +110,7 @@ def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(data, slots):
-        from jax_sparse_mla.kernels_triton import launch_jax
+        from jax_sparse_mla.kernels.triton import launch_jax
 
         return launch_jax.gather_kv(data, slots, **static)
 
@@ -137,7 +137,7 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(workspace, data, slots):
-        from jax_sparse_mla.kernels_triton import launch_jax
+        from jax_sparse_mla.kernels.triton import launch_jax
 
         return launch_jax.gather_kv_into(workspace, data, slots, start=start, **static)
 
@@ -162,7 +162,7 @@ def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.A
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(data, slots):
-        from jax_sparse_mla.kernels_triton import launch_jax
+        from jax_sparse_mla.kernels.triton import launch_jax
 
         return launch_jax.gather_kv(data, slots, out_rows=rows, **static)
 

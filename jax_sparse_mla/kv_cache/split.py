@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
-from jax_sparse_mla.kernels_triton import dispatch
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
@@ -70,7 +70,7 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
         static = {"layout": cache.layout, "page_size": cache.page_size}
 
         def kernel(data, cache_data, slots):
-            from jax_sparse_mla.kernels_triton import launch_jax
+            from jax_sparse_mla.kernels.triton import launch_jax
 
             return launch_jax.split_pages(cache_data, slots, data, out_page_size=page_size, **static)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jax_sparse_mla._checks import ArgumentChecks
-from jax_sparse_mla.indices.topk import TopkTransform
+from jax_sparse_mla.indices.topk.api import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardMode
 
 _SPARSE, _PAGED_KV = "flashmla_sparse", "flashmla_kv"  # reads gathered bf16 rows; reads the paged fp8 cache

@@ -16,7 +16,7 @@ from jax_sparse_mla.indices.lookup import (
     take_2d_or_minus_one,
     take_or_minus_one,
 )
-from jax_sparse_mla.indices.topk import TopkTransform
+from jax_sparse_mla.indices.topk.api import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.metadata.rows import bucket, check_step, expand_rows, request_pages
 from jax_sparse_mla.metadata.selection import topk_transform_of

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.dispatch import dispatch_tree
 from jax_sparse_mla.indices.lookup import take_or_minus_one
 from jax_sparse_mla.indices.window import swa_slots_reference
-from jax_sparse_mla.kernels_triton import dispatch_tree
 from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 from jax_sparse_mla.metadata.rows import QueryRows, bucket, check_step, expand_rows, request_pages, round_up
 from jax_sparse_mla.models import ModelSpec
@@ -139,7 +139,7 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
     tokens = bucket(batch, tables)
 
     def kernel(batch, tables):
-        from jax_sparse_mla.kernels_triton import launch_metadata
+        from jax_sparse_mla.kernels.triton import launch_metadata
 
         return launch_metadata.v4_metadata(spec, batch, tables, tokens)
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from jax_sparse_mla.kernels_triton.plan import Scope
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
-from sparse_mla_torch.attention import prepared, route
-from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous
+from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.attention.call_cache import Prepared, Results, contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 V_DIM = 512
@@ -80,12 +80,12 @@ def prepare(
       attn_sink: float32 `[heads]`.
 
     Returns:
-      `run(q, …, attn_sink, schedule, into)` takes the tensors in this order, a `prepared.Schedule` or what has its
+      `run(q, …, attn_sink, schedule, into)` takes the tensors in this order, a `call_cache.Schedule` or what has its
       fields, and None or `(out, lse)` to write into, contiguous `[batch, q_len, heads, …]`; it returns out
       `[batch, q_len, heads, 512]` and lse `[batch, heads, q_len]`, a view.
     """
     tensors = (q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink)
-    return prepared.find(options, tensors) or prepared.add(options, tensors, _new)
+    return call_cache.find(options, tensors) or call_cache.add(options, tensors, _new)
 
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
@@ -176,9 +176,9 @@ def _against(options, layout, scopes, q, *others) -> dict[str, str]:
     if options.batch_invariant:
         reasons["flashmla"] = "its split of a row's keys depends on the batch"
     else:
-        from sparse_mla_torch.attention import vendor
+        from sparse_mla_torch.attention.backends import flashmla
 
-        reasons["flashmla"] = vendor.decode_obstacle(layout, q.shape[1], q.shape[2], scopes, aligned, device)
+        reasons["flashmla"] = flashmla.decode_obstacle(layout, q.shape[1], q.shape[2], scopes, aligned, device)
     return {name: why for name, why in reasons.items() if why}
 
 
@@ -221,7 +221,7 @@ def _triton(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
 
 
 def _hopper(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.attention.hopper import Decode
+    from sparse_mla_torch.attention.backends.hopper import Decode
 
     batch, q_len, heads, _ = q.shape
     attend = Decode(
@@ -268,10 +268,10 @@ def _on_contiguous(run: Callable[..., Results]) -> Callable[..., Results]:
 
 
 def _flashmla(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.attention import vendor
+    from sparse_mla_torch.attention.backends import flashmla
 
     batch, q_len, heads, _ = q.shape
-    attend = vendor.decode(
+    attend = flashmla.decode(
         *(layout, batch, q_len, heads, scopes, options.softmax_scale),
         has_sink,
         options.assume_valid_indices,

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from jax_sparse_mla.kernels_triton.plan import Scope, workspace_layout
-from sparse_mla_torch.attention import prepared, route
-from sparse_mla_torch.attention.prepared import Prepared, Results, contiguous
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope, workspace_layout
+from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.attention.call_cache import Prepared, Results, contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 V_DIM = 512
@@ -54,7 +54,7 @@ def prepare(
       contiguous; it returns out `[q_len, heads, 512]`, max_logits and lse `[q_len, heads]`.
     """
     tensors = (q, kv, indices, lengths, attn_sink)
-    return prepared.find(options, tensors) or prepared.add(options, tensors, _new)
+    return call_cache.find(options, tensors) or call_cache.add(options, tensors, _new)
 
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
@@ -74,9 +74,9 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     device = route.device_info(q.device)
     against = {}
     if device.platform == "cuda":
-        from sparse_mla_torch.attention import vendor
+        from sparse_mla_torch.attention.backends import flashmla
 
-        why = vendor.prefill_obstacle(q, kv, indices)
+        why = flashmla.prefill_obstacle(q, kv, indices)
         against = {"hopper": "its prefill is JAX's alone"} | ({"flashmla": why} if why else {})
     override = route.override_of("prefill")
     plan = route.plan_call(
@@ -144,9 +144,9 @@ def _triton(options, q, scope, has_sink) -> Callable[..., Results]:
 
 
 def _flashmla(options, q, scope, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.attention import vendor
+    from sparse_mla_torch.attention.backends import flashmla
 
-    attend = vendor.prefill(
+    attend = flashmla.prefill(
         *(q.shape[0], q.shape[1], scope, options.softmax_scale, has_sink, options.assume_valid_indices),
         *(options.log2, options.keeps_memory, route.device_info(q.device)),
     )

@@ -11,9 +11,9 @@ from types import MappingProxyType
 
 import torch
 
-from jax_sparse_mla import cuda_build
-from jax_sparse_mla.attention import flashmla
+from jax_sparse_mla.attention.backends import flashmla
 from jax_sparse_mla.attention.route import DeviceInfo, Plan, plan_attention
+from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
 
@@ -87,7 +87,7 @@ def unnamed_backends(device_type: str) -> frozenset[str]:
 def installed_backends(device_type: str) -> frozenset[str]:
     """All that torch calls and that can be used here; on SM90 our kernel is loaded, and built if need be."""
     sm90 = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    ours = {"hopper"} if sm90 and cuda_build.sparse_decode_module() is not None else set()
+    ours = {"hopper"} if sm90 and build.sparse_decode_module() is not None else set()
     return unnamed_backends(device_type) | ours
 
 

@@ -32,7 +32,7 @@ from jax_sparse_mla import (
 from jax_sparse_mla.models import v4_layer_ratios
 from sparse_mla_torch.bridge import jax_device
 from sparse_mla_torch.hf.layers import Step, V4Layer, V32Layer
-from sparse_mla_torch.hf.pool import RequestPool
+from sparse_mla_torch.hf.page_pool import RequestPool
 from sparse_mla_torch.hf.replace import AttentionReplacement
 
 PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")

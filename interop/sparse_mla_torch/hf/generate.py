@@ -14,9 +14,9 @@ import torch
 from jax_sparse_mla import DeviceInfo, ForwardMode, Plan, plan_attention
 from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.attention.route import BACKENDS
-from jax_sparse_mla.cli import positive_int, probability
+from jax_sparse_mla.cli.arguments import positive_int, probability
 from sparse_mla_torch.hf import presets
-from sparse_mla_torch.hf.check import (
+from sparse_mla_torch.hf.comparison import (
     MAX_LOGIT_DIFFERENCE,
     MIN_COSINE,
     MIN_OVERLAP,

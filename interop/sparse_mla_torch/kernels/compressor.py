@@ -9,7 +9,7 @@ import torch
 import triton
 
 from jax_sparse_mla.compressor import OVERLAP_RATIO, compressor_window
-from jax_sparse_mla.kernels_triton import compressor as kernels
+from jax_sparse_mla.kernels.triton import compressor as kernels
 from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
 
 

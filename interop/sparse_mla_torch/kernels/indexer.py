@@ -11,7 +11,7 @@ import torch
 import triton
 
 from jax_sparse_mla.indexer import MAX_KERNEL_HEADS
-from jax_sparse_mla.kernels_triton import indexer as kernels
+from jax_sparse_mla.kernels.triton import indexer as kernels
 from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor
 
 # Programs that a launch without a GPU (Triton's interpreter) is planned for: for so many multiprocessors.

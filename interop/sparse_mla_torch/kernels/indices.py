@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jax_sparse_mla.kernels_triton import indices as kernels
+from jax_sparse_mla.kernels.triton import indices as kernels
 from sparse_mla_torch.kernels.checks import check_tensor
 
 

@@ -14,7 +14,7 @@ import functools
 import torch
 import triton
 
-from jax_sparse_mla.kernels_triton import kv_cache as kernels
+from jax_sparse_mla.kernels.triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
 from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_strided, check_tensor
 

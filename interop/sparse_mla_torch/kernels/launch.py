@@ -1,7 +1,7 @@
 """Launches of one Triton kernel at one shape, without what Triton does again at every call.
 
 `kernel[grid](...)` binds, types and hashes every argument, some 20 µs of the host for kernels such as these. Here all
-that is done in a first call; the later ones hand addresses and constants to the driver (`host.c`).
+that is done in a first call; the later ones hand addresses and constants to the driver (`launcher.c`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparse_mla_torch.kernels import host
+from sparse_mla_torch.kernels import launcher
 
 # How a kernel takes numbers, by Triton's names of their types.
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
@@ -31,29 +31,30 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: Sequence[int], scalars: Sequence[float], constants: dict[str, Any]):
         self._kernel, self._grid, self._scalars, self._constants = kernel, tuple(grid), tuple(scalars), constants
-        self._compiled: Any = None  # for host.c, by tensors that begin at multiples of 16 bytes
+        self._compiled: Any = None  # for launcher.c, by tensors that begin at multiples of 16 bytes
         self._host: Any = None
 
     def __call__(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
         """Dtypes, and which are None, must be the same in every call; the current device must be theirs."""
-        if self._compiled is not None and self._host.launch(self._compiled, *inputs, *outputs):
+        if self._compiled is not None and self._launcher.launch(self._compiled, *inputs, *outputs):
             return
         compiled = self._kernel[self._grid](*inputs, *self._scalars, *outputs, **self._constants)
         # Triton compiles one kernel for such addresses, another for those that are not.
         aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))
-        if self._compiled is None and aligned and compiled is not None and (module := host.module()):
+        if self._compiled is None and aligned and compiled is not None and (module := launcher.module()):
             self._host, self._compiled = module, self._known(module, compiled, len(inputs))
 
     def keep(self, outputs: tuple[torch.Tensor | None, ...]) -> Callable[..., Any] | None:
         """`again(*inputs)`: launches into these outputs when called on this thread and stream, and returns them.
 
-        None from other threads, on other streams, while a graph is captured, or for tensors that host.c does not take.
+        None from other threads, on other streams, while a graph is captured, or for tensors that launcher.c
+        does not take.
         There is no `again` before the first launch, or for a kernel that Triton launches.
         """
         if self._compiled is None:
             return None
-        self._host.keep(self._compiled, outputs)
-        return functools.partial(self._host.launch_again, self._compiled)
+        self._launcher.keep(self._compiled, outputs)
+        return functools.partial(self._launcher.launch_again, self._compiled)
 
     def _known(self, module: Any, compiled: Any, num_inputs: int) -> Any | None:
         """The compiled kernel for `module.launch`; None if it takes more than addresses and numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jax_sparse_mla.kernels_triton import merge as kernels
+from jax_sparse_mla.kernels.triton import merge as kernels
 from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, check_tensor
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from jax_sparse_mla.kernels_triton import metadata as kernels
-from jax_sparse_mla.kernels_triton import schedules
+from jax_sparse_mla.kernels.triton.metadata import schedules
+from jax_sparse_mla.kernels.triton.metadata import v4 as kernels
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.metadata.schedules import FlashmlaCall
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, V4Metadata, has_v4_kernel

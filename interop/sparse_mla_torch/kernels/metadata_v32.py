@@ -10,8 +10,8 @@ import triton
 
 from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla.indices.lookup import INT_MAX
-from jax_sparse_mla.indices.topk import TopkTransform
-from jax_sparse_mla.kernels_triton import metadata_v32 as kernels
+from jax_sparse_mla.indices.topk.api import TopkTransform
+from jax_sparse_mla.kernels.triton.metadata import v32 as kernels
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.metadata.selection import topk_transform_of
 from jax_sparse_mla.metadata.v32 import V32Metadata

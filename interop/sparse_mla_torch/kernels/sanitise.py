@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from jax_sparse_mla.attention.flashmla import LEAST_SINK
-from jax_sparse_mla.kernels_triton import sanitise as kernels
+from jax_sparse_mla.attention.backends.flashmla import LEAST_SINK
+from jax_sparse_mla.kernels.triton import sanitise as kernels
 from sparse_mla_torch.kernels.launch import Launch
 
 # Results of a call that together are no larger go where those of the call before went: five allocations take longer
-# than the launch. A larger call keeps the device busy for longer than that. host.c knows the place of each.
+# than the launch. A larger call keeps the device busy for longer than that. launcher.c knows the place of each.
 _WORKSPACE_BYTES = 1 << 20
 _MAX_WORKSPACES = 64
 

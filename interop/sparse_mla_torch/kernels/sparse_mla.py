@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from jax_sparse_mla.kernels_triton import plan as planning
-from jax_sparse_mla.kernels_triton.plan import Scope
-from jax_sparse_mla.kernels_triton.sparse_mla import combine_kernel, sparse_mla_kernel
+from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
+from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, UINT8, check_tensor
 from sparse_mla_torch.kernels.launch import Launch

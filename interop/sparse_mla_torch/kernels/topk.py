@@ -10,9 +10,9 @@ import functools
 
 import torch
 
-from jax_sparse_mla import cuda_build
 from jax_sparse_mla.indices import TopkTransform
-from jax_sparse_mla.kernels_triton import topk as kernels
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.kernels.triton import topk as kernels
 from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
 
 
@@ -179,7 +179,7 @@ def _topk(
 
 @functools.cache
 def _cuda_module(device: torch.device):
-    return cuda_build.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    return build.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
 def _checked_scratch(function, scratch, logits, topk):

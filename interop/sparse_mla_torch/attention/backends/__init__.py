@@ -1,0 +1,1 @@
+"""What calls each backend on torch tensors."""

@@ -1,0 +1,253 @@
+"""FlashMLA's own operators on torch tensors: what they cannot take, and what must be put right before and after them.
+
+They come from `sgl-flash-mla` or from `sglang-kernel`; `jax_sparse_mla.attention.flashmla` lists their traps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from jax_sparse_mla.attention.backends import flashmla
+from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
+from jax_sparse_mla.kv_cache.layout import KVLayout
+from sparse_mla_torch.attention.call_cache import Results, Schedule
+from sparse_mla_torch.kernels.sanitise import Sanitiser, Table
+
+V_DIM = 512
+_LN_2 = math.log(2)
+
+
+def _parts(q_len: int, padded: int, device: DeviceInfo) -> int:
+    """Partitions of the device's multiprocessors; one thread block for 64 heads of a query token."""
+    return max(device.sm_count // (q_len * (padded // 64)), 1)
+
+
+def _chunk(q_len: int, padded: int, device: DeviceInfo) -> int:
+    """Requests of one operator call: its accumulators, (requests + partitions) · q_len rows, are bounded."""
+    rows = flashmla.MAX_ACCUMULATOR_BYTES // (padded * V_DIM * 4)
+    return rows // max(q_len, 1) - _parts(max(q_len, 1), padded, device)
+
+
+def decode_obstacle(
+    layout: KVLayout, q_len: int, heads: int, scopes: list[Scope], aligned: bool, device: DeviceInfo
+) -> str | None:
+    """Why the decode operator cannot take a call, beyond what its device and heads say; None if it can."""
+    if not aligned or any(scope.page_bytes % 16 for scope in scopes):
+        return "its kernels read 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
+    if layout == KVLayout.V32_FP8 and len(scopes) > 1:
+        return "its V3.2 kernel reads one cache"
+    if any(scope.rows_per_length not in (0, q_len) for scope in scopes):
+        return "its lengths are a request's, not a query token's"
+    if any(scope.topk == 0 or scope.num_slots == 0 for scope in scopes):
+        return "its kernels need a page and an index column"
+    if _chunk(q_len, flashmla.padded_heads(heads), device) < 1:
+        return f"its accumulators for one request of {q_len} query tokens are too large"
+    return None
+
+
+def decode(
+    layout: KVLayout,
+    batch: int,
+    q_len: int,
+    heads: int,
+    scopes: list[Scope],
+    softmax_scale: float,
+    has_sink: bool,
+    assume_valid_indices: bool,
+    keeps_memory: bool,
+    device: DeviceInfo,
+) -> Callable[..., Results]:
+    """The operator's call at one shape, with the sanitiser before it; q contiguous within 16-byte pieces.
+
+    Args:
+      layout: of the caches.
+      batch, q_len, heads: of q.
+      scopes: one or two.
+      softmax_scale: what q·k is multiplied by.
+      has_sink: whether the call has an attention sink.
+      assume_valid_indices: leaves out the sanitiser where the operator can take the tables as they are.
+      keeps_memory: see `decode.Options`.
+
+    Returns:
+      As `decode.prepare`; it writes into nothing given.
+    """
+    padded, chunk = flashmla.padded_heads(heads), _chunk(q_len, flashmla.padded_heads(heads), device)
+    takes_lengths = layout != KVLayout.V32_FP8  # what lies beyond them is −1 instead
+    columns = flashmla.DECODE_COLUMNS
+    tables = [
+        Table(
+            scope.topk,
+            -(-scope.topk // columns) * columns,
+            scope.num_slots,
+            scope.rows_per_length > 0,
+            keeps_lengths=takes_lengths,
+        )
+        for scope in scopes
+    ]
+    sanitise = None
+    fits = (padded == heads or not has_sink) and all(table.width == table.topk for table in tables)
+    if not assume_valid_indices or not fits:
+        sinks = heads if has_sink else 0
+        sanitise = Sanitiser(batch * q_len, q_len, tables, sinks, padded, keeps_memory)
+    operator = _operator("sparse_decode_fwd")
+    if padded == heads and batch <= chunk:
+        return _decode_at_once(operator, sanitise, softmax_scale, takes_lengths)
+    alone = _decode_at_once(operator, None, softmax_scale, takes_lengths)
+    return _decode_in_pieces(alone, sanitise, batch, heads, padded, chunk)
+
+
+# What follows runs in every call. Closures, since these are called in less time than objects.
+
+
+def _decode_at_once(operator: Callable, sanitise: Sanitiser | None, scale: float, takes_lengths: bool) -> Callable:
+    """For one call of the operator, whose results are the call's."""
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
+        if sanitise is not None:
+            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise.again(
+                indices, lengths, extra_indices, extra_lengths, attn_sink
+            ) or sanitise(indices, lengths, extra_indices, extra_lengths, attn_sink)
+        elif not takes_lengths:
+            lengths = None
+        out, lse, schedule.tile_scheduler_metadata, schedule.num_splits = operator(
+            q,
+            k_cache,
+            indices,
+            lengths,
+            attn_sink,
+            schedule.tile_scheduler_metadata,
+            schedule.num_splits,
+            extra_k_cache,
+            extra_indices,
+            extra_lengths,
+            V_DIM,
+            scale,
+        )
+        return out, lse
+
+    return run
+
+
+def _decode_in_pieces(
+    alone: Callable[..., Results], sanitise: Sanitiser | None, batch: int, heads: int, padded: int, chunk: int
+) -> Callable[..., Results]:
+    """For padded heads, and for requests that are too many for one call: `alone` makes each."""
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
+        if sanitise is not None:
+            given = (indices, lengths, extra_indices, extra_lengths, attn_sink)
+            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise(*given)
+        q = _pad_heads(q, padded)
+        pieces = []
+        for start in range(0, batch, chunk):
+            some = slice(start, start + chunk)
+            rows = [x if x is None else x[some] for x in (q, indices, lengths, extra_indices, extra_lengths)]
+            own = schedule if chunk >= batch else Schedule()
+            tables = (k_cache, rows[1], rows[2], extra_k_cache, rows[3], rows[4])
+            out, lse = alone(rows[0], *tables, attn_sink, own)
+            pieces.append((out[:, :, :heads], lse[:, :heads]))
+        return tuple(torch.cat(x) for x in zip(*pieces))
+
+    return run
+
+
+def prefill(
+    rows: int,
+    heads: int,
+    scope: Scope,
+    softmax_scale: float,
+    has_sink: bool,
+    assume_valid_indices: bool,
+    log2: bool,
+    keeps_memory: bool,
+    device: DeviceInfo,
+) -> Callable[..., Results]:
+    """The operator's call at one shape. It checks every index; columns are padded and lengths clipped before it.
+
+    Args:
+      rows, heads: of q.
+      scope: of the workspace.
+      softmax_scale: what q·k is multiplied by.
+      has_sink: whether the call has an attention sink.
+      assume_valid_indices: takes the lengths as they are.
+      log2: max_logits and lse in base 2.
+      keeps_memory: see `decode.Options`.
+
+    Returns:
+      As `prefill.prepare`; it writes into nothing given.
+    """
+    library, padded = flashmla.library(), flashmla.padded_heads(heads)
+    has_lengths = scope.rows_per_length > 0
+    width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
+    clips = has_lengths and not assume_valid_indices
+    # SM100's kernel reads rows beyond the length, NaN included.
+    rewrites = width != scope.topk or (clips and device.compute_capability[0] == 10)
+    sanitise = None
+    if rewrites or clips:
+        table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=rewrites)
+        sanitise = Sanitiser(rows, 1, [table], 0, padded, keeps_memory)
+    asks_for_log2 = log2 and not library.log2_prefill
+    at_once = _prefill_at_once(_operator("sparse_prefill_fwd"), sanitise, softmax_scale, rewrites, asks_for_log2)
+    wants_natural = library.log2_prefill and not log2
+    return at_once if padded == heads and not wants_natural else _prefill_padded(at_once, heads, padded, wants_natural)
+
+
+def _prefill_at_once(
+    operator: Callable, sanitise: Sanitiser | None, scale: float, rewrites: bool, asks_for_log2: bool
+) -> Callable[..., Results]:
+    """For calls whose results are the operator's."""
+
+    def run(q, kv, indices, lengths, attn_sink, into=None):
+        if sanitise is not None:
+            safe = sanitise.again(indices, lengths, None, None, None) or sanitise(indices, lengths, None, None, None)
+            lengths = safe[1]
+            if rewrites:
+                indices = safe[0]
+        if asks_for_log2:
+            return tuple(operator(q, kv, indices, scale, V_DIM, attn_sink, lengths, True))
+        return tuple(operator(q, kv, indices, scale, V_DIM, attn_sink, lengths))
+
+    return run
+
+
+def _prefill_padded(at_once: Callable[..., Results], heads: int, padded: int, wants_natural: bool) -> Callable:
+    """For padded heads, and for results that come in base 2 and are wanted in natural units."""
+
+    def run(q, kv, indices, lengths, attn_sink, into=None):
+        q = _pad_heads(q, padded)
+        attn_sink = attn_sink if attn_sink is None else _pad_heads(attn_sink[:, None], padded)[:, 0]
+        results = at_once(q, kv, indices, lengths, attn_sink)
+        out, max_logits, lse = (x[:, :heads].contiguous() for x in results)
+        if wants_natural:
+            max_logits.mul_(_LN_2)
+            lse.mul_(_LN_2)
+        return out, max_logits, lse
+
+    return run
+
+
+def _operator(name: str) -> Callable:
+    """FlashMLA's. Its `OpOverload` in Python does nothing but call what is within."""
+    found = getattr(getattr(torch.ops, flashmla.library().namespace), name).default
+    return getattr(found, "_op", found)
+
+
+def _pad_heads(x: torch.Tensor, padded: int) -> torch.Tensor:
+    """`[..., heads, values]` with zeros behind the heads."""
+    if x.shape[-2] == padded:
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, padded - x.shape[-2]))
+
+
+def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> str | None:
+    """Why the prefill operator cannot take a call, beyond what its device and heads say; None if it can."""
+    topk, kv_len = indices.shape[-1], kv.shape[0]
+    if q.data_ptr() % 16 or kv.data_ptr() % 16 or indices.data_ptr() % 32:
+        return "its kernels read 16 bytes at a time, 32 of the indices: tensors must begin at multiples of that"
+    if topk == 0 or kv_len == 0:
+        return "its kernel needs a row of kv and an index column"
+    return None

@@ -1,0 +1,110 @@
+"""Calls prepared once: checked, routed and planned for their shapes, strides, dtypes and options, then remembered.
+
+What is left of a call is a lookup and its launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_sparse_mla.attention.route import Plan
+
+# Calls of new shapes forget the others when there are so many: a long-lived process does not grow.
+_MAX_CALLS = 4096
+# Bytes: no kernel asks for more (FlashMLA's for SM100, of prefill's indices); launcher.c's facts know as much.
+ALIGNMENT = 32
+
+Results = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass
+class Schedule:
+    """A split-KV schedule as the decode operator keeps it: None until its first call has filled it."""
+
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+
+
+class Prepared(NamedTuple):
+    """A call that was checked and routed.
+
+    Attributes:
+      run: takes the call's tensors and what it writes into; see `decode.prepare` and `prefill.prepare`.
+      plan: which backend, and why.
+      writes_into: whether `run` writes into results that it is given.
+      shape: of a decode call, `decode.Shape`.
+    """
+
+    run: Callable[..., Results]
+    plan: Plan
+    writes_into: bool
+    shape: tuple | None = None
+
+
+calls: dict[tuple, Prepared] = {}
+
+
+def facts(*tensors: Any) -> Hashable | None:
+    """What a call depends on of its tensors: dtype, device, shape, strides, alignment; None if `add` must find out.
+
+    Once there are CUDA tensors, `launcher.c`'s function takes the place of this one. It answers where they are on the
+    current device.
+    """
+    return None
+
+
+def find(options: tuple, tensors: tuple) -> Prepared | None:
+    """A call that was prepared with these options for such tensors on the current device, as far as `facts` says."""
+    return calls.get((options, facts(*tensors)))
+
+
+def add(options: tuple, tensors: tuple, new: Callable[..., Prepared]) -> Prepared:
+    """A call that `find` does not know: made by `new`, which checks it, and remembered."""
+    global facts
+    if facts is _unknown and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
+        facts = _facts_of_host()
+    known = facts(*tensors) or _facts_in_python(tensors)
+    found = calls.get((options, known)) if known else None
+    if found is None:
+        found = new(options, *tensors)
+        if len(calls) >= _MAX_CALLS:
+            calls.clear()
+        if known:
+            calls[options, known] = found
+    return found
+
+
+_unknown = facts
+
+
+def _facts_of_host() -> Callable[..., Hashable | None]:
+    from sparse_mla_torch.kernels import launcher
+
+    module = launcher.module()
+    return module.facts if module else lambda *tensors: None
+
+
+def _facts_in_python(tensors: tuple) -> tuple | None:
+    """None for what is no tensor: the checks say what is wrong."""
+    try:
+        return tuple([None if x is None else _facts_of(x) for x in tensors])
+    except AttributeError:
+        return None
+
+
+def _facts_of(x: torch.Tensor) -> tuple:
+    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() % ALIGNMENT
+
+
+def forget() -> None:
+    """Drops what was prepared: the environment's overrides are read again."""
+    calls.clear()
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, copied if its elements do not follow each other; None stays None."""
+    return None if x is None else x.contiguous()

@@ -1,0 +1,1 @@
+"""One module a backend: what it serves, needs and refuses, and its two functions."""

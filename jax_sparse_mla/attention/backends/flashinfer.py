@@ -1,0 +1,229 @@
+"""FlashInfer's sparse MLA of SM120 and SM121: decode of the FP8 caches, V4's two caches in one call.
+
+Compiled and checked against its planner and its argument checks; not run, for want of such a GPU. It has no prefill
+over a bf16 workspace: the router says so.
+
+FlashInfer's lse is base 2 and includes the sink, from which the lse without it cannot be had back where the sink is
+the larger: so it gets no sink, and `apply_attn_sink` follows. It skips negative indices and clips lengths, but trusts
+every other index: those outside the cache become −1 first. Scratch belongs to the call, so that XLA gives every layer
+the same memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, split_pages
+from jax_sparse_mla.xla import tvm
+from jax_sparse_mla.xla.tvm import Buffer
+
+_V_DIM = 512
+_CHUNK = 64  # index columns of one split
+_DECODE_ROWS = 64  # more rows go to the prefill entry, which reads the same caches without scratch
+_HEADS = (8, 16, 32, 64, 128)  # what the prefill entry is compiled for; decode takes any number up to 128
+_NO_KEY = -1e29  # lse below this: no valid key (kernels write −inf or −1e30)
+_MODELS = {KVLayout.V32_FP8: 0, KVLayout.V4_FP8: 1}  # FlashInfer's DSV3_2 and DSV4
+_SINGLE_GROUP, _MULTI_GROUP, _TWO_CACHES, _SWAPPED = 1, 2, 3, 4  # its prefill kernels
+
+# FlashInfer before 0.7 (0.6.18 is the oldest that has these entries as called here): pages of 64 tokens, of 2 as well
+# in the extra cache, and these index widths, by (layout, whether rows take the decode entry, number of caches).
+_OLD_PAGE = 64
+_OLD_EXTRA_PAGES = (64, 2)
+_OLD_WIDTHS = {
+    (KVLayout.V4_FP8, True, 1): (128, 192, 256, 512, 1024),
+    (KVLayout.V4_FP8, True, 2): (128, 192, 256, 512, 1024),
+    (KVLayout.V4_FP8, False, 1): (128, 192, 256, 512, 1024, 2048),
+    (KVLayout.V4_FP8, False, 2): (128,),
+    (KVLayout.V32_FP8, True, 1): (128, 512, 1024, 2048),
+    (KVLayout.V32_FP8, False, 1): (2048,),
+}
+_WINDOW = 128  # tokens of V4's sliding window, which must not straddle the pages that are split
+
+
+class _Table(NamedTuple):
+    cache: PagedKV
+    indices: jax.Array  # [rows, columns]
+    lengths: jax.Array  # [rows]
+
+
+def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array | None) -> _Table:
+    columns = indices.shape[-1]
+    indices = indices.reshape(indices.shape[0] * indices.shape[1], columns)
+    if lengths is None:
+        return _Table(cache, indices, jnp.full(indices.shape[0], columns, jnp.int32))
+    return _Table(cache, indices, lengths.reshape(-1))
+
+
+def available() -> bool:
+    """Whether flashinfer-python and the packages that carry its kernels into XLA are installed."""
+    return importlib.util.find_spec("flashinfer") is not None and tvm.available()
+
+
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+def decode(
+    q: jax.Array,  # [batch, q_len, heads, qk_dim]
+    cache: PagedKV,
+    indices: jax.Array,  # [batch, q_len, topk] slots of cache
+    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
+    extra_cache: PagedKV | None,
+    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
+    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: object,  # FlashMLA's; these kernels split by shape
+    *,
+    softmax_scale: float,
+    assume_valid_indices: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+    del schedule, assume_valid_indices  # every index is checked
+    layout = cache.layout
+    if layout not in _MODELS:
+        raise ValueError(f"sparse_mla_decode: flashinfer reads V32_FP8 and V4_FP8 caches, got {layout}")
+    batch, q_len, heads, qk_dim = q.shape
+    rows = batch * q_len
+    tables = [_table(cache, indices, topk_length)]
+    if extra_cache is not None:
+        tables.append(_table(extra_cache, extra_indices, extra_topk_length))
+    # A table without columns or a cache without pages has nothing to read.
+    tables = [table for table in tables if table.indices.shape[1] and table.cache.num_pages]
+    if not tables or not rows or not heads:
+        lse = jnp.full((batch, q_len, heads), -jnp.inf, jnp.float32)
+        return jnp.zeros((*lse.shape, _V_DIM), jnp.bfloat16), lse
+
+    q = q.reshape(rows, heads, qk_dim)
+    # Only V4's kernels read two caches.
+    calls = [tables] if layout == KVLayout.V4_FP8 else [[table] for table in tables]
+    parts = [_attend(q, call, softmax_scale) for call in calls]
+    out, lse = parts[0] if len(parts) == 1 else merge_attention(*zip(*parts))
+    if attn_sink is not None:
+        out = apply_attn_sink(out, lse, attn_sink)
+    return out.reshape(batch, q_len, heads, _V_DIM), lse.reshape(batch, q_len, heads)
+
+
+def _attend(q: jax.Array, tables: list[_Table], scale: float) -> tuple[jax.Array, jax.Array]:
+    """out bfloat16 `[rows, heads, 512]` and lse float32 `[rows, heads]` by one call, without a sink."""
+    rows, heads, _ = q.shape
+    layout, decodes, old = tables[0].cache.layout, rows <= _DECODE_ROWS, _before_0_7()
+    kernel_heads = heads if decodes and not old else next(n for n in _HEADS if n >= heads)
+    q = jnp.pad(q, ((0, 0), (0, kernel_heads - heads), (0, 0)))
+    if old:
+        widths = _OLD_WIDTHS[layout, decodes, len(tables)]
+        tables = [_old_pages(table, (_OLD_PAGE,) if i == 0 else _OLD_EXTRA_PAGES) for i, table in enumerate(tables)]
+    else:
+        widths = None if decodes else (-(-tables[0].indices.shape[1] // _CHUNK) * _CHUNK,)
+    tables[0] = _widened(tables[0], widths)
+
+    operands = [q]
+    for cache, indices, lengths in tables:
+        valid = (indices >= 0) & (indices < cache.num_slots)
+        operands += [cache.data, jnp.where(valid, indices, -1), lengths]
+    splits = sum(-(-table.indices.shape[1] // _CHUNK) for table in tables)
+    results = [
+        jax.ShapeDtypeStruct((rows, kernel_heads, _V_DIM), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, kernel_heads), jnp.float32),
+    ]
+    if decodes:
+        partial = (rows, scratch_heads(kernel_heads), splits)
+        results += [
+            jax.ShapeDtypeStruct((*partial, _V_DIM), jnp.bfloat16),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
+        ]
+    function, arguments = _call(
+        layout, [table.cache.page_size for table in tables], kernel_heads, decodes, splits, scale
+    )
+    out, lse, *_ = tvm.call(_module, function, arguments, results, *operands)
+    out, lse = out[:, :heads], lse[:, :heads]
+    no_key = lse <= _NO_KEY
+    return jnp.where(no_key[..., None], 0, out), jnp.where(no_key, -jnp.inf, lse * math.log(2))
+
+
+def scratch_heads(heads: int) -> int:
+    """Heads that decode's scratch has room for: 16 at a time, but 8 if there are 8."""
+    return 8 if heads == 8 else -(-heads // 16) * 16
+
+
+def _call(
+    layout: KVLayout, page_sizes: list[int], heads: int, decodes: bool, splits: int, scale: float
+) -> tuple[str, tuple]:
+    """The entry, and its arguments in its order: operands are q and three per cache, then come the results."""
+    caches = [
+        (Buffer(1 + 3 * i, size, layout.bytes_per_token), Buffer(2 + 3 * i), Buffer(3 + 3 * i))
+        for i, size in enumerate(page_sizes)
+    ]
+    first_result = 1 + 3 * len(caches)
+    out, lse, mid_out, mid_lse = (Buffer(first_result + i) for i in range(4))
+    (cache, indices, lengths), extra = caches[0], caches[1] if len(caches) == 2 else (None, None, None)
+    inputs, sink, model, old = (Buffer(0), cache, indices), None, _MODELS[layout], _before_0_7()
+    if not decodes:
+        # q, kv_cache, indices, output, out_lse, sm_scale, model_type, [variant,] topk_length, attn_sink,
+        # extra_kv_cache, extra_indices, extra_topk_length [, extra_fp4]
+        variant, fp4 = ((), ()) if old else ((_prefill_kernel(layout, len(caches), heads),), (False,))
+        arguments = (*inputs, out, lse, scale, model, *variant, lengths, sink, *extra, *fp4)
+        return "sparse_mla_sm120_paged_attention", arguments
+    # q, kv_cache, indices, mid_out, mid_lse, output, out_lse, num_splits, sm_scale, topk_length, attn_sink, …
+    arguments = (*inputs, mid_out, mid_lse, out, lse, splits, scale, lengths, sink)
+    chunks_per_block, lse_scale = -1, 1.0  # its own choice; base 2
+    if layout == KVLayout.V32_FP8:
+        # …, model_type, chunks_per_block [, lse_scale]
+        return "sparse_mla_sm120_decode_dsv3_2", (*arguments, model, chunks_per_block, *(() if old else (lse_scale,)))
+    # …, extra_kv_cache, extra_indices, extra_topk_length, [model_type,] chunks_per_block [, extra_fp4, lse_scale]
+    tail = (chunks_per_block,) if old else (model, chunks_per_block, False, lse_scale)
+    return "sparse_mla_sm120_decode_dsv4", (*arguments, *extra, *tail)
+
+
+def _prefill_kernel(layout: KVLayout, caches: int, heads: int) -> int:
+    if layout == KVLayout.V4_FP8:
+        return _TWO_CACHES if caches == 2 else _MULTI_GROUP
+    if heads >= 64:
+        return _SWAPPED
+    return _MULTI_GROUP if heads == 32 else _SINGLE_GROUP
+
+
+def _widened(table: _Table, widths: tuple[int, ...] | None) -> _Table:
+    """The table with columns of −1 up to the next of `widths`."""
+    columns = table.indices.shape[1]
+    if widths is None:
+        return table
+    if columns > max(widths):
+        raise ValueError(
+            f"sparse_mla_decode: flashinfer {_version()} takes up to {max(widths)} columns here, got {columns}; "
+            "0.7 takes any number"
+        )
+    padding = next(width for width in widths if width >= columns) - columns
+    return table._replace(indices=jnp.pad(table.indices, ((0, 0), (0, padding)), constant_values=-1))
+
+
+def _old_pages(table: _Table, sizes: tuple[int, ...]) -> _Table:
+    """The table over pages that FlashInfer before 0.7 reads: the pages that its indices touch, split to 64 tokens."""
+    cache = table.cache
+    if cache.page_size in sizes:
+        return table
+    if cache.page_size % _WINDOW:
+        raise ValueError(
+            f"sparse_mla_decode: flashinfer {_version()} reads pages of {' or '.join(map(str, sizes))} tokens, and "
+            f"only pages of whole {_WINDOW}-token windows are split for it, got {cache.page_size}; 0.7 reads any page"
+        )
+    return table._replace(cache=split_pages(cache, _OLD_PAGE, slots=table.indices))
+
+
+def _version() -> str:
+    return importlib.metadata.version("flashinfer-python")
+
+
+def _before_0_7() -> bool:
+    return tuple(int(part) for part in _version().split(".")[:2]) < (0, 7)
+
+
+@functools.cache
+def _module() -> Any:
+    from flashinfer.jit.mla import gen_sparse_mla_sm120_module
+
+    return gen_sparse_mla_sm120_module().build_and_load()

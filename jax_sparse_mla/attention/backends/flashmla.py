@@ -1,0 +1,361 @@
+"""FlashMLA's kernels from jitted JAX: SM90 and SM100, FP8 paged decode and bf16 prefill.
+
+They come as torch operators, from `sgl-flash-mla` or, where that is absent, from `sglang-kernel`;
+`torch_operator.torch_call` runs them inside XLA programs.
+The operators check little, and some of their checks end the process, so everything is
+put right before the call, and their results into this package's conventions after it:
+
+* Heads are padded to 64 or 128. The rows of a batch (batch · q_len) are requests of one query token each: lengths are
+  per query token, and one schedule serves any split of the rows into batch and q_len.
+* The decode kernel knows no invalid index but −1 and has no bounds check, and a sink below −2.36e38 makes NaN of a
+  split row without keys: `_sanitise` rewrites the index tables, lengths and sinks in one launch.
+* An empty row has lse +inf there; sglang-kernel's prefill statistics are base 2.
+* On SM90 the split-KV schedule is ours (`decode_schedule`), which has no limit on the batch; the vendor's has one.
+
+The operators allocate what they return with torch's allocator, and `torch_call` copies it into XLA's buffers: leave
+torch some of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION). These calls are never part of a CUDA graph; on an H200
+each takes about 36 µs of the host (V4, two caches): 23 in the operator, 7 for the two copies, 5 for the tensors. So a
+decode step of few rows, whose kernels take less, is bound by the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
+from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule, num_sm_parts
+from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.xla import torch_operator
+
+_V_DIM = 512
+DECODE_COLUMNS = 64  # the kernels scan whole blocks: topk is a multiple
+PREFILL_COLUMNS = 128
+
+# exp of this is 0 as exp(−inf) is, and its product with log2(e) is finite.
+LEAST_SINK = -1e30
+
+# The decode operator allocates (rows + partitions) · heads · 512 floats for partial results on every call, and counts
+# them in int32. More rows than fit in this go through in several calls.
+MAX_ACCUMULATOR_BYTES = 1 << 30
+
+
+# --- the operators ------------------------------------------------------------------------------------------------
+
+
+class Library(NamedTuple):
+    namespace: str  # in torch.ops
+    log2_prefill: bool  # its prefill returns max_logits and lse in base 2
+
+
+def available() -> bool:
+    """Whether FlashMLA's operators, torch and `torch_operator.torch_call` seem to be there; imports none of them."""
+    return importlib.util.find_spec("torch") is not None and has_operators() and torch_operator.available()
+
+
+def has_operators() -> bool:
+    """Whether a package is there with the operators for SM90 and for the V3.2 and V4 caches; imports none."""
+    return bool(_files("flash_mla", "_C_legacy*.so") or _sgl_kernel_files())
+
+
+def _files(package: str, pattern: str) -> list[Path]:
+    """Files beside a package's modules."""
+    spec = importlib.util.find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return [path for folder in folders for path in Path(folder).glob(pattern)]
+
+
+def _sgl_kernel_files() -> list[Path]:
+    return _files("sgl_kernel", "flashmla_ops*.so")
+
+
+@functools.cache
+def library() -> Library:
+    """Loads the operators, from the first package that has them."""
+    failures = []
+    for load in (_load_flash_mla, _load_sgl_kernel):
+        try:
+            return load()
+        except (ImportError, OSError, RuntimeError) as error:
+            failures.append(f"{load.__name__.removeprefix('_load_')}: {error}")
+    raise RuntimeError(
+        f"FlashMLA cannot be loaded ({'; '.join(failures)}); JAX_SPARSE_MLA_BACKEND names another backend"
+    )
+
+
+def _load_flash_mla() -> Library:
+    import flash_mla
+
+    if not hasattr(flash_mla, "has_legacy") or not flash_mla.has_legacy():
+        raise ImportError("this build lacks the kernels for SM90 and for the V3.2 and V4 caches")
+    return Library("flash_mla_legacy", log2_prefill=False)
+
+
+def _load_sgl_kernel() -> Library:
+    import torch
+
+    libraries = _sgl_kernel_files()
+    if not libraries:
+        raise ImportError("not installed, or without flashmla_ops")
+    torch.ops.load_library(str(libraries[0]))
+    return Library("sgl_kernel", log2_prefill=True)
+
+
+# --- decode -------------------------------------------------------------------------------------------------------
+
+
+class _Table(NamedTuple):
+    """A cache and what each row reads of it."""
+
+    cache: PagedKV
+    indices: jax.Array  # [rows, topk] slots of cache
+    lengths: jax.Array | None  # [rows]
+
+
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+def decode(
+    q: jax.Array,  # [batch, q_len, heads, qk_dim]
+    cache: PagedKV,
+    indices: jax.Array,  # [batch, q_len, topk] slots of cache
+    topk_length: jax.Array | None,  # [batch, q_len]
+    extra_cache: PagedKV | None,
+    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
+    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: DecodeSchedule | None,
+    *,
+    softmax_scale: float,
+    assume_valid_indices: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+    batch, q_len, heads, qk_dim = q.shape
+    rows = batch * q_len
+
+    def table(cache, indices, lengths):
+        lengths = None if lengths is None else lengths.reshape(rows)
+        return _Table(cache, indices.reshape(rows, indices.shape[-1]), lengths)
+
+    tables = [table(cache, indices, topk_length)]
+    if extra_cache is not None and extra_indices.shape[-1]:
+        tables.append(table(extra_cache, extra_indices, extra_topk_length))
+    q = q.reshape(rows, heads, qk_dim)
+    options = {"softmax_scale": softmax_scale, "assume_valid_indices": assume_valid_indices}
+    if len(tables) == 2 and cache.layout == KVLayout.V32_FP8:  # its kernel reads one cache
+        parts = [_decode_rows(q, [table], None, None, **options) for table in tables]
+        out, lse = merge_attention(*zip(*parts))
+        out = out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)
+    else:
+        out, lse = _decode_rows(q, tables, attn_sink, schedule, **options)
+    return out.reshape(batch, q_len, heads, _V_DIM), lse.reshape(batch, q_len, heads)
+
+
+def _decode_rows(
+    q: jax.Array,  # [rows, heads, qk_dim]
+    tables: list[_Table],
+    attn_sink: jax.Array | None,
+    schedule: DecodeSchedule | None,
+    *,
+    softmax_scale: float,
+    assume_valid_indices: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """out `[rows, heads, 512]`, lse `[rows, heads]`, in as many calls as the accumulators need."""
+    rows, heads, _ = q.shape
+    readable = [table for table in tables if table.cache.num_slots]
+    if rows == 0 or heads == 0 or not any(table.indices.shape[1] for table in readable):
+        return _nothing(rows, heads)
+    # The kernel reads page 0 also for −1, and needs a column: a table without either names nothing in the other cache.
+    tables = [
+        table
+        if table.cache.num_slots and table.indices.shape[1]
+        else _Table(readable[0].cache, jnp.full((rows, max(table.indices.shape[1], 1)), -1, jnp.int32), table.lengths)
+        for table in tables
+    ]
+    device = DeviceInfo.current()
+    chunk = MAX_ACCUMULATOR_BYTES // (padded_heads(heads) * _V_DIM * 4) - device.sm_count
+    pieces = []
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        some = [
+            _Table(cache, indices[part], lengths if lengths is None else lengths[part])
+            for cache, indices, lengths in tables
+        ]
+        fitting = _schedule(schedule if chunk >= rows else None, some, q[part].shape, device)
+        pieces.append(_decode_call(q[part], some, attn_sink, fitting, softmax_scale, assume_valid_indices))
+    return pieces[0] if len(pieces) == 1 else tuple(jnp.concatenate(x) for x in zip(*pieces))
+
+
+def _schedule(
+    given: DecodeSchedule | None, tables: list[_Table], shape: tuple[int, ...], device: DeviceInfo
+) -> DecodeSchedule | None:
+    """The caller's schedule, or one for these rows; None on SM100, whose partitions the operator plans itself."""
+    if device.compute_capability is not None and device.compute_capability[0] == 10:
+        return None
+    if given is not None:
+        parts, wanted = given.tile_scheduler_metadata.shape[0], num_sm_parts(device, shape[1])
+        if parts != wanted:
+            raise ValueError(
+                f"sparse_mla_decode: schedule must have this device's {wanted} partitions, got {parts}: it was built "
+                "for another device"
+            )
+        return given
+    wanted = DecodeShape(shape[0], 1, shape[1], *(table.indices.shape[1] for table in tables))
+    if tables[0].cache.layout == KVLayout.V32_FP8 or all(table.lengths is None for table in tables):
+        with jax.ensure_compile_time_eval():  # this depends on the shape alone: a constant of the program
+            return decode_schedule(wanted, device=device)
+    return decode_schedule(wanted, *(table.lengths for table in tables), device=device)
+
+
+def _decode_call(
+    q: jax.Array,
+    tables: list[_Table],
+    attn_sink: jax.Array | None,
+    schedule: DecodeSchedule | None,
+    softmax_scale: float,
+    assume_valid_indices: bool,
+) -> tuple[jax.Array, jax.Array]:
+    rows, heads, qk_dim = q.shape
+    padded = padded_heads(heads)
+    if not assume_valid_indices or any(table.indices.shape[1] % DECODE_COLUMNS for table in tables):
+        tables, attn_sink = _sanitise(tables, attn_sink, padded)
+    elif attn_sink is not None:
+        attn_sink = _pad_heads(attn_sink[None], padded)[0]
+    if tables[0].cache.layout == KVLayout.V32_FP8:  # takes no lengths: what lies beyond them is −1
+        tables = [table._replace(lengths=None) for table in tables]
+    arguments = {
+        "q": _pad_heads(q, padded).reshape(rows, 1, padded, qk_dim),
+        "attn_sink": attn_sink,
+        "tile_scheduler_metadata": None if schedule is None else schedule.tile_scheduler_metadata,
+        "num_splits": None if schedule is None else schedule.num_splits,
+        "extra_kv": None,
+        "extra_indices": None,
+        "extra_topk_length": None,
+        "d_v": _V_DIM,
+        "sm_scale": softmax_scale,
+    }
+    for prefix, (cache, indices, lengths) in zip(("", "extra_"), tables):
+        arguments[f"{prefix}kv"] = _pages(cache)
+        arguments[f"{prefix}indices"] = indices[:, None, :]
+        arguments[f"{prefix}topk_length"] = lengths
+    results = [
+        jax.ShapeDtypeStruct((rows, heads, _V_DIM), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, padded), jnp.float32),
+    ]
+    out, lse = torch_operator.torch_call(f"{library().namespace}::sparse_decode_fwd", arguments, results)
+    return out, _natural_lse(lse[:, :heads], log2=False)
+
+
+def _pages(cache: PagedKV) -> torch_operator.Strided:
+    """The operator's view, `[pages, page_size, 1, bytes per token]`; what pads a page is in the stride."""
+    width = cache.layout.bytes_per_token
+    sizes = (cache.num_pages, cache.page_size, 1, width)
+    return torch_operator.Strided(cache.data, sizes, (cache.data.shape[1], width, width, 1))
+
+
+def _sanitise(tables: list[_Table], attn_sink: jax.Array | None, padded: int) -> tuple[list[_Table], jax.Array | None]:
+    """−1 for what names no slot or lies beyond a length, lengths clipped, columns padded to whole blocks; the sink."""
+    num_slots = [table.cache.num_slots for table in tables]
+    widths = [math.ceil(table.indices.shape[1] / DECODE_COLUMNS) * DECODE_COLUMNS for table in tables]
+    given = [(table.indices, table.lengths) for table in tables], attn_sink
+    leaves, structure = jax.tree.flatten(given)
+
+    def kernel(*leaves):
+        from jax_sparse_mla.kernels.triton import launch_jax
+
+        sizes = {"num_slots": num_slots, "widths": widths, "heads": padded}
+        return launch_jax.sanitise(*jax.tree.unflatten(structure, leaves), **sizes, least_sink=LEAST_SINK)
+
+    def plain(*leaves):
+        pairs, sink = jax.tree.unflatten(structure, leaves)
+        if sink is not None:
+            sink = _pad_heads(jnp.maximum(sink, LEAST_SINK)[None], padded)[0]
+        return [sanitise_reference(*pair, *sizes) for pair, *sizes in zip(pairs, num_slots, widths)], sink
+
+    safe, attn_sink = dispatch(kernel, plain, *leaves)
+    return [_Table(table.cache, *pair) for table, pair in zip(tables, safe)], attn_sink
+
+
+def sanitise_reference(
+    indices: jax.Array, lengths: jax.Array | None, num_slots: int, width: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """`_sanitise` of one table in plain JAX: indices `[rows, width]` and lengths."""
+    topk = indices.shape[1]
+    valid = (indices >= 0) & (indices < num_slots)
+    if lengths is not None:
+        lengths = jnp.clip(lengths, 0, topk)
+        valid &= jnp.arange(topk) < lengths[:, None]
+    return jnp.pad(jnp.where(valid, indices, -1), ((0, 0), (0, width - topk)), constant_values=-1), lengths
+
+
+# --- prefill ------------------------------------------------------------------------------------------------------
+# Its kernel checks every index against kv_len: nothing to sanitise.
+
+
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "v_dim"))
+def prefill(
+    q: jax.Array,  # [q_len, heads, qk_dim]
+    kv: jax.Array,  # [kv_len, qk_dim]
+    indices: jax.Array,  # [q_len, topk] rows of kv
+    topk_length: jax.Array | None,  # [q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: object,
+    *,
+    softmax_scale: float,
+    v_dim: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+    del schedule, v_dim
+    (rows, heads, _), topk = q.shape, indices.shape[1]
+    if 0 in (rows, heads, topk, kv.shape[0]):
+        out, lse = _nothing(rows, heads)
+        return out, lse, lse
+    vendor, padded = library(), padded_heads(heads)
+    if topk_length is not None:
+        topk_length = jnp.clip(topk_length, 0, topk)
+        capability = DeviceInfo.current().compute_capability
+        if capability is not None and capability[0] == 10:  # its kernel reads rows beyond the length, NaN included
+            indices = jnp.where(jnp.arange(topk) < topk_length[:, None], indices, -1)
+    indices = jnp.pad(indices, ((0, 0), (0, -topk % PREFILL_COLUMNS)), constant_values=-1)
+    arguments = {
+        "q": _pad_heads(q, padded),
+        "kv": kv[:, None, :],
+        "indices": indices[:, None, :],
+        "sm_scale": softmax_scale,
+        "d_v": _V_DIM,
+        "attn_sink": None if attn_sink is None else _pad_heads(attn_sink[None], padded)[0],
+        "topk_length": topk_length,
+    }
+    statistics = jax.ShapeDtypeStruct((rows, padded), jnp.float32)
+    results = [jax.ShapeDtypeStruct((rows, heads, _V_DIM), jnp.bfloat16), statistics, statistics]
+    out, max_logits, lse = torch_operator.torch_call(f"{vendor.namespace}::sparse_prefill_fwd", arguments, results)
+    max_logits = max_logits[:, :heads] * (math.log(2) if vendor.log2_prefill else 1)
+    return out, max_logits, _natural_lse(lse[:, :heads], vendor.log2_prefill)
+
+
+# --- shared -------------------------------------------------------------------------------------------------------
+
+
+def _natural_lse(lse: jax.Array, log2: bool) -> jax.Array:
+    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)  # the operators' lse of an empty row
+    return lse * math.log(2) if log2 else lse
+
+
+def _nothing(rows: int, heads: int) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros((rows, heads, _V_DIM), jnp.bfloat16), jnp.full((rows, heads), -jnp.inf, jnp.float32)
+
+
+def padded_heads(heads: int) -> int:
+    return 64 if heads <= 64 else 128
+
+
+def _pad_heads(x: jax.Array, padded: int) -> jax.Array:
+    """`[rows, heads, ...]` with zeros behind the heads."""
+    return jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), *((0, 0),) * (x.ndim - 2)))

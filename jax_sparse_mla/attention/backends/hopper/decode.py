@@ -1,0 +1,81 @@
+"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode.cu`: FP8 caches, any head count, any topk.
+
+They are called through TVM FFI: XLA gives them results and scratch, and may record them in a command buffer. The
+launch is planned from static shapes; lengths and indices stay data.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.kernels.sm90.decode_plan import V_DIM, decode_plan
+from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.xla import tvm
+from jax_sparse_mla.xla.tvm import Buffer
+
+_PART_DTYPES = (jnp.float32, jnp.float32, jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+def decode(
+    q: jax.Array,  # [batch, q_len, heads, qk_dim]
+    cache: PagedKV,
+    indices: jax.Array,  # [batch, q_len, topk] slots of cache
+    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
+    extra_cache: PagedKV | None,
+    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
+    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    attn_sink: jax.Array | None,  # [heads]
+    schedule: object,  # FlashMLA's; this kernel makes its own
+    *,
+    softmax_scale: float,
+    assume_valid_indices: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+    del schedule, assume_valid_indices  # every index is checked
+    batch, q_len, heads, _ = q.shape
+    shapes = (
+        jax.ShapeDtypeStruct((batch, q_len, heads, V_DIM), jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
+    )
+    # A table without columns or a cache without rows has nothing to read.
+    tables = [(cache, indices, topk_length), (extra_cache, extra_indices, extra_topk_length)]
+    tables = [table for table in tables if table[0] is not None and table[0].data.size and table[1].size]
+    if 0 in (batch, q_len, heads) or not tables:
+        return jnp.zeros(shapes[0].shape, jnp.bfloat16), jnp.full(shapes[1].shape, -jnp.inf, jnp.float32)
+    plan = decode_plan(
+        batch * q_len,
+        heads,
+        tuple(table[1].shape[-1] for table in tables),
+        has_lengths=any(table[2] is not None for table in tables),
+        sm_count=DeviceInfo.current().sm_count,
+    )
+    operands: list[jax.Array] = []
+
+    def operand(x: jax.Array | None) -> Buffer | None:
+        if x is None:
+            return None
+        operands.append(x)
+        return Buffer(len(operands) - 1)
+
+    q_buffer = operand(q)
+    tables = ([*tables, (None, None, None)])[:2]
+    buffers = [operand(x) for cache, *rest in tables for x in (cache and cache.data, *rest)]
+    sink = operand(attn_sink)
+    pages = [x for cache, *_ in tables for x in _pages(cache)]
+    results = shapes + tuple(jax.ShapeDtypeStruct(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES))
+    places = [Buffer(len(operands) + i) for i in range(len(results))] + [None] * (5 - len(results))
+    numbers = (*pages, softmax_scale, float("-inf"), plan.tile, plan.groups, plan.cuts)
+    arguments = (q_buffer, *buffers, sink, *numbers, *places)
+    out, lse, *_ = tvm.call(build.sparse_decode_module, "sparse_decode", arguments, results, *operands)
+    return out, lse
+
+
+def _pages(cache: PagedKV | None) -> tuple[int, int, int]:
+    """Number of slots, slots and bytes of a page."""
+    return (0, 1, 0) if cache is None else (cache.num_slots, cache.page_size, cache.data.shape[1])

@@ -1,0 +1,108 @@
+"""Triton kernels: one source each, launched by jax-triton inside XLA programs and by torch on its own stream.
+
+Nothing here imports triton until a kernel is wanted, so the package imports without it. `dispatch` is how a JAX
+function takes a kernel: where the program is lowered for CUDA the kernel runs, everywhere else, and under `vmap`,
+the plain JAX code that defines the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+__all__ = ["available", "dispatch", "dispatch_tree", "on_cuda", "use_triton", "varying"]
+
+
+def use_triton() -> bool:
+    """Whether programs traced now may take Triton kernels.
+
+    True with an NVIDIA GPU as JAX's default backend and triton and jax-triton importable, unless the environment
+    says `JAX_SPARSE_MLA_BACKEND=reference`.
+    """
+    return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and available()
+
+
+@functools.cache
+def available() -> bool:
+    """Whether JAX's default backend is an NVIDIA GPU and triton and jax-triton are importable."""
+    if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
+        return False
+    # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        importlib.import_module("triton")
+        importlib.import_module("jax_triton")
+    except ImportError:
+        return False
+    finally:
+        if cache_dir is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = cache_dir
+    return True
+
+
+def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+    """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
+
+    Args:
+      kernel: calls `xla.triton_call.triton_call`, which has no batching rule.
+      plain: the same function in plain JAX.
+      args: arrays; what else the two need, they close over. Nothing is differentiated through either: the results
+        are bytes, indices, or rows of bytes.
+    """
+    if not use_triton():
+        return plain(*args)
+    return on_cuda(kernel, plain, *jax.lax.stop_gradient(args))
+
+
+def on_cuda(
+    kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array, kernel_batches: bool = False
+) -> Any:
+    """`dispatch` of a kernel of any kind, which the caller knows to be usable; under `jit`.
+
+    A kernel that batches serves under `vmap` as well. Differentiated, it raises what the kernel's call raises: a
+    gradient needs a kernel of its own.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def guarded(*args):
+        return varying(kernel, plain, *args)
+
+    @guarded.def_vmap
+    def batched(axis_size, in_batched, *batched_args):
+        function = functools.partial(varying, kernel, plain) if kernel_batches else plain
+        axes = tuple(0 if b else None for b in in_batched)
+        out = jax.vmap(function, in_axes=axes, axis_size=axis_size)(*batched_args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
+
+
+def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+    """`kernel(*args)`, its results varying over the mesh axes of a `shard_map` that `plain(*args)` vary over.
+
+    A custom call's results count as the same on all devices.
+    """
+    return jax.tree.map(_varying_like, kernel(*args), jax.eval_shape(plain, *args))
+
+
+def dispatch_tree(kernel: Callable[..., Any], plain: Callable[..., Any], *trees: Any) -> Any:
+    """`dispatch` of functions whose arguments are pytrees of arrays."""
+    leaves, structure = jax.tree.flatten(trees)
+
+    def of_leaves(function):
+        return lambda *leaves: function(*structure.unflatten(leaves))
+
+    return dispatch(of_leaves(kernel), of_leaves(plain), *leaves)
+
+
+def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    wanted = shape.manual_axis_type.varying if shape.manual_axis_type else frozenset()
+    axes = tuple(sorted(wanted - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, axes, to="varying") if axes else x

@@ -1,0 +1,215 @@
+"""Top-k over indexer logits, and what its positions become: slots of a cache, or rows of a gathered KV."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
+from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
+
+_INT_MIN = -(2**31)
+_OUTSIDE_KEY = _INT_MIN  # below every column of the window
+_NAN_KEY = _INT_MIN + 1  # below every number; the key of −inf is INT_MIN + 0x7fffff
+
+
+class TopkTransform(enum.Enum):
+    """What the positions of a top-k become.
+
+    PAGED: slots of the paged cache, through the request's page table. RAGGED: rows of the concatenated KV of
+    this step's requests.
+    """
+
+    PAGED = "paged"
+    RAGGED = "ragged"
+
+
+def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None = None) -> jax.Array:
+    """The positions of the `topk` largest logits of each row's window.
+
+    Row i's window is the columns `row_starts[i] … row_starts[i] + lengths[i] − 1`; column `row_starts[i] + j`
+    is position j. A row with `lengths[i] <= topk` gives 0 … length−1 and does not read its logits. Ties go to
+    the lower position, −0.0 equals +0.0, NaN is below every number, and −inf inside the window counts as any
+    other value.
+
+    Args:
+      logits: float32 or bfloat16 `[rows, columns]`.
+      lengths: int32 `[rows]`, positions of each row; negative means 0.
+      topk: how many positions, at least 1 (static).
+      row_starts: int32 `[rows]`, the column of each row's position 0; None means 0 everywhere.
+
+    Returns:
+      int32 `[rows, topk]`: positions in no specified order (0 … length−1 where all are given), padded with −1
+      at the end. A position of a longer row whose column the logits do not have is never given.
+
+    Raises:
+      TypeError: an array of another dtype, a topk that is not an int.
+      ValueError: shapes that do not agree, a topk below 1.
+    """
+    check = ArgumentChecks("topk_positions")
+    logits, lengths, topk, row_starts = _check_topk(check, logits, lengths, topk, row_starts)
+    return _topk(logits, lengths, topk, backend=_named_backend(), row_starts=row_starts)
+
+
+def _named_backend() -> str | None:
+    """Asked for at each call, so that programs are kept for each."""
+    return os.environ.get("JAX_SPARSE_MLA_TOPK_BACKEND") or None
+
+
+def _check_topk(check, logits, lengths, topk, row_starts):
+    logits = check("logits", logits, ("rows", "columns"), FLOATS)
+    lengths = check("lengths", lengths, ("rows",), INT32)
+    row_starts = check.optional("row_starts", row_starts, ("rows",), INT32)
+    return logits, lengths, check.static_int("topk", topk, minimum=1), row_starts
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "page_size", "backend"))
+def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
+    """`topk_reference` of the same arguments, or the kernel that equals it: `backend`, or what `topk_route` decides."""
+    given = {name: x for name, x in optional.items() if x is not None}
+
+    def kernel(logits, lengths, *arrays):
+        from jax_sparse_mla.kernels.triton import launch_topk
+
+        named = dict(zip(given, arrays))
+        chosen = launch_topk.plan(*logits.shape, topk, backend).backend
+        if chosen == "xla":
+            return plain(logits, lengths, *arrays)
+        if chosen == "flashinfer":
+            positions = topk_flashinfer.topk_positions(logits, lengths, topk, named.pop("row_starts", None))
+            return _indices_of(positions, page_size, **named)
+        launch = launch_topk.topk_cuda if chosen == "cuda" else launch_topk.topk_triton
+        return launch(logits, lengths, topk=topk, page_size=page_size, **named)
+
+    def plain(logits, lengths, *arrays):
+        return topk_reference(logits, lengths, topk, page_size, **dict(zip(given, arrays)))
+
+    if logits.size == 0:
+        return plain(logits, lengths, *given.values())
+    return dispatch(kernel, plain, logits, lengths, *given.values())
+
+
+def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):
+    """Positions, or with a page table slots, or with offsets rows of the concatenated KV, in plain JAX."""
+    return _indices_of(_topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
+
+
+def _indices_of(positions, page_size, *, page_table=None, row_to_request=None, offsets=None):
+    if offsets is not None:
+        return add_or_minus_one(positions, offsets[:, None])
+    if page_table is not None:
+        row = jnp.arange(positions.shape[0], dtype=jnp.int32) if row_to_request is None else row_to_request
+        return page_slot_or_minus_one(page_table, row[:, None], positions, page_size)
+    return positions
+
+
+def _topk_positions(logits, lengths, topk, row_starts):
+    rows, columns = logits.shape
+    lengths = jnp.maximum(lengths, 0)[:, None]
+    starts = jnp.zeros((rows, 1), jnp.int32) if row_starts is None else row_starts[:, None]
+
+    selected = jnp.full((rows, topk), -1, jnp.int32)
+    if count := min(topk, columns):
+        column = jnp.arange(columns, dtype=jnp.int32)[None, :]
+        # Unsigned: the distance to a hostile negative start may exceed INT_MAX, and that of a column before
+        # the start wraps to more than INT_MAX, which no length reaches.
+        distance = column.astype(jnp.uint32) - starts.astype(jnp.uint32)
+        inside = distance < lengths.astype(jnp.uint32)
+        keys, chosen = jax.lax.top_k(jnp.where(inside, _ordered_keys(logits), _OUTSIDE_KEY), count)
+        positions = jnp.where(keys == _OUTSIDE_KEY, -1, chosen - starts)
+        selected = selected.at[:, :count].set(positions)
+
+    rank = jnp.arange(topk, dtype=jnp.int32)[None, :]
+    everything = jnp.where(rank < lengths, rank, -1)
+    return jnp.where(lengths <= topk, everything, selected)
+
+
+def _ordered_keys(logits: jax.Array) -> jax.Array:
+    """int32 keys in the order of the floats, by their bits: float comparison may flush denormals to 0."""
+    if logits.dtype == jnp.bfloat16:
+        bits = jax.lax.bitcast_convert_type(logits, jnp.uint16).astype(jnp.int32) << 16
+    else:
+        bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    ordered = jnp.where(bits < 0, -magnitude - 1, magnitude)
+    ordered = jnp.where(magnitude == 0, 0, ordered)  # −0.0 is +0.0
+    return jnp.where(magnitude > 0x7F800000, _NAN_KEY, ordered)
+
+
+def topk_transform(
+    logits: jax.Array,
+    lengths: jax.Array,
+    topk: int,
+    *,
+    method: TopkTransform,
+    page_table: jax.Array | None = None,
+    page_size: int = 1,
+    row_to_request: jax.Array | None = None,
+    topk_indices_offset: jax.Array | None = None,
+    row_starts: jax.Array | None = None,
+) -> jax.Array:
+    """`topk_positions`, mapped to what the attention kernel's indices address.
+
+    PAGED maps position j of row i to the slot `page_table[r, j // page_size] * page_size + j % page_size`
+    with `r = row_to_request[i]`, or i without it. RAGGED maps it to `j + topk_indices_offset[i]`. Arguments
+    of the other method are ignored, so that one call serves whatever the metadata chose.
+
+    The set is the same in every run; its order, and with it the last bits of an attention over it, depends on the
+    engine. "triton" (ascending positions) and "xla" (descending logits) give the same order in every run; "cuda", the
+    default on an NVIDIA GPU that it can be built for, and "flashinfer" give the order in which their threads finish.
+    `JAX_SPARSE_MLA_TOPK_BACKEND` names an engine; programs keep the one that they were traced with.
+
+    Args:
+      logits: float32 or bfloat16 `[rows, columns]`.
+      lengths: int32 `[rows]`, positions of each row; negative means 0.
+      topk: how many indices, at least 1 (static).
+      method: PAGED or RAGGED (static); `select_topk_transform` chooses it.
+      page_table: int32 `[R, pages]`, the pages of each request (PAGED).
+      page_size: tokens per page of `page_table`, at least 1 (static, PAGED).
+      row_to_request: int32 `[rows]`, each row's row of `page_table`; without it there must be one per row
+        (PAGED).
+      topk_indices_offset: int32 `[rows]`, where each row's request starts in the concatenated KV (RAGGED).
+      row_starts: int32 `[rows]`, the column of each row's position 0; None means 0 everywhere.
+
+    Returns:
+      int32 `[rows, topk]`, padded with −1; −1 also at the place of a position whose page is negative or not
+      in the table, whose row is not in the table, or whose index does not fit int32.
+
+    Raises:
+      TypeError: an array of another dtype, a method that is not a TopkTransform.
+      ValueError: shapes that do not agree, PAGED without `page_table`, RAGGED without `topk_indices_offset`.
+    """
+    check = ArgumentChecks("topk_transform")
+    logits, lengths, topk, row_starts = _check_topk(check, logits, lengths, topk, row_starts)
+    if not isinstance(method, TopkTransform):
+        raise TypeError(f"topk_transform: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}")
+
+    if method is TopkTransform.RAGGED:
+        if topk_indices_offset is None:
+            raise check.fail(
+                "topk_indices_offset is missing, and TopkTransform.RAGGED needs it; build_v32_metadata "
+                "builds it in ForwardMode.EXTEND only, with an fp8 cache and "
+                'prefill_backend="flashmla_sparse" (RAGGED mode); every other step, decode among them, must '
+                "be TopkTransform.PAGED"
+            )
+        offset = check("topk_indices_offset", topk_indices_offset, ("rows",), INT32)
+        return _topk(logits, lengths, topk, backend=_named_backend(), row_starts=row_starts, offsets=offset)
+
+    if page_table is None:
+        raise check.fail("page_table is missing, and TopkTransform.PAGED needs it")
+    page_table = check("page_table", page_table, ("R", None), INT32)
+    page_size = check.static_int("page_size", page_size, minimum=1)
+    row_to_request = check.optional("row_to_request", row_to_request, ("rows",), INT32)
+    rows, requests = check.dims["rows"], check.dims["R"]
+    if row_to_request is None and rows != requests:
+        raise check.fail(
+            f"page_table has {requests} rows for {rows} rows of logits: give row_to_request, or one row each"
+        )
+    paged = {"page_table": page_table, "row_to_request": row_to_request}
+    return _topk(logits, lengths, topk, page_size, backend=_named_backend(), row_starts=row_starts, **paged)

@@ -1,0 +1,442 @@
+"""Triton kernels of the indexer: its quantisers, for queries and into the key cache, and the logits.
+
+The rules are those of `jax_sparse_mla.indexer`. Logits are products of FP8 tensor cores: a key is a row of the first
+operand, a query's head a row of the second, so that relu, weights and the sum over heads stay within a few lanes.
+HARDWARE_FP8 says whether the GPU multiplies and converts e4m3 numbers (SM89 and up); elsewhere, and in Triton's
+interpreter, they become float16 in integer arithmetic, exactly.
+
+Two kernels walk over the columns. Decode: every program takes an equal share of all rows' blocks, whatever the lengths.
+Prefill: a tile of rows that share their pages scores a block of keys at once; rows of a tile that do not share them are
+scored one by one. What no row's length reaches is filled with -inf, and costs that only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from jax_sparse_mla.kernels.triton.kv_cache import _float32_to_e4m3, _locate
+
+_DIM = tl.constexpr(128)  # values of a key
+TOKEN_BYTES = 132
+_TOKEN_BYTES = tl.constexpr(TOKEN_BYTES)
+
+_MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
+_F32_MAX_BITS = tl.constexpr(0x7F7FFFFF)
+_F32_FLOOR_BITS = tl.constexpr(0x38D1B717)  # 1e-4, the smallest largest magnitude that a scale is made of
+_E4M3_MAX = tl.constexpr(448.0)
+
+_FILL = tl.constexpr(2048)  # columns that one store fills
+
+QUANTIZE_OPTIONS = {"LINES": 64, "num_warps": 8}
+WRITE_OPTIONS = {"TOKENS": 16, "num_warps": 4}
+DECODE_OPTIONS = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
+PREFILL_OPTIONS = {"ROWS": 4, "COLUMNS": 4096, "BLOCK": 64, "STAGES": 3, "num_warps": 4}
+
+# Programs of the decode kernel per multiprocessor: as many as fit beside each other, for their loads in flight.
+DECODE_PROGRAMS_PER_SM = 4
+# From this many rows on they are taken in tiles; fewer are other requests' most likely, with nothing to share.
+PREFILL_ROWS = 256
+
+
+class LogitsPlan(NamedTuple):
+    """How the logits of a shape are launched; constants include num_warps."""
+
+    kernel: Any
+    programs: int
+    constants: dict[str, int]
+
+
+def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int) -> LogitsPlan:
+    """For `[rows, heads, 128]` queries over `pages` pages each; no size is zero."""
+    capacity = pages * page_size  # no constant of the kernels: an eager engine's page tables grow from step to step
+    constants = {"PAGE_SIZE": page_size, "HEADS": heads}
+    constants["HEADS_POW2"] = max(triton.next_power_of_2(heads), 16)  # what a tensor core's operand has at least
+    if rows < PREFILL_ROWS:
+        constants |= DECODE_OPTIONS | {"ROWS_POW2": triton.next_power_of_2(rows)}
+        return LogitsPlan(index_logits_decode_kernel, DECODE_PROGRAMS_PER_SM * sm_count, constants)
+    constants |= PREFILL_OPTIONS
+    tiles, columns = triton.cdiv(rows, constants["ROWS"]), constants["COLUMNS"]
+    # Enough programs that the last ones to end are few; two run side by side on a multiprocessor.
+    while columns > 512 and tiles * triton.cdiv(capacity, columns) < 8 * sm_count:
+        columns //= 2
+    constants["COLUMNS"] = columns
+    constants["SLOTS_POW2"] = triton.next_power_of_2(triton.cdiv(columns, page_size) + 1)
+    return LogitsPlan(index_logits_prefill_kernel, tiles * triton.cdiv(capacity, columns), constants)
+
+
+# --- quantising ------------------------------------------------------------------------------------
+
+
+def quantize_programs(lines: int, sm_count: int) -> int:
+    """Programs of `quantize_index_q_kernel`: they share the lines out, and each makes the transform's matrix once."""
+    return min(triton.cdiv(lines, QUANTIZE_OPTIONS["LINES"]), 4 * sm_count)
+
+
+@triton.jit
+def _sylvester():
+    """Sylvester's matrix [128, 128] of signs, bfloat16: -1 where row and column share an odd number of set bits."""
+    i = tl.arange(0, _DIM)
+    common = i[:, None] & i[None, :]
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    return (1 - 2 * (common & 1)).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _hadamard(x, signs):
+    """x [n, 128], bfloat16 or float32, times the signs and 128^-0.5: float32."""
+    if x.dtype == tl.bfloat16:
+        transformed = tl.dot(x, signs)
+    else:
+        # Three bfloat16 numbers hold a float32, and their products with a sign are exact.
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        transformed = tl.dot(low, signs)
+        transformed = tl.dot(middle, signs, transformed)
+        transformed = tl.dot(high, signs, transformed)
+    return transformed * 0.08838834764831845
+
+
+@triton.jit
+def _quantize(x, HARDWARE_FP8: tl.constexpr):
+    """(e4m3 bytes, float32 scales) of rows of 128 values."""
+    # Bits of magnitudes order as the magnitudes do, and a NaN does not get lost among them.
+    amax = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
+    amax = tl.minimum(tl.maximum(amax, _F32_FLOOR_BITS), _F32_MAX_BITS).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.zeros_like(amax) + _E4M3_MAX)
+    value = x * tl.div_rn(tl.zeros_like(amax) + 1.0, scale)[:, None]
+    value = tl.where(value > _E4M3_MAX, _E4M3_MAX, tl.where(value < -_E4M3_MAX, -_E4M3_MAX, value))
+    return _float32_to_e4m3(value, HARDWARE_FP8), scale
+
+
+@triton.jit
+def quantize_index_q_kernel(
+    q_ptr,  # bfloat16 or float32 [n, 128]
+    n,
+    values_ptr,  # e4m3 [n, 128]
+    scale_ptr,  # float32 [n]
+    HADAMARD: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    first = tl.program_id(0) * LINES
+    if HADAMARD:
+        signs = _sylvester()
+    while first < n:
+        line = first + tl.arange(0, LINES)
+        inside = line < n
+        at = line.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
+        q = tl.load(q_ptr + at, mask=inside[:, None], other=0.0)
+        values, scale = _quantize(_hadamard(q, signs) if HADAMARD else q.to(tl.float32), HARDWARE_FP8)
+        tl.store(values_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + at, values, mask=inside[:, None])
+        tl.store(scale_ptr + line, scale, mask=inside)
+        first += tl.num_programs(0) * LINES
+
+
+@triton.jit
+def write_index_k_kernel(
+    slots_ptr,  # int32 [n]
+    k_ptr,  # bfloat16 or float32 [n, 128]
+    cache_in_ptr,  # the same buffer as cache_ptr
+    n,
+    num_pages,
+    cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
+    PAGE_SIZE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
+    valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
+    column = tl.arange(0, _DIM)[None, :]
+    k = tl.load(k_ptr + token.to(tl.int64)[:, None] * _DIM + column, mask=valid[:, None], other=0.0)
+    values, scale = _quantize(_hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32), HARDWARE_FP8)
+    start = page * (PAGE_SIZE * _TOKEN_BYTES)
+    # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
+    target = (start + offset * _DIM)[:, None] + tl.max_contiguous(column, (1, 8))
+    tl.store(cache_ptr + target, values, mask=valid[:, None])
+    scale_ptr = (cache_ptr + start + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(scale_ptr + offset, scale, mask=valid)
+
+
+# --- logits ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _operand(byte, HARDWARE_FP8: tl.constexpr):
+    """Bytes as what the tensor cores multiply: e4m3, or float16 numbers 2^-8 of the e4m3 ones."""
+    if HARDWARE_FP8:
+        return byte.to(tl.float8e4nv, bitcast=True)
+    else:
+        bits = byte.to(tl.int32)
+        # A NaN stays one; moved into a float16's exponent and mantissa its bits would be a number.
+        magnitude = tl.where((bits & 0x7F) == 0x7F, 0x7E00, (bits & 0x7F) << 7)
+        return (magnitude | ((bits & 0x80) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _load_queries(
+    q_ptr,
+    weights_ptr,
+    row,
+    rows,
+    HEADS: tl.constexpr,
+    HEADS_POW2: tl.constexpr,
+    ROWS: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+):
+    """(operand [128, ROWS * HEADS_POW2], weights [ROWS * HEADS_POW2]) of ROWS rows from `row` on."""
+    index = tl.arange(0, ROWS * HEADS_POW2)
+    head = index % HEADS_POW2
+    row = row + index // HEADS_POW2
+    inside = (head < HEADS) & (row < rows)
+    line = row.to(tl.int64) * HEADS + head
+    byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    byte = tl.load(byte_ptr + line[:, None] * _DIM + tl.arange(0, _DIM)[None, :], mask=inside[:, None], other=0)
+    weights = tl.load(weights_ptr + line, mask=inside, other=0.0)
+    if not HARDWARE_FP8:
+        weights *= 65536.0  # both operands are 2^-8 of their numbers
+    return tl.trans(_operand(byte, HARDWARE_FP8)), weights
+
+
+@triton.jit
+def _load_pages(table_ptr, first, stop, capacity, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The page of a block's columns, or the pages of each of them where a block is no part of a page."""
+    if PAGE_SIZE % BLOCK == 0:
+        return tl.load(table_ptr + first // PAGE_SIZE, mask=first < stop, other=-1)
+    else:
+        column = first + tl.arange(0, BLOCK)
+        return tl.load(table_ptr + column // PAGE_SIZE, mask=column < tl.minimum(stop, capacity), other=-1)
+
+
+@triton.jit
+def _score(
+    queries,  # [128, ROWS * HEADS_POW2]
+    weights,  # [ROWS * HEADS_POW2]
+    cache_ptr,
+    num_pages,
+    table_ptr,  # the pages of these rows
+    limit,  # [ROWS], the rows' lengths
+    out_ptr,  # [ROWS] pointers to their column 0
+    stored,  # [ROWS], whether to write the row
+    start,  # a multiple of BLOCK
+    stop,
+    capacity,
+    PAGE_SIZE: tl.constexpr,
+    HEADS_POW2: tl.constexpr,
+    ROWS: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Columns start ... of ROWS rows that read the same pages, in whole blocks up to `stop`; -inf past a length."""
+    dim = tl.arange(0, _DIM)[None, :]
+    # The pages of a block are known one block ahead, so that the pipeline of keys does not wait for them.
+    page = _load_pages(table_ptr, start, stop, capacity, PAGE_SIZE, BLOCK)
+    for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
+        column = first + tl.arange(0, BLOCK)
+        # A page of whole blocks gives addresses that differ by constants.
+        offset = first % PAGE_SIZE + tl.arange(0, BLOCK) if PAGE_SIZE % BLOCK == 0 else column % PAGE_SIZE
+        is_page = (page >= 0) & (page < num_pages)
+        start_of_page = tl.where(is_page, page, 0).to(tl.int64) * (PAGE_SIZE * _TOKEN_BYTES)
+        is_key = is_page & (column < capacity)
+        byte = tl.load(cache_ptr + (start_of_page + offset * _DIM)[:, None] + dim, mask=is_key[:, None], other=0)
+        scale_ptr = (cache_ptr + start_of_page + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
+        scale = tl.load(scale_ptr + offset, mask=is_key, other=0.0)
+        scores = tl.dot(_operand(byte, HARDWARE_FP8), queries, out_dtype=tl.float32)
+        # A key with a NaN has no number for a logit, as in the plain function.
+        scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
+        logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2) * scale[:, None]
+        logits = tl.where(is_key[:, None] & (column[:, None] < limit[None, :]), logits, float("-inf"))
+        tl.store(out_ptr[None, :] + column[:, None], logits, mask=stored[None, :] & (column[:, None] < capacity))
+        page = _load_pages(table_ptr, first + BLOCK, stop, capacity, PAGE_SIZE, BLOCK)
+
+
+@triton.jit
+def _fill(out_ptr, start, stop):
+    """-inf in columns start ... stop - 1 of a row."""
+    for first in range(start // 4 * 4, stop, _FILL):
+        column = first + tl.arange(0, _FILL)
+        tl.store(out_ptr + column, float("-inf"), mask=(column >= start) & (column < stop))
+
+
+@triton.jit
+def _blocks_end(length, BLOCK: tl.constexpr):
+    """The columns of the blocks that a length reaches into."""
+    return (length + (BLOCK - 1)) // BLOCK * BLOCK
+
+
+@triton.jit
+def index_logits_decode_kernel(
+    q_ptr,  # e4m3 [rows, HEADS, 128]
+    weights_ptr,  # float32 [rows, HEADS]
+    cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
+    page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
+    lengths_ptr,  # int32 [rows]
+    rows,
+    num_pages,
+    out_ptr,  # float32 [rows, capacity]
+    capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_POW2: tl.constexpr,
+    ROWS_POW2: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    pieces = tl.cdiv(capacity, _FILL)
+    piece = program
+    while piece < rows * pieces:
+        row = piece // pieces
+        first = piece % pieces * _FILL
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), capacity)
+        start = tl.maximum(_blocks_end(length, BLOCK), first)
+        _fill(out_ptr + row.to(tl.int64) * capacity, start, tl.minimum(first + _FILL, capacity))
+        piece += programs
+
+    # Blocks of all rows follow each other; each program takes the next share of them.
+    row = tl.arange(0, ROWS_POW2)
+    length = tl.load(lengths_ptr + row, mask=row < rows, other=0)
+    length = tl.minimum(tl.maximum(length, 0), capacity)
+    blocks = _blocks_end(length, BLOCK) // BLOCK
+    row_end = tl.cumsum(blocks, axis=0)
+    total = tl.sum(blocks, axis=0)
+    share, rest = total // programs, total % programs
+    block = program * share + tl.minimum(program, rest)
+    last = block + share + (program < rest).to(tl.int32)
+    one = tl.arange(0, 1)
+    while block < last:
+        current = tl.sum((row_end <= block).to(tl.int32), axis=0)
+        end = tl.sum(tl.where(row == current, row_end, 0), axis=0)
+        begin = end - tl.sum(tl.where(row == current, blocks, 0), axis=0)
+        limit = tl.sum(tl.where(row == current, length, 0), axis=0)
+        stop = tl.minimum(end, last)
+        queries, weights = _load_queries(q_ptr, weights_ptr, current, rows, HEADS, HEADS_POW2, 1, HARDWARE_FP8)
+        _score(
+            queries,
+            weights,
+            cache_ptr,
+            num_pages,
+            page_table_ptr + current.to(tl.int64) * (capacity // PAGE_SIZE),
+            limit + one,
+            out_ptr + (current.to(tl.int64) * capacity + one),
+            one == 0,
+            (block - begin) * BLOCK,
+            (stop - begin) * BLOCK,
+            capacity,
+            PAGE_SIZE,
+            HEADS_POW2,
+            1,
+            HARDWARE_FP8,
+            BLOCK,
+            STAGES,
+        )
+        block = stop
+
+
+@triton.jit
+def index_logits_prefill_kernel(
+    q_ptr,  # e4m3 [rows, HEADS, 128]
+    weights_ptr,  # float32 [rows, HEADS]
+    cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
+    page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
+    lengths_ptr,  # int32 [rows]
+    rows,
+    num_pages,
+    out_ptr,  # float32 [rows, capacity]
+    capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_POW2: tl.constexpr,
+    SLOTS_POW2: tl.constexpr,  # at least the pages that COLUMNS columns touch
+    HARDWARE_FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # Programs that run at the same time share their rows: the queries are read once, the keys stay in the L2.
+    chunks = tl.cdiv(capacity, COLUMNS)
+    table_width = capacity // PAGE_SIZE
+    first_row = tl.program_id(0) // chunks * ROWS
+    start = tl.program_id(0) % chunks * COLUMNS
+    stop = tl.minimum(start + COLUMNS, capacity)
+    row = first_row + tl.arange(0, ROWS)
+    in_rows = row < rows
+    length = tl.load(lengths_ptr + row, mask=in_rows, other=0)
+    length = tl.minimum(tl.maximum(length, 0), capacity)
+    longest = tl.max(length, axis=0)
+    scored = tl.maximum(tl.minimum(_blocks_end(longest, BLOCK), stop), start)
+    out = out_ptr + row.to(tl.int64) * capacity
+
+    if start < scored:
+        # The pages that a row reads must be those of the longest.
+        leader = tl.max(tl.where(length == longest, row, 0), axis=0)
+        page = start // PAGE_SIZE + tl.arange(0, SLOTS_POW2)[None, :]
+        reads = (page < table_width) & (page * PAGE_SIZE < stop)
+        theirs = tl.load(page_table_ptr + leader.to(tl.int64) * table_width + page, mask=reads, other=-1)
+        read = reads & (page * PAGE_SIZE < length[:, None])
+        own = tl.load(page_table_ptr + row.to(tl.int64)[:, None] * table_width + page, mask=read, other=-1)
+        differ = tl.max(tl.max((read & (own != theirs)).to(tl.int32), axis=1), axis=0)
+        if differ == 0:
+            queries, weights = _load_queries(q_ptr, weights_ptr, first_row, rows, HEADS, HEADS_POW2, ROWS, HARDWARE_FP8)
+            _score(
+                queries,
+                weights,
+                cache_ptr,
+                num_pages,
+                page_table_ptr + leader.to(tl.int64) * table_width,
+                length,
+                out,
+                in_rows,
+                start,
+                scored,
+                capacity,
+                PAGE_SIZE,
+                HEADS_POW2,
+                ROWS,
+                HARDWARE_FP8,
+                BLOCK,
+                STAGES,
+            )
+        else:
+            one = tl.arange(0, 1)
+            single = first_row
+            while single < tl.minimum(first_row + ROWS, rows):
+                queries, weights = _load_queries(q_ptr, weights_ptr, single, rows, HEADS, HEADS_POW2, 1, HARDWARE_FP8)
+                limit = tl.sum(tl.where(row == single, length, 0), axis=0)
+                end = tl.maximum(tl.minimum(_blocks_end(limit, BLOCK), scored), start)
+                _fill(out_ptr + single.to(tl.int64) * capacity, end, scored)
+                _score(
+                    queries,
+                    weights,
+                    cache_ptr,
+                    num_pages,
+                    page_table_ptr + single.to(tl.int64) * table_width,
+                    limit + one,
+                    out_ptr + (single.to(tl.int64) * capacity + one),
+                    one == 0,
+                    start,
+                    end,
+                    capacity,
+                    PAGE_SIZE,
+                    HEADS_POW2,
+                    1,
+                    HARDWARE_FP8,
+                    BLOCK,
+                    STAGES,
+                )
+                single += 1
+    single = first_row
+    while single < tl.minimum(first_row + ROWS, rows):
+        _fill(out_ptr + single.to(tl.int64) * capacity, scored, stop)
+        single += 1

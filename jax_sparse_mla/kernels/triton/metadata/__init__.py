@@ -1,0 +1,1 @@
+"""The kernels that build a step's metadata and schedules."""

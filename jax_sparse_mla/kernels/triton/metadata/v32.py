@@ -1,0 +1,228 @@
+"""Triton kernels of a V3.2 step's metadata, by the rules of `jax_sparse_mla.metadata.v32`.
+
+Two launches make it: one program over all requests sums up where each one's rows and keys start; then a program for
+each block of query rows, one for each block of a request's pages, and one for what concerns the whole batch. RAGGED
+steps take a third, which lists the slots of all requests' tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jax_sparse_mla.indices.topk.api import TopkTransform
+from jax_sparse_mla.kernels.triton.metadata.schedules import count_at_most
+from jax_sparse_mla.kernels.triton.metadata.v4 import (
+    batch_facts,
+    divide,
+    request_lens,
+    request_options,
+    row_facts,
+    take_2d,
+)
+from jax_sparse_mla.metadata.batch import ForwardMode
+from jax_sparse_mla.metadata.v32 import V32Metadata
+from jax_sparse_mla.models import ModelSpec
+
+_INT_MAX = tl.constexpr(2**31 - 1)
+
+# What a RAGGED step has besides.
+RAGGED_FIELDS = ("topk_indices_offset", "kv_slots")
+SLOTS_OPTIONS = {"COLUMNS": 256, "num_warps": 4}
+_BLOCKS = {"ROWS": 128, "PAGES": 256, "num_warps": 4}
+
+
+def v32_shapes(
+    spec: ModelSpec, mode: ForwardMode, transform: TopkTransform, num_requests: int, num_rows: int, tokens: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the fields of V32Metadata; all int32 but `overflow`, a bool."""
+    rows = (num_rows,)
+    row_fields = ("seqlens_expanded", "topk_lengths", "positions", "out_cache_loc", "row_to_request")
+    shapes = dict.fromkeys((*row_fields, "index_row_starts", "index_row_ends"), rows)
+    shapes |= {
+        "cache_seqlens": (num_requests,),
+        "cu_seqlens_q": (num_requests + 1,) if mode is ForwardMode.EXTEND else (num_rows + 1,),
+        "cu_seqlens_k": (num_requests + 1,),
+        "page_table": (num_requests, -(-tokens // spec.page_size)),
+        "overflow": (),
+    }
+    if transform is TopkTransform.RAGGED:
+        shapes |= {"topk_indices_offset": rows, "kv_slots": (num_requests * tokens,)}
+    return shapes
+
+
+def v32_metadata(fields: dict[str, Any], transform: TopkTransform) -> V32Metadata:
+    """The kernels' outputs, by name, as V32Metadata."""
+    absent = dict.fromkeys(name for name in RAGGED_FIELDS if name not in fields)
+    return V32Metadata(**fields, **absent, topk_transform=transform)
+
+
+def mode_constants(mode: ForwardMode, num_draft_tokens: int | None, num_requests: int) -> dict[str, Any]:
+    """Constants of both kernels that expand requests to rows."""
+    return {
+        "ROWS_EACH": 0 if mode is ForwardMode.EXTEND else (num_draft_tokens or 1),
+        "DRAFTS_TO_ADD": num_draft_tokens if mode is ForwardMode.TARGET_VERIFY else 0,
+        "IDLE": mode is ForwardMode.IDLE,
+        **request_options(num_requests),
+    }
+
+
+def v32_constants(
+    spec: ModelSpec, mode: ForwardMode, num_draft_tokens: int | None, num_requests: int, tokens: int
+) -> dict[str, Any]:
+    """Constants of `v32_metadata_kernel` for a step whose page table covers `tokens`."""
+    return {
+        **mode_constants(mode, num_draft_tokens, num_requests),
+        "SEARCH_STEPS": num_requests.bit_length() if mode is ForwardMode.EXTEND else 0,
+        "PAGE_SIZE": spec.page_size,
+        "NUM_PAGES": -(-tokens // spec.page_size),
+        "INDEX_TOPK": spec.index_topk,
+        **_BLOCKS,
+    }
+
+
+def v32_grid(constants: dict[str, Any], num_requests: int, num_rows: int) -> tuple[int]:
+    """Programs of `v32_metadata_kernel`."""
+    pages = num_requests * triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
+    return (1 + triton.cdiv(num_rows + 1, constants["ROWS"]) + pages,)
+
+
+@triton.jit
+def request_starts_kernel(
+    seq_lens_ptr,  # int32 [num_requests]
+    extend_lens_ptr,  # int32 [num_requests], read where ROWS_EACH is 0
+    num_requests,
+    cache_seqlens_ptr,  # int32 [num_requests]
+    cu_seqlens_k_ptr,  # int32 [num_requests + 1]
+    starts_ptr,  # int32 [num_requests + 1], the first row of each request; written where ROWS_EACH is 0
+    ROWS_EACH: tl.constexpr,
+    DRAFTS_TO_ADD: tl.constexpr,
+    IDLE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    keys = tl.zeros((), tl.int64)
+    rows = tl.zeros((), tl.int64)
+    tl.store(cu_seqlens_k_ptr, 0)
+    if ROWS_EACH == 0:
+        tl.store(starts_ptr, 0)
+    for chunk in range(CHUNKS):
+        request = chunk * REQUESTS + tl.arange(0, REQUESTS)
+        known = request < num_requests
+        length = request_lens(seq_lens_ptr, request, known, DRAFTS_TO_ADD, IDLE)
+        tl.store(cache_seqlens_ptr + request, length, mask=known)
+        keys_end = keys + tl.cumsum(length.to(tl.int64))
+        tl.store(cu_seqlens_k_ptr + 1 + request, tl.minimum(keys_end, _INT_MAX).to(tl.int32), mask=known)
+        keys += tl.sum(length.to(tl.int64))
+        if ROWS_EACH == 0:
+            count = tl.maximum(tl.load(extend_lens_ptr + request, mask=known, other=0), 0).to(tl.int64)
+            rows_end = rows + tl.cumsum(count)
+            tl.store(starts_ptr + 1 + request, tl.minimum(rows_end, _INT_MAX).to(tl.int32), mask=known)
+            rows += tl.sum(count)
+
+
+@triton.jit
+def v32_metadata_kernel(
+    req_pool_indices_ptr,  # int32 [num_requests], as the next
+    seq_lens_ptr,
+    extend_lens_ptr,  # int32 [num_requests], read where ROWS_EACH is 0, as the next
+    starts_ptr,  # int32 [num_requests + 1], of request_starts_kernel, as the next two
+    cache_seqlens_ptr,
+    cu_seqlens_k_ptr,
+    out_cache_loc_in_ptr,  # int32 [num_rows]
+    req_to_token_ptr,  # int32 [table_rows, table_columns]
+    num_requests,
+    num_rows,
+    max_tokens,
+    table_rows,
+    table_columns,
+    # The fields of V32Metadata.
+    seqlens_expanded_ptr,  # int32 [num_rows], as the next six
+    topk_lengths_ptr,
+    positions_ptr,
+    out_cache_loc_ptr,
+    row_to_request_ptr,
+    index_row_starts_ptr,
+    index_row_ends_ptr,
+    topk_indices_offset_ptr,  # int32 [num_rows]; None where the step is not RAGGED
+    cu_seqlens_q_ptr,  # int32 [num_requests + 1] where ROWS_EACH is 0, else [num_rows + 1]
+    page_table_ptr,  # int32 [num_requests, NUM_PAGES]
+    overflow_ptr,  # bool scalar
+    ROWS_EACH: tl.constexpr,  # query rows of every request; 0 in EXTEND
+    DRAFTS_TO_ADD: tl.constexpr,
+    IDLE: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    INDEX_TOPK: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    row_blocks = tl.cdiv(num_rows + 1, ROWS)
+    program = tl.program_id(0)
+    if program == row_blocks:
+        batch_facts(
+            seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests, num_rows, max_tokens,
+            cu_seqlens_q_ptr if ROWS_EACH == 0 else None, overflow_ptr,
+            ROWS_EACH, DRAFTS_TO_ADD, IDLE, REQUESTS, CHUNKS, True,
+        )  # fmt: skip
+    elif program < row_blocks:
+        row = program * ROWS + tl.arange(0, ROWS)
+        in_step = row < num_rows
+        request, causal, _ = row_facts(
+            row, req_pool_indices_ptr, seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests,
+            ROWS_EACH, DRAFTS_TO_ADD, IDLE, SEARCH_STEPS,
+        )  # fmt: skip
+        live = in_step & (causal > 0)
+        first_key = tl.load(cu_seqlens_k_ptr + request, mask=live, other=0)
+        tl.store(seqlens_expanded_ptr + row, causal, mask=in_step)
+        tl.store(topk_lengths_ptr + row, tl.minimum(causal, INDEX_TOPK), mask=in_step)
+        tl.store(positions_ptr + row, causal - 1, mask=in_step)
+        tl.store(out_cache_loc_ptr + row, tl.load(out_cache_loc_in_ptr + row, mask=live, other=0), mask=in_step)
+        tl.store(row_to_request_ptr + row, request, mask=in_step)
+        tl.store(index_row_starts_ptr + row, first_key, mask=in_step)
+        # Saturates like cu_seqlens_k.
+        tl.store(index_row_ends_ptr + row, first_key + tl.minimum(causal, _INT_MAX - first_key), mask=in_step)
+        if topk_indices_offset_ptr is not None:
+            tl.store(topk_indices_offset_ptr + row, first_key, mask=in_step)
+        if ROWS_EACH > 0:
+            tl.store(cu_seqlens_q_ptr + row, row, mask=row <= num_rows)
+    else:
+        page_blocks: tl.constexpr = (NUM_PAGES + PAGES - 1) // PAGES
+        block = program - row_blocks - 1
+        owner = block // page_blocks
+        page = block % page_blocks * PAGES + tl.arange(0, PAGES)
+        in_use = tl.load(cache_seqlens_ptr + owner) > 0
+        table_row = tl.where(in_use, tl.load(req_pool_indices_ptr + owner), -1)
+        first_slot = take_2d(
+            req_to_token_ptr, table_row, page * PAGE_SIZE, table_rows, table_columns, page < NUM_PAGES
+        )  # fmt: skip
+        listed = page_table_ptr + owner.to(tl.int64) * NUM_PAGES + page
+        tl.store(listed, divide(first_slot, PAGE_SIZE), mask=page < NUM_PAGES)
+
+
+@triton.jit
+def kv_slots_kernel(
+    req_pool_indices_ptr,  # int32 [num_requests]
+    cu_seqlens_k_ptr,  # int32 [num_requests + 1]
+    req_to_token_ptr,  # int32 [table_rows, table_columns]
+    num_requests,
+    table_rows,
+    table_columns,
+    capacity,
+    kv_slots_ptr,  # int32 [capacity]
+    SEARCH_STEPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    element = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    held = (element < capacity) & (element < tl.load(cu_seqlens_k_ptr + num_requests))
+    # The last request that starts at or before the element: those without tokens repeat its start.
+    request = count_at_most(cu_seqlens_k_ptr, 1, num_requests, element, SEARCH_STEPS) - 1
+    position = element - tl.load(cu_seqlens_k_ptr + request, mask=held, other=0)
+    table_row = tl.load(req_pool_indices_ptr + request, mask=held, other=-1)
+    slots = take_2d(req_to_token_ptr, table_row, position, table_rows, table_columns, held)
+    tl.store(kv_slots_ptr + element, slots, mask=element < capacity)

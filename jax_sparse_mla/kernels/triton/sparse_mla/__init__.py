@@ -1,0 +1,1 @@
+"""The portable attention kernel: its plan and its source."""

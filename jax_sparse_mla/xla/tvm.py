@@ -1,0 +1,99 @@
+"""XLA custom calls into functions of TVM-FFI modules, which write into the buffers they are given.
+
+Nothing here imports tvm_ffi until a call is traced. A few lines of C++ (`tvm_bind.cc`) bind each function to its
+argument list: no Python and no lock runs with the kernel, and numbers do not travel as XLA attributes, of which
+jax-tvm-ffi loses some bytes at every call. tvm_ffi compiles them with the machine's C++ compiler at the first use,
+into its own cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import itertools
+import pathlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+__all__ = ["Buffer", "available", "call"]
+
+_lock = threading.Lock()
+_targets: dict[str, tuple] = {}  # by name: what is bound
+_registered: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One of a custom call's buffers as an argument: the operands in order, then the results.
+
+    Attributes:
+      index: which buffer.
+      rows, row_bytes: if not 0, the buffer is uint8 `[pages, page_bytes]` and the function sees it as `[pages, rows,
+        row_bytes]`, with the page's padding between two pages.
+    """
+
+    index: int
+    rows: int = 0
+    row_bytes: int = 0
+
+
+def available() -> bool:
+    """Whether apache-tvm-ffi and jax-tvm-ffi are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("tvm_ffi", "jax_tvm_ffi"))
+
+
+def call(
+    module: Callable[[], Any],
+    function: str,
+    arguments: Sequence[Buffer | bool | int | float | None],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *operands: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Calls `function` of a TVM-FFI module from the program being traced.
+
+    The call has no batching rule and no gradient. It may be captured into a CUDA graph, so the function must only
+    launch kernels on the stream that it is given; results start as whatever their memory held.
+
+    Args:
+      module: loads the module; called once for each function and list of arguments.
+      function: the function's name in the module.
+      arguments: its arguments in order: a `Buffer`, or a constant.
+      results: the arrays that it writes, scratch included.
+      operands: the arrays that it reads.
+    """
+    target = _target(module, function, tuple(arguments), "gpu" if jax.default_backend() == "gpu" else "cpu")
+    return tuple(jax.ffi.ffi_call(target, tuple(results))(*operands))
+
+
+@functools.cache
+def _target(module: Callable[[], Any], function: str, arguments: tuple, platform: str) -> str:
+    """The name of the function so bound. It says what is bound, since XLA keeps programs on disk by their text: another
+    process may run this one's, and a name must mean the same in both."""
+    import jax_tvm_ffi
+
+    key = (module, function, arguments, platform)
+    meaning = repr((module.__module__, module.__qualname__, *key[1:]))
+    first = name = f"jax_sparse_mla.{function}.{hashlib.sha256(meaning.encode()).hexdigest()[:16]}"
+    with _lock:
+        for number in itertools.count(2):
+            if _targets.setdefault(name, key) == key:
+                break
+            name = f"{first}.{number}"  # two modules of one name
+        if name not in _registered:
+            places = [[a.index, a.rows, a.row_bytes] if isinstance(a, Buffer) else a for a in arguments]
+            bound = _binder().bind(module()[function], places)
+            jax_tvm_ffi.register_ffi_target(name, bound, platform=platform, allow_cuda_graph=platform == "gpu")
+            _registered.add(name)
+    return name
+
+
+@functools.cache
+def _binder() -> Any:
+    import tvm_ffi.cpp
+
+    return tvm_ffi.cpp.load("jax_sparse_mla_bind", sources=str(pathlib.Path(__file__).with_name("tvm_bind.cc")))

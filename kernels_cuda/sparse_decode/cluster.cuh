@@ -1,0 +1,385 @@
+// Few rows: the thread blocks of a cluster share a row's keys, and add up what each makes of its own.
+//
+// Scores and output are transposed, so that heads are columns of the matrix products: 16 or 32 of them, not 64. There
+// are no roles: the way from an index to its output is what counts.
+
+#pragma once
+
+#include "join.cuh"
+#include "keys.cuh"
+#include "shared.cuh"
+
+namespace sparse_decode {
+
+constexpr int kMostParts = 16;  // thread blocks of a cluster
+
+// Four warpgroups, each with 128 columns of keys (the last with V3.2's rope part too): it converts them, and from them
+// alone come its addends of the scores and its rows of the transposed output.
+template <Format kFormat, int kN>
+struct ClusterShared {
+  using L = Layout<kFormat>;
+  uint8_t keys[L::kTiles][kTileBytes];     // of a block; rows are tokens
+  float scores[4][kN][kBlock + 4];         // of a block, what each warpgroup's columns add
+  uint8_t queries[L::kTiles][kN * 128];    // rows are heads
+  union {
+    uint8_t weights[kN * 128];      // of a block; rows are heads
+    float factors[kMostParts][kN];  // of each part: what its values are multiplied by in the end
+  };
+  float rescale[kN];                       // what the sums are multiplied by before a block is added
+  float2 statistics[kMostParts][kN];       // of each part: base-2 maximum, and sum of the weights relative to it
+  alignas(8) uint16_t valid[kBlock / 16];  // a bit for each key
+  Barrier statistics_full, shares_full;
+
+  // Once all parts have summed their blocks, from `keys` on: all their values of the pairs of heads added up here.
+  static constexpr int kPairs = kN / 2;
+  __device__ __forceinline__ float2* share(int pair_here, int parts, int part) {
+    return reinterpret_cast<float2*>(keys) + (pair_here * parts + part) * kThreads + threadIdx.x;
+  }
+  static constexpr int share_bytes() {
+    int most = 0;
+    for (int parts = 1; parts <= kMostParts; parts++) {
+      int bytes = (kPairs + parts - 1) / parts * parts * kThreads * 8;
+      most = bytes > most ? bytes : most;
+    }
+    return most;
+  }
+  static_assert(share_bytes() <= sizeof(keys) + sizeof(scores) + sizeof(queries));
+  static_assert((sizeof(keys) + sizeof(scores)) % 1024 == 0 && sizeof(queries) % 1024 == 0);  // tiles begin there
+};
+
+template <typename T>
+__device__ __forceinline__ T of_lane(T x, int lane) {
+  return __shfl_sync(~0u, x, lane);
+}
+
+// The slot of a key of a row's block, or -1.
+__device__ __forceinline__ int slot_of(const Call& call, Lengths lengths, int row, int block, int key) {
+  Column at(call, lengths, row, block, key);
+  return at.column < at.length ? __ldg(at.index) : -1;
+}
+
+// A tile's scale, as in the cache.
+template <Format kFormat>
+__device__ __forceinline__ auto load_scale(const uint8_t* scales, int tile) {
+  if constexpr (kFormat == kV4) {
+    return static_cast<uint32_t>(__ldg(scales + tile));
+  } else {
+    return __ldg(reinterpret_cast<const float*>(scales) + tile / 2);
+  }
+}
+
+// In the form that `convert` takes.
+__device__ __forceinline__ uint32_t ready(uint32_t exponent) { return HalfScales<kV4>::of_exponent(exponent); }
+__device__ __forceinline__ float ready(float scale) { return scale; }
+
+// A thread's part in a thread block's part of a row.
+template <Format kFormat, int kN>
+struct PartOfRow {
+  using L = Layout<kFormat>;
+  using Scale = decltype(load_scale<kFormat>(nullptr, 0));
+  static constexpr int kRopeTile = L::kTiles - 1, kOwnHeads = kN / 16, kPairs = kN / 2;
+
+  const Call& call;
+  ClusterShared<kFormat, kN>& shared;
+  int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), slice = warp / 4;
+  int row = blockIdx.z, first_head = blockIdx.y * kN, heads = call.heads - first_head;
+  int rank = blockIdx.x, parts = call.deal.parts.divisor;
+  // Where the shared memory of the part of a lane's number is.
+  uint32_t of_part = sm90::address_of(&shared, lane < parts ? lane : 0);
+  Lengths lengths = lengths_of(call, row);
+  int blocks = lengths.blocks(), blocks_of_part = Part(call, blocks, true, 0).last;
+  Part own = Part(call, blocks, true, rank);
+
+  // A warp brings 16 keys' columns of its slice. Where they are its lanes find out, two for each key and one of these
+  // for either tile's scale. Values are brought 16 at once, four lanes for a key's tile.
+  int key = lane / 16 * 2 + lane / 4 % 2, piece = lane % 4 + lane / 8 % 2 * 4, tile = slice * 2 + piece / 4;
+  int token = warp % 4 * 16 + key;  // the first of four, four apart
+  bool has_values = tile < L::kFp8Tiles;
+  int slot = -1;       // of the block after the one that was found
+  Source source = {};  // of that; null if there is none
+  Scale scale;
+  uint4 values[4];
+
+  // Of the heads that its warp weighs.
+  float sinks[kOwnHeads], largest[kOwnHeads], weight_sums[kOwnHeads];
+  float sums[2][kPairs];  // of 64 columns each
+
+  __device__ __forceinline__ PartOfRow(const Call& call, ClusterShared<kFormat, kN>& shared)
+      : call(call), shared(shared) {}
+  __device__ __forceinline__ bool any() const { return own.first < own.last; }
+  __device__ __forceinline__ bool has_keys(int part) const { return part < parts && part * blocks_of_part < blocks; }
+  __device__ __forceinline__ uint32_t offset(const void* x) const {
+    return sm90::shared_address(x) - sm90::shared_address(&shared);
+  }
+  __device__ __forceinline__ void sync_slice() const { sm90::sync_threads(1 + slice, 128); }
+  __device__ __forceinline__ int64_t out_row() const { return static_cast<int64_t>(row) * call.heads + first_head; }
+
+  __device__ __forceinline__ void copy_queries() {
+    int head = threadIdx.x % 128 / 8, chunk = threadIdx.x % 8, tiles = slice == 3 ? L::kTiles - 6 : 2;
+    const __nv_bfloat16* from = call.q + (out_row() + head) * L::kQkDim + slice * 128 + chunk * 8;
+    uint32_t to = sm90::shared_address(shared.queries[slice * 2]) + head * 128 + (chunk ^ head % 8) * 16;
+#pragma unroll
+    for (int t = 0; t < L::kTiles - 6; t++) {
+#pragma unroll
+      for (int i = 0; i < kN; i += 16)
+        if (t < tiles) sm90::copy_async(to + (t * kN + i) * 128, from + t * 64 + i * L::kQkDim, head + i < heads);
+    }
+  }
+
+  __device__ __forceinline__ void find_slot(int block) {
+    slot = block < own.last ? slot_of(call, lengths, row, block, warp % 4 * 16 + lane % 16) : -1;
+  }
+
+  // Returns which of the warp's keys there are.
+  __device__ __forceinline__ unsigned find_rows(int block) {
+    const Table& table = call.tables[block >= lengths.first_blocks()];
+    bool valid = is_slot(table, slot);
+    source = valid ? locate<kFormat>(table, slot) : Source{};
+    return __ballot_sync(~0u, valid);
+  }
+
+  __device__ __forceinline__ const uint8_t* row_of(int i) const {
+    return reinterpret_cast<const uint8_t*>(of_lane(reinterpret_cast<uint64_t>(source.row), key + i * 4));
+  }
+
+  __device__ __forceinline__ void load() {
+    scale = {};
+    if (source.row) scale = load_scale<kFormat>(source.scales, slice * 2 + lane / 16);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint8_t* from = row_of(i);
+      values[i] = {};
+      if (from && has_values) values[i] = __ldg(reinterpret_cast<const uint4*>(from + (slice * 128 + piece * 16)));
+    }
+  }
+
+  // What was loaded becomes keys; those of the slice are complete when it returns.
+  __device__ __forceinline__ void convert_keys() {
+    uint32_t keys = sm90::shared_address(shared.keys) + token * 128;
+    if (slice == 3) {
+      uint32_t to = keys + kRopeTile * kTileBytes + (piece ^ token % 8) * 16;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint8_t* from = row_of(i);
+        const uint8_t* rope = (from ? from : call.tables[0].data) + L::kRopeByte + piece * 16;
+        sm90::copy_async((to ^ i % 2 * 64) + i * 4 * 128, rope, from);
+      }
+    }
+    Scale own_scale = ready(scale);
+    uint32_t to = keys + tile * kTileBytes + (2 * piece % 8 ^ token % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      Scale of_tile = of_lane(own_scale, key + i * 4 + piece / 4 * 16);
+      uint32_t at = (to ^ i % 2 * 64) + i * 4 * 128;
+      if (has_values) convert<kFormat>(values[i].x, values[i].y, of_tile, at);
+      if (has_values) convert<kFormat>(values[i].z, values[i].w, of_tile, at ^ 16);
+    }
+    sm90::wait_copies();
+    sm90::fence_matrix_reads();
+    sync_slice();
+  }
+
+  // Begins Sᵀ = K Qᵀ, of the slice's columns.
+  __device__ __forceinline__ void begin_scores(float (&scores)[kPairs]) {
+    auto add = [&](int first_tile, int steps, bool more) {
+      uint64_t k = sm90::by_rows(sm90::shared_address(shared.keys[first_tile]));
+      uint64_t q = sm90::by_rows(sm90::shared_address(shared.queries[first_tile]));
+#pragma unroll
+      for (int i = 0; i < steps; i++)
+        sm90::multiply<false>(scores, sm90::advance(k, i / 4 * kTileBytes + i % 4 * 32),
+                              sm90::advance(q, i / 4 * kN * 128 + i % 4 * 32), more || i > 0);
+    };
+    sm90::begin_products();
+    add(slice * 2, 8, false);
+    if (kFormat == kV32 && slice == 3) add(kRopeTile, 4, true);
+    sm90::commit_products();
+  }
+
+  __device__ __forceinline__ void store_scores(const float (&scores)[kPairs]) {
+    int at = warp % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++)
+      shared.scores[slice][i / 4 * 8 + lane % 4 * 2 + i % 2][at + i / 2 % 2 * 8] = scores[i];
+  }
+
+  // Scores become weights relative to the head's largest score so far; a lane has two keys'.
+  __device__ __forceinline__ void weigh() {
+    uint2 valid = *reinterpret_cast<const uint2*>(shared.valid);
+    unsigned pair = (lane < 16 ? valid.x : valid.y) >> lane % 16 * 2;
+    float x[kOwnHeads][2];
+#pragma unroll
+    for (int h = 0; h < kOwnHeads; h++) {
+      float2 addends[4];
+#pragma unroll
+      for (int s = 0; s < 4; s++)
+        addends[s] = *reinterpret_cast<const float2*>(&shared.scores[s][warp + h * 16][lane * 2]);
+      x[h][0] = addends[0].x + addends[1].x + (addends[2].x + addends[3].x);
+      x[h][1] = addends[0].y + addends[1].y + (addends[2].y + addends[3].y);
+#pragma unroll
+      for (int i = 0; i < 2; i++) x[h][i] = pair >> i & 1 ? x[h][i] * call.scale_log2 : -INFINITY;
+    }
+#pragma unroll
+    for (int h = 0; h < kOwnHeads; h++) {
+      int head = warp + h * 16;
+      float before = largest[h];
+      largest[h] = fmaxf(before, over_warp(fmaxf(x[h][0], x[h][1]), larger));
+      float base = largest[h] == -INFINITY ? 0 : largest[h], factor = exp2_approx(before - base);
+#pragma unroll
+      for (int i = 0; i < 2; i++) x[h][i] = exp2_approx(x[h][i] - base);
+      weight_sums[h] = weight_sums[h] * factor + (x[h][0] + x[h][1]);
+      *reinterpret_cast<uint32_t*>(shared.weights + head * 128 + (lane / 4 ^ head % 8) * 16 + lane % 4 * 4) =
+          bits(__floats2bfloat162_rn(x[h][0], x[h][1]));
+      if (lane == 0) shared.rescale[head] = factor;
+    }
+    sm90::fence_matrix_reads();
+  }
+
+  // Begins Oᵀ += Vᵀ Pᵀ, the rows of the slice; = instead of += for the first block.
+  __device__ __forceinline__ void begin_sums(bool add) {
+    if (add) {
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) {
+        float factor = shared.rescale[i / 4 * 8 + lane % 4 * 2 + i % 2];
+        sums[0][i] *= factor, sums[1][i] *= factor;
+      }
+    }
+    uint64_t p = sm90::by_rows(sm90::shared_address(shared.weights));
+    sm90::begin_products();
+#pragma unroll
+    for (int i = 0; i < kBlock / 16; i++) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        uint64_t v = sm90::by_columns(sm90::shared_address(shared.keys[slice * 2 + j]));
+        sm90::multiply<true>(sums[j], sm90::advance(v, i * 16 * 128), sm90::advance(p, i * 32), add || i > 0);
+      }
+    }
+    sm90::commit_products();
+  }
+
+  // Tells all parts what this one's values are relative to.
+  __device__ __forceinline__ void send_statistics() {
+    sm90::wait_cluster();  // the barriers are made
+    if (threadIdx.x == 0) {
+      int used = 0, pairs_here = rank < kPairs ? (kPairs - 1 - rank) / parts + 1 : 0;
+      while (has_keys(used)) used++;
+      sm90::expect(&shared.statistics_full, used * kN * 8);
+      sm90::expect(&shared.shares_full, used * pairs_here * kThreads * 8);
+    }
+    if (!any()) return;
+#pragma unroll
+    for (int h = 0; h < kOwnHeads; h++) {
+      float2 own = {largest[h], over_warp(weight_sums[h], total)};
+      uint32_t to = of_part + offset(&shared.statistics[rank][warp + h * 16]);
+      if (lane < parts) sm90::send(to, own, of_part + offset(&shared.statistics_full));
+    }
+  }
+
+  // Sends each pair of heads' values to the part that adds them up: the pairs in turn, to one part after the other.
+  __device__ __forceinline__ void send_values() {
+    int part = 0, pair_there = 0;
+#pragma unroll
+    for (int pair = 0; pair < kPairs; pair++) {
+      const float* x = &sums[pair / (kPairs / 2)][pair % (kPairs / 2) * 2];
+      uint32_t to = of_lane(of_part, part);
+      sm90::send(to + offset(shared.share(pair_there, parts, rank)), {x[0], x[1]}, to + offset(&shared.shares_full));
+      if (++part == parts) part = 0, pair_there++;
+    }
+  }
+
+  __device__ __forceinline__ void weigh_parts() {
+    sm90::wait_for_sent(&shared.statistics_full, 0);
+#pragma unroll
+    for (int h = 0; h < kOwnHeads; h++) {
+      int head = warp + h * 16;
+      float2 part = has_keys(lane) ? shared.statistics[lane][head] : float2{-INFINITY, 0};
+      float most = over_warp(part.x, larger), base = most == -INFINITY ? 0 : most;
+      float weight = exp2_approx(part.x - base), sum = over_warp(part.y * weight, total);
+      float factor = sum == 0 ? 0.0f : __fdividef(1, sum + exp2_approx(sinks[h] - base));
+      if (lane < kMostParts) shared.factors[lane][head] = weight * factor;
+      if (rank == 0 && lane == 0 && head < heads)
+        call.lse[out_row() + head] = sum == 0 ? call.empty_lse : kLn2 * (most + __log2f(sum));
+    }
+    __syncthreads();
+  }
+
+  // In the order of the keys, whoever sent them first.
+  __device__ __forceinline__ void add_shares() {
+    sm90::wait_for_sent(&shared.shares_full, 0);
+    bool odd = lane / 4 % 2;
+    int pair_here = 0;
+#pragma unroll 1
+    for (int pair = rank; pair < kPairs; pair += parts, pair_here++) {
+      int head = pair / 2 % (kN / 8) * 8 + lane % 4 * 2;
+      int column = slice * 128 + pair / (kPairs / 2) * 64 + warp % 4 * 16 + pair % 2 * 8 + lane / 8 * 2;
+      const float2* shares = shared.share(pair_here, parts, 0);
+      float2 sum = {0, 0};
+#pragma unroll
+      for (int begin = 0; begin < kMostParts; begin += 4) {
+        if (!has_keys(begin)) break;
+        float2 x[4], factors[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          int part = begin + i;
+          x[i] = has_keys(part) ? shares[part * kThreads] : float2{0, 0};
+          factors[i] = *reinterpret_cast<const float2*>(&shared.factors[part][head]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum.x += factors[i].x * x[i].x, sum.y += factors[i].y * x[i].y;
+      }
+      // Neighbours in columns exchange one of their two heads: each has two columns of a head then.
+      float other = __shfl_xor_sync(~0u, odd ? sum.x : sum.y, 4);
+      auto out = odd ? __floats2bfloat162_rn(other, sum.y) : __floats2bfloat162_rn(sum.x, other);
+      head += odd;
+      if (head < heads) *reinterpret_cast<__nv_bfloat162*>(call.out + (out_row() + head) * kValues + column) = out;
+    }
+  }
+
+  __device__ __forceinline__ void attend() {
+    find_slot(own.first);
+    if (threadIdx.x == 0) {
+      sm90::init(&shared.statistics_full, 1), sm90::init(&shared.shares_full, 1);
+      sm90::fence_barriers();
+    }
+    sm90::arrive_in_cluster();
+    if (any()) copy_queries();
+#pragma unroll
+    for (int h = 0; h < kOwnHeads; h++) {
+      int head = warp + h * 16;
+      sinks[h] = call.sink && head < heads ? call.sink[first_head + head] * kLog2E : -INFINITY;
+      largest[h] = -INFINITY, weight_sums[h] = 0;
+    }
+    unsigned valid = find_rows(own.first);
+    find_slot(own.first + 1);
+    load();
+#pragma unroll 1
+    for (int block = own.first; block < own.last; block++) {
+      if (slice == 0 && lane == 0) shared.valid[warp] = static_cast<uint16_t>(valid);
+      convert_keys();
+      float scores[kPairs];
+      begin_scores(scores);
+      bool more = block + 1 < own.last;
+      if (more) {
+        valid = find_rows(block + 1);
+        load();
+        find_slot(block + 2);
+      }
+      sm90::wait_products<0>();
+      store_scores(scores);
+      __syncthreads();
+      weigh();
+      __syncthreads();
+      begin_sums(block > own.first);
+      if (!more) send_statistics();
+      sm90::wait_products<0>();
+      if (more) sync_slice();
+    }
+    if (!any()) send_statistics();
+    sm90::arrive_in_cluster();
+    sm90::wait_cluster();  // the others' shared memory is free for values
+    if (any()) send_values();
+    weigh_parts();
+    if (rank < kPairs) add_shares();
+  }
+};
+
+}  // namespace sparse_decode

@@ -1,0 +1,119 @@
+// Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
+//
+// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. Few rows have kernels of their
+// own, where a cluster of thread blocks shares each. docs/kernels.md explains the plan of shared memory, the barriers
+// and what bounds what.
+
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "attend.cuh"
+#include "cluster.cuh"
+#include "join.cuh"
+#include "keys.cuh"
+#include "shared.cuh"
+
+namespace sparse_decode {
+
+// Registers of each thread, by role; a multiprocessor has 4 x 128 for one thread of each warpgroup.
+constexpr int kKeyRegisters = 64, kAttendRegisters = 192;
+
+// Each warp's part of the barriers, which follow each other: a thread alone would take 2,000 clocks.
+template <Format kFormat>
+__device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kAhead == 4 && kWarps == 16);
+  static_assert(sizeof(Shared<kFormat>::barriers) == (kWarps + 11) * sizeof(Barrier));
+  Barrier* mine = reinterpret_cast<Barrier*>(&shared.barriers) + warp;
+  // Of slots a warp's copies and itself, of rows it, of scales its copies, of what is read all that bring keys.
+  constexpr int kOnce = sm90::kArrivalsOfWarp;
+  sm90::init(mine, warp < 4 ? 32 + kOnce : warp < 8 ? kOnce : warp < 12 ? 32 : 8 * kOnce);
+  if (warp < 11) sm90::init(mine + kWarps, (warp < 10 ? 4 : 8) * kOnce);
+}
+
+template <Format kFormat, bool kByLengths>
+__device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
+  int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
+  if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers(shared, thread / 32);
+  static_assert(sizeof(Planning) <= sizeof(shared.keys));
+  Planning& planning = reinterpret_cast<Planning&>(shared.keys);
+  plan_piece<kByLengths>(call, planning, shared.plan, blockIdx.x / call.tiles);
+  __syncthreads();
+  const Piece piece = shared.plan.piece;
+  if (piece.joins && threadIdx.x == 0) call.part_rows[blockIdx.x] = parts_of(piece);
+
+  if (piece.blocks > 0) {  // registers change hands between warpgroups that all have work
+    if (warpgroup < 2) {
+      sm90::shrink_registers<kKeyRegisters>();
+      bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
+      sm90::sync_threads(kEndBarrier, kThreads);
+      sm90::grow_registers<128>();
+    } else {
+      sm90::grow_registers<kAttendRegisters>();
+      attend_rows<kFormat>(call, piece, shared, tile, warpgroup - 2);
+      sm90::sync_threads(kEndBarrier, kThreads);
+      sm90::shrink_registers<128>();
+    }
+  }
+  if (!piece.joins) return;
+  // Thread blocks without work rehearse: the code comes from memory, into the L2, before the others need it.
+#pragma unroll 1
+  for (int round = piece.blocks > 0; round < 2; round++) {
+    if (round == 1) cooperative_groups::this_grid().sync();
+    join_parts(call, piece.equally, &shared, round == 0);
+  }
+}
+
+extern __shared__ uint8_t dynamic_shared[];
+
+template <typename Layout>
+__device__ __forceinline__ Layout& shared_memory() {  // tiles begin at multiples of 1024 bytes
+  return *reinterpret_cast<Layout*>(dynamic_shared + (-sm90::shared_address(dynamic_shared) & 1023));
+}
+
+template <typename Layout>
+constexpr int shared_bytes() {
+  static_assert(sizeof(Layout) + 1024 <= 232448);
+  return sizeof(Layout) + 1024;
+}
+
+// Two thread blocks of 16 heads on a multiprocessor, each with the 1024 bytes that the system keeps.
+static_assert(2 * (shared_bytes<ClusterShared<kV4, 16>>() + 1024) <= 233472);
+static_assert(2 * (shared_bytes<ClusterShared<kV32, 16>>() + 1024) <= 233472);
+
+#define SPARSE_DECODE_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v4(const __grid_constant__ Call call) {
+  attend<kV4, false>(call, shared_memory<Shared<kV4>>());
+}
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v4_by_lengths(const __grid_constant__ Call call) {
+  attend<kV4, true>(call, shared_memory<Shared<kV4>>());
+}
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v32(const __grid_constant__ Call call) {
+  attend<kV32, false>(call, shared_memory<Shared<kV32>>());
+}
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v32_by_lengths(const __grid_constant__ Call call) {
+  attend<kV32, true>(call, shared_memory<Shared<kV32>>());
+}
+
+SPARSE_DECODE_KERNEL(2) sparse_decode_v4_few_16(const __grid_constant__ Call call) {
+  PartOfRow<kV4, 16>(call, shared_memory<ClusterShared<kV4, 16>>()).attend();
+}
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v4_few_32(const __grid_constant__ Call call) {
+  PartOfRow<kV4, 32>(call, shared_memory<ClusterShared<kV4, 32>>()).attend();
+}
+
+SPARSE_DECODE_KERNEL(2) sparse_decode_v32_few_16(const __grid_constant__ Call call) {
+  PartOfRow<kV32, 16>(call, shared_memory<ClusterShared<kV32, 16>>()).attend();
+}
+
+SPARSE_DECODE_KERNEL(1) sparse_decode_v32_few_32(const __grid_constant__ Call call) {
+  PartOfRow<kV32, 32>(call, shared_memory<ClusterShared<kV32, 32>>()).attend();
+}
+
+}  // namespace sparse_decode

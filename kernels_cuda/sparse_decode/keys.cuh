@@ -1,0 +1,337 @@
+// The two warpgroups that bring keys, each one half of V's columns: FP8 values become bfloat16 on their way from
+// registers to shared memory.
+
+#pragma once
+
+#include "shared.cuh"
+
+namespace sparse_decode {
+
+// A number as if it were only known here: what follows from it is not computed, and kept in registers, long before.
+__device__ __forceinline__ unsigned fresh(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The blocks of a piece, one after the other.
+struct Blocks {
+  Rows rows;
+  int block;
+
+  __device__ __forceinline__ Blocks(const Call& call, const Piece& piece)
+      : rows(call, piece), block(rows.at.block) {}
+  __device__ __forceinline__ void advance(const Call& call) {
+    if (++block < rows.last()) return;
+    rows.advance(call);
+    block = 0;
+  }
+};
+
+// --- where keys are ---------------------------------------------------------------------------------------------
+// Two warps of those that bring keys find the rows of each block's keys for all who need to know: one copies slots to
+// shared memory, as many blocks ahead as there are places, the other makes addresses of them, one block less ahead.
+// After the piece come blocks without keys.
+
+// Where the index of a row's key stands.
+struct Column {
+  bool second;  // table
+  int column;
+  const int* index;
+  int length;
+
+  __device__ __forceinline__ Column(const Call& call, Lengths lengths, int row, int block, int key)
+      : second(block >= lengths.first_blocks()),
+        column((second ? block - lengths.first_blocks() : block) * kBlock + key),
+        index(call.tables[second].indices + static_cast<int64_t>(row) * call.tables[second].topk + column),
+        length(second ? lengths.second : lengths.first) {}
+};
+
+// Begins to copy the slots of a lane's two keys of a block from its index table; -1 where there is none. Returns
+// whether they are of the second table.
+__device__ __forceinline__ bool copy_slots_of(const Call& call, const Blocks& blocks, int lane, int* to) {
+  Column from(call, blocks.rows.lengths, blocks.rows.at.row, blocks.block, lane);
+  int length = blocks.rows.any() ? from.length : 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int* at = to + lane + i * 32;
+    if (from.column + i * 32 < length) sm90::copy_async_small<4>(sm90::shared_address(at), from.index + i * 32);
+    if (from.column + i * 32 >= length) *at = -1;
+  }
+  return from.second;
+}
+
+__device__ const uint4 zero_row[41] = {};
+
+__device__ __forceinline__ bool is_slot(const Table& table, int slot) {
+  return static_cast<unsigned>(slot) < static_cast<unsigned>(table.num_slots);
+}
+
+// Where a key's bytes are. A slot that is none of the cache's has a row of zeros: what loads it need not ask.
+struct Source {
+  const uint8_t *row, *scales;
+};
+
+template <Format kFormat>
+__device__ __forceinline__ Source locate(const Table& table, int slot) {
+  constexpr int kRowBytes = Layout<kFormat>::kRowBytes;
+  const uint8_t* zeros = reinterpret_cast<const uint8_t*>(zero_row);
+  if (!is_slot(table, slot)) return {zeros, zeros};
+  int page_size = table.page_size.divisor, page = table.page_size.quotient(slot);
+  int offset = slot - page * page_size;
+  const uint8_t* begin = table.data + page * table.page_bytes;
+  const uint8_t* row = begin + static_cast<int64_t>(offset) * kRowBytes;
+  return {row, kFormat == kV4 ? begin + static_cast<int64_t>(page_size) * kRowBytes + offset * 8 : row + 512};
+}
+
+template <Format kFormat>
+__device__ __forceinline__ void copy_slots(const Call& call, Shared<kFormat>& shared, Blocks& ahead, int block) {
+  int lane = fresh(threadIdx.x % 32), place = block % kAhead;
+  bool second = copy_slots_of(call, ahead, lane, shared.slots[place]);
+  if (lane == 0) {
+    shared.seconds[place] = second;
+    shared.row_begun[block % kKnown] = block == 0 || ahead.block == 0 ? ahead.rows.at.row : -1;
+  }
+  ahead.advance(call);
+  __syncwarp();
+  sm90::arrive_warp(&shared.barriers.slots_full[place], lane);
+  sm90::arrive_after_copies(&shared.barriers.slots_full[place]);
+}
+
+template <Format kFormat>
+__device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& shared, int block) {
+  int lane = fresh(threadIdx.x % 32), place = block % kAhead;
+  sm90::wait(&shared.barriers.slots_full[place], block / kAhead & 1);
+  const Table& table = call.tables[shared.seconds[place]];
+  sm90::wait(&shared.barriers.rows_empty[place], (block / kAhead & 1) ^ 1);
+  unsigned valid[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int key = lane + i * 32, slot = shared.slots[place][key];
+    valid[i] = __ballot_sync(~0u, is_slot(table, slot));
+    Source source = locate<kFormat>(table, slot);
+    shared.rows[place][key] = source.row;
+    sm90::copy_async_small<Scales<kFormat>::kBytes>(sm90::shared_address(&shared.scales[place][key]), source.scales);
+  }
+  if (lane == 0) *reinterpret_cast<uint2*>(shared.valid[block % kKnown]) = {valid[0], valid[1]};
+  __syncwarp();
+  sm90::arrive_warp(&shared.barriers.rows_full[place], lane);
+  sm90::arrive_after_copies(&shared.barriers.scales_full[place]);
+}
+
+// --- conversion -------------------------------------------------------------------------------------------------
+
+// The steps are volatile so that they stay in the order in which they are written: of eight values each, which hides
+// their latencies.
+
+__device__ __forceinline__ void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
+  asm volatile(
+      "{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(fp8));
+}
+
+__device__ __forceinline__ float2 two_floats(uint32_t halves) {
+  float2 x;
+  asm volatile(
+      "{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.f32.f16 %0, a;\n"
+      "cvt.f32.f16 %1, b;\n}"
+      : "=f"(x.x), "=f"(x.y)
+      : "r"(halves));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t rounded(float2 x) {
+  uint32_t pair;
+  asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x.y), "f"(x.x));
+  return pair;
+}
+
+// Scales of the tiles of one half of V. V4 has powers of two, by which the product of bfloat16 is exact.
+template <Format kFormat>
+struct HalfScales;
+
+template <>
+struct HalfScales<kV4> {
+  uint32_t exponents;
+  __device__ __forceinline__ HalfScales(const Scales<kV4>& scales, int half) : exponents(scales.exponents[half]) {}
+  __device__ __forceinline__ static uint32_t of_exponent(uint32_t exponent) {
+    uint32_t one = max(exponent << 7, 0x40u);  // 2^-127 is subnormal
+    return one | one << 16;
+  }
+  __device__ __forceinline__ uint32_t of_tile(int tile) const { return of_exponent(exponents >> 8 * tile & 255); }
+  __device__ __forceinline__ static void scale_floats(float2 (&)[4], uint32_t) {}
+  __device__ __forceinline__ static void scale_rounded(uint32_t (&x)[4], uint32_t scale) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("mul.bf16x2 %0, %0, %1;" : "+r"(x[i]) : "r"(scale));
+  }
+};
+
+template <>
+struct HalfScales<kV32> {
+  // Where they are: four registers more would be too many.
+  const float2& scales;
+  __device__ __forceinline__ HalfScales(const Scales<kV32>& scales, int half) : scales(scales.of_128[half]) {}
+  __device__ __forceinline__ float of_tile(int tile) const { return tile < 2 ? scales.x : scales.y; }
+  __device__ __forceinline__ static void scale_floats(float2 (&x)[4], float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = {x[i].x * scale, x[i].y * scale};
+  }
+  __device__ __forceinline__ static void scale_rounded(uint32_t (&)[4], float) {}
+};
+
+// Eight values.
+template <Format kFormat, typename Scale>
+__device__ __forceinline__ void convert(uint32_t low, uint32_t high, Scale scale, uint32_t to) {
+  uint32_t x[4];
+  two_halves(x[0], x[1], low);
+  two_halves(x[2], x[3], high);
+  float2 floats[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) floats[i] = two_floats(x[i]);
+  HalfScales<kFormat>::scale_floats(floats, scale);
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = rounded(floats[i]);
+  HalfScales<kFormat>::scale_rounded(x, scale);
+  sm90::store(to, uint4{x[0], x[1], x[2], x[3]});
+}
+
+// What a thread holds of its two keys of a block in one half of V: 16 values of each tile.
+template <Format kFormat>
+struct Values {
+  using L = Layout<kFormat>;
+  uint4 values[L::kHalfTiles][2];
+
+  // V4's second half has one tile less.
+  __device__ __forceinline__ static bool has(int tile, int half) {
+    return L::kFp8Tiles == 2 * L::kHalfTiles || tile < L::kHalfTiles - 1 || half == 0;
+  }
+
+  __device__ __forceinline__ void load(const uint8_t* row, int i, int half, int part) {
+    const uint8_t* from = row + (half * L::kHalfTiles * 64 + part * 16);
+#pragma unroll
+    for (int tile = 0; tile < L::kHalfTiles; tile++)
+      if (has(tile, half)) values[tile][i] = __ldg(reinterpret_cast<const uint4*>(from + tile * 64));
+  }
+
+  // To the first of the half's tiles.
+  __device__ __forceinline__ void convert_to(uint32_t keys, const HalfScales<kFormat> (&scales)[2], int half) const {
+    uint32_t other_keys = keys ^ 16;
+#pragma unroll
+    for (int tile = 0; tile < L::kHalfTiles; tile++) {
+      if (!has(tile, half)) break;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        int offset = tile * kTileBytes + i * 32 * 128;
+        const uint4& x = values[tile][i];
+        auto scale = scales[i].of_tile(tile);
+        convert<kFormat>(x.x, x.y, scale, keys + offset);
+        convert<kFormat>(x.z, x.w, scale, other_keys + offset);
+      }
+    }
+  }
+};
+
+// --- the role ---------------------------------------------------------------------------------------------------
+
+// Begins to copy a half's columns of a row's queries, the heads from `head` on; zeros stand for those that the tile
+// lacks.
+template <Format kFormat>
+__device__ __forceinline__ void copy_queries(const Call& call, Shared<kFormat>& shared, int row, int head, int half) {
+  using L = Layout<kFormat>;
+  int first = half * L::kHalfTiles, tiles = half ? L::kTiles - L::kHalfTiles : L::kHalfTiles;
+  unsigned thread = fresh(threadIdx.x % 128), at = thread / 8, chunk = thread % 8;
+  int heads = call.heads - head - static_cast<int>(at);
+  const __nv_bfloat16* from =
+      call.q + (static_cast<int64_t>(row) * call.heads + head + at) * L::kQkDim + first * 64 + chunk * 8;
+  uint32_t to = sm90::shared_address(shared.queries[first]) + at * 128 + (chunk ^ at % 8) * 16;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; tile++, to += kTileBytes, from += 64) {
+#pragma unroll
+    for (int i = 0; i < kHeads; i += 16) sm90::copy_async(to + i * 128, from + i * L::kQkDim, i < heads);
+  }
+}
+
+constexpr int kSlotWarp = 4, kRowWarp = 5;  // of the warpgroup that brings the second half
+constexpr int kPrefetched = 128;            // bytes, by one instruction
+
+// Brings half of V's columns of the keys. Four neighbouring threads share two keys of a block, 32 apart. Rows are asked
+// into the L2 two blocks ahead and loaded one block ahead, into the registers that have just been converted.
+template <Format kFormat>
+__device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
+                                           int half) {
+  using L = Layout<kFormat>;
+  int lane = threadIdx.x % 32, part = lane % 4, token = threadIdx.x / 4 % 32;
+  int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Blocks ahead(call, piece);
+  if (warp == kSlotWarp) {
+#pragma unroll 1
+    for (int i = 0; i < kAhead; i++) copy_slots(call, shared, ahead, i);
+  }
+  if (warp == kRowWarp) find_rows(call, shared, 0);
+  Values<kFormat> values;
+  auto load = [&](int block) {
+    int place = block % kAhead;
+    sm90::wait(&shared.barriers.rows_full[place], block / kAhead & 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) values.load(shared.rows[place][token + i * 32], i, half, part);
+  };
+  auto prefetch = [&](int block) {
+    int place = block % kAhead, begin = half * L::kHalfTiles * 64, end = half ? L::kRowBytes : L::kHalfTiles * 64;
+    sm90::wait(&shared.barriers.rows_full[place], block / kAhead & 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint8_t* row = shared.rows[place][token + i * 32];
+#pragma unroll
+      for (int byte = 0; byte < L::kRowBytes - L::kHalfTiles * 64; byte += kPrefetched * 4)
+        if (begin + byte + part * kPrefetched < end) sm90::prefetch(row + begin + byte + part * kPrefetched);
+    }
+  };
+  load(0);
+  int number = 0;  // of rows begun
+#pragma unroll 1
+  for (int n = 0; n < piece.blocks; n++) {
+    Turn turn{n};
+    int place = n % kAhead;
+    if (int row = shared.row_begun[n % kKnown]; row >= 0) {
+      sm90::wait(&shared.barriers.queries_empty, (number++ & 1) ^ 1);
+      copy_queries(call, shared, row, tile * kHeads, half);
+    }
+    if (warp == kSlotWarp) copy_slots(call, shared, ahead, n + kAhead);
+    if (warp == kRowWarp) {
+#pragma unroll 1
+      for (int block = n ? n + kAhead - 1 : 1; block < n + kAhead; block++) find_rows(call, shared, block);
+    }
+    sm90::wait(&shared.barriers.keys_empty[turn.buffer()][half], turn.parity() ^ 1);
+    // Of this thread's first 8 values of a tile, swizzled; the other 8 are in the neighbouring 16 bytes.
+    uint32_t chunk = (2 * part ^ lane / 4) * 16;
+    uint32_t keys = sm90::shared_address(shared.keys[turn.buffer()]) + token * 128 + chunk;
+    if (half == 1) {
+      // The rope part's place may have weights, which the other half's sums are made of too.
+      if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        uint32_t to = keys + L::kFp8Tiles * kTileBytes + i * 32 * 128;
+        const uint8_t* rope = shared.rows[place][token + i * 32] + L::kRopeByte + part * 32;
+        sm90::copy_async(to, rope, true);
+        sm90::copy_async(to ^ 16, rope + 16, true);
+      }
+    }
+    sm90::wait(&shared.barriers.scales_full[place], n / kAhead & 1);
+    auto* of_keys = &shared.scales[place][token];
+    const HalfScales<kFormat> scales[2] = {{of_keys[0], half}, {of_keys[32], half}};
+    values.convert_to(keys + half * L::kHalfTiles * kTileBytes, scales, half);
+    sm90::wait_copies();
+    __syncwarp();
+    sm90::arrive_warp(&shared.barriers.keys_full[turn.buffer()][half], lane);
+    sm90::arrive_warp(&shared.barriers.rows_empty[place], lane);
+    if (n + 2 < piece.blocks) prefetch(n + 2);
+    load(n + 1);  // rows of zeros after the last
+  }
+}
+
+}  // namespace sparse_decode

@@ -1,0 +1,78 @@
+// Shared memory of many rows' SM90 sparse decode kernel.
+
+#pragma once
+
+#include "../sm90.cuh"
+#include "schedule.cuh"
+
+namespace sparse_decode {
+
+using sm90::Barrier;
+using sm90::kTileBytes;
+
+enum Format { kV4, kV32 };
+
+template <Format kFormat>
+struct Layout {
+  static constexpr int kFp8Tiles = kFormat == kV4 ? 7 : 8;  // of 64 values
+  static constexpr int kTiles = kFp8Tiles + 1;              // and the rope part
+  static constexpr int kQkDim = 64 * kTiles;
+  static constexpr int kHalfTiles = 4;  // of the first half of V; the second half's has the rope part, if not more
+  static constexpr int kRowBytes = kFormat == kV4 ? 576 : 656;
+  static constexpr int kRopeByte = kFormat == kV4 ? 448 : 528;
+};
+
+constexpr int kWeightTile = 8;
+constexpr int kAhead = 4;  // places for blocks whose slots or rows are known
+constexpr int kKnown = 8;  // and for what is known of a block until its scores are weighed
+
+// Of a key, as in the cache.
+template <Format kFormat>
+struct Scales;
+
+template <>
+struct alignas(8) Scales<kV4> {
+  static constexpr int kBytes = 8;
+  uint32_t exponents[2];  // of four tiles each; the last byte is none's
+};
+
+template <>
+struct alignas(16) Scales<kV32> {
+  static constexpr int kBytes = 16;
+  float2 of_128[2];  // of 128 values each
+};
+
+struct Barriers {
+  Barrier slots_full[kAhead], rows_full[kAhead], scales_full[kAhead], rows_empty[kAhead];
+  Barrier keys_full[2][2], keys_empty[2][2];  // of either half of V
+  Barrier weights_full[2], queries_empty;
+};
+
+template <Format kFormat>
+struct Shared {
+  using L = Layout<kFormat>;
+  // A block's keys, bfloat16, rows are tokens; and in the last tile its weights P, rows are heads. V3.2 has its rope
+  // part there, which is no part of V and has been read when P is written.
+  uint8_t keys[2][kWeightTile + 1][kTileBytes];
+  uint8_t queries[L::kTiles][kTileBytes];  // rows are heads
+  float rescale[2][kHeads];    // what the sums are multiplied by before a block is added
+  float reference[2][kHeads];  // the base-2 score whose weight is 1, from this block on
+  float weight_sums[2][2][kHeads];  // of every other row, by warpgroup
+  Scales<kFormat> scales[kAhead][kBlock];
+  const uint8_t* rows[kAhead][kBlock];
+  int slots[kAhead][kBlock];
+  int seconds[kAhead];                           // whether the block's keys are of the second table
+  int row_begun[kKnown];                         // by a block, or -1
+  alignas(8) uint8_t valid[kKnown][kBlock / 8];  // a bit for each key
+  Barriers barriers;
+  Plan plan;
+};
+
+// The n-th block's buffer, and the parity of the times that this has been filled.
+struct Turn {
+  int n;
+  __device__ __forceinline__ int buffer() const { return n % 2; }
+  __device__ __forceinline__ int parity() const { return n / 2 % 2; }
+};
+
+}  // namespace sparse_decode

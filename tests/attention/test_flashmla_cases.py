@@ -1,0 +1,307 @@
+"""The published case tables, their data and float64 oracle, and the runner that remembers what passed."""
+
+from __future__ import annotations
+
+import collections
+import json
+
+import numpy as np
+import pytest
+from flashmla_cases import DecodeShape, PrefillShape, Scope, decode_table, prefill_table, seed_of, stratified
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+import attention_oracle
+
+from benchmarks import case_data, cases
+
+DECODES = [
+    DecodeShape("grid", "V32_FP8", 3, 3, 2, Scope(50, 24, 7)),
+    DecodeShape("grid", "V4_FP8", 2, 5, 1, Scope(40, 16, 64, True), Scope(30, 40, 3, True)),
+    DecodeShape("corner", "V4_FP8", 2, 4, 3, Scope(20, 16, 5), Scope(12, 8, 2), all_invalid=True),
+    DecodeShape("corner", "V4_FP8", 2, 6, 2, Scope(20, 16, 5), zero_tokens=True, varied=False, sink=False),
+]
+PREFILLS = [
+    PrefillShape("feature", 512, 3, 9, 40, 24, sink=True, lengths=True),
+    PrefillShape("corner", 576, 2, 6, 8, 32, sink=True, lengths=True, all_invalid=True),
+    PrefillShape("regular", 576, 2, 1, 16, 16),
+]
+PHASES = (DecodeShape, PrefillShape)
+SHAPES = pytest.mark.parametrize("shape", DECODES + PREFILLS, ids=lambda shape: shape.id)
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def test_the_tables_have_the_published_numbers_of_cases():
+    decode, prefill = decode_table(), prefill_table()
+    assert collections.Counter(shape.table for shape in decode) == {"grid": 3680, "corner": 1036, "performance": 32}
+    assert sum(shape.layout == "V32_FP8" and shape.table != "performance" for shape in decode) == 240
+    tables = {"regular": 120, "feature": 224, "corner": 36, "performance": 13}
+    assert collections.Counter(shape.table for shape in prefill) == tables
+    assert len({shape.id for shape in decode + prefill}) == len(decode + prefill)
+
+
+def test_three_hundred_of_the_order_cover_every_stratum():
+    everything = decode_table() + prefill_table()
+    order = stratified(everything)
+    assert sorted(order, key=lambda shape: shape.id) == sorted(everything, key=lambda shape: shape.id)
+    assert order == stratified(everything) != stratified(everything, seed=1)
+    strata = {shape.stratum for shape in everything}
+    assert {shape.stratum for shape in order[: len(strata)]} == strata
+    some = order[:300]
+    assert {getattr(shape, "batch", None) for shape in some} >= {2, 4, 74, 148, 256, 321}
+    assert any(getattr(shape, "zero_tokens", False) for shape in some)
+    assert any(isinstance(shape, PrefillShape) and shape.all_invalid for shape in some)
+
+
+# --- data and oracle ------------------------------------------------------------------------------
+
+
+def numpy_of(x: torch.Tensor | None) -> np.ndarray | None:
+    if x is None:
+        return None
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(attention_oracle.BF16)
+    return x.numpy()
+
+
+def by_the_other_oracle(call: case_data.Call) -> tuple[np.ndarray, ...]:
+    """The loops in numpy over the caches' bytes."""
+    names = {"softmax_scale": call.softmax_scale, "attn_sink": numpy_of(call.attn_sink), "name": "small"}
+    first = call.keys[0]
+    if call.q.ndim == 3:
+        arrays = {"q": call.q, "kv": first.rows, "indices": first.indices, "topk_length": first.lengths}
+        arrays = {name: numpy_of(x) for name, x in arrays.items()}
+        return attention_oracle.prefill_oracle(attention_oracle.PrefillCase(**arrays, **names))
+    arrays = {"q": numpy_of(call.q)}
+    for prefix, keys in zip(("", "extra_"), call.keys):
+        data = numpy_of(keys.data)
+        rows = attention_oracle.unpack_cache(keys.layout.name, keys.page_size, data)
+        arrays[f"{prefix}cache"] = attention_oracle.HostCache(keys.layout.name, keys.page_size, data, rows)
+        arrays[f"{prefix}indices"], arrays[f"{prefix}topk_length"] = numpy_of(keys.indices), numpy_of(keys.lengths)
+    out, lse = attention_oracle.decode_oracle(attention_oracle.DecodeCase(**arrays, **names))
+    return out, None, lse
+
+
+@SHAPES
+def test_the_oracle_equals_numpy_loops_over_the_bytes(shape, monkeypatch):
+    call = case_data.make_call(shape, "cpu")
+    columns = sum(keys.indices.shape[-1] for keys in call.keys)
+    monkeypatch.setattr(case_data, "CHUNK", 2 * columns * call.q.shape[-1])  # two rows at a time
+    chunks = list(case_data.oracle(call))
+    assert len(chunks) == -(-call.q.shape[:-2].numel() // 2)
+    for actual, expected in zip((torch.cat(x) for x in list(zip(*chunks))[1:]), by_the_other_oracle(call)):
+        if expected is not None:
+            np.testing.assert_allclose(actual.numpy(), expected.reshape(actual.shape), rtol=1e-9, atol=1e-12)
+
+
+@SHAPES
+def test_data_are_seeded_and_poisoned(shape):
+    call, again = (case_data.make_call(shape, "cpu") for _ in range(2))
+    assert torch.equal(call.q, again.q)
+    for keys, same in zip(call.keys, again.keys):
+        assert torch.equal(keys.indices, same.indices)
+        assert torch.equal(keys.rows.view(torch.int16), same.rows.view(torch.int16))
+        num_slots = len(keys.rows)
+        used = case_data._used(keys, num_slots)
+        assert torch.equal(used, ~keys.rows.isnan().any(1)) and torch.equal(~used, keys.rows.isnan().all(1))
+        scanned = case_data._scanned(keys, num_slots)
+        if getattr(shape, "all_invalid", False):
+            assert not scanned.reshape(-1, scanned.shape[-1])[0].any()
+        for row, inside in zip(keys.indices.flatten(0, -2), scanned.flatten(0, -2)):
+            valid = row[inside]
+            assert len(valid.unique()) == len(valid)
+
+
+def test_invalid_indices_and_lengths_are_hostile():
+    call = case_data.make_call(DECODES[1], "cpu")
+    indices = torch.cat([keys.indices.flatten() for keys in call.keys])
+    assert (indices < -1).any() and (indices > 10**6).any()
+    for keys in call.keys:
+        assert keys.lengths.min() == -(2**31) and keys.lengths.max() == 2**31 - 1
+
+
+def rounded(call: case_data.Call) -> tuple[torch.Tensor, ...]:
+    """What a perfect kernel gives."""
+    _, out, top, lse = (x if isinstance(x[0], slice) else torch.cat(x) for x in zip(*case_data.oracle(call)))
+    lead = call.q.shape[:-1]
+    out = out.bfloat16().view(*lead, 512)
+    top, lse = (x.float().view(lead) for x in (top, lse))
+    return (out, lse) if call.q.ndim == 4 else (out, top, lse)
+
+
+@SHAPES
+def test_comparison_passes_what_is_right(shape):
+    call = case_data.make_call(shape, "cpu")
+    errors, wrong = case_data.compare(call, rounded(call))
+    assert not wrong and errors["out"]["largest"] < 1e-2
+
+
+@pytest.mark.parametrize("defect", ("scale", "nan", "empty lse", "zero", "one element", "shape"))
+def test_comparison_refuses_what_is_wrong(defect):
+    shape = DECODES[3]
+    call = case_data.make_call(shape, "cpu")
+    out, lse = rounded(call)
+    empty = torch.isneginf(lse)
+    assert empty.any() and not empty.all()
+    if defect == "scale":
+        lse = lse * 1.001
+    elif defect == "nan":
+        out[~empty] = torch.nan
+    elif defect == "empty lse":  # FlashMLA's own convention
+        lse = lse.masked_fill(empty, torch.inf)
+    elif defect == "zero":
+        out[empty] = 1e-30
+    elif defect == "one element":
+        at = tuple(torch.nonzero(out.abs() > 0.01)[0])
+        out[at] *= 1.05
+    else:
+        with pytest.raises(AssertionError, match="shape"):
+            case_data.compare(call, (out[..., :448], lse))
+        return
+    assert case_data.compare(call, (out, lse))[1]
+
+
+# --- the runner -----------------------------------------------------------------------------------
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("shape", (DECODES[1], PREFILLS[0]), ids=lambda shape: shape.id)
+def test_the_reference_passes_through_jit(shape):
+    entry = cases.run_case(cases.Task(shape, "jit"), "reference", "cpu")
+    assert entry["verdict"] == "passed", entry
+    assert set(entry["errors"]) == ({"out", "lse"} if shape is DECODES[1] else {"out", "max_logits", "lse"})
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("shape", (DECODES[1], PREFILLS[0]), ids=lambda shape: shape.id)
+def test_the_drop_in_passes(shape):
+    entry = cases.run_case(cases.Task(shape, "torch"), "drop_in", "cpu")
+    assert entry["verdict"] == "passed", entry
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("shape", DECODES, ids=lambda shape: shape.id)
+def test_a_backend_that_torch_launches_by_name_passes(shape):
+    entry = cases.run_case(cases.Task(shape, "torch"), "reference", "cpu")
+    assert entry["verdict"] == "passed", entry
+
+
+@pytest.mark.cpu
+def test_a_name_that_torch_cannot_serve_is_a_failure():
+    entry = cases.run_case(cases.Task(DECODES[0], "torch"), "hopper", "cpu")
+    assert entry["verdict"] == "failed" and "'hopper' cannot serve" in entry["why"]
+
+
+@pytest.mark.cpu
+def test_an_exception_is_a_failure_with_its_reason():
+    entry = cases.run_case(cases.Task(DECODES[0], "jit"), "hopper", "cpu")
+    assert entry["verdict"] == "failed" and "hopper" in entry["why"]
+
+
+@pytest.mark.cpu
+def test_memory_that_others_hold_is_waited_for(monkeypatch):
+    make_call, attempts = case_data.make_call, []
+
+    def short_of_memory(*args):
+        attempts.append(args)
+        if len(attempts) < 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return make_call(*args)
+
+    monkeypatch.setattr(case_data, "make_call", short_of_memory)
+    monkeypatch.setattr(cases, "MEMORY_WAITS", (0, 0))
+    task = cases.Task(PREFILLS[2], "jit")
+    assert cases.run_case(task, "reference", "cpu")["verdict"] == "passed" and len(attempts) == 3
+    attempts.clear()
+    monkeypatch.setattr(cases, "MEMORY_WAITS", (0,))
+    assert "Out of memory" in cases.run_case(task, "reference", "cpu")["why"] and len(attempts) == 2
+
+
+def test_sixty_shapes_of_a_launched_backend_are_jitted():
+    order = stratified(decode_table() + prefill_table())
+    tasks = list(cases.tasks_of("triton", order))
+    assert sum(task.route == "jit" for task in tasks) == 60
+    assert [task.shape for task in tasks if task.route == "torch"] == order
+    assert [task.route for task in cases.tasks_of("flashmla", order[:3])] == ["jit"] * 3
+    assert [task.route for task in cases.tasks_of("drop_in", order[:9])] == ["torch"] * 9
+
+
+def test_of_a_prefill_beside_a_launched_decode_sixty_shapes_of_all_strata_are_jitted():
+    order = stratified(decode_table() + prefill_table())
+    tasks = list(cases.tasks_of("hopper", order))
+    assert [task.shape for task in tasks if task.route == "torch"] == [s for s in order if isinstance(s, DecodeShape)]
+    jitted = {kind: [t.shape for t in tasks if t.route == "jit" and isinstance(t.shape, kind)] for kind in PHASES}
+    assert [len(shapes) for shapes in jitted.values()] == [60, 60]
+    assert {shape.stratum for shape in jitted[PrefillShape]} == {shape.stratum for shape in prefill_table()}
+
+
+def test_the_ledger_runs_again_what_failed(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    good, bad, stale, never = (cases.Task(shape, "jit") for shape in DECODES)
+    ledger = cases.Ledger("none")
+    ledger.add(good, {"seed": seed_of(good.shape), "verdict": "passed"})
+    ledger.add(bad, {"seed": seed_of(bad.shape), "verdict": "failed", "why": "it is wrong"})
+    ledger.add(stale, {"seed": 1, "verdict": "passed"})
+    ledger.save()
+    again = cases.Ledger("none")
+    assert [again.passed(task) for task in (good, bad, stale, never)] == [True, False, False, False]
+    saved = json.loads((tmp_path / "cases_none.json").read_text())
+    assert saved["tables"]["jit decode-grid"] == {"passed": 1, "failed": 1} and "commit" in saved
+
+
+class Scripted:
+    """A worker that does as it is told, without a process."""
+
+    def __init__(self, script: list[str]):
+        import multiprocessing
+
+        self.script, self.task, self.usable = script, None, True
+        self.connection, self._other = multiprocessing.Pipe()
+        self.stopped = False
+
+    def give(self, task):
+        self.task, self.step = task, self.script.pop(0)
+        if self.step != "hang":
+            self._other.send("ready")
+
+    def take(self):
+        task, self.task = self.task, None
+        self.connection.recv()
+        self.usable = self.step != "crash"
+        return task, {"verdict": "passed" if self.step == "pass" else "failed"}
+
+    @property
+    def hangs(self):
+        return self.task is not None and self.step == "hang"
+
+    def stop(self):
+        self.usable, self.stopped = False, True
+
+
+def test_a_crash_or_a_hang_costs_its_case_and_no_other():
+    script = ["pass", "crash", "pass", "hang", "pass", "pass"]
+    started = []
+
+    def start():
+        started.append(Scripted(script))
+        return started[-1]
+
+    tasks = [cases.Task(DECODES[0], str(i)) for i in range(6)]
+    results = dict(cases.run_tasks(iter(tasks), start, workers=2, budget=60))
+    assert [results[task]["verdict"] for task in tasks] == ["passed", "failed", "passed", "failed", "passed", "passed"]
+    assert len(started) == 4 and all(worker.stopped for worker in started)
+    assert list(cases.run_tasks(iter(tasks), start, workers=2, budget=-1)) == []
+
+
+def test_a_process_that_ends_is_a_failure_by_its_exit_code():
+    worker = cases.Worker("reference", "cpu")
+    try:
+        worker.give(cases.Task(DECODES[0], "jit"))
+        worker._process.kill()
+        task, entry = worker.take()
+        assert task.shape is DECODES[0] and entry["why"] == "the process ended with exit code -9"
+    finally:
+        worker.stop()

@@ -1,0 +1,325 @@
+"""The SM90 decode kernel: its plan and its compilation without a GPU, and on one what `test_attention.py`, which runs
+every backend, does not have: rows cut into parts, graphs, repeated runs, a large cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_calls import (
+    assert_agree,
+    assert_same,
+    by_decode_kernel,
+    check_decode,
+    decode_arguments,
+    plan_of_many,
+    run_decode,
+    small_decode,
+)
+
+from jax_sparse_mla.attention import sparse_mla_decode
+from jax_sparse_mla.attention.api import installed_for
+from jax_sparse_mla.attention.backends.hopper import decode as hopper_decode
+from jax_sparse_mla.kernels import build as cuda_build
+from jax_sparse_mla.kernels.sm90 import decode_plan as planning
+from jax_sparse_mla.kernels.sm90.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, DecodePlan, decode_plan
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
+
+on_the_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("hopper" not in installed_for("decode"), reason="needs an SM90 GPU and the CUDA kernel"),
+]
+
+
+class TestPlan:
+    """The launch follows from static shapes."""
+
+    @staticmethod
+    def plan(rows: int, heads: int = 64, topks: tuple[int, ...] = (128, 512), *, few: bool = False, **changes):
+        plan = decode_plan if few else plan_of_many
+        return plan(rows, heads, topks, **{"has_lengths": False, "sm_count": 132} | changes)
+
+    @pytest.mark.parametrize(
+        ("rows", "heads", "topks", "tile", "parts"),
+        [
+            (1, 64, (128, 512), 16, 10),  # a block of keys for each thread block
+            (4, 16, (128, 512), 16, 10),
+            (4, 64, (128, 512), 16, 5),  # 16 clusters of ten would not run at once
+            (4, 128, (128, 1024), 32, 6),
+            (1, 128, (2048,), 32, 16),
+        ],
+    )
+    def test_a_cluster_shares_each_of_few_rows(self, rows, heads, topks, tile, parts):
+        for has_lengths in (False, True):
+            plan = self.plan(rows, heads, topks, few=True, has_lengths=has_lengths)
+            assert plan == DecodePlan(tile, parts, NEVER, ())
+
+    @pytest.mark.parametrize(("rows", "heads"), [(64, 64), (48, 128), (256, 16)])
+    def test_many_rows_share_the_device(self, rows, heads):
+        assert self.plan(rows, heads, few=True) == self.plan(rows, heads)
+
+    @pytest.mark.parametrize("heads", [1, 16, 17, 64, 128, 1000])
+    @pytest.mark.parametrize("sm_count", [1, 20, 78, 132])
+    def test_clusters_have_no_more_thread_blocks_than_keys_or_than_they_may(self, heads, sm_count):
+        for rows in (1, 2, 7, 40, 131, 70_000):
+            for topks in ((1,), (64, 1), (128, 512), (2048,), (16384,)):
+                plan = self.plan(rows, heads, topks, few=True, sm_count=sm_count)
+                if plan.tile == 64:
+                    continue
+                assert plan.tile in (16, 32)
+                assert 2 <= plan.groups <= min(16, max(2, sum(-(-k // 64) for k in topks)))
+                clusters = rows * -(-heads // plan.tile)
+                assert clusters * plan.groups <= sm_count * (2 if plan.tile == 16 else 1) and rows <= 65_535
+
+    def test_a_row_that_must_not_depend_on_the_batch_is_in_no_cluster(self):
+        assert self.plan(1, few=True, batch_invariant=True).tile == 64
+
+    @pytest.mark.parametrize(("heads", "groups", "tiles"), [(16, 132, 1), (128, 66, 2), (1000, 8, 16)])
+    def test_rows_are_shared_by_the_device(self, heads, groups, tiles):
+        plan, blocks = self.plan(1, heads), groups * tiles
+        assert (plan.tile, plan.groups, plan.cuts) == (64, groups, ALWAYS)
+        assert plan.part_shapes == ((blocks, 2, 64, 512), (blocks, 2, 64, 2), (blocks, 2))
+
+    @pytest.mark.parametrize(("rows", "cuts"), [(1, ALWAYS), (13, ALWAYS), (132, NEVER), (148, ALWAYS), (1320, NEVER)])
+    def test_rows_are_cut_where_whole_ones_spread_unevenly(self, rows, cuts):
+        assert self.plan(rows).cuts == cuts
+
+    def test_without_cuts_there_is_no_scratch(self):
+        assert self.plan(132).part_shapes == ()
+
+    def test_the_kernel_decides_where_lengths_do(self):
+        assert self.plan(132, has_lengths=True).cuts == AS_LENGTHS_SAY
+
+    def test_rows_that_must_not_depend_on_the_batch_are_whole(self):
+        for rows in (1, 7, 148):
+            plan = self.plan(rows, batch_invariant=True)
+            assert plan.cuts == NEVER and plan.groups <= rows
+
+    @pytest.mark.parametrize("heads", [1, 16, 64, 65, 128, 129, 1000])
+    @pytest.mark.parametrize("rows", [1, 5, 300])
+    def test_thread_blocks_of_a_launch_with_cuts_run_at_once(self, rows, heads):
+        for sm_count in (1, 78, 132):
+            plan = self.plan(rows, heads, sm_count=sm_count, has_lengths=True)
+            assert plan.groups >= 1 and (plan.cuts == NEVER or plan.groups * -(-heads // 64) <= sm_count)
+
+    def test_the_kernel_has_the_same_numbers(self):
+        text = (cuda_build.source("sparse_decode").parent / "schedule.cuh").read_text()
+        text += (cuda_build.source("sparse_decode").parent / "cluster.cuh").read_text()
+        for name in ("RowCost", "JoinCost", "PartsJoined", "MostParts"):
+            value = getattr(planning, re.sub("([A-Z])", r"_\1", name).upper())
+            assert f"constexpr int k{name} = {value};" in text
+        assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay \}", text)
+        assert (NEVER, ALWAYS, AS_LENGTHS_SAY) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("sizes", [(0, 64, 8), (2, 0, 8), (2, 64, 0)], ids=["no rows", "no columns", "no slots"])
+def test_without_work_the_results_are_of_the_same_dtypes(sizes):
+    batch, columns, pages = sizes
+    q = jnp.ones((batch, 1, 64, 512), jnp.bfloat16)
+    indices = jnp.zeros((batch, 1, columns), jnp.int32)
+    with jax.enable_x64(True):
+        data = jnp.zeros((pages, KVLayout.V4_FP8.page_bytes(64)), jnp.uint8)
+        cache = PagedKV(data=data, layout=KVLayout.V4_FP8, page_size=64)
+        out, lse = hopper_decode.decode(q, cache, indices, *[None] * 6, softmax_scale=0.05)
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    assert not np.asarray(out, np.float32).any() and np.isneginf(lse).all()
+
+
+@pytest.mark.no_gpu
+def test_it_compiles_within_its_registers(tmp_path):
+    """Compiled, not run."""
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    command = ["nvcc", "-std=c++20", "-cubin", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
+    command += ["-I", tvm_ffi.libinfo.find_include_path(), "-I", tvm_ffi.libinfo.find_dlpack_include_path()]
+    command += ["-o", str(tmp_path / "decode.cubin"), str(cuda_build.source("sparse_decode"))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    # A register or two wait out the plan; a loop that spills takes more.
+    spills = re.findall(r"(\d+) bytes spill stores", run.stderr)
+    assert spills and all(int(n) <= 16 for n in spills), run.stderr
+    assert "setmaxnreg" not in run.stderr  # is what it says where it ignores one
+    assert "serialized" not in run.stderr, run.stderr
+
+
+def arguments_of(layout: KVLayout, batch: int, q_len: int, heads: int, topk: int, extra_topk: int = 0, seed: int = 0):
+    """The arrays of a decode call at a model's size, some of the indices none of the cache's."""
+    rng, slots = np.random.default_rng(seed), 8192
+    arguments = {"q": jnp.asarray(rng.standard_normal((batch, q_len, heads, layout.qk_dim)), jnp.bfloat16)}
+    for name, columns, page_size in (("", topk, 64), ("extra_", extra_topk, 2)):
+        if not columns:
+            continue
+        rows = jnp.asarray(rng.standard_normal((slots, layout.qk_dim)) / 4, jnp.bfloat16)
+        cache = PagedKV.zeros(layout, slots // page_size, page_size)
+        arguments[f"{name}cache"] = write_kv(cache, jnp.arange(slots, dtype=jnp.int32), rows)
+        indices = rng.integers(-slots // 8, slots + slots // 8, (batch, q_len, columns))
+        arguments[f"{name}indices"] = jnp.asarray(indices, jnp.int32)
+        arguments[f"{name}topk_length"] = jnp.asarray(rng.integers(0, columns + 1, (batch, q_len)), jnp.int32)
+    arguments["attn_sink"] = jnp.asarray(rng.standard_normal(heads), jnp.float32)
+    return arguments
+
+
+def without_lengths(arguments: dict) -> dict:
+    return {name: x for name, x in arguments.items() if not name.endswith("topk_length")}
+
+
+@pytest.fixture(params=[None, (16, 3), (32, 10)], ids=["many rows'", "clusters of 3", "clusters of 10"])
+def kernel(request, monkeypatch):
+    """The kernel that `hopper` launches, whatever the plan would be; JAX must trace it anew."""
+    made = by_decode_kernel(request.param, monkeypatch)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+    assert made and {plan.tile for plan in made} == {request.param[0] if request.param else 64}
+
+
+class TestOnTheGPU:
+    pytestmark = on_the_gpu
+    SCALE = 0.05
+
+    def run(self, arguments: dict, backend: str = "hopper"):
+        return sparse_mla_decode(**arguments, softmax_scale=self.SCALE, backend=backend)
+
+    @pytest.mark.parametrize("batch", [1, 3, 20, 67, 150])
+    @pytest.mark.parametrize("heads", [16, 128])
+    def test_any_share_of_rows_equals_the_triton_kernel(self, batch, heads):
+        for layout, *topks in ((KVLayout.V4_FP8, 128, 512), (KVLayout.V4_FP8, 77, 1030), (KVLayout.V32_FP8, 2048)):
+            arguments = arguments_of(layout, batch, 2, heads, *topks)
+            for given in (arguments, without_lengths(arguments)):
+                assert_agree(self.run(given), self.run(given, "triton"), "decode")
+
+    @pytest.mark.parametrize("case", [small_decode(topk=1), small_decode(topk=130, heads=70, extra=(3, 2))])
+    def test_odd_sizes_equal_the_oracle(self, case, kernel):
+        check_decode(case, run_decode(case, "hopper"))
+
+    @pytest.mark.parametrize("scale", [0.0, -0.05])
+    def test_any_scale_equals_the_reference(self, scale, kernel):
+        """Masked keys included, which must not become NaN where the scale is 0."""
+        arguments = decode_arguments(small_decode(extra=(16, 2))) | {"softmax_scale": scale}
+        wanted = sparse_mla_decode(**arguments, backend="reference")
+        assert_agree(sparse_mla_decode(**arguments, backend="hopper"), wanted, "decode")
+
+    def test_infinite_sinks_and_rows_without_keys_equal_the_oracle(self, kernel):
+        case = small_decode(topk=200, extra=(130, 2), heads=20)
+        sink = np.array(case.attn_sink)
+        sink[[0, 17, 19]] = [np.inf, -np.inf, 300]
+        lengths = np.array(case.topk_length), np.array(case.extra_topk_length)
+        lengths[0][1], lengths[1][1] = 0, 0
+        names = ("attn_sink", "topk_length", "extra_topk_length")
+        case = dataclasses.replace(case, **dict(zip(names, (sink, *lengths))))
+        check_decode(case, run_decode(case, "hopper"))
+
+    def test_a_row_among_lengths_of_all_kinds_is_as_when_alone(self):
+        arguments = arguments_of(KVLayout.V4_FP8, 300, 1, 64, 128, 1024)
+        lengths = np.zeros((300, 1), np.int32)
+        lengths[[3, 77, 299]] = [[1024], [1], [513]]
+        arguments |= {"extra_topk_length": jnp.asarray(lengths), "topk_length": jnp.asarray(lengths // 8)}
+        assert_agree(self.run(arguments), self.run(arguments, "triton"), "decode")
+
+    @pytest.mark.parametrize("batch", [1, 40, 149])
+    def test_a_hundred_runs_give_the_same_bits(self, batch):
+        arguments = arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512)
+        call = jax.jit(lambda arguments: self.run(arguments))
+        first = jax.tree.map(np.asarray, call(arguments))
+        for _ in range(100):
+            assert_same(call(arguments), first)
+
+    def test_a_command_buffer_replays_it(self, kernel):
+        arguments = arguments_of(KVLayout.V4_FP8, 4, 1, 64, 128, 512)
+        q = arguments.pop("q")
+
+        def chain(q, arguments):
+            total = jnp.zeros(q.shape, jnp.float32)
+            for i in range(8):  # enough launches that XLA records them
+                total += self.run(arguments | {"q": q + jnp.bfloat16(i / 64)})[0].astype(jnp.float32)
+            return total
+
+        compiled = jax.jit(chain).lower(q, arguments).compile()
+        assert "command_buffer" in compiled.as_text()
+        expected = sum(
+            np.asarray(self.run(arguments | {"q": q + jnp.bfloat16(i / 64)})[0], np.float32) for i in range(8)
+        )
+        for _ in range(3):
+            np.testing.assert_allclose(np.asarray(compiled(q, arguments)), expected, rtol=1e-6, atol=1e-5)
+
+    @pytest.mark.parametrize("layout", [KVLayout.V4_FP8, KVLayout.V32_FP8], ids=str)
+    def test_the_last_slots_of_a_5_gib_cache(self, layout, kernel):
+        case = small_decode(layout=layout.name, lengths="none")
+        arguments = decode_arguments(case)
+        page, expected = arguments["cache"], sparse_mla_decode(**arguments, backend="hopper")
+        pages, page_bytes = page.data.shape
+        total = -(-(5 << 30) // page_bytes)
+        put = jax.jit(lambda big, last: big.at[total - pages :].set(last), donate_argnums=0)
+        big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
+        indices = np.asarray(case.indices)
+        first = (total - pages) * page.page_size
+        moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
+        arguments |= {"cache": dataclasses.replace(page, data=big), "indices": jnp.asarray(moved.astype(np.int32))}
+        assert_same(sparse_mla_decode(**arguments, backend="hopper"), expected)
+
+
+class TestOnTorch:
+    """Through torch, where a caller may also ask for results that do not depend on the batch."""
+
+    pytestmark = on_the_gpu
+
+    @staticmethod
+    def call(arguments: dict, monkeypatch, **options):
+        torch = pytest.importorskip("torch")
+        from sparse_mla_torch import flash_mla, to_torch
+        from sparse_mla_torch.attention.call_cache import forget
+        from sparse_mla_torch.attention.decode import pages_of
+
+        monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "hopper")
+        forget()
+        jax.block_until_ready(arguments)
+        given = {name: to_torch(x) for name, x in arguments.items() if not isinstance(x, PagedKV)}
+        caches = [arguments[name] for name in ("cache", "extra_cache")]
+        caches = [pages_of(to_torch(x.data), x.layout, x.page_size) for x in caches]
+        call = lambda: flash_mla.flash_mla_with_kvcache(  # noqa: E731
+            *(given["q"], caches[0], None, None, 512, flash_mla.get_mla_metadata()[0]),
+            softmax_scale=0.05,
+            is_fp8_kvcache=True,
+            indices=given["indices"],
+            attn_sink=given["attn_sink"],
+            extra_k_cache=caches[1],
+            extra_indices_in_kvcache=given["extra_indices"],
+            **options,
+        )
+        return torch, call
+
+    @pytest.mark.parametrize("batch", [1, 150])
+    def test_a_cuda_graph_captures_it(self, batch, monkeypatch):
+        arguments = without_lengths(arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512))
+        torch, call = self.call(arguments, monkeypatch)
+        from torch_graphs import capture
+
+        expected = [x.clone() for x in call()]
+        ours = sparse_mla_decode(**arguments, softmax_scale=0.05, backend="hopper")
+        np.testing.assert_array_equal(expected[0].float().cpu().numpy(), np.asarray(ours[0], np.float32))
+        graph, captured = capture(call)
+        for x in captured:
+            x.fill_(torch.nan)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+
+    def test_a_row_s_result_need_not_depend_on_the_batch(self, monkeypatch):
+        # 11 blocks each: the second row of a thread block begins at an odd one, the other warpgroup's.
+        arguments = without_lengths(arguments_of(KVLayout.V4_FP8, 149, 1, 64, 128, 513))
+        _, call = self.call(arguments, monkeypatch, enable_batch_invariant=True)
+        out, lse = call()
+        for rows in (slice(0, 1), slice(17, 34), slice(70, 75)):
+            per_row = ("q", "indices", "extra_indices")
+            some = {name: x[rows] if name in per_row else x for name, x in arguments.items()}
+            _, call = self.call(some, monkeypatch, enable_batch_invariant=True)
+            for a, b in zip(call(), (out, lse)):
+                assert (a == b[rows]).all()

@@ -1,0 +1,111 @@
+"""Small, hostile calls of the SM90 kernels against the oracle, few enough that compute-sanitizer can watch them all.
+
+`python -m benchmarks.memcheck hopper_memory` does. Decode is launched by torch, prefill by `jax.jit`. Without a GPU the
+reference serves the same calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import attention_calls
+import drop_in_calls
+from drop_in_calls import ON_GPU, served_by
+from sparse_mla_torch.flash_mla import flash_mla_with_kvcache
+
+from jax_sparse_mla.attention import sparse_mla_prefill
+from jax_sparse_mla.kernels.sm90.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER
+
+pytestmark = pytest.mark.torch
+BACKEND = "hopper" if ON_GPU else "reference"
+
+BY_SHAPE = {"lengths": "none", "extra_lengths": "none"}
+ONE_HEAD = {"q_len": 1, "heads": 1}  # so that many rows cost the oracle little
+
+# By how an H200's thread blocks share the rows, where no cluster does; with lengths, which are hostile, the kernel
+# decides.
+DECODES = {
+    "whole": BY_SHAPE | {"topk": 130, "heads": 16},
+    "whole, one column": BY_SHAPE | {"topk": 1},
+    "whole, more rows than groups": BY_SHAPE | ONE_HEAD | {"batch": 140, "topk": 3},
+    "cut": BY_SHAPE | {"batch": 1, "topk": 460},
+    "cut, two caches, 70 heads": BY_SHAPE | {"topk": 130, "extra": (650, 3), "heads": 70},
+    "cut, V3.2, 128 heads, odd pages": BY_SHAPE | {"layout": "V32_FP8", "topk": 950, "heads": 128, "page_size": 7},
+    "cut, of whole rows the rest": BY_SHAPE | ONE_HEAD | {"batch": 148, "topk": 900},
+    "cut, the line of all rows": BY_SHAPE | ONE_HEAD | {"batch": 100, "topk": 4800, "page_size": 61},
+    "lengths": {"topk": 100, "extra": (65, 2), "heads": 16},
+    "lengths, one head, odd pages": {"topk": 67, "extra": (130, 1), "heads": 1, "page_size": 61},
+    "lengths, V3.2": {"layout": "V32_FP8", "topk": 590, "heads": 70, "page_size": 61},
+    "lengths, V3.2, two caches": {"layout": "V32_FP8", "topk": 1, "extra": (33, 5), "heads": 128},
+    "lengths, more rows than groups": ONE_HEAD | {"batch": 139, "topk": 70, "extra": (2, 3)},
+    "lengths, dealt rows and a rest": ONE_HEAD | {"batch": 140, "topk": 2100, "page_size": 7},
+    "lengths, few rows of many columns": {"batch": 3, "topk": 1500, "heads": 65},
+    "no valid index": {"rows": "none", "topk": 100, "extra": (65, 2)},
+}
+
+
+def case_of(name: str):
+    return attention_calls.small_decode(**{"lengths": "batch", "extra_lengths": "batch"} | DECODES[name])
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_rows_are_shared_as_the_name_says(name):
+    case = case_of(name)
+    topks = [x.shape[-1] for x in (case.indices, case.extra_indices) if x is not None]
+    has_lengths = case.topk_length is not None
+    batch, q_len, heads, _ = case.q.shape
+    plan = attention_calls.plan_of_many(batch * q_len, heads, tuple(topks), has_lengths=has_lengths, sm_count=132)
+    kind = name.partition(",")[0]
+    assert plan.cuts == {"whole": NEVER, "cut": ALWAYS}.get(kind, AS_LENGTHS_SAY)
+
+
+# Clusters of any size serve any call: (heads, thread blocks).
+CLUSTERS = [(16, 2), (32, 3), (16, 8), (32, 16), (16, 11), (32, 2)]
+FEW = [
+    *zip(DECODES, itertools.cycle(CLUSTERS)),
+    ("lengths, V3.2, two caches", (16, 5)),
+    ("no valid index", (16, 7)),
+    ("cut, V3.2, 128 heads, odd pages", (32, 15)),  # all parts have keys, and their values take most of the memory
+    ("cut, two caches, 70 heads", (32, 14)),
+]
+
+
+def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
+    """By few rows' kernel in clusters as told, or by many rows'."""
+    case, launched = case_of(name), attention_calls.by_decode_kernel(cluster, monkeypatch)
+    with served_by(BACKEND, monkeypatch):
+        results = flash_mla_with_kvcache(**drop_in_calls.decode_arguments(case), **options)
+    drop_in_calls.check_decode(case, results)
+    if ON_GPU:
+        assert launched and {plan.tile for plan in launched} == {cluster[0] if cluster else 64}
+
+
+# Which of the two makes no difference to the reference.
+@pytest.mark.parametrize(
+    "batch_invariant", [False, True] if ON_GPU else [False], ids=lambda x: "invariant" if x else ""
+)
+@pytest.mark.parametrize("name", DECODES)
+def test_decode(name, batch_invariant, monkeypatch):
+    check(name, None, monkeypatch, enable_batch_invariant=batch_invariant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "cluster"), FEW)
+def test_decode_in_clusters(name, cluster, monkeypatch):
+    check(name, cluster, monkeypatch)
+
+
+@pytest.mark.parametrize("setting", [{"heads": 70, "sizes": (90, 67)}, {"dim": 576, "heads": 1, "sizes": (130, 129)}])
+def test_prefill(setting):
+    case = attention_calls.small_prefill(**setting)
+    arguments = attention_calls.prefill_arguments(case)
+    scale = arguments.pop("softmax_scale")
+    attention_calls.skip_unless_able(BACKEND, "prefill", *case.q.shape[:2], case.indices.shape[-1])
+    attend = jax.jit(lambda given: sparse_mla_prefill(**given, softmax_scale=scale, backend=BACKEND))
+    attention_calls.check_prefill(case, attend(arguments))

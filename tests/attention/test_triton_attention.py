@@ -1,0 +1,189 @@
+"""The Triton attention kernel without a GPU: its arithmetic in Triton's interpreter, and its compilation.
+
+Results are judged by `attention_oracle.py`, numpy float64, over poisoned caches and hostile indices, through the torch
+launcher. The interpreter is chosen when triton is imported, so those tests run in a process of their own. On a GPU
+`test_attention.py` has the behaviour; here is what only this kernel has: splits, tiles, the integer e4m3 decode, and
+the shared memory of devices that are not at hand ("compiled, not run").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
+from jax_sparse_mla.kv_cache.layout import KVLayout
+
+CASES = Path(__file__).parents[1] / "support" / "triton_attention_cases.py"
+COMPILING = Path(__file__).parents[1] / "support" / "compile_triton_attention.py"
+
+# Shared memory that one block may have, KiB (CUDA C++ Programming Guide, technical specifications).
+SHARED_KIB = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (12, 0): 99}
+
+
+def script(path: Path, *arguments: str, **environment: str) -> str:
+    """What the script prints, in a process of its own: whether triton interprets is settled when it is imported."""
+    pytest.importorskip("torch")
+    root = Path(__file__).parents[2]
+    paths = (str(root), str(root / "interop"), str(root / "tests" / "support"), os.environ.get("PYTHONPATH", ""))
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments],
+        env=inherited | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_results_equal_the_oracle_in_the_interpreter():
+    assert "12 checks passed" in script(CASES, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+class TestPlan:
+    """The launch follows from static shapes and the device; no lengths, no arrays."""
+
+    @staticmethod
+    def plan(rows: int, num_heads: int = 64, topk: int = 128, extra_topk: int = 512, **changes):
+        arguments = {"has_sink": True, "capability": (9, 0), "sm_count": 132} | changes
+        return planning.launch_plan(
+            KVLayout.V4_FP8, rows=rows, num_heads=num_heads, topk=topk, extra_topk=extra_topk, **arguments
+        )
+
+    def test_few_rows_share_the_device(self):
+        plan = self.plan(1)
+        block_n = plan.constexprs["BLOCK_N"]
+        assert plan.num_splits == (128 + 512) // block_n  # one block of keys each
+        assert plan.grid == (64 // plan.constexprs["BLOCK_H"], plan.num_splits) and plan.constexprs["SPLIT"]
+        assert plan.combine_grid == (64,)
+        # The sink enters once, where the denominator is whole.
+        assert not plan.constexprs["HAS_SINK"] and plan.combine_constexprs["HAS_SINK"]
+
+    def test_many_rows_are_not_split(self):
+        plan = self.plan(4096)
+        assert plan.grid == (4096, 1) and not plan.constexprs["SPLIT"] and plan.constexprs["HAS_SINK"]
+
+    @pytest.mark.parametrize("rows", [1, 2, 8, 63, 64, 65, 131, 132, 133, 256, 1000])
+    def test_no_split_is_without_a_block(self, rows):
+        plan = self.plan(rows)
+        assert 1 <= plan.num_splits <= 640 // plan.constexprs["BLOCK_N"]
+        assert plan.combine_constexprs["ALL_SPLITS"] >= plan.num_splits
+
+    def test_no_columns(self):
+        assert self.plan(3, topk=0, extra_topk=0).num_splits == 1
+
+    @pytest.mark.parametrize("num_heads", [1, 3, 16, 17, 32, 33, 64, 65, 127, 128])
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+    def test_every_head_has_a_program(self, num_heads, capability):
+        plan = self.plan(5, num_heads, capability=capability, may_split=False)
+        assert plan.grid[0] % 5 == 0
+        assert plan.grid[0] // 5 * plan.constexprs["BLOCK_H"] >= num_heads
+
+    def test_prefill_is_never_split(self):
+        """max_logits does not go through the combine."""
+        assert self.plan(1, may_split=False).num_splits == 1
+
+    def test_the_integer_decode_is_for_devices_without_e4m3(self):
+        assert not self.plan(1, capability=(8, 0)).constexprs["NATIVE"]
+        assert not self.plan(1, capability=(8, 6)).constexprs["NATIVE"]
+        for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+            assert self.plan(1, capability=capability).constexprs["NATIVE"]
+
+    def test_pages_are_constants_of_the_kernel(self):
+        for layout in (KVLayout.V4_FP8, KVLayout.V32_FP8):
+            constants = planning.page_constants(layout, 256, 2)
+            assert (constants["PAGE_SIZE"], constants["EXTRA_PAGE_SIZE"]) == (256, 2)
+            assert constants["PAGE_BYTES"] == layout.page_bytes(256)
+            assert constants["EXTRA_PAGE_BYTES"] == layout.page_bytes(2)
+        # A workspace's length is data: no compilation of its own for each.
+        assert set(planning.page_constants(planning.workspace_layout(512), 0, 0).values()) == {0}
+
+    @pytest.mark.parametrize("qk_dim", [64, 128, 448, 640])
+    def test_rows_of_another_width_are_refused(self, qk_dim):
+        with pytest.raises(ValueError, match="sparse_mla_prefill: the Triton kernel takes rows of 512 or 576"):
+            planning.check_layout("sparse_mla_prefill", planning.workspace_layout(qk_dim))
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("capability", SHARED_KIB, ids=lambda capability: "sm{}{}".format(*capability))
+def test_it_compiles_within_the_shared_memory(capability):
+    """Compiled, not run."""
+    rows = json.loads(script(COMPILING, *map(str, capability)).splitlines()[-1])
+    assert {(row["layout"], row["num_heads"]) for row in rows} >= {("V4_FP8", 64), ("V32_FP8", 128)}
+    for row in rows:
+        assert row["cubin_bytes"] > 0
+        assert row["shared"] <= SHARED_KIB[capability] * 1024, row
+        assert row["e4m3"] == (capability >= (8, 9) and row["layout"].endswith("FP8")), row
+        assert row["wgmma"] == (capability == (9, 0) and row["num_heads"] >= 64), row
+        assert row["wide_copies"], row  # keys come 16 bytes at a time
+
+
+@pytest.mark.gpu
+class TestOnTheGPU:
+    """What tests/attention/test_attention.py, which runs every backend, does not have."""
+
+    def test_splits_tiles_and_integer_decode_equal_the_oracle(self):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no CUDA")
+        assert "12 checks passed" in script(CASES)
+
+    @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V32_BF16"])
+    def test_the_last_slots_of_a_5_gib_cache(self, layout):
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        from attention_calls import decode_arguments, small_decode
+
+        from jax_sparse_mla.attention import sparse_mla_decode
+
+        case = small_decode(layout=layout, lengths="none")
+        arguments = decode_arguments(case)
+        page = arguments["cache"]
+        expected = sparse_mla_decode(**arguments, backend="triton")
+        pages, page_bytes = page.data.shape
+        total = -(-(5 << 30) // page_bytes)
+        put = jax.jit(lambda big, last: big.at[total - pages :].set(last), donate_argnums=0)
+        big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
+        indices = np.asarray(case.indices)
+        first = (total - pages) * page.page_size
+        moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
+        arguments["cache"] = dataclasses.replace(page, data=big)
+        arguments["indices"] = jnp.asarray(moved.astype(np.int32))
+        actual = sparse_mla_decode(**arguments, backend="triton")
+        for a, b in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    def test_a_cuda_graph_captures_the_torch_launch(self):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no CUDA")
+        from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode
+        from torch_graphs import capture
+
+        torch.manual_seed(0)
+        layout = KVLayout.V4_BF16
+        rows = torch.randn(4, 64, 512, device="cuda").bfloat16()
+        cache = TorchPagedKV(rows.view(torch.uint8).view(4, -1), layout, 64)
+        q = torch.randn(2, 1, 64, 512, device="cuda").bfloat16()
+        indices = torch.randint(0, 256, (2, 1, 512), device="cuda", dtype=torch.int32)
+        out = torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda")
+        expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.04)
+        step = functools.partial(sparse_mla_decode, q, cache, indices, softmax_scale=0.04, out=out)
+        graph, _ = capture(step, stream=torch.cuda.Stream())
+        for tensor in out:
+            tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])

@@ -1,0 +1,163 @@
+"""The Triton kernels of the compressor against the plain JAX function: in Triton's interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import ml_dtypes
+from sparse_mla_torch.kernels import compressor as torch_compressor
+from triton_device import DEVICE, tensor
+
+from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference
+from jax_sparse_mla.kernels.triton import compressor as kernels
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of infinities and NaN in the interpreter
+]
+
+HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
+PROPERTY = settings(max_examples=10, deadline=None)
+
+plain_compress = jax.jit(compress_kv_reference, static_argnames=("ratio", "norm_eps", "num_entries"))
+
+
+def compress_case(rng, ratio: int, head_dim: int, lengths: tuple[int, ...], *, more_ring=0, dtype=np.float32):
+    """The arrays of compress_kernel's plain function: requests of these lengths, some of them padding, then padding."""
+    halves, num_rows, max_requests = (2 if ratio == 4 else 1), sum(lengths) + 2, len(lengths) + 3
+    width, ring = halves * head_dim, halves * ratio + more_ring
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions, req_rows = np.full(num_rows, -1, np.int32), np.full(num_rows, -1, np.int32)
+    for request, (start, length) in enumerate(zip(starts, lengths)):
+        rows = slice(start, start + length)
+        positions[rows] = rng.choice([0, 1, ratio - 1, 3 * ratio, 1000 * ratio + 2]) + np.arange(length)
+        req_rows[rows] = max_requests - 1 - request
+        if rng.random() < 0.15:
+            positions[rows] = -1
+        elif rng.random() < 0.15:
+            req_rows[rows] = rng.choice([*HOSTILE, max_requests])
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    state = normal(max_requests, ring, width), normal(max_requests, ring, width)
+    kv, score = normal(num_rows, width), 3 * normal(num_rows, width)
+    kv[sum(lengths) :] = score[sum(lengths) :] = np.nan
+    parameters = (
+        normal(ratio, width),
+        1 + normal(head_dim) / 8,
+        np.exp(-np.arange(head_dim // 4) / 4).astype(np.float32),
+    )
+    step = kv.astype(dtype), score.astype(dtype)
+    num_entries = min(num_rows, num_rows // ratio + len(lengths))
+    return (*state, *step, positions, req_rows, starts, *parameters), {"ratio": ratio, "num_entries": num_entries}
+
+
+def torch_compress(arguments, *, ratio, num_entries):
+    """(entries, rows, state_kv, state_score) by the kernels, into poisoned results."""
+    names = ("positions", "req_rows", "query_start_loc", "ape", "norm_weight", "inv_freq")
+    *tensors, kv, score = map(tensor, arguments[:4])
+    rest = dict(zip(names, map(tensor, arguments[4:])))
+    head_dim = arguments[-2].shape[0]
+    entries = torch.full((num_entries, head_dim), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    rows = torch.full((num_entries,), 77, dtype=torch.int32, device=DEVICE)
+    torch_compressor.compress_kv(*tensors, kv, score, **rest, ratio=ratio, out=(entries, rows))
+    return entries, rows, *tensors
+
+
+def assert_compressed(got, want):
+    """Rows and state to the bit; entries within a rounding to bfloat16."""
+    entries, rows, *state = (x.cpu() if isinstance(x, torch.Tensor) else x for x in got)
+    entries = entries.float().numpy() if isinstance(entries, torch.Tensor) else np.asarray(entries).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(rows), np.asarray(want[1]))
+    for actual, expected in zip(state, want[2:]):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+    want = np.asarray(want[0]).astype(np.float32)
+    np.testing.assert_allclose(entries, want, rtol=2.0**-7, atol=1e-5)
+    unused = np.asarray(rows) < 0
+    assert not entries[unused].any() and not np.signbit(entries[unused]).any()
+
+
+COMPRESS_SHAPES = [
+    (4, 32, (1,) * 7, 0),
+    (4, 16, (9, 0, 30, 3), 3),
+    (128, 16, (1, 1, 260, 1), 0),
+    (3, 12, (10, 2, 1), 4),
+    (1, 16, (3, 2), 0),
+]
+
+
+@PROPERTY
+@given(st.integers(0, 10**6), st.sampled_from(COMPRESS_SHAPES), st.booleans(), st.booleans())
+def test_compress(seed, shape, bfloat16, searched):
+    ratio, head_dim, lengths, more_ring = shape
+    dtype = ml_dtypes.bfloat16 if bfloat16 else np.float32
+    arguments, static = compress_case(
+        np.random.default_rng(seed), ratio, head_dim, lengths, more_ring=more_ring, dtype=dtype
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if not searched:  # as for more rows
+            patch.setattr(kernels, "SEARCHED_ROWS", 0)
+        got = torch_compress(arguments, **static)
+    assert_compressed(got, plain_compress(*arguments, **static, norm_eps=1e-6))
+
+
+def test_compressor_refuses_bad_tensors_by_name():
+    arguments, static = compress_case(np.random.default_rng(8), 4, 16, (9,))
+    with pytest.raises(ValueError, match="compress_kv: score must have shape"):
+        torch_compress((*arguments[:3], arguments[3][:, :8].copy(), *arguments[4:]), **static)
+    with pytest.raises(ValueError, match="a ring of at least 8 tokens"):
+        torch_compress((arguments[0][:, :5].copy(), *arguments[1:]), **static)
+
+
+def memcheck_cases():
+    """Launches every kernel over small shapes with padding and hostile requests (for compute-sanitizer)."""
+    rng = np.random.default_rng(9)
+    for ratio, head_dim, lengths, more_ring in [*COMPRESS_SHAPES, (4, 512, (1100, 40), 0)]:
+        arguments, static = compress_case(rng, ratio, head_dim, lengths, more_ring=more_ring)
+        torch_compress(arguments, **static)
+
+
+@pytest.mark.gpu
+def test_every_kernel_runs_over_small_shapes():
+    memcheck_cases()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 512, (1,) * 64), (4, 128, (3, 1100, 0, 40)), (128, 512, (1, 900, 300))], ids=str)
+def test_jax_compresses_in_place(shape):
+    arguments, static = compress_case(np.random.default_rng(12), *shape, dtype=ml_dtypes.bfloat16)
+    want = plain_compress(*map(jnp.asarray, arguments), **static, norm_eps=1e-6)
+    kv, score, positions, req_rows, starts, ape, norm_weight, inv_freq = map(jnp.asarray, arguments[2:])
+
+    def step(state):
+        return compress_kv(
+            state,
+            kv,
+            score,
+            positions=positions,
+            req_rows=req_rows,
+            query_start_loc=starts,
+            ape=ape,
+            norm_weight=norm_weight,
+            inv_freq=inv_freq,
+            ratio=static["ratio"],
+        )
+
+    state = CompressorState(kv=jnp.asarray(arguments[0]), score=jnp.asarray(arguments[1]))
+    pointers = [x.unsafe_buffer_pointer() for x in (state.kv, state.score)]
+    compiled = jax.jit(step, donate_argnums=0).lower(state).compile()
+    copied = f"f32[{','.join(map(str, state.kv.shape))}]"
+    assert not [line for line in compiled.as_text().splitlines() if copied in line and " copy(" in line]
+    entries, rows, carried = compiled(state)
+    assert [x.unsafe_buffer_pointer() for x in (carried.kv, carried.score)] == pointers
+    assert_compressed((entries, rows, carried.kv, carried.score), want)

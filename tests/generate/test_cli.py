@@ -1,0 +1,418 @@
+"""The command `jax-sparse-mla`: exit statuses, what is printed, and the real presets end to end."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jax_sparse_mla import DeviceInfo
+from jax_sparse_mla.attention import api
+from jax_sparse_mla.attention.route import BACKENDS
+from jax_sparse_mla.cli import main
+
+HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+needs_models = pytest.mark.skipif(not HAS_MODELS, reason="needs torch and transformers")
+needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="describes a machine without a GPU")
+
+
+def run(capsys, *args):
+    """The exit status of `jax-sparse-mla *args`, and what it printed."""
+    status = main(list(args))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def python(code):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+
+
+# doctor
+
+
+@needs_cpu
+def test_doctor_names_every_backend_with_a_reason(capsys):
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0
+    assert re.search(r"^device +cpu \(\d+ device", out, re.M) and f"jax {jax.__version__}" in out
+    listed = re.findall(r"^backend +(\w+) +(.+)$", out, re.M)
+    assert [name for name, _ in listed] == list(BACKENDS) and all(state for _, state in listed)
+    plans = re.split(r"\n\n", out)[1:]
+    assert len(plans) == 6
+    for plan, (model, phase) in zip(
+        plans, [(m, p) for m in ("V3.2", "V4-Flash", "V4-Pro") for p in ("decode", "prefill")]
+    ):
+        first, because, *rejected = plan.strip().splitlines()
+        assert re.match(rf"DeepSeek-{model}, {phase}, 64 query rows, FP8 cache: reference \(\w+\)", first)
+        assert re.match(r"    because \w+", because)
+        reasons = dict(re.match(r"    not (\w+) +(\S.*)", line).groups() for line in rejected)
+        assert set(reasons) == set(BACKENDS) - {"reference"}
+
+
+@needs_cpu
+def test_doctor_plans_for_the_rows_it_is_given(capsys):
+    assert "V3.2, decode, 20000 query rows" in run(capsys, "doctor", "--query-tokens", "20000")[1]
+
+
+def test_doctor_describes_a_gpu(capsys, monkeypatch):
+    device = DeviceInfo("cuda", (9, 0), 132, 232448)
+    monkeypatch.setattr(DeviceInfo, "current", lambda: device)
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0
+    assert "compute capability 9.0, 132 SMs, 232448 bytes" in out
+
+
+@pytest.mark.parametrize("rows, backend", [(8, "triton"), (1024, "flashmla")])
+def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, backend):
+    """As the attention functions do: without the columns, little work would not be seen as such."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
+    monkeypatch.setattr(api, "installed_backends", lambda: {"flashmla", "triton"})
+    out = run(capsys, "doctor", "--query-tokens", str(rows))[1]
+    assert re.findall(rf"decode, {rows} query rows, FP8 cache: (\w+)", out) == [backend] * 3
+
+
+def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monkeypatch):
+    """Without nvcc and without a built binary `hopper` has its prefill alone."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
+    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
+    monkeypatch.setattr(api.hopper, "serves", lambda phase: phase == "prefill")
+    out = run(capsys, "doctor")[1]
+    assert re.findall(r", (\w+), 64 query rows, FP8 cache: (\w+)", out) == 3 * [
+        ("decode", "reference"),
+        ("prefill", "hopper"),
+    ]
+
+
+def test_the_installed_command():
+    script = os.path.join(os.path.dirname(sys.executable), "jax-sparse-mla")
+    if not os.path.exists(script):
+        pytest.skip(f"no {script}: the package is not installed there")
+    done = subprocess.run([script, "doctor"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "backend    reference" in done.stdout
+
+
+def test_the_package_and_doctor_never_import_torch():
+    code = (
+        "import sys; from jax_sparse_mla.cli import main; s = main(['doctor']); sys.exit(s or 'torch' in sys.modules)"
+    )
+    assert python(code).returncode == 0
+
+
+# generate: arguments
+
+
+def test_generate_without_torch_says_what_is_missing():
+    code = "import sys; sys.modules['torch'] = None; from jax_sparse_mla.cli import main; sys.exit(main(['generate']))"
+    done = python(code)
+    assert done.returncode == 2 and "needs torch and transformers (the extra [hf])" in done.stderr
+
+
+def test_a_command_is_required(capsys):
+    for args in ([], ["serve"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(args)
+        assert exit_.value.code == 2
+    assert "generate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "x", "1.5"])
+def test_counts_must_be_positive(capsys, value):
+    options = [("doctor", "--query-tokens")]
+    if HAS_MODELS:
+        names = ("max-new-tokens", "requests", "max-batch", "chunk-size", "speculative-steps")
+        options += [("generate", f"--{name}") for name in names]
+    for command, option in options:
+        with pytest.raises(SystemExit) as exit_:
+            main([command, option, value])
+        assert exit_.value.code == 2
+        assert f"argument {option}" in capsys.readouterr().err
+
+
+@needs_models
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--preset", "v5"],
+        ["--kv-cache", "int8"],
+        ["--device", "tpu"],
+        ["--backend", "flash"],
+        ["--compare-backends", "triton,flash"],
+        ["--prefill-backend", "triton"],
+        ["--model", "here", "--preset", "v4"],
+        ["--prompt", "a", "--prompt-file", "b"],
+        ["--seed", "x"],
+        ["--draft-oracle", "1.5"],
+        ["--draft-oracle", "-0.1"],
+        ["--draft-oracle", "nan"],
+        ["text"],
+    ],
+)
+def test_generate_refuses_bad_arguments(capsys, args):
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", *args])
+    assert exit_.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+@needs_models
+def test_nothing_to_generate_from(capsys, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    for args, message in (
+        (["--prompt", ""], "the prompt has no tokens"),
+        (["--prompt-file", f"{tmp_path}/empty.txt"], "the prompt has no tokens"),
+        (["--prompt-file", f"{tmp_path}/none.txt"], "No such file"),
+        (["--prompt-file", f"{tmp_path}/latin.txt"], "codec can't decode"),
+        (["--model", f"{tmp_path}/none"], f"no checkpoint folder {tmp_path}/none"),
+        (["--model", ""], "no checkpoint folder"),
+        (["--model", str(tmp_path)], "safetensors"),
+        (["--draft-oracle", "0.5"], "--draft-oracle needs --speculative-steps"),
+    ):
+        status, out, err = run(capsys, "generate", *args)
+        assert status == 2 and out == "" and message in err, (args, err)
+
+
+# generate: runs of small models. Their shapes are those of hf_models.OPTIONS, so that layers compile once.
+
+ROUTED = "reference" if jax.default_backend() == "cpu" else "(hopper|flashmla|triton)"
+SHAPES = ["--requests", "2", "--max-batch", "2", "--chunk-size", "112", "--max-new-tokens", "4"]
+
+
+@pytest.fixture
+def small_presets(monkeypatch, ordered_topk):
+    """The presets with small models in their place, and a prompt of 470 bytes."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import hf_models
+    from sparse_mla_torch.hf import presets
+
+    monkeypatch.setattr(presets, "_v4_config", hf_models.small_v4_config)
+    monkeypatch.setattr(presets, "_v32_config", hf_models.small_v32_config)
+    text = presets.default_prompt()[:470]
+    monkeypatch.setattr(presets, "default_prompt", lambda: text)
+    return presets
+
+
+def generated(out):
+    return re.findall(r"tokens \[(.*)\]", out)
+
+
+@pytest.mark.parametrize(("preset", "cache"), [("v4", "bf16"), ("v32", "fp8")])
+def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch, preset, cache):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    args = ["generate", *SHAPES, "--kv-cache", cache, "--no-check"]
+    status, expected, _ = run(capsys, *args, "--preset", preset, "--seed", "3")
+    assert status == 0 and f"preset {preset}, seed 3 (random weights)" in expected
+    small_presets.build_preset(preset, 3).save_pretrained(tmp_path)
+    status, out, _ = run(capsys, *args, "--model", str(tmp_path))
+    assert status == 0 and f"model      {tmp_path}: " in out
+    assert len(generated(out)) == 2 and all(len(line.split(",")) == 4 for line in generated(out))
+    assert generated(out) == generated(expected)
+    assert "check" not in out
+
+
+def test_a_vocabulary_too_small_for_bytes(capsys, tmp_path, small_presets):
+    import hf_models
+
+    small_presets.random_model(hf_models.small_v32_config(vocab_size=200), 0).save_pretrained(tmp_path)
+    status, out, err = run(capsys, "generate", "--model", str(tmp_path))
+    assert status == 2 and out == "" and "no tokenizer, and a vocabulary too small for bytes: 200" in err
+
+
+@pytest.mark.parametrize(
+    ("preset", "cache", "backend"), [("v4", "bf16", "flashmla_sparse"), ("v32", "fp8", "flashmla_kv")]
+)
+def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, backend):
+    from sparse_mla_torch.hf import comparison as check
+
+    args = ["generate", "--preset", preset, "--seed", "1", *SHAPES, "--kv-cache", cache, "--prefill-backend", backend]
+    status, out, err = run(capsys, *args)
+    assert status == 0 and out.endswith("check      passed\n") and "FAILED" not in out
+    layers = re.findall(r"^ +\d+  (window.*|top-64) +0\.999\d+ +0\.99\d+ +(-|0\.9\d+) +\(\d+\)$", out, re.M)
+    assert len(layers) == (3 if preset == "v4" else 2)
+    assert "requests   2 with 470, 235 prompt tokens, 4 new tokens each" in out
+    assert re.search(r"^route +decode: \w+, paged_decode", out, re.M)
+    phase, kernel = ("prefill", "sparse_prefill") if backend == "flashmla_sparse" else ("decode", "paged_decode")
+    assert re.search(rf"^route +prefill: \w+, {kernel}", out, re.M)
+    kinds = "window; window + C4 top-16; window + C128" if preset == "v4" else "top-64"
+    for step, attended in (("prefill", phase), ("decode", "decode")):
+        assert re.search(rf"^ran +{step}: {ROUTED}, {attended} \({re.escape(kinds)}\)$", out, re.M)
+    assert re.search(r"^tokens +\d of 8 are", out, re.M) and "extend" in err
+
+    monkeypatch.setitem(check.MIN_COSINE, cache, 2.0)
+    status, out, _ = run(capsys, *args)
+    assert status == 1 and out.endswith("check      FAILED\n") and out.count("FAILED") == len(layers) + 1
+
+
+@pytest.mark.cpu
+def test_speculative_decoding(capsys, small_presets, monkeypatch):
+    """Both decodings, their comparison, and how many drafts were accepted."""
+    from sparse_mla_torch.hf import generate
+    from sparse_mla_torch.hf.speculative import Difference
+
+    args = ["generate", "--preset", "v32", "--prompt", small_presets.default_prompt()[:100], "--requests", "2"]
+    args += ["--chunk-size", "112", "--max-new-tokens", "12", "--speculative-steps", "2"]
+    status, out, _ = run(capsys, *args, "--draft-oracle", "0.7")
+    assert status == 0 and out.count("check      passed") == 2 and "FAILED" not in out
+    first, second, *rest = generated(out)
+    assert rest == [first, second] and len(first.split(",")) == 12
+    assert re.search(r"^route +verify: \w+, paged_decode", out, re.M) and "probability 0.7" in out
+    histogram = re.findall(r"^ +(\d) drafts: +(\d+)", out, re.M)
+    assert [int(count) for count, _ in histogram] == [0, 1, 2]
+    # Each request's first token comes from its prefill.
+    assert sum((int(count) + 1) * int(times) for count, times in histogram) == 2 * 11
+    assert re.search(r"^accepted +\d\.\d\d tokens a round, \d+ rounds of a request$", out, re.M)
+    assert "tokens     24 of 24 are plain decoding's" in out
+
+    status, out, _ = run(capsys, *args, "--no-check")
+    assert status == 0 and "check" not in out and "decoding   plain" not in out
+    assert generated(out) == [first, second]
+
+    for margin, expected in ((0.01, 0), (0.5, 1)):
+        found = [Difference(1, 3, margin)]
+        monkeypatch.setattr(generate, "compare_with_plain", lambda *_, found=found: found)
+        status, out, _ = run(capsys, *args)
+        assert status == expected and "tokens     23 of 24 are plain decoding's" in out
+        assert f"request 1, token 3 differs, under a top-2 margin of {margin:.4f}" in out
+        assert f"check      {'FAILED' if expected else 'passed'}: a token may differ" in out
+
+
+# generate: the device and the backends. The small presets have FlashMLA's dimensions; it pads their heads to 64.
+
+
+def attended(out):
+    """What attends in each kind of step, by the lines `ran`: {"decode": {"flashmla, decode"}}."""
+    calls = {}
+    for step, call in re.findall(r"^ran +(\w+): (\w+, \w+) \(", out, re.M):
+        calls.setdefault(step, set()).add(call)
+    return calls
+
+
+def planned(out):
+    """The same as the lines `route` have it, by phase."""
+    return {phase: {f"{backend}, {phase}"} for phase, backend in re.findall(r"^route +(\w+): (\w+), ", out, re.M)}
+
+
+KERNELS = {
+    "flashmla": {"flash_fwd_splitkv_mla_fp8_sparse_kernel", "sparse_attn_fwd_kernel"},
+    "triton": {"sparse_mla_kernel"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("preset", ["v4", "v32"])
+def test_the_lines_ran_are_true(capsys, small_presets, preset, backend):
+    """The kernels that the GPU ran, as its profiler saw them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        status, out, _ = run(capsys, "generate", "--preset", preset, *SHAPES, "--backend", backend, "--no-check")
+    assert status == 0
+    assert attended(out) == {"prefill": {f"{backend}, prefill"}, "decode": {f"{backend}, decode"}}
+    names = {event.name() for event in profiler.profiler.kineto_results.events()}
+    for other, kernels in KERNELS.items():
+        for kernel in kernels:
+            assert any(kernel in name for name in names) == (other == backend), (kernel, sorted(names))
+
+
+@needs_models
+def test_a_backend_that_cannot_serve(capsys, small_presets):
+    """Nothing is served, by none."""
+    for option, backend in (("--backend", "flashinfer"), ("--compare-backends", "reference,flashinfer")):
+        status, out, err = run(capsys, "generate", "--preset", "v32", *SHAPES, option, backend)
+        assert status == 2 and out == "" and "backend 'flashinfer' cannot serve this prefill call" in err
+
+
+@needs_models
+def test_a_device_that_is_not_there(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, err = run(capsys, "generate", "--device", "cuda")
+    assert status == 2 and out == "" and f"--device cuda: torch {torch.__version__} has no GPU here" in err
+
+
+@pytest.mark.cpu
+@needs_models
+def test_a_gpu_that_only_torch_has(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    status, out, err = run(capsys, "generate", "--device", "cuda")
+    assert status == 2 and out == "" and f"--device cuda: JAX {jax.__version__} has no GPU here" in err
+
+
+@pytest.mark.cpu
+@needs_models
+def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch):
+    from sparse_mla_torch.hf import comparison as check
+
+    def other_logits(engine, requests, serve=check.replay_logits):
+        logits = serve(engine, requests)
+        return logits * 0.9 if engine.options.backend else logits
+
+    monkeypatch.setattr(check, "replay_logits", other_logits)
+    args = ["generate", "--preset", "v32", *SHAPES, "--no-check", "--compare-backends", "reference"]
+    status, out, _ = run(capsys, *args)
+    assert status == 1 and out.endswith("backends   DISAGREE\n")
+    assert re.search(r"^ +reference +0\.(0999|1000)\d +8 of 8 tokens  FAILED$", out, re.M)
+
+
+# generate: the real presets
+
+ON_A_GPU = ["--chunk-size", "2048", "--requests", "2", "--max-new-tokens", "8"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["v4", "v32"])
+def test_backends_agree(capsys, preset):
+    """FP8 caches; what the router picks, FlashMLA, and the Triton kernels."""
+    args = ["--preset", preset, *ON_A_GPU, "--no-check", "--compare-backends", "flashmla,triton"]
+    status, out, _ = run(capsys, "generate", *args)
+    assert status == 0 and out.endswith("backends   agree\n")
+    assert attended(out) == planned(out)
+    reports = re.findall(r"^ +(\w+) +(0\.\d+) +(\d+) of 16 tokens$", out, re.M)
+    assert [name for name, *_ in reports] == ["flashmla", "triton"]
+    assert max(float(difference) for _, difference, _ in reports) > 0  # they are other kernels
+
+
+@pytest.mark.gpu
+def test_speculative_decoding_on_a_gpu(capsys):
+    status, out, _ = run(capsys, "generate", *ON_A_GPU, "--speculative-steps", "3", "--draft-oracle", "0.7")
+    assert status == 0 and out.count("check      passed") == 2
+    assert attended(out)["verify"] == planned(out)["decode"] and re.search(r"tokens +1[56] of 16 are plain", out)
+
+
+@needs_models
+def test_default_prompt_is_long_enough_for_every_selection():
+    from sparse_mla_torch.hf import presets
+
+    prompt = presets.ByteTokenizer().encode(presets.default_prompt())
+    assert len(prompt) // 4 > 512 and len(prompt) > 2048 and len(prompt) // 128 >= 20
+    assert presets.ByteTokenizer().decode(prompt) == presets.default_prompt()
+
+
+@needs_models
+def test_v4_preset_end_to_end(capsys):
+    """The default command; two chunks hold its prompt."""
+    status, out, _ = run(capsys, "generate", "--max-new-tokens", "4", "--chunk-size", "1370")
+    assert status == 0 and out.endswith("check      passed\n")
+    assert "V4_FP8" in out and "2734 prompt tokens" in out
+    assert re.search(r"C4 top-512 +0\.999\d+ +0\.99\d+ +0\.99\d+ +\(686\)", out)
+
+
+@needs_models
+def test_v32_preset_end_to_end(capsys, tmp_path):
+    """A hundred tokens more than are selected."""
+    from sparse_mla_torch.hf import presets
+
+    (tmp_path / "prompt.txt").write_text(presets.default_prompt()[:2148], encoding="utf-8")
+    args = ["--preset", "v32", "--prompt-file", f"{tmp_path}/prompt.txt", "--chunk-size", "1074"]
+    status, out, _ = run(capsys, "generate", *args, "--max-new-tokens", "3")
+    assert status == 0 and out.endswith("check      passed\n")
+    assert "V32_FP8" in out and len(re.findall(r"^ +\d  top-2048 .*\(102\)$", out, re.M)) == 2

@@ -1,0 +1,505 @@
+"""The top-k kernels against the plain JAX function, index by index.
+
+Without a GPU the Triton kernels run in the interpreter through the torch launcher, and both kinds are compiled for the
+architectures that they serve. On a GPU the same tests launch the Triton and the CUDA kernel for real, and those marked
+`gpu` go through JAX's dispatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_the_cpu import on_the_cpu
+
+ON_GPU = jax.default_backend() == "gpu"
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides what @triton.jit makes
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import triton.runtime.interpreter as interpreter
+from sparse_mla_torch.kernels import topk as torch_topk
+from torch_graphs import capture
+
+from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
+from jax_sparse_mla.indices.topk.api import topk_reference
+from jax_sparse_mla.kernels import build as cuda_build
+from jax_sparse_mla.kernels.triton import topk as kernels
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of NaN in the interpreter
+]
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+# Ties, both zeros, denormals of either sign, infinities, NaNs of either sign.
+VALUES = np.array([0, -0.0, 1, -1, 2.5, 1e-42, -1e-42, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38], np.float32)
+KINDS = ("normal", "few values", "mostly zero", "ascending", "nan", "infinite", "spikes", "far from zero", "any bits")
+# (rows, columns, topk): one tile; several loads wide and not; longer than a tile, filtered; topk past the columns.
+SHAPES = ((5, 50, 8), (3, 301, 1), (2, 6, 70), (4, 1024, 512), (3, 8192, 2048), (3, 8196, 512), (2, 20_001, 2048))
+PROPERTY = settings(max_examples=12 if ON_GPU else 25, deadline=None)  # most compile kernels of their own
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_numpy_2_4(tensor, scope) -> None:
+    """Scalars are arrays of one element to the interpreter (3.6), which numpy no longer takes for int()."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+ENGINES = ("triton", "cuda") if ON_GPU else ("triton",)
+
+
+def take_engine(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Makes the torch launchers take these kernels."""
+    if not ON_GPU:
+        patch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_for_numpy_2_4)
+    elif name == "triton":
+        patch.setattr(torch_topk, "_cuda_module", lambda device: None)
+    elif cuda_build.topk_module(torch.cuda.get_device_capability()) is None:
+        pytest.skip("needs nvcc and apache-tvm-ffi")
+
+
+@pytest.fixture(autouse=True, params=ENGINES)
+def engine(request, monkeypatch):
+    """Which kernels the launchers take, torch's and JAX's."""
+    take_engine(request.param, monkeypatch)
+    if ON_GPU:
+        monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", request.param)
+    return request.param
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class TopkCase:
+    """Arguments of a call, as numpy arrays; the method is what the table or the offsets say."""
+
+    logits: np.ndarray
+    lengths: np.ndarray
+    topk: int
+    row_starts: np.ndarray | None = None
+    page_table: np.ndarray | None = None
+    page_size: int = 1
+    row_to_request: np.ndarray | None = None
+    offsets: np.ndarray | None = None
+
+
+def make_logits(rng, rows, columns, kind) -> np.ndarray:
+    normal = rng.standard_normal((rows, columns)).astype(np.float32)
+    if kind == "few values":
+        return rng.choice(VALUES, (rows, columns))
+    if kind == "mostly zero":
+        return np.where(rng.random((rows, columns)) < 0.02, normal, rng.choice(VALUES[:2], (rows, columns)))
+    if kind == "ascending":
+        return np.sort(normal, axis=1)
+    if kind == "nan":
+        return np.where(rng.random((rows, columns)) < 0.01, normal, np.float32(np.nan))
+    if kind == "infinite":
+        return np.where(rng.random((rows, columns)) < 0.5, normal, np.float32(np.inf))
+    if kind == "far from zero":  # many share their upper bits
+        return normal + 12
+    if kind == "any bits":
+        return rng.integers(0, 2**32, (rows, columns), np.uint32).view(np.float32)
+    if kind == "spikes":  # the largest stand side by side: what a sample is likeliest to misjudge
+        normal[:, columns // 3 : columns // 2] += 1e6
+    return normal
+
+
+def hostile_ints(rng, rows, low, high) -> np.ndarray:
+    values = rng.integers(low, high, rows)
+    hostile = rng.choice([INT_MIN, -7, INT_MAX, 0], rows)
+    return np.where(rng.random(rows) < 0.15, hostile, values).astype(np.int32)
+
+
+def make_case(seed, shape, kind, method, ragged_logits, dtype=np.float32) -> TopkCase:
+    rng = np.random.default_rng(seed)
+    rows, columns, topk = shape
+    lengths = np.where(rng.random(rows) < 0.5, columns - rng.integers(0, 9, rows), rng.integers(0, columns + 9, rows))
+    lengths = np.where(rng.random(rows) < 0.1, rng.choice([INT_MIN, -7, INT_MAX], rows), lengths).astype(np.int32)
+    case = TopkCase(make_logits(rng, rows, columns, kind).astype(dtype), lengths, topk)
+    if ragged_logits:
+        case.row_starts = hostile_ints(rng, rows, -3, columns // 4)
+    if method is TopkTransform.PAGED:
+        case.page_size = int(rng.choice([1, 3, 64]))
+        pages = columns // case.page_size
+        case.page_table = rng.integers(0, INT_MAX // case.page_size, (3, max(pages, 1))).astype(np.int32)
+        holes = rng.random(case.page_table.shape) < 0.2
+        bad = np.array([-1, INT_MIN, INT_MAX, INT_MAX // case.page_size])
+        case.page_table[holes] = rng.choice(bad, int(holes.sum()))
+        case.row_to_request = hostile_ints(rng, rows, -1, 4)
+    elif method is TopkTransform.RAGGED:
+        case.offsets = rng.choice(np.array([0, 1, 77, INT_MAX, INT_MAX - 3000, -1, INT_MIN], np.int32), rows)
+    return case
+
+
+def small_cases():
+    """(name, case): every path of the kernels, on small arrays, for a memory checker too."""
+    for seed, (shape, kind) in enumerate((s, k) for s in SHAPES for k in ("normal", "mostly zero")):
+        method = (None, *TopkTransform)[seed % 3]
+        yield f"{shape} {kind} {method}", make_case(seed, shape, kind, method, ragged_logits=seed % 2 == 1)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def tensor(x):
+    if x is None:
+        return None
+    if x.dtype == jnp.bfloat16:
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16).to(DEVICE)
+    return torch.from_numpy(np.array(x)).to(DEVICE)
+
+
+def optional_tensors(case: TopkCase) -> dict:
+    names = {"page_table": "page_table", "row_to_request": "row_to_request", "offsets": "topk_indices_offset"}
+    return {"row_starts": tensor(case.row_starts)} | {to: tensor(getattr(case, name)) for name, to in names.items()}
+
+
+def method_of(case: TopkCase) -> TopkTransform | None:
+    if case.page_table is None and case.offsets is None:
+        return None
+    return TopkTransform.RAGGED if case.page_table is None else TopkTransform.PAGED
+
+
+def run_torch(case: TopkCase, **buffers) -> np.ndarray:
+    logits, lengths, optional = tensor(case.logits), tensor(case.lengths), optional_tensors(case)
+    if (method := method_of(case)) is None:
+        out = torch_topk.topk_positions(logits, lengths, case.topk, optional["row_starts"], **buffers)
+    else:
+        optional["page_size"] = case.page_size
+        out = torch_topk.topk_transform(logits, lengths, case.topk, method=method, **optional, **buffers)
+    return out.cpu().numpy()
+
+
+def run_jax(case: TopkCase):
+    logits, lengths = jnp.asarray(case.logits), jnp.asarray(case.lengths)
+    if (method := method_of(case)) is None:
+        return topk_positions(logits, lengths, case.topk, case.row_starts)
+    optional = {"row_starts": case.row_starts, "page_table": case.page_table, "row_to_request": case.row_to_request}
+    optional |= {"page_size": case.page_size, "topk_indices_offset": case.offsets}
+    return topk_transform(logits, lengths, case.topk, method=method, **optional)
+
+
+plain_positions = on_the_cpu(topk_reference, static_argnames="topk")
+plain_add, plain_slot = on_the_cpu(add_or_minus_one), on_the_cpu(page_slot_or_minus_one, static_argnums=3)
+
+
+def expected(case: TopkCase) -> np.ndarray:
+    """The plain function's positions in ascending order, transformed."""
+    positions = np.asarray(plain_positions(case.logits, case.lengths, topk=case.topk, row_starts=case.row_starts))
+    positions = np.sort(positions.view(np.uint32), axis=1).view(np.int32)  # as uint32, -1 comes last
+    if case.offsets is not None:
+        return np.asarray(plain_add(positions, case.offsets[:, None]))
+    if case.page_table is not None:
+        row = np.arange(len(positions), dtype=np.int32) if case.row_to_request is None else case.row_to_request
+        return np.asarray(plain_slot(case.page_table, row[:, None], positions, case.page_size))
+    return positions
+
+
+def assert_selected(got, case: TopkCase) -> None:
+    """Rows that give every position keep the order, holes in place; in the others the order is free."""
+    got, want = np.array(got), expected(case)
+    selects = case.lengths > case.topk
+    got[selects], want = np.sort(got[selects], axis=1), np.where(selects[:, None], np.sort(want, axis=1), want)
+    np.testing.assert_array_equal(got, want)
+
+
+def check(case: TopkCase) -> None:
+    rows, columns = case.logits.shape
+    out = torch.full((rows, case.topk), -99, dtype=torch.int32, device=DEVICE)
+    dtype = torch.bfloat16 if case.logits.dtype == jnp.bfloat16 else torch.float32
+    scratch = torch_topk.TopkScratch.allocate(rows, columns, case.topk, DEVICE, dtype)
+    for x in scratch.tensors():
+        x.fill_(-77)
+    run_torch(case, out=out, scratch=scratch)
+    assert_selected(out.cpu().numpy(), case)
+
+
+# --- selection ------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from(SHAPES),
+    kind=st.sampled_from(KINDS),
+    method=st.sampled_from((None, *TopkTransform)),
+    ragged_logits=st.booleans(),
+    dtype=st.sampled_from([np.float32, jnp.bfloat16]),
+)
+def test_equals_plain_jax(seed, shape, kind, method, ragged_logits, dtype):
+    check(make_case(seed, shape, kind, method, ragged_logits, dtype))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in small_cases()])
+def test_small_cases(name):
+    check(dict(small_cases())[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(2, 9_001, 512), (2, 20_000, 2048)])
+@pytest.mark.parametrize("split", [True, False])
+def test_long_rows_of_every_kind(kind, shape, split, monkeypatch):
+    """A row filtered by one program or by several that wait for each other, whatever the sample says."""
+    if not split:
+        monkeypatch.setattr(kernels, "SPLIT_BELOW_ROWS", 1)
+    rows, columns, topk = shape
+    assert (kernels.plan_topk(rows, columns, topk).chunks > 1) == split
+    logits = make_logits(np.random.default_rng(3), rows, columns, kind)
+    for starts in (None, np.array([3, 1], np.int32)):
+        check(TopkCase(logits, np.array([columns, columns - 5], np.int32), topk, row_starts=starts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_short_rows_of_every_kind(kind, dtype):
+    """Rows that registers hold: the largest of them, in whole and in part."""
+    rng = np.random.default_rng(4)
+    columns = 4096
+    logits = make_logits(rng, 3, columns, kind).astype(dtype)
+    lengths = np.array([columns, columns - 7, 3000], np.int32)
+    table = rng.integers(0, INT_MAX // 64, (3, columns // 64)).astype(np.int32)
+    for topk in (512, 2048):
+        check(TopkCase(logits, lengths, topk, page_table=table, page_size=64))
+        check(TopkCase(logits, lengths, topk, row_starts=np.array([0, 5, -2], np.int32)))
+
+
+def test_what_is_outside_the_windows_does_not_matter():
+    """NaN and infinities beside each window; a length far below the columns."""
+    rng = np.random.default_rng(5)
+    for columns, topk in ((9_000, 512), (4_096, 512), (130, 16)):
+        lengths = np.array([columns // 2 + 1, columns // 3, topk + 1, topk, 3], np.int32)
+        starts = np.array([5, 1, columns - topk - 1, 2, 0], np.int32)
+        clean = rng.standard_normal((5, columns)).astype(np.float32)
+        column = np.arange(columns)
+        inside = (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
+        want = expected(TopkCase(clean, lengths, topk, row_starts=starts))
+        for poison in (np.nan, np.inf, -np.inf):
+            case = TopkCase(np.where(inside, clean, np.float32(poison)), lengths, topk, row_starts=starts)
+            np.testing.assert_array_equal(expected(case), want)
+            assert_selected(run_torch(case), case)
+
+
+def test_the_candidates_of_a_random_row_fit(engine):
+    """The filter, not the fallback, serves rows of every length: the sample's estimate holds."""
+    if engine == "cuda":
+        pytest.skip("its candidates stay in shared memory")
+    rng = np.random.default_rng(6)
+    for columns, topk in ((9_000, 2048), (32_768, 512), (131_072, 2048), (131_072, 512)):
+        logits, lengths = rng.standard_normal((3, columns)).astype(np.float32), np.full(3, columns, np.int32)
+        scratch = torch_topk.TopkScratch.allocate(3, columns, topk, DEVICE)
+        case = TopkCase(logits, lengths, topk)
+        assert_selected(run_torch(case, scratch=scratch), case)
+        found, tile = scratch.num_candidates.cpu(), kernels.plan_topk(3, columns, topk).tile
+        assert (found >= topk).all() and (found <= tile).all(), (found, tile)
+
+
+def test_longer_rows_do_not_compile_the_kernels_anew():
+    """An eager engine's rows grow from step to step: what follows their length must not be a constant."""
+    for rows in (8, 600):
+        constants = []
+        for columns in (100_000, 104_096, 131_072):
+            plan = kernels.plan_topk(rows, columns, 512)
+            constants.append(
+                (kernels.filter_constants(plan, 512, False), kernels.threshold_constants(plan, 512, False))
+            )
+        assert constants[0] == constants[1] == constants[2]
+
+
+def test_bad_tensors_are_refused_by_name():
+    case = make_case(1, (3, 8196, 512), "normal", TopkTransform.PAGED, False)
+    logits, lengths, table = tensor(case.logits), tensor(case.lengths), tensor(case.page_table)
+    with pytest.raises(TypeError, match="topk_positions: logits"):
+        torch_topk.topk_positions(logits.double(), lengths, 4)
+    with pytest.raises(ValueError, match="logits must be contiguous"):
+        torch_topk.topk_positions(logits[:, 1:], lengths, 4)
+    with pytest.raises(TypeError, match="lengths"):
+        torch_topk.topk_positions(logits, lengths.long(), 4)
+    with pytest.raises(ValueError, match="topk must be >= 1"):
+        torch_topk.topk_positions(logits, lengths, 0)
+    with pytest.raises(ValueError, match="out must have shape"):
+        torch_topk.topk_positions(logits, lengths, 4, out=torch.empty((3, 5), dtype=torch.int32, device=DEVICE))
+    transform = functools.partial(torch_topk.topk_transform, logits, lengths, 4)
+    with pytest.raises(TypeError, match="topk_indices_offset"):
+        transform(method=TopkTransform.RAGGED)
+    with pytest.raises(TypeError, match="page_table"):
+        transform(method=TopkTransform.PAGED)
+    with pytest.raises(ValueError, match="page_table must have shape"):
+        transform(method=TopkTransform.PAGED, page_table=table[:2])
+    with pytest.raises(TypeError, match="method"):
+        transform(method="paged", page_table=table)
+
+
+def test_a_scratch_that_is_too_small_is_refused(engine):
+    if engine == "cuda":
+        pytest.skip("it needs no scratch")
+    small = torch_topk.TopkScratch.allocate(2, 8196, 512, DEVICE)
+    with pytest.raises(ValueError, match="scratch is not for"):
+        torch_topk.topk_positions(
+            torch.zeros(3, 8196, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE), 512, scratch=small
+        )
+
+
+def test_nothing_to_select():
+    lengths = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    assert torch_topk.topk_positions(lengths[:0].float().reshape(0, 9), lengths[:0], 4).shape == (0, 4)
+    empty = torch.zeros((3, 0), device=DEVICE)
+    assert torch_topk.topk_positions(empty, lengths + 2, 4).tolist() == [[0, 1, -1, -1]] * 3
+    assert torch_topk.topk_positions(empty, lengths + 9, 4).tolist() == [[-1] * 4] * 3
+
+
+# --- compilation and dispatch ---------------------------------------------------------------------
+
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+@pytest.mark.no_gpu
+def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
+    script = Path(__file__).parents[1] / "support" / "compile_topk_kernels.py"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(script), ",".join(map(str, SHARED_MEMORY))]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
+    assert run.returncode == 0, run.stderr[-2000:]
+    facts = json.loads(run.stdout.splitlines()[-1])
+    assert {fact["capability"] for fact in facts} == set(SHARED_MEMORY)
+    for fact in facts:
+        assert fact["shared"] <= SHARED_MEMORY[fact["capability"]], fact
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("arch", ["80", "89", "90", "120"])
+def test_the_cuda_kernel_compiles_for_every_architecture_without_a_gpu(arch, tmp_path):
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    include = tvm_ffi.libinfo.find_include_path()
+    source = cuda_build.source("topk")
+    command = ["nvcc", "-std=c++17", "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", "-I", include, "-I"]
+    command += [tvm_ffi.libinfo.find_dlpack_include_path(), "-o", str(tmp_path / "topk.cubin"), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "0 bytes spill stores" in run.stderr and not re.search(r"[1-9]\d* bytes spill stores", run.stderr)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, _ in small_cases()])
+def test_jax_runs_the_kernels(name, engine):
+    case = dict(small_cases())[name]
+    lowered = jax.jit(lambda logits: run_jax(dataclasses.replace(case, logits=logits))).lower(case.logits)
+    assert {"triton": "triton_kernel_call", "cuda": "jax_sparse_mla.topk"}[engine] in lowered.as_text()
+    assert_selected(run_jax(case), case)
+
+
+@pytest.mark.gpu
+def test_jax_maps_over_the_plain_function():
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(rng.standard_normal((2, 3, 64)).astype(np.float32))
+    lengths = jnp.asarray(rng.integers(0, 64, (2, 3)).astype(np.int32))
+    got = jax.vmap(lambda x, n: topk_positions(x, n, 8))(logits, lengths)
+    want = [topk_reference(logits[i], lengths[i], 8) for i in range(2)]
+    np.testing.assert_array_equal(np.sort(got, axis=-1), np.sort(np.stack(want), axis=-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns", "topk"), [(1, 131_072, 2048), (64, 131_072, 512), (1500, 32_768, 2048)])
+def test_every_run_gives_the_same(rows, columns, topk):
+    """Rows shared by many programs, more programs than run at once, many ties."""
+    generator = torch.Generator(DEVICE).manual_seed(8)
+    logits = torch.randn(rows, columns, device=DEVICE, generator=generator)
+    logits[::2] = (logits[::2] * 64).round()
+    lengths = torch.randint(columns // 2, columns + 1, (rows,), device=DEVICE, generator=generator, dtype=torch.int32)
+    first = torch_topk.topk_positions(logits, lengths, topk).sort(dim=1).values
+    inside = torch.arange(columns, device=DEVICE) < lengths[:, None]
+    # A stable sort gives ties to the lower index.
+    order = logits.masked_fill(~inside, -torch.inf)[:64].sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(first[:64].long(), order[:, :topk].sort(dim=1).values)
+    scratch = torch_topk.TopkScratch.allocate(rows, columns, topk, DEVICE)
+    for _ in range(20):
+        again = torch_topk.topk_positions(logits, lengths, topk, scratch=scratch)
+        assert torch.equal(again.sort(dim=1).values, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns", "topk"), [(4096, 131_072, 2048), (16_500, 131_072, 512)])
+def test_rows_past_2_gib_and_past_2_to_the_31_elements(rows, columns, topk):
+    """Every slot of the first and the last rows, from torch and from JAX, against the tie rule."""
+    logits = torch.empty(rows, columns, device=DEVICE).normal_(generator=torch.Generator(DEVICE).manual_seed(9))
+    logits[::2].mul_(1024).round_().div_(
+        1024
+    )  # several equal logits around the k-th; of random ones a row in 1,000 has
+    lengths = torch.full((rows,), columns, dtype=torch.int32, device=DEVICE)
+    table = torch.arange(columns // 64, dtype=torch.int32, device=DEVICE).flip(0).repeat(rows, 1)
+    paged = {"method": TopkTransform.PAGED, "page_size": 64}
+    got = [torch_topk.topk_transform(logits, lengths, topk, page_table=table, **paged)]
+    shared = [jax.dlpack.from_dlpack(x) for x in (logits, lengths, table)]
+    got.append(torch.from_dlpack(topk_transform(*shared[:2], topk, page_table=shared[2], **paged)))
+    got = [slots.sort(dim=1).values for slots in got]
+    ties = 0
+    for row in range(0, rows, 256) if rows * columns < 1 << 30 else (0, rows - 256):
+        part = slice(row, row + 256)
+        # A stable sort gives ties to the lower index.
+        values, order = logits[part].sort(dim=1, descending=True, stable=True)
+        ties += (values[:, topk - 1] == values[:, topk]).sum().item()
+        want = ((columns // 64 - 1 - order[:, :topk] // 64) * 64 + order[:, :topk] % 64).int().sort(dim=1).values
+        for name, slots in zip(("torch", "JAX"), got):
+            assert torch.equal(slots[part], want), (name, row)
+    assert ties > 100
+
+
+@pytest.mark.gpu
+def test_torch_captures_the_kernels_in_a_cuda_graph():
+    logits, lengths = torch.randn(8, 40_000, device=DEVICE), torch.full((8,), 40_000, dtype=torch.int32, device=DEVICE)
+    table = torch.randperm(8 * 625, device=DEVICE, dtype=torch.int32).reshape(8, 625)
+    out = torch.empty((8, 512), dtype=torch.int32, device=DEVICE)
+    scratch = torch_topk.TopkScratch.allocate(8, 40_000, 512, DEVICE)
+    arguments = {"method": TopkTransform.PAGED, "page_table": table, "page_size": 64}
+
+    def step():
+        torch_topk.topk_transform(logits, lengths, 512, **arguments, out=out, scratch=scratch)
+
+    step()  # compiles
+    graph, _ = capture(step)
+    for length in (40_000, 9_000, 3_000, 100, 20_000):
+        logits.normal_()
+        lengths.fill_(length)
+        graph.replay()
+        again = torch_topk.topk_transform(logits, lengths, 512, **arguments)
+        assert torch.equal(out.sort(dim=1).values, again.sort(dim=1).values)
+
+
+def check_small_cases() -> None:
+    """Every path of both kernels on small arrays: what compute-sanitizer watches.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/indices/test_topk_kernels.py
+    """
+    cases = [case for _, case in small_cases()]
+    for name in ENGINES:
+        with pytest.MonkeyPatch.context() as patch:
+            take_engine(name, patch)
+            for case in cases:
+                check(case)
+    print(f"{len(ENGINES) * len(cases)} checks passed")
+
+
+if __name__ == "__main__":
+    check_small_cases()

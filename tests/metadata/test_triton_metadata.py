@@ -1,0 +1,495 @@
+"""The Triton kernels of metadata and schedules, bit by bit against the plain JAX functions.
+
+Without a GPU they run in Triton's interpreter through the torch launchers, and are compiled for the architectures
+that they serve. On a GPU the same tests launch them for real, and those marked `gpu` go through JAX's dispatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_the_cpu import on_the_cpu
+from test_metadata import DRAFTS, MAX_LEN, MODES, TINY_V4, make_batch, make_tables, to_jax
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from sparse_mla_torch.kernels import metadata as torch_metadata
+from torch_graphs import capture
+
+from jax_sparse_mla.attention.schedule import decode_schedules
+from jax_sparse_mla.indices.window import (
+    swa_gather_plan,
+    swa_gather_plan_reference,
+    swa_slots_reference,
+)
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, build_v4_metadata
+from jax_sparse_mla.metadata.schedules import (
+    FlashmlaCall,
+    flashmla_schedule,
+    paged_mqa_schedule,
+    paged_mqa_schedule_reference,
+    step_schedules,
+    step_schedules_reference,
+)
+from jax_sparse_mla.metadata.v4 import build_v4_reference, has_v4_kernel
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
+
+pytestmark = pytest.mark.torch
+
+DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+POISON = 0x7B7B7B7B
+DRAFT_LAYER = dataclasses.replace(TINY_V4, name="draft layer", compress_ratios=(0,))
+INDEXED_ONLY = dataclasses.replace(TINY_V4, name="indexed only", compress_ratios=(0, 4))
+PROPERTY = settings(max_examples=10, deadline=None)
+
+_SCHEDULE = ("columns", "num_sm_parts", "num_sms", "split_kv")
+plain_v4 = on_the_cpu(build_v4_reference, static_argnums=0)
+plain_schedules = on_the_cpu(step_schedules_reference, static_argnames=_SCHEDULE)
+plain_indexer_schedule = on_the_cpu(paged_mqa_schedule_reference, static_argnums=(1, 2))
+plain_slots = on_the_cpu(swa_slots_reference, static_argnames="window")
+plain_gather = on_the_cpu(swa_gather_plan_reference, static_argnames=("window", "capacity"))
+
+
+def tensor(x) -> torch.Tensor:
+    return torch.from_numpy(np.array(x, np.int64).astype(np.int32)).to(DEVICE)
+
+
+def array(x) -> jax.Array:
+    return jnp.asarray(np.array(x, np.int64).astype(np.int32))
+
+
+def poison(tree):
+    for x in jax.tree.leaves(tree):
+        x.fill_(POISON)
+    return tree
+
+
+def assert_same(actual, expected) -> None:
+    """Leaf by leaf: structure, dtype, shape, every element."""
+    actual, structure = jax.tree_util.tree_flatten_with_path(actual)
+    expected, wanted = jax.tree_util.tree_flatten_with_path(expected)
+    assert structure == wanted
+    for (path, x), (_, want) in zip(actual, expected):
+        x, want = (y.cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y) for y in (x, want))
+        assert x.dtype == want.dtype, path
+        np.testing.assert_array_equal(x, want, err_msg=jax.tree_util.keystr(path))
+
+
+# ---- schedules ----
+
+COLUMNS = ((128, 0), (128, 512), (100, 1000))
+LENGTHS = {
+    "any": lambda rng, n: rng.integers(-3, 1100, n),
+    "short": lambda rng, n: rng.integers(0, 3, n),
+    "one long": lambda rng, n: np.where(np.arange(n) == rng.integers(n), 1000, 1),
+    "hostile": lambda rng, n: rng.choice([INT_MIN, -7, 0, 1, 63, 64, 65, INT_MAX], n),
+}
+
+
+def schedule_case(seed, batch, main, extra):
+    rng = np.random.default_rng(seed)
+    lengths = [LENGTHS[kind](rng, batch) for _ in COLUMNS for kind in (main, extra)]
+    contexts = rng.integers(-5, rng.choice([2, 700, 40_000]), batch + 3)
+    contexts[rng.random(batch + 3) < 0.05] = rng.choice([INT_MIN, INT_MAX])
+    return lengths, contexts
+
+
+def torch_schedules(lengths, contexts, columns, parts, num_sms):
+    """By the torch launcher into poisoned buffers."""
+    calls = [
+        FlashmlaCall(tensor(main), topk, tensor(extra) if extra_topk else None, extra_topk)
+        for (topk, extra_topk), main, extra in zip(columns, lengths[::2], lengths[1::2])
+    ]
+    batch, sms = len(lengths[0]), None if contexts is None else num_sms
+    out = poison(torch_metadata.Schedules.allocate(len(calls), batch, parts, sms, DEVICE))
+    contexts = None if contexts is None else tensor(contexts)
+    made = torch_metadata.step_schedules(calls, contexts, num_sm_parts=parts, num_sms=sms, out=out)
+    assert made is out
+    return tuple(out)
+
+
+@PROPERTY
+@given(
+    shape=st.sampled_from([(1, 1), (1, 33), (5, 7), (74, 33), (256, 12), (257, 9), (2050, 33)]),
+    main=st.sampled_from(sorted(LENGTHS)),
+    extra=st.sampled_from(sorted(LENGTHS)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_schedules_equal_plain_jax(shape, main, extra, seed):
+    batch, parts = shape
+    lengths, contexts = schedule_case(seed, batch, main, extra)
+    static = {"columns": COLUMNS, "num_sm_parts": parts, "num_sms": 20, "split_kv": 256}
+    expected = plain_schedules([*map(array, lengths)], array(contexts), **static)
+    assert_same(torch_schedules(lengths, contexts, COLUMNS, parts, 20), expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("indexer", [False, True])
+def test_a_launch_makes_one_to_three_schedules_with_and_without_the_indexers(count, indexer):
+    """Over the partitions of a whole H200: more of them than a warp has lanes."""
+    lengths, contexts = schedule_case(count, 74, "any", "any")
+    lengths, columns, contexts = lengths[: 2 * count], COLUMNS[:count], contexts if indexer else None
+    static = {"columns": columns, "num_sm_parts": 132, "num_sms": 132, "split_kv": 256}
+    expected = plain_schedules([*map(array, lengths)], None if contexts is None else array(contexts), **static)
+    assert_same(torch_schedules(lengths, contexts, columns, 132, 132), expected)
+
+
+@pytest.mark.parametrize("split_kv", [256, 1])
+@pytest.mark.parametrize(
+    "contexts",
+    [[0] * 9, [INT_MIN, -1], [1], [0, 70_000, 0, 3], [INT_MAX] * 40, [5] * 700],
+    ids=["none", "negative", "one", "one long", "more than int32 counts", "two chunks"],
+)
+def test_the_indexers_schedule_alone(contexts, split_kv):
+    out = torch.full((34, 2), POISON, dtype=torch.int32, device=DEVICE)
+    torch_metadata.paged_mqa_schedule(tensor(contexts), num_sms=33, split_kv=split_kv, out=out)
+    assert_same(out, plain_indexer_schedule(array(contexts), 33, split_kv))
+
+
+# ---- V4 metadata ----
+
+
+def torch_v4(spec, batch, tables):
+    """By the torch launcher into poisoned buffers; arrays of the JAX batch and tables."""
+    to_torch = functools.partial(jax.tree.map, lambda x: torch.from_numpy(np.array(x)).to(DEVICE))
+    batch, tables = to_torch(batch), to_torch(tables)
+    out = poison(
+        torch_metadata.allocate_v4_metadata(
+            spec,
+            batch.mode,
+            len(batch.seq_lens),
+            len(batch.out_cache_loc),
+            max_seq_len=min(batch.max_seq_len, tables.req_to_token.shape[1]),
+            device=DEVICE,
+        )
+    )
+    assert torch_metadata.build_v4_metadata(spec, batch, tables, out=out) is out
+    return out
+
+
+@PROPERTY
+@given(
+    spec=st.sampled_from([TINY_V4, TINY_V4, DRAFT_LAYER, INDEXED_ONLY]),
+    max_seq_len=st.sampled_from([MAX_LEN, 37, 1000]),
+    hostile=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_v4_metadata_equals_plain_jax(mode, spec, max_seq_len, hostile, seed):
+    rng = np.random.default_rng(seed)
+    table, to_swa = make_tables(rng, page_size=TINY_V4.page_size, holes=hostile)
+    fields = make_batch(rng, mode, hostile=hostile)
+    batch, tables = to_jax(mode, fields, table, to_swa, max_seq_len=max_seq_len)
+    assert_same(torch_v4(spec, batch, tables), plain_v4(spec, batch, tables))
+
+
+def v4_step(rng, mode, requests, rows, *, spec=DEEPSEEK_V4_FLASH, columns=2050, drafts=None):
+    """A step of a real model: a table wider than one block of pages, padding requests and hostile values among it."""
+    table, to_swa = rng.integers(-1, 1 << 20, (requests, columns)), rng.integers(-1, 1 << 20, 1 << 20)
+    seq_lens = rng.integers(0, columns + 10, requests)
+    seq_lens[rng.random(requests) < 0.1] = 0
+    pool = rng.permutation(requests)
+    pool[rng.random(requests) < 0.05] = rng.choice([-1, INT_MAX, requests])
+    fields = {
+        "req_pool_indices": pool,
+        "seq_lens": seq_lens,
+        "out_cache_loc": rng.choice([-1, INT_MIN, INT_MAX, *rng.integers(0, 1 << 20, 50)], rows),
+        "extend_lens": rng.multinomial(rows, np.full(requests, 1 / requests)) - rng.integers(0, 2, requests),
+    }
+    batch, tables = to_jax(mode, fields, table, to_swa, max_seq_len=columns)
+    if drafts:
+        batch = dataclasses.replace(batch, num_draft_tokens=drafts)
+    return spec, batch, tables
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
+def test_a_model_whose_pages_take_several_programs(mode):
+    rng = np.random.default_rng(3)
+    requests, rows = 3, {ForwardMode.DECODE: 3, ForwardMode.TARGET_VERIFY: 3 * DRAFTS}.get(mode, 11)
+    columns = 256 * 300 + 7  # 301 pages: two programs, the second one's last columns are padding
+    step = v4_step(rng, mode, requests, rows, spec=DEEPSEEK_V4_PRO, columns=columns)
+    assert_same(torch_v4(*step), plain_v4(*step))
+
+
+def test_which_models_have_a_kernel():
+    ratios = {(): True, (0,): True, (0, 4): True, (0, 4, 128): True, (0, 128): False, (0, 2, 4, 8): False}
+    for given_ratios, expected in ratios.items():
+        assert has_v4_kernel(dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=given_ratios)) == expected
+
+
+# ---- the window ----
+
+
+def window_case(seed, requests, rows):
+    rng = np.random.default_rng(seed)
+    table, to_swa = make_tables(rng, page_size=16, holes=True)
+    hostile = [INT_MIN, -1, INT_MAX, MAX_LEN, 7]
+
+    def some(low, high, n):
+        values = rng.integers(low, high, n)
+        bad = rng.random(n) < 0.15
+        return np.where(bad, rng.choice(hostile, n), values)
+
+    return {
+        "tables": (table, to_swa),
+        "rows": (some(-1, MAX_LEN, rows), some(0, 6, rows)),
+        "requests": (some(0, MAX_LEN, requests), some(0, 20, requests), some(0, 6, requests)),
+    }
+
+
+@PROPERTY
+@given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([1, 5, 128]))
+def test_swa_slots_equal_plain_jax(seed, window):
+    case = window_case(seed, 1, 9)
+    tables = RequestTables(req_to_token=tensor(case["tables"][0]), full_to_swa=tensor(case["tables"][1]))
+    out = torch.full((9, window), POISON, dtype=torch.int32, device=DEVICE)
+    torch_metadata.swa_slots(*map(tensor, case["rows"]), tables, window=window, out=out)
+    assert_same(out, plain_slots(*map(array, (*case["rows"], *case["tables"])), window=window))
+
+
+@PROPERTY
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(1, 5, 40), (4, 5, 300), (4, 1, 0), (33, 128, 600), (1030, 3, 100)]),
+)
+def test_swa_gather_plan_equals_plain_jax(seed, shape):
+    requests, window, capacity = shape
+    case = window_case(seed, requests, 1)
+    tables = RequestTables(req_to_token=tensor(case["tables"][0]), full_to_swa=tensor(case["tables"][1]))
+    plan = torch_metadata.swa_gather_plan(*map(tensor, case["requests"]), tables, window=window, capacity=capacity)
+    args = map(array, (*case["requests"], *case["tables"]))
+    assert_same(plan, plain_gather(*args, window=window, capacity=capacity))
+
+
+# ---- arguments, compilation ----
+
+
+def test_bad_tensors_are_refused_by_name():
+    lengths, wide = tensor([1, 2]), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    schedule = functools.partial(torch_metadata.step_schedules, num_sm_parts=4)
+    with pytest.raises(TypeError, match=r"calls\[0\].topk_length must be a torch.Tensor, int32 \[2\]"):
+        schedule([FlashmlaCall(wide, 64)])
+    with pytest.raises(ValueError, match="extra_topk_length with extra_topk"):
+        schedule([FlashmlaCall(lengths, 64, lengths)])
+    with pytest.raises(ValueError, match="calls must be one to 3, got 0"):
+        schedule([])
+    with pytest.raises(ValueError, match="num_sms >= 1 with context_lens"):
+        schedule([FlashmlaCall(lengths, 64)], lengths)
+    with pytest.raises(ValueError, match="paged_mqa_schedule: context_lens must have at least one row"):
+        torch_metadata.paged_mqa_schedule(lengths[:0], num_sms=4)
+    with pytest.raises(ValueError, match="out was allocated for other schedules"):
+        out = torch_metadata.Schedules.allocate(2, 2, 4, None, DEVICE)
+        schedule([FlashmlaCall(lengths, 64)], out=out)
+    batch = ForwardBatch(
+        mode=ForwardMode.DECODE, max_seq_len=64, req_pool_indices=lengths, seq_lens=lengths, out_cache_loc=lengths
+    )
+    tables = RequestTables(req_to_token=tensor(np.zeros((2, 64))), full_to_swa=lengths)
+    build = functools.partial(torch_metadata.build_v4_metadata, TINY_V4)
+    with pytest.raises(TypeError, match=r"batch.seq_lens must be a torch.Tensor, int32"):
+        build(dataclasses.replace(batch, seq_lens=wide), tables)
+    with pytest.raises(ValueError, match="num_draft_tokens must be given in TARGET_VERIFY"):
+        build(dataclasses.replace(batch, mode=ForwardMode.TARGET_VERIFY), tables)
+    with pytest.raises(ValueError, match=r"out_cache_loc must have 2 \* 1 entries in DECODE, got 3"):
+        build(dataclasses.replace(batch, out_cache_loc=tensor([1, 2, 3])), tables)
+    with pytest.raises(ValueError, match="compress ratios 0, 4 and one more at most"):
+        spec = dataclasses.replace(TINY_V4, compress_ratios=(0, 8))
+        torch_metadata.build_v4_metadata(spec, batch, tables)
+    with pytest.raises(ValueError, match=r"out.page_table must have shape"):
+        small = torch_metadata.allocate_v4_metadata(TINY_V4, batch.mode, 2, 2, max_seq_len=32, device=DEVICE)
+        build(batch, tables, out=small)
+
+
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+@pytest.mark.no_gpu
+def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
+    script = Path(__file__).parents[1] / "support" / "compile_triton_metadata.py"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(script), *map(str, SHARED_MEMORY)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    facts = json.loads(run.stdout.splitlines()[-1])
+    assert {fact["capability"] for fact in facts} == set(SHARED_MEMORY)
+    for fact in facts:
+        # However large the batch: its lengths stay in device memory.
+        assert fact["shared"] <= 8192 and fact["binary"], fact
+        # What makes a step of the walk short.
+        assert fact["redux"] or not fact["kernel"].startswith("schedule"), fact
+
+
+# ---- on a GPU ----
+
+
+def assert_runs_kernels(function, *args):
+    """Jitted; returns the result. The platform is chosen at compilation."""
+    lowered = jax.jit(function).lower(*args)
+    assert "triton_kernel_call" in lowered.as_text()
+    compiled = lowered.compile()
+    assert "conditional" not in compiled.as_text()
+    return compiled(*args)
+
+
+GPU_STEPS = [
+    (ForwardMode.DECODE, 64, 64, None, 131_072),
+    (ForwardMode.DECODE, 4096, 4096, None, 2050),
+    (ForwardMode.TARGET_VERIFY, 700, 2800, 4, 3000),
+    (ForwardMode.DRAFT_EXTEND, 70, 210, 3, 3000),
+    (ForwardMode.EXTEND, 1100, 16_384, None, 1000),
+    (ForwardMode.EXTEND, 3, 5000, None, 70_000),
+    (ForwardMode.IDLE, 3, 7, None, 3000),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "requests", "rows", "drafts", "columns"), GPU_STEPS)
+def test_jax_builds_v4_metadata_with_the_kernels(mode, requests, rows, drafts, columns):
+    rng = np.random.default_rng(rows)
+    spec, batch, tables = v4_step(rng, mode, requests, rows, columns=columns, drafts=drafts)
+    batch = dataclasses.replace(  # what the mode does not read selects no kernel
+        batch,
+        num_draft_tokens=drafts,
+        extend_lens=batch.extend_lens if mode is ForwardMode.EXTEND else None,
+    )
+    made = assert_runs_kernels(functools.partial(build_v4_metadata, spec), batch, tables)
+    assert_same(made, plain_v4(spec, batch, tables))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 64, 1024, 1025, 4096, 16_384, 65_536])
+@pytest.mark.parametrize("parts", [132, 66])
+def test_jax_makes_schedules_with_the_kernels(batch, parts):
+    for seed, kind in enumerate(LENGTHS):
+        lengths, contexts = schedule_case(seed, batch, kind, "any")
+        calls = [
+            FlashmlaCall(array(main), topk, array(extra) if extra_topk else None, extra_topk)
+            for (topk, extra_topk), main, extra in zip(COLUMNS, lengths[::2], lengths[1::2])
+        ]
+        make = functools.partial(step_schedules, batch=batch, num_sm_parts=parts, num_sms=132)
+        made = make(calls, array(contexts))
+        static = {"columns": COLUMNS, "num_sm_parts": parts, "num_sms": 132, "split_kv": 256}
+        expected = plain_schedules([*map(array, lengths)], array(contexts), **static)
+        assert_same(made, expected)
+        alone = flashmla_schedule(calls[1].topk_length, batch=batch, topk=128, extra_topk=512,
+                                  extra_topk_length=calls[1].extra_topk_length, num_sm_parts=parts)  # fmt: skip
+        assert_same(alone, expected[0][1])
+        assert_same(paged_mqa_schedule(array(contexts), num_sms=132), expected[1])
+
+
+@pytest.mark.gpu
+def test_jax_plans_the_windows_gather_with_the_kernels_and_plain_code_under_vmap():
+    case = window_case(1, 700, 1)
+    requests, tables = ([*map(array, case[name])] for name in ("requests", "tables"))
+    plan = functools.partial(swa_gather_plan, window=5, capacity=20_000)
+    expected = plain_gather(*requests, *tables, window=5, capacity=20_000)
+    assert_same(assert_runs_kernels(plan, *requests, *tables), expected)
+    batched = jax.vmap(lambda *x: plan(*x, *tables))(*(jnp.stack([x, x]) for x in requests))
+    assert_same([x[1] for x in batched], [*expected])
+
+
+@pytest.mark.gpu
+def test_a_decode_step_is_two_launches():
+    """Metadata and all schedules: nothing between them, no copy to the host."""
+    spec, batch, tables = v4_step(np.random.default_rng(0), ForwardMode.DECODE, 64, 64, columns=131_072)
+    batch = dataclasses.replace(batch, num_draft_tokens=None, extend_lens=None)
+
+    def step(batch, tables):
+        metadata = build_v4_metadata(spec, batch, tables)
+        main, width = metadata.swa_topk_lengths, metadata.swa_page_indices.shape[1]
+        calls = [((64, 1, 64, width), main, None)]
+        for part in metadata.compressed.values():
+            calls.append(((64, 1, 64, width, part.page_indices.shape[1]), main, part.topk_lengths))
+        return decode_schedules(calls, metadata.c4_lengths)
+
+    text = jax.jit(step).lower(batch, tables).compile().as_text()
+    assert text.count("custom-call(") == 2 and "fusion(" not in text, text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
+def test_torch_captures_a_steps_metadata_in_a_cuda_graph(mode):
+    drafts = 3 if mode is ForwardMode.TARGET_VERIFY else None
+    rows = {ForwardMode.DECODE: 20, ForwardMode.TARGET_VERIFY: 60}.get(mode, 100)
+    steps = [v4_step(np.random.default_rng(seed), mode, 20, rows, drafts=drafts) for seed in range(3)]
+    spec = steps[0][0]
+    to_torch = functools.partial(jax.tree.map, lambda x: torch.from_numpy(np.array(x)).to(DEVICE))
+    batch, tables = to_torch(steps[0][1]), to_torch(steps[0][2])
+    columns = [(128, 0), (128, 512), (128, 64)]
+
+    def step():
+        made = torch_metadata.build_v4_metadata(spec, batch, tables, out=out)
+        extra = [None, *(part.topk_lengths for part in made.compressed.values())]
+        calls = [
+            FlashmlaCall(made.swa_topk_lengths, topk, length, extra_topk)
+            for (topk, extra_topk), length in zip(columns, extra)
+        ]
+        torch_metadata.step_schedules(calls, made.c4_lengths, num_sm_parts=132, num_sms=132, out=schedules)
+
+    out = torch_metadata.allocate_v4_metadata(
+        spec, mode, 20, rows, max_seq_len=2050, device=DEVICE, num_draft_tokens=drafts
+    )
+    schedules = torch_metadata.Schedules.allocate(3, rows, 132, 132, DEVICE)
+    step()  # compiles
+    graph, _ = capture(step)
+    for _, new_batch, new_tables in steps[1:]:
+        poison((out.page_table, out.compressed, schedules))
+        for old, new in zip(jax.tree.leaves((batch, tables)), jax.tree.leaves((new_batch, new_tables))):
+            old.copy_(torch.from_numpy(np.array(new)))
+        graph.replay()
+        expected = plain_v4(spec, new_batch, new_tables)
+        assert_same(out, expected)
+        main, lengths = expected.swa_topk_lengths, []
+        for extra in (main, *(part.topk_lengths for part in expected.compressed.values())):
+            lengths += [main, extra]
+        static = {"columns": tuple(columns), "num_sm_parts": 132, "num_sms": 132, "split_kv": 256}
+        assert_same(tuple(schedules), plain_schedules(lengths, expected.c4_lengths, **static))
+
+
+def small_cases() -> None:
+    """Every kernel once on small shapes, results compared: what compute-sanitizer watches.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/metadata/test_triton_metadata.py
+
+    Under `jax.default_device` of a CPU: what XLA compiles for a GPU, the sanitizer would have to instrument.
+    """
+    for batch, parts in ((1, 1), (74, 33), (300, 12), (1100, 132)):
+        lengths, contexts = schedule_case(batch, batch, "hostile", "any")
+        static = {"columns": COLUMNS, "num_sm_parts": parts, "num_sms": 20, "split_kv": 256}
+        expected = plain_schedules([*map(array, lengths)], array(contexts), **static)
+        assert_same(torch_schedules(lengths, contexts, COLUMNS, parts, 20), expected)
+        alone = torch_metadata.paged_mqa_schedule(tensor(contexts), num_sms=20)
+        assert_same(alone, expected[1])
+    every_mode = [(mode, TINY_V4) for mode in MODES]
+    for mode, spec in [*every_mode, (ForwardMode.EXTEND, DRAFT_LAYER), (ForwardMode.EXTEND, INDEXED_ONLY)]:
+        rng = np.random.default_rng(4)
+        table, to_swa = make_tables(rng, page_size=TINY_V4.page_size, holes=True)
+        batch, tables = to_jax(mode, make_batch(rng, mode, hostile=True), table, to_swa)
+        assert_same(torch_v4(spec, batch, tables), plain_v4(spec, batch, tables))
+    case = window_case(5, 33, 9)
+    on_device, on_jax = ([*map(face, case["tables"])] for face in (tensor, array))
+    tables = RequestTables(req_to_token=on_device[0], full_to_swa=on_device[1])
+    slots = torch_metadata.swa_slots(*map(tensor, case["rows"]), tables, window=5)
+    assert_same(slots, plain_slots(*map(array, case["rows"]), *on_jax, window=5))
+    static = {"window": 5, "capacity": 300}
+    plan = torch_metadata.swa_gather_plan(*map(tensor, case["requests"]), tables, **static)
+    assert_same(plan, plain_gather(*map(array, case["requests"]), *on_jax, **static))
+
+
+if __name__ == "__main__":
+    with jax.default_device(jax.devices("cpu")[0]):
+        small_cases()
+    print("4 checks passed: schedules, V4 metadata, window slots, the window's gather")

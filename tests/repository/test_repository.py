@@ -1,0 +1,170 @@
+"""The repository as a whole: examples run, README and CI agree, files stay readable and free of this machine."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_sparse_mla as mla
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("jax_sparse_mla", "interop/sparse_mla_torch")
+MAX_LINES = 600
+
+
+def tracked_files():
+    """Files that belong to the repository: tracked, or new and not ignored; without git, all of its folders."""
+    if shutil.which("git") and (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "ls-files", "-coz", "--exclude-standard"]
+        listed = subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")
+        files = [ROOT / name for name in listed if name]
+    else:
+        folders = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "kernels_cuda", ".ci")
+        files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+        files += [path for path in ROOT.iterdir() if path.suffix in (".md", ".toml")]
+    return [path for path in files if path.is_file() and "__pycache__" not in path.parts]
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_jax_example(capsys):
+    out = load(ROOT / "examples" / "jax_decode.py").main()
+    assert out.shape == (2, 64, 512) and out.dtype == jnp.bfloat16
+    assert np.isfinite(np.asarray(out, np.float32)).all() and np.asarray(out, np.float32).any()
+    assert "compilations: 1 " in capsys.readouterr().out
+
+
+def test_torch_example():
+    torch = pytest.importorskip("torch")
+    out = load(ROOT / "examples" / "torch_decode.py").main()
+    assert out.shape == (2, 1, 128, 512) and out.dtype == torch.bfloat16
+    assert out.float().isfinite().all() and out.float().any()
+    # Both rows read the same keys with other queries.
+    assert not torch.equal(out[0], out[1])
+
+
+def readme():
+    return (ROOT / "README.md").read_text()
+
+
+def fenced(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def section(title):
+    """The text under README's heading that starts with `title`, up to the next heading of its level."""
+    found = re.search(rf"^(#+) {title}\b.*?\n(.*?)(?=^\1 |\Z)", readme(), re.DOTALL | re.MULTILINE)
+    assert found, f"README.md has no heading that starts with {title!r}"
+    return found[2]
+
+
+def commands(script):
+    """The commands of a shell script, without comments, options of the shell and changes of directory."""
+    lines = script.replace("\\\n", " ").splitlines()
+    split = [part.strip() for line in lines for part in re.split(r"&&|;", line)]
+    return [" ".join(part.split()) for part in split if part and not re.match(r"#|set -|cd ", part)]
+
+
+def test_ci_runs_the_readmes_test_command():
+    shown = [block for language in ("bash", "sh", "shell", "") for block in fenced(section("Test"), language)]
+    assert shown, "README.md shows no command under its heading Test"
+    wanted = commands(shown[0])
+    assert any("pip install" in command for command in wanted) and any("pytest" in command for command in wanted)
+    script = ROOT / ".ci" / "run"
+    assert commands(script.read_text()) == wanted
+    assert script.stat().st_mode & 0o111, ".ci/run is not executable"
+
+
+def test_readme_shows_the_short_examples_as_they_are():
+    shown = fenced(readme(), "python")
+    short = [path for path in (ROOT / "examples").glob("*.py") if len(path.read_text().splitlines()) <= 60]
+    assert len(short) >= 2
+    for path in short:
+        assert path.read_text() in shown, f"README.md does not show {path.name} as it is"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs"])
+def test_pages_name_what_exists(page):
+    for path in sorted((ROOT / page).glob("*.md")) or [ROOT / page]:
+        text = path.read_text()
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert (path.parent / link).exists(), link
+        for name in re.findall(r"`((?:examples|docs|benchmarks|tests|kernels_cuda)/[\w./-]+)(?:::\w+)?`", text):
+            assert (ROOT / name).exists(), name
+        for module in re.findall(r"python -m (benchmarks[\w.]*)", text):
+            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
+def test_versions_agree():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"$', pyproject, re.MULTILINE)[1]
+    assert mla.__version__ == version
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text().replace("[", "").replace("]", "")
+
+
+def test_every_package_and_kernel_source_is_in_the_wheel():
+    """pyproject.toml lists packages one by one, for `kernels_cuda` lies at the top level of the repository."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    moved, carried = setuptools["package-dir"], setuptools["package-data"]
+    folders = {}
+    for name in setuptools["packages"]:
+        first = name.split(".")[0]
+        folders[name] = ROOT / moved.get(name, "/".join([moved.get(first, first), *name.split(".")[1:]]))
+    files = [
+        path for path in tracked_files() if path.relative_to(ROOT).as_posix().startswith((*PACKAGES, "kernels_cuda"))
+    ]
+    assert {path.parent for path in files if path.suffix == ".py"} | {ROOT / "kernels_cuda"} == set(folders.values())
+    data = {path for name, folder in folders.items() for glob in carried.get(name, []) for path in folder.glob(glob)}
+    built = {path for path in data if path.suffix == ".so"}  # by jax_sparse_mla.kernels.build, for a wheel
+    assert {path for path in files if path.suffix not in (".py", ".md")} == data - built
+
+
+def test_files_of_the_packages_are_short():
+    long = {}
+    for path in tracked_files():
+        if path.suffix == ".py" and path.relative_to(ROOT).as_posix().startswith(PACKAGES):
+            lines = len(path.read_text().splitlines())
+            long |= {path.name: lines} if lines > MAX_LINES else {}
+    assert not long
+
+
+# Spelled so that this file does not find itself.
+MACHINE_PATHS = [
+    r"/wor[k]/(?:main|shared|venvs|brief)",
+    r"(?<![\w.~/])/roo[t]/",
+    r"(?<![\w.~])/hom[e]/\w",
+    r"/User[s]/\w",
+]
+REGISTRIES = [r"pypi[.]org", r"pythonhosted[.]org", r"anaconda[.]org", r"index[-]url", r"artifactor[y]"]
+
+
+def test_no_file_mentions_a_machine_or_a_registry():
+    pattern = re.compile("|".join(MACHINE_PATHS + REGISTRIES))
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:  # a binary
+            continue
+        lines = enumerate(text.splitlines(), 1)
+        found += [f"{path.relative_to(ROOT)}:{i}: {line.strip()[:80]}" for i, line in lines if pattern.search(line)]
+    assert found == []
+
+
+def test_the_patterns_find_what_they_should():
+    pattern = re.compile("|".join(MACHINE_PATHS + REGISTRIES))
+    for text in ("see @work/main/x", "in @root/.cache", "@home/me/x", "https:@/pypi.@org/simple"):
+        assert pattern.search(text.replace(".@", ".").replace("@", "/")), text
+    for text in ("github.com/a/root/b", "cuda/home", "network/mainline", "a ~/home path"):
+        assert not pattern.search(text), text

@@ -1,0 +1,68 @@
+"""Compiles the metadata kernels for the compute capabilities given, without a GPU; prints a JSON line of facts.
+
+Run by test_triton_metadata in a process of its own, because Triton's interpreter, once on, replaces the compiler.
+"""
+
+import dataclasses
+import json
+import sys
+
+from compile_triton_kv import compile_kernel
+
+from jax_sparse_mla.kernels.triton.metadata import schedules
+from jax_sparse_mla.kernels.triton.metadata import v4 as metadata
+from jax_sparse_mla.kernels.triton.metadata import v32 as metadata_v32
+from jax_sparse_mla.metadata import ForwardMode
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
+
+DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))
+
+
+def cases():
+    """(name, kernel, constants with num_warps) of every kernel, as launched."""
+    for batch, parts in ((64, 132), (4096, 66)):
+        indexer = schedules.paged_mqa_constants(batch, 132, 256)
+        constants = schedules.schedules_constants([(128, 0), (128, 512), (128, 1024)], batch, parts, indexer)
+        yield f"schedules of {batch}", schedules.schedules_kernel, constants
+        constants = {**indexer, "num_warps": schedules.paged_mqa_warps(batch)}
+        yield f"paged_mqa of {batch}", schedules.paged_mqa_kernel, constants
+    yield "schedule", schedules.schedules_kernel, schedules.schedules_constants([(2048, 0)], 64, 66, None)
+    for mode, drafts in ((ForwardMode.DECODE, None), (ForwardMode.TARGET_VERIFY, 4), (ForwardMode.EXTEND, None)):
+        for spec in (DEEPSEEK_V4_FLASH, DRAFT_LAYER):
+            constants = metadata.v4_constants(spec, mode, drafts, 64, 131_072)
+            name = f"v4 {mode.name} {len(spec.compress_ratios)} ratios"
+            yield name, metadata.v4_metadata_kernel, metadata.v4_absent_outputs(constants) | constants
+        constants = metadata_v32.mode_constants(mode, drafts, 64)
+        yield f"v32 starts {mode.name}", metadata_v32.request_starts_kernel, constants
+        for absent in ({"topk_indices_offset_ptr": None}, {}):
+            constants = metadata_v32.v32_constants(DEEPSEEK_V32, mode, drafts, 64, 131_072)
+            yield f"v32 {mode.name} {len(absent)} absent", metadata_v32.v32_metadata_kernel, absent | constants
+    yield "kv_slots", metadata_v32.kv_slots_kernel, {"SEARCH_STEPS": 7} | metadata_v32.SLOTS_OPTIONS
+    yield "row_starts", metadata.row_starts_kernel, metadata.request_options(64)
+    yield "swa_slots", metadata.swa_slots_kernel, metadata.swa_constants(128) | metadata.SWA_OPTIONS
+    yield "gather_lens", metadata.gather_lens_kernel, {"WINDOW": 128} | metadata.request_options(64)
+    yield "gather_slots", metadata.gather_slots_kernel, {"SEARCH_STEPS": 7} | metadata.GATHER_OPTIONS
+
+
+def main():
+    facts = []
+    for capability in map(int, sys.argv[1:]):
+        for name, kernel, constants in cases():
+            constants = dict(constants)
+            warps = constants.pop("num_warps")
+            pointers = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")} | {"overflow_ptr": "*i1"}
+            compiled = compile_kernel(kernel, pointers, constants, capability, num_warps=warps)
+            facts.append(
+                {
+                    "capability": capability,
+                    "kernel": name,
+                    "shared": compiled.metadata.shared,
+                    "binary": len(compiled.asm["cubin"]),
+                    "redux": "redux.sync" in compiled.asm["ptx"],
+                }
+            )
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

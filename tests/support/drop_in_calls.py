@@ -1,0 +1,106 @@
+"""How the tests of the torch face call it: cases as tensors in FlashMLA's shapes, and who serves them.
+
+On a GPU the backends are the real ones. Without, "reference" serves CPU tensors, and "triton" and "flashmla" take CPU
+tensors as if they were an H200's: the kernels run in Triton's interpreter, the operators are `flashmla_stub`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from attention_calls import H200, OVERRIDES
+from attention_oracle import assert_close_flashmla, decode_oracle, prefill_oracle
+from sparse_mla_torch import flash_mla
+from sparse_mla_torch.attention import call_cache, route
+from triton_device import ON_GPU, tensor
+
+BACKENDS = ("hopper", "triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
+WIDTH = {"V32_FP8": 656, "V4_FP8": 584, "V32_BF16": 1152, "V4_BF16": 1024}
+
+
+@contextlib.contextmanager
+def served_by(backend: str, monkeypatch):
+    """All calls go to this backend; "hopper" is for decode alone here."""
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend == 'hopper' else ''}BACKEND", backend)
+    if not ON_GPU and backend != "reference":
+        monkeypatch.setattr(route, "device_info", lambda device: H200)
+        for name in ("unnamed_backends", "installed_backends"):
+            monkeypatch.setattr(route, name, lambda kind: frozenset({"reference", "triton", "flashmla"}))
+    elif backend not in route.installed_backends("cuda" if ON_GPU else "cpu"):
+        pytest.skip(f"{backend} is not installed here")
+    call_cache.forget()
+    yield
+    call_cache.forget()
+
+
+def optional(x: np.ndarray | None) -> torch.Tensor | None:
+    return None if x is None else tensor(x)
+
+
+def pages(host) -> torch.Tensor | None:
+    """The cache as FlashMLA takes it; a page's padding is in the stride."""
+    if host is None:
+        return None
+    data, width = tensor(host.data), WIDTH[host.layout]
+    return data.as_strided((len(data), host.page_size, 1, width), (data.shape[1], width, width, 1))
+
+
+def decode_arguments(case) -> dict:
+    """Keyword arguments of `flash_mla_with_kvcache`."""
+    return {
+        "q": tensor(case.q),
+        "k_cache": pages(case.cache),
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0],
+        "softmax_scale": case.softmax_scale,
+        "is_fp8_kvcache": True,
+        "indices": tensor(case.indices),
+        "attn_sink": optional(case.attn_sink),
+        "extra_k_cache": pages(case.extra_cache),
+        "extra_indices_in_kvcache": optional(case.extra_indices),
+        "topk_length": optional(case.topk_length),
+        "extra_topk_length": optional(case.extra_topk_length),
+    }
+
+
+def prefill_arguments(case) -> dict:
+    """Keyword arguments of `flash_mla_sparse_fwd`."""
+    return {
+        "q": tensor(case.q),
+        "kv": tensor(case.kv)[:, None],
+        "indices": tensor(case.indices)[:, None],
+        "sm_scale": case.softmax_scale,
+        "attn_sink": optional(case.attn_sink),
+        "topk_length": optional(case.topk_length),
+    }
+
+
+def array(x: torch.Tensor) -> np.ndarray:
+    return x.float().cpu().numpy()
+
+
+def check_decode(case, results) -> None:
+    """Against the oracle, in FlashMLA's conventions."""
+    out, lse = decode_oracle(case)
+    batch, q_len, heads, _ = case.q.shape
+    assert results[0].shape == (batch, q_len, heads, 512) and results[0].dtype == torch.bfloat16
+    assert results[1].shape == (batch, heads, q_len) and results[1].dtype == torch.float32
+    assert_close_flashmla(array(results[0]), out, "decode.out")
+    assert_close_flashmla(array(results[1]), np.where(np.isneginf(lse), np.inf, lse).transpose(0, 2, 1), "decode.lse")
+
+
+def check_prefill(case, results) -> None:
+    out, max_logits, lse = prefill_oracle(case)
+    rows, heads, _ = case.q.shape
+    assert results[0].shape == (rows, heads, 512) and results[0].dtype == torch.bfloat16
+    assert all(x.shape == (rows, heads) and x.dtype == torch.float32 for x in results[1:])
+    assert_close_flashmla(array(results[0]), out, "prefill.out")
+    assert_close_flashmla(array(results[1]), max_logits, "prefill.max_logits")
+    assert_close_flashmla(array(results[2]), np.where(np.isneginf(lse), np.inf, lse), "prefill.lse")

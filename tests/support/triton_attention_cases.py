@@ -1,0 +1,301 @@
+"""Run by test_triton_attention.py: the attention kernel against the oracle, through the torch launcher.
+
+With TRITON_INTERPRET=1 on the CPU, in Triton's interpreter; without it on the GPU, where compute-sanitizer can watch:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/support/triton_attention_cases.py
+
+A script, not a test module: triton reads the variable when it is imported. Shapes are tiny; the interpreter is slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+
+import ml_dtypes
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from attention_oracle import (
+    E4M3,
+    INT_MAX,
+    INT_MIN,
+    assert_close_flashmla,
+    decode_case,
+    decode_oracle,
+    prefill_case,
+    prefill_oracle,
+)
+from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode, sparse_mla_prefill
+
+from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
+from jax_sparse_mla.kv_cache.layout import KVLayout
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_numpy_2_4(tensor, scope) -> None:
+    """Scalars are arrays of one element to the interpreter (3.6), which numpy no longer takes for int()."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _dot(self, a, b, d, *_):
+    """The interpreter (3.6) multiplies bfloat16 operands as the integers that it stores them as."""
+    wide = (
+        x.data.view(ml_dtypes.bfloat16).astype(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b)
+    )
+    return interpreter.TensorHandle(np.matmul(*wide, dtype=np.float32) + d.data, d.dtype.scalar)
+
+
+_fp_trunc = interpreter.InterpreterBuilder.create_fp_trunc
+
+
+def _round(self, x, to):
+    """The interpreter (3.6) cuts float32 off to bfloat16; devices round to nearest."""
+    if to.scalar != tl.bfloat16:
+        return _fp_trunc(self, x, to)
+    return interpreter.TensorHandle(x.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+
+
+if INTERPRETED:
+    interpreter._patch_lang_tensor = _patch_tensor_for_numpy_2_4
+    interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.create_fp_trunc = _round
+# −inf less −inf and log 0 stand in lanes that the kernel then masks.
+np.seterr(divide="ignore", invalid="ignore", over="ignore")
+
+TILE = planning.Tile(block_h=16, block_n=16, num_warps=4, num_stages=1)
+CHECKS = []
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+def tensor(x: np.ndarray | None) -> torch.Tensor | None:
+    if x is None:
+        return None
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16).to(DEVICE)
+    return torch.from_numpy(x.copy()).to(DEVICE)
+
+
+def paged(host) -> TorchPagedKV | None:
+    if host is None:
+        return None
+    return TorchPagedKV(tensor(host.data), getattr(KVLayout, host.layout), host.page_size)
+
+
+def small_decode(seed: int, **setting):
+    base = {"layout": "V4_FP8", "heads": 4, "topk": 40, "page_size": 64, "batch": 2, "q_len": 2, "extra": None}
+    base |= {"lengths": "row", "extra_lengths": "row", "sink": True, "scale_power": 0.5, "hot": False, "rows": "mixed"}
+    return decode_case(np.random.default_rng(seed), "small", base | setting)
+
+
+def plan_of(case, layout, num_splits, **changes):
+    rows = int(np.prod(case.q.shape[:-2]))
+    extra = getattr(case, "extra_indices", None)
+    shape = {"rows": rows, "num_heads": case.q.shape[-2], "topk": case.indices.shape[-1]}
+    shape["extra_topk"] = 0 if extra is None else extra.shape[-1]
+    device = {"capability": (8, 9), "sm_count": 4, "has_sink": case.attn_sink is not None}
+    return planning.launch_plan(layout, **shape, **device, num_splits=num_splits, **{"tile": TILE} | changes)
+
+
+def run_decode(case, num_splits=None, plan=True, **changes):
+    """With poisoned outputs: what is not written shows."""
+    shape = case.q.shape[:-1]
+    out = torch.full((*shape, 512), torch.nan, dtype=torch.bfloat16), torch.full(shape, torch.nan)
+    out = tuple(x.to(DEVICE) for x in out)
+    layout = getattr(KVLayout, case.cache.layout)
+    results = sparse_mla_decode(
+        tensor(case.q),
+        paged(case.cache),
+        tensor(case.indices),
+        softmax_scale=case.softmax_scale,
+        topk_length=tensor(case.topk_length),
+        extra_cache=paged(case.extra_cache),
+        extra_indices=tensor(case.extra_indices),
+        extra_topk_length=tensor(case.extra_topk_length),
+        attn_sink=tensor(case.attn_sink),
+        out=out,
+        plan=plan_of(case, layout, num_splits, **changes) if plan else None,
+    )
+    assert results[0] is out[0] and results[1] is out[1]
+    return tuple(x.cpu() for x in out)
+
+
+def check_decode(case, results) -> None:
+    out, lse = (x.to(torch.float64).numpy() for x in results)
+    expected_out, expected_lse = decode_oracle(case)
+    assert_close_flashmla(lse, expected_lse, "decode.lse")
+    assert_close_flashmla(out, expected_out, "decode.out")
+    assert not np.any(out[np.isneginf(expected_lse)])
+    live = np.isfinite(expected_lse)
+    if expected_out[live].any():
+        error = np.linalg.norm(out[live] - expected_out[live]) / np.linalg.norm(expected_out[live])
+        assert error < 5e-3, f"relative error {error:.2e}"
+
+
+def check_prefill(case, plan=None) -> None:
+    results = sparse_mla_prefill(
+        tensor(case.q),
+        tensor(case.kv),
+        tensor(case.indices),
+        softmax_scale=case.softmax_scale,
+        topk_length=tensor(case.topk_length),
+        attn_sink=tensor(case.attn_sink),
+        plan=plan,
+    )
+    kinds = ("prefill.out", "prefill.max_logits", "prefill.lse")
+    for kind, actual, expected in zip(kinds, results, prefill_oracle(case), strict=True):
+        assert_close_flashmla(actual.cpu().to(torch.float64).numpy(), expected, kind)
+
+
+@check
+def every_layout():
+    for seed, layout in enumerate(("V4_FP8", "V32_FP8", "V4_BF16", "V32_BF16")):
+        case = small_decode(seed, layout=layout, page_size=(64, 61, 2, 64)[seed])
+        check_decode(case, run_decode(case, 1))
+
+
+@check
+def the_integer_e4m3_decode():
+    for layout in ("V4_FP8", "V32_FP8"):
+        case = small_decode(4, layout=layout)
+        native, integer = run_decode(case, 1), run_decode(case, 1, native_fp8=False)
+        assert torch.equal(native[0], integer[0]) and torch.equal(native[1], integer[1])
+
+
+@check
+def every_e4m3_byte_decodes_by_integers():
+    """One key a row, whose softmax weight is 1: the output is the key, so every byte shows."""
+    case = small_decode(5, heads=1, batch=1, q_len=4, topk=16, lengths="none", sink=False)
+    data = np.zeros_like(case.cache.data)
+    row = np.arange(4 * 448, dtype=np.int64).reshape(4, 448) % 256  # each of the four rows has all bytes,
+    row[(row & 0x7F) == 0x7F] = 0  # but NaN, which would spread through q · k
+    data[0, : 4 * 576].reshape(4, 576)[:, :448] = row
+    data[0, 64 * 576 :].reshape(-1, 8)[:4, :7] = 127 + 3  # scale 2^3
+    case.cache = dataclasses.replace(case.cache, data=data)
+    case.q[:] = 0
+    case.indices[:] = -1
+    case.indices[0, :, 7] = np.arange(4)
+    out, _ = run_decode(case, 1, native_fp8=False)
+    wide = row.astype(np.uint8).view(E4M3).astype(np.float32) * 8
+    np.testing.assert_array_equal(out[0, :, 0, :448].float().numpy(), wide)
+    for nan in (0x7F, 0xFF):
+        data[0, 5] = nan
+        out, _ = run_decode(case, 1, native_fp8=False)
+        assert torch.all(torch.isnan(out[0, 0])) and not torch.any(torch.isnan(out[0, 1:]))
+
+
+@check
+def splits_join():
+    for seed, splits in ((6, 2), (7, 3), (8, 9)):  # 40 + 24 columns are 5 blocks: with 9 splits some have none
+        case = small_decode(seed, extra=(24, 2))
+        check_decode(case, run_decode(case, splits))
+
+
+@check
+def splits_of_a_single_cache_and_without_a_sink():
+    case = small_decode(9, sink=False, layout="V32_FP8", topk=64, lengths="batch")
+    check_decode(case, run_decode(case, 4))
+
+
+@check
+def what_the_planner_chooses():
+    for seed, lengths in ((10, "none"), (11, "batch")):
+        case = small_decode(seed, extra=(24, 64), lengths=lengths, extra_lengths=lengths, batch=1)
+        check_decode(case, run_decode(case, plan=False))
+
+
+@check
+def heads_past_a_tile():
+    for heads in (1, 16, 17):
+        case = small_decode(12, heads=heads, batch=1, q_len=2)
+        for splits in (1, 2):
+            check_decode(case, run_decode(case, splits))
+    case = small_decode(17, heads=65, batch=1, q_len=1, extra=(24, 61))
+    check_decode(case, run_decode(case, 1, tile=planning.Tile(64, 64, 8, 2)))  # wgmma, on SM90
+
+
+@check
+def large_scores():
+    case = small_decode(13, hot=True, extra=(16, 61))
+    check_decode(case, run_decode(case, 2))
+
+
+@check
+def rows_without_a_key():
+    for splits in (1, 3):
+        case = small_decode(14, extra=(16, 2), batch=3)
+        case.attn_sink = np.array((np.inf, -np.inf, 0.25, -3e38), np.float32)
+        hostile = np.array([-1, -7, INT_MIN, INT_MAX, len(case.cache.rows)], np.int32)
+        case.indices[0] = np.resize(hostile, (2, 40))
+        case.indices[1:] = 0
+        case.extra_indices[:] = len(case.extra_cache.rows)
+        case.topk_length = np.array([[16, INT_MAX], [0, -1], [INT_MIN, 0]], np.int32)
+        case.extra_topk_length = np.full((3, 2), 16, np.int32)
+        case.q[2] = np.nan
+        out, lse = run_decode(case, splits)
+        assert torch.all(out == 0) and torch.all(torch.isneginf(lse))
+
+
+@check
+def nothing_to_attend_to():
+    case = small_decode(15, lengths="none")
+    case.indices = case.indices[..., :0]
+    check_decode(case, run_decode(case, 1))
+
+
+@check
+def prefill():
+    base = {"q_len": 4, "lengths": True, "sink": True, "scale": 0.1, "hot": False, "rows": "mixed"}
+    for seed, (dim, heads, hot) in enumerate(((512, 3, False), (576, 17, False), (512, 1, True))):
+        setting = base | {"dim": dim, "heads": heads, "hot": hot, "sizes": (40, 24)}
+        case = prefill_case(np.random.default_rng(seed), "small", setting)
+        check_prefill(case, plan_of(case, planning.workspace_layout(dim), 1))
+    check_prefill(prefill_case(np.random.default_rng(3), "small", base | {"dim": 576, "heads": 2, "sizes": (40, 20)}))
+    case.kv = case.kv[:0]
+    check_prefill(case)
+    case.indices = case.indices[:, :0]
+    check_prefill(case)
+
+
+@check
+def bad_arguments_are_named():
+    case = small_decode(16)
+    good = {"q": tensor(case.q), "cache": paged(case.cache), "indices": tensor(case.indices), "softmax_scale": 0.1}
+    bad = [
+        ({"q": good["q"].float()}, TypeError, "q must be .*bfloat16"),
+        ({"q": good["q"][..., :448].contiguous()}, ValueError, "q must have shape"),
+        ({"q": good["q"].transpose(0, 1)}, ValueError, "q must be contiguous"),
+        ({"indices": good["indices"].long()}, TypeError, "indices must be .*int32"),
+        ({"indices": good["indices"][:1]}, ValueError, "indices must have shape"),
+        ({"topk_length": good["indices"][0, 0]}, ValueError, "topk_length must have shape"),
+        ({"extra_indices": good["indices"]}, ValueError, "without extra_cache"),
+        ({"attn_sink": torch.zeros(3, device=DEVICE)}, ValueError, "attn_sink must have shape"),
+        ({"out": (good["q"], good["q"])}, TypeError, "out\\[1\\] must be .*float32"),
+    ]
+    for change, error, message in bad:
+        try:
+            sparse_mla_decode(**good | change)
+        except error as raised:
+            assert re.search(f"^sparse_mla_decode: .*{message}", str(raised)), raised
+        else:
+            raise AssertionError(f"{message}: nothing was raised")
+
+
+if __name__ == "__main__":
+    chosen = [function for function in CHECKS if len(sys.argv) == 1 or function.__name__ in sys.argv[1:]]
+    for function in chosen:
+        function()
+        print(function.__name__, flush=True)
+    print(f"{len(chosen)} checks passed")

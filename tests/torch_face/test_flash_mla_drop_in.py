@@ -1,0 +1,668 @@
+"""The drop-in `flash_mla`: FlashMLA's signatures and conventions, whoever serves the call.
+
+Results are judged by `attention_oracle` (numpy float64 over poisoned caches and hostile indices) and, for a sample of
+FlashMLA's published cases, by `benchmarks/case_data.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import drop_in_calls as calls
+import flashmla_stub as stub
+from attention_calls import H200, small_decode, small_prefill
+from drop_in_calls import BACKENDS, ON_GPU, check_decode, check_prefill, served_by
+from flashmla_cases import DecodeShape, PrefillShape, Scope
+from sparse_mla_torch import flash_mla
+from sparse_mla_torch.attention import route
+from sparse_mla_torch.attention.backends import flashmla
+from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from torch_graphs import capture
+
+from benchmarks import case_data, cases
+from jax_sparse_mla.attention.backends import flashmla as jax_flashmla
+from jax_sparse_mla.kv_cache import KVLayout
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    yield stub.register()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch, libraries):
+    if not ON_GPU:
+        monkeypatch.setattr(jax_flashmla, "library", lambda: jax_flashmla.Library("stub_flash_mla", log2_prefill=False))
+    stub.CALLS.clear()
+    with served_by(request.param, monkeypatch):
+        yield request.param
+
+
+def decode(case, **changes):
+    return flash_mla_with_kvcache(**calls.decode_arguments(case) | changes)
+
+
+def prefill(case, **changes):
+    return flash_mla_sparse_fwd(**calls.prefill_arguments(case) | changes)
+
+
+def per_request(seed: int = 0, **setting):
+    """A small case whose lengths are as FlashMLA takes them: [batch]."""
+    return small_decode(seed, **{"lengths": "batch", "extra_lengths": "batch"} | setting)
+
+
+# --- what FlashMLA is called with ---------------------------------------------------------------------------------
+
+WITH_KVCACHE = [
+    *("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits"),
+    *("softmax_scale", "causal", "is_fp8_kvcache", "indices", "attn_sink", "extra_k_cache"),
+    *("extra_indices_in_kvcache", "topk_length", "extra_topk_length"),
+]
+OF_THE_WHEEL = ["enable_batch_invariant", "use_legacy", "kv_format", "descale_q", "descale_k"]
+SPARSE_FWD = ["q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length"]
+
+
+def positional(function) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+
+
+def test_signatures_are_flashmlas():
+    found = positional(flash_mla_with_kvcache)
+    assert list(found) == WITH_KVCACHE + OF_THE_WHEEL
+    required = WITH_KVCACHE[:6]
+    assert [name for name, default in found.items() if default is inspect.Parameter.empty] == required
+    assert {name for name in found if found[name] is False} == {"causal", "enable_batch_invariant", "use_legacy"}
+    found = positional(flash_mla_sparse_fwd)
+    assert list(found) == [*SPARSE_FWD, "use_legacy", "return_log2_lse"]
+    assert found["d_v"] == 512 and found["use_legacy"] is False and found["return_log2_lse"] is None
+    fields = [field.name for field in dataclasses.fields(flash_mla.FlashMLASchedMeta)]
+    assert fields[:4] == ["have_initialized", "config", "tile_scheduler_metadata", "num_splits"]
+    config = [field.name for field in dataclasses.fields(flash_mla.FlashMLASchedMeta.Config)]
+    assert config[:8] == ["b", "s_q", "h_q", "page_block_size", "h_k", "causal", "is_fp8_kvcache", "topk"]
+    assert config[8:] == ["extra_page_block_size", "extra_topk", "enable_batch_invariant"]
+
+
+def test_metadata_takes_anything():
+    meta, nothing = get_mla_metadata(torch.zeros(3), 128, num_heads_k=1, topk=2048)
+    assert nothing is None and not meta.have_initialized and meta.config is None
+    assert meta.tile_scheduler_metadata is None and meta.num_splits is None
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+DECODES = {
+    "v4 two caches": {"extra": (40, 2)},
+    "v4 lengths none": {"lengths": "none", "topk": 64},
+    "v32 with lengths": {"layout": "V32_FP8", "topk": 100},
+    "v32 two caches": {"layout": "V32_FP8", "extra": (24, 61), "topk": 16},
+    "one head": {"heads": 1, "q_len": 3},
+    "65 heads": {"heads": 65, "batch": 1, "q_len": 1},
+    "no valid index": {"rows": "none", "extra": (24, 2)},
+    "odd pages": {"page_size": 61},
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decode_equals_the_oracle(backend, name):
+    if backend == "flashmla" and name == "v32 two caches":
+        pytest.skip("the router keeps this from FlashMLA: test_what_flashmla_cannot_take")
+    case = per_request(**DECODES[name])
+    check_decode(case, decode(case))
+
+
+PREFILLS = [{}, {"topk": 128, "heads": 64}, {"topk": 100, "heads": 3}, {"rows": "none"}, {"dim": 576}]
+
+
+@pytest.mark.parametrize("setting", PREFILLS, ids=str)
+def test_prefill_equals_the_oracle(backend, setting):
+    case = small_prefill(1, **setting)
+    check_prefill(case, prefill(case))
+
+
+SHAPES = [
+    DecodeShape("grid", "V4_FP8", 2, 5, 1, Scope(40, 16, 64, True), Scope(30, 40, 3, True)),
+    DecodeShape("corner", "V4_FP8", 2, 4, 3, Scope(20, 16, 5), Scope(12, 8, 2), all_invalid=True),
+    DecodeShape("grid", "V32_FP8", 3, 3, 2, Scope(50, 24, 7)),
+    PrefillShape("feature", 512, 3, 9, 40, 24, sink=True, lengths=True),
+    PrefillShape("corner", 576, 2, 6, 8, 32, sink=True, lengths=True, all_invalid=True),
+]
+
+
+def published(shape, device):
+    """A case of FlashMLA's kind through the drop-in; what is wrong with the results."""
+    call = case_data.make_call(shape, device)
+    return case_data.compare(call, cases.through_the_drop_in(call))[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.id)
+def test_small_cases_of_flashmlas_kind(backend, shape):
+    assert not published(shape, "cuda" if ON_GPU else "cpu")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("table", ("decode", "prefill"))
+def test_published_cases_on_the_cpu(table, monkeypatch):
+    """Of FlashMLA's own tables, those that a CPU can do in a second or so."""
+    from flashmla_cases import decode_table, prefill_table, stratified
+
+    if table == "decode":
+        shapes = [x for x in decode_table() if x.batch == 4 and x.q_len == 1 and x.heads == 64 and x.cache.topk == 64]
+        shapes = [x for x in shapes if x.extra is None or x.extra.topk == 64]
+    else:
+        shapes = [x for x in prefill_table() if x.q_len <= 62 and x.heads == 64 and x.topk <= 256]
+    with served_by("reference", monkeypatch):
+        for shape in stratified(shapes)[:6]:
+            assert not published(shape, "cpu"), shape.id
+
+
+# --- strides, dtypes, buffers -------------------------------------------------------------------------------------
+
+
+def strided(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same values with room behind each step of `dim`."""
+    shape = list(x.shape)
+    shape[dim] += 8
+    room = x.new_zeros(shape).narrow(dim, 0, x.shape[dim])
+    room.copy_(x)
+    assert not room.is_contiguous()
+    return room
+
+
+def shifted(x: torch.Tensor, elements: int = 1) -> torch.Tensor:
+    """The same values, so many elements behind an address that is a multiple of 64."""
+    return x.new_empty(x.numel() + elements)[elements:].view(x.shape).copy_(x)
+
+
+def test_strided_queries_and_indices(backend):
+    case = per_request(extra=(40, 2))
+    arguments = calls.decode_arguments(case)
+    for name, dim in (("q", 2), ("indices", 2), ("extra_indices_in_kvcache", 1), ("topk_length", 0)):
+        changed = strided(arguments[name][..., None], -1)[..., 0] if dim == 0 else strided(arguments[name], dim)
+        assert torch.equal(changed, arguments[name])
+        check_decode(case, flash_mla_with_kvcache(**arguments | {name: changed}))
+
+
+def test_strided_prefill(backend):
+    case = small_prefill(heads=64)
+    arguments = calls.prefill_arguments(case)
+    for name, dim in (("q", 1), ("q", 2), ("kv", 2), ("indices", 2), ("topk_length", 0), ("attn_sink", 0)):
+        changed = strided(arguments[name][..., None], -1)[..., 0] if dim == 0 else strided(arguments[name], dim)
+        check_prefill(case, flash_mla_sparse_fwd(**arguments | {name: changed}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_cache_dtypes(backend, dtype):
+    case = per_request()
+    arguments = calls.decode_arguments(case)
+    check_decode(case, flash_mla_with_kvcache(**arguments | {"k_cache": arguments["k_cache"].view(dtype)}))
+
+
+def test_pages_that_stand_apart(backend):
+    case = per_request(layout="V32_FP8", topk=64)
+    cache = calls.decode_arguments(case)["k_cache"]
+    pages, page_size, _, width = cache.shape
+    apart = torch.full((pages, page_size + 1, 1, width), 255, dtype=torch.uint8, device=cache.device)
+    apart[:, :page_size] = cache
+    check_decode(case, decode(case, k_cache=apart[:, :page_size]))
+
+
+def test_results_are_written_into_out(backend):
+    case = per_request(heads=64, q_len=2)
+    out, lse = (torch.full_like(x, torch.nan).contiguous() for x in decode(case))
+    results = decode(case, out=(out, lse))
+    assert results[0] is out and results[1] is lse
+    check_decode(case, results)
+    rows = torch.full_like(lse.transpose(1, 2).contiguous(), torch.nan)  # as the kernels write it
+    check_decode(case, decode(case, out=(out.fill_(torch.nan), rows.transpose(1, 2))))
+    check_decode(case, decode(case, out=(shifted(out.fill_(torch.nan)), shifted(lse.fill_(torch.nan)))))
+    small = small_prefill()
+    poisoned = tuple(torch.full_like(x, torch.nan) for x in prefill(small))
+    results = prefill(small, out=poisoned)
+    assert all(x is y for x, y in zip(results, poisoned))
+    check_prefill(small, results)
+
+
+def valid_case(**setting):
+    """What FlashMLA itself takes: −1 or a slot, no lengths beyond the columns, no sink that makes NaN of its own."""
+    case = per_request(topk=64, extra=(64, 2), lengths="none", extra_lengths="none", heads=64, **setting)
+    changes = {"attn_sink": np.where(case.attn_sink < -1e38, -np.inf, case.attn_sink).astype(np.float32)}
+    for prefix, cache in (("", case.cache), ("extra_", case.extra_cache)):
+        indices = getattr(case, f"{prefix}indices")
+        exists = (indices >= 0) & (indices < len(cache.rows))
+        changes[f"{prefix}indices"] = np.where(exists, indices, -1)
+    return dataclasses.replace(case, **changes)
+
+
+def test_valid_indices_need_no_sanitiser(backend, monkeypatch):
+    monkeypatch.setattr(flashmla, "Sanitiser", None)
+    case = valid_case()
+    check_decode(case, decode(case, assume_valid_indices=True))
+    if backend == "flashmla":
+        with pytest.raises(TypeError, match="NoneType"):
+            decode(case)
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+def test_return_log2_lse(backend):
+    case = small_prefill(heads=64)
+    out, max_logits, lse = prefill(case)
+    in_base_2 = prefill(case, return_log2_lse=True)
+    torch.testing.assert_close(in_base_2[1], max_logits / math.log(2))
+    torch.testing.assert_close(in_base_2[2], lse / math.log(2))
+    alone = prefill(case, return_log2_lse=False)
+    assert alone[1] is None and alone[2] is None and torch.equal(alone[0], out)
+
+
+@pytest.mark.parametrize("heads", [3, 64])
+def test_statistics_in_base_2_of_the_other_wheel(heads, libraries, monkeypatch):
+    if ON_GPU:
+        pytest.skip("by the stub of sglang-kernel")
+    monkeypatch.setattr(jax_flashmla, "library", lambda: jax_flashmla.Library("stub_sgl_kernel", log2_prefill=True))
+    with served_by("flashmla", monkeypatch):
+        case = small_prefill(1, heads=heads)
+        check_prefill(case, results := prefill(case))
+        in_base_2 = prefill(case, return_log2_lse=True)
+        torch.testing.assert_close(in_base_2[1], results[1] / math.log(2))
+        torch.testing.assert_close(in_base_2[2], results[2] / math.log(2))
+
+
+def test_operators_have_this_packages_conventions(backend, monkeypatch):
+    """And keep none of the memory that they take: in a compiled graph it may be the graph's."""
+    kept = []
+
+    class Sanitiser(flashmla.Sanitiser):
+        def __init__(self, *arguments):
+            kept.append(arguments[-1])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(flashmla, "Sanitiser", Sanitiser)
+    case, small = per_request(extra=(40, 2)), small_prefill(1, heads=3)
+    for indices in (case.indices, case.extra_indices, small.indices):
+        indices[0] = -1
+    arguments = list(calls.decode_arguments(case).values())
+    q, k_cache, _, _, _, _, scale, _, indices, sink, extra_cache, extra_indices, lengths, extra_lengths = arguments
+    operators = torch.ops.jax_sparse_mla
+    rest = (lengths, extra_cache, extra_indices, extra_lengths, sink)
+    out, lse = operators.sparse_mla_decode(q, k_cache, indices, scale, *rest)
+    assert torch.isneginf(lse).any() and not torch.isposinf(lse).any()
+    check_decode(case, (out, lse.masked_fill(torch.isneginf(lse), torch.inf).transpose(1, 2)))
+    q, kv, indices, scale, sink, lengths = calls.prefill_arguments(small).values()
+    results = operators.sparse_mla_prefill(q, kv[:, 0], indices[:, 0], scale, lengths, sink)
+    assert torch.isneginf(results[2]).any() and not torch.isposinf(results[2]).any()
+    check_prefill(small, (*results[:2], results[2].masked_fill(torch.isneginf(results[2]), torch.inf)))
+    # Before FlashMLA's operators; the SM90 kernel checks its indices itself, and prefill is FlashMLA's there.
+    calls_of_flashmla = {"flashmla": 2, "hopper": 1}.get(backend, 0)
+    assert kept == [False] * calls_of_flashmla
+    decode(case), prefill(small)
+    assert kept == [False] * calls_of_flashmla + [True] * calls_of_flashmla
+
+
+def test_batch_invariant_results_are_bitwise_those_of_a_row_alone(monkeypatch):
+    case = per_request(batch=4, q_len=1, lengths="none", topk=128)
+    with served_by("triton", monkeypatch):
+        alike = {"enable_batch_invariant": True}
+        out, lse = decode(case, **alike)
+        arguments = calls.decode_arguments(case)
+        one = {name: x[2:3] for name, x in arguments.items() if name in ("q", "indices")}
+        alone = flash_mla_with_kvcache(**arguments | one | alike)
+    assert torch.equal(alone[0][0], out[2]) and torch.equal(alone[1][0], lse[2])
+
+
+def test_default_scale_and_inferred_format():
+    case = per_request()
+    check = dataclasses.replace(case, softmax_scale=512**-0.5)
+    check_decode(check, decode(check, softmax_scale=None, is_fp8_kvcache=None, kv_format="V4", use_legacy=True))
+
+
+def test_scales_of_numpy(backend):
+    case = dataclasses.replace(per_request(), softmax_scale=0.0625)
+    check_decode(case, decode(case, softmax_scale=np.float32(0.0625)))
+    small = dataclasses.replace(small_prefill(), softmax_scale=0.0625)
+    check_prefill(small, prefill(small, sm_scale=np.float32(0.0625)))
+
+
+def test_a_schedule_is_reused_by_calls_of_its_shape(backend):
+    case = per_request(heads=64)
+    meta = get_mla_metadata()[0]
+    for _ in range(2):
+        check_decode(case, decode(case, tile_scheduler_metadata=meta))
+    assert meta.have_initialized and meta.config.b == case.q.shape[0] and meta.config.topk == case.indices.shape[-1]
+    assert (meta.tile_scheduler_metadata is not None) == (backend == "flashmla")
+    other = per_request(heads=63)
+    with pytest.raises(ValueError, match="tile_scheduler_metadata was filled by"):
+        decode(other, tile_scheduler_metadata=meta)
+
+
+def test_large_batches_go_in_chunks(backend, monkeypatch):
+    if ON_GPU:
+        pytest.skip("by the stub's count of calls")
+    monkeypatch.setattr(jax_flashmla, "MAX_ACCUMULATOR_BYTES", (132 + 2) * 64 * 512 * 4)
+    case = per_request(heads=64, batch=5, q_len=1)
+    check_decode(case, decode(case))
+    assert len(stub.CALLS) == (3 if backend == "flashmla" else 0)
+
+
+@pytest.mark.parametrize("setting", [{"batch": 0}, {"topk": 0}, {"heads": 0}], ids=str)
+def test_empty_calls(backend, setting):
+    case = per_request(lengths="none")
+    arguments = calls.decode_arguments(case)
+    batch, heads = setting.get("batch", 3), setting.get("heads", 4)
+    arguments["q"] = arguments["q"][:batch, :, :heads]
+    arguments["indices"] = arguments["indices"][:batch, :, : setting.get("topk")]
+    arguments["attn_sink"] = None
+    if backend == "flashmla":
+        arguments["tile_scheduler_metadata"] = get_mla_metadata()[0]
+        if setting == {"topk": 0}:
+            with pytest.raises(ValueError, match="index column"):
+                flash_mla_with_kvcache(**arguments)
+            return
+    out, lse = flash_mla_with_kvcache(**arguments)
+    assert out.shape == (batch, 2, heads, 512) and lse.shape == (batch, heads, 2)
+    assert not out.any() and torch.isposinf(lse).all()
+
+
+# --- refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"indices": None}, ValueError, "dense decode"),
+        ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache must be True"),
+        ({"causal": True}, ValueError, "causal must be False"),
+        ({"head_dim_v": 448}, ValueError, "head_dim_v must be 512"),
+        ({"num_splits": 1}, ValueError, "num_splits must be None"),
+        ({"descale_q": 1.0}, ValueError, "descale_q"),
+        ({"kv_format": "V32"}, ValueError, "kv_format 'V32' is not what"),
+        ({"tile_scheduler_metadata": None}, TypeError, "tile_scheduler_metadata must come from"),
+        ({"q": 1}, TypeError, "q must be a torch.Tensor"),
+        ({"q": "float"}, TypeError, "q must be .*bfloat16"),
+        ({"indices": "long"}, TypeError, "indices must be .*int32"),
+        ({"k_cache": "narrow"}, ValueError, "k_cache must be"),
+        ({"attn_sink": "short"}, ValueError, r"attn_sink must have shape \[4\]"),
+        ({"softmax_scale": math.nan}, ValueError, "must be finite"),
+        ({"extra_topk_length": "lone"}, ValueError, "without an extra cache"),
+        ({"out": "wrong"}, ValueError, r"out\[1\] must have shape"),
+    ],
+)
+def test_refused_by_name(changes, error, message):
+    arguments = calls.decode_arguments(per_request())
+    replacements = {
+        "float": lambda x: x.float(),
+        "long": lambda x: x.long(),
+        "narrow": lambda x: x[..., :400],
+        "short": lambda x: x[:3],
+        "lone": lambda x: arguments["topk_length"],
+        "wrong": lambda x: (torch.empty_like(arguments["q"]), torch.empty(1)),
+    }
+    changes = {k: replacements[v](arguments.get(k)) if v in replacements else v for k, v in changes.items()}
+    with pytest.raises(error, match=message):
+        flash_mla_with_kvcache(**arguments | changes)
+
+
+def test_pages_that_overlap_are_refused():
+    arguments = calls.decode_arguments(per_request(topk=64))
+    cache = arguments["k_cache"]
+    with pytest.raises(ValueError, match="pages must each be dense"):
+        flash_mla_with_kvcache(**arguments | {"k_cache": cache.as_strided(cache.shape, (8, *cache.stride()[1:]))})
+    with pytest.raises(ValueError, match="d_v must be 512"):
+        prefill(small_prefill(), d_v=448)
+
+
+# --- routing ------------------------------------------------------------------------------------------------------
+
+ALL = frozenset({"reference", "triton", "flashmla"})
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "topk", "expected"),
+    [(1, 64, 640, "triton"), (64, 64, 640, "triton"), (128, 64, 640, "flashmla"), (128, 192, 640, "triton")],
+)
+def test_the_route(rows, heads, topk, expected):
+    call = {"rows": rows, "heads": heads, "topk": topk, "device": H200, "installed": ALL}
+    plan = route.plan_call("decode", KVLayout.V4_FP8, **call)
+    assert plan.backend == expected
+    assert route.plan_call("decode", KVLayout.V4_FP8, **call, override="triton").backend == "triton"
+    against = route.plan_call("decode", KVLayout.V4_FP8, **call, against={"flashmla": "a reason"})
+    assert against.backend == "triton" and against.rejected["flashmla"] == "a reason"
+    with pytest.raises(ValueError, match="a reason"):
+        route.plan_call("decode", KVLayout.V4_FP8, **call, against={"flashmla": "a reason"}, override="flashmla")
+    with_ours = {"layout": KVLayout.V4_FP8, **call, "installed": ALL | {"hopper"}}
+    unnamed = route.plan_call("decode", **with_ours)
+    assert unnamed.backend == expected and "by name" in unnamed.rejected["hopper"]
+    assert route.plan_call("decode", **with_ours, override="hopper").backend == "hopper"
+
+
+def test_a_cpu_has_the_reference():
+    plan = route.plan_call(
+        "prefill",
+        KVLayout.V4_BF16,
+        rows=1,
+        heads=1,
+        topk=1,
+        device=route.device_info(torch.device("cpu")),
+        installed=route.installed_backends("cpu"),
+    )
+    assert plan.backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"), [("flash_mla/cuda.abi3.so", False), ("flash_mla/_C_legacy.abi3.so", True), (None, False)]
+)
+def test_a_flash_mla_without_the_operators_is_not_routed_to(monkeypatch, tmp_path, file, expected):
+    """FlashMLA's own builds and the wheel have one name: whoever changes an import has either."""
+    if any(importlib.util.find_spec(name) for name in ("flash_mla", "sgl_kernel")):
+        pytest.skip("the packages themselves are installed")
+    if file is not None:
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+        (tmp_path / file).with_name("__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ("flashmla" in route.unnamed_backends.__wrapped__("cuda")) == expected
+
+
+def test_what_flashmla_cannot_take():
+    scope = flashmla.Scope(64, 0, 128, 64, 64 * 656)
+
+    def obstacle(layout=KVLayout.V4_FP8, q_len=1, heads=64, scopes=(scope,), aligned=True):
+        return flashmla.decode_obstacle(layout, q_len, heads, list(scopes), aligned, H200)
+
+    assert obstacle() is None and obstacle(scopes=(scope, scope)) is None
+    assert "one cache" in obstacle(KVLayout.V32_FP8, scopes=(scope, scope))
+    assert "16 bytes" in obstacle(aligned=False)
+    assert "16 bytes" in obstacle(scopes=(scope._replace(page_bytes=61 * 584),))
+    assert "index column" in obstacle(scopes=(scope._replace(topk=0),))
+    assert "accumulators" in obstacle(q_len=1 << 16)
+    assert "request's" in obstacle(q_len=2, scopes=(scope._replace(rows_per_length=1),))
+
+
+def test_what_flashmlas_prefill_cannot_take():
+    bf16 = {"dtype": torch.bfloat16}
+    given = {"q": torch.zeros(1, 64, 512, **bf16), "kv": torch.zeros(3, 1, 512, **bf16)}
+    given["indices"] = torch.zeros((1, 1, 64), dtype=torch.int32)
+    assert flashmla.prefill_obstacle(**given) is None
+    for name in given:  # 16 bytes are not enough for indices
+        assert "begin at multiples" in flashmla.prefill_obstacle(**given | {name: shifted(given[name], 4)})
+    assert "index column" in flashmla.prefill_obstacle(**given | {"indices": given["indices"][..., :0]})
+    assert "row of kv" in flashmla.prefill_obstacle(**given | {"kv": given["kv"][:0]})
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
+def test_a_graph_replays_on_changed_inputs(backend_name, monkeypatch):
+    with served_by(backend_name, monkeypatch):
+        cases = [per_request(seed, heads=64, lengths="batch", extra=(64, 64)) for seed in range(3)]
+        held = calls.decode_arguments(cases[0])
+
+        def step():
+            return flash_mla_with_kvcache(**held | {"tile_scheduler_metadata": get_mla_metadata()[0]})
+
+        step()
+        graph, results = capture(step)
+        for case in (*cases, cases[0]):
+            for name, x in calls.decode_arguments(case).items():
+                if isinstance(x, torch.Tensor):
+                    held[name].copy_(x)
+            graph.replay()
+            torch.cuda.synchronize()
+            check_decode(case, results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
+def test_it_runs_on_the_current_stream(backend_name, monkeypatch):
+    """A slow producer on the same stream: read too early, the queries would be NaN."""
+    case = per_request(heads=64)
+    with served_by(backend_name, monkeypatch):
+        decode(case)
+        arguments, stream = calls.decode_arguments(case), torch.cuda.Stream()
+        queries, arguments["q"] = arguments["q"], torch.full_like(arguments["q"], torch.nan)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            arguments["q"].copy_(queries)
+            results = flash_mla_with_kvcache(**arguments)
+        stream.synchronize()
+        check_decode(case, results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
+def test_two_threads_on_two_streams(backend_name, monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    cases = [per_request(seed, heads=64, extra=(64, 64)) for seed in range(2)]
+    with served_by(backend_name, monkeypatch):
+        expected = [decode(case) for case in cases]
+        arguments = [calls.decode_arguments(case) for case in cases]
+        torch.cuda.synchronize()
+
+        def work(i):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(50):
+                    fresh = {"tile_scheduler_metadata": get_mla_metadata()[0]}
+                    results = flash_mla_with_kvcache(**arguments[i] | fresh)
+                torch.cuda.current_stream().synchronize()
+            return results
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(work, range(2)))
+    for one, other in zip(expected, found):
+        assert all(torch.equal(x, y) for x, y in zip(one, other))
+
+
+@pytest.mark.gpu
+def test_only_the_sanitiser_runs_beside_flashmlas_kernels(monkeypatch):
+    """As the profiler sees them; and with `assume_valid_indices` not even that."""
+    from torch.profiler import ProfilerActivity, profile
+
+    wheel = pytest.importorskip("flash_mla")
+
+    def kernels(function, **arguments) -> list[str]:
+        function(**arguments)  # compiles
+        if "tile_scheduler_metadata" in arguments:
+            arguments["tile_scheduler_metadata"] = type(arguments["tile_scheduler_metadata"])()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            function(**arguments)
+            torch.cuda.synchronize()
+        names = (event.name() for event in profiler.profiler.kineto_results.events())
+        return sorted(name for name in names if not name.startswith(("cuda", "cu")))
+
+    with served_by("flashmla", monkeypatch):
+        held = calls.decode_arguments(valid_case())
+        theirs = {"use_legacy": True, "tile_scheduler_metadata": wheel.get_mla_metadata()[0]}
+        direct = kernels(wheel.flash_mla_with_kvcache, **held | theirs)
+        assert direct and kernels(flash_mla_with_kvcache, **held, assume_valid_indices=True) == direct
+        assert kernels(flash_mla_with_kvcache, **held) == sorted([*direct, "sanitise_kernel"])
+        held = calls.prefill_arguments(small_prefill(heads=64, sizes=(128, 128), topk=128))
+        direct = kernels(wheel.flash_mla_sparse_fwd, **held, use_legacy=True)
+        assert direct and kernels(flash_mla_sparse_fwd, **held, assume_valid_indices=True) == direct
+        assert kernels(flash_mla_sparse_fwd, **held) == sorted([*direct, "sanitise_kernel"])
+
+
+@pytest.mark.gpu
+def test_the_drop_in_equals_the_wheel(monkeypatch):
+    wheel = pytest.importorskip("flash_mla")
+    with served_by("flashmla", monkeypatch):
+        case = valid_case()
+        theirs = {"use_legacy": True, "tile_scheduler_metadata": wheel.get_mla_metadata()[0]}
+        expected = wheel.flash_mla_with_kvcache(**calls.decode_arguments(case) | theirs)
+        results = decode(case)
+        assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(expected, results))
+        small = small_prefill(heads=64, sizes=(128, 128), topk=128, lengths=False)
+        expected = wheel.flash_mla_sparse_fwd(**calls.prefill_arguments(small), use_legacy=True)
+        assert all(torch.equal(x, y) for x, y in zip(expected, prefill(small)))
+
+
+NO_JAX = """
+import torch
+from jax_sparse_mla import DEEPSEEK_V32
+from sparse_mla_torch import engines, flash_mla, ops
+q = torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda")
+cache = torch.zeros(4, 64, 1, 584, dtype=torch.uint8, device="cuda")
+indices = torch.zeros(2, 1, 64, dtype=torch.int32, device="cuda")
+flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices)
+kv = torch.zeros(64, 1, 512, dtype=torch.bfloat16, device="cuda")
+flash_mla.flash_mla_sparse_fwd(q[:, 0], kv, indices, 0.1)
+torch.ops.jax_sparse_mla.write_kv(cache, indices[0, 0], kv[:, 0])
+batch = {name: torch.tensor(x, device="cuda") for name, x in dict(
+    seq_lens=[5, 9], req_pool_indices=[0, 1], out_cache_loc=[1, 2]).items()}
+table = torch.arange(512, dtype=torch.int32, device="cuda").view(2, 256)
+engines.build_metadata(DEEPSEEK_V32, engines.sglang_step("DECODE", **batch, req_to_token=table))
+torch.cuda.synchronize()
+from jax._src import xla_bridge
+assert not xla_bridge._backends, xla_bridge._backends
+"""
+
+
+def python(script: str) -> subprocess.CompletedProcess:
+    root = Path(__file__).resolve().parents[2]
+    paths = (str(root), str(root / "interop"), os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
+def test_no_jax_backend_is_initialised(backend_name, monkeypatch):
+    if backend_name not in route.installed_backends("cuda"):
+        pytest.skip(f"{backend_name} is not installed here")
+    monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend_name == 'hopper' else ''}BACKEND", backend_name)
+    done = python(NO_JAX)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.cpu
+def test_importing_initialises_no_jax_backend():
+    done = python(
+        "from sparse_mla_torch import flash_mla\nimport sparse_mla_torch.attention.backends.flashmla\n"
+        "from jax._src import xla_bridge\nassert not xla_bridge._backends"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_numpy_is_not_torch():
+    with pytest.raises(TypeError, match=r"k_cache must be a torch\.Tensor"):
+        flash_mla_with_kvcache(**calls.decode_arguments(per_request()) | {"k_cache": np.zeros(3)})

@@ -1,0 +1,292 @@
+"""`Launch` and `launcher.c` without a GPU: what the driver is handed, and when Triton's own launch is taken."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_mla_torch.attention import call_cache
+from sparse_mla_torch.kernels import launch as launching
+from sparse_mla_torch.kernels import launcher
+
+pytestmark = pytest.mark.torch
+UINT = ctypes.c_uint
+POINTERS = ctypes.POINTER(ctypes.c_void_p)
+LAUNCH_KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[UINT] * 7, ctypes.c_void_p, POINTERS, ctypes.c_void_p)
+STREAM_IS_CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+CONTEXT_DEVICE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+SIZES = (8, 8, 4, 8, 8, 8)  # of the parameters that `Kernel` has when compiled
+
+
+class Kernel:
+    """Two tensors, two scalars, two results, one constant. What it compiles to takes all but what is None or 1."""
+
+    arg_names = ("x", "y", "n", "scale", "out", "absent", "BLOCK")
+
+    def __init__(self):
+        self.own, self.compiled = (
+            [],
+            types.SimpleNamespace(
+                run=types.SimpleNamespace(
+                    global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False
+                ),
+                src=types.SimpleNamespace(signature=dict(x="*i32", y="*i32", n="constexpr", scale="fp32", out="*i32")),
+                packed_metadata=(4, 1, 1000),
+                function=77,
+            ),
+        )
+        self.compiled.src.signature |= {"absent": "constexpr", "BLOCK": "constexpr"}
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            self.own.append((grid, args, constants))
+            return self.compiled
+
+        return launch
+
+
+class Driver:
+    """cuLaunchKernel keeps what it is handed, and answers `status`; cuStreamIsCapturing writes `capturing`."""
+
+    def __init__(self):
+        self.launches, self.status, self.capturing = [], 0, 0
+        context = CONTEXT_DEVICE(lambda device: 201)
+        self.functions = LAUNCH_KERNEL(self.launch), STREAM_IS_CAPTURING(self.is_capturing), context
+
+    def is_capturing(self, stream, answer):
+        answer[0] = self.capturing
+        return int(self.capturing > 1)
+
+    def launch(self, function, *rest):
+        *sizes, stream, parameters, extra = rest
+        values = [bytes((ctypes.c_char * n).from_address(parameters[i])) for i, n in enumerate(SIZES)]
+        self.launches.append((function, sizes, stream, values, extra))
+        return self.status
+
+
+@pytest.fixture(scope="module")
+def module():
+    if launcher.module() is None:
+        pytest.skip("launcher.c is not built here")
+    return launcher.module()
+
+
+@pytest.fixture
+def driver(module):
+    driver = Driver()
+    tensors = (torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter)
+    module.bind(*tensors, *(ctypes.cast(f, ctypes.c_void_p).value for f in driver.functions))
+    yield driver
+    module.bind(*tensors, *launcher.driver_functions())
+
+
+def tensors(count: int, offset: int = 0):
+    """Aligned to 64 bytes, and then moved by so many elements."""
+    return [torch.zeros(64, dtype=torch.int32)[offset:] for _ in range(count)]
+
+
+def address(x: torch.Tensor) -> bytes:
+    return struct.pack("P", x.data_ptr())
+
+
+def make(kernel, grid=(5, 2)):
+    return launching.Launch(kernel, grid, (1, 0.5), {"BLOCK": 64, "num_warps": 4})
+
+
+def test_the_second_launch_is_direct(driver):
+    kernel = Kernel()
+    launch = make(kernel)
+    x, y, out = tensors(3)
+    launch((x, y), (out, None))
+    assert kernel.own == [((5, 2), (x, y, 1, 0.5, out, None), {"BLOCK": 64, "num_warps": 4})] and not driver.launches
+    other, *_ = tensors(1)
+    launch((other, torch.nn.Parameter(y, requires_grad=False)), (out, None))
+    (function, sizes, stream, values, extra) = driver.launches.pop()
+    assert (function, sizes, stream, extra) == (77, [5, 2, 1, 128, 1, 1, 1000], None, None)
+    # The last two are Triton's own.
+    assert values == [address(other), address(y), struct.pack("f", 0.5), address(out), bytes(8), bytes(8)]
+    assert len(kernel.own) == 1
+
+
+def test_unaligned_tensors_are_tritons(driver):
+    kernel = Kernel()
+    launch = make(kernel)
+    aligned, moved = tensors(3), tensors(3, offset=1)
+    for x, y, out in (moved, aligned, moved, aligned):
+        launch((x, y), (out, None))
+    assert len(kernel.own) == 3 and len(driver.launches) == 1
+
+
+@pytest.mark.parametrize(
+    "special", ["global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"]
+)
+def test_what_asks_for_more_is_tritons(driver, special):
+    kernel = Kernel()
+    setattr(kernel.compiled.run, special, 1)
+    launch = make(kernel)
+    for x, y, out in (tensors(3), tensors(3)):
+        launch((x, y), (out, None))
+    assert len(kernel.own) == 2 and not driver.launches
+
+
+def test_other_versions_are_launched_by_triton(monkeypatch):
+    monkeypatch.setattr(launcher.triton, "__version__", "9.0.0")
+    monkeypatch.setattr(launcher, "module", launcher.module.__wrapped__)
+    kernel = Kernel()
+    launch = make(kernel)
+    for x, y, out in (tensors(3), tensors(3)):
+        launch((x, y), (out, None))
+    assert len(kernel.own) == 2
+
+
+def test_failures(driver, module):
+    kernel = Kernel()
+    launch = make(kernel)
+    x, y, out = tensors(3)
+    launch((x, y), (out, None))
+    driver.status = 201  # this thread has no context: Triton gives it one
+    launch((x, y), (out, None))
+    assert len(kernel.own) == 2
+    driver.status = 719
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        launch((x, y), (out, None))
+    with pytest.raises(TypeError, match="launch: 4 tensors, got 1"):
+        module.launch(launch._compiled, x)
+    for parameters, error in (
+        (("a",), TypeError),
+        ((bytes(9),), ValueError),
+        ((0,) * 49, ValueError),
+        ((1,), ValueError),
+    ):
+        with pytest.raises(error, match=r"kernel|bytes"):
+            module.kernel(1, 1, 1, 1, 32, 0, 1, parameters)
+    for function in (module.launch, module.launch_again):
+        with pytest.raises(TypeError, match="must be a kernel"):
+            function(None, x)
+        with pytest.raises(TypeError, match="must be a kernel"):
+            function()
+    with pytest.raises(TypeError, match="must be tensors"):
+        module.keep(launch._compiled, (x, 1))
+    with pytest.raises(ValueError, match="at most 8 results"):
+        module.keep(launch._compiled, (x,) * 9)
+    assert not module.launch(launch._compiled, x, 1) and not module.launch(launch._compiled, *[x] * 49)
+
+
+def test_launches_go_again_where_they_went(driver):
+    launch = make(Kernel())
+    x, y, out, other = tensors(4)
+    assert launch.keep((out, None)) is None  # nothing is compiled
+    launch((x, y), (out, None))
+    results = (out, None)
+    again = launch.keep(results)
+    assert again(y, x) is results
+    assert driver.launches.pop()[3][:4] == [address(y), address(x), struct.pack("f", 0.5), address(out)]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(again, x, y).result() is None  # another thread's results are elsewhere
+        mine = (other, None)
+        pool.submit(launch.keep, mine).result()
+        assert pool.submit(again, x, y).result() is mine and again(x, y) is results
+    driver.launches.clear()
+    for driver.capturing in (1, 2):  # 2: the driver cannot tell
+        assert again(x, y) is None
+    driver.capturing = 0
+    assert again(x[1:], y) is None and again(x, "y") is None and not driver.launches
+    driver.status = 201
+    assert again(x, y) is None
+    driver.status = 719
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        again(x, y)
+    driver.status = 0
+    for _ in range(63):  # one more than there is room for: all are forgotten but the last
+        launch.keep((x, None))
+    assert again(x, y)[0] is x
+
+
+def test_kept_results_are_let_go(driver):
+    launch = make(Kernel())
+    x, y, out = tensors(3)
+    launch((x, y), (out, None))
+    results = (out, None)
+    before = sys.getrefcount(results)
+    again = launch.keep(results)
+    again(x, y)
+    assert sys.getrefcount(results) == before + 1
+    del launch, again
+    assert sys.getrefcount(results) == before
+
+
+# --- what a call is known by --------------------------------------------------------------------------------------
+
+DTYPES = (torch.uint8, torch.int8, torch.bool, torch.int32, torch.bfloat16, torch.float8_e4m3fn)
+
+
+@st.composite
+def some_tensor(draw):
+    if draw(st.booleans()) and draw(st.booleans()):
+        return None
+    rank = draw(st.integers(0, 3))
+    shape = [draw(st.integers(0, 3)) for _ in range(rank)]
+    strides = [draw(st.sampled_from((1, 3, 8))) for _ in range(rank)]
+    storage = torch.zeros(256, dtype=draw(st.sampled_from(DTYPES)))
+    return storage.as_strided(shape, strides, draw(st.sampled_from((0, 1, 16))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(pairs=st.lists(st.tuples(some_tensor(), some_tensor(), st.booleans()), min_size=1, max_size=3))
+def test_calls_are_told_apart_as_python_does(module, pairs):
+    one = [x for x, *_ in pairs]
+    other = [x if same else y for x, y, same in pairs]
+    in_python = [call_cache._facts_in_python(xs) for xs in (one, other)]
+    assert (in_python[0] == in_python[1]) == (module.facts(*one) == module.facts(*other))
+
+
+def test_each_fact_tells_calls_apart(module):
+    storage = torch.zeros(256, dtype=torch.int32)
+    x = storage.as_strided((2, 3), (3, 1))
+    others = [
+        x.view(torch.float32),
+        storage.as_strided((3, 2), (3, 1)),
+        storage.as_strided((2, 3), (6, 1)),
+        storage.as_strided((2, 3, 1), (3, 1, 1)),
+        *(storage.as_strided((2, 3), (3, 1), offset) for offset in (1, 4)),
+    ]
+    for facts in (module.facts, lambda *tensors: call_cache._facts_in_python(tensors)):
+        known = [facts(x), facts(x, x), facts(x, None), facts(None, x), *(facts(y, None) for y in others)]
+        assert len(set(known)) == len(known)
+        assert facts(storage.as_strided((2, 3), (3, 1), call_cache.ALIGNMENT // 4), None) == facts(x, None)
+
+
+def test_what_host_does_not_read(module):
+    x = torch.zeros(3)
+    assert module.facts(x, 1) is None and module.facts("x") is None and module.facts(x.to_sparse()) is None
+    assert module.facts(torch.Tensor.as_subclass(x, type("Mine", (torch.Tensor,), {}))) is None
+    assert module.facts(*[torch.zeros([1] * 30)] * 5) is None
+    assert module.facts(torch.nn.Parameter(x)) == module.facts(x) == module.facts(x.clone().requires_grad_())
+    assert call_cache._facts_in_python((x, "x")) is None
+
+
+def test_what_host_does_not_read_is_prepared_all_the_same(module, monkeypatch):
+    made = []
+
+    def new(options, *tensors):
+        made.append(options)
+        return object()
+
+    monkeypatch.setattr(call_cache, "calls", {})
+    monkeypatch.setattr(call_cache, "facts", module.facts)
+    mine = torch.zeros(3).as_subclass(type("Mine", (torch.Tensor,), {}))
+    for x in (torch.zeros(3), mine):
+        assert call_cache.add(("a",), (x,), new) is call_cache.add(("a",), (x,), new)
+    assert len(made) == 2 and call_cache.add(("b",), (x,), new) and len(made) == 3
+    call_cache.add(("a",), (1,), new), call_cache.add(("a",), (1,), new)  # `new` would raise
+    assert len(made) == 5 and len(call_cache.calls) == 3
