@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from sparse_mla_torch import to_torch
-from sparse_mla_torch.kernels import sparse_mla as torch_mla
+from sparse_mla_torch.attention.backends.triton import Attention
 
 from benchmarks.timing import Case, Run, peer
 from jax_sparse_mla import decode_schedule, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope, workspace_layout
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 V4, V32 = KVLayout.V4_FP8, KVLayout.V32_FP8
@@ -115,9 +116,7 @@ def _decode(rng: np.random.Generator, shape: Decode) -> Case:
     schedule = decode_schedule((*rows, shape.heads, shape.topk, shape.extra_topk))
     ours = _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays | {"schedule": schedule})
     on_torch = {name: _torch(x) for name, x in arrays.items()}
-    out = torch.empty((*rows, shape.heads, 512), dtype=torch.bfloat16, device="cuda")
-    lse = torch.empty((*rows, shape.heads), device="cuda")
-    call = functools.partial(torch_mla.sparse_mla_decode, **on_torch, softmax_scale=scale, out=(out, lse))
+    call = _triton_decode(on_torch, scale)
     peers = _flashmla_decode(on_torch, scale)
     if shape.batch == 1:
         peers |= _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays, ["reference"])
@@ -139,9 +138,7 @@ def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
     }
     ours = _jitted(functools.partial(sparse_mla_prefill, softmax_scale=0.5), arrays)
     on_torch = {name: _torch(x) for name, x in arrays.items()}
-    out = torch.empty((shape.q_len, shape.heads, 512), dtype=torch.bfloat16, device="cuda")
-    rows = [torch.empty((shape.q_len, shape.heads), device="cuda") for _ in range(2)]
-    call = functools.partial(torch_mla.sparse_mla_prefill, **on_torch, softmax_scale=0.5, out=(out, *rows))
+    call = _triton_prefill(**on_torch)
     keys = shape.q_len * shape.topk
     return Case(
         shape.name,
@@ -159,6 +156,31 @@ def _jitted(function, arrays: dict, backends=None) -> dict[str, Run]:
         jitted = jax.jit(lambda arrays, backend=backend: function(**arrays, backend=backend))
         runs["xla" if backend == "reference" else backend] = Run(functools.partial(jitted, arrays), "jax")
     return runs
+
+
+def _triton_decode(arrays: dict, scale: float) -> Callable[[], None]:
+    """The Triton kernel's launch from torch, into results that stay."""
+    q, tables, scopes = arrays["q"], [], []
+    *rows, heads, _ = q.shape
+    for prefix in ("", "extra_"):
+        if (cache := arrays.get(f"{prefix}cache")) is not None:
+            indices, lengths = arrays[f"{prefix}indices"], arrays.get(f"{prefix}topk_length")
+            pages = cache.num_slots, cache.page_size, cache.layout.page_bytes(cache.page_size)
+            tables.append((cache.data, indices, lengths))
+            scopes.append(Scope(indices.shape[-1], int(lengths is not None), *pages))
+    sink = arrays.get("attn_sink")
+    shape = arrays["cache"].layout, math.prod(rows), heads, scopes, scale, sink is not None
+    results = q.new_empty((*rows, heads, 512)), torch.empty((*rows, heads), device="cuda")
+    return functools.partial(Attention(*shape, q.device), q, tables, sink, *results)
+
+
+def _triton_prefill(q, kv, indices, attn_sink) -> Callable[[], None]:
+    """As `_triton_decode`."""
+    rows, heads, width = q.shape
+    scope = Scope(indices.shape[-1], 0, kv.shape[0])
+    attend = Attention(workspace_layout(width), rows, heads, [scope], 0.5, True, q.device, may_split=False)
+    stats = [torch.empty((rows, heads), device="cuda") for _ in range(2)]
+    return functools.partial(attend, q, [(kv, indices, None)], attn_sink, q.new_empty((rows, heads, 512)), *stats)
 
 
 def _flashmla_decode(arrays: dict, scale: float) -> dict[str, Run]:
@@ -200,7 +222,7 @@ def _flashmla_prefill(q, kv, indices, attn_sink) -> dict[str, Run]:
     return {"flash_mla": Run(call, "torch")}
 
 
-def _vendor_cache(cache: torch_mla.TorchPagedKV | None) -> torch.Tensor | None:
+def _vendor_cache(cache: PagedKV | None) -> torch.Tensor | None:
     """The view that FlashMLA takes: `[pages, page_size, 1, bytes per token]`, the page's padding in the stride."""
     if cache is None:
         return None
@@ -223,8 +245,6 @@ def _cache(rng: np.random.Generator, layout: KVLayout, page_size: int) -> PagedK
     return jax.jit(write_kv, donate_argnums=0)(empty, jnp.arange(SLOTS, dtype=jnp.int32), rows)
 
 
-def _torch(x: jax.Array | PagedKV) -> torch.Tensor | torch_mla.TorchPagedKV:
+def _torch(x: jax.Array | PagedKV) -> torch.Tensor | PagedKV:
     """The same memory."""
-    if isinstance(x, PagedKV):
-        return torch_mla.TorchPagedKV(to_torch(x.data), x.layout, x.page_size)
-    return to_torch(x)
+    return dataclasses.replace(x, data=to_torch(x.data)) if isinstance(x, PagedKV) else to_torch(x)

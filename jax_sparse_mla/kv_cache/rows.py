@@ -14,6 +14,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+from jax_sparse_mla.xla.triton_call import executor
 
 
 def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -61,9 +62,9 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(data, slots, kv):
-        from jax_sparse_mla.kernels.triton import launch_jax
+        from jax_sparse_mla.kernels.triton import kv_cache
 
-        return launch_jax.write_kv(data, slots, kv, **static)
+        return kv_cache.write_kv(executor(), slots, kv, data, **static)
 
     def plain(data, slots, kv):
         return write_rows_reference(PagedKV(data=data, **static), slots, kv).data
@@ -110,9 +111,9 @@ def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(data, slots):
-        from jax_sparse_mla.kernels.triton import launch_jax
+        from jax_sparse_mla.kernels.triton import kv_cache
 
-        return launch_jax.gather_kv(data, slots, **static)
+        return kv_cache.gather_kv(executor(), slots, data, rows=slots.shape[0], **static)
 
     def plain(data, slots):
         return gather_rows_reference(PagedKV(data=data, **static), slots)
@@ -137,9 +138,9 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(workspace, data, slots):
-        from jax_sparse_mla.kernels.triton import launch_jax
+        from jax_sparse_mla.kernels.triton import kv_cache
 
-        return launch_jax.gather_kv_into(workspace, data, slots, start=start, **static)
+        return kv_cache.gather_kv_into(executor(), slots, data, workspace, start=start, **static)
 
     def plain(workspace, data, slots):
         rows = gather_rows_reference(PagedKV(data=data, **static), slots)
@@ -162,9 +163,9 @@ def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.A
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
     def kernel(data, slots):
-        from jax_sparse_mla.kernels.triton import launch_jax
+        from jax_sparse_mla.kernels.triton import kv_cache
 
-        return launch_jax.gather_kv(data, slots, out_rows=rows, **static)
+        return kv_cache.gather_kv(executor(), slots, data, rows=rows, **static)
 
     def plain(data, slots):
         gathered = gather_rows_reference(PagedKV(data=data, **static), slots)

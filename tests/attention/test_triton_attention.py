@@ -101,13 +101,13 @@ class TestPlan:
             assert self.plan(1, capability=capability).constexprs["NATIVE"]
 
     def test_pages_are_constants_of_the_kernel(self):
-        for layout in (KVLayout.V4_FP8, KVLayout.V32_FP8):
-            constants = planning.page_constants(layout, 256, 2)
-            assert (constants["PAGE_SIZE"], constants["EXTRA_PAGE_SIZE"]) == (256, 2)
-            assert constants["PAGE_BYTES"] == layout.page_bytes(256)
-            assert constants["EXTRA_PAGE_BYTES"] == layout.page_bytes(2)
+        first, second = (planning.Scope(8, 0, 512, size, 1000 * size) for size in (256, 2))
+        constants = planning.page_constants(first, second)
+        assert (constants["PAGE_SIZE"], constants["EXTRA_PAGE_SIZE"]) == (256, 2)
+        assert (constants["PAGE_BYTES"], constants["EXTRA_PAGE_BYTES"]) == (256_000, 2000)
         # A workspace's length is data: no compilation of its own for each.
-        assert set(planning.page_constants(planning.workspace_layout(512), 0, 0).values()) == {0}
+        workspace = planning.Scope(8, 0, 512)
+        assert set(planning.page_constants(workspace, workspace).values()) == {0}
 
     @pytest.mark.parametrize("qk_dim", [64, 128, 448, 640])
     def test_rows_of_another_width_are_refused(self, qk_dim):

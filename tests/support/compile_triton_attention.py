@@ -39,7 +39,9 @@ def compiled_attention(layout: KVLayout, num_heads: int, capability: tuple[int, 
     shape = {"rows": 64, "num_heads": num_heads, "topk": 128, "extra_topk": 512, "has_sink": True}
     device = {"capability": capability, "sm_count": 132}
     plan = planning.launch_plan(layout, **shape, **device, may_split=not prefill, tile=tile)
-    pages = planning.page_constants(layout, *((0, 0) if prefill else (256, 64)))
+    sizes = (0, 0) if prefill else (256, 64)
+    scopes = [planning.Scope(128, 1, 1024, size, layout.page_bytes(size) if size else 0) for size in sizes]
+    pages = planning.page_constants(*scopes)
     constexprs = plan.constexprs | pages | ({} if prefill else {"max_logits": None})
     cache = "*bf16" if prefill else "*u8"
     types = {"kv": cache, "extra_kv": cache, "out": "*fp32" if plan.num_splits > 1 else "*bf16"}

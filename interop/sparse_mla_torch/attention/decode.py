@@ -203,7 +203,7 @@ def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
 
 
 def _triton(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.kernels.sparse_mla import Attention
+    from sparse_mla_torch.attention.backends.triton import Attention
 
     batch, q_len, heads, _ = q.shape
     attend = Attention(

@@ -120,7 +120,7 @@ def _nothing(options, q, scope, has_sink) -> Callable[..., Results]:
 
 
 def _triton(options, q, scope, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.kernels.sparse_mla import Attention
+    from sparse_mla_torch.attention.backends.triton import Attention
 
     q_len, heads, qk_dim = q.shape
     attend = Attention(

@@ -36,6 +36,7 @@ from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decod
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.xla import torch_operator
+from jax_sparse_mla.xla.triton_call import executor
 
 _V_DIM = 512
 DECODE_COLUMNS = 64  # the kernels scan whole blocks: topk is a multiple
@@ -268,10 +269,21 @@ def _sanitise(tables: list[_Table], attn_sink: jax.Array | None, padded: int) ->
     leaves, structure = jax.tree.flatten(given)
 
     def kernel(*leaves):
-        from jax_sparse_mla.kernels.triton import launch_jax
+        from jax_sparse_mla.kernels.triton import sanitise
 
-        sizes = {"num_slots": num_slots, "widths": widths, "heads": padded}
-        return launch_jax.sanitise(*jax.tree.unflatten(structure, leaves), **sizes, least_sink=LEAST_SINK)
+        pairs, sink = jax.tree.unflatten(structure, leaves)
+        facts = [
+            sanitise.Table(index.shape[1], width, slots, lengths is not None)
+            for (index, lengths), width, slots in zip(pairs, widths, num_slots)
+        ]
+        heads = 0 if sink is None else sink.shape[0]
+        sizes = {"heads": heads, "padded_heads": padded, "least_sink": LEAST_SINK}
+        launch = sanitise.sanitise(pairs[0][0].shape[0], facts, **sizes)
+        given = [x for pair in (*pairs, (None, None))[:2] for x in pair]
+        *outputs, out_sink = executor()(launch, [*given, sink])
+        results = zip(pairs, outputs[::2], outputs[1::2])
+        safe = [(index, None if lengths is None else clipped) for (_, lengths), index, clipped in results]
+        return safe, None if sink is None else out_sink
 
     def plain(*leaves):
         pairs, sink = jax.tree.unflatten(structure, leaves)

@@ -10,15 +10,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.kernels.triton.sparse_mla import launch as kernels
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
-from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
-from jax_sparse_mla.xla.triton_call import triton_call
-
-_LOG2_E = 1.4426950408889634
+from jax_sparse_mla.xla.triton_call import executor
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
@@ -64,18 +61,20 @@ def prefill(
     q_len, _, qk_dim = q.shape
     layout = planning.workspace_layout(qk_dim)
     planning.check_layout("sparse_mla_prefill", layout)
-    table = (kv, indices, topk_length, kv.shape[0], 0)
+    table = (kv, indices, topk_length), Scope(indices.shape[-1], int(topk_length is not None), kv.shape[0])
     out, lse, max_logits = _attend(q, [table], attn_sink, softmax_scale, layout, q_len, max_logits=True)
     return out, max_logits, lse
 
 
-def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array | None) -> tuple:
-    return cache.data, indices, lengths, cache.num_slots, cache.page_size
+def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array | None) -> tuple[tuple, Scope]:
+    pages = cache.page_size, cache.layout.page_bytes(cache.page_size)
+    scope = Scope(indices.shape[-1], int(lengths is not None), cache.num_slots, *pages)
+    return (cache.data, indices, lengths), scope
 
 
 def _attend(
     q: jax.Array,
-    tables: list[tuple],  # bytes, indices, lengths or None, number of slots, page size (0: a workspace)
+    tables: list[tuple[tuple, Scope]],  # (bytes, indices, lengths or None) and their facts
     attn_sink: jax.Array | None,
     softmax_scale: float,
     layout: KVLayout,
@@ -85,63 +84,18 @@ def _attend(
 ) -> tuple[jax.Array, ...]:
     """out `[rows, heads, 512]`, lse `[rows, heads]` and, if asked for, max_logits."""
     heads = q.shape[-2]
-    out_shape = jax.ShapeDtypeStruct((rows, heads, planning.V_DIM), jnp.bfloat16)
-    lse_shape = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
     # A table without columns or a cache without rows has nothing to read, and no pointer that one could pass.
-    tables = [table for table in tables if table[0].size and table[1].size]
+    tables = [table for table in tables if table[0][0].size and table[0][1].size]
     if rows == 0 or heads == 0 or not tables:
         nothing = jnp.full((rows, heads), -jnp.inf, jnp.float32)
-        return (jnp.zeros(out_shape.shape, out_shape.dtype), nothing, nothing)[: 3 if max_logits else 2]
-    extra_topk = tables[1][1].shape[-1] if len(tables) > 1 else 0
-    device = DeviceInfo.current()
-    plan = planning.launch_plan(
-        layout,
-        rows=rows,
-        num_heads=heads,
-        topk=tables[0][1].shape[-1],
-        extra_topk=extra_topk,
-        has_sink=attn_sink is not None,
-        capability=device.compute_capability,
-        sm_count=device.sm_count,
-        may_split=not max_logits,
-    )
-    sink = q if attn_sink is None else attn_sink
-    split = plan.num_splits > 1
-    if split:
-        some_shapes = (
-            jax.ShapeDtypeStruct((plan.num_splits, rows, heads, planning.V_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((plan.num_splits, rows, heads), jnp.float32),
-        )
-    else:
-        some_shapes = (out_shape, lse_shape, lse_shape) if max_logits else (out_shape, lse_shape)
-    arrays, scalars = [], []
-    for data, indices, lengths, num_slots, _ in (tables[0], tables[-1]):
-        # Without lengths or an extra table there is a pointer all the same, which is not read.
-        arrays += (data, indices, indices if lengths is None else lengths)
-        scalars += (int(lengths is not None), indices.shape[-1], num_slots)
-    if not extra_topk:
-        scalars[3:] = (0, 0, 0)
-    results = triton_call(
-        *(q, *arrays, sink, np.float32(softmax_scale * _LOG2_E), heads, *scalars),
-        kernel=sparse_mla_kernel,
-        out_shape=some_shapes,
-        grid=plan.grid,
-        name="sparse_mla",
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **plan.constexprs,
-        **planning.page_constants(layout, tables[0][4], tables[-1][4]),
-        **({} if max_logits else {"max_logits": None}),
-    )
-    if not split:
-        return tuple(results)
-    return tuple(
-        triton_call(
-            *(*results, sink, heads, plan.num_splits),
-            kernel=combine_kernel,
-            out_shape=(out_shape, lse_shape),
-            grid=plan.combine_grid,
-            name="sparse_mla_combine",
-            **plan.combine_constexprs,
-        )
-    )
+        out = jnp.zeros((rows, heads, planning.V_DIM), jnp.bfloat16)
+        return (out, nothing, nothing)[: 3 if max_logits else 2]
+    arrays, scopes = zip(*tables)
+    execute, has_sink = executor(), attn_sink is not None
+    options = {"max_logits": max_logits, "may_split": not max_logits}
+    attend, combine = kernels.launches(layout, rows, heads, scopes, softmax_scale, has_sink, execute.device, **options)
+    inputs = kernels.inputs(q, arrays, attn_sink)
+    out, lse, *logits = execute(attend, inputs)
+    if combine is not None:
+        return tuple(execute(combine, (out, lse, inputs[-1])))
+    return (out, lse, *logits) if max_logits else (out, lse)

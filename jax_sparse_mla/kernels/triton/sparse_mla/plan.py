@@ -201,8 +201,7 @@ def launch_plan(
     )
 
 
-def page_constants(layout: KVLayout, page_size: int, extra_page_size: int) -> dict[str, int]:
-    """The kernel's constants of both caches' pages; page size 0 stands for a workspace: one page of any length."""
-    sizes = {"PAGE_SIZE": page_size, "EXTRA_PAGE_SIZE": extra_page_size}
-    lengths = {name.replace("SIZE", "BYTES"): layout.page_bytes(size) if size else 0 for name, size in sizes.items()}
-    return sizes | lengths
+def page_constants(first: Scope, second: Scope) -> dict[str, int]:
+    """The kernel's constants of both caches' pages."""
+    constants = {"PAGE_SIZE": first.page_size, "PAGE_BYTES": first.page_bytes}
+    return constants | {"EXTRA_PAGE_SIZE": second.page_size, "EXTRA_PAGE_BYTES": second.page_bytes}
