@@ -25,6 +25,7 @@ from jax import lax
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.xla.triton_call import executor
 
 # The one ratio whose windows overlap: its rows are twice as wide, its windows twice as long.
 OVERLAP_RATIO = 4
@@ -182,9 +183,9 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     arguments = state.kv, state.score, *step, query_start_loc, ape, norm_weight, inv_freq
 
     def kernel(*arguments):
-        from jax_sparse_mla.kernels.triton import launch_indexer
+        from jax_sparse_mla.kernels.triton import compressor
 
-        return launch_indexer.compress(*arguments, **static)
+        return compressor.compress(executor(), *arguments, **static)
 
     plain = functools.partial(compress_kv_reference, **static)
     # The kernel takes neighbouring values in pairs.

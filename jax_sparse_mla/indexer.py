@@ -18,6 +18,7 @@ from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+from jax_sparse_mla.xla.triton_call import executor
 
 INDEX_DIM = 128  # values of an index key, in both models
 SCALE_BYTES = 4
@@ -92,9 +93,9 @@ def _index_logits(q, weights, index_cache, page_table, lengths):
         return index_logits_reference(*arguments)
 
     def kernel(*arguments):
-        from jax_sparse_mla.kernels.triton import launch_indexer
+        from jax_sparse_mla.kernels.triton import indexer
 
-        return launch_indexer.index_logits(*arguments)
+        return indexer.index_logits(executor(), *arguments)
 
     return dispatch(kernel, index_logits_reference, *arguments)
 
@@ -201,9 +202,9 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
         return index_cache
 
     def kernel(index_cache, slots, k):
-        from jax_sparse_mla.kernels.triton import launch_indexer
+        from jax_sparse_mla.kernels.triton import indexer
 
-        return launch_indexer.write_index_k(index_cache, slots, k, hadamard=hadamard)
+        return indexer.write_index_k(executor(), index_cache, slots, k, hadamard=hadamard)
 
     plain = functools.partial(write_index_k_reference, hadamard=hadamard)
     return dispatch(kernel, plain, index_cache, slots, k)
@@ -310,9 +311,9 @@ def _quantize_index_q(q, *, hadamard):
         return plain(q)
 
     def kernel(q):
-        from jax_sparse_mla.kernels.triton import launch_indexer
+        from jax_sparse_mla.kernels.triton import indexer
 
-        return launch_indexer.quantize_index_q(q, hadamard=hadamard)
+        return tuple(indexer.quantize_index_q(executor(), q, hadamard=hadamard))
 
     return dispatch(kernel, plain, q)
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
+# The one compress ratio whose layers have an indexer; layers of the others attend to every compressed entry.
+INDEXED_RATIO = 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:

@@ -11,12 +11,14 @@ import numpy as np
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
+from jax_sparse_mla.xla.triton_call import executor
 
 # Sparse prefill kernels scan indices in blocks of 64 or 128 (FlashMLA: 128 with 128 heads).
 _WIDTH_MULTIPLE = 128
 
 
-def _merged_width(columns: int) -> int:
+def merged_width(columns: int) -> int:
+    """Columns of a merged list, for so many of its parts."""
     return -(-columns // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
@@ -65,9 +67,10 @@ def _combine_swa_extra(*args):
         return combine_swa_extra_reference(*args)
 
     def kernel(*args):
-        from jax_sparse_mla.kernels.triton import launch_jax
+        from jax_sparse_mla.kernels.triton import indices
 
-        return launch_jax.combine_swa_extra(*args)
+        width = merged_width(swa_indices.shape[1] + extra_indices.shape[1])
+        return tuple(indices.combine_swa_extra(executor(), *args, width=width))
 
     return dispatch(kernel, combine_swa_extra_reference, *args)
 
@@ -78,7 +81,7 @@ def combine_swa_extra_reference(swa_indices, swa_lengths, extra_indices, extra_l
     swa_lengths = jnp.clip(swa_lengths, 0, swa_width)
     extra_lengths = jnp.clip(extra_lengths, 0, extra_width)
 
-    width = _merged_width(swa_width + extra_width)
+    width = merged_width(swa_width + extra_width)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     swa = jnp.where((swa_indices >= 0) & (swa_indices < num_swa_rows), swa_indices, -1)
     extra = add_or_minus_one(extra_indices, num_swa_rows)
@@ -163,10 +166,11 @@ def combine_topk_swa_indices(
 def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk):
     static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
 
-    def kernel(*args):
-        from jax_sparse_mla.kernels.triton import launch_jax
+    def kernel(topk_indices, query_pos, query_start_loc, *requests):
+        from jax_sparse_mla.kernels.triton import indices
 
-        return launch_jax.combine_topk_swa(*args, **static)
+        arrays = topk_indices, query_start_loc, query_pos, *requests
+        return tuple(indices.combine_topk_swa(executor(), *arrays, **static, width=merged_width(topk + window)))
 
     def plain(topk_indices, query_pos, *requests):
         return combine_topk_swa_reference(topk_indices, query_pos, requests, **static)
@@ -195,7 +199,7 @@ def combine_topk_swa_reference(topk_indices, query_pos, requests, window, compre
     topk_len = jnp.minimum(jnp.minimum(pos // compress_ratio, topk) + completes_entry, topk)
     swa_len = jnp.minimum(pos, window - 1) + 1
 
-    width = _merged_width(topk + window)
+    width = merged_width(topk + window)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     entry = jnp.pad(topk_indices[:, :topk], ((0, 0), (0, width - topk)), constant_values=-1)
     compressed = add_or_minus_one(jnp.where(entry < seq_len // compress_ratio, entry, -1), compressed_start)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch, dispatch_tree
 from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_minus_one
+from jax_sparse_mla.xla.triton_call import executor
 
 _BLOCK_TOKENS = 64  # keys that a FlashMLA block covers
 _OVERHEAD_BLOCKS = 5  # what starting on a request costs a partition, in blocks
@@ -119,9 +120,9 @@ def _step_schedules(lengths, context_lens, columns, num_sm_parts, num_sms, split
     plain = functools.partial(step_schedules_reference, **static)
 
     def kernel(lengths, context_lens):
-        from jax_sparse_mla.kernels.triton import launch_metadata
+        from jax_sparse_mla.kernels.triton.metadata import schedules
 
-        return launch_metadata.step_schedules(lengths, context_lens, **static)
+        return schedules.step_schedules(executor(), lengths, context_lens, **static)
 
     no_rows = context_lens is not None and context_lens.shape[0] == 0
     if no_rows or not 1 <= len(columns) <= _MOST_FUSED or max(num_sm_parts, num_sms) > _MOST_PARTS:
@@ -237,9 +238,9 @@ def _paged_mqa_schedule(context_lens, num_sms, split_kv):
     plain = functools.partial(paged_mqa_schedule_reference, num_sms=num_sms, split_kv=split_kv)
 
     def kernel(context_lens):
-        from jax_sparse_mla.kernels.triton import launch_metadata
+        from jax_sparse_mla.kernels.triton.metadata import schedules
 
-        return launch_metadata.paged_mqa_schedule(context_lens, num_sms=num_sms, split_kv=split_kv)
+        return schedules.paged_mqa(executor(), context_lens, num_sms=num_sms, split_kv=split_kv)
 
     if context_lens.shape[0] == 0 or num_sms > _MOST_PARTS:
         return plain(context_lens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,11 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.dispatch import dispatch_tree
 from jax_sparse_mla.indices.lookup import take_or_minus_one
 from jax_sparse_mla.indices.window import swa_slots_reference
-from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
+from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables, row_constants
 from jax_sparse_mla.metadata.rows import QueryRows, bucket, check_step, expand_rows, request_pages, round_up
-from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.xla.triton_call import executor
 
-# The one ratio whose layers have an indexer; layers of the others attend to every compressed entry.
-INDEXED_RATIO = 4
 # FlashMLA's paged decode scans indices in blocks of 64.
 INDEX_WIDTH_MULTIPLE = 64
 
@@ -139,14 +139,29 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
     tokens = bucket(batch, tables)
 
     def kernel(batch, tables):
-        from jax_sparse_mla.kernels.triton import launch_metadata
+        from jax_sparse_mla.kernels.triton.metadata import v4
 
-        return launch_metadata.v4_metadata(spec, batch, tables, tokens)
+        mode, requests = row_constants(batch.mode, batch.num_draft_tokens), batch.seq_lens.shape[0]
+        constants = v4.v4_constants(spec, mode, requests, tokens)
+        by_request = batch.req_pool_indices, batch.seq_lens, batch.extend_lens
+        arrays = (*by_request, batch.out_cache_loc, tables.req_to_token, tables.full_to_swa)
+        return assemble_v4(v4.v4_metadata(executor(), constants, *arrays, tokens=tokens))
 
     plain = functools.partial(build_v4_reference, spec)
     if not has_v4_kernel(spec) or not tokens or not all(x.size for x in jax.tree.leaves((batch, tables))):
         return plain(batch, tables)
     return dispatch_tree(kernel, plain, batch, tables)
+
+
+def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
+    """The metadata of arrays by name: a field's, or a compress ratio and a field's of its CompressedMetadata."""
+    fields, compressed = {}, {}
+    for name, x in arrays.items():
+        if isinstance(name, tuple):
+            compressed.setdefault(name[0], {})[name[1]] = x
+        else:
+            fields[name] = x
+    return V4Metadata(**fields, compressed={ratio: CompressedMetadata(**of) for ratio, of in compressed.items()})
 
 
 def has_v4_kernel(spec: ModelSpec) -> bool:

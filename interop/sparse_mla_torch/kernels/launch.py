@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from jax_sparse_mla.kernels.launch import Device, Launch
+from jax_sparse_mla.kernels.launch import Device, Launch, Output
 from sparse_mla_torch.kernels import launcher
 
 # How a kernel takes numbers, by Triton's names of their types.
@@ -43,7 +43,7 @@ class Executor:
             if output is not None and output.alias is not None:
                 result = inputs[output.alias]
             elif output is not None and result is None:
-                result = torch.empty(output.shape, dtype=getattr(torch, output.dtype), device=self._place)
+                result = _empty(output, self._place)
             if output is not None and output.zeroed:
                 result.zero_()
             results.append(result)
@@ -68,6 +68,15 @@ def device_facts(device: torch.device) -> Device:
         return _INTERPRETED
     properties = torch.cuda.get_device_properties(device)
     return Device((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def allocate(outputs: Mapping[Any, Output], device: torch.device | str) -> dict[Any, torch.Tensor]:
+    """Tensors for outputs, by the same names."""
+    return {name: _empty(output, device) for name, output in outputs.items()}
+
+
+def _empty(output: Output, device: torch.device | str) -> torch.Tensor:
+    return torch.empty(tuple(output.shape), dtype=getattr(torch, output.dtype), device=device)
 
 
 class DirectLaunch:

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 
 from jax_sparse_mla.kernels.triton.metadata import schedules
 from jax_sparse_mla.kernels.triton.metadata import v4 as kernels
-from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.kernels.triton.metadata import window as window_kernels
+from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables, row_constants
 from jax_sparse_mla.metadata.schedules import FlashmlaCall
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, V4Metadata, has_v4_kernel
-from jax_sparse_mla.models import ModelSpec
-from sparse_mla_torch.kernels.checks import INT32, check_tensor
+from jax_sparse_mla.metadata.v4 import V4Metadata, assemble_v4, has_v4_kernel
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from sparse_mla_torch.kernels.checks import check_output, check_tensor
+from sparse_mla_torch.kernels.launch import allocate, executor
 
 
 class Schedules(NamedTuple):
@@ -116,17 +117,11 @@ def paged_mqa_schedule(
 ) -> torch.Tensor:
     """As `jax_sparse_mla.paged_mqa_schedule`, of at least one row; `out` int32 `[num_sms + 1, 2]`."""
     function = "paged_mqa_schedule"
-    num_rows = _rows_of(function, context_lens, context_lens)
+    _rows_of(function, context_lens, context_lens)
     if out is None:
         out = context_lens.new_empty((num_sms + 1, 2))
     check_tensor(function, "out", out, (num_sms + 1, 2), context_lens)
-    schedules.paged_mqa_kernel[(1,)](
-        context_lens,
-        num_rows,
-        out,
-        num_warps=schedules.paged_mqa_warps(num_rows),
-        **schedules.paged_mqa_constants(num_rows, num_sms, split_kv),
-    )
+    schedules.paged_mqa(executor(context_lens.device), context_lens, num_sms=num_sms, split_kv=split_kv, out=out)
     return out
 
 
@@ -141,11 +136,8 @@ def allocate_v4_metadata(
     num_draft_tokens: int | None = None,
 ) -> V4Metadata:
     """Buffers for `build_v4_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
-    constants = kernels.v4_constants(spec, mode, num_draft_tokens, num_requests, max_seq_len)
-    shapes = kernels.v4_shapes(constants, num_requests, num_rows)
-    tensors = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
-    tensors[kernels.OVERFLOW] = torch.empty((), dtype=torch.bool, device=device)
-    return kernels.v4_metadata(tensors, constants)
+    constants = kernels.v4_constants(spec, row_constants(mode, num_draft_tokens), num_requests, max_seq_len)
+    return assemble_v4(allocate(kernels.v4_outputs(constants, num_requests, num_rows), device))
 
 
 def build_v4_metadata(
@@ -172,37 +164,19 @@ def build_v4_metadata(
     check_tensor(function, "tables.full_to_swa", tables.full_to_swa, (None,), like)
 
     tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
-    constants = kernels.v4_constants(spec, mode, drafts, requests, tokens)
+    constants = kernels.v4_constants(spec, row_constants(mode, drafts), requests, tokens)
+    outputs = kernels.v4_outputs(constants, requests, rows)
     if out is None:
-        out = allocate_v4_metadata(
-            spec, mode, requests, rows, max_seq_len=tokens, device=like.device, num_draft_tokens=drafts
-        )
-    outputs = kernels.v4_outputs(out, constants)
-    names = kernels.v4_output_names(constants)
-    for name, x, shape in zip(names, outputs, kernels.v4_shapes(constants, requests, rows)):
-        check_tensor(function, f"out.{name}", x, shape, like, (torch.bool,) if name == "overflow" else INT32)
-    extend_lens = starts = like  # not read
-    if mode is ForwardMode.EXTEND:
-        extend_lens, starts = batch.extend_lens, torch.empty_like(out.query_start_loc)
-        options = kernels.request_options(requests)
-        kernels.row_starts_kernel[(1,)](extend_lens, requests, starts, **options)
-    kernels.v4_metadata_kernel[kernels.v4_grid(constants, rows)](
-        batch.req_pool_indices,
-        batch.seq_lens,
-        extend_lens,
-        starts,
-        batch.out_cache_loc,
-        tables.req_to_token,
-        tables.full_to_swa,
-        requests,
-        rows,
-        tokens,
-        *tables.req_to_token.shape,
-        tables.full_to_swa.numel(),
-        *outputs,
-        **kernels.v4_absent_outputs(constants),
-        **constants,
-    )
+        out = assemble_v4(allocate(outputs, like.device))
+    fields = {}
+    for name, output in outputs.items():
+        ratio, field = name if isinstance(name, tuple) else (None, name)
+        fields[name] = getattr(out if ratio is None else out.compressed[ratio], field)
+        said = field if ratio is None else f"compressed[{ratio}].{field}"
+        check_output(function, f"out.{said}", fields[name], output, like)
+    by_request = batch.req_pool_indices, like, batch.extend_lens if mode is ForwardMode.EXTEND else None
+    arrays = (*by_request, batch.out_cache_loc, tables.req_to_token, tables.full_to_swa)
+    kernels.v4_metadata(executor(like.device), constants, *arrays, tokens=tokens, out=fields)
     return out
 
 
@@ -223,17 +197,8 @@ def swa_slots(
     check_tensor(function, "out", out, (rows, window), positions)
     _check_tables(function, tables, positions)
     if rows:
-        kernels.swa_slots_kernel[(rows,)](
-            positions,
-            req_rows,
-            tables.req_to_token,
-            tables.full_to_swa,
-            *tables.req_to_token.shape,
-            tables.full_to_swa.numel(),
-            out,
-            **kernels.swa_constants(window),
-            **kernels.SWA_OPTIONS,
-        )
+        arrays = positions, req_rows, tables.req_to_token, tables.full_to_swa
+        window_kernels.swa_slots(executor(positions.device), *arrays, window=window, out=out)
     return out
 
 
@@ -253,33 +218,11 @@ def swa_gather_plan(
     _check_tables(function, tables, seq_lens)
     if requests == 0:
         raise ValueError(f"{function}: a batch needs at least one request")
-    first_pos, gather_lens = torch.empty_like(seq_lens), torch.empty_like(seq_lens)
-    offsets, slots = seq_lens.new_empty(requests + 1), seq_lens.new_empty(capacity)
-    kernels.gather_lens_kernel[(1,)](
-        seq_lens,
-        extend_lens,
-        requests,
-        first_pos,
-        gather_lens,
-        offsets,
-        WINDOW=window,
-        **kernels.request_options(requests),
-    )
+    execute, slots = executor(seq_lens.device), seq_lens.new_empty(0)
+    first_pos, gather_lens, offsets = window_kernels.gather_lens(execute, seq_lens, extend_lens, window=window)
     if capacity:
-        kernels.gather_slots_kernel[(triton.cdiv(capacity, kernels.GATHER_OPTIONS["COLUMNS"]),)](
-            first_pos,
-            offsets,
-            req_rows,
-            tables.req_to_token,
-            tables.full_to_swa,
-            requests,
-            *tables.req_to_token.shape,
-            tables.full_to_swa.numel(),
-            capacity,
-            slots,
-            SEARCH_STEPS=requests.bit_length(),
-            **kernels.GATHER_OPTIONS,
-        )
+        arrays = first_pos, offsets, req_rows, tables.req_to_token, tables.full_to_swa
+        slots = window_kernels.gather_slots(execute, *arrays, capacity=capacity)
     return slots, first_pos, gather_lens, offsets
 
 

@@ -75,16 +75,16 @@ def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
     given = {name: x for name, x in optional.items() if x is not None}
 
     def kernel(logits, lengths, *arrays):
-        from jax_sparse_mla.kernels.triton import launch_topk
+        from jax_sparse_mla.indices.topk import kernels
 
         named = dict(zip(given, arrays))
-        chosen = launch_topk.plan(*logits.shape, topk, backend).backend
+        chosen = kernels.plan(*logits.shape, topk, backend).backend
         if chosen == "xla":
             return plain(logits, lengths, *arrays)
         if chosen == "flashinfer":
             positions = topk_flashinfer.topk_positions(logits, lengths, topk, named.pop("row_starts", None))
             return _indices_of(positions, page_size, **named)
-        launch = launch_topk.topk_cuda if chosen == "cuda" else launch_topk.topk_triton
+        launch = kernels.topk_cuda if chosen == "cuda" else kernels.topk_triton
         return launch(logits, lengths, topk=topk, page_size=page_size, **named)
 
     def plain(logits, lengths, *arrays):

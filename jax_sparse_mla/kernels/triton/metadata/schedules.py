@@ -6,9 +6,12 @@ The kernels keep what they need of the batch in their own outputs, so no batch i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 _BLOCK_TOKENS = tl.constexpr(64)  # keys that a FlashMLA block covers
@@ -379,3 +382,40 @@ def schedules_kernel(
         )  # fmt: skip
     if NUM_SMS > 0 and program == SCHEDULES:
         _paged_mqa(context_ptr, paged_mqa_ptr, num_rows, NUM_SMS, SMS_BLOCK, SPLIT_KV, INDEXER_ROWS, INDEXER_CHUNKS)
+
+
+# ---- launches: sizes are not zero ----
+
+
+def paged_mqa(execute: Executor, context_lens, *, num_sms: int, split_kv: int, out=None) -> Any:
+    """As `jax_sparse_mla.paged_mqa_schedule`."""
+    num_rows, outputs = context_lens.shape[0], (Output((num_sms + 1, 2), "int32"),)
+    constants = {"num_warps": paged_mqa_warps(num_rows), **paged_mqa_constants(num_rows, num_sms, split_kv)}
+    launch = Launch(paged_mqa_kernel, "paged_mqa_schedule", (1,), (num_rows,), outputs, constants)
+    return execute(launch, (context_lens,), (out,))[0]
+
+
+def step_schedules(
+    execute: Executor,
+    lengths: Sequence[Any],
+    context_lens,
+    *,
+    columns: Sequence[tuple[int, int]],
+    num_sm_parts: int,
+    num_sms: int,
+    split_kv: int,
+    out: Sequence[Any] | None = None,
+) -> tuple[list[tuple[Any, Any]], Any]:
+    """As `jax_sparse_mla.metadata.schedules.step_schedules_reference`, of up to three calls."""
+    batch, count, num_rows, indexer = lengths[0].shape[0], len(columns), lengths[0].shape[0], None
+    if context_lens is not None:
+        num_rows = context_lens.shape[0]
+        indexer = paged_mqa_constants(num_rows, num_sms, split_kv)
+    absent = 2 * (MAX_SCHEDULES - count)
+    pair, unused = [Output((num_sm_parts, 8), "int32"), Output((batch + 1,), "int32")], [Output((1,), "int32")]
+    outputs = pair * count + unused * absent + ([Output((num_sms + 1, 2), "int32")] if indexer else unused)
+    constants = schedules_constants(columns, batch, num_sm_parts, indexer)
+    launch = Launch(schedules_kernel, "schedules", (count + bool(indexer),), (batch, num_rows), outputs, constants)
+    inputs = [*lengths, *[None] * absent, lengths[0] if context_lens is None else context_lens]
+    outs = execute(launch, inputs, out)
+    return [(outs[2 * i], outs[2 * i + 1]) for i in range(count)], outs[-1] if indexer else None
