@@ -6,16 +6,19 @@ static shapes and the device's multiprocessors; lengths and indices stay data, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
 from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.xla.triton_call import triton_call
 
 _LOG2_E = 1.4426950408889634
@@ -24,46 +27,33 @@ _LOG2_E = 1.4426950408889634
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    cache: PagedKV,
-    indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
-    extra_cache: PagedKV | None,
-    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
-    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    tables: Sequence[IndexTable],  # one or two
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,  # FlashMLA's; this kernel splits by shape
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
-    del schedule, assume_valid_indices  # every index is checked
-    planning.check_layout("sparse_mla_decode", cache.layout)
+    del assume_valid_indices  # every index is checked
     batch, q_len, heads, _ = q.shape
-    tables = [_table(cache, indices, topk_length)]
-    if extra_cache is not None:
-        tables.append(_table(extra_cache, extra_indices, extra_topk_length))
-    out, lse = _attend(q, tables, attn_sink, softmax_scale, cache.layout, batch * q_len)
+    layout = tables[0].cache.layout
+    out, lse = _attend(q, [_table(*table) for table in tables], attn_sink, softmax_scale, layout, batch * q_len)
     return out.reshape(batch, q_len, heads, planning.V_DIM), lse.reshape(batch, q_len, heads)
 
 
-@partial(jax.jit, static_argnames=("softmax_scale", "v_dim"))
+@partial(jax.jit, static_argnames=("softmax_scale",))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
     indices: jax.Array,  # [q_len, topk] rows of kv
     topk_length: jax.Array | None,  # [q_len]; None scans all columns
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,
     *,
     softmax_scale: float,
-    v_dim: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
-    del schedule, v_dim
     q_len, _, qk_dim = q.shape
-    layout = planning.workspace_layout(qk_dim)
-    planning.check_layout("sparse_mla_prefill", layout)
+    layout = workspace_layout(qk_dim)
     table = (kv, indices, topk_length, kv.shape[0], 0)
     out, lse, max_logits = _attend(q, [table], attn_sink, softmax_scale, layout, q_len, max_logits=True)
     return out, max_logits, lse

@@ -5,8 +5,6 @@ Sizes are not zero: what has none stays plain JAX.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import triton
@@ -28,35 +26,23 @@ def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def step_schedules(
-    lengths: Sequence[jax.Array],
-    context_lens: jax.Array | None,
-    *,
-    columns: Sequence[tuple[int, int]],
-    num_sm_parts: int,
-    num_sms: int,
-    split_kv: int,
-) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
-    """As `jax_sparse_mla.metadata.schedules.step_schedules_reference`, of up to three calls."""
-    batch, count = lengths[0].shape[0], len(columns)
-    absent = schedules.MAX_SCHEDULES - count
-    contexts, indexer = lengths[0], None
-    if context_lens is not None:
-        contexts, indexer = context_lens, schedules.paged_mqa_constants(context_lens.shape[0], num_sms, split_kv)
-    pair, unused = [_int32(num_sm_parts, 8), _int32(batch + 1)], [_int32(1)] * 2
-    outs = _call(
-        *lengths,
-        *[lengths[0]] * (2 * absent),
-        contexts,
-        batch,
-        contexts.shape[0],
-        kernel=schedules.schedules_kernel,
-        out_shape=pair * count + unused * absent + [_int32(num_sms + 1, 2) if indexer else unused[0]],
-        grid=(count + bool(indexer),),
-        name="schedules",
-        **schedules.schedules_constants(columns, batch, num_sm_parts, indexer),
+def flashmla_schedule(
+    topk_length: jax.Array, extra_topk_length: jax.Array, *, topk: int, extra_topk: int, num_sm_parts: int
+) -> tuple[jax.Array, jax.Array]:
+    """As `jax_sparse_mla.metadata.schedules.flashmla_schedule_reference`."""
+    batch = topk_length.shape[0]
+    return tuple(
+        _call(
+            topk_length,
+            extra_topk_length,
+            batch,
+            kernel=schedules.flashmla_kernel,
+            out_shape=[_int32(num_sm_parts, 8), _int32(batch + 1)],
+            grid=(1,),
+            name="flashmla_schedule",
+            **schedules.flashmla_constants(topk, extra_topk, batch, num_sm_parts),
+        )
     )
-    return [(outs[2 * i], outs[2 * i + 1]) for i in range(count)], outs[-1] if indexer else None
 
 
 def paged_mqa_schedule(context_lens: jax.Array, *, num_sms: int, split_kv: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """The top-k kernels as JAX functions: the CUDA one, and Triton's through jax-triton.
 
-Arguments are checked by `jax_sparse_mla.indices.topk`, which calls the one that `plan` names.
+Arguments are checked by `jax_sparse_mla.indices.topk`, whose records name these functions.
 """
 
 from __future__ import annotations
@@ -10,30 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
-from jax_sparse_mla.indices.topk.route import TopkPlan, plan_topk
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.triton import topk as kernels
 from jax_sparse_mla.kernels.triton.launch_jax import compute_capability
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.triton_call import triton_call
-
-
-def plan(rows: int, columns: int, topk: int, override: str | None = None) -> TopkPlan:
-    """The kernel for these shapes here and now, or the one named."""
-    installed = {"triton"}
-    if tvm.available() and _cuda_module():
-        installed.add("cuda")
-    if topk_flashinfer.available():
-        installed.add("flashinfer")
-    return plan_topk(
-        rows=rows,
-        columns=columns,
-        topk=topk,
-        capability=divmod(compute_capability(), 10),
-        installed=installed,
-        override=override,
-    )
 
 
 def topk_triton(
