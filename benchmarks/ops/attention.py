@@ -19,7 +19,7 @@ from sparse_mla_torch import to_torch
 from sparse_mla_torch.kernels import sparse_mla as torch_mla
 
 from benchmarks.timing import Case, Run, peer
-from jax_sparse_mla import decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
@@ -111,9 +111,7 @@ def _decode(rng: np.random.Generator, shape: Decode) -> Case:
     arrays = decode_arrays(rng, shape)
     lengths = arrays.get("extra_topk_length", np.full(rows, shape.extra_topk))
     keys = math.prod(rows) * shape.topk + int(lengths.sum())
-    # An engine builds the schedule once a step, for all its layers.
-    schedule = decode_schedule((*rows, shape.heads, shape.topk, shape.extra_topk))
-    ours = _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays | {"schedule": schedule})
+    ours = _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays)
     on_torch = {name: _torch(x) for name, x in arrays.items()}
     out = torch.empty((*rows, shape.heads, 512), dtype=torch.bfloat16, device="cuda")
     lse = torch.empty((*rows, shape.heads), device="cuda")

@@ -71,7 +71,7 @@ def _check_topk(check, logits, lengths, topk, row_starts):
 
 @functools.partial(jax.jit, static_argnames=("topk", "page_size", "backend"))
 def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
-    """`topk_reference` of the same arguments, or the kernel that equals it, of the engine `backend` or of the router's choice."""
+    """`topk_reference` of the same arguments, or the kernel that equals it: `backend`'s, or the router's choice."""
     given = {name: x for name, x in optional.items() if x is not None}
 
     def kernel(logits, lengths, *arrays):
