@@ -20,7 +20,7 @@ import torch
 from benchmarks.ops import attention
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.timing import Run, Timer
-from jax_sparse_mla import decode_schedule, sparse_mla_decode
+from jax_sparse_mla import sparse_mla_decode
 
 MEASUREMENTS = 5
 CHAINED = 64  # calls in one program
@@ -74,18 +74,17 @@ def chained_host_time(shape: attention.Decode) -> float:
     What a call costs an engine whose step is one program: the custom call, the operator in it and its launches.
     """
     arrays = attention.decode_arrays(np.random.default_rng(0), shape)
-    schedule = decode_schedule((shape.batch, shape.q_len, shape.heads, shape.topk, shape.extra_topk))
 
     @jax.jit
-    def chain(arrays, schedule):
+    def chain(arrays):
         q = arrays["q"]
         options = {"softmax_scale": shape.scale, "assume_valid_indices": True, "backend": "flashmla"}
         for _ in range(CHAINED):
-            out, _ = sparse_mla_decode(**arrays | {"q": q}, schedule=schedule, **options)
+            out, _ = sparse_mla_decode(**arrays | {"q": q}, **options)
             q = jnp.concatenate([out, q[..., 512:]], -1)
         return q
 
-    return round(host_time(Run(lambda: chain(arrays, schedule), "jax"), calls=1) / CHAINED, 1)
+    return round(host_time(Run(lambda: chain(arrays), "jax"), calls=1) / CHAINED, 1)
 
 
 def main() -> None:

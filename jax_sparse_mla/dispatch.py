@@ -27,24 +27,31 @@ def use_triton() -> bool:
     return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and available()
 
 
-@functools.cache
 def available() -> bool:
     """Whether JAX's default backend is an NVIDIA GPU and triton and jax-triton are importable."""
+    return unready() is None
+
+
+@functools.cache
+def unready(phase: str = "", framework: str = "jax") -> str | None:
+    """Why Triton kernels cannot be launched from JAX here, None if they can; from torch nothing is left to ask."""
+    if framework != "jax":
+        return None
     if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
-        return False
+        return "JAX's default backend is no NVIDIA GPU"
     # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
     cache_dir = os.environ.get("TRITON_CACHE_DIR")
     try:
         importlib.import_module("triton")
         importlib.import_module("jax_triton")
-    except ImportError:
-        return False
+    except ImportError as error:
+        return f"triton or jax-triton does not import: {error}"
     finally:
         if cache_dir is None:
             os.environ.pop("TRITON_CACHE_DIR", None)
         else:
             os.environ["TRITON_CACHE_DIR"] = cache_dir
-    return True
+    return None
 
 
 def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:

@@ -48,8 +48,6 @@ def index_logits(
     index_cache: jax.Array,
     page_table: jax.Array,
     lengths: jax.Array,
-    *,
-    schedule: jax.Array | None = None,
 ) -> jax.Array:
     """What the top-k selects by: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
 
@@ -65,7 +63,6 @@ def index_logits(
       page_table: int32 `[rows, P]`, the pages of each row's keys: column j is token `j % page_size` of page
         `page_table[t, j // page_size]`. Outside `[0, num_pages)` (canonical: −1) it is no page.
       lengths: int32 `[rows]`, keys of each row, clipped to `[0, P * page_size]`.
-      schedule: int32 `[any, 2]`, what `paged_mqa_schedule` built; checked and not needed here.
 
     Returns:
       float32 `[rows, P * page_size]`; −inf from `lengths[t]` on and where there is no page. What the cache
@@ -81,7 +78,6 @@ def index_logits(
     index_cache = _check_index_cache(check, index_cache)
     page_table = check("page_table", page_table, ("rows", None), INT32)
     lengths = check("lengths", lengths, ("rows",), INT32)
-    check.optional("schedule", schedule, (None, 2), INT32)
     return _index_logits(q, weights, index_cache, page_table, lengths)
 
 

@@ -19,10 +19,11 @@ from sparse_mla_torch import to_torch
 from sparse_mla_torch.attention.backends.triton import Attention
 
 from benchmarks.timing import Case, Run, peer
-from jax_sparse_mla import decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.api import installed_backends
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope, workspace_layout
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
+from jax_sparse_mla.kv_cache.layout import workspace_layout
 
 V4, V32 = KVLayout.V4_FP8, KVLayout.V32_FP8
 SLOTS = 131_072  # of each cache: 77 MB and more
@@ -112,9 +113,7 @@ def _decode(rng: np.random.Generator, shape: Decode) -> Case:
     arrays = decode_arrays(rng, shape)
     lengths = arrays.get("extra_topk_length", np.full(rows, shape.extra_topk))
     keys = math.prod(rows) * shape.topk + int(lengths.sum())
-    # An engine builds the schedule once a step, for all its layers.
-    schedule = decode_schedule((*rows, shape.heads, shape.topk, shape.extra_topk))
-    ours = _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays | {"schedule": schedule})
+    ours = _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays)
     on_torch = {name: _torch(x) for name, x in arrays.items()}
     call = _triton_decode(on_torch, scale)
     peers = _flashmla_decode(on_torch, scale)

@@ -20,7 +20,6 @@ from jax_sparse_mla import (
     ForwardMode,
     RequestTables,
     build_prefill_plan,
-    decode_schedule,
     sparse_mla_decode,
     sparse_mla_extend,
 )
@@ -48,9 +47,8 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
     window = first + np.arange(rows, dtype=np.int32)[:, None] - np.arange(SPEC.window, dtype=np.int32) + PAGE
     topk, window = jnp.asarray(chosen), jnp.asarray(window)
     plan = _plan(rows)
-    schedule = decode_schedule((rows, 1, SPEC.num_heads, SPEC.window, SPEC.index_topk))
 
-    def paged(q, swa_cache, compressed_cache, window, slots, schedule, *, backend):
+    def paged(q, swa_cache, compressed_cache, window, slots, *, backend):
         return sparse_mla_decode(
             q[:, None],
             swa_cache,
@@ -59,7 +57,6 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
             extra_indices=slots[:, None],
             softmax_scale=SPEC.softmax_scale,
             attn_sink=sink,
-            schedule=schedule,
             backend=backend,
         )
 
@@ -78,7 +75,7 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
     runs = {}
     for backend in sorted(installed_backends() - {"reference"}):
         for name, function, arguments in (
-            ("paged", paged, (q, swa_cache, compressed_cache, window, topk + PAGE // RATIO, schedule)),
+            ("paged", paged, (q, swa_cache, compressed_cache, window, topk + PAGE // RATIO)),
             ("gathered", gathered, (q, plan, swa_cache, compressed_cache, topk)),
         ):
             jitted = jax.jit(functools.partial(function, backend=backend))

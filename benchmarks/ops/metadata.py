@@ -1,4 +1,4 @@
-"""A step's metadata and schedules: one jitted program each, beside the same in plain XLA.
+"""A step's metadata, and the kernels' schedules: one jitted program each, beside the same in plain XLA.
 
 Plain XLA is what runs without Triton: the functions that define the results.
 """
@@ -15,8 +15,7 @@ import torch
 from sparse_mla_torch.kernels import metadata as torch_metadata
 
 from benchmarks.timing import Case, Run
-from jax_sparse_mla.attention import DecodeShape, DeviceInfo
-from jax_sparse_mla.attention.schedule import decode_schedules
+from jax_sparse_mla.attention import DeviceInfo
 from jax_sparse_mla.indices.window import swa_gather_plan, swa_gather_plan_reference, swa_slots_reference
 from jax_sparse_mla.metadata import (
     ForwardBatch,
@@ -26,7 +25,7 @@ from jax_sparse_mla.metadata import (
     flashmla_schedule,
     paged_mqa_schedule,
 )
-from jax_sparse_mla.metadata.schedules import paged_mqa_schedule_reference, step_schedules_reference
+from jax_sparse_mla.metadata.schedules import flashmla_schedule_reference, paged_mqa_schedule_reference
 from jax_sparse_mla.metadata.v4 import build_v4_reference
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -36,7 +35,7 @@ SECTOR = 32  # bytes that a look-up of one int32 moves
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """V4 steps of several modes and sizes with all their schedules, then the parts that have kernels of their own."""
+    """V4 steps of several modes and sizes, then the parts that have kernels of their own."""
     tables = _tables(rng, 64)
     for mode, requests, rows, drafts in (
         (ForwardMode.DECODE, 64, 64, None),
@@ -84,44 +83,22 @@ def _step_case(rng, mode, requests, rows, drafts, tables):
         extend_lens=_int32(np.full(requests, rows // requests)) if mode is ForwardMode.EXTEND else None,
         num_draft_tokens=drafts,
     )
-    device, paged = DeviceInfo.current(), mode is not ForwardMode.EXTEND
-
-    def calls(metadata):
-        window = metadata.swa_page_indices.shape[1]
-        yield DecodeShape(rows, 1, SPEC.num_heads, window), metadata.swa_topk_lengths, None
-        for part in metadata.compressed.values():
-            shape = DecodeShape(rows, 1, SPEC.num_heads, window, part.page_indices.shape[1])
-            yield shape, metadata.swa_topk_lengths, part.topk_lengths
-
-    def ours(batch, tables):
-        metadata = build_v4_metadata(SPEC, batch, tables)
-        return metadata, decode_schedules([*calls(metadata)], metadata.c4_lengths) if paged else None
-
-    def plain(batch, tables):
-        metadata = build_v4_reference(SPEC, batch, tables)
-        if not paged:
-            return metadata, None
-        lengths = [x if x is not None else main for _, main, extra in calls(metadata) for x in (main, extra)]
-        columns = [(shape.topk, shape.extra_topk) for shape, *_ in calls(metadata)]
-        parts = device.sm_count
-        return metadata, step_schedules_reference(lengths, metadata.c4_lengths, columns, parts, parts, 256)
-
+    ours, plain = (functools.partial(build, SPEC) for build in (build_v4_metadata, build_v4_reference))
     # Reads: a page's first slot in a sector of its own; the window's slots, and as many places of full_to_swa.
     moved = _bytes(ours, batch, tables) + rows * (CONTEXT // 256 + SPEC.window) * SECTOR + rows * SPEC.window * 4
-    name = f"v4 metadata{' and schedules' if paged else ''}, {mode.name} {requests} x {rows // requests}, 128k"
+    name = f"v4 metadata, {mode.name} {requests} x {rows // requests}, 128k"
     return _case(name, ours, plain, (batch, tables), moved)
 
 
 def _schedule_case(rng, batch):
     lengths, extra = _int32(rng.integers(1, 129, batch)), _int32(rng.integers(1, 513, batch))
     parts = DeviceInfo.current().sm_count
+    static = {"topk": 128, "extra_topk": 512, "num_sm_parts": parts}
 
     def ours(lengths, extra):
-        static = {"batch": batch, "topk": 128, "extra_topk": 512, "num_sm_parts": parts}
-        return flashmla_schedule(lengths, extra_topk_length=extra, **static)
+        return flashmla_schedule(lengths, extra_topk_length=extra, batch=batch, **static)
 
-    def plain(lengths, extra):
-        return step_schedules_reference([lengths, extra], None, [(128, 512)], parts, 1, 1)[0]
+    plain = functools.partial(flashmla_schedule_reference, **static)
 
     return _case(f"flashmla schedule, batch {batch}", ours, plain, (lengths, extra), 12 * batch + 32 * parts)
 

@@ -12,6 +12,7 @@ import torch
 from benchmarks.timing import Case, Run, peer
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
+from jax_sparse_mla.indices.topk.route import TOPK_BACKENDS
 
 PAGE_SIZE = 64
 ROWS = (1, 64, 4096)
@@ -37,7 +38,7 @@ def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk
     rows, columns = logits.shape
     args = [jax.dlpack.from_dlpack(x) for x in (logits, lengths, pages)]
     peers = _flashinfer(logits, lengths, pages, topk)
-    if topk_flashinfer.available():
+    if TOPK_BACKENDS["flashinfer"].missing("topk", "jax") is None:
         peers["flashinfer from jax"] = _jitted(_flashinfer_from_jax, args, topk)
     return Case(
         f"topk_transform paged, {rows} x {columns}, k {topk}",

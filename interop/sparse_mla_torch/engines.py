@@ -34,10 +34,12 @@ import jax
 import torch
 
 from jax_sparse_mla import metadata
+from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.indices.lookup import INT_MAX
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4Metadata, V32Metadata
 from jax_sparse_mla.models import ModelSpec
 from sparse_mla_torch import bridge
+from sparse_mla_torch.attention import route
 from sparse_mla_torch.kernels.checks import check_tensor
 
 INT_MIN = -INT_MAX - 1
@@ -237,7 +239,7 @@ def build_metadata(
     step: EngineStep,
     *,
     fp8_kv_cache: bool = True,
-    prefill_backend: str = "flashmla_sparse",
+    prefill_backend: str | None = None,
     out: V4Metadata | V32Metadata | None = None,
 ) -> V4Metadata | V32Metadata:
     """The metadata of a step: as `jax_sparse_mla.build_v4_metadata` or `build_v32_metadata`, of torch tensors.
@@ -247,18 +249,29 @@ def build_metadata(
     Args:
       spec: the model; whether it has a window decides which metadata.
       step: from `sglang_step`, `vllm_step` or `draft_step`.
-      fp8_kv_cache, prefill_backend: of V3.2: see `jax_sparse_mla.select_topk_transform`.
+      fp8_kv_cache, prefill_backend: of V3.2: see `jax_sparse_mla.select_topk_transform`. By default the `kernel` of
+        the step's plan says whether EXTEND gathers a workspace ("flashmla_sparse") or not ("flashmla_kv").
       out: buffers to write into, what an earlier call of the same mode and shapes returned; new ones by default. Give
         them where a captured graph or a layer keeps them.
 
     Raises:
       TypeError, ValueError: as the builders; `out` of another mode, model or shape.
     """
-    options = {} if spec.window is not None else {"fp8_kv_cache": fp8_kv_cache, "prefill_backend": prefill_backend}
+    options = {}
+    if spec.window is None:
+        prefill_backend = prefill_backend or _prefill_backend(spec, step)
+        options = {"fp8_kv_cache": fp8_kv_cache, "prefill_backend": prefill_backend}
     if spec.window is not None and step.tables.full_to_swa is None:
         raise ValueError(f"build_metadata: {spec.name} has a window, and the step no full_to_swa (swa_block_tables)")
     build = _launch if step.batch.seq_lens.is_cuda else _build_by_jax
     return build(spec, step, options, out)
+
+
+def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
+    """What an EXTEND step attends to, by its rows; the other modes attend to the pages whatever this says."""
+    rows, device = len(step.batch.out_cache_loc), route.device_info(step.batch.seq_lens.device)
+    call = Call("decode", spec.kv_layout, rows, spec.num_heads, device, spec.index_topk, chunk=True)
+    return "flashmla_sparse" if route.plan(call).kernel == "sparse_prefill" else "flashmla_kv"
 
 
 def _launch(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):

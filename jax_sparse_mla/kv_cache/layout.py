@@ -105,3 +105,30 @@ KVLayout.V4_FP8 = KVLayout(
 )
 KVLayout.V32_BF16 = KVLayout("V32_BF16", nope_dim=512, rope_dim=64, v_dim=512)
 KVLayout.V4_BF16 = KVLayout("V4_BF16", nope_dim=448, rope_dim=64, v_dim=512)
+
+
+def bf16_layout(layout: KVLayout) -> KVLayout:
+    """The unquantised layout with the same dimensions."""
+    plain = dataclasses.replace(
+        layout,
+        name=f"{layout.name} in bfloat16",
+        fp8_dim=0,
+        group=0,
+        inline_scale_bytes=0,
+        footer_scale_bytes=0,
+        page_align=1,
+        min_scale_exponent=0,
+    )
+    return _known_or(plain)
+
+
+def workspace_layout(qk_dim: int) -> KVLayout:
+    """The layout of a row of prefill's bf16 workspace: its first 512 values serve as V."""
+    name = f"a workspace of {qk_dim} values a row"
+    return _known_or(KVLayout(name, nope_dim=qk_dim - 64, rope_dim=64, v_dim=min(qk_dim, 512)))
+
+
+def _known_or(plain: KVLayout) -> KVLayout:
+    """The named bf16 layout that equals this one, or this one."""
+    known = (KVLayout.V32_BF16, KVLayout.V4_BF16)
+    return next((layout for layout in known if dataclasses.replace(plain, name=layout.name) == layout), plain)

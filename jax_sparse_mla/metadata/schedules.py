@@ -7,30 +7,18 @@ memory).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch, dispatch_tree
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_minus_one
 from jax_sparse_mla.xla.triton_call import executor
 
 _BLOCK_TOKENS = 64  # keys that a FlashMLA block covers
 _OVERHEAD_BLOCKS = 5  # what starting on a request costs a partition, in blocks
-_MOST_FUSED = 3  # schedules of decode calls that the kernel makes in one launch: V4 has three kinds of layers
 _MOST_PARTS = 1024  # of which the kernel makes a schedule: more than any device has multiprocessors
-
-
-class FlashmlaCall(NamedTuple):
-    """A decode call, for its schedule: lengths int32 `[batch]` or None for all columns, and columns of each cache."""
-
-    topk_length: jax.Array | None
-    topk: int
-    extra_topk_length: jax.Array | None = None
-    extra_topk: int = 0
 
 
 def _blocks(tokens):
@@ -72,85 +60,13 @@ def flashmla_schedule(
       ValueError: lengths that are not `[batch]`, a static argument out of range, `extra_topk_length` without
         `extra_topk`, a batch whose blocks cannot be counted in int32.
     """
-    call = FlashmlaCall(topk_length, topk, extra_topk_length, extra_topk)
-    return step_schedules([call], batch=batch, num_sm_parts=num_sm_parts, function="flashmla_schedule")[0][0]
-
-
-def step_schedules(
-    calls: Sequence[FlashmlaCall],
-    context_lens: jax.Array | None = None,
-    *,
-    batch: int,
-    num_sm_parts: int,
-    num_sms: int = 1,
-    split_kv: int = 256,
-    function: str = "step_schedules",
-) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
-    """All schedules of a step, on a GPU in one launch: its decode calls', and, with `context_lens`, the indexer's.
-
-    Args:
-      calls: the decode calls of one batch, at least one: a model's, one for each compress ratio.
-      context_lens, num_sms, split_kv: as `paged_mqa_schedule`.
-      batch, num_sm_parts: as `flashmla_schedule`.
-      function: named by errors (static).
-
-    Returns:
-      What `flashmla_schedule` returns for each call, and what `paged_mqa_schedule` does or None.
-
-    Raises:
-      TypeError, ValueError: see both.
-    """
-    check = ArgumentChecks(function)
+    check = ArgumentChecks("flashmla_schedule")
     batch = check.static_int("batch", batch, minimum=1)
     num_sm_parts = check.static_int("num_sm_parts", num_sm_parts, minimum=1)
-    calls = [_check_call(check, call, batch) for call in calls]
-    if context_lens is not None:
-        context_lens = check("context_lens", context_lens, (None,), INT32)
-    num_sms = check.static_int("num_sms", num_sms, minimum=1)
-    split_kv = check.static_int("split_kv", split_kv, minimum=1)
-
-    lengths = [length for call in calls for length in (call.topk_length, call.extra_topk_length)]
-    columns = tuple((call.topk, call.extra_topk) for call in calls)
-    return _step_schedules(lengths, context_lens, columns, num_sm_parts, num_sms, split_kv)
-
-
-@functools.partial(jax.jit, static_argnames=("columns", "num_sm_parts", "num_sms", "split_kv"))
-def _step_schedules(lengths, context_lens, columns, num_sm_parts, num_sms, split_kv):
-    static = {"columns": columns, "num_sm_parts": num_sm_parts, "num_sms": num_sms, "split_kv": split_kv}
-    plain = functools.partial(step_schedules_reference, **static)
-
-    def kernel(lengths, context_lens):
-        from jax_sparse_mla.kernels.triton.metadata import schedules
-
-        return schedules.step_schedules(executor(), lengths, context_lens, **static)
-
-    no_rows = context_lens is not None and context_lens.shape[0] == 0
-    if no_rows or not 1 <= len(columns) <= _MOST_FUSED or max(num_sm_parts, num_sms) > _MOST_PARTS:
-        return plain(lengths, context_lens)
-    return dispatch_tree(kernel, plain, lengths, context_lens)
-
-
-def step_schedules_reference(lengths, context_lens, columns, num_sm_parts, num_sms, split_kv):
-    """`step_schedules` in plain JAX.
-
-    Args:
-      lengths: int32 `[batch]`, main and extra of each call; where extra_topk is 0 the second is not read.
-      columns: topk and extra_topk of each call.
-      context_lens, num_sm_parts, num_sms, split_kv: as there.
-    """
-    pairs = [
-        _walk_partitions(_row_blocks(*lengths[2 * i : 2 * i + 2], *sizes), num_sm_parts)
-        for i, sizes in enumerate(columns)
-    ]
-    return pairs, None if context_lens is None else paged_mqa_schedule_reference(context_lens, num_sms, split_kv)
-
-
-def _check_call(check: ArgumentChecks, call: FlashmlaCall, batch: int) -> FlashmlaCall:
-    """The call, its lengths given out in full."""
-    topk = check.static_int("topk", call.topk, minimum=0)
-    extra_topk = check.static_int("extra_topk", call.extra_topk, minimum=0)
-    topk_length = check.optional("topk_length", call.topk_length, (batch,), INT32)
-    extra_topk_length = check.optional("extra_topk_length", call.extra_topk_length, (batch,), INT32)
+    topk = check.static_int("topk", topk, minimum=0)
+    extra_topk = check.static_int("extra_topk", extra_topk, minimum=0)
+    topk_length = check.optional("topk_length", topk_length, (batch,), INT32)
+    extra_topk_length = check.optional("extra_topk_length", extra_topk_length, (batch,), INT32)
     if extra_topk_length is not None and not extra_topk:
         raise check.fail("extra_topk_length needs extra_topk, the columns of the extra cache's indices, got 0")
     most_keys = _blocks(max(topk, 1)) * _BLOCK_TOKENS + extra_topk
@@ -161,7 +77,27 @@ def _check_call(check: ArgumentChecks, call: FlashmlaCall, batch: int) -> Flashm
         topk_length = jnp.full((batch,), topk, jnp.int32)
     if extra_topk_length is None:
         extra_topk_length = jnp.full((batch,), extra_topk, jnp.int32) if extra_topk else topk_length
-    return FlashmlaCall(topk_length, topk, extra_topk_length, extra_topk)
+    return _flashmla_schedule(topk_length, extra_topk_length, topk, extra_topk, num_sm_parts)
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "extra_topk", "num_sm_parts"))
+def _flashmla_schedule(topk_length, extra_topk_length, topk, extra_topk, num_sm_parts):
+    static = {"topk": topk, "extra_topk": extra_topk, "num_sm_parts": num_sm_parts}
+    plain = functools.partial(flashmla_schedule_reference, **static)
+
+    def kernel(*lengths):
+        from jax_sparse_mla.kernels.triton.metadata import schedules
+
+        return tuple(schedules.flashmla(executor(), *lengths, **static))
+
+    if num_sm_parts > _MOST_PARTS:
+        return plain(topk_length, extra_topk_length)
+    return dispatch(kernel, plain, topk_length, extra_topk_length)
+
+
+def flashmla_schedule_reference(topk_length, extra_topk_length, topk, extra_topk, num_sm_parts):
+    """`flashmla_schedule` in plain JAX; where extra_topk is 0 the second length is not read."""
+    return _walk_partitions(_row_blocks(topk_length, extra_topk_length, topk, extra_topk), num_sm_parts)
 
 
 def _row_blocks(topk_length, extra_topk_length, topk, extra_topk):

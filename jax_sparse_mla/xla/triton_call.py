@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.launch import Device, Launch
 
 FFI_TARGET = "triton_kernel_call_ffi"
@@ -66,8 +67,6 @@ class Executor:
 
 def executor() -> Executor:
     """Of the first device of JAX's default backend, a GPU."""
-    from jax_sparse_mla.attention.route import DeviceInfo
-
     info = DeviceInfo.current()
     return Executor(Device(info.compute_capability, info.sm_count))
 

@@ -6,7 +6,7 @@ was given; the device is said to be an H200. What runs on a real one is marked `
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import inspect
 import re
 import sys
@@ -22,12 +22,14 @@ from attention_calls import (
     assert_same,
     decode_arguments,
     prefill_arguments,
+    pretend_installed,
     small_decode,
     small_prefill,
 )
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_sparse_mla.attention import DeviceInfo, api, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention.backend import BACKENDS
 
 ATTENTION = {"decode": sparse_mla_decode, "prefill": sparse_mla_prefill}
 BOTH = pytest.mark.parametrize("phase", ATTENTION)
@@ -56,12 +58,12 @@ def kernel(monkeypatch):
     """Installs a kernel as "triton"; gives the arguments of its calls."""
     calls = []
 
-    def decode(q, *rest, softmax_scale, assume_valid_indices):
-        calls.append(rest)
+    def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices):
+        calls.append([table.lengths for table in tables])
         return jnp.full(q.shape, 4321.0, q.dtype), jnp.full(q.shape[:-1], 4321.0)
 
-    def prefill(q, *rest, softmax_scale, v_dim):
-        calls.append(rest)
+    def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale):
+        calls.append([topk_length])
         return jnp.full(q.shape, 4321.0, q.dtype), *[jnp.full(q.shape[:-1], 4321.0)] * 2
 
     for name in OVERRIDES:
@@ -69,8 +71,8 @@ def kernel(monkeypatch):
     module = types.ModuleType("constant_attention")
     module.decode, module.prefill = decode, prefill
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(api._ADAPTERS, "triton", module.__name__)
-    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference", "triton"}))
+    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], module=module.__name__))
+    pretend_installed(monkeypatch, "triton")
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
     jax.clear_caches()  # what was traced with another kernel is kept
     yield calls
@@ -82,15 +84,16 @@ def takes_the_kernel(program: str) -> bool:
     return "4.321" in program
 
 
-@pytest.mark.parametrize("backend", api._ADAPTERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @BOTH
 def test_adapters_have_the_reference_s_signatures(phase, backend):
     if backend == "triton":
         pytest.importorskip("triton")
-    reference, adapter = (importlib.import_module(api._ADAPTERS[name]) for name in ("reference", backend))
-    if not hasattr(adapter, phase):
+    layouts = BACKENDS[backend].layouts
+    if layouts is not None and phase not in layouts:
         pytest.skip(f"{backend} has no {phase}; the router says so")
-    wanted, found = (inspect.signature(getattr(module, phase)).parameters for module in (reference, adapter))
+    functions = (BACKENDS[name].function(phase) for name in ("reference", backend))
+    wanted, found = (inspect.signature(function).parameters for function in functions)
     assert [(p.name, p.kind) for p in found.values()] == [(p.name, p.kind) for p in wanted.values()]
 
 
@@ -180,9 +183,9 @@ def test_absent_lengths_reach_the_kernel_as_none(kernel):
     text("decode", "cuda", extra_topk_length=None)
     text("prefill", "cuda", topk_length=None)
     both, one, prefill = kernel
-    assert both[2] is None and both[5] is None
-    assert one[2].shape == (3, 2) and one[5] is None
-    assert prefill[2] is None
+    assert both == [None, None]
+    assert one[0].shape == (3, 2) and one[1] is None
+    assert prefill == [None]
 
 
 @pytest.mark.gpu

@@ -20,8 +20,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from jax_sparse_mla.attention.backend import BACKENDS, Call
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 CASES = Path(__file__).parents[1] / "support" / "triton_attention_cases.py"
 COMPILING = Path(__file__).parents[1] / "support" / "compile_triton_attention.py"
@@ -111,8 +113,9 @@ class TestPlan:
 
     @pytest.mark.parametrize("qk_dim", [64, 128, 448, 640])
     def test_rows_of_another_width_are_refused(self, qk_dim):
-        with pytest.raises(ValueError, match="sparse_mla_prefill: the Triton kernel takes rows of 512 or 576"):
-            planning.check_layout("sparse_mla_prefill", planning.workspace_layout(qk_dim))
+        call = Call("prefill", workspace_layout(qk_dim), 4, 64, DeviceInfo("cuda", (9, 0), 132, 232_448))
+        (why,) = BACKENDS["triton"].cannot(call)
+        assert why.startswith("its prefill reads rows of ")
 
 
 @pytest.mark.no_gpu
@@ -169,19 +172,23 @@ class TestOnTheGPU:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():
             pytest.skip("this torch has no CUDA")
-        from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode
+        from sparse_mla_torch.attention.backends.triton import Attention
         from torch_graphs import capture
 
         torch.manual_seed(0)
         layout = KVLayout.V4_BF16
         rows = torch.randn(4, 64, 512, device="cuda").bfloat16()
-        cache = TorchPagedKV(rows.view(torch.uint8).view(4, -1), layout, 64)
         q = torch.randn(2, 1, 64, 512, device="cuda").bfloat16()
         indices = torch.randint(0, 256, (2, 1, 512), device="cuda", dtype=torch.int32)
-        out = torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda")
-        expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.04)
-        step = functools.partial(sparse_mla_decode, q, cache, indices, softmax_scale=0.04, out=out)
-        graph, _ = capture(step, stream=torch.cuda.Stream())
+        scope = planning.Scope(512, 0, 256, 64, layout.page_bytes(64))
+        attend = Attention(layout, 2, 64, (scope,), 0.04, False, q.device)
+        out, expected = (
+            (torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda"))
+            for _ in range(2)
+        )
+        tables = [(rows.view(torch.uint8).view(4, -1), indices, None)]
+        attend(q, tables, None, *expected)
+        graph, _ = capture(functools.partial(attend, q, tables, None, *out), stream=torch.cuda.Stream())
         for tensor in out:
             tensor.fill_(torch.nan)
         graph.replay()

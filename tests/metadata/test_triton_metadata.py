@@ -26,10 +26,10 @@ from test_metadata import DRAFTS, MAX_LEN, MODES, TINY_V4, make_batch, make_tabl
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from jax_sparse_mla.attention.schedule import decode_schedules
 from sparse_mla_torch.kernels import metadata as torch_metadata
 from torch_graphs import capture
 
-from jax_sparse_mla.attention.schedule import decode_schedules
 from jax_sparse_mla.indices.window import (
     swa_gather_plan,
     swa_gather_plan_reference,

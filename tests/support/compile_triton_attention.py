@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
 from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 TYPES = {"q": "*bf16", "sink": "*fp32", "qk_scale": "fp32", "lse": "*fp32", "max_logits": "*fp32"}
 TYPES |= {name: "*i32" for name in ("indices", "lengths", "extra_indices", "extra_lengths")}
@@ -67,7 +67,7 @@ def main(capability: tuple[int, int]) -> None:
     for name, num_heads in (("V4_FP8", 64), ("V32_FP8", 128)):
         kernel, _ = compiled_attention(getattr(KVLayout, name), num_heads, capability, prefill=False)
         rows.append(describe(name, num_heads, kernel))
-    kernel, _ = compiled_attention(planning.workspace_layout(576), 16, capability, prefill=True)
+    kernel, _ = compiled_attention(workspace_layout(576), 16, capability, prefill=True)
     rows.append(describe("workspace 576", 16, kernel))
     constexprs = {"HAS_SINK": True, "EMPTY_IS_INF": True, "ALL_SPLITS": 16, "SOME_SPLITS": 8}
     assert len(compiled(combine_kernel, constexprs, {"out": "*bf16"}, capability).asm["cubin"]) > 0

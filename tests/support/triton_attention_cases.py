@@ -34,7 +34,7 @@ from sparse_mla_torch.attention.backends.triton import Attention
 from sparse_mla_torch.attention.decode import pages_of
 
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -158,7 +158,7 @@ def check_prefill(case, plan=None) -> None:
     )
     scope = planning.Scope(case.indices.shape[-1], int(case.topk_length is not None), len(case.kv))
     tables = [((tensor(case.kv), tensor(case.indices), tensor(case.topk_length)), scope)]
-    layout = planning.workspace_layout(case.q.shape[-1])
+    layout = workspace_layout(case.q.shape[-1])
     attend(layout, case, tables, (out, lse, max_logits), plan=plan, may_split=False)
     results = out, max_logits, lse
     kinds = ("prefill.out", "prefill.max_logits", "prefill.lse")
@@ -268,7 +268,7 @@ def prefill():
     for seed, (dim, heads, hot) in enumerate(((512, 3, False), (576, 17, False), (512, 1, True))):
         setting = base | {"dim": dim, "heads": heads, "hot": hot, "sizes": (40, 24)}
         case = prefill_case(np.random.default_rng(seed), "small", setting)
-        check_prefill(case, plan_of(case, planning.workspace_layout(dim), 1))
+        check_prefill(case, plan_of(case, workspace_layout(dim), 1))
     check_prefill(prefill_case(np.random.default_rng(3), "small", base | {"dim": 576, "heads": 2, "sizes": (40, 20)}))
     case.kv = case.kv[:0]
     check_prefill(case)

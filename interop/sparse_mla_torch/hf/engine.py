@@ -19,23 +19,20 @@ import numpy as np
 import torch
 
 from jax_sparse_mla import (
-    DecodeShape,
     ForwardBatch,
     ForwardMode,
     ModelSpec,
     RequestTables,
-    build_prefill_plan,
-    build_v4_metadata,
     build_v32_metadata,
-    decode_schedule,
 )
+from jax_sparse_mla.layers import gathers, prepare_v4_step
 from jax_sparse_mla.models import v4_layer_ratios
 from sparse_mla_torch.bridge import jax_device
 from sparse_mla_torch.hf.layers import Step, V4Layer, V32Layer
 from sparse_mla_torch.hf.page_pool import RequestPool
 from sparse_mla_torch.hf.replace import AttentionReplacement
 
-PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
+GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
 
 
 @dataclasses.dataclass
@@ -88,10 +85,11 @@ class EngineOptions:
     """chunk_size: query rows of a prefill step. max_batch: requests served at once. max_len: tokens of the longest
     request, its output included. trace: keep what the comparison with eager needs, of the latest run.
     speculative_steps: the most draft tokens of a step that the caches leave room for (see `SpeculativeDecoder`).
+    prefill_backend: of PREFILL_BACKENDS, from a gathered workspace or from the paged caches; None: as the plan says.
     backend: the attention's, by name; None takes the router's choice, call by call."""
 
     bf16_cache: bool = False
-    prefill_backend: str = "flashmla_sparse"
+    prefill_backend: str | None = None
     chunk_size: int = 1024
     max_batch: int = 8
     max_len: int = 4096
@@ -105,6 +103,7 @@ class Engine:
     """Serves requests on a transformers DeepSeek-V3.2 or V4 model, on the device where its parameters are.
 
     Attributes:
+      prefill_backend: what its prefill steps attend to, of PREFILL_BACKENDS.
       routes: `{(mode, compress ratio, bucket): (phase, backend)}`, which attention each kind of layer has called in
         the programs that ran; seen in the programs themselves.
 
@@ -113,7 +112,7 @@ class Engine:
     """
 
     def __init__(self, model: torch.nn.Module, options: EngineOptions):
-        if options.prefill_backend not in PREFILL_BACKENDS:
+        if options.prefill_backend not in (None, *PREFILL_BACKENDS):
             raise ValueError(
                 f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {options.prefill_backend!r}"
             )
@@ -122,6 +121,8 @@ class Engine:
         self._jax_device = jax_device(self.device)
         self.spec = ModelSpec.from_hf_config(model.config)
         self.is_v4 = self.spec.window is not None
+        chosen = GATHERED if gathers(self.spec, options.chunk_size) else PAGED
+        self.prefill_backend = options.prefill_backend or chosen
         layer_type = V4Layer if self.is_v4 else V32Layer
         modules = [layer.self_attn for layer in model.model.layers]
         ratios = v4_layer_ratios(model.config) if self.is_v4 else (0,) * len(modules)
@@ -261,8 +262,8 @@ class Engine:
             full_to_swa=jnp.array(self.pool.full_to_swa) if self.is_v4 else None,
         )
         options = self.options
-        metadata, plans, schedules = _build_step(
-            batch, tables, spec=self.spec, bf16_cache=options.bf16_cache, prefill_backend=options.prefill_backend
+        metadata, plans = _build_step(
+            batch, tables, spec=self.spec, bf16_cache=options.bf16_cache, prefill_backend=self.prefill_backend
         )
         positions = np.concatenate([np.arange(p.start, p.stop) for _, p in served])
         return Step(
@@ -270,7 +271,6 @@ class Engine:
             tables=tables,
             metadata=metadata,
             plans=plans,
-            schedules=schedules,
             requests=np.concatenate([np.full(len(p), id(request)) for request, p in served]),
             positions=positions,
             backend=options.backend,
@@ -309,39 +309,10 @@ class Engine:
 
 @functools.partial(jax.jit, static_argnames=("spec", "bf16_cache", "prefill_backend"))
 def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, bf16_cache: bool, prefill_backend: str):
-    """Metadata, prefill plans and decode schedules, by ratio: once a step, shared by the layers."""
-    plans, schedules = {}, {}
+    """Metadata, and prefill plans by ratio: once a step, shared by the layers."""
     if spec.window is None:
-        metadata = build_v32_metadata(
-            spec,
-            batch,
-            tables,
-            fp8_kv_cache=not bf16_cache,
-            prefill_backend=prefill_backend,
-        )
-        rows = metadata.row_to_request.shape[0]
-        shape = DecodeShape(rows, 1, spec.num_heads, spec.index_topk)
-        schedules[0] = decode_schedule(shape, metadata.topk_lengths)
-        return metadata, plans, schedules
-    metadata = build_v4_metadata(spec, batch, tables)
-    rows = metadata.row_to_request.shape[0]
-    max_batch = batch.seq_lens.shape[0]
-    gathered = batch.mode is ForwardMode.EXTEND and prefill_backend == "flashmla_sparse"
-    for ratio in spec.compress_ratios:
-        if gathered:
-            plans[ratio] = build_prefill_plan(
-                spec,
-                batch,
-                tables,
-                compress_ratio=ratio,
-                swa_capacity=rows + max_batch * (spec.window - 1),
-                compressed_capacity=max_batch * (batch.max_seq_len // ratio) if ratio else 0,
-            )
-            continue
-        part = metadata.compressed.get(ratio)
-        extra = 0 if part is None else part.page_indices.shape[1]
-        shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
-        schedules[ratio] = decode_schedule(
-            shape, metadata.swa_topk_lengths, None if part is None else part.topk_lengths
-        )
-    return metadata, plans, schedules
+        options = {"fp8_kv_cache": not bf16_cache, "prefill_backend": prefill_backend}
+        return build_v32_metadata(spec, batch, tables, **options), {}
+    gathered = batch.mode is ForwardMode.EXTEND and prefill_backend == GATHERED
+    step = prepare_v4_step(spec, batch, tables, gathered=gathered)
+    return step.metadata, step.plans

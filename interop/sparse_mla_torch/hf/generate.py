@@ -11,10 +11,11 @@ from pathlib import Path
 import jax
 import torch
 
-from jax_sparse_mla import DeviceInfo, ForwardMode, Plan, plan_attention
-from jax_sparse_mla.attention.api import installed_for
+from jax_sparse_mla import ForwardMode, Plan
+from jax_sparse_mla.attention.api import plan_here
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli.arguments import positive_int, probability
+from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
 from sparse_mla_torch.hf import presets
 from sparse_mla_torch.hf.comparison import (
     MAX_LOGIT_DIFFERENCE,
@@ -26,7 +27,7 @@ from sparse_mla_torch.hf.comparison import (
     count_agreeing_tokens,
     layer_kind,
 )
-from sparse_mla_torch.hf.engine import PREFILL_BACKENDS, Engine, EngineOptions, Request
+from sparse_mla_torch.hf.engine import GATHERED, PREFILL_BACKENDS, Engine, EngineOptions, Request
 from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder, compare_with_plain
 
 
@@ -51,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefill-backend",
         choices=PREFILL_BACKENDS,
-        default="flashmla_sparse",
-        help="prefill from a gathered bf16 workspace, or from the paged cache",
+        help="prefill from a gathered bf16 workspace, or from the paged cache (default: as the plan says)",
     )
     parser.add_argument("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
     parser.add_argument(
@@ -229,24 +229,23 @@ def _plans(engine: Engine, backend: str | None) -> dict[str, Plan]:
     Raises:
       ValueError: the backend cannot.
     """
-    options, device, spec = engine.options, DeviceInfo.current(), engine.spec
-    gathers = options.prefill_backend == "flashmla_sparse" and (engine.is_v4 or not options.bf16_cache)
+    options, spec = engine.options, engine.spec
+    gathered = engine.prefill_backend == GATHERED and (engine.is_v4 or not options.bf16_cache)
+    cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
     steps = [
-        ("prefill", "prefill" if gathers else "decode", options.chunk_size),
+        ("prefill", "prefill" if gathered else "decode", options.chunk_size),
         ("decode", "decode", options.max_batch),
     ]
     if options.speculative_steps:
         steps.append(("verify", "decode", options.max_batch * (options.speculative_steps + 1)))
     return {
-        step: plan_attention(
+        step: plan_here(
             phase,
-            spec,
-            num_q_tokens=rows,
-            device=device,
-            installed=installed_for(phase),
-            kv_dtype="bf16" if options.bf16_cache else "fp8",
+            workspace_layout(spec.qk_dim) if phase == "prefill" else cached,
+            rows=rows,
+            heads=spec.num_heads,
             topk=(spec.window or 0) + spec.index_topk,
-            override=backend,
+            backend=backend,
         )
         for step, phase, rows in steps
     }

@@ -44,7 +44,7 @@ class Step:
 
     Attributes:
       batch, tables: as given to the metadata builders.
-      metadata: V4Metadata or V32Metadata. plans, schedules: by compress ratio (V3.2: ratio 0).
+      metadata: V4Metadata or V32Metadata. plans: by compress ratio, of a V4 step that gathers a workspace.
       requests, positions: `[n]` numpy, whose token each row is and where; the rows behind these n are padding.
       backend: of the attention, or None for the router's choice.
       routes: the engine's, `{(mode, ratio, bucket): (phase, backend) of the attention that runs}`; filled in.
@@ -54,7 +54,6 @@ class Step:
     tables: RequestTables
     metadata: Any
     plans: dict[int, Any]
-    schedules: dict[int, Any]
     requests: np.ndarray
     positions: np.ndarray
     backend: str | None
@@ -126,7 +125,6 @@ class V4Layer:
             step.plans.get(self.ratio),
             spec=self.spec,
             ratio=self.ratio,
-            schedule=step.schedules.get(self.ratio),
             index_scores=index_scores,
             backend=step.backend,
         )
@@ -203,7 +201,6 @@ class V32Layer:
             step.batch,
             step.metadata,
             spec=self.spec,
-            schedule=step.schedules.get(0),
             index_scores=index_scores,
             backend=step.backend,
         )

@@ -6,110 +6,50 @@ lengths, requests and slots from device memory alone, so a captured CUDA graph r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 
 from jax_sparse_mla.kernels.triton.metadata import schedules
 from jax_sparse_mla.kernels.triton.metadata import v4 as kernels
 from jax_sparse_mla.kernels.triton.metadata import window as window_kernels
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables, row_constants
-from jax_sparse_mla.metadata.schedules import FlashmlaCall
 from jax_sparse_mla.metadata.v4 import V4Metadata, assemble_v4, has_v4_kernel
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from sparse_mla_torch.kernels.checks import check_output, check_tensor
 from sparse_mla_torch.kernels.launch import allocate, executor
 
 
-class Schedules(NamedTuple):
-    """Schedules of one step; all int32.
-
-    Attributes:
-      flashmla: `(tile_scheduler_metadata [num_sm_parts, 8], num_splits [batch + 1])` of each call.
-      indexer: `[num_sms + 1, 2]`, or None.
-    """
-
-    flashmla: list[tuple[torch.Tensor, torch.Tensor]]
-    indexer: torch.Tensor | None
-
-    @staticmethod
-    def allocate(calls: int, batch: int, num_sm_parts: int, num_sms: int | None, device) -> Schedules:
-        """Buffers for so many calls, and for the indexer's schedule if `num_sms` is given."""
-
-        def empty(*shape):
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        pairs = [(empty(num_sm_parts, 8), empty(batch + 1)) for _ in range(calls)]
-        return Schedules(pairs, None if num_sms is None else empty(num_sms + 1, 2))
-
-
-def step_schedules(
-    calls: Sequence[FlashmlaCall],
-    context_lens: torch.Tensor | None = None,
+def flashmla_schedule(
+    topk_length: torch.Tensor,
     *,
+    topk: int,
+    extra_topk: int = 0,
+    extra_topk_length: torch.Tensor | None = None,
     num_sm_parts: int,
-    num_sms: int | None = None,
-    split_kv: int = 256,
-    out: Schedules | None = None,
-) -> Schedules:
-    """FlashMLA's schedules and the indexer's, in one launch: as `flashmla_schedule` and `paged_mqa_schedule`.
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.flashmla_schedule`, of at least one row, its lengths given.
 
     Args:
-      calls: one to three, of torch tensors; the main lengths of all must be given.
-      context_lens: int32 `[rows]`, keys of each row of the index logits, with `num_sms`.
-      num_sm_parts, num_sms, split_kv: as `jax_sparse_mla.flashmla_schedule` and `.paged_mqa_schedule`.
-      out: buffers to write into; allocated by default.
+      out: int32 `[num_sm_parts, 8]` and `[batch + 1]` to write into; allocated by default.
 
     Raises:
       TypeError: a tensor that is not int32.
       ValueError: a tensor of another shape, not contiguous or on another device, or sizes out of range.
     """
-    function, count, indexer = "step_schedules", len(calls), None
-    if not 1 <= count <= schedules.MAX_SCHEDULES:
-        raise ValueError(f"{function}: calls must be one to {schedules.MAX_SCHEDULES}, got {count}")
-    if (context_lens is None) != (num_sms is None) or min(num_sm_parts, split_kv, num_sms or 1) < 1:
+    function, like = "flashmla_schedule", topk_length
+    (batch,) = check_tensor(function, "topk_length", topk_length, (None,), like)
+    if min(batch, num_sm_parts) < 1 or min(topk, extra_topk) < 0 or (extra_topk > 0) != (extra_topk_length is not None):
         raise ValueError(
-            f"{function}: needs num_sm_parts >= 1, split_kv >= 1, and num_sms >= 1 with context_lens, "
-            f"got {num_sm_parts}, {split_kv} and {num_sms}"
+            f"{function}: needs a row, num_sm_parts >= 1, topk >= 0, and extra_topk_length with extra_topk, got "
+            f"{batch}, {num_sm_parts}, {topk} and {extra_topk}"
         )
-    like = calls[0].topk_length
-    batch, lengths = like.shape[0], []
-    for i, call in enumerate(calls):
-        if call.topk < 0 or call.extra_topk < 0 or (call.extra_topk > 0) != (call.extra_topk_length is not None):
-            raise ValueError(f"{function}: calls[{i}] needs topk >= 0, and extra_topk_length with extra_topk")
-        extra = call.topk_length if call.extra_topk_length is None else call.extra_topk_length
-        check_tensor(function, f"calls[{i}].topk_length", call.topk_length, (batch,), like)
-        check_tensor(function, f"calls[{i}].extra_topk_length", extra, (batch,), like)
-        lengths += [call.topk_length, extra]
-    contexts = lengths[0]
-    if context_lens is not None:
-        contexts = context_lens
-        indexer = schedules.paged_mqa_constants(_rows_of(function, contexts, like), num_sms, split_kv)
-    out = out or Schedules.allocate(count, batch, num_sm_parts, num_sms, like.device)
-    for i, (tiles, splits) in enumerate(out.flashmla):
-        check_tensor(function, f"out.flashmla[{i}][0]", tiles, (num_sm_parts, 8), like)
-        check_tensor(function, f"out.flashmla[{i}][1]", splits, (batch + 1,), like)
-    if len(out.flashmla) != count or (out.indexer is None) != (indexer is None):
-        raise ValueError(f"{function}: out was allocated for other schedules")
-    if indexer:
-        check_tensor(function, "out.indexer", out.indexer, (num_sms + 1, 2), like)
-    if batch:
-        absent = schedules.MAX_SCHEDULES - count
-        schedules.schedules_kernel[(count + bool(indexer),)](
-            *lengths,
-            *[None] * (2 * absent),
-            contexts,
-            batch,
-            contexts.numel(),
-            *[x for pair in out.flashmla for x in pair],
-            *[None] * (2 * absent),
-            out.indexer,
-            **schedules.schedules_constants(
-                [(call.topk, call.extra_topk) for call in calls], batch, num_sm_parts, indexer
-            ),
-        )
-    return out
+    extra = topk_length if extra_topk_length is None else extra_topk_length
+    check_tensor(function, "extra_topk_length", extra, (batch,), like)
+    if out is not None:
+        check_tensor(function, "out[0]", out[0], (num_sm_parts, 8), like)
+        check_tensor(function, "out[1]", out[1], (batch + 1,), like)
+    static = {"topk": topk, "extra_topk": extra_topk, "num_sm_parts": num_sm_parts}
+    return tuple(schedules.flashmla(executor(like.device), topk_length, extra, **static, out=out))
 
 
 def paged_mqa_schedule(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
-from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
+from jax_sparse_mla.indices.topk.route import engine_here
 
 _INT_MIN = -(2**31)
 _OUTSIDE_KEY = _INT_MIN  # below every column of the window
@@ -71,21 +71,12 @@ def _check_topk(check, logits, lengths, topk, row_starts):
 
 @functools.partial(jax.jit, static_argnames=("topk", "page_size", "backend"))
 def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
-    """`topk_reference` of the same arguments, or the kernel that equals it: `backend`, or what `topk_route` decides."""
+    """`topk_reference` of the same arguments, or the kernel that equals it: `backend`'s, or the router's choice."""
     given = {name: x for name, x in optional.items() if x is not None}
 
     def kernel(logits, lengths, *arrays):
-        from jax_sparse_mla.indices.topk import kernels
-
-        named = dict(zip(given, arrays))
-        chosen = kernels.plan(*logits.shape, topk, backend).backend
-        if chosen == "xla":
-            return plain(logits, lengths, *arrays)
-        if chosen == "flashinfer":
-            positions = topk_flashinfer.topk_positions(logits, lengths, topk, named.pop("row_starts", None))
-            return _indices_of(positions, page_size, **named)
-        launch = kernels.topk_cuda if chosen == "cuda" else kernels.topk_triton
-        return launch(logits, lengths, topk=topk, page_size=page_size, **named)
+        engine = engine_here(*logits.shape, topk, backend)
+        return engine(logits, lengths, topk=topk, page_size=page_size, **dict(zip(given, arrays)))
 
     def plain(logits, lengths, *arrays):
         return topk_reference(logits, lengths, topk, page_size, **dict(zip(given, arrays)))
@@ -97,10 +88,11 @@ def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
 
 def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):
     """Positions, or with a page table slots, or with offsets rows of the concatenated KV, in plain JAX."""
-    return _indices_of(_topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
+    return indices_of(_topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
 
 
-def _indices_of(positions, page_size, *, page_table=None, row_to_request=None, offsets=None):
+def indices_of(positions, page_size, *, page_table=None, row_to_request=None, offsets=None):
+    """What the positions become: slots with a page table, rows of the concatenated KV with offsets."""
     if offsets is not None:
         return add_or_minus_one(positions, offsets[:, None])
     if page_table is not None:

@@ -9,24 +9,19 @@ GPUs with less shared memory, take its CUB kernel, which spreads a row over seve
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_sparse_mla.indices.topk.api import indices_of
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer
 
 _LOWER_INDEX = 1  # FlashInfer's TopKTieBreak.SMALL
 _FEW_ROWS, _LONG_ROW = 32, 16384  # where FlashInfer itself turns to CUB, for float32 and its tie_break
 _CUB_WORKSPACE = 1 << 20  # it asks for 1 byte on an H200
-
-
-def available() -> bool:
-    """Whether flashinfer-python and the packages that carry its kernels into XLA are installed."""
-    return importlib.util.find_spec("flashinfer") is not None and tvm.available()
 
 
 @functools.cache
@@ -98,6 +93,11 @@ def _call(
     if workspace:
         results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
     return tvm.call(_module, function, arguments, results, logits, *operands)[0]
+
+
+def topk_flashinfer(logits, lengths, *, topk, page_size=1, row_starts=None, **tables) -> jax.Array:
+    """As `topk_reference`."""
+    return indices_of(topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
 
 
 def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None) -> jax.Array:

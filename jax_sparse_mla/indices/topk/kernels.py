@@ -1,4 +1,4 @@
-"""The top-k kernels as JAX functions, the CUDA one and Triton's, for checked arguments."""
+"""The top-k kernels as JAX functions, the CUDA one and Triton's, for checked arguments; their records name them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
-from jax_sparse_mla.indices.topk.route import TopkPlan, plan_topk
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.triton_call import executor
-
-
-def plan(rows: int, columns: int, topk: int, override: str | None = None) -> TopkPlan:
-    """The kernel for these shapes here and now, or the one named."""
-    installed = {"triton"}
-    if tvm.available() and _cuda_module():
-        installed.add("cuda")
-    if topk_flashinfer.available():
-        installed.add("flashinfer")
-    return plan_topk(
-        rows=rows,
-        columns=columns,
-        topk=topk,
-        capability=executor().device.compute_capability,
-        installed=installed,
-        override=override,
-    )
 
 
 def topk_triton(logits: jax.Array, lengths: jax.Array, **arguments) -> jax.Array:
@@ -40,7 +22,7 @@ def topk_triton(logits: jax.Array, lengths: jax.Array, **arguments) -> jax.Array
 
 @functools.cache
 def _cuda_module():
-    return build.topk_module(executor().device.compute_capability)
+    return build.topk_module(DeviceInfo.current().compute_capability)
 
 
 def topk_cuda(

@@ -76,20 +76,6 @@ def row_kind(layout: KVLayout) -> int:
     return FOOTER_SCALES if layout.footer_scale_bytes else INLINE_SCALES
 
 
-def workspace_layout(qk_dim: int) -> KVLayout:
-    """The layout of a row of prefill's bf16 workspace."""
-    return KVLayout("workspace", nope_dim=qk_dim - 64, rope_dim=64, v_dim=min(qk_dim, V_DIM))
-
-
-def check_layout(function: str, layout: KVLayout) -> None:
-    """Refuses rows that the kernel's segments do not cover."""
-    if (layout.qk_dim, layout.v_dim) not in ((512, 512), (576, 512)):
-        raise ValueError(
-            f"{function}: the Triton kernel takes rows of 512 or 576 values whose first 512 are V, got "
-            f"{layout.qk_dim} and {layout.v_dim}; the reference takes any"
-        )
-
-
 def choose_tile(
     layout: KVLayout,
     *,
