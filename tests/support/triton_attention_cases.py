@@ -73,7 +73,8 @@ if INTERPRETED:
 # −inf less −inf and log 0 stand in lanes that the kernel then masks.
 np.seterr(divide="ignore", invalid="ignore", over="ignore")
 
-TILE = planning.Tile(block_h=16, block_n=16, num_warps=4, num_stages=1)
+# A launch with several blocks for each row of a small case.
+SMALL = {"tile": planning.Tile(block_h=16, block_n=16, num_warps=4, num_stages=1), "native_fp8": True}
 CHECKS = []
 
 
@@ -116,15 +117,6 @@ def small_decode(seed: int, **setting):
     return decode_case(np.random.default_rng(seed), "small", base | setting)
 
 
-def plan_of(case, layout, num_splits, **changes):
-    rows = int(np.prod(case.q.shape[:-2]))
-    extra = getattr(case, "extra_indices", None)
-    shape = {"rows": rows, "num_heads": case.q.shape[-2], "topk": case.indices.shape[-1]}
-    shape["extra_topk"] = 0 if extra is None else extra.shape[-1]
-    device = {"capability": (8, 9), "sm_count": 4, "has_sink": case.attn_sink is not None}
-    return planning.launch_plan(layout, **shape, **device, num_splits=num_splits, **{"tile": TILE} | changes)
-
-
 def run_decode(case, num_splits=None, plan=True, **changes):
     """With poisoned outputs: what is not written shows."""
     shape = case.q.shape[:-1]
@@ -134,7 +126,7 @@ def run_decode(case, num_splits=None, plan=True, **changes):
     tables = [table(case.cache, case.indices, case.topk_length)]
     if case.extra_cache is not None:
         tables.append(table(case.extra_cache, case.extra_indices, case.extra_topk_length))
-    attend(layout, case, tables, out, plan=plan_of(case, layout, num_splits, **changes) if plan else None)
+    attend(layout, case, tables, out, **({**SMALL, "num_splits": num_splits, **changes} if plan else {}))
     return tuple(x.cpu() for x in out)
 
 
@@ -150,7 +142,7 @@ def check_decode(case, results) -> None:
         assert error < 5e-3, f"relative error {error:.2e}"
 
 
-def check_prefill(case, plan=None) -> None:
+def check_prefill(case, **options) -> None:
     shape = case.q.shape[:-1]
     out, max_logits, lse = (
         torch.full(size, torch.nan, dtype=dtype, device=DEVICE)
@@ -159,7 +151,7 @@ def check_prefill(case, plan=None) -> None:
     scope = planning.Scope(case.indices.shape[-1], int(case.topk_length is not None), len(case.kv))
     tables = [((tensor(case.kv), tensor(case.indices), tensor(case.topk_length)), scope)]
     layout = workspace_layout(case.q.shape[-1])
-    attend(layout, case, tables, (out, lse, max_logits), plan=plan, may_split=False)
+    attend(layout, case, tables, (out, lse, max_logits), may_split=False, **options)
     results = out, max_logits, lse
     kinds = ("prefill.out", "prefill.max_logits", "prefill.lse")
     for kind, actual, expected in zip(kinds, results, prefill_oracle(case), strict=True):
@@ -268,7 +260,7 @@ def prefill():
     for seed, (dim, heads, hot) in enumerate(((512, 3, False), (576, 17, False), (512, 1, True))):
         setting = base | {"dim": dim, "heads": heads, "hot": hot, "sizes": (40, 24)}
         case = prefill_case(np.random.default_rng(seed), "small", setting)
-        check_prefill(case, plan_of(case, workspace_layout(dim), 1))
+        check_prefill(case, **SMALL)
     check_prefill(prefill_case(np.random.default_rng(3), "small", base | {"dim": 576, "heads": 2, "sizes": (40, 20)}))
     case.kv = case.kv[:0]
     check_prefill(case)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_sparse_mla.kernels.launch import Device, Launch, Output
-from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
 from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import LaunchPlan, Scope
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope, Tile, choose_splits, choose_tile, row_kind
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _LOG2_E = 1.4426950408889634
@@ -26,9 +25,11 @@ def launches(
     max_logits: bool = False,
     may_split: bool = True,
     empty_is_inf: bool = False,
-    plan: LaunchPlan | None = None,
+    num_splits: int | None = None,
+    tile: Tile | None = None,
+    native_fp8: bool | None = None,
 ) -> tuple[Launch, Launch | None]:
-    """The kernel's launch, and the combine's where the keys of a row are split.
+    """The kernel's launch, and the combine's where several programs share a row's keys.
 
     The first takes `inputs` and writes out, lse and max_logits. If there is a second, it takes that out and lse and the
     sink, and writes out and lse.
@@ -42,39 +43,49 @@ def launches(
       device: what runs it.
       max_logits: whether they are written.
       may_split: False computes each row by one program, in the same order whatever the batch; max_logits needs it.
-      empty_is_inf: see `launch_plan`.
-      plan: a plan of this shape; made here by default.
+      empty_is_inf: the lse of a row without a key is +inf, FlashMLA's convention, and not −inf.
+      num_splits, tile, native_fp8: override what is chosen here (tests, tuning).
     """
     # What is absent has the first cache's pages: the kernel divides by its page size.
     first, second = (*scopes, scopes[0]._replace(topk=0, rows_per_length=0, num_slots=0))[:2]
-    if plan is None:
-        plan = planning.launch_plan(
-            layout,
-            rows=rows,
-            num_heads=heads,
-            topk=first.topk,
-            extra_topk=second.topk,
-            has_sink=has_sink,
-            capability=device.compute_capability,
-            sm_count=device.sm_count,
-            may_split=may_split,
-            empty_is_inf=empty_is_inf,
-        )
+    columns = first.topk, second.topk
+    facts = {"rows": rows, "num_heads": heads, "columns": columns, "device": device, "may_split": may_split}
+    tile = tile or choose_tile(layout, **facts)
+    blocks = sum(-(-topk // tile.block_n) for topk in columns)
+    programs = rows * -(-heads // tile.block_h)
+    splits = num_splits or (choose_splits(programs, blocks, device.sm_count) if may_split else 1)
     lse = Output((rows, heads), "float32")
-    results = some = Output((rows, heads, planning.V_DIM), "bfloat16"), lse
-    splits = plan.num_splits
+    results = some = Output((rows, heads, V_DIM), "bfloat16"), lse
     if splits > 1:
-        some = Output((splits, rows, heads, planning.V_DIM), "float32"), Output((splits, rows, heads), "float32")
-    constants = plan.constexprs | planning.page_constants(first, second)
-    constants |= {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    facts = [x for scope in (first, second) for x in (scope.rows_per_length, scope.topk, scope.num_slots)]
-    scalars = (softmax_scale * _LOG2_E, heads, *facts)
-    outputs = (*some, lse if max_logits else None)
-    attend = Launch(sparse_mla_kernel, "sparse_mla", plan.grid, scalars, outputs, constants)
+        some = Output((splits, rows, heads, V_DIM), "float32"), Output((splits, rows, heads), "float32")
+    constants = {
+        "KIND": row_kind(layout),
+        "NATIVE": device.hardware_fp8 if native_fp8 is None else native_fp8,
+        "HAS_SINK": has_sink and splits == 1,
+        "SPLIT": splits > 1,
+        "HAS_EXTRA": second.topk > 0,
+        "EMPTY_IS_INF": empty_is_inf,
+        "PAGE_SIZE": first.page_size,
+        "PAGE_BYTES": first.page_bytes,
+        "EXTRA_PAGE_SIZE": second.page_size,
+        "EXTRA_PAGE_BYTES": second.page_bytes,
+        "ROW_BYTES": layout.data_bytes,
+        "QK_DIM": layout.qk_dim,
+        "BLOCK_H": tile.block_h,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    sizes = [x for scope in (first, second) for x in (scope.rows_per_length, scope.topk, scope.num_slots)]
+    scalars, outputs = (softmax_scale * _LOG2_E, heads, *sizes), (*some, lse if max_logits else None)
+    attend = Launch(sparse_mla_kernel, "sparse_mla", (programs, splits), scalars, outputs, constants)
     if splits == 1:
         return attend, None
-    constants, scalars = plan.combine_constexprs, (heads, splits)
-    return attend, Launch(combine_kernel, "sparse_mla_combine", plan.combine_grid, scalars, results, constants)
+    all_splits = 1 << (splits - 1).bit_length()
+    constants = {"HAS_SINK": has_sink, "EMPTY_IS_INF": empty_is_inf, "ALL_SPLITS": all_splits}
+    constants["SOME_SPLITS"] = min(all_splits, 8)
+    scalars, grid = (heads, splits), (rows * heads,)
+    return attend, Launch(combine_kernel, "sparse_mla_combine", grid, scalars, results, constants)
 
 
 def inputs(q: Any, tables: Sequence[tuple[Any, Any, Any]], sink: Any) -> list[Any]:
