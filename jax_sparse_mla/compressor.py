@@ -25,7 +25,7 @@ from jax import lax
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.dispatch import dispatch
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.xla.triton_call import launching
 
 # The one ratio whose windows overlap: its rows are twice as wide, its windows twice as long.
 OVERLAP_RATIO = 4
@@ -182,11 +182,7 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
     arguments = state.kv, state.score, *step, query_start_loc, ape, norm_weight, inv_freq
 
-    def kernel(*arguments):
-        from jax_sparse_mla.kernels.triton import compressor
-
-        return compressor.compress(executor(), *arguments, **static)
-
+    kernel = launching("compressor.compress", **static)
     plain = functools.partial(compress_kv_reference, **static)
     # The kernel takes neighbouring values in pairs.
     kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0]

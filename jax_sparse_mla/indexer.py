@@ -18,7 +18,7 @@ from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.xla.triton_call import launching
 
 INDEX_DIM = 128  # values of an index key, in both models
 SCALE_BYTES = 4
@@ -88,12 +88,7 @@ def _index_logits(q, weights, index_cache, page_table, lengths):
     if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or any(x.size == 0 for x in arguments):
         return index_logits_reference(*arguments)
 
-    def kernel(*arguments):
-        from jax_sparse_mla.kernels.triton import indexer
-
-        return indexer.index_logits(executor(), *arguments)
-
-    return dispatch(kernel, index_logits_reference, *arguments)
+    return dispatch(launching("indexer.index_logits"), index_logits_reference, *arguments)
 
 
 def index_logits_reference(q, weights, index_cache, page_table, lengths):
@@ -197,11 +192,7 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
     if index_cache.size == 0 or slots.size == 0:
         return index_cache
 
-    def kernel(index_cache, slots, k):
-        from jax_sparse_mla.kernels.triton import indexer
-
-        return indexer.write_index_k(executor(), index_cache, slots, k, hadamard=hadamard)
-
+    kernel = launching("indexer.write_index_k", hadamard=hadamard)
     plain = functools.partial(write_index_k_reference, hadamard=hadamard)
     return dispatch(kernel, plain, index_cache, slots, k)
 
@@ -306,12 +297,7 @@ def _quantize_index_q(q, *, hadamard):
     if q.size == 0 or q.shape[-1] != INDEX_DIM:
         return plain(q)
 
-    def kernel(q):
-        from jax_sparse_mla.kernels.triton import indexer
-
-        return tuple(indexer.quantize_index_q(executor(), q, hadamard=hadamard))
-
-    return dispatch(kernel, plain, q)
+    return dispatch(launching("indexer.quantize_index_q", hadamard=hadamard), plain, q)
 
 
 def quantize_index_q_reference(x, *, hadamard=False):

@@ -11,7 +11,7 @@ import numpy as np
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.xla.triton_call import launching
 
 # Sparse prefill kernels scan indices in blocks of 64 or 128 (FlashMLA: 128 with 128 heads).
 _WIDTH_MULTIPLE = 128
@@ -66,13 +66,8 @@ def _combine_swa_extra(*args):
     if swa_indices.shape[0] == 0 or swa_indices.shape[1] + extra_indices.shape[1] == 0:
         return combine_swa_extra_reference(*args)
 
-    def kernel(*args):
-        from jax_sparse_mla.kernels.triton import indices
-
-        width = merged_width(swa_indices.shape[1] + extra_indices.shape[1])
-        return tuple(indices.combine_swa_extra(executor(), *args, width=width))
-
-    return dispatch(kernel, combine_swa_extra_reference, *args)
+    width = merged_width(swa_indices.shape[1] + extra_indices.shape[1])
+    return dispatch(launching("indices.combine_swa_extra", width=width), combine_swa_extra_reference, *args)
 
 
 def combine_swa_extra_reference(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
@@ -166,11 +161,7 @@ def combine_topk_swa_indices(
 def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk):
     static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
 
-    def kernel(topk_indices, query_pos, query_start_loc, *requests):
-        from jax_sparse_mla.kernels.triton import indices
-
-        arrays = topk_indices, query_start_loc, query_pos, *requests
-        return tuple(indices.combine_topk_swa(executor(), *arrays, **static, width=merged_width(topk + window)))
+    kernel = launching("indices.combine_topk_swa", **static, width=merged_width(topk + window))
 
     def plain(topk_indices, query_pos, *requests):
         return combine_topk_swa_reference(topk_indices, query_pos, requests, **static)

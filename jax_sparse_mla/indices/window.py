@@ -16,7 +16,7 @@ from jax_sparse_mla.indices.lookup import (
     take_2d_or_minus_one,
     take_or_minus_one,
 )
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.xla.triton_call import launching
 
 
 def swa_slots(
@@ -108,16 +108,12 @@ def swa_gather_plan(
 
 @functools.partial(jax.jit, static_argnames=("window", "capacity"))
 def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, window, capacity):
-    def kernel(seq_lens, extend_lens, *tables):
-        from jax_sparse_mla.kernels.triton.metadata import window as kernels
-
-        execute = executor()
-        first_pos, gather_lens, offsets = kernels.gather_lens(execute, seq_lens, extend_lens, window=window)
-        slots = kernels.gather_slots(execute, first_pos, offsets, *tables, capacity=capacity)
-        return slots, first_pos, gather_lens, offsets
-
-    args = (seq_lens, extend_lens, req_rows, req_to_token, full_to_swa)
-    plain = functools.partial(swa_gather_plan_reference, window=window, capacity=capacity)
+    args, static = (
+        (seq_lens, extend_lens, req_rows, req_to_token, full_to_swa),
+        {"window": window, "capacity": capacity},
+    )
+    kernel = launching("metadata.window.swa_gather_plan", **static)
+    plain = functools.partial(swa_gather_plan_reference, **static)
     return dispatch(kernel, plain, *args) if capacity and all(x.size for x in args) else plain(*args)
 
 

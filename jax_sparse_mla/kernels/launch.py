@@ -66,7 +66,7 @@ class Executor(Protocol):
 
     device: Device
 
-    def __call__(self, launch: Launch, inputs: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
+    def __call__(self, launch: Launch, inputs: Sequence[Any], out: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """The arrays that the launch writes, in the order of its outputs.
 
         Args:

@@ -14,7 +14,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.xla.triton_call import launching
 
 
 def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -61,10 +61,7 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
         return cache
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(data, slots, kv):
-        from jax_sparse_mla.kernels.triton import kv_cache
-
-        return kv_cache.write_kv(executor(), slots, kv, data, **static)
+    kernel = launching("kv_cache.write_kv", **static)
 
     def plain(data, slots, kv):
         return write_rows_reference(PagedKV(data=data, **static), slots, kv).data
@@ -110,10 +107,7 @@ def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
         return gather_rows_reference(cache, slots)
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(data, slots):
-        from jax_sparse_mla.kernels.triton import kv_cache
-
-        return kv_cache.gather_kv(executor(), slots, data, rows=slots.shape[0], **static)
+    kernel = launching("kv_cache.gather_kv", **static)
 
     def plain(data, slots):
         return gather_rows_reference(PagedKV(data=data, **static), slots)
@@ -137,10 +131,7 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
         return lax.dynamic_update_slice(workspace, gather_rows_reference(cache, slots), (start, 0))
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(workspace, data, slots):
-        from jax_sparse_mla.kernels.triton import kv_cache
-
-        return kv_cache.gather_kv_into(executor(), slots, data, workspace, start=start, **static)
+    kernel = launching("kv_cache.gather_kv_into", start=start, **static)
 
     def plain(workspace, data, slots):
         rows = gather_rows_reference(PagedKV(data=data, **static), slots)
@@ -162,10 +153,7 @@ def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.A
     """
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(data, slots):
-        from jax_sparse_mla.kernels.triton import kv_cache
-
-        return kv_cache.gather_kv(executor(), slots, data, rows=rows, **static)
+    kernel = launching("kv_cache.gather_kv", rows=rows, **static)
 
     def plain(data, slots):
         gathered = gather_rows_reference(PagedKV(data=data, **static), slots)

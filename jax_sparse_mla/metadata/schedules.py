@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_minus_one
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.xla.triton_call import launching
 
 _BLOCK_TOKENS = 64  # keys that a FlashMLA block covers
 _OVERHEAD_BLOCKS = 5  # what starting on a request costs a partition, in blocks
@@ -85,13 +85,9 @@ def _flashmla_schedule(topk_length, extra_topk_length, topk, extra_topk, num_sm_
     static = {"topk": topk, "extra_topk": extra_topk, "num_sm_parts": num_sm_parts}
     plain = functools.partial(flashmla_schedule_reference, **static)
 
-    def kernel(*lengths):
-        from jax_sparse_mla.kernels.triton.metadata import schedules
-
-        return tuple(schedules.flashmla(executor(), *lengths, **static))
-
     if num_sm_parts > _MOST_PARTS:
         return plain(topk_length, extra_topk_length)
+    kernel = launching("metadata.schedules.flashmla", **static)
     return dispatch(kernel, plain, topk_length, extra_topk_length)
 
 
@@ -171,16 +167,11 @@ def paged_mqa_schedule(context_lens: jax.Array, *, num_sms: int, split_kv: int =
 
 @functools.partial(jax.jit, static_argnames=("num_sms", "split_kv"))
 def _paged_mqa_schedule(context_lens, num_sms, split_kv):
-    plain = functools.partial(paged_mqa_schedule_reference, num_sms=num_sms, split_kv=split_kv)
-
-    def kernel(context_lens):
-        from jax_sparse_mla.kernels.triton.metadata import schedules
-
-        return schedules.paged_mqa(executor(), context_lens, num_sms=num_sms, split_kv=split_kv)
-
+    static = {"num_sms": num_sms, "split_kv": split_kv}
+    plain = functools.partial(paged_mqa_schedule_reference, **static)
     if context_lens.shape[0] == 0 or num_sms > _MOST_PARTS:
         return plain(context_lens)
-    return dispatch(kernel, plain, context_lens)
+    return dispatch(launching("metadata.schedules.paged_mqa", **static), plain, context_lens)
 
 
 def paged_mqa_schedule_reference(context_lens, num_sms, split_kv):

@@ -9,7 +9,8 @@ custom call is turned into one to that handler.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,9 @@ class Executor:
     def __init__(self, device: Device):
         self.device = device
 
-    def __call__(self, launch: Launch, inputs: Sequence[jax.Array | int | None], out: None = None) -> list[jax.Array]:
+    def __call__(
+        self, launch: Launch, inputs: Sequence[jax.Array | int | None], out: None = None
+    ) -> tuple[jax.Array, ...]:
         # An input that is not read has a pointer all the same: the first one's.
         arguments = [self._as_pointer(inputs[0] if x is None else x) for x in inputs]
         arguments += [np.float32(x) if isinstance(x, float) else x for x in launch.scalars]
@@ -55,7 +58,7 @@ class Executor:
             **launch.constants,
         )
         given = iter(results)
-        return [None if x is None else _as_dtype(next(given), x.dtype) for x in launch.outputs]
+        return tuple(None if x is None else _as_dtype(next(given), x.dtype) for x in launch.outputs)
 
     def _as_pointer(self, x: jax.Array | int) -> jax.Array | int:
         return x if isinstance(x, int) else _as_dtype(x, self._pointer_dtype(x.dtype))
@@ -63,6 +66,20 @@ class Executor:
     def _pointer_dtype(self, dtype: np.dtype) -> np.dtype:
         """Bytes instead of e4m3 numbers where the GPU does not compute with them: Triton has no pointers to those."""
         return dtype if self.device.hardware_fp8 or dtype != jnp.float8_e4m3fn else jnp.dtype(jnp.uint8)
+
+
+def launching(name: str, **static: Any) -> Callable[..., Any]:
+    """The function of this name in `kernels/triton/`, such as "kv_cache.write_kv", as one of arrays.
+
+    Its module, and triton with it, is imported when the function is called.
+    """
+
+    def launch(*arrays: jax.Array) -> Any:
+        module, function = name.rsplit(".", 1)
+        kernels = importlib.import_module(f"jax_sparse_mla.kernels.triton.{module}")
+        return getattr(kernels, function)(executor(), *arrays, **static)
+
+    return launch
 
 
 def executor() -> Executor:

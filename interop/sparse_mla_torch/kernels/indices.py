@@ -87,7 +87,7 @@ def combine_topk_swa_indices(
     ):
         check_tensor(function, name, x, (requests,), topk_indices)
     if n:
-        arrays = topk_indices, query_start_loc, query_pos, seq_lens, gather_lens, compressed_base, swa_base
+        arrays = topk_indices, query_pos, query_start_loc, seq_lens, gather_lens, compressed_base, swa_base
         static = {"window": window, "compress_ratio": compress_ratio, "topk": topk, "width": width}
         kernels.combine_topk_swa(executor(topk_indices.device), *arrays, **static, out=out)
     return out

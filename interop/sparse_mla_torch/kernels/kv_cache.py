@@ -38,7 +38,7 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
     n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
     check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
-        kernels.write_kv(executor(data.device), slots, kv, data, page_bytes=page_bytes, **_static(cache))
+        kernels.write_kv(executor(data.device), data, slots, kv, page_bytes=page_bytes, **_static(cache))
     return cache
 
 
@@ -70,7 +70,7 @@ def gather_kv(
         raise ValueError(f"gather_kv: out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
     if n:
         static = _static(cache) | {"page_bytes": page_bytes, "rows": out.shape[0], "start": out_start}
-        kernels.gather_kv(executor(data.device), slots, data, **static, out=out)
+        kernels.gather_kv(executor(data.device), data, slots, **static, out=out)
     return out
 
 
@@ -129,9 +129,9 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
         raise ValueError(f"split_pages: scratch is not for {num_pages} pages and {n} slots")
     kernels.split_pages(
         executor(data.device),
+        out_data,
         data,
         slots,
-        out_data,
         **_static(cache),
         out_page_size=out.page_size,
         page_bytes=page_bytes,

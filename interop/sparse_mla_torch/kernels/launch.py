@@ -37,7 +37,7 @@ class Executor:
         launch: Launch,
         inputs: Sequence[torch.Tensor | int | None],
         out: Sequence[torch.Tensor | None] | None = None,
-    ) -> list[torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         results = []
         for output, result in zip(launch.outputs, out or [None] * len(launch.outputs), strict=True):
             if output is not None and output.alias is not None:
@@ -49,7 +49,7 @@ class Executor:
             results.append(result)
         pointers = map(self._as_pointer, inputs), launch.scalars, map(self._as_pointer, results)
         launch.kernel[launch.grid](*(x for each in pointers for x in each), **launch.constants)
-        return results
+        return tuple(results)
 
     def _as_pointer(self, x: torch.Tensor | int | None) -> torch.Tensor | int | None:
         """Bytes instead of e4m3 numbers where the GPU does not compute with them: Triton has no pointers to those."""

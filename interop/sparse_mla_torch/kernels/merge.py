@@ -30,7 +30,7 @@ def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
         raise ValueError(f"{function}: outs must have at least one part")
     if not outs.numel():
         return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    return tuple(kernels.merge(executor(outs.device), outs, lses))
+    return kernels.merge(executor(outs.device), outs, lses)
 
 
 def apply_attn_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:

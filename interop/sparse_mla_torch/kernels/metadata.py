@@ -49,7 +49,7 @@ def flashmla_schedule(
         check_tensor(function, "out[0]", out[0], (num_sm_parts, 8), like)
         check_tensor(function, "out[1]", out[1], (batch + 1,), like)
     static = {"topk": topk, "extra_topk": extra_topk, "num_sm_parts": num_sm_parts}
-    return tuple(schedules.flashmla(executor(like.device), topk_length, extra, **static, out=out))
+    return schedules.flashmla(executor(like.device), topk_length, extra, **static, out=out)
 
 
 def paged_mqa_schedule(
@@ -158,12 +158,8 @@ def swa_gather_plan(
     _check_tables(function, tables, seq_lens)
     if requests == 0:
         raise ValueError(f"{function}: a batch needs at least one request")
-    execute, slots = executor(seq_lens.device), seq_lens.new_empty(0)
-    first_pos, gather_lens, offsets = window_kernels.gather_lens(execute, seq_lens, extend_lens, window=window)
-    if capacity:
-        arrays = first_pos, offsets, req_rows, tables.req_to_token, tables.full_to_swa
-        slots = window_kernels.gather_slots(execute, *arrays, capacity=capacity)
-    return slots, first_pos, gather_lens, offsets
+    arrays = seq_lens, extend_lens, req_rows, tables.req_to_token, tables.full_to_swa
+    return window_kernels.swa_gather_plan(executor(seq_lens.device), *arrays, window=window, capacity=capacity)
 
 
 def _rows_of(function: str, context_lens: torch.Tensor, like: torch.Tensor) -> int:

@@ -443,7 +443,7 @@ def index_logits_prefill_kernel(
 # --- launches: sizes are not zero ------------------------------------------------------------------
 
 
-def quantize_index_q(execute: Executor, q, *, hadamard: bool, out: Sequence[Any] | None = None) -> list[Any]:
+def quantize_index_q(execute: Executor, q, *, hadamard: bool, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
     """float8_e4m3fn, shaped as q, and float32 scales, for a last axis of 128."""
     shape = tuple(q.shape)
     lines = math.prod(shape[:-1])

@@ -180,7 +180,7 @@ def combine_swa_extra(
     *,
     width: int,
     out: Sequence[Any] | None = None,
-) -> list[Any]:
+) -> tuple[Any, ...]:
     """As `jax_sparse_mla.combine_swa_extra_indices`, `num_swa_rows` an int32 scalar."""
     n, swa_width = swa_indices.shape
     constants = {"SWA_WIDTH": swa_width, "EXTRA_WIDTH": extra_indices.shape[1], "WIDTH": width, **SWA_EXTRA_OPTIONS}
@@ -193,8 +193,8 @@ def combine_swa_extra(
 def combine_topk_swa(
     execute: Executor,
     topk_indices,
-    query_start_loc,
     query_pos,
+    query_start_loc,
     seq_lens,
     gather_lens,
     compressed_base,
@@ -205,7 +205,7 @@ def combine_topk_swa(
     topk: int,
     width: int,
     out: Sequence[Any] | None = None,
-) -> list[Any]:
+) -> tuple[Any, ...]:
     """As `jax_sparse_mla.combine_topk_swa_indices`."""
     (n, stride), num_requests = topk_indices.shape, seq_lens.shape[0]
     constants = {

@@ -398,7 +398,7 @@ def split_pages_kernel(
 
 
 def write_kv(
-    execute: Executor, slots, kv, data, *, layout: KVLayout, page_size: int, page_bytes: int | None = None
+    execute: Executor, data, slots, kv, *, layout: KVLayout, page_size: int, page_bytes: int | None = None
 ) -> Any:
     """`data`, uint8 `[num_pages, page_bytes]`, with the rows written."""
     n = slots.shape[0]
@@ -416,23 +416,26 @@ def write_kv(
 
 def gather_kv(
     execute: Executor,
-    slots,
     data,
+    slots,
     *,
     layout: KVLayout,
     page_size: int,
     page_bytes: int | None = None,
-    rows: int,
+    rows: int | None = None,
     start: int = 0,
     out=None,
 ) -> Any:
-    """bfloat16 `[rows, qk_dim]`, new or `out`, with the slots' rows from `start` on; other rows are left undefined."""
+    """bfloat16 `[rows, qk_dim]`, new or `out`, with the slots' rows from `start` on; other rows are left undefined.
+
+    By default there are as many rows as slots.
+    """
     constants = layout_constants(layout, page_size, page_bytes)
-    output = Output((rows, layout.qk_dim), "bfloat16")
+    output = Output((slots.shape[0] if rows is None else rows, layout.qk_dim), "bfloat16")
     return _gather(execute, gather_kv_kernel, (slots, data), start, output, constants, out)
 
 
-def gather_kv_into(execute: Executor, slots, data, workspace, *, layout: KVLayout, page_size: int, start: int) -> Any:
+def gather_kv_into(execute: Executor, workspace, data, slots, *, layout: KVLayout, page_size: int, start: int) -> Any:
     """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
     output = Output(workspace.shape, "bfloat16", alias=2)
     constants = layout_constants(layout, page_size)
@@ -448,9 +451,9 @@ def _gather(execute: Executor, kernel, inputs, start: int, output: Output, const
 
 def split_pages(
     execute: Executor,
+    out,
     data,
     slots,
-    out,
     *,
     layout: KVLayout,
     page_size: int,

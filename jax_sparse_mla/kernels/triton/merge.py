@@ -60,7 +60,7 @@ def merge_kernel(
     tl.store(out_ptr + item * V_DIM + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def merge(execute: Executor, outs, lses, sink=None) -> list[Any]:
+def merge(execute: Executor, outs, lses, sink=None) -> tuple[Any, ...]:
     """out and lse of parts `[parts, ..., heads, v_dim]` and `[parts, ..., heads]`; with a sink lse is None."""
     num_parts, *shape, v_dim = outs.shape
     outputs = Output((*shape, v_dim), dtype_of(outs)), Output(shape, "float32") if sink is None else None

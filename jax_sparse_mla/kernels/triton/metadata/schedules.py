@@ -317,7 +317,7 @@ def flashmla(
     extra_topk: int,
     num_sm_parts: int,
     out: Sequence[Any] | None = None,
-) -> list[Any]:
+) -> tuple[Any, ...]:
     """As `jax_sparse_mla.metadata.schedules.flashmla_schedule_reference`."""
     batch = topk_length.shape[0]
     constants = flashmla_constants(topk, extra_topk, batch, num_sm_parts)

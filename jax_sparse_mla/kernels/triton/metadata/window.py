@@ -147,19 +147,28 @@ def swa_slots(execute: Executor, positions, req_rows, req_to_token, full_to_swa,
     return execute(launch, (positions, req_rows, req_to_token, full_to_swa), (out,))[0]
 
 
-def gather_lens(execute: Executor, seq_lens, extend_lens, *, window: int) -> list[Any]:
-    """first_pos, gather_lens and offsets, as `jax_sparse_mla.swa_gather_plan`."""
+def swa_gather_plan(
+    execute: Executor,
+    seq_lens,
+    extend_lens,
+    req_rows,
+    req_to_token,
+    full_to_swa,
+    *,
+    window: int,
+    capacity: int,
+) -> tuple[Any, Any, Any, Any]:
+    """As `jax_sparse_mla.swa_gather_plan`; the capacity may be zero."""
     requests = seq_lens.shape[0]
     each = Output((requests,), "int32")
     outputs, constants = (each, each, Output((requests + 1,), "int32")), {"WINDOW": window, **request_options(requests)}
     launch = Launch(gather_lens_kernel, "gather_lens", (1,), (requests,), outputs, constants)
-    return execute(launch, (seq_lens, extend_lens))
-
-
-def gather_slots(execute: Executor, first_pos, offsets, req_rows, req_to_token, full_to_swa, *, capacity: int) -> Any:
-    """The slots of `jax_sparse_mla.swa_gather_plan`, from what `gather_lens` made."""
-    requests, grid = req_rows.shape[0], (triton.cdiv(capacity, GATHER_OPTIONS["COLUMNS"]),)
+    first_pos, gather_lens, offsets = execute(launch, (seq_lens, extend_lens))
+    if not capacity:
+        return offsets[:0], first_pos, gather_lens, offsets
     sizes = (requests, *req_to_token.shape, full_to_swa.shape[0], capacity)
     constants = {"SEARCH_STEPS": requests.bit_length(), **GATHER_OPTIONS}
-    launch = Launch(gather_slots_kernel, "gather_slots", grid, sizes, (Output((capacity,), "int32"),), constants)
-    return execute(launch, (first_pos, offsets, req_rows, req_to_token, full_to_swa))[0]
+    outputs, grid = (Output((capacity,), "int32"),), (triton.cdiv(capacity, GATHER_OPTIONS["COLUMNS"]),)
+    launch = Launch(gather_slots_kernel, "gather_slots", grid, sizes, outputs, constants)
+    (slots,) = execute(launch, (first_pos, offsets, req_rows, req_to_token, full_to_swa))
+    return slots, first_pos, gather_lens, offsets
