@@ -272,7 +272,7 @@ def test_swa_gather_plan_equals_plain_jax(seed, shape):
 def test_bad_tensors_are_refused_by_name():
     lengths, wide = tensor([1, 2]), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     schedule = functools.partial(torch_metadata.flashmla_schedule, topk=64, num_sm_parts=4)
-    with pytest.raises(TypeError, match="topk_length must be a torch.Tensor, int32"):
+    with pytest.raises(TypeError, match=r"topk_length must be a torch\.Tensor, int32"):
         schedule(wide)
     with pytest.raises(ValueError, match="extra_topk_length with extra_topk"):
         schedule(lengths, extra_topk_length=lengths)
