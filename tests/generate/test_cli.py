@@ -8,10 +8,11 @@ import sys
 
 import jax
 import pytest
+from attention_calls import pretend_installed
 
 from jax_sparse_mla import DeviceInfo
 from jax_sparse_mla.attention import api
-from jax_sparse_mla.attention.route import BACKENDS
+from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.cli import main
 
 HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -70,7 +71,7 @@ def test_doctor_describes_a_gpu(capsys, monkeypatch):
 def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, backend):
     """As the attention functions do: without the columns, little work would not be seen as such."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
-    monkeypatch.setattr(api, "installed_backends", lambda: {"flashmla", "triton"})
+    pretend_installed(monkeypatch, "flashmla", "triton")
     out = run(capsys, "doctor", "--query-tokens", str(rows))[1]
     assert re.findall(rf"decode, {rows} query rows, FP8 cache: (\w+)", out) == [backend] * 3
 
@@ -78,8 +79,9 @@ def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, b
 def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monkeypatch):
     """Without nvcc and without a built binary `hopper` has its prefill alone."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
-    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
-    monkeypatch.setattr(api.hopper, "serves", lambda phase: phase == "prefill")
+    absent = dict.fromkeys(set(BACKENDS) - {"hopper", "reference"}, "not installed")
+    no_kernel = {"prefill": {}, "decode": {"hopper": "its CUDA kernel cannot be used here"}}
+    monkeypatch.setattr(api, "missing_for", lambda phase: absent | no_kernel[phase])
     out = run(capsys, "doctor")[1]
     assert re.findall(r", (\w+), 64 query rows, FP8 cache: (\w+)", out) == 3 * [
         ("decode", "reference"),

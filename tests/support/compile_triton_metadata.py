@@ -22,12 +22,12 @@ DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))
 def cases():
     """(name, kernel, constants with num_warps) of every kernel, as launched."""
     for batch, parts in ((64, 132), (4096, 66)):
+        constants = schedules.flashmla_constants(128, 512, batch, parts)
+        yield f"flashmla schedule of {batch}", schedules.flashmla_kernel, constants
         indexer = schedules.paged_mqa_constants(batch, 132, 256)
-        constants = schedules.schedules_constants([(128, 0), (128, 512), (128, 1024)], batch, parts, indexer)
-        yield f"schedules of {batch}", schedules.schedules_kernel, constants
         constants = {**indexer, "num_warps": schedules.paged_mqa_warps(batch)}
         yield f"paged_mqa of {batch}", schedules.paged_mqa_kernel, constants
-    yield "schedule", schedules.schedules_kernel, schedules.schedules_constants([(2048, 0)], 64, 66, None)
+    yield "flashmla schedule of one cache", schedules.flashmla_kernel, schedules.flashmla_constants(2048, 0, 64, 66)
     for mode, drafts in ((ForwardMode.DECODE, None), (ForwardMode.TARGET_VERIFY, 4), (ForwardMode.EXTEND, None)):
         for spec in (DEEPSEEK_V4_FLASH, DRAFT_LAYER):
             constants = metadata.v4_constants(spec, row_constants(mode, drafts), 64, 131_072)
