@@ -410,8 +410,13 @@ def test_draft_steps_share_one_compilation_of_draft_step_batch():
 
 @pytest.mark.parametrize(
     "mode, rows, gathered, expected",
-    [(EXTEND, 255, None, False), (EXTEND, 256, None, True), (DECODE, 256, None, False)]
-    + [(EXTEND, 256, False, False), (EXTEND, 8, True, True)],
+    [
+        (EXTEND, 255, None, False),
+        (EXTEND, 256, None, True),
+        (DECODE, 256, None, False),
+        (EXTEND, 256, False, False),
+        (EXTEND, 8, True, True),
+    ],
 )
 def test_the_plan_decides_what_a_step_attends_to(mode, rows, gathered, expected):
     """From the measured crossover on (docs/routing.md) a chunk gathers, unless the caller says which."""
