@@ -239,7 +239,7 @@ def build_metadata(
     step: EngineStep,
     *,
     fp8_kv_cache: bool = True,
-    prefill_backend: str | None = None,
+    prefill_backend: str | None = "flashmla_sparse",
     out: V4Metadata | V32Metadata | None = None,
 ) -> V4Metadata | V32Metadata:
     """The metadata of a step: as `jax_sparse_mla.build_v4_metadata` or `build_v32_metadata`, of torch tensors.
@@ -249,8 +249,8 @@ def build_metadata(
     Args:
       spec: the model; whether it has a window decides which metadata.
       step: from `sglang_step`, `vllm_step` or `draft_step`.
-      fp8_kv_cache, prefill_backend: of V3.2: see `jax_sparse_mla.select_topk_transform`. By default the `kernel` of
-        the step's plan says whether EXTEND gathers a workspace ("flashmla_sparse") or not ("flashmla_kv").
+      fp8_kv_cache, prefill_backend: of V3.2: see `jax_sparse_mla.select_topk_transform`. None: the `kernel` of the
+        step's plan says whether EXTEND gathers a workspace ("flashmla_sparse") or not ("flashmla_kv").
       out: buffers to write into, what an earlier call of the same mode and shapes returned; new ones by default. Give
         them where a captured graph or a layer keeps them.
 

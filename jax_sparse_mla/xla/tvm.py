@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import itertools
 import pathlib
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Buffer", "available", "call"]
+__all__ = ["Buffer", "call"]
 
 _lock = threading.Lock()
 _targets: dict[str, tuple] = {}  # by name: what is bound
@@ -40,11 +39,6 @@ class Buffer:
     index: int
     rows: int = 0
     row_bytes: int = 0
-
-
-def available() -> bool:
-    """Whether apache-tvm-ffi and jax-tvm-ffi are installed."""
-    return all(importlib.util.find_spec(name) is not None for name in ("tvm_ffi", "jax_tvm_ffi"))
 
 
 def call(

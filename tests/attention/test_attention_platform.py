@@ -108,7 +108,13 @@ def test_the_platform_lowered_for_decides(kernel, phase):
 def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, backend):
     """528 bytes of FP8, on the device of each backend: the call takes the reference, by name it is refused."""
     layout = dataclasses.replace(
-        KVLayout.V4_FP8, name="made_up", fp8_dim=512, group=0, inline_scale_bytes=16, footer_scale_bytes=0, page_align=1
+        KVLayout.V4_FP8,
+        name="made_up",
+        fp8_dim=512,
+        group=128,
+        inline_scale_bytes=16,
+        footer_scale_bytes=0,
+        page_align=1,
     )
     devices = BACKENDS[backend].devices
     device = DeviceInfo("cpu") if devices is None else dataclasses.replace(H200, compute_capability=devices[0][0])

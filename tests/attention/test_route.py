@@ -131,7 +131,7 @@ def test_a_gpu_without_a_known_capability_is_served_by_the_reference():
 # --- layouts, by name ---
 
 MADE_UP = dataclasses.replace(
-    KVLayout.V4_FP8, name="made up", fp8_dim=512, group=0, inline_scale_bytes=16, footer_scale_bytes=0, page_align=1
+    KVLayout.V4_FP8, name="made up", fp8_dim=512, group=128, inline_scale_bytes=16, footer_scale_bytes=0, page_align=1
 )
 IN_ANOTHER_ORDER = dataclasses.replace(KVLayout.V32_FP8, group=64, inline_scale_bytes=32)  # keeps its name
 

@@ -466,7 +466,7 @@ def test_a_cpu_has_the_reference():
 
 
 MADE_UP = dataclasses.replace(
-    KVLayout.V4_FP8, name="made up", fp8_dim=512, group=0, inline_scale_bytes=16, footer_scale_bytes=0, page_align=1
+    KVLayout.V4_FP8, name="made up", fp8_dim=512, group=128, inline_scale_bytes=16, footer_scale_bytes=0, page_align=1
 )
 
 
