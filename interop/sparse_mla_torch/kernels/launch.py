@@ -32,7 +32,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: Sequence[int], scalars: Sequence[float], constants: dict[str, Any]):
         self._kernel, self._grid, self._scalars, self._constants = kernel, tuple(grid), tuple(scalars), constants
         self._compiled: Any = None  # for launcher.c, by tensors that begin at multiples of 16 bytes
-        self._host: Any = None
+        self._launcher: Any = None
 
     def __call__(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
         """Dtypes, and which are None, must be the same in every call; the current device must be theirs."""
@@ -42,7 +42,7 @@ class Launch:
         # Triton compiles one kernel for such addresses, another for those that are not.
         aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))
         if self._compiled is None and aligned and compiled is not None and (module := launcher.module()):
-            self._host, self._compiled = module, self._known(module, compiled, len(inputs))
+            self._launcher, self._compiled = module, self._known(module, compiled, len(inputs))
 
     def keep(self, outputs: tuple[torch.Tensor | None, ...]) -> Callable[..., Any] | None:
         """`again(*inputs)`: launches into these outputs when called on this thread and stream, and returns them.
