@@ -1,0 +1,69 @@
+"""Optional packages: absence is quiet, and what is there and does not import is said, once, with its error."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+
+from jax_sparse_mla import _packages
+from jax_sparse_mla.xla import tvm
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    _packages.why_not.cache_clear()
+    _packages.warn_once.cache_clear()
+    yield
+    _packages.why_not.cache_clear()
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Puts a package of this text on the path."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return put
+
+
+def test_an_absent_package_is_quiet(recwarn):
+    assert not _packages.found("no_such_package") and not _packages.importable("no_such_package")
+    assert _packages.why_not("no_such_package") == "no_such_package is not installed"
+    assert not recwarn.list
+
+
+def test_one_that_imports_is_quiet(recwarn, package):
+    package("a_good_package", "")
+    assert _packages.importable("a_good_package") and not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("raise OSError('libsome.so: undefined symbol')", "OSError: libsome.so: undefined symbol"),
+        ("import what_it_needs_and_is_not_there", "ModuleNotFoundError: No module named"),
+        ("raise RuntimeError('built for CUDA 12')", "RuntimeError: built for CUDA 12"),
+    ],
+)
+def test_one_that_does_not_import_is_said_once(package, text, error):
+    package("a_broken_package", text)
+    with pytest.warns(UserWarning, match=f"a_broken_package does not import: {error}.*mend or remove it") as warned:
+        for _ in range(3):
+            assert error in _packages.why_not("a_broken_package")
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("name", ["tvm_ffi", "jax_tvm_ffi"])
+def test_tvm_ffi(package, name):
+    package({"tvm_ffi": "jax_tvm_ffi", "jax_tvm_ffi": "tvm_ffi"}[name], "")
+    package(name, "raise ImportError('another version')")
+    with pytest.warns(UserWarning, match=rf"\b{name} does not import: ImportError: another version"):
+        assert not tvm.available()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not tvm.available()
