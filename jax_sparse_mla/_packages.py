@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import warnings
 
 __all__ = ["found", "importable", "version", "warn_once", "why_not"]
@@ -26,12 +27,19 @@ def why_not(name: str) -> str | None:
     """Why a package cannot be used, or None: "triton is not installed", "triton does not import: OSError: …"."""
     if not found(name):
         return f"{name} is not installed"
+    # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
     try:
         importlib.import_module(name)
     except Exception as error:  # a broken package raises anything: of a missing library, another version, its own
         why = f"{name} does not import: {type(error).__name__}: {error}"
         warn_once(f"{why}. It is installed and not used: mend or remove it")
         return why
+    finally:
+        if cache_dir is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = cache_dir
     return None
 
 

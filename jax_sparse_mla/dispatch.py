@@ -36,15 +36,7 @@ def available() -> bool:
     """
     if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
         return False
-    # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
-    cache_dir = os.environ.get("TRITON_CACHE_DIR")
-    try:
-        return importable("triton") and importable("jax_triton")
-    finally:
-        if cache_dir is None:
-            os.environ.pop("TRITON_CACHE_DIR", None)
-        else:
-            os.environ["TRITON_CACHE_DIR"] = cache_dir
+    return importable("triton") and importable("jax_triton")
 
 
 def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 
@@ -56,6 +57,16 @@ def test_one_that_does_not_import_is_said_once(package, text, error):
         for _ in range(3):
             assert error in _packages.why_not("a_broken_package")
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("before", [None, "/somewhere"])
+def test_an_import_leaves_triton_s_cache_where_it_was(package, monkeypatch, before):
+    """jax-triton empties the variable: torch's launches would cache in the working directory."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", before)
+    package("empties_it", "import os; os.environ['TRITON_CACHE_DIR'] = ''")
+    assert _packages.importable("empties_it") and os.environ.get("TRITON_CACHE_DIR") == before
 
 
 @pytest.mark.parametrize("name", ["tvm_ffi", "jax_tvm_ffi"])
