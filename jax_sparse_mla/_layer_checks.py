@@ -7,7 +7,7 @@ are the page table's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,9 +19,6 @@ from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from jax_sparse_mla.models import ModelSpec
-
-if TYPE_CHECKING:
-    from jax_sparse_mla.layers import V4LayerCache, V4LayerParams, V4Rows, V32LayerCache
 
 
 def check_tables(function: str, tables: RequestTables) -> None:
@@ -40,9 +37,9 @@ def check_tables(function: str, tables: RequestTables) -> None:
 
 
 def check_v4_layer(
-    cache: V4LayerCache,
-    rows: V4Rows,
-    params: V4LayerParams,
+    cache: Any,
+    rows: Any,
+    params: Any,
     batch: ForwardBatch,
     metadata: V4Metadata,
     plan: PrefillPlan | None,
@@ -50,7 +47,7 @@ def check_v4_layer(
     spec: ModelSpec,
     ratio: int,
 ) -> None:
-    """Refuses what `v4_layer` cannot serve.
+    """Refuses what `v4_layer` cannot serve; its arguments, of `layers`, under its names.
 
     Raises:
       TypeError: a cache, parameters or rows that this ratio needs are missing.
@@ -106,7 +103,7 @@ def check_v4_layer(
             )
 
 
-def check_v32_layer(cache: V32LayerCache, *, spec: ModelSpec) -> None:
+def check_v32_layer(cache: Any, *, spec: ModelSpec) -> None:
     """Refuses what `v32_layer` cannot serve.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 from jax_sparse_mla import native
 from jax_sparse_mla._packages import importable
 
-__all__ = ["folder", "library", "module", "source", "sparse_decode_module", "topk_module", "tvm_headers"]
+__all__ = ["binder", "folder", "library", "module", "source", "sparse_decode_module", "topk_module"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -67,13 +67,26 @@ def library(name: str, arch: str) -> native.Library:
         sources=(source(name), *sorted(others)),
         compiler="nvcc",
         flags=("-std=c++20", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"),
-        includes=tvm_headers,
+        includes=_tvm_headers,
         packages=("apache-tvm-ffi",),
         carried=folder(),
     )
 
 
-def tvm_headers() -> list[str]:
+def binder() -> native.Library:
+    """What XLA calls the kernels through; `xla/tvm.py` loads it."""
+    return native.Library(
+        name="tvm_bind",
+        sources=(_PACKAGE / "xla" / "tvm_bind.cc",),
+        compiler="c++",
+        flags=("-std=c++17", "-O2"),
+        includes=_tvm_headers,
+        packages=("apache-tvm-ffi",),
+        carried=folder(),
+    )
+
+
+def _tvm_headers() -> list[str]:
     """The folders of TVM-FFI's headers."""
     from tvm_ffi import libinfo
 
@@ -87,9 +100,7 @@ def main() -> None:
         "built from it carries them.",
     )
     parser.parse_args()
-    from jax_sparse_mla.xla.tvm import BINDER  # what XLA reaches them through
-
-    libraries = [BINDER, *(library(name, arch) for name, archs in _CARRIED.items() for arch in archs)]
+    libraries = [binder(), *(library(name, arch) for name, archs in _CARRIED.items() for arch in archs)]
     for each in libraries:
         for old in folder().glob(f"{each.name}-*.so"):
             old.unlink()

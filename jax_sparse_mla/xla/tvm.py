@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +21,7 @@ from jax_sparse_mla import native
 from jax_sparse_mla._packages import importable
 from jax_sparse_mla.kernels import build
 
-__all__ = ["BINDER", "Buffer", "available", "call"]
-
-BINDER = native.Library(
-    name="tvm_bind",
-    sources=(pathlib.Path(__file__).with_name("tvm_bind.cc"),),
-    compiler="c++",
-    flags=("-std=c++17", "-O2"),
-    includes=build.tvm_headers,
-    packages=("apache-tvm-ffi",),
-    carried=build.folder(),
-)
+__all__ = ["Buffer", "available", "call"]
 
 _lock = threading.Lock()
 _targets: dict[str, tuple] = {}  # by name: what is bound
@@ -108,4 +97,4 @@ def _target(module: Callable[[], Any], function: str, arguments: tuple, platform
 def _binder() -> Any:
     import tvm_ffi
 
-    return native.load(BINDER, lambda path: tvm_ffi.load_module(str(path)))
+    return native.load(build.binder(), lambda path: tvm_ffi.load_module(str(path)))
