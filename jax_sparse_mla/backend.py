@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.metadata
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jax_sparse_mla._packages import found, version, why_not
 
 FRAMEWORKS = ("jax", "torch")
 
@@ -32,23 +32,18 @@ class Need:
     phases: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        """Why the package cannot be used; None if it is found. Nothing is imported."""
-        if any(importlib.util.find_spec(name) is not None for name in self.modules):
-            return None
-        return f"{' or '.join(self.distributions)} is not installed"
+        """Why the package cannot be used; None if it can. It is imported, and warned of where that fails.
+
+        Of several modules none is imported: the backend's `unready` loads the one that it takes.
+        """
+        if not any(map(found, self.modules)):
+            return f"{' or '.join(self.distributions)} is not installed"
+        return why_not(self.modules[0]) if len(self.modules) == 1 else None
 
     def versions(self) -> str:
         """The versions that are installed, as `jax-sparse-mla doctor` prints them."""
-        found = [f"{name} {version}" for name in self.distributions if (version := version_of(name))]
-        return ", ".join(found) or self.missing() or " or ".join(self.modules)
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version; None where there is none."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        versions = [f"{name} {number}" for name in self.distributions if (number := version(name))]
+        return ", ".join(versions) or self.missing() or " or ".join(self.modules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,8 @@ def check_batch(batch: ForwardBatch, tables: RequestTables) -> None:
       in TARGET_VERIFY);
     * `extend_lens` (EXTEND): within `[0, seq_lens]`, in all no more than the rows of the batch;
     * `req_pool_indices`: rows of the request table;
-    * `out_cache_loc`: slots of the pool, where `full_to_swa` tells its size, else not negative.
+    * `out_cache_loc`: slots of the pool, where `full_to_swa` tells its size, else not negative;
+    * the last entry of `full_to_swa`: −1. It stands for "no slot"; without it the pool's last slot is taken for none.
 
     Raises:
       ValueError: a value out of range.
@@ -123,6 +124,10 @@ def check_batch(batch: ForwardBatch, tables: RequestTables) -> None:
     bad = (batch.req_pool_indices < 0) | (batch.req_pool_indices >= max_requests)
     require("req_pool_indices", in_use & bad, f"outside the {max_requests} rows of req_to_token")
 
+    if full_to_swa is not None and full_to_swa.size:
+        bad = (jnp.arange(full_to_swa.shape[0]) == full_to_swa.shape[0] - 1) & (full_to_swa != -1)
+        what = "the last entry, which must be -1: full_to_swa is [pool + 1], the pool's slots and -1 behind them"
+        _require("check_batch", "tables.full_to_swa", full_to_swa, bad, what)
     live = _live_rows(batch, tables)
     bad = batch.out_cache_loc < 0
     where = "negative"

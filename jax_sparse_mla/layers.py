@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla import _layer_checks as layer_checks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
 from jax_sparse_mla.attention.api import plan_here
@@ -168,6 +169,7 @@ def prepare_v4_step(
         that cannot serve the step.
     """
     metadata = build_v4_metadata(spec, batch, tables)
+    layer_checks.check_tables("prepare_v4_step", tables)
     (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
     if gathered is None:
         gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, rows)
@@ -228,7 +230,12 @@ def v4_layer(
     Returns:
       out `[T, heads, 512]` (rope not yet taken back), the updated cache, and, for ratio 4, the selected compressed
       positions int32 `[T, index_topk]`, −1 padded (else None).
+
+    Raises:
+      TypeError, ValueError: what this ratio needs is missing, or caches have shapes that cannot be right for the model,
+        for each other or for the batch's requests; and what the functions called here raise.
     """
+    layer_checks.check_v4_layer(cache, rows, params, batch, metadata, plan, spec=spec, ratio=ratio)
     swa = write_kv(cache.swa, metadata.swa_out_cache_loc, rows.kv)
     if ratio == 0:
         cache = V4LayerCache(swa=swa)
@@ -375,6 +382,7 @@ def v32_layer(
 
     Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
     """
+    layer_checks.check_v32_layer(cache, spec=spec)
     kv = write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
     cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k))
     lengths = metadata.seqlens_expanded

@@ -190,7 +190,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
     parts = [{} for _ in engine.caches]
     for name, x in tensors.items():
         layer, _, field = name.removeprefix("layers.").partition(".")
-        if not name.startswith("layers.") or not layer.isdecimal() or int(layer) >= len(parts):
+        if not name.startswith("layers.") or layer not in map(str, range(len(parts))):
             raise ValueError(f"import_request: {path} has an unknown tensor {name}")
         parts[int(layer)][field] = x
     request.row = engine.pool.open()
@@ -227,12 +227,24 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch
                 raise ValueError(f"import_request: {path} has format {metadata.get('format')}, not {FORMAT}")
             if metadata.get("version") != VERSION:
                 raise ValueError(f"import_request: {path} has version {metadata.get('version')}, not {VERSION}")
-            facts = json.loads(metadata.get("request", "null"))
-            if not isinstance(facts, dict):
-                raise ValueError(f"import_request: {path} does not say what it holds (metadata request: {facts})")
+            facts = _parse(path, metadata.get("request", "null"))
             return facts, {name: file.get_tensor(name) for name in sorted(file.keys())}
     except safetensors.SafetensorError as error:
         raise ValueError(f"import_request: {path} is no whole safetensors file: {error}") from error
+
+
+def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
+    """What a file says of its request: numbers, strings, and lists of them."""
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, a thousand deep
+        raise ValueError(f"import_request: {path} has metadata that is no JSON of a request: {error}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"import_request: {path} does not say what it holds (metadata request: {text[:80]})")
+    for name, value in facts.items():
+        if any(isinstance(x, (list, dict)) for x in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"import_request: {path} has metadata of lists within lists, or of objects: {name[:80]}")
+    return facts
 
 
 def _new_request(engine: Engine, facts: dict[str, Any], tokens: torch.Tensor | None, max_new_tokens: int) -> Request:

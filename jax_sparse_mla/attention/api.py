@@ -266,6 +266,7 @@ def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -
             with jax.named_scope(f"{_SCOPE}{route.phase}.{backend}"):  # `calls_of` and profilers find it
                 return call(*tree.unflatten(leaves), **dict(static))
 
+        named.__name__ = f"{_SCOPE}{route.phase}"  # errors name it
         return named
 
     plain = function("reference")

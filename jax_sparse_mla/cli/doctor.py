@@ -7,10 +7,11 @@ import platform
 
 import jax
 
+from jax_sparse_mla._packages import version
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
 from jax_sparse_mla.attention.route import plan_call
-from jax_sparse_mla.backend import Backend, version_of
+from jax_sparse_mla.backend import Backend
 from jax_sparse_mla.cli.arguments import positive_int
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices.topk import route as topk
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {version_of('jaxlib')}")
+    print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {version('jaxlib')}")
     print(f"device     {_describe(DeviceInfo.current())}")
     missing = {phase: api.missing_for(phase) for phase in PHASES}
     for name, backend in BACKENDS.items():

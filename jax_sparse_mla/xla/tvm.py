@@ -2,8 +2,7 @@
 
 Nothing here imports tvm_ffi until a call is traced. A few lines of C++ (`tvm_bind.cc`) bind each function to its
 argument list: no Python and no lock runs with the kernel, and numbers do not travel as XLA attributes, of which
-jax-tvm-ffi loses some bytes at every call. tvm_ffi compiles them with the machine's C++ compiler at the first use,
-into its own cache.
+jax-tvm-ffi loses some bytes at every call. `native` has them from the package, or from the machine's C++ compiler.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+from jax_sparse_mla import native
+from jax_sparse_mla.kernels import build
 
 __all__ = ["Buffer", "call"]
 
@@ -88,6 +89,6 @@ def _target(module: Callable[[], Any], function: str, arguments: tuple, platform
 
 @functools.cache
 def _binder() -> Any:
-    import tvm_ffi.cpp
+    import tvm_ffi
 
-    return tvm_ffi.cpp.load("jax_sparse_mla_bind", sources=str(pathlib.Path(__file__).with_name("tvm_bind.cc")))
+    return native.load(build.binder(), lambda path: tvm_ffi.load_module(str(path)))

@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,48 @@ def test_an_exported_program_serves_both_platforms(kernel, phase):
         here = jax.device_put(given, jax.devices("cpu")[0])
         expected = ATTENTION[phase](**here, **cache, softmax_scale=scale, backend="reference")
         assert_same(exported.call(here), expected)
+
+
+def loss(phase, backend=None, vmapped=False):
+    """A function of q that one would differentiate."""
+    given = arguments_of(phase)
+    scale, q = given.pop("softmax_scale"), given.pop("q")
+    static = {"softmax_scale": scale, "backend": backend}
+
+    def of_q(q):
+        return sum(x.astype(jnp.float32).sum() for x in ATTENTION[phase](q=q, **given, **static)[:1])
+
+    return (lambda q: jax.vmap(of_q)(q[None]).sum()) if vmapped else of_q, q
+
+
+@pytest.mark.parametrize(
+    "derive", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jacfwd, lambda f: partial(jax.vjp, f)]
+)
+@pytest.mark.parametrize("backend", [None, "triton"])
+@BOTH
+def test_a_gradient_through_a_kernel_names_the_backend_that_has_one(kernel, phase, backend, derive):
+    of_q, q = loss(phase, backend)
+    message = f'sparse_mla_{phase}: its kernels have no gradient; differentiate with backend="reference"'
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        derive(of_q)(q)
+
+
+@BOTH
+def test_a_gradient_by_the_reference(kernel, phase):
+    """Named, and under `vmap`, where it serves in the kernel's place."""
+    of_q, q = loss(phase, "reference")
+    expected = jax.grad(of_q)(q)
+    assert np.isfinite(np.asarray(expected, np.float32)).all() and np.asarray(expected, np.float32).any()
+    of_q, q = loss(phase, vmapped=True)
+    with jax.default_device(jax.devices("cpu")[0]):
+        np.testing.assert_array_equal(np.asarray(jax.grad(of_q)(q)), np.asarray(expected))
+
+
+@BOTH
+def test_what_does_not_depend_on_the_kernel_is_differentiated(kernel, phase):
+    of_q, q = loss(phase)
+    gradient = jax.grad(lambda q: of_q(jax.lax.stop_gradient(q)) + 3 * q.astype(jnp.float32).sum())(q)
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), 3.0)
 
 
 def test_absent_lengths_reach_the_kernel_as_none(kernel):

@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import pytest
@@ -111,6 +113,29 @@ def test_generate_without_torch_says_what_is_missing():
     code = "import sys; sys.modules['torch'] = None; from jax_sparse_mla.cli import main; sys.exit(main(['generate']))"
     done = python(code)
     assert done.returncode == 2 and "needs torch and transformers (the extra [hf])" in done.stderr
+
+
+@needs_models
+@pytest.mark.parametrize("version", ["4.57.1", "5.22.9", "5.9.0.dev0"])
+def test_an_older_transformers_is_said(version):
+    """Not `KeyError: 'deepseek_sparse_attention'`, from somewhere within."""
+    code = (
+        f"import sys, transformers; transformers.__version__ = {version!r}; from jax_sparse_mla.cli import main; "
+        "sys.exit(main(['generate']))"
+    )
+    done = python(code)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"transformers {version} is installed" in done.stderr
+    assert 'needs 5.23 or newer: pip install "transformers>=5.23"' in done.stderr
+
+
+@needs_models
+def test_the_oldest_transformers_is_the_extra_s():
+    from sparse_mla_torch.hf import OLDEST_TRANSFORMERS
+
+    with open(pathlib.Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
+        extra = tomllib.load(file)["project"]["optional-dependencies"]["hf"]
+    assert "transformers>={}.{}".format(*OLDEST_TRANSFORMERS) in extra
 
 
 def test_a_command_is_required(capsys):

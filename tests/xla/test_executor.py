@@ -1,4 +1,4 @@
-"""What a described launch becomes in an XLA program: the arguments of jax-triton's call, which needs a GPU to import."""
+"""What a described launch becomes in an XLA program: the arguments of jax-triton's call. Importing that needs a GPU."""
 
 import types
 

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla._packages import why_not
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.device import DeviceInfo
@@ -62,7 +63,9 @@ class Library(NamedTuple):
 
 
 def unready(phase: str, framework: str) -> str | None:
-    """Why its operators cannot be called here although its packages are found; imports none of them."""
+    """Why its operators cannot be called here although its packages are found; `library` loads them."""
+    if _files("flash_mla", "_C_legacy*.so") and not _sgl_kernel_files() and (why := why_not("flash_mla")):
+        return why
     if not has_operators():
         return "flash_mla or sgl_kernel is there without the kernels for SM90 and for the V3.2 and V4 caches"
     if framework == "jax" and not torch_operator.available():
