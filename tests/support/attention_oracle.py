@@ -11,6 +11,7 @@ The cases are strata of FlashMLA's own test tables, at sizes for a CPU; the tole
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -374,6 +375,7 @@ def _case_name(setting: dict) -> str:
     return "-".join(parts)
 
 
+@functools.cache
 def decode_cases(count: int = 15, seed: int = 20251) -> list[DecodeCase]:
     """Strata of FlashMLA's decode tables, and its corner cases (every index invalid)."""
     rng = np.random.default_rng(seed)
@@ -433,6 +435,7 @@ def prefill_case(rng: np.random.Generator, name: str, setting: dict) -> PrefillC
     )
 
 
+@functools.cache
 def prefill_cases(count: int = 12, seed: int = 20252) -> list[PrefillCase]:
     """Strata of FlashMLA's prefill tables, and its corner case (every index invalid)."""
     rng = np.random.default_rng(seed)
