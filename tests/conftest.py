@@ -11,6 +11,8 @@ from run_record import RunRecord
 # Failing assertions of these say as much as those of test modules do.
 pytest.register_assert_rewrite("attention_conformance", "compressor_engine", "metadata_cases", "topk_oracle")
 
+pytest_plugins = ["pytester"]
+
 ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:
     # Triton kernels run in its interpreter, which reads this when a kernel is defined: before any test imports one.
@@ -32,7 +34,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(RunRecord(config))
+    config.pluginmanager.register(RunRecord(config, jax.devices()[0].device_kind))
     if not ON_GPU:
         share_compiled_programs(config)
 

@@ -1,8 +1,9 @@
 """Which tests of a run passed, failed or were skipped and why, as a file; and which run nowhere.
 
-`pytest --record FILE` writes the file. On an H200 that is `benchmarks/results/h200_tests.json`, `GPU_RUN`. A complete run
-without a GPU compares the tests that it skips with the ones that passed there: what neither ran must be what `UNRUN`
-lists, with the reason, or the run fails. Until `GPU_RUN` names tests, those marked `gpu` count as run there.
+`pytest --record=FILE` writes the file (with the `=`: pytest takes a FILE that exists for a test otherwise). On an H200
+that is `benchmarks/results/h200_tests.json`, `GPU_RUN`. A complete run without a GPU compares the tests that it skips
+with the ones that passed there: what neither ran must be what `UNRUN` lists, with the reason, or the run fails. Until
+`GPU_RUN` names tests, those marked `gpu` count as run there. Where a tool is missing that CI has, nothing is compared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -100,8 +100,8 @@ def _commit() -> str | None:
 class RunRecord:
     """A plugin of the process that starts the tests and of each of xdist's workers."""
 
-    def __init__(self, config: pytest.Config):
-        self.config = config
+    def __init__(self, config: pytest.Config, device: str, *, gpu_run: Path = GPU_RUN, unrun: Path = UNRUN):
+        self.config, self.device, self.gpu_run, self.unrun = config, device, gpu_run, unrun
         self.passed: set[str] = set()
         self.failed: set[str] = set()
         self.skipped: dict[str, str] = {}
@@ -142,16 +142,17 @@ class RunRecord:
             return
         if path := self.config.getoption("--record"):
             Path(path).write_text(self.as_json())
-        if self._is_the_whole_suite() and jax.default_backend() == "cpu" and not missing_tools():
-            gpu_run = json.loads(GPU_RUN.read_text()) if GPU_RUN.exists() else {}
+        if self._is_the_whole_suite() and self.device == "cpu" and not missing_tools():
+            gpu_run = json.loads(self.gpu_run.read_text()) if self.gpu_run.exists() else {}
             unrun = run_nowhere(self.skipped, self.marked_gpu, gpu_run)
-            self.wrong = differences(unrun, json.loads(UNRUN.read_text()))
+            self.wrong = differences(unrun, json.loads(self.unrun.read_text()))
             if self.wrong and exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if self.wrong:
-            terminalreporter.section(f"{UNRUN.relative_to(ROOT)} is not what neither this run nor the GPU's ran", red=True)
+            title = f"{self.unrun.name} is not what neither this run nor the one on a GPU ran"
+            terminalreporter.section(title, red=True)
             for line in self.wrong:
                 terminalreporter.line(line)
 
@@ -163,16 +164,17 @@ class RunRecord:
 
     def as_json(self) -> str:
         """A file of few lines, one for each test module."""
+        passed = self.passed - self.failed
         facts = {
-            "device": jax.devices()[0].device_kind,
+            "device": self.device,
             "machine": platform.machine(),
             "python": platform.python_version(),
             "versions": {name: _version(name) for name in PACKAGES},
             "commit": _commit(),
-            "counts": {"passed": len(self.passed - self.failed), "failed": len(self.failed), "skipped": len(self.skipped)},
+            "counts": {"passed": len(passed), "failed": len(self.failed), "skipped": len(self.skipped)},
         }
         parts = {
-            "passed": names(self.passed - self.failed),
+            "passed": names(passed),
             "failed": names(self.failed),
             "skipped": by_reason(self.skipped),
         }
