@@ -271,7 +271,7 @@ class TestFailures:
 
     def test_asking_for_it_imports_nothing(self):
         program = (
-            "import sys, jax_sparse_mla; from jax_sparse_mla.attention import flashmla; flashmla.available(); "
+            "import sys, jax_sparse_mla; from jax_sparse_mla.attention.backends import flashmla; flashmla.available(); "
             "assert not {'torch', 'flash_mla', 'sgl_kernel'} & set(sys.modules)"
         )
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}

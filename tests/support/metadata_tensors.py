@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import torch
+import triton_interpreter  # noqa: F401
 
 DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
