@@ -13,7 +13,16 @@ import math
 from collections.abc import Iterator
 
 import torch
-from attention_oracle import INT_MAX, INT_MIN, TOLERANCES, V_DIM
+from attention_oracle import (
+    INT_MAX,
+    INT_MIN,
+    ROW_OUT,
+    ROW_STATISTIC,
+    ROW_STATISTIC_SHARE,
+    ROW_ZERO,
+    TOLERANCES,
+    V_DIM,
+)
 from flashmla_cases import DecodeShape, PrefillShape, Scope, seed_of
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
@@ -288,13 +297,15 @@ class Comparison:
     """One result against the oracle, some rows at a time, by FlashMLA's tolerances of `kind`.
 
     NaN and infinities must stand in the same places, and what is exactly 0 (a row without a key, a sink of +inf) must
-    be; every other element is within abs or rel; cos_diff judges the whole.
+    be; every other element is within abs or rel; cos_diff judges the whole, and `ROW_OUT` or `ROW_STATISTIC` each row
+    of each head.
     """
 
     def __init__(self, kind: str, device: torch.device):
         self.kind = kind
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # misplaced, off, products, squares
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._row = torch.zeros((), dtype=torch.float64, device=device)  # the largest share of what a row may be off
 
     def add(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         if actual.shape != expected.shape:
@@ -310,14 +321,22 @@ class Comparison:
         off = (error >= abs_tol) & (error >= rel_tol * (b.abs() + 1e-6))
         self._sums += torch.stack([misplaced.sum(), off.sum(), (a * b).sum(), (a * a + b * b).sum()])
         self._largest = torch.maximum(self._largest, error.max())
+        if self.kind.endswith("out"):
+            share = torch.linalg.vector_norm(error, dim=-1) / (ROW_OUT * torch.linalg.vector_norm(b, dim=-1) + ROW_ZERO)
+        else:
+            share = error / (ROW_STATISTIC + ROW_STATISTIC_SHARE * b.abs().max())
+        self._row = torch.maximum(self._row, share.max())
 
     def verdict(self) -> tuple[dict[str, float], str | None]:
         """The errors, and what is wrong, if anything is."""
         misplaced, off, products, squares = self._sums.tolist()
         cos_diff = 0.0 if squares < 2e-12 else 1 - 2 * products / squares
-        errors = {"largest": float(f"{self._largest.item():.3g}"), "cos_diff": float(f"{cos_diff:.3g}")}
+        row = self._row.item()
+        found = {"largest": self._largest.item(), "cos_diff": cos_diff, "row": row}
+        errors = {name: float(f"{value:.3g}") for name, value in found.items()}
         wrong = [f"{int(misplaced)} NaN, infinities or zeros misplaced"] if misplaced else []
         wrong += [f"{int(off)} elements off, the largest by {errors['largest']:.3g}"] if off else []
+        wrong += [f"a row off by {row:.3g} times what it may be"] if row > 1 else []
         wrong += [f"cos_diff {cos_diff:.3g}"] if abs(cos_diff) > TOLERANCES[self.kind][2] else []
         return errors, f"{self.kind}: {', '.join(wrong)}" if wrong else None
 

@@ -1,9 +1,17 @@
-"""What all tests share: GPU tests are skipped, with the reason, where there is no GPU."""
+"""What all tests share: which are skipped where, the cache of compiled programs, and the record of a run."""
 
 import os
+import shutil
+import tempfile
 
 import jax
 import pytest
+from run_record import RunRecord
+
+# Failing assertions of these say as much as those of test modules do.
+pytest.register_assert_rewrite("attention_conformance", "compressor_engine", "metadata_cases", "topk_oracle")
+
+pytest_plugins = ["pytester"]
 
 ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:
@@ -19,6 +27,29 @@ def ordered_topk(monkeypatch):
     """
     if ON_GPU:
         monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", "triton")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", metavar="FILE", help="write which tests passed, failed and were skipped, and why")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(RunRecord(config, jax.devices()[0].device_kind))
+    if not ON_GPU:
+        share_compiled_programs(config)
+
+
+def share_compiled_programs(config):
+    """One folder of compiled programs for all processes of a run: xdist's workers, and what tests start."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="jax_programs_")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_modifyitems(items):

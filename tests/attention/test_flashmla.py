@@ -2,7 +2,7 @@
 
 `flashmla_stub.py` registers operators of the vendors' schemas with torch; the same host code that calls FlashMLA on a
 GPU calls them here, on XLA's CPU buffers. The backend goes through the tests that every backend goes through; what
-only this one has follows. On a GPU `test_attention.py` runs the real kernels.
+only this one has follows. On a GPU `test_sparse_mla.py` runs the real kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pytest
 pytest.importorskip("torch")
 
 import flashmla_stub as stub
-import test_attention
 from attention_calls import (
     H200,
     OVERRIDES,
@@ -37,6 +36,7 @@ from attention_calls import (
     small_decode,
     small_prefill,
 )
+from attention_conformance import SparseMLAConformance
 from attention_oracle import HostCache
 from jax.sharding import AxisType, PartitionSpec
 
@@ -88,7 +88,7 @@ def backend() -> str:
     return "flashmla"
 
 
-class TestOverSglFlashMla(test_attention.TestSparseMLA):
+class TestOverSglFlashMla(SparseMLAConformance):
     """All that backends share."""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -162,6 +164,54 @@ def test_comparison_refuses_what_is_wrong(defect):
             case_data.compare(call, (out[..., :448], lse))
         return
     assert case_data.compare(call, (out, lse))[1]
+
+
+LONG_ROWS = DecodeShape("grid", "V4_FP8", 64, 4, 1, Scope(2046, 2048, 64), varied=False)  # a published case, unvaried
+
+
+def without_a_key(call: case_data.Call, row: int) -> case_data.Call:
+    """The call whose row has 2,046 keys, without the first of them."""
+    (keys,) = call.keys
+    (columns,) = torch.nonzero(case_data._scanned(keys, len(keys.rows))[row, 0], as_tuple=True)
+    assert len(columns) == 2046
+    indices = keys.indices.clone()
+    indices[row, 0, columns[0]] = -1
+    return dataclasses.replace(call, keys=[dataclasses.replace(keys, indices=indices)])
+
+
+def test_a_row_that_lost_one_key_of_2046_is_refused():
+    """FlashMLA's tolerances over the whole tensor let it through."""
+    call = case_data.make_call(LONG_ROWS, "cpu")
+    right = rounded(call)
+    assert not case_data.compare(call, right)[1]
+    row = int(case_data._scanned(call.keys[0], len(call.keys[0].rows)).sum(-1).argmax())
+    lost = rounded(without_a_key(call, row))
+    _, out, _, lse = (x if isinstance(x[0], slice) else torch.cat(x) for x in zip(*case_data.oracle(call)))
+    for name, results, expected in (("out", (lost[0], right[1]), out), ("lse", (right[0], lost[1]), lse)):
+        (wrong,) = case_data.compare(call, results)[1]
+        # Every element passes; cos_diff sees one row of the 4 here, and would not of the 321 of other cases.
+        also = r"(, cos_diff \S+)?" if name == "out" else ""
+        assert re.fullmatch(rf"decode\.{name}: a row off by [\d.]+ times what it may be{also}", wrong)
+        actual = results[0].float() if name == "out" else results[1]
+        with pytest.raises(AssertionError, match=rf"decode\.{name}: \d+ of 256 rows off; first \[{row}, "):
+            attention_oracle.assert_close_rows(actual.view(expected.shape).numpy(), expected.numpy(), f"decode.{name}")
+
+
+def test_rows_of_bfloat16_probabilities_pass():
+    """As kernels round them, for their product with the values: half of what a row may be off, at most."""
+    call = case_data.make_call(LONG_ROWS, "cpu")
+    (keys,) = call.keys
+    valid = case_data._scanned(keys, len(keys.rows))[:, 0]
+    gathered = case_data._gathered(keys.rows, keys.indices[:, 0], valid)
+    q = call.q[:, 0].double()
+    scores = (q @ gathered.mT).mul_(call.softmax_scale).masked_fill_(~valid[:, None], -torch.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True)).float()
+    total = weights.sum(-1)
+    out = weights.bfloat16().float() @ gathered[..., :512].float() / total[..., None]
+    lse = scores.amax(-1).float() + total.log()
+    out *= torch.sigmoid(lse - call.attn_sink)[..., None]
+    errors, wrong = case_data.compare(call, (out.bfloat16()[:, None], lse[:, None]))
+    assert not wrong and 0.1 < errors["out"]["row"] < 0.5 and errors["lse"]["row"] < 0.5, errors
 
 
 # --- the runner -----------------------------------------------------------------------------------

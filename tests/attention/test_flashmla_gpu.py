@@ -1,4 +1,4 @@
-"""FlashMLA's real kernels under XLA: what `test_attention.py`, which runs every backend, does not have."""
+"""FlashMLA's real kernels under XLA: what `test_sparse_mla.py`, which runs every backend, does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SM90 decode kernel: its plan and its compilation without a GPU, and on one what `test_attention.py`, which runs
+"""The SM90 decode kernel: its plan and its compilation without a GPU, and on one what `test_sparse_mla.py`, which runs
 every backend, does not have: rows cut into parts, graphs, repeated runs, a large cache."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The Mosaic GPU prefill kernel: it lowers for CUDA without a GPU, batches, shards and exports; on an H200, what only
-its own shapes and roles can get wrong. What every backend must do is in `test_attention.py`.
+its own shapes and roles can get wrong. What every backend must do is in `test_sparse_mla.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Results are judged by `attention_oracle.py`, numpy float64, over poisoned caches and hostile indices, through the torch
 launcher. The interpreter is chosen when triton is imported, so those tests run in a process of their own. On a GPU
-`test_attention.py` has the behaviour; here is what only this kernel has: splits, tiles, the integer e4m3 decode, and
+`test_sparse_mla.py` has the behaviour; here is what only this kernel has: splits, tiles, the integer e4m3 decode, and
 the shared memory of devices that are not at hand ("compiled, not run").
 """
 
@@ -141,7 +141,7 @@ def test_it_compiles_within_the_shared_memory(capability):
 
 @pytest.mark.gpu
 class TestOnTheGPU:
-    """What tests/attention/test_attention.py, which runs every backend, does not have."""
+    """What tests/attention/test_sparse_mla.py, which runs every backend, does not have."""
 
     def test_splits_tiles_and_integer_decode_equal_the_oracle(self):
         torch = pytest.importorskip("torch")

@@ -1,7 +1,6 @@
 """compressor: entries, the carried state, and rope.
 
-The oracles are loops over the formula in float64 and transformers' DeepSeek-V4 compressors (CSA, HCA, and the
-one inside its indexer), one-shot and incremental.
+The oracle is a loop over the formula in float64; transformers' compressors are in `test_compressor_transformers.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from compressor_engine import (
+    HOSTILE,
+    MAX_REQUESTS,
+    Engine,
+    Parameters,
+    assert_entry,
+    entry_by_hand,
+    one_shot,
+    rotate_by_hand,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,134 +30,7 @@ from jax_sparse_mla import compressor
 from jax_sparse_mla.compressor import CompressorState, compress_kv, rope_interleaved
 
 BF16 = ml_dtypes.bfloat16
-HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
 PROPERTY = settings(max_examples=20, deadline=None)
-MAX_REQUESTS = 6
-NUM_REQUESTS = 3  # B of every step
-BUCKETS = (8, 64, 640)  # rows of a step, so that few shapes are compiled
-
-
-# --- oracles ---------------------------------------------------------------------------------------
-
-
-class Parameters:
-    """Random parameters of a compressor."""
-
-    def __init__(self, seed, ratio, head_dim, rope_dim):
-        rng = np.random.default_rng(seed)
-        self.ratio, self.head_dim, self.coff = ratio, head_dim, 2 if ratio == 4 else 1
-        self.width = self.coff * head_dim
-        self.ape = rng.normal(size=(ratio, self.width)).astype(np.float32)
-        self.norm_weight = rng.uniform(0.5, 1.5, head_dim).astype(np.float32)
-        self.inv_freq = (10000.0 ** (-np.arange(rope_dim // 2) / max(1, rope_dim // 2))).astype(np.float32)
-
-    def tokens(self, seed, length, dtype=np.float32):
-        rng = np.random.default_rng(seed)
-        kv = rng.normal(size=(length, self.width)).astype(dtype)
-        return kv, (3 * rng.normal(size=(length, self.width))).astype(dtype)
-
-    def arrays(self):
-        fields = ("ape", "norm_weight", "inv_freq")
-        return {name: jnp.asarray(getattr(self, name)) for name in fields}
-
-
-def rotate_by_hand(x, position, inv_freq):
-    x = x.astype(np.float64).copy()
-    start = len(x) - 2 * len(inv_freq)
-    for i, frequency in enumerate(inv_freq):
-        angle = float(np.float32(position) * np.float32(frequency))  # the angle itself is a float32
-        even, odd = x[start + 2 * i], x[start + 2 * i + 1]
-        x[start + 2 * i] = even * np.cos(angle) - odd * np.sin(angle)
-        x[start + 2 * i + 1] = even * np.sin(angle) + odd * np.cos(angle)
-    return x
-
-
-def entry_by_hand(p: Parameters, kv, score, last, eps=1e-6):
-    """The entry of the group that ends at position `last` of a request with tokens kv, score; float64."""
-    kv, score = kv.astype(np.float64), score.astype(np.float64)
-    first, hd = last - p.ratio + 1, p.head_dim
-    values, logits = [], []
-    if p.coff == 2 and first > 0:
-        for i in range(p.ratio):
-            values.append(kv[first - p.ratio + i, :hd])
-            logits.append(score[first - p.ratio + i, :hd] + p.ape[i, :hd])
-    for i in range(p.ratio):
-        values.append(kv[first + i, -hd:])
-        logits.append(score[first + i, -hd:] + p.ape[i, -hd:])
-    weight = np.exp(np.array(logits) - np.max(logits, axis=0))
-    pooled = np.sum(weight * np.array(values), axis=0) / np.sum(weight, axis=0)
-    normed = pooled / np.sqrt(np.mean(pooled**2) + eps) * p.norm_weight
-    return rotate_by_hand(normed, first, p.inv_freq)
-
-
-def assert_entry(got, want):
-    """Equal up to the last rounding to bfloat16 (and a float32 sum's error just before it)."""
-    np.testing.assert_allclose(np.asarray(got).astype(np.float64), want, rtol=2**-8, atol=1e-4)
-
-
-# --- an engine -------------------------------------------------------------------------------------
-
-
-def bucket_of(rows):
-    return next(b for b in BUCKETS if b >= rows)
-
-
-class Engine:
-    """Feeds chunks of requests to compress_kv and keeps each request's entries by group."""
-
-    def __init__(self, p: Parameters, *, ring=None, fill=np.nan, dtype=np.float32, jit=False):
-        self.p, self.dtype, self.jit = p, dtype, jit
-        zeros = CompressorState.zeros(MAX_REQUESTS, ratio=p.ratio, head_dim=p.head_dim, ring=ring)
-        self.state = jax.tree.map(lambda x: jnp.full_like(x, fill), zeros)
-        self.entries = {}
-
-    def step(self, chunks, *, garbage=0):
-        """chunks: (name, req_row, first position, kv, score) per request; more requests and rows are padding.
-
-        The rest of the bucket is padding rows of NaN, with req_rows that name a live request or nothing.
-        """
-        rows = sum(len(kv) for _, _, _, kv, _ in chunks)
-        total = bucket_of(rows + garbage)
-        rng = np.random.default_rng(rows)
-        kv = np.full((total, self.p.width), np.nan, self.dtype)
-        score = kv.copy()
-        positions = rng.choice([-1, -7, -(2**31)], total).astype(np.int32)
-        req_rows = rng.choice([0, 1, 2, *HOSTILE], total).astype(np.int32)
-        starts, where = [0], {}
-        for name, req_row, first, chunk_kv, chunk_score in chunks:
-            start, end = starts[-1], starts[-1] + len(chunk_kv)
-            kv[start:end], score[start:end] = chunk_kv, chunk_score
-            positions[start:end] = np.arange(first, first + len(chunk_kv))
-            req_rows[start:end] = req_row
-            where |= {start + i: (name, first + i) for i in range(len(chunk_kv))}
-            starts.append(end)
-        starts += [starts[-1]] * (NUM_REQUESTS - len(chunks))
-        arguments = dict(
-            positions=jnp.asarray(positions),
-            req_rows=jnp.asarray(req_rows),
-            query_start_loc=jnp.asarray(starts, dtype=jnp.int32),
-            ratio=self.p.ratio,
-            **self.p.arrays(),
-        )
-        function = jax.jit(compress_kv, static_argnames="ratio") if self.jit else compress_kv
-        entries, entry_rows, self.state = function(self.state, jnp.asarray(kv), jnp.asarray(score), **arguments)
-        bound = min(total, total // self.p.ratio + NUM_REQUESTS)
-        chex.assert_shape([entries, entry_rows], [(bound, self.p.head_dim), (bound,)])
-        assert entries.dtype == jnp.bfloat16 and entry_rows.dtype == jnp.int32
-
-        entries, entry_rows = np.asarray(entries), np.asarray(entry_rows)
-        complete = [row for row, (_, position) in where.items() if (position + 1) % self.p.ratio == 0]
-        np.testing.assert_array_equal(entry_rows, complete + [-1] * (bound - len(complete)))
-        assert not entries[len(complete) :].astype(np.float32).any()
-        for row, entry in zip(complete, entries):
-            name, position = where[row]
-            self.entries[name, position // self.p.ratio] = entry
-
-
-def one_shot(p, kv, score, dtype=np.float32):
-    engine = Engine(p, dtype=dtype)
-    engine.step([("r", 0, 0, kv, score)])
-    return [engine.entries["r", group] for group in range(len(kv) // p.ratio)]
 
 
 # --- entries ---------------------------------------------------------------------------------------
@@ -443,128 +325,6 @@ def test_positions_and_requests_are_data():
         positions = jnp.arange(first, first + 9, dtype=jnp.int32)
         _, _, state = step(state, kv, positions, jnp.full((9,), first % 2), jnp.array([0, first]))
     assert len(traces) == 1
-
-
-# --- transformers ----------------------------------------------------------------------------------
-
-HIDDEN, Q_LORA, HEAD_DIM, ROPE_DIM, INDEX_DIM = 48, 24, 512, 64, 128
-
-
-@pytest.fixture(scope="module")
-def hf():
-    """transformers' module and a config with V4's own head dimensions and YaRN."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4
-    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
-
-    config = DeepseekV4Config(
-        hidden_size=HIDDEN,
-        q_lora_rank=Q_LORA,
-        head_dim=HEAD_DIM,
-        qk_rope_head_dim=ROPE_DIM,
-        index_head_dim=INDEX_DIM,
-        index_n_heads=4,
-        num_hidden_layers=2,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "original_max_position_embeddings": 65536,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-        },
-    )
-    modeling_deepseek_v4.test_config, modeling_deepseek_v4.test_torch = config, torch
-    return modeling_deepseek_v4
-
-
-def random_module(torch, module, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        scale, shift = (0.3, 1.0) if "norm" in name else (1.0, 0.0)
-        parameter.data = shift + scale * torch.randn(parameter.shape, generator=generator)
-    return module.float().eval()
-
-
-def hf_parameters(module, ratio, head_dim):
-    p = Parameters(0, ratio, head_dim, 2)
-    p.ape, p.norm_weight = module.position_bias.detach().numpy(), module.kv_norm.weight.detach().numpy()
-    inv_freq = module.rotary_emb.compress_inv_freq.numpy()
-    assert inv_freq.shape == (ROPE_DIM // 2,) and module.rotary_emb.compress_attention_scaling == 1.0
-    p.inv_freq = inv_freq
-    return p
-
-
-def run_chunked(p, kv, score, chunk_sizes):
-    """Three requests `[3, length, width]` in one batch; chunk_sizes: per step, tokens per request."""
-    engine, done = Engine(p), np.zeros(3, int)
-    for sizes in chunk_sizes:
-        engine.step([(r, 5 - r, done[r], *(x[r, done[r] : done[r] + sizes[r]] for x in (kv, score))) for r in range(3)])
-        done += sizes
-    groups = kv.shape[1] // p.ratio
-    return np.array([[engine.entries[r, group] for group in range(groups)] for r in range(3)])
-
-
-def random_chunks(rng, length, largest):
-    """Steps until all three requests have `length` tokens: sometimes one token, sometimes many."""
-    left = np.full(3, length)
-    while left.any():
-        sizes = np.minimum(left, rng.choice([0, 1, largest // 3, largest], 3))
-        yield sizes
-        left -= sizes
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("kind", ["csa", "hca", "indexer"])
-def test_entries_equal_transformers(hf, kind):
-    """Our chunks, transformers' one shot and transformers' incremental cache all agree."""
-    torch, config = hf.test_torch, hf.test_config
-    rng = np.random.default_rng(25)
-    ratio, length = (128, 300) if kind == "hca" else (4, 42)
-    module_class = {"csa": hf.DeepseekV4CSACompressor, "hca": hf.DeepseekV4HCACompressor}
-    module = random_module(torch, module_class.get(kind, hf.DeepseekV4CSACompressor)(config), 26)
-    hidden = torch.from_numpy(rng.normal(size=(3, length, HIDDEN)).astype(np.float32))
-    q_residual = torch.from_numpy(rng.normal(size=(3, length, Q_LORA)).astype(np.float32))
-    part = module.indexer if kind == "indexer" else module
-
-    def incremental(chunks):
-        cache_class = hf.DeepseekV4HCACache if kind == "hca" else hf.DeepseekV4CSACache
-        cache = type("Cache", (), {"layers": [cache_class(config)]})()
-        first = 0
-        for size in chunks:
-            steps = slice(first, first + size)
-            positions = torch.arange(first, first + size)[None].expand(3, -1)
-            module(hidden[:, steps], q_residual[:, steps], positions, cache, 0)
-            first += size
-        return cache.layers[0].compressed_kv["indexer" if kind == "indexer" else "compressor"].numpy()
-
-    with torch.no_grad():
-        want = incremental([length])
-        in_pieces = incremental([1] * 7 + [ratio] + [length - 7 - ratio])
-        kv, score = part.kv_proj(hidden).numpy(), part.gate_proj(hidden).numpy()
-    head_dim = INDEX_DIM if kind == "indexer" else HEAD_DIM
-    chex.assert_shape(want, (3, length // ratio, head_dim))
-    np.testing.assert_allclose(in_pieces, want, rtol=1e-3, atol=1e-4)
-
-    p = hf_parameters(part, ratio, head_dim)
-    for sizes in ([[length // 2] * 3] * 2, list(random_chunks(rng, length, 20 if ratio == 4 else 180))):
-        got = run_chunked(p, kv, score, sizes)
-        np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-8, atol=1e-3)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("positions", [(0, 1, 4, 127), (65535, 1_000_000, 3, 70_000)], ids=["near", "far"])
-def test_rope_equals_transformers(hf, positions):
-    torch = hf.test_torch
-    rng = np.random.default_rng(27)
-    x = rng.normal(size=(4, 3, 96)).astype(np.float32)  # [T, heads, d]
-    rotary = hf.DeepseekV4RotaryEmbedding(hf.test_config)
-    where = torch.tensor(positions)[None]
-    cos, sin = rotary(torch.zeros(1), position_ids=where, layer_type="compress")
-    want = hf.apply_rotary_pos_emb(torch.from_numpy(x).transpose(0, 1)[None], cos, sin)[0].transpose(0, 1).numpy()
-    inv_freq = jnp.asarray(rotary.compress_inv_freq.numpy())
-    got = rope_interleaved(jnp.asarray(x), jnp.asarray(positions, jnp.int32)[:, None], inv_freq)
-    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 # --- rope ------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from public_calls import (
     normal,
     plan,
     replaced,
+    shapes,
     tables,
 )
 
@@ -71,7 +72,7 @@ def word(path):
 
 # ---- arrays: every array argument of every function, generated ----
 
-ARRAYS = [(name, path) for name in GOOD for path, _ in array_paths(GOOD[name]())]
+ARRAYS = [(name, path) for name in GOOD for path in shapes(name)]
 # Carried through and not looked at by the function.
 UNREAD = {
     ("sparse_mla_extend", "plan.overflow"),
@@ -157,7 +158,7 @@ NOT_FREE = {
 WIDE = [
     (name, path, axis)
     for name, path in CHECKED
-    for axis in range(host(name, path).ndim)
+    for axis in range(shapes(name)[path].ndim)
     if (name, path) not in ANY_RANK or (name, path, axis) == ("quantize_ue8m0", "x", 1)
     if (name, path, axis) in NOT_FREE or not {(path, axis), (f"{name} {path}", axis)} & FREE
 ]
@@ -168,7 +169,7 @@ def test_sizes(name, path, axis):
     array = host(name, path)
     longer = np.concatenate([array, array.take([0], axis)], axis)
     # Whichever of the two that disagree is checked last is named.
-    others = "|".join(word(p.split(".")[0]) for p, _ in array_paths(GOOD[name]()))
+    others = "|".join(word(p.split(".")[0]) for p in shapes(name))
     refuses(name, path, longer, ValueError, others)
     if array.shape[axis] > 1 and (name, path) != ("quantize_ue8m0", "x"):
         refuses(name, path, array.take(range(array.shape[axis] - 1), axis), ValueError, others)
@@ -247,8 +248,8 @@ CACHES = [
         "sparse_mla_decode",
         "sparse_mla_extend",
     )
-    for path, value in GOOD[name]().items()
-    if isinstance(value, mla.PagedKV)
+    for path, dot, field in (argument.partition(".") for argument in shapes(name))
+    if field == "data"
 ]
 
 
@@ -274,20 +275,20 @@ def tree(path, value):
     return (path, value, TypeError, path)
 
 
-# What one function alone requires: (call, path, bad value, error, words of the message).
+# What one function alone requires: (call, path, bad value or what makes it, error, words of the message).
 SPECIAL = {
     "split_pages": [
         ("page_size", 5, ValueError, "page_size must divide"),
         ("page_size", 32, ValueError, "page_size must divide"),
-        ("out", full_cache(pages=6), ValueError, "out must have"),
-        ("out", full_cache(pages=23, page_size=4), ValueError, "out must have .* 24 pages"),
-        ("cache", full_cache(mla.KVLayout.V4_BF16), ValueError, "out must have layout"),
+        ("out", lambda: full_cache(pages=6), ValueError, "out must have"),
+        ("out", lambda: full_cache(pages=23, page_size=4), ValueError, "out must have .* 24 pages"),
+        ("cache", lambda: full_cache(mla.KVLayout.V4_BF16), ValueError, "out must have layout"),
     ],
     "quantize_ue8m0": [("group", 60, ValueError, "group")],
-    "write_kv": [("cache", v32_cache(), ValueError, "kv must have shape .*576")],
+    "write_kv": [("cache", v32_cache, ValueError, "kv must have shape .*576")],
     "sparse_mla_decode": [
-        ("extra_cache", v32_cache(), ValueError, "extra_cache must have cache's layout"),
-        ("cache", v32_cache(), ValueError, "q must have shape .*576"),
+        ("extra_cache", v32_cache, ValueError, "extra_cache must have cache's layout"),
+        ("cache", v32_cache, ValueError, "q must have shape .*576"),
         ("extra_cache", None, ValueError, "extra_indices was given without extra_cache"),
         ("extra_indices", None, TypeError, "extra_indices"),
         ("backend", "flashinfer", ValueError, "backend 'flashinfer' cannot serve"),
@@ -302,9 +303,9 @@ SPECIAL = {
     "sparse_mla_extend": [
         tree("plan", None),
         tree("plan", "plan"),
-        ("plan", plan(0), ValueError, "compressed_cache must be None exactly when"),
+        ("plan", lambda: plan(0), ValueError, "compressed_cache must be None exactly when"),
         ("compressed_cache", None, ValueError, "compressed_cache must be None exactly when"),
-        ("compressed_cache", v32_cache(), ValueError, "compressed_cache must have swa_cache's layout"),
+        ("compressed_cache", v32_cache, ValueError, "compressed_cache must have swa_cache's layout"),
         ("workspace", jnp.zeros((23, 512), jnp.bfloat16), ValueError, "workspace must have at least 24 rows"),
         ("workspace", jnp.zeros((30, 512), jnp.float32), TypeError, "workspace must be bfloat16"),
         ("topk_positions", i32(np.zeros((6, 5))), ValueError, "topk_positions must have at least 6 columns"),
@@ -412,7 +413,7 @@ SPECIAL = {
         ("q", normal(2, 3, 64), ValueError, "q must have shape"),
     ],
     "write_index_k": [
-        ("index_cache", index_cache()[:, 1:], ValueError, "index_cache must have .*page_size . 132 bytes"),
+        ("index_cache", lambda: index_cache()[:, 1:], ValueError, "index_cache must have .*page_size . 132 bytes"),
         ("k", normal(3, 64), ValueError, "k must have shape"),
     ],
     "compress_kv": [
@@ -444,7 +445,7 @@ CASES = [(name, *case) for name, cases in SPECIAL.items() for case in cases]
 def test_what_one_function_requires(name, path, bad, error, pattern, monkeypatch):
     """Where no kernel is installed: which of them could serve a call depends on the machine."""
     pretend_installed(monkeypatch)
-    refuses(name, path, bad, error, pattern)
+    refuses(name, path, bad() if callable(bad) else bad, error, pattern)
 
 
 def test_unknown_keywords_and_missing_arguments():

@@ -2,8 +2,6 @@
 
 import inspect
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,10 +15,12 @@ from hf_models import (
     MODELS,
     new_engine,
     new_requests,
+    poison,
     random_tokens,
     serve,
     served,
     small_model,
+    snapshot,
 )
 from sparse_mla_torch.hf import layers as hf_layers
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
@@ -47,11 +47,6 @@ def assert_same(request, logits, expected_request, expected_logits):
             assert best - second < 2 * LOGIT_TOLERANCE
             return
     assert len(request.output) == len(expected_request.output)
-
-
-def poison(engine: Engine) -> None:
-    """Fills all caches and carried states with NaN bytes, as memory that others have used may be."""
-    engine.caches = jax.tree.map(lambda x: jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan), engine.caches)
 
 
 # Requests in a continuous batch.
@@ -225,17 +220,6 @@ def test_everything_is_given_back_when_a_run_raises():
 
 
 # Pages.
-
-
-def snapshot(pool: RequestPool):
-    """What is free, and what the tables say; equal before and after everything was given back."""
-    return (
-        sorted(map(int, pool._pages.free)),
-        sorted(map(int, pool._swa_pages.free)),
-        sorted(pool._free_rows),
-        pool.req_to_token.tolist(),
-        pool.full_to_swa.tolist(),
-    )
 
 
 def test_window_pages_are_released_and_used_again():

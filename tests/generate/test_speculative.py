@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import DEVICE, MODELS, random_tokens, small_model, small_v4_config
+from hf_models import DEVICE, MODELS, random_tokens, small_model, small_v4_config, snapshot
 from sparse_mla_torch.hf import engine as hf_engine
 from sparse_mla_torch.hf import layers as hf_layers
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
@@ -24,7 +24,6 @@ from sparse_mla_torch.hf.speculative import (
     SpeculativeDecoder,
     compare_with_plain,
 )
-from test_engine import snapshot
 
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv
 from jax_sparse_mla.indexer import write_index_k

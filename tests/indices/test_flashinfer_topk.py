@@ -7,7 +7,7 @@ import pytest
 import tvm_stub
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_topk import assert_positions, brute_positions, draw_ints, draw_logits
+from topk_oracle import assert_positions, brute_positions, draw_ints, draw_logits
 
 from jax_sparse_mla.indices import topk_positions
 from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer

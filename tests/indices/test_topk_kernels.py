@@ -33,6 +33,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import triton.runtime.interpreter as interpreter
+import triton_interpreter  # noqa: F401
 from sparse_mla_torch.kernels import topk as torch_topk
 from torch_graphs import capture
 

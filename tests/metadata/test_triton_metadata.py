@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from metadata_cases import DRAFTS, MAX_LEN, MODES, TINY_V4, make_batch, make_tables, to_jax
 from on_the_cpu import on_the_cpu
-from test_metadata import DRAFTS, MAX_LEN, MODES, TINY_V4, make_batch, make_tables, to_jax
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from metadata_tensors import DEVICE, INT_MAX, INT_MIN, POISON, assert_same, poison, tensor
 from sparse_mla_torch.kernels import metadata as torch_metadata
 from torch_graphs import capture
 
@@ -46,9 +47,6 @@ from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
 
 pytestmark = pytest.mark.torch
 
-DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
-INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
-POISON = 0x7B7B7B7B
 DRAFT_LAYER = dataclasses.replace(TINY_V4, name="draft layer", compress_ratios=(0,))
 INDEXED_ONLY = dataclasses.replace(TINY_V4, name="indexed only", compress_ratios=(0, 4))
 PROPERTY = settings(max_examples=10, deadline=None)
@@ -61,29 +59,8 @@ plain_slots = on_the_cpu(swa_slots_reference, static_argnames="window")
 plain_gather = on_the_cpu(swa_gather_plan_reference, static_argnames=("window", "capacity"))
 
 
-def tensor(x) -> torch.Tensor:
-    return torch.from_numpy(np.array(x, np.int64).astype(np.int32)).to(DEVICE)
-
-
 def array(x) -> jax.Array:
     return jnp.asarray(np.array(x, np.int64).astype(np.int32))
-
-
-def poison(tree):
-    for x in jax.tree.leaves(tree):
-        x.fill_(POISON)
-    return tree
-
-
-def assert_same(actual, expected) -> None:
-    """Leaf by leaf: structure, dtype, shape, every element."""
-    actual, structure = jax.tree_util.tree_flatten_with_path(actual)
-    expected, wanted = jax.tree_util.tree_flatten_with_path(expected)
-    assert structure == wanted
-    for (path, x), (_, want) in zip(actual, expected):
-        x, want = (y.cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y) for y in (x, want))
-        assert x.dtype == want.dtype, path
-        np.testing.assert_array_equal(x, want, err_msg=jax.tree_util.keystr(path))
 
 
 # ---- schedules ----

@@ -9,15 +9,15 @@ import functools
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_metadata import DRAFTS, MAX_LEN, MODES, TINY_V32, make_batch, make_tables, to_jax
+from metadata_cases import DRAFTS, MAX_LEN, MODES, TINY_V32, make_batch, make_tables, to_jax
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from metadata_tensors import DEVICE, INT_MAX, assert_same, poison, tensor
 from sparse_mla_torch.kernels.metadata_v32 import allocate_v32_metadata, build_v32_metadata
-from test_triton_metadata import DEVICE, INT_MAX, PROPERTY, assert_same, poison, tensor
 
 from jax_sparse_mla import metadata
 from jax_sparse_mla.indices import TopkTransform
@@ -25,6 +25,8 @@ from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
 
 pytestmark = pytest.mark.torch
+
+PROPERTY = settings(max_examples=10, deadline=None)
 
 SPARSE = {"fp8_kv_cache": True, "prefill_backend": "flashmla_sparse"}
 PAGED = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}

@@ -7,14 +7,20 @@ tensors as if they were an H200's: the kernels run in Triton's interpreter, the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from attention_calls import H200, OVERRIDES
+from attention_calls import H200, OVERRIDES, small_decode
 from attention_oracle import assert_close_flashmla, decode_oracle, prefill_oracle
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from triton_device import ON_GPU, tensor
 
 BACKENDS = ("hopper", "triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
@@ -104,3 +110,34 @@ def check_prefill(case, results) -> None:
     assert_close_flashmla(array(results[0]), out, "prefill.out")
     assert_close_flashmla(array(results[1]), max_logits, "prefill.max_logits")
     assert_close_flashmla(array(results[2]), np.where(np.isneginf(lse), np.inf, lse), "prefill.lse")
+
+
+def decode(case, **changes):
+    return flash_mla_with_kvcache(**decode_arguments(case) | changes)
+
+
+def prefill(case, **changes):
+    return flash_mla_sparse_fwd(**prefill_arguments(case) | changes)
+
+
+def per_request(seed: int = 0, **setting):
+    """A small case whose lengths are as FlashMLA takes them: [batch]."""
+    return small_decode(seed, **{"lengths": "batch", "extra_lengths": "batch"} | setting)
+
+
+def valid_case(**setting):
+    """What FlashMLA itself takes: −1 or a slot, no lengths beyond the columns, no sink that makes NaN of its own."""
+    case = per_request(topk=64, extra=(64, 2), lengths="none", extra_lengths="none", heads=64, **setting)
+    changes = {"attn_sink": np.where(case.attn_sink < -1e38, -np.inf, case.attn_sink).astype(np.float32)}
+    for prefix, cache in (("", case.cache), ("extra_", case.extra_cache)):
+        indices = getattr(case, f"{prefix}indices")
+        exists = (indices >= 0) & (indices < len(cache.rows))
+        changes[f"{prefix}indices"] = np.where(exists, indices, -1)
+    return dataclasses.replace(case, **changes)
+
+
+def python(script: str) -> subprocess.CompletedProcess:
+    root = Path(__file__).resolve().parents[2]
+    paths = (str(root), str(root / "interop"), os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 from sparse_mla_torch.hf.layers import Step
+from sparse_mla_torch.hf.page_pool import RequestPool
 from sparse_mla_torch.hf.presets import random_model
 from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v32 import DeepseekV32Config
@@ -150,3 +152,19 @@ def serve(engine: Engine, requests: list[Request], on_step=lambda *_: None) -> R
 def served(name: str, bf16: bool, prefill_backend: str = "flashmla_sparse") -> Run:
     """`new_requests`, served with the shapes of OPTIONS. Shared: look at it, do not run its engine again."""
     return serve(new_engine(name, bf16_cache=bf16, prefill_backend=prefill_backend), new_requests())
+
+
+def poison(engine: Engine) -> None:
+    """Fills all caches and carried states with NaN bytes, as memory that others have used may be."""
+    engine.caches = jax.tree.map(lambda x: jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan), engine.caches)
+
+
+def snapshot(pool: RequestPool):
+    """What is free, and what the tables say; equal before and after everything was given back."""
+    return (
+        sorted(map(int, pool._pages.free)),
+        sorted(map(int, pool._swa_pages.free)),
+        sorted(pool._free_rows),
+        pool.req_to_token.tolist(),
+        pool.full_to_swa.tolist(),
+    )

@@ -1,6 +1,7 @@
 """A good call of every public array function, by keyword: what contract and bad-input tests start from."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,8 @@ def _compress():
     }
 
 
-# Name -> what builds its keyword arguments; a variant of a call stands behind a space.
-GOOD = {
+# What builds the keyword arguments of each call.
+_BUILD = {
     "write_kv": lambda: {"cache": full_cache(), "slots": i32([0, 95, -1]), "kv": normal(3, 512, seed=7)},
     "write_kv V3.2": lambda: {
         "cache": full_cache(mla.KVLayout.V32_FP8),
@@ -256,6 +257,20 @@ GOOD = {
 }
 
 
+@functools.cache
+def _built(name):
+    return _BUILD[name]()
+
+
+def _good(name):
+    """Arguments of the reader's own; the arrays among them are made once, since making some compiles a program."""
+    return {key: list(value) if isinstance(value, list) else value for key, value in _built(name).items()}
+
+
+# Name -> what returns its keyword arguments; a variant of a call stands behind a space.
+GOOD = {name: functools.partial(_good, name) for name in _BUILD}
+
+
 def function_of(name):
     return getattr(mla, name.split()[0])
 
@@ -295,3 +310,9 @@ def replaced(kwargs, path, new):
         entries[int(index)] = new
         return {**kwargs, head: entries}
     return {**kwargs, head: new}
+
+
+@functools.cache
+def shapes(name):
+    """Path -> shape and dtype of every array argument of a call; nothing is computed."""
+    return jax.eval_shape(lambda: dict(array_paths(_BUILD[name]())))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+import triton_interpreter  # noqa: F401
 from attention_oracle import (
     E4M3,
     INT_MAX,

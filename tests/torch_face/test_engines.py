@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_metadata import DRAFTS, MAX_LEN, MODES, TINY_V4, TINY_V32, i32, make_batch, make_tables, to_jax
+from metadata_cases import DRAFTS, MAX_LEN, MODES, TINY_V4, TINY_V32, i32, make_batch, make_tables, to_jax
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from metadata_tensors import DEVICE, INT_MAX, INT_MIN, assert_same, poison
 from sparse_mla_torch import engines
 from sparse_mla_torch.engines import build_metadata, draft_step, sglang_step, vllm_step
-from test_triton_metadata import DEVICE, INT_MAX, INT_MIN, assert_same, poison
 from torch_graphs import capture
 
 from jax_sparse_mla import metadata, topk_transform

@@ -10,10 +10,6 @@ import dataclasses
 import importlib.util
 import inspect
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,15 +19,25 @@ pytest.importorskip("triton")
 
 import drop_in_calls as calls
 import flashmla_stub as stub
-from attention_calls import H200, OVERRIDES, small_decode, small_prefill
-from drop_in_calls import BACKENDS, ON_GPU, check_decode, check_prefill, served_by
+from attention_calls import H200, OVERRIDES, small_prefill
+from drop_in_calls import (
+    BACKENDS,
+    ON_GPU,
+    check_decode,
+    check_prefill,
+    decode,
+    per_request,
+    prefill,
+    python,
+    served_by,
+    valid_case,
+)
 from flashmla_cases import DecodeShape, PrefillShape, Scope
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import decode as torch_decode
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.backends import flashmla
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from torch_graphs import capture
 
 from benchmarks import case_data, cases
 from jax_sparse_mla.attention.backend import Call
@@ -53,19 +59,6 @@ def backend(request, monkeypatch, libraries):
     stub.CALLS.clear()
     with served_by(request.param, monkeypatch):
         yield request.param
-
-
-def decode(case, **changes):
-    return flash_mla_with_kvcache(**calls.decode_arguments(case) | changes)
-
-
-def prefill(case, **changes):
-    return flash_mla_sparse_fwd(**calls.prefill_arguments(case) | changes)
-
-
-def per_request(seed: int = 0, **setting):
-    """A small case whose lengths are as FlashMLA takes them: [batch]."""
-    return small_decode(seed, **{"lengths": "batch", "extra_lengths": "batch"} | setting)
 
 
 # --- what FlashMLA is called with ---------------------------------------------------------------------------------
@@ -238,17 +231,6 @@ def test_results_are_written_into_out(backend):
     results = prefill(small, out=poisoned)
     assert all(x is y for x, y in zip(results, poisoned))
     check_prefill(small, results)
-
-
-def valid_case(**setting):
-    """What FlashMLA itself takes: −1 or a slot, no lengths beyond the columns, no sink that makes NaN of its own."""
-    case = per_request(topk=64, extra=(64, 2), lengths="none", extra_lengths="none", heads=64, **setting)
-    changes = {"attn_sink": np.where(case.attn_sink < -1e38, -np.inf, case.attn_sink).astype(np.float32)}
-    for prefix, cache in (("", case.cache), ("extra_", case.extra_cache)):
-        indices = getattr(case, f"{prefix}indices")
-        exists = (indices >= 0) & (indices < len(cache.rows))
-        changes[f"{prefix}indices"] = np.where(exists, indices, -1)
-    return dataclasses.replace(case, **changes)
 
 
 def test_valid_indices_need_no_sanitiser(backend, monkeypatch):
@@ -533,155 +515,6 @@ def test_what_flashmlas_prefill_cannot_take():
     assert flashmla.prefill_obstacle(**given) is None
     for name in given:  # 16 bytes are not enough for indices
         assert "begin at multiples" in flashmla.prefill_obstacle(**given | {name: shifted(given[name], 4)})
-
-
-# --- on a GPU -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
-def test_a_graph_replays_on_changed_inputs(backend_name, monkeypatch):
-    with served_by(backend_name, monkeypatch):
-        cases = [per_request(seed, heads=64, lengths="batch", extra=(64, 64)) for seed in range(3)]
-        held = calls.decode_arguments(cases[0])
-
-        def step():
-            return flash_mla_with_kvcache(**held | {"tile_scheduler_metadata": get_mla_metadata()[0]})
-
-        step()
-        graph, results = capture(step)
-        for case in (*cases, cases[0]):
-            for name, x in calls.decode_arguments(case).items():
-                if isinstance(x, torch.Tensor):
-                    held[name].copy_(x)
-            graph.replay()
-            torch.cuda.synchronize()
-            check_decode(case, results)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
-def test_it_runs_on_the_current_stream(backend_name, monkeypatch):
-    """A slow producer on the same stream: read too early, the queries would be NaN."""
-    case = per_request(heads=64)
-    with served_by(backend_name, monkeypatch):
-        decode(case)
-        arguments, stream = calls.decode_arguments(case), torch.cuda.Stream()
-        queries, arguments["q"] = arguments["q"], torch.full_like(arguments["q"], torch.nan)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
-            arguments["q"].copy_(queries)
-            results = flash_mla_with_kvcache(**arguments)
-        stream.synchronize()
-        check_decode(case, results)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
-def test_two_threads_on_two_streams(backend_name, monkeypatch):
-    from concurrent.futures import ThreadPoolExecutor
-
-    cases = [per_request(seed, heads=64, extra=(64, 64)) for seed in range(2)]
-    with served_by(backend_name, monkeypatch):
-        expected = [decode(case) for case in cases]
-        arguments = [calls.decode_arguments(case) for case in cases]
-        torch.cuda.synchronize()
-
-        def work(i):
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(50):
-                    fresh = {"tile_scheduler_metadata": get_mla_metadata()[0]}
-                    results = flash_mla_with_kvcache(**arguments[i] | fresh)
-                torch.cuda.current_stream().synchronize()
-            return results
-
-        with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(work, range(2)))
-    for one, other in zip(expected, found):
-        assert all(torch.equal(x, y) for x, y in zip(one, other))
-
-
-@pytest.mark.gpu
-def test_only_the_sanitiser_runs_beside_flashmlas_kernels(monkeypatch):
-    """As the profiler sees them; and with `assume_valid_indices` not even that."""
-    from torch.profiler import ProfilerActivity, profile
-
-    wheel = pytest.importorskip("flash_mla")
-
-    def kernels(function, **arguments) -> list[str]:
-        function(**arguments)  # compiles
-        if "tile_scheduler_metadata" in arguments:
-            arguments["tile_scheduler_metadata"] = type(arguments["tile_scheduler_metadata"])()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-            function(**arguments)
-            torch.cuda.synchronize()
-        names = (event.name() for event in profiler.profiler.kineto_results.events())
-        return sorted(name for name in names if not name.startswith(("cuda", "cu")))
-
-    with served_by("flashmla", monkeypatch):
-        held = calls.decode_arguments(valid_case())
-        theirs = {"use_legacy": True, "tile_scheduler_metadata": wheel.get_mla_metadata()[0]}
-        direct = kernels(wheel.flash_mla_with_kvcache, **held | theirs)
-        assert direct and kernels(flash_mla_with_kvcache, **held, assume_valid_indices=True) == direct
-        assert kernels(flash_mla_with_kvcache, **held) == sorted([*direct, "sanitise_kernel"])
-        held = calls.prefill_arguments(small_prefill(heads=64, sizes=(128, 128), topk=128))
-        direct = kernels(wheel.flash_mla_sparse_fwd, **held, use_legacy=True)
-        assert direct and kernels(flash_mla_sparse_fwd, **held, assume_valid_indices=True) == direct
-        assert kernels(flash_mla_sparse_fwd, **held) == sorted([*direct, "sanitise_kernel"])
-
-
-@pytest.mark.gpu
-def test_the_drop_in_equals_the_wheel(monkeypatch):
-    wheel = pytest.importorskip("flash_mla")
-    with served_by("flashmla", monkeypatch):
-        case = valid_case()
-        theirs = {"use_legacy": True, "tile_scheduler_metadata": wheel.get_mla_metadata()[0]}
-        expected = wheel.flash_mla_with_kvcache(**calls.decode_arguments(case) | theirs)
-        results = decode(case)
-        assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(expected, results))
-        small = small_prefill(heads=64, sizes=(128, 128), topk=128, lengths=False)
-        expected = wheel.flash_mla_sparse_fwd(**calls.prefill_arguments(small), use_legacy=True)
-        assert all(torch.equal(x, y) for x, y in zip(expected, prefill(small)))
-
-
-NO_JAX = """
-import torch
-from jax_sparse_mla import DEEPSEEK_V32
-from sparse_mla_torch import engines, flash_mla, ops
-q = torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda")
-cache = torch.zeros(4, 64, 1, 584, dtype=torch.uint8, device="cuda")
-indices = torch.zeros(2, 1, 64, dtype=torch.int32, device="cuda")
-flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices)
-kv = torch.zeros(64, 1, 512, dtype=torch.bfloat16, device="cuda")
-flash_mla.flash_mla_sparse_fwd(q[:, 0], kv, indices, 0.1)
-torch.ops.jax_sparse_mla.write_kv(cache, indices[0, 0], kv[:, 0])
-batch = {name: torch.tensor(x, device="cuda") for name, x in dict(
-    seq_lens=[5, 9], req_pool_indices=[0, 1], out_cache_loc=[1, 2]).items()}
-table = torch.arange(512, dtype=torch.int32, device="cuda").view(2, 256)
-engines.build_metadata(DEEPSEEK_V32, engines.sglang_step("DECODE", **batch, req_to_token=table))
-torch.cuda.synchronize()
-from jax._src import xla_bridge
-assert not xla_bridge._backends, xla_bridge._backends
-"""
-
-
-def python(script: str) -> subprocess.CompletedProcess:
-    root = Path(__file__).resolve().parents[2]
-    paths = (str(root), str(root / "interop"), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
-def test_no_jax_backend_is_initialised(backend_name, monkeypatch):
-    if why := route.missing(backend_name, "decode"):
-        pytest.skip(f"{backend_name}: {why}")
-    monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend_name == 'hopper' else ''}BACKEND", backend_name)
-    done = python(NO_JAX)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.cpu

@@ -16,13 +16,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import DEVICE, MODELS, OPTIONS, STEADY_MODELS, new_engine, random_tokens, small_model
+from hf_models import DEVICE, MODELS, OPTIONS, STEADY_MODELS, new_engine, poison, random_tokens, small_model, snapshot
 from safetensors.torch import load_file, safe_open, save_file
 from sparse_mla_torch import handover
 from sparse_mla_torch.handover import export_request, import_request
 from sparse_mla_torch.hf.engine import Engine, Request
 from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder
-from test_engine import poison, snapshot
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 

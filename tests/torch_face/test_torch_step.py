@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from drop_in_calls import served_by
+from metadata_cases import make_tables
 from sparse_mla_torch import flash_mla, ops  # noqa: F401  (registers the operators)
 from sparse_mla_torch.engines import build_metadata, sglang_step
-from test_metadata import make_tables
 from torch_graphs import capture
 from triton_device import DEVICE, tensor
 

@@ -1,8 +1,6 @@
-"""sparse_mla_decode and sparse_mla_prefill: one class for the operation, run for every backend here.
+"""What every backend of sparse_mla_decode and sparse_mla_prefill must do: one class, which a test module subclasses.
 
-The oracle is `attention_oracle.py`, numpy float64 loops. A backend joins by being installed: `TestSparseMLA`
-has all behaviour that backends share. What only the reference promises (float32, gradients, memory) is in
-`test_attention_reference.py`; argument checks and overrides in `test_attention_arguments.py`.
+The module gives the fixture `backend`, a name. The oracle is `attention_oracle.py`, numpy float64 loops.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import (
-    OVERRIDES,
     assert_agree,
     assert_same,
     check_decode,
@@ -33,7 +30,6 @@ from attention_oracle import (
     BF16,
     INT_MAX,
     INT_MIN,
-    QK_DIM,
     HostCache,
     assert_close_flashmla,
     attend,
@@ -43,26 +39,9 @@ from attention_oracle import (
 )
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
 
 SINKS = (np.inf, -np.inf, 0.25, -3e38)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[] if name == "reference" else [pytest.mark.gpu])
-        for name in sorted(installed_backends())
-    ]
-)
-def backend(request) -> str:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def skip_most_of_plain_jax_on_a_gpu(backend: str, number: int) -> None:
@@ -75,7 +54,7 @@ def numbered(cases: list):
     return pytest.mark.parametrize("number, case", list(enumerate(cases)), ids=[case.name for case in cases])
 
 
-class TestSparseMLA:
+class SparseMLAConformance:
     """What every backend must do."""
 
     @numbered(decode_cases())
@@ -354,13 +333,3 @@ class TestSparseMLA:
         names = ("q", "kv", "indices", "topk_length", "attn_sink")
         host = {name: getattr(case, name) for name in names}
         assert_same(sparse_mla_prefill(**host, softmax_scale=np.float64(0.1), backend=backend), expected)
-
-
-def test_the_oracle_reads_every_layout():
-    """The oracle's own bytes: what it packed is what it reads back, and nothing of a packed row is poison."""
-    for layout in QK_DIM:
-        case = small_decode(layout=layout)
-        live = ~np.isnan(case.cache.rows).all(axis=1)
-        assert live.any() and not live.all()
-        assert np.isfinite(case.cache.rows[live]).all()
-        assert 0.05 < case.cache.rows[live].std() < 0.15

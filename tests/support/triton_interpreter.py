@@ -1,0 +1,86 @@
+"""Makes Triton's interpreter (3.6) fast enough for tests; what it computes stays the same. For importing once.
+
+For every call of a device function it looks through the whole language again to replace its builtins, which the
+kernel's launch has done; and for every tensor it writes out the names of its types, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+_patch_language, _run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_patched: set[frozenset[str]] | None = None  # which of the language's modules the current launch has patched
+
+
+def _patch_language_once(fn):
+    seen = frozenset(x.__name__ for x in fn.__globals__.values() if x is tl or x is tl.core)
+    if _patched is None or not seen or seen not in _patched:
+        scope = _patch_language(fn)
+        if _patched is not None:
+            _patched.add(seen)
+        return scope
+    return interpreter._LangPatchScope()
+
+
+def _run_grid_patched_once(self, *args, **kwargs):
+    global _patched
+    before, _patched = _patched, set()
+    try:
+        return _run_grid(self, *args, **kwargs)
+    finally:
+        _patched = before
+
+
+class _Later:
+    """An attribute that is computed when it is read first."""
+
+    def __init__(self, compute):
+        self._compute = compute
+
+    def __set_name__(self, owner, name):
+        self._name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
+def _make_later(cls, name, compute) -> None:
+    attribute = _Later(compute)
+    attribute.__set_name__(cls, name)
+    setattr(cls, name, attribute)
+
+
+def _init_block_type(self, element_ty, shape):
+    self.element_ty = element_ty
+    self.shape = tl.core.tuple(tl.core._unwrap_shape(shape))
+    if not self.shape:
+        raise TypeError("0d block_type is forbidden")
+    self.numel = tl.core.validate_block_shape(self.shape)
+
+
+def _init_tuple_type(self, types, fields=None):
+    self.types = types
+    self.fields = fields or [""] * len(types)
+
+
+def _init_tuple(self, args, type=None):
+    self.values = list(args)
+    if type is not None:
+        self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter._patch_lang = _patch_language_once
+    interpreter.GridExecutor.__call__ = _run_grid_patched_once
+    tl.core.block_type.__init__ = _init_block_type
+    _make_later(tl.core.block_type, "name", lambda x: f"<{x.shape}, {x.element_ty}>")
+    tl.core.tuple_type.__init__ = _init_tuple_type
+    _make_later(tl.core.tuple_type, "name", lambda x: f"[{','.join(f'{k}:{v}' for k, v in zip(x.fields, x.types))}]")
+    tl.core.tuple.__init__ = _init_tuple
+    _make_later(tl.core.tuple, "type", lambda x: tl.core._type_for_tuple_values(x.values))
