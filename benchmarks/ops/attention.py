@@ -115,11 +115,13 @@ def _decode(rng: np.random.Generator, shape: Decode) -> Case:
     lengths = arrays.get("extra_topk_length", np.full(rows, shape.extra_topk))
     keys = math.prod(rows) * shape.topk + int(lengths.sum())
     on_torch = {name: _torch(x) for name, x in arrays.items()}
+    ours = _on_triton(lambda: _decode_call(drop_in, on_torch, shape.scale))
+    theirs = _flashmla(lambda wheel: _decode_call(wheel, on_torch, shape.scale, heads=64))
     return Case(
         shape.name,
-        ours=_jitted("decode", sparse_mla_decode, arrays, shape.scale)
-        | {"torch": _on_triton(lambda: _decode_call(drop_in, on_torch, shape.scale))},
-        peers={"flash_mla": _flashmla(lambda wheel: _decode_call(wheel, on_torch, shape.scale, heads=64))},
+        ours=_jitted("decode", sparse_mla_decode, arrays, shape.scale) | {"torch": ours},
+        peers={"flash_mla": theirs},
+        checks={"flash_mla": lambda: _difference(ours, theirs)},
         bytes=keys * (layout.bytes_per_token + 4) + math.prod(rows) * shape.heads * 2 * (layout.qk_dim + 512),
         flop=2 * shape.heads * keys * (layout.qk_dim + 512),
     )
@@ -134,11 +136,13 @@ def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
     }
     on_torch = {name: _torch(x) for name, x in arrays.items()}
     keys = shape.q_len * shape.topk
+    ours = _on_triton(lambda: _prefill_call(drop_in, on_torch))
+    theirs = _flashmla(lambda wheel: _prefill_call(wheel, on_torch))
     return Case(
         shape.name,
-        ours=_jitted("prefill", sparse_mla_prefill, arrays, 0.5)
-        | {"torch": _on_triton(lambda: _prefill_call(drop_in, on_torch))},
-        peers={"flash_mla": _flashmla(lambda wheel: _prefill_call(wheel, on_torch))},
+        ours=_jitted("prefill", sparse_mla_prefill, arrays, 0.5) | {"torch": ours},
+        peers={"flash_mla": theirs},
+        checks={"flash_mla": lambda: _difference(ours, theirs)},
         bytes=2 * shape.kv_len * shape.qk_dim + 4 * keys + 2 * shape.q_len * shape.heads * (shape.qk_dim + 512),
         flop=2 * shape.heads * keys * (shape.qk_dim + 512),
     )
@@ -167,6 +171,14 @@ def _on_triton(make: Callable[[], Callable]) -> Run:
 def _flashmla(make: Callable[[object], Callable]) -> Run:
     made = functools.cache(lambda: make(peers.find("flash_mla")))
     return Run(lambda: made()(), "torch")
+
+
+def _difference(ours: Run, theirs: Run) -> float:
+    """Of the outputs, norm over norm; both round to bfloat16."""
+    wanted, found = ours.call()[0].float(), theirs.call()[0].float()
+    share = ((found[..., : wanted.shape[-2], :] - wanted).norm() / wanted.norm()).item()
+    assert share < 0.01, f"the outputs differ by {share:.2%}"
+    return share
 
 
 def _decode_call(package, arrays: dict, scale: float, heads: int = 1) -> Callable:
