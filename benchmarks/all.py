@@ -136,10 +136,8 @@ class Ledger:
 
     def status(self, part: Part) -> str:
         if self.made(part):
-            entry = self.parts[part.name]
-            return (
-                "made" if entry["exit_code"] == 0 else f"made, exit code {entry['exit_code']}: something in it failed"
-            )
+            exit_code = self.parts[part.name]["exit_code"]
+            return f"made, but exit code {exit_code}: something in it failed" if exit_code else "made"
         if part.name in self.parts and part.whole is not None:
             return "begun"
         return f"of other code, {found['commit']}" if (found := latest(part.file)).get("commit") else "left"
