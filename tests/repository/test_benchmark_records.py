@@ -183,6 +183,14 @@ def test_files_of_other_code_are_replaced_only_when_told(parts, monkeypatch, cap
     assert json.loads((tmp_path / "out" / "first.json").read_text())["code"] == record.code_digest()
 
 
+def test_without_history_the_commit_has_to_be_given(parts, monkeypatch, capsys):
+    monkeypatch.delenv("COMMIT")
+    monkeypatch.setattr(record, "_output", lambda *command: None)
+    record.commit.cache_clear()
+    assert parts() == 2 and "set COMMIT" in capsys.readouterr().out
+    record.commit.cache_clear()
+
+
 def test_every_file_of_results_has_a_part_and_every_part_a_module():
     made = {part.file for part in everything.PARTS} | {everything.LEDGER}
     assert {path.name for path in record.RESULTS.glob("*.json")} <= made
