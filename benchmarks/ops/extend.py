@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import Case, Run
+from benchmarks.timing import Case, Run, kernel_backends
 from jax_sparse_mla import (
     DEEPSEEK_V4_FLASH,
     ForwardBatch,
@@ -23,7 +23,6 @@ from jax_sparse_mla import (
     sparse_mla_decode,
     sparse_mla_extend,
 )
-from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 SPEC, LAYOUT, RATIO, PAGE = DEEPSEEK_V4_FLASH, KVLayout.V4_FP8, 4, 256
@@ -73,11 +72,11 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
         )
 
     runs = {}
-    for backend in sorted(installed_backends() - {"reference"}):
-        for name, function, arguments in (
-            ("paged", paged, (q, swa_cache, compressed_cache, window, topk + PAGE // RATIO)),
-            ("gathered", gathered, (q, plan, swa_cache, compressed_cache, topk)),
-        ):
+    for phase, name, function, arguments in (
+        ("decode", "paged", paged, (q, swa_cache, compressed_cache, window, topk + PAGE // RATIO)),
+        ("prefill", "gathered", gathered, (q, plan, swa_cache, compressed_cache, topk)),
+    ):
+        for backend in kernel_backends(phase):
             jitted = jax.jit(functools.partial(function, backend=backend))
             runs[f"{backend} {name}"] = Run(functools.partial(jitted, *arguments), "jax")
     keys = rows * (SPEC.window + SPEC.index_topk)
