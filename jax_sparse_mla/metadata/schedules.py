@@ -1,7 +1,6 @@
 """Kernel schedules: how FlashMLA's decode and DeepGEMM's indexer share the work of a batch among the SMs.
 
-Both are computed here without the cap that the kernels' own planners have (they keep the batch in shared
-memory).
+The kernels' own planners keep the batch in shared memory, which limits its size. Here neither has a limit.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from jax_sparse_mla.dispatch import dispatch, dispatch_tree
 from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_minus_one
 
 _BLOCK_TOKENS = 64  # keys that a FlashMLA block covers
-_OVERHEAD_BLOCKS = 5  # what starting on a request costs a partition, in blocks
+_OVERHEAD_BLOCKS = 5  # the cost of starting on a request, in blocks
 _MOST_FUSED = 3  # schedules of decode calls that the kernel makes in one launch: V4 has three kinds of layers
-_MOST_PARTS = 1024  # of which the kernel makes a schedule: more than any device has multiprocessors
+_MOST_PARTS = 1024  # partitions that the kernel can schedule, more than any device has multiprocessors
 
 
 class FlashmlaCall(NamedTuple):
@@ -49,8 +48,8 @@ def flashmla_schedule(
 
     Row b scans `s = max(topk_length, 1)` keys, or, with an extra cache, `s = ceil64(s) + extra_topk_length`,
     in `ceil(s / 64)` blocks. Starting on a request costs 5 blocks more, so each partition gets a budget of
-    `ceil(Σ(blocks + 5) / num_sm_parts) + 5` and walks on from where the one before stopped: it takes whole
-    requests while `rest + 5` fits, then cuts `budget − 5` blocks off the next one if that is positive.
+    `ceil(Σ(blocks + 5) / num_sm_parts) + 5`. It starts where the partition before it stopped, takes whole requests
+    while `rest + 5` fits, then takes `budget − 5` blocks of the next request if that is positive.
 
     Args:
       topk_length: int32 `[batch]`, clipped to `[0, topk]`; None means all of `topk`.
@@ -85,7 +84,7 @@ def step_schedules(
     split_kv: int = 256,
     function: str = "step_schedules",
 ) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
-    """All schedules of a step, on a GPU in one launch: its decode calls', and, with `context_lens`, the indexer's.
+    """All schedules of a step: those of its decode calls and, with `context_lens`, the indexer's. One launch on a GPU.
 
     Args:
       calls: the decode calls of one batch, at least one: a model's, one for each compress ratio.
@@ -145,7 +144,7 @@ def step_schedules_reference(lengths, context_lens, columns, num_sm_parts, num_s
 
 
 def _check_call(check: ArgumentChecks, call: FlashmlaCall, batch: int) -> FlashmlaCall:
-    """The call, its lengths given out in full."""
+    """Validates the call; returns it with both lengths as arrays."""
     topk = check.static_int("topk", call.topk, minimum=0)
     extra_topk = check.static_int("extra_topk", call.extra_topk, minimum=0)
     topk_length = check.optional("topk_length", call.topk_length, (batch,), INT32)
@@ -180,8 +179,8 @@ def _walk_partitions(blocks, num_sm_parts):
         request, block, split = state
         position = starts[request] + block
         reach = position + jnp.minimum(budget, total - position)
-        # Taken whole are the requests that end within reach; of the next, what fits together with its
-        # overhead. The budget exceeds the overhead, so a partition that ends where it began has always cut.
+        # The partition takes the requests that end within reach, and of the next one what fits with its overhead.
+        # The budget exceeds the overhead, so a partition that ends in the request where it began has always cut it.
         next_request = jnp.searchsorted(starts, reach, side="right", method="scan_unrolled").astype(jnp.int32) - 1
         next_block = jnp.maximum(reach - starts[next_request] - _OVERHEAD_BLOCKS, 0)
         cuts_before = jnp.where(next_request == request, split, 0)
@@ -209,8 +208,8 @@ def _walk_partitions(blocks, num_sm_parts):
 def paged_mqa_schedule(context_lens: jax.Array, *, num_sms: int, split_kv: int = 256) -> jax.Array:
     """DeepGEMM's schedule of the paged indexer logits: where each SM starts.
 
-    The contexts, cut into splits of `split_kv` keys, form one sequence of which every SM gets an equal run;
-    the remainder goes to the last SMs, as in SGLang's planner.
+    The contexts are cut into splits of `split_kv` keys. The splits of all rows form one sequence, of which every SM
+    gets an equal run; the remainder goes to the last SMs, as in SGLang's planner.
 
     Args:
       context_lens: int32 `[B]`, keys of each query row; negative means 0.
