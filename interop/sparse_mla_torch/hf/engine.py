@@ -294,7 +294,7 @@ class Engine:
         return min(bucket, self.pool.req_to_token.shape[1])
 
     def forward(self, step: Step, tokens: list[int], keep: list[int]) -> torch.Tensor:
-        """Runs the model over a step's tokens and caches K rows; returns the logits after tokens `keep`, `[keep, v]`."""
+        """Runs the model over a step's tokens and caches K rows; returns the logits after the tokens `keep`."""
         self._step = step
         if self.options.trace:
             self.trace.append(TracedStep(step, [], []))

@@ -164,7 +164,7 @@ class V4Layer:
 
 
 class V32Layer:
-    """A `DeepseekV32Attention` module with paged caches; heads' parts without rope are absorbed into the latent space."""
+    """A `DeepseekV32Attention` module with paged caches; the heads' parts without rope are in the latent space."""
 
     ratio = 0
     has_indexer = True
