@@ -208,10 +208,11 @@ def main() -> int:
     if args.list:
         print(table(ledger))
         return 0
+    if commit() is None:
+        print("There is no git history here: set COMMIT to the commit that this checkout is of.")
+        return 2
     if (others := foreign()) and not args.replace:
-        print(
-            f"{results_folder()} has files of other code: {', '.join(others)}. Name another folder, or use --replace."
-        )
+        print(f"{results_folder()} has files of other code: {', '.join(others)}. Name another folder or add --replace.")
         return 2
     chosen = [part for part in PARTS if (part.name in args.part if args.part else not ledger.made(part))]
     for number, part in enumerate(chosen):

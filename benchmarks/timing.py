@@ -123,10 +123,12 @@ class Timer:
 
 
 def kernel_backends(phase: str) -> list[str]:
-    """The backends that can serve this phase here, but for plain XLA."""
+    """The backends that can serve this phase here, but for plain XLA; FlashInfer's attention is for SM120 alone."""
+    from jax_sparse_mla import DeviceInfo
     from jax_sparse_mla.attention.api import installed_for
 
-    return sorted(installed_for(phase) - {"reference"})
+    elsewhere = set() if (DeviceInfo.current().compute_capability or (0,))[0] == 12 else {"flashinfer"}
+    return sorted(installed_for(phase) - {"reference"} - elsewhere)
 
 
 def in_place(function: Callable, state: object, *args) -> Run:

@@ -63,7 +63,7 @@ def test_every_block_can_do_without_results(results):
 
 
 def test_a_suite_s_record_is_in_readme_s_sentence(results):
-    results("h200_tests", passed=3303, failed=0, error=1, skipped=7, seconds=239)
+    results("h200_tests", counts={"passed": 3303, "failed": 1, "skipped": 7}, seconds=239)
     assert "of commit abc: 3,303 passed, 1 failed, 7 skipped" in tables.suite()
 
 
@@ -183,6 +183,14 @@ def test_files_of_other_code_are_replaced_only_when_told(parts, monkeypatch, cap
     assert json.loads((tmp_path / "out" / "first.json").read_text())["code"] == record.code_digest()
 
 
+def test_without_history_the_commit_has_to_be_given(parts, monkeypatch, capsys):
+    monkeypatch.delenv("COMMIT")
+    monkeypatch.setattr(record, "_output", lambda *command: None)
+    record.commit.cache_clear()
+    assert parts() == 2 and "set COMMIT" in capsys.readouterr().out
+    record.commit.cache_clear()
+
+
 def test_every_file_of_results_has_a_part_and_every_part_a_module():
     made = {part.file for part in everything.PARTS} | {everything.LEDGER}
     assert {path.name for path in record.RESULTS.glob("*.json")} <= made
@@ -194,17 +202,27 @@ def test_every_file_of_results_has_a_part_and_every_part_a_module():
 # --- the suite and the peers -----------------------------------------------------------------------
 
 
-def test_the_suite_s_report_is_summed_up(tmp_path):
-    path = tmp_path / "report.xml"
-    path.write_text(
-        """<testsuites><testsuite><testcase classname="a" name="x"/>
-        <testcase classname="a" name="y"><skipped message="Skipped: no GPU"/></testcase>
-        <testcase classname="b" name="z"><failure message="no"/></testcase>
-        <testcase classname="b" name="w"><error message="no"/></testcase></testsuite></testsuites>"""
-    )
-    found = suite.summary(path)
-    assert {name: found[name] for name in suite.OUTCOMES} == {"passed": 1, "failed": 1, "error": 1, "skipped": 1}
-    assert found["skipped_because"] == {"no GPU": 1} and found["names_of_failures"] == ["b::w", "b::z"]
+def test_the_suite_s_record_is_written_with_the_code(monkeypatch, tmp_path):
+    run = {
+        "device": "theirs",
+        "counts": {"passed": 1},
+        "passed": {"a.py": {"test_x": [""]}},
+        "skipped": {"no GPU": ["b"]},
+    }
+
+    def pytest_run(command, **options):
+        path = next(part.removeprefix("--record=") for part in command if part.startswith("--record="))
+        record.write_json(type(tmp_path)(path), run)
+        return types.SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(suite.subprocess, "run", pytest_run)
+    monkeypatch.setattr(suite, "environment", lambda: {"device": "a GPU", "code": "abc"})
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["suite", "--workers", "3"])
+    assert suite.main() == 1
+    written = json.loads((tmp_path / "h200_tests.json").read_text())
+    assert written["device"] == "a GPU" and written["code"] == "abc" and written["counts"] == {"passed": 1}
+    assert written["passed"] == run["passed"] and written["skipped"] == run["skipped"]
 
 
 @pytest.fixture
