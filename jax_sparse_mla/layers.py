@@ -1,7 +1,7 @@
-"""One layer's attention in one forward step, from projected rows to attention output, caches updated on the way.
+"""One layer's attention in one forward step, from projected rows to attention output; it updates the layer's caches.
 
-This is how the parts of the library fit together in a serving engine: write, compress, index, select, merge,
-attend. The functions are plain JAX; jit them with the layer's cache donated and the caches are updated in place.
+The functions put the parts of the library together as a serving engine does: write, compress, index, select, merge,
+attend. They are plain JAX: jit them with the layer's cache donated, and the caches are updated in place.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CompressorParams:
 
 @pytree_dataclass
 class IndexRows:
-    """What a V4 layer's indexer projects from T rows.
+    """The projections of a V4 layer's indexer from T rows.
 
     q bfloat16 `[T, index_heads, index_dim]` after rope; weights float32 `[T, index_heads]`, scaled by
     `index_dim^-0.5 · index_heads^-0.5`; kv and score `[T, 2 · index_dim]`, the input of its own compressor.
@@ -66,8 +66,9 @@ class IndexRows:
 
 @pytree_dataclass
 class V4Rows:
-    """What a V4 layer projects from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
-    compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0); index (ratio 4)."""
+    """The projections of a V4 layer from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
+    compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0; coff is 2 for ratio 4, else
+    1); index (ratio 4)."""
 
     q: jax.Array
     kv: jax.Array
@@ -87,7 +88,7 @@ class V4LayerParams:
 
 @pytree_dataclass
 class V4LayerCache:
-    """All that a V4 layer keeps between steps; a ratio-0 layer has the sliding-window cache only."""
+    """The caches and states of a V4 layer between steps; a ratio-0 layer has the sliding-window cache only."""
 
     swa: PagedKV
     compressed: PagedKV | None = None
@@ -336,7 +337,7 @@ def _compress(
 
 @pytree_dataclass
 class V32LayerCache:
-    """All that a V3.2 layer keeps between steps: kv, and the indexer's keys uint8 `[num_pages, 64 · 132]`."""
+    """The caches of a V3.2 layer between steps: kv, and the indexer's keys uint8 `[num_pages, 64 · 132]`."""
 
     kv: PagedKV
     index_k: jax.Array
@@ -353,7 +354,7 @@ class V32LayerCache:
 
 @pytree_dataclass
 class V32Rows:
-    """What a V3.2 layer projects from T rows.
+    """The projections of a V3.2 layer from T rows.
 
     q bfloat16 `[T, heads, 576]` (the no-rope part multiplied into the latent space) and kv bfloat16 `[T, 576]`,
     both latent first and rope last; index_q bfloat16 `[T, index_heads, 128]` and index_k `[T, 128]` after rope;
@@ -377,8 +378,7 @@ def v32_layer(
     index_scores: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
-    """One V3.2 layer's attention: RAGGED metadata prefill from a gathered bf16 workspace, PAGED ones attend to the
-    paged cache.
+    """One V3.2 layer's attention: with RAGGED metadata from a gathered bf16 workspace, with PAGED from the paged cache.
 
     Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
     """

@@ -27,7 +27,7 @@ from jax_sparse_mla.metadata import (
     flashmla_schedule,
     paged_mqa_schedule,
 )
-from jax_sparse_mla.metadata.schedules import step_schedules_reference
+from jax_sparse_mla.metadata.schedules import flashmla_schedule_reference
 from jax_sparse_mla.metadata.v4 import build_v4_reference
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -107,7 +107,7 @@ def _schedule_case(rng, batch):
         return flashmla_schedule(lengths, extra_topk_length=extra, **static)
 
     def plain(lengths, extra):
-        return step_schedules_reference([lengths, extra], None, [(128, 512)], parts, 1, 1)[0]
+        return flashmla_schedule_reference(lengths, extra, 128, 512, parts)
 
     return _case(f"flashmla schedule, batch {batch}", ours, plain, (lengths, extra), 12 * batch + 32 * parts)
 

@@ -1,4 +1,4 @@
-"""Two index lists in one: what a sparse kernel needs that reads both caches through a single table."""
+"""Merges two index lists into one, for a sparse kernel that reads both caches through a single table."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def combine_swa_extra_reference(swa_indices, swa_lengths, extra_indices, extra_l
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     swa = jnp.where((swa_indices >= 0) & (swa_indices < num_swa_rows), swa_indices, -1)
     extra = add_or_minus_one(extra_indices, num_swa_rows)
-    # The two lists side by side hold every entry: a column of the result picks its own.
+    # Each column of the result picks its entry from the two lists side by side.
     both = jnp.pad(jnp.concatenate([swa, extra], 1), ((0, 0), (0, width - swa_width - extra_width)))
     in_swa = column < swa_lengths[:, None]
     source = jnp.where(in_swa, column, column - swa_lengths[:, None] + swa_width)

@@ -32,13 +32,13 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
     clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
 
-    Under `jit` with the cache donated it writes in place; otherwise the cache is copied. If the program also
-    reads the older cache, and the write does not depend on what was read, XLA keeps both: a copy.
+    Under `jit` with the cache donated it writes in place; otherwise the cache is copied. XLA also copies it if the
+    program reads the old cache and the write does not depend on that read.
 
     Args:
       cache: the cache.
-      slots: int32 `[n]`. A negative or out-of-range slot skips its row. Which row a slot given twice holds is
-        not defined; on a GPU its bytes may be of both.
+      slots: int32 `[n]`. A negative or out-of-range slot skips its row. If a slot is given twice, it is not defined
+        which row it holds; on a GPU it may hold bytes of both.
       kv: bfloat16 or float32 `[n, qk_dim]`.
 
     Returns:
@@ -149,7 +149,7 @@ def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.A
       rows: of the workspace, at least n (static).
 
     Returns:
-      bfloat16 `[rows, qk_dim]`. Rows from n on hold whatever the memory held: nothing spends time on zeroing them.
+      bfloat16 `[rows, qk_dim]`. Rows from n on are not initialised, which saves the time to zero them.
     """
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
@@ -207,7 +207,7 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
 
 
 def _dispatch(layout: KVLayout, kernel, plain, *args: jax.Array) -> jax.Array:
-    """The kernels copy a bf16 part; a layout without one is left to XLA."""
+    """The kernel, but XLA for a layout without a bf16 part, which the kernels do not serve."""
     return plain(*args) if layout.fp8_dim == layout.qk_dim else dispatch(kernel, plain, *args)
 
 

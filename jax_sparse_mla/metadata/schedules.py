@@ -1,7 +1,6 @@
 """Kernel schedules: how FlashMLA's decode and DeepGEMM's indexer share the work of a batch among the SMs.
 
-Both are computed here without the cap that the kernels' own planners have (they keep the batch in shared
-memory).
+The kernels' own planners keep the batch in shared memory, which limits its size. Here neither has a limit.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_min
 from jax_sparse_mla.xla.triton_call import launching
 
 _BLOCK_TOKENS = 64  # keys that a FlashMLA block covers
-_OVERHEAD_BLOCKS = 5  # what starting on a request costs a partition, in blocks
-_MOST_PARTS = 1024  # of which the kernel makes a schedule: more than any device has multiprocessors
+_OVERHEAD_BLOCKS = 5  # the cost of starting on a request, in blocks
+_MOST_PARTS = 1024  # partitions that the kernel can schedule, more than any device has multiprocessors
 
 
 def _blocks(tokens):
@@ -38,8 +37,8 @@ def flashmla_schedule(
 
     Row b scans `s = max(topk_length, 1)` keys, or, with an extra cache, `s = ceil64(s) + extra_topk_length`,
     in `ceil(s / 64)` blocks. Starting on a request costs 5 blocks more, so each partition gets a budget of
-    `ceil(Σ(blocks + 5) / num_sm_parts) + 5` and walks on from where the one before stopped: it takes whole
-    requests while `rest + 5` fits, then cuts `budget − 5` blocks off the next one if that is positive.
+    `ceil(Σ(blocks + 5) / num_sm_parts) + 5`. It starts where the partition before it stopped, takes whole requests
+    while `rest + 5` fits, then takes `budget − 5` blocks of the next request if that is positive.
 
     Args:
       topk_length: int32 `[batch]`, clipped to `[0, topk]`; None means all of `topk`.
@@ -113,8 +112,8 @@ def _walk_partitions(blocks, num_sm_parts):
         request, block, split = state
         position = starts[request] + block
         reach = position + jnp.minimum(budget, total - position)
-        # Taken whole are the requests that end within reach; of the next, what fits together with its
-        # overhead. The budget exceeds the overhead, so a partition that ends where it began has always cut.
+        # The partition takes the requests that end within reach, and of the next one what fits with its overhead.
+        # The budget exceeds the overhead, so a partition that ends in the request where it began has always cut it.
         next_request = jnp.searchsorted(starts, reach, side="right", method="scan_unrolled").astype(jnp.int32) - 1
         next_block = jnp.maximum(reach - starts[next_request] - _OVERHEAD_BLOCKS, 0)
         cuts_before = jnp.where(next_request == request, split, 0)
@@ -142,8 +141,8 @@ def _walk_partitions(blocks, num_sm_parts):
 def paged_mqa_schedule(context_lens: jax.Array, *, num_sms: int, split_kv: int = 256) -> jax.Array:
     """DeepGEMM's schedule of the paged indexer logits: where each SM starts.
 
-    The contexts, cut into splits of `split_kv` keys, form one sequence of which every SM gets an equal run;
-    the remainder goes to the last SMs, as in SGLang's planner.
+    The contexts are cut into splits of `split_kv` keys. The splits of all rows form one sequence, of which every SM
+    gets an equal run; the remainder goes to the last SMs, as in SGLang's planner.
 
     Args:
       context_lens: int32 `[B]`, keys of each query row; negative means 0.

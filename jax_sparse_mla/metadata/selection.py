@@ -9,7 +9,7 @@ from jax_sparse_mla.indices.topk.api import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardMode
 
 _SPARSE, _PAGED_KV = "flashmla_sparse", "flashmla_kv"  # reads gathered bf16 rows; reads the paged fp8 cache
-# Above this many KV tokens per query token, gathering them costs more than the paged kernel loses.
+# From this many KV tokens for each query token on, the gather takes longer than the paged kernel loses.
 _KV_TOKENS_PER_QUERY = 512
 
 

@@ -25,7 +25,7 @@ from jax_sparse_mla.models import ModelSpec
 
 @pytree_dataclass
 class V32Metadata:
-    """What every layer of a V3.2 step shares; all int32 but `overflow`.
+    """The metadata that all layers of a V3.2 step share; all int32 but `overflow`.
 
     Padding rows have every length 0, position −1, every offset and the write slot 0; padding requests have
     length 0 and pages −1.

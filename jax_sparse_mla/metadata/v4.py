@@ -27,9 +27,9 @@ class CompressedMetadata:
     """One compressed cache, of compress ratio r; all int32. Padding rows have length 0, entries −1, slot 0.
 
     Attributes:
-      out_loc: `[T]`, the slot that the row's compressed entry is written to: `out_cache_loc // r` where the
-        row completes a group (`seq_len % r == 0`), −1 if it does and has no slot; 0, the dummy slot,
-        elsewhere.
+      out_loc: `[T]`, the slot to which the row's compressed entry is written: `out_cache_loc // r` where the
+        row completes a group (`seq_len % r == 0`), or −1 if the row then has no slot; 0, the dummy slot, where it
+        completes none.
       lengths: `[T]`, complete entries before the row's end, `seq_len // r`; may be 0.
       topk_lengths: `[T]`, how many leading columns of the row's indices a kernel scans: `max(lengths, 1)`,
         for the indexed ratio also at most `index_topk`.
@@ -55,7 +55,7 @@ def _of_ratio(ratio: int, field: str) -> property:
 
 @pytree_dataclass
 class V4Metadata:
-    """What every layer of a V4 step shares; rows are query tokens, all int32 but `overflow`.
+    """The metadata that all layers of a V4 step share; rows are query tokens, all int32 but `overflow`.
 
     Padding rows have `seq_lens_causal` 0, position −1, every length 0, every page and index −1, every write
     slot 0.
@@ -65,8 +65,8 @@ class V4Metadata:
       positions: `[T]`, `seq_lens_causal - 1`.
       row_to_request: `[T]`, the row's request; 0 on padding rows.
       query_start_loc: `[B + 1]`, each request's first row, and the end of the last one.
-      page_table: `[T, P]`, the request's pages of 256 tokens, `P = ⌈min(max_seq_len, max_len) / 256⌉`; not
-        cut at the row's length; −1 where the request table holds no slot.
+      page_table: `[T, P]`, the request's pages of 256 tokens, `P = ⌈min(max_seq_len, max_len) / 256⌉`; also
+        those past the row's length; −1 where the request table holds no slot.
       out_cache_loc: `[T]`, the full-pool slot of the row's own token.
       swa_page_indices: `[T, ceil64(window)]`, slots of the sliding-window cache, newest first, −1 past the
         start.
@@ -165,13 +165,13 @@ def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
 
 
 def has_v4_kernel(spec: ModelSpec) -> bool:
-    """Whether the kernel serves the model's compress ratios: the indexed one and one other, the first, or none."""
+    """Whether the kernel serves the model's compress ratios: none, the indexed one, or that and one other."""
     ratios = {ratio for ratio in spec.compress_ratios if ratio}
     return not ratios or (len(ratios) <= 2 and INDEXED_RATIO in ratios)
 
 
 def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:
-    """`build_v4_metadata` in plain JAX, of checked arguments."""
+    """`build_v4_metadata` in plain JAX, of validated arguments."""
     rows = expand_rows(batch, tables)
     seq_lens = rows.seq_lens_causal
     positions = seq_lens - 1

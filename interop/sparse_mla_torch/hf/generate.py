@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_speculative(engine: Engine, requests: list[Request], tokenizer, args: argparse.Namespace) -> int:
-    """Plain decoding first, if its tokens or its comparison are asked for; returns the exit status."""
+    """Runs plain decoding first, if its tokens or its comparison are asked for; returns the exit status."""
     plain, status = [Request(r.prompt, r.max_new_tokens) for r in requests], 0
     if args.draft_oracle or not args.no_check:
         print("decoding   plain")
@@ -142,7 +142,7 @@ def _print_accepted(decoder: SpeculativeDecoder) -> None:
 
 
 def _load_model(args: argparse.Namespace):
-    """What to call the model, the model, and its tokenizer."""
+    """The model's name, the model, and its tokenizer."""
     if args.model is not None:
         return args.model, *presets.load_checkpoint(args.model)
     preset = args.preset or "v4"  # not argparse's default: naming it would not conflict with --model
@@ -151,7 +151,7 @@ def _load_model(args: argparse.Namespace):
 
 
 def _requests(prompt: list[int], args: argparse.Namespace) -> list[Request]:
-    """The whole prompt first, then ever shorter beginnings of it."""
+    """The whole prompt, then shorter and shorter beginnings of it."""
     if not prompt:
         raise ValueError("the prompt has no tokens")
     lengths = [max(1, len(prompt) * (args.requests - i) // args.requests) for i in range(args.requests)]
@@ -167,7 +167,7 @@ def _prompt_text(args: argparse.Namespace) -> str:
 
 
 def _plans(engine: Engine, backend: str | None) -> dict[str, Plan]:
-    """What would serve each kind of step, by the columns of a layer that selects by an indexer.
+    """The plan of each kind of step, for the index columns of a layer with an indexer.
 
     Raises:
       ValueError: the backend cannot.
@@ -195,7 +195,7 @@ def _plans(engine: Engine, backend: str | None) -> dict[str, Plan]:
 
 
 def _print_routes(engine: Engine) -> None:
-    """What the programs that ran have called."""
+    """The attention that the programs called."""
     modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
     for mode, step in modes.items():
         kinds: dict[str, dict[str, None]] = {}  # of layers, in order, by what attends in them
@@ -222,13 +222,13 @@ def _compare_backends(engine: Engine, requests: list[Request], names: list[str])
 
 
 class _Progress:
-    """Prints how far a run is, and its tokens per second: first with compilation, then without."""
+    """Prints the progress of a run and its tokens per second, with and without compilation."""
 
     def __init__(self, requests: list[Request]):
         self._total = sum(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
         self._start = self._last = time.perf_counter()
         self._seen: set[tuple[ForwardMode, int]] = set()
-        # Tokens, and seconds of the steps whose bucket had run before (compiled), by mode.
+        # By mode, tokens and seconds of the steps whose bucket had run before and was compiled.
         self._warm = {mode: [0, 0.0] for mode in ForwardMode}
         self._count = 0
 

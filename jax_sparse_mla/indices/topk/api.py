@@ -1,4 +1,4 @@
-"""Top-k over indexer logits, and what its positions become: slots of a cache, or rows of a gathered KV."""
+"""Top-k over indexer logits, and the transforms of its positions to slots of a cache or rows of a gathered KV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAN_KEY = _INT_MIN + 1  # below every number; the key of −inf is INT_MIN + 0x
 
 
 class TopkTransform(enum.Enum):
-    """What the positions of a top-k become.
+    """How the positions of a top-k are mapped.
 
     PAGED: slots of the paged cache, through the request's page table. RAGGED: rows of the concatenated KV of
     this step's requests.
@@ -46,7 +46,7 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
 
     Returns:
       int32 `[rows, topk]`: positions in no specified order (0 … length−1 where all are given), padded with −1
-      at the end. A position of a longer row whose column the logits do not have is never given.
+      at the end. In a row longer than topk, positions whose column is outside the logits are never given.
 
     Raises:
       TypeError: an array of another dtype, a topk that is not an int.
@@ -58,7 +58,7 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
 
 
 def _named_backend() -> str | None:
-    """Asked for at each call, so that programs are kept for each."""
+    """Read at each call, so that each choice has programs of its own."""
     return os.environ.get("JAX_SPARSE_MLA_TOPK_BACKEND") or None
 
 
@@ -146,16 +146,16 @@ def topk_transform(
     topk_indices_offset: jax.Array | None = None,
     row_starts: jax.Array | None = None,
 ) -> jax.Array:
-    """`topk_positions`, mapped to what the attention kernel's indices address.
+    """`topk_positions`, mapped to the slots or rows that an attention kernel reads.
 
     PAGED maps position j of row i to the slot `page_table[r, j // page_size] * page_size + j % page_size`
     with `r = row_to_request[i]`, or i without it. RAGGED maps it to `j + topk_indices_offset[i]`. Arguments
-    of the other method are ignored, so that one call serves whatever the metadata chose.
+    of the other method are ignored, so one call serves both methods.
 
-    The set is the same in every run; its order, and with it the last bits of an attention over it, depends on the
-    engine. "triton" (ascending positions) and "xla" (descending logits) give the same order in every run; "cuda", the
-    default on an NVIDIA GPU that it can be built for, and "flashinfer" give the order in which their threads finish.
-    `JAX_SPARSE_MLA_TOPK_BACKEND` names an engine; programs keep the one that they were traced with.
+    The set is the same in every run. Its order, and so the last bits of an attention over it, depends on the backend.
+    "triton" (ascending positions) and "xla" (descending logits) give the same order in every run. "cuda", the default
+    on an NVIDIA GPU for which it can be built, and "flashinfer" give the order in which their threads finish.
+    `JAX_SPARSE_MLA_TOPK_BACKEND` names a backend; a program keeps the one with which it was traced.
 
     Args:
       logits: float32 or bfloat16 `[rows, columns]`.
