@@ -88,11 +88,12 @@ def check_v4_layer(
         states["cache.index_state"] = cache.index_state
         entries = spec.page_size // ratio
         _check_index_k(check, cache.index_k, "cache.compressed", cache.compressed, entries, f"{ratio} tokens")
-    if (tokens := cache.compressed.num_slots * ratio) < cache.swa.num_slots:
+    pool_tokens = metadata.compressed[ratio].pool_tokens
+    if (tokens := cache.compressed.num_slots * ratio) < (pool_tokens or 0):
         raise check.fail(
             f"cache.compressed must have an entry for every {ratio} tokens of the pool, got "
-            f"{cache.compressed.num_pages} pages of {cache.compressed.page_size}, for {tokens} tokens, where the "
-            f"window's pool alone has {cache.swa.num_slots}: make it with the pool's number of pages"
+            f"{cache.compressed.num_pages} pages of {cache.compressed.page_size}, for {tokens} tokens, where the pool "
+            f"has {pool_tokens} (full_to_swa): make it with the pool's number of pages"
         )
     num_requests = batch.req_pool_indices.shape[0]
     for name, state in states.items():

@@ -6,6 +6,8 @@ attend. They are plain JAX: jit them with the layer's cache donated, and the cac
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -171,6 +173,9 @@ def prepare_v4_step(
     """
     metadata = build_v4_metadata(spec, batch, tables)
     layer_checks.check_tables("prepare_v4_step", tables)
+    pool_tokens = tables.full_to_swa.shape[0] - 1
+    parts = {r: dataclasses.replace(part, pool_tokens=pool_tokens) for r, part in metadata.compressed.items()}
+    metadata = dataclasses.replace(metadata, compressed=parts)
     (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
     if gathered is None:
         gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, rows)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
-from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.dispatch import dispatch_tree
 from jax_sparse_mla.indices.lookup import take_or_minus_one
 from jax_sparse_mla.indices.window import swa_slots_reference
@@ -36,12 +36,15 @@ class CompressedMetadata:
       page_indices: `[T, width]`, width a multiple of 64, slots of the compressed cache. The indexed ratio:
         all −1, each layer's indexer fills it. Others: entry j of the request in column j < lengths, −1
         elsewhere.
+      pool_tokens: slots of the full pool, against which the layers check their caches (static); `prepare_v4_step`
+        fills it in, None elsewhere.
     """
 
     out_loc: jax.Array
     lengths: jax.Array
     topk_lengths: jax.Array
     page_indices: jax.Array
+    pool_tokens: int | None = static(default=None)
 
 
 def _of_ratio(ratio: int, field: str) -> property:

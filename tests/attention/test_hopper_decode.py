@@ -25,7 +25,6 @@ from attention_calls import (
 
 from jax_sparse_mla.attention import sparse_mla_decode
 from jax_sparse_mla.attention.api import installed_for
-from jax_sparse_mla.attention.backends.hopper import decode as hopper_decode
 from jax_sparse_mla.kernels import build as cuda_build
 from jax_sparse_mla.kernels.sm90 import decode_plan as planning
 from jax_sparse_mla.kernels.sm90.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, DecodePlan, decode_plan
@@ -120,13 +119,14 @@ class TestPlan:
 
 @pytest.mark.parametrize("sizes", [(0, 64, 8), (2, 0, 8), (2, 64, 0)], ids=["no rows", "no columns", "no slots"])
 def test_without_work_the_results_are_of_the_same_dtypes(sizes):
+    """Through the attention function: no call without work reaches a kernel."""
     batch, columns, pages = sizes
     q = jnp.ones((batch, 1, 64, 512), jnp.bfloat16)
     indices = jnp.zeros((batch, 1, columns), jnp.int32)
     with jax.enable_x64(True):
         data = jnp.zeros((pages, KVLayout.V4_FP8.page_bytes(64)), jnp.uint8)
         cache = PagedKV(data=data, layout=KVLayout.V4_FP8, page_size=64)
-        out, lse = hopper_decode.decode(q, cache, indices, *[None] * 6, softmax_scale=0.05)
+        out, lse = sparse_mla_decode(q, cache, indices, softmax_scale=0.05, backend="hopper")
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
     assert not np.asarray(out, np.float32).any() and np.isneginf(lse).all()
 

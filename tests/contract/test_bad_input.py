@@ -445,7 +445,7 @@ CASES = [(name, *case) for name, cases in SPECIAL.items() for case in cases]
 def test_what_one_function_requires(name, path, bad, error, pattern, monkeypatch):
     """Where no kernel is installed: which of them could serve a call depends on the machine."""
     pretend_installed(monkeypatch)
-    refuses(name, path, bad() if callable(bad) else bad, error, pattern)
+    refuses(name, path, bad() if isinstance(bad, types.FunctionType) else bad, error, pattern)
 
 
 def test_unknown_keywords_and_missing_arguments():

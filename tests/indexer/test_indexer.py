@@ -28,7 +28,6 @@ from jax_sparse_mla.indexer import (
     write_index_k,
 )
 from jax_sparse_mla.indices import topk_positions
-from jax_sparse_mla.metadata import paged_mqa_schedule
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 DIM = 128
@@ -532,15 +531,7 @@ GOOD = {
     "index_cache": jnp.zeros((3, 8 * 132), jnp.uint8),
     "page_table": jnp.zeros((2, 3), jnp.int32),
     "lengths": jnp.zeros((2,), jnp.int32),
-    "schedule": None,
 }
-
-
-def test_schedule_is_accepted():
-    lengths = jnp.array([3, 5], jnp.int32)
-    schedule = paged_mqa_schedule(lengths, num_sms=132)
-    with_it = index_logits(**{**GOOD, "lengths": lengths, "schedule": schedule})
-    np.testing.assert_array_equal(with_it, index_logits(**{**GOOD, "lengths": lengths}))
 
 
 @pytest.mark.parametrize(
@@ -557,7 +548,6 @@ def test_schedule_is_accepted():
         ("page_table", np.zeros((2, 3), np.int64), TypeError),
         ("lengths", jnp.zeros((2, 1), jnp.int32), ValueError),
         ("lengths", None, TypeError),
-        ("schedule", jnp.zeros((133, 3), jnp.int32), ValueError),
     ],
 )
 def test_bad_arguments_of_index_logits(name, value, error):

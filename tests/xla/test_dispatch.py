@@ -108,7 +108,7 @@ def test_a_package_that_does_not_import_is_said(monkeypatch, tmp_path):
     for cached in (_packages.why_not, _packages.warn_once):
         cached.cache_clear()
     with pytest.warns(UserWarning, match=r"triton does not import: OSError: libcuda.so.1"):
-        assert not dispatching.available.__wrapped__()
+        assert dispatching.unready.__wrapped__() is not None
     _packages.why_not.cache_clear()
 
 
