@@ -28,7 +28,8 @@ READ_BYTES, WRITTEN_BYTES, ROW_BYTES, SLOT_BYTES = 584, 583, 1024, 4
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    pool = rng.integers(0, 120, (POOL_PAGES, V4.page_bytes(PAGE_SIZE)), dtype=np.uint8)
+    # No scale is so small that a product is denormal: SGLang flushes those to 0.
+    pool = rng.integers(64, 120, (POOL_PAGES, V4.page_bytes(PAGE_SIZE)), dtype=np.uint8)
     yield from _gathers(rng, pool)
     yield from _writes(rng, pool)
     yield _split(rng, pool)

@@ -17,6 +17,7 @@ from benchmarks import peers
 from benchmarks.timing import Case, Run
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
+from jax_sparse_mla.indices.topk import route
 
 PAGE_SIZE = 64
 ROWS = (1, 64, 4096)
@@ -44,7 +45,7 @@ def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk
     ours = _jitted(_paged, args, topk)
     rivals = {"flashinfer": _flashinfer(logits, lengths, pages, topk), "sglang": _sglang(logits, lengths, pages, topk)}
     checks = {name: functools.partial(_share_of_other_slots, ours, run) for name, run in rivals.items()}
-    if topk_flashinfer.available():
+    if "flashinfer" not in route.missing():
         rivals["flashinfer from jax"] = _jitted(_flashinfer_from_jax, args, topk)
     return Case(
         f"topk_transform paged, {rows} x {columns}, k {topk}",
