@@ -197,6 +197,7 @@ _RECORDS = (
         device_names="SM120 and SM121",
         max_heads=128,
         needs=(Need(("flashinfer-python",), ("flashinfer",)), _TVM_FFI, _JAX_TVM_FFI),
+        unready="jax_sparse_mla.attention.backends.flashinfer:unready",
     ),
     Backend(
         name="triton",

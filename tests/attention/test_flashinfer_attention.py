@@ -1,9 +1,10 @@
-"""FlashInfer's SM120 attention behind our contract: stand-ins with the argument lists of 0.7 and of 0.6.18.
+"""FlashInfer's SM120 attention behind our contract: stand-ins with the argument lists of 0.7.
 
 `JAX_SPARSE_MLA_SM120_MODULE=<sparse_mla_sm120.so>` adds the module itself, compiled for 12.0f, which needs no GPU: its
 signatures, its planner, and its own checks of every argument.
 """
 
+import importlib.metadata
 import math
 import os
 import re
@@ -31,10 +32,9 @@ HEADS = (8, 16, 32, 64, 128)
 
 
 class Stub:
-    """One release: what its entries check, and what they compute."""
+    """What its entries check, and what they compute."""
 
-    def __init__(self, old):
-        self.old = old
+    def __init__(self):
         self.calls = []  # (entry, layout, heads, index widths, page sizes)
         entries = {
             "sparse_mla_sm120_decode_dsv4": self.decode_v4,
@@ -45,23 +45,22 @@ class Stub:
 
     def decode_v4(self, q, kv, indices, mid_out, mid_lse, out, lse, splits, scale, lengths, sink, *rest):
         extra, rest = rest[:3], rest[3:]
-        assert rest == ((-1,) if self.old else (1, -1, False, 1.0))
+        assert rest == (1, -1, False, 1.0)
         tables = [(kv, indices, lengths), extra]
         self.scratch(q, tables, mid_out, mid_lse, splits)
         self.attend("decode", "V4_FP8", q, tables, scale, sink, out, lse, -np.inf)
 
     def decode_v32(self, q, kv, indices, mid_out, mid_lse, out, lse, splits, scale, lengths, sink, *rest):
-        assert rest == ((0, -1) if self.old else (0, -1, 1.0))
+        assert rest == (0, -1, 1.0)
         tables = [(kv, indices, lengths)]
         self.scratch(q, tables, mid_out, mid_lse, splits)
         self.attend("decode", "V32_FP8", q, tables, scale, sink, out, lse, -np.inf)
 
     def prefill(self, q, kv, indices, out, lse, scale, model, *rest):
-        if not self.old:
-            variant, *rest, fp4 = rest
-            two = rest[2] is not None
-            serves = {1: (8, 16), 2: (32, 64, 128), 4: (64, 128)} if model == 0 else {3: HEADS} if two else {2: HEADS}
-            assert q.shape[1] in serves[variant] and fp4 is False
+        variant, *rest, fp4 = rest
+        two = rest[2] is not None
+        serves = {1: (8, 16), 2: (32, 64, 128), 4: (64, 128)} if model == 0 else {3: HEADS} if two else {2: HEADS}
+        assert q.shape[1] in serves[variant] and fp4 is False
         lengths, sink, *extra = rest
         assert q.shape[0] > 64 and q.shape[1] in HEADS and indices.shape[1] % 64 == 0
         assert model == (1 if q.shape[2] == 512 else 0)
@@ -71,7 +70,7 @@ class Stub:
 
     def scratch(self, q, tables, mid_out, mid_lse, splits):
         rows, heads, _ = q.shape
-        assert rows <= 64 and (not self.old or heads in HEADS)
+        assert rows <= 64
         assert splits == sum(-(-indices.shape[1] // 64) for _, indices, _ in tables if indices is not None)
         kernel_heads = 8 if heads == 8 else -(-heads // 16) * 16
         assert mid_out.shape == (rows, kernel_heads, splits, 512) and mid_out.dtype == ml_dtypes.bfloat16
@@ -82,7 +81,7 @@ class Stub:
         tables = [table for table in tables if table[0] is not None]
         widths = [indices.shape[1] for _, indices, _ in tables]
         self.calls.append((entry, layout, q.shape[1], widths, [kv.shape[1] for kv, *_ in tables]))
-        caches = [self.rows_of(layout, kv, extra=i > 0) for i, (kv, *_) in enumerate(tables)]
+        caches = [self.rows_of(layout, kv) for kv, *_ in tables]
         for row in range(len(q)):
             keys = []
             for rows, (_, indices, lengths) in zip(caches, tables):
@@ -94,22 +93,20 @@ class Stub:
             out[row] = values
             lse[row] = np.where(np.isneginf(natural), no_key, natural / math.log(2))
 
-    def rows_of(self, layout, kv, extra):
+    def rows_of(self, layout, kv):
         pages, page_size, row_bytes = kv.shape
         assert kv.dtype == np.uint8 and row_bytes == ROW_BYTES[layout]
         assert kv.strides == (page_bytes(layout, page_size), row_bytes, 1) and kv.strides[0] % 16 == 0
-        assert not self.old or page_size in ((64, 2) if extra else (64,))
         data = np.zeros((pages, page_bytes(layout, page_size)), np.uint8)
         data[:, : page_size * row_bytes] = kv.reshape(pages, -1)
         return unpack_cache(layout, page_size, data)
 
 
-@pytest.fixture(params=["0.7.2.post1", "0.6.18"])
-def stub(request, monkeypatch):
-    """The stand-in of a release, behind a router that sees an SM120 GPU and FlashInfer."""
-    stub = Stub(old=request.param == "0.6.18")
+@pytest.fixture
+def stub(monkeypatch):
+    """The stand-in, behind a router that sees an SM120 GPU and FlashInfer."""
+    stub = Stub()
     monkeypatch.setattr(flashinfer, "_module", stub.module)
-    monkeypatch.setattr(flashinfer, "_version", lambda: request.param)
     see_an_sm120(monkeypatch)
     yield stub
     jax.clear_caches()
@@ -127,8 +124,6 @@ def decode(case, **kwargs):
 
 @pytest.mark.parametrize("case", [c for c in decode_cases() if c.cache.layout in ROW_BYTES], ids=lambda c: c.name)
 def test_strata(case, stub):
-    if stub.old and (case.cache.page_size != 64 or (case.extra_cache and case.extra_cache.page_size not in (64, 2))):
-        pytest.skip("pages that 0.6.18 does not read")
     check_decode(case, decode(case))
 
 
@@ -140,42 +135,39 @@ def test_more_rows_than_decode_takes(layout, extra, stub):
         pytest.skip("covered by decode: each cache is a call")
     check_decode(case, decode(case))
     (entry, _, heads, widths, _), *others = stub.calls
-    width = (128 if layout == "V4_FP8" else 2048) if stub.old else 128
-    assert (entry, heads, widths[0], others) == ("prefill", 16, width, [])
+    assert (entry, heads, widths[0], others) == ("prefill", 16, 128, [])
 
 
-def test_shapes_that_each_release_takes(stub):
+def test_decode_takes_shapes_as_they_are(stub):
     case = small_decode(heads=12, topk=100, extra=(70, 64))
     check_decode(case, decode(case))
-    expected = (16, [128, 70]) if stub.old else (12, [100, 70])
-    assert stub.calls == [("decode", "V4_FP8", *expected, [64, 64])]
+    assert stub.calls == [("decode", "V4_FP8", 12, [100, 70], [64, 64])]
 
 
 def test_two_v32_caches_are_two_calls(stub):
     case = small_decode(layout="V32_FP8", extra=(70, 64))
     check_decode(case, decode(case))
-    assert [call[3] for call in stub.calls] == ([[128], [128]] if stub.old else [[16], [70]])
+    assert [call[3] for call in stub.calls] == [[16], [70]]
 
 
 def test_pages_of_other_sizes(stub):
     case = small_decode(page_size=256, topk=300, extra=(20, 2))
     check_decode(case, decode(case))
-    assert stub.calls[0][4] == [64 if stub.old else 256, 2]
+    assert stub.calls[0][4] == [256, 2]
     case = small_decode(page_size=192, topk=300)
-    if stub.old:
-        with pytest.raises(ValueError, match=r"pages of 64 tokens.*got 192"):
-            decode(case)
-    else:
-        check_decode(case, decode(case))
+    check_decode(case, decode(case))
 
 
-def test_wider_than_0_6_18_takes(stub):
+def test_any_number_of_columns(stub):
     case = small_decode(topk=1100, page_size=64, batch=1, q_len=1)
-    if stub.old:
-        with pytest.raises(ValueError, match="up to 1024 columns"):
-            decode(case)
-    else:
-        check_decode(case, decode(case))
+    check_decode(case, decode(case))
+
+
+@pytest.mark.parametrize("version, why", [("0.6.18", "0.6.18 is too old: install 0.7"), ("0.7.2.post1", None)])
+def test_an_older_release_is_refused(version, why, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    reason = flashinfer.unready("decode", "jax")
+    assert reason is None if why is None else why in reason
 
 
 def test_nothing_to_read(stub):
@@ -205,10 +197,9 @@ ENTRIES = [
 
 
 @pytest.fixture
-def their_module(monkeypatch):
+def their_module():
     import tvm_ffi
 
-    monkeypatch.setattr(flashinfer, "_version", lambda: "0.7.2.post1")
     return tvm_ffi.load_module(MODULE)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.kv_cache import KVLayout, split_pages
+from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer
 
@@ -33,20 +33,15 @@ _HEADS = (8, 16, 32, 64, 128)  # what the prefill entry is compiled for; decode 
 _NO_KEY = -1e29  # lse below this: no valid key (kernels write −inf or −1e30)
 _MODELS = {KVLayout.V32_FP8: 0, KVLayout.V4_FP8: 1}  # FlashInfer's DSV3_2 and DSV4
 _SINGLE_GROUP, _MULTI_GROUP, _TWO_CACHES, _SWAPPED = 1, 2, 3, 4  # its prefill kernels
+_OLDEST = (0, 7)
 
-# FlashInfer before 0.7 (0.6.18 is the oldest that has these entries as called here): pages of 64 tokens, of 2 as well
-# in the extra cache, and these index widths, by (layout, whether rows take the decode entry, number of caches).
-_OLD_PAGE = 64
-_OLD_EXTRA_PAGES = (64, 2)
-_OLD_WIDTHS = {
-    (KVLayout.V4_FP8, True, 1): (128, 192, 256, 512, 1024),
-    (KVLayout.V4_FP8, True, 2): (128, 192, 256, 512, 1024),
-    (KVLayout.V4_FP8, False, 1): (128, 192, 256, 512, 1024, 2048),
-    (KVLayout.V4_FP8, False, 2): (128,),
-    (KVLayout.V32_FP8, True, 1): (128, 512, 1024, 2048),
-    (KVLayout.V32_FP8, False, 1): (2048,),
-}
-_WINDOW = 128  # tokens of V4's sliding window, which must not straddle the pages that are split
+
+def unready(phase: str, framework: str) -> str | None:
+    """Why FlashInfer's entries cannot be called as they are here; its kernels are built at the first call."""
+    version = importlib.metadata.version("flashinfer-python")
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+        return f"flashinfer-python {version} is too old: install 0.7 or newer"
+    return None
 
 
 def _with_lengths(table: IndexTable) -> IndexTable:
@@ -80,15 +75,13 @@ def decode(
 def _attend(q: jax.Array, tables: list[IndexTable], scale: float) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[rows, heads, 512]` and lse float32 `[rows, heads]` by one call, without a sink."""
     rows, heads, _ = q.shape
-    layout, decodes, old = tables[0].cache.layout, rows <= _DECODE_ROWS, _before_0_7()
-    kernel_heads = heads if decodes and not old else next(n for n in _HEADS if n >= heads)
+    layout, decodes = tables[0].cache.layout, rows <= _DECODE_ROWS
+    kernel_heads = heads if decodes else next(n for n in _HEADS if n >= heads)
     q = jnp.pad(q, ((0, 0), (0, kernel_heads - heads), (0, 0)))
-    if old:
-        widths = _OLD_WIDTHS[layout, decodes, len(tables)]
-        tables = [_old_pages(table, (_OLD_PAGE,) if i == 0 else _OLD_EXTRA_PAGES) for i, table in enumerate(tables)]
-    else:
-        widths = None if decodes else (-(-tables[0].indices.shape[1] // _CHUNK) * _CHUNK,)
-    tables[0] = _widened(tables[0], widths)
+    if not decodes:  # the prefill entry reads whole chunks of the first table
+        padding = -tables[0].indices.shape[1] % _CHUNK
+        indices = jnp.pad(tables[0].indices, ((0, 0), (0, padding)), constant_values=-1)
+        tables[0] = tables[0]._replace(indices=indices)
 
     operands = [q]
     for cache, indices, lengths in tables:
@@ -130,22 +123,21 @@ def _call(
     first_result = 1 + 3 * len(caches)
     out, lse, mid_out, mid_lse = (Buffer(first_result + i) for i in range(4))
     (cache, indices, lengths), extra = caches[0], caches[1] if len(caches) == 2 else (None, None, None)
-    inputs, sink, model, old = (Buffer(0), cache, indices), None, _MODELS[layout], _before_0_7()
+    inputs, sink, model = (Buffer(0), cache, indices), None, _MODELS[layout]
     if not decodes:
-        # q, kv_cache, indices, output, out_lse, sm_scale, model_type, [variant,] topk_length, attn_sink,
-        # extra_kv_cache, extra_indices, extra_topk_length [, extra_fp4]
-        variant, fp4 = ((), ()) if old else ((_prefill_kernel(layout, len(caches), heads),), (False,))
-        arguments = (*inputs, out, lse, scale, model, *variant, lengths, sink, *extra, *fp4)
+        # q, kv_cache, indices, output, out_lse, sm_scale, model_type, variant, topk_length, attn_sink,
+        # extra_kv_cache, extra_indices, extra_topk_length, extra_fp4
+        variant = _prefill_kernel(layout, len(caches), heads)
+        arguments = (*inputs, out, lse, scale, model, variant, lengths, sink, *extra, False)
         return "sparse_mla_sm120_paged_attention", arguments
     # q, kv_cache, indices, mid_out, mid_lse, output, out_lse, num_splits, sm_scale, topk_length, attn_sink, …
     arguments = (*inputs, mid_out, mid_lse, out, lse, splits, scale, lengths, sink)
     chunks_per_block, lse_scale = -1, 1.0  # its own choice; base 2
     if layout == KVLayout.V32_FP8:
-        # …, model_type, chunks_per_block [, lse_scale]
-        return "sparse_mla_sm120_decode_dsv3_2", (*arguments, model, chunks_per_block, *(() if old else (lse_scale,)))
-    # …, extra_kv_cache, extra_indices, extra_topk_length, [model_type,] chunks_per_block [, extra_fp4, lse_scale]
-    tail = (chunks_per_block,) if old else (model, chunks_per_block, False, lse_scale)
-    return "sparse_mla_sm120_decode_dsv4", (*arguments, *extra, *tail)
+        # …, model_type, chunks_per_block, lse_scale
+        return "sparse_mla_sm120_decode_dsv3_2", (*arguments, model, chunks_per_block, lse_scale)
+    # …, extra_kv_cache, extra_indices, extra_topk_length, model_type, chunks_per_block, extra_fp4, lse_scale
+    return "sparse_mla_sm120_decode_dsv4", (*arguments, *extra, model, chunks_per_block, False, lse_scale)
 
 
 def _prefill_kernel(layout: KVLayout, caches: int, heads: int) -> int:
@@ -154,41 +146,6 @@ def _prefill_kernel(layout: KVLayout, caches: int, heads: int) -> int:
     if heads >= 64:
         return _SWAPPED
     return _MULTI_GROUP if heads == 32 else _SINGLE_GROUP
-
-
-def _widened(table: IndexTable, widths: tuple[int, ...] | None) -> IndexTable:
-    """The table with columns of −1 up to the next of `widths`."""
-    columns = table.indices.shape[1]
-    if widths is None:
-        return table
-    if columns > max(widths):
-        raise ValueError(
-            f"sparse_mla_decode: flashinfer {_version()} takes up to {max(widths)} columns here, got {columns}; "
-            "0.7 takes any number"
-        )
-    padding = next(width for width in widths if width >= columns) - columns
-    return table._replace(indices=jnp.pad(table.indices, ((0, 0), (0, padding)), constant_values=-1))
-
-
-def _old_pages(table: IndexTable, sizes: tuple[int, ...]) -> IndexTable:
-    """The table over pages that FlashInfer before 0.7 reads: the pages that its indices touch, split to 64 tokens."""
-    cache = table.cache
-    if cache.page_size in sizes:
-        return table
-    if cache.page_size % _WINDOW:
-        raise ValueError(
-            f"sparse_mla_decode: flashinfer {_version()} reads pages of {' or '.join(map(str, sizes))} tokens, and "
-            f"only pages of whole {_WINDOW}-token windows are split for it, got {cache.page_size}; 0.7 reads any page"
-        )
-    return table._replace(cache=split_pages(cache, _OLD_PAGE, slots=table.indices))
-
-
-def _version() -> str:
-    return importlib.metadata.version("flashinfer-python")
-
-
-def _before_0_7() -> bool:
-    return tuple(int(part) for part in _version().split(".")[:2]) < (0, 7)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ traps.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,7 +14,6 @@ import torch
 
 from jax_sparse_mla.attention.backends import flashmla
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results, Schedule
@@ -53,53 +53,10 @@ def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
 
 
 def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    """As `decode.prepare`'s `run`, at one shape."""
+    """As `decode.prepare`'s `run`, at one shape; the sanitiser runs before it where the operator would read astray."""
     batch, q_len, heads, _ = q.shape
-    flags = (has_sink, options.assume_valid_indices, options.keeps_memory)
-    device = route.device_info(q.device)
-    attend = _decode(layout, batch, q_len, heads, scopes, options.softmax_scale, *flags, device)
-    # Its copies of the queries want pieces of 16 bytes: 8 values.
-    strides_fit = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3])
-
-    if strides_fit and options.empty_lse > 0:
-        return attend
-
-    def run(q, *rest):
-        out, lse = attend(q if strides_fit else q.contiguous(), *rest)
-        if options.empty_lse < 0:
-            lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
-        return out, lse
-
-    return run
-
-
-def _decode(
-    layout: KVLayout,
-    batch: int,
-    q_len: int,
-    heads: int,
-    scopes: list[Scope],
-    softmax_scale: float,
-    has_sink: bool,
-    assume_valid_indices: bool,
-    keeps_memory: bool,
-    device: DeviceInfo,
-) -> Callable[..., Results]:
-    """The operator's call at one shape, with the sanitiser before it; q contiguous within 16-byte pieces.
-
-    Args:
-      layout: of the caches.
-      batch, q_len, heads: of q.
-      scopes: one or two.
-      softmax_scale: what q·k is multiplied by.
-      has_sink: whether the call has an attention sink.
-      assume_valid_indices: leaves out the sanitiser where the operator can take the tables as they are.
-      keeps_memory: see `decode.Options`.
-
-    Returns:
-      As `decode.prepare`; it writes into nothing given.
-    """
-    padded, chunk = flashmla.padded_heads(heads), _chunk(q_len, flashmla.padded_heads(heads), device)
+    padded = flashmla.padded_heads(heads)
+    chunk = _chunk(q_len, padded, route.device_info(q.device))
     takes_lengths = layout != KVLayout.V32_FP8  # what lies beyond them is −1 instead
     columns = flashmla.DECODE_COLUMNS
     tables = [
@@ -114,20 +71,32 @@ def _decode(
     ]
     sanitise = None
     fits = (padded == heads or not has_sink) and all(table.width == table.topk for table in tables)
-    if not assume_valid_indices or not fits:
+    if not options.assume_valid_indices or not fits:
         sinks = heads if has_sink else 0
-        sanitise = Sanitiser(batch * q_len, q_len, tables, sinks, padded, keeps_memory)
-    operator = _operator("sparse_decode_fwd")
+        sanitise = Sanitiser(batch * q_len, q_len, tables, sinks, padded, options.keeps_memory)
+    at_once = functools.partial(_decode_at_once, _operator("sparse_decode_fwd"), options.softmax_scale, takes_lengths)
     if padded == heads and batch <= chunk:
-        return _decode_at_once(operator, sanitise, softmax_scale, takes_lengths)
-    alone = _decode_at_once(operator, None, softmax_scale, takes_lengths)
-    return _decode_in_pieces(alone, sanitise, batch, heads, padded, chunk)
+        attend = at_once(sanitise)
+    else:
+        attend = _decode_in_pieces(at_once(None), sanitise, batch, heads, padded, chunk)
+    # Its copies of the queries want pieces of 16 bytes: 8 values.
+    strides_fit = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3])
+    if strides_fit and options.empty_lse > 0:
+        return attend
+
+    def run(q, *rest):
+        out, lse = attend(q if strides_fit else q.contiguous(), *rest)
+        if options.empty_lse < 0:
+            lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
+        return out, lse
+
+    return run
 
 
 # What follows runs in every call. Closures, since these are called in less time than objects.
 
 
-def _decode_at_once(operator: Callable, sanitise: Sanitiser | None, scale: float, takes_lengths: bool) -> Callable:
+def _decode_at_once(operator: Callable, scale: float, takes_lengths: bool, sanitise: Sanitiser | None) -> Callable:
     """For one call of the operator, whose results are the call's."""
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
@@ -187,10 +156,24 @@ def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -
 
 
 def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
-    """As `prefill.prepare`'s `run`, at one shape."""
+    """As `prefill.prepare`'s `run`, at one shape. The operator checks every index itself, but neither pads the columns
+    nor clips the lengths."""
     rows, heads, _ = q.shape
-    flags = (has_sink, options.assume_valid_indices, options.log2, options.keeps_memory)
-    attend = _prefill(rows, heads, scope, options.softmax_scale, *flags, route.device_info(q.device))
+    library, padded = flashmla.library(), flashmla.padded_heads(heads)
+    has_lengths = scope.rows_per_length > 0
+    width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
+    clips = has_lengths and not options.assume_valid_indices
+    # SM100's kernel reads rows beyond the length, NaN included.
+    rewrites = width != scope.topk or (clips and route.device_info(q.device).compute_capability[0] == 10)
+    sanitise = None
+    if rewrites or clips:
+        table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=rewrites)
+        sanitise = Sanitiser(rows, 1, [table], 0, padded, options.keeps_memory)
+    asks_for_log2 = options.log2 and not library.log2_prefill
+    wants_natural = library.log2_prefill and not options.log2
+    attend = _prefill_at_once(_operator("sparse_prefill_fwd"), sanitise, options.softmax_scale, rewrites, asks_for_log2)
+    if padded != heads or wants_natural:
+        attend = _prefill_padded(attend, heads, padded, wants_natural)
     if options.empty_lse > 0:
         return attend
 
@@ -199,47 +182,6 @@ def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
         return out, max_logits, lse.masked_fill(torch.isposinf(lse), options.empty_lse)
 
     return run
-
-
-def _prefill(
-    rows: int,
-    heads: int,
-    scope: Scope,
-    softmax_scale: float,
-    has_sink: bool,
-    assume_valid_indices: bool,
-    log2: bool,
-    keeps_memory: bool,
-    device: DeviceInfo,
-) -> Callable[..., Results]:
-    """The operator's call at one shape. It checks every index; columns are padded and lengths clipped before it.
-
-    Args:
-      rows, heads: of q.
-      scope: of the workspace.
-      softmax_scale: what q·k is multiplied by.
-      has_sink: whether the call has an attention sink.
-      assume_valid_indices: takes the lengths as they are.
-      log2: max_logits and lse in base 2.
-      keeps_memory: see `decode.Options`.
-
-    Returns:
-      As `prefill.prepare`; it writes into nothing given.
-    """
-    library, padded = flashmla.library(), flashmla.padded_heads(heads)
-    has_lengths = scope.rows_per_length > 0
-    width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
-    clips = has_lengths and not assume_valid_indices
-    # SM100's kernel reads rows beyond the length, NaN included.
-    rewrites = width != scope.topk or (clips and device.compute_capability[0] == 10)
-    sanitise = None
-    if rewrites or clips:
-        table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=rewrites)
-        sanitise = Sanitiser(rows, 1, [table], 0, padded, keeps_memory)
-    asks_for_log2 = log2 and not library.log2_prefill
-    at_once = _prefill_at_once(_operator("sparse_prefill_fwd"), sanitise, softmax_scale, rewrites, asks_for_log2)
-    wants_natural = library.log2_prefill and not log2
-    return at_once if padded == heads and not wants_natural else _prefill_padded(at_once, heads, padded, wants_natural)
 
 
 def _prefill_at_once(

@@ -8,7 +8,6 @@ import torch
 
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90.decode_plan import decode_plan
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.backends import into_results
 from sparse_mla_torch.attention.call_cache import Results
@@ -27,66 +26,30 @@ def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
 
 def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
+    import tvm_ffi
+
     batch, q_len, heads, _ = q.shape
-    attend = Decode(
+    plan = decode_plan(
         batch * q_len,
         heads,
-        tuple(scopes),
-        options.softmax_scale,
-        q.device,
-        route.device_info(q.device).sm_count,
-        empty_lse=options.empty_lse,
+        tuple(scope.topk for scope in scopes),
+        has_lengths=any(scope.rows_per_length for scope in scopes),
+        sm_count=route.device_info(q.device).sm_count,
         batch_invariant=options.batch_invariant,
     )
-    return into_results(attend, len(scopes), (batch, q_len, heads))
+    pages = [x for scope in scopes for x in (scope.num_slots, scope.page_size, scope.page_bytes)]
+    numbers = (*[*pages, 0, 1, 0][:6], options.softmax_scale, options.empty_lse, plan.tile, plan.groups, plan.cuts)
+    some_parts, device = list(zip(plan.part_shapes, _PART_DTYPES)), q.device
+    on_torchs_stream, function = tvm_ffi.use_torch_stream, build.sparse_decode_module().sparse_decode
 
-
-class Decode:
-    """The kernel's launch at one shape."""
-
-    def __init__(
-        self,
-        rows: int,
-        heads: int,
-        scopes: tuple[Scope, ...],
-        softmax_scale: float,
-        device: torch.device,
-        sm_count: int,
-        *,
-        empty_lse: float,
-        batch_invariant: bool,
-    ):
-        import tvm_ffi
-
-        plan = decode_plan(
-            rows,
-            heads,
-            tuple(scope.topk for scope in scopes),
-            has_lengths=any(scope.rows_per_length for scope in scopes),
-            sm_count=sm_count,
-            batch_invariant=batch_invariant,
-        )
-        pages = [x for scope in scopes for x in (scope.num_slots, scope.page_size, scope.page_bytes)]
-        self._numbers = (*[*pages, 0, 1, 0][:6], softmax_scale, empty_lse, plan.tile, plan.groups, plan.cuts)
-        self._parts = [(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES)]
-        self._device = device
-        self._on_torchs_stream = tvm_ffi.use_torch_stream
-        self._function = build.sparse_decode_module().sparse_decode
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        tables: list[tuple[torch.Tensor | None, ...]],
-        attn_sink: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Tables are (cache, indices, lengths), one for each scope; all but the caches contiguous."""
+    def attend(q, tables, attn_sink, out, lse):
         # Bytes, whatever they are said to be: not every exchange of tensors knows FP8.
         tables = [(cache.view(torch.uint8), *rest) for cache, *rest in tables]
         first, second = [*tables, (None, None, None)][:2]
         # The scratch comes from torch's pool, which a graph that captures the call keeps.
-        parts = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._parts]
+        parts = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in some_parts]
         parts += [None] * (3 - len(parts))
-        with self._on_torchs_stream():
-            self._function(q, *first, *second, attn_sink, *self._numbers, out, lse, *parts)
+        with on_torchs_stream():
+            function(q, *first, *second, attn_sink, *numbers, out, lse, *parts)
+
+    return into_results(attend, len(scopes), (batch, q_len, heads))

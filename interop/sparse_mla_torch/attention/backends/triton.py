@@ -85,6 +85,7 @@ def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
         has_sink,
         q.device,
         empty_is_inf=options.empty_lse > 0,
+        max_logits=True,
         may_split=False,
     )
 
