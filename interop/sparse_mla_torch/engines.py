@@ -239,7 +239,7 @@ def build_metadata(
     step: EngineStep,
     *,
     fp8_kv_cache: bool = True,
-    prefill_backend: str | None = "flashmla_sparse",
+    prefill_backend: str | None = None,
     out: V4Metadata | V32Metadata | None = None,
 ) -> V4Metadata | V32Metadata:
     """The metadata of a step: as `jax_sparse_mla.build_v4_metadata` or `build_v32_metadata`, of torch tensors.

@@ -57,7 +57,8 @@ def launch(spec, step, out=None):
     return engines._launch(spec, step, OPTIONS if spec.window is None else {}, out)
 
 
-BUILDS = {"build_metadata": build_metadata, "kernels": launch}
+# A workspace also for few rows, which by the plan attend to the pages.
+BUILDS = {"build_metadata": functools.partial(build_metadata, prefill_backend="flashmla_sparse"), "kernels": launch}
 
 
 class SglangMode(IntEnum):
@@ -184,7 +185,7 @@ def test_the_plan_decides_what_an_extend_step_attends_to(rows, transform):
         out_cache_loc=torch.zeros(rows, dtype=torch.int32),
         extend_seq_lens=torch.full((1,), 5, dtype=torch.int32),
     )
-    assert build_metadata(TINY_V32, step, prefill_backend=None).topk_transform is transform
+    assert build_metadata(TINY_V32, step).topk_transform is transform
 
 
 @pytest.mark.parametrize("build", sorted(BUILDS))
