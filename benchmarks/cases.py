@@ -115,41 +115,25 @@ def _attempt(task: Task, backend: str, device: str) -> dict:
 
 
 def _launched(call, backend: str):
-    """Through torch's launcher of `backend`; results are poisoned before."""
+    """What `flash_mla` does with a call whose backend the environment names; results are poisoned before."""
     import torch
+    from sparse_mla_torch.attention import decode, prefill
 
     shape = call.q.shape[:-1]
     out = torch.full((*shape, 512), torch.nan, dtype=torch.bfloat16, device=call.q.device)
     stats = [torch.full(shape, torch.nan, device=call.q.device) for _ in range(2)]
-    if backend == "triton":
-        return _launched_by_triton(call, out, *stats)
-    return _named_decode(call, backend, out, stats[0])
-
-
-def _launched_by_triton(call, out, *stats):
-    from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode, sparse_mla_prefill
-
-    if call.q.ndim == 3:
-        (keys,) = call.keys
-        names = {"softmax_scale": call.softmax_scale, "topk_length": keys.lengths, "attn_sink": call.attn_sink}
-        return sparse_mla_prefill(call.q, keys.rows, keys.indices, **names, out=(out, *stats))
-    arguments = _decode_arguments(call, TorchPagedKV)
-    return sparse_mla_decode(**arguments, softmax_scale=call.softmax_scale, out=(out, stats[0]))
-
-
-def _named_decode(call, backend: str, out, lse):
-    """What `flash_mla` does with a call whose backend the environment names."""
-    import torch
-    from sparse_mla_torch.attention.decode import Options, pages_of, prepare
-
-    tensors = [call.q]
-    for keys in call.keys:
-        tensors += [pages_of(keys.data, keys.layout, keys.page_size), keys.indices, keys.lengths]
-    tensors += [None] * (7 - len(tensors)) + [call.attn_sink]
-    options = Options(f"cases on {backend}", call.softmax_scale, -torch.inf)
-    with mock.patch.dict(os.environ, {"JAX_SPARSE_MLA_DECODE_BACKEND": backend}):
-        prepared = prepare(options, *tensors)
-    out, lse = prepared.run(*tensors, None, (out, lse))
+    options = f"cases on {backend}", call.softmax_scale, -torch.inf
+    names = ("JAX_SPARSE_MLA_DECODE_BACKEND", "JAX_SPARSE_MLA_PREFILL_BACKEND")
+    with mock.patch.dict(os.environ, dict.fromkeys(names, backend)):
+        if call.q.ndim == 3:
+            (keys,) = call.keys
+            tensors = call.q, keys.rows[:, None], keys.indices[:, None], keys.lengths, call.attn_sink
+            return prefill.prepare(prefill.Options(*options), *tensors).run(*tensors, (out, *stats))
+        tensors = [call.q]
+        for keys in call.keys:
+            tensors += [decode.pages_of(keys.data, keys.layout, keys.page_size), keys.indices, keys.lengths]
+        tensors += [None] * (7 - len(tensors)) + [call.attn_sink]
+        out, lse = decode.prepare(decode.Options(*options), *tensors).run(*tensors, None, (out, stats[0]))
     return out, lse.transpose(1, 2)
 
 
@@ -184,14 +168,12 @@ def _jitted(call, backend: str):
     import torch
     from sparse_mla_torch import to_jax, to_torch
 
-    from jax_sparse_mla import PagedKV
-
     if call.q.ndim == 3:
         (keys,) = call.keys
         arguments = {"q": call.q, "kv": keys.rows, "indices": keys.indices}
         arguments |= {"topk_length": keys.lengths, "attn_sink": call.attn_sink}
     else:
-        arguments = _decode_arguments(call, PagedKV)
+        arguments = _decode_arguments(call)
     arguments = jax.tree.map(to_jax, arguments)
     if call.q.is_cuda:
         torch.cuda.synchronize()  # XLA has a stream of its own
@@ -200,11 +182,13 @@ def _jitted(call, backend: str):
     return tuple(to_torch(x) for x in results)
 
 
-def _decode_arguments(call, paged: Callable) -> dict:
-    """The arguments of a decode call that are arrays; `paged` is a framework's cache class."""
+def _decode_arguments(call) -> dict:
+    """The arguments of a decode call that are arrays."""
+    from jax_sparse_mla import PagedKV
+
     arguments = {"q": call.q, "attn_sink": call.attn_sink}
     for prefix, keys in zip(("", "extra_"), call.keys):
-        arguments[f"{prefix}cache"] = paged(data=keys.data, layout=keys.layout, page_size=keys.page_size)
+        arguments[f"{prefix}cache"] = PagedKV(data=keys.data, layout=keys.layout, page_size=keys.page_size)
         arguments[f"{prefix}indices"] = keys.indices
         arguments[f"{prefix}topk_length"] = keys.lengths
     return arguments
@@ -321,10 +305,7 @@ def run_tasks(
 
 
 class Ledger:
-    """What ran, by case id and with its commit.
-
-    Delete the file when a kernel has changed so much that what passed before says little.
-    """
+    """What this code ran, by case id; other code begins anew."""
 
     def __init__(self, backend: str):
         self._name = f"cases_{backend}.json"
@@ -338,7 +319,7 @@ class Ledger:
         return entry is not None and entry["verdict"] == "passed" and entry["seed"] == seed_of(task.shape)
 
     def add(self, task: Task, entry: dict) -> None:
-        self.entries[task.id] = entry | {"commit": self._environment["commit"]}
+        self.entries[task.id] = entry
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 

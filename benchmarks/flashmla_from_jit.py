@@ -2,7 +2,7 @@
 
     python -m benchmarks.flashmla_from_jit
 
-prints for each shape: the vendor's attention kernels (split and combine, or prefill) within a JAX call and within
+prints for each shape: FlashMLA's attention kernels (split and combine, or prefill) within a JAX call and within
 torch's call, by CUPTI with the L2 flushed; beside them the sanitiser and the copies of the results; and, for one
 shape, the host's time per call. Writes flashmla_from_jit.json to $OUT or benchmarks/results.
 """
@@ -20,7 +20,7 @@ import torch
 from benchmarks.ops import attention
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.timing import Run, Timer
-from jax_sparse_mla import decode_schedule, sparse_mla_decode
+from jax_sparse_mla import sparse_mla_decode
 
 MEASUREMENTS = 5
 CHAINED = 64  # calls in one program
@@ -74,18 +74,17 @@ def chained_host_time(shape: attention.Decode) -> float:
     What a call costs an engine whose step is one program: the custom call, the operator in it and its launches.
     """
     arrays = attention.decode_arrays(np.random.default_rng(0), shape)
-    schedule = decode_schedule((shape.batch, shape.q_len, shape.heads, shape.topk, shape.extra_topk))
 
     @jax.jit
-    def chain(arrays, schedule):
+    def chain(arrays):
         q = arrays["q"]
         options = {"softmax_scale": shape.scale, "assume_valid_indices": True, "backend": "flashmla"}
         for _ in range(CHAINED):
-            out, _ = sparse_mla_decode(**arrays | {"q": q}, schedule=schedule, **options)
+            out, _ = sparse_mla_decode(**arrays | {"q": q}, **options)
             q = jnp.concatenate([out, q[..., 512:]], -1)
         return q
 
-    return round(host_time(Run(lambda: chain(arrays, schedule), "jax"), calls=1) / CHAINED, 1)
+    return round(host_time(Run(lambda: chain(arrays), "jax"), calls=1) / CHAINED, 1)
 
 
 def main() -> None:
@@ -94,13 +93,15 @@ def main() -> None:
     for case in attention.cases(np.random.default_rng(0)):
         if "flashmla" not in case.ours:
             raise SystemExit("FlashMLA is not installed here")
-        theirs = case.peers.get("flash_mla")
-        row = {"case": case.name, "jit": median_parts(timer, case.ours["flashmla"])}
-        if theirs:
-            row["torch"] = median_parts(timer, theirs)
-            torch_host = torch_host or host_time(theirs, calls=16)
+        theirs = case.peers["flash_mla"]
+        row = {
+            "case": case.name,
+            "jit": median_parts(timer, case.ours["flashmla"]),
+            "torch": median_parts(timer, theirs),
+        }
+        torch_host = torch_host or host_time(theirs, calls=16)
         rows.append(row)
-        a, b = row["jit"], row.get("torch", {}).get("attention", float("nan"))
+        a, b = row["jit"], row["torch"]["attention"]
         print(
             f"{case.name:44} {a['attention']:8.1f} {b:8.1f} {b / a['attention']:6.3f}  sanitise {a['sanitise']:5.1f} "
             f"copies {a['copies']:6.1f} other {a['other']:5.1f} call {a['call']:8.1f}",

@@ -5,8 +5,8 @@
 A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`, or the
 short list of cases that such a file runs as a script; a control has errors that must be found. Each runs in a
 sanitised process of its own, all at once, with memory allocated one array at a time, so that a step past an array's
-end is outside of every allocation. racecheck sees shared memory alone. Writes memcheck.json, or as the tool is called,
-to $OUT or benchmarks/results.
+end is outside of every allocation. racecheck sees shared memory alone. A group that this code left clean before is not
+run again unless it is named. Writes memcheck.json, or as the tool is called, to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.record import environment, results_folder, write_json
+from benchmarks.record import ROOT, earlier, environment, results_folder, write_json
 
-ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 ERRORS_EXIT = 77
@@ -31,7 +31,7 @@ ERRORS_EXIT = 77
 # Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
 # launches the same kernels.
 _SKIPPED = "not gib and not compile and not graph"
-_FILES = ("test_triton_*.py", "test_flashmla_sanitise.py", "test_hopper_memory.py")
+_FILES = ("test_triton_*.py", "test_flashmla_sanitise.py", "test_hopper_memory.py", "test_merge.py")
 # Run as scripts, which take a short list of cases: all their tests would not end under the sanitizer within minutes.
 _SCRIPTS = {
     "attention": "triton_attention_cases.py",
@@ -98,24 +98,27 @@ def control_verdict(log: str, group: str) -> dict:
     return {"as_wanted": found > 0, "errors": found}
 
 
-def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> dict[str, dict]:
+def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> Iterator[tuple[str, dict]]:
+    """Each group's verdict when its process ends; what has not ended within the limit is stopped."""
     started = time.monotonic()
-    processes = {group: start(group, arguments, sanitizer) for group, arguments in chosen.items()}
-    verdicts = {}
-    for group, process in processes.items():
-        try:
-            exit_code = process.wait(max(0.1, limit - (time.monotonic() - started)))
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-            exit_code = None
-        path = sanitizer.log(group)
-        log = path.read_text(errors="replace")
-        judged = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
-        verdicts[group] = judged | {"seconds": round(time.monotonic() - started, 1)}
-        if verdicts[group]["as_wanted"]:
-            path.unlink()
-    return verdicts
+    running = {group: start(group, arguments, sanitizer) for group, arguments in chosen.items()}
+    while running:
+        time.sleep(0.2)
+        late = time.monotonic() - started > limit
+        for group, process in list(running.items()):
+            exit_code = process.poll()
+            if exit_code is None and not late:
+                continue
+            if exit_code is None:
+                process.terminate()
+                process.wait()
+            del running[group]
+            path = sanitizer.log(group)
+            log = path.read_text(errors="replace")
+            judged = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
+            if judged["as_wanted"]:
+                path.unlink()
+            yield group, judged | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def main() -> int:
@@ -131,14 +134,18 @@ def main() -> int:
     if not Path(program).exists():
         print("compute-sanitizer is not installed: it comes with the CUDA toolkit")
         return 2
-    wanted = args.group or [group for group in groups() if args.tool == "memcheck" or not group.startswith(CONTROL)]
+    every = [group for group in groups() if args.tool == "memcheck" or not group.startswith(CONTROL)]
+    before = {} if args.kernels else earlier(f"{args.tool}.json").get("groups", {})
+    verdicts = {group: result for group, result in before.items() if group in every and result["as_wanted"]}
+    wanted = args.group or [group for group in every if group not in verdicts]
     chosen = {group: arguments for group, arguments in groups().items() if group in wanted}
-    verdicts = run(chosen, Sanitizer(program, args.tool, args.kernels), args.limit_seconds)
-    for group, result in verdicts.items():
+    for group, result in run(chosen, Sanitizer(program, args.tool, args.kernels), args.limit_seconds):
+        verdicts[group] = result
         word = "as wanted" if result["as_wanted"] else "NOT CLEAN"
-        print(f"{group:18} {word:10} {result['errors']} errors, {result.get('tests')}, {result['seconds']:.0f} s")
-    write_json(results_folder() / f"{args.tool}.json", environment() | {"groups": verdicts})
-    return int(not all(result["as_wanted"] for result in verdicts.values()))
+        tests, seconds = result.get("tests"), result["seconds"]
+        print(f"{group:18} {word:10} {result['errors']} errors, {tests}, {seconds:.0f} s", flush=True)
+        write_json(results_folder() / f"{args.tool}.json", environment() | {"groups": verdicts})
+    return int(not all(verdicts[group]["as_wanted"] for group in args.group or every))
 
 
 if __name__ == "__main__":

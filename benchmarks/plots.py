@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.record import RESULTS
@@ -20,24 +21,25 @@ PEER_MARKERS = ("s", "X", "P", "*")
 PEER_COLOUR = "#555555"
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draws all plots of the results in `folder`, into it; returns their paths."""
+def draw(folder: Path, behind: Iterable[Path] = ()) -> list[Path]:
+    """Draws the results in `folder`, and those in `behind` that it lacks, into `folder`; returns the plots' paths."""
     try:
         import matplotlib
     except ImportError:
         print("matplotlib is not installed: no plots (python -m benchmarks.plots draws them from the JSON)")
         return []
     matplotlib.use("Agg")
-    results = [result for result in _results(folder) if any(row["ours"] for row in result["rows"])]
+    results = [result for result in _results([*behind, folder]) if any(row["ours"] for row in result["rows"])]
     if not results:
         return []
     paths = [_roofline(results, folder / "roofline.png")]
     return paths + [_latency(result, folder / f"latency_{result['op']}.png") for result in results]
 
 
-def _results(folder: Path) -> list[dict]:
-    """What `benchmarks.run` wrote; other files of the folder have no operation's name."""
-    contents = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+def _results(folders: list[Path]) -> list[dict]:
+    """What `benchmarks.run` wrote; of a file in several folders the last one. Other files have no operation's name."""
+    paths = {path.name: path for folder in folders for path in folder.glob("*.json")}
+    contents = (json.loads(paths[name].read_text()) for name in sorted(paths))
     return [content for content in contents if "op" in content and "ceilings" in content]
 
 

@@ -1,7 +1,15 @@
-"""Where results are written, and what stands beside every number: device, versions, commit, command."""
+"""Where results are written, and what stands beside every number: device, versions, commit, code, command.
+
+Two runs are of the same code when their digests of the packages, the CUDA sources and the benchmarks agree; commits
+that touch nothing else leave the digest as it is. Results of other code are never continued.
+
+    python -m benchmarks.record     # this checkout's commit and digest
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -9,8 +17,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "sgl-flash-mla", "sglang-kernel", "flashinfer-python")
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch")
+_PEERS = ("sgl-flash-mla", "sgl-deep-gemm", "sglang", "sglang-kernel", "flashinfer-python")
+_CODE = ("jax_sparse_mla", "interop", "kernels_cuda", "benchmarks")
+_SUFFIXES = frozenset((".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"))
+_NOT_MEASURING = ("all.py", "plots.py", "tables.py")  # of benchmarks: they run the others or show what these measured
 
 
 def results_folder() -> Path:
@@ -21,22 +34,52 @@ def results_folder() -> Path:
 
 
 def environment() -> dict:
-    """Device, driver, versions, commit ($COMMIT where there is no git) and command."""
+    """Device, driver, versions, commit, digest of the code, and command."""
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     device, _, driver = (gpu or "").splitlines()[0].partition(", ") if gpu else (None, None, None)
     return {
         "device": device,
         "driver": driver,
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "commit": os.environ.get("COMMIT") or _output("git", "describe", "--always", "--dirty"),
+        "versions": {name: _version(name) for name in _PACKAGES + _PEERS},
+        "commit": commit(),
+        "code": code_digest(),
         "command": " ".join(["python", *sys.orig_argv[1:]]),
     }
 
 
-def earlier(name: str) -> dict:
-    """What earlier runs wrote under this name, where results go now or else in benchmarks/results; {} if none did."""
+@functools.cache
+def commit() -> str | None:
+    """$COMMIT, for a copy of the checkout without its history; else the last commit that touched the code."""
+    if given := os.environ.get("COMMIT"):
+        return given
+    folders = [*_CODE, ":(exclude)benchmarks/results", *(f":(exclude)benchmarks/{name}" for name in _NOT_MEASURING)]
+    last = _output("git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", *folders)
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *folders)
+    return f"{last}-dirty" if last and changed else last or None
+
+
+@functools.cache
+def code_digest() -> str:
+    """Twelve hex digits of the SHA-256 of all that is measured or measures, by path and content."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in _CODE for path in (ROOT / folder).rglob("*") if path.suffix in _SUFFIXES):
+        if path.parent.name == "benchmarks" and path.name in _NOT_MEASURING:
+            continue
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def latest(name: str) -> dict:
+    """What stands under this name where results go now, or else in benchmarks/results; {} if nothing does."""
     paths = [folder / name for folder in (results_folder(), RESULTS) if (folder / name).exists()]
     return json.loads(paths[0].read_text()) if paths else {}
+
+
+def earlier(name: str) -> dict:
+    """What a run of this very code left under this name; {} if none did, or if other code made it."""
+    found = latest(name)
+    return found if found.get("code") == code_digest() else {}
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -66,3 +109,7 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":
+    print(commit(), code_digest())

@@ -1,11 +1,11 @@
-"""Times every operation beside its peers in one process and draws the plots.
+"""Times every operation beside its peers in one process.
 
     python -m benchmarks.run [--op NAME ...] [--repeats N]
 
 For each case of `benchmarks.ops`: the best peer, each way to launch ours, peer / ours, the ceiling (the larger of
 bytes over the rate of a device copy and operations over the rate of a matrix product, both measured here) and the
-share of it that ours reaches. Writes <op>.json, with the device operations behind each time, and the plots to $OUT or
-benchmarks/results. What fails is reported and costs only itself.
+share of it that ours reaches. Writes <op>.json, with the device operations behind each time, to $OUT or
+benchmarks/results; `benchmarks.plots` draws them. What fails is reported and costs only itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import traceback
 import numpy as np
 import torch
 
-from benchmarks import ops, plots
+from benchmarks import ops
+from benchmarks.peers import NotMeasured
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.timing import Case, Timer, copy_rate, matmul_rate
 
@@ -46,12 +47,16 @@ class Ceilings:
 def measure(case: Case, timer: Timer, ceilings: Ceilings) -> dict:
     """A row of the results: times in microseconds by name, ratios and shares of ours, what failed and why."""
     times: dict[str, dict[str, float]] = {"ours": {}, "peers": {}}
-    operations, failed = {}, {}
+    operations, differences, failed, missing = {}, {}, {}, {}
     for group, runs in (("ours", case.ours), ("peers", case.peers)):
         for name, run in runs.items():
             try:
+                if name in case.checks:
+                    differences[name] = float(f"{case.checks[name]():.3g}")
                 times[group][name] = round(timer(run), 3)
                 operations[name] = timer.operations
+            except NotMeasured as reason:
+                missing[name] = str(reason)
             except Exception as error:
                 failed[name] = _described(error)
     ours, peers = times["ours"], times["peers"]
@@ -68,6 +73,8 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings) -> dict:
         "best_peer": peer,
         "peer_over_ours": {name: round(peers[peer] / us, 3) for name, us in ours.items()} if peer else {},
         "share_of_ceiling": {name: round(ceiling / us, 3) for name, us in ours.items()},
+        "difference": differences,
+        "not_measured": missing,
         "failed": failed,
         "operations": operations,
     }
@@ -103,6 +110,7 @@ def _lines(row: dict) -> list[str]:
         ratio = f"{ratio:6.2f}" if ratio is not None else f"{'-':>6}"
         share = row["share_of_ceiling"][name]
         lines.append(f"{row['case']:44} {beside} {name:>8} {us:9.1f} {ratio} {row['ceiling_us']:9.1f} {share:6.0%}")
+    lines += [f"{row['case']:44} {name} not measured: {why}" for name, why in row["not_measured"].items()]
     lines += [f"{row['case']:44} {name} failed: {why}" for name, why in row["failed"].items()]
     return lines
 
@@ -141,7 +149,6 @@ def main() -> int:
             print(f"{name} broke the GPU's context: nothing after it was run")
             complete = False
             break
-    plots.draw(folder)
     return int(not complete)
 
 

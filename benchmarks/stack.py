@@ -191,10 +191,8 @@ def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
         if out is not None:
             kv = layer_rows.kv + out[:, 0]
             layer_rows = jax.lax.optimization_barrier(dataclasses.replace(layer_rows, kv=kv))
-        plan, schedule = step.plans.get(ratio), step.schedules.get(ratio)
-        out, caches[i], _ = layer[ratio](
-            caches[i], layer_rows, params[i], batch, step.metadata, plan, schedule=schedule
-        )
+        plan = step.plans.get(ratio)
+        out, caches[i], _ = layer[ratio](caches[i], layer_rows, params[i], batch, step.metadata, plan)
     return caches, out
 
 

@@ -11,7 +11,7 @@ Per case: wall and GPU time per step, the share of the time in which the GPU is 
 (CUPTI, through torch's profiler), how many of them came out of CUDA graphs, and the time that the host takes to
 enqueue a step under `jax.transfer_guard("disallow")`. Per program: compile time, and whether the caches stay where they
 are (bytes that the executable aliases, copies of a cache's shape in its HLO, buffer addresses). Prints tables and
-writes JSON to $OUT or benchmarks/results, beside the cases of earlier runs.
+writes JSON to $OUT or benchmarks/results, beside the cases that earlier runs of the same code measured.
 """
 
 from __future__ import annotations
@@ -367,6 +367,7 @@ def main() -> None:
     parser.add_argument("--long", default=LONG)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
+    parser.add_argument("--record", default="step", help="the results' file, without .json")
     parser.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
     arguments = parser.parse_args()
     decode, prefill, long = programs(arguments)
@@ -382,7 +383,7 @@ def main() -> None:
         kinds = by_kind(program, operations, results[name]["steps"]) if arguments.operations else []
         for kind in kinds[: arguments.operations]:
             print(f"    {kind.us:9.1f} us {kind.count:7.1f} x {kind.captured:7.1f} in graphs  {kind.name[:150]}")
-        save(results, used, where)
+        save(arguments.record, results, used, where)
 
     prepare(decode.values())
     for case, program in decode.items():
@@ -396,17 +397,16 @@ def main() -> None:
     print(table(results))
 
 
-def save(results: dict, used: list[Program], where: dict) -> None:
-    """After every case, into what earlier runs left: a case replaces its own record and says what it was run with."""
-    before = earlier("step.json")
-    run = {"commit": where["commit"], "command": where["command"]}
+def save(name: str, results: dict, used: list[Program], where: dict) -> None:
+    """After every case, beside what earlier runs of this code left; a case says which command it is of."""
+    before = earlier(f"{name}.json")
     programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
-    record = {
-        "environment": {name: value for name, value in where.items() if name not in run},
-        "results": before.get("results", {}) | {name: {**result, **run} for name, result in results.items()},
+    record = where | {
+        "results": before.get("results", {})
+        | {case: {**result, "command": where["command"]} for case, result in results.items()},
         "programs": before.get("programs", {}) | programs,
     }
-    write_json(results_folder() / "step.json", record)
+    write_json(results_folder() / f"{name}.json", record)
 
 
 if __name__ == "__main__":

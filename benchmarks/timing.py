@@ -6,11 +6,9 @@ A module of `benchmarks.ops` offers `cases(rng) -> Iterator[Case]`; `python -m b
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import statistics
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "matmul_rate", "peer"]
+__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "kernel_backends", "matmul_rate"]
 
 FLUSH_BYTES = 512 << 20  # several times the 60 MB L2 of an H200
 
@@ -36,7 +34,10 @@ class Case:
 
     Attributes:
       name: the operation and its size.
-      ours, peers: what to time, by name; peers are other projects' kernels, or plain XLA where there are none.
+      ours, peers: what to time, by name; peers are other projects' kernels, or plain XLA where nobody has one. A peer
+        whose call raises `peers.NotMeasured` is reported with that reason.
+      checks: by a peer's name, what compares its results with ours before it is timed: returns the largest difference,
+        and raises AssertionError where the two are not the same operation.
       bytes: that must move: each input read once, each output written once.
       flop: that must be done, in the unit whose rate is `flop_unit` ("bf16" or "fp8").
     """
@@ -47,6 +48,7 @@ class Case:
     bytes: int
     flop: int = 0
     flop_unit: str = "bf16"
+    checks: dict[str, Callable[[], float]] = dataclasses.field(default_factory=dict)
 
 
 class Operation(NamedTuple):
@@ -120,12 +122,13 @@ class Timer:
         torch.cuda.synchronize()
 
 
-def peer(name: str) -> ModuleType | None:
-    """Another project's module, or None where it is not installed or cannot be loaded."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError):
-        return None
+def kernel_backends(phase: str) -> list[str]:
+    """The backends that can serve this phase here, but for plain XLA; FlashInfer's attention is for SM120 alone."""
+    from jax_sparse_mla import DeviceInfo
+    from jax_sparse_mla.attention.api import installed_for
+
+    elsewhere = set() if (DeviceInfo.current().compute_capability or (0,))[0] == 12 else {"flashinfer"}
+    return sorted(installed_for(phase) - {"reference"} - elsewhere)
 
 
 def in_place(function: Callable, state: object, *args) -> Run:

@@ -117,14 +117,14 @@ def forward(config, weights, state, batch, step):
         req_to_token=tables.req_to_token.at[row, position].set(batch.out_cache_loc, mode="drop"),
         full_to_swa=tables.full_to_swa.at[batch.out_cache_loc].set(jnp.where(row < config.max_batch, swa_slots, 0)),
     )
-    shared = layers.prepare_v4_step(config.spec, batch, tables, gathered=batch.mode is mla.ForwardMode.EXTEND)
+    shared = layers.prepare_v4_step(config.spec, batch, tables)
     rope = partial(rope_interleaved, positions=position[:, None], inv_freq=inv_freq)
     hidden = embedding[jnp.where(step["tokens"] < 0, last_tokens[row], step["tokens"])]
     for i, (ratio, (projections, output, params)) in enumerate(zip(config.ratios, layer_weights)):
         rows = project(config, projections, hidden, rope)
         attended, caches[i], _ = layers.v4_layer(
             caches[i], rows, params, batch, shared.metadata, shared.plans.get(ratio),
-            spec=config.spec, ratio=ratio, schedule=shared.schedules.get(ratio),
+            spec=config.spec, ratio=ratio,
         )  # fmt: skip
         hidden = hidden + jnp.tensordot(rope(attended, inverse=True), output, 2)
     tokens = jnp.argmax(hidden[step["last_row"]] @ embedding.T, -1).astype(jnp.int32)

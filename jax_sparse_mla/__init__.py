@@ -2,12 +2,9 @@
 
 from jax_sparse_mla import debug
 from jax_sparse_mla.attention import (
-    DecodeSchedule,
-    DecodeShape,
     DeviceInfo,
     Plan,
     apply_attn_sink,
-    decode_schedule,
     merge_attention,
     plan_attention,
     sparse_mla_decode,
@@ -59,8 +56,6 @@ __all__ = [
     "DEEPSEEK_V4_PRO",
     "DEEPSEEK_V32",
     "CompressorState",
-    "DecodeSchedule",
-    "DecodeShape",
     "DeviceInfo",
     "ForwardBatch",
     "ForwardMode",
@@ -81,7 +76,6 @@ __all__ = [
     "combine_topk_swa_indices",
     "compress_kv",
     "debug",
-    "decode_schedule",
     "dequantize_kv",
     "draft_step_batch",
     "flashmla_schedule",

@@ -1,14 +1,14 @@
-"""The compressor of DeepSeek-V4: every `ratio` tokens become one row of a compressed cache.
+"""The compressor of DeepSeek-V4, which turns every `ratio` tokens into one row of a compressed cache.
 
 A token brings a kv row and a score row. The entry of the group of tokens that ends at position p (p + 1 is a
 multiple of ratio) is, per channel,
 
     entry = Σ_w softmax_w(score_w + ape_w) * kv_w                 over the tokens w of its window
 
-followed by RMSNorm and rope at the group's first position. Ratio 128 has a window of its 128 tokens. Ratio 4
-overlaps: rows are `[A | B]`, twice as wide, and the window is 8 tokens, the A halves of the group before and
-the B halves of the group itself; a request's first group has no group before. (SGLang's V4 compressor; CSA
-and HCA in DeepSeek's terms.) The V4 indexer compresses its keys with the same function.
+followed by RMSNorm and rope at the group's first position. The window of ratio 128 is the group's 128 tokens. Windows
+of ratio 4 overlap: rows are `[A | B]`, twice as wide, and a window has 8 tokens, the A halves of the group before and
+the B halves of the group itself. A request's first group has no group before it. (This is SGLang's V4 compressor;
+DeepSeek calls the two CSA and HCA.) The V4 indexer compresses its keys with the same function.
 
 Groups may span steps, so each request carries its last tokens in a ring, `CompressorState`.
 """
@@ -25,11 +25,12 @@ from jax import lax
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.xla.triton_call import launching
 
 # The one ratio whose windows overlap: its rows are twice as wide, its windows twice as long.
 OVERLAP_RATIO = 4
 
-# What the windows that are compressed side by side may take.
+# Bytes of the windows that are compressed at the same time.
 CHUNK_BYTES = 32 << 20
 
 
@@ -51,8 +52,8 @@ class CompressorState:
       kv, score: float32 `[max_requests, ring, coff * head_dim]`, `coff` 2 for ratio 4 and 1 otherwise; scores
         without ape.
 
-    What a former request left in a row is never read, provided a request's tokens all pass `compress_kv` from
-    position 0 on. A request that starts later (a cached prefix) needs the ring of the request it continues.
+    If all tokens of a request pass `compress_kv` from position 0 on, what an earlier request left in the row is never
+    read. A request that starts later (a cached prefix) needs the ring of the request that it continues.
     """
 
     kv: jax.Array
@@ -68,8 +69,8 @@ class CompressorState:
           head_dim: values of an entry.
           ring: tokens kept per request, at least the window; None is the window, 8 for ratio 4 and ratio
             otherwise. Where up to D tokens of a step may be rejected afterwards (speculative decoding) it
-            must be at least `window + D`, so that they do not replace what the next step still needs; SGLang
-            doubles it.
+            must be at least `window + D`, so that rejected tokens do not replace those that the next step still
+            needs; SGLang doubles it.
         """
         check = ArgumentChecks("CompressorState.zeros")
         max_requests = check.static_int("max_requests", max_requests, minimum=1)
@@ -181,11 +182,7 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
     arguments = state.kv, state.score, *step, query_start_loc, ape, norm_weight, inv_freq
 
-    def kernel(*arguments):
-        from jax_sparse_mla.kernels.triton import launch_indexer
-
-        return launch_indexer.compress(*arguments, **static)
-
+    kernel = launching("compressor.compress", **static)
     plain = functools.partial(compress_kv_reference, **static)
     # The kernel takes neighbouring values in pairs.
     kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0]
@@ -273,8 +270,8 @@ def _pool_window(
 def _zero_after(x: jax.Array) -> jax.Array:
     """A 0 (int32) that takes bfloat16 `x` to compute.
 
-    What adds it comes after x. XLA writes to a donated buffer in place only where everything that reads it
-    provably comes before; an optimization barrier does not survive long enough to prove it.
+    Code that adds this 0 runs after x is known. XLA writes to a donated buffer in place only if all reads of the buffer
+    provably come before; an optimization barrier is removed too early to prove that.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
     return jnp.max(bits, initial=0) >> 16
@@ -296,7 +293,7 @@ def _carry(state: CompressorState, tokens: _Tokens, live: jax.Array, zero: jax.A
 def _replaced_later(live: jax.Array, req_rows: jax.Array, ring: int) -> jax.Array:
     """bool `[T]`: a later token of this step has the same place in the ring.
 
-    Such a token must not be written: which of two writes to one place stays is not defined.
+    Such a token must not be written, since it is not defined which of two writes to one place stays.
     """
     replaced = live[ring:] & (req_rows[ring:] == req_rows[:-ring])
     return jnp.pad(replaced, (0, live.shape[0] - replaced.shape[0]))
@@ -305,8 +302,8 @@ def _replaced_later(live: jax.Array, req_rows: jax.Array, ring: int) -> jax.Arra
 def rope_interleaved(x: jax.Array, positions: jax.Array, inv_freq: jax.Array, *, inverse: bool = False) -> jax.Array:
     """Rotates the pairs (2i, 2i + 1) of the last `2 * len(inv_freq)` values by `position * inv_freq[i]`.
 
-    V4's rope: queries, sliding-window keys and compressed keys; with `inverse` what is taken back from the
-    attention's output, at the query's position. Magnitude 1 (V4 has no YaRN attention factor).
+    This is V4's rope of queries, sliding-window keys and compressed keys. With `inverse` it rotates the attention's
+    output back, at the query's position. The magnitude is 1 (V4 has no YaRN attention factor).
 
     Args:
       x: bfloat16 or float32 `[..., d]`; the values before the rotated ones stay as they are.

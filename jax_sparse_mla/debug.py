@@ -1,7 +1,7 @@
-"""Checks of values, for debugging: which row of an argument is wrong, and what it holds.
+"""Validates values, for debugging: says which row of an argument is wrong, and what it holds.
 
-Arrays cannot raise under `jit`: everywhere else bad values are masked. Each function here returns nothing and
-works in two ways.
+Arrays cannot raise under `jit`, so all other functions mask bad values. The functions here return nothing and work in
+two ways.
 
 * Called outside `jit` it raises a ValueError that lists the first bad entries.
 * Inside a function transformed by `jax.experimental.checkify.checkify`, jitted or not, it reports the first
@@ -74,15 +74,16 @@ def check_slots(slots: jax.Array, num_slots: int) -> None:
 
 
 def check_batch(batch: ForwardBatch, tables: RequestTables) -> None:
-    """A step's values: what the metadata builders would mask or report as overflow.
+    """A step's values: finds those that the metadata builders would mask or report as overflow.
 
-    Padding requests (`seq_lens` 0) and padding rows may hold anything else. Checked are
+    Padding requests (`seq_lens` 0) and padding rows may hold anything else. It validates
 
     * `seq_lens`: not negative, and no longer than the request table's rows and `max_seq_len` (with the drafts
       in TARGET_VERIFY);
     * `extend_lens` (EXTEND): within `[0, seq_lens]`, in all no more than the rows of the batch;
     * `req_pool_indices`: rows of the request table;
-    * `out_cache_loc`: slots of the pool, where `full_to_swa` tells its size, else not negative.
+    * `out_cache_loc`: slots of the pool, if `full_to_swa` tells its size; else only that they are not negative;
+    * the last entry of `full_to_swa`: −1. It stands for "no slot"; without it the pool's last slot is taken for none.
 
     Raises:
       ValueError: a value out of range.
@@ -123,6 +124,10 @@ def check_batch(batch: ForwardBatch, tables: RequestTables) -> None:
     bad = (batch.req_pool_indices < 0) | (batch.req_pool_indices >= max_requests)
     require("req_pool_indices", in_use & bad, f"outside the {max_requests} rows of req_to_token")
 
+    if full_to_swa is not None and full_to_swa.size:
+        bad = (jnp.arange(full_to_swa.shape[0]) == full_to_swa.shape[0] - 1) & (full_to_swa != -1)
+        what = "the last entry, which must be -1: full_to_swa is [pool + 1], the pool's slots and -1 behind them"
+        _require("check_batch", "tables.full_to_swa", full_to_swa, bad, what)
     live = _live_rows(batch, tables)
     bad = batch.out_cache_loc < 0
     where = "negative"
@@ -139,10 +144,10 @@ def _live_rows(batch: ForwardBatch, tables: RequestTables) -> jax.Array:
 
 
 def check_metadata(metadata: V4Metadata | V32Metadata | PrefillPlan) -> None:
-    """The `overflow` flag of what a builder returned: something did not fit its static capacity.
+    """The `overflow` flag of a builder's result, which says that something did not fit its static capacity.
 
     Raises:
-      ValueError: it is set; the message names the longest row.
+      ValueError: the flag is set; the message names the longest row.
     """
     if isinstance(metadata, V4Metadata):
         name, lengths = "seq_lens_causal", metadata.seq_lens_causal

@@ -8,12 +8,13 @@ the plain JAX code that defines the result.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from jax_sparse_mla._packages import why_not
 
 __all__ = ["available", "dispatch", "dispatch_tree", "on_cuda", "use_triton", "varying"]
 
@@ -27,24 +28,22 @@ def use_triton() -> bool:
     return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and available()
 
 
-@functools.cache
 def available() -> bool:
     """Whether JAX's default backend is an NVIDIA GPU and triton and jax-triton are importable."""
+    return unready() is None
+
+
+@functools.cache
+def unready(phase: str = "", framework: str = "jax") -> str | None:
+    """Why Triton kernels cannot be launched from JAX here, None if they can; from torch nothing is left to ask.
+
+    A package that is installed and does not import is warned of: plain code serves, many times slower.
+    """
+    if framework != "jax":
+        return None
     if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
-        return False
-    # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
-    cache_dir = os.environ.get("TRITON_CACHE_DIR")
-    try:
-        importlib.import_module("triton")
-        importlib.import_module("jax_triton")
-    except ImportError:
-        return False
-    finally:
-        if cache_dir is None:
-            os.environ.pop("TRITON_CACHE_DIR", None)
-        else:
-            os.environ["TRITON_CACHE_DIR"] = cache_dir
-    return True
+        return "JAX's default backend is no NVIDIA GPU"
+    return why_not("triton") or why_not("jax_triton")
 
 
 def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
@@ -66,8 +65,8 @@ def on_cuda(
 ) -> Any:
     """`dispatch` of a kernel of any kind, which the caller knows to be usable; under `jit`.
 
-    A kernel that batches serves under `vmap` as well. Differentiated, it raises what the kernel's call raises: a
-    gradient needs a kernel of its own.
+    A kernel that batches serves under `vmap` as well. Differentiated, it raises NotImplementedError, which names
+    `kernel.__name__`.
     """
 
     @jax.custom_batching.custom_vmap
@@ -87,9 +86,22 @@ def on_cuda(
 def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
     """`kernel(*args)`, its results varying over the mesh axes of a `shard_map` that `plain(*args)` vary over.
 
-    A custom call's results count as the same on all devices.
+    A custom call's results count as the same on all devices. Differentiated, it raises NotImplementedError.
     """
-    return jax.tree.map(_varying_like, kernel(*args), jax.eval_shape(plain, *args))
+    return jax.tree.map(_varying_like, _without_gradient(kernel)(*args), jax.eval_shape(plain, *args))
+
+
+def _without_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, which says what to do where one differentiates through it: a gradient needs a kernel of its own."""
+    called = jax.custom_jvp(kernel)
+
+    @called.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(
+            f'{kernel.__name__}: its kernels have no gradient; differentiate with backend="reference"'
+        )
+
+    return called
 
 
 def dispatch_tree(kernel: Callable[..., Any], plain: Callable[..., Any], *trees: Any) -> Any:

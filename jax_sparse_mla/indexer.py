@@ -1,4 +1,4 @@
-"""The indexer of both models: its key cache, its quantiser, and the logits that the top-k selects by.
+"""The indexer of both models: its key cache, its quantiser, and the logits from which the top-k selects.
 
 The index-K cache is a uint8 array `[num_pages, page_size * 132]`. A page holds `page_size * 128` bytes of
 float8_e4m3fn keys (token `offset` at `offset * 128`), then one little-endian float32 scale per token. This is
@@ -18,12 +18,13 @@ from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+from jax_sparse_mla.xla.triton_call import launching
 
 INDEX_DIM = 128  # values of an index key, in both models
 SCALE_BYTES = 4
 INDEX_K_BYTES = INDEX_DIM + SCALE_BYTES  # per token
 
-# What one step of plain `index_logits` may take: the keys it gathers and the scores of every head against them.
+# Bytes in one step of plain `index_logits`: the gathered keys, and every head's scores against them.
 CHUNK_BYTES = 32 << 20
 
 # Both models have 64; a kernel's accumulators grow with them.
@@ -47,28 +48,26 @@ def index_logits(
     index_cache: jax.Array,
     page_table: jax.Array,
     lengths: jax.Array,
-    *,
-    schedule: jax.Array | None = None,
 ) -> jax.Array:
-    """What the top-k selects by: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
+    """The logits from which the top-k selects: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
 
-    SGLang and DeepGEMM (paged MQA logits). Products are exact and sums float32, and `[rows, heads, columns]`
-    never exists. On an NVIDIA GPU float8_e4m3fn queries take a kernel that multiplies on FP8 tensor cores; Hopper's
-    keep about 14 bits of a sum of products, which is within 2^-12 of the sum of the magnitudes of a logit's terms.
+    The formula is that of SGLang and DeepGEMM (paged MQA logits). Products are exact, sums are float32, and an array
+    `[rows, heads, columns]` is never made. On an NVIDIA GPU a kernel serves float8_e4m3fn queries on the FP8 tensor
+    cores. Those of Hopper keep about 14 bits of a sum of products: the error is within 2^-12 of the sum of the
+    magnitudes of a logit's terms.
 
     Args:
       q: float8_e4m3fn, bfloat16 or float32 `[rows, heads, 128]`, the query of each row.
-      weights: float32 `[rows, heads]`; `head_dim^-0.5`, `heads^-0.5` and the scale of q are the caller's to
-        fold in.
+      weights: float32 `[rows, heads]`; the caller multiplies `head_dim^-0.5`, `heads^-0.5` and the scale of q into
+        them.
       index_cache: uint8 `[num_pages, page_size * 132]`.
       page_table: int32 `[rows, P]`, the pages of each row's keys: column j is token `j % page_size` of page
         `page_table[t, j // page_size]`. Outside `[0, num_pages)` (canonical: −1) it is no page.
       lengths: int32 `[rows]`, keys of each row, clipped to `[0, P * page_size]`.
-      schedule: int32 `[any, 2]`, what `paged_mqa_schedule` built; checked and not needed here.
 
     Returns:
-      float32 `[rows, P * page_size]`; −inf from `lengths[t]` on and where there is no page. What the cache
-      holds there is not looked at.
+      float32 `[rows, P * page_size]`; −inf from `lengths[t]` on and where there is no page, whatever the cache
+      holds there.
 
     Raises:
       TypeError: a wrong dtype.
@@ -80,7 +79,6 @@ def index_logits(
     index_cache = _check_index_cache(check, index_cache)
     page_table = check("page_table", page_table, ("rows", None), INT32)
     lengths = check("lengths", lengths, ("rows",), INT32)
-    check.optional("schedule", schedule, (None, 2), INT32)
     return _index_logits(q, weights, index_cache, page_table, lengths)
 
 
@@ -91,12 +89,7 @@ def _index_logits(q, weights, index_cache, page_table, lengths):
     if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or any(x.size == 0 for x in arguments):
         return index_logits_reference(*arguments)
 
-    def kernel(*arguments):
-        from jax_sparse_mla.kernels.triton import launch_indexer
-
-        return launch_indexer.index_logits(*arguments)
-
-    return dispatch(kernel, index_logits_reference, *arguments)
+    return dispatch(launching("indexer.index_logits"), index_logits_reference, *arguments)
 
 
 def index_logits_reference(q, weights, index_cache, page_table, lengths):
@@ -162,15 +155,15 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
     """Writes index keys, quantised: `s = max(amax, 1e-4) / 448`, `e4m3(clip(k * (1 / s), -448, 448))`.
 
     This is SGLang's fused writer for V3.2 and V4: float32 scales that are not powers of two. Every operation
-    is correctly rounded, so the bytes do not depend on the device. Keys come as the model wants them scored:
-    after norm and rope and, for V4, after `hadamard_transform` (or see `write_transformed_index_k`).
+    is correctly rounded, so the bytes do not depend on the device. Pass keys as they are scored: after norm and rope
+    and, for V4, after `hadamard_transform` (or use `write_transformed_index_k`).
 
     Under `jit` with the cache donated it writes in place.
 
     Args:
       index_cache: uint8 `[num_pages, page_size * 132]`.
-      slots: int32 `[n]`. A negative or out-of-range slot skips its row. Which row a slot given twice holds is
-        not defined.
+      slots: int32 `[n]`. A negative or out-of-range slot skips its row. If a slot is given twice, it is not defined
+        which row it holds.
       k: bfloat16 or float32 `[n, 128]`. No finite key makes a NaN; an infinity is clipped.
 
     Returns:
@@ -184,7 +177,7 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
 
 
 def write_transformed_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
-    """`write_index_k` of `hadamard_transform(k)`, which stays float32 on the way: V4's keys, after norm and rope."""
+    """`write_index_k` of `hadamard_transform(k)` for V4's keys after norm and rope; the transform stays float32."""
     return _write_index_k(*_check_write("write_transformed_index_k", index_cache, slots, k), hadamard=True)
 
 
@@ -200,11 +193,7 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
     if index_cache.size == 0 or slots.size == 0:
         return index_cache
 
-    def kernel(index_cache, slots, k):
-        from jax_sparse_mla.kernels.triton import launch_indexer
-
-        return launch_indexer.write_index_k(index_cache, slots, k, hadamard=hadamard)
-
+    kernel = launching("indexer.write_index_k", hadamard=hadamard)
     plain = functools.partial(write_index_k_reference, hadamard=hadamard)
     return dispatch(kernel, plain, index_cache, slots, k)
 
@@ -280,8 +269,8 @@ def _split_pages(data: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]
 def quantize_index_q(q: jax.Array, *, hadamard: bool = False) -> tuple[jax.Array, jax.Array]:
     """Quantises index queries by the keys' rule, with one scale per row and head.
 
-    The logits of the quantised query are those of q when its scale is multiplied into the weights:
-    `index_logits(values, weights * scale, …)`. SGLang does so in its fused query kernel.
+    Multiply the scale into the weights to get the logits of q: `index_logits(values, weights * scale, …)`. SGLang does
+    so in its fused query kernel.
 
     Args:
       q: bfloat16 or float32 `[rows, heads, dim]` (any leading axes).
@@ -309,12 +298,7 @@ def _quantize_index_q(q, *, hadamard):
     if q.size == 0 or q.shape[-1] != INDEX_DIM:
         return plain(q)
 
-    def kernel(q):
-        from jax_sparse_mla.kernels.triton import launch_indexer
-
-        return launch_indexer.quantize_index_q(q, hadamard=hadamard)
-
-    return dispatch(kernel, plain, q)
+    return dispatch(launching("indexer.quantize_index_q", hadamard=hadamard), plain, q)
 
 
 def quantize_index_q_reference(x, *, hadamard=False):
@@ -334,9 +318,9 @@ def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values, bits_to_float32(scale_bits)
 
 
-# The two quotients are worked out in integers: XLA turns `x / 448` into `x * (1 / 448)`, may reorder a
-# quotient of quotients, and need not round a division on a GPU correctly. Each would be off by a unit in the
-# last place now and then, and the cache's bytes not those that torch and CUDA write.
+# Both quotients are computed in integers. XLA turns `x / 448` into `x * (1 / 448)`, may reorder a quotient of
+# quotients, and need not round a division correctly on a GPU. Each of these is sometimes off by a unit in the last
+# place, and the cache's bytes would then differ from those that torch and CUDA write.
 
 
 def _divide_by_448(bits: jax.Array) -> jax.Array:
@@ -378,9 +362,9 @@ def _exponent_and_mantissa(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 def hadamard_transform(x: jax.Array) -> jax.Array:
     """The Walsh-Hadamard transform of the last axis, times `n^-0.5`: orthogonal, its own inverse.
 
-    V4's index queries and keys pass through it before they are quantised (SGLang; natural order, which is
-    Sylvester's matrix): `write_transformed_index_k` and `quantize_index_q` with `hadamard=True` do both. Logits do
-    not change but for the rounding to fp8; keys written with it must be read with queries that passed it too.
+    V4's index queries and keys pass through it before they are quantised (SGLang; natural order, which is Sylvester's
+    matrix). `write_transformed_index_k`, and `quantize_index_q` with `hadamard=True`, include it. It changes logits
+    only by the rounding to fp8. Keys that were written with it must be read with queries that passed it too.
 
     Args:
       x: bfloat16 or float32 `[..., n]`, n a power of two.

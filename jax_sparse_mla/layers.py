@@ -1,7 +1,7 @@
-"""One layer's attention in one forward step, from projected rows to attention output, caches updated on the way.
+"""One layer's attention in one forward step, from projected rows to attention output; it updates the layer's caches.
 
-This is how the parts of the library fit together in a serving engine: write, compress, index, select, merge,
-attend. The functions are plain JAX; jit them with the layer's cache donated and the caches are updated in place.
+The functions put the parts of the library together as a serving engine does: write, compress, index, select, merge,
+attend. They are plain JAX: jit them with the layer's cache donated, and the caches are updated in place.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla import _layer_checks as layer_checks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
-from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedules
+from jax_sparse_mla.attention.api import plan_here
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.indexer import (
     INDEX_K_BYTES,
@@ -21,9 +22,11 @@ from jax_sparse_mla.indexer import (
     write_transformed_index_k,
 )
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
-from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
+from jax_sparse_mla.kv_cache import PagedKV, gather_kv, write_kv
+from jax_sparse_mla.kv_cache.layout import bf16_layout
 from jax_sparse_mla.metadata import (
     ForwardBatch,
+    ForwardMode,
     PrefillPlan,
     RequestTables,
     V4Metadata,
@@ -34,11 +37,6 @@ from jax_sparse_mla.metadata import (
 from jax_sparse_mla.metadata.rows import bucket
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from jax_sparse_mla.models import ModelSpec
-
-
-def bf16_layout(layout: KVLayout) -> KVLayout:
-    """The unquantised layout with the same dimensions."""
-    return KVLayout.V4_BF16 if layout.qk_dim == KVLayout.V4_BF16.qk_dim else KVLayout.V32_BF16
 
 
 @pytree_dataclass
@@ -54,7 +52,7 @@ class CompressorParams:
 
 @pytree_dataclass
 class IndexRows:
-    """What a V4 layer's indexer projects from T rows.
+    """The projections of a V4 layer's indexer from T rows.
 
     q bfloat16 `[T, index_heads, index_dim]` after rope; weights float32 `[T, index_heads]`, scaled by
     `index_dim^-0.5 · index_heads^-0.5`; kv and score `[T, 2 · index_dim]`, the input of its own compressor.
@@ -68,8 +66,9 @@ class IndexRows:
 
 @pytree_dataclass
 class V4Rows:
-    """What a V4 layer projects from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
-    compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0); index (ratio 4)."""
+    """The projections of a V4 layer from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
+    compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0; coff is 2 for ratio 4, else
+    1); index (ratio 4)."""
 
     q: jax.Array
     kv: jax.Array
@@ -89,7 +88,7 @@ class V4LayerParams:
 
 @pytree_dataclass
 class V4LayerCache:
-    """All that a V4 layer keeps between steps; a ratio-0 layer has the sliding-window cache only."""
+    """The caches and states of a V4 layer between steps; a ratio-0 layer has the sliding-window cache only."""
 
     swa: PagedKV
     compressed: PagedKV | None = None
@@ -136,11 +135,11 @@ class V4LayerCache:
 
 @pytree_dataclass
 class V4Step:
-    """What all V4 layers of a step share. By compress ratio, plans (a gathered prefill) or schedules (paged)."""
+    """What all V4 layers of a step share: the metadata, and by compress ratio the plans of a gathered prefill, none
+    where the layers attend to the paged caches."""
 
     metadata: V4Metadata
     plans: dict[int, PrefillPlan]
-    schedules: dict[int, DecodeSchedule]
 
     @property
     def overflow(self) -> jax.Array:
@@ -153,32 +152,30 @@ def prepare_v4_step(
     batch: ForwardBatch,
     tables: RequestTables,
     *,
-    gathered: bool = False,
+    gathered: bool | None = None,
     gathered_tokens: int | None = None,
 ) -> V4Step:
     """Builds once what `v4_layer` needs in every layer of a step.
 
     Args:
-      spec: the model; schedules are for its `num_heads`, which under tensor parallelism are the rank's (static).
+      spec: the model (static).
       batch, tables: the step.
-      gathered: EXTEND through a gathered bf16 workspace; else attention to the paged caches, in any mode (static).
+      gathered: whether an EXTEND step gathers a bf16 workspace (True) or attends to the paged caches, as the other
+        modes do (False); by default the `kernel` of its plan says so, by the number of rows (static).
       gathered_tokens: tokens of all requests together whose compressed entries the workspace holds; by default the
         bucket for every request (static).
 
     Raises:
-      TypeError, ValueError: see `build_v4_metadata`, `build_prefill_plan` and `decode_schedules`.
+      TypeError, ValueError: see `build_v4_metadata` and `build_prefill_plan`; a backend that the environment names and
+        that cannot serve the step.
     """
     metadata = build_v4_metadata(spec, batch, tables)
+    layer_checks.check_tables("prepare_v4_step", tables)
     (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
+    if gathered is None:
+        gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, rows)
     if not gathered:
-        calls = []
-        for ratio in spec.compress_ratios:
-            part = metadata.compressed.get(ratio)
-            extra = 0 if part is None else part.page_indices.shape[1]
-            shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
-            calls.append((shape, metadata.swa_topk_lengths, None if part is None else part.topk_lengths))
-        schedules = dict(zip(spec.compress_ratios, decode_schedules(calls)[0]))
-        return V4Step(metadata=metadata, plans={}, schedules=schedules)
+        return V4Step(metadata=metadata, plans={})
     if gathered_tokens is None:
         gathered_tokens = num_requests * bucket(batch, tables)
     plans = {
@@ -192,7 +189,17 @@ def prepare_v4_step(
         )
         for ratio in spec.compress_ratios
     }
-    return V4Step(metadata=metadata, plans=plans, schedules={})
+    return V4Step(metadata=metadata, plans=plans)
+
+
+def gathers(spec: ModelSpec, rows: int) -> bool:
+    """Whether an EXTEND step of so many rows gathers a bf16 workspace: the `kernel` of its plan is "sparse_prefill".
+
+    Other modes attend to the paged caches: their rows have no context in common.
+    """
+    topk = (spec.window or 0) + spec.index_topk
+    plan = plan_here("decode", spec.kv_layout, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
+    return plan.kernel == "sparse_prefill"
 
 
 def v4_layer(
@@ -205,7 +212,6 @@ def v4_layer(
     *,
     spec: ModelSpec,
     ratio: int,
-    schedule: DecodeSchedule | None = None,
     index_scores: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, V4LayerCache, jax.Array | None]:
@@ -216,17 +222,21 @@ def v4_layer(
       rows: the projected rows of this step, padded like the batch.
       params: the layer's parameters.
       batch, metadata: the step's, shared by all layers; `metadata = build_v4_metadata(spec, batch, tables)`.
-      plan: `build_prefill_plan` of this ratio for an EXTEND step (gathered prefill); None attends to the paged
-        caches directly, in any mode.
+      plan: `V4Step.plans` of this ratio, for an EXTEND step that gathers a workspace; None attends to the paged caches
+        directly, in any mode.
       spec: the model. ratio: the layer's compress ratio.
-      schedule: `decode_schedule` of this ratio, where plan is None.
       index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
       backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
 
     Returns:
       out `[T, heads, 512]` (rope not yet taken back), the updated cache, and, for ratio 4, the selected compressed
       positions int32 `[T, index_topk]`, −1 padded (else None).
+
+    Raises:
+      TypeError, ValueError: what this ratio needs is missing, or caches have shapes that cannot be right for the model,
+        for each other or for the batch's requests; and what the functions called here raise.
     """
+    layer_checks.check_v4_layer(cache, rows, params, batch, metadata, plan, spec=spec, ratio=ratio)
     swa = write_kv(cache.swa, metadata.swa_out_cache_loc, rows.kv)
     if ratio == 0:
         cache = V4LayerCache(swa=swa)
@@ -292,7 +302,6 @@ def v4_layer(
         softmax_scale=spec.softmax_scale,
         topk_length=metadata.swa_topk_lengths,
         attn_sink=params.attn_sink,
-        schedule=schedule,
         backend=backend,
         **extra,
     )
@@ -328,7 +337,7 @@ def _compress(
 
 @pytree_dataclass
 class V32LayerCache:
-    """All that a V3.2 layer keeps between steps: kv, and the indexer's keys uint8 `[num_pages, 64 · 132]`."""
+    """The caches of a V3.2 layer between steps: kv, and the indexer's keys uint8 `[num_pages, 64 · 132]`."""
 
     kv: PagedKV
     index_k: jax.Array
@@ -345,7 +354,7 @@ class V32LayerCache:
 
 @pytree_dataclass
 class V32Rows:
-    """What a V3.2 layer projects from T rows.
+    """The projections of a V3.2 layer from T rows.
 
     q bfloat16 `[T, heads, 576]` (the no-rope part multiplied into the latent space) and kv bfloat16 `[T, 576]`,
     both latent first and rope last; index_q bfloat16 `[T, index_heads, 128]` and index_k `[T, 128]` after rope;
@@ -366,15 +375,14 @@ def v32_layer(
     metadata: V32Metadata,
     *,
     spec: ModelSpec,
-    schedule: DecodeSchedule | None = None,
     index_scores: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
-    """One V3.2 layer's attention: RAGGED metadata prefill from a gathered bf16 workspace, PAGED ones attend to the
-    paged cache.
+    """One V3.2 layer's attention: with RAGGED metadata from a gathered bf16 workspace, with PAGED from the paged cache.
 
     Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
     """
+    layer_checks.check_v32_layer(cache, spec=spec)
     kv = write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
     cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k))
     lengths = metadata.seqlens_expanded
@@ -417,7 +425,6 @@ def v32_layer(
         slots[:, None],
         softmax_scale=spec.softmax_scale,
         topk_length=metadata.topk_lengths,
-        schedule=schedule,
         backend=backend,
     )
     return out[:, 0], cache, positions

@@ -1,4 +1,4 @@
-"""What the attention of a model is: head counts, dimensions, scale, cache layout, selection."""
+"""The attention constants of a model: head counts, dimensions, scale, cache layout, selection."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
+# The one compress ratio whose layers have an indexer; layers of the others attend to every compressed entry.
+INDEXED_RATIO = 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """The attention constants of a model, hashable (it may be a static argument).
 
     Attributes:
-      name: for messages.
+      name: the model's name in messages.
       num_heads: query heads of the whole model (a tensor-parallel rank holds a share of them).
       qk_dim, v_dim: values of a K row and of a V row; V is the leading part of K.
       nope_dim, rope_dim: values of a K row without and with rotary embedding, in this order.
-      softmax_scale: what q·k is multiplied by.
+      softmax_scale: the factor of q·k.
       kv_layout: the byte layout of a cached row.
       page_size: tokens per page of the request's own cache (V4: the sliding-window cache).
       index_topk: entries that the indexer keeps per query.
@@ -68,7 +71,7 @@ class ModelSpec:
 
 
 def yarn_mscale(factor: float, mscale_all_dim: float) -> float:
-    """YaRN's attention magnitude `0.1 · mscale_all_dim · ln(factor) + 1`; V3.2 multiplies its scale by its square."""
+    """YaRN's attention magnitude `0.1 · mscale_all_dim · ln(factor) + 1`, whose square is a factor of V3.2's scale."""
     return 1.0 if factor <= 1 else 0.1 * mscale_all_dim * math.log(factor) + 1.0
 
 

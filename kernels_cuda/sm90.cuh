@@ -1,4 +1,4 @@
-// What Hopper's instructions are called here: shared-memory barriers, asynchronous copies, warpgroup matrix products.
+// Hopper's instructions as functions: shared-memory barriers, asynchronous copies, warpgroup matrix products.
 
 #pragma once
 
@@ -24,8 +24,8 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// For all lanes of a warp and what they wrote: one of them arrives. racecheck knows no order but that of barriers
-// (docs/kernels.md), so for it every lane does.
+// One lane arrives for its warp, and for all that the warp has written. racecheck sees the order only of the lanes that
+// arrive (docs/kernels.md), so for it every lane arrives.
 #ifdef EVERY_LANE_ARRIVES
 constexpr int kArrivalsOfWarp = 32;
 #else
@@ -36,7 +36,7 @@ __device__ __forceinline__ void arrive_warp(Barrier* barrier, int lane) {
   if (kArrivalsOfWarp == 32 || lane == 0) arrive(barrier);
 }
 
-// Waits for the end of the barrier's phase of this parity; the phase before the first counts as ended, of parity 1.
+// Waits for the end of the barrier's phase of this parity. The phase before the first has parity 1 and counts as ended.
 __device__ __forceinline__ void wait(Barrier* barrier, int parity) {
   uint32_t done = 0;
   while (!done) {
@@ -50,25 +50,25 @@ __device__ __forceinline__ void wait(Barrier* barrier, int parity) {
   }
 }
 
-// Among `threads` threads of a block; barrier 0 is __syncthreads'.
+// Synchronises `threads` threads of a block. Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Between ordinary writes to shared memory, by this thread or seen by it, and the matrix units' reads that it begins.
-// It waits for all memory operations that its warp has in flight: where those who write have loads in flight, it is
-// left to those who read.
+// Stands between ordinary writes to shared memory, which this thread made or has seen, and the matrix products that it
+// starts and that read them. It waits for all memory operations that its warp has in flight. So consumers execute it,
+// not producers, which have loads in flight.
 __device__ __forceinline__ void fence_matrix_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- copies -----------------------------------------------------------------------------------------------------
 
-// 16 bytes, or as many zeros.
+// Copies 16 bytes, or writes as many zeros.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool read) {
   int bytes = read ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// 4, 8 or 16 bytes.
+// Copies 4, 8 or 16 bytes.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_small(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
@@ -76,20 +76,20 @@ __device__ __forceinline__ void copy_async_small(uint32_t to, const void* from) 
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// This thread arrives once all copies that it has begun are done.
+// This thread arrives once all copies that it has started are done.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Brings this byte's 128 into the L2, as measured. (The bulk prefetch takes one address a warp: of many, one after the
-// other.)
+// Prefetches the 128 bytes around this byte into the L2 (measured). The bulk prefetch takes one address of a warp at a
+// time, so many addresses would go one after the other.
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.
+// Stores four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
@@ -117,8 +117,8 @@ __device__ __forceinline__ uint64_t by_rows(uint32_t address) {
   return uint64_t{address >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// One whose columns are summed over (MN-major): the first stride goes to the next 64 columns, the second to the next
-// 8 rows.
+// A matrix whose columns are summed over (MN-major): the first stride goes to the next 64 columns, the second to the
+// next 8 rows.
 __device__ __forceinline__ uint64_t by_columns(uint32_t address) {
   return uint64_t{address >> 4} | uint64_t{kTileBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
@@ -128,7 +128,7 @@ __device__ __forceinline__ uint64_t advance(uint64_t matrix, int bytes) { return
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// For all products of this warpgroup but those of its last `kLeft` groups.
+// Waits for all products of this warpgroup but those of its last `kLeft` groups.
 template <int kLeft>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
@@ -205,14 +205,14 @@ __device__ __forceinline__ void multiply(float (&d)[16], uint64_t a, uint64_t b,
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 
-// All threads of a cluster arrive, and then wait for the others. It orders no writes; what a thread has read it has
-// used before it arrives.
+// All threads of a cluster arrive, and then wait for the others. This orders no writes. A thread must have used what it
+// read before it arrives.
 __device__ __forceinline__ void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// As `wait`, for what others of the cluster have sent.
+// As `wait`, for data that other blocks of the cluster have sent.
 __device__ __forceinline__ void wait_for_sent(Barrier* barrier, int parity) {
   uint32_t done = 0;
   while (!done) {
@@ -226,23 +226,23 @@ __device__ __forceinline__ void wait_for_sent(Barrier* barrier, int parity) {
   }
 }
 
-// Before who made barriers arrives.
+// Makes initialised barriers visible; to be called before the thread arrives at the cluster's barrier.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives at a barrier whose phase also waits for so many bytes.
+// Arrives at a barrier, whose phase then also waits for so many bytes.
 __device__ __forceinline__ void expect(Barrier* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-// Where a thread block of the cluster has what this one has at `mine`.
+// The address, in another thread block of the cluster, of what this block has at `mine`.
 __device__ __forceinline__ uint32_t address_of(const void* mine, int rank) {
   uint32_t at;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));
   return at;
 }
 
-// Stores in a cluster's shared memory, and tells a barrier of the same thread block, which waits for so many bytes.
+// Stores into another block's shared memory and counts the bytes at a barrier of that block.
 __device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
                "f"(x.x), "f"(x.y), "r"(barrier)

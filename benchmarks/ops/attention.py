@@ -1,7 +1,7 @@
 """Sparse MLA attention at production shapes: our backends from jitted JAX, the Triton kernel also from torch.
 
-Peers: FlashMLA's own calls (sgl-flash-mla), and at one row the reference, which is plain XLA. Keys are random rows of
-a cache far larger than the L2, but for prefill, whose workspaces have the sizes that FlashMLA's own table has.
+The peer is FlashMLA called from torch (sgl-flash-mla), padded to 64 heads where there are fewer. Keys are random rows
+of a cache far larger than the L2, but for prefill, whose workspaces have the sizes that FlashMLA's own table has.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from sparse_mla_torch import flash_mla as drop_in
 from sparse_mla_torch import to_torch
-from sparse_mla_torch.kernels import sparse_mla as torch_mla
 
-from benchmarks.timing import Case, Run, peer
-from jax_sparse_mla import decode_schedule, sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.attention.api import installed_backends
+from benchmarks import peers
+from benchmarks.timing import Case, Run, kernel_backends
+from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 V4, V32 = KVLayout.V4_FP8, KVLayout.V32_FP8
@@ -76,6 +78,7 @@ PREFILLS = [
     Prefill("V4 Flash", 64, 512, 512, 8_192),
     Prefill("V4 Flash", 64, 512, 512, 65_536),
     Prefill("V4 Pro", 128, 512, 1024, 65_536),
+    Prefill("V3.2", 128, 576, 2048, 8_192),
     Prefill("V3.2", 128, 576, 2048, 65_536),
 ]
 
@@ -107,24 +110,18 @@ def decode_arrays(rng: np.random.Generator, shape: Decode) -> dict:
 
 
 def _decode(rng: np.random.Generator, shape: Decode) -> Case:
-    layout, rows, scale = shape.layout, (shape.batch, shape.q_len), shape.scale
+    layout, rows = shape.layout, (shape.batch, shape.q_len)
     arrays = decode_arrays(rng, shape)
     lengths = arrays.get("extra_topk_length", np.full(rows, shape.extra_topk))
     keys = math.prod(rows) * shape.topk + int(lengths.sum())
-    # An engine builds the schedule once a step, for all its layers.
-    schedule = decode_schedule((*rows, shape.heads, shape.topk, shape.extra_topk))
-    ours = _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays | {"schedule": schedule})
     on_torch = {name: _torch(x) for name, x in arrays.items()}
-    out = torch.empty((*rows, shape.heads, 512), dtype=torch.bfloat16, device="cuda")
-    lse = torch.empty((*rows, shape.heads), device="cuda")
-    call = functools.partial(torch_mla.sparse_mla_decode, **on_torch, softmax_scale=scale, out=(out, lse))
-    peers = _flashmla_decode(on_torch, scale)
-    if shape.batch == 1:
-        peers |= _jitted(functools.partial(sparse_mla_decode, softmax_scale=scale), arrays, ["reference"])
+    ours = _on_triton(lambda: _decode_call(drop_in, on_torch, shape.scale))
+    theirs = _flashmla(lambda wheel: _decode_call(wheel, on_torch, shape.scale, heads=64))
     return Case(
         shape.name,
-        ours=ours | {"torch": Run(call, "torch")},
-        peers=peers,
+        ours=_jitted("decode", sparse_mla_decode, arrays, shape.scale) | {"torch": ours},
+        peers={"flash_mla": theirs},
+        checks={"flash_mla": lambda: _difference(ours, theirs)},
         bytes=keys * (layout.bytes_per_token + 4) + math.prod(rows) * shape.heads * 2 * (layout.qk_dim + 512),
         flop=2 * shape.heads * keys * (layout.qk_dim + 512),
     )
@@ -137,70 +134,83 @@ def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
         "indices": _indices(rng, (shape.q_len, shape.topk), shape.kv_len),
         "attn_sink": _normal(rng, (shape.heads,), jnp.float32),
     }
-    ours = _jitted(functools.partial(sparse_mla_prefill, softmax_scale=0.5), arrays)
     on_torch = {name: _torch(x) for name, x in arrays.items()}
-    out = torch.empty((shape.q_len, shape.heads, 512), dtype=torch.bfloat16, device="cuda")
-    rows = [torch.empty((shape.q_len, shape.heads), device="cuda") for _ in range(2)]
-    call = functools.partial(torch_mla.sparse_mla_prefill, **on_torch, softmax_scale=0.5, out=(out, *rows))
     keys = shape.q_len * shape.topk
+    ours = _on_triton(lambda: _prefill_call(drop_in, on_torch))
+    theirs = _flashmla(lambda wheel: _prefill_call(wheel, on_torch))
     return Case(
         shape.name,
-        ours=ours | {"torch": Run(call, "torch")},
-        peers=_flashmla_prefill(**on_torch),
+        ours=_jitted("prefill", sparse_mla_prefill, arrays, 0.5) | {"torch": ours},
+        peers={"flash_mla": theirs},
+        checks={"flash_mla": lambda: _difference(ours, theirs)},
         bytes=2 * shape.kv_len * shape.qk_dim + 4 * keys + 2 * shape.q_len * shape.heads * (shape.qk_dim + 512),
         flop=2 * shape.heads * keys * (shape.qk_dim + 512),
     )
 
 
-def _jitted(function, arrays: dict, backends=None) -> dict[str, Run]:
-    """A run for each backend, by default for all that are installed and not plain XLA."""
+def _jitted(phase: str, function: Callable, arrays: dict, scale: float) -> dict[str, Run]:
+    """A run for each backend with a kernel."""
     runs = {}
-    for backend in sorted(installed_backends() - {"reference"}) if backends is None else backends:
-        jitted = jax.jit(lambda arrays, backend=backend: function(**arrays, backend=backend))
-        runs["xla" if backend == "reference" else backend] = Run(functools.partial(jitted, arrays), "jax")
+    for backend in kernel_backends(phase):
+        jitted = jax.jit(lambda arrays, backend=backend: function(**arrays, softmax_scale=scale, backend=backend))
+        runs[backend] = Run(functools.partial(jitted, arrays), "jax")
     return runs
 
 
-def _flashmla_decode(arrays: dict, scale: float) -> dict[str, Run]:
-    """FlashMLA's own call; it keeps the schedule that its first call computes."""
-    q, indices = arrays["q"], arrays["indices"]
-    flash_mla = peer("flash_mla")
-    if flash_mla is None or q.shape[2] not in (64, 128):
-        return {}
-    extra_lengths = arrays.get("extra_topk_length")
+def _on_triton(make: Callable[[], Callable]) -> Run:
+    """The drop-in's call with Triton's kernels; the environment is read when the first call is prepared."""
+    made = functools.cache(make)
+
+    def call():
+        with mock.patch.dict(os.environ, {"JAX_SPARSE_MLA_BACKEND": "triton"}):
+            return made()()
+
+    return Run(call, "torch")
+
+
+def _flashmla(make: Callable[[object], Callable]) -> Run:
+    made = functools.cache(lambda: make(peers.find("flash_mla")))
+    return Run(lambda: made()(), "torch")
+
+
+def _difference(ours: Run, theirs: Run) -> float:
+    """Of the outputs, norm over norm; both round to bfloat16."""
+    wanted, found = ours.call()[0].float(), theirs.call()[0].float()
+    share = ((found[..., : wanted.shape[-2], :] - wanted).norm() / wanted.norm()).item()
+    assert share < 0.01, f"the outputs differ by {share:.2%}"
+    return share
+
+
+def _decode_call(package, arrays: dict, scale: float, heads: int = 1) -> Callable:
+    """Of FlashMLA or the drop-in, which has its functions; padded to a multiple of `heads`."""
+    q, indices, sink = arrays["q"], arrays["indices"], arrays.get("attn_sink")
+    if more := -q.shape[2] % heads:
+        q = torch.nn.functional.pad(q, (0, 0, 0, more))
+        sink = None if sink is None else torch.nn.functional.pad(sink, (0, more))
+    extra_indices, extra_lengths = arrays.get("extra_indices"), arrays.get("extra_topk_length")
     if extra_lengths is not None and q.shape[1] > 1:  # it knows one length a request: every row is one
-        q, indices, arrays = _rows_as_requests(q), _rows_as_requests(indices), dict(arrays)
-        arrays["extra_indices"] = _rows_as_requests(arrays["extra_indices"])
+        q, indices, extra_indices = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, indices, extra_indices))
         extra_lengths = extra_lengths.reshape(-1)
-    call = functools.partial(
-        flash_mla.flash_mla_with_kvcache,
-        *(q, _vendor_cache(arrays["cache"]), None, None, 512, flash_mla.get_mla_metadata()[0]),
+    return functools.partial(
+        package.flash_mla_with_kvcache,
+        *(q, _pages(arrays["cache"]), None, None, 512, package.get_mla_metadata()[0]),
         softmax_scale=scale,
         indices=indices,
         is_fp8_kvcache=True,
-        attn_sink=arrays.get("attn_sink"),
-        extra_k_cache=_vendor_cache(arrays.get("extra_cache")),
-        extra_indices_in_kvcache=arrays.get("extra_indices"),
+        attn_sink=sink,
+        extra_k_cache=_pages(arrays.get("extra_cache")),
+        extra_indices_in_kvcache=extra_indices,
         extra_topk_length=extra_lengths,
         use_legacy=True,
     )
-    return {"flash_mla": Run(call, "torch")}
 
 
-def _rows_as_requests(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, 1, *x.shape[2:])
+def _prefill_call(package, arrays: dict) -> Callable:
+    given = arrays["q"], arrays["kv"][:, None], arrays["indices"][:, None], 0.5
+    return functools.partial(package.flash_mla_sparse_fwd, *given, attn_sink=arrays["attn_sink"], use_legacy=True)
 
 
-def _flashmla_prefill(q, kv, indices, attn_sink) -> dict[str, Run]:
-    flash_mla = peer("flash_mla")
-    if flash_mla is None:
-        return {}
-    arguments = (q, kv[:, None], indices[:, None], 0.5)
-    call = functools.partial(flash_mla.flash_mla_sparse_fwd, *arguments, attn_sink=attn_sink, use_legacy=True)
-    return {"flash_mla": Run(call, "torch")}
-
-
-def _vendor_cache(cache: torch_mla.TorchPagedKV | None) -> torch.Tensor | None:
+def _pages(cache: PagedKV | None) -> torch.Tensor | None:
     """The view that FlashMLA takes: `[pages, page_size, 1, bytes per token]`, the page's padding in the stride."""
     if cache is None:
         return None
@@ -223,8 +233,6 @@ def _cache(rng: np.random.Generator, layout: KVLayout, page_size: int) -> PagedK
     return jax.jit(write_kv, donate_argnums=0)(empty, jnp.arange(SLOTS, dtype=jnp.int32), rows)
 
 
-def _torch(x: jax.Array | PagedKV) -> torch.Tensor | torch_mla.TorchPagedKV:
+def _torch(x: jax.Array | PagedKV) -> torch.Tensor | PagedKV:
     """The same memory."""
-    if isinstance(x, PagedKV):
-        return torch_mla.TorchPagedKV(to_torch(x.data), x.layout, x.page_size)
-    return to_torch(x)
+    return dataclasses.replace(x, data=to_torch(x.data)) if isinstance(x, PagedKV) else to_torch(x)

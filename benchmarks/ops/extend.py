@@ -13,18 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import Case, Run
+from benchmarks.timing import Case, Run, kernel_backends
 from jax_sparse_mla import (
     DEEPSEEK_V4_FLASH,
     ForwardBatch,
     ForwardMode,
     RequestTables,
     build_prefill_plan,
-    decode_schedule,
     sparse_mla_decode,
     sparse_mla_extend,
 )
-from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 
 SPEC, LAYOUT, RATIO, PAGE = DEEPSEEK_V4_FLASH, KVLayout.V4_FP8, 4, 256
@@ -48,9 +46,8 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
     window = first + np.arange(rows, dtype=np.int32)[:, None] - np.arange(SPEC.window, dtype=np.int32) + PAGE
     topk, window = jnp.asarray(chosen), jnp.asarray(window)
     plan = _plan(rows)
-    schedule = decode_schedule((rows, 1, SPEC.num_heads, SPEC.window, SPEC.index_topk))
 
-    def paged(q, swa_cache, compressed_cache, window, slots, schedule, *, backend):
+    def paged(q, swa_cache, compressed_cache, window, slots, *, backend):
         return sparse_mla_decode(
             q[:, None],
             swa_cache,
@@ -59,7 +56,6 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
             extra_indices=slots[:, None],
             softmax_scale=SPEC.softmax_scale,
             attn_sink=sink,
-            schedule=schedule,
             backend=backend,
         )
 
@@ -76,11 +72,11 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
         )
 
     runs = {}
-    for backend in sorted(installed_backends() - {"reference"}):
-        for name, function, arguments in (
-            ("paged", paged, (q, swa_cache, compressed_cache, window, topk + PAGE // RATIO, schedule)),
-            ("gathered", gathered, (q, plan, swa_cache, compressed_cache, topk)),
-        ):
+    for phase, name, function, arguments in (
+        ("decode", "paged", paged, (q, swa_cache, compressed_cache, window, topk + PAGE // RATIO)),
+        ("prefill", "gathered", gathered, (q, plan, swa_cache, compressed_cache, topk)),
+    ):
+        for backend in kernel_backends(phase):
             jitted = jax.jit(functools.partial(function, backend=backend))
             runs[f"{backend} {name}"] = Run(functools.partial(jitted, *arguments), "jax")
     keys = rows * (SPEC.window + SPEC.index_topk)

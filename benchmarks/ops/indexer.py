@@ -1,6 +1,7 @@
 """The indexer and the compressor: logits, the key cache's writer, the queries' quantiser, compressed entries.
 
-Peers are the plain JAX functions, compiled by XLA.
+Peers: DeepGEMM's logits, of pages in decode and, in a chunk, of keys gathered beforehand; SGLang's store of keys. Plain
+XLA stands beside the queries' quantiser and the compressor, which SGLang has only fused with norms or rope.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import numpy as np
 import torch
 from sparse_mla_torch.kernels import indexer as torch_indexer
 
+from benchmarks import peers
 from benchmarks.timing import Case, Run, in_place
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference, compressor_window
 from jax_sparse_mla.indexer import (
     INDEX_DIM,
     INDEX_K_BYTES,
     index_logits,
-    index_logits_reference,
     quantize_index_q,
     quantize_index_q_reference,
     write_index_k,
-    write_index_k_reference,
 )
 
 HEADS = 64
@@ -34,7 +34,7 @@ PAGE_SIZE = 64
 DECODE = ((1, 32_768, "full"), (1, 131_072, "full"), (8, 32_768, "full"), (64, 8192, "full"), (64, 32_768, "full"))
 DECODE += ((64, 131_072, "full"), (64, 131_072, 2048))
 PREFILL = ((1024, 8192, "causal"), (8192, 32_768, "causal"), (8192, 98_304, "causal"))
-PLAIN_COLUMNS = 64 << 20  # more than so many rows x columns take XLA seconds
+LOGITS_DIFFER = 1e-5  # at most, of the largest logit: sums in another order
 
 # Tokens and requests; ratio and head_dim of V4's compressors.
 COMPRESS = ((64, 64), (8192, 1))
@@ -86,18 +86,71 @@ def _logits(rng, rows: int, columns: int, kind: str | int) -> Case:
     out = torch.empty((rows, columns), device="cuda")
     given = [_tensor(jax.lax.bitcast_convert_type(q, jnp.uint8)).view(torch.float8_e4m3fn), *map(_tensor, args[1:])]
     read = int(lengths[-1]) if prefill else int(lengths.sum())
-    few = rows * columns <= PLAIN_COLUMNS
+    rival = _deep_gemm_chunk(*given) if prefill else _deep_gemm_pages(*given)
+
+    def ours():
+        torch_indexer.index_logits(*given, out=out)
+        return out
+
     return Case(
         name=f"index_logits {rows} x {columns}" + ("" if kind == "full" else f", {kind}"),
         ours={
             "jax": _jitted(index_logits, *args),
-            "torch": Run(lambda: torch_indexer.index_logits(*given, out=out), "torch"),
+            "torch": Run(ours, "torch"),
         },
-        peers={"xla": _jitted(index_logits_reference, *args)} if few else {},
+        peers={"deep_gemm": rival},
         bytes=read * INDEX_K_BYTES + q.size + 4 * rows * (columns + HEADS),
         flop=2 * HEADS * INDEX_DIM * int(lengths.sum()),
         flop_unit="fp8",
+        checks={"deep_gemm": lambda: _largest_difference(ours(), rival.call(), given[-1])},
     )
+
+
+def _deep_gemm_pages(q, weights, keys, table, lengths) -> Run:
+    """`fp8_paged_mqa_logits`; its schedule is made once a step and not timed."""
+    columns = table.shape[1] * PAGE_SIZE
+    given = q[:, None], keys.view(-1, PAGE_SIZE, 1, INDEX_K_BYTES), weights, lengths[:, None].contiguous(), table
+
+    @functools.cache
+    def prepared():
+        gemm, sms = peers.find("deep_gemm"), torch.cuda.get_device_properties(0).multi_processor_count
+        return gemm.fp8_paged_mqa_logits, gemm.get_paged_mqa_logits_metadata(given[3], PAGE_SIZE, sms)
+
+    def call():
+        logits, schedule = prepared()
+        return logits(*given, schedule, columns, clean_logits=False)
+
+    return Run(call, "torch")
+
+
+def _deep_gemm_chunk(q, weights, keys, table, lengths) -> Run:
+    """`fp8_mqa_logits` of one request's keys, gathered beforehand: it reads no pages."""
+
+    @functools.cache
+    def prepared():
+        logits, body = peers.find("deep_gemm").fp8_mqa_logits, PAGE_SIZE * INDEX_DIM
+        pages = keys[table[0].long()]
+        values = pages[:, :body].reshape(-1, INDEX_DIM).view(torch.float8_e4m3fn)
+        scales = pages[:, body:].contiguous().view(torch.float32).reshape(-1)
+        return logits, (values, scales), torch.zeros_like(lengths)
+
+    def call():
+        logits, gathered, starts = prepared()
+        return logits(q, gathered, weights, starts, lengths, clean_logits=False)
+
+    return Run(call, "torch")
+
+
+def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor, lengths: torch.Tensor) -> float:
+    """Over the columns that count, as a share of the largest logit; a piece of the rows at a time."""
+    at, most, largest = torch.arange(ours.shape[1], device=ours.device), 0.0, 0.0
+    for rows in torch.arange(len(ours), device=ours.device).split(512):
+        counted = at < lengths[rows, None]
+        wanted, found = ours[rows][counted], theirs[rows, : ours.shape[1]][counted]
+        most = max(most, (wanted - found).abs().max().item())
+        largest = max(largest, wanted.abs().max().item())
+    assert most <= LOGITS_DIFFER * largest, f"logits differ by {most:.3g}, the largest is {largest:.3g}"
+    return most / largest
 
 
 def _write(rng, n: int) -> Case:
@@ -105,15 +158,36 @@ def _write(rng, n: int) -> Case:
     slots = jnp.asarray(rng.permutation(num_pages * PAGE_SIZE)[:n].astype(np.int32))
     k = _normal(rng, n, INDEX_DIM)
 
-    def cache():
-        return jnp.zeros((num_pages, PAGE_SIZE * INDEX_K_BYTES), jnp.uint8)
+    cache = jnp.zeros((num_pages, PAGE_SIZE * INDEX_K_BYTES), jnp.uint8)
+    their_k, their_cache, their_slots = (_tensor(x).clone() for x in (k, cache, slots))
+    ours = in_place(write_index_k, cache, slots, k)
+
+    def sglang():
+        store = peers.find("sglang store").fused_store_cache
+        store(their_k, their_cache, their_slots, page_size=PAGE_SIZE, type="indexer")
+        return their_cache
+
+    def share_of_other_keys() -> float:
+        """Of the keys as they are read: SGLang's scale may be off by one unit in the last place."""
+        wanted, found = (_keys_of(x) for x in (_tensor(jax.block_until_ready(ours.call())), sglang()))
+        share = ((wanted - found).abs() > 1e-5 * wanted.abs() + 1e-9).float().mean().item()
+        assert share < 1e-3, f"{share:.2%} of the keys differ"
+        return share
 
     return Case(
         name=f"write_index_k {n}",
-        ours={"jax": in_place(write_index_k, cache(), slots, k)},
-        peers={"xla": in_place(write_index_k_reference, cache(), slots, k)},
+        ours={"jax": ours},
+        peers={"sglang": Run(sglang, "torch")},
         bytes=n * (2 * INDEX_DIM + INDEX_K_BYTES + 4),
+        checks={"sglang": share_of_other_keys},
     )
+
+
+def _keys_of(cache: torch.Tensor) -> torch.Tensor:
+    """Float32 `[pages, page_size, 128]`: a page's keys stand before its scales."""
+    body = PAGE_SIZE * INDEX_DIM
+    keys = cache[:, :body].contiguous().view(torch.float8_e4m3fn).float().view(-1, PAGE_SIZE, INDEX_DIM)
+    return keys * cache[:, body:].contiguous().view(torch.float32)[..., None]
 
 
 def _quantise(rng, rows: int) -> Case:

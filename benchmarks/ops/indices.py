@@ -1,8 +1,9 @@
-"""The merges of index lists, beside the plain XLA programs."""
+"""The merges of index lists; peers are SGLang's Triton kernel for top-k and window, plain XLA for window and extra."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 from sparse_mla_torch.kernels import indices as torch_indices
 
+from benchmarks import peers
 from benchmarks.timing import Case, Run
 from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices
-from jax_sparse_mla.indices.merge import combine_swa_extra_reference, combine_topk_swa_reference
+from jax_sparse_mla.indices.merge import combine_swa_extra_reference
 
 WINDOW = 128
 SIZES = ((16_384, 512), (32_768, 1_024))  # rows, top-k
@@ -39,13 +41,14 @@ def _topk_swa(rng: np.random.Generator, rows: int, topk: int, requests: int = 8,
     )
     static = {"window": WINDOW, "compress_ratio": 4, "topk": topk}
 
-    def plain(indices, starts, pos, *rest):
-        return combine_topk_swa_reference(indices, pos, (starts, *rest), **static)
+    def sglang(*args):
+        combine = peers.find("sglang merge").combine_topk_swa_indices
+        return combine(*args, window_size=WINDOW, compress_ratio=4, topk=topk)
 
     return _case(
         f"combine_topk_swa {rows} x {topk}",
         args,
-        plain=plain,
+        sglang=sglang,
         ours=lambda *args: combine_topk_swa_indices(*args, **static),
         on_torch=lambda *args, out: torch_indices.combine_topk_swa_indices(*args, **static, out=out),
         bytes=rows * 4 * (topk + (topk + WINDOW) + 2),  # positions and lengths beside the lists
@@ -64,7 +67,7 @@ def _swa_extra(rng: np.random.Generator, rows: int, topk: int) -> Case:
     return _case(
         f"combine_swa_extra {rows} x {topk}",
         args,
-        plain=combine_swa_extra_reference,
+        plain=combine_swa_extra_reference,  # SGLang hands FlashMLA two tables instead
         ours=combine_swa_extra_indices,
         on_torch=lambda *args, out: torch_indices.combine_swa_extra_indices(*args, out=out),
         bytes=rows * 4 * (WINDOW + topk + (topk + WINDOW) + 3),
@@ -72,17 +75,40 @@ def _swa_extra(rng: np.random.Generator, rows: int, topk: int) -> Case:
     )
 
 
-def _case(name: str, args: tuple, *, plain, ours, on_torch, bytes: int, topk: int) -> Case:
+def _case(
+    name: str,
+    args: tuple,
+    *,
+    ours: Callable,
+    on_torch: Callable,
+    bytes: int,
+    topk: int,
+    plain: Callable | None = None,
+    sglang: Callable | None = None,
+) -> Case:
+    """The peer is `plain`, jitted, or `sglang`, called from torch."""
     jax_args, torch_args = [jnp.asarray(x) for x in args], [torch.from_numpy(np.asarray(x)).cuda() for x in args]
     rows = len(args[0])
     out = tuple(torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((rows, topk + WINDOW), (rows,)))
-    jitted_plain, jitted = jax.jit(plain), jax.jit(ours)
+    ours = Run(functools.partial(jax.jit(ours), *jax_args), "jax")
+    if plain:
+        rival = {"xla": Run(functools.partial(jax.jit(plain), *jax_args), "jax")}
+    else:
+        rival = {"sglang": Run(functools.partial(sglang, *torch_args), "torch")}
     return Case(
         name,
-        ours={
-            "jax": Run(lambda: jitted(*jax_args), "jax"),
-            "torch": Run(lambda: on_torch(*torch_args, out=out), "torch"),
-        },
-        peers={"xla": Run(lambda: jitted_plain(*jax_args), "jax")},
+        ours={"jax": ours, "torch": Run(lambda: on_torch(*torch_args, out=out), "torch")},
+        peers=rival,
         bytes=bytes,
+        checks={} if plain else {"sglang": functools.partial(_entries_that_differ, ours, rival["sglang"])},
     )
+
+
+def _entries_that_differ(ours: Run, theirs: Run) -> float:
+    """Of the merged lists and their lengths; none may. The peer's lists may be wider, with −1 behind."""
+    wanted, lengths = map(torch.from_dlpack, jax.block_until_ready(ours.call()))
+    found, found_lengths = theirs.call()
+    differ = (found[:, : wanted.shape[1]] != wanted).sum() + (found_lengths != lengths).sum()
+    differ += (found[:, wanted.shape[1] :] != -1).sum()
+    assert not differ, f"{int(differ)} entries differ"
+    return float(differ)

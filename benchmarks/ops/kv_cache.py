@@ -1,8 +1,12 @@
-"""Bytes of paged KV caches: `gather_kv`, `write_kv`, `split_pages`, beside the plain XLA programs."""
+"""Bytes of paged KV caches: `gather_kv`, `write_kv`, `split_pages`.
+
+Peers: SGLang's gather and its store, called from torch; plain XLA for the split, which nobody else has in this shape.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -11,9 +15,9 @@ import numpy as np
 import torch
 from sparse_mla_torch.kernels import kv_cache as torch_kv
 
+from benchmarks import peers
 from benchmarks.timing import Case, Run, in_place
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, split_pages, write_kv
-from jax_sparse_mla.kv_cache.rows import gather_rows_reference, write_rows_reference
 from jax_sparse_mla.kv_cache.split import split_touched_reference
 
 V4 = KVLayout.V4_FP8
@@ -32,20 +36,26 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 
 def _gathers(rng: np.random.Generator, pool: np.ndarray) -> Iterator[Case]:
     jax_cache, torch_cache = _jax_cache(pool), _torch_cache(pool)
-    plain, ours = jax.jit(gather_rows_reference), jax.jit(gather_kv)
+    jitted = jax.jit(gather_kv)
     for n, kind in ((8_192, "pages"), (32_768, "pages"), (131_072, "pages"), (131_072, "random")):
         slots = _slots(rng, n, kind)
         jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
-        out = torch.empty((n, V4.qk_dim), dtype=torch.bfloat16, device="cuda")
+        out, their_out = (torch.empty((n, V4.qk_dim), dtype=torch.bfloat16, device="cuda") for _ in range(2))
 
         def on_torch(slots=torch_slots, out=out):
             torch_kv.gather_kv(torch_cache, slots, out=out)
 
+        def sglang(slots=torch_slots, out=their_out):
+            gather = peers.find("sglang gather").dequantize_k_cache_paged_dsv4
+            return gather(torch_cache.data, slots, PAGE_SIZE, out=out[:, None])[:, 0]
+
+        ours = Run(functools.partial(jitted, jax_cache, jax_slots), "jax")
         yield Case(
             f"gather_kv V4 {n} {kind}",
-            ours={"jax": Run(lambda s=jax_slots: ours(jax_cache, s), "jax"), "torch": Run(on_torch, "torch")},
-            peers={"xla": Run(lambda s=jax_slots: plain(jax_cache, s), "jax")},
+            ours={"jax": ours, "torch": Run(on_torch, "torch")},
+            peers={"sglang": Run(sglang, "torch")},
             bytes=n * (READ_BYTES + ROW_BYTES + SLOT_BYTES),
+            checks={"sglang": lambda ours=ours, sglang=sglang: _unequal(ours.call(), sglang(), most=0.0)},
         )
 
 
@@ -56,14 +66,22 @@ def _writes(rng: np.random.Generator, pool: np.ndarray, n: int = 65_536) -> Iter
     for kind in ("pages", "random"):
         slots = _slots(rng, n, kind)
         jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
+        ours, their_cache = in_place(write_kv, _jax_cache(pool), jax_slots, jax_kv), _torch_cache(pool)
+
+        def sglang(slots=torch_slots, cache=their_cache):
+            store = peers.find("sglang store").fused_store_cache
+            store(torch_rows, cache.data, slots, page_size=PAGE_SIZE, type="flashmla")
+            return cache.data
+
         yield Case(
             f"write_kv V4 {n} {kind}",
             ours={
-                "jax": in_place(write_kv, _jax_cache(pool), jax_slots, jax_kv),
+                "jax": ours,
                 "torch": Run(lambda s=torch_slots: torch_kv.write_kv(torch_cache, s, torch_rows), "torch"),
             },
-            peers={"xla": in_place(write_rows_reference, _jax_cache(pool), jax_slots, jax_kv)},
+            peers={"sglang": Run(sglang, "torch")},
             bytes=n * (ROW_BYTES + WRITTEN_BYTES + SLOT_BYTES),
+            checks={"sglang": lambda ours=ours, sglang=sglang: _unequal(ours.call().data, sglang(), most=1e-4)},
         )
 
 
@@ -92,6 +110,13 @@ def _split(rng: np.random.Generator, pool: np.ndarray) -> Case:
         peers={"xla": in_place(plain, small(), jax_cache, jax_slots)},
         bytes=128 * 2 * PAGE_SIZE * V4.bytes_per_token,
     )
+
+
+def _unequal(ours: jax.Array, theirs: torch.Tensor, most: float) -> float:
+    """The share of elements that differ. SGLang quantises by other instructions: a few bytes are off by one place."""
+    share = (torch.from_dlpack(jax.block_until_ready(ours)) != theirs).float().mean().item()
+    assert share <= most, f"{share:.2%} differ"
+    return share
 
 
 def _jax_cache(pool: np.ndarray) -> PagedKV:

@@ -1,6 +1,7 @@
-"""A step's metadata and schedules: one jitted program each, beside the same in plain XLA.
+"""A step's metadata, and schedules: one jitted program each.
 
-Plain XLA is what runs without Triton: the functions that define the results.
+DeepGEMM's own kernel stands beside its schedule. The others' peer is plain XLA, the functions that define the results:
+SGLang makes a step's metadata by about 15 launches among torch operations, FlashMLA its schedule inside its call.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import numpy as np
 import torch
 from sparse_mla_torch.kernels import metadata as torch_metadata
 
+from benchmarks import peers
 from benchmarks.timing import Case, Run
-from jax_sparse_mla.attention import DecodeShape, DeviceInfo
-from jax_sparse_mla.attention.schedule import decode_schedules
+from jax_sparse_mla import DeviceInfo
 from jax_sparse_mla.indices.window import swa_gather_plan, swa_gather_plan_reference, swa_slots_reference
 from jax_sparse_mla.metadata import (
     ForwardBatch,
@@ -26,7 +27,7 @@ from jax_sparse_mla.metadata import (
     flashmla_schedule,
     paged_mqa_schedule,
 )
-from jax_sparse_mla.metadata.schedules import paged_mqa_schedule_reference, step_schedules_reference
+from jax_sparse_mla.metadata.schedules import flashmla_schedule_reference
 from jax_sparse_mla.metadata.v4 import build_v4_reference
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -36,7 +37,7 @@ SECTOR = 32  # bytes that a look-up of one int32 moves
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """V4 steps of several modes and sizes with all their schedules, then the parts that have kernels of their own."""
+    """V4 steps of several modes and sizes, then the parts that have kernels of their own."""
     tables = _tables(rng, 64)
     for mode, requests, rows, drafts in (
         (ForwardMode.DECODE, 64, 64, None),
@@ -67,7 +68,7 @@ def _int32(x):
 def _case(name, ours, plain, args, moved):
     """Both jitted; the programs take their arrays as arguments."""
     run = {label: Run(functools.partial(jax.jit(f), *args), "jax") for label, f in (("ours", ours), ("xla", plain))}
-    return Case(name, {"triton": run["ours"]}, {"plain XLA": run["xla"]}, bytes=moved)
+    return Case(name, {"triton": run["ours"]}, {"xla": run["xla"]}, bytes=moved)
 
 
 def _bytes(function, *args):
@@ -84,31 +85,16 @@ def _step_case(rng, mode, requests, rows, drafts, tables):
         extend_lens=_int32(np.full(requests, rows // requests)) if mode is ForwardMode.EXTEND else None,
         num_draft_tokens=drafts,
     )
-    device, paged = DeviceInfo.current(), mode is not ForwardMode.EXTEND
-
-    def calls(metadata):
-        window = metadata.swa_page_indices.shape[1]
-        yield DecodeShape(rows, 1, SPEC.num_heads, window), metadata.swa_topk_lengths, None
-        for part in metadata.compressed.values():
-            shape = DecodeShape(rows, 1, SPEC.num_heads, window, part.page_indices.shape[1])
-            yield shape, metadata.swa_topk_lengths, part.topk_lengths
 
     def ours(batch, tables):
-        metadata = build_v4_metadata(SPEC, batch, tables)
-        return metadata, decode_schedules([*calls(metadata)], metadata.c4_lengths) if paged else None
+        return build_v4_metadata(SPEC, batch, tables)
 
     def plain(batch, tables):
-        metadata = build_v4_reference(SPEC, batch, tables)
-        if not paged:
-            return metadata, None
-        lengths = [x if x is not None else main for _, main, extra in calls(metadata) for x in (main, extra)]
-        columns = [(shape.topk, shape.extra_topk) for shape, *_ in calls(metadata)]
-        parts = device.sm_count
-        return metadata, step_schedules_reference(lengths, metadata.c4_lengths, columns, parts, parts, 256)
+        return build_v4_reference(SPEC, batch, tables)
 
     # Reads: a page's first slot in a sector of its own; the window's slots, and as many places of full_to_swa.
     moved = _bytes(ours, batch, tables) + rows * (CONTEXT // 256 + SPEC.window) * SECTOR + rows * SPEC.window * 4
-    name = f"v4 metadata{' and schedules' if paged else ''}, {mode.name} {requests} x {rows // requests}, 128k"
+    name = f"v4 metadata, {mode.name} {requests} x {rows // requests}, 128k"
     return _case(name, ours, plain, (batch, tables), moved)
 
 
@@ -121,16 +107,31 @@ def _schedule_case(rng, batch):
         return flashmla_schedule(lengths, extra_topk_length=extra, **static)
 
     def plain(lengths, extra):
-        return step_schedules_reference([lengths, extra], None, [(128, 512)], parts, 1, 1)[0]
+        return flashmla_schedule_reference(lengths, extra, 128, 512, parts)
 
     return _case(f"flashmla schedule, batch {batch}", ours, plain, (lengths, extra), 12 * batch + 32 * parts)
 
 
 def _paged_mqa_case(rng, rows):
     lengths, sms = _int32(rng.integers(0, CONTEXT // 4, rows)), DeviceInfo.current().sm_count
-    ours = functools.partial(paged_mqa_schedule, num_sms=sms)
-    plain = functools.partial(paged_mqa_schedule_reference, num_sms=sms, split_kv=256)
-    return _case(f"paged mqa schedule, {rows} rows", ours, plain, (lengths,), 4 * rows + 8 * sms)
+    ours = Run(functools.partial(jax.jit(functools.partial(paged_mqa_schedule, num_sms=sms)), lengths), "jax")
+    on_torch = torch.from_numpy(np.array(lengths)[:, None]).cuda()
+
+    def deep_gemm():
+        return peers.find("deep_gemm").get_paged_mqa_logits_metadata(on_torch, 64, sms)
+
+    def entries_that_differ() -> float:
+        differ = (torch.from_dlpack(jax.block_until_ready(ours.call())) != deep_gemm()).sum()
+        assert not differ, f"{int(differ)} entries differ"
+        return float(differ)
+
+    return Case(
+        f"paged mqa schedule, {rows} rows",
+        {"triton": ours},
+        {"deep_gemm": Run(deep_gemm, "torch")},
+        bytes=4 * rows + 8 * sms,
+        checks={"deep_gemm": entries_that_differ},
+    )
 
 
 def _swa_slots_case(rng, rows, tables):
@@ -146,7 +147,7 @@ def _swa_slots_case(rng, rows, tables):
     plain = jax.jit(functools.partial(swa_slots_reference, window=SPEC.window))
     plain = functools.partial(plain, _int32(positions), _int32(req_rows), *_arrays(tables))
     moved = rows * SPEC.window * (4 + SECTOR + 4)
-    return Case(f"swa_slots, {rows} rows", {"triton": Run(ours, "torch")}, {"plain XLA": Run(plain, "jax")}, moved)
+    return Case(f"swa_slots, {rows} rows", {"triton": Run(ours, "torch")}, {"xla": Run(plain, "jax")}, moved)
 
 
 def _gather_plan_case(rng, requests, rows, tables):

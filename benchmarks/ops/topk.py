@@ -1,4 +1,8 @@
-"""Top-k of indexer logits with its page-table transform, from one decode row to a prefill chunk."""
+"""Top-k of indexer logits with its page-table transform, from one decode row to a prefill chunk.
+
+Peers: FlashInfer's transform from torch and, with nothing of our contract around it, from jitted JAX; SGLang's for
+DeepSeek-V4 (`topk_transform_paged_v2`), whose plan is made once a step and not timed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import jax
 import numpy as np
 import torch
 
-from benchmarks.timing import Case, Run, peer
+from benchmarks import peers
+from benchmarks.timing import Case, Run
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
 
@@ -36,14 +41,17 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> Case:
     rows, columns = logits.shape
     args = [jax.dlpack.from_dlpack(x) for x in (logits, lengths, pages)]
-    peers = _flashinfer(logits, lengths, pages, topk)
+    ours = _jitted(_paged, args, topk)
+    rivals = {"flashinfer": _flashinfer(logits, lengths, pages, topk), "sglang": _sglang(logits, lengths, pages, topk)}
+    checks = {name: functools.partial(_share_of_other_slots, ours, run) for name, run in rivals.items()}
     if topk_flashinfer.available():
-        peers["flashinfer from jax"] = _jitted(_flashinfer_from_jax, args, topk)
+        rivals["flashinfer from jax"] = _jitted(_flashinfer_from_jax, args, topk)
     return Case(
         f"topk_transform paged, {rows} x {columns}, k {topk}",
-        ours={"jax": _jitted(_paged, args, topk)},
-        peers=peers,
+        ours={"jax": ours},
+        peers=rivals,
         bytes=4 * rows * (columns + 2 * topk),
+        checks=checks,
     )
 
 
@@ -60,11 +68,33 @@ def _flashinfer_from_jax(logits, lengths, pages, *, topk):
     return topk_flashinfer.page_table_transform(logits, pages, lengths, topk, PAGE_SIZE)
 
 
-def _flashinfer(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> dict[str, Run]:
-    """FlashInfer's own call at its defaults (any order, any of equal logits), where it is installed."""
-    flashinfer = peer("flashinfer")
-    if flashinfer is None:
-        return {}
-    transform = flashinfer.top_k_page_table_transform
-    call = functools.partial(transform, logits, pages, lengths, topk, page_size=PAGE_SIZE)
-    return {"flashinfer": Run(call, "torch")}
+def _flashinfer(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> Run:
+    """FlashInfer's own call at its defaults: any order, any of equal logits."""
+
+    def call():
+        transform = peers.find("flashinfer").top_k_page_table_transform
+        return transform(logits, pages, lengths, topk, page_size=PAGE_SIZE)
+
+    return Run(call, "torch")
+
+
+def _sglang(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> Run:
+    """SGLang's own call: any order, any of equal logits."""
+    plan = functools.cache(lambda: peers.find("sglang topk").plan_topk_v2(lengths))
+    out = torch.empty((len(logits), topk), dtype=torch.int32, device="cuda")
+
+    def call():
+        peers.find("sglang topk").topk_transform_paged_v2(logits, lengths, pages, out, PAGE_SIZE, plan())
+        return out
+
+    return Run(call, "torch")
+
+
+def _share_of_other_slots(ours: Run, theirs: Run) -> float:
+    """Of the slots that ours chooses, how many the peer does not; equal logits may leave a few."""
+    wanted, found = torch.from_dlpack(jax.block_until_ready(ours.call())), theirs.call()
+    wanted, found = (x.sort(-1).values.long() for x in (wanted, found))
+    at = torch.searchsorted(found, wanted).clamp(max=found.shape[1] - 1)
+    share = (found.gather(1, at) != wanted).double().mean().item()
+    assert share < 1e-3, f"{share:.2%} of the slots are others"
+    return share

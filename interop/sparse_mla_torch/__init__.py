@@ -1,4 +1,4 @@
-"""The PyTorch face of jax_sparse_mla: tensors cross over without a copy, and transformers models run through it.
+"""The PyTorch face of jax_sparse_mla: tensors are exchanged without a copy, and transformers models run through it.
 
 `flash_mla` stands in for FlashMLA's module; `ops` has the same kernels as operators for `torch.compile`
 (`torch.ops.jax_sparse_mla.*`); `kernels` launches them into an engine's own buffers. `bridge` exchanges tensors with

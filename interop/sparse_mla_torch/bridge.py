@@ -1,11 +1,11 @@
-"""Zero-copy exchange of tensors between torch and JAX through DLPack, with its hazards refused instead of suffered.
+"""Exchanges tensors between torch and JAX through DLPack, without a copy; what would be unsafe is refused.
 
-What JAX alone computes reaches torch through here. Neither side writes what the other gave it: caches that JAX writes
-are JAX's, and an array that torch received must not be written to, since JAX holds it to be immutable.
+Neither side may write to memory that it received from the other. Caches that JAX updates are JAX's own, and torch must
+not write to an array of JAX, which takes its arrays to be immutable.
 
-On CUDA an exchange makes the receiver's stream wait for the giver's work so far, never the host: torch's current
-stream, JAX's compute stream. JAX keeps a tensor alive until its programs are done with it; for the other direction
-see `to_torch`.
+On CUDA the receiver's stream (torch's current stream, or JAX's compute stream) waits for the giver's work so far; the
+host does not wait. JAX keeps a tensor alive until its programs are done with it. For the other direction see
+`to_torch`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import torch
 
-_ALIGNMENT = 16  # bytes, of what an XLA program takes on a GPU
+_ALIGNMENT = 16  # bytes, which an XLA program expects of its arguments on a GPU
 
-# JAX (with 64-bit types off, as served) would narrow these silently, in a copy.
+# JAX without 64-bit types, its default, would narrow these silently, in a copy.
 _NARROWED = {
     torch.int64: torch.int32,
     torch.float64: torch.float32,
@@ -29,10 +29,10 @@ _NARROWED = {
 
 
 def jax_device(device: torch.device) -> jax.Device:
-    """JAX's device that a torch device is.
+    """The JAX device of a torch device.
 
     Raises:
-      ValueError: JAX does not have it here.
+      ValueError: JAX does not have this device here.
     """
     try:
         return jax.devices(device.type)[device.index or 0]
@@ -43,7 +43,7 @@ def jax_device(device: torch.device) -> jax.Device:
 def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     """The same memory as a JAX array.
 
-    It cannot be donated, which would let a program write to torch's memory: on a GPU such a call raises, on a CPU JAX
+    It cannot be donated, since a program could then write to torch's memory. On a GPU such a call raises; on a CPU JAX
     takes a buffer of its own.
 
     Args:
@@ -82,8 +82,9 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
 def to_torch(array: jax.Array) -> torch.Tensor:
     """The same memory as a torch tensor. Read it only: JAX may share the buffer.
 
-    On a GPU the memory goes back to JAX once the stream has passed that is torch's current one when the last tensor
-    over it dies: XLA alone would give it to the next program at once, while torch's kernels still read it.
+    On a GPU the memory goes back to JAX only behind torch's work: when the last tensor over it dies, it waits for all
+    work so far on the stream that is then torch's current one. XLA alone would give the memory to the next program at
+    once, while torch's kernels still read it.
     """
     if array.size == 0:
         (device,) = array.devices()
@@ -95,7 +96,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return tensor
 
 
-# Arrays whose tensors are gone; then with the events behind which nothing of torch's reads them any more.
+# Arrays whose tensors are gone; and such arrays with the event after which torch no longer reads them.
 _gone: collections.deque[tuple[torch.device, jax.Array]] = collections.deque()
 _returning: collections.deque[tuple[torch.cuda.Event, jax.Array]] = collections.deque()
 
@@ -103,8 +104,8 @@ _returning: collections.deque[tuple[torch.cuda.Event, jax.Array]] = collections.
 def _return_to_jax(array: jax.Array, device: torch.device) -> None:
     _gone.append((device, array))
     if torch.cuda.is_current_stream_capturing():
-        return  # a capture bears no event of ours; the next tensor that is gone takes this one along
-    # Other threads, and the garbage collector within this one, do the same at any point: who pops an entry owns it.
+        return  # an event must not enter a capture: the next tensor that dies records one for this array too
+    # Other threads, and the garbage collector in this one, may run this at any point: whoever pops an entry owns it.
     for device, array in _popped(_gone):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))

@@ -1,7 +1,7 @@
-"""A serving engine's batch as this library's metadata: what an attention backend calls from `init_forward_metadata`.
+"""Turns a serving engine's batch into this library's metadata, in an attention backend's `init_forward_metadata`.
 
-`sglang_step` and `vllm_step` take the tensors that the engine has, under its names; `draft_step` cuts one step out of
-a multi-step draft; `build_metadata` makes the metadata, in torch tensors. An SGLang backend:
+`sglang_step` and `vllm_step` take the engine's tensors under the engine's names. `draft_step` takes one step out of a
+multi-step draft. `build_metadata` makes the metadata, as torch tensors. An SGLang backend:
 
     def init_forward_metadata(self, forward_batch):
         step = sglang_step(
@@ -16,13 +16,13 @@ a multi-step draft; `build_metadata` makes the metadata, in torch tensors. An SG
         )
         self.metadata = build_metadata(DEEPSEEK_V4_FLASH, step)  # out=… where a captured graph keeps the buffers
 
-On a GPU all of it runs on torch's current stream, reads nothing back to the host and initialises no JAX backend. So
-these calls may stand inside a captured CUDA graph: a replay reads the engine's tensors anew and writes the same
-metadata buffers. On the CPU the JAX builders do the work.
+On a GPU everything runs on torch's current stream, nothing is read back to the host, and no JAX backend is initialised.
+So these calls may be captured in a CUDA graph: a replay reads the engine's tensors again and writes the same metadata
+buffers. On the CPU the JAX builders do the work.
 
-Tensors are int32 or int64. int64 ones become int32 here, once, in a copy whose out-of-range values stay out of range.
-The big tables (`req_to_token`, block tables) must be int32, as both engines keep them: a copy a step would cost more
-than the metadata.
+Tensors are int32 or int64. int64 tensors are copied once, to int32; out-of-range values stay out of range. The big
+tables (`req_to_token`, block tables) must be int32, as in both engines: a copy in each step would cost more than the
+metadata.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ import jax
 import torch
 
 from jax_sparse_mla import metadata
+from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.indices.lookup import INT_MAX
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4Metadata, V32Metadata
 from jax_sparse_mla.models import ModelSpec
 from sparse_mla_torch import bridge
+from sparse_mla_torch.attention import route
 from sparse_mla_torch.kernels.checks import check_tensor
 
 INT_MIN = -INT_MAX - 1
 
-# SGLang's names of forward modes. The rows of a mixed batch are an extend's, its decodes extends by one token.
+# SGLang's names of forward modes. A mixed batch is an EXTEND; its decodes extend their requests by one token.
 _SGLANG_MODES = {
     **{mode.name: mode for mode in ForwardMode},
     "MIXED": ForwardMode.EXTEND,
@@ -137,8 +139,8 @@ def vllm_step(
       uniform_query_len: query rows of every request, instead: 1 for a decode (DECODE), 1 + drafts for the
         verification of drafts (DRAFT_EXTEND: these lengths have the drafts already).
       swa_block_tables: int32 `[B, blocks]`, the blocks of the sliding-window cache (vLLM's second cache group), of
-        the same size; any block stands for positions outside the window. The block tables themselves, if windows are
-        kept in full.
+        the same size; positions outside the window may have any block. Pass the block tables themselves if the
+        windows are kept in full.
       num_blocks: blocks of the full cache, with `swa_block_tables`.
       max_seq_len: the bucket of the page tables, in tokens; by default what `block_tables` cover.
 
@@ -237,7 +239,7 @@ def build_metadata(
     step: EngineStep,
     *,
     fp8_kv_cache: bool = True,
-    prefill_backend: str = "flashmla_sparse",
+    prefill_backend: str | None = "flashmla_sparse",
     out: V4Metadata | V32Metadata | None = None,
 ) -> V4Metadata | V32Metadata:
     """The metadata of a step: as `jax_sparse_mla.build_v4_metadata` or `build_v32_metadata`, of torch tensors.
@@ -247,22 +249,33 @@ def build_metadata(
     Args:
       spec: the model; whether it has a window decides which metadata.
       step: from `sglang_step`, `vllm_step` or `draft_step`.
-      fp8_kv_cache, prefill_backend: of V3.2: see `jax_sparse_mla.select_topk_transform`.
-      out: buffers to write into, what an earlier call of the same mode and shapes returned; new ones by default. Give
+      fp8_kv_cache, prefill_backend: of V3.2: see `jax_sparse_mla.select_topk_transform`. None: the `kernel` of the
+        step's plan says whether EXTEND gathers a workspace ("flashmla_sparse") or not ("flashmla_kv").
+      out: buffers to write into: the result of an earlier call of the same mode and shapes; new ones by default. Pass
         them where a captured graph or a layer keeps them.
 
     Raises:
       TypeError, ValueError: as the builders; `out` of another mode, model or shape.
     """
-    options = {} if spec.window is not None else {"fp8_kv_cache": fp8_kv_cache, "prefill_backend": prefill_backend}
+    options = {}
+    if spec.window is None:
+        prefill_backend = prefill_backend or _prefill_backend(spec, step)
+        options = {"fp8_kv_cache": fp8_kv_cache, "prefill_backend": prefill_backend}
     if spec.window is not None and step.tables.full_to_swa is None:
         raise ValueError(f"build_metadata: {spec.name} has a window, and the step no full_to_swa (swa_block_tables)")
     build = _launch if step.batch.seq_lens.is_cuda else _build_by_jax
     return build(spec, step, options, out)
 
 
+def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
+    """What an EXTEND step attends to, by its rows; the other modes attend to the pages whatever this says."""
+    rows, device = len(step.batch.out_cache_loc), route.device_info(step.batch.seq_lens.device)
+    call = Call("decode", spec.kv_layout, rows, spec.num_heads, device, spec.index_topk, chunk=True)
+    return "flashmla_sparse" if route.plan(call).kernel == "sparse_prefill" else "flashmla_kv"
+
+
 def _launch(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
-    # Triton is imported where there is a GPU to launch it on.
+    # Triton is imported only here, where there is a GPU.
     if spec.window is None:
         from sparse_mla_torch.kernels.metadata_v32 import build_v32_metadata as build
     else:
@@ -274,7 +287,7 @@ def _build_by_jax(spec: ModelSpec, step: EngineStep, options: dict[str, Any], ou
     build = metadata.build_v32_metadata if spec.window is None else metadata.build_v4_metadata
     made = bridge.call(build, spec, *step, **options)
     if out is None:
-        # Copies: what came over the bridge is JAX's, and layers write into the indexer's indices.
+        # Copies, because the bridge's tensors are JAX's memory and layers write into the indexer's indices.
         return jax.tree.map(torch.clone, made)
     if jax.tree.structure(out) != jax.tree.structure(made):
         raise ValueError("build_metadata: out was made for another model or top-k transform")
@@ -292,20 +305,20 @@ def _build_by_jax(spec: ModelSpec, step: EngineStep, options: dict[str, Any], ou
 
 
 class _Tensors(NamedTuple):
-    """Checks the tensors of a call, all on the device of `like`."""
+    """Validates the tensors of a call, which must all be on the device of `like`."""
 
     function: str
     like: Any
 
     def values(self, name: str, x: Any) -> torch.Tensor:
-        """int32 or int64 `[n]`, as int32; saturated, lest a value past int32 become a valid one."""
+        """int32 or int64 `[n]`, as int32; saturated, so that a value past int32 does not become a valid one."""
         if isinstance(x, torch.Tensor) and x.dtype == torch.int64:
             x = x.clamp(INT_MIN, INT_MAX).to(torch.int32)
         check_tensor(self.function, name, x, (None,), self.like, (torch.int32, torch.int64))
         return x
 
     def table(self, name: str, x: Any) -> torch.Tensor:
-        """int32 `[rows, columns]`: a conversion would copy the table every step."""
+        """int32 `[rows, columns]`; int64 is refused, since its conversion would copy the table in every step."""
         check_tensor(self.function, name, x, (None, None), self.like)
         return x
 

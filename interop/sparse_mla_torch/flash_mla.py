@@ -4,11 +4,11 @@ Signatures and return conventions are FlashMLA's (commit 9241ae3 and the wheel s
 keywords come last). Calls that its Hopper kernels refuse are served too: any number of heads, any number of index
 columns, V3.2 with `topk_length` or with an extra cache, out-of-range indices and lengths, any batch, CPU tensors.
 
-On CUDA the router picks FlashMLA's own operators, where they are installed and are the faster choice, or our kernels
-(docs/routing.md); all run on torch's current stream and can be captured in a CUDA graph once a call of the same shapes
-has run (where JAX runs too, with `capture_error_mode="thread_local"`: docs/cuda-graphs.md). The environment variables
-JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and JAX_SPARSE_MLA_BACKEND name a backend instead; they
-are read when a call of new shapes comes first.
+On CUDA the router picks FlashMLA's own operators, where they are installed and faster, or our kernels
+(docs/routing.md). All run on torch's current stream. A CUDA graph can capture them once a call of the same shapes has
+run; where JAX runs in the process too, capture with `capture_error_mode="thread_local"` (docs/cuda-graphs.md). The
+environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and JAX_SPARSE_MLA_BACKEND name a
+backend instead. They are read at the first call of new shapes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _KV_FORMATS = {656: ("V32",), 584: ("V4", "MODEL1")}
 class FlashMLASchedMeta:
     """The split-KV schedule of decode calls: empty at first, filled by its first call, reused by the later ones.
 
-    A call may reuse it if its shapes are those of the first (checked) and so are the values of `topk_length` and
-    `extra_topk_length` (not checked). Where our kernels serve the call, they need no schedule, and the tensors stay
+    A call may reuse it if it has the shapes of the first call (validated) and the same values of `topk_length` and
+    `extra_topk_length` (not validated). Our kernels need no schedule: where they serve the call, the tensors stay
     None.
 
     Attributes:
@@ -69,7 +69,7 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """An empty schedule, and None; arguments are FlashMLA's of old and are ignored."""
+    """An empty schedule, and None. The arguments of FlashMLA's older versions are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -105,27 +105,27 @@ def flash_mla_with_kvcache(
       q: bfloat16 `[batch, s_q, heads, head_dim]`, head_dim 576 (V3.2) or 512 (V4).
       k_cache: uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes]`, 656 bytes a token (V3.2) or 584 (V4); pages
         may stand apart.
-      block_table, cache_seqlens: ignored, as sparse attention needs neither.
+      block_table, cache_seqlens: ignored; sparse attention needs neither.
       head_dim_v: 512.
-      tile_scheduler_metadata: of `get_mla_metadata`, of this module.
+      tile_scheduler_metadata: what this module's `get_mla_metadata` returned.
       num_splits: None.
       softmax_scale: head_dim^-0.5 by default.
       causal: False.
       is_fp8_kvcache: True, or None.
-      indices: int32 `[batch, s_q, topk]`, page · page_size + offset; −1 and whatever names no token is skipped.
+      indices: int32 `[batch, s_q, topk]`, page · page_size + offset; −1 and any other index of no token is skipped.
       attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
       extra_k_cache, extra_indices_in_kvcache: a second cache of the same format, and its indices.
       topk_length, extra_topk_length: int32 `[batch]`, how many leading columns count.
-      enable_batch_invariant: a row's result does not depend on the others in the call: no split of its keys (on CUDA,
-        by the Triton kernel, or the SM90 kernel where it is named).
+      enable_batch_invariant: no row's keys are split, so its result does not depend on the other rows (on CUDA, by the
+        Triton kernel, or the SM90 kernel where it is named).
       use_legacy: ignored: which of the wheel's two builds runs is decided here.
-      kv_format: "V32" or "V4", as k_cache's bytes say; None takes them at their word.
+      kv_format: "V32" or "V4"; must match the bytes of k_cache. None derives it from them.
       descale_q, descale_k: None; they belong to dense FP8 decode.
       out: `(out, lse)` of the results' shapes to write into. Where FlashMLA's operator serves the call, it allocates
         its results and these are copied.
-      assume_valid_indices: a promise that every entry within a length is −1 or a token's, every one beyond it −1, every
-        length from 0 to the columns, and no finite sink below −2e38: spares a pass over the tables where FlashMLA's
-        operator serves the call. A broken promise reads out of bounds.
+      assume_valid_indices: a promise that every entry within a length is −1 or a token's slot, that entries beyond it
+        are −1, that lengths are from 0 to the columns, and that no finite sink is below −2e38. It saves a pass over the
+        tables where FlashMLA's operator serves the call. A broken promise reads out of bounds.
 
     Returns:
       out bfloat16 `[batch, s_q, heads, 512]`, 0 where no token counts, and lse float32 `[batch, heads, s_q]` (not
@@ -200,15 +200,15 @@ def flash_mla_sparse_fwd(
     Args:
       q: bfloat16 `[s_q, heads, head_dim]`, head_dim 576 or 512.
       kv: bfloat16 `[s_kv, 1, head_dim]`; V is the first 512 values of a row.
-      indices: int32 `[s_q, 1, topk]`; whatever names no row is skipped.
-      sm_scale: what q·k is multiplied by.
+      indices: int32 `[s_q, 1, topk]`; an index of no row is skipped.
+      sm_scale: the factor of q·k.
       d_v: 512.
       attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
       topk_length: int32 `[s_q]`, how many leading columns count.
       use_legacy: ignored: which of the wheel's two builds runs is decided here.
       return_log2_lse: None gives max_logits and lse in natural units, True in base 2, False gives None for both.
-      out: `(out, max_logits, lse)` to write into, as `flash_mla_with_kvcache`; both statistics are written also where
-        False returns None for them.
+      out: `(out, max_logits, lse)` to write into, as in `flash_mla_with_kvcache`. Both statistics are written even if
+        `return_log2_lse` is False.
       assume_valid_indices: a promise that every length is from 0 to the columns; indices are always checked.
 
     Returns:
@@ -249,13 +249,13 @@ def flash_mla_sparse_fwd(
 
 
 def _on_current_device(q: Any) -> bool:
-    """Kernels are launched on the current device: FlashMLA makes q's the current one."""
+    """Whether q is on the current device, on which kernels are launched; FlashMLA makes q's device the current one."""
     device = q.get_device() if isinstance(q, torch.Tensor) else -1
     return device < 0 or device == torch._C._cuda_getDevice()
 
 
 def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> None:
-    """Says which argument asks for something other than sparse decode from an FP8 cache."""
+    """Names the argument that asks for something other than sparse decode from an FP8 cache."""
     name = "flash_mla_with_kvcache"
     if indices is None:
         raise ValueError(f"{name}: dense decode (indices=None) is not served here: call FlashMLA's own function for it")
@@ -327,7 +327,7 @@ def _copied(results: tuple, out: tuple) -> tuple[torch.Tensor, ...]:
 
 
 def _traced(function: str, results: tuple, out: tuple | None) -> tuple[torch.Tensor, ...]:
-    """A compiled graph's results, whose copies into `out` are the graph's to fuse."""
+    """The results in a compiled graph, which can fuse the copies into `out`."""
     if out is None:
         return results
     _check_out(function, out, [tuple(x.shape) for x in results], results[0])

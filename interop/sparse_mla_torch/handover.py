@@ -1,8 +1,8 @@
-"""A request's cached state as a file: another process that imports it goes on as if it had served the request so far.
+"""Writes a request's cached state to a file, so that another process continues the request from there.
 
-That is what disaggregated prefill and decode need. `export_request` and `import_request` serve the engine of
-`sparse_mla_torch.hf`; `read_cache` and `write_cache` serve any caches of one layer, of torch tensors (written in
-place) or JAX arrays.
+Disaggregated prefill and decode need this. `export_request` and `import_request` serve the engine of
+`sparse_mla_torch.hf`. `read_cache` and `write_cache` serve the caches of one layer in any engine, as torch tensors
+(written in place) or JAX arrays.
 
 The file is one safetensors file, version 1. Its metadata are `format` ("sparse_mla_handover"), `version` ("1") and
 `request`, JSON of
@@ -15,9 +15,9 @@ The file is one safetensors file, version 1. Its metadata are `format` ("sparse_
     prompt_tokens  how many of the tokens are the prompt
     computed       how many tokens are cached, C
 
-Its tensors, with `n = ⌈C / P⌉` pages of a request and its last `w` of them, those that the window of the next token
-touches; entries is P divided by the layer's ratio, ring the last `min(C, 8)` tokens for ratio 4 and `min(C, ratio)`
-for others, oldest first:
+Its tensors are listed below. A request has `n = ⌈C / P⌉` pages, and `w` is the number of its last pages that the window
+of the next token touches. `entries` is P divided by the layer's ratio. `ring` is the last `min(C, 8)` tokens for ratio
+4 and `min(C, ratio)` for others, oldest first.
 
     tokens                              int32 [tokens], prompt and output; the last one is not cached yet
     layers.I.kv.data                    uint8 [n, page bytes of the layout]                     V3.2
@@ -28,10 +28,10 @@ for others, oldest first:
     layers.I.index_k                    uint8 [n, entries * 132]                                V4, ratio 4
     layers.I.index_state.kv, .score     float32 [ring, channels]                                V4, ratio 4
 
-Pages are in the order of positions, whichever pages the engine had; what lies in the last one past the request's
-tokens is zero, so that no other request's rows leave the process. Drafts need nothing more: rejected ones are not
-cached tokens, and engines with and without drafts import each other's files. Weights are not checked: the importing
-engine must have the same.
+Pages are in the order of positions, whichever pages the engine had. The last page is zero behind the request's tokens,
+so that no other request's rows leave the process. Drafts need nothing more: rejected drafts are not cached tokens, and
+engines with and without drafts import each other's files. Weights are not compared: the importing engine must have the
+same.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Place:
 
 
 def first_window_page(computed: int, page_size: int, window: int) -> int:
-    """The first page of a request that a query at position `computed` sees through its window."""
+    """The first page of a request that is in the window of a query at position `computed`."""
     return max(0, computed + 1 - window) // page_size
 
 
 def read_cache(cache: V4LayerCache | V32LayerCache, place: Place) -> dict[str, torch.Tensor]:
-    """A request's part of a layer's caches, by the file's names without the layer: new tensors on the CPU.
+    """A request's part of a layer's caches, under the file's names without the layer, as new tensors on the CPU.
 
     Args:
       cache: of torch tensors or JAX arrays.
@@ -104,10 +104,10 @@ def read_cache(cache: V4LayerCache | V32LayerCache, place: Place) -> dict[str, t
 def write_cache(
     cache: V4LayerCache | V32LayerCache, place: Place, parts: dict[str, torch.Tensor]
 ) -> V4LayerCache | V32LayerCache:
-    """The layer's caches with a request's part written to its place: torch tensors in place, JAX arrays donated.
+    """Writes a request's part to its place in a layer's caches: torch tensors in place, JAX arrays donated.
 
     Raises:
-      ValueError: `parts` is not what `read_cache` gives at such a place: names, dtypes or shapes.
+      ValueError: `parts` has other names, dtypes or shapes than `read_cache` gives at this place.
     """
     leaves = _leaves(cache)
     check_parts(cache, place, parts)
@@ -125,7 +125,7 @@ def write_cache(
 def check_parts(
     cache: V4LayerCache | V32LayerCache, place: Place, parts: dict[str, torch.Tensor], prefix: str = ""
 ) -> None:
-    """Refuses what `write_cache` would not take; prefix: of the names in messages.
+    """Refuses parts that `write_cache` does not take; messages put `prefix` before the names.
 
     Raises:
       ValueError: a tensor is missing, unknown, or of another dtype or shape.
@@ -146,9 +146,9 @@ def check_parts(
 
 
 def export_request(engine: Engine, request: Request, path: str | os.PathLike) -> None:
-    """Writes a request that the engine is serving to a file, which appears whole or not at all.
+    """Writes a request that the engine is serving to a file. The file appears whole or not at all.
 
-    Call it between steps, as `Engine.run`'s `on_step` does; the engine goes on with the request unharmed.
+    Call it between steps, as `Engine.run`'s `on_step` does. The engine continues the request as before.
 
     Raises:
       ValueError: the request is not being served, or nothing of it is cached yet.
@@ -171,9 +171,9 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
     """Takes a request from a file into the engine's caches; `Engine.run` then goes on with it.
 
     Args:
-      engine: of the same model and cache format, with a free row; of any page order, batch or drafts.
-      path: what `export_request` wrote.
-      max_new_tokens: output tokens in all, those of the file included.
+      engine: has the same model and cache format, and a free row; page order, batch and drafts may differ.
+      path: a file of `export_request`.
+      max_new_tokens: all output tokens, those of the file included.
 
     Raises:
       OSError: there is no such file.
@@ -190,7 +190,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
     parts = [{} for _ in engine.caches]
     for name, x in tensors.items():
         layer, _, field = name.removeprefix("layers.").partition(".")
-        if not name.startswith("layers.") or not layer.isdecimal() or int(layer) >= len(parts):
+        if not name.startswith("layers.") or layer not in map(str, range(len(parts))):
             raise ValueError(f"import_request: {path} has an unknown tensor {name}")
         parts[int(layer)][field] = x
     request.row = engine.pool.open()
@@ -199,7 +199,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
         place = _place(engine, request)
         for i, cache in enumerate(engine.caches):
             check_parts(cache, place, parts[i], f"layers.{i}.")
-        for i, part in enumerate(parts):  # each cache is written in place, so the engine holds what became of it
+        for i, part in enumerate(parts):  # JAX's caches are donated: the engine must hold the new ones
             engine.caches[i] = write_cache(engine.caches[i], place, part)
     except Exception:
         engine.pool.close(request.row)
@@ -208,7 +208,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
 
 
 def _cache_facts(engine: Engine) -> dict[str, Any]:
-    """What two engines must agree in."""
+    """The facts in which two engines must agree."""
     cache, spec = engine.caches[0], engine.spec
     return {
         "model": spec.name,
@@ -227,16 +227,28 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch
                 raise ValueError(f"import_request: {path} has format {metadata.get('format')}, not {FORMAT}")
             if metadata.get("version") != VERSION:
                 raise ValueError(f"import_request: {path} has version {metadata.get('version')}, not {VERSION}")
-            facts = json.loads(metadata.get("request", "null"))
-            if not isinstance(facts, dict):
-                raise ValueError(f"import_request: {path} does not say what it holds (metadata request: {facts})")
+            facts = _parse(path, metadata.get("request", "null"))
             return facts, {name: file.get_tensor(name) for name in sorted(file.keys())}
     except safetensors.SafetensorError as error:
         raise ValueError(f"import_request: {path} is no whole safetensors file: {error}") from error
 
 
+def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
+    """What a file says of its request: numbers, strings, and lists of them."""
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, a thousand deep
+        raise ValueError(f"import_request: {path} has metadata that is no JSON of a request: {error}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"import_request: {path} does not say what it holds (metadata request: {text[:80]})")
+    for name, value in facts.items():
+        if any(isinstance(x, (list, dict)) for x in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"import_request: {path} has metadata of lists within lists, or of objects: {name[:80]}")
+    return facts
+
+
 def _new_request(engine: Engine, facts: dict[str, Any], tokens: torch.Tensor | None, max_new_tokens: int) -> Request:
-    """The request of a file, with its counts checked against each other and against the engine."""
+    """The request of a file; validates its counts against each other and against the engine."""
     if tokens is None or tokens.dtype != torch.int32 or tokens.ndim != 1:
         raise ValueError("import_request: tokens must be int32 [tokens]")
     total, prompt, computed = len(tokens), facts.get("prompt_tokens"), facts.get("computed")
@@ -289,13 +301,13 @@ def _rows_of(name: str, cache: V4LayerCache | V32LayerCache, place: Place) -> tu
 
 
 def _clear_unused(name: str, pages: torch.Tensor, cache: V4LayerCache | V32LayerCache, place: Place) -> None:
-    """Zeroes what lies in a request's pages past its last token or entry: rows, and scales behind the rows."""
+    """Zeroes a request's pages behind its last token or entry: rows, and the scales behind the rows."""
     if name == "index_k":
         entries, row_bytes, scale_bytes = pages.shape[1] // INDEX_K_BYTES, INDEX_DIM, INDEX_K_BYTES - INDEX_DIM
     else:
         paged = getattr(cache, name.partition(".")[0])
         entries, row_bytes, scale_bytes = paged.page_size, paged.layout.data_bytes, paged.layout.footer_scale_bytes
-    if not len(pages):  # a window that starts with the next token
+    if not len(pages):  # the window starts with the next token
         return
     used = place.computed // (place.page_size // entries) - (len(place.pages) - 1) * entries
     pages[-1, used * row_bytes : entries * row_bytes] = 0

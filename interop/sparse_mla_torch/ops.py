@@ -1,11 +1,12 @@
 """Custom operators for `torch.compile` and `torch.export`: `torch.ops.jax_sparse_mla.*`.
 
-Each has a fake implementation, so graphs with it are traced without a device; `write_kv` and `split_pages` say which
-argument they write.
-Caches are in FlashMLA's shape, uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`, whose last size
-tells the layout (656: V3.2, 584: V4; 1152 and 1024 in bfloat16); conventions are those of `jax_sparse_mla` (lse −inf on
-a row without a key). CUDA tensors go to the kernels on the current stream, CPU tensors to the JAX functions of the same
-names. None has a gradient.
+Each has a fake implementation, so graphs that contain it are traced without a device. `write_kv` and `split_pages`
+declare the argument that they write. None has a gradient.
+
+Caches have FlashMLA's shape, uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`. The last size
+selects the layout (656: V3.2, 584: V4; 1152 and 1024 in bfloat16). Conventions are those of `jax_sparse_mla` (lse −inf
+on a row without a key). CUDA tensors go to the kernels, on the current stream; CPU tensors to the JAX functions of the
+same names.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def _layout(function: str, k_cache: torch.Tensor) -> KVLayout:
 
 
 def _host_cache(function: str, k_cache: torch.Tensor) -> PagedKV:
-    """The cache for JAX; a copy where its pages have another padding than the layout's."""
+    """The cache for JAX: a copy if its pages are not padded as the layout says."""
     layout = _layout(function, k_cache)
     return PagedKV(data=decode.page_rows(k_cache, layout), layout=layout, page_size=k_cache.shape[1])
 
@@ -251,7 +252,7 @@ def _device_cache(function: str, k_cache: torch.Tensor) -> PagedKV:
 
 
 def _copies(results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Of JAX's memory, which is not to be written to."""
+    """Copies of results in JAX's memory, which must not be written to."""
     return tuple(x.clone() for x in results)
 
 

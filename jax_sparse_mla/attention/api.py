@@ -1,12 +1,11 @@
 """The two attention functions of a layer: check the arguments, decide the route, call the kernel.
 
-The route is decided while tracing, for this machine's GPU; which of its two ends a program takes is settled when it is
-lowered: for CUDA the routed kernel, for any other platform the reference.
+The route is decided while tracing, for this machine's GPU. Which of its two ends a program takes is settled when the
+program is lowered: for CUDA the routed kernel, for any other platform the reference.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
@@ -14,74 +13,86 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla import dispatch
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.attention.backends import flashinfer, flashmla, hopper
-from jax_sparse_mla.attention.route import PHASES, DeviceInfo, plan_attention
-from jax_sparse_mla.attention.schedule import (
-    DecodeSchedule,
-    DecodeShape,
-    check_schedule,
-    decode_schedule,
-    per_row_lengths,
-)
-from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call, IndexTable
+from jax_sparse_mla.attention.route import Plan, plan_call
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from jax_sparse_mla.kv_cache.paged import check_cache
-from jax_sparse_mla.models import ModelSpec
 
-__all__ = ["calls_of", "decode_schedule", "installed_backends", "sparse_mla_decode", "sparse_mla_prefill"]
+__all__ = ["calls_of", "installed_backends", "installed_for", "plan_here", "sparse_mla_decode", "sparse_mla_prefill"]
 
-# V is the first 512 values of a row in every layout: all of a V4 row, a V3.2 row without its rope part.
-_MAX_V_DIM = 512
-
-# What every kernel is built for, in bfloat16; the reference takes any row and float32.
-_KERNEL_QK_DIMS = (512, 576)
-
-# The backends of this version: one module a kernel family, with the two signatures of `reference`.
-_ADAPTERS = {
-    "reference": "jax_sparse_mla.attention.reference",
-    "triton": "jax_sparse_mla.attention.backends.triton",
-    "flashmla": "jax_sparse_mla.attention.backends.flashmla",
-    "flashinfer": "jax_sparse_mla.attention.backends.flashinfer",
-    "hopper": "jax_sparse_mla.attention.backends.hopper",
-}
-
-
-# Those whose kernel has a batching rule; under `vmap` the reference stands in for the others.
-_BATCHING = {("prefill", "hopper")}
-
-# What the parts of a program that attend are named after: this, the phase, a dot, the backend.
+# The parts of a program that attend are named: this prefix, the phase, a dot, the backend.
 _SCOPE = "sparse_mla_"
 
 
 class _Route(NamedTuple):
-    """Which adapter serves a call's phase, and whether the caller or the environment asked for it by name."""
+    """Which backend serves a call's phase, and whether the caller or the environment asked for it by name."""
 
     phase: str
     backend: str
     named: bool
 
 
-def installed_backends() -> frozenset[str]:
-    """Names of the backends that this version has, whose packages are there and whose platform JAX runs on."""
-    names = {"reference"}
-    if dispatch.available():
-        names.add("triton")
-    if jax.default_backend() == "gpu" and flashmla.available():
-        names.add("flashmla")
-    if jax.default_backend() == "gpu" and flashinfer.available():
-        names.add("flashinfer")
-    if jax.default_backend() == "gpu" and (hopper.serves("prefill") or hopper.serves("decode")):
-        names.add("hopper")
-    return frozenset(names)
+def missing_for(phase: str) -> dict[str, str]:
+    """The backends that cannot serve this phase in this process, whatever the call, and why."""
+    device = DeviceInfo.current()
+    missing = {}
+    for name, backend in BACKENDS.items():
+        why = backend.wrong_device(device)  # asked first: what follows may build a kernel
+        if why is None and device.platform == "cuda" and jax.default_backend() != "gpu":
+            why = None if backend.devices is None else "JAX has no GPU here"
+        if why := why or backend.missing(phase, "jax"):
+            missing[name] = why
+    return missing
 
 
 def installed_for(phase: str) -> frozenset[str]:
-    """Those that can serve this phase here: `hopper`'s two kernels need different things."""
-    names = installed_backends()
-    return names - {"hopper"} if "hopper" in names and not hopper.serves(phase) else names
+    """Names of the backends that can serve this phase here, for some call."""
+    return frozenset(BACKENDS) - missing_for(phase).keys()
+
+
+def installed_backends() -> frozenset[str]:
+    """Names of the backends that can serve a phase here: their packages are there and the device is one of theirs."""
+    return frozenset().union(*map(installed_for, PHASES))
+
+
+def plan_here(
+    phase: str,
+    layout: KVLayout,
+    *,
+    rows: int,
+    heads: int,
+    topk: int,
+    dtype: Any = jnp.bfloat16,
+    chunk: bool = False,
+    backend: str | None = None,
+) -> Plan:
+    """The plan of a call on this machine's GPU; the environment's overrides are read.
+
+    Args:
+      phase, layout, topk, chunk: as those of `Call`.
+      rows, heads: query rows, and heads on this rank.
+      dtype: of the queries.
+      backend: the name of the backend that must serve the call; by default JAX_SPARSE_MLA_DECODE_BACKEND or
+        …_PREFILL_BACKEND, then JAX_SPARSE_MLA_BACKEND, then the router's choice.
+
+    Raises:
+      ValueError: the named backend is unknown or cannot serve the call, with the reason.
+    """
+    call = Call(phase, layout, rows, max(heads, 1), DeviceInfo.current(), topk, np.dtype(dtype).name, chunk)
+    return plan_call(call, unable=missing_for(phase), override=backend or override_of(phase))
+
+
+def override_of(phase: str) -> str | None:
+    """The backend that the environment names for a phase."""
+    names = (f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND", "JAX_SPARSE_MLA_BACKEND")
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
 def sparse_mla_decode(
@@ -95,7 +106,6 @@ def sparse_mla_decode(
     extra_indices: jax.Array | None = None,
     extra_topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
-    schedule: DecodeSchedule | None = None,
     assume_valid_indices: bool = False,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +126,6 @@ def sparse_mla_decode(
       extra_cache: a second cache of the same layout (V4: the compressed one), with `extra_indices` int32
         `[batch, q_len, extra_topk]` and `extra_topk_length` as above.
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
-      schedule: what `decode_schedule` built for these lengths; None builds it inside where a kernel needs one.
       assume_valid_indices: a promise (static) that every entry within a length is −1 or a slot, every one beyond it
         −1, every length from 0 to the columns, and no finite sink below −2e38: spares FlashMLA, which checks nothing,
         a pass over the tables.
@@ -128,37 +137,37 @@ def sparse_mla_decode(
       `[batch, q_len, heads]`, natural log, without the sink, −inf where no key is valid.
 
     Raises:
-      TypeError: a wrong dtype. ValueError: wrong or mismatched shapes, an extra argument without `extra_cache`, a
-        schedule of another shape, or a backend that cannot serve the call.
+      TypeError: a wrong dtype. ValueError: wrong or mismatched shapes, an extra argument without `extra_cache`, or a
+        backend that cannot serve the call.
     """
     check = ArgumentChecks("sparse_mla_decode")
     check_cache(check, "cache", cache)
     layout = cache.layout
     q = check("q", q, ("batch", "q_len", "heads", layout.qk_dim), FLOATS)
     indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
+    tables = [IndexTable(cache, indices, _row_lengths(check, "topk_length", topk_length))]
     if extra_cache is None:
         for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
             if value is not None:
                 raise check.fail(f"{name} was given without extra_cache")
-        extra_topk = 0
     else:
         check_cache(check, "extra_cache", extra_cache)
         if extra_cache.layout != layout:
             raise check.fail(f"extra_cache must have cache's layout {layout}, got {extra_cache.layout}")
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
-        extra_topk = extra_indices.shape[-1]
-    dims = check.dims
-    shape = DecodeShape(dims["batch"], dims["q_len"], dims["heads"], dims["topk"], extra_topk)
-    lengths = per_row_lengths(check, "topk_length", topk_length, shape)
-    extra_lengths = per_row_lengths(check, "extra_topk_length", extra_topk_length, shape)
+        lengths = _row_lengths(check, "extra_topk_length", extra_topk_length)
+        tables.append(IndexTable(extra_cache, extra_indices, lengths))
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
-    check_schedule(check, schedule, shape)
-
     static = {"softmax_scale": static_scale(check, softmax_scale), "assume_valid_indices": bool(assume_valid_indices)}
-    rows, columns = shape.batch * shape.q_len, shape.topk + shape.extra_topk
-    route = _route("decode", check, layout, rows, shape.num_heads, columns, q.dtype, backend)
-    extra = (extra_cache, extra_indices, extra_lengths)
-    return _serve(route, (q, cache, indices, lengths, *extra, attn_sink, schedule), **static)
+
+    # A table without columns or a cache without slots has nothing to read.
+    tables = [table for table in tables if table.indices.shape[-1] and table.cache.num_slots]
+    batch, q_len, heads, _ = q.shape
+    columns = sum(table.indices.shape[-1] for table in tables)
+    route = _route(check, "decode", layout, batch * q_len, heads, columns, q.dtype, backend)
+    if q.size == 0 or not tables:
+        return _nothing(q, layout.v_dim)
+    return _serve(route, (q, tuple(tables), attn_sink), **static)
 
 
 def sparse_mla_prefill(
@@ -169,8 +178,6 @@ def sparse_mla_prefill(
     softmax_scale: float,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
-    schedule: Any = None,
-    assume_valid_indices: bool = False,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of each query over the rows of a contiguous workspace that its indices name.
@@ -184,7 +191,6 @@ def sparse_mla_prefill(
       softmax_scale: what q·k is multiplied by (a static number).
       topk_length: int32 `[q_len]`, how many leading columns are scanned; None scans all.
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
-      schedule, assume_valid_indices: taken for symmetry with `sparse_mla_decode`; no prefill kernel needs them.
       backend: as in `sparse_mla_decode`, with JAX_SPARSE_MLA_PREFILL_BACKEND.
 
     Returns:
@@ -201,66 +207,48 @@ def sparse_mla_prefill(
     indices = check("indices", indices, ("q_len", "topk"), INT32)
     topk_length = check.optional("topk_length", topk_length, ("q_len",), INT32)
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
-    if schedule is not None and not isinstance(schedule, DecodeSchedule):
-        raise TypeError(f"{check.function}: schedule must come from decode_schedule, got {type(schedule).__name__}")
-    q_len, topk, qk_dim = check.dims["q_len"], check.dims["topk"], check.dims["qk_dim"]
-    v_dim = min(qk_dim, _MAX_V_DIM)
-    layout = KVLayout("workspace", nope_dim=qk_dim - 64, rope_dim=64, v_dim=v_dim)
-    dtype = np.float32 if np.float32 in (q.dtype, kv.dtype) else q.dtype
     scale = static_scale(check, softmax_scale)
-    route = _route("prefill", check, layout, q_len, check.dims["heads"], topk, dtype, backend)
-    return _serve(route, (q, kv, indices, topk_length, attn_sink, schedule), softmax_scale=scale, v_dim=v_dim)
+    q_len, heads, qk_dim = q.shape
+    layout = workspace_layout(qk_dim)
+    dtype = np.float32 if np.float32 in (q.dtype, kv.dtype) else q.dtype
+    route = _route(check, "prefill", layout, q_len, heads, indices.shape[1], dtype, backend)
+    if 0 in (q.size, kv.size, indices.size):
+        out, lse = _nothing(q, layout.v_dim)
+        return out, lse, lse
+    return _serve(route, (q, kv, indices, topk_length, attn_sink), softmax_scale=scale)
 
 
-def _route(
-    phase: str,
-    check: ArgumentChecks,
-    layout: KVLayout,
-    rows: int,
-    num_heads: int,
-    topk: int,
-    dtype: Any,
-    backend: str | None,
-) -> _Route:
-    """What serves the call on this machine's GPU, decided by `plan_attention` from the call's own shapes."""
-    spec = ModelSpec(
-        name=f"the {phase} call",
-        num_heads=max(num_heads, 1),
-        qk_dim=layout.qk_dim,
-        v_dim=layout.v_dim,
-        nope_dim=layout.nope_dim,
-        rope_dim=layout.rope_dim,
-        softmax_scale=1.0,
-        kv_layout=layout,
-        page_size=1,
-        index_topk=topk,
-        index_heads=0,
-        index_dim=0,
-    )
-    override = (
-        backend or os.environ.get(f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND") or os.environ.get("JAX_SPARSE_MLA_BACKEND")
-    )
-    only_the_reference = None
-    if np.dtype(dtype) == np.float32:
-        only_the_reference = "float32 inputs"
-    elif layout.qk_dim not in _KERNEL_QK_DIMS:
-        only_the_reference = f"rows of {layout.qk_dim} values"
+def _row_lengths(check: ArgumentChecks, name: str, lengths: jax.Array | None) -> jax.Array | None:
+    """int32 lengths `[batch]` or `[batch, q_len]`, as `[batch, q_len]`."""
+    if lengths is None:
+        return None
+    shape = check.dims["batch"], check.dims["q_len"]
+    if check.rank(name, lengths) == 1:
+        lengths = check(name, lengths, shape[:1], INT32)[:, None]
+    else:
+        lengths = check(name, lengths, shape, INT32)
+    return jnp.broadcast_to(lengths, shape)
+
+
+def _nothing(q: jax.Array, v_dim: int) -> tuple[jax.Array, jax.Array]:
+    """out and lse of a call in which no row has a key."""
+
+    def empty(q):
+        return jnp.zeros((*q.shape[:-1], v_dim), q.dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
+
+    def varying(q):  # as q does, over the mesh axes of a `shard_map`
+        return q, q
+
+    return dispatch.varying(empty, varying, q)
+
+
+def _route(check: ArgumentChecks, phase: str, layout: KVLayout, rows, heads, topk, dtype, backend) -> _Route:
+    """What serves the call on this machine's GPU; errors name the function."""
     try:
-        plan = plan_attention(
-            phase,
-            spec,
-            num_q_tokens=rows,
-            device=DeviceInfo.current(),
-            installed={"reference"} if only_the_reference else installed_for(phase),
-            kv_dtype="fp8" if layout.fp8_dim else "bf16",
-            num_heads=max(num_heads, 1),
-            topk=topk,
-            override=override or None,
-        )
+        plan = plan_here(phase, layout, rows=rows, heads=heads, topk=topk, dtype=dtype, backend=backend)
     except ValueError as error:
-        note = f" ({only_the_reference} are served by the reference only)" if only_the_reference else ""
-        raise check.fail(f"{error}{note}") from None
-    return _Route(phase, plan.backend, named=bool(override))
+        raise check.fail(str(error)) from None
+    return _Route(phase, plan.backend, named=bool(backend or override_of(phase)))
 
 
 def _serve(route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, ...]:
@@ -272,12 +260,13 @@ def _serve(route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, .
 @partial(jax.jit, static_argnames=("route", "tree", "static"))
 def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -> tuple[jax.Array, ...]:
     def function(backend: str):
-        call = getattr(importlib.import_module(_ADAPTERS[backend]), route.phase)
+        call = BACKENDS[backend].function(route.phase)
 
         def named(*leaves):
             with jax.named_scope(f"{_SCOPE}{route.phase}.{backend}"):  # `calls_of` and profilers find it
                 return call(*tree.unflatten(leaves), **dict(static))
 
+        named.__name__ = f"{_SCOPE}{route.phase}"  # errors name it
         return named
 
     plain = function("reference")
@@ -286,7 +275,8 @@ def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -
     kernel = function(route.backend)
     if route.named:  # it runs or fails; it is not replaced in silence
         return dispatch.varying(kernel, plain, *leaves)
-    return dispatch.on_cuda(kernel, plain, *leaves, kernel_batches=(route.phase, route.backend) in _BATCHING)
+    batches = route.phase in BACKENDS[route.backend].batches
+    return dispatch.on_cuda(kernel, plain, *leaves, kernel_batches=batches)
 
 
 def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:
@@ -295,7 +285,7 @@ def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:
     >>> calls_of(jax.jit(step).lower(*args))
     frozenset({('decode', 'triton')})
     """
-    scopes = rf"{_SCOPE}({'|'.join(PHASES)})\.({'|'.join(_ADAPTERS)})\b"
+    scopes = rf"{_SCOPE}({'|'.join(PHASES)})\.({'|'.join(BACKENDS)})\b"
     return frozenset(re.findall(scopes, program.as_text(debug_info=True)))
 
 

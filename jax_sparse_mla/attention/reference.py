@@ -15,13 +15,15 @@ with the number of queries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import sink_factor
-from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.kv_cache.rows import gather_rows_reference
 
 # What one chunk of query rows may take: its gathered keys (bf16 and float32) and scores. 128 MiB keeps 4,096
@@ -32,69 +34,50 @@ CHUNK_BYTES = 128 << 20
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    cache: PagedKV,
-    indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
-    extra_cache: PagedKV | None,
-    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
-    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    tables: Sequence[IndexTable],  # one or two
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,  # for kernels that split K; nothing to schedule here
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out `[batch, q_len, heads, v_dim]` in q's dtype, lse float32 `[batch, q_len, heads]`."""
-    del schedule, assume_valid_indices  # every index is checked
+    del assume_valid_indices  # every index is checked
     batch, q_len, heads, qk_dim = q.shape
-    sources = [(cache, indices, topk_length)]
-    if extra_cache is not None:
-        sources.append((extra_cache, extra_indices, extra_topk_length))
+    v_dim = tables[0].cache.layout.v_dim
 
     def one_row(row):
-        q_row, tables = row
+        q_row, slots_and_lengths = row
         keys, valid = [], []
-        for (source, _, _), (slots, length) in zip(sources, tables):
-            keys.append(gather_rows_reference(source, slots).astype(jnp.float32))
-            valid.append(_valid(slots, length, source.num_slots))
-        out, _, lse = _attend(
-            q_row, jnp.concatenate(keys), jnp.concatenate(valid), softmax_scale, cache.layout.v_dim, attn_sink
-        )
+        for (cache, _, _), (slots, length) in zip(tables, slots_and_lengths):
+            keys.append(gather_rows_reference(cache, slots).astype(jnp.float32))
+            valid.append(_valid(slots, length, cache.num_slots))
+        out, _, lse = _attend(q_row, jnp.concatenate(keys), jnp.concatenate(valid), softmax_scale, v_dim, attn_sink)
         return out, lse
 
-    rows = batch * q_len
-    tables = [
-        (x.reshape(rows, x.shape[-1]), None if length is None else length.reshape(rows)) for _, x, length in sources
-    ]
-    columns = sum(x.shape[-1] for x, _ in tables)
-    out, lse = _map_rows(one_row, (q.reshape(rows, heads, qk_dim), tables), columns, heads, qk_dim)
-    return out.reshape(batch, q_len, heads, cache.layout.v_dim), lse.reshape(batch, q_len, heads)
+    flat = [table.rows()[1:] for table in tables]
+    columns = sum(slots.shape[-1] for slots, _ in flat)
+    out, lse = _map_rows(one_row, (q.reshape(-1, heads, qk_dim), flat), columns, heads, qk_dim)
+    return out.reshape(batch, q_len, heads, v_dim), lse.reshape(batch, q_len, heads)
 
 
-@partial(jax.jit, static_argnames=("softmax_scale", "v_dim"))
+@partial(jax.jit, static_argnames=("softmax_scale",))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
     indices: jax.Array,  # [q_len, topk] rows of kv
     topk_length: jax.Array | None,  # [q_len]; None scans all columns
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,
     *,
     softmax_scale: float,
-    v_dim: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out `[q_len, heads, v_dim]` in q's dtype, max_logits and lse float32 `[q_len, heads]`."""
-    del schedule
     _, heads, qk_dim = q.shape
-    kv_len = kv.shape[0]
+    v_dim = workspace_layout(qk_dim).v_dim
 
     def one_row(row):
         q_row, index, length = row
-        valid = _valid(index, length, kv_len)
-        if kv_len == 0:
-            keys = jnp.zeros((index.shape[0], qk_dim), jnp.float32)
-        else:
-            keys = kv[jnp.where(valid, index, 0)].astype(jnp.float32)
+        valid = _valid(index, length, kv.shape[0])
+        keys = kv[jnp.where(valid, index, 0)].astype(jnp.float32)
         return _attend(q_row, keys, valid, softmax_scale, v_dim, attn_sink)
 
     return _map_rows(one_row, (q, indices, topk_length), indices.shape[-1], heads, qk_dim)

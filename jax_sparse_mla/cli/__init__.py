@@ -13,14 +13,14 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="print the device, the backends, and what would serve each model")
     generate = commands.add_parser("generate", help="generate text with a transformers model served by this library")
-    # The torch face is imported for its own command only: this package never needs torch.
     if argv[:1] == ["generate"]:
+        from jax_sparse_mla.cli import generate as command
+
         try:
-            from sparse_mla_torch.hf import generate as command
+            command.add_arguments(generate)
         except ImportError as error:
             print(f"jax-sparse-mla generate needs torch and transformers (the extra [hf]): {error}", file=sys.stderr)
             return 2
-        command.add_arguments(generate)
         return command.run(parser.parse_args(argv))
     from jax_sparse_mla.cli import doctor as command
 

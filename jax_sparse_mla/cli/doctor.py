@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
 
 import jax
 
-from jax_sparse_mla.attention.api import installed_backends, installed_for
-from jax_sparse_mla.attention.route import BACKENDS, PHASES, DeviceInfo, plan_attention
+from jax_sparse_mla._packages import version
+from jax_sparse_mla.attention import api
+from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
+from jax_sparse_mla.attention.route import plan_call
+from jax_sparse_mla.backend import Backend
 from jax_sparse_mla.cli.arguments import positive_int
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.indices.topk import route as topk
+from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
-
-# What each backend's kernels come from, by the names of distributions; any one of a tuple will do.
-PACKAGES = {
-    "hopper": (("apache-tvm-ffi",), ("jax-tvm-ffi",)),
-    "flashmla": (("sgl-flash-mla", "sglang-kernel"),),
-    "flashinfer": (("flashinfer-python",), ("jax-tvm-ffi",)),
-    "triton": (("triton",), ("jax-triton",)),
-    "reference": (("jax",),),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,23 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = DeviceInfo.current()
-    print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {_version('jaxlib')}")
-    print(f"device     {_describe(device)}")
-    installed = installed_backends()
-    for name in BACKENDS:
-        state = "served by this version" if name in installed else "not part of this version"
-        print(f"backend    {name:10} {state}; {_packages(name)}")
+    print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {version('jaxlib')}")
+    print(f"device     {_describe(DeviceInfo.current())}")
+    missing = {phase: api.missing_for(phase) for phase in PHASES}
+    for name, backend in BACKENDS.items():
+        phases = [phase for phase in PHASES if backend.layouts is None or phase in backend.layouts]
+        print(f"backend    {name:10} {_state(backend, {phase: missing[phase].get(name) for phase in phases})}")
+    for name, engine in topk.TOPK_BACKENDS.items():
+        print(f"top-k      {name:10} {_state(engine, {'top-k': topk.missing().get(name)})}")
     for spec in (DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO):
-        columns = spec.index_topk + (spec.window or 0)
         for phase in PHASES:
-            plan = plan_attention(
-                *(phase, spec),
-                num_q_tokens=args.query_tokens,
-                device=device,
-                installed=installed_for(phase),
-                topk=columns,
-            )
+            layout = workspace_layout(spec.qk_dim) if phase == "prefill" else spec.kv_layout
+            columns = spec.index_topk + (spec.window or 0)
+            call = Call(phase, layout, args.query_tokens, spec.num_heads, DeviceInfo.current(), columns)
+            plan = plan_call(call, unable=missing[phase])
             print(f"\n{spec.name}, {phase}, {args.query_tokens} query rows, FP8 cache: {plan.backend} ({plan.kernel})")
             print(f"    because {plan.reason}")
             for name, reason in plan.rejected.items():
@@ -65,16 +58,10 @@ def _describe(device: DeviceInfo) -> str:
     )
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _packages(backend: str) -> str:
-    parts = []
-    for alternatives in PACKAGES[backend]:
-        found = [f"{name} {version}" for name in alternatives if (version := _version(name))]
-        parts.append(", ".join(found) if found else f"{' or '.join(alternatives)} not installed")
-    return ", ".join(parts)
+def _state(backend: Backend, phases: dict[str, str | None]) -> str:
+    """What it serves here, or why it does not; and the packages that JAX calls it through."""
+    served = [phase for phase, why in phases.items() if why is None]
+    parts = [f"serves {' and '.join(served)}"] if served else []
+    refused = [f"no {phase}: {why}" if served else f"not here: {why}" for phase, why in phases.items() if why]
+    packages = dict.fromkeys(need.versions() for need in backend.needs if "jax" in need.frameworks)
+    return "; ".join([*parts, *dict.fromkeys(refused), *packages])

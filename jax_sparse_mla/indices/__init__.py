@@ -1,7 +1,6 @@
-"""What attention reads, as numbers: window slots, merged index lists and top-k transforms.
+"""The indices that attention reads: window slots, merged index lists and top-k transforms.
 
-Knows slots (page · page_size + offset), not the bytes behind them. Everywhere −1 is the canonical invalid
-index.
+This package knows slots (page · page_size + offset), not bytes. Everywhere −1 is the canonical invalid index.
 """
 
 from jax_sparse_mla.indices.merge import combine_swa_extra_indices, combine_topk_swa_indices

@@ -1,7 +1,7 @@
-"""Index arithmetic that cannot go wrong: look-ups answer −1 where the index is invalid, sums do not wrap.
+"""Safe index arithmetic: look-ups give −1 where the index is invalid, and sums do not wrap.
 
-jnp indexing wraps negative indices as Python does, and clamps those past the end; int32 sums wrap. Each turns
-an invalid index into a valid one, so everything that computes slots goes through these functions.
+jnp indexing wraps negative indices as Python does, and clamps those past the end; int32 sums wrap. Each of these turns
+an invalid index into a valid one, so all code that computes slots uses these functions.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def add_or_minus_one(index: jax.Array, base: jax.Array) -> jax.Array:
 
 
 def exclusive_cumsum(counts: jax.Array) -> jax.Array:
-    """Where each of the concatenated parts starts, and after the last one the total: int32 `[n + 1]`.
+    """The start of each of the concatenated parts, then the total: int32 `[n + 1]`.
 
     Sums past INT_MAX stay INT_MAX instead of wrapping, so "the total exceeds the capacity" is never missed.
 
@@ -98,7 +98,7 @@ def exclusive_cumsum(counts: jax.Array) -> jax.Array:
 
 
 def split_ragged(starts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Which part each element of a ragged concatenation belongs to.
+    """The part to which each element of a ragged concatenation belongs.
 
     Args:
       starts: int32 `[n + 1]`, exclusive sums of the parts' lengths.

@@ -1,4 +1,4 @@
-"""Two index lists in one: what a sparse kernel needs that reads both caches through a single table."""
+"""Merges two index lists into one, for a sparse kernel that reads both caches through a single table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
+from jax_sparse_mla.xla.triton_call import launching
 
 # Sparse prefill kernels scan indices in blocks of 64 or 128 (FlashMLA: 128 with 128 heads).
 _WIDTH_MULTIPLE = 128
 
 
-def _merged_width(columns: int) -> int:
+def merged_width(columns: int) -> int:
+    """Columns of a merged list, for so many of its parts."""
     return -(-columns // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
@@ -64,12 +66,8 @@ def _combine_swa_extra(*args):
     if swa_indices.shape[0] == 0 or swa_indices.shape[1] + extra_indices.shape[1] == 0:
         return combine_swa_extra_reference(*args)
 
-    def kernel(*args):
-        from jax_sparse_mla.kernels.triton import launch_jax
-
-        return launch_jax.combine_swa_extra(*args)
-
-    return dispatch(kernel, combine_swa_extra_reference, *args)
+    width = merged_width(swa_indices.shape[1] + extra_indices.shape[1])
+    return dispatch(launching("indices.combine_swa_extra", width=width), combine_swa_extra_reference, *args)
 
 
 def combine_swa_extra_reference(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
@@ -78,11 +76,11 @@ def combine_swa_extra_reference(swa_indices, swa_lengths, extra_indices, extra_l
     swa_lengths = jnp.clip(swa_lengths, 0, swa_width)
     extra_lengths = jnp.clip(extra_lengths, 0, extra_width)
 
-    width = _merged_width(swa_width + extra_width)
+    width = merged_width(swa_width + extra_width)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     swa = jnp.where((swa_indices >= 0) & (swa_indices < num_swa_rows), swa_indices, -1)
     extra = add_or_minus_one(extra_indices, num_swa_rows)
-    # The two lists side by side hold every entry: a column of the result picks its own.
+    # Each column of the result picks its entry from the two lists side by side.
     both = jnp.pad(jnp.concatenate([swa, extra], 1), ((0, 0), (0, width - swa_width - extra_width)))
     in_swa = column < swa_lengths[:, None]
     source = jnp.where(in_swa, column, column - swa_lengths[:, None] + swa_width)
@@ -163,10 +161,7 @@ def combine_topk_swa_indices(
 def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk):
     static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
 
-    def kernel(*args):
-        from jax_sparse_mla.kernels.triton import launch_jax
-
-        return launch_jax.combine_topk_swa(*args, **static)
+    kernel = launching("indices.combine_topk_swa", **static, width=merged_width(topk + window))
 
     def plain(topk_indices, query_pos, *requests):
         return combine_topk_swa_reference(topk_indices, query_pos, requests, **static)
@@ -195,7 +190,7 @@ def combine_topk_swa_reference(topk_indices, query_pos, requests, window, compre
     topk_len = jnp.minimum(jnp.minimum(pos // compress_ratio, topk) + completes_entry, topk)
     swa_len = jnp.minimum(pos, window - 1) + 1
 
-    width = _merged_width(topk + window)
+    width = merged_width(topk + window)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     entry = jnp.pad(topk_indices[:, :topk], ((0, 0), (0, width - topk)), constant_values=-1)
     compressed = add_or_minus_one(jnp.where(entry < seq_len // compress_ratio, entry, -1), compressed_start)

@@ -1,4 +1,4 @@
-"""The sliding window (SWA): which slots a query row reads, and which rows a prefill chunk gathers."""
+"""The sliding window (SWA): the slots that a query row reads, and those that a prefill chunk gathers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jax_sparse_mla.indices.lookup import (
     take_2d_or_minus_one,
     take_or_minus_one,
 )
+from jax_sparse_mla.xla.triton_call import launching
 
 
 def swa_slots(
@@ -49,11 +50,11 @@ def swa_slots(
     return swa_slots_reference(positions, req_rows, req_to_token, full_to_swa, window)
 
 
-# Plain JAX on a GPU too, where XLA makes one or two kernels of it: 2.1 µs for 64 rows of 128 and 7.0 for 8,192 on an
-# H200, a Triton kernel 2.2 and 7.8.
+# Plain JAX serves on a GPU too, where XLA makes one or two kernels of it. On an H200 they take 2.1 µs for 64 rows of
+# 128 and 7.0 for 8,192 rows; a Triton kernel took 2.2 and 7.8.
 @functools.partial(jax.jit, static_argnames=("window",))
 def swa_slots_reference(positions, req_rows, req_to_token, full_to_swa, window):
-    """`swa_slots` of checked arguments."""
+    """`swa_slots` of validated arguments."""
     newest = jnp.maximum(positions, -1)[:, None]  # INT_MIN − 1 would wrap to a valid position
     back = jnp.arange(window, dtype=jnp.int32)
     return take_or_minus_one(full_to_swa, take_2d_or_minus_one(req_to_token, req_rows[:, None], newest - back))
@@ -69,8 +70,7 @@ def swa_gather_plan(
     window: int,
     capacity: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The sliding-window slots that a prefill chunk gathers: the union of its rows' windows, request by
-    request.
+    """The sliding-window slots that a prefill chunk gathers: of each request, the union of its rows' windows.
 
     Request b gathers its last `gather_lens[b] = min(seq_lens[b], extend_lens[b] + window - 1)` positions, in
     ascending order, from `offsets[b]` on (SGLang's rule). A request without tokens gathers nothing.
@@ -107,13 +107,12 @@ def swa_gather_plan(
 
 @functools.partial(jax.jit, static_argnames=("window", "capacity"))
 def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, window, capacity):
-    def kernel(*args):
-        from jax_sparse_mla.kernels.triton import launch_metadata
-
-        return launch_metadata.swa_gather_plan(*args, window=window, capacity=capacity)
-
-    args = (seq_lens, extend_lens, req_rows, req_to_token, full_to_swa)
-    plain = functools.partial(swa_gather_plan_reference, window=window, capacity=capacity)
+    args, static = (
+        (seq_lens, extend_lens, req_rows, req_to_token, full_to_swa),
+        {"window": window, "capacity": capacity},
+    )
+    kernel = launching("metadata.window.swa_gather_plan", **static)
+    plain = functools.partial(swa_gather_plan_reference, **static)
     return dispatch(kernel, plain, *args) if capacity and all(x.size for x in args) else plain(*args)
 
 

@@ -1,7 +1,6 @@
 """The bytes of paged KV caches: layouts, the quantising writer, the gather, and the page split.
 
-This package knows bytes, not attention: a slot is a token of a paged buffer, a layout says how its K row is
-stored.
+This package knows bytes, not attention. A slot is a token of a paged buffer; a layout says how its K row is stored.
 """
 
 from jax_sparse_mla.kv_cache.layout import KVLayout

@@ -1,4 +1,4 @@
-"""Byte layouts of a cached K row. A layout is data: the reader and the writer branch on no layout's name.
+"""Byte layouts of a cached K row. A layout is data: reader and writer never branch on its name.
 
 Sources: FlashMLA's FP8 formats (656 B "V32", 584 B "MODEL1"/"V4") and SGLang's pools, as listed in
 `docs/layouts.md`.
@@ -18,8 +18,8 @@ def _ceil_to(value: int, multiple: int) -> int:
 class KVLayout:
     """How one token's K row is laid out in a page of bytes.
 
-    A row is `[fp8 part | inline scales | bf16 part]`, `data_bytes` long, and rows follow each other from the
-    start of the page. Layouts with `footer_scale_bytes` keep the scales of the whole page behind the rows, at
+    A row is `[fp8 part | inline scales | bf16 part]`, `data_bytes` long. Rows follow each other from the start of
+    the page. Layouts with `footer_scale_bytes` keep the scales of the whole page behind its rows, at
     `page_size * data_bytes`. The page's length is padded to a multiple of `page_align`.
 
     Attributes:
@@ -33,8 +33,8 @@ class KVLayout:
         is).
       page_align: a page's length is a multiple of this.
       min_scale_exponent: the writer's smallest scale is `2^min_scale_exponent`, so that an all-zero group has
-        one. V4 floors amax at 1e-4 (SGLang), whose scale rounds up to 2^-22; V3.2 floors the scale itself at
-        1e-4 (FlashMLA's quantiser), which rounds up to 2^-13.
+        a scale too. V4 floors amax at 1e-4 (SGLang); the scale of that rounds up to 2^-22. V3.2 floors the scale
+        itself at 1e-4 (FlashMLA's quantiser), which rounds up to 2^-13.
     """
 
     name: str
@@ -105,3 +105,30 @@ KVLayout.V4_FP8 = KVLayout(
 )
 KVLayout.V32_BF16 = KVLayout("V32_BF16", nope_dim=512, rope_dim=64, v_dim=512)
 KVLayout.V4_BF16 = KVLayout("V4_BF16", nope_dim=448, rope_dim=64, v_dim=512)
+
+
+def bf16_layout(layout: KVLayout) -> KVLayout:
+    """The unquantised layout with the same dimensions."""
+    plain = dataclasses.replace(
+        layout,
+        name=f"{layout.name} in bfloat16",
+        fp8_dim=0,
+        group=0,
+        inline_scale_bytes=0,
+        footer_scale_bytes=0,
+        page_align=1,
+        min_scale_exponent=0,
+    )
+    return _known_or(plain)
+
+
+def workspace_layout(qk_dim: int) -> KVLayout:
+    """The layout of a row of prefill's bf16 workspace: its first 512 values serve as V."""
+    name = f"a workspace of {qk_dim} values a row"
+    return _known_or(KVLayout(name, nope_dim=qk_dim - 64, rope_dim=64, v_dim=min(qk_dim, 512)))
+
+
+def _known_or(plain: KVLayout) -> KVLayout:
+    """The named bf16 layout that equals this one, or this one."""
+    known = (KVLayout.V32_BF16, KVLayout.V4_BF16)
+    return next((layout for layout in known if dataclasses.replace(plain, name=layout.name) == layout), plain)

@@ -1,9 +1,8 @@
 """From float rows to the bytes of a layout and back, in exact arithmetic.
 
-Scales are powers of two and are worked out on the bits of float32: XLA turns `x / 448` into
-`x * (1 / 448)`, which is off by one unit in the last place near powers of two, and a device's log2 is
-approximate. Rounding to bfloat16 is done on bits as well: XLA may drop a float32 -> bfloat16 -> float32 round
-trip, and its CPU backend flushes subnormal numbers.
+Scales are powers of two and are computed from the bits of float32. XLA turns `x / 448` into `x * (1 / 448)`, which
+is off by one unit in the last place near powers of two, and a device's log2 is approximate. Rounding to bfloat16 uses
+bits as well: XLA may drop a float32 -> bfloat16 -> float32 round trip, and its CPU backend flushes subnormal numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 E4M3_MAX = 448.0  # 1.75 * 2^8, the largest float8_e4m3fn
 
 # The largest number that a writer quantises. From 248 * 2^120 on (the largest bfloat16 is 255 * 2^120) a
-# value rounds to 256 units of 2^120, which reads back as infinity; 240 is the e4m3 number below.
+# value rounds to 256 units of 2^120, which reads back as infinity; 240 is the next smaller e4m3 number.
 MAX_QUANTISED = 240 * 2.0**120
 
 _EXPONENT_BIAS = 127
@@ -49,7 +48,7 @@ def bits_to_float32(bits: jax.Array) -> jax.Array:
 def bfloat16_bits(bits: jax.Array) -> jax.Array:
     """float32 bits (int32) rounded to the nearest bfloat16, ties to even: its bits, int32 in [0, 65535]."""
     high = lax.shift_right_logical(bits, 16)
-    # Adding first and shifting later would wrap for negative NaNs, so the low half is compared instead.
+    # To add before the shift would wrap for negative NaNs, so the low half is compared instead.
     low = bits & 0xFFFF
     round_up = (low > 0x8000) | ((low == 0x8000) & ((high & 1) == 1))
     is_nan = (bits & _MAGNITUDE_MASK) > _F32_INF
@@ -103,7 +102,7 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     """Quantises groups of values to float8_e4m3fn with UE8M0 scales, by DeepSeek-V4's rule.
 
     Per group, `s = max(amax, 1e-4) / 448` is rounded up to a power of two, `2^(byte - 127)`, and each value
-    is `e4m3(clip(x * 2^(127 - byte), -448, 448))`, rounded to nearest even. As SGLang's V4 writers do it.
+    is `e4m3(clip(x * 2^(127 - byte), -448, 448))`, rounded to nearest even. SGLang's V4 writers do the same.
 
     Values from 248 * 2^120 on round up to 2^128, which reads back as infinity; `write_kv` clips them.
 
@@ -171,7 +170,7 @@ def decode_rows(layout: KVLayout, rows: jax.Array, scales: jax.Array) -> jax.Arr
       scales: UE8M0 footer scales, uint8 `[..., num_groups]`; ignored for layouts without a footer.
 
     Returns:
-      uint16 `[..., qk_dim]`: bits, so that what masks or moves them changes no NaN and no subnormal number.
+      uint16 `[..., qk_dim]`: bits, so that masking or moving them changes no NaN and no subnormal number.
     """
     fp8_end, scale_end = layout.fp8_dim, layout.fp8_dim + layout.inline_scale_bytes
     bf16 = _from_bytes(rows[..., scale_end:], jnp.uint16)
@@ -200,13 +199,13 @@ def _finite_bfloat16_bits(x: jax.Array) -> jax.Array:
 
 
 def _times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """The float32 bits of `values * 2^(scales - 127)`, exact where subnormal numbers take part.
+    """The float32 bits of `values * 2^(scales - 127)`, exact for subnormal numbers too.
 
-    Byte 0 is 2^-127, itself subnormal, and byte 255 is NaN. A multiplication would lose them where the device
-    flushes subnormal numbers, so the exponent is added in integers.
+    Byte 0 is 2^-127, itself subnormal, and byte 255 is NaN. A device that flushes subnormal numbers would lose them
+    in a multiplication, so the exponent is added in integers.
 
     Args:
-      values: float32 holding float8_e4m3fn numbers, hence with 4 significant bits and none of them subnormal.
+      values: float32 numbers that float8_e4m3fn holds: they have 4 significant bits and are not subnormal.
       scales: uint8, broadcast against values.
     """
     bits, scales = float32_bits(values), scales.astype(jnp.int32)

@@ -14,6 +14,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+from jax_sparse_mla.xla.triton_call import launching
 
 
 def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -31,13 +32,13 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
     clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
 
-    Under `jit` with the cache donated it writes in place; otherwise the cache is copied. If the program also
-    reads the older cache, and the write does not depend on what was read, XLA keeps both: a copy.
+    Under `jit` with the cache donated it writes in place; otherwise the cache is copied. XLA also copies it if the
+    program reads the old cache and the write does not depend on that read.
 
     Args:
       cache: the cache.
-      slots: int32 `[n]`. A negative or out-of-range slot skips its row. Which row a slot given twice holds is
-        not defined; on a GPU its bytes may be of both.
+      slots: int32 `[n]`. A negative or out-of-range slot skips its row. If a slot is given twice, it is not defined
+        which row it holds; on a GPU it may hold bytes of both.
       kv: bfloat16 or float32 `[n, qk_dim]`.
 
     Returns:
@@ -60,10 +61,7 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
         return cache
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(data, slots, kv):
-        from jax_sparse_mla.kernels.triton import launch_jax
-
-        return launch_jax.write_kv(data, slots, kv, **static)
+    kernel = launching("kv_cache.write_kv", **static)
 
     def plain(data, slots, kv):
         return write_rows_reference(PagedKV(data=data, **static), slots, kv).data
@@ -109,10 +107,7 @@ def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
         return gather_rows_reference(cache, slots)
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(data, slots):
-        from jax_sparse_mla.kernels.triton import launch_jax
-
-        return launch_jax.gather_kv(data, slots, **static)
+    kernel = launching("kv_cache.gather_kv", **static)
 
     def plain(data, slots):
         return gather_rows_reference(PagedKV(data=data, **static), slots)
@@ -136,10 +131,7 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
         return lax.dynamic_update_slice(workspace, gather_rows_reference(cache, slots), (start, 0))
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(workspace, data, slots):
-        from jax_sparse_mla.kernels.triton import launch_jax
-
-        return launch_jax.gather_kv_into(workspace, data, slots, start=start, **static)
+    kernel = launching("kv_cache.gather_kv_into", start=start, **static)
 
     def plain(workspace, data, slots):
         rows = gather_rows_reference(PagedKV(data=data, **static), slots)
@@ -157,14 +149,11 @@ def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.A
       rows: of the workspace, at least n (static).
 
     Returns:
-      bfloat16 `[rows, qk_dim]`. Rows from n on hold whatever the memory held: nothing spends time on zeroing them.
+      bfloat16 `[rows, qk_dim]`. Rows from n on are not initialised, which saves the time to zero them.
     """
     static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    def kernel(data, slots):
-        from jax_sparse_mla.kernels.triton import launch_jax
-
-        return launch_jax.gather_kv(data, slots, out_rows=rows, **static)
+    kernel = launching("kv_cache.gather_kv", rows=rows, **static)
 
     def plain(data, slots):
         gathered = gather_rows_reference(PagedKV(data=data, **static), slots)
@@ -218,7 +207,7 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
 
 
 def _dispatch(layout: KVLayout, kernel, plain, *args: jax.Array) -> jax.Array:
-    """The kernels copy a bf16 part; a layout without one is left to XLA."""
+    """The kernel, but XLA for a layout without a bf16 part, which the kernels do not serve."""
     return plain(*args) if layout.fp8_dim == layout.qk_dim else dispatch(kernel, plain, *args)
 
 

@@ -14,6 +14,7 @@ from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+from jax_sparse_mla.xla.triton_call import launching
 
 
 def split_pages(
@@ -68,11 +69,7 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
         data = lax.dynamic_update_slice(data, pieces, (0, 0))
     elif cache.num_pages and slots.size:
         static = {"layout": cache.layout, "page_size": cache.page_size}
-
-        def kernel(data, cache_data, slots):
-            from jax_sparse_mla.kernels.triton import launch_jax
-
-            return launch_jax.split_pages(cache_data, slots, data, out_page_size=page_size, **static)
+        kernel = launching("kv_cache.split_pages", out_page_size=page_size, **static)
 
         def plain(data, cache_data, slots):
             return split_touched_reference(data, PagedKV(data=cache_data, **static), page_size, slots)

@@ -1,6 +1,6 @@
-"""Reading and writing runs of bytes of a paged buffer in place: an address stays (page, byte).
+"""Reads and writes runs of bytes of a paged buffer by (page, byte).
 
-Nothing here flattens the buffer, so it may exceed 2 GiB, and XLA updates a donated buffer where it is.
+The buffer is never flattened, so it may exceed 2 GiB, and XLA updates a donated buffer in place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jax import lax
 
 
 def locate_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where slots lie.
+    """The pages and offsets of slots.
 
     Args:
       slots: int32, any shape, any values.

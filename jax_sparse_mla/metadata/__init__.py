@@ -1,9 +1,9 @@
-"""What a forward step's attention needs besides the caches, built once a step and shared by all layers.
+"""The metadata of a forward step: built once, shared by all layers.
 
-`ForwardBatch` and `RequestTables` say what the engine knows; `build_v32_metadata`, `build_v4_metadata` and,
-for V4 prefill, `build_prefill_plan` turn them into lengths, page tables, indices and write slots, one entry
-per query row; `draft_step_batch` cuts a step out of a multi-step draft. The schedules split kernels' work
-over a device, and the selection functions hold the engine's rules.
+`ForwardBatch` and `RequestTables` hold what the engine knows. `build_v32_metadata`, `build_v4_metadata` and, for V4
+prefill, `build_prefill_plan` turn them into lengths, page tables, indices and write slots, one for each query row.
+`draft_step_batch` takes one step out of a multi-step draft. The schedules split a kernel's work over a device, and the
+selection functions hold the engine's rules.
 """
 
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables

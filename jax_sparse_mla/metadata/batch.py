@@ -55,3 +55,15 @@ class RequestTables:
 
     req_to_token: jax.Array
     full_to_swa: jax.Array | None = None
+
+
+def row_constants(mode: ForwardMode, num_draft_tokens: int | None) -> dict[str, int]:
+    """How a mode expands requests to query rows, as constants of the kernels.
+
+    ROWS_EACH are the query rows of every request, 0 in EXTEND; DRAFTS_TO_ADD are tokens that lengths lack.
+    """
+    return {
+        "ROWS_EACH": 0 if mode is ForwardMode.EXTEND else (num_draft_tokens or 1),
+        "DRAFTS_TO_ADD": num_draft_tokens if mode is ForwardMode.TARGET_VERIFY else 0,
+        "IDLE": mode is ForwardMode.IDLE,
+    }

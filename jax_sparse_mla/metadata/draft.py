@@ -88,7 +88,7 @@ def _check_step_index(check: ArgumentChecks, step: int | jax.Array, num_steps: i
     return jnp.int32(step)
 
 
-# The step is data: an un-jitted caller compiles once for all steps.
+# The step is an array, so that an un-jitted caller compiles once for all steps.
 @functools.partial(jax.jit, static_argnames=("num_steps", "topk", "shift_seq_lens"))
 def _slice_step(req_pool_indices, seq_lens, out_cache_loc, step, num_steps, topk, shift_seq_lens):
     in_range = (step >= 0) & (step < num_steps)

@@ -26,16 +26,16 @@ from jax_sparse_mla.models import ModelSpec
 class PrefillPlan:
     """The workspace of a prefill chunk, `[all compressed regions | all window regions]`; arrays are int32.
 
-    Workspace row i is gathered from `compressed_slots[i]`, from row `len(compressed_slots)` on from
-    `swa_slots`. A row whose slot is −1 is gathered as zeros and is not a key: an index to it must be masked,
-    as `sparse_mla_extend` does. The fields are the arguments of `combine_topk_swa_indices`.
+    Workspace row i is gathered from `compressed_slots[i]`; rows from `len(compressed_slots)` on are gathered from
+    `swa_slots`. A row whose slot is −1 is gathered as zeros and is not a key: an index to it must be masked, as
+    `sparse_mla_extend` does. The fields are the arguments of `combine_topk_swa_indices`.
 
     Attributes:
       compressed_slots: `[compressed_capacity]`, slots of the compressed cache, request by request, −1 padded;
         `[0]` for ratio 0.
       swa_slots: `[swa_capacity]`, slots of the sliding-window cache, request by request, −1 padded.
       compressed_base: `[B]`, the workspace row of each request's first compressed entry. A request whose
-        entries do not all fit has `workspace_rows` here: none of them may be mistaken for a window row.
+        entries do not all fit has `workspace_rows` here, so that no entry is mistaken for a window row.
       swa_base: `[B]`, the workspace row of each request's first gathered token.
       query_start_loc: `[B + 1]`, the first query row of each request, and the end of the last one.
       query_pos: `[T]`, the absolute position of each query row; −1 on padding rows.

@@ -1,4 +1,4 @@
-"""From requests to query rows: what every metadata builder starts with.
+"""Expands requests to query rows, the first step of every metadata builder.
 
 A step of B requests has T query rows, one per query token, requests in order. A row's causal length is the
 number of tokens it attends to, its own included; rows with none are padding rows.
@@ -99,7 +99,7 @@ def check_batch(check: ArgumentChecks, batch: ForwardBatch) -> ForwardBatch:
             f"batch.out_cache_loc must have one entry per request in DECODE, [{num_requests}], got "
             f"[{num_rows}]; for a step of a multi-step draft, slice it with draft_step_batch first"
         )
-    # Fields that the mode does not read are dropped: they must not select another compilation.
+    # Fields that the mode does not read are dropped, so that they do not select another compilation.
     extend_lens, drafts = None, None
     if batch.mode is ForwardMode.EXTEND:
         if batch.extend_lens is None:
@@ -130,10 +130,10 @@ def bucket(batch: ForwardBatch, tables: RequestTables) -> int:
 
 
 def expand_rows(batch: ForwardBatch, tables: RequestTables) -> QueryRows:
-    """The query rows of a checked batch. A row k rows before its request's last one ends k tokens earlier."""
+    """The query rows of a validated batch. A row k rows before its request's last one ends k tokens earlier."""
     num_rows = batch.out_cache_loc.shape[0]
     request_lens, starts, owner = _requests_of_rows(batch)
-    # Not from the next request's start: that one stops at INT_MAX.
+    # Not from the next request's start, which stops at INT_MAX.
     by_request = batch.mode is ForwardMode.EXTEND
     row_counts = jnp.maximum(batch.extend_lens, 0) if by_request else starts[1:] - starts[:-1]
     row_in_request = jnp.arange(num_rows, dtype=jnp.int32) - take_or_minus_one(starts, owner)

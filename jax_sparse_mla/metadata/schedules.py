@@ -1,35 +1,23 @@
 """Kernel schedules: how FlashMLA's decode and DeepGEMM's indexer share the work of a batch among the SMs.
 
-Both are computed here without the cap that the kernels' own planners have (they keep the batch in shared
-memory).
+The kernels' own planners keep the batch in shared memory, which limits its size. Here neither has a limit.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch, dispatch_tree
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_minus_one
+from jax_sparse_mla.xla.triton_call import launching
 
 _BLOCK_TOKENS = 64  # keys that a FlashMLA block covers
-_OVERHEAD_BLOCKS = 5  # what starting on a request costs a partition, in blocks
-_MOST_FUSED = 3  # schedules of decode calls that the kernel makes in one launch: V4 has three kinds of layers
-_MOST_PARTS = 1024  # of which the kernel makes a schedule: more than any device has multiprocessors
-
-
-class FlashmlaCall(NamedTuple):
-    """A decode call, for its schedule: lengths int32 `[batch]` or None for all columns, and columns of each cache."""
-
-    topk_length: jax.Array | None
-    topk: int
-    extra_topk_length: jax.Array | None = None
-    extra_topk: int = 0
+_OVERHEAD_BLOCKS = 5  # the cost of starting on a request, in blocks
+_MOST_PARTS = 1024  # partitions that the kernel can schedule, more than any device has multiprocessors
 
 
 def _blocks(tokens):
@@ -49,8 +37,8 @@ def flashmla_schedule(
 
     Row b scans `s = max(topk_length, 1)` keys, or, with an extra cache, `s = ceil64(s) + extra_topk_length`,
     in `ceil(s / 64)` blocks. Starting on a request costs 5 blocks more, so each partition gets a budget of
-    `ceil(Σ(blocks + 5) / num_sm_parts) + 5` and walks on from where the one before stopped: it takes whole
-    requests while `rest + 5` fits, then cuts `budget − 5` blocks off the next one if that is positive.
+    `ceil(Σ(blocks + 5) / num_sm_parts) + 5`. It starts where the partition before it stopped, takes whole requests
+    while `rest + 5` fits, then takes `budget − 5` blocks of the next request if that is positive.
 
     Args:
       topk_length: int32 `[batch]`, clipped to `[0, topk]`; None means all of `topk`.
@@ -71,85 +59,13 @@ def flashmla_schedule(
       ValueError: lengths that are not `[batch]`, a static argument out of range, `extra_topk_length` without
         `extra_topk`, a batch whose blocks cannot be counted in int32.
     """
-    call = FlashmlaCall(topk_length, topk, extra_topk_length, extra_topk)
-    return step_schedules([call], batch=batch, num_sm_parts=num_sm_parts, function="flashmla_schedule")[0][0]
-
-
-def step_schedules(
-    calls: Sequence[FlashmlaCall],
-    context_lens: jax.Array | None = None,
-    *,
-    batch: int,
-    num_sm_parts: int,
-    num_sms: int = 1,
-    split_kv: int = 256,
-    function: str = "step_schedules",
-) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
-    """All schedules of a step, on a GPU in one launch: its decode calls', and, with `context_lens`, the indexer's.
-
-    Args:
-      calls: the decode calls of one batch, at least one: a model's, one for each compress ratio.
-      context_lens, num_sms, split_kv: as `paged_mqa_schedule`.
-      batch, num_sm_parts: as `flashmla_schedule`.
-      function: named by errors (static).
-
-    Returns:
-      What `flashmla_schedule` returns for each call, and what `paged_mqa_schedule` does or None.
-
-    Raises:
-      TypeError, ValueError: see both.
-    """
-    check = ArgumentChecks(function)
+    check = ArgumentChecks("flashmla_schedule")
     batch = check.static_int("batch", batch, minimum=1)
     num_sm_parts = check.static_int("num_sm_parts", num_sm_parts, minimum=1)
-    calls = [_check_call(check, call, batch) for call in calls]
-    if context_lens is not None:
-        context_lens = check("context_lens", context_lens, (None,), INT32)
-    num_sms = check.static_int("num_sms", num_sms, minimum=1)
-    split_kv = check.static_int("split_kv", split_kv, minimum=1)
-
-    lengths = [length for call in calls for length in (call.topk_length, call.extra_topk_length)]
-    columns = tuple((call.topk, call.extra_topk) for call in calls)
-    return _step_schedules(lengths, context_lens, columns, num_sm_parts, num_sms, split_kv)
-
-
-@functools.partial(jax.jit, static_argnames=("columns", "num_sm_parts", "num_sms", "split_kv"))
-def _step_schedules(lengths, context_lens, columns, num_sm_parts, num_sms, split_kv):
-    static = {"columns": columns, "num_sm_parts": num_sm_parts, "num_sms": num_sms, "split_kv": split_kv}
-    plain = functools.partial(step_schedules_reference, **static)
-
-    def kernel(lengths, context_lens):
-        from jax_sparse_mla.kernels.triton import launch_metadata
-
-        return launch_metadata.step_schedules(lengths, context_lens, **static)
-
-    no_rows = context_lens is not None and context_lens.shape[0] == 0
-    if no_rows or not 1 <= len(columns) <= _MOST_FUSED or max(num_sm_parts, num_sms) > _MOST_PARTS:
-        return plain(lengths, context_lens)
-    return dispatch_tree(kernel, plain, lengths, context_lens)
-
-
-def step_schedules_reference(lengths, context_lens, columns, num_sm_parts, num_sms, split_kv):
-    """`step_schedules` in plain JAX.
-
-    Args:
-      lengths: int32 `[batch]`, main and extra of each call; where extra_topk is 0 the second is not read.
-      columns: topk and extra_topk of each call.
-      context_lens, num_sm_parts, num_sms, split_kv: as there.
-    """
-    pairs = [
-        _walk_partitions(_row_blocks(*lengths[2 * i : 2 * i + 2], *sizes), num_sm_parts)
-        for i, sizes in enumerate(columns)
-    ]
-    return pairs, None if context_lens is None else paged_mqa_schedule_reference(context_lens, num_sms, split_kv)
-
-
-def _check_call(check: ArgumentChecks, call: FlashmlaCall, batch: int) -> FlashmlaCall:
-    """The call, its lengths given out in full."""
-    topk = check.static_int("topk", call.topk, minimum=0)
-    extra_topk = check.static_int("extra_topk", call.extra_topk, minimum=0)
-    topk_length = check.optional("topk_length", call.topk_length, (batch,), INT32)
-    extra_topk_length = check.optional("extra_topk_length", call.extra_topk_length, (batch,), INT32)
+    topk = check.static_int("topk", topk, minimum=0)
+    extra_topk = check.static_int("extra_topk", extra_topk, minimum=0)
+    topk_length = check.optional("topk_length", topk_length, (batch,), INT32)
+    extra_topk_length = check.optional("extra_topk_length", extra_topk_length, (batch,), INT32)
     if extra_topk_length is not None and not extra_topk:
         raise check.fail("extra_topk_length needs extra_topk, the columns of the extra cache's indices, got 0")
     most_keys = _blocks(max(topk, 1)) * _BLOCK_TOKENS + extra_topk
@@ -160,7 +76,23 @@ def _check_call(check: ArgumentChecks, call: FlashmlaCall, batch: int) -> Flashm
         topk_length = jnp.full((batch,), topk, jnp.int32)
     if extra_topk_length is None:
         extra_topk_length = jnp.full((batch,), extra_topk, jnp.int32) if extra_topk else topk_length
-    return FlashmlaCall(topk_length, topk, extra_topk_length, extra_topk)
+    return _flashmla_schedule(topk_length, extra_topk_length, topk, extra_topk, num_sm_parts)
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "extra_topk", "num_sm_parts"))
+def _flashmla_schedule(topk_length, extra_topk_length, topk, extra_topk, num_sm_parts):
+    static = {"topk": topk, "extra_topk": extra_topk, "num_sm_parts": num_sm_parts}
+    plain = functools.partial(flashmla_schedule_reference, **static)
+
+    if num_sm_parts > _MOST_PARTS:
+        return plain(topk_length, extra_topk_length)
+    kernel = launching("metadata.schedules.flashmla", **static)
+    return dispatch(kernel, plain, topk_length, extra_topk_length)
+
+
+def flashmla_schedule_reference(topk_length, extra_topk_length, topk, extra_topk, num_sm_parts):
+    """`flashmla_schedule` in plain JAX; where extra_topk is 0 the second length is not read."""
+    return _walk_partitions(_row_blocks(topk_length, extra_topk_length, topk, extra_topk), num_sm_parts)
 
 
 def _row_blocks(topk_length, extra_topk_length, topk, extra_topk):
@@ -180,8 +112,8 @@ def _walk_partitions(blocks, num_sm_parts):
         request, block, split = state
         position = starts[request] + block
         reach = position + jnp.minimum(budget, total - position)
-        # Taken whole are the requests that end within reach; of the next, what fits together with its
-        # overhead. The budget exceeds the overhead, so a partition that ends where it began has always cut.
+        # The partition takes the requests that end within reach, and of the next one what fits with its overhead.
+        # The budget exceeds the overhead, so a partition that ends in the request where it began has always cut it.
         next_request = jnp.searchsorted(starts, reach, side="right", method="scan_unrolled").astype(jnp.int32) - 1
         next_block = jnp.maximum(reach - starts[next_request] - _OVERHEAD_BLOCKS, 0)
         cuts_before = jnp.where(next_request == request, split, 0)
@@ -209,8 +141,8 @@ def _walk_partitions(blocks, num_sm_parts):
 def paged_mqa_schedule(context_lens: jax.Array, *, num_sms: int, split_kv: int = 256) -> jax.Array:
     """DeepGEMM's schedule of the paged indexer logits: where each SM starts.
 
-    The contexts, cut into splits of `split_kv` keys, form one sequence of which every SM gets an equal run;
-    the remainder goes to the last SMs, as in SGLang's planner.
+    The contexts are cut into splits of `split_kv` keys. The splits of all rows form one sequence, of which every SM
+    gets an equal run; the remainder goes to the last SMs, as in SGLang's planner.
 
     Args:
       context_lens: int32 `[B]`, keys of each query row; negative means 0.
@@ -234,16 +166,11 @@ def paged_mqa_schedule(context_lens: jax.Array, *, num_sms: int, split_kv: int =
 
 @functools.partial(jax.jit, static_argnames=("num_sms", "split_kv"))
 def _paged_mqa_schedule(context_lens, num_sms, split_kv):
-    plain = functools.partial(paged_mqa_schedule_reference, num_sms=num_sms, split_kv=split_kv)
-
-    def kernel(context_lens):
-        from jax_sparse_mla.kernels.triton import launch_metadata
-
-        return launch_metadata.paged_mqa_schedule(context_lens, num_sms=num_sms, split_kv=split_kv)
-
+    static = {"num_sms": num_sms, "split_kv": split_kv}
+    plain = functools.partial(paged_mqa_schedule_reference, **static)
     if context_lens.shape[0] == 0 or num_sms > _MOST_PARTS:
         return plain(context_lens)
-    return dispatch(kernel, plain, context_lens)
+    return dispatch(launching("metadata.schedules.paged_mqa", **static), plain, context_lens)
 
 
 def paged_mqa_schedule_reference(context_lens, num_sms, split_kv):

@@ -9,7 +9,7 @@ from jax_sparse_mla.indices.topk.api import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardMode
 
 _SPARSE, _PAGED_KV = "flashmla_sparse", "flashmla_kv"  # reads gathered bf16 rows; reads the paged fp8 cache
-# Above this many KV tokens per query token, gathering them costs more than the paged kernel loses.
+# From this many KV tokens for each query token on, the gather takes longer than the paged kernel loses.
 _KV_TOKENS_PER_QUERY = 512
 
 
@@ -29,20 +29,19 @@ def select_topk_transform(forward_mode: ForwardMode, *, fp8_kv_cache: bool, pref
       TypeError: a mode that is not a ForwardMode, an `fp8_kv_cache` that is not a bool.
       ValueError: another backend.
     """
-    check = ArgumentChecks("select_topk_transform")
-    return topk_transform_of(check, forward_mode, fp8_kv_cache, prefill_backend)
+    return topk_transform_of("select_topk_transform", forward_mode, fp8_kv_cache, prefill_backend)
 
 
 def topk_transform_of(
-    check: ArgumentChecks, forward_mode: ForwardMode, fp8_kv_cache: bool, prefill_backend: str
+    function: str, forward_mode: ForwardMode, fp8_kv_cache: bool, prefill_backend: str
 ) -> TopkTransform:
-    """`select_topk_transform` for a caller that reports under its own name."""
+    """`select_topk_transform` for a caller whose errors name it."""
     if not isinstance(forward_mode, ForwardMode):
-        raise TypeError(f"{check.function}: forward_mode must be a ForwardMode, got {forward_mode!r}")
+        raise TypeError(f"{function}: forward_mode must be a ForwardMode, got {forward_mode!r}")
     if not isinstance(fp8_kv_cache, bool):
-        raise TypeError(f"{check.function}: fp8_kv_cache must be a bool, got {fp8_kv_cache!r}")
+        raise TypeError(f"{function}: fp8_kv_cache must be a bool, got {fp8_kv_cache!r}")
     if not isinstance(prefill_backend, str) or prefill_backend not in (_SPARSE, _PAGED_KV):
-        raise check.fail(f"prefill_backend must be {_SPARSE!r} or {_PAGED_KV!r}, got {prefill_backend!r}")
+        raise ValueError(f"{function}: prefill_backend must be {_SPARSE!r} or {_PAGED_KV!r}, got {prefill_backend!r}")
     gathered = forward_mode is ForwardMode.EXTEND and fp8_kv_cache and prefill_backend == _SPARSE
     return TopkTransform.RAGGED if gathered else TopkTransform.PAGED
 

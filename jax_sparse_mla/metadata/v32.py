@@ -25,7 +25,7 @@ from jax_sparse_mla.models import ModelSpec
 
 @pytree_dataclass
 class V32Metadata:
-    """What every layer of a V3.2 step shares; all int32 but `overflow`.
+    """The metadata that all layers of a V3.2 step share; all int32 but `overflow`.
 
     Padding rows have every length 0, position −1, every offset and the write slot 0; padding requests have
     length 0 and pages −1.
@@ -96,7 +96,7 @@ def build_v32_metadata(
     batch, tables = check_step(check, spec, batch, tables)
     if spec.window is not None:
         raise check.fail(f"spec must be a model without a sliding window, got {spec.name} (window {spec.window})")
-    transform = topk_transform_of(check, batch.mode, fp8_kv_cache, prefill_backend)
+    transform = topk_transform_of(check.function, batch.mode, fp8_kv_cache, prefill_backend)
     return _build_v32(spec, batch, RequestTables(req_to_token=tables.req_to_token), transform)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,11 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.dispatch import dispatch_tree
 from jax_sparse_mla.indices.lookup import take_or_minus_one
 from jax_sparse_mla.indices.window import swa_slots_reference
-from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
+from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables, row_constants
 from jax_sparse_mla.metadata.rows import QueryRows, bucket, check_step, expand_rows, request_pages, round_up
-from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.xla.triton_call import executor
 
-# The one ratio whose layers have an indexer; layers of the others attend to every compressed entry.
-INDEXED_RATIO = 4
 # FlashMLA's paged decode scans indices in blocks of 64.
 INDEX_WIDTH_MULTIPLE = 64
 
@@ -27,9 +27,9 @@ class CompressedMetadata:
     """One compressed cache, of compress ratio r; all int32. Padding rows have length 0, entries −1, slot 0.
 
     Attributes:
-      out_loc: `[T]`, the slot that the row's compressed entry is written to: `out_cache_loc // r` where the
-        row completes a group (`seq_len % r == 0`), −1 if it does and has no slot; 0, the dummy slot,
-        elsewhere.
+      out_loc: `[T]`, the slot to which the row's compressed entry is written: `out_cache_loc // r` where the
+        row completes a group (`seq_len % r == 0`), or −1 if the row then has no slot; 0, the dummy slot, where it
+        completes none.
       lengths: `[T]`, complete entries before the row's end, `seq_len // r`; may be 0.
       topk_lengths: `[T]`, how many leading columns of the row's indices a kernel scans: `max(lengths, 1)`,
         for the indexed ratio also at most `index_topk`.
@@ -55,7 +55,7 @@ def _of_ratio(ratio: int, field: str) -> property:
 
 @pytree_dataclass
 class V4Metadata:
-    """What every layer of a V4 step shares; rows are query tokens, all int32 but `overflow`.
+    """The metadata that all layers of a V4 step share; rows are query tokens, all int32 but `overflow`.
 
     Padding rows have `seq_lens_causal` 0, position −1, every length 0, every page and index −1, every write
     slot 0.
@@ -65,8 +65,8 @@ class V4Metadata:
       positions: `[T]`, `seq_lens_causal - 1`.
       row_to_request: `[T]`, the row's request; 0 on padding rows.
       query_start_loc: `[B + 1]`, each request's first row, and the end of the last one.
-      page_table: `[T, P]`, the request's pages of 256 tokens, `P = ⌈min(max_seq_len, max_len) / 256⌉`; not
-        cut at the row's length; −1 where the request table holds no slot.
+      page_table: `[T, P]`, the request's pages of 256 tokens, `P = ⌈min(max_seq_len, max_len) / 256⌉`; also
+        those past the row's length; −1 where the request table holds no slot.
       out_cache_loc: `[T]`, the full-pool slot of the row's own token.
       swa_page_indices: `[T, ceil64(window)]`, slots of the sliding-window cache, newest first, −1 past the
         start.
@@ -139,9 +139,13 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
     tokens = bucket(batch, tables)
 
     def kernel(batch, tables):
-        from jax_sparse_mla.kernels.triton import launch_metadata
+        from jax_sparse_mla.kernels.triton.metadata import v4
 
-        return launch_metadata.v4_metadata(spec, batch, tables, tokens)
+        mode, requests = row_constants(batch.mode, batch.num_draft_tokens), batch.seq_lens.shape[0]
+        constants = v4.v4_constants(spec, mode, requests, tokens)
+        by_request = batch.req_pool_indices, batch.seq_lens, batch.extend_lens
+        arrays = (*by_request, batch.out_cache_loc, tables.req_to_token, tables.full_to_swa)
+        return assemble_v4(v4.v4_metadata(executor(), constants, *arrays, tokens=tokens))
 
     plain = functools.partial(build_v4_reference, spec)
     if not has_v4_kernel(spec) or not tokens or not all(x.size for x in jax.tree.leaves((batch, tables))):
@@ -149,14 +153,25 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
     return dispatch_tree(kernel, plain, batch, tables)
 
 
+def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
+    """The metadata of arrays by name: a field's, or a compress ratio and a field's of its CompressedMetadata."""
+    fields, compressed = {}, {}
+    for name, x in arrays.items():
+        if isinstance(name, tuple):
+            compressed.setdefault(name[0], {})[name[1]] = x
+        else:
+            fields[name] = x
+    return V4Metadata(**fields, compressed={ratio: CompressedMetadata(**of) for ratio, of in compressed.items()})
+
+
 def has_v4_kernel(spec: ModelSpec) -> bool:
-    """Whether the kernel serves the model's compress ratios: the indexed one and one other, the first, or none."""
+    """Whether the kernel serves the model's compress ratios: none, the indexed one, or that and one other."""
     ratios = {ratio for ratio in spec.compress_ratios if ratio}
     return not ratios or (len(ratios) <= 2 and INDEXED_RATIO in ratios)
 
 
 def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:
-    """`build_v4_metadata` in plain JAX, of checked arguments."""
+    """`build_v4_metadata` in plain JAX, of validated arguments."""
     rows = expand_rows(batch, tables)
     seq_lens = rows.seq_lens_causal
     positions = seq_lens - 1

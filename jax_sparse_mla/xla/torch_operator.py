@@ -1,34 +1,36 @@
-"""XLA custom calls written in C++: compiled and registered at first use, here and nowhere else.
+"""torch operators inside XLA programs.
 
-`torch_call` runs a torch operator inside an XLA program: on XLA's stream, on XLA's buffers, without Python and its lock
-(`torch_operator.cc` has the host code). It needs torch >= 2.10 and, once per machine, a C++ compiler; torch is imported
-when a call is traced, never before.
+`torch_call` runs a torch operator inside an XLA program: on XLA's stream and buffers, without Python and its lock.
+`torch_operator.cc` has the host code, which `native` compiles and keeps. It needs torch >= 2.10 and, once per machine,
+a C++ compiler; torch is imported when a call is traced, never before.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 import numpy as np
+
+from jax_sparse_mla import native
 
 __all__ = ["Strided", "available", "torch_call"]
 
 _TARGET = "jax_sparse_mla_torch_call"
-_SOURCE = Path(__file__).with_name("torch_operator.cc")
-_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC")
+_HOST_CODE = native.Library(
+    name="torch_call",
+    sources=(Path(__file__).with_name("torch_operator.cc"),),
+    compiler="c++",
+    flags=("-std=c++17", "-O2", "-ldl"),
+    includes=lambda: [jax.ffi.include_dir()],
+    packages=("jaxlib",),
+)
 _setting_up = threading.RLock()  # of threads that trace their first calls at once, one registers
 
 
@@ -160,15 +162,6 @@ def _dense(array: jax.Array) -> Strided:
     return Strided(array, array.shape, tuple(reversed(strides[: array.ndim])))
 
 
-# --- compiling and registering ------------------------------------------------------------------------------------
-
-
-def _compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of c++, g++ and clang++ on the path; None where there is none."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 @functools.cache
 def _register() -> None:
     """Makes the custom call known to XLA. Traced programs run only where a backend is up, as XLA wants it."""
@@ -197,44 +190,8 @@ def _torch_library(name: str) -> str:
 
 def available() -> bool:
     """Whether the host code is compiled already or a C++ compiler is there."""
-    return _compiler() is not None or os.path.exists(_cached())
+    return native.available(_HOST_CODE)
 
 
 def _load() -> ctypes.CDLL:
-    """The compiled host code: from the cache, or compiled into it, or for this process alone if it takes no files."""
-    path = _cached()
-    try:
-        if not os.path.exists(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _compile(path)
-        return ctypes.CDLL(str(path))
-    except OSError:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / path.name
-            _compile(path)
-            return ctypes.CDLL(str(path))
-
-
-def _compile(path: Path) -> None:
-    program = _compiler()
-    if program is None:
-        raise RuntimeError("torch_call: compiling its host code needs a C++ compiler (c++, g++, clang++ or $CXX)")
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        built = Path(scratch) / path.name
-        command = [program, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(built), "-ldl"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"torch_call: compiling its host code failed:\n{done.stderr}")
-        built.replace(path)  # atomic: of two processes that compile, either's file serves
-
-
-def _cached() -> Path:
-    """Where the compiled host code is kept, by what it depends on: machines of two kinds may share a home."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "jax_sparse_mla", f"torch_call-{_key()}.so")
-
-
-@functools.cache
-def _key() -> str:
-    parts = repr((_FLAGS, jaxlib.__version__, platform.machine()))
-    return hashlib.sha256(parts.encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    return native.load(_HOST_CODE, lambda path: ctypes.CDLL(str(path)))

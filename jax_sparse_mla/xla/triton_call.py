@@ -1,4 +1,4 @@
-"""jax-triton's call of a kernel, in the form that XLA records into CUDA graphs (its command buffers).
+"""Launches of Triton kernels inside XLA programs, in the form that XLA records into CUDA graphs (command buffers).
 
 jax-triton 0.3 emits XLA's old kind of custom call, which a command buffer never holds: one such call between two
 recorded ones cuts the graph in two. The launcher behind it is jaxlib's, which also registers it as a typed FFI handler
@@ -9,14 +9,87 @@ custom call is turned into one to that handler.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.kernels.launch import Device, Launch
+
 FFI_TARGET = "triton_kernel_call_ffi"
 _TYPED_FFI = 4  # the version of XLA's custom call API
+
+
+class Executor:
+    """Launches described kernels in the program that is being traced, see `kernels.launch.Executor`.
+
+    An output with an alias is written in place where XLA may do so: donated, or an intermediate of the program;
+    otherwise XLA copies first. No size is zero.
+    """
+
+    def __init__(self, device: Device):
+        self.device = device
+
+    def __call__(
+        self, launch: Launch, inputs: Sequence[jax.Array | int | None], out: None = None
+    ) -> tuple[jax.Array, ...]:
+        # An input that is not read has a pointer all the same: the first one's.
+        arguments = [self._as_pointer(inputs[0] if x is None else x) for x in inputs]
+        arguments += [np.float32(x) if isinstance(x, float) else x for x in launch.scalars]
+        names = launch.kernel.arg_names[len(arguments) :]
+        absent = {name: None for name, output in zip(names, launch.outputs) if output is None}
+        outputs = [output for output in launch.outputs if output is not None]
+        results = triton_call(
+            *arguments,
+            kernel=launch.kernel,
+            out_shape=[jax.ShapeDtypeStruct(tuple(x.shape), self._pointer_dtype(jnp.dtype(x.dtype))) for x in outputs],
+            grid=launch.grid,
+            name=launch.name,
+            input_output_aliases={x.alias: i for i, x in enumerate(outputs) if x.alias is not None},
+            zeroed_outputs=tuple(i for i, x in enumerate(outputs) if x.zeroed),
+            compute_capability=10 * self.device.compute_capability[0] + self.device.compute_capability[1],
+            **absent,
+            **launch.constants,
+        )
+        given = iter(results)
+        return tuple(None if x is None else _as_dtype(next(given), x.dtype) for x in launch.outputs)
+
+    def _as_pointer(self, x: jax.Array | int) -> jax.Array | int:
+        return x if isinstance(x, int) else _as_dtype(x, self._pointer_dtype(x.dtype))
+
+    def _pointer_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Bytes instead of e4m3 numbers where the GPU does not compute with them: Triton has no pointers to those."""
+        return dtype if self.device.hardware_fp8 or dtype != jnp.float8_e4m3fn else jnp.dtype(jnp.uint8)
+
+
+def launching(name: str, **static: Any) -> Callable[..., Any]:
+    """The function of this name in `kernels/triton/`, such as "kv_cache.write_kv", as one of arrays.
+
+    Its module, and triton with it, is imported when the function is called.
+    """
+
+    def launch(*arrays: jax.Array) -> Any:
+        module, function = name.rsplit(".", 1)
+        kernels = importlib.import_module(f"jax_sparse_mla.kernels.triton.{module}")
+        return getattr(kernels, function)(executor(), *arrays, **static)
+
+    return launch
+
+
+def executor() -> Executor:
+    """Of the first device of JAX's default backend, a GPU."""
+    info = DeviceInfo.current()
+    return Executor(Device(info.compute_capability, info.sm_count))
+
+
+def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def triton_call(*args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,7 @@
 
 Nothing here imports tvm_ffi until a call is traced. A few lines of C++ (`tvm_bind.cc`) bind each function to its
 argument list: no Python and no lock runs with the kernel, and numbers do not travel as XLA attributes, of which
-jax-tvm-ffi loses some bytes at every call. tvm_ffi compiles them with the machine's C++ compiler at the first use,
-into its own cache.
+jax-tvm-ffi loses some bytes at every call. `native` has them from the package, or from the machine's C++ compiler.
 """
 
 from __future__ import annotations
@@ -11,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import itertools
-import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-__all__ = ["Buffer", "available", "call"]
+from jax_sparse_mla import native
+from jax_sparse_mla.kernels import build
+
+__all__ = ["Buffer", "call"]
 
 _lock = threading.Lock()
 _targets: dict[str, tuple] = {}  # by name: what is bound
@@ -40,11 +40,6 @@ class Buffer:
     index: int
     rows: int = 0
     row_bytes: int = 0
-
-
-def available() -> bool:
-    """Whether apache-tvm-ffi and jax-tvm-ffi are installed."""
-    return all(importlib.util.find_spec(name) is not None for name in ("tvm_ffi", "jax_tvm_ffi"))
 
 
 def call(
@@ -94,6 +89,6 @@ def _target(module: Callable[[], Any], function: str, arguments: tuple, platform
 
 @functools.cache
 def _binder() -> Any:
-    import tvm_ffi.cpp
+    import tvm_ffi
 
-    return tvm_ffi.cpp.load("jax_sparse_mla_bind", sources=str(pathlib.Path(__file__).with_name("tvm_bind.cc")))
+    return native.load(build.binder(), lambda path: tvm_ffi.load_module(str(path)))

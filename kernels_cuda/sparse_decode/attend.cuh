@@ -1,4 +1,4 @@
-// The two warpgroups that attend: each scores every other block of keys, and sums half of V's columns over all blocks.
+// The two consumer warpgroups. Each scores every other block of keys and sums half of V's columns over all blocks.
 
 #pragma once
 
@@ -7,12 +7,12 @@
 
 namespace sparse_decode {
 
-// Named barriers, of the attending warpgroups and of all threads once their work is done.
+// Named barriers: one of the consumers, one of all threads once their work is done.
 constexpr int kSumBarrier = 1, kEndBarrier = 2;
 
 // --- scores -----------------------------------------------------------------------------------------------------
 
-// Begins S = Q Kᵀ of a block, or adds to it, for the columns of one half of V.
+// Starts S = Q Kᵀ of a block for the columns of one half of V; the second half adds to the first.
 template <Format kFormat, int kHalf>
 __device__ __forceinline__ void begin_scores(Shared<kFormat>& shared, Turn turn, float (&scores)[32]) {
   using L = Layout<kFormat>;
@@ -30,8 +30,8 @@ __device__ __forceinline__ void begin_scores(Shared<kFormat>& shared, Turn turn,
   sm90::commit_products();
 }
 
-// Of the two heads of a thread: the base-2 score whose weight is 1, and the sum of the weights of this thread's columns
-// of the blocks that its warpgroup scored.
+// For each of a thread's two heads: the reference, which is the base-2 score whose weight is 1, and the sum of the
+// weights in this thread's columns of the blocks that its warpgroup scored.
 struct Statistics {
   float reference[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};
@@ -42,7 +42,7 @@ __device__ __forceinline__ float over_quad(float x, float (*both)(float, float))
   return both(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// What the other warpgroup's block makes of them, once its weights are there.
+// Updates them by the block that the other consumer scored, once its weights are there.
 template <Format kFormat>
 __device__ __forceinline__ void follow(const Shared<kFormat>& shared, int buffer, Statistics& statistics) {
   int tile_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -53,9 +53,9 @@ __device__ __forceinline__ void follow(const Shared<kFormat>& shared, int buffer
   }
 }
 
-// Scores become weights relative to the head's largest score so far, or to one at most 8 (a factor of 256) below it:
-// most blocks leave it as it is, and then nothing needs to be rescaled. Returns the factors. The scale is not 0, which
-// would make NaN of a masked score.
+// Turns scores into weights relative to the reference: the head's largest score so far, or a score at most 8 (a factor
+// of 256) below it. Most blocks leave the reference as it is, and then nothing is rescaled. Returns the factors by
+// which sums are rescaled. The scale is not 0, which would make a NaN of a masked score.
 __device__ __forceinline__ float2 weigh(float (&scores)[32], uint2 valid, float scale, Statistics& statistics) {
   constexpr float kSlack = 8;
   if (scale < 0) {
@@ -121,8 +121,7 @@ __device__ __forceinline__ void rescale_sums(float (&sums)[2][64], float first, 
   for (int i = 0; i < 128; i++) sums[i / 64][i % 64] *= i / 2 % 2 ? second : first;
 }
 
-// Begins O += P V of a block for one half of V's columns, once its weights are there; = instead of += where `add` is
-// false.
+// Starts O += P V of a block for one half of V's columns, once its weights are there; O = P V where `add` is false.
 template <Format kFormat>
 __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, int half, bool add,
                                            float (&sums)[2][64]) {
@@ -144,8 +143,8 @@ __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, i
   sm90::commit_products();
 }
 
-// Of one of a thread's two heads, with the sink in base 2: what the sums are multiplied by in the end. Who `writes`
-// leaves the lse; or, of a part, what the parts are joined by.
+// The factor by which the sums of one of a thread's two heads are multiplied in the end; the sink is in base 2. The
+// warpgroup with `writes` stores the lse of a whole row, or the maximum and sum by which the parts of a row are joined.
 __device__ __forceinline__ float finish(const Call& call, float sum, float reference, float sink, int row, int head,
                                         int tile_row, bool whole, int part, bool writes) {
   writes = writes && head < call.heads && threadIdx.x % 4 == 0;
@@ -159,7 +158,7 @@ __device__ __forceinline__ float finish(const Call& call, float sum, float refer
   return sum == 0 ? 0.0f : 1 / (sum + exp2f(sink - reference));
 }
 
-// Four lanes hold a word each of four chunks of 16 bytes; afterwards each holds one chunk, lane 4 i + c chunk c.
+// Four lanes each hold one word of four chunks of 16 bytes. Afterwards each lane holds one chunk: lane 4 i + c chunk c.
 __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&x)[4]) {
   int lane = threadIdx.x;
   bool odd = lane & 1, high = lane & 2;
@@ -189,7 +188,7 @@ __device__ __forceinline__ void store_out(const float (&sums)[2][64], const floa
   }
 }
 
-// The same for float32, where the factors are 1: two neighbouring lanes exchange half of two chunks of 8 columns.
+// The same for float32, where the factors are 1. Two neighbouring lanes exchange half of two chunks of 8 columns.
 __device__ __forceinline__ void store_part(const float (&sums)[2][64], const float (&factors)[2], float* to,
                                            int heads) {
   int lane = threadIdx.x;
@@ -209,19 +208,20 @@ __device__ __forceinline__ void store_part(const float (&sums)[2][64], const flo
   }
 }
 
-// --- the role ---------------------------------------------------------------------------------------------------
+// --- the consumer -----------------------------------------------------------------------------------------------
 
-// `side` is whose half of V's columns this is, and whose blocks: the n-th is of side n % 2.
+// `side` selects the half of V's columns that this consumer sums, and the blocks that it scores: those with n % 2 ==
+// side.
 template <Format kFormat>
 __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
                                             int side) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, tile_row = warp * 16 + lane / 4;
-  int head = tile * kHeads + tile_row, n = 0, number = 0;  // blocks and rows begun
+  int head = tile * kHeads + tile_row, n = 0, number = 0;  // n and number count blocks and rows
   float sinks[2];
 #pragma unroll
   for (int r = 0; r < 2; r++)
     sinks[r] = call.sink && head + 8 * r < call.heads ? call.sink[head + 8 * r] * kLog2E : -INFINITY;
-  float sums[2][64];  // of 128 columns each
+  float sums[2][64];  // each of 128 columns
   auto release = [&](int block) {
     __syncwarp();
     sm90::arrive_warp(&shared.barriers.keys_empty[block % 2][side], lane);
@@ -232,9 +232,9 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
     for (int block = first; block < last; block++, n++) {
       Turn turn{n};
       int buffer = turn.buffer();
-      if (buffer != side) {  // scored by the other
+      if (buffer != side) {  // the other consumer scores it
         if (first + 1 == last) sm90::arrive_warp(&shared.barriers.queries_empty, lane);
-        if (block + 1 < last) continue;  // summed beside the scores of the next
+        if (block + 1 < last) continue;  // it is summed beside the scores of the next
         begin_sums(shared, turn, side, block > first, sums);
         follow(shared, buffer, statistics);
         sm90::wait_products<0>();
@@ -252,7 +252,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       begin_scores<kFormat, 1>(shared, turn, scores);
       sm90::wait_products<1>();
       if (block > first) release(n - 1);
-      sm90::wait_products<0>();  // of all four warps: V3.2's weights take the place of the rope part, which they read
+      sm90::wait_products<0>();  // all four warps: V3.2's weights replace the rope part that they read
       if (block + 2 >= last) sm90::arrive_warp(&shared.barriers.queries_empty, lane);
       uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % kKnown]);
       float2 rescale = weigh(scores, valid, call.scale_log2, statistics);
@@ -270,7 +270,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       release(n);
     }
 
-    // Both have summed all blocks; each has the weights' sums of those that it scored.
+    // Both have summed all blocks. Each has the sums of weights of the blocks that it scored.
     float factors[2];
     bool whole = first == 0 && last == rows.lengths.blocks();
     int row = rows.at.row, part = blockIdx.x * 2 + rows.part();

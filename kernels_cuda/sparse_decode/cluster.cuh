@@ -1,7 +1,7 @@
-// Few rows: the thread blocks of a cluster share a row's keys, and add up what each makes of its own.
+// The cluster kernel, for few rows: the thread blocks of a cluster share a row's keys and add up their parts.
 //
 // Scores and output are transposed, so that heads are columns of the matrix products: 16 or 32 of them, not 64. There
-// are no roles: the way from an index to its output is what counts.
+// are no producers and consumers: with few rows the latency from an index to the output counts, not the throughput.
 
 #pragma once
 
@@ -13,24 +13,25 @@ namespace sparse_decode {
 
 constexpr int kMostParts = 16;  // thread blocks of a cluster
 
-// Four warpgroups, each with 128 columns of keys (the last with V3.2's rope part too): it converts them, and from them
-// alone come its addends of the scores and its rows of the transposed output.
+// Each of the four warpgroups has a slice of 128 columns of the keys (the last one V3.2's rope part too). It converts
+// them, and computes its part of the scores and its rows of the transposed output from them alone.
 template <Format kFormat, int kN>
 struct ClusterShared {
   using L = Layout<kFormat>;
   uint8_t keys[L::kTiles][kTileBytes];     // of a block; rows are tokens
-  float scores[4][kN][kBlock + 4];         // of a block, what each warpgroup's columns add
+  float scores[4][kN][kBlock + 4];         // of a block, each warpgroup's part
   uint8_t queries[L::kTiles][kN * 128];    // rows are heads
   union {
     uint8_t weights[kN * 128];      // of a block; rows are heads
-    float factors[kMostParts][kN];  // of each part: what its values are multiplied by in the end
+    float factors[kMostParts][kN];  // of each part's values in the end
   };
-  float rescale[kN];                       // what the sums are multiplied by before a block is added
+  float rescale[kN];                       // factors of the sums before a block is added
   float2 statistics[kMostParts][kN];       // of each part: base-2 maximum, and sum of the weights relative to it
   alignas(8) uint16_t valid[kBlock / 16];  // a bit for each key
   Barrier statistics_full, shares_full;
 
-  // Once all parts have summed their blocks, from `keys` on: all their values of the pairs of heads added up here.
+  // Once all parts have summed their blocks, this memory from `keys` on holds their values of the pairs of heads that
+  // are added up here.
   static constexpr int kPairs = kN / 2;
   __device__ __forceinline__ float2* share(int pair_here, int parts, int part) {
     return reinterpret_cast<float2*>(keys) + (pair_here * parts + part) * kThreads + threadIdx.x;
@@ -52,7 +53,7 @@ __device__ __forceinline__ T of_lane(T x, int lane) {
   return __shfl_sync(~0u, x, lane);
 }
 
-// The slot of a key of a row's block, or -1.
+// The slot of a key in a row's block, or -1.
 __device__ __forceinline__ int slot_of(const Call& call, Lengths lengths, int row, int block, int key) {
   Column at(call, lengths, row, block, key);
   return at.column < at.length ? __ldg(at.index) : -1;
@@ -68,11 +69,11 @@ __device__ __forceinline__ auto load_scale(const uint8_t* scales, int tile) {
   }
 }
 
-// In the form that `convert` takes.
+// The scale in the form that `convert` takes.
 __device__ __forceinline__ uint32_t ready(uint32_t exponent) { return HalfScales<kV4>::of_exponent(exponent); }
 __device__ __forceinline__ float ready(float scale) { return scale; }
 
-// A thread's part in a thread block's part of a row.
+// The work of a thread in its thread block's part of a row.
 template <Format kFormat, int kN>
 struct PartOfRow {
   using L = Layout<kFormat>;
@@ -84,23 +85,23 @@ struct PartOfRow {
   int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), slice = warp / 4;
   int row = blockIdx.z, first_head = blockIdx.y * kN, heads = call.heads - first_head;
   int rank = blockIdx.x, parts = call.deal.parts.divisor;
-  // Where the shared memory of the part of a lane's number is.
+  // The address of the shared memory of the part whose number is the lane's.
   uint32_t of_part = sm90::address_of(&shared, lane < parts ? lane : 0);
   Lengths lengths = lengths_of(call, row);
   int blocks = lengths.blocks(), blocks_of_part = Part(call, blocks, true, 0).last;
   Part own = Part(call, blocks, true, rank);
 
-  // A warp brings 16 keys' columns of its slice. Where they are its lanes find out, two for each key and one of these
-  // for either tile's scale. Values are brought 16 at once, four lanes for a key's tile.
+  // A warp loads its slice's columns of 16 keys. Two lanes find each key's row, and each of the two loads the scale of
+  // one tile. Values are loaded 16 at once, by four lanes for a key's tile.
   int key = lane / 16 * 2 + lane / 4 % 2, piece = lane % 4 + lane / 8 % 2 * 4, tile = slice * 2 + piece / 4;
   int token = warp % 4 * 16 + key;  // the first of four, four apart
   bool has_values = tile < L::kFp8Tiles;
-  int slot = -1;       // of the block after the one that was found
-  Source source = {};  // of that; null if there is none
+  int slot = -1;       // in the block after the one that was found
+  Source source = {};  // in the block that was found; null if there is no key
   Scale scale;
   uint4 values[4];
 
-  // Of the heads that its warp weighs.
+  // Of the heads whose weights this warp computes.
   float sinks[kOwnHeads], largest[kOwnHeads], weight_sums[kOwnHeads];
   float sums[2][kPairs];  // of 64 columns each
 
@@ -130,7 +131,7 @@ struct PartOfRow {
     slot = block < own.last ? slot_of(call, lengths, row, block, warp % 4 * 16 + lane % 16) : -1;
   }
 
-  // Returns which of the warp's keys there are.
+  // Returns a mask of the warp's keys that exist.
   __device__ __forceinline__ unsigned find_rows(int block) {
     const Table& table = call.tables[block >= lengths.first_blocks()];
     bool valid = is_slot(table, slot);
@@ -153,7 +154,7 @@ struct PartOfRow {
     }
   }
 
-  // What was loaded becomes keys; those of the slice are complete when it returns.
+  // Converts what was loaded. When it returns, the slice of all keys is complete.
   __device__ __forceinline__ void convert_keys() {
     uint32_t keys = sm90::shared_address(shared.keys) + token * 128;
     if (slice == 3) {
@@ -179,7 +180,7 @@ struct PartOfRow {
     sync_slice();
   }
 
-  // Begins Sᵀ = K Qᵀ, of the slice's columns.
+  // Starts Sᵀ = K Qᵀ over the slice's columns.
   __device__ __forceinline__ void begin_scores(float (&scores)[kPairs]) {
     auto add = [&](int first_tile, int steps, bool more) {
       uint64_t k = sm90::by_rows(sm90::shared_address(shared.keys[first_tile]));
@@ -202,7 +203,7 @@ struct PartOfRow {
       shared.scores[slice][i / 4 * 8 + lane % 4 * 2 + i % 2][at + i / 2 % 2 * 8] = scores[i];
   }
 
-  // Scores become weights relative to the head's largest score so far; a lane has two keys'.
+  // Turns scores into weights relative to the head's largest score so far. A lane has two keys.
   __device__ __forceinline__ void weigh() {
     uint2 valid = *reinterpret_cast<const uint2*>(shared.valid);
     unsigned pair = (lane < 16 ? valid.x : valid.y) >> lane % 16 * 2;
@@ -234,7 +235,7 @@ struct PartOfRow {
     sm90::fence_matrix_reads();
   }
 
-  // Begins Oᵀ += Vᵀ Pᵀ, the rows of the slice; = instead of += for the first block.
+  // Starts Oᵀ += Vᵀ Pᵀ for the rows of the slice; Oᵀ = Vᵀ Pᵀ for the first block.
   __device__ __forceinline__ void begin_sums(bool add) {
     if (add) {
 #pragma unroll
@@ -256,9 +257,9 @@ struct PartOfRow {
     sm90::commit_products();
   }
 
-  // Tells all parts what this one's values are relative to.
+  // Sends all parts the maximum and the sum to which this part's values are relative.
   __device__ __forceinline__ void send_statistics() {
-    sm90::wait_cluster();  // the barriers are made
+    sm90::wait_cluster();  // all barriers are initialised
     if (threadIdx.x == 0) {
       int used = 0, pairs_here = rank < kPairs ? (kPairs - 1 - rank) / parts + 1 : 0;
       while (has_keys(used)) used++;
@@ -274,7 +275,7 @@ struct PartOfRow {
     }
   }
 
-  // Sends each pair of heads' values to the part that adds them up: the pairs in turn, to one part after the other.
+  // Sends the values of each pair of heads to the part that adds them up. Pairs are dealt to the parts in turn.
   __device__ __forceinline__ void send_values() {
     int part = 0, pair_there = 0;
 #pragma unroll
@@ -302,7 +303,7 @@ struct PartOfRow {
     __syncthreads();
   }
 
-  // In the order of the keys, whoever sent them first.
+  // Adds the parts in the order of the keys, not of arrival.
   __device__ __forceinline__ void add_shares() {
     sm90::wait_for_sent(&shared.shares_full, 0);
     bool odd = lane / 4 % 2;
@@ -326,7 +327,7 @@ struct PartOfRow {
 #pragma unroll
         for (int i = 0; i < 4; i++) sum.x += factors[i].x * x[i].x, sum.y += factors[i].y * x[i].y;
       }
-      // Neighbours in columns exchange one of their two heads: each has two columns of a head then.
+      // Neighbours in columns exchange one of their two heads. Then each has two columns of one head.
       float other = __shfl_xor_sync(~0u, odd ? sum.x : sum.y, 4);
       auto out = odd ? __floats2bfloat162_rn(other, sum.y) : __floats2bfloat162_rn(sum.x, other);
       head += odd;
@@ -375,7 +376,7 @@ struct PartOfRow {
     }
     if (!any()) send_statistics();
     sm90::arrive_in_cluster();
-    sm90::wait_cluster();  // the others' shared memory is free for values
+    sm90::wait_cluster();  // the other blocks' shared memory is free for values
     if (any()) send_values();
     weigh_parts();
     if (rank < kPairs) add_shares();

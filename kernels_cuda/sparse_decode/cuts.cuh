@@ -1,4 +1,4 @@
-// Which rows were cut, and where their parts lie.
+// Which rows were split, and where their parts lie.
 
 #pragma once
 
@@ -6,13 +6,13 @@
 
 namespace sparse_decode {
 
-// A row that is cut: the thread block that has its first part, and how many parts it has, in thread blocks that follow
-// each other at a distance of `tiles`.
+// A split row: the thread block that has its first part, and the number of its parts. The thread blocks of its parts
+// are `tiles` apart.
 struct CutRow {
   int row, first, parts;
 };
 
-// Lists the rows that are cut each in equal parts, as `Part` says; some have one part.
+// Lists the rows that are each split into equal parts, as `Part` says; some have one part.
 __device__ __forceinline__ int list_equal_parts(const Call& call, CutRow* list) {
   int groups = call.deal.parts.divisor, count = call.deal.rest * call.tiles;
   for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ int list_equal_parts(const Call& call, CutRow* list) 
   return count;
 }
 
-// Lists the cut rows in shared memory, in the same order in all thread blocks; all threads.
+// Lists the split rows in shared memory, in the same order in all thread blocks. All threads call it.
 __device__ __forceinline__ int list_cut_rows(const Call& call, int2* part_rows, CutRow* list, int* count) {
   int blocks = gridDim.x, thread = threadIdx.x;
   for (int i = thread; i < blocks; i += kThreads) part_rows[i] = __ldcg(&call.part_rows[i]);

@@ -1,4 +1,4 @@
-// The parts of rows that were cut, joined once all thread blocks have left theirs.
+// Joins the parts of split rows, once all thread blocks have written theirs.
 
 #pragma once
 
@@ -25,11 +25,10 @@ __device__ __forceinline__ float over_warp(float x, float (*both)(float, float))
   return x;
 }
 
-// A quarter of a head's values or all four, by a warp. Parts are added in the order of the keys, whoever wrote them
-// first.
+// A warp joins one quarter of a head's values, or all four. It adds the parts in the order of the keys, not of arrival.
 template <int kQuarters>
 __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row, int quarter, bool rehearsal) {
-  constexpr int kAtOnce = 16 / kQuarters;  // parts whose values are waited for together
+  constexpr int kAtOnce = 16 / kQuarters;  // parts whose values are loaded together
   int lane = threadIdx.x % 32, head = cut.first % call.tiles * kHeads + tile_row;
   auto slot = [&](int part) {
     return static_cast<int64_t>((cut.first + part * call.tiles) * 2 + (part == 0)) * kHeads + tile_row;
@@ -86,7 +85,7 @@ __device__ __forceinline__ void join(const Call& call, CutRow cut, int tile_row,
   }
 }
 
-// A rehearsal reads whatever the scratch holds and writes nothing.
+// A rehearsal loads the code into the L2: it reads whatever the scratch memory holds and writes nothing.
 template <int kQuarters>
 __device__ __forceinline__ void join_all(const Call& call, const CutRow* list, int tasks, bool rehearsal) {
   constexpr int kOfHead = 4 / kQuarters;  // tasks
@@ -107,7 +106,7 @@ __device__ __forceinline__ void join_parts(const Call& call, bool equally, void*
   CutRow* list = reinterpret_cast<CutRow*>(part_rows + blocks);
   int* count = reinterpret_cast<int*>(list + blocks);
   int cut_rows = equally ? list_equal_parts(call, list) : list_cut_rows(call, part_rows, list, count);
-  // Few tasks are to keep many warps busy; a warp of many tasks is to have many loads in flight.
+  // Few tasks are spread over many warps; a warp with many tasks keeps many loads in flight.
   int quarters = rehearsal ? blocks : cut_rows * heads * 4;
   if (quarters <= blocks * (kThreads / 32)) {
     join_all<1>(call, list, quarters, rehearsal);

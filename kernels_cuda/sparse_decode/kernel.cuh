@@ -1,8 +1,8 @@
 // Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
 //
-// One thread block on each multiprocessor, four warpgroups: two bring keys, two attend. Few rows have kernels of their
-// own, where a cluster of thread blocks shares each. docs/kernels.md explains the plan of shared memory, the barriers
-// and what bounds what.
+// The persistent kernel runs one thread block on each multiprocessor, with two producer and two consumer warpgroups.
+// The cluster kernel serves few rows: a cluster of thread blocks shares each row. docs/kernels.md explains shared
+// memory, the barriers and the limits.
 
 #pragma once
 
@@ -16,17 +16,18 @@
 
 namespace sparse_decode {
 
-// Registers of each thread, by role; a multiprocessor has 4 x 128 for one thread of each warpgroup.
+// Registers of a thread in each role. A multiprocessor has 4 x 128 for one thread of each of the four warpgroups.
 constexpr int kKeyRegisters = 64, kAttendRegisters = 192;
 
-// Each warp's part of the barriers, which follow each other: a thread alone would take 2,000 clocks.
+// Each warp initialises its part of the barriers; one thread would take 2,000 clocks for all.
 template <Format kFormat>
 __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp) {
   constexpr int kWarps = kThreads / 32;
   static_assert(kAhead == 4 && kWarps == 16);
   static_assert(sizeof(Shared<kFormat>::barriers) == (kWarps + 11) * sizeof(Barrier));
   Barrier* mine = reinterpret_cast<Barrier*>(&shared.barriers) + warp;
-  // Of slots a warp's copies and itself, of rows it, of scales its copies, of what is read all that bring keys.
+  // Arrivals: slots_full a warp's copies and the warp; rows_full a warp; scales_full a warp's copies; rows_empty the
+  // eight producer warps.
   constexpr int kOnce = sm90::kArrivalsOfWarp;
   sm90::init(mine, warp < 4 ? 32 + kOnce : warp < 8 ? kOnce : warp < 12 ? 32 : 8 * kOnce);
   if (warp < 11) sm90::init(mine + kWarps, (warp < 10 ? 4 : 8) * kOnce);
@@ -43,7 +44,7 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
   const Piece piece = shared.plan.piece;
   if (piece.joins && threadIdx.x == 0) call.part_rows[blockIdx.x] = parts_of(piece);
 
-  if (piece.blocks > 0) {  // registers change hands between warpgroups that all have work
+  if (piece.blocks > 0) {  // registers move between warpgroups only where all have work
     if (warpgroup < 2) {
       sm90::shrink_registers<kKeyRegisters>();
       bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
@@ -57,7 +58,7 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
     }
   }
   if (!piece.joins) return;
-  // Thread blocks without work rehearse: the code comes from memory, into the L2, before the others need it.
+  // Thread blocks without work rehearse the join, so that its code is in the L2 before the others need it.
 #pragma unroll 1
   for (int round = piece.blocks > 0; round < 2; round++) {
     if (round == 1) cooperative_groups::this_grid().sync();

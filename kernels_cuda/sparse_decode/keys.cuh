@@ -1,5 +1,5 @@
-// The two warpgroups that bring keys, each one half of V's columns: FP8 values become bfloat16 on their way from
-// registers to shared memory.
+// The two producer warpgroups. Each loads one half of V's columns of the keys into registers, converts the FP8 values
+// to bfloat16, and writes them to shared memory.
 
 #pragma once
 
@@ -7,13 +7,13 @@
 
 namespace sparse_decode {
 
-// A number as if it were only known here: what follows from it is not computed, and kept in registers, long before.
+// Hides a number from the compiler, so that it does not compute what depends on it early and keep that in registers.
 __device__ __forceinline__ unsigned fresh(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// The blocks of a piece, one after the other.
+// Walks through the blocks of a piece, one after the other.
 struct Blocks {
   Rows rows;
   int block;
@@ -28,13 +28,13 @@ struct Blocks {
 };
 
 // --- where keys are ---------------------------------------------------------------------------------------------
-// Two warps of those that bring keys find the rows of each block's keys for all who need to know: one copies slots to
-// shared memory, as many blocks ahead as there are places, the other makes addresses of them, one block less ahead.
-// After the piece come blocks without keys.
+// Two producer warps find the rows of each block's keys for all the others. One copies slots to shared memory, kAhead
+// blocks ahead; the other turns them into addresses, one block later. Behind the piece's last block they find blocks
+// without keys.
 
-// Where the index of a row's key stands.
+// The place of a key's index in its table.
 struct Column {
-  bool second;  // table
+  bool second;  // whether it is the second table
   int column;
   const int* index;
   int length;
@@ -46,8 +46,8 @@ struct Column {
         length(second ? lengths.second : lengths.first) {}
 };
 
-// Begins to copy the slots of a lane's two keys of a block from its index table; -1 where there is none. Returns
-// whether they are of the second table.
+// Starts the copy of the slots of a lane's two keys of a block from the index table; writes -1 where there is none.
+// Returns whether they are of the second table.
 __device__ __forceinline__ bool copy_slots_of(const Call& call, const Blocks& blocks, int lane, int* to) {
   Column from(call, blocks.rows.lengths, blocks.rows.at.row, blocks.block, lane);
   int length = blocks.rows.any() ? from.length : 0;
@@ -66,7 +66,7 @@ __device__ __forceinline__ bool is_slot(const Table& table, int slot) {
   return static_cast<unsigned>(slot) < static_cast<unsigned>(table.num_slots);
 }
 
-// Where a key's bytes are. A slot that is none of the cache's has a row of zeros: what loads it need not ask.
+// Where a key's bytes are. A slot outside the cache gets a row of zeros, so that loads need no condition.
 struct Source {
   const uint8_t *row, *scales;
 };
@@ -120,8 +120,8 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
 
 // --- conversion -------------------------------------------------------------------------------------------------
 
-// The steps are volatile so that they stay in the order in which they are written: of eight values each, which hides
-// their latencies.
+// The steps are volatile, so they stay in the order in which they are written. Each works on eight values, which hides
+// its latency.
 
 __device__ __forceinline__ void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
   asm volatile(
@@ -151,7 +151,7 @@ __device__ __forceinline__ uint32_t rounded(float2 x) {
   return pair;
 }
 
-// Scales of the tiles of one half of V. V4 has powers of two, by which the product of bfloat16 is exact.
+// Scales of the tiles of one half of V. Those of V4 are powers of two, so a product with one is exact in bfloat16.
 template <Format kFormat>
 struct HalfScales;
 
@@ -173,7 +173,7 @@ struct HalfScales<kV4> {
 
 template <>
 struct HalfScales<kV32> {
-  // Where they are: four registers more would be too many.
+  // A pointer to the scales: the scales themselves would take four registers too many.
   const float2& scales;
   __device__ __forceinline__ HalfScales(const Scales<kV32>& scales, int half) : scales(scales.of_128[half]) {}
   __device__ __forceinline__ float of_tile(int tile) const { return tile < 2 ? scales.x : scales.y; }
@@ -184,7 +184,7 @@ struct HalfScales<kV32> {
   __device__ __forceinline__ static void scale_rounded(uint32_t (&)[4], float) {}
 };
 
-// Eight values.
+// Converts eight values.
 template <Format kFormat, typename Scale>
 __device__ __forceinline__ void convert(uint32_t low, uint32_t high, Scale scale, uint32_t to) {
   uint32_t x[4];
@@ -200,13 +200,13 @@ __device__ __forceinline__ void convert(uint32_t low, uint32_t high, Scale scale
   sm90::store(to, uint4{x[0], x[1], x[2], x[3]});
 }
 
-// What a thread holds of its two keys of a block in one half of V: 16 values of each tile.
+// A thread's values of its two keys of a block in one half of V: 16 values of each tile.
 template <Format kFormat>
 struct Values {
   using L = Layout<kFormat>;
   uint4 values[L::kHalfTiles][2];
 
-  // V4's second half has one tile less.
+  // V4's second half has one tile fewer.
   __device__ __forceinline__ static bool has(int tile, int half) {
     return L::kFp8Tiles == 2 * L::kHalfTiles || tile < L::kHalfTiles - 1 || half == 0;
   }
@@ -218,7 +218,7 @@ struct Values {
       if (has(tile, half)) values[tile][i] = __ldg(reinterpret_cast<const uint4*>(from + tile * 64));
   }
 
-  // To the first of the half's tiles.
+  // `to` is in the first of the half's tiles.
   __device__ __forceinline__ void convert_to(uint32_t keys, const HalfScales<kFormat> (&scales)[2], int half) const {
     uint32_t other_keys = keys ^ 16;
 #pragma unroll
@@ -236,10 +236,9 @@ struct Values {
   }
 };
 
-// --- the role ---------------------------------------------------------------------------------------------------
+// --- the producer -----------------------------------------------------------------------------------------------
 
-// Begins to copy a half's columns of a row's queries, the heads from `head` on; zeros stand for those that the tile
-// lacks.
+// Starts the copy of a half's columns of a row's queries, from head `head` on. Heads that the tile lacks become zeros.
 template <Format kFormat>
 __device__ __forceinline__ void copy_queries(const Call& call, Shared<kFormat>& shared, int row, int head, int half) {
   using L = Layout<kFormat>;
@@ -256,11 +255,11 @@ __device__ __forceinline__ void copy_queries(const Call& call, Shared<kFormat>& 
   }
 }
 
-constexpr int kSlotWarp = 4, kRowWarp = 5;  // of the warpgroup that brings the second half
-constexpr int kPrefetched = 128;            // bytes, by one instruction
+constexpr int kSlotWarp = 4, kRowWarp = 5;  // in the producer of the second half
+constexpr int kPrefetched = 128;            // bytes that one instruction prefetches
 
-// Brings half of V's columns of the keys. Four neighbouring threads share two keys of a block, 32 apart. Rows are asked
-// into the L2 two blocks ahead and loaded one block ahead, into the registers that have just been converted.
+// Produces half of V's columns of the keys. Four neighbouring threads share two keys of a block, 32 apart. Rows are
+// prefetched into the L2 two blocks ahead and loaded one block ahead, into the registers that were just converted.
 template <Format kFormat>
 __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
                                            int half) {
@@ -292,7 +291,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     }
   };
   load(0);
-  int number = 0;  // of rows begun
+  int number = 0;  // how many rows were begun
 #pragma unroll 1
   for (int n = 0; n < piece.blocks; n++) {
     Turn turn{n};
@@ -307,11 +306,11 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
       for (int block = n ? n + kAhead - 1 : 1; block < n + kAhead; block++) find_rows(call, shared, block);
     }
     sm90::wait(&shared.barriers.keys_empty[turn.buffer()][half], turn.parity() ^ 1);
-    // Of this thread's first 8 values of a tile, swizzled; the other 8 are in the neighbouring 16 bytes.
+    // The swizzled place of this thread's first 8 values of a tile; the other 8 are in the neighbouring 16 bytes.
     uint32_t chunk = (2 * part ^ lane / 4) * 16;
     uint32_t keys = sm90::shared_address(shared.keys[turn.buffer()]) + token * 128 + chunk;
     if (half == 1) {
-      // The rope part's place may have weights, which the other half's sums are made of too.
+      // The rope part's place may still hold weights, which the sums of the other half read too.
       if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; i++) {

@@ -1,15 +1,15 @@
 // Which blocks of keys each thread block attends to.
 //
-// A row's keys are cut into blocks of 64 columns, those of the first table and then those of the second. The thread
-// blocks form groups of one for each tile of heads, and the groups share the rows in the way that ends soonest:
+// A row's keys come in blocks of 64 columns: first those of the first table, then those of the second. The thread
+// blocks form groups, each with one thread block for each tile of heads. The groups share the rows in the way that
+// ends soonest:
 //
-// Whole rows are dealt in rounds in the order of their sizes, the longest first: in the first round from the first
-// group to the last, in the next from the last to the first, and so on. The rows that do not fill a round are dealt
-// like the others, or each is cut in equal parts for several groups. Or the blocks of all rows stand in a line that is
-// cut in equal pieces.
+// Whole rows are dealt in rounds, the longest first: in the first round from the first group to the last, in the next
+// from the last to the first, and so on. The rows that do not fill a round are dealt like the others, or each is split
+// into equal parts for several groups. Or the blocks of all rows form one line, which is split into equal pieces.
 //
-// What is not a whole row is attended to in parts, which a second phase of the launch joins. A caller who wants results
-// that do not depend on the batch gets whole rows.
+// A split row leaves parts, which a second phase of the launch joins. A caller who wants results that do not depend on
+// the batch gets whole rows.
 
 #pragma once
 
@@ -25,19 +25,19 @@ constexpr int kHeads = 64;    // of a tile: the rows of a matrix product
 constexpr int kValues = 512;  // of V and of the output
 constexpr int kThreads = 512;
 
-// Times in units of a block of keys: what a row, or a part of one, takes beside its blocks; and where rows are cut,
-// what it takes to join them, once and for so many parts.
+// Times, in units of a block of keys: of a row, or a part of one, in addition to its blocks; and, where rows are split,
+// of the join, once and for so many parts.
 constexpr int kRowCost = 1;
 constexpr int kJoinCost = 3;
-constexpr int kPartsJoined = 44;  // in a unit
+constexpr int kPartsJoined = 44;  // in one unit of time
 
 constexpr int kMostRounds = 32;  // of rows of different lengths
 constexpr int kMostGroups = 160;
 constexpr int kMostRows = kMostGroups * (kMostRounds + 1);
-constexpr int kSizes = 32;  // that are told apart, one for each lane
+constexpr int kSizes = 32;  // classes of row sizes, one for each lane
 constexpr int kToItsEnd = INT_MAX;
 
-// Division of 0 <= n < 2^31 by a number that is known before the launch: n · multiplier / 2^(31 + shift), with
+// Divides 0 <= n < 2^31 by a number that is known before the launch: n · multiplier / 2^(31 + shift), with
 // shift = ⌈log2(divisor)⌉ and multiplier = ⌈2^(31 + shift) / divisor⌉.
 struct Divisor {
   uint32_t divisor, multiplier, shift;
@@ -55,16 +55,17 @@ inline Divisor divisor_of(int64_t n) {
   return {static_cast<uint32_t>(n), static_cast<uint32_t>(((int64_t{1} << (31 + shift)) + n - 1) / n), shift};
 }
 
-enum Cuts { kNever, kAlways, kAsLengthsSay };  // the last where there are lengths
+enum Cuts { kNever, kAlways, kAsLengthsSay };  // kAsLengthsSay where lengths are given
 
-// Rows in rounds of one for each group, and those that are left; what of the schedule is known before the launch.
+// The part of the schedule that is known before the launch: rounds of one row for each group, and the rows that are
+// left.
 struct Deal {
   int rounds, rest;
   Divisor groups;
-  Divisor parts;              // that a row of the rest is cut into, if it is; of few rows each, by a cluster
-  int parts_cost, line_cost;  // units that are lost if the rest is cut, or the line
+  Divisor parts;              // of a row of the rest, if it is split; in the cluster kernel, of every row
+  int parts_cost, line_cost;  // units that are lost if the rest is split, or the line
   int most_blocks;            // of a row
-  int size_shift;             // so many blocks, as a power of two, make a difference between two rows' sizes
+  int size_shift;             // log2 of the blocks by which two classes of row sizes differ
 };
 
 inline Deal deal_of(int rows, int groups, int tiles, int most_blocks) {
@@ -75,7 +76,7 @@ inline Deal deal_of(int rows, int groups, int tiles, int most_blocks) {
   return {rows / groups, rest, divisor_of(groups), divisor_of(parts), cost(of_rest), cost(in_line), most_blocks, shift};
 }
 
-// One paged cache and what the rows read of it.
+// One paged cache, and the slots that the rows read.
 struct Table {
   const uint8_t* data;  // [pages, page_bytes]
   const int* indices;   // [rows, topk]
@@ -90,8 +91,8 @@ struct Call {
   const float* sink;       // [heads] or null
   __nv_bfloat16* out;      // [rows, heads, 512]
   float* lse;              // [rows, heads]
-  // What the thread blocks leave of rows that are cut, two parts each: of the row that their piece begins in the midst
-  // of, and of the row whose first part they have. Values are not yet divided by their sum; base-2 maximum and sum.
+  // Parts of split rows, two for each thread block: of the row in whose middle its piece begins, and of the row whose
+  // first part it has. Values are not yet divided by their sum. part_sums holds the base-2 maximum and the sum.
   float* part_values;  // [blocks, 2, 64, 512]
   float2* part_sums;   // [blocks, 2, 64]
   int2* part_rows;     // [blocks], -1: none
@@ -121,7 +122,7 @@ inline int most_blocks(const Call& call) {
   return blocks ? blocks : 1;
 }
 
-// As it stands in memory; whoever needs it clips it, so that loading ahead does not wait.
+// The length as it is in memory. It is clipped where it is used, so that a load ahead does not wait.
 __device__ __forceinline__ int given_length(const Table& table, int row) {
   if (!table.lengths) return table.topk;
   return table.lengths[table.rows_per_length.quotient(row)];
@@ -140,19 +141,19 @@ __device__ __forceinline__ Lengths lengths_of(const Call& call, int row) {
   return clipped(call, given_lengths(call, row));
 }
 
-// Runs of blocks, each of a row: of the first row up to block `until`, then whole rows, but of the last up to `end`.
+// Runs of blocks, one run for each row: the first row up to block `until`, then whole rows, the last row up to `end`.
 struct Piece {
-  int row, block;    // it begins before
-  int until, end;    // or kToItsEnd
+  int row, block;    // the piece begins before these
+  int until, end;    // a block, or kToItsEnd
   int left;          // rows after the first; -1: none at all
-  int second;        // of the rows after the first, which follow each other,
+  int second;        // the first of the rows after the first, which follow each other,
   const int* dealt;  // unless they are listed here
   int blocks;        // of all runs
-  bool joins;        // any row of the call is cut
-  bool equally;      // and those are the first ones, each in parts of its own as `Part` says
+  bool joins;        // whether any row of the call is split
+  bool equally;      // whether those are the first rows, each in equal parts as `Part` says
 };
 
-// In shared memory as long as the launch.
+// Stays in shared memory for the whole launch.
 struct Plan {
   Piece piece;
   int dealt[kMostRounds];  // rows, in whole rounds
@@ -160,14 +161,14 @@ struct Plan {
 
 static_assert(kThreads >= kMostGroups);
 
-struct Planning {  // shared memory, free again once the piece is planned
+struct Planning {  // in shared memory, free again once the piece is planned
   static constexpr int kWarps = kThreads / 32;
   int blocks[kMostRows];  // of each row
   int warp_units[kWarps], warp_longest[kWarps];
   int sizes[kWarps][kSizes];   // how many rows of each size the warp's threads have
-  int places[kWarps][kSizes];  // of the next one of them in the order of sizes
+  int places[kWarps][kSizes];  // place of the next of these rows in the order of sizes
   int loads[kMostGroups];      // blocks dealt in whole rounds
-  int rest[kMostGroups];       // the rows after those; without rounds, all in their order
+  int rest[kMostGroups];       // the rows that fill no round; without rounds, all rows in their order
   struct {
     int row, block;  // before these
     int before;      // blocks of the line
@@ -176,12 +177,12 @@ struct Planning {  // shared memory, free again once the piece is planned
 
 // --- rounds -----------------------------------------------------------------------------------------------------
 
-// The group that has the i-th row of a round, or that row of the group.
+// The group that has the i-th row of a round; or, for a group, which row of the round it has.
 __device__ __forceinline__ int turn(const Call& call, int round, int i) {
   return round % 2 ? call.groups - 1 - i : i;
 }
 
-// Blocks of a row that its i-th part has, if it is cut.
+// The blocks in the i-th part of a split row.
 struct Part {
   int first, last;
   __device__ __forceinline__ Part(const Call& call, int blocks, bool cut, int i) {
@@ -191,7 +192,8 @@ struct Part {
   }
 };
 
-// A part of a row of so many blocks, unless it is empty, and then whole rows: those dealt, or `whole` and the next.
+// A piece of a part of a row, unless it is empty, and then of whole rows: those dealt, or `whole` and the ones after
+// it.
 __device__ __forceinline__ Piece piece_of_rounds(const Call& call, int row, int blocks, Part part, int whole,
                                                  const int* dealt, int whole_blocks, bool cuts) {
   bool begins = part.first < part.last;
@@ -238,16 +240,16 @@ __device__ __forceinline__ Piece uniform_piece(const Call& call, int group) {
 }
 
 // --- rows of different lengths ----------------------------------------------------------------------------------
-// A launch begins with this code, and its instructions come from memory: loops are not unrolled.
+// A launch begins with this code, whose instructions come from memory, so loops are not unrolled.
 
-// What a thread knows of all rows, and of a run of them that is its own.
+// Totals over all rows, and over the run of rows that the thread counts.
 struct Survey {
   int all, longest;  // units; blocks
   int first, last;   // own rows
-  int before, mine;  // units of the rows before those, and of those
+  int before, mine;  // units of the rows before its own, and of its own
 };
 
-// 0: the longest.
+// The class of a row's size; 0 is the longest.
 __device__ __forceinline__ int size_of(const Call& call, int blocks) {
   return kSizes - 1 - ((blocks - 1) >> call.deal.size_shift);
 }
@@ -289,7 +291,7 @@ __device__ __forceinline__ Survey survey_rows(const Call& call, Planning& shared
   return survey;
 }
 
-// Whole rounds, and what is left. Every thread block deals all rows, and keeps those of its group.
+// Deals whole rounds, and lists the rows that are left. Every thread block deals all rows and keeps those of its group.
 __device__ __forceinline__ void deal_rows(const Call& call, Planning& shared, const Survey& survey, int group,
                                           Plan& plan) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_size = 0, of_warps_before = 0;
@@ -324,9 +326,9 @@ __device__ __forceinline__ void deal_rows(const Call& call, Planning& shared, co
   __syncthreads();
 }
 
-// How long the groups take, in units.
+// How long the groups take, in units of time.
 struct Times {
-  int rounds, whole, longest_rest;  // without and with the rest, uncut; blocks
+  int rounds, whole, longest_rest;  // without the rest; with the rest, not split; its longest row in blocks
 
   __device__ __forceinline__ Times(const Call& call, const Planning& shared) {
     int most_rounds = 0, most = 0, longest = 0;
@@ -345,7 +347,8 @@ struct Times {
   }
 };
 
-// The line, cut where the groups' shares end, or else at the nearest ends of rows. Whoever has the row says where.
+// Splits the line where the groups' shares end, or, without cuts, at the nearest end of a row. The thread that counts
+// the row writes the place.
 __device__ __forceinline__ Piece piece_of_line(const Call& call, Planning& shared, const Survey& survey, int each,
                                                int group, bool cuts) {
 #pragma unroll 1
@@ -392,7 +395,7 @@ __device__ __forceinline__ Piece piece_by_lengths(const Call& call, Planning& sh
   return piece_of_rounds(call, row, blocks, part, 0, plan.dealt, shared.loads[group], parts > 1);
 }
 
-// The same where there are fewer rows than groups, unless the line ends soonest: each warp looks at all rows.
+// The same for fewer rows than groups, unless the line ends soonest. Each warp looks at all rows.
 __device__ __forceinline__ bool plan_few_rows(const Call& call, int group, Piece& piece) {
   const Deal& deal = call.deal;
   int all = 0, longest = 0;
@@ -418,8 +421,8 @@ __device__ __forceinline__ bool plan_few_rows(const Call& call, int group, Piece
 
 // --- for the kernel ---------------------------------------------------------------------------------------------
 
-// Plans the piece of a group: all threads call it, and synchronise before they use the plan. By lengths or not are two
-// kernels: what of the code a launch does not need stands in the way of fetching what it does.
+// Plans the piece of a group. All threads call it, and synchronise before they use the plan. Calls with and without
+// lengths are two kernels, since code that a launch does not need slows the fetching of the code that it needs.
 template <bool kByLengths>
 __device__ __forceinline__ void plan_piece(const Call& call, Planning& shared, Plan& plan, int group) {
   Piece piece;
@@ -432,7 +435,7 @@ __device__ __forceinline__ void plan_piece(const Call& call, Planning& shared, P
   if (threadIdx.x == 0) plan.piece = piece;
 }
 
-// The rows of which this piece has a part: one that it begins in the midst of, and one that it has the first part of.
+// The rows of which this piece has a part: the row in whose middle it begins, and the row whose first part it has.
 __device__ __forceinline__ int2 parts_of(const Piece& piece) {
   int2 rows = {-1, -1};
   if (piece.left < 0) return rows;
@@ -443,14 +446,14 @@ __device__ __forceinline__ int2 parts_of(const Piece& piece) {
   return rows;
 }
 
-// What is left of a piece, row by row.
+// Walks through a piece row by row.
 struct Rows {
   struct {
     int row, block;
   } at;
   int until, end, left, second;
   const int* dealt;
-  Lengths lengths, next;  // of this row, and as given of the one after
+  Lengths lengths, next;  // of this row; of the one after it, not clipped
 
   __device__ __forceinline__ Rows(const Call& call, const Piece& piece)
       : at{piece.row, piece.block}, until(piece.until), end(piece.end), left(piece.left), second(piece.second),
@@ -458,7 +461,7 @@ struct Rows {
   __device__ __forceinline__ bool any() const { return left >= 0; }
   // The block of this row before which the piece ends.
   __device__ __forceinline__ int last() const { return min(until, lengths.blocks()); }
-  // Which of the thread block's parts this is, if it is not whole.
+  // Which of the thread block's two parts this is, if the row is split.
   __device__ __forceinline__ int part() const { return at.block == 0; }
   __device__ __forceinline__ int following(const Call& call) const {
     return left <= 0 ? call.rows : dealt ? *dealt : second;

@@ -1,4 +1,4 @@
-// Shared memory of many rows' SM90 sparse decode kernel.
+// Shared memory of the persistent SM90 sparse decode kernel.
 
 #pragma once
 
@@ -17,23 +17,23 @@ struct Layout {
   static constexpr int kFp8Tiles = kFormat == kV4 ? 7 : 8;  // of 64 values
   static constexpr int kTiles = kFp8Tiles + 1;              // and the rope part
   static constexpr int kQkDim = 64 * kTiles;
-  static constexpr int kHalfTiles = 4;  // of the first half of V; the second half's has the rope part, if not more
+  static constexpr int kHalfTiles = 4;  // of the first half of V; the second half has the rope part too
   static constexpr int kRowBytes = kFormat == kV4 ? 576 : 656;
   static constexpr int kRopeByte = kFormat == kV4 ? 448 : 528;
 };
 
 constexpr int kWeightTile = 8;
-constexpr int kAhead = 4;  // places for blocks whose slots or rows are known
-constexpr int kKnown = 8;  // and for what is known of a block until its scores are weighed
+constexpr int kAhead = 4;  // stages of slots, rows and scales
+constexpr int kKnown = 8;  // stages of what is needed until a block's weights are computed
 
-// Of a key, as in the cache.
+// A key's scales, as in the cache.
 template <Format kFormat>
 struct Scales;
 
 template <>
 struct alignas(8) Scales<kV4> {
   static constexpr int kBytes = 8;
-  uint32_t exponents[2];  // of four tiles each; the last byte is none's
+  uint32_t exponents[2];  // of four tiles each; the last byte is unused
 };
 
 template <>
@@ -51,11 +51,11 @@ struct Barriers {
 template <Format kFormat>
 struct Shared {
   using L = Layout<kFormat>;
-  // A block's keys, bfloat16, rows are tokens; and in the last tile its weights P, rows are heads. V3.2 has its rope
-  // part there, which is no part of V and has been read when P is written.
+  // A block's keys in bfloat16, whose rows are tokens. The last tile holds its weights P, whose rows are heads. In V3.2
+  // the rope part is there before: it is no part of V, and it has been read when P is written.
   uint8_t keys[2][kWeightTile + 1][kTileBytes];
   uint8_t queries[L::kTiles][kTileBytes];  // rows are heads
-  float rescale[2][kHeads];    // what the sums are multiplied by before a block is added
+  float rescale[2][kHeads];    // factors of the sums before a block is added
   float reference[2][kHeads];  // the base-2 score whose weight is 1, from this block on
   float weight_sums[2][2][kHeads];  // of every other row, by warpgroup
   Scales<kFormat> scales[kAhead][kBlock];

@@ -1,4 +1,4 @@
-// Sparse MLA decode on SM90, behind TVM FFI: one binary that XLA and torch call. The kernels: kernel.cuh.
+// Sparse MLA decode on SM90 as a TVM FFI function: one binary for XLA and torch. The kernels are in kernel.cuh.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -60,7 +60,7 @@ Launch launch_of(const Call& call, int tile) {
   return {by_lengths(call) ? given_lengths : by_shape, shared_bytes<Shared<kFormat>>()};
 }
 
-constexpr int kPortableCluster = 8;  // thread blocks, which any device has room for
+constexpr int kPortableCluster = 8;  // thread blocks of the largest cluster that any device can run
 
 void allow(Launch what) {
   check_cuda(cudaFuncSetAttribute(what.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, what.bytes));
@@ -74,7 +74,7 @@ cudaLaunchAttribute clusters_of(int parts) {
   return attribute;
 }
 
-// Whether the device has room for a cluster of any size, of the kernel that needs most of a multiprocessor.
+// Whether the device can run clusters of every size of the kernel that needs most of a multiprocessor.
 bool has_room_for_all_clusters(int device) {
   static std::atomic<int> known[64];  // 1 + the answer
   if (device < 64 && known[device]) return known[device] > 1;
@@ -114,13 +114,13 @@ void launch(Call& call, Launch what, int tile, int device, cudaStream_t stream) 
   check_cuda(cudaLaunchKernelEx(&config, what.kernel, call));
 }
 
-// q bfloat16 [rows..., heads, 512 or 576]; caches begin at multiples of 16 bytes, as do their pages; indices int32
-// [rows..., topk]; lengths int32 [rows] or fewer, each of as many rows that follow each other; sink float32 [heads].
-// Written: out bfloat16 [rows..., heads, 512], lse float32 [rows..., heads]. Scratch, where cuts is not 0 (kNever): as
-// Call says, for groups · ⌈heads / 64⌉ thread blocks, no more than the device has multiprocessors.
-// Where tile, the heads of a thread block, is 16 or 32 and not 64, clusters of as many thread blocks as groups says, at
-// least 2 and at most 16, share each row; there are no cuts then, and at most 65,535 rows.
-// Sizes, dtypes and the plan (tile, groups, cuts) are the caller's to check.
+// q is bfloat16 [rows..., heads, 512 or 576]. Caches and their pages begin at multiples of 16 bytes. indices are int32
+// [rows..., topk]; lengths int32 [n], each for rows / n consecutive rows; sink is float32 [heads].
+// It writes out, bfloat16 [rows..., heads, 512], and lse, float32 [rows..., heads]. Where cuts is not 0 (kNever) it
+// needs scratch memory as in Call, for groups · ⌈heads / 64⌉ thread blocks, at most one for each multiprocessor.
+// `tile` is the heads of a thread block. With 16 or 32 instead of 64 the cluster kernel runs: `groups` thread blocks,
+// from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. The caller validates sizes, dtypes
+// and the plan (tile, groups, cuts).
 void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indices,
                   ffi::Optional<ffi::TensorView> lengths, ffi::Optional<ffi::TensorView> extra_cache,
                   ffi::Optional<ffi::TensorView> extra_indices, ffi::Optional<ffi::TensorView> extra_lengths,
@@ -145,7 +145,7 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
   call.groups = static_cast<int>(groups);
   call.cuts = static_cast<int>(cuts);
   call.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
-  if (call.scale_log2 == 0) call.scale_log2 = FLT_MIN;  // as good as 0, but -inf times it is -inf
+  if (call.scale_log2 == 0) call.scale_log2 = FLT_MIN;  // nearly 0, but -inf times it is -inf, not NaN
   call.empty_lse = static_cast<float>(empty_lse);
   call.tables[0] = table_of(cache, indices, lengths, num_slots, page_size, page_bytes, call.rows);
   call.tables[1] = table_of(extra_cache, extra_indices, extra_lengths, extra_num_slots, extra_page_size,

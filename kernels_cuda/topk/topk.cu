@@ -1,12 +1,14 @@
-// Top-k of each row of logits and what its positions become, as jax_sparse_mla.indices.topk defines them.
+// The top-k of each row of logits and its transforms, as jax_sparse_mla.indices.topk defines them.
 //
-// A row's logits compete as 64-bit entries: their key, an unsigned integer in the order of the floats (-0.0 is +0.0,
-// NaN below every number), and below it the complement of their place, so that ties go to the lower place and no two
-// entries are equal. Selection: a radix select, 11 bits a round, until few are left to be ranked one against another. A
-// short row stays in registers, and only those few become entries. A row that fits shared memory is loaded as entries;
-// of a longer one only those that reach a threshold, which a sample of the row gives, are collected in a single pass.
-// Where the sample misled (too few or too many: ties) the selection reads the row itself. Few long rows are read by
-// clusters of thread blocks, which append to the shared memory of the first of them.
+// A row's logits are compared as 64-bit entries. The upper half is the key, an unsigned integer in the order of the
+// floats (-0.0 is +0.0, NaN is below every number). The lower half is the complement of the logit's place, so ties go
+// to the lower place and no two entries are equal. The selection is a radix select with 11 bits a round; the few
+// entries that are left at the end are ranked one against another.
+// - A short row stays in registers, and only those few become entries.
+// - A row that fits in shared memory is loaded as entries.
+// - Of a longer row, a single pass collects the entries that reach a threshold, which comes from a sample of the row.
+//   If the sample misled (too few or too many entries: ties), the selection reads the row itself.
+// - Few long rows are read by clusters of thread blocks, which append to the shared memory of the first block.
 
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -27,13 +29,13 @@ namespace {
 using Entry = unsigned long long;
 
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
-constexpr int kHeld = 4;                  // logits of a short row that a thread holds
-constexpr int kTies = 64;                  // entries that are ranked one against the other
+constexpr int kHeld = 4;                  // logits of a short row in a thread's registers
+constexpr int kTies = 64;                  // entries that are ranked one against another
 constexpr Entry kLeast = Entry{1} << 32;   // no entry is below
 constexpr int kIntMax = 2147483647, kNowhere = -kIntMax - 1;
 constexpr int kShortThreads = 1024;
-constexpr int kSample = 4096;  // logits of a row that its threshold is chosen from
-constexpr int kPiece = 8;      // of them stand side by side: a sector of 32 bytes
+constexpr int kSample = 4096;  // logits of a row from which its threshold is chosen
+constexpr int kPiece = 8;      // consecutive logits of a sample: a sector of 32 bytes
 
 enum Method { kPositions, kPaged, kRagged };
 
@@ -88,7 +90,7 @@ __device__ __forceinline__ Entry read_entry(const T* values, int i) {
   return entry_of(to_float(values[i]), i);
 }
 
-// The entries of a list or of a row, kEach at a time for each thread, all of a warp together; 0 is none.
+// Visits the entries of a list or of a row, kEach at a time in each thread, a warp together; 0 is no entry.
 template <int kEach, typename T>
 struct Entries {
   const T* from;
@@ -104,10 +106,10 @@ struct Entries {
   }
 };
 
-// The first round's bins, of keys' upper 14 bits: sign, exponent and 5 bits of the mantissa, the largest first. The
-// magnitudes below 2^-16 share one, and of either sign those from 2^16 on.
+// The bins of the first round, by the upper 14 bits of keys: sign, exponent and 5 bits of the mantissa, the largest
+// first. All magnitudes below 2^-16 share a bin, and of each sign those from 2^16 on.
 constexpr int kUpperBits = 14, kSide = 1023;        // bins of either sign
-constexpr int kPositive = 11744, kNegative = 4640;  // key_of(2^-16) and key_of(-2^-16), those bits of them
+constexpr int kPositive = 11744, kNegative = 4640;  // the upper bits of key_of(2^-16) and key_of(-2^-16)
 
 __device__ __forceinline__ unsigned bin_of(Entry entry) {
   int upper = static_cast<int>(entry >> (64 - kUpperBits));
@@ -121,7 +123,7 @@ __device__ __forceinline__ Entry least_in(int bin) {
   return static_cast<Entry>(from_zero + (from_zero > 0 ? kPositive : kNegative)) << (64 - kUpperBits);
 }
 
-// The sum through this lane's.
+// The sum of the lanes up to this one.
 __device__ __forceinline__ int scan(int mine) {
   for (int step = 1; step < 32; step *= 2) {
     int other = __shfl_up_sync(~0u, mine, step);
@@ -137,7 +139,7 @@ __device__ __forceinline__ int reserve(int* counter, int mine) {
   return __shfl_sync(~0u, first, 31) + through - mine;
 }
 
-// Sets shared.bin, above, in_bin to the bin where the count reaches k, and zeroes the bins. A warp sums 64 at a time.
+// Sets shared.bin, above and in_bin for the bin where the count reaches k, and zeroes the bins. A warp sums 64 at once.
 __device__ void find_bin(Shared& shared, int k) {
   int lane = threadIdx.x % 32, warps = blockDim.x / 32;
   uint2* bins = reinterpret_cast<uint2*>(shared.bins) + lane;
@@ -197,12 +199,12 @@ __device__ Cut select(Shared& shared, const Source& source, int k, int most) {
   return cut;
 }
 
-// Positions lie in pages, each with its first index: those of the table, or a single one.
+// Positions lie in pages, each with its first index: the pages of the table, or a single page.
 __device__ __forceinline__ int page_of(const Call& call, int position) {
   return call.page_shift >= 0 ? position >> call.page_shift : position / call.page_size;
 }
 
-// A page's first index; kNowhere, which leaves whatever is added negative, where there is none.
+// A page's first index; kNowhere, which stays negative whatever is added, where there is no page.
 __device__ __forceinline__ int page_start(const Call& call, int row, int at) {
   if (call.method == kPaged) {
     int request = call.row_to_request ? call.row_to_request[row] : row;
@@ -214,7 +216,7 @@ __device__ __forceinline__ int page_start(const Call& call, int row, int at) {
   return start < 0 ? kNowhere : start;
 }
 
-// What is past INT_MAX wraps to below 0.
+// A sum past INT_MAX wraps to below 0.
 __device__ __forceinline__ int index_in(const Call& call, int start, int position, int at) {
   unsigned offset = call.method == kPaged ? position - at * call.page_size : position;
   return max(static_cast<int>(start + offset), -1);
@@ -225,7 +227,7 @@ __device__ int index_of(const Call& call, int row, int position) {
   return index_in(call, page_start(call, row, at), position, at);
 }
 
-// Ranks the ties, each by a warp, and writes the indices of the largest behind the `above` others.
+// Ranks the ties, each by one warp, and writes the indices of the largest behind the `above` others.
 __device__ void write_ties(const Call& call, Shared& shared, int above, int ties, int row, int shift) {
   int lane = threadIdx.x % 32;
   for (int tie = threadIdx.x / 32; tie < ties; tie += blockDim.x / 32) {
@@ -238,12 +240,12 @@ __device__ void write_ties(const Call& call, Shared& shared, int above, int ties
   }
 }
 
-// Writes the indices of the topk largest entries, their order that of arrival. shared.bins are not zero after.
+// Writes the indices of the topk largest entries in the order of their arrival. Leaves shared.bins not zero.
 template <typename Source>
 __device__ void write_chosen(const Call& call, Shared& shared, const Source& source, int row, int shift) {
   Cut cut = select(shared, source, call.topk, kTies);
   int* out = call.out + static_cast<int64_t>(row) * call.topk;
-  // Gathered in shared memory first, if they fit, the positions are mapped side by side: one wait for the page table.
+  // If the positions fit, they are gathered in shared memory first and mapped together: one wait for the page table.
   int* positions = call.topk <= kBins ? reinterpret_cast<int*>(shared.bins) : out;
   source.visit_groups([&](const auto& group) {
     int mine = 0;
@@ -262,9 +264,10 @@ __device__ void write_chosen(const Call& call, Shared& shared, const Source& sou
   write_ties(call, shared, cut.above, cut.within, row, shift);
 }
 
-// A float that somewhat more than topk of the n logits reach, by a sample of them, one piece from each of as many equal
-// parts. Of a random sample, topk · kSample / n of the topk largest are expected, give or take the root of that: four
-// roots more make fewer than topk candidates a matter of one row in tens of thousands.
+// A threshold that somewhat more than topk of the n logits reach, estimated from a sample with one piece from each of
+// equal parts of the row. A random sample has topk · kSample / n of the topk largest logits, with a standard
+// deviation of the root of that. With four roots added, fewer than topk candidates come in one row of tens of
+// thousands.
 template <typename T>
 __device__ float sample_threshold(Shared& shared, Entry* list, const T* values, int n, int topk) {
   int part = n / (kSample / kPiece);
@@ -285,7 +288,7 @@ struct alignas(4 * sizeof(T)) Four {
   T x[4];
 };
 
-// Appends the entries of a warp's hits, bit i of each lane's mask standing for place + i.
+// Appends the entries of a warp's hits. Bit i of each lane's mask stands for place + i.
 template <typename T>
 __device__ __forceinline__ void append(unsigned hits, const T* values, int place, int* found, Entry* list,
                                        int capacity) {
@@ -302,7 +305,7 @@ template <typename T>
 __device__ void filter(const T* values, int begin, int end, float threshold, int* found, Entry* list, int capacity) {
   constexpr int kUnroll = 4;
   int lane = threadIdx.x % 32;
-  // The loads are of four: up to three places before the first whole four, and after the last, go alone.
+  // Loads take four logits. Up to three before the first whole four, and after the last, are loaded one by one.
   int head = (-(reinterpret_cast<uintptr_t>(values + begin) / sizeof(T))) % 4;
   int body = min(begin + head, end);
   int fours = (end - body) / 4, tail = body + 4 * fours;
@@ -331,15 +334,15 @@ __device__ void filter(const T* values, int begin, int end, float threshold, int
   }
 }
 
-// Each thread asks for a line of 128 bytes, the first of them `skip` threads later.
+// Each thread from the `skip`-th on prefetches a line of 128 bytes.
 template <typename T>
 __device__ void prefetch(const T* from, int count, int skip) {
   int at = (static_cast<int>(threadIdx.x) - skip) * static_cast<int>(128 / sizeof(T));
   if (at >= 0 && at < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
-// The logits of a row that compete: n from column `first` on, the first of them position `shift`. If they are topk or
-// fewer, the row's indices are those of the n positions from `shift` on.
+// The logits of a row that are compared: n from column `first` on, of which the first is position `shift`. If there are
+// topk or fewer, the row's indices are those of the n positions from `shift` on.
 struct Window {
   int n, first, shift;
 };
@@ -353,7 +356,7 @@ __device__ __forceinline__ Window window_of(const Call& call, int row) {
   return {n, static_cast<int>(first), static_cast<int>(first - start)};
 }
 
-// Every position of a window of at most topk, in order, without a look at the logits; by `threads`.
+// Writes every position of a window of at most topk, in order, without reading the logits.
 __device__ void write_all(const Call& call, Window window, int row, int thread, int threads) {
   for (int i = thread; i < call.topk; i += threads)
     call.out[static_cast<int64_t>(row) * call.topk + i] = i < window.n ? index_of(call, row, window.shift + i) : -1;
@@ -371,7 +374,7 @@ __global__ void __launch_bounds__(1024) topk_kernel(const Call call) {
 #endif
   int row = blockIdx.x / blocks;
 
-  // Rows and page tables come from memory as a rule, each after a wait for what says where it lies: do not wait.
+  // Rows and page tables usually come from memory, each after a wait for its address. Prefetch both before that wait.
   prefetch(static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns,
            min(call.columns, call.capacity), 0);
   if (call.method == kPaged && !call.row_to_request && block == 0)
@@ -401,7 +404,7 @@ __global__ void __launch_bounds__(1024) topk_kernel(const Call call) {
     if (block == 0) {
       float threshold = sample_threshold(shared, list, values, n, call.topk);
       if (threadIdx.x == 0) shared.threshold = threshold;
-      __syncthreads();  // and the sample is read
+      __syncthreads();  // the sample has been read
     }
     float threshold;
 #if __CUDA_ARCH__ >= 900
@@ -429,7 +432,7 @@ __global__ void __launch_bounds__(1024) topk_kernel(const Call call) {
     write_chosen(call, shared, Entries<4, T>{values, n}, row, shift);
 }
 
-// Two floats' order, the largest first, in 16 bits each: a half's, rounded to 0. Their upper kBinBits name a bin.
+// The order of two floats, the largest first, in 16 bits each: as halves, rounded to 0. The upper kBinBits name a bin.
 __device__ __forceinline__ unsigned order_of(float low, float high) {
   unsigned halves, negative;  // all ones where negative
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
@@ -437,7 +440,7 @@ __device__ __forceinline__ unsigned order_of(float low, float high) {
   return halves ^ (~negative & 0x7FFF7FFFu);
 }
 
-// Collects what a short row's k-th bin and those above it hold: places in shared.bins, and ties.
+// Collects the entries of a short row in its k-th bin and those above: places in shared.bins, and ties.
 template <typename T>
 __device__ __forceinline__ void collect(Shared& shared, const unsigned (&orders)[kHeld], const T* values, int first) {
   constexpr unsigned kWidth = 1u << (32 - kBinBits);
@@ -454,11 +457,11 @@ __device__ __forceinline__ void collect(Shared& shared, const unsigned (&orders)
   }
 }
 
-// As topk_kernel, of rows that registers hold, topk at most kBins: what counts is the instructions that a logit takes.
+// topk_kernel for rows that fit in registers, with topk at most kBins. The instructions for each logit are the limit.
 template <typename T>
 __global__ void __launch_bounds__(kShortThreads, 2) topk_short_kernel(const Call call) {
   __shared__ Shared shared;
-  __shared__ int starts[kShortThreads];  // of the first pages
+  __shared__ int starts[kShortThreads];  // the first index of each of the first pages
   const float kLowest = -65504, kOutside = __int_as_float(0xFF800000);
   int row = blockIdx.x, thread = threadIdx.x;
   const T* values = static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns;
@@ -477,7 +480,8 @@ __global__ void __launch_bounds__(kShortThreads, 2) topk_short_kernel(const Call
     return;
   }
 
-  // What is outside the window, -inf, has a bin below all others; NaN and what is below all halves are the lowest half.
+  // Logits outside the window become -inf, in a bin below all others. NaN and numbers below all halves become the
+  // lowest half.
   for (int j = 0; j < kHeld; j++) {
     bool inside = static_cast<unsigned>(thread + j * kShortThreads - window.first) < window.n;
     held[j] = inside ? fmaxf(held[j], kLowest) + 0.0f : kOutside;  // -0.0 + 0.0 is +0.0
@@ -511,7 +515,7 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
-// How many logits of a row of so many columns reach its threshold, at most, as a rule.
+// An upper estimate of how many logits of a row of so many columns reach its threshold.
 int expected_candidates(int columns, int topk) {
   double expected = static_cast<double>(topk) * kSample / columns;
   double rank = (expected + 4 * std::sqrt(expected) + 4) * 17 / 16;
@@ -531,7 +535,7 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
     check_cuda(cudaGetLastError());
     return;
   }
-  // Many rows: several blocks on each multiprocessor, so that one computes while another loads.
+  // Many rows run in several blocks on each multiprocessor, so that one computes while another loads.
   bool few = rows <= sms;
   int capacity = !few ? 5632 : call.columns <= 16384 ? call.columns : 8192;
   capacity = std::max(capacity, expected_candidates(call.columns, call.topk));
@@ -559,7 +563,7 @@ const int* data(const ffi::Optional<ffi::TensorView>& x) {
   return x.has_value() ? static_cast<const int*>(x.value().data_ptr()) : nullptr;
 }
 
-// `out` int32 [rows, topk] is written; the other tensors are as in Call. Sizes and dtypes are the caller's to check.
+// Writes `out`, int32 [rows, topk]; the other tensors are as in Call. The caller validates sizes and dtypes.
 void Topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::Optional<ffi::TensorView> row_starts,
           ffi::Optional<ffi::TensorView> page_table, ffi::Optional<ffi::TensorView> row_to_request,
           ffi::Optional<ffi::TensorView> offsets, int64_t page_size, ffi::TensorView out) {

@@ -1,10 +1,9 @@
-"""The attention functions refuse bad input by name; overrides of the route; the schedule of a decode call."""
+"""The attention functions refuse bad input by name; overrides of the route."""
 
 from __future__ import annotations
 
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +14,14 @@ from attention_calls import (
     assert_same,
     decode_arguments,
     prefill_arguments,
+    pretend_installed,
     small_decode,
     small_prefill,
 )
 from attention_oracle import BF16
 
 from jax_sparse_mla.attention import (
-    DecodeSchedule,
     DeviceInfo,
-    decode_schedule,
     sparse_mla_decode,
     sparse_mla_prefill,
 )
@@ -225,13 +223,11 @@ class TestOverrides:
 
     @pytest.mark.parametrize("name", ["q", "kv"])
     def test_float32_goes_to_the_reference_wherever_it_runs(self, monkeypatch, name):
-        from jax_sparse_mla.attention import api
-
         arguments = prefill_input()
         arguments[name] = arguments[name].astype(jnp.float32)
         expected = sparse_mla_prefill(**arguments)
         monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
-        monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference", "hopper", "triton"}))
+        pretend_installed(monkeypatch, "hopper", "triton")
         assert_same(sparse_mla_prefill(**arguments), expected)
 
     def test_float32_is_the_reference_s(self, monkeypatch):
@@ -240,75 +236,3 @@ class TestOverrides:
         monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "triton")
         with pytest.raises(ValueError, match="float32 inputs are served by the reference only"):
             sparse_mla_prefill(**arguments)
-
-
-class TestSchedule:
-    """decode_schedule: one row of work per (request, query), sized by shape and device alone."""
-
-    def test_shapes(self):
-        schedule = decode_schedule((5, 2, 128, 64, 32), device=H200)
-        assert isinstance(schedule, DecodeSchedule)
-        chex.assert_shape(schedule.tile_scheduler_metadata, (66, 8))  # 132 SMs, two blocks of 64 heads per row
-        chex.assert_shape(schedule.num_splits, (11,))
-        chex.assert_type([schedule.tile_scheduler_metadata, schedule.num_splits], jnp.int32)
-        assert schedule.shape == (5, 2, 128, 64, 32)
-        chex.assert_shape(decode_schedule((5, 2, 1, 64), device=H200).tile_scheduler_metadata, (132, 8))
-        chex.assert_shape(decode_schedule((5, 2, 65, 64), device=H200).tile_scheduler_metadata, (66, 8))
-        assert decode_schedule((5, 2, 1, 64)).shape == (5, 2, 1, 64, 0)
-
-    def test_every_block_of_every_row_is_scheduled_once(self):
-        rng = np.random.default_rng(0)
-        lengths = rng.integers(0, 513, (5, 2)).astype(np.int32)
-        extra = rng.integers(0, 129, (5, 2)).astype(np.int32)
-        schedule = decode_schedule((5, 2, 64, 512, 128), jnp.asarray(lengths), jnp.asarray(extra), device=H200)
-        keys = -(-np.maximum(lengths, 1) // 64) * 64 + extra
-        blocks = (keys.reshape(-1) - 1) // 64 + 1
-        done = [[] for _ in range(10)]
-        for begin, end, begin_block, end_block, *_ in np.asarray(schedule.tile_scheduler_metadata):
-            for row in range(begin, end + 1) if begin < 10 else ():
-                first = begin_block if row == begin else 0
-                last = end_block if row == end else blocks[row]
-                done[row] += range(first, last)
-        assert done == [list(range(n)) for n in blocks]
-
-    def test_a_length_per_request_is_that_length_for_its_rows(self):
-        lengths = np.array([3, 500, 0], np.int32)
-        per_request = decode_schedule((3, 2, 64, 512), jnp.asarray(lengths), device=H200)
-        rows = decode_schedule((3, 2, 64, 512), jnp.asarray(np.repeat(lengths[:, None], 2, 1)), device=H200)
-        assert_same(per_request, rows)
-        assert_same(decode_schedule((3, 2, 64, 512), jnp.full((3,), 512, jnp.int32)), decode_schedule((3, 2, 64, 512)))
-
-    def test_it_is_built_and_passed_under_jit(self):
-        lengths = jnp.array([3, 500, 0], jnp.int32)
-        build = jax.jit(lambda x: decode_schedule((3, 2, 64, 512), x, device=H200))
-        assert_same(build(lengths), decode_schedule((3, 2, 64, 512), lengths, device=H200))
-        assert jax.jit(lambda x: x)(build(lengths)).shape == (3, 2, 64, 512, 0)
-
-    @pytest.mark.parametrize("shape", [(0, 2, 64, 512), (3, 0, 64, 512), (0, 1, 64, 512, 64), (3, 1, 64, 0, 64)])
-    def test_an_idle_step_has_one_too(self, shape):
-        """What the attention functions take, the schedule takes: no rows, or no columns."""
-        schedule = decode_schedule(shape, device=H200)
-        rows = shape[0] * shape[1]
-        chex.assert_shape(schedule.num_splits, (rows + 1,))
-        begin = np.asarray(schedule.tile_scheduler_metadata)[:, 0]
-        assert np.all(begin == 0) if rows == 0 else np.any(begin < rows)
-
-    @pytest.mark.parametrize(
-        "arguments, error, name",
-        [
-            (((3, 2, 64),), ValueError, "shape"),
-            (((3, 2, 64, 512, 1, 1),), ValueError, "shape"),
-            ((7,), ValueError, "shape"),
-            (((3, 2, 0, 512),), ValueError, "shape.num_heads"),
-            (((-1, 2, 64, 512),), ValueError, "shape.batch"),
-            (((3, 2.0, 64, 512),), TypeError, "shape.q_len"),
-            (((3, 2, 64, 512), np.zeros(2, np.int32)), ValueError, "topk_length"),
-            (((3, 2, 64, 512), np.zeros((3, 3), np.int32)), ValueError, "topk_length"),
-            (((3, 2, 64, 512), np.zeros(3, np.float32)), TypeError, "topk_length"),
-            (((3, 2, 64, 512, 64), None, np.zeros(2, np.int32)), ValueError, "extra_topk_length"),
-            (((3, 2, 64, 512), None, np.zeros(3, np.int32)), ValueError, "extra_topk_length"),
-        ],
-    )
-    def test_bad_input(self, arguments, error, name):
-        with pytest.raises(error, match=rf"\b{re.escape(name)}\b"):
-            decode_schedule(*arguments)

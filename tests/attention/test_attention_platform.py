@@ -6,11 +6,12 @@ was given; the device is said to be an H200. What runs on a real one is marked `
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import inspect
 import re
 import sys
 import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,15 @@ from attention_calls import (
     assert_same,
     decode_arguments,
     prefill_arguments,
+    pretend_installed,
     small_decode,
     small_prefill,
 )
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_sparse_mla.attention import DeviceInfo, api, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
 ATTENTION = {"decode": sparse_mla_decode, "prefill": sparse_mla_prefill}
 BOTH = pytest.mark.parametrize("phase", ATTENTION)
@@ -56,12 +60,12 @@ def kernel(monkeypatch):
     """Installs a kernel as "triton"; gives the arguments of its calls."""
     calls = []
 
-    def decode(q, *rest, softmax_scale, assume_valid_indices):
-        calls.append(rest)
+    def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices):
+        calls.append([table.lengths for table in tables])
         return jnp.full(q.shape, 4321.0, q.dtype), jnp.full(q.shape[:-1], 4321.0)
 
-    def prefill(q, *rest, softmax_scale, v_dim):
-        calls.append(rest)
+    def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale):
+        calls.append([topk_length])
         return jnp.full(q.shape, 4321.0, q.dtype), *[jnp.full(q.shape[:-1], 4321.0)] * 2
 
     for name in OVERRIDES:
@@ -69,8 +73,8 @@ def kernel(monkeypatch):
     module = types.ModuleType("constant_attention")
     module.decode, module.prefill = decode, prefill
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(api._ADAPTERS, "triton", module.__name__)
-    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference", "triton"}))
+    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], module=module.__name__))
+    pretend_installed(monkeypatch, "triton")
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
     jax.clear_caches()  # what was traced with another kernel is kept
     yield calls
@@ -82,15 +86,16 @@ def takes_the_kernel(program: str) -> bool:
     return "4.321" in program
 
 
-@pytest.mark.parametrize("backend", api._ADAPTERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @BOTH
 def test_adapters_have_the_reference_s_signatures(phase, backend):
     if backend == "triton":
         pytest.importorskip("triton")
-    reference, adapter = (importlib.import_module(api._ADAPTERS[name]) for name in ("reference", backend))
-    if not hasattr(adapter, phase):
+    layouts = BACKENDS[backend].layouts
+    if layouts is not None and phase not in layouts:
         pytest.skip(f"{backend} has no {phase}; the router says so")
-    wanted, found = (inspect.signature(getattr(module, phase)).parameters for module in (reference, adapter))
+    functions = (BACKENDS[name].function(phase) for name in ("reference", backend))
+    wanted, found = (inspect.signature(function).parameters for function in functions)
     assert [(p.name, p.kind) for p in found.values()] == [(p.name, p.kind) for p in wanted.values()]
 
 
@@ -98,6 +103,39 @@ def test_adapters_have_the_reference_s_signatures(phase, backend):
 def test_the_platform_lowered_for_decides(kernel, phase):
     assert takes_the_kernel(text(phase, "cuda"))
     assert not takes_the_kernel(text(phase, "cpu"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, backend):
+    """528 bytes of FP8, on the device of each backend: the call takes the reference, by name it is refused."""
+    layout = dataclasses.replace(
+        KVLayout.V4_FP8,
+        name="made_up",
+        fp8_dim=512,
+        group=128,
+        inline_scale_bytes=16,
+        footer_scale_bytes=0,
+        page_align=1,
+    )
+    devices = BACKENDS[backend].devices
+    device = DeviceInfo("cpu") if devices is None else dataclasses.replace(H200, compute_capability=devices[0][0])
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: device))
+    pretend_installed(monkeypatch, *BACKENDS)
+    cache = PagedKV.zeros(layout, 2, 64)
+    assert cache.data.shape == (2, 64 * 528)
+    given = arguments_of("decode", cache=cache, extra_cache=None, extra_indices=None, extra_topk_length=None)
+    static = {"softmax_scale": given.pop("softmax_scale")}
+
+    def attend(given, **more):
+        return sparse_mla_decode(**given, **static, **more)
+
+    lowered = jax.jit(attend).trace(given).lower(lowering_platforms=("cuda",))
+    assert api.calls_of(lowered) == {("decode", "reference")}
+    if backend != "reference":
+        with pytest.raises(ValueError, match=f"backend '{backend}' cannot serve this decode call: .*got made_up"):
+            attend(given, backend=backend)
 
 
 @BOTH
@@ -174,15 +212,57 @@ def test_an_exported_program_serves_both_platforms(kernel, phase):
         assert_same(exported.call(here), expected)
 
 
+def loss(phase, backend=None, vmapped=False):
+    """A function of q that one would differentiate."""
+    given = arguments_of(phase)
+    scale, q = given.pop("softmax_scale"), given.pop("q")
+    static = {"softmax_scale": scale, "backend": backend}
+
+    def of_q(q):
+        return sum(x.astype(jnp.float32).sum() for x in ATTENTION[phase](q=q, **given, **static)[:1])
+
+    return (lambda q: jax.vmap(of_q)(q[None]).sum()) if vmapped else of_q, q
+
+
+@pytest.mark.parametrize(
+    "derive", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jacfwd, lambda f: partial(jax.vjp, f)]
+)
+@pytest.mark.parametrize("backend", [None, "triton"])
+@BOTH
+def test_a_gradient_through_a_kernel_names_the_backend_that_has_one(kernel, phase, backend, derive):
+    of_q, q = loss(phase, backend)
+    message = f'sparse_mla_{phase}: its kernels have no gradient; differentiate with backend="reference"'
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        derive(of_q)(q)
+
+
+@BOTH
+def test_a_gradient_by_the_reference(kernel, phase):
+    """Named, and under `vmap`, where it serves in the kernel's place."""
+    of_q, q = loss(phase, "reference")
+    expected = jax.grad(of_q)(q)
+    assert np.isfinite(np.asarray(expected, np.float32)).all() and np.asarray(expected, np.float32).any()
+    of_q, q = loss(phase, vmapped=True)
+    with jax.default_device(jax.devices("cpu")[0]):
+        np.testing.assert_array_equal(np.asarray(jax.grad(of_q)(q)), np.asarray(expected))
+
+
+@BOTH
+def test_what_does_not_depend_on_the_kernel_is_differentiated(kernel, phase):
+    of_q, q = loss(phase)
+    gradient = jax.grad(lambda q: of_q(jax.lax.stop_gradient(q)) + 3 * q.astype(jnp.float32).sum())(q)
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), 3.0)
+
+
 def test_absent_lengths_reach_the_kernel_as_none(kernel):
     """No array is filled with the columns' number: a launch of its own, in front of every layer's attention."""
     text("decode", "cuda", topk_length=None, extra_topk_length=None)
     text("decode", "cuda", extra_topk_length=None)
     text("prefill", "cuda", topk_length=None)
     both, one, prefill = kernel
-    assert both[2] is None and both[5] is None
-    assert one[2].shape == (3, 2) and one[5] is None
-    assert prefill[2] is None
+    assert both == [None, None]
+    assert one[0].shape == (3, 2) and one[1] is None
+    assert prefill == [None]
 
 
 @pytest.mark.gpu

@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm_stub
-from attention_calls import check_decode, decode_arguments, small_decode
+from attention_calls import check_decode, decode_arguments, pretend_installed, small_decode
 from attention_oracle import attend, decode_cases, page_bytes, unpack_cache
 
-from jax_sparse_mla.attention import DeviceInfo, api, sparse_mla_decode
+from jax_sparse_mla.attention import DeviceInfo, sparse_mla_decode
 from jax_sparse_mla.attention.backends import flashinfer
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.xla.tvm import Buffer
@@ -117,7 +117,7 @@ def stub(request, monkeypatch):
 
 def see_an_sm120(monkeypatch):
     jax.clear_caches()
-    monkeypatch.setattr(api, "installed_backends", lambda: {"reference", "flashinfer"})
+    pretend_installed(monkeypatch, "flashinfer")
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: RTX))
 
 

@@ -30,6 +30,7 @@ from attention_calls import (
     check_prefill,
     decode_arguments,
     prefill_arguments,
+    pretend_installed,
     run_decode,
     run_prefill,
     small_decode,
@@ -39,7 +40,8 @@ from attention_conformance import SparseMLAConformance
 from attention_oracle import HostCache
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_sparse_mla.attention import DeviceInfo, api, decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import DeviceInfo, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention.backend import BACKENDS, IndexTable
 from jax_sparse_mla.attention.backends import flashmla
 from jax_sparse_mla.xla import torch_operator
 
@@ -77,7 +79,7 @@ def pretend_h200(monkeypatch, libraries, namespace):
     library = flashmla.Library(namespace, log2_prefill=namespace == "stub_sgl_kernel")
     monkeypatch.setattr(flashmla, "library", lambda: library)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
-    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference", "flashmla"}))
+    pretend_installed(monkeypatch, "flashmla")
     stub.CALLS.clear()
 
 
@@ -116,19 +118,9 @@ class TestDecode:
     @pytest.mark.parametrize("extra", [None, (200, 2)])
     @pytest.mark.parametrize("lengths", ["none", "row"])
     @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8"])
-    def test_a_schedule_built_before_fits(self, layout, lengths, extra):
+    def test_each_call_makes_its_schedule(self, layout, lengths, extra):
         case = small_decode(3, layout=layout, topk=100, lengths=lengths, extra_lengths=lengths, extra=extra)
-        arguments = decode_arguments(case)
-        shape = (3, 2, 4, 100, *(() if extra is None else (200,)))
-        schedule = decode_schedule(shape, arguments["topk_length"], arguments["extra_topk_length"])
-        result = run_decode(case, "flashmla", schedule=schedule)
-        check_decode(case, result)
-        assert_same(result, run_decode(case, "flashmla"))
-
-    def test_a_schedule_of_another_device_is_refused(self):
-        schedule = decode_schedule((3, 2, 4, 16), device=dataclasses.replace(H200, sm_count=78))
-        with pytest.raises(ValueError, match="schedule must have this device's 132 partitions, got 78"):
-            run_decode(small_decode(lengths="none"), "flashmla", schedule=schedule)
+        check_decode(case, run_decode(case, "flashmla"))
 
     def test_v32_with_an_extra_cache_merges_two_calls(self):
         case = small_decode(layout="V32_FP8", extra=(16, 2))
@@ -141,18 +133,16 @@ class TestDecode:
         stub.CALLS.clear()
         jax.clear_caches()
         monkeypatch.setattr(flashmla, "MAX_ACCUMULATOR_BYTES", (132 + 4) * 64 * 512 * 4)
-        schedule = decode_schedule((5, 2, 4, 16, 16))  # of all rows: of no use to a part
-        assert_same(run_decode(case, "flashmla", schedule=schedule), expected)
+        assert_same(run_decode(case, "flashmla"), expected)
         assert sorted(shape[0] for _, shape in stub.CALLS) == [2, 4, 4]
 
     @pytest.mark.parametrize("empty", [("cache",), ("extra_cache",), ("cache", "extra_cache")])
     def test_a_cache_without_pages(self, empty):
         case = small_decode(extra=(16, 2))
-        schedule = decode_schedule((3, 2, 4, 16, 16))
         for name in empty:
             host = getattr(case, name)
             setattr(case, name, HostCache(host.layout, host.page_size, host.data[:0], host.rows[:0]))
-        check_decode(case, run_decode(case, "flashmla", schedule=schedule))
+        check_decode(case, run_decode(case, "flashmla"))
 
     def test_valid_indices_go_through_untouched(self, monkeypatch, traced_anew):
         case = small_decode(topk=64, lengths="none", rows="padded", extra=(128, 2), extra_lengths="none")
@@ -171,9 +161,11 @@ class TestDecode:
     def test_without_lengths_the_schedule_is_a_constant(self):
         case = small_decode(lengths="none")
         q, cache, indices = (decode_arguments(case)[name] for name in ("q", "cache", "indices"))
-        absent = (None,) * 6
-        program = jax.jit(lambda *arrays: flashmla.decode(*arrays, *absent, softmax_scale=0.1)).lower(q, cache, indices)
-        assert "while" not in program.as_text()
+
+        def attend(q, cache, indices):
+            return flashmla.decode(q, (IndexTable(cache, indices, None),), None, softmax_scale=0.1)
+
+        assert "while" not in jax.jit(attend).lower(q, cache, indices).as_text()
 
     def test_sm100_plans_its_own_partitions(self, monkeypatch, traced_anew):
         b200 = dataclasses.replace(H200, compute_capability=(10, 0), sm_count=148)
@@ -183,7 +175,7 @@ class TestDecode:
             torch_operator, "torch_call", lambda op, arguments, results: passed.append(arguments) or results
         )
         with pytest.raises(TypeError):  # the results are shapes
-            run_decode(small_decode(), "flashmla", schedule=decode_schedule((3, 2, 4, 16)))
+            run_decode(small_decode(), "flashmla")
         assert passed[0]["tile_scheduler_metadata"] is None and passed[0]["num_splits"] is None
 
 
@@ -267,11 +259,13 @@ class TestFailures:
         (tmp_path / file).touch()
         (tmp_path / file).with_name("__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
-        assert flashmla.available() == flashmla.has_operators() == expected
+        assert flashmla.has_operators() == expected
+        assert (BACKENDS["flashmla"].missing("decode", "jax") is None) == expected
 
     def test_asking_for_it_imports_nothing(self):
         program = (
-            "import sys, jax_sparse_mla; from jax_sparse_mla.attention.backends import flashmla; flashmla.available(); "
+            "import sys; from jax_sparse_mla.attention.backend import BACKENDS; "
+            "[x.missing(phase, 'jax') for x in BACKENDS.values() if x.name == 'flashmla' for phase in x.layouts]; "
             "assert not {'torch', 'flash_mla', 'sgl_kernel'} & set(sys.modules)"
         )
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from attention_calls import assert_agree, assert_same, decode_arguments, prefill_arguments, small_decode, small_prefill
 
-from jax_sparse_mla.attention import decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.api import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
@@ -152,14 +152,3 @@ def test_no_call_is_part_of_a_command_buffer():
     for computation in text.split("\n\n"):
         if "command_buffer" in computation.split("{")[0]:
             assert "jax_sparse_mla_torch_call" not in computation
-
-
-def test_a_schedule_is_taken_by_every_layer():
-    case = small_decode(heads=64, extra=(64, 2))
-    arguments = decode_arguments(case)
-    schedule = decode_schedule((3, 2, 64, 16, 64), arguments["topk_length"], arguments["extra_topk_length"])
-    expected = sparse_mla_decode(**arguments, backend="flashmla")
-    for _ in range(3):
-        result = sparse_mla_decode(**arguments, schedule=schedule, backend="flashmla")
-        for a, b in zip(result, expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -20,19 +20,19 @@ from attention_calls import (
     assert_same,
     check_prefill,
     prefill_arguments,
+    pretend_installed,
     small_prefill,
 )
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_sparse_mla.attention import DeviceInfo, api, reference, sparse_mla_prefill
+from jax_sparse_mla.attention import DeviceInfo, reference, sparse_mla_prefill
 from jax_sparse_mla.attention.backends.hopper.prefill import prefill
 
 KERNEL = "@mosaic_gpu_v2"
 
 
 def call(arguments: dict, function=prefill):
-    given = {"schedule": None, "v_dim": 512} | arguments
-    return function(**given)
+    return function(**arguments)
 
 
 def shapes(tokens=3, heads=64, qk_dim=512, kv_len=300, topk=200, lengths=True, sink=True) -> dict:
@@ -84,8 +84,7 @@ def test_vmap_is_one_kernel(shared_kv):
 
 def test_vmap_of_a_call_that_the_router_decides(monkeypatch):
     """Lowered for a CPU it is the reference, which the program holds as well: the platform is known later."""
-    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
-    monkeypatch.setattr(api.hopper, "serves", lambda phase: phase == "prefill")
+    pretend_installed(monkeypatch, "hopper")
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
     for name in OVERRIDES:
         monkeypatch.delenv(name, raising=False)
@@ -131,7 +130,7 @@ def test_it_needs_no_torch():
         import jax, jax.numpy as jnp
         from jax_sparse_mla.attention.backends.hopper.prefill import prefill
         q, kv = jnp.zeros((2, 64, 512), jnp.bfloat16), jnp.zeros((9, 512), jnp.bfloat16)
-        f = jax.jit(lambda *x: prefill(*x, None, None, None, softmax_scale=1.0, v_dim=512))
+        f = jax.jit(lambda *x: prefill(*x, None, None, softmax_scale=1.0))
         f.trace(q, kv, jnp.zeros((2, 5), jnp.int32)).lower(lowering_platforms=("cuda",))
         assert "torch" not in sys.modules and "triton" not in sys.modules
     """

@@ -15,6 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_sparse_mla.attention import DeviceInfo, Plan, plan_attention
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.route import plan_call
+from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
 
 NAMES = ("hopper", "flashmla", "flashinfer", "triton", "reference")  # in the order of preference
@@ -125,7 +128,51 @@ def test_a_gpu_without_a_known_capability_is_served_by_the_reference():
     assert plan(device=DeviceInfo("cuda")).backend == "reference"
 
 
+# --- layouts, by name ---
+
+MADE_UP = dataclasses.replace(
+    KVLayout.V4_FP8, name="made up", fp8_dim=512, group=128, inline_scale_bytes=16, footer_scale_bytes=0, page_align=1
+)
+IN_ANOTHER_ORDER = dataclasses.replace(KVLayout.V32_FP8, group=64, inline_scale_bytes=32)  # keeps its name
+
+
+@pytest.mark.parametrize("layout", [MADE_UP, IN_ANOTHER_ORDER, dataclasses.replace(KVLayout.V4_BF16, name="other")])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layout_that_no_kernel_was_written_for_is_the_references(device, layout):
+    """528 bytes of FP8, and others: kernels that tell layouts by their sizes alone would misread them."""
+    spec = dataclasses.replace(DEEPSEEK_V4_FLASH, qk_dim=layout.qk_dim, kv_layout=layout)
+    chosen = plan(spec=spec, device=DEVICES[device])
+    assert chosen.backend == "reference"
+    for name in OPTIONAL:
+        assert f"got {layout.name}" in chosen.rejected[name]
+        assert "its decode reads rows of V32_FP8 and V4_FP8" in chosen.rejected[name]
+        with pytest.raises(ValueError, match=f"'{name}' cannot serve this decode call: .*got {layout.name}"):
+            plan(spec=spec, device=DEVICES[device], override=name)
+    # Prefill attends to the workspace that such a cache is gathered into.
+    assert plan("prefill", spec=spec, device=DEVICES[device]).backend == able(device, "prefill", "fp8")[0]
+
+
+def test_a_workspace_of_other_rows_is_the_references():
+    spec = dataclasses.replace(DEEPSEEK_V4_FLASH, kv_layout=KVLayout("narrow", nope_dim=128, rope_dim=64, v_dim=192))
+    chosen = plan("prefill", spec=spec, device=DEVICES["sm90"])
+    assert chosen.backend == "reference" and "a workspace of 192 values" in chosen.rejected["hopper"]
+
+
+def test_bf16_caches_are_triton_s_alone():
+    for spec in (DEEPSEEK_V32, DEEPSEEK_V4_FLASH):
+        assert plan(spec=spec, device=DEVICES["sm90"], kv_dtype="bf16").backend == "triton"
+
+
 # --- paged decode or sparse prefill ---
+
+
+@pytest.mark.parametrize("rows, kernel", [(1, "paged_decode"), (255, "paged_decode"), (256, "sparse_prefill")])
+def test_a_chunk_is_gathered_from_the_measured_crossover_on(rows, kernel):
+    """docs/routing.md; only a chunk's rows have a context that can be gathered for all of them."""
+    call = Call("decode", KVLayout.V4_FP8, rows, 64, DEVICES["sm90"], 640)
+    chunk = plan_call(dataclasses.replace(call, chunk=True), unable={})
+    assert (chunk.backend, chunk.kernel) == ("hopper", kernel)
+    assert plan_call(call, unable={}).kernel == "paged_decode"
 
 
 @pytest.mark.parametrize("shared, cap", [(KIB_227, 11_622), (KIB_228, 11_673), (101_376, 5_068), (0, -1)])

@@ -20,8 +20,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+from jax_sparse_mla.attention.backend import BACKENDS, Call
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.kernels.launch import Device
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kernels.triton.sparse_mla.launch import launches
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 CASES = Path(__file__).parents[1] / "support" / "triton_attention_cases.py"
 COMPILING = Path(__file__).parents[1] / "support" / "compile_triton_attention.py"
@@ -56,63 +60,69 @@ class TestPlan:
 
     @staticmethod
     def plan(rows: int, num_heads: int = 64, topk: int = 128, extra_topk: int = 512, **changes):
-        arguments = {"has_sink": True, "capability": (9, 0), "sm_count": 132} | changes
-        return planning.launch_plan(
-            KVLayout.V4_FP8, rows=rows, num_heads=num_heads, topk=topk, extra_topk=extra_topk, **arguments
-        )
+        device = Device(changes.pop("capability", (9, 0)), 132)
+        scopes = [planning.Scope(columns, 0, 512, 64, 37_440) for columns in (topk, extra_topk)]
+        return launches(KVLayout.V4_FP8, rows, num_heads, scopes, 0.1, True, device, **changes)
 
     def test_few_rows_share_the_device(self):
-        plan = self.plan(1)
-        block_n = plan.constexprs["BLOCK_N"]
-        assert plan.num_splits == (128 + 512) // block_n  # one block of keys each
-        assert plan.grid == (64 // plan.constexprs["BLOCK_H"], plan.num_splits) and plan.constexprs["SPLIT"]
-        assert plan.combine_grid == (64,)
+        attend, combine = self.plan(1)
+        (programs, splits), constants = attend.grid, attend.constants
+        assert splits == (128 + 512) // constants["BLOCK_N"]  # one block of keys each
+        assert programs == 64 // constants["BLOCK_H"] and constants["SPLIT"]
+        assert combine.grid == (64,)
         # The sink enters once, where the denominator is whole.
-        assert not plan.constexprs["HAS_SINK"] and plan.combine_constexprs["HAS_SINK"]
+        assert not constants["HAS_SINK"] and combine.constants["HAS_SINK"]
 
     def test_many_rows_are_not_split(self):
-        plan = self.plan(4096)
-        assert plan.grid == (4096, 1) and not plan.constexprs["SPLIT"] and plan.constexprs["HAS_SINK"]
+        attend, combine = self.plan(4096)
+        assert attend.grid == (4096, 1) and not attend.constants["SPLIT"] and attend.constants["HAS_SINK"]
+        assert combine is None
 
     @pytest.mark.parametrize("rows", [1, 2, 8, 63, 64, 65, 131, 132, 133, 256, 1000])
     def test_no_split_is_without_a_block(self, rows):
-        plan = self.plan(rows)
-        assert 1 <= plan.num_splits <= 640 // plan.constexprs["BLOCK_N"]
-        assert plan.combine_constexprs["ALL_SPLITS"] >= plan.num_splits
+        attend, combine = self.plan(rows)
+        splits = attend.grid[1]
+        assert 1 <= splits <= 640 // attend.constants["BLOCK_N"]
+        assert splits == 1 if combine is None else combine.constants["ALL_SPLITS"] >= splits
 
     def test_no_columns(self):
-        assert self.plan(3, topk=0, extra_topk=0).num_splits == 1
+        assert self.plan(3, topk=0, extra_topk=0)[1] is None
 
     @pytest.mark.parametrize("num_heads", [1, 3, 16, 17, 32, 33, 64, 65, 127, 128])
     @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
     def test_every_head_has_a_program(self, num_heads, capability):
-        plan = self.plan(5, num_heads, capability=capability, may_split=False)
-        assert plan.grid[0] % 5 == 0
-        assert plan.grid[0] // 5 * plan.constexprs["BLOCK_H"] >= num_heads
+        attend, _ = self.plan(5, num_heads, capability=capability, may_split=False)
+        assert attend.grid[0] % 5 == 0
+        assert attend.grid[0] // 5 * attend.constants["BLOCK_H"] >= num_heads
 
     def test_prefill_is_never_split(self):
         """max_logits does not go through the combine."""
-        assert self.plan(1, may_split=False).num_splits == 1
+        assert self.plan(1, may_split=False)[1] is None
 
     def test_the_integer_decode_is_for_devices_without_e4m3(self):
-        assert not self.plan(1, capability=(8, 0)).constexprs["NATIVE"]
-        assert not self.plan(1, capability=(8, 6)).constexprs["NATIVE"]
+        assert not self.plan(1, capability=(8, 0))[0].constants["NATIVE"]
+        assert not self.plan(1, capability=(8, 6))[0].constants["NATIVE"]
         for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-            assert self.plan(1, capability=capability).constexprs["NATIVE"]
+            assert self.plan(1, capability=capability)[0].constants["NATIVE"]
 
     def test_pages_are_constants_of_the_kernel(self):
+        names, device = ("PAGE_SIZE", "EXTRA_PAGE_SIZE", "PAGE_BYTES", "EXTRA_PAGE_BYTES"), Device((9, 0), 132)
+
+        def pages(layout, *scopes):
+            constants = launches(layout, 3, 64, scopes, 0.1, True, device)[0].constants
+            return tuple(constants[name] for name in names)
+
         for layout in (KVLayout.V4_FP8, KVLayout.V32_FP8):
-            constants = planning.page_constants(layout, 256, 2)
-            assert (constants["PAGE_SIZE"], constants["EXTRA_PAGE_SIZE"]) == (256, 2)
-            assert constants["PAGE_BYTES"] == layout.page_bytes(256)
-            assert constants["EXTRA_PAGE_BYTES"] == layout.page_bytes(2)
+            scopes = [planning.Scope(8, 0, 512, size, layout.page_bytes(size)) for size in (256, 2)]
+            assert pages(layout, *scopes) == (256, 2, layout.page_bytes(256), layout.page_bytes(2))
         # A workspace's length is data: no compilation of its own for each.
-        assert set(planning.page_constants(planning.workspace_layout(512), 0, 0).values()) == {0}
+        assert pages(workspace_layout(512), planning.Scope(8, 0, 512)) == (0, 0, 0, 0)
 
     @pytest.mark.parametrize("qk_dim", [64, 128, 448, 640])
     def test_rows_of_another_width_are_refused(self, qk_dim):
-        with pytest.raises(ValueError, match="sparse_mla_prefill: the Triton kernel takes rows of 512 or 576"):
-            planning.check_layout("sparse_mla_prefill", planning.workspace_layout(qk_dim))
+        call = Call("prefill", workspace_layout(qk_dim), 4, 64, DeviceInfo("cuda", (9, 0), 132, 232_448))
+        (why,) = BACKENDS["triton"].cannot(call)
+        assert why.startswith("its prefill reads rows of ")
 
 
 @pytest.mark.no_gpu
@@ -169,19 +179,23 @@ class TestOnTheGPU:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():
             pytest.skip("this torch has no CUDA")
-        from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode
+        from sparse_mla_torch.attention.backends.triton import Attention
         from torch_graphs import capture
 
         torch.manual_seed(0)
         layout = KVLayout.V4_BF16
         rows = torch.randn(4, 64, 512, device="cuda").bfloat16()
-        cache = TorchPagedKV(rows.view(torch.uint8).view(4, -1), layout, 64)
         q = torch.randn(2, 1, 64, 512, device="cuda").bfloat16()
         indices = torch.randint(0, 256, (2, 1, 512), device="cuda", dtype=torch.int32)
-        out = torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda")
-        expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.04)
-        step = functools.partial(sparse_mla_decode, q, cache, indices, softmax_scale=0.04, out=out)
-        graph, _ = capture(step, stream=torch.cuda.Stream())
+        scope = planning.Scope(512, 0, 256, 64, layout.page_bytes(64))
+        attend = Attention(layout, 2, 64, (scope,), 0.04, False, q.device)
+        out, expected = (
+            (torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda"))
+            for _ in range(2)
+        )
+        tables = [(rows.view(torch.uint8).view(4, -1), indices, None)]
+        attend(q, tables, None, *expected)
+        graph, _ = capture(functools.partial(attend, q, tables, None, *out), stream=torch.cuda.Stream())
         for tensor in out:
             tensor.fill_(torch.nan)
         graph.replay()

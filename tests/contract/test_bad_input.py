@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_calls import pretend_installed
 from public_calls import (
     DEVICE,
     GOOD,
@@ -29,7 +30,6 @@ from public_calls import (
 )
 
 import jax_sparse_mla as mla
-from jax_sparse_mla.attention import api
 
 CALLS = {
     **GOOD,
@@ -81,19 +81,16 @@ UNREAD = {
 CHECKED = [case for case in ARRAYS if case not in UNREAD]
 # Arguments of any rank, and of the ranks that the contract allows besides the good one.
 ANY_RANK = {("split_pages", "slots"), ("quantize_ue8m0", "x")}
-LENGTHS = {("decode_schedule", "topk_length"), ("decode_schedule", "extra_topk_length")}
-LENGTHS |= {("sparse_mla_decode", "topk_length"), ("sparse_mla_decode", "extra_topk_length")}
+LENGTHS = {("sparse_mla_decode", "topk_length"), ("sparse_mla_decode", "extra_topk_length")}
 # None is accepted, or refused with a ValueError because it is a mode that lacks it.
 OPTIONAL = {
     "sparse_mla_decode": {"topk_length", "extra_topk_length", "attn_sink"},
     "sparse_mla_prefill": {"topk_length", "attn_sink"},
     "sparse_mla_extend": {"topk_positions", "attn_sink", "workspace"},
-    "decode_schedule": {"topk_length", "extra_topk_length"},
     "split_pages": {"slots"},
     "topk_positions": {"row_starts"},
     "topk_transform": {"row_starts", "page_table", "row_to_request", "topk_indices_offset"},
     "flashmla_schedule": {"topk_length", "extra_topk_length"},
-    "index_logits": {"schedule"},
     "build_v32_metadata": {"tables.full_to_swa", "batch.extend_lens"},
     "build_prefill_plan": {"batch.extend_lens"},
 }
@@ -149,8 +146,8 @@ FREE = {
     ("batch.out_cache_loc", 0), ("tables.req_to_token", 0), ("tables.req_to_token", 1), ("tables.full_to_swa", 0),
     ("req_to_token", 0), ("req_to_token", 1), ("full_to_swa", 0), ("merge_attention stacked outs", 3),
     ("apply_attn_sink out", 2), ("swa_indices", 1), ("extra_indices", 1), ("topk_indices", 1), ("logits", 1),
-    ("page_table", 1), ("topk_transform page_table", 0), ("context_lens", 0), ("index_cache", 0), ("schedule", 0),
-    ("query_start_loc", 0), ("inv_freq", 0), ("schedule.tile_scheduler_metadata", 0),
+    ("page_table", 1), ("topk_transform page_table", 0), ("context_lens", 0), ("index_cache", 0),
+    ("query_start_loc", 0), ("inv_freq", 0), ("sparse_mla_decode indices", 2), ("extra_indices", 2),
 }  # fmt: skip
 NOT_FREE = {
     ("draft_step_batch", "batch.out_cache_loc", 0),
@@ -294,20 +291,12 @@ SPECIAL = {
         ("cache", v32_cache, ValueError, "q must have shape .*576"),
         ("extra_cache", None, ValueError, "extra_indices was given without extra_cache"),
         ("extra_indices", None, TypeError, "extra_indices"),
-        ("schedule", 3, TypeError, "schedule must come from decode_schedule"),
-        (
-            "schedule",
-            lambda: mla.decode_schedule((2, 1, 2, 5, 2), device=DEVICE),
-            ValueError,
-            "schedule was built for",
-        ),
         ("backend", "flashinfer", ValueError, "backend 'flashinfer' cannot serve"),
         ("backend", "cuda", ValueError, "backend must be one of .*'cuda'"),
         ("backend", 3, ValueError, "backend must be one of"),
     ],
     "sparse_mla_prefill": [
         ("kv", normal(20, 512), ValueError, "kv must have shape .*576"),
-        ("schedule", 3, TypeError, "schedule must come from decode_schedule"),
         ("backend", "hopper", ValueError, "backend 'hopper' cannot serve"),
         ("backend", "cuda", ValueError, "backend must be one of .*'cuda'"),
     ],
@@ -320,17 +309,6 @@ SPECIAL = {
         ("workspace", jnp.zeros((23, 512), jnp.bfloat16), ValueError, "workspace must have at least 24 rows"),
         ("workspace", jnp.zeros((30, 512), jnp.float32), TypeError, "workspace must be bfloat16"),
         ("topk_positions", i32(np.zeros((6, 5))), ValueError, "topk_positions must have at least 6 columns"),
-    ],
-    "decode_schedule": [
-        ("shape", [2, 3, 64, 128], ValueError, "shape must be"),
-        ("shape", (2, 3, 64), ValueError, "shape must be"),
-        ("shape", None, ValueError, "shape must be"),
-        ("shape", (2, 3, 0, 128, 64), ValueError, "shape.num_heads"),
-        ("shape", (2, -3, 64, 128, 64), ValueError, "shape.q_len"),
-        ("shape", (2, 3, 64, 128.0, 64), TypeError, "shape.topk"),
-        ("shape", (2, 3, 64, 128, True), TypeError, "shape.extra_topk"),
-        ("shape", (2, 3, 64, 128), ValueError, "extra_topk"),
-        tree("device", "cuda"),
     ],
     "build_prefill_plan": [
         tree("spec", None),
@@ -466,7 +444,7 @@ CASES = [(name, *case) for name, cases in SPECIAL.items() for case in cases]
 )
 def test_what_one_function_requires(name, path, bad, error, pattern, monkeypatch):
     """Where no kernel is installed: which of them could serve a call depends on the machine."""
-    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"reference"}))
+    pretend_installed(monkeypatch)
     refuses(name, path, bad() if callable(bad) else bad, error, pattern)
 
 

@@ -38,11 +38,8 @@ SIGNATURES = {
     "split_pages": "cache, page_size, *, slots=None, out=None",
     "quantize_ue8m0": "x, group",
     "sparse_mla_decode": "q, cache, indices, *, softmax_scale, topk_length=None, extra_cache=None, "
-    "extra_indices=None, extra_topk_length=None, attn_sink=None, schedule=None, assume_valid_indices=False, "
-    "backend=None",
-    "sparse_mla_prefill": "q, kv, indices, *, softmax_scale, topk_length=None, attn_sink=None, "
-    "schedule=None, assume_valid_indices=False, backend=None",
-    "decode_schedule": "shape, topk_length=None, extra_topk_length=None, *, device=None",
+    "extra_indices=None, extra_topk_length=None, attn_sink=None, assume_valid_indices=False, backend=None",
+    "sparse_mla_prefill": "q, kv, indices, *, softmax_scale, topk_length=None, attn_sink=None, backend=None",
     "build_prefill_plan": "spec, batch, tables, *, compress_ratio, swa_capacity, compressed_capacity",
     "sparse_mla_extend": "q, plan, swa_cache, compressed_cache, topk_positions, *, softmax_scale, "
     "attn_sink=None, workspace=None, backend=None",
@@ -62,7 +59,7 @@ SIGNATURES = {
     "build_v32_metadata": "spec, batch, tables, *, fp8_kv_cache, prefill_backend",
     "draft_step_batch": "batch, step, num_steps, *, topk=1, shift_seq_lens=True",
     "flashmla_schedule": "topk_length, *, batch, topk, extra_topk=0, extra_topk_length=None, num_sm_parts",
-    "index_logits": "q, weights, index_cache, page_table, lengths, *, schedule=None",
+    "index_logits": "q, weights, index_cache, page_table, lengths",
     "write_index_k": "index_cache, slots, k",
     "paged_mqa_schedule": "context_lens, *, num_sms, split_kv=256",
     "plan_attention": "phase, spec, *, num_q_tokens, device, installed, kv_dtype='fp8', num_heads=None, "
@@ -260,7 +257,7 @@ def assert_trees_equal(a, b):
 
 @pytest.mark.parametrize("which", ["indices", "extra_indices"])
 def test_hostile_decode_indices_are_skipped(which):
-    kwargs = {**GOOD["sparse_mla_decode"](), "schedule": None, "topk_length": None, "extra_topk_length": None}
+    kwargs = {**GOOD["sparse_mla_decode"](), "topk_length": None, "extra_topk_length": None}
     slots = kwargs["cache" if which == "indices" else "extra_cache"].num_slots
     bad, skipped = with_hostile(kwargs[which], slots)
     got = mla.sparse_mla_decode(**{**kwargs, which: bad})
@@ -283,7 +280,7 @@ def test_only_hostile_indices_give_empty_rows():
 
 @pytest.mark.parametrize("length", [INT_MIN, -7, 3, INT_MAX])
 def test_hostile_lengths_are_clipped(length):
-    kwargs = {**GOOD["sparse_mla_decode"](), "schedule": None}
+    kwargs = GOOD["sparse_mla_decode"]()
     clipped = min(max(length, 0), 3)
     assert_trees_equal(
         mla.sparse_mla_decode(**{**kwargs, "topk_length": i32([length if length != 3 else 4, 3])}),
@@ -329,7 +326,7 @@ def test_hostile_slots_are_skipped_by_write_index_k_and_split_pages():
 
 
 def test_hostile_pages_have_no_index_logits():
-    kwargs = {**GOOD["index_logits"](), "schedule": None}
+    kwargs = GOOD["index_logits"]()
     kwargs |= {"page_table": i32([[*hostile(4), 1], [0, *hostile(4)]]), "lengths": i32([INT_MAX, 9])}
     logits = np.asarray(mla.index_logits(**kwargs)).reshape(2, 6, 8)
     empty = np.ones((2, 6), bool)

@@ -164,6 +164,14 @@ def test_good_batches(message):
 
 
 @WAYS
+def test_a_window_table_without_its_last_entry(message):
+    """What stands at the end is taken for "no slot": without it, the pool's last slot is."""
+    tables = dataclasses.replace(TABLES, full_to_swa=TABLES.full_to_swa[:-1])
+    found = message(check_batch, decode(out_cache_loc=int32(100, 200, -5)), tables)
+    assert "tables.full_to_swa[3071] is 3071, the last entry, which must be -1" in found
+
+
+@WAYS
 @pytest.mark.parametrize(
     "batch, expected",
     [

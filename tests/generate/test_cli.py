@@ -2,16 +2,19 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import pytest
+from attention_calls import pretend_installed
 
 from jax_sparse_mla import DeviceInfo
 from jax_sparse_mla.attention import api
-from jax_sparse_mla.attention.route import BACKENDS
+from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.cli import main
 
 HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -70,7 +73,7 @@ def test_doctor_describes_a_gpu(capsys, monkeypatch):
 def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, backend):
     """As the attention functions do: without the columns, little work would not be seen as such."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
-    monkeypatch.setattr(api, "installed_backends", lambda: {"flashmla", "triton"})
+    pretend_installed(monkeypatch, "flashmla", "triton")
     out = run(capsys, "doctor", "--query-tokens", str(rows))[1]
     assert re.findall(rf"decode, {rows} query rows, FP8 cache: (\w+)", out) == [backend] * 3
 
@@ -78,8 +81,9 @@ def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, b
 def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monkeypatch):
     """Without nvcc and without a built binary `hopper` has its prefill alone."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
-    monkeypatch.setattr(api, "installed_backends", lambda: frozenset({"hopper", "reference"}))
-    monkeypatch.setattr(api.hopper, "serves", lambda phase: phase == "prefill")
+    absent = dict.fromkeys(set(BACKENDS) - {"hopper", "reference"}, "not installed")
+    no_kernel = {"prefill": {}, "decode": {"hopper": "its CUDA kernel cannot be used here"}}
+    monkeypatch.setattr(api, "missing_for", lambda phase: absent | no_kernel[phase])
     out = run(capsys, "doctor")[1]
     assert re.findall(r", (\w+), 64 query rows, FP8 cache: (\w+)", out) == 3 * [
         ("decode", "reference"),
@@ -109,6 +113,29 @@ def test_generate_without_torch_says_what_is_missing():
     code = "import sys; sys.modules['torch'] = None; from jax_sparse_mla.cli import main; sys.exit(main(['generate']))"
     done = python(code)
     assert done.returncode == 2 and "needs torch and transformers (the extra [hf])" in done.stderr
+
+
+@needs_models
+@pytest.mark.parametrize("version", ["4.57.1", "5.22.9", "5.9.0.dev0"])
+def test_an_older_transformers_is_said(version):
+    """Not `KeyError: 'deepseek_sparse_attention'`, from somewhere within."""
+    code = (
+        f"import sys, transformers; transformers.__version__ = {version!r}; from jax_sparse_mla.cli import main; "
+        "sys.exit(main(['generate']))"
+    )
+    done = python(code)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"transformers {version} is installed" in done.stderr
+    assert 'needs 5.23 or newer: pip install "transformers>=5.23"' in done.stderr
+
+
+@needs_models
+def test_the_oldest_transformers_is_the_extra_s():
+    from sparse_mla_torch.hf import OLDEST_TRANSFORMERS
+
+    with open(pathlib.Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
+        extra = tomllib.load(file)["project"]["optional-dependencies"]["hf"]
+    assert "transformers>={}.{}".format(*OLDEST_TRANSFORMERS) in extra
 
 
 def test_a_command_is_required(capsys):

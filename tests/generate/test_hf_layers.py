@@ -165,7 +165,6 @@ def test_prefill_backends_agree(name, bf16):
                 assert (step.metadata.topk_indices_offset is not None) == ragged
             else:
                 assert sorted(step.plans) == ([0, 4, 128] if ragged else [])
-                assert sorted(step.schedules) == ([] if ragged else [0, 4, 128])
     for layer in range(len(sparse.engine.layers)):
         expected, expected_selection = replay(sparse, layer, sparse)
         outputs, selection = replay(sparse, layer, paged)

@@ -23,6 +23,7 @@ from small_engine import (
 )
 
 import jax_sparse_mla as mla
+from jax_sparse_mla import layers
 from jax_sparse_mla.dispatch import use_triton
 
 DECODE, EXTEND = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND
@@ -402,3 +403,34 @@ def test_draft_steps_share_one_compilation_of_draft_step_batch():
     )
     lengths = [np.asarray(step(draft, jnp.int32(i), world.tables).seq_lens_causal).tolist() for i in range(3)]
     assert lengths == [[21, 16, 0], [22, 17, 0], [23, 18, 0]] and len(traces) == 1
+
+
+# ---- a workspace, or the pages ----
+
+
+@pytest.mark.parametrize(
+    "mode, rows, gathered, expected",
+    [
+        (EXTEND, 255, None, False),
+        (EXTEND, 256, None, True),
+        (DECODE, 256, None, False),
+        (EXTEND, 256, False, False),
+        (EXTEND, 8, True, True),
+    ],
+)
+def test_the_plan_decides_what_a_step_attends_to(mode, rows, gathered, expected):
+    """From the measured crossover on (docs/routing.md) a chunk gathers, unless the caller says which."""
+    requests = rows if mode is DECODE else 2
+    numbers = {name: jnp.zeros(requests, jnp.int32) for name in ("req_pool_indices", "seq_lens")}
+    batch = mla.ForwardBatch(
+        mode=mode,
+        max_seq_len=MAX_LEN,
+        out_cache_loc=jnp.zeros(rows, jnp.int32),
+        extend_lens=jnp.zeros(2, jnp.int32) if mode is EXTEND else None,
+        **numbers,
+    )
+    tables = mla.RequestTables(
+        req_to_token=jnp.zeros((2, MAX_LEN), jnp.int32), full_to_swa=jnp.full(MAX_LEN, -1, jnp.int32)
+    )
+    step = jax.eval_shape(functools.partial(layers.prepare_v4_step, V4, gathered=gathered), batch, tables)
+    assert sorted(step.plans) == ([0, 4, 128] if expected else [])

@@ -30,7 +30,6 @@ from metadata_tensors import DEVICE, INT_MAX, INT_MIN, POISON, assert_same, pois
 from sparse_mla_torch.kernels import metadata as torch_metadata
 from torch_graphs import capture
 
-from jax_sparse_mla.attention.schedule import decode_schedules
 from jax_sparse_mla.indices.window import (
     swa_gather_plan,
     swa_gather_plan_reference,
@@ -38,12 +37,10 @@ from jax_sparse_mla.indices.window import (
 )
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, build_v4_metadata
 from jax_sparse_mla.metadata.schedules import (
-    FlashmlaCall,
     flashmla_schedule,
+    flashmla_schedule_reference,
     paged_mqa_schedule,
     paged_mqa_schedule_reference,
-    step_schedules,
-    step_schedules_reference,
 )
 from jax_sparse_mla.metadata.v4 import build_v4_reference, has_v4_kernel
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
@@ -54,9 +51,9 @@ DRAFT_LAYER = dataclasses.replace(TINY_V4, name="draft layer", compress_ratios=(
 INDEXED_ONLY = dataclasses.replace(TINY_V4, name="indexed only", compress_ratios=(0, 4))
 PROPERTY = settings(max_examples=10, deadline=None)
 
-_SCHEDULE = ("columns", "num_sm_parts", "num_sms", "split_kv")
+_SCHEDULE = ("topk", "extra_topk", "num_sm_parts")
 plain_v4 = on_the_cpu(build_v4_reference, static_argnums=0)
-plain_schedules = on_the_cpu(step_schedules_reference, static_argnames=_SCHEDULE)
+plain_schedule = on_the_cpu(flashmla_schedule_reference, static_argnames=_SCHEDULE)
 plain_indexer_schedule = on_the_cpu(paged_mqa_schedule_reference, static_argnums=(1, 2))
 plain_slots = on_the_cpu(swa_slots_reference, static_argnames="window")
 plain_gather = on_the_cpu(swa_gather_plan_reference, static_argnames=("window", "capacity"))
@@ -77,52 +74,46 @@ LENGTHS = {
 }
 
 
-def schedule_case(seed, batch, main, extra):
+def schedule_lengths(seed, batch, main, extra):
     rng = np.random.default_rng(seed)
-    lengths = [LENGTHS[kind](rng, batch) for _ in COLUMNS for kind in (main, extra)]
-    contexts = rng.integers(-5, rng.choice([2, 700, 40_000]), batch + 3)
-    contexts[rng.random(batch + 3) < 0.05] = rng.choice([INT_MIN, INT_MAX])
-    return lengths, contexts
+    return [LENGTHS[kind](rng, batch) for kind in (main, extra)]
 
 
-def torch_schedules(lengths, contexts, columns, parts, num_sms):
+def contexts_of(seed, rows):
+    rng = np.random.default_rng(seed)
+    contexts = rng.integers(-5, rng.choice([2, 700, 40_000]), rows)
+    contexts[rng.random(rows) < 0.05] = rng.choice([INT_MIN, INT_MAX])
+    return contexts
+
+
+def torch_schedule(main, extra, topk, extra_topk, num_sm_parts):
     """By the torch launcher into poisoned buffers."""
-    calls = [
-        FlashmlaCall(tensor(main), topk, tensor(extra) if extra_topk else None, extra_topk)
-        for (topk, extra_topk), main, extra in zip(columns, lengths[::2], lengths[1::2])
-    ]
-    batch, sms = len(lengths[0]), None if contexts is None else num_sms
-    out = poison(torch_metadata.Schedules.allocate(len(calls), batch, parts, sms, DEVICE))
-    contexts = None if contexts is None else tensor(contexts)
-    made = torch_metadata.step_schedules(calls, contexts, num_sm_parts=parts, num_sms=sms, out=out)
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=DEVICE)
+    out = poison((empty((num_sm_parts, 8)), empty(len(main) + 1)))
+    sizes = {"topk": topk, "extra_topk": extra_topk, "num_sm_parts": num_sm_parts}
+    extra = tensor(extra) if extra_topk else None
+    made = torch_metadata.flashmla_schedule(tensor(main), extra_topk_length=extra, **sizes, out=out)
     assert made is out
-    return tuple(out)
+    return out
+
+
+def plain_schedule_of(main, extra, *sizes):
+    return plain_schedule(array(main), array(extra), **dict(zip(_SCHEDULE, sizes)))
 
 
 @PROPERTY
 @given(
-    shape=st.sampled_from([(1, 1), (1, 33), (5, 7), (74, 33), (256, 12), (257, 9), (2050, 33)]),
+    shape=st.sampled_from([(1, 1), (1, 33), (5, 7), (74, 33), (74, 132), (256, 12), (257, 9), (2050, 33)]),
+    columns=st.sampled_from(COLUMNS),
     main=st.sampled_from(sorted(LENGTHS)),
     extra=st.sampled_from(sorted(LENGTHS)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_schedules_equal_plain_jax(shape, main, extra, seed):
+def test_a_schedule_equals_plain_jax(shape, columns, main, extra, seed):
+    """132 partitions, a whole H200: more of them than a warp has lanes."""
     batch, parts = shape
-    lengths, contexts = schedule_case(seed, batch, main, extra)
-    static = {"columns": COLUMNS, "num_sm_parts": parts, "num_sms": 20, "split_kv": 256}
-    expected = plain_schedules([*map(array, lengths)], array(contexts), **static)
-    assert_same(torch_schedules(lengths, contexts, COLUMNS, parts, 20), expected)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("indexer", [False, True])
-def test_a_launch_makes_one_to_three_schedules_with_and_without_the_indexers(count, indexer):
-    """Over the partitions of a whole H200: more of them than a warp has lanes."""
-    lengths, contexts = schedule_case(count, 74, "any", "any")
-    lengths, columns, contexts = lengths[: 2 * count], COLUMNS[:count], contexts if indexer else None
-    static = {"columns": columns, "num_sm_parts": 132, "num_sms": 132, "split_kv": 256}
-    expected = plain_schedules([*map(array, lengths)], None if contexts is None else array(contexts), **static)
-    assert_same(torch_schedules(lengths, contexts, columns, 132, 132), expected)
+    lengths = schedule_lengths(seed, batch, main, extra)
+    assert_same(torch_schedule(*lengths, *columns, parts), plain_schedule_of(*lengths, *columns, parts))
 
 
 @pytest.mark.parametrize("split_kv", [256, 1])
@@ -257,20 +248,17 @@ def test_swa_gather_plan_equals_plain_jax(seed, shape):
 
 def test_bad_tensors_are_refused_by_name():
     lengths, wide = tensor([1, 2]), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    schedule = functools.partial(torch_metadata.step_schedules, num_sm_parts=4)
-    with pytest.raises(TypeError, match=r"calls\[0\].topk_length must be a torch.Tensor, int32 \[2\]"):
-        schedule([FlashmlaCall(wide, 64)])
+    schedule = functools.partial(torch_metadata.flashmla_schedule, topk=64, num_sm_parts=4)
+    with pytest.raises(TypeError, match=r"topk_length must be a torch\.Tensor, int32"):
+        schedule(wide)
     with pytest.raises(ValueError, match="extra_topk_length with extra_topk"):
-        schedule([FlashmlaCall(lengths, 64, lengths)])
-    with pytest.raises(ValueError, match="calls must be one to 3, got 0"):
-        schedule([])
-    with pytest.raises(ValueError, match="num_sms >= 1 with context_lens"):
-        schedule([FlashmlaCall(lengths, 64)], lengths)
+        schedule(lengths, extra_topk_length=lengths)
+    with pytest.raises(ValueError, match="needs a row"):
+        schedule(lengths[:0])
+    with pytest.raises(ValueError, match=r"out\[1\] must have shape"):
+        schedule(lengths, out=(torch.zeros((4, 8), dtype=torch.int32, device=DEVICE), lengths))
     with pytest.raises(ValueError, match="paged_mqa_schedule: context_lens must have at least one row"):
         torch_metadata.paged_mqa_schedule(lengths[:0], num_sms=4)
-    with pytest.raises(ValueError, match="out was allocated for other schedules"):
-        out = torch_metadata.Schedules.allocate(2, 2, 4, None, DEVICE)
-        schedule([FlashmlaCall(lengths, 64)], out=out)
     batch = ForwardBatch(
         mode=ForwardMode.DECODE, max_seq_len=64, req_pool_indices=lengths, seq_lens=lengths, out_cache_loc=lengths
     )
@@ -351,20 +339,13 @@ def test_jax_builds_v4_metadata_with_the_kernels(mode, requests, rows, drafts, c
 @pytest.mark.parametrize("parts", [132, 66])
 def test_jax_makes_schedules_with_the_kernels(batch, parts):
     for seed, kind in enumerate(LENGTHS):
-        lengths, contexts = schedule_case(seed, batch, kind, "any")
-        calls = [
-            FlashmlaCall(array(main), topk, array(extra) if extra_topk else None, extra_topk)
-            for (topk, extra_topk), main, extra in zip(COLUMNS, lengths[::2], lengths[1::2])
-        ]
-        make = functools.partial(step_schedules, batch=batch, num_sm_parts=parts, num_sms=132)
-        made = make(calls, array(contexts))
-        static = {"columns": COLUMNS, "num_sm_parts": parts, "num_sms": 132, "split_kv": 256}
-        expected = plain_schedules([*map(array, lengths)], array(contexts), **static)
-        assert_same(made, expected)
-        alone = flashmla_schedule(calls[1].topk_length, batch=batch, topk=128, extra_topk=512,
-                                  extra_topk_length=calls[1].extra_topk_length, num_sm_parts=parts)  # fmt: skip
-        assert_same(alone, expected[0][1])
-        assert_same(paged_mqa_schedule(array(contexts), num_sms=132), expected[1])
+        for topk, extra_topk in COLUMNS:
+            main, extra = schedule_lengths(seed, batch, kind, "any")
+            sizes = {"batch": batch, "topk": topk, "extra_topk": extra_topk, "num_sm_parts": parts}
+            made = flashmla_schedule(array(main), extra_topk_length=array(extra) if extra_topk else None, **sizes)
+            assert_same(made, plain_schedule_of(main, extra, topk, extra_topk, parts))
+        contexts = array(contexts_of(seed, batch + 3))
+        assert_same(paged_mqa_schedule(contexts, num_sms=132), plain_indexer_schedule(contexts, 132, 256))
 
 
 @pytest.mark.gpu
@@ -379,21 +360,13 @@ def test_jax_plans_the_windows_gather_with_the_kernels_and_plain_code_under_vmap
 
 
 @pytest.mark.gpu
-def test_a_decode_step_is_two_launches():
-    """Metadata and all schedules: nothing between them, no copy to the host."""
+def test_a_decode_steps_metadata_is_one_launch():
+    """No copy to the host, and nothing beside it."""
     spec, batch, tables = v4_step(np.random.default_rng(0), ForwardMode.DECODE, 64, 64, columns=131_072)
     batch = dataclasses.replace(batch, num_draft_tokens=None, extend_lens=None)
-
-    def step(batch, tables):
-        metadata = build_v4_metadata(spec, batch, tables)
-        main, width = metadata.swa_topk_lengths, metadata.swa_page_indices.shape[1]
-        calls = [((64, 1, 64, width), main, None)]
-        for part in metadata.compressed.values():
-            calls.append(((64, 1, 64, width, part.page_indices.shape[1]), main, part.topk_lengths))
-        return decode_schedules(calls, metadata.c4_lengths)
-
-    text = jax.jit(step).lower(batch, tables).compile().as_text()
-    assert text.count("custom-call(") == 2 and "fusion(" not in text, text
+    build = jax.jit(functools.partial(build_v4_metadata, spec))
+    text = build.lower(batch, tables).compile().as_text()
+    assert text.count("custom-call(") == 1 and "fusion(" not in text, text
 
 
 @pytest.mark.gpu
@@ -405,35 +378,30 @@ def test_torch_captures_a_steps_metadata_in_a_cuda_graph(mode):
     spec = steps[0][0]
     to_torch = functools.partial(jax.tree.map, lambda x: torch.from_numpy(np.array(x)).to(DEVICE))
     batch, tables = to_torch(steps[0][1]), to_torch(steps[0][2])
-    columns = [(128, 0), (128, 512), (128, 64)]
+    sizes = {"topk": 128, "extra_topk": 512, "num_sm_parts": 132}
 
     def step():
         made = torch_metadata.build_v4_metadata(spec, batch, tables, out=out)
-        extra = [None, *(part.topk_lengths for part in made.compressed.values())]
-        calls = [
-            FlashmlaCall(made.swa_topk_lengths, topk, length, extra_topk)
-            for (topk, extra_topk), length in zip(columns, extra)
-        ]
-        torch_metadata.step_schedules(calls, made.c4_lengths, num_sm_parts=132, num_sms=132, out=schedules)
+        lengths = {"extra_topk_length": made.c4_topk_lengths, "out": schedule}
+        torch_metadata.flashmla_schedule(made.swa_topk_lengths, **sizes, **lengths)
+        torch_metadata.paged_mqa_schedule(made.c4_lengths, num_sms=132, out=indexer)
 
     out = torch_metadata.allocate_v4_metadata(
         spec, mode, 20, rows, max_seq_len=2050, device=DEVICE, num_draft_tokens=drafts
     )
-    schedules = torch_metadata.Schedules.allocate(3, rows, 132, 132, DEVICE)
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=DEVICE)
+    schedule, indexer = (empty((132, 8)), empty(rows + 1)), empty((133, 2))
     step()  # compiles
     graph, _ = capture(step)
     for _, new_batch, new_tables in steps[1:]:
-        poison((out.page_table, out.compressed, schedules))
+        poison((out.page_table, out.compressed, schedule, indexer))
         for old, new in zip(jax.tree.leaves((batch, tables)), jax.tree.leaves((new_batch, new_tables))):
             old.copy_(torch.from_numpy(np.array(new)))
         graph.replay()
         expected = plain_v4(spec, new_batch, new_tables)
         assert_same(out, expected)
-        main, lengths = expected.swa_topk_lengths, []
-        for extra in (main, *(part.topk_lengths for part in expected.compressed.values())):
-            lengths += [main, extra]
-        static = {"columns": tuple(columns), "num_sm_parts": 132, "num_sms": 132, "split_kv": 256}
-        assert_same(tuple(schedules), plain_schedules(lengths, expected.c4_lengths, **static))
+        assert_same(schedule, plain_schedule(expected.swa_topk_lengths, expected.c4_topk_lengths, **sizes))
+        assert_same(indexer, plain_indexer_schedule(expected.c4_lengths, 132, 256))
 
 
 def small_cases() -> None:
@@ -444,12 +412,11 @@ def small_cases() -> None:
     Under `jax.default_device` of a CPU: what XLA compiles for a GPU, the sanitizer would have to instrument.
     """
     for batch, parts in ((1, 1), (74, 33), (300, 12), (1100, 132)):
-        lengths, contexts = schedule_case(batch, batch, "hostile", "any")
-        static = {"columns": COLUMNS, "num_sm_parts": parts, "num_sms": 20, "split_kv": 256}
-        expected = plain_schedules([*map(array, lengths)], array(contexts), **static)
-        assert_same(torch_schedules(lengths, contexts, COLUMNS, parts, 20), expected)
+        lengths, contexts = schedule_lengths(batch, batch, "hostile", "any"), contexts_of(batch, batch + 3)
+        for columns in COLUMNS:
+            assert_same(torch_schedule(*lengths, *columns, parts), plain_schedule_of(*lengths, *columns, parts))
         alone = torch_metadata.paged_mqa_schedule(tensor(contexts), num_sms=20)
-        assert_same(alone, expected[1])
+        assert_same(alone, plain_indexer_schedule(array(contexts), 20, 256))
     every_mode = [(mode, TINY_V4) for mode in MODES]
     for mode, spec in [*every_mode, (ForwardMode.EXTEND, DRAFT_LAYER), (ForwardMode.EXTEND, INDEXED_ONLY)]:
         rng = np.random.default_rng(4)

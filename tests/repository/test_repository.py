@@ -76,13 +76,19 @@ def commands(script):
     return [" ".join(part.split()) for part in split if part and not re.match(r"#|set -|cd ", part)]
 
 
-def test_ci_runs_the_readmes_test_command():
-    shown = [block for language in ("bash", "sh", "shell", "") for block in fenced(section("Test"), language)]
-    assert shown, "README.md shows no command under its heading Test"
-    wanted = commands(shown[0])
-    assert any("pip install" in command for command in wanted) and any("pytest" in command for command in wanted)
+def first_command(title):
+    """The commands of the first shell block under README's heading."""
+    shown = [block for language in ("bash", "sh", "shell", "") for block in fenced(section(title), language)]
+    assert shown, f"README.md shows no command under its heading {title}"
+    return commands(shown[0])
+
+
+def test_ci_runs_the_readmes_commands():
+    tests, documents = first_command("Test"), first_command("Read")
+    assert any("pip install" in command for command in tests) and any("pytest" in command for command in tests)
+    assert any("mkdocs build --strict" in command for command in documents)
     script = ROOT / ".ci" / "run"
-    assert commands(script.read_text()) == wanted
+    assert commands(script.read_text()) == tests + documents
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"
 
 

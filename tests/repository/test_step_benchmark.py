@@ -131,20 +131,24 @@ def test_operations_are_grouped_by_kernel_and_jax_operation(monkeypatch):
     assert kinds == [(0.0125, 1, 0.5, "a_kernel"), (0.007, 1, 0.5, "loop_fusion: jit(f)/add")]
 
 
-def test_a_run_keeps_the_cases_of_earlier_ones(monkeypatch, tmp_path):
+def test_a_run_keeps_the_cases_of_the_same_code(monkeypatch, tmp_path):
     monkeypatch.setenv("OUT", str(tmp_path / "now"))
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    record.write_json(tmp_path / "step.json", {"results": {"before": {"wall_us": 0.5, "command": "long ago"}}})
-    where = {"device": "a GPU", "commit": "abc", "command": "first"}
-    step.save({"one": {"wall_us": 1.0}, "two": {"wall_us": 2.0}}, [], where)
-    step.save({"two": {"wall_us": 3.0}}, [], {**where, "command": "second"})
+    before = {"code": record.code_digest(), "results": {"before": {"wall_us": 0.5, "command": "long ago"}}}
+    record.write_json(tmp_path / "step.json", before)
+    record.write_json(tmp_path / "other.json", before | {"code": "another"})
+    where = {"device": "a GPU", "commit": "abc", "code": record.code_digest(), "command": "first"}
+    step.save("step", {"one": {"wall_us": 1.0}, "two": {"wall_us": 2.0}}, [], where)
+    step.save("step", {"two": {"wall_us": 3.0}}, [], {**where, "command": "second"})
+    step.save("other", {"two": {"wall_us": 3.0}}, [], where)
     saved = json.loads((tmp_path / "now" / "step.json").read_text())
-    assert saved["environment"] == {"device": "a GPU"}
+    assert saved["device"] == "a GPU" and saved["commit"] == "abc"
     assert {name: (r["wall_us"], r["command"]) for name, r in saved["results"].items()} == {
         "before": (0.5, "long ago"),
         "one": (1.0, "first"),
         "two": (3.0, "second"),
     }
+    assert set(json.loads((tmp_path / "now" / "other.json").read_text())["results"]) == {"two"}
 
 
 def test_the_cases_name_their_programs():

@@ -19,13 +19,20 @@ from attention_oracle import (
     unpack_cache,
 )
 
-from jax_sparse_mla.attention import DeviceInfo, plan_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import DeviceInfo, api, plan_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.kernels.sm90 import decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
 H200 = DeviceInfo("cuda", (9, 0), 132, 232_448)
 OVERRIDES = tuple(f"JAX_SPARSE_MLA_{phase}BACKEND" for phase in ("", "DECODE_", "PREFILL_"))
+
+
+def pretend_installed(monkeypatch, *names: str) -> None:
+    """Of the backends these are usable from JAX, and the reference; on any device."""
+    absent = {name: "not installed" for name in BACKENDS if name not in (*names, "reference")}
+    monkeypatch.setattr(api, "missing_for", lambda phase: dict(absent))
 
 
 def skip_unless_able(backend: str, phase: str, rows: int, heads: int, topk: int, kv_dtype: str = "fp8") -> None:

@@ -38,7 +38,7 @@ from attention_oracle import (
     unpack_cache,
 )
 
-from jax_sparse_mla.attention import decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
 
 SINKS = (np.inf, -np.inf, 0.25, -3e38)
@@ -333,41 +333,3 @@ class SparseMLAConformance:
         names = ("q", "kv", "indices", "topk_length", "attn_sink")
         host = {name: getattr(case, name) for name in names}
         assert_same(sparse_mla_prefill(**host, softmax_scale=np.float64(0.1), backend=backend), expected)
-
-    # --- the schedule ---
-
-    def test_a_schedule_changes_nothing(self, backend):
-        case = small_decode(extra=(16, 2))
-        expected = run_decode(case, backend)
-        lengths = jnp.asarray(case.topk_length), jnp.asarray(case.extra_topk_length)
-        schedule = decode_schedule((3, 2, 4, 16, 16), *lengths)
-        assert_agree(run_decode(case, backend, schedule=schedule), expected, "decode")
-
-        # Built inside the step, as an engine's jitted forward does.
-        @jax.jit
-        def step(arguments):
-            schedule = decode_schedule((3, 2, 4, 16, 16), arguments["topk_length"], arguments["extra_topk_length"])
-            scale = case.softmax_scale
-            return sparse_mla_decode(**arguments, softmax_scale=scale, schedule=schedule, backend=backend)
-
-        arguments = decode_arguments(case)
-        del arguments["softmax_scale"]
-        assert_agree(step(arguments), expected, "decode")
-        case = small_prefill()
-        assert_same(run_prefill(case, backend, schedule=schedule), run_prefill(case, backend))
-
-    def test_a_schedule_of_another_shape_is_refused(self, backend):
-        case = small_decode(extra=(16, 2))
-        for shape in [
-            (2, 2, 4, 16, 16),
-            (3, 1, 4, 16, 16),
-            (3, 2, 8, 16, 16),
-            (3, 2, 4, 32, 16),
-            (3, 2, 4, 16),
-        ]:
-            with pytest.raises(ValueError, match="sparse_mla_decode: schedule was built for"):
-                run_decode(case, backend, schedule=decode_schedule(shape))
-        with pytest.raises(TypeError, match="sparse_mla_decode: schedule must come from decode_schedule"):
-            run_decode(case, backend, schedule=(1, 2))
-        with pytest.raises(TypeError, match="sparse_mla_prefill: schedule must come from decode_schedule"):
-            run_prefill(small_prefill(), backend, schedule=(1, 2))

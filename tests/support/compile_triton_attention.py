@@ -14,9 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jax_sparse_mla.kernels.launch import Device
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
 from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kernels.triton.sparse_mla.launch import launches
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 TYPES = {"q": "*bf16", "sink": "*fp32", "qk_scale": "fp32", "lse": "*fp32", "max_logits": "*fp32"}
 TYPES |= {name: "*i32" for name in ("indices", "lengths", "extra_indices", "extra_lengths")}
@@ -35,16 +37,18 @@ def compiled(kernel, constexprs: dict, types: dict, capability: tuple[int, int],
 
 
 def compiled_attention(layout: KVLayout, num_heads: int, capability: tuple[int, int], *, prefill: bool, tile=None):
-    """The kernel as the planner launches it, and the plan."""
-    shape = {"rows": 64, "num_heads": num_heads, "topk": 128, "extra_topk": 512, "has_sink": True}
-    device = {"capability": capability, "sm_count": 132}
-    plan = planning.launch_plan(layout, **shape, **device, may_split=not prefill, tile=tile)
-    pages = planning.page_constants(layout, *((0, 0) if prefill else (256, 64)))
-    constexprs = plan.constexprs | pages | ({} if prefill else {"max_logits": None})
+    """The kernel as it is launched, and its launch."""
+    sizes = [(0, 0), (0, 0)] if prefill else [(size, layout.page_bytes(size)) for size in (256, 64)]
+    scopes = [planning.Scope(topk, 1, 16_384, *size) for topk, size in zip((128, 512), sizes)]
+    shape = layout, 64, num_heads, scopes, 0.1, True, Device(capability, 132)
+    launch, _ = launches(*shape, max_logits=prefill, may_split=not prefill, tile=tile)
+    constants = dict(launch.constants)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    if not prefill:
+        constants["max_logits"] = None
     cache = "*bf16" if prefill else "*u8"
-    types = {"kv": cache, "extra_kv": cache, "out": "*fp32" if plan.num_splits > 1 else "*bf16"}
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    return compiled(sparse_mla_kernel, constexprs, types, capability, **options), plan
+    types = {"kv": cache, "extra_kv": cache, "out": "*fp32" if launch.grid[1] > 1 else "*bf16"}
+    return compiled(sparse_mla_kernel, constants, types, capability, **options), launch
 
 
 def describe(name: str, num_heads: int, kernel) -> dict:
@@ -65,7 +69,7 @@ def main(capability: tuple[int, int]) -> None:
     for name, num_heads in (("V4_FP8", 64), ("V32_FP8", 128)):
         kernel, _ = compiled_attention(getattr(KVLayout, name), num_heads, capability, prefill=False)
         rows.append(describe(name, num_heads, kernel))
-    kernel, _ = compiled_attention(planning.workspace_layout(576), 16, capability, prefill=True)
+    kernel, _ = compiled_attention(workspace_layout(576), 16, capability, prefill=True)
     rows.append(describe("workspace 576", 16, kernel))
     constexprs = {"HAS_SINK": True, "EMPTY_IS_INF": True, "ALL_SPLITS": 16, "SOME_SPLITS": 8}
     assert len(compiled(combine_kernel, constexprs, {"out": "*bf16"}, capability).asm["cubin"]) > 0

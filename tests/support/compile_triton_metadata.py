@@ -9,10 +9,11 @@ import sys
 
 from compile_triton_kv import compile_kernel
 
-from jax_sparse_mla.kernels.triton.metadata import schedules
+from jax_sparse_mla.kernels.triton.metadata import schedules, window
 from jax_sparse_mla.kernels.triton.metadata import v4 as metadata
 from jax_sparse_mla.kernels.triton.metadata import v32 as metadata_v32
 from jax_sparse_mla.metadata import ForwardMode
+from jax_sparse_mla.metadata.batch import row_constants
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
 
 DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))
@@ -21,27 +22,28 @@ DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))
 def cases():
     """(name, kernel, constants with num_warps) of every kernel, as launched."""
     for batch, parts in ((64, 132), (4096, 66)):
+        constants = schedules.flashmla_constants(128, 512, batch, parts)
+        yield f"flashmla schedule of {batch}", schedules.flashmla_kernel, constants
         indexer = schedules.paged_mqa_constants(batch, 132, 256)
-        constants = schedules.schedules_constants([(128, 0), (128, 512), (128, 1024)], batch, parts, indexer)
-        yield f"schedules of {batch}", schedules.schedules_kernel, constants
         constants = {**indexer, "num_warps": schedules.paged_mqa_warps(batch)}
         yield f"paged_mqa of {batch}", schedules.paged_mqa_kernel, constants
-    yield "schedule", schedules.schedules_kernel, schedules.schedules_constants([(2048, 0)], 64, 66, None)
+    yield "flashmla schedule of one cache", schedules.flashmla_kernel, schedules.flashmla_constants(2048, 0, 64, 66)
     for mode, drafts in ((ForwardMode.DECODE, None), (ForwardMode.TARGET_VERIFY, 4), (ForwardMode.EXTEND, None)):
         for spec in (DEEPSEEK_V4_FLASH, DRAFT_LAYER):
-            constants = metadata.v4_constants(spec, mode, drafts, 64, 131_072)
-            name = f"v4 {mode.name} {len(spec.compress_ratios)} ratios"
-            yield name, metadata.v4_metadata_kernel, metadata.v4_absent_outputs(constants) | constants
-        constants = metadata_v32.mode_constants(mode, drafts, 64)
+            constants = metadata.v4_constants(spec, row_constants(mode, drafts), 64, 131_072)
+            name, outputs = f"v4 {mode.name} {len(spec.compress_ratios)} ratios", metadata.v4_outputs(constants, 64, 64)
+            fields = metadata.v4_metadata_kernel.arg_names[13:31]
+            yield name, metadata.v4_metadata_kernel, dict.fromkeys(fields[len(outputs) :]) | constants
+        constants = row_constants(mode, drafts) | window.request_options(64)
         yield f"v32 starts {mode.name}", metadata_v32.request_starts_kernel, constants
         for absent in ({"topk_indices_offset_ptr": None}, {}):
-            constants = metadata_v32.v32_constants(DEEPSEEK_V32, mode, drafts, 64, 131_072)
+            constants = metadata_v32.v32_constants(DEEPSEEK_V32, row_constants(mode, drafts), 64, 131_072)
             yield f"v32 {mode.name} {len(absent)} absent", metadata_v32.v32_metadata_kernel, absent | constants
     yield "kv_slots", metadata_v32.kv_slots_kernel, {"SEARCH_STEPS": 7} | metadata_v32.SLOTS_OPTIONS
-    yield "row_starts", metadata.row_starts_kernel, metadata.request_options(64)
-    yield "swa_slots", metadata.swa_slots_kernel, metadata.swa_constants(128) | metadata.SWA_OPTIONS
-    yield "gather_lens", metadata.gather_lens_kernel, {"WINDOW": 128} | metadata.request_options(64)
-    yield "gather_slots", metadata.gather_slots_kernel, {"SEARCH_STEPS": 7} | metadata.GATHER_OPTIONS
+    yield "row_starts", metadata.row_starts_kernel, window.request_options(64)
+    yield "swa_slots", window.swa_slots_kernel, window.swa_constants(128) | window.SWA_OPTIONS
+    yield "gather_lens", window.gather_lens_kernel, {"WINDOW": 128} | window.request_options(64)
+    yield "gather_slots", window.gather_slots_kernel, {"SEARCH_STEPS": 7} | window.GATHER_OPTIONS
 
 
 def main():

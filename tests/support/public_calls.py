@@ -80,7 +80,6 @@ def _decode():
         "extra_indices": i32([[[0, 23]], [[-1, 3]]]),
         "extra_topk_length": i32([[2], [1]]),
         "attn_sink": normal(2, dtype=jnp.float32),
-        "schedule": mla.decode_schedule((2, 1, 2, 4, 2), i32([4, 3]), i32([[2], [1]]), device=DEVICE),
     }
 
 
@@ -148,12 +147,6 @@ _BUILD = {
     "sparse_mla_decode": _decode,
     "sparse_mla_prefill": _prefill,
     "sparse_mla_extend": _extend,
-    "decode_schedule": lambda: {
-        "shape": (2, 3, 64, 128, 64),
-        "topk_length": i32([5, 128]),
-        "extra_topk_length": i32([[0, 1, 64], [3, 4, 5]]),
-        "device": DEVICE,
-    },
     "build_prefill_plan": lambda: {
         "spec": TINY_V4,
         "batch": batch(mla.ForwardMode.EXTEND),
@@ -254,7 +247,6 @@ _BUILD = {
         "index_cache": index_cache(),
         "page_table": i32([[0, 3], [2, -1]]),
         "lengths": i32([9, 16]),
-        "schedule": mla.paged_mqa_schedule(i32([9, 16]), num_sms=3),
     },
     "write_index_k": lambda: {
         "index_cache": index_cache(),

@@ -114,13 +114,13 @@ def make_world(ratio: int | None) -> World:
 
 @functools.cache
 def step_function(ratio: int | None, with_plan: bool):
-    """The whole step of one layer, jitted with its cache donated: metadata, plan or schedule, layer."""
+    """The whole step of one layer, jitted with its cache donated: metadata, plan, layer."""
     spec = V32 if ratio is None else V4
 
     def v4_step(cache, rows, params, batch, tables):
         num_rows, num_requests = batch.out_cache_loc.shape[0], batch.seq_lens.shape[0]
         metadata = mla.build_v4_metadata(spec, batch, tables)
-        plan = schedule = None
+        plan = None
         if with_plan:
             plan = mla.build_prefill_plan(
                 spec,
@@ -130,14 +130,8 @@ def step_function(ratio: int | None, with_plan: bool):
                 swa_capacity=num_rows + num_requests * (spec.window - 1),
                 compressed_capacity=num_requests * (MAX_LEN // ratio) if ratio else 0,
             )
-        else:
-            part = metadata.compressed.get(ratio)
-            extra = () if part is None else (part.page_indices.shape[1],)
-            shape = (num_rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], *extra)
-            lengths = (metadata.swa_topk_lengths, None if part is None else part.topk_lengths)
-            schedule = mla.decode_schedule(shape, *lengths)
         overflow = metadata.overflow if plan is None else metadata.overflow | plan.overflow
-        arguments = {"spec": spec, "ratio": ratio, "schedule": schedule}
+        arguments = {"spec": spec, "ratio": ratio}
         return layers.v4_layer(cache, rows, params, batch, metadata, plan, **arguments), overflow
 
     def v32_step(cache, rows, params, batch, tables):

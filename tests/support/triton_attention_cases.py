@@ -30,10 +30,12 @@ from attention_oracle import (
     prefill_case,
     prefill_oracle,
 )
-from sparse_mla_torch.kernels.sparse_mla import TorchPagedKV, sparse_mla_decode, sparse_mla_prefill
+from sparse_mla_torch import ops
+from sparse_mla_torch.attention.backends.triton import Attention
+from sparse_mla_torch.attention.decode import pages_of
 
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -72,7 +74,8 @@ if INTERPRETED:
 # −inf less −inf and log 0 stand in lanes that the kernel then masks.
 np.seterr(divide="ignore", invalid="ignore", over="ignore")
 
-TILE = planning.Tile(block_h=16, block_n=16, num_warps=4, num_stages=1)
+# A launch with several blocks for each row of a small case.
+SMALL = {"tile": planning.Tile(block_h=16, block_n=16, num_warps=4, num_stages=1), "native_fp8": True}
 CHECKS = []
 
 
@@ -89,10 +92,24 @@ def tensor(x: np.ndarray | None) -> torch.Tensor | None:
     return torch.from_numpy(x.copy()).to(DEVICE)
 
 
-def paged(host) -> TorchPagedKV | None:
-    if host is None:
+def table(cache, indices, lengths):
+    """The tensors of one table, and its facts."""
+    if cache is None:
         return None
-    return TorchPagedKV(tensor(host.data), getattr(KVLayout, host.layout), host.page_size)
+    layout = getattr(KVLayout, cache.layout)
+    shared = 0 if lengths is None else indices.size // (indices.shape[-1] or 1) // lengths.size
+    pages = cache.page_size, layout.page_bytes(cache.page_size)
+    scope = planning.Scope(indices.shape[-1], shared, len(cache.data) * cache.page_size, *pages)
+    return (tensor(cache.data), tensor(indices), tensor(lengths)), scope
+
+
+def attend(layout, case, tables, results, **options):
+    """Through the launcher of torch."""
+    tensors, scopes = zip(*tables)
+    q, sink = tensor(case.q), tensor(case.attn_sink)
+    rows, heads = int(np.prod(case.q.shape[:-2])), case.q.shape[-2]
+    launch = Attention(layout, rows, heads, scopes, case.softmax_scale, sink is not None, q.device, **options)
+    launch(q, tensors, sink, *results)
 
 
 def small_decode(seed: int, **setting):
@@ -101,35 +118,16 @@ def small_decode(seed: int, **setting):
     return decode_case(np.random.default_rng(seed), "small", base | setting)
 
 
-def plan_of(case, layout, num_splits, **changes):
-    rows = int(np.prod(case.q.shape[:-2]))
-    extra = getattr(case, "extra_indices", None)
-    shape = {"rows": rows, "num_heads": case.q.shape[-2], "topk": case.indices.shape[-1]}
-    shape["extra_topk"] = 0 if extra is None else extra.shape[-1]
-    device = {"capability": (8, 9), "sm_count": 4, "has_sink": case.attn_sink is not None}
-    return planning.launch_plan(layout, **shape, **device, num_splits=num_splits, **{"tile": TILE} | changes)
-
-
 def run_decode(case, num_splits=None, plan=True, **changes):
     """With poisoned outputs: what is not written shows."""
     shape = case.q.shape[:-1]
     out = torch.full((*shape, 512), torch.nan, dtype=torch.bfloat16), torch.full(shape, torch.nan)
     out = tuple(x.to(DEVICE) for x in out)
     layout = getattr(KVLayout, case.cache.layout)
-    results = sparse_mla_decode(
-        tensor(case.q),
-        paged(case.cache),
-        tensor(case.indices),
-        softmax_scale=case.softmax_scale,
-        topk_length=tensor(case.topk_length),
-        extra_cache=paged(case.extra_cache),
-        extra_indices=tensor(case.extra_indices),
-        extra_topk_length=tensor(case.extra_topk_length),
-        attn_sink=tensor(case.attn_sink),
-        out=out,
-        plan=plan_of(case, layout, num_splits, **changes) if plan else None,
-    )
-    assert results[0] is out[0] and results[1] is out[1]
+    tables = [table(case.cache, case.indices, case.topk_length)]
+    if case.extra_cache is not None:
+        tables.append(table(case.extra_cache, case.extra_indices, case.extra_topk_length))
+    attend(layout, case, tables, out, **({**SMALL, "num_splits": num_splits, **changes} if plan else {}))
     return tuple(x.cpu() for x in out)
 
 
@@ -145,16 +143,17 @@ def check_decode(case, results) -> None:
         assert error < 5e-3, f"relative error {error:.2e}"
 
 
-def check_prefill(case, plan=None) -> None:
-    results = sparse_mla_prefill(
-        tensor(case.q),
-        tensor(case.kv),
-        tensor(case.indices),
-        softmax_scale=case.softmax_scale,
-        topk_length=tensor(case.topk_length),
-        attn_sink=tensor(case.attn_sink),
-        plan=plan,
+def check_prefill(case, **options) -> None:
+    shape = case.q.shape[:-1]
+    out, max_logits, lse = (
+        torch.full(size, torch.nan, dtype=dtype, device=DEVICE)
+        for size, dtype in (((*shape, 512), torch.bfloat16), (shape, torch.float32), (shape, torch.float32))
     )
+    scope = planning.Scope(case.indices.shape[-1], int(case.topk_length is not None), len(case.kv))
+    tables = [((tensor(case.kv), tensor(case.indices), tensor(case.topk_length)), scope)]
+    layout = workspace_layout(case.q.shape[-1])
+    attend(layout, case, tables, (out, lse, max_logits), may_split=False, **options)
+    results = out, max_logits, lse
     kinds = ("prefill.out", "prefill.max_logits", "prefill.lse")
     for kind, actual, expected in zip(kinds, results, prefill_oracle(case), strict=True):
         assert_close_flashmla(actual.cpu().to(torch.float64).numpy(), expected, kind)
@@ -262,7 +261,7 @@ def prefill():
     for seed, (dim, heads, hot) in enumerate(((512, 3, False), (576, 17, False), (512, 1, True))):
         setting = base | {"dim": dim, "heads": heads, "hot": hot, "sizes": (40, 24)}
         case = prefill_case(np.random.default_rng(seed), "small", setting)
-        check_prefill(case, plan_of(case, planning.workspace_layout(dim), 1))
+        check_prefill(case, **SMALL)
     check_prefill(prefill_case(np.random.default_rng(3), "small", base | {"dim": 576, "heads": 2, "sizes": (40, 20)}))
     case.kv = case.kv[:0]
     check_prefill(case)
@@ -273,21 +272,21 @@ def prefill():
 @check
 def bad_arguments_are_named():
     case = small_decode(16)
-    good = {"q": tensor(case.q), "cache": paged(case.cache), "indices": tensor(case.indices), "softmax_scale": 0.1}
+    cache = pages_of(tensor(case.cache.data), getattr(KVLayout, case.cache.layout), case.cache.page_size)
+    good = {"q": tensor(case.q), "k_cache": cache, "indices": tensor(case.indices), "softmax_scale": 0.1}
     bad = [
         ({"q": good["q"].float()}, TypeError, "q must be .*bfloat16"),
-        ({"q": good["q"][..., :448].contiguous()}, ValueError, "q must have shape"),
-        ({"q": good["q"].transpose(0, 1)}, ValueError, "q must be contiguous"),
+        ({"q": good["q"][..., :448].contiguous()}, ValueError, "do not go with queries of 448 values"),
+        ({"k_cache": cache[..., :448]}, ValueError, "k_cache must be "),
         ({"indices": good["indices"].long()}, TypeError, "indices must be .*int32"),
         ({"indices": good["indices"][:1]}, ValueError, "indices must have shape"),
         ({"topk_length": good["indices"][0, 0]}, ValueError, "topk_length must have shape"),
-        ({"extra_indices": good["indices"]}, ValueError, "without extra_cache"),
+        ({"extra_indices": good["indices"]}, ValueError, "without an extra cache"),
         ({"attn_sink": torch.zeros(3, device=DEVICE)}, ValueError, "attn_sink must have shape"),
-        ({"out": (good["q"], good["q"])}, TypeError, "out\\[1\\] must be .*float32"),
     ]
     for change, error, message in bad:
         try:
-            sparse_mla_decode(**good | change)
+            ops.sparse_mla_decode(**good | change)
         except error as raised:
             assert re.search(f"^sparse_mla_decode: .*{message}", str(raised)), raised
         else:

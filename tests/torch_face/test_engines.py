@@ -173,6 +173,20 @@ def test_buffers_of_another_step_are_refused():
         build_metadata(TINY_V32, steps[ForwardMode.EXTEND], out=out)
 
 
+@pytest.mark.parametrize("rows, transform", [(255, TopkTransform.PAGED), (256, TopkTransform.RAGGED)])
+def test_the_plan_decides_what_an_extend_step_attends_to(rows, transform):
+    """From the measured crossover on (docs/routing.md) it gathers, where the engine leaves the choice to the plan."""
+    step = sglang_step(
+        "EXTEND",
+        req_to_token=torch.zeros((1, 64), dtype=torch.int32),
+        req_pool_indices=torch.zeros(1, dtype=torch.int32),
+        seq_lens=torch.full((1,), 5, dtype=torch.int32),
+        out_cache_loc=torch.zeros(rows, dtype=torch.int32),
+        extend_seq_lens=torch.full((1,), 5, dtype=torch.int32),
+    )
+    assert build_metadata(TINY_V32, step, prefill_backend=None).topk_transform is transform
+
+
 @pytest.mark.parametrize("build", sorted(BUILDS))
 def test_fp8_cache_with_sparse_prefill_in_decode_mode(build):
     """A decode step reads the paged cache whatever prefills: its top-k must not ask for the workspace's offsets."""

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import drop_in_calls as calls
 import flashmla_stub as stub
-from attention_calls import H200, small_prefill
+from attention_calls import H200, OVERRIDES, small_prefill
 from drop_in_calls import (
     BACKENDS,
     ON_GPU,
@@ -34,11 +34,13 @@ from drop_in_calls import (
 )
 from flashmla_cases import DecodeShape, PrefillShape, Scope
 from sparse_mla_torch import flash_mla
+from sparse_mla_torch.attention import decode as torch_decode
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.backends import flashmla
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 from benchmarks import case_data, cases
+from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.backends import flashmla as jax_flashmla
 from jax_sparse_mla.kv_cache import KVLayout
 
@@ -342,6 +344,20 @@ def test_large_batches_go_in_chunks(backend, monkeypatch):
     assert len(stub.CALLS) == (3 if backend == "flashmla" else 0)
 
 
+@pytest.mark.parametrize("empty", ["indices", "extra_indices_in_kvcache"])
+def test_a_table_without_a_column_is_left_out(backend, empty):
+    """What remains is a call of the other table."""
+    case = per_request(extra=(16, 2))
+    arguments = calls.decode_arguments(case)
+    names = ("k_cache", "indices", "topk_length")
+    extras = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+    out, lse = flash_mla_with_kvcache(**arguments | {empty: arguments[empty][..., :0].contiguous()})
+    kept = [arguments[name] for name in (extras if empty == "indices" else names)]
+    alone = arguments | dict.fromkeys(extras) | dict(zip(names, kept))
+    for a, b in zip((out, lse), flash_mla_with_kvcache(**alone | {"tile_scheduler_metadata": get_mla_metadata()[0]})):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("setting", [{"batch": 0}, {"topk": 0}, {"heads": 0}], ids=str)
 def test_empty_calls(backend, setting):
     case = per_request(lengths="none")
@@ -352,10 +368,6 @@ def test_empty_calls(backend, setting):
     arguments["attn_sink"] = None
     if backend == "flashmla":
         arguments["tile_scheduler_metadata"] = get_mla_metadata()[0]
-        if setting == {"topk": 0}:
-            with pytest.raises(ValueError, match="index column"):
-                flash_mla_with_kvcache(**arguments)
-            return
     out, lse = flash_mla_with_kvcache(**arguments)
     assert out.shape == (batch, 2, heads, 512) and lse.shape == (batch, heads, 2)
     assert not out.any() and torch.isposinf(lse).all()
@@ -411,39 +423,56 @@ def test_pages_that_overlap_are_refused():
 
 # --- routing ------------------------------------------------------------------------------------------------------
 
-ALL = frozenset({"reference", "triton", "flashmla"})
-
 
 @pytest.mark.parametrize(
     ("rows", "heads", "topk", "expected"),
     [(1, 64, 640, "triton"), (64, 64, 640, "triton"), (128, 64, 640, "flashmla"), (128, 192, 640, "triton")],
 )
-def test_the_route(rows, heads, topk, expected):
-    call = {"rows": rows, "heads": heads, "topk": topk, "device": H200, "installed": ALL}
-    plan = route.plan_call("decode", KVLayout.V4_FP8, **call)
+def test_the_route(monkeypatch, rows, heads, topk, expected):
+    monkeypatch.setattr(route, "missing", lambda name, phase: None)
+    call = Call("decode", KVLayout.V4_FP8, rows, heads, H200, topk)
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+    plan = route.plan(call)
     assert plan.backend == expected
-    assert route.plan_call("decode", KVLayout.V4_FP8, **call, override="triton").backend == "triton"
-    against = route.plan_call("decode", KVLayout.V4_FP8, **call, against={"flashmla": "a reason"})
-    assert against.backend == "triton" and against.rejected["flashmla"] == "a reason"
-    with pytest.raises(ValueError, match="a reason"):
-        route.plan_call("decode", KVLayout.V4_FP8, **call, against={"flashmla": "a reason"}, override="flashmla")
-    with_ours = {"layout": KVLayout.V4_FP8, **call, "installed": ALL | {"hopper"}}
-    unnamed = route.plan_call("decode", **with_ours)
-    assert unnamed.backend == expected and "by name" in unnamed.rejected["hopper"]
-    assert route.plan_call("decode", **with_ours, override="hopper").backend == "hopper"
+    assert "by name" in plan.rejected["hopper"] and "does not call" in route.unable_for("prefill", H200)["hopper"]
+    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "triton")
+    assert route.plan(call).backend == "triton"
+    monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "hopper")
+    assert route.plan(call).backend == "hopper"
 
 
 def test_a_cpu_has_the_reference():
-    plan = route.plan_call(
-        "prefill",
-        KVLayout.V4_BF16,
-        rows=1,
-        heads=1,
-        topk=1,
-        device=route.device_info(torch.device("cpu")),
-        installed=route.installed_backends("cpu"),
-    )
-    assert plan.backend == "reference"
+    device = route.device_info(torch.device("cpu"))
+    assert route.plan(Call("prefill", KVLayout.V4_BF16, 1, 1, device, 1)).backend == "reference"
+
+
+MADE_UP = dataclasses.replace(
+    KVLayout.V4_FP8, name="made up", fp8_dim=512, group=128, inline_scale_bytes=16, footer_scale_bytes=0, page_align=1
+)
+
+
+@pytest.mark.parametrize("named", [None, "triton", "flashmla", "hopper"])
+def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, named):
+    """528 bytes, FP8: kernels that tell layouts by their sizes alone would misread it."""
+    assert MADE_UP.bytes_per_token == 528
+    case = calls.decode_arguments(per_request())
+    cache = torch.zeros(2, 64, 1, 528, dtype=torch.uint8, device=case["q"].device)
+    options = torch_decode.Options("decode", 0.1, math.inf)
+    monkeypatch.setitem(torch_decode.LAYOUTS, 528, MADE_UP)
+    monkeypatch.setattr(route, "device_info", lambda device: H200)
+    monkeypatch.setattr(route, "missing", lambda name, phase: None)
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+    tensors = (case["q"], cache, case["indices"], None, None, None, None, None)
+    if named is None:
+        plan = torch_decode._new(options, *tensors).plan
+        assert plan.backend == "reference"
+        assert all("made up" in plan.rejected[name] for name in ("hopper", "flashmla", "triton"))
+        return
+    monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", named)
+    with pytest.raises(ValueError, match=f"backend '{named}' cannot serve this decode call: .*got made up"):
+        torch_decode._new(options, *tensors)
 
 
 @pytest.mark.parametrize(
@@ -458,20 +487,23 @@ def test_a_flash_mla_without_the_operators_is_not_routed_to(monkeypatch, tmp_pat
         (tmp_path / file).touch()
         (tmp_path / file).with_name("__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert ("flashmla" in route.unnamed_backends.__wrapped__("cuda")) == expected
+    assert (route.missing.__wrapped__("flashmla", "decode") is None) == expected
 
 
 def test_what_flashmla_cannot_take():
     scope = flashmla.Scope(64, 0, 128, 64, 64 * 656)
 
-    def obstacle(layout=KVLayout.V4_FP8, q_len=1, heads=64, scopes=(scope,), aligned=True):
-        return flashmla.decode_obstacle(layout, q_len, heads, list(scopes), aligned, H200)
+    def obstacle(layout=KVLayout.V4_FP8, q_len=1, scopes=(scope,), shift=0, batch_invariant=False):
+        options = torch_decode.Options("decode", 0.1, math.inf, batch_invariant)
+        q = torch.empty((1, q_len, 64, 512), device="meta")
+        tensors = (q, shifted(torch.zeros(64), shift), None)
+        return flashmla.decode_obstacle(options, layout, list(scopes), tensors, H200)
 
     assert obstacle() is None and obstacle(scopes=(scope, scope)) is None
     assert "one cache" in obstacle(KVLayout.V32_FP8, scopes=(scope, scope))
-    assert "16 bytes" in obstacle(aligned=False)
+    assert "16 bytes" in obstacle(shift=1)
     assert "16 bytes" in obstacle(scopes=(scope._replace(page_bytes=61 * 584),))
-    assert "index column" in obstacle(scopes=(scope._replace(topk=0),))
+    assert "depends on the batch" in obstacle(batch_invariant=True)
     assert "accumulators" in obstacle(q_len=1 << 16)
     assert "request's" in obstacle(q_len=2, scopes=(scope._replace(rows_per_length=1),))
 
@@ -483,8 +515,6 @@ def test_what_flashmlas_prefill_cannot_take():
     assert flashmla.prefill_obstacle(**given) is None
     for name in given:  # 16 bytes are not enough for indices
         assert "begin at multiples" in flashmla.prefill_obstacle(**given | {name: shifted(given[name], 4)})
-    assert "index column" in flashmla.prefill_obstacle(**given | {"indices": given["indices"][..., :0]})
-    assert "row of kv" in flashmla.prefill_obstacle(**given | {"kv": given["kv"][:0]})
 
 
 @pytest.mark.cpu

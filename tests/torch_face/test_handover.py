@@ -260,6 +260,8 @@ REFUSED = [
     ({"page_size": 32}, "page_size is 32 in"),
     ({"window": 128}, "window is 128 in"),
     ({"layer_ratios": [0]}, r"layer_ratios is \[0\] in .*, and \[0, 0\] here"),
+    ({"window": {"tokens": 128}}, "objects: window"),
+    ({"layer_ratios": [[0], [0]]}, "lists within lists, or of objects: layer_ratios"),
     ({"computed": 12}, "computed 12 of .* does not follow on 80"),
     ({"computed": "12"}, "prompt_tokens must be"),
     ({"prompt_tokens": 0}, "prompt_tokens must be"),
@@ -268,6 +270,7 @@ REFUSED = [
     ({"tensors": replaced("tokens", lambda x: x + 256)}, "out of the model's vocabulary of 256"),
     ({"tensors": lambda t: {k: x for k, x in t.items() if k != "layers.1.index_k"}}, r"layers.1.index_k is missing"),
     ({"tensors": lambda t: {**t, "layers.2.index_k": t["tokens"].clone()}}, "unknown tensor layers.2.index_k"),
+    ({"tensors": lambda t: {**t, "layers.01.index_k": t["layers.1.index_k"].clone()}}, "unknown tensor layers.01"),
     ({"tensors": lambda t: {**t, "extra": t["tokens"].clone()}}, "unknown tensor extra"),
     (
         {"tensors": lambda t: {**t, "layers.1.swa.data": t["tokens"].clone()}},
@@ -290,6 +293,17 @@ def test_other_files_are_refused_and_leave_nothing_behind():
     for changes, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             import_request(engine, changed(path, **changes), NEW_TOKENS)
+    for text in (
+        "[" * 100_000,
+        '{"model": ' + "[" * 900 + "]" * 900 + "}",
+        "{",
+        "[]",
+        '{"model": 1' + "0" * 5000 + "}",
+    ):
+        with safe_open(path, "pt") as file:
+            save_file(load_file(path), copy := path.with_name("said.safetensors"), file.metadata() | {"request": text})
+        with pytest.raises(ValueError, match=r"import_request: .*said.safetensors (has metadata|does not say what)"):
+            import_request(engine, copy, NEW_TOKENS)
     broken = path.with_name("broken.safetensors")
     broken.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ValueError, match=f"{re.escape(str(broken))} is no whole safetensors file"):

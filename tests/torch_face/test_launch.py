@@ -1,4 +1,4 @@
-"""`Launch` and `launcher.c` without a GPU: what the driver is handed, and when Triton's own launch is taken."""
+"""`DirectLaunch` and `launcher.c` without a GPU: what the driver is handed, and when Triton's own launch is taken."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from sparse_mla_torch.attention import call_cache
 from sparse_mla_torch.kernels import launch as launching
 from sparse_mla_torch.kernels import launcher
+
+from jax_sparse_mla.kernels.launch import Launch
 
 pytestmark = pytest.mark.torch
 UINT = ctypes.c_uint
@@ -100,7 +102,7 @@ def address(x: torch.Tensor) -> bytes:
 
 
 def make(kernel, grid=(5, 2)):
-    return launching.Launch(kernel, grid, (1, 0.5), {"BLOCK": 64, "num_warps": 4})
+    return launching.DirectLaunch(Launch(kernel, "kernel", grid, (1, 0.5), (), {"BLOCK": 64, "num_warps": 4}))
 
 
 def test_the_second_launch_is_direct(driver):

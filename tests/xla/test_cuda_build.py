@@ -1,87 +1,125 @@
 """Where the CUDA kernels' binaries come from: the package, the user's cache, nvcc, or nowhere, with the reason."""
 
-import stat
-
 import pytest
 
+from jax_sparse_mla import _packages, native
 from jax_sparse_mla.kernels import build as cuda_build
 
-pytest.importorskip("tvm_ffi")
+tvm_ffi = pytest.importorskip("tvm_ffi")
 
-NVCC = """#!/bin/sh
-while [ "$1" != -o ]; do shift; done
+NVCC = """
+while [ "$1" != -o ]; do shift || exit 1; done
 echo compiled > "$2"
 """
 
 
 @pytest.fixture
 def kernels(monkeypatch, tmp_path):
-    """A package with one kernel, a user's cache, and no compiler yet."""
+    """A package with one kernel, a user's cache, and no compiler yet; a library is any file that says "compiled"."""
+
+    def load_module(path):
+        with open(path) as file:
+            text = file.read()
+        if text != "compiled\n":
+            raise RuntimeError(f"Failed to load {path}")
+        return path
+
     folder = tmp_path / "package" / "kernels_cuda"
     (folder / "some").mkdir(parents=True)
     (folder / "some" / "some.cu").write_text("// a kernel\n")
     (folder / "some" / "some.cuh").write_text("// what it includes\n")
     (tmp_path / "bin").mkdir()
     monkeypatch.setattr(cuda_build, "_PACKAGE", folder.parent)
+    monkeypatch.setattr(tvm_ffi, "load_module", load_module)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(cuda_build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    _packages.warn_once.cache_clear()
     return folder
 
 
 def add_compiler(monkeypatch, tmp_path, text: str = NVCC) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.write_text(text)
-    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(cuda_build.shutil, "which", lambda name: str(nvcc))
+    nvcc.write_text(f"#!/bin/sh\n{text}")
+    nvcc.chmod(0o700)
+    monkeypatch.setattr(native.shutil, "which", lambda name: str(nvcc))
 
 
-def no_home(self):
-    raise RuntimeError("Could not determine home directory.")
+def module(name: str = "some", arch: str = "90a"):
+    return cuda_build.module.__wrapped__(name, arch)
 
 
 def test_it_is_compiled_once_into_the_cache(kernels, monkeypatch, tmp_path):
     add_compiler(monkeypatch, tmp_path)
-    path = cuda_build._binary("some", "90a")
-    assert path.parent == tmp_path / "cache" / "jax_sparse_mla" and path.read_text() == "compiled\n"
+    path = native.Path(module())
+    assert path.parent == tmp_path / "cache" / "jax_sparse_mla" and path.name.startswith("some-sm90a-")
     assert list(path.parent.iterdir()) == [path], "what the compiler left is gone"
-    add_compiler(monkeypatch, tmp_path, "#!/bin/sh\nexit 1\n")
-    assert cuda_build._binary("some", "90a") == path
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert native.Path(module()) == path
 
 
 def test_one_that_the_package_carries_needs_no_compiler_and_no_home(kernels, monkeypatch):
-    carried = kernels / cuda_build._file_name("some", "90a")
-    carried.touch()
+    carried = native.carried_path(cuda_build.library("some", "90a"))
+    assert carried.parent == kernels
+    carried.write_text("compiled\n")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(cuda_build.Path, "expanduser", no_home)
-    assert cuda_build._binary("some", "90a") == carried
+    monkeypatch.setattr(native.Path, "expanduser", lambda self: pytest.fail("a home is asked for"))
+    assert native.Path(module()) == carried
 
 
 def test_another_source_architecture_or_machine_is_another_binary(kernels, monkeypatch):
-    names = {cuda_build._file_name("some", "90a"), cuda_build._file_name("some", "100")}
-    monkeypatch.setattr(cuda_build.platform, "machine", lambda: "another")
-    names.add(cuda_build._file_name("some", "90a"))
+    def name(arch):
+        return native.carried_path(cuda_build.library("some", arch)).name
+
+    names = {name("90a"), name("100")}
+    monkeypatch.setattr(native.platform, "machine", lambda: "another")
+    names.add(name("90a"))
     (kernels / "some" / "some.cuh").write_text("// something else\n")
-    names.add(cuda_build._file_name("some", "90a"))
-    assert len(names) == 4
+    names.add(name("90a"))
+    (kernels / "shared.cuh").write_text("// what all include\n")
+    names.add(name("90a"))
+    assert len(names) == 5
 
 
 @pytest.mark.parametrize("obstacle", ["nothing", "a compiler that fails", "no home"])
 def test_without_a_binary_a_warning_says_why(kernels, monkeypatch, tmp_path, obstacle):
     reason = "nvcc is not on the PATH"
     if obstacle == "a compiler that fails":
-        add_compiler(monkeypatch, tmp_path, "#!/bin/sh\necho unsupported architecture >&2\nexit 1\n")
+        add_compiler(monkeypatch, tmp_path, "echo unsupported architecture >&2\nexit 1\n")
         reason = "unsupported architecture"
     if obstacle == "no home":
+
+        def no_home(self):
+            raise RuntimeError("Could not determine home directory.")
+
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(cuda_build.Path, "expanduser", no_home)
+        monkeypatch.setattr(native.Path, "expanduser", no_home)
         reason = "home directory"
-    with pytest.warns(UserWarning, match=f"the CUDA kernel some cannot be used: .*{reason}"):
-        assert cuda_build.module.__wrapped__("some", "90a") is None
+    with pytest.warns(UserWarning, match=f"(?s)the CUDA kernel some cannot be used: .*{reason}"):
+        assert module() is None
     assert not list(tmp_path.glob("cache/*/*"))
 
 
 def test_a_binary_that_cannot_be_loaded_is_refused(kernels):
-    (kernels / cuda_build._file_name("some", "90a")).write_text("no ELF")
-    with pytest.warns(UserWarning, match="some cannot be used"):
-        assert cuda_build.module.__wrapped__("some", "90a") is None
+    native.carried_path(cuda_build.library("some", "90a")).write_text("no ELF")
+    with (
+        pytest.warns(UserWarning, match="some-sm90a has to be compiled"),
+        pytest.warns(UserWarning, match="no ELF|load"),
+    ):
+        assert module() is None
+
+
+def test_the_command_puts_all_that_a_wheel_carries_into_the_package(kernels, monkeypatch, tmp_path, capsys):
+    """What XLA calls the kernels through too: with a wheel's binaries no compiler is needed."""
+    add_compiler(monkeypatch, tmp_path)
+    monkeypatch.setattr(cuda_build, "_CARRIED", {"some": ("80", "90a")})
+    (kernels.parent / "xla").mkdir()
+    (kernels.parent / "xla" / "tvm_bind.cc").touch()
+    monkeypatch.setattr("sys.argv", ["build"])
+    (kernels / "some-sm80-of-before.so").touch()
+    cuda_build.main()
+    made = sorted(path.name for path in kernels.glob("*.so"))
+    assert [name.partition("-x")[0].partition("-a")[0] for name in made] == ["some-sm80", "some-sm90a", "tvm_bind"]
+    assert sorted(capsys.readouterr().out.split()) == [str(kernels / name) for name in made]
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert native.Path(module()).parent == kernels

@@ -6,6 +6,9 @@ custom call does, it forgets over which mesh axes its argument varies.
 
 from __future__ import annotations
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_sparse_mla.dispatch as dispatching
+from jax_sparse_mla import _packages
 from jax_sparse_mla.dispatch import dispatch, use_triton
 
 
@@ -76,6 +80,36 @@ def test_a_loop_keeps_the_kernel(with_triton):
 def test_nothing_is_differentiated_through_it(with_triton):
     gradient = jax.grad(lambda x: (dispatched(x) + 2 * x).sum())(X)
     np.testing.assert_array_equal(gradient, np.full((2, 3), 2.0))
+
+
+def test_a_derivative_through_a_kernel_says_what_has_one(with_triton):
+    """Where the caller did not say that nothing is differentiated through it."""
+    for function in (
+        lambda x: dispatching.on_cuda(kernel, plain, x),
+        lambda x: dispatching.on_cuda(kernel, plain, x, kernel_batches=True),
+        lambda x: dispatching.varying(kernel, plain, x),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r'kernel: .* no gradient; differentiate with backend="reference"'
+        ):
+            jax.jit(jax.grad(lambda x, function=function: function(x).sum()))(X)
+        mapped = program(jax.vmap(function), X, "cuda")
+        assert ("4.321" in mapped) != ("1.234" in mapped)
+
+
+def test_a_package_that_does_not_import_is_said(monkeypatch, tmp_path):
+    """Plain code serves, many times slower: nobody should look for the reason."""
+    (tmp_path / "triton.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="NVIDIA H200")])
+    for cached in (_packages.why_not, _packages.warn_once):
+        cached.cache_clear()
+    with pytest.warns(UserWarning, match=r"triton does not import: OSError: libcuda.so.1"):
+        assert not dispatching.available.__wrapped__()
+    _packages.why_not.cache_clear()
 
 
 def test_under_shard_map_results_vary_as_the_plain_codes(with_triton):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
@@ -95,31 +96,24 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = options._replace(softmax_scale=check_scale(options.function, scale))
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
-    against = _against(options, layout, scopes, q, k_cache, indices, extra_k_cache, extra_indices)
-    override = route.override_of("decode")
-    plan = route.plan_call(
-        "decode",
-        layout,
-        rows=batch * q_len,
-        heads=max(heads, 1),
-        topk=sum(scope.topk for scope in scopes),
-        device=route.device_info(q.device),
-        installed=route.candidates(q.device.type, override),
-        against=against,
-        override=override,
-    )
-    make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla, "hopper": _hopper}[plan.backend]
-    if 0 in (batch, q_len, heads) or not any(map(_names_something, scopes)):
-        make = _nothing
+    device = route.device_info(q.device)
+    kept = [scope for scope in scopes if scope.topk and scope.num_slots]
+    topk = sum(scope.topk for scope in kept)
+    call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk)
+    plan = route.plan(call, options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device)
+    backend = route.backend_module(plan.backend)
+    empty = not q.numel() or not kept
+    run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)
+    if not empty and len(kept) < len(scopes):
+        run = _without_empty_tables(run, scopes.index(kept[0]))
     shape = Shape(
         *(batch, q_len, heads, scopes[0].page_size, scopes[0].topk),
         *((None, None) if len(scopes) == 1 else (scopes[1].page_size, scopes[1].topk)),
         bool(options.batch_invariant),
     )
-    run = make(options, q, layout, scopes, attn_sink is not None)
     if any(x is not None and not x.is_contiguous() for x in tensors[2:4] + tensors[5:]):
         run = _on_contiguous(run)
-    return Prepared(run, plan, make in (_triton, _hopper), shape)
+    return Prepared(run, plan, backend.WRITES_INTO and not empty, shape)
 
 
 def _check(function, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
@@ -166,30 +160,14 @@ def _check_table(function, prefix, k_cache, indices, lengths, shape, like) -> tu
     return LAYOUTS[width], Scope(topk, shared, pages * page_size, page_size, page_bytes)
 
 
-def _against(options, layout, scopes, q, *others) -> dict[str, str]:
-    """Why backends cannot take the call, beyond what `plan_attention` knows."""
-    device = route.device_info(q.device)
-    if device.platform != "cuda":
-        return {}  # it says so
-    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (q, *others))
-    reasons = {"hopper": _hopper_obstacle(scopes, aligned)}
-    if options.batch_invariant:
-        reasons["flashmla"] = "its split of a row's keys depends on the batch"
-    else:
-        from sparse_mla_torch.attention.backends import flashmla
+def _without_empty_tables(run: Callable[..., Results], kept: int) -> Callable[..., Results]:
+    """`run` of the one table that has a column and a slot, the main (0) or the extra one (1)."""
 
-        reasons["flashmla"] = flashmla.decode_obstacle(layout, q.shape[1], q.shape[2], scopes, aligned, device)
-    return {name: why for name, why in reasons.items() if why}
+    def alone(q, *tensors):
+        tables, rest = tensors[:6], tensors[6:]
+        return run(q, *tables[3 * kept : 3 * kept + 3], None, None, None, *rest)
 
-
-def _hopper_obstacle(scopes: tuple[Scope, ...], aligned: bool) -> str | None:
-    if not aligned or any(scope.page_bytes % 16 for scope in scopes):
-        return "its kernel reads 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
-    return None
-
-
-def _names_something(scope: Scope) -> bool:
-    return scope.topk > 0 and scope.num_slots > 0
+    return alone
 
 
 def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
@@ -198,57 +176,6 @@ def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     def run(q, *tensors):
         lse = q.new_full((batch, heads, q_len), options.empty_lse, dtype=torch.float32)
         return q.new_zeros((batch, q_len, heads, V_DIM)), lse
-
-    return run
-
-
-def _triton(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.kernels.sparse_mla import Attention
-
-    batch, q_len, heads, _ = q.shape
-    attend = Attention(
-        layout,
-        batch * q_len,
-        heads,
-        tuple(filter(_names_something, scopes)),
-        options.softmax_scale,
-        has_sink,
-        q.device,
-        empty_is_inf=options.empty_lse > 0,
-        may_split=not options.batch_invariant,
-    )
-    return _into_results(attend, scopes, (batch, q_len, heads))
-
-
-def _hopper(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.attention.backends.hopper import Decode
-
-    batch, q_len, heads, _ = q.shape
-    attend = Decode(
-        batch * q_len,
-        heads,
-        tuple(filter(_names_something, scopes)),
-        options.softmax_scale,
-        q.device,
-        route.device_info(q.device).sm_count,
-        empty_lse=options.empty_lse,
-        batch_invariant=options.batch_invariant,
-    )
-    return _into_results(attend, scopes, (batch, q_len, heads))
-
-
-def _into_results(attend: Callable, scopes: tuple[Scope, ...], shape: tuple[int, int, int]) -> Callable[..., Results]:
-    """What writes into given tensors, `(q, tables, attn_sink, out, lse)`, as a call that may also allocate them."""
-    named = [i for i, scope in enumerate(scopes) if _names_something(scope)]
-
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
-        q = q.contiguous()
-        both = ((k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths))
-        given = [both[i] for i in named]
-        if into is None:
-            into = q.new_empty((*shape, V_DIM)), q.new_empty(shape, dtype=torch.float32)
-        attend(q, given, attn_sink, *into)
-        return into[0], into[1].transpose(1, 2)
 
     return run
 
@@ -265,62 +192,6 @@ def _on_contiguous(run: Callable[..., Results]) -> Callable[..., Results]:
         )
 
     return copying
-
-
-def _flashmla(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.attention.backends import flashmla
-
-    batch, q_len, heads, _ = q.shape
-    attend = flashmla.decode(
-        *(layout, batch, q_len, heads, scopes, options.softmax_scale),
-        has_sink,
-        options.assume_valid_indices,
-        options.keeps_memory,
-        route.device_info(q.device),
-    )
-    # Its copies of the queries want pieces of 16 bytes: 8 values.
-    strides_fit = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3])
-
-    if strides_fit and options.empty_lse > 0:
-        return attend
-
-    def run(q, *rest):
-        out, lse = attend(q if strides_fit else q.contiguous(), *rest)
-        if options.empty_lse < 0:
-            lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
-        return out, lse
-
-    return run
-
-
-def _reference(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    from jax_sparse_mla import sparse_mla_decode
-    from jax_sparse_mla.kv_cache import PagedKV
-    from sparse_mla_torch.bridge import call
-
-    def cache_of(k_cache, scope):
-        if k_cache is None:
-            return None
-        return PagedKV(data=page_rows(k_cache, layout), layout=layout, page_size=scope.page_size)
-
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
-        arguments = {"topk_length": lengths, "attn_sink": attn_sink}
-        arguments |= {"extra_indices": extra_indices, "extra_topk_length": extra_lengths}
-        arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
-        out, lse = call(
-            sparse_mla_decode,
-            q.detach().contiguous(),
-            cache_of(k_cache, scopes[0]),
-            indices.contiguous(),
-            extra_cache=cache_of(extra_k_cache, scopes[-1]),
-            softmax_scale=options.softmax_scale,
-            backend="reference",
-            **arguments,
-        )
-        lse = lse.masked_fill(torch.isneginf(lse), options.empty_lse).transpose(1, 2)
-        return out.clone(), lse  # JAX's memory is not to be written to
-
-    return run
 
 
 def page_rows(k_cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:

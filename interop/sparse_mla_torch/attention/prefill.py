@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope, workspace_layout
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
+from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 V_DIM = 512
-_LOG2_E = 1.4426950408889634
 
 
 class Options(NamedTuple):
@@ -70,33 +71,16 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         check_strided(function, "topk_length", lengths, (q_len,), q)
     if attn_sink is not None:
         check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
-    layout = workspace_layout(qk_dim)
     device = route.device_info(q.device)
-    against = {}
-    if device.platform == "cuda":
-        from sparse_mla_torch.attention.backends import flashmla
-
-        why = flashmla.prefill_obstacle(q, kv, indices)
-        against = {"hopper": "its prefill is JAX's alone"} | ({"flashmla": why} if why else {})
-    override = route.override_of("prefill")
-    plan = route.plan_call(
-        "prefill",
-        layout,
-        rows=q_len,
-        heads=max(heads, 1),
-        topk=topk,
-        device=device,
-        installed=route.candidates(q.device.type, override),
-        against=against,
-        override=override,
-    )
-    make = {"reference": _reference, "triton": _triton, "flashmla": _flashmla}[plan.backend]
-    if 0 in (q_len, heads, topk, kv_len):
-        make = _nothing
-    run = make(options, q, Scope(topk, int(lengths is not None), kv_len), attn_sink is not None)
-    if make is not _nothing and not all(x is None or x.is_contiguous() for x in tensors):
+    call = Call("prefill", workspace_layout(qk_dim), q_len, max(heads, 1), device, topk)
+    plan = route.plan(call, q, kv, indices)
+    backend = route.backend_module(plan.backend)
+    empty = 0 in (q_len, heads, topk, kv_len)
+    scope = Scope(topk, int(lengths is not None), kv_len)
+    run = (_nothing if empty else backend.prefill)(options, q, scope, attn_sink is not None)
+    if not empty and not all(x is None or x.is_contiguous() for x in tensors):
         run = _on_contiguous(run)
-    return Prepared(run, plan, make is _triton)
+    return Prepared(run, plan, backend.WRITES_INTO and not empty)
 
 
 def _on_contiguous(run: Callable[..., Results]) -> Callable[..., Results]:
@@ -117,70 +101,3 @@ def _nothing(options, q, scope, has_sink) -> Callable[..., Results]:
         return q.new_zeros((q_len, heads, V_DIM)), max_logits, torch.full_like(max_logits, options.empty_lse)
 
     return run
-
-
-def _triton(options, q, scope, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.kernels.sparse_mla import Attention
-
-    q_len, heads, qk_dim = q.shape
-    attend = Attention(
-        *(workspace_layout(qk_dim), q_len, heads, (scope,)),
-        options.softmax_scale,
-        has_sink,
-        q.device,
-        empty_is_inf=options.empty_lse > 0,
-        may_split=False,
-    )
-
-    def run(q, kv, indices, lengths, attn_sink, into):
-        if into is None:
-            out = q.new_empty((q_len, heads, V_DIM))
-            into = (out, *(q.new_empty((q_len, heads), dtype=torch.float32) for _ in range(2)))
-        out, max_logits, lse = into
-        attend(q, [(kv, indices, lengths)], attn_sink, out, lse, max_logits)
-        return _in_base_2(into) if options.log2 else into
-
-    return run
-
-
-def _flashmla(options, q, scope, has_sink) -> Callable[..., Results]:
-    from sparse_mla_torch.attention.backends import flashmla
-
-    attend = flashmla.prefill(
-        *(q.shape[0], q.shape[1], scope, options.softmax_scale, has_sink, options.assume_valid_indices),
-        *(options.log2, options.keeps_memory, route.device_info(q.device)),
-    )
-    if options.empty_lse > 0:
-        return attend
-
-    def run(*tensors):
-        out, max_logits, lse = attend(*tensors)
-        return out, max_logits, lse.masked_fill(torch.isposinf(lse), options.empty_lse)
-
-    return run
-
-
-def _reference(options, q, scope, has_sink) -> Callable[..., Results]:
-    from jax_sparse_mla import sparse_mla_prefill
-    from sparse_mla_torch.bridge import call
-
-    def run(q, kv, indices, lengths, attn_sink, into):
-        arguments = {"kv": kv[:, 0], "indices": indices[:, 0], "topk_length": lengths, "attn_sink": attn_sink}
-        arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
-        results = call(
-            sparse_mla_prefill,
-            q.detach().contiguous(),
-            **arguments,
-            softmax_scale=options.softmax_scale,
-            backend="reference",
-        )
-        out, max_logits, lse = (x.clone() for x in results)  # JAX's memory is not to be written to
-        lse.masked_fill_(torch.isneginf(lse), options.empty_lse)
-        return _in_base_2((out, max_logits, lse)) if options.log2 else (out, max_logits, lse)
-
-    return run
-
-
-def _in_base_2(results: Results) -> Results:
-    out, max_logits, lse = results
-    return out, max_logits.mul_(_LOG2_E), lse.mul_(_LOG2_E)

@@ -1,99 +1,70 @@
-"""Which kernel serves an attention call on torch tensors, and why: `jax_sparse_mla.plan_attention` on torch's facts."""
+"""Which kernel serves an attention call on torch tensors, and why: the router of `jax_sparse_mla` on torch's facts.
+
+A backend's functions for torch stand in `attention/backends/<name>.py`: `decode` and `prefill` make the call of one
+shape; `decode_obstacle` and `prefill_obstacle`, where there are any, say why the backend cannot take these tensors;
+`WRITES_INTO` says whether its calls write into results that they are given.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib.util
-import os
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+import importlib
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from jax_sparse_mla.attention.backends import flashmla
-from jax_sparse_mla.attention.route import DeviceInfo, Plan, plan_attention
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kv_cache.layout import KVLayout
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
-
-# Measured once, on an H200 (docs/torch.md).
-_HOPPER_BY_NAME = "served where it is asked for by name: launching it from torch takes the host longer than FlashMLA"
+from jax_sparse_mla.attention.api import override_of
+from jax_sparse_mla.attention.backend import BACKENDS, Call
+from jax_sparse_mla.attention.route import Plan, plan_call
+from jax_sparse_mla.device import DeviceInfo
 
 
-def plan_call(
-    phase: str,
-    layout: KVLayout,
-    *,
-    rows: int,
-    heads: int,
-    topk: int,
-    device: DeviceInfo,
-    installed: Collection[str],
-    against: Mapping[str, str] = MappingProxyType({}),
-    override: str | None = None,
-) -> Plan:
-    """The backend of a call. Pure.
+def plan(call: Call, *facts: Any) -> Plan:
+    """The backend of a call; the environment's overrides are read.
 
     Args:
-      phase: "decode" or "prefill".
-      layout: of the cached rows, or of the workspace.
-      rows, heads: query rows and heads, at least 1.
-      topk: index columns of a row, of both tables.
-      device: what will run it.
-      installed: names of the installed backends.
-      against: backends that cannot take these tensors, and why.
-      override: a backend's name that must serve the call.
+      call: its facts.
+      facts: what the backends' obstacles take; without them none is asked.
 
     Raises:
-      ValueError: an override that cannot serve the call.
+      ValueError: the environment names a backend that cannot serve the call, with the reason.
     """
-    if override in against:
-        raise ValueError(f"plan_call: backend {override!r} cannot serve this {phase} call: {against[override]}")
-    if phase == "decode" and device.compute_capability == (9, 0) and override != "hopper":
-        against = {"hopper": _HOPPER_BY_NAME} | dict(against)
-    plan = plan_attention(
-        phase,
-        DEEPSEEK_V32 if layout.qk_dim == DEEPSEEK_V32.qk_dim else DEEPSEEK_V4_FLASH,
-        num_q_tokens=rows,
-        device=device,
-        installed=set(installed) - set(against),
-        kv_dtype="fp8" if layout.fp8_dim else "bf16",
-        num_heads=heads,
-        topk=topk,
-        override=override,
-    )
-    return dataclasses.replace(plan, rejected=plan.rejected | against)
+    override = override_of(call.phase)
+    unable = unable_for(call.phase, call.device, override)
+    for name in BACKENDS if facts else ():
+        obstacle = None if name in unable else getattr(backend_module(name), f"{call.phase}_obstacle", None)
+        if obstacle is not None and (why := obstacle(*facts)):
+            unable[name] = why
+    return plan_call(call, unable=unable, override=override)
 
 
-def override_of(phase: str) -> str | None:
-    """The backend that the environment names: JAX_SPARSE_MLA_DECODE_BACKEND, …_PREFILL_BACKEND, …_BACKEND."""
-    names = (f"JAX_SPARSE_MLA_{phase.upper()}_BACKEND", "JAX_SPARSE_MLA_BACKEND")
-    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+def unable_for(phase: str, device: DeviceInfo, override: str | None = None) -> dict[str, str]:
+    """The backends that torch cannot take for a phase here, whatever the call, and why.
 
-
-@functools.cache
-def unnamed_backends(device_type: str) -> frozenset[str]:
-    """Of the backends that serve without being asked for by name, those whose packages are there."""
-    names = {"reference"}
-    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        names.add("triton")
-        if flashmla.has_operators():  # our sanitiser goes before them
-            names.add("flashmla")
-    return frozenset(names)
+    Nothing is built for a backend that serves by name alone and is not named.
+    """
+    unable = {}
+    for name, backend in BACKENDS.items():
+        why = backend.wrong_device(device)
+        if why is None and phase not in backend.torch:
+            why = f"torch does not call its {phase}"
+        if why is None and name != override:
+            why = backend.torch_by_name
+        if why := why or missing(name, phase):
+            unable[name] = why
+    return unable
 
 
 @functools.cache
-def installed_backends(device_type: str) -> frozenset[str]:
-    """All that torch calls and that can be used here; on SM90 our kernel is loaded, and built if need be."""
-    sm90 = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    ours = {"hopper"} if sm90 and build.sparse_decode_module() is not None else set()
-    return unnamed_backends(device_type) | ours
+def missing(name: str, phase: str) -> str | None:
+    """Why a backend cannot be used from torch in this process; None if it can."""
+    return BACKENDS[name].missing(phase, "torch")
 
 
-def candidates(device_type: str, override: str | None) -> frozenset[str]:
-    """What a call is planned with: nothing is built that it does not name."""
-    return installed_backends(device_type) if override == "hopper" else unnamed_backends(device_type)
+def backend_module(name: str) -> ModuleType:
+    """A backend's functions for torch."""
+    return importlib.import_module(f"sparse_mla_torch.attention.backends.{name}")
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""What a run computed against what others compute on the same inputs: transformers' eager attention, layer by layer;
-and the model's logits with other attention backends."""
+"""Compares a run with others on the same inputs: each layer with transformers' eager attention, and the model's logits
+with those of other attention backends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 
 MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
-# Of a single row: one wrong row in a thousand hardly moves the cosine of the whole layer.
+# The bound of a single row: one wrong row in a thousand hardly changes the cosine of the whole layer.
 MIN_ROW_COSINE = {"fp8": 0.99, "bf16": 0.999}
 MIN_OVERLAP = 0.97
-# Between backends, of the largest logit: they round differently, and where two entries of the indexer or two experts
-# tie, rounding chooses between them. Attention outputs that differ by their last bit alone move the presets' logits by
-# up to 0.02 of it.
+# The largest difference between backends, as a share of the largest logit. They round differently, and where two
+# entries of the indexer or two experts tie, rounding chooses between them. Attention outputs that differ in their last
+# bit only change the presets' logits by up to 0.02 of the largest.
 MAX_LOGIT_DIFFERENCE = 1 / 16
 
 
@@ -26,12 +26,12 @@ class LayerReport:
     """One row of the table.
 
     Attributes:
-      layer, kind: which layer.
-      cosine: between all outputs of the layer, ours with eager's selected entries, and eager's.
+      layer, kind: the layer's index, and what it attends to.
+      cosine: over all outputs of the layer: ours, computed with eager's selected entries, and eager's.
       worst_row: the lowest cosine of a single row.
-      overlap: mean share of eager's selected entries that our own selection has too, over the rows where the
-        selection drops any; None where the layer selects nothing, or no row drops any.
-      dropping_rows: how many rows those are.
+      overlap: the mean share of eager's selected entries that our own selection also has, over the rows whose selection
+        drops entries; None if there are no such rows.
+      dropping_rows: the number of these rows.
     """
 
     layer: int
@@ -42,16 +42,16 @@ class LayerReport:
     dropping_rows: int
 
     def passes(self, cache: str) -> bool:
-        """Whether the layer is as close to eager as a cache of this kind ("fp8" or "bf16") lets it be."""
+        """Whether the layer is as close to eager as this kind of cache ("fp8" or "bf16") allows."""
         close = self.cosine >= MIN_COSINE[cache] and self.worst_row >= MIN_ROW_COSINE[cache]
         return close and (self.overlap is None or self.overlap >= MIN_OVERLAP)
 
 
 def compare_layers(engine: Engine, requests: list[Request]) -> list[LayerReport]:
-    """Runs each layer once more, over fresh caches, through the very steps of the run (its chunks, batches, padding
-    and slots), with the entries that eager selects on the same inputs; and compares the outputs with eager's.
+    """Runs each layer again, with fresh caches and the same steps (chunks, batches, padding and slots), but with the
+    entries that eager selects on the same inputs, and compares the outputs with eager's.
 
-    The run must be one of plain decoding: drafts have no later layers, and rejected tokens no place in a sequence.
+    The run must be plain decoding, since drafts run the first layer only and rejected tokens are in no sequence.
     """
     return [compare_layer(engine, index, requests) for index in range(len(engine.layers))]
 
@@ -95,7 +95,7 @@ def compare_layer(engine: Engine, index: int, requests: list[Request]) -> LayerR
 
 
 def count_agreeing_tokens(engine: Engine, requests: list[Request]) -> tuple[int, int]:
-    """How many generated tokens transformers itself chooses too, given the tokens before them; and of how many."""
+    """`(agreeing, total)`: the generated tokens that transformers also chooses after the same tokens, and all."""
     agree = total = 0
     for request in requests:
         tokens = torch.tensor(request.tokens[:-1], device=engine.device)[None]
@@ -108,7 +108,7 @@ def count_agreeing_tokens(engine: Engine, requests: list[Request]) -> tuple[int,
 
 @dataclasses.dataclass
 class Replay(Request):
-    """Chooses the tokens that a request chose before, and keeps the logits that it would have chosen from."""
+    """A request that repeats the tokens of an earlier run and keeps the logits before each of them."""
 
     chosen: list[int] = dataclasses.field(default_factory=list)
     logits: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -119,7 +119,7 @@ class Replay(Request):
 
 
 def replay_logits(engine: Engine, requests: list[Request]) -> torch.Tensor:
-    """Serves the same tokens again, by plain decoding; float32 `[tokens, vocab]`, before each generated token."""
+    """Serves the same tokens again by plain decoding; returns the logits before each, float32 `[tokens, vocab]`."""
     replays = [Replay(r.prompt, len(r.output), chosen=r.output) for r in requests]
     engine.run(replays)
     return torch.stack([logits for replay in replays for logits in replay.logits])
@@ -132,7 +132,7 @@ class BackendReport:
     Attributes:
       backend: its name.
       difference: the largest difference of a logit, as a share of the largest logit.
-      agreeing, total: tokens that both would choose, of how many.
+      agreeing, total: the tokens that both choose, and all tokens.
     """
 
     backend: str
@@ -151,9 +151,9 @@ def compare_backends(
     """Serves the tokens of requests that were served with each backend, in the same steps over caches of its own.
 
     Args:
-      model, options: of the engine; its backend, or the router's choice, is what the others are compared with.
-      requests: as the engine has served them.
-      backends: names.
+      model, options: those of the engine; the others are compared with its backend, or the router's choice.
+      requests: the requests that the engine has served.
+      backends: the names of the others.
 
     Raises:
       ValueError: a backend that cannot serve a call.
@@ -172,7 +172,7 @@ def compare_backends(
 
 
 def layer_kind(engine: Engine, ratio: int) -> str:
-    """What a layer of a compress ratio attends to, in a few words."""
+    """A few words for what a layer of this compress ratio attends to."""
     if not engine.is_v4:
         return f"top-{engine.spec.index_topk}"
     return {0: "window", 4: f"window + C4 top-{engine.spec.index_topk}"}.get(ratio, f"window + C{ratio}")
@@ -183,13 +183,13 @@ def _rows_of_request(traced, key: int) -> torch.Tensor:
 
 
 def _rows_of(step, selected: dict) -> list[np.ndarray]:
-    """What eager selects at each real row of a step."""
+    """The entries that eager selects at each real row of a step."""
     chosen = (selected[r][p] for r, p in zip(step.requests, step.positions))
     return [row[row >= 0] for row in chosen]
 
 
 def _overlaps(positions: np.ndarray, chosen: list[np.ndarray], visible: np.ndarray) -> list[float]:
-    """The share of eager's entries that ours has, for the rows that see more entries than are selected."""
+    """The share of eager's entries that our selection has, for each row that sees more entries than are selected."""
     return [
         len(np.intersect1d(ours, eager)) / len(eager)
         for ours, eager, entries in zip(positions, chosen, visible)
@@ -198,7 +198,7 @@ def _overlaps(positions: np.ndarray, chosen: list[np.ndarray], visible: np.ndarr
 
 
 def _as_scores(step, chosen: list[np.ndarray], columns: int):
-    """Index scores that make our selection pick exactly these entries."""
+    """Index scores for which our selection is exactly these entries."""
     scores = np.zeros((step.num_rows, columns), np.float32)
     for row, entries in enumerate(chosen):
         scores[row, entries] = 1

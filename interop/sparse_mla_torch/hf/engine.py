@@ -1,7 +1,7 @@
 """A small serving engine around a transformers model: continuous batching, chunked prefill, then decode.
 
-The model's token-wise parts run in torch over the real tokens of a step, one after the other; its attention runs
-in jax_sparse_mla over the step padded to a bucket, so that a bucket compiles once.
+The model's token-wise parts run in torch over the real tokens of a step. Its attention runs in jax_sparse_mla, over the
+step padded to a bucket, so that each bucket compiles once.
 
 On a GPU, the same requests get the same tokens in every run with JAX_SPARSE_MLA_TOPK_BACKEND=triton (docs/routing.md).
 """
@@ -19,34 +19,31 @@ import numpy as np
 import torch
 
 from jax_sparse_mla import (
-    DecodeShape,
     ForwardBatch,
     ForwardMode,
     ModelSpec,
     RequestTables,
-    build_prefill_plan,
-    build_v4_metadata,
     build_v32_metadata,
-    decode_schedule,
 )
+from jax_sparse_mla.layers import gathers, prepare_v4_step
 from jax_sparse_mla.models import v4_layer_ratios
 from sparse_mla_torch.bridge import jax_device
 from sparse_mla_torch.hf.layers import Step, V4Layer, V32Layer
 from sparse_mla_torch.hf.page_pool import RequestPool
 from sparse_mla_torch.hf.replace import AttentionReplacement
 
-PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
+GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
 
 
 @dataclasses.dataclass
 class Request:
-    """A prompt, and what has been generated for it."""
+    """A prompt and the tokens generated for it."""
 
     prompt: list[int]
     max_new_tokens: int
     output: list[int] = dataclasses.field(default_factory=list)
-    # Of each output token: how far its logit lies above the second best, as a share of its own size; NaN for
-    # a token that was imported.
+    # For each output token, the distance of its logit from the second best, as a share of its own size; NaN for a token
+    # that was imported.
     margins: list[float] = dataclasses.field(default_factory=list)
     row: int | None = None  # in the request tables, while it is being served
     computed: int = 0  # tokens whose K rows are cached
@@ -76,7 +73,7 @@ Served = list[tuple[Request, range]]
 
 @dataclasses.dataclass
 class TracedStep:
-    """A step as it ran: per layer its input rows and the positions it selected. For the comparison with eager."""
+    """A step that ran, for the comparison with eager: each layer's input rows and selected positions."""
 
     step: Step
     hidden: list[torch.Tensor]
@@ -85,13 +82,23 @@ class TracedStep:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """chunk_size: query rows of a prefill step. max_batch: requests served at once. max_len: tokens of the longest
-    request, its output included. trace: keep what the comparison with eager needs, of the latest run.
-    speculative_steps: the most draft tokens of a step that the caches leave room for (see `SpeculativeDecoder`).
-    backend: the attention's, by name; None takes the router's choice, call by call."""
+    """Options of the engine.
+
+    Attributes:
+      bf16_cache: whether the caches are bfloat16 instead of FP8.
+      prefill_backend: "flashmla_sparse" gathers a workspace, "flashmla_kv" attends to the paged cache; None takes
+        what the plan says.
+      chunk_size: query rows of a prefill step.
+      max_batch: requests served at once.
+      max_len: tokens of the longest request, its output included.
+      seed: of the page order.
+      trace: whether to keep what the comparison with eager needs of the latest run.
+      speculative_steps: the most draft tokens of a step for which the caches have room (see `SpeculativeDecoder`).
+      backend: the attention backend's name; None takes the router's choice for each call.
+    """
 
     bf16_cache: bool = False
-    prefill_backend: str = "flashmla_sparse"
+    prefill_backend: str | None = None
     chunk_size: int = 1024
     max_batch: int = 8
     max_len: int = 4096
@@ -105,15 +112,16 @@ class Engine:
     """Serves requests on a transformers DeepSeek-V3.2 or V4 model, on the device where its parameters are.
 
     Attributes:
-      routes: `{(mode, compress ratio, bucket): (phase, backend)}`, which attention each kind of layer has called in
-        the programs that ran; seen in the programs themselves.
+      prefill_backend: what its prefill steps attend to, one of PREFILL_BACKENDS.
+      routes: `{(mode, compress ratio, bucket): (phase, backend)}`, the attention that each kind of layer called, read
+        from the programs that ran.
 
     Raises:
       ValueError: another model type, an unknown prefill backend, or a device that JAX does not have here.
     """
 
     def __init__(self, model: torch.nn.Module, options: EngineOptions):
-        if options.prefill_backend not in PREFILL_BACKENDS:
+        if options.prefill_backend not in (None, *PREFILL_BACKENDS):
             raise ValueError(
                 f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {options.prefill_backend!r}"
             )
@@ -122,6 +130,8 @@ class Engine:
         self._jax_device = jax_device(self.device)
         self.spec = ModelSpec.from_hf_config(model.config)
         self.is_v4 = self.spec.window is not None
+        chosen = GATHERED if gathers(self.spec, options.chunk_size) else PAGED
+        self.prefill_backend = options.prefill_backend or chosen
         layer_type = V4Layer if self.is_v4 else V32Layer
         modules = [layer.self_attn for layer in model.model.layers]
         ratios = v4_layer_ratios(model.config) if self.is_v4 else (0,) * len(modules)
@@ -146,7 +156,7 @@ class Engine:
             max_draft_tokens=self.options.speculative_steps + 1 if self.options.speculative_steps else 0,
             bf16=self.options.bf16_cache,
         )
-        # Committed to the device, as what a step returns is: else the second step would compile again.
+        # Committed to the device, as a step's results are; otherwise the second step would compile again.
         return jax.device_put(cache, self._jax_device)
 
     @torch.no_grad()
@@ -156,10 +166,10 @@ class Engine:
         on_step: Callable[[Step, list[Request]], None] = lambda *_: None,
         advance: Callable[[list[Request]], Step] | None = None,
     ) -> None:
-        """Serves all requests to their end; prefill goes first, requests join as others leave.
+        """Serves all requests to their end. Prefill goes first; requests join as others leave.
 
         Args:
-          requests: new ones, or imported ones (`sparse_mla_torch.handover`); their outputs are filled in.
+          requests: new requests, or imported ones (`sparse_mla_torch.handover`); their outputs are filled in.
           on_step: called after each step with the step and all requests.
           advance: runs the next step of the requests being served, and returns it; `advance` by default.
 
@@ -209,7 +219,7 @@ class Engine:
         request.row = None
 
     def advance(self, running: list[Request]) -> Step:
-        """Runs the next step: a prefill chunk while any prompt is unread, else decode, one token of each request."""
+        """Runs the next step: a prefill chunk while any prompt is unread, else one decode token of each request."""
         options = self.options
         prefill = [r for r in running if r.in_prefill]
         served, budget = [], options.chunk_size if prefill else options.max_batch
@@ -230,7 +240,7 @@ class Engine:
         return step
 
     def new_batch(self, mode: ForwardMode, served: Served) -> ForwardBatch:
-        """Maps the positions to slots; in TARGET_VERIFY they are equally many of each request."""
+        """Maps the positions to slots; returns their batch. In TARGET_VERIFY each request has the same number."""
         options = self.options
         drafts = len(served[0][1]) if mode is ForwardMode.TARGET_VERIFY else None
         num_rows = options.chunk_size if mode is ForwardMode.EXTEND else options.max_batch * (drafts or 1)
@@ -254,15 +264,15 @@ class Engine:
         )
 
     def new_step(self, batch: ForwardBatch, served: Served) -> Step:
-        """A step of positions that are mapped; served: as the batch has them."""
-        # Copies: the pool's tables change before the next step, and JAX may alias a numpy buffer.
+        """The step of a batch whose positions are mapped; `served` is in the order of the batch."""
+        # Copies, because the pool's tables change before the next step and JAX may alias a numpy buffer.
         tables = RequestTables(
             req_to_token=jnp.array(self.pool.req_to_token),
             full_to_swa=jnp.array(self.pool.full_to_swa) if self.is_v4 else None,
         )
         options = self.options
-        metadata, plans, schedules = _build_step(
-            batch, tables, spec=self.spec, bf16_cache=options.bf16_cache, prefill_backend=options.prefill_backend
+        metadata, plans = _build_step(
+            batch, tables, spec=self.spec, bf16_cache=options.bf16_cache, prefill_backend=self.prefill_backend
         )
         positions = np.concatenate([np.arange(p.start, p.stop) for _, p in served])
         return Step(
@@ -270,7 +280,6 @@ class Engine:
             tables=tables,
             metadata=metadata,
             plans=plans,
-            schedules=schedules,
             requests=np.concatenate([np.full(len(p), id(request)) for request, p in served]),
             positions=positions,
             backend=options.backend,
@@ -278,14 +287,14 @@ class Engine:
         )
 
     def _bucket(self, max_len: int) -> int:
-        """The table width that serves `max_len` tokens: a power of two, so that few widths compile."""
+        """The table width for `max_len` tokens: a power of two, so that few widths compile."""
         bucket = 4096
         while bucket < max_len:
             bucket *= 2
         return min(bucket, self.pool.req_to_token.shape[1])
 
     def forward(self, step: Step, tokens: list[int], keep: list[int]) -> torch.Tensor:
-        """The model over a step's tokens, its K rows cached; the logits after the tokens `keep`, `[keep, vocab]`."""
+        """Runs the model over a step's tokens and caches K rows; returns the logits after the tokens `keep`."""
         self._step = step
         if self.options.trace:
             self.trace.append(TracedStep(step, [], []))
@@ -309,39 +318,10 @@ class Engine:
 
 @functools.partial(jax.jit, static_argnames=("spec", "bf16_cache", "prefill_backend"))
 def _build_step(batch: ForwardBatch, tables: RequestTables, *, spec: ModelSpec, bf16_cache: bool, prefill_backend: str):
-    """Metadata, prefill plans and decode schedules, by ratio: once a step, shared by the layers."""
-    plans, schedules = {}, {}
+    """Metadata, and prefill plans by ratio: once a step, shared by the layers."""
     if spec.window is None:
-        metadata = build_v32_metadata(
-            spec,
-            batch,
-            tables,
-            fp8_kv_cache=not bf16_cache,
-            prefill_backend=prefill_backend,
-        )
-        rows = metadata.row_to_request.shape[0]
-        shape = DecodeShape(rows, 1, spec.num_heads, spec.index_topk)
-        schedules[0] = decode_schedule(shape, metadata.topk_lengths)
-        return metadata, plans, schedules
-    metadata = build_v4_metadata(spec, batch, tables)
-    rows = metadata.row_to_request.shape[0]
-    max_batch = batch.seq_lens.shape[0]
-    gathered = batch.mode is ForwardMode.EXTEND and prefill_backend == "flashmla_sparse"
-    for ratio in spec.compress_ratios:
-        if gathered:
-            plans[ratio] = build_prefill_plan(
-                spec,
-                batch,
-                tables,
-                compress_ratio=ratio,
-                swa_capacity=rows + max_batch * (spec.window - 1),
-                compressed_capacity=max_batch * (batch.max_seq_len // ratio) if ratio else 0,
-            )
-            continue
-        part = metadata.compressed.get(ratio)
-        extra = 0 if part is None else part.page_indices.shape[1]
-        shape = DecodeShape(rows, 1, spec.num_heads, metadata.swa_page_indices.shape[1], extra)
-        schedules[ratio] = decode_schedule(
-            shape, metadata.swa_topk_lengths, None if part is None else part.topk_lengths
-        )
-    return metadata, plans, schedules
+        options = {"fp8_kv_cache": not bf16_cache, "prefill_backend": prefill_backend}
+        return build_v32_metadata(spec, batch, tables, **options), {}
+    gathered = batch.mode is ForwardMode.EXTEND and prefill_backend == GATHERED
+    step = prepare_v4_step(spec, batch, tables, gathered=gathered)
+    return step.metadata, step.plans

@@ -1,4 +1,7 @@
-"""`jax-sparse-mla generate`: a transformers DeepSeek-V3.2 or V4 model generates text through this library."""
+"""`jax-sparse-mla generate`: a transformers DeepSeek-V3.2 or V4 model generates text through this library.
+
+`jax_sparse_mla.cli.generate` has its arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 import jax
 import torch
 
-from jax_sparse_mla import DeviceInfo, ForwardMode, Plan, plan_attention
-from jax_sparse_mla.attention.api import installed_for
-from jax_sparse_mla.attention.route import BACKENDS
-from jax_sparse_mla.cli.arguments import positive_int, probability
+from jax_sparse_mla import ForwardMode, Plan
+from jax_sparse_mla.attention.api import plan_here
+from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
 from sparse_mla_torch.hf import presets
 from sparse_mla_torch.hf.comparison import (
     MAX_LOGIT_DIFFERENCE,
@@ -26,69 +27,8 @@ from sparse_mla_torch.hf.comparison import (
     count_agreeing_tokens,
     layer_kind,
 )
-from sparse_mla_torch.hf.engine import PREFILL_BACKENDS, Engine, EngineOptions, Request
+from sparse_mla_torch.hf.engine import GATHERED, Engine, EngineOptions, Request
 from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder, compare_with_plain
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="a transformers checkpoint of a DeepSeek-V3.2 or V4 model")
-    source.add_argument(
-        "--preset", choices=presets.PRESETS, help="a small random model with the true head dimensions (default: v4)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the preset's weights and of the page order")
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--prompt", help="the text to continue; a long English text by default")
-    text.add_argument("--prompt-file", type=Path, metavar="FILE")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch and JAX both have it")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=16, metavar="N")
-    parser.add_argument(
-        "--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once"
-    )
-    parser.add_argument("--max-batch", type=positive_int, default=8, metavar="N", help="requests served at once")
-    parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
-    parser.add_argument("--kv-cache", choices=sorted(MIN_COSINE), default="fp8")
-    parser.add_argument(
-        "--prefill-backend",
-        choices=PREFILL_BACKENDS,
-        default="flashmla_sparse",
-        help="prefill from a gathered bf16 workspace, or from the paged cache",
-    )
-    parser.add_argument("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
-    parser.add_argument(
-        "--compare-backends",
-        type=backend_names,
-        default=[],
-        metavar="NAME,…",
-        help="serve the same tokens with each of these backends too, and compare the logits",
-    )
-    parser.add_argument(
-        "--speculative-steps",
-        type=positive_int,
-        metavar="K",
-        help="draft K tokens at a time with the model's first layer, verify them in one step (default: plain decoding)",
-    )
-    parser.add_argument(
-        "--draft-oracle",
-        type=probability,
-        default=0.0,
-        metavar="P",
-        help="with --speculative-steps: propose plain decoding's own token with this probability",
-    )
-    parser.add_argument(
-        "--no-check",
-        action="store_true",
-        help="skip the comparison with transformers' eager attention, and of speculative with plain decoding",
-    )
-
-
-def backend_names(text: str) -> list[str]:
-    """An argparse type."""
-    names = text.split(",")
-    for name in names:
-        if name not in BACKENDS:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(BACKENDS)}, got {name!r}")
-    return names
 
 
 def choose_device(wanted: str | None) -> torch.device:
@@ -110,6 +50,9 @@ def choose_device(wanted: str | None) -> torch.device:
 
 def run(args: argparse.Namespace) -> int:
     """Generates, prints, compares.
+
+    Args:
+      args: as the command's parser gives them.
 
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
@@ -162,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_speculative(engine: Engine, requests: list[Request], tokenizer, args: argparse.Namespace) -> int:
-    """Plain decoding first, if its tokens or its comparison are asked for; returns the exit status."""
+    """Runs plain decoding first, if its tokens or its comparison are asked for; returns the exit status."""
     plain, status = [Request(r.prompt, r.max_new_tokens) for r in requests], 0
     if args.draft_oracle or not args.no_check:
         print("decoding   plain")
@@ -199,7 +142,7 @@ def _print_accepted(decoder: SpeculativeDecoder) -> None:
 
 
 def _load_model(args: argparse.Namespace):
-    """What to call the model, the model, and its tokenizer."""
+    """The model's name, the model, and its tokenizer."""
     if args.model is not None:
         return args.model, *presets.load_checkpoint(args.model)
     preset = args.preset or "v4"  # not argparse's default: naming it would not conflict with --model
@@ -208,7 +151,7 @@ def _load_model(args: argparse.Namespace):
 
 
 def _requests(prompt: list[int], args: argparse.Namespace) -> list[Request]:
-    """The whole prompt first, then ever shorter beginnings of it."""
+    """The whole prompt, then shorter and shorter beginnings of it."""
     if not prompt:
         raise ValueError("the prompt has no tokens")
     lengths = [max(1, len(prompt) * (args.requests - i) // args.requests) for i in range(args.requests)]
@@ -224,36 +167,35 @@ def _prompt_text(args: argparse.Namespace) -> str:
 
 
 def _plans(engine: Engine, backend: str | None) -> dict[str, Plan]:
-    """What would serve each kind of step, by the columns of a layer that selects by an indexer.
+    """The plan of each kind of step, for the index columns of a layer with an indexer.
 
     Raises:
       ValueError: the backend cannot.
     """
-    options, device, spec = engine.options, DeviceInfo.current(), engine.spec
-    gathers = options.prefill_backend == "flashmla_sparse" and (engine.is_v4 or not options.bf16_cache)
+    options, spec = engine.options, engine.spec
+    gathered = engine.prefill_backend == GATHERED and (engine.is_v4 or not options.bf16_cache)
+    cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
     steps = [
-        ("prefill", "prefill" if gathers else "decode", options.chunk_size),
+        ("prefill", "prefill" if gathered else "decode", options.chunk_size),
         ("decode", "decode", options.max_batch),
     ]
     if options.speculative_steps:
         steps.append(("verify", "decode", options.max_batch * (options.speculative_steps + 1)))
     return {
-        step: plan_attention(
+        step: plan_here(
             phase,
-            spec,
-            num_q_tokens=rows,
-            device=device,
-            installed=installed_for(phase),
-            kv_dtype="bf16" if options.bf16_cache else "fp8",
+            workspace_layout(spec.qk_dim) if phase == "prefill" else cached,
+            rows=rows,
+            heads=spec.num_heads,
             topk=(spec.window or 0) + spec.index_topk,
-            override=backend,
+            backend=backend,
         )
         for step, phase, rows in steps
     }
 
 
 def _print_routes(engine: Engine) -> None:
-    """What the programs that ran have called."""
+    """The attention that the programs called."""
     modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
     for mode, step in modes.items():
         kinds: dict[str, dict[str, None]] = {}  # of layers, in order, by what attends in them
@@ -280,13 +222,13 @@ def _compare_backends(engine: Engine, requests: list[Request], names: list[str])
 
 
 class _Progress:
-    """Prints how far a run is, and its tokens per second: first with compilation, then without."""
+    """Prints the progress of a run and its tokens per second, with and without compilation."""
 
     def __init__(self, requests: list[Request]):
         self._total = sum(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
         self._start = self._last = time.perf_counter()
         self._seen: set[tuple[ForwardMode, int]] = set()
-        # Tokens, and seconds of the steps whose bucket had run before (compiled), by mode.
+        # By mode, tokens and seconds of the steps whose bucket had run before and was compiled.
         self._warm = {mode: [0, 0.0] for mode in ForwardMode}
         self._count = 0
 

@@ -1,7 +1,7 @@
 """Attention layers of transformers' DeepSeek models, run through jax_sparse_mla's paged caches.
 
-A layer here keeps the module's own projections (torch) and replaces what lies between them: cache writes,
-compression, indexing, selection and attention are one jitted JAX function per layer kind and step shape.
+A layer keeps the module's own projections, in torch. One jitted JAX function for each kind of layer and step shape
+replaces what is between them: cache writes, compression, indexing, selection and attention.
 """
 
 from __future__ import annotations
@@ -33,28 +33,27 @@ from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from sparse_mla_torch.bridge import to_jax, to_torch
 from sparse_mla_torch.hf.replace import selected_indices
 
-# One compilation per layer kind, step shape and bucket, shared by all layers; the layer's cache is donated.
+# One compilation for each kind of layer, step shape and bucket; all layers share it. The layer's cache is donated.
 _run_v4 = jax.jit(v4_layer, static_argnames=("spec", "ratio", "backend"), donate_argnums=0)
 _run_v32 = jax.jit(v32_layer, static_argnames=("spec", "backend"), donate_argnums=0)
 
 
 @dataclasses.dataclass
 class Step:
-    """What one forward step shares with all layers.
+    """What all layers of a forward step share.
 
     Attributes:
       batch, tables: as given to the metadata builders.
-      metadata: V4Metadata or V32Metadata. plans, schedules: by compress ratio (V3.2: ratio 0).
-      requests, positions: `[n]` numpy, whose token each row is and where; the rows behind these n are padding.
-      backend: of the attention, or None for the router's choice.
-      routes: the engine's, `{(mode, ratio, bucket): (phase, backend) of the attention that runs}`; filled in.
+      metadata: V4Metadata or V32Metadata. plans: by compress ratio, of a V4 step that gathers a workspace.
+      requests, positions: numpy `[n]`, each row's request and position; the rows behind these n are padding.
+      backend: the attention backend's name, or None for the router's choice.
+      routes: the engine's `{(mode, ratio, bucket): (phase, backend)}`, which the layers fill in.
     """
 
     batch: ForwardBatch
     tables: RequestTables
     metadata: Any
     plans: dict[int, Any]
-    schedules: dict[int, Any]
     requests: np.ndarray
     positions: np.ndarray
     backend: str | None
@@ -126,12 +125,11 @@ class V4Layer:
             step.plans.get(self.ratio),
             spec=self.spec,
             ratio=self.ratio,
-            schedule=step.schedules.get(self.ratio),
             index_scores=index_scores,
             backend=step.backend,
         )
         out = _unpad(out, step)[None]
-        # V is K, rotary part included: the rotation at the query's position is taken back from the output.
+        # V is K with its rope part, so the output is rotated back at the query's position.
         out = v4.apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)
         grouped = module.o_a_proj(out.reshape(*hidden.shape[:-1], module.config.o_groups, -1)).flatten(2)
         return module.o_b_proj(grouped), cache, positions
@@ -164,7 +162,7 @@ class V4Layer:
 
 
 class V32Layer:
-    """A `DeepseekV32Attention` module with paged caches, its heads' no-rope parts absorbed into the latent space."""
+    """A `DeepseekV32Attention` module with paged caches; the heads' parts without rope are in the latent space."""
 
     ratio = 0
     has_indexer = True
@@ -203,7 +201,6 @@ class V32Layer:
             step.batch,
             step.metadata,
             spec=self.spec,
-            schedule=step.schedules.get(0),
             index_scores=index_scores,
             backend=step.backend,
         )
@@ -240,7 +237,7 @@ class V32Layer:
 
 def _compressor_params(module) -> CompressorParams:
     if (scaling := module.rotary_emb.compress_attention_scaling) != 1:
-        # The released V4 models rotate without a magnitude (attention_factor 1), and so does our compressor.
+        # The released V4 models rotate with attention_factor 1, and so does our compressor.
         raise ValueError(f"rope_parameters['compress'] must have attention_factor 1, got {scaling}")
     return CompressorParams(
         ape=_param(module.position_bias),
@@ -251,7 +248,7 @@ def _compressor_params(module) -> CompressorParams:
 
 
 def _run(function: Callable[..., Any], step: Step, layer: V4Layer | V32Layer, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`; the step's routes learn what attends in a program of new shapes."""
+    """Calls `function(*args, **kwargs)`; for new shapes, writes the program's attention into the step's routes."""
     program = step.mode, layer.ratio, step.batch.max_seq_len
     if program not in step.routes:
         step.routes[program] = calls_of(function.lower(*args, **kwargs))
@@ -259,11 +256,11 @@ def _run(function: Callable[..., Any], step: Step, layer: V4Layer | V32Layer, *a
 
 
 def _param(tensor: torch.Tensor) -> jax.Array:
-    return to_jax(tensor.detach().float().clone())  # a copy: the model's own may be written to
+    return to_jax(tensor.detach().float().clone())  # a copy, since the model's own tensor may be written to
 
 
 def _pad(x: torch.Tensor, step: Step) -> jax.Array:
-    """The n real rows `[n, …]`, and zeros in the step's padding rows."""
+    """The n real rows `[n, …]`, with zeros as the step's padding rows."""
     padded = x.new_zeros(step.num_rows, *x.shape[1:])
     padded[: len(x)] = x
     return to_jax(padded)

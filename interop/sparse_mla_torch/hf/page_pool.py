@@ -1,4 +1,4 @@
-"""Where each request's tokens lie: the page allocators and the request tables of a small serving engine (host side)."""
+"""The page allocators and request tables of a small serving engine, on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class PagePool:
     """Free pages of one cache; page 0 is never given out (padding rows write to slot 0)."""
 
     def __init__(self, num_pages: int, rng: np.random.Generator):
-        # Shuffled, as in an engine that has been running for a while: slots are not positions.
+        # Shuffled, as in an engine that has run for a while, so that slots are not positions.
         self.free = list(rng.permutation(np.arange(1, num_pages)))
 
     def take(self) -> int:
@@ -49,7 +49,7 @@ class RequestPool:
         return self._free_rows.pop()
 
     def close(self, row: int) -> None:
-        """Gives back all that a request holds."""
+        """Gives back the row and all pages of a request."""
         self.truncate(row, 0)
         self._free_rows.append(row)
 
@@ -74,7 +74,7 @@ class RequestPool:
             if self.window is not None:
                 self.full_to_swa[slots] = self._swa_pages.take() * self.page_size + offsets
         if self.window is not None:
-            # The oldest query of this step sees back to old_len + 1 − window: whole pages before it are done.
+            # The oldest query of this step sees back to old_len + 1 − window; whole pages before that are not needed.
             for start in range(0, max(0, old_len + 1 - self.window) - self.page_size + 1, self.page_size):
                 self._release_window_page(int(self.req_to_token[row, start]))
         return self.req_to_token[row, old_len:new_len].copy()

@@ -1,4 +1,4 @@
-"""Models to generate with: built in memory from a seed, or loaded from a checkpoint; and a byte tokenizer."""
+"""Models for `generate`, built in memory from a seed or loaded from a checkpoint, and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRESETS = ("v4", "v32")
 
 
 class ByteTokenizer:
-    """Text as its UTF-8 bytes; what is not a byte decodes to the replacement character."""
+    """Text as its UTF-8 bytes. A token that is no byte decodes to the replacement character."""
 
     vocab_size = 256
 
@@ -26,7 +26,7 @@ class ByteTokenizer:
 
 
 def default_prompt() -> str:
-    """A real English text long enough for 20 C128 entries and for the C4 top-k (512 of every 4 bytes) to choose."""
+    """An English text long enough for 20 C128 entries, and for the C4 top-k to drop entries (one for every 4 bytes)."""
     return resources.files("sparse_mla_torch").joinpath("data/prompt.txt").read_text(encoding="utf-8")
 
 
@@ -102,8 +102,8 @@ def build_preset(name: str, seed: int) -> PreTrainedModel:
 def random_model(config: DeepseekV4Config | DeepseekV32Config, seed: int) -> PreTrainedModel:
     """A random model of this config in bfloat16, the same for the same seed.
 
-    transformers leaves sinks, position biases and norm weights at constants; here they are random too, so that a
-    part which ignores one of them shows.
+    transformers sets sinks, position biases and norm weights to constants. Here they are random too, so that code which
+    ignores one of them gives another result.
     """
     torch.manual_seed(seed)
     model = (DeepseekV4ForCausalLM if config.model_type == "deepseek_v4" else DeepseekV32ForCausalLM)(config)
@@ -115,7 +115,7 @@ def random_model(config: DeepseekV4Config | DeepseekV32Config, seed: int) -> Pre
             elif "norm" in parameter_name and parameter_name.endswith("weight"):
                 parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
             elif parameter.ndim == 2 and parameter_name.startswith("model.layers"):
-                # Unit gain: activations keep their size through a projection at this small width.
+                # Unit gain, so that activations keep their size through a projection of this small width.
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     keep = tuple(model._keep_in_fp32_modules_strict or ())
     for parameter_name, parameter in model.named_parameters():
@@ -131,7 +131,7 @@ def load_checkpoint(path: str):
       OSError, ValueError: no such folder, no checkpoint in it, a model type that transformers does not know, or no
         tokenizer for a vocabulary smaller than that of bytes.
     """
-    if not os.path.isdir(path):  # else transformers would look for it on the Hub
+    if not os.path.isdir(path):  # otherwise transformers would look for it on the Hub
         raise FileNotFoundError(f"no checkpoint folder {path}")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     try:

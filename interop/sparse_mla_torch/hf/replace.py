@@ -1,4 +1,4 @@
-"""Taking transformers' attention out of a model: its forwards raise, its modules' projections stay in use."""
+"""Replaces transformers' attention in a model: its forwards raise, its modules' projections stay in use."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Speculative decoding in the small engine: the model's own first layer drafts, the whole model verifies.
 
 A round takes every request 1 … K + 1 tokens further. K draft steps of one token each run the first layer, the final
-norm and the head: V4-Flash's first layer attends to the sliding window only; a V3.2 layer to its own top-k. One
-TARGET_VERIFY step then runs the whole model over the last token and the K drafts, and the drafts that it would have
-chosen itself are kept. The first layer's K rows depend on the tokens alone, so drafts need no cache of their own: they
-write the very rows that the verify step writes.
+norm and the head; V4-Flash's first layer attends to the sliding window only, a V3.2 layer to its own top-k. One
+TARGET_VERIFY step then runs the whole model over the last token and the K drafts, and keeps the drafts that the model
+itself chooses. The first layer's K rows depend on the tokens only, so drafts need no cache of their own: they write the
+same rows that the verify step writes.
 
-Rejected tokens leave nothing to undo in a cache: what lies behind a request's length is never read, and the next
-round writes it anew, the compressors' rings included, which keep K + 1 tokens more than their window. Only pages that
-hold nothing but rejected tokens are given back.
+Rejected tokens need no clean-up in a cache. Rows behind a request's length are never read, and the next round writes
+them again. This holds for the compressors' rings too, since they keep K + 1 tokens more than their window. Only pages
+that hold nothing but rejected tokens are given back.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from jax_sparse_mla import ForwardBatch, ForwardMode, draft_step_batch
 from sparse_mla_torch.hf.engine import Engine, Request
 from sparse_mla_torch.hf.layers import Step
 
-# Of the best logit. Steps of other sizes round differently: bfloat16 resolves 1/128 of a value at worst, and where two
-# entries of the indexer or two experts tie, rounding chooses between them.
+# A share of the best logit. Steps of other sizes round differently: bfloat16 resolves 1/128 of a value at worst, and
+# where two entries of the indexer or two experts tie, rounding chooses between them.
 MAX_MARGIN = 1 / 16
 
 
 class DraftOracle:
-    """Proposes, with a probability, the token that plain decoding chose: random weights accept almost nothing else.
+    """Proposes, with a probability, the token that plain decoding chose; random weights accept hardly any other.
 
-    Where a request has left plain decoding at a near-tie, the oracle's proposals are like any other wrong draft.
+    After a near-tie at which a request has left plain decoding, the oracle's proposals are wrong drafts like any other.
 
     Args:
-      plain: requests that plain decoding has served; another request is known by its prompt.
-      probability: of a proposal, for each draft token.
-      seed: of the draws.
+      plain: requests that plain decoding has served; a request is found by its prompt.
+      probability: that the oracle proposes, for each draft token.
+      seed: of the random draws.
     """
 
     def __init__(self, plain: list[Request], probability: float, seed: int):
@@ -46,7 +46,7 @@ class DraftOracle:
         self._probability, self._rng = probability, np.random.default_rng(seed)
 
     def propose(self, request: Request, ahead: int, draft: int) -> int:
-        """The true token after `ahead` drafts, or else `draft`."""
+        """The token of plain decoding after `ahead` drafts, or `draft`."""
         tokens, index = self._outputs.get(tuple(request.prompt), ()), len(request.output) + ahead
         knows = self._rng.random() < self._probability and index < len(tokens)
         return tokens[index] if knows else draft
@@ -56,13 +56,13 @@ class SpeculativeDecoder:
     """Drafts and verifies, as the `advance` of `Engine.run`.
 
     Args:
-      engine: with room for as many `speculative_steps`.
+      engine: its `speculative_steps` are at least `steps`.
       steps: draft tokens of a round, K.
       oracle: replaces drafts.
 
     Attributes:
-      accepted: how many times a request's round kept 0 … K drafts; of the round that ends a request, those it had
-        use for.
+      accepted: how many rounds of a request kept 0 … K drafts. In the round that ends a request only the drafts that it
+        still needed count.
 
     Raises:
       ValueError: fewer steps than one or more than the engine's.
@@ -75,7 +75,7 @@ class SpeculativeDecoder:
         self.accepted = collections.Counter({count: 0 for count in range(steps + 1)})
 
     def advance(self, running: list[Request]) -> Step:
-        """The next step: the engine's while any prompt is unread, else a round; returns its verify step."""
+        """Runs the engine's next step while any prompt is unread, else a round; returns the (verify) step."""
         if any(request.in_prefill for request in running):
             return self.engine.advance(running)
         served = [(r, range(r.computed, r.computed + self.steps + 1)) for r in running]
@@ -89,7 +89,7 @@ class SpeculativeDecoder:
         return step
 
     def _draft(self, verify: ForwardBatch, running: list[Request]) -> list[list[int]]:
-        """K tokens for each request, each step's K rows in the slots that the verify step has for them."""
+        """Drafts K tokens for each request; their K rows go to the slots that the verify step has for them."""
         slots = verify.out_cache_loc.reshape(-1, self.steps + 1)[:, : self.steps]
         batch = dataclasses.replace(
             verify, mode=ForwardMode.DECODE, out_cache_loc=slots.reshape(-1), num_draft_tokens=None
@@ -118,8 +118,8 @@ class SpeculativeDecoder:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A token that plain decoding chooses otherwise after the same tokens; margin: the larger of the two choices'
-    (`Request.margins`)."""
+    """A token where plain decoding chooses another after the same tokens; `margin` is the larger of both choices'
+    margins (`Request.margins`)."""
 
     request: int
     index: int
@@ -127,15 +127,15 @@ class Difference:
 
 
 def compare_with_plain(engine: Engine, requests: list[Request], plain: list[Request]) -> list[Difference]:
-    """Where the requests' tokens are not plain decoding's.
+    """The tokens of the requests that differ from plain decoding.
 
-    Two texts that differ in one token have nothing to compare after it: plain decoding then starts again behind the
-    differing token, so that every token is compared with plain decoding's choice after the same tokens.
+    Behind a differing token the two texts cannot be compared. So plain decoding starts again there, and every token is
+    compared with plain decoding's choice after the same tokens.
 
     Args:
       engine: runs plain decoding again where needed.
-      requests: as speculative decoding has served them.
-      plain: the same requests, as plain decoding has served them.
+      requests: the requests, served by speculative decoding.
+      plain: the same requests, served by plain decoding.
     """
     differences, pending = [], [(i, 0, other) for i, other in enumerate(plain)]
     while pending:

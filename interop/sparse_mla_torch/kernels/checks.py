@@ -7,6 +7,8 @@ import numbers
 
 import torch
 
+from jax_sparse_mla.kernels.launch import Output
+
 INT32 = (torch.int32,)
 UINT8 = (torch.uint8,)
 BF16 = (torch.bfloat16,)
@@ -53,6 +55,11 @@ def check_strided(
     if x.device != like.device:
         raise ValueError(f"{function}: {name} must be on {like.device}, got {x.device}")
     return tuple(x.shape)
+
+
+def check_output(function: str, name: str, x: torch.Tensor, output: Output, like: torch.Tensor) -> None:
+    """Refuses a tensor that a launch cannot write its output into."""
+    check_tensor(function, name, x, tuple(output.shape), like, (getattr(torch, output.dtype),))
 
 
 def check_scale(function: str, softmax_scale: float) -> float:

@@ -6,11 +6,11 @@ It launches on the current stream and neither synchronises nor copies to the hos
 from __future__ import annotations
 
 import torch
-import triton
 
 from jax_sparse_mla.compressor import OVERLAP_RATIO, compressor_window
 from jax_sparse_mla.kernels.triton import compressor as kernels
 from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
+from sparse_mla_torch.kernels.launch import executor
 
 
 def compress_kv(
@@ -79,22 +79,7 @@ def compress_kv(
         entries.zero_()
         rows.fill_(-1)
         return entries, rows
-    pool = kernels.pool_constants(ratio, head_dim, ring, num_rows)
-    if not pool["ROWS_POW2"]:
-        kernels.find_rows_kernel[(1,)](
-            *(positions, req_rows, query_start_loc, num_rows, num_requests, num_entries, max_requests, rows),
-            RATIO=ratio,
-            **kernels.FIND_OPTIONS,
-        )
-    pooled = torch.empty((num_entries, head_dim), dtype=torch.float32, device=kv.device)
-    kernels.pool_kernel[(num_entries * triton.cdiv(head_dim, kernels.CHANNELS),)](
-        *(kv, score, state_kv, state_score, positions, req_rows, query_start_loc, ape, rows),
-        *(num_rows, num_requests, max_requests, pooled, rows),
-        **pool,
-    )
-    kernels.finish_kernel[(num_rows + num_entries,)](
-        *(kv, score, positions, req_rows, query_start_loc, norm_weight, inv_freq, pooled, rows, state_kv, state_score),
-        *(norm_eps, num_rows, num_requests, max_requests, state_kv, state_score, entries),
-        **kernels.finish_constants(ratio, head_dim, 2 * half_rope, ring),
-    )
+    step = kv, score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq
+    static = {"ratio": ratio, "norm_eps": float(norm_eps), "num_entries": num_entries}
+    kernels.compress(executor(kv.device), state_kv, state_score, *step, **static, out=out)
     return entries, rows

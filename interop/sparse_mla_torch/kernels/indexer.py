@@ -5,17 +5,12 @@ Nothing is allocated that its caller passes, nothing synchronises or copies to t
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import triton
 
 from jax_sparse_mla.indexer import MAX_KERNEL_HEADS
 from jax_sparse_mla.kernels.triton import indexer as kernels
 from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor
-
-# Programs that a launch without a GPU (Triton's interpreter) is planned for: for so many multiprocessors.
-_INTERPRETED_SMS = 2
+from sparse_mla_torch.kernels.launch import executor
 
 
 def quantize_index_q(
@@ -43,18 +38,8 @@ def quantize_index_q(
     values, scale = out
     check_tensor(function, "out[0]", values, shape, q, (torch.float8_e4m3fn,))
     check_tensor(function, "out[1]", scale, shape[:2], q, (torch.float32,))
-    lines = scale.numel()
-    if lines:
-        hardware_fp8, sm_count = _device(q.device)
-        kernels.quantize_index_q_kernel[(kernels.quantize_programs(lines, sm_count),)](
-            q,
-            lines,
-            values if hardware_fp8 else values.view(torch.uint8),
-            scale,
-            HADAMARD=hadamard,
-            HARDWARE_FP8=hardware_fp8,
-            **kernels.QUANTIZE_OPTIONS,
-        )
+    if scale.numel():
+        kernels.quantize_index_q(executor(q.device), q, hadamard=hadamard, out=out)
     return out
 
 
@@ -77,22 +62,11 @@ def write_index_k(
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
     function = "write_index_k"
-    page_size = _page_size(function, index_cache)
+    _page_size(function, index_cache)
     (n,) = check_tensor(function, "slots", slots, (None,), index_cache)
     check_tensor(function, "k", k, (n, 128), index_cache, FLOATS)
     if n and index_cache.numel():
-        kernels.write_index_k_kernel[(triton.cdiv(n, kernels.WRITE_OPTIONS["TOKENS"]),)](
-            slots,
-            k,
-            index_cache,
-            n,
-            index_cache.shape[0],
-            index_cache,
-            PAGE_SIZE=page_size,
-            HADAMARD=hadamard,
-            HARDWARE_FP8=_device(index_cache.device)[0],
-            **kernels.WRITE_OPTIONS,
-        )
+        kernels.write_index_k(executor(index_cache.device), index_cache, slots, k, hadamard=hadamard)
     return index_cache
 
 
@@ -136,32 +110,8 @@ def index_logits(
     if not index_cache.numel():
         return out.fill_(float("-inf"))
     if out.numel():
-        hardware_fp8, sm_count = _device(q.device)
-        plan = kernels.plan_logits(rows, heads, pages, page_size, sm_count)
-        plan.kernel[(plan.programs,)](
-            q if hardware_fp8 else q.view(torch.uint8),
-            weights,
-            index_cache,
-            page_table,
-            lengths,
-            rows,
-            index_cache.shape[0],
-            out,
-            pages * page_size,
-            HARDWARE_FP8=hardware_fp8,
-            **plan.constants,
-        )
+        kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, out=out)
     return out
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[bool, int]:
-    """(whether it computes with e4m3 numbers, its multiprocessors)."""
-    if device.type != "cuda":
-        return False, _INTERPRETED_SMS
-    return torch.cuda.get_device_capability(device) >= (8, 9), torch.cuda.get_device_properties(
-        device
-    ).multi_processor_count
 
 
 def _page_size(function: str, index_cache: torch.Tensor) -> int:

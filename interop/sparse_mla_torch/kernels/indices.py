@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from jax_sparse_mla.indices.merge import merged_width
 from jax_sparse_mla.kernels.triton import indices as kernels
 from sparse_mla_torch.kernels.checks import check_tensor
+from sparse_mla_torch.kernels.launch import executor
 
 
 def combine_swa_extra_indices(
@@ -27,7 +29,7 @@ def combine_swa_extra_indices(
       ValueError: a tensor of another shape, not contiguous, or on another device.
     """
     function, (n, swa_width), extra_width = "combine_swa_extra_indices", swa_indices.shape, extra_indices.shape[1]
-    width = kernels.merged_width(swa_width + extra_width)
+    width = merged_width(swa_width + extra_width)
     out = _outputs(function, out, n, width, swa_indices)
     for name, x, shape in (
         ("swa_indices", swa_indices, (n, swa_width)),
@@ -38,19 +40,8 @@ def combine_swa_extra_indices(
     ):
         check_tensor(function, name, x, shape, swa_indices)
     if n and width:
-        kernels.combine_swa_extra_kernel[kernels.swa_extra_grid(n, width)](
-            swa_indices,
-            swa_lengths,
-            extra_indices,
-            extra_lengths,
-            num_swa_rows,
-            n,
-            *out,
-            SWA_WIDTH=swa_width,
-            EXTRA_WIDTH=extra_width,
-            WIDTH=width,
-            **kernels.SWA_EXTRA_OPTIONS,
-        )
+        arrays = swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows
+        kernels.combine_swa_extra(executor(swa_indices.device), *arrays, width=width, out=out)
     return out
 
 
@@ -83,7 +74,7 @@ def combine_topk_swa_indices(
             f"{function}: needs window >= 1, compress_ratio >= 1 and 0 <= topk <= {columns}, "
             f"got {window}, {compress_ratio} and {topk}"
         )
-    width = kernels.merged_width(topk + window)
+    width = merged_width(topk + window)
     out = _outputs(function, out, n, width, topk_indices)
     check_tensor(function, "topk_indices", topk_indices, (n, columns), topk_indices)
     check_tensor(function, "query_start_loc", query_start_loc, (requests + 1,), topk_indices)
@@ -96,25 +87,9 @@ def combine_topk_swa_indices(
     ):
         check_tensor(function, name, x, (requests,), topk_indices)
     if n:
-        kernels.combine_topk_swa_kernel[kernels.topk_swa_grid(n)](
-            topk_indices,
-            query_start_loc,
-            query_pos,
-            seq_lens,
-            gather_lens,
-            compressed_base,
-            swa_base,
-            n,
-            requests,
-            *out,
-            TOPK_STRIDE=columns,
-            TOPK=topk,
-            WINDOW=window,
-            RATIO=compress_ratio,
-            WIDTH=width,
-            SEARCH_STEPS=requests.bit_length(),
-            **kernels.TOPK_SWA_OPTIONS,
-        )
+        arrays = topk_indices, query_pos, query_start_loc, seq_lens, gather_lens, compressed_base, swa_base
+        static = {"window": window, "compress_ratio": compress_ratio, "topk": topk, "width": width}
+        kernels.combine_topk_swa(executor(topk_indices.device), *arrays, **static, out=out)
     return out
 
 

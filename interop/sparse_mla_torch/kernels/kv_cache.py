@@ -9,14 +9,14 @@ not touched.
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import Any
 
 import torch
-import triton
 
 from jax_sparse_mla.kernels.triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
 from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_strided, check_tensor
+from sparse_mla_torch.kernels.launch import executor
 
 
 def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
@@ -34,23 +34,11 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
       TypeError: a wrong dtype.
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
-    data, page_stride = _check_pages("write_kv", cache)
+    data, page_bytes = _check_pages("write_kv", cache)
     n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
     check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
-        options = kernels.WRITE_OPTIONS
-        kernels.write_kv_kernel[(triton.cdiv(n, options["TOKENS"]),)](
-            slots,
-            kv,
-            data,
-            n,
-            cache.num_pages,
-            data,
-            **kernels.layout_constants(cache.layout, cache.page_size) | page_stride,
-            MIN_SCALE_EXPONENT=cache.layout.min_scale_exponent,
-            HARDWARE_CASTS=_hardware_casts(data.device),
-            **options,
-        )
+        kernels.write_kv(executor(data.device), data, slots, kv, page_bytes=page_bytes, **_static(cache))
     return cache
 
 
@@ -73,7 +61,7 @@ def gather_kv(
       TypeError: a wrong dtype.
       ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
     """
-    data, page_stride = _check_pages("gather_kv", cache)
+    data, page_bytes = _check_pages("gather_kv", cache)
     n = check_tensor("gather_kv", "slots", slots, (None,), data)[0]
     if out is None:
         out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
@@ -81,18 +69,8 @@ def gather_kv(
     if not 0 <= out_start <= out.shape[0] - n:
         raise ValueError(f"gather_kv: out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
     if n:
-        options = kernels.GATHER_OPTIONS
-        kernels.gather_kv_kernel[(triton.cdiv(n, options["TOKENS"]),)](
-            slots,
-            data,
-            n,
-            cache.num_pages,
-            out_start,
-            out,
-            **kernels.layout_constants(cache.layout, cache.page_size) | page_stride,
-            HARDWARE_CASTS=_hardware_casts(data.device),
-            **options,
-        )
+        static = _static(cache) | {"page_bytes": page_bytes, "rows": out.shape[0], "start": out_start}
+        kernels.gather_kv(executor(data.device), data, slots, **static, out=out)
     return out
 
 
@@ -135,9 +113,8 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
       TypeError: a wrong dtype.
       ValueError: another geometry, pages that are not dense, or a tensor on another device.
     """
-    data, strides = _check_pages("split_pages", cache)
-    out_data, out_strides = _check_pages("split_pages", out, "out", like=data)
-    strides["OUT_PAGE_BYTES"] = out_strides["PAGE_BYTES"]
+    data, page_bytes = _check_pages("split_pages", cache)
+    out_data, out_page_bytes = _check_pages("split_pages", out, "out", like=data)
     if out.layout != cache.layout or cache.page_size % out.page_size or out.num_slots != cache.num_slots:
         raise ValueError(
             f"split_pages: out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
@@ -147,38 +124,31 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
     n, num_pages = slots.numel(), cache.num_pages
     if not n or not num_pages:
         return out
-    if scratch is None:
-        scratch = SplitScratch.allocate(num_pages, n, data.device)
+    scratch = scratch or SplitScratch.allocate(num_pages, n, data.device)
     if scratch.seen.numel() != num_pages + 1 or scratch.pages.numel() < min(n, num_pages):
         raise ValueError(f"split_pages: scratch is not for {num_pages} pages and {n} slots")
-    scratch.seen.zero_()
-    options = kernels.TOUCHED_OPTIONS
-    kernels.touched_pages_kernel[(triton.cdiv(n, options["BLOCK"]),)](
-        slots, n, num_pages, scratch.seen, scratch.pages, PAGE_SIZE=cache.page_size, **options
-    )
-    kernels.split_pages_kernel[(kernels.SPLIT_PROGRAMS if data.is_cuda else 1,)](
+    kernels.split_pages(
+        executor(data.device),
+        out_data,
         data,
-        scratch.pages,
-        scratch.seen,
-        out_data,
-        num_pages,
-        out_data,
-        **kernels.split_constants(cache.layout, cache.page_size, out.page_size) | strides,
-        **kernels.SPLIT_OPTIONS,
+        slots,
+        **_static(cache),
+        out_page_size=out.page_size,
+        page_bytes=page_bytes,
+        out_page_bytes=out_page_bytes,
+        scratch=(scratch.seen, scratch.pages),
     )
     return out
 
 
-@functools.cache
-def _hardware_casts(device: torch.device) -> bool:
-    """Whether the device converts e4m3 numbers itself (SM89 and up); Triton's interpreter takes the integer way."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def _static(cache: PagedKV) -> dict[str, Any]:
+    return {"layout": cache.layout, "page_size": cache.page_size}
 
 
 def _check_pages(
     function: str, cache: PagedKV, name: str = "cache", like: torch.Tensor | None = None
-) -> tuple[torch.Tensor, dict[str, int]]:
-    """The cache's data, and the bytes from one page's start to the next one's as a kernel's constant."""
+) -> tuple[torch.Tensor, int]:
+    """The cache's data, and the bytes from one page's start to the next one's."""
     data, tokens = cache.data, cache.page_size * cache.layout.bytes_per_token
     check_strided(function, f"{name}.data", data, (None, None), data if like is None else like, UINT8)
     stride = data.stride(0) if data.shape[0] > 1 else cache.layout.page_bytes(cache.page_size)
@@ -188,4 +158,4 @@ def _check_pages(
             f"{function}: {name}.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
             f"shape {list(data.shape)}, strides {list(data.stride())}"
         )
-    return data, {"PAGE_BYTES": stride}
+    return data, stride

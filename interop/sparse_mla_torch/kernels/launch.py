@@ -1,38 +1,92 @@
-"""Launches of one Triton kernel at one shape, without what Triton does again at every call.
+"""Launches of Triton kernels on torch tensors, on the device's current stream.
 
-`kernel[grid](...)` binds, types and hashes every argument, some 20 µs of the host for kernels such as these. Here all
-that is done in a first call; the later ones hand addresses and constants to the driver (`launcher.c`).
+`Executor` runs what the kernels' files describe. `kernel[grid](...)` binds, types and hashes every argument, some 20 µs
+of the host for kernels such as these: too long before an attention of a few microseconds. There a `DirectLaunch` does
+all that in a first call; the later ones hand addresses and constants to the driver (`launcher.c`).
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from jax_sparse_mla.kernels.launch import Device, Launch, Output
 from sparse_mla_torch.kernels import launcher
 
 # How a kernel takes numbers, by Triton's names of their types.
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
+# What a launch without a GPU (Triton's interpreter) is planned for.
+_INTERPRETED = Device((8, 0), 4)
 
 
-class Launch:
-    """A kernel at one shape on one device: `launch(inputs, outputs)` runs it on the device's current stream.
+class Executor:
+    """Launches described kernels, see `jax_sparse_mla.kernels.launch.Executor`; `executor` remembers one a device.
 
-    Args:
-      kernel: its parameters are tensors, then scalars, then tensors, then constants.
-      grid: up to three numbers.
-      scalars: numbers, the same in every call.
-      constants: constants and options, by name.
+    It allocates what is not given, and neither synchronises nor copies to the host: a CUDA graph captures it.
     """
 
-    def __init__(self, kernel: Any, grid: Sequence[int], scalars: Sequence[float], constants: dict[str, Any]):
-        self._kernel, self._grid, self._scalars, self._constants = kernel, tuple(grid), tuple(scalars), constants
+    def __init__(self, device: torch.device):
+        self.device, self._place = device_facts(device), device
+
+    def __call__(
+        self,
+        launch: Launch,
+        inputs: Sequence[torch.Tensor | int | None],
+        out: Sequence[torch.Tensor | None] | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        results = []
+        for output, result in zip(launch.outputs, out or [None] * len(launch.outputs), strict=True):
+            if output is not None and output.alias is not None:
+                result = inputs[output.alias]
+            elif output is not None and result is None:
+                result = _empty(output, self._place)
+            if output is not None and output.zeroed:
+                result.zero_()
+            results.append(result)
+        pointers = map(self._as_pointer, inputs), launch.scalars, map(self._as_pointer, results)
+        launch.kernel[launch.grid](*(x for each in pointers for x in each), **launch.constants)
+        return tuple(results)
+
+    def _as_pointer(self, x: torch.Tensor | int | None) -> torch.Tensor | int | None:
+        """Bytes instead of e4m3 numbers where the GPU does not compute with them: Triton has no pointers to those."""
+        if self.device.hardware_fp8 or not isinstance(x, torch.Tensor) or x.dtype is not torch.float8_e4m3fn:
+            return x
+        return x.view(torch.uint8)
+
+
+executor = functools.cache(Executor)
+
+
+@functools.cache
+def device_facts(device: torch.device) -> Device:
+    """What launches on torch's device depend on."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    return Device((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def allocate(outputs: Mapping[Any, Output], device: torch.device | str) -> dict[Any, torch.Tensor]:
+    """Tensors for outputs, by the same names."""
+    return {name: _empty(output, device) for name, output in outputs.items()}
+
+
+def _empty(output: Output, device: torch.device | str) -> torch.Tensor:
+    return torch.empty(tuple(output.shape), dtype=getattr(torch, output.dtype), device=device)
+
+
+class DirectLaunch:
+    """A launch on one device: `launch(inputs, outputs)` runs it on the device's current stream."""
+
+    def __init__(self, launch: Launch):
+        self._kernel, self._grid, self._scalars = launch.kernel, launch.grid, launch.scalars
+        self._constants = launch.constants
         self._compiled: Any = None  # for launcher.c, by tensors that begin at multiples of 16 bytes
-        self._host: Any = None
+        self._launcher: Any = None
 
     def __call__(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> None:
         """Dtypes, and which are None, must be the same in every call; the current device must be theirs."""
@@ -42,7 +96,7 @@ class Launch:
         # Triton compiles one kernel for such addresses, another for those that are not.
         aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))
         if self._compiled is None and aligned and compiled is not None and (module := launcher.module()):
-            self._host, self._compiled = module, self._known(module, compiled, len(inputs))
+            self._launcher, self._compiled = module, self._known(module, compiled, len(inputs))
 
     def keep(self, outputs: tuple[torch.Tensor | None, ...]) -> Callable[..., Any] | None:
         """`again(*inputs)`: launches into these outputs when called on this thread and stream, and returns them.

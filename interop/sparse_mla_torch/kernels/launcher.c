@@ -1,7 +1,7 @@
 // What a call of a few microseconds cannot leave to Python: what its tensors are, and the launch of a compiled kernel.
 //
-// Tensors are read through torch's DLPack exchange functions, which neither allocate nor synchronise. host.py builds
-// this as Triton builds its own launchers.
+// Tensors are read through torch's DLPack exchange functions, which neither allocate nor synchronise. launcher.py loads
+// this module.
 
 #define PY_SSIZE_T_CLEAN
 #include <ATen/dlpack.h>
@@ -11,7 +11,7 @@
 #include <string.h>
 
 enum { kMaxWords = 256, kMaxParameters = 48, kMaxResults = 8, kMaxPlaces = 64, kInvalidContext = 201 };
-enum { kAlignment = 32 };  // bytes: as `prepared.ALIGNMENT`
+enum { kAlignment = 32 };  // bytes: as `call_cache.ALIGNMENT`
 static const char kKernelName[] = "jax_sparse_mla_kernel";
 
 typedef int (*LaunchKernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -308,6 +308,6 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef definition = {
-    .m_base = PyModuleDef_HEAD_INIT, .m_name = "jax_sparse_mla_host", .m_size = -1, .m_methods = methods};
+    .m_base = PyModuleDef_HEAD_INIT, .m_name = "sparse_mla_torch_launcher", .m_size = -1, .m_methods = methods};
 
-PyMODINIT_FUNC PyInit_jax_sparse_mla_host(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit_sparse_mla_torch_launcher(void) { return PyModule_Create(&definition); }

@@ -1,12 +1,14 @@
 """`launcher.c`, which does what is too slow in Python for a call of a few microseconds; compiled at the first use.
 
-It needs what Triton needs here anyway (a C compiler, Python's headers), and a torch with DLPack's exchange functions.
+It needs what Triton needs here anyway (a C compiler, Python's headers), and a torch with DLPack's exchange functions;
+`jax_sparse_mla.native` compiles and keeps it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import sysconfig
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,26 @@ from typing import Any
 import torch
 import triton
 
-# Whose compiled kernels' parameters are known, and whose builder: with other versions Python and Triton do the work.
+from jax_sparse_mla import native
+
+# Whose compiled kernels' parameters are known: with other versions Python and Triton do the work.
 _KNOWN_TRITON = ("3.6",)
+
+_NAME = "sparse_mla_torch_launcher"  # of the module, as in launcher.c
+
+
+def _headers() -> list[str]:
+    return [sysconfig.get_config_var("INCLUDEPY"), str(Path(torch.__file__).with_name("include"))]
+
+
+_LIBRARY = native.Library(
+    name="launcher",
+    sources=(Path(__file__).with_name("launcher.c"),),
+    compiler="c",
+    flags=("-O3",),
+    includes=_headers,
+    packages=("torch",),
+)
 
 
 @functools.cache
@@ -24,14 +44,11 @@ def module() -> Any | None:
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None or not triton.__version__.startswith(_KNOWN_TRITON):
         return None
-    from triton.runtime.build import compile_module_from_src
-
-    source, headers = Path(__file__).with_name("launcher.c"), Path(torch.__file__).with_name("include")
     try:
-        built = compile_module_from_src(source.read_text(), "jax_sparse_mla_host", include_dirs=[str(headers)])
+        built = native.load(_LIBRARY, native.python_extension(_NAME))
         built.bind(exchange, torch.Tensor, torch.nn.Parameter, *driver_functions())
     except Exception as error:  # whatever the toolchain's trouble is, there is a slower way
-        warnings.warn(f"sparse_mla_torch: launcher.c was not built, calls take longer: {error}", stacklevel=2)
+        warnings.warn(f"sparse_mla_torch: launcher.c is not used, calls take longer: {error}", stacklevel=2)
         return None
     return built
 

@@ -6,6 +6,7 @@ import torch
 
 from jax_sparse_mla.kernels.triton import merge as kernels
 from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, check_tensor
+from sparse_mla_torch.kernels.launch import executor
 
 
 def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,9 +28,9 @@ def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
     check_tensor(function, "lses", lses, tuple(outs.shape[:-1]), outs, FLOAT32)
     if len(outs) == 0:
         raise ValueError(f"{function}: outs must have at least one part")
-    out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    _launch(outs, lses, None, out, lse)
-    return out, lse
+    if not outs.numel():
+        return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    return kernels.merge(executor(outs.device), outs, lses)
 
 
 def apply_attn_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
@@ -43,13 +44,4 @@ def apply_attn_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tenso
     check_tensor(function, "out", out, (None,) * max(out.dim(), 2), out, FLOATS)
     check_tensor(function, "lse", lse, tuple(out.shape[:-1]), out, FLOAT32)
     check_tensor(function, "attn_sink", attn_sink, (out.shape[-2],), out, FLOAT32)
-    result = torch.empty_like(out)
-    _launch(out[None], lse[None], attn_sink, result, None)
-    return result
-
-
-def _launch(outs, lses, sink, out, lse) -> None:
-    if out.numel():
-        parts, heads, v_dim = outs.shape[0], *outs.shape[-2:]
-        constants = kernels.constants(v_dim, parts, sink is not None)
-        kernels.merge_kernel[(out.numel() // v_dim,)](outs, lses, sink, parts, heads, out, lse, **constants)
+    return kernels.merge(executor(out.device), out[None], lse[None], attn_sink)[0] if out.numel() else out.clone()

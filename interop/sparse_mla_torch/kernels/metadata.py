@@ -6,109 +6,50 @@ lengths, requests and slots from device memory alone, so a captured CUDA graph r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
-import triton
 
 from jax_sparse_mla.kernels.triton.metadata import schedules
 from jax_sparse_mla.kernels.triton.metadata import v4 as kernels
-from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
-from jax_sparse_mla.metadata.schedules import FlashmlaCall
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, V4Metadata, has_v4_kernel
-from jax_sparse_mla.models import ModelSpec
-from sparse_mla_torch.kernels.checks import INT32, check_tensor
+from jax_sparse_mla.kernels.triton.metadata import window as window_kernels
+from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables, row_constants
+from jax_sparse_mla.metadata.v4 import V4Metadata, assemble_v4, has_v4_kernel
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from sparse_mla_torch.kernels.checks import check_output, check_tensor
+from sparse_mla_torch.kernels.launch import allocate, executor
 
 
-class Schedules(NamedTuple):
-    """Schedules of one step; all int32.
-
-    Attributes:
-      flashmla: `(tile_scheduler_metadata [num_sm_parts, 8], num_splits [batch + 1])` of each call.
-      indexer: `[num_sms + 1, 2]`, or None.
-    """
-
-    flashmla: list[tuple[torch.Tensor, torch.Tensor]]
-    indexer: torch.Tensor | None
-
-    @staticmethod
-    def allocate(calls: int, batch: int, num_sm_parts: int, num_sms: int | None, device) -> Schedules:
-        """Buffers for so many calls, and for the indexer's schedule if `num_sms` is given."""
-
-        def empty(*shape):
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        pairs = [(empty(num_sm_parts, 8), empty(batch + 1)) for _ in range(calls)]
-        return Schedules(pairs, None if num_sms is None else empty(num_sms + 1, 2))
-
-
-def step_schedules(
-    calls: Sequence[FlashmlaCall],
-    context_lens: torch.Tensor | None = None,
+def flashmla_schedule(
+    topk_length: torch.Tensor,
     *,
+    topk: int,
+    extra_topk: int = 0,
+    extra_topk_length: torch.Tensor | None = None,
     num_sm_parts: int,
-    num_sms: int | None = None,
-    split_kv: int = 256,
-    out: Schedules | None = None,
-) -> Schedules:
-    """FlashMLA's schedules and the indexer's, in one launch: as `flashmla_schedule` and `paged_mqa_schedule`.
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `jax_sparse_mla.flashmla_schedule`, of at least one row, its lengths given.
 
     Args:
-      calls: one to three, of torch tensors; the main lengths of all must be given.
-      context_lens: int32 `[rows]`, keys of each row of the index logits, with `num_sms`.
-      num_sm_parts, num_sms, split_kv: as `jax_sparse_mla.flashmla_schedule` and `.paged_mqa_schedule`.
-      out: buffers to write into; allocated by default.
+      out: int32 `[num_sm_parts, 8]` and `[batch + 1]` to write into; allocated by default.
 
     Raises:
       TypeError: a tensor that is not int32.
       ValueError: a tensor of another shape, not contiguous or on another device, or sizes out of range.
     """
-    function, count, indexer = "step_schedules", len(calls), None
-    if not 1 <= count <= schedules.MAX_SCHEDULES:
-        raise ValueError(f"{function}: calls must be one to {schedules.MAX_SCHEDULES}, got {count}")
-    if (context_lens is None) != (num_sms is None) or min(num_sm_parts, split_kv, num_sms or 1) < 1:
+    function, like = "flashmla_schedule", topk_length
+    (batch,) = check_tensor(function, "topk_length", topk_length, (None,), like)
+    if min(batch, num_sm_parts) < 1 or min(topk, extra_topk) < 0 or (extra_topk > 0) != (extra_topk_length is not None):
         raise ValueError(
-            f"{function}: needs num_sm_parts >= 1, split_kv >= 1, and num_sms >= 1 with context_lens, "
-            f"got {num_sm_parts}, {split_kv} and {num_sms}"
+            f"{function}: needs a row, num_sm_parts >= 1, topk >= 0, and extra_topk_length with extra_topk, got "
+            f"{batch}, {num_sm_parts}, {topk} and {extra_topk}"
         )
-    like = calls[0].topk_length
-    batch, lengths = like.shape[0], []
-    for i, call in enumerate(calls):
-        if call.topk < 0 or call.extra_topk < 0 or (call.extra_topk > 0) != (call.extra_topk_length is not None):
-            raise ValueError(f"{function}: calls[{i}] needs topk >= 0, and extra_topk_length with extra_topk")
-        extra = call.topk_length if call.extra_topk_length is None else call.extra_topk_length
-        check_tensor(function, f"calls[{i}].topk_length", call.topk_length, (batch,), like)
-        check_tensor(function, f"calls[{i}].extra_topk_length", extra, (batch,), like)
-        lengths += [call.topk_length, extra]
-    contexts = lengths[0]
-    if context_lens is not None:
-        contexts = context_lens
-        indexer = schedules.paged_mqa_constants(_rows_of(function, contexts, like), num_sms, split_kv)
-    out = out or Schedules.allocate(count, batch, num_sm_parts, num_sms, like.device)
-    for i, (tiles, splits) in enumerate(out.flashmla):
-        check_tensor(function, f"out.flashmla[{i}][0]", tiles, (num_sm_parts, 8), like)
-        check_tensor(function, f"out.flashmla[{i}][1]", splits, (batch + 1,), like)
-    if len(out.flashmla) != count or (out.indexer is None) != (indexer is None):
-        raise ValueError(f"{function}: out was allocated for other schedules")
-    if indexer:
-        check_tensor(function, "out.indexer", out.indexer, (num_sms + 1, 2), like)
-    if batch:
-        absent = schedules.MAX_SCHEDULES - count
-        schedules.schedules_kernel[(count + bool(indexer),)](
-            *lengths,
-            *[None] * (2 * absent),
-            contexts,
-            batch,
-            contexts.numel(),
-            *[x for pair in out.flashmla for x in pair],
-            *[None] * (2 * absent),
-            out.indexer,
-            **schedules.schedules_constants(
-                [(call.topk, call.extra_topk) for call in calls], batch, num_sm_parts, indexer
-            ),
-        )
-    return out
+    extra = topk_length if extra_topk_length is None else extra_topk_length
+    check_tensor(function, "extra_topk_length", extra, (batch,), like)
+    if out is not None:
+        check_tensor(function, "out[0]", out[0], (num_sm_parts, 8), like)
+        check_tensor(function, "out[1]", out[1], (batch + 1,), like)
+    static = {"topk": topk, "extra_topk": extra_topk, "num_sm_parts": num_sm_parts}
+    return schedules.flashmla(executor(like.device), topk_length, extra, **static, out=out)
 
 
 def paged_mqa_schedule(
@@ -116,17 +57,11 @@ def paged_mqa_schedule(
 ) -> torch.Tensor:
     """As `jax_sparse_mla.paged_mqa_schedule`, of at least one row; `out` int32 `[num_sms + 1, 2]`."""
     function = "paged_mqa_schedule"
-    num_rows = _rows_of(function, context_lens, context_lens)
+    _rows_of(function, context_lens, context_lens)
     if out is None:
         out = context_lens.new_empty((num_sms + 1, 2))
     check_tensor(function, "out", out, (num_sms + 1, 2), context_lens)
-    schedules.paged_mqa_kernel[(1,)](
-        context_lens,
-        num_rows,
-        out,
-        num_warps=schedules.paged_mqa_warps(num_rows),
-        **schedules.paged_mqa_constants(num_rows, num_sms, split_kv),
-    )
+    schedules.paged_mqa(executor(context_lens.device), context_lens, num_sms=num_sms, split_kv=split_kv, out=out)
     return out
 
 
@@ -141,11 +76,8 @@ def allocate_v4_metadata(
     num_draft_tokens: int | None = None,
 ) -> V4Metadata:
     """Buffers for `build_v4_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
-    constants = kernels.v4_constants(spec, mode, num_draft_tokens, num_requests, max_seq_len)
-    shapes = kernels.v4_shapes(constants, num_requests, num_rows)
-    tensors = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
-    tensors[kernels.OVERFLOW] = torch.empty((), dtype=torch.bool, device=device)
-    return kernels.v4_metadata(tensors, constants)
+    constants = kernels.v4_constants(spec, row_constants(mode, num_draft_tokens), num_requests, max_seq_len)
+    return assemble_v4(allocate(kernels.v4_outputs(constants, num_requests, num_rows), device))
 
 
 def build_v4_metadata(
@@ -172,37 +104,19 @@ def build_v4_metadata(
     check_tensor(function, "tables.full_to_swa", tables.full_to_swa, (None,), like)
 
     tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
-    constants = kernels.v4_constants(spec, mode, drafts, requests, tokens)
+    constants = kernels.v4_constants(spec, row_constants(mode, drafts), requests, tokens)
+    outputs = kernels.v4_outputs(constants, requests, rows)
     if out is None:
-        out = allocate_v4_metadata(
-            spec, mode, requests, rows, max_seq_len=tokens, device=like.device, num_draft_tokens=drafts
-        )
-    outputs = kernels.v4_outputs(out, constants)
-    names = kernels.v4_output_names(constants)
-    for name, x, shape in zip(names, outputs, kernels.v4_shapes(constants, requests, rows)):
-        check_tensor(function, f"out.{name}", x, shape, like, (torch.bool,) if name == "overflow" else INT32)
-    extend_lens = starts = like  # not read
-    if mode is ForwardMode.EXTEND:
-        extend_lens, starts = batch.extend_lens, torch.empty_like(out.query_start_loc)
-        options = kernels.request_options(requests)
-        kernels.row_starts_kernel[(1,)](extend_lens, requests, starts, **options)
-    kernels.v4_metadata_kernel[kernels.v4_grid(constants, rows)](
-        batch.req_pool_indices,
-        batch.seq_lens,
-        extend_lens,
-        starts,
-        batch.out_cache_loc,
-        tables.req_to_token,
-        tables.full_to_swa,
-        requests,
-        rows,
-        tokens,
-        *tables.req_to_token.shape,
-        tables.full_to_swa.numel(),
-        *outputs,
-        **kernels.v4_absent_outputs(constants),
-        **constants,
-    )
+        out = assemble_v4(allocate(outputs, like.device))
+    fields = {}
+    for name, output in outputs.items():
+        ratio, field = name if isinstance(name, tuple) else (None, name)
+        fields[name] = getattr(out if ratio is None else out.compressed[ratio], field)
+        said = field if ratio is None else f"compressed[{ratio}].{field}"
+        check_output(function, f"out.{said}", fields[name], output, like)
+    by_request = batch.req_pool_indices, like, batch.extend_lens if mode is ForwardMode.EXTEND else None
+    arrays = (*by_request, batch.out_cache_loc, tables.req_to_token, tables.full_to_swa)
+    kernels.v4_metadata(executor(like.device), constants, *arrays, tokens=tokens, out=fields)
     return out
 
 
@@ -223,17 +137,8 @@ def swa_slots(
     check_tensor(function, "out", out, (rows, window), positions)
     _check_tables(function, tables, positions)
     if rows:
-        kernels.swa_slots_kernel[(rows,)](
-            positions,
-            req_rows,
-            tables.req_to_token,
-            tables.full_to_swa,
-            *tables.req_to_token.shape,
-            tables.full_to_swa.numel(),
-            out,
-            **kernels.swa_constants(window),
-            **kernels.SWA_OPTIONS,
-        )
+        arrays = positions, req_rows, tables.req_to_token, tables.full_to_swa
+        window_kernels.swa_slots(executor(positions.device), *arrays, window=window, out=out)
     return out
 
 
@@ -253,34 +158,8 @@ def swa_gather_plan(
     _check_tables(function, tables, seq_lens)
     if requests == 0:
         raise ValueError(f"{function}: a batch needs at least one request")
-    first_pos, gather_lens = torch.empty_like(seq_lens), torch.empty_like(seq_lens)
-    offsets, slots = seq_lens.new_empty(requests + 1), seq_lens.new_empty(capacity)
-    kernels.gather_lens_kernel[(1,)](
-        seq_lens,
-        extend_lens,
-        requests,
-        first_pos,
-        gather_lens,
-        offsets,
-        WINDOW=window,
-        **kernels.request_options(requests),
-    )
-    if capacity:
-        kernels.gather_slots_kernel[(triton.cdiv(capacity, kernels.GATHER_OPTIONS["COLUMNS"]),)](
-            first_pos,
-            offsets,
-            req_rows,
-            tables.req_to_token,
-            tables.full_to_swa,
-            requests,
-            *tables.req_to_token.shape,
-            tables.full_to_swa.numel(),
-            capacity,
-            slots,
-            SEARCH_STEPS=requests.bit_length(),
-            **kernels.GATHER_OPTIONS,
-        )
-    return slots, first_pos, gather_lens, offsets
+    arrays = seq_lens, extend_lens, req_rows, tables.req_to_token, tables.full_to_swa
+    return window_kernels.swa_gather_plan(executor(seq_lens.device), *arrays, window=window, capacity=capacity)
 
 
 def _rows_of(function: str, context_lens: torch.Tensor, like: torch.Tensor) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from jax_sparse_mla.attention.backends.flashmla import LEAST_SINK
 from jax_sparse_mla.kernels.triton import sanitise as kernels
-from sparse_mla_torch.kernels.launch import Launch
+from jax_sparse_mla.kernels.triton.sanitise import Table
+from sparse_mla_torch.kernels.launch import DirectLaunch
 
 # Results of a call that together are no larger go where those of the call before went: five allocations take longer
 # than the launch. A larger call keeps the device busy for longer than that. launcher.c knows the place of each.
@@ -19,26 +19,6 @@ _WORKSPACE_BYTES = 1 << 20
 _MAX_WORKSPACES = 64
 
 Results = tuple[torch.Tensor | None, ...]
-
-
-class Table(NamedTuple):
-    """An index table's static facts.
-
-    Attributes:
-      topk: its columns.
-      width: columns of the result, at least topk.
-      num_slots: of its cache.
-      has_lengths: whether a length comes with each `rows_per_length` rows.
-      keeps_lengths: whether the kernel that reads the result takes lengths.
-      rewritten: False if only the lengths are made safe.
-    """
-
-    topk: int
-    width: int
-    num_slots: int
-    has_lengths: bool
-    keeps_lengths: bool = True
-    rewritten: bool = True
 
 
 class Sanitiser:
@@ -50,30 +30,14 @@ class Sanitiser:
     def __init__(
         self, rows: int, rows_per_length: int, tables: list[Table], heads: int, padded: int, keeps_memory: bool
     ):
-        first, second = self._tables = (*tables, Table(1, 0, 0, False))[:2]
+        self._tables = (*tables, kernels.ABSENT)[:2]
         self._padded = padded if heads else 0
-        widths = [table.width if table.rewritten else 0 for table in (first, second)]
+        widths = [table.width for table in self._tables if table.rewritten]
         fits = 4 * (rows * (sum(widths) + 2) + padded + 32) <= _WORKSPACE_BYTES
         self._keeps_memory = keeps_memory and fits
         self.again: Callable[..., Results | None] = _never
-        self._launch = Launch(
-            kernels.sanitise_kernel,
-            kernels.grid(rows, max(widths[0], 1), widths[1]),
-            (rows, first.num_slots, second.num_slots, heads),
-            {
-                "TOPK": first.topk,
-                "WIDTH": first.width,
-                "HAS_LENGTHS": first.has_lengths,
-                "EXTRA_TOPK": second.topk,
-                "EXTRA_WIDTH": second.width,
-                "HAS_EXTRA_LENGTHS": second.has_lengths,
-                "HEADS": padded,
-                "HAS_SINK": heads > 0,
-                "LEAST_SINK": LEAST_SINK,
-                "ROWS_PER_LENGTH": rows_per_length,
-                **kernels.OPTIONS,
-            },
-        )
+        sizes = {"heads": heads, "padded_heads": padded, "least_sink": LEAST_SINK, "rows_per_length": rows_per_length}
+        self._launch = DirectLaunch(kernels.sanitise(rows, tables, **sizes))
 
     def __call__(
         self,

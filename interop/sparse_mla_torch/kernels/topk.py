@@ -14,6 +14,7 @@ from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.triton import topk as kernels
 from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
+from sparse_mla_torch.kernels.launch import executor
 
 
 @dataclasses.dataclass
@@ -74,7 +75,7 @@ def topk_positions(
       TypeError: a tensor of another dtype.
       ValueError: a tensor of another shape, not contiguous, or on another device; a scratch that is too small.
     """
-    return _topk("topk_positions", kernels.POSITIONS, logits, lengths, topk, row_starts, out, scratch)
+    return _topk("topk_positions", logits, lengths, topk, row_starts, out, scratch)
 
 
 def topk_transform(
@@ -103,7 +104,7 @@ def topk_transform(
     if method is TopkTransform.RAGGED:
         check_tensor(function, "topk_indices_offset", topk_indices_offset, (logits.shape[0],), logits)
         offsets = {"offsets": topk_indices_offset}
-        return _topk(function, kernels.RAGGED, logits, lengths, topk, row_starts, out, scratch, **offsets)
+        return _topk(function, logits, lengths, topk, row_starts, out, scratch, **offsets)
     if method is not TopkTransform.PAGED:
         raise TypeError(f"{function}: method must be a TopkTransform, got {method!r}")
     if page_size < 1:
@@ -113,23 +114,10 @@ def topk_transform(
     if row_to_request is not None:
         check_tensor(function, "row_to_request", row_to_request, (logits.shape[0],), logits)
     paged = {"page_table": page_table, "page_size": page_size, "row_to_request": row_to_request}
-    return _topk(function, kernels.PAGED, logits, lengths, topk, row_starts, out, scratch, **paged)
+    return _topk(function, logits, lengths, topk, row_starts, out, scratch, **paged)
 
 
-def _topk(
-    function,
-    method,
-    logits,
-    lengths,
-    topk,
-    row_starts,
-    out,
-    scratch,
-    page_table=None,
-    page_size=1,
-    row_to_request=None,
-    offsets=None,
-):
+def _topk(function, logits, lengths, topk, row_starts, out, scratch, **tables):
     if topk < 1:
         raise ValueError(f"{function}: topk must be >= 1, got {topk}")
     check_tensor(function, "logits", logits, (None, None), logits, FLOATS)
@@ -145,36 +133,14 @@ def _topk(
     if module := _cuda_module(logits.device):
         import tvm_ffi
 
+        page_table, row_to_request, offsets = map(tables.get, ("page_table", "row_to_request", "offsets"))
+        arrays = logits, lengths, row_starts, page_table, row_to_request, offsets
         with tvm_ffi.use_torch_stream():
-            module.topk(logits, lengths, row_starts, page_table, row_to_request, offsets, page_size, out)
+            module.topk(*arrays, tables.get("page_size", 1), out)
         return out
-    plan = kernels.plan_topk(rows, max(columns, 1), topk)
-    has_starts = row_starts is not None
-    row = (logits, lengths, row_starts if has_starts else lengths)
-    width = columns // plan.align
-    candidates = (logits, lengths, lengths)  # not read
-    if plan.filtered:
-        thresholds, progress, *candidates = _checked_scratch(function, scratch, logits, topk)
-        if plan.chunks > 1:
-            constants = kernels.threshold_constants(plan, topk, has_starts)
-            kernels.topk_threshold_kernel[(rows,)](*row, width, plan.chunks, thresholds, progress, **constants)
-        kernels.topk_filter_kernel[(rows * plan.chunks,)](
-            *(*row, width, plan.chunks, thresholds, progress, *candidates),
-            **kernels.filter_constants(plan, topk, has_starts),
-        )
-    has_requests = row_to_request is not None
-    kernels.topk_select_kernel[(rows,)](
-        *row,
-        page_table if page_table is not None else lengths,
-        row_to_request if has_requests else lengths,
-        offsets if offsets is not None else lengths,
-        *candidates,
-        width,
-        *(page_table.shape if page_table is not None else (0, 0)),
-        out,
-        **kernels.select_constants(plan, topk, method, page_size, has_starts, has_requests),
-    )
-    return out
+    if columns and kernels.plan_topk(rows, columns, topk).filtered:
+        tables["scratch"] = _checked_scratch(function, scratch, logits, topk)
+    return kernels.topk(executor(logits.device), logits, lengths, topk=topk, row_starts=row_starts, **tables, out=out)
 
 
 @functools.cache

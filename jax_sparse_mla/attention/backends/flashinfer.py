@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.kv_cache import KVLayout, PagedKV, split_pages
+from jax_sparse_mla.kv_cache import KVLayout, split_pages
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer
 
@@ -48,59 +49,27 @@ _OLD_WIDTHS = {
 _WINDOW = 128  # tokens of V4's sliding window, which must not straddle the pages that are split
 
 
-class _Table(NamedTuple):
-    cache: PagedKV
-    indices: jax.Array  # [rows, columns]
-    lengths: jax.Array  # [rows]
-
-
-def _table(cache: PagedKV, indices: jax.Array, lengths: jax.Array | None) -> _Table:
-    columns = indices.shape[-1]
-    indices = indices.reshape(indices.shape[0] * indices.shape[1], columns)
-    if lengths is None:
-        return _Table(cache, indices, jnp.full(indices.shape[0], columns, jnp.int32))
-    return _Table(cache, indices, lengths.reshape(-1))
-
-
-def available() -> bool:
-    """Whether flashinfer-python and the packages that carry its kernels into XLA are installed."""
-    return importlib.util.find_spec("flashinfer") is not None and tvm.available()
+def _with_lengths(table: IndexTable) -> IndexTable:
+    rows, columns = table.indices.shape
+    return table if table.lengths is not None else table._replace(lengths=jnp.full(rows, columns, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    cache: PagedKV,
-    indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
-    extra_cache: PagedKV | None,
-    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
-    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    tables: Sequence[IndexTable],  # one or two
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,  # FlashMLA's; these kernels split by shape
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
-    del schedule, assume_valid_indices  # every index is checked
-    layout = cache.layout
-    if layout not in _MODELS:
-        raise ValueError(f"sparse_mla_decode: flashinfer reads V32_FP8 and V4_FP8 caches, got {layout}")
+    del assume_valid_indices  # every index is checked
     batch, q_len, heads, qk_dim = q.shape
-    rows = batch * q_len
-    tables = [_table(cache, indices, topk_length)]
-    if extra_cache is not None:
-        tables.append(_table(extra_cache, extra_indices, extra_topk_length))
-    # A table without columns or a cache without pages has nothing to read.
-    tables = [table for table in tables if table.indices.shape[1] and table.cache.num_pages]
-    if not tables or not rows or not heads:
-        lse = jnp.full((batch, q_len, heads), -jnp.inf, jnp.float32)
-        return jnp.zeros((*lse.shape, _V_DIM), jnp.bfloat16), lse
-
-    q = q.reshape(rows, heads, qk_dim)
+    q = q.reshape(batch * q_len, heads, qk_dim)
+    tables = [_with_lengths(table.rows()) for table in tables]
     # Only V4's kernels read two caches.
-    calls = [tables] if layout == KVLayout.V4_FP8 else [[table] for table in tables]
+    calls = [tables] if tables[0].cache.layout == KVLayout.V4_FP8 else [[table] for table in tables]
     parts = [_attend(q, call, softmax_scale) for call in calls]
     out, lse = parts[0] if len(parts) == 1 else merge_attention(*zip(*parts))
     if attn_sink is not None:
@@ -108,7 +77,7 @@ def decode(
     return out.reshape(batch, q_len, heads, _V_DIM), lse.reshape(batch, q_len, heads)
 
 
-def _attend(q: jax.Array, tables: list[_Table], scale: float) -> tuple[jax.Array, jax.Array]:
+def _attend(q: jax.Array, tables: list[IndexTable], scale: float) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[rows, heads, 512]` and lse float32 `[rows, heads]` by one call, without a sink."""
     rows, heads, _ = q.shape
     layout, decodes, old = tables[0].cache.layout, rows <= _DECODE_ROWS, _before_0_7()
@@ -187,7 +156,7 @@ def _prefill_kernel(layout: KVLayout, caches: int, heads: int) -> int:
     return _MULTI_GROUP if heads == 32 else _SINGLE_GROUP
 
 
-def _widened(table: _Table, widths: tuple[int, ...] | None) -> _Table:
+def _widened(table: IndexTable, widths: tuple[int, ...] | None) -> IndexTable:
     """The table with columns of −1 up to the next of `widths`."""
     columns = table.indices.shape[1]
     if widths is None:
@@ -201,7 +170,7 @@ def _widened(table: _Table, widths: tuple[int, ...] | None) -> _Table:
     return table._replace(indices=jnp.pad(table.indices, ((0, 0), (0, padding)), constant_values=-1))
 
 
-def _old_pages(table: _Table, sizes: tuple[int, ...]) -> _Table:
+def _old_pages(table: IndexTable, sizes: tuple[int, ...]) -> IndexTable:
     """The table over pages that FlashInfer before 0.7 reads: the pages that its indices touch, split to 64 tokens."""
     cache = table.cache
     if cache.page_size in sizes:

@@ -10,7 +10,8 @@ put right before the call, and their results into this package's conventions aft
 * The decode kernel knows no invalid index but −1 and has no bounds check, and a sink below −2.36e38 makes NaN of a
   split row without keys: `_sanitise` rewrites the index tables, lengths and sinks in one launch.
 * An empty row has lse +inf there; sglang-kernel's prefill statistics are base 2.
-* On SM90 the split-KV schedule is ours (`decode_schedule`), which has no limit on the batch; the vendor's has one.
+* On SM90 each call makes its split-KV schedule by `flashmla_schedule`, which has no limit on the batch; FlashMLA's own
+  has one.
 
 The operators allocate what they return with torch's allocator, and `torch_call` copies it into XLA's buffers: leave
 torch some of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION). These calls are never part of a CUDA graph; on an H200
@@ -24,18 +25,22 @@ import functools
 import importlib
 import importlib.util
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla._packages import why_not
+from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.attention.route import DeviceInfo
-from jax_sparse_mla.attention.schedule import DecodeSchedule, DecodeShape, decode_schedule, num_sm_parts
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.metadata.schedules import flashmla_schedule
 from jax_sparse_mla.xla import torch_operator
+from jax_sparse_mla.xla.triton_call import executor
 
 _V_DIM = 512
 DECODE_COLUMNS = 64  # the kernels scan whole blocks: topk is a multiple
@@ -57,9 +62,15 @@ class Library(NamedTuple):
     log2_prefill: bool  # its prefill returns max_logits and lse in base 2
 
 
-def available() -> bool:
-    """Whether FlashMLA's operators, torch and `torch_operator.torch_call` seem to be there; imports none of them."""
-    return importlib.util.find_spec("torch") is not None and has_operators() and torch_operator.available()
+def unready(phase: str, framework: str) -> str | None:
+    """Why its operators cannot be called here although its packages are found; `library` loads them."""
+    if _files("flash_mla", "_C_legacy*.so") and not _sgl_kernel_files() and (why := why_not("flash_mla")):
+        return why
+    if not has_operators():
+        return "flash_mla or sgl_kernel is there without the kernels for SM90 and for the V3.2 and V4 caches"
+    if framework == "jax" and not torch_operator.available():
+        return "calling its operators from XLA needs a C++ compiler"
+    return None
 
 
 def has_operators() -> bool:
@@ -113,112 +124,76 @@ def _load_sgl_kernel() -> Library:
 # --- decode -------------------------------------------------------------------------------------------------------
 
 
-class _Table(NamedTuple):
-    """A cache and what each row reads of it."""
-
-    cache: PagedKV
-    indices: jax.Array  # [rows, topk] slots of cache
-    lengths: jax.Array | None  # [rows]
-
-
 @functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    cache: PagedKV,
-    indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array | None,  # [batch, q_len]
-    extra_cache: PagedKV | None,
-    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
-    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    tables: Sequence[IndexTable],  # one or two
     attn_sink: jax.Array | None,  # [heads]
-    schedule: DecodeSchedule | None,
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
     batch, q_len, heads, qk_dim = q.shape
-    rows = batch * q_len
-
-    def table(cache, indices, lengths):
-        lengths = None if lengths is None else lengths.reshape(rows)
-        return _Table(cache, indices.reshape(rows, indices.shape[-1]), lengths)
-
-    tables = [table(cache, indices, topk_length)]
-    if extra_cache is not None and extra_indices.shape[-1]:
-        tables.append(table(extra_cache, extra_indices, extra_topk_length))
-    q = q.reshape(rows, heads, qk_dim)
+    tables = [table.rows() for table in tables]
+    q = q.reshape(batch * q_len, heads, qk_dim)
     options = {"softmax_scale": softmax_scale, "assume_valid_indices": assume_valid_indices}
-    if len(tables) == 2 and cache.layout == KVLayout.V32_FP8:  # its kernel reads one cache
-        parts = [_decode_rows(q, [table], None, None, **options) for table in tables]
+    if len(tables) == 2 and tables[0].cache.layout == KVLayout.V32_FP8:  # its kernel reads one cache
+        parts = [_decode_rows(q, [table], None, **options) for table in tables]
         out, lse = merge_attention(*zip(*parts))
         out = out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)
     else:
-        out, lse = _decode_rows(q, tables, attn_sink, schedule, **options)
+        out, lse = _decode_rows(q, tables, attn_sink, **options)
     return out.reshape(batch, q_len, heads, _V_DIM), lse.reshape(batch, q_len, heads)
 
 
 def _decode_rows(
     q: jax.Array,  # [rows, heads, qk_dim]
-    tables: list[_Table],
+    tables: list[IndexTable],
     attn_sink: jax.Array | None,
-    schedule: DecodeSchedule | None,
     *,
     softmax_scale: float,
     assume_valid_indices: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """out `[rows, heads, 512]`, lse `[rows, heads]`, in as many calls as the accumulators need."""
     rows, heads, _ = q.shape
-    readable = [table for table in tables if table.cache.num_slots]
-    if rows == 0 or heads == 0 or not any(table.indices.shape[1] for table in readable):
-        return _nothing(rows, heads)
-    # The kernel reads page 0 also for −1, and needs a column: a table without either names nothing in the other cache.
-    tables = [
-        table
-        if table.cache.num_slots and table.indices.shape[1]
-        else _Table(readable[0].cache, jnp.full((rows, max(table.indices.shape[1], 1)), -1, jnp.int32), table.lengths)
-        for table in tables
-    ]
     device = DeviceInfo.current()
     chunk = MAX_ACCUMULATOR_BYTES // (padded_heads(heads) * _V_DIM * 4) - device.sm_count
     pieces = []
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         some = [
-            _Table(cache, indices[part], lengths if lengths is None else lengths[part])
+            IndexTable(cache, indices[part], lengths if lengths is None else lengths[part])
             for cache, indices, lengths in tables
         ]
-        fitting = _schedule(schedule if chunk >= rows else None, some, q[part].shape, device)
-        pieces.append(_decode_call(q[part], some, attn_sink, fitting, softmax_scale, assume_valid_indices))
+        schedule = _schedule(some, q[part].shape, device)
+        pieces.append(_decode_call(q[part], some, attn_sink, schedule, softmax_scale, assume_valid_indices))
     return pieces[0] if len(pieces) == 1 else tuple(jnp.concatenate(x) for x in zip(*pieces))
 
 
 def _schedule(
-    given: DecodeSchedule | None, tables: list[_Table], shape: tuple[int, ...], device: DeviceInfo
-) -> DecodeSchedule | None:
-    """The caller's schedule, or one for these rows; None on SM100, whose partitions the operator plans itself."""
+    tables: Sequence[IndexTable], q_shape: tuple[int, ...], device: DeviceInfo
+) -> tuple[jax.Array, jax.Array] | None:
+    """The split of these rows, each a request of one token; None on SM100, whose partitions the operator plans."""
     if device.compute_capability is not None and device.compute_capability[0] == 10:
         return None
-    if given is not None:
-        parts, wanted = given.tile_scheduler_metadata.shape[0], num_sm_parts(device, shape[1])
-        if parts != wanted:
-            raise ValueError(
-                f"sparse_mla_decode: schedule must have this device's {wanted} partitions, got {parts}: it was built "
-                "for another device"
-            )
-        return given
-    wanted = DecodeShape(shape[0], 1, shape[1], *(table.indices.shape[1] for table in tables))
-    if tables[0].cache.layout == KVLayout.V32_FP8 or all(table.lengths is None for table in tables):
+    rows, heads, _ = q_shape
+    # Each 64 heads of a row have a thread block of their own, and work side by side. A CPU has no multiprocessors.
+    parts = max(device.sm_count // (padded_heads(heads) // 64), 1)
+    topk, *extra_topk = (table.indices.shape[1] for table in tables)
+    columns = {"batch": rows, "topk": topk, "extra_topk": sum(extra_topk), "num_sm_parts": parts}
+    lengths = [table.lengths for table in tables]
+    if tables[0].cache.layout == KVLayout.V32_FP8 or all(length is None for length in lengths):
         with jax.ensure_compile_time_eval():  # this depends on the shape alone: a constant of the program
-            return decode_schedule(wanted, device=device)
-    return decode_schedule(wanted, *(table.lengths for table in tables), device=device)
+            return flashmla_schedule(None, **columns)
+    return flashmla_schedule(lengths[0], extra_topk_length=lengths[1] if extra_topk else None, **columns)
 
 
 def _decode_call(
     q: jax.Array,
-    tables: list[_Table],
+    tables: list[IndexTable],
     attn_sink: jax.Array | None,
-    schedule: DecodeSchedule | None,
+    schedule: tuple[jax.Array, jax.Array] | None,
     softmax_scale: float,
     assume_valid_indices: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -233,8 +208,8 @@ def _decode_call(
     arguments = {
         "q": _pad_heads(q, padded).reshape(rows, 1, padded, qk_dim),
         "attn_sink": attn_sink,
-        "tile_scheduler_metadata": None if schedule is None else schedule.tile_scheduler_metadata,
-        "num_splits": None if schedule is None else schedule.num_splits,
+        "tile_scheduler_metadata": None if schedule is None else schedule[0],
+        "num_splits": None if schedule is None else schedule[1],
         "extra_kv": None,
         "extra_indices": None,
         "extra_topk_length": None,
@@ -260,7 +235,9 @@ def _pages(cache: PagedKV) -> torch_operator.Strided:
     return torch_operator.Strided(cache.data, sizes, (cache.data.shape[1], width, width, 1))
 
 
-def _sanitise(tables: list[_Table], attn_sink: jax.Array | None, padded: int) -> tuple[list[_Table], jax.Array | None]:
+def _sanitise(
+    tables: list[IndexTable], attn_sink: jax.Array | None, padded: int
+) -> tuple[list[IndexTable], jax.Array | None]:
     """−1 for what names no slot or lies beyond a length, lengths clipped, columns padded to whole blocks; the sink."""
     num_slots = [table.cache.num_slots for table in tables]
     widths = [math.ceil(table.indices.shape[1] / DECODE_COLUMNS) * DECODE_COLUMNS for table in tables]
@@ -268,10 +245,21 @@ def _sanitise(tables: list[_Table], attn_sink: jax.Array | None, padded: int) ->
     leaves, structure = jax.tree.flatten(given)
 
     def kernel(*leaves):
-        from jax_sparse_mla.kernels.triton import launch_jax
+        from jax_sparse_mla.kernels.triton import sanitise
 
-        sizes = {"num_slots": num_slots, "widths": widths, "heads": padded}
-        return launch_jax.sanitise(*jax.tree.unflatten(structure, leaves), **sizes, least_sink=LEAST_SINK)
+        pairs, sink = jax.tree.unflatten(structure, leaves)
+        facts = [
+            sanitise.Table(index.shape[1], width, slots, lengths is not None)
+            for (index, lengths), width, slots in zip(pairs, widths, num_slots)
+        ]
+        heads = 0 if sink is None else sink.shape[0]
+        sizes = {"heads": heads, "padded_heads": padded, "least_sink": LEAST_SINK}
+        launch = sanitise.sanitise(pairs[0][0].shape[0], facts, **sizes)
+        given = [x for pair in (*pairs, (None, None))[:2] for x in pair]
+        *outputs, out_sink = executor()(launch, [*given, sink])
+        results = zip(pairs, outputs[::2], outputs[1::2])
+        safe = [(index, None if lengths is None else clipped) for (_, lengths), index, clipped in results]
+        return safe, None if sink is None else out_sink
 
     def plain(*leaves):
         pairs, sink = jax.tree.unflatten(structure, leaves)
@@ -280,7 +268,7 @@ def _sanitise(tables: list[_Table], attn_sink: jax.Array | None, padded: int) ->
         return [sanitise_reference(*pair, *sizes) for pair, *sizes in zip(pairs, num_slots, widths)], sink
 
     safe, attn_sink = dispatch(kernel, plain, *leaves)
-    return [_Table(table.cache, *pair) for table, pair in zip(tables, safe)], attn_sink
+    return [IndexTable(table.cache, *pair) for table, pair in zip(tables, safe)], attn_sink
 
 
 def sanitise_reference(
@@ -299,24 +287,18 @@ def sanitise_reference(
 # Its kernel checks every index against kv_len: nothing to sanitise.
 
 
-@functools.partial(jax.jit, static_argnames=("softmax_scale", "v_dim"))
+@functools.partial(jax.jit, static_argnames=("softmax_scale",))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
     indices: jax.Array,  # [q_len, topk] rows of kv
     topk_length: jax.Array | None,  # [q_len]
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,
     *,
     softmax_scale: float,
-    v_dim: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
-    del schedule, v_dim
     (rows, heads, _), topk = q.shape, indices.shape[1]
-    if 0 in (rows, heads, topk, kv.shape[0]):
-        out, lse = _nothing(rows, heads)
-        return out, lse, lse
     vendor, padded = library(), padded_heads(heads)
     if topk_length is not None:
         topk_length = jnp.clip(topk_length, 0, topk)
@@ -346,10 +328,6 @@ def prefill(
 def _natural_lse(lse: jax.Array, log2: bool) -> jax.Array:
     lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)  # the operators' lse of an empty row
     return lse * math.log(2) if log2 else lse
-
-
-def _nothing(rows: int, heads: int) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros((rows, heads, _V_DIM), jnp.bfloat16), jnp.full((rows, heads), -jnp.inf, jnp.float32)
 
 
 def padded_heads(heads: int) -> int:

@@ -1,4 +1,4 @@
-"""Top-k over indexer logits, and what its positions become: slots of a cache, or rows of a gathered KV."""
+"""Top-k over indexer logits, and the transforms of its positions to slots of a cache or rows of a gathered KV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
-from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
+from jax_sparse_mla.indices.topk.route import engine_here
 
 _INT_MIN = -(2**31)
 _OUTSIDE_KEY = _INT_MIN  # below every column of the window
@@ -20,7 +20,7 @@ _NAN_KEY = _INT_MIN + 1  # below every number; the key of −inf is INT_MIN + 0x
 
 
 class TopkTransform(enum.Enum):
-    """What the positions of a top-k become.
+    """How the positions of a top-k are mapped.
 
     PAGED: slots of the paged cache, through the request's page table. RAGGED: rows of the concatenated KV of
     this step's requests.
@@ -46,7 +46,7 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
 
     Returns:
       int32 `[rows, topk]`: positions in no specified order (0 … length−1 where all are given), padded with −1
-      at the end. A position of a longer row whose column the logits do not have is never given.
+      at the end. In a row longer than topk, positions whose column is outside the logits are never given.
 
     Raises:
       TypeError: an array of another dtype, a topk that is not an int.
@@ -58,7 +58,7 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
 
 
 def _named_backend() -> str | None:
-    """Asked for at each call, so that programs are kept for each."""
+    """Read at each call, so that each choice has programs of its own."""
     return os.environ.get("JAX_SPARSE_MLA_TOPK_BACKEND") or None
 
 
@@ -71,21 +71,12 @@ def _check_topk(check, logits, lengths, topk, row_starts):
 
 @functools.partial(jax.jit, static_argnames=("topk", "page_size", "backend"))
 def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
-    """`topk_reference` of the same arguments, or the kernel that equals it: `backend`, or what `topk_route` decides."""
+    """`topk_reference` of the same arguments, or the kernel that equals it: `backend`'s, or the router's choice."""
     given = {name: x for name, x in optional.items() if x is not None}
 
     def kernel(logits, lengths, *arrays):
-        from jax_sparse_mla.kernels.triton import launch_topk
-
-        named = dict(zip(given, arrays))
-        chosen = launch_topk.plan(*logits.shape, topk, backend).backend
-        if chosen == "xla":
-            return plain(logits, lengths, *arrays)
-        if chosen == "flashinfer":
-            positions = topk_flashinfer.topk_positions(logits, lengths, topk, named.pop("row_starts", None))
-            return _indices_of(positions, page_size, **named)
-        launch = launch_topk.topk_cuda if chosen == "cuda" else launch_topk.topk_triton
-        return launch(logits, lengths, topk=topk, page_size=page_size, **named)
+        engine = engine_here(*logits.shape, topk, backend)
+        return engine(logits, lengths, topk=topk, page_size=page_size, **dict(zip(given, arrays)))
 
     def plain(logits, lengths, *arrays):
         return topk_reference(logits, lengths, topk, page_size, **dict(zip(given, arrays)))
@@ -97,10 +88,11 @@ def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
 
 def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):
     """Positions, or with a page table slots, or with offsets rows of the concatenated KV, in plain JAX."""
-    return _indices_of(_topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
+    return indices_of(_topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
 
 
-def _indices_of(positions, page_size, *, page_table=None, row_to_request=None, offsets=None):
+def indices_of(positions, page_size, *, page_table=None, row_to_request=None, offsets=None):
+    """What the positions become: slots with a page table, rows of the concatenated KV with offsets."""
     if offsets is not None:
         return add_or_minus_one(positions, offsets[:, None])
     if page_table is not None:
@@ -154,16 +146,16 @@ def topk_transform(
     topk_indices_offset: jax.Array | None = None,
     row_starts: jax.Array | None = None,
 ) -> jax.Array:
-    """`topk_positions`, mapped to what the attention kernel's indices address.
+    """`topk_positions`, mapped to the slots or rows that an attention kernel reads.
 
     PAGED maps position j of row i to the slot `page_table[r, j // page_size] * page_size + j % page_size`
     with `r = row_to_request[i]`, or i without it. RAGGED maps it to `j + topk_indices_offset[i]`. Arguments
-    of the other method are ignored, so that one call serves whatever the metadata chose.
+    of the other method are ignored, so one call serves both methods.
 
-    The set is the same in every run; its order, and with it the last bits of an attention over it, depends on the
-    engine. "triton" (ascending positions) and "xla" (descending logits) give the same order in every run; "cuda", the
-    default on an NVIDIA GPU that it can be built for, and "flashinfer" give the order in which their threads finish.
-    `JAX_SPARSE_MLA_TOPK_BACKEND` names an engine; programs keep the one that they were traced with.
+    The set is the same in every run. Its order, and so the last bits of an attention over it, depends on the backend.
+    "triton" (ascending positions) and "xla" (descending logits) give the same order in every run. "cuda", the default
+    on an NVIDIA GPU for which it can be built, and "flashinfer" give the order in which their threads finish.
+    `JAX_SPARSE_MLA_TOPK_BACKEND` names a backend; a program keeps the one with which it was traced.
 
     Args:
       logits: float32 or bfloat16 `[rows, columns]`.

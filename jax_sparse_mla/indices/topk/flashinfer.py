@@ -1,32 +1,27 @@
-"""FlashInfer's top-k kernels as XLA custom calls: its two transforms as they are, and our contract on top of them.
+"""FlashInfer's top-k kernels as XLA custom calls: its two transforms, and our contract on top of them.
 
 FlashInfer orders floats by their bits (−0.0 below +0.0, NaN at the end of its sign), trusts every index, and returns
-the positions of a row in any order. `tie_break` 1 makes it take the lower of equal logits, and keeps it to the kernel
-that needs no state between launches: one block a row, 128 KiB of shared memory, k up to 2,048. A few long rows, and
-GPUs with less shared memory, take its CUB kernel, which spreads a row over several blocks.
+the positions of a row in any order. With `tie_break` 1 it takes the lower of equal logits and uses the kernel that
+needs no state between launches: one block for each row, 128 KiB of shared memory, k up to 2,048. Few long rows, and
+GPUs with less shared memory, use its CUB kernel, which spreads a row over several blocks.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_sparse_mla.indices.topk.api import indices_of
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer
 
 _LOWER_INDEX = 1  # FlashInfer's TopKTieBreak.SMALL
 _FEW_ROWS, _LONG_ROW = 32, 16384  # where FlashInfer itself turns to CUB, for float32 and its tie_break
 _CUB_WORKSPACE = 1 << 20  # it asks for 1 byte on an H200
-
-
-def available() -> bool:
-    """Whether flashinfer-python and the packages that carry its kernels into XLA are installed."""
-    return importlib.util.find_spec("flashinfer") is not None and tvm.available()
 
 
 @functools.cache
@@ -39,7 +34,7 @@ def _module() -> Any:
 def page_table_transform(
     logits: jax.Array, page_table: jax.Array, lengths: jax.Array, topk: int, page_size: int
 ) -> jax.Array:
-    """`top_k_page_table_transform` on FlashInfer's terms: no value is checked, page_size is a power of two.
+    """FlashInfer's `top_k_page_table_transform`: values are not validated, page_size is a power of two.
 
     Args:
       logits: float32 or bfloat16 `[rows, columns]`.
@@ -61,7 +56,7 @@ def page_table_transform(
 def ragged_transform(
     logits: jax.Array, offsets: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None = None
 ) -> jax.Array:
-    """`top_k_ragged_transform` on FlashInfer's terms: each position plus its row's offset; no value is checked.
+    """FlashInfer's `top_k_ragged_transform`: each position plus its row's offset; values are not validated.
 
     Args:
       logits: float32 or bfloat16 `[rows, columns]`.
@@ -100,10 +95,16 @@ def _call(
     return tvm.call(_module, function, arguments, results, logits, *operands)[0]
 
 
+def topk_flashinfer(logits, lengths, *, topk, page_size=1, row_starts=None, **tables) -> jax.Array:
+    """As `topk_reference`."""
+    return indices_of(topk_positions(logits, lengths, topk, row_starts), page_size, **tables)
+
+
 def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None) -> jax.Array:
     """`jax_sparse_mla.indices.topk_positions` by FlashInfer, for `1 ≤ topk ≤ min(columns, 2048)`.
 
-    The ragged transform serves both of ours: our page lookup checks the table, FlashInfer's does not.
+    FlashInfer's ragged transform serves both of ours, because our page look-up validates the table and FlashInfer's
+    does not.
     """
     columns = logits.shape[1]
     lengths = jnp.maximum(lengths, 0)

@@ -1,38 +1,112 @@
-"""Which kernel serves a top-k, and why. Pure: plain data in, plain data out, as `attention/route.py`."""
+"""The top-k engines: one record each, and which of them serves a call and why. Pure, as `attention/route.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import Any
 
-# Preferred first: the order of the times on an H200 (`python -m benchmarks.run --op topk`).
-TOPK_BACKENDS = ("cuda", "triton", "flashinfer", "xla")
+from jax_sparse_mla import backend as shared
+from jax_sparse_mla.backend import Choice, Need, choose, load, refuse_unknown
+from jax_sparse_mla.device import DeviceInfo
 
-_FLASHINFER_MAX_TOPK = 2048
-_SMALL_SHARED_MEMORY = ((8, 6), (8, 9))  # 100 KB a multiprocessor; on 12.x, where it is no more, its CUB kernel serves
-
-
-@dataclasses.dataclass(frozen=True)
-class TopkPlan:
-    """The decision for one call.
-
-    Attributes:
-      backend: one of `TOPK_BACKENDS`; "xla" is plain JAX.
-      reason: why this one.
-      rejected: each other backend and why not.
-    """
-
-    backend: str
-    reason: str
-    rejected: dict[str, str]
+TopkPlan = Choice
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
+    """A top-k of `topk` columns out of logits `[rows, columns]`, on a device of this compute capability or on none."""
+
     rows: int
     columns: int
     topk: int
     capability: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engine(shared.Backend):
+    """The record of a top-k engine.
+
+    Attributes:
+      function: "module:function" of `(logits, lengths, *, topk, page_size, …)`, as `topk_reference`.
+      everywhere: whether it serves every call on every device; else CUDA devices from SM80 on, where there is a logit.
+      most_topk: the most columns that it chooses, never more than there are; None: any number.
+      not_on: compute capabilities that it does not serve, and `not_on_reason`.
+    """
+
+    function: str
+    everywhere: bool = False
+    most_topk: int | None = None
+    not_on: tuple[tuple[int, int], ...] = ()
+    not_on_reason: str = ""
+
+    def cannot(self, call: Call) -> list[str]:
+        if self.everywhere:
+            return []
+        if call.capability is None:
+            return ["needs a CUDA device"]
+        if call.capability < (8, 0):
+            return ["serves compute capability 8.0 and up, got {}.{}".format(*call.capability)]
+        if call.rows == 0 or call.columns == 0:
+            return ["there is nothing to read"]
+        if self.most_topk is not None and call.topk > (most := min(self.most_topk, call.columns)):
+            return [f"takes topk up to {most} here, got {call.topk}"]
+        return [self.not_on_reason] if call.capability in self.not_on else []
+
+
+_TVM = (Need(("apache-tvm-ffi",), ("tvm_ffi",)), Need(("jax-tvm-ffi",), ("jax_tvm_ffi",)))
+
+_RECORDS = (
+    Engine(
+        name="cuda",
+        function="jax_sparse_mla.indices.topk.kernels:topk_cuda",
+        needs=_TVM,
+        unready="jax_sparse_mla.indices.topk.route:cuda_unready",
+    ),
+    Engine(
+        name="triton",
+        function="jax_sparse_mla.indices.topk.kernels:topk_triton",
+        needs=(Need(("triton",), ("triton",)), Need(("jax-triton",), ("jax_triton",))),
+        unready="jax_sparse_mla.dispatch:unready",
+    ),
+    Engine(
+        name="flashinfer",
+        function="jax_sparse_mla.indices.topk.flashinfer:topk_flashinfer",
+        needs=(Need(("flashinfer-python",), ("flashinfer",)), *_TVM),
+        most_topk=2048,
+        not_on=((8, 6), (8, 9)),  # 100 KB a multiprocessor; on 12.x, where it is no more, its CUB kernel serves
+        not_on_reason="needs 128 KiB of shared memory a multiprocessor",
+    ),
+    Engine(name="xla", function="jax_sparse_mla.indices.topk.api:topk_reference", everywhere=True),
+)
+
+# Preferred first: the order of the times on an H200 (`python -m benchmarks.run --op topk`). "xla" is plain JAX.
+TOPK_BACKENDS: dict[str, Engine] = {engine.name: engine for engine in _RECORDS}
+
+
+def cuda_unready(phase: str, framework: str) -> str | None:
+    """Why the CUDA kernel cannot be launched here although its packages are found; it is built if need be."""
+    from jax_sparse_mla.kernels import build
+
+    capability = DeviceInfo.current().compute_capability
+    if capability is None or build.topk_module(capability) is None:
+        return "its CUDA kernel cannot be used here: a warning says why"
+    return None
+
+
+def missing() -> dict[str, str]:
+    """The engines that cannot be used in this process, and why."""
+    if DeviceInfo.current().platform != "cuda":
+        return {name: "needs a CUDA device" for name, engine in TOPK_BACKENDS.items() if not engine.everywhere}
+    reasons = {name: engine.missing("topk", "jax") for name, engine in TOPK_BACKENDS.items()}
+    return {name: why for name, why in reasons.items() if why}
+
+
+def engine_here(rows: int, columns: int, topk: int, override: str | None = None) -> Any:
+    """The function that serves these shapes here and now, or the one of the engine that is named."""
+    call = Call(rows, columns, topk, DeviceInfo.current().compute_capability)
+    chosen = choose("topk", TOPK_BACKENDS, call, described="call", unable=missing(), override=override)
+    return load(TOPK_BACKENDS[chosen.backend].function)
 
 
 def plan_topk(
@@ -44,64 +118,23 @@ def plan_topk(
     installed: Collection[str],
     override: str | None = None,
 ) -> TopkPlan:
-    """Decides which backend serves a call of these shapes.
+    """Decides which engine serves a call of these shapes.
 
     Args:
       rows, columns: of the logits.
       topk: how many indices.
       capability: the CUDA device's compute capability, such as (9, 0); None without one.
-      installed: names of the backends that are installed; "xla" always is.
-      override: a backend's name, taken if it can serve the call.
+      installed: names of the engines that are installed; "xla" always is.
+      override: an engine's name, taken if it can serve the call.
 
     Returns:
-      The plan.
+      The engine, the reason, and why not each of the others.
 
     Raises:
       ValueError: an unknown name, or an override that cannot serve the call, with the reason.
     """
-    for name in (*installed, *(() if override is None else (override,))):
-        if name not in TOPK_BACKENDS:
-            raise ValueError(f"plan_topk: a top-k backend is one of {', '.join(TOPK_BACKENDS)}, got {name!r}")
-    call = _Call(rows, columns, topk, capability)
-    unable = {}
-    for name in TOPK_BACKENDS:
-        missing = None if name == "xla" or name in installed else "not installed"
-        if reasons := [why for why in (missing, _CANNOT[name](call)) if why is not None]:
-            unable[name] = "; ".join(reasons)
-    if override in unable:
-        raise ValueError(f"plan_topk: backend {override!r} cannot serve this call: {unable[override]}")
-    chosen = override or next(name for name in TOPK_BACKENDS if name not in unable)
-    not_chosen = "not asked for" if override else f"able, but {chosen} is preferred"
-    return TopkPlan(
-        backend=chosen,
-        reason="asked for by name" if override else f"the first of {', '.join(TOPK_BACKENDS)} that can serve it",
-        rejected={name: unable.get(name, not_chosen) for name in TOPK_BACKENDS if name != chosen},
-    )
-
-
-def _needs_sm80(call: _Call) -> str | None:
-    if call.capability is None:
-        return "needs a CUDA device"
-    if call.capability < (8, 0):
-        return "serves compute capability 8.0 and up, got {}.{}".format(*call.capability)
-    if call.rows == 0 or call.columns == 0:
-        return "there is nothing to read"
-    return None
-
-
-def _cannot_flashinfer(call: _Call) -> str | None:
-    why = _needs_sm80(call)
-    most = min(_FLASHINFER_MAX_TOPK, call.columns)
-    if why is None and call.topk > most:
-        why = f"takes topk up to {most} here, got {call.topk}"
-    if why is None and call.capability in _SMALL_SHARED_MEMORY:
-        why = "needs 128 KiB of shared memory a multiprocessor"
-    return why
-
-
-_CANNOT: dict[str, Callable[[_Call], str | None]] = {
-    "cuda": _needs_sm80,
-    "triton": _needs_sm80,
-    "flashinfer": _cannot_flashinfer,
-    "xla": lambda call: None,
-}
+    for name in installed:
+        refuse_unknown("plan_topk", "installed backend", name, TOPK_BACKENDS)
+    unable = {name: "not installed" for name in TOPK_BACKENDS if name != "xla" and name not in installed}
+    call = Call(rows, columns, topk, capability)
+    return choose("plan_topk", TOPK_BACKENDS, call, described="call", unable=unable, override=override)

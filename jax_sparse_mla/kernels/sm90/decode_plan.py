@@ -1,7 +1,7 @@
 """How the SM90 decode kernels' thread blocks share the rows of a call, from static shapes alone.
 
 One kernel goes through many rows: it deals whole rows to its thread blocks, or cuts the line of all rows' blocks of 64
-keys in equal pieces (`kernels_cuda/sparse_decode_schedule.cuh`). The other is for few rows: a cluster of thread blocks
+keys in equal pieces (`kernels_cuda/sparse_decode/schedule.cuh`). The other is for few rows: a cluster of thread blocks
 shares each row's keys (`kernels_cuda/sparse_decode_cluster.cuh`). Here stands which one serves, and what must be known
 before the launch.
 """

@@ -8,8 +8,13 @@ tokens, which replace tokens that other programs of the first launch may still h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 
 # Steps of at most so many rows are searched by every program; for longer ones a launch of one program does it once.
 SEARCHED_ROWS = 1024
@@ -255,3 +260,49 @@ def finish_kernel(
         )
         rotated = tl.where(completing >= 0, tl.reshape(rotated, [HEAD_POW2]), 0.0).to(tl.bfloat16)  # not -0.0
         tl.store(entries_ptr + entry.to(tl.int64) * HEAD_DIM + channel, rotated, mask=channel < HEAD_DIM)
+
+
+def compress(
+    execute: Executor,
+    state_kv,
+    state_score,
+    kv,
+    score,
+    positions,
+    req_rows,
+    query_start_loc,
+    ape,
+    norm_weight,
+    inv_freq,
+    *,
+    ratio: int,
+    norm_eps: float,
+    num_entries: int,
+    out: Sequence[Any] = (None, None),
+) -> tuple[Any, Any, Any, Any]:
+    """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`; no size is zero.
+
+    `out` are entries and rows to write into.
+    """
+    num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
+    (max_requests, ring, _), head_dim = state_kv.shape, norm_weight.shape[0]
+    step, sizes, rows = (positions, req_rows, query_start_loc), (num_rows, num_requests, max_requests), out[1]
+    rows_output, entries_shape = Output((num_entries,), "int32"), (num_entries, head_dim)
+    constants = pool_constants(ratio, head_dim, ring, num_rows)
+    found = positions if rows is None else rows
+    if not constants["ROWS_POW2"]:
+        find_constants, scalars = {"RATIO": ratio, **FIND_OPTIONS}, (num_rows, num_requests, num_entries, max_requests)
+        find = Launch(find_rows_kernel, "compress_find_rows", (1,), scalars, (rows_output,), find_constants)
+        found = execute(find, step, (rows,))[0]
+    outputs = Output(entries_shape, "float32"), rows_output
+    grid = (num_entries * triton.cdiv(head_dim, CHANNELS),)
+    pool = Launch(pool_kernel, "compress_pool", grid, sizes, outputs, constants)
+    pooled, rows = execute(pool, (kv, score, state_kv, state_score, *step, ape, found), (None, rows))
+    # It reads what the pooling made, so XLA sees that the pooling has read the state before it is written.
+    state = tuple(Output(state_kv.shape, "float32", alias=alias) for alias in (9, 10))
+    outputs = (*state, Output(entries_shape, "bfloat16"))
+    constants, grid = finish_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring), (num_rows + num_entries,)
+    finish = Launch(finish_kernel, "compress_finish", grid, (norm_eps, *sizes), outputs, constants)
+    inputs = (kv, score, *step, norm_weight, inv_freq, pooled, rows, state_kv, state_score)
+    state_kv, state_score, entries = execute(finish, inputs, (None, None, out[0]))
+    return entries, rows, state_kv, state_score

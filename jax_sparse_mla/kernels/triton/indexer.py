@@ -12,11 +12,14 @@ scored one by one. What no row's length reaches is filled with -inf, and costs t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 from jax_sparse_mla.kernels.triton.kv_cache import _float32_to_e4m3, _locate
 
 _DIM = tl.constexpr(128)  # values of a key
@@ -68,11 +71,6 @@ def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int
 
 
 # --- quantising ------------------------------------------------------------------------------------
-
-
-def quantize_programs(lines: int, sm_count: int) -> int:
-    """Programs of `quantize_index_q_kernel`: they share the lines out, and each makes the transform's matrix once."""
-    return min(triton.cdiv(lines, QUANTIZE_OPTIONS["LINES"]), 4 * sm_count)
 
 
 @triton.jit
@@ -440,3 +438,42 @@ def index_logits_prefill_kernel(
     while single < tl.minimum(first_row + ROWS, rows):
         _fill(out_ptr + single.to(tl.int64) * capacity, scored, stop)
         single += 1
+
+
+# --- launches: sizes are not zero ------------------------------------------------------------------
+
+
+def quantize_index_q(execute: Executor, q, *, hadamard: bool, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
+    """float8_e4m3fn, shaped as q, and float32 scales, for a last axis of 128."""
+    shape = tuple(q.shape)
+    lines = math.prod(shape[:-1])
+    # Programs share the lines out, and each makes the transform's matrix once.
+    grid = (min(triton.cdiv(lines, QUANTIZE_OPTIONS["LINES"]), 4 * execute.device.sm_count),)
+    outputs = Output(shape, "float8_e4m3fn"), Output(shape[:-1], "float32")
+    constants = {"HADAMARD": hadamard, "HARDWARE_FP8": execute.device.hardware_fp8, **QUANTIZE_OPTIONS}
+    return execute(Launch(quantize_index_q_kernel, "quantize_index_q", grid, (lines,), outputs, constants), (q,), out)
+
+
+def write_index_k(execute: Executor, index_cache, slots, k, *, hadamard: bool) -> Any:
+    """uint8 `[num_pages, page_size * 132]` with the keys written."""
+    n, (num_pages, page_bytes) = slots.shape[0], index_cache.shape
+    constants = {
+        "PAGE_SIZE": page_bytes // TOKEN_BYTES,
+        "HADAMARD": hadamard,
+        "HARDWARE_FP8": execute.device.hardware_fp8,
+        **WRITE_OPTIONS,
+    }
+    grid, outputs = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),), (Output(index_cache.shape, "uint8", alias=2),)
+    launch = Launch(write_index_k_kernel, "write_index_k", grid, (n, num_pages), outputs, constants)
+    return execute(launch, (slots, k, index_cache))[0]
+
+
+def index_logits(execute: Executor, q, weights, index_cache, page_table, lengths, *, out=None) -> Any:
+    """float32 `[rows, capacity]`, for float8_e4m3fn q."""
+    (rows, heads, _), (num_pages, page_bytes) = q.shape, index_cache.shape
+    pages, page_size = page_table.shape[1], page_bytes // TOKEN_BYTES
+    plan, capacity = plan_logits(rows, heads, pages, page_size, execute.device.sm_count), pages * page_size
+    constants = {"capacity": capacity, "HARDWARE_FP8": execute.device.hardware_fp8, **plan.constants}
+    outputs = (Output((rows, capacity), "float32"),)
+    launch = Launch(plan.kernel, "index_logits", (plan.programs,), (rows, num_pages), outputs, constants)
+    return execute(launch, (q, weights, index_cache, page_table, lengths), (out,))[0]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 
@@ -11,21 +16,6 @@ _INT_MAX = tl.constexpr(2**31 - 1)
 # whose rows cost more to set up, all tiles of its rows.
 SWA_EXTRA_OPTIONS = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}
 TOPK_SWA_OPTIONS = {"ROWS": 4, "COLUMNS": 128, "num_warps": 4}
-
-
-def merged_width(columns: int) -> int:
-    """Columns of a merged list: sparse prefill kernels scan blocks of 64 or 128."""
-    return -(-columns // 128) * 128
-
-
-def swa_extra_grid(rows: int, width: int) -> tuple[int, int]:
-    """Programs of `combine_swa_extra_kernel`."""
-    return triton.cdiv(rows, SWA_EXTRA_OPTIONS["ROWS"]), triton.cdiv(width, SWA_EXTRA_OPTIONS["COLUMNS"])
-
-
-def topk_swa_grid(rows: int) -> tuple[int]:
-    """Programs of `combine_topk_swa_kernel`."""
-    return (triton.cdiv(rows, TOPK_SWA_OPTIONS["ROWS"]),)
 
 
 @triton.jit
@@ -175,3 +165,60 @@ def _load_entries(topk_ptr, row, start, topk_len, TOPK_STRIDE, TOPK: tl.constexp
         return tl.load(topk_ptr + row * TOPK_STRIDE + column, mask=inside, other=-1)
     else:
         return tl.zeros_like(column + topk_len) - 1
+
+
+# --- launches: `width` are columns of the result, a multiple of 128; there are rows and columns ---
+
+
+def combine_swa_extra(
+    execute: Executor,
+    swa_indices,
+    swa_lengths,
+    extra_indices,
+    extra_lengths,
+    num_swa_rows,
+    *,
+    width: int,
+    out: Sequence[Any] | None = None,
+) -> tuple[Any, ...]:
+    """As `jax_sparse_mla.combine_swa_extra_indices`, `num_swa_rows` an int32 scalar."""
+    n, swa_width = swa_indices.shape
+    constants = {"SWA_WIDTH": swa_width, "EXTRA_WIDTH": extra_indices.shape[1], "WIDTH": width, **SWA_EXTRA_OPTIONS}
+    grid = triton.cdiv(n, SWA_EXTRA_OPTIONS["ROWS"]), triton.cdiv(width, SWA_EXTRA_OPTIONS["COLUMNS"])
+    outputs = Output((n, width), "int32"), Output((n,), "int32")
+    launch = Launch(combine_swa_extra_kernel, "combine_swa_extra", grid, (n,), outputs, constants)
+    return execute(launch, (swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows), out)
+
+
+def combine_topk_swa(
+    execute: Executor,
+    topk_indices,
+    query_pos,
+    query_start_loc,
+    seq_lens,
+    gather_lens,
+    compressed_base,
+    swa_base,
+    *,
+    window: int,
+    compress_ratio: int,
+    topk: int,
+    width: int,
+    out: Sequence[Any] | None = None,
+) -> tuple[Any, ...]:
+    """As `jax_sparse_mla.combine_topk_swa_indices`."""
+    (n, stride), num_requests = topk_indices.shape, seq_lens.shape[0]
+    constants = {
+        "TOPK_STRIDE": stride,
+        "TOPK": topk,
+        "WINDOW": window,
+        "RATIO": compress_ratio,
+        "WIDTH": width,
+        "SEARCH_STEPS": num_requests.bit_length(),
+        **TOPK_SWA_OPTIONS,
+    }
+    grid = (triton.cdiv(n, TOPK_SWA_OPTIONS["ROWS"]),)
+    outputs = Output((n, width), "int32"), Output((n,), "int32")
+    launch = Launch(combine_topk_swa_kernel, "combine_topk_swa", grid, (n, num_requests), outputs, constants)
+    requests = seq_lens, gather_lens, compressed_base, swa_base
+    return execute(launch, (topk_indices, query_start_loc, query_pos, *requests), out)

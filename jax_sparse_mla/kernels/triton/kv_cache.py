@@ -1,8 +1,8 @@
 """Triton kernels over the bytes of paged KV caches: quantise and scatter, gather and dequantise, split pages.
 
-The rules are those of `jax_sparse_mla.kv_cache`, bit by bit. A launcher passes a layout as the constants of
-`layout_constants`; byte offsets of pages are 64-bit, since a cache may exceed 2 GiB. An output that a launcher
-aliases to an input (jax-triton passes both) is the last pointer, and only it is used.
+The rules are those of `jax_sparse_mla.kv_cache`, bit by bit. A layout reaches a kernel as the constants of
+`layout_constants`; byte offsets of pages are 64-bit, since a cache may exceed 2 GiB. An output that is aliased to an
+input is the last pointer, and only it is used. The launches are at the end.
 
 A group of the fp8 part is one row of a tile, [tokens * groups, values of a group], so that the largest magnitude of
 a group is a reduction along a row. Eight neighbouring values belong to a thread: 16 bytes of bfloat16, 8 of fp8.
@@ -13,9 +13,14 @@ integer arithmetic: for SM80, and for Triton's interpreter, which truncates.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
+from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _MANTISSA_MASK = tl.constexpr(0x007FFFFF)
@@ -34,12 +39,15 @@ _CHUNK = tl.constexpr(64)
 
 
 @functools.cache
-def layout_constants(layout, page_size: int) -> dict[str, int]:
-    """What a kernel has to know of a `KVLayout` at a page size, as its constexpr arguments."""
+def layout_constants(layout: KVLayout, page_size: int, page_bytes: int | None = None) -> dict[str, int]:
+    """What a kernel has to know of a layout at a page size, as its constexpr arguments.
+
+    `page_bytes` are the bytes from one page's start to the next one's; None stands for the layout's own.
+    """
     chunks = (layout.qk_dim - layout.fp8_dim) // _CHUNK.value
     return {
         "PAGE_SIZE": page_size,
-        "PAGE_BYTES": layout.page_bytes(page_size),
+        "PAGE_BYTES": layout.page_bytes(page_size) if page_bytes is None else page_bytes,
         "DATA_BYTES": layout.data_bytes,
         "FOOTER_BYTES": layout.footer_scale_bytes,
         "QK_DIM": layout.qk_dim,
@@ -51,16 +59,21 @@ def layout_constants(layout, page_size: int) -> dict[str, int]:
     }
 
 
-@functools.cache
-def split_constants(layout, page_size: int, out_page_size: int) -> dict[str, int]:
-    """The constexpr arguments of `split_pages_kernel`."""
+def split_constants(
+    layout: KVLayout,
+    page_size: int,
+    out_page_size: int,
+    page_bytes: int | None = None,
+    out_page_bytes: int | None = None,
+) -> dict[str, int]:
+    """The constexpr arguments of `split_pages_kernel`; bytes of pages as in `layout_constants`."""
     return {
         "PAGE_SIZE": page_size,
-        "PAGE_BYTES": layout.page_bytes(page_size),
+        "PAGE_BYTES": layout.page_bytes(page_size) if page_bytes is None else page_bytes,
         "DATA_BYTES": layout.data_bytes,
         "FOOTER_BYTES": layout.footer_scale_bytes,
         "RATIO": page_size // out_page_size,
-        "OUT_PAGE_BYTES": layout.page_bytes(out_page_size),
+        "OUT_PAGE_BYTES": layout.page_bytes(out_page_size) if out_page_bytes is None else out_page_bytes,
     }
 
 
@@ -314,9 +327,9 @@ def gather_kv_into_kernel(
 TOUCHED_OPTIONS = {"BLOCK": 256, "num_warps": 4}
 SPLIT_OPTIONS = {"BLOCK": 1024, "num_warps": 4}
 
-# Programs of the copy: they share the touched pages out among themselves, whose number only the device knows. Eight
-# for each multiprocessor of the largest GPUs.
-SPLIT_PROGRAMS = 8 * 132
+# Programs of the copy for each multiprocessor: they share the touched pages out among themselves, whose number only the
+# device knows.
+_SPLIT_PROGRAMS_PER_SM = 8
 
 
 @triton.jit
@@ -379,3 +392,86 @@ def split_pages_kernel(
             words = tl.load(source + RATIO * body + piece * footer + start + word, mask=inside)
             tl.store(target + body + start + word, words, mask=inside)
         item += tl.num_programs(0)
+
+
+# --- launches: sizes are not zero -----------------------------------------------------------------
+
+
+def write_kv(
+    execute: Executor, data, slots, kv, *, layout: KVLayout, page_size: int, page_bytes: int | None = None
+) -> Any:
+    """`data`, uint8 `[num_pages, page_bytes]`, with the rows written."""
+    n = slots.shape[0]
+    constants = {
+        **layout_constants(layout, page_size, page_bytes),
+        "MIN_SCALE_EXPONENT": layout.min_scale_exponent,
+        "HARDWARE_CASTS": execute.device.hardware_fp8,
+        **WRITE_OPTIONS,
+    }
+    grid = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),)
+    outputs = (Output(data.shape, "uint8", alias=2),)
+    launch = Launch(write_kv_kernel, "write_kv", grid, (n, data.shape[0]), outputs, constants)
+    return execute(launch, (slots, kv, data))[0]
+
+
+def gather_kv(
+    execute: Executor,
+    data,
+    slots,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    page_bytes: int | None = None,
+    rows: int | None = None,
+    start: int = 0,
+    out=None,
+) -> Any:
+    """bfloat16 `[rows, qk_dim]`, new or `out`, with the slots' rows from `start` on; other rows are left undefined.
+
+    By default there are as many rows as slots.
+    """
+    constants = layout_constants(layout, page_size, page_bytes)
+    output = Output((slots.shape[0] if rows is None else rows, layout.qk_dim), "bfloat16")
+    return _gather(execute, gather_kv_kernel, (slots, data), start, output, constants, out)
+
+
+def gather_kv_into(execute: Executor, workspace, data, slots, *, layout: KVLayout, page_size: int, start: int) -> Any:
+    """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
+    output = Output(workspace.shape, "bfloat16", alias=2)
+    constants = layout_constants(layout, page_size)
+    return _gather(execute, gather_kv_into_kernel, (slots, data, workspace), start, output, constants)
+
+
+def _gather(execute: Executor, kernel, inputs, start: int, output: Output, constants: dict[str, int], out=None) -> Any:
+    n, num_pages = inputs[0].shape[0], inputs[1].shape[0]
+    constants = {**constants, "HARDWARE_CASTS": execute.device.hardware_fp8, **GATHER_OPTIONS}
+    grid = (triton.cdiv(n, GATHER_OPTIONS["TOKENS"]),)
+    return execute(Launch(kernel, "gather_kv", grid, (n, num_pages, start), (output,), constants), inputs, (out,))[0]
+
+
+def split_pages(
+    execute: Executor,
+    out,
+    data,
+    slots,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    out_page_size: int,
+    page_bytes: int | None = None,
+    out_page_bytes: int | None = None,
+    scratch: Sequence[Any] | None = None,
+) -> Any:
+    """`out`, uint8 `[num_pages * ratio, its page_bytes]`, with the pages that `slots` touch copied into it."""
+    slots, num_pages = slots.reshape(-1), data.shape[0]
+    n = slots.shape[0]
+    grid = (triton.cdiv(n, TOUCHED_OPTIONS["BLOCK"]),)
+    constants = {"PAGE_SIZE": page_size, **TOUCHED_OPTIONS}
+    outputs = Output((num_pages + 1,), "int32", zeroed=True), Output((min(n, num_pages),), "int32")
+    touched = Launch(touched_pages_kernel, "touched_pages", grid, (n, num_pages), outputs, constants)
+    seen, pages = execute(touched, (slots,), scratch)
+    grid = (_SPLIT_PROGRAMS_PER_SM * execute.device.sm_count,)
+    constants = split_constants(layout, page_size, out_page_size, page_bytes, out_page_bytes) | SPLIT_OPTIONS
+    outputs = (Output(out.shape, "uint8", alias=3),)
+    split = Launch(split_pages_kernel, "split_pages", grid, (num_pages,), outputs, constants)
+    return execute(split, (data, pages, seen, out))[0]

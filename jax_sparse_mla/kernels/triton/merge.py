@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output, dtype_of
 
 
 def constants(v_dim: int, num_parts: int, has_sink: bool) -> dict[str, Any]:
@@ -55,3 +58,12 @@ def merge_kernel(
         values = tl.load(outs_ptr + at[:, None] * V_DIM + column[None, :], mask=used, other=0.0)
         acc += tl.sum(values.to(tl.float32) * (tl.exp(some - shift) * factor)[:, None], 0)
     tl.store(out_ptr + item * V_DIM + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def merge(execute: Executor, outs, lses, sink=None) -> tuple[Any, ...]:
+    """out and lse of parts `[parts, ..., heads, v_dim]` and `[parts, ..., heads]`; with a sink lse is None."""
+    num_parts, *shape, v_dim = outs.shape
+    outputs = Output((*shape, v_dim), dtype_of(outs)), Output(shape, "float32") if sink is None else None
+    grid, scalars = (math.prod(shape),), (num_parts, shape[-1])
+    launch = Launch(merge_kernel, "merge", grid, scalars, outputs, constants(v_dim, num_parts, sink is not None))
+    return execute(launch, (outs, lses, sink))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Launch, Output
 
 # Rows and columns of a program's tile. Padded widths are multiples of 64.
 OPTIONS = {"ROWS": 4, "COLUMNS": 256, "num_warps": 4}
@@ -120,3 +125,58 @@ def sanitise_kernel(
             ROWS,
             COLUMNS,
         )
+
+
+class Table(NamedTuple):
+    """An index table's static facts.
+
+    Attributes:
+      topk: its columns.
+      width: columns of the result, at least topk.
+      num_slots: of its cache.
+      has_lengths: whether a length comes with each `rows_per_length` rows.
+      keeps_lengths: whether the kernel that reads the result takes lengths.
+      rewritten: False if only the lengths are made safe.
+    """
+
+    topk: int
+    width: int
+    num_slots: int
+    has_lengths: bool
+    keeps_lengths: bool = True
+    rewritten: bool = True
+
+
+ABSENT = Table(topk=1, width=0, num_slots=0, has_lengths=False)
+
+
+def sanitise(
+    rows: int, tables: Sequence[Table], *, heads: int, padded_heads: int, least_sink: float, rows_per_length: int = 1
+) -> Launch:
+    """Of one or two tables of `rows` rows, and of a sink of `heads` heads (0: none).
+
+    Inputs are the indices and the lengths of both tables and the sink. Outputs are the same; those of what is absent
+    are not written.
+    """
+    first, second = both = (*tables, ABSENT)[:2]
+    widths = [table.width if table.rewritten else 0 for table in both]
+    outputs = []
+    for table, width in zip(both, widths):
+        outputs.append(Output((rows, width) if width else (1,), "int32"))
+        outputs.append(Output((rows // rows_per_length,) if table.has_lengths else (1,), "int32"))
+    constants = {
+        "TOPK": first.topk,
+        "WIDTH": first.width,
+        "HAS_LENGTHS": first.has_lengths,
+        "EXTRA_TOPK": second.topk,
+        "EXTRA_WIDTH": second.width,
+        "HAS_EXTRA_LENGTHS": second.has_lengths,
+        "HEADS": padded_heads,
+        "HAS_SINK": heads > 0,
+        "LEAST_SINK": least_sink,
+        "ROWS_PER_LENGTH": rows_per_length,
+        **OPTIONS,
+    }
+    scalars = rows, first.num_slots, second.num_slots, heads
+    outputs.append(Output((padded_heads,), "float32"))
+    return Launch(sanitise_kernel, "sanitise", grid(rows, max(widths[0], 1), widths[1]), scalars, outputs, constants)

@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output, dtype_of
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 _OUTSIDE_KEY = tl.constexpr(-(2**31))
@@ -513,3 +517,55 @@ def select_constants(
         "PAGE_SIZE": page_size,
         "num_warps": plan.select_warps,
     }
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+def topk(
+    execute: Executor,
+    logits,
+    lengths,
+    *,
+    topk: int,
+    row_starts=None,
+    page_table=None,
+    page_size: int = 1,
+    row_to_request=None,
+    offsets=None,
+    out=None,
+    scratch: Sequence[Any] = (None,) * 5,
+) -> Any:
+    """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets.
+
+    `scratch` are thresholds, progress, candidates, their positions and how many there are, for these rows and columns.
+    """
+    rows, columns = logits.shape
+    plan = plan_topk(rows, max(columns, 1), topk)
+    has_starts, width = row_starts is not None, columns // plan.align
+    row = (logits, lengths, row_starts if has_starts else lengths)
+    shared, candidates = scratch[:2], (logits, lengths, lengths)  # not read
+    if plan.filtered:
+        sizes = (width, plan.chunks)
+        if plan.chunks > 1:
+            outputs = Output((rows,), "float32"), Output((rows, plan.chunks), "int32")
+            constants = threshold_constants(plan, topk, has_starts)
+            threshold = Launch(topk_threshold_kernel, "topk_threshold", (rows,), sizes, outputs, constants)
+            shared = execute(threshold, row, shared)
+        # A program that has its row alone reads neither threshold nor progress.
+        shared = [lengths if x is None else x for x in shared]
+        places = Output((rows, plan.tile), "int32"), Output((rows,), "int32")
+        outputs = (Output((rows, plan.tile), dtype_of(logits)), *places)
+        constants, grid = filter_constants(plan, topk, has_starts), (rows * plan.chunks,)
+        candidates = execute(
+            Launch(topk_filter_kernel, "topk_filter", grid, (), outputs, constants),
+            (*row, *sizes, *shared),
+            scratch[2:],
+        )
+    method = PAGED if page_table is not None else RAGGED if offsets is not None else POSITIONS
+    tables = [lengths if x is None else x for x in (page_table, row_to_request, offsets)]
+    sizes = (width, *((0, 0) if page_table is None else page_table.shape))
+    constants = select_constants(plan, topk, method.value, page_size, has_starts, row_to_request is not None)
+    outputs = (Output((rows, topk), "int32"),)
+    select = Launch(topk_select_kernel, "topk_select", (rows,), sizes, outputs, constants)
+    return execute(select, (*row, *tables, *candidates), (out,))[0]

@@ -1,1 +1,37 @@
-"""What calls each backend on torch tensors."""
+"""What calls each backend on torch tensors, one module a backend (see `attention/route.py`), and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM
+from sparse_mla_torch.attention.call_cache import Results
+
+_LOG2_E = 1.4426950408889634
+
+
+def into_results(attend: Callable, tables: int, shape: tuple[int, int, int]) -> Callable[..., Results]:
+    """What writes into given tensors, `(q, tables, attn_sink, out, lse)`, as a decode call that may also allocate them.
+
+    Args:
+      tables: one or two.
+      shape: batch, q_len and heads.
+    """
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+        q = q.contiguous()
+        given = ((k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths))[:tables]
+        if into is None:
+            into = q.new_empty((*shape, V_DIM)), q.new_empty(shape, dtype=torch.float32)
+        attend(q, given, attn_sink, *into)
+        return into[0], into[1].transpose(1, 2)
+
+    return run
+
+
+def in_base_2(results: Results) -> Results:
+    """`(out, max_logits, lse)` with the statistics in base 2, in place."""
+    out, max_logits, lse = results
+    return out, max_logits.mul_(_LOG2_E), lse.mul_(_LOG2_E)

@@ -1,6 +1,7 @@
 """FlashMLA's own operators on torch tensors: what they cannot take, and what must be put right before and after them.
 
-They come from `sgl-flash-mla` or from `sglang-kernel`; `jax_sparse_mla.attention.flashmla` lists their traps.
+They come from `sgl-flash-mla` or from `sglang-kernel`; `jax_sparse_mla.attention.backends.flashmla` lists their
+traps.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable
 import torch
 
 from jax_sparse_mla.attention.backends import flashmla
-from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
+from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results, Schedule
 from sparse_mla_torch.kernels.sanitise import Sanitiser, Table
 
+WRITES_INTO = False
 V_DIM = 512
 _LN_2 = math.log(2)
 
@@ -32,24 +35,45 @@ def _chunk(q_len: int, padded: int, device: DeviceInfo) -> int:
     return rows // max(q_len, 1) - _parts(max(q_len, 1), padded, device)
 
 
-def decode_obstacle(
-    layout: KVLayout, q_len: int, heads: int, scopes: list[Scope], aligned: bool, device: DeviceInfo
-) -> str | None:
-    """Why the decode operator cannot take a call, beyond what its device and heads say; None if it can."""
+def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
+    """Why the decode operator cannot take these tensors; None if it can."""
+    q_len, heads = tensors[0].shape[1:3]
+    if options.batch_invariant:
+        return "its split of a row's keys depends on the batch"
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
     if not aligned or any(scope.page_bytes % 16 for scope in scopes):
         return "its kernels read 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
     if layout == KVLayout.V32_FP8 and len(scopes) > 1:
         return "its V3.2 kernel reads one cache"
     if any(scope.rows_per_length not in (0, q_len) for scope in scopes):
         return "its lengths are a request's, not a query token's"
-    if any(scope.topk == 0 or scope.num_slots == 0 for scope in scopes):
-        return "its kernels need a page and an index column"
     if _chunk(q_len, flashmla.padded_heads(heads), device) < 1:
         return f"its accumulators for one request of {q_len} query tokens are too large"
     return None
 
 
-def decode(
+def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+    """As `decode.prepare`'s `run`, at one shape."""
+    batch, q_len, heads, _ = q.shape
+    flags = (has_sink, options.assume_valid_indices, options.keeps_memory)
+    device = route.device_info(q.device)
+    attend = _decode(layout, batch, q_len, heads, scopes, options.softmax_scale, *flags, device)
+    # Its copies of the queries want pieces of 16 bytes: 8 values.
+    strides_fit = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3])
+
+    if strides_fit and options.empty_lse > 0:
+        return attend
+
+    def run(q, *rest):
+        out, lse = attend(q if strides_fit else q.contiguous(), *rest)
+        if options.empty_lse < 0:
+            lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
+        return out, lse
+
+    return run
+
+
+def _decode(
     layout: KVLayout,
     batch: int,
     q_len: int,
@@ -155,7 +179,29 @@ def _decode_in_pieces(
     return run
 
 
-def prefill(
+def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> str | None:
+    """Why the prefill operator cannot take these tensors; None if it can."""
+    if q.data_ptr() % 16 or kv.data_ptr() % 16 or indices.data_ptr() % 32:
+        return "its kernels read 16 bytes at a time, 32 of the indices: tensors must begin at multiples of that"
+    return None
+
+
+def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
+    """As `prefill.prepare`'s `run`, at one shape."""
+    rows, heads, _ = q.shape
+    flags = (has_sink, options.assume_valid_indices, options.log2, options.keeps_memory)
+    attend = _prefill(rows, heads, scope, options.softmax_scale, *flags, route.device_info(q.device))
+    if options.empty_lse > 0:
+        return attend
+
+    def run(*tensors):
+        out, max_logits, lse = attend(*tensors)
+        return out, max_logits, lse.masked_fill(torch.isposinf(lse), options.empty_lse)
+
+    return run
+
+
+def _prefill(
     rows: int,
     heads: int,
     scope: Scope,
@@ -241,13 +287,3 @@ def _pad_heads(x: torch.Tensor, padded: int) -> torch.Tensor:
     if x.shape[-2] == padded:
         return x
     return torch.nn.functional.pad(x, (0, 0, 0, padded - x.shape[-2]))
-
-
-def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> str | None:
-    """Why the prefill operator cannot take a call, beyond what its device and heads say; None if it can."""
-    topk, kv_len = indices.shape[-1], kv.shape[0]
-    if q.data_ptr() % 16 or kv.data_ptr() % 16 or indices.data_ptr() % 32:
-        return "its kernels read 16 bytes at a time, 32 of the indices: tensors must begin at multiples of that"
-    if topk == 0 or kv_len == 0:
-        return "its kernel needs a row of kv and an index column"
-    return None

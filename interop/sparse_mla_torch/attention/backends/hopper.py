@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import tvm_ffi
 
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90.decode_plan import decode_plan
 from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
+from sparse_mla_torch.attention import route
+from sparse_mla_torch.attention.backends import into_results
+from sparse_mla_torch.attention.call_cache import Results
 
+WRITES_INTO = True
 _PART_DTYPES = (torch.float32, torch.float32, torch.int32)
+
+
+def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
+    """Why the kernel cannot take these tensors; None if it can."""
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+    if not aligned or any(scope.page_bytes % 16 for scope in scopes):
+        return "its kernel reads 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
+    return None
+
+
+def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+    """As `decode.prepare`'s `run`, at one shape."""
+    batch, q_len, heads, _ = q.shape
+    attend = Decode(
+        batch * q_len,
+        heads,
+        tuple(scopes),
+        options.softmax_scale,
+        q.device,
+        route.device_info(q.device).sm_count,
+        empty_lse=options.empty_lse,
+        batch_invariant=options.batch_invariant,
+    )
+    return into_results(attend, len(scopes), (batch, q_len, heads))
 
 
 class Decode:
@@ -27,6 +56,8 @@ class Decode:
         empty_lse: float,
         batch_invariant: bool,
     ):
+        import tvm_ffi
+
         plan = decode_plan(
             rows,
             heads,
@@ -39,6 +70,7 @@ class Decode:
         self._numbers = (*[*pages, 0, 1, 0][:6], softmax_scale, empty_lse, plan.tile, plan.groups, plan.cuts)
         self._parts = [(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES)]
         self._device = device
+        self._on_torchs_stream = tvm_ffi.use_torch_stream
         self._function = build.sparse_decode_module().sparse_decode
 
     def __call__(
@@ -56,5 +88,5 @@ class Decode:
         # The scratch comes from torch's pool, which a graph that captures the call keeps.
         parts = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._parts]
         parts += [None] * (3 - len(parts))
-        with tvm_ffi.use_torch_stream():
+        with self._on_torchs_stream():
             self._function(q, *first, *second, attn_sink, *self._numbers, out, lse, *parts)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from jax_sparse_mla.attention.backends.hopper.decode import decode
 from jax_sparse_mla.attention.backends.hopper.prefill import prefill
-from jax_sparse_mla.attention.route import DeviceInfo
 from jax_sparse_mla.kernels import build
-from jax_sparse_mla.xla import tvm
 
-__all__ = ["decode", "prefill", "serves"]
+__all__ = ["decode", "prefill", "unready"]
 
 
-def serves(phase: str) -> bool:
-    """Whether this process can serve the phase on its device; asked of decode, it builds the kernel if need be."""
-    if DeviceInfo.current().compute_capability != (9, 0):
-        return False
-    if phase == "prefill":
-        return importlib.util.find_spec("absl") is not None  # Mosaic GPU imports it in jax 0.10
-    return tvm.available() and build.sparse_decode_module() is not None
+def unready(phase: str, framework: str) -> str | None:
+    """Why a phase cannot be served here although its packages are installed; asked of decode, it builds the kernel."""
+    if phase == "decode" and build.sparse_decode_module() is None:
+        return "its CUDA kernel cannot be used here: a warning says why"
+    return None

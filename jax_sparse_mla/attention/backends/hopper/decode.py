@@ -6,12 +6,14 @@ launch is planned from static shapes; lengths and indices stay data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.attention.route import DeviceInfo
+from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90.decode_plan import V_DIM, decode_plan
 from jax_sparse_mla.kv_cache import PagedKV
@@ -24,35 +26,24 @@ _PART_DTYPES = (jnp.float32, jnp.float32, jnp.int32)
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    cache: PagedKV,
-    indices: jax.Array,  # [batch, q_len, topk] slots of cache
-    topk_length: jax.Array | None,  # [batch, q_len]; None scans all columns
-    extra_cache: PagedKV | None,
-    extra_indices: jax.Array | None,  # [batch, q_len, extra_topk] slots of extra_cache
-    extra_topk_length: jax.Array | None,  # [batch, q_len]
+    tables: Sequence[IndexTable],  # one or two
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,  # FlashMLA's; this kernel makes its own
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
-    del schedule, assume_valid_indices  # every index is checked
+    del assume_valid_indices  # every index is checked
     batch, q_len, heads, _ = q.shape
     shapes = (
         jax.ShapeDtypeStruct((batch, q_len, heads, V_DIM), jnp.bfloat16),
         jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
     )
-    # A table without columns or a cache without rows has nothing to read.
-    tables = [(cache, indices, topk_length), (extra_cache, extra_indices, extra_topk_length)]
-    tables = [table for table in tables if table[0] is not None and table[0].data.size and table[1].size]
-    if 0 in (batch, q_len, heads) or not tables:
-        return jnp.zeros(shapes[0].shape, jnp.bfloat16), jnp.full(shapes[1].shape, -jnp.inf, jnp.float32)
     plan = decode_plan(
         batch * q_len,
         heads,
-        tuple(table[1].shape[-1] for table in tables),
-        has_lengths=any(table[2] is not None for table in tables),
+        tuple(table.indices.shape[-1] for table in tables),
+        has_lengths=any(table.lengths is not None for table in tables),
         sm_count=DeviceInfo.current().sm_count,
     )
     operands: list[jax.Array] = []

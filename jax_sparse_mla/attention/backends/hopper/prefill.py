@@ -10,32 +10,23 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
-from jax_sparse_mla.attention.route import DeviceInfo
-from jax_sparse_mla.kernels.sm90.decode_plan import V_DIM
+from jax_sparse_mla.device import DeviceInfo
 
 _H200_SM_COUNT = 132  # what a program is made for where there is no GPU; it is right on any other, too
 
 
-@partial(jax.jit, static_argnames=("softmax_scale", "v_dim"))
+@partial(jax.jit, static_argnames=("softmax_scale",))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim], qk_dim 512 or 576
     kv: jax.Array,  # [kv_len, qk_dim]
     indices: jax.Array,  # [q_len, topk] rows of kv
     topk_length: jax.Array | None,  # [q_len]; None scans all columns
     attn_sink: jax.Array | None,  # [heads]
-    schedule: object,  # of decode
     *,
     softmax_scale: float,
-    v_dim: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
-    del schedule, v_dim
-    q_len, heads, _ = q.shape
-    if 0 in (*q.shape, *kv.shape, *indices.shape):
-        nothing = jnp.full((q_len, heads), -jnp.inf, jnp.float32)
-        return jnp.zeros((q_len, heads, V_DIM), jnp.bfloat16), nothing, nothing
     from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
 
     sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT

@@ -1,17 +1,17 @@
-"""Sparse MLA prefill for SM90 in Pallas Mosaic GPU; docs/kernels.md explains it from top to bottom.
+"""Sparse MLA prefill for SM90 in Pallas Mosaic GPU: a persistent kernel, explained in docs/kernels.md.
 
-A block of threads takes work items one after the other: 64 heads of a query token. It walks the token's keys in pairs
-of blocks of 64. Warpgroup 0 scores block 0 and owns the left half of the output, warpgroup 1 scores block 1 and owns
-the right half; each multiplies both blocks' weights with its half of V, its own weights from registers, the other's
-through shared memory. Warpgroup 2 gathers rows with cp.async. While one consumer is in its softmax the other one's
-products keep the tensor cores busy.
+A thread block takes work items one after the other; an item is 64 heads of a query token. It goes through the token's
+keys in pairs of blocks of 64. Two warpgroups are consumers: warpgroup 0 scores block 0 and owns the left half of the
+output, warpgroup 1 scores block 1 and owns the right half. Each multiplies the weights of both blocks with its half of
+V: its own weights from registers, the other's from shared memory. Warpgroup 2 is the producer and gathers rows with
+cp.async. While one consumer computes its softmax, the other's products keep the tensor cores busy.
 
-Weights are exp2(score − reference), with one reference a head. It passes from warpgroup 0, which knows block 0, to
-warpgroup 1, which also knows block 1, and back, and rises only when a block's maximum is more than 8 above it: weights
-up to 256 cost no precision, and nearly all pairs leave the accumulators as they are.
+Weights are exp2(score − reference), with one reference for each head. Warpgroup 0 updates the reference by block 0 and
+passes it to warpgroup 1, which updates it by block 1 and passes it back. It rises only when a block's maximum is more
+than 8 above it. Weights up to 256 lose no precision, and nearly all pairs leave the accumulators as they are.
 
-A key block's rows are two halves of 256 columns, gathered and released separately, and for d 576 a tail of 64 columns
-without part in V: once scored, its place takes the block's weights.
+The rows of a key block are two halves of 256 columns, which are gathered and released separately. Keys of d 576 also
+have a tail of 64 columns, which is no part of V. Once the tail is scored, the block's weights replace it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ PAIR = 2 * BLOCK
 HALF = V_DIM // 2  # columns of the output that one warpgroup owns
 _TAIL = 64  # columns that are no part of V
 
-# 168 registers a thread at launch; what the producer gives up the consumers take.
+# A thread has 168 registers at launch; the consumers take what the producer gives up.
 _PRODUCER_REGISTERS = 72
 _CONSUMER_REGISTERS = 216
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
-_LEAST = -1e30  # where the reference starts: finite, so that exp2(−inf − it) is 0
+_LEAST = -1e30  # the first reference: finite, so that exp2(−inf − reference) is 0
 _SLACK = 8.0  # how far above the reference a score may be, in powers of two
 
 _REF = plgpu.RefType()
@@ -55,15 +55,15 @@ _ROW_NUMBERS = tiles.per_thread_layout(2 * tiles.ROWS_PER_THREAD)  # of both blo
 
 
 class Barrier(enum.IntEnum):
-    """What a barrier's completion says. Those of a block are two, those of a block's halves four: [block][half]."""
+    """What a barrier's completion means; two barriers for a pair's blocks, four for their halves: [block][half]."""
 
-    FULL = 0  # the half (of block 0 the right one, of block 1 the left one with the tail) has landed
-    EMPTY = 4  # nobody reads it any more
-    VALID = 8  # which of the block's keys exist is written
+    FULL = 0  # the half has arrived; the tail comes with block 0's right half and block 1's left half
+    EMPTY = 4  # no warpgroup reads the half any more
+    VALID = 8  # the mask of the block's keys is written
     REFERENCE = 10  # the reference after block 0 is written
-    WEIGHTS = 11  # the block's weights are written, for the reference after both blocks, and that, too
+    WEIGHTS = 11  # the block's weights are written, relative to the reference after both blocks, which is written too
     QUERIES_FULL = 13
-    QUERIES_EMPTY = 14  # by both consumers
+    QUERIES_EMPTY = 14  # both consumers have arrived
     SUMS = 15  # both consumers' sums of weights are written
 
 
@@ -71,20 +71,20 @@ _ARRIVALS = [ptx.WARPGROUP] * Barrier.QUERIES_EMPTY + [2 * ptx.WARPGROUP] * 2
 
 
 class Shared(NamedTuple):
-    """The shared memory of a block of threads; bytes at d 512 / 576."""
+    """The shared memory of a thread block, with bytes at d 512 / 576."""
 
     queries: jax.Array  # bfloat16 [64, qk_dim]: 65,536 / 73,728
     keys: jax.Array  # bfloat16 [2, 64, 512]: 131,072
-    weights: jax.Array  # bfloat16 [2, 64, 64], at first the keys' tails: 16,384
+    weights: jax.Array  # bfloat16 [2, 64, 64], before them the keys' tails: 16,384
     valid: jax.Array  # int32 [2, 64]: 1 where the key exists
-    references: jax.Array  # float32 [2, 64]: after block 0, after both
+    references: jax.Array  # float32 [2, 64]: after block 0, after both blocks
     maximum: jax.Array  # float32 [1, 64]: over warpgroup 1's blocks
     sums: jax.Array  # float32 [2, 64]: of each consumer's weights
     barriers: jax.Array  # int32 pairs
 
 
 class Item(NamedTuple):
-    """A work item of a block of threads. Barriers count its items, and the pairs of all of them."""
+    """A work item of a thread block. Barriers count the block's items, or the pairs of all its items."""
 
     number: jax.Array
     t: jax.Array
@@ -123,7 +123,7 @@ def _init_barriers(shared: Shared) -> None:
 
 
 def _wait(shared: Shared, barrier: int, phase: jax.Array, *, for_wgmma: bool = False) -> None:
-    """Until phase number `phase` has completed; `for_wgmma`: what was written before is read by wgmma."""
+    """Waits until phase number `phase` has completed; `for_wgmma` where wgmma then reads what was written before."""
 
     @inline(_REF, SPLAT)
     def emit(ctx, barriers, phase):
@@ -148,7 +148,7 @@ def _arrive(shared: Shared, barrier: int, *, for_wgmma: bool = False) -> None:
 
 
 def _gather_queries(q_ref, shared: Shared, t, first_head, item) -> None:
-    """64 heads of a token; those that q does not have are zero."""
+    """Copies 64 heads of a token; heads that q does not have become zero."""
 
     @inline(_REF, _TILES, _REF, SPLAT, SPLAT, SPLAT)
     def emit(ctx, q, queries, barriers, t, first_head, item):
@@ -169,7 +169,7 @@ def _gather_queries(q_ref, shared: Shared, t, first_head, item) -> None:
 
 
 def _row_numbers(indices_ref, t, first_column, limit, kv_len: int) -> jax.Array:
-    """The rows of kv that the calling thread copies for a pair of blocks, −1 for none."""
+    """The rows of kv that the calling thread copies for a pair of blocks; −1 where there is no key."""
 
     @inline(_REF, SPLAT, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct(_ROW_NUMBERS.args[0], jnp.int32, _ROW_NUMBERS))
     def emit(ctx, indices, t, first_column, limit):
@@ -214,7 +214,7 @@ def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
 
 
 def _store_valid(valid, block: int, rows) -> None:
-    """Eight threads store the same."""
+    """Stores the mask of a block's keys; eight threads store the same value."""
     for place, row in zip(tiles.thread_rows(), rows):
         exists = arith.cmpi(arith.CmpIPredicate.sge, row, ptx.i32(0))
         value = arith.select(exists, ptx.i32(1), ptx.i32(0))
@@ -229,7 +229,7 @@ def _fragment_type(columns: int) -> plgpu.ShapeDtypeStruct:
 
 
 def _scores(block: int, shared: Shared, pair) -> jax.Array:
-    """q · k of a block; the half that is released first is scored first."""
+    """q · k of a block. The half that is released first is scored first."""
     qk_dim = shared.queries.shape[1]
 
     @inline(*(_TILES,) * 3, _REF, SPLAT, returns=_fragment_type(BLOCK))
@@ -238,7 +238,7 @@ def _scores(block: int, shared: Shared, pair) -> jax.Array:
         keys = ptx.wgmma_descriptor(keys, 0, tiles.row_stride(V_DIM))
         acc = [llvm.UndefOp(ir.F32Type.get()).result] * (BLOCK // 2)
         half_tiles = HALF // tiles.TILE_COLUMNS
-        steps = []  # of 16 columns: offsets of queries and keys
+        steps = []  # byte offsets of queries and keys, 16 columns each
         for half in (block, 1 - block):
             ptx.barrier_wait(barriers, _half_barrier(Barrier.FULL, block, half), scalar(pair))
             ptx.fence_async_proxy()
@@ -258,12 +258,12 @@ def _scores(block: int, shared: Shared, pair) -> jax.Array:
 
 
 def _tile_steps(tile: int) -> list[int]:
-    """Byte offsets of the four times 16 columns of a tile."""
+    """Byte offsets of a tile's four groups of 16 columns."""
     return [tile * tiles.TILE_BYTES + 32 * i for i in range(tiles.TILE_COLUMNS // 16)]
 
 
 def _multiply(acc, weights, shared: Shared, block: int, half: int) -> jax.Array:
-    """acc + weights @ V of a block, left in flight; weights None are those in shared memory."""
+    """Starts acc + weights @ V of a block and leaves it in flight; None takes the weights in shared memory."""
 
     @inline(FRAGMENT, *([] if weights is None else [FRAGMENT]), _TILES, _TILES, returns=_fragment_type(HALF))
     def emit(ctx, acc, *operands):
@@ -285,7 +285,7 @@ def _multiply(acc, weights, shared: Shared, block: int, half: int) -> jax.Array:
 
 
 def _finish(acc, in_flight: int = 0) -> jax.Array:
-    """acc when at most so many products, the latest, are still in flight."""
+    """Waits until at most `in_flight` products, the latest, are in flight; returns acc."""
 
     @inline(FRAGMENT, returns=_fragment_type(HALF))
     def emit(ctx, acc):
@@ -298,7 +298,7 @@ def _finish(acc, in_flight: int = 0) -> jax.Array:
 
 
 def _load(ref, row: int, layout) -> jax.Array:
-    """`plgpu.load` in the spelling of either version."""
+    """`plgpu.load`, as either version of JAX spells it."""
     index = (row, slice(None))
     if jax.__version_info__ < (0, 11):
         return plgpu.load(ref, index, layout=layout, optimized=False)
@@ -306,12 +306,12 @@ def _load(ref, row: int, layout) -> jax.Array:
 
 
 def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """A number for each row, over the columns."""
+    """Broadcasts one number for each row over the columns."""
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def _masked_scores(block: int, shared: Shared, pair, last_pair, scale: float) -> jax.Array:
-    """Scaled by log2(e) too, −inf where there is no key."""
+    """Scores in base 2 (`scale` has log2(e) in it), −inf where there is no key."""
     scores = _scores(block, shared, pair)
 
     @pl.when(pair == last_pair)
@@ -328,7 +328,7 @@ def _raised(reference: jax.Array, maximum: jax.Array) -> jax.Array:
 
 
 def _rescaled(acc: jax.Array, factor: jax.Array) -> jax.Array:
-    """acc · factor by row; a warp whose factors are all 1 has nothing to do."""
+    """acc · factor, row by row; a warp whose factors are all 1 skips it."""
 
     @inline(FRAGMENT, BY_ROW, returns=_fragment_type(HALF))
     def emit(ctx, acc, factor):
@@ -346,12 +346,12 @@ def _rescaled(acc: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 class State(NamedTuple):
-    """What a consumer keeps of the pairs so far."""
+    """A consumer's results over the pairs so far."""
 
     acc: jax.Array  # float32 [64, 256]: weights @ V
     reference: jax.Array  # float32 [64], the same in both consumers
-    total: jax.Array  # float32 [64]: of the weights of its own blocks
-    maximum: jax.Array  # float32 [64]: of the scores of its own blocks
+    total: jax.Array  # float32 [64]: sum of the weights of its own blocks
+    maximum: jax.Array  # float32 [64]: largest score of its own blocks
 
     @classmethod
     def initial(cls) -> State:
@@ -363,7 +363,7 @@ class State(NamedTuple):
 
 
 def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
-    """A pair of blocks by warpgroup 0."""
+    """Warpgroup 0's work on a pair of blocks."""
     scores = _masked_scores(0, shared, pair, last_pair, scale)
     block_maximum = scores.max(axis=1)
     own = _raised(state.reference, block_maximum)
@@ -388,7 +388,7 @@ def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> S
 
 
 def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
-    """A pair of blocks by warpgroup 1."""
+    """Warpgroup 1's work on a pair of blocks."""
     scores = _masked_scores(1, shared, pair, last_pair, scale)
     block_maximum = scores.max(axis=1)
     _wait(shared, Barrier.REFERENCE, pair)
@@ -411,7 +411,7 @@ def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> 
 
 
 def _write_results(half: int, refs, shared: Shared, item: Item, state: State) -> None:
-    """The half of `out` that this warpgroup owns; warpgroup 0 also the statistics."""
+    """Writes the half of `out` that this warpgroup owns; warpgroup 0 writes the statistics too."""
     out_ref, max_ref, lse_ref, sink_ref = refs
     sinks = None if sink_ref is None else _load_sinks(sink_ref, item.first_head) * _LOG2_E
     shared.sums[half] = state.total
@@ -458,7 +458,7 @@ def _load_sinks(sink_ref, first_head) -> jax.Array:
 
 
 def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, blocks: int) -> None:
-    """Deals the items in turn, so that the head tiles of a token, which gather the same rows, run side by side."""
+    """Deals the items in turn, so that the head tiles of a token, which gather the same rows, run at the same time."""
     head_tiles = -(-heads // HEADS)
     this = lax.axis_index("block")
 
@@ -466,7 +466,7 @@ def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, bloc
         position = this + number * blocks
         t, first_head = lax.div(position, jnp.int32(head_tiles)), lax.rem(position, jnp.int32(head_tiles)) * HEADS
         limit = jnp.int32(topk) if length_ref is None else jnp.minimum(length_ref[t], topk)
-        # A token without keys has a pair that is all masked: every role then passes every barrier once or more.
+        # A token without keys has one pair that is all masked, so that every warpgroup passes every barrier.
         end_pair = first_pair + jnp.maximum(lax.div(limit + (PAIR - 1), jnp.int32(PAIR)), 1)
         work(Item(number, t, first_head, limit, first_pair, end_pair))
         return end_pair

@@ -1,4 +1,4 @@
-"""What the kernels here take from PTX because Pallas has no name for it: counted barriers, copies by row, fences.
+"""PTX instructions that Pallas lacks: counted barriers, copies by row, fences, wgmma.
 
 Every function emits code at the current MLIR insertion point, inside a function decorated by `plgpu.inline_mgpu`.
 """
@@ -46,7 +46,7 @@ def thread_in_warpgroup() -> ir.Value:
 
 
 def any_lane(condition: ir.Value) -> ir.Value:
-    """Whether it holds in any thread of the warp."""
+    """Whether the condition holds in any thread of the warp."""
     text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
     found = asm(text, "=r,r", arith.extui(i32_type(), condition), result=i32_type())
     return arith.cmpi(arith.CmpIPredicate.ne, found, i32(0))
@@ -66,7 +66,7 @@ def global_address(ref: ir.Value) -> ir.Value:
 
 
 def barriers_init(ref: ir.Value, counts: list[int]) -> None:
-    """By one thread; all threads of the block pass before anything else."""
+    """One thread initialises the barriers; all threads of the block then synchronise."""
     base = shared_address(ref)
     first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), i32(0))
     with mgpu_utils.when(first):
@@ -77,12 +77,12 @@ def barriers_init(ref: ir.Value, counts: list[int]) -> None:
 
 
 def previous(phase: ir.Value) -> ir.Value:
-    """The phase before it. A barrier's phases count from 0; the one before is complete from the start."""
+    """The phase before this one. A barrier's phases count from 0; phase −1 is complete from the start."""
     return arith.subi(phase, i32(1))
 
 
 def barrier_wait(ref: ir.Value, index: int, phase: ir.Value) -> None:
-    """Until this phase, which is the current one or the one before it, has completed."""
+    """Waits until this phase has completed; it is the current phase or the one before."""
     parity = arith.andi(phase, i32(1))
     loop = (
         "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared.b64 done, [$0 + %d], $1; "
@@ -96,7 +96,7 @@ def barrier_arrive(ref: ir.Value, index: int) -> None:
 
 
 def barrier_arrive_after_copies(ref: ir.Value, index: int) -> None:
-    """The calling thread arrives when all its copies issued so far have landed; it does not wait for them."""
+    """The calling thread arrives when all copies that it has issued have arrived; it does not wait for them."""
     asm(f"cp.async.mbarrier.arrive.noinc.shared.b64 [$0 + {8 * index}];", "r", shared_address(ref))
 
 
@@ -104,18 +104,18 @@ def barrier_arrive_after_copies(ref: ir.Value, index: int) -> None:
 
 
 def fence_async_proxy() -> None:
-    """Orders shared memory written by ordinary stores and by cp.async before what wgmma reads after it."""
+    """Orders writes to shared memory, by ordinary stores and by cp.async, before later reads by wgmma."""
     asm("fence.proxy.async.shared::cta;", "")
 
 
 def copy_16(target: ir.Value, offset: int, source: ir.Value, source_offset: int, nbytes: ir.Value) -> None:
-    """16 bytes from global to shared memory, past L1: `nbytes` (0 or 16) of them read, the rest zero."""
+    """Copies 16 bytes from global to shared memory, past the L1. `nbytes` (0 or 16) are read, the rest are zero."""
     text = f"cp.async.cg.shared.global.L2::256B [$0 + {offset}], [$1 + {source_offset}], 16, $2;"
     asm(text, "r,l,r", target, source, nbytes)
 
 
 def store_16(address: ir.Value, offset: int, words: Sequence[ir.Value]) -> None:
-    """Four 32-bit words to global memory."""
+    """Stores four 32-bit words to global memory."""
     asm(f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};", "l,r,r,r,r", address, *words)
 
 
@@ -125,7 +125,7 @@ _SWIZZLE_128 = 1 << 62
 
 
 def wgmma_descriptor(ref: ir.Value, leading: int, stride: int) -> ir.Value:
-    """Of bfloat16 in 128-byte swizzled tiles of 8 x 64; `leading` and `stride` in bytes, as PTX calls them."""
+    """The descriptor of bfloat16 tiles of 8 x 64, swizzled by 128 bytes; `leading` and `stride` (PTX) in bytes."""
     address = arith.andi(arith.shrui(shared_address(ref), i32(4)), i32(0x3FFF))
     wide = arith.extui(ir.IntegerType.get_signless(64), address)
     return arith.ori(wide, i64(_SWIZZLE_128 | (stride >> 4) << 32 | (leading >> 4) << 16))
@@ -141,10 +141,10 @@ def wgmma(
     transpose_b: bool = False,
     accumulate: bool = True,
 ) -> list[ir.Value]:
-    """acc + a @ b of one instruction, 64 x n x 16, or a @ b alone: in flight until `wgmma_wait`.
+    """Starts acc + a @ b, or a @ b alone, of one 64 x n x 16 instruction; it is in flight until `wgmma_wait`.
 
-    The offsets are added inside the statement: LLVM would otherwise hoist the sums, one for each instruction, out of
-    the loop, and there are not as many registers.
+    The offsets are added inside the statement. Otherwise LLVM would hoist one sum for each instruction out of the loop,
+    and there are not enough registers for them.
 
     Args:
       acc: float32 scalars, n / 2 of them.
@@ -172,7 +172,7 @@ def wgmma(
 
 
 def _through(text: str, acc: Sequence[ir.Value], operands: Sequence[ir.Value] = (), constraints: Sequence[str] = ()):
-    """A statement that changes the float32 scalars `acc`, operands $0 to $n−1, in place."""
+    """Emits a statement that changes the float32 scalars `acc`, its operands $0 to $n−1, in place."""
     f32 = ir.F32Type.get()
     parts = [*["=f"] * len(acc), *map(str, range(len(acc))), *constraints]
     struct = asm(text, ",".join(parts), *acc, *operands, result=llvm.StructType.get_literal([f32] * len(acc)))
@@ -188,5 +188,5 @@ def wgmma_commit() -> None:
 
 
 def wgmma_wait(acc: Sequence[ir.Value], groups: int) -> list[ir.Value]:
-    """Until at most `groups` committed groups are in flight; `acc` passes through, so that no use comes before it."""
+    """Waits until at most `groups` committed groups are in flight. `acc` passes through, so no use comes before."""
     return _through(f"wgmma.wait_group.sync.aligned {groups};", acc)

@@ -1,11 +1,11 @@
 """Moving rows between global memory, tiled shared memory and wgmma's registers, 64 rows at a time.
 
 Shared-memory arrays are bfloat16 in tiles of 8 x 64, 1,024 bytes each, swizzled by 128 bytes: in row r of a tile the
-16-byte chunk c stands at place c xor (r mod 8). Tiles follow each other row by row of tiles.
+16-byte chunk c is at place c xor (r mod 8). Tiles are stored one row of tiles after the other.
 
-A warpgroup copies rows with eight threads a row and 16 bytes a thread: thread t owns chunk t mod 8 of the rows
-t // 8 + 16 i, i < 4. In wgmma's fragments warp w holds rows 16 w … 16 w + 15: a lane the rows lane // 4 and that plus
-8, of every eight columns the two from 2 (lane mod 4).
+A warpgroup copies a row with eight threads, 16 bytes a thread: thread t owns chunk t mod 8 of the rows t // 8 + 16 i,
+i < 4. In wgmma's fragments warp w holds the rows 16 w … 16 w + 15. A lane holds the rows lane // 4 and lane // 4 + 8 of
+these, and of every eight columns the two from 2 (lane mod 4) on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from jax_sparse_mla.kernels.sm90.prefill import ptx
 
-ROWS = 64  # of an array here: a block of keys, or the heads of a work item
+ROWS = 64  # a block of keys, or the heads of a work item
 TILE_COLUMNS = 64
 TILE_BYTES = 1024
 ROWS_PER_THREAD = 4
@@ -72,7 +72,7 @@ def tile_address(ref: ir.Value, columns: int) -> ir.Value:
 
 
 def source_address(ref: ir.Value, row: ir.Value) -> ir.Value:
-    """Of the calling thread's first chunk in this row (int64) of a row-major array; row 0 for a negative one."""
+    """The address of the calling thread's first chunk in a row (int64) of a row-major array; row 0 if negative."""
     columns = ir.MemRefType(ref.type).shape[-1]
     _, chunk = _thread_row_and_chunk()
     row = arith.maxsi(row, ptx.i64(0))
@@ -88,7 +88,7 @@ def copy_rows(
     sources: Sequence[ir.Value],
     first_source_tile: int = 0,
 ) -> None:
-    """Starts the copies of these tiles of the calling thread's rows; a negative row is zero and not read."""
+    """Starts the copies of these tiles of the calling thread's rows. A negative row becomes zeros and is not read."""
     for i, (row, source) in enumerate(zip(rows, sources)):
         exists = arith.cmpi(arith.CmpIPredicate.sge, row, ptx.i32(0))
         nbytes = arith.select(exists, ptx.i32(16), ptx.i32(0))
@@ -103,7 +103,7 @@ def load_index(indices: ir.Value, t: ir.Value, column: ir.Value, limit: ir.Value
     entry = scf.IfOp(inside, [ptx.i32_type()], has_else=True)
     with ir.InsertionPoint(entry.then_block):
         row = memref.load(indices, [ptx.index(t), ptx.index(column)])
-        exists = arith.cmpi(arith.CmpIPredicate.ult, row, ptx.i32(num_rows))  # a negative one is large
+        exists = arith.cmpi(arith.CmpIPredicate.ult, row, ptx.i32(num_rows))  # unsigned: negative rows are large
         scf.yield_([arith.select(exists, row, ptx.i32(-1))])
     with ir.InsertionPoint(entry.else_block):
         scf.yield_([ptx.i32(-1)])
@@ -111,7 +111,7 @@ def load_index(indices: ir.Value, t: ir.Value, column: ir.Value, limit: ir.Value
 
 
 def per_thread(values: Sequence[ir.Value]) -> fa.FragmentedArray:
-    """int32 of the calling thread as an array that a loop can carry."""
+    """The calling thread's int32 values as an array that a loop can carry."""
     one = ir.VectorType.get((1,), ptx.i32_type())
     registers = np.array([vector.broadcast(one, value) for value in values], dtype=object)
     return fa.FragmentedArray(_registers=registers, _layout=per_thread_layout(len(values)).to_mgpu(), _is_signed=True)
@@ -129,7 +129,7 @@ def from_per_thread(x: fa.FragmentedArray) -> list[ir.Value]:
 
 
 def fragment(values: Sequence[ir.Value], shape: tuple[int, int]) -> fa.FragmentedArray:
-    """An array of the scalars that wgmma left in its registers, in their order."""
+    """An array of the scalars in wgmma's registers, in their order."""
     pair_type = ir.VectorType.get((2,), values[0].type)
     registers = np.empty(fa.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
     for i in range(registers.size):
@@ -145,12 +145,12 @@ def fragment_values(x: fa.FragmentedArray) -> list[ir.Value]:
 
 
 def value_row(i: int) -> int:
-    """Which of the thread's two rows the scalar i of a fragment belongs to."""
+    """To which of the thread's two rows scalar i of a fragment belongs."""
     return i // 2 % 2
 
 
 def row_values(x: fa.FragmentedArray) -> list[ir.Value]:
-    """Of an array by row: the numbers of the thread's two rows."""
+    """The numbers of the thread's two rows in an array with one number for each row."""
     return [llvm.extractelement(register, ptx.i32(0)) for register in x.registers.flat]
 
 
@@ -169,9 +169,9 @@ def _fragment_rows() -> tuple[ir.Value, ir.Value]:
 
 
 def store_columns(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: ir.Value, first_column: int) -> None:
-    """A bfloat16 fragment to `out[t, first_head:, first_column:]`, without the heads that `out` does not have.
+    """Stores a bfloat16 fragment to `out[t, first_head:, first_column:]`, except heads that `out` does not have.
 
-    Four lanes hold eight columns of a row, four bytes each. They trade, so that each writes 16 bytes.
+    Four lanes hold eight columns of a row, four bytes each. They exchange words so that each writes 16 bytes.
     """
     _, heads, columns = ir.MemRefType(out.type).shape
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
@@ -204,7 +204,7 @@ def _transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
 
 
 def store_by_row(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: ir.Value) -> None:
-    """A number for each row to `out[t, first_head:]`, without the heads that `out` does not have."""
+    """Stores one number for each row to `out[t, first_head:]`, except heads that `out` does not have."""
     _, heads = ir.MemRefType(out.type).shape
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     writes = arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.i32(0))
@@ -216,7 +216,7 @@ def store_by_row(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: 
 
 
 def load_by_row(ref: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
-    """float32 `ref[first_head:]`, for heads past the last one the last one's."""
+    """Loads float32 `ref[first_head:]`; a head past the last one gets the last one's value."""
     (heads,) = ir.MemRefType(ref.type).shape
     layout = fa.WGMMA_LAYOUT.reduce([1])
     one = ir.VectorType.get((1,), ir.F32Type.get())

@@ -1,4 +1,4 @@
-"""Triton kernels of the schedules, by the rules of `jax_sparse_mla.metadata.schedules`; one program a schedule.
+"""Triton kernels of the schedules, by the rules of `jax_sparse_mla.metadata.schedules`; one program each.
 
 The kernels keep what they need of the batch in their own outputs, so no batch is too large for a shared memory.
 """
@@ -6,9 +6,12 @@ The kernels keep what they need of the batch in their own outputs, so no batch i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 _BLOCK_TOKENS = tl.constexpr(64)  # keys that a FlashMLA block covers
@@ -17,26 +20,15 @@ _OVERHEAD = tl.constexpr(5)  # what starting on a request costs a partition, in 
 _RESIDENT_BATCH = 256  # requests whose starts the walk keeps in one warp's registers
 _LARGE_CHUNK = 1024
 
-MAX_SCHEDULES = 3  # of FlashMLA that a launch makes: V4 has three kinds of layers
 
-
-def schedules_constants(
-    columns: Sequence[tuple[int, int]], batch: int, num_sm_parts: int, indexer: dict[str, int] | None
-) -> dict[str, int]:
-    """Constants of `schedules_kernel`.
-
-    Args:
-      columns: topk and extra_topk of each FlashMLA schedule.
-      indexer: `paged_mqa_constants`, where the indexer's schedule is wanted.
-    """
+def flashmla_constants(topk: int, extra_topk: int, batch: int, num_sm_parts: int) -> dict[str, int]:
+    """Constants of `flashmla_kernel`."""
     # A step of the walk is a reduction: quickest in one warp, from registers. Large batches have more work around it.
     resident = batch <= _RESIDENT_BATCH
     rows = max(triton.next_power_of_2(batch), 32) if resident else _LARGE_CHUNK
-    every = [*columns, *[(0, 0)] * (MAX_SCHEDULES - len(columns))]
     return {
-        "SCHEDULES": len(columns),
-        **{f"TOPK_{i}": topk for i, (topk, _) in enumerate(every)},
-        **{f"EXTRA_TOPK_{i}": extra_topk for i, (_, extra_topk) in enumerate(every)},
+        "TOPK": topk,
+        "EXTRA_TOPK": extra_topk,
         "PARTS": num_sm_parts,
         "PARTS_BLOCK": triton.next_power_of_2(num_sm_parts),
         "WINDOW": max(triton.next_power_of_2(walk_window(num_sm_parts)), 32),
@@ -45,7 +37,6 @@ def schedules_constants(
         "PARTS_STEPS": num_sm_parts.bit_length(),
         "ROWS": rows,
         "CHUNKS": triton.cdiv(batch + 1, rows),
-        **(indexer or {"NUM_SMS": 0, "SMS_BLOCK": 1, "SPLIT_KV": 1, "INDEXER_ROWS": 1, "INDEXER_CHUNKS": 1}),
         "num_warps": 1 if resident else 4,
     }
 
@@ -102,12 +93,12 @@ def _row_costs(main_ptr, extra_ptr, row, in_batch, TOPK: tl.constexpr, EXTRA_TOP
 
 
 @triton.jit
-def _flashmla(
+def flashmla_kernel(
     main_ptr,  # int32 [batch]
     extra_ptr,  # int32 [batch], not read where EXTRA_TOPK is 0
+    batch,
     tiles_ptr,  # int32 [PARTS, 8]
     splits_ptr,  # int32 [batch + 1]; holds the requests' starts until its own values are known
-    batch,
     TOPK: tl.constexpr,
     EXTRA_TOPK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -264,10 +255,10 @@ def _first_sm(split, share, pivot):
 
 
 @triton.jit
-def _paged_mqa(
+def paged_mqa_kernel(
     context_ptr,  # int32 [num_rows]
-    out_ptr,  # int32 [NUM_SMS + 1, 2]
     num_rows,
+    out_ptr,  # int32 [NUM_SMS + 1, 2]
     NUM_SMS: tl.constexpr,
     SMS_BLOCK: tl.constexpr,
     SPLIT_KV: tl.constexpr,
@@ -306,76 +297,30 @@ def _paged_mqa(
         before += tl.sum(splits)
 
 
-@triton.jit
-def paged_mqa_kernel(
-    context_ptr,
-    num_rows,
-    out_ptr,
-    NUM_SMS: tl.constexpr,
-    SMS_BLOCK: tl.constexpr,
-    SPLIT_KV: tl.constexpr,
-    INDEXER_ROWS: tl.constexpr,
-    INDEXER_CHUNKS: tl.constexpr,
-):
-    _paged_mqa(context_ptr, out_ptr, num_rows, NUM_SMS, SMS_BLOCK, SPLIT_KV, INDEXER_ROWS, INDEXER_CHUNKS)
+# ---- launches: sizes are not zero ----
 
 
-@triton.jit
-def schedules_kernel(
-    # Program i makes the i-th FlashMLA schedule, the next one the indexer's. Of those that a launch does not make,
-    # nothing is read or written.
-    main_0_ptr,  # int32 [batch], as the next five
-    extra_0_ptr,
-    main_1_ptr,
-    extra_1_ptr,
-    main_2_ptr,
-    extra_2_ptr,
-    context_ptr,  # int32 [num_rows]
-    batch,
-    num_rows,
-    tiles_0_ptr,  # int32 [PARTS, 8]
-    splits_0_ptr,  # int32 [batch + 1]
-    tiles_1_ptr,
-    splits_1_ptr,
-    tiles_2_ptr,
-    splits_2_ptr,
-    paged_mqa_ptr,  # int32 [NUM_SMS + 1, 2]
-    SCHEDULES: tl.constexpr,
-    TOPK_0: tl.constexpr,
-    TOPK_1: tl.constexpr,
-    TOPK_2: tl.constexpr,
-    EXTRA_TOPK_0: tl.constexpr,
-    EXTRA_TOPK_1: tl.constexpr,
-    EXTRA_TOPK_2: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    STARTS_STEPS: tl.constexpr,
-    PARTS_STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    NUM_SMS: tl.constexpr,
-    SMS_BLOCK: tl.constexpr,
-    SPLIT_KV: tl.constexpr,
-    INDEXER_ROWS: tl.constexpr,
-    INDEXER_CHUNKS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    if program == 0:
-        _flashmla(
-            main_0_ptr, extra_0_ptr, tiles_0_ptr, splits_0_ptr, batch, TOPK_0, EXTRA_TOPK_0,
-            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
-        )  # fmt: skip
-    if SCHEDULES > 1 and program == 1:
-        _flashmla(
-            main_1_ptr, extra_1_ptr, tiles_1_ptr, splits_1_ptr, batch, TOPK_1, EXTRA_TOPK_1,
-            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
-        )  # fmt: skip
-    if SCHEDULES > 2 and program == 2:
-        _flashmla(
-            main_2_ptr, extra_2_ptr, tiles_2_ptr, splits_2_ptr, batch, TOPK_2, EXTRA_TOPK_2,
-            PARTS, PARTS_BLOCK, WINDOW, RESIDENT, STARTS_STEPS, PARTS_STEPS, ROWS, CHUNKS,
-        )  # fmt: skip
-    if NUM_SMS > 0 and program == SCHEDULES:
-        _paged_mqa(context_ptr, paged_mqa_ptr, num_rows, NUM_SMS, SMS_BLOCK, SPLIT_KV, INDEXER_ROWS, INDEXER_CHUNKS)
+def paged_mqa(execute: Executor, context_lens, *, num_sms: int, split_kv: int, out=None) -> Any:
+    """As `jax_sparse_mla.paged_mqa_schedule`."""
+    num_rows, outputs = context_lens.shape[0], (Output((num_sms + 1, 2), "int32"),)
+    constants = {"num_warps": paged_mqa_warps(num_rows), **paged_mqa_constants(num_rows, num_sms, split_kv)}
+    launch = Launch(paged_mqa_kernel, "paged_mqa_schedule", (1,), (num_rows,), outputs, constants)
+    return execute(launch, (context_lens,), (out,))[0]
+
+
+def flashmla(
+    execute: Executor,
+    topk_length,
+    extra_topk_length,
+    *,
+    topk: int,
+    extra_topk: int,
+    num_sm_parts: int,
+    out: Sequence[Any] | None = None,
+) -> tuple[Any, ...]:
+    """As `jax_sparse_mla.metadata.schedules.flashmla_schedule_reference`."""
+    batch = topk_length.shape[0]
+    constants = flashmla_constants(topk, extra_topk, batch, num_sm_parts)
+    outputs = Output((num_sm_parts, 8), "int32"), Output((batch + 1,), "int32")
+    launch = Launch(flashmla_kernel, "flashmla_schedule", (1,), (batch,), outputs, constants)
+    return execute(launch, (topk_length, extra_topk_length), out)

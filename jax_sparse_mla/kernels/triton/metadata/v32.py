@@ -12,81 +12,55 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jax_sparse_mla.indices.topk.api import TopkTransform
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 from jax_sparse_mla.kernels.triton.metadata.schedules import count_at_most
-from jax_sparse_mla.kernels.triton.metadata.v4 import (
-    batch_facts,
-    divide,
-    request_lens,
-    request_options,
-    row_facts,
-    take_2d,
-)
-from jax_sparse_mla.metadata.batch import ForwardMode
-from jax_sparse_mla.metadata.v32 import V32Metadata
+from jax_sparse_mla.kernels.triton.metadata.v4 import batch_facts, request_lens, row_facts
+from jax_sparse_mla.kernels.triton.metadata.window import divide, request_options, take_2d
 from jax_sparse_mla.models import ModelSpec
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 
-# What a RAGGED step has besides.
-RAGGED_FIELDS = ("topk_indices_offset", "kv_slots")
 SLOTS_OPTIONS = {"COLUMNS": 256, "num_warps": 4}
 _BLOCKS = {"ROWS": 128, "PAGES": 256, "num_warps": 4}
+# The fields of V32Metadata that `v32_metadata_kernel` writes, in its order.
+_FIELDS = (
+    *("seqlens_expanded", "topk_lengths", "positions", "out_cache_loc", "row_to_request", "index_row_starts"),
+    *("index_row_ends", "topk_indices_offset", "cu_seqlens_q", "page_table", "overflow"),
+)
 
 
-def v32_shapes(
-    spec: ModelSpec, mode: ForwardMode, transform: TopkTransform, num_requests: int, num_rows: int, tokens: int
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the fields of V32Metadata; all int32 but `overflow`, a bool."""
-    rows = (num_rows,)
-    row_fields = ("seqlens_expanded", "topk_lengths", "positions", "out_cache_loc", "row_to_request")
-    shapes = dict.fromkeys((*row_fields, "index_row_starts", "index_row_ends"), rows)
-    shapes |= {
-        "cache_seqlens": (num_requests,),
-        "cu_seqlens_q": (num_requests + 1,) if mode is ForwardMode.EXTEND else (num_rows + 1,),
-        "cu_seqlens_k": (num_requests + 1,),
-        "page_table": (num_requests, -(-tokens // spec.page_size)),
-        "overflow": (),
+def v32_outputs(
+    spec: ModelSpec, mode: dict[str, int], ragged: bool, num_requests: int, num_rows: int, tokens: int
+) -> dict[str, Output]:
+    """The fields of V32Metadata; those that a step lacks which is not RAGGED are absent.
+
+    `mode` as `metadata.batch.row_constants`, `tokens` are those that the page table covers.
+    """
+    rows, requests = Output((num_rows,), "int32"), Output((num_requests + 1,), "int32")
+    outputs = dict.fromkeys(_FIELDS, rows) | {
+        "cache_seqlens": Output((num_requests,), "int32"),
+        "cu_seqlens_q": Output((num_rows + 1,), "int32") if mode["ROWS_EACH"] else requests,
+        "cu_seqlens_k": requests,
+        "page_table": Output((num_requests, -(-tokens // spec.page_size)), "int32"),
+        "overflow": Output((), "bool"),
     }
-    if transform is TopkTransform.RAGGED:
-        shapes |= {"topk_indices_offset": rows, "kv_slots": (num_requests * tokens,)}
-    return shapes
+    if ragged:
+        return outputs | {"kv_slots": Output((num_requests * tokens,), "int32")}
+    del outputs["topk_indices_offset"]
+    return outputs
 
 
-def v32_metadata(fields: dict[str, Any], transform: TopkTransform) -> V32Metadata:
-    """The kernels' outputs, by name, as V32Metadata."""
-    absent = dict.fromkeys(name for name in RAGGED_FIELDS if name not in fields)
-    return V32Metadata(**fields, **absent, topk_transform=transform)
-
-
-def mode_constants(mode: ForwardMode, num_draft_tokens: int | None, num_requests: int) -> dict[str, Any]:
-    """Constants of both kernels that expand requests to rows."""
-    return {
-        "ROWS_EACH": 0 if mode is ForwardMode.EXTEND else (num_draft_tokens or 1),
-        "DRAFTS_TO_ADD": num_draft_tokens if mode is ForwardMode.TARGET_VERIFY else 0,
-        "IDLE": mode is ForwardMode.IDLE,
-        **request_options(num_requests),
-    }
-
-
-def v32_constants(
-    spec: ModelSpec, mode: ForwardMode, num_draft_tokens: int | None, num_requests: int, tokens: int
-) -> dict[str, Any]:
+def v32_constants(spec: ModelSpec, mode: dict[str, int], num_requests: int, tokens: int) -> dict[str, Any]:
     """Constants of `v32_metadata_kernel` for a step whose page table covers `tokens`."""
     return {
-        **mode_constants(mode, num_draft_tokens, num_requests),
-        "SEARCH_STEPS": num_requests.bit_length() if mode is ForwardMode.EXTEND else 0,
+        **mode,
+        **request_options(num_requests),
+        "SEARCH_STEPS": 0 if mode["ROWS_EACH"] else num_requests.bit_length(),
         "PAGE_SIZE": spec.page_size,
         "NUM_PAGES": -(-tokens // spec.page_size),
         "INDEX_TOPK": spec.index_topk,
         **_BLOCKS,
     }
-
-
-def v32_grid(constants: dict[str, Any], num_requests: int, num_rows: int) -> tuple[int]:
-    """Programs of `v32_metadata_kernel`."""
-    pages = num_requests * triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
-    return (1 + triton.cdiv(num_rows + 1, constants["ROWS"]) + pages,)
 
 
 @triton.jit
@@ -226,3 +200,48 @@ def kv_slots_kernel(
     table_row = tl.load(req_pool_indices_ptr + request, mask=held, other=-1)
     slots = take_2d(req_to_token_ptr, table_row, position, table_rows, table_columns, held)
     tl.store(kv_slots_ptr + element, slots, mask=element < capacity)
+
+
+# ---- launches: there are requests ----
+
+
+def v32_metadata(
+    execute: Executor,
+    spec: ModelSpec,
+    mode: dict[str, int],
+    req_pool_indices,
+    seq_lens,
+    extend_lens,  # None unless ROWS_EACH is 0
+    out_cache_loc,
+    req_to_token,
+    *,
+    tokens: int,
+    out: dict[str, Any],
+) -> None:
+    """Writes the arrays of a V3.2 step's metadata; `out` has a tensor for each of `v32_outputs`."""
+    requests, rows = seq_lens.shape[0], out_cache_loc.shape[0]
+    outputs = v32_outputs(spec, mode, "kv_slots" in out, requests, rows, tokens)
+    absent = seq_lens if extend_lens is None else None  # neither read nor written
+    lens, sums, tables = outputs["cache_seqlens"], outputs["cu_seqlens_k"], req_to_token.shape
+    starts = Launch(
+        *(request_starts_kernel, "request_starts", (1,), (requests,), (lens, sums, sums)),
+        {**mode, **request_options(requests)},
+    )
+    by_request = (req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens)
+    given = execute(starts, by_request[1:], (out["cache_seqlens"], out["cu_seqlens_k"], absent))
+    cache_seqlens, cu_seqlens_k, row_starts = given
+
+    constants = v32_constants(spec, mode, requests, tokens)
+    pages = requests * triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
+    grid, sizes = (1 + triton.cdiv(rows + 1, constants["ROWS"]) + pages,), (requests, rows, tokens, *tables)
+    written = [outputs.get(name) for name in _FIELDS]
+    launch = Launch(v32_metadata_kernel, "v32_metadata", grid, sizes, written, constants)
+    inputs = (*by_request, row_starts, cache_seqlens, cu_seqlens_k, out_cache_loc, req_to_token)
+    execute(launch, inputs, [out.get(name) for name in _FIELDS])
+
+    capacity = requests * tokens
+    if "kv_slots" in out and capacity:
+        grid, sizes = (triton.cdiv(capacity, SLOTS_OPTIONS["COLUMNS"]),), (requests, *tables, capacity)
+        constants = {"SEARCH_STEPS": requests.bit_length(), **SLOTS_OPTIONS}
+        slots = Launch(kv_slots_kernel, "kv_slots", grid, sizes, (outputs["kv_slots"],), constants)
+        execute(slots, (req_pool_indices, cu_seqlens_k, req_to_token), (out["kv_slots"],))

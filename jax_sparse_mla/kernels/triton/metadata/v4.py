@@ -1,4 +1,4 @@
-"""Triton kernels of a step's metadata, by the rules of `jax_sparse_mla.metadata` and `jax_sparse_mla.indices.window`.
+"""Triton kernels of a step's metadata, by the rules of `jax_sparse_mla.metadata`.
 
 One launch makes a V4 step's metadata: per query row, a program for the window and the row's scalars and one for each
 block of its pages; one program more for what concerns the whole batch. EXTEND needs a launch before it, for a row's
@@ -7,66 +7,35 @@ request is known by where each request's rows start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 from jax_sparse_mla.kernels.triton.metadata.schedules import count_at_most
-from jax_sparse_mla.metadata.batch import ForwardMode
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, CompressedMetadata, V4Metadata
-from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.kernels.triton.metadata.window import divide, request_options, take, take_2d, window_slots
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 
-# The outputs of `v4_metadata_kernel` that every model has, in its order, as fields of V4Metadata.
-V4_OUTPUTS = (
-    "seq_lens_causal",
-    "positions",
-    "row_to_request",
-    "out_cache_loc",
-    "swa_topk_lengths",
-    "swa_out_cache_loc",
-    "page_table",
-    "swa_page_indices",
-    "query_start_loc",
-    "overflow",
-)
-OVERFLOW = V4_OUTPUTS.index("overflow")
-# Those of a compress ratio, as fields of CompressedMetadata.
-_RATIO_OUTPUTS = ("out_loc", "lengths", "topk_lengths", "page_indices")
-
-SWA_OPTIONS = {"num_warps": 4}
-GATHER_OPTIONS = {"COLUMNS": 256, "num_warps": 4}
 V4_OPTIONS = {"PAGES": 256, "num_warps": 4}
 # FlashMLA's paged decode scans indices in blocks of 64.
 _WIDTH_MULTIPLE = 64
+_MOST_OUTPUTS = 18  # of a model with both kinds of compress ratios
+
+# The name of an output: a field of V4Metadata, or a compress ratio and a field of its CompressedMetadata.
+Name = str | tuple[int, str]
 
 
-def request_options(num_requests: int) -> dict[str, int]:
-    """Constants of the kernels that one program runs over all requests."""
-    block = min(triton.next_power_of_2(num_requests + 1), 1024)
-    return {"REQUESTS": block, "CHUNKS": triton.cdiv(num_requests + 1, block), "num_warps": 4}
-
-
-def swa_constants(window: int) -> dict[str, int]:
-    """Constants of `swa_slots_kernel`."""
-    return {"WINDOW": window, "BLOCK": triton.next_power_of_2(window)}
-
-
-def v4_constants(
-    spec: ModelSpec, mode: ForwardMode, num_draft_tokens: int | None, num_requests: int, tokens: int
-) -> dict[str, Any]:
-    """Constants of `v4_metadata_kernel` for a step whose page table covers `tokens`."""
+def v4_constants(spec: ModelSpec, mode: dict[str, int], num_requests: int, tokens: int) -> dict[str, Any]:
+    """Constants of `v4_metadata_kernel`; `mode` as `metadata.batch.row_constants`, the page table covers `tokens`."""
     full = [ratio for ratio in spec.compress_ratios if ratio not in (0, INDEXED_RATIO)]
     pages = -(-tokens // spec.page_size)
     window_width = _round_up(spec.window)
     return {
-        "ROWS_EACH": 0 if mode is ForwardMode.EXTEND else (num_draft_tokens or 1),
-        "DRAFTS_TO_ADD": num_draft_tokens if mode is ForwardMode.TARGET_VERIFY else 0,
-        "IDLE": mode is ForwardMode.IDLE,
-        "SEARCH_STEPS": num_requests.bit_length() if mode is ForwardMode.EXTEND else 0,
+        **mode,
+        "SEARCH_STEPS": 0 if mode["ROWS_EACH"] else num_requests.bit_length(),
         "PAGE_SIZE": spec.page_size,
         "NUM_PAGES": pages,
         "WINDOW": spec.window,
@@ -82,166 +51,26 @@ def v4_constants(
     }
 
 
-def v4_shapes(constants: dict[str, Any], num_requests: int, num_rows: int) -> list[tuple[int, ...]]:
-    """Shapes of the kernel's outputs, in its order. All int32 but OVERFLOW, a bool."""
-    rows = (num_rows,)
-    shapes = [rows] * 6
-    shapes += [(num_rows, constants["NUM_PAGES"]), (num_rows, constants["WINDOW_WIDTH"]), (num_requests + 1,), ()]
-    for ratio, width in (("INDEXED_RATIO", "INDEXED_WIDTH"), ("RATIO", "FULL_WIDTH")):
-        if constants[ratio]:
-            shapes += [rows] * 3 + [(num_rows, constants[width])]
-    return shapes
-
-
-def v4_absent_outputs(constants: dict[str, Any]) -> dict[str, None]:
-    """The kernel's parameters for compress ratios that the model does not have."""
-    absent = [name for name, ratio in (("indexed", "INDEXED_RATIO"), ("full", "RATIO")) if not constants[ratio]]
-    return {f"{name}_{output}_ptr": None for name in absent for output in _RATIO_OUTPUTS}
-
-
-def v4_metadata(outputs: Sequence[Any], constants: dict[str, Any]) -> V4Metadata:
-    """The kernel's outputs under their names."""
-    compressed, rest = {}, list(outputs[10:])
-    for ratio in (constants["INDEXED_RATIO"], constants["RATIO"]):
-        if ratio:
-            compressed[ratio] = CompressedMetadata(**dict(zip(_RATIO_OUTPUTS, rest)))
-            del rest[:4]
-    return V4Metadata(**dict(zip(V4_OUTPUTS, outputs)), compressed=compressed)
-
-
-def v4_output_names(constants: dict[str, Any]) -> list[str]:
-    """What the kernel's outputs are called in errors."""
-    ratios = [ratio for ratio in (constants["INDEXED_RATIO"], constants["RATIO"]) if ratio]
-    return [*V4_OUTPUTS, *(f"compressed[{ratio}].{name}" for ratio in ratios for name in _RATIO_OUTPUTS)]
-
-
-def v4_outputs(metadata: V4Metadata, constants: dict[str, Any]) -> list[Any]:
-    """The opposite of `v4_metadata`."""
-    ratios = [ratio for ratio in (constants["INDEXED_RATIO"], constants["RATIO"]) if ratio]
-    return [getattr(metadata, name) for name in V4_OUTPUTS] + [
-        getattr(metadata.compressed[ratio], name) for ratio in ratios for name in _RATIO_OUTPUTS
-    ]
-
-
-def v4_grid(constants: dict[str, Any], num_rows: int) -> tuple[int, int]:
-    """Programs of `v4_metadata_kernel`."""
-    return num_rows + 1, 1 + triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
+def v4_outputs(constants: dict[str, Any], num_requests: int, num_rows: int) -> dict[Name, Output]:
+    """The kernel's outputs, in its order; the last four or eight are absent where the model lacks their ratio."""
+    rows = Output((num_rows,), "int32")
+    row_fields = ("seq_lens_causal", "positions", "row_to_request", "out_cache_loc")
+    outputs = dict.fromkeys((*row_fields, "swa_topk_lengths", "swa_out_cache_loc"), rows)
+    outputs |= {
+        "page_table": Output((num_rows, constants["NUM_PAGES"]), "int32"),
+        "swa_page_indices": Output((num_rows, constants["WINDOW_WIDTH"]), "int32"),
+        "query_start_loc": Output((num_requests + 1,), "int32"),
+        "overflow": Output((), "bool"),
+    }
+    for name, width in (("INDEXED_RATIO", "INDEXED_WIDTH"), ("RATIO", "FULL_WIDTH")):
+        if ratio := constants[name]:
+            outputs |= {(ratio, name): rows for name in ("out_loc", "lengths", "topk_lengths")}
+            outputs[ratio, "page_indices"] = Output((num_rows, constants[width]), "int32")
+    return outputs
 
 
 def _round_up(columns: int) -> int:
     return -(-columns // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
-
-
-# ---- look-ups: -1 where an index is outside its table, or the entry negative ----
-
-
-@triton.jit
-def _take(table_ptr, index, size, mask):
-    valid = mask & (index >= 0) & (index < size)
-    return tl.maximum(tl.load(table_ptr + index, mask=valid, other=-1), -1)
-
-
-@triton.jit
-def take_2d(table_ptr, row, column, rows, columns, mask):
-    valid = mask & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    return tl.maximum(tl.load(table_ptr + row.to(tl.int64) * columns + column, mask=valid, other=-1), -1)
-
-
-@triton.jit
-def divide(slot, divisor):
-    """Floor division, which keeps -1 at -1."""
-    return tl.where(slot >= 0, slot // divisor, -1)
-
-
-@triton.jit
-def _window_slots(
-    position, table_row, req_to_token_ptr, full_to_swa_ptr, table_rows, table_columns, swa_entries,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The slots of the last WINDOW tokens up to `position`, newest first, -1 padded to BLOCK."""
-    back = tl.arange(0, BLOCK)
-    column = tl.maximum(position, -1) - back
-    full = take_2d(req_to_token_ptr, table_row, column, table_rows, table_columns, back < WINDOW)
-    return _take(full_to_swa_ptr, full, swa_entries, back < WINDOW)
-
-
-@triton.jit
-def swa_slots_kernel(
-    positions_ptr,  # int32 [rows], as the next
-    req_rows_ptr,
-    req_to_token_ptr,  # int32 [table_rows, table_columns]
-    full_to_swa_ptr,  # int32 [swa_entries]
-    table_rows,
-    table_columns,
-    swa_entries,
-    out_ptr,  # int32 [rows, WINDOW]
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    slots = _window_slots(
-        tl.load(positions_ptr + row), tl.load(req_rows_ptr + row), req_to_token_ptr, full_to_swa_ptr,
-        table_rows, table_columns, swa_entries, WINDOW, BLOCK,
-    )  # fmt: skip
-    back = tl.arange(0, BLOCK)
-    tl.store(out_ptr + row.to(tl.int64) * WINDOW + back, slots, mask=back < WINDOW)
-
-
-@triton.jit
-def gather_lens_kernel(
-    seq_lens_ptr,  # int32 [num_requests], as the next
-    extend_lens_ptr,
-    num_requests,
-    first_pos_ptr,  # int32 [num_requests], as the next
-    gather_lens_ptr,
-    offsets_ptr,  # int32 [num_requests + 1]
-    WINDOW: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    total = tl.zeros((), tl.int64)
-    tl.store(offsets_ptr, 0)
-    for chunk in range(CHUNKS):
-        request = chunk * REQUESTS + tl.arange(0, REQUESTS)
-        known = request < num_requests
-        length = tl.maximum(tl.load(seq_lens_ptr + request, mask=known, other=0), 0)
-        wanted = tl.minimum(tl.load(extend_lens_ptr + request, mask=known, other=0), _INT_MAX - (WINDOW - 1))
-        gathered = tl.minimum(tl.maximum(wanted + (WINDOW - 1), 0), length)
-        tl.store(first_pos_ptr + request, length - gathered, mask=known)
-        tl.store(gather_lens_ptr + request, gathered, mask=known)
-        ends = total + tl.cumsum(gathered.to(tl.int64))
-        tl.store(offsets_ptr + 1 + request, tl.minimum(ends, _INT_MAX).to(tl.int32), mask=known)
-        total += tl.sum(gathered.to(tl.int64))
-
-
-@triton.jit
-def gather_slots_kernel(
-    first_pos_ptr,  # int32 [num_requests]
-    offsets_ptr,  # int32 [num_requests + 1]
-    req_rows_ptr,  # int32 [num_requests]
-    req_to_token_ptr,
-    full_to_swa_ptr,
-    num_requests,
-    table_rows,
-    table_columns,
-    swa_entries,
-    capacity,
-    slots_ptr,  # int32 [capacity]
-    SEARCH_STEPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    element = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    held = (element < capacity) & (element < tl.load(offsets_ptr + num_requests))
-    # The last request that starts at or before the element: those without tokens repeat its start.
-    request = count_at_most(offsets_ptr, 1, num_requests, element, SEARCH_STEPS) - 1
-    start = tl.load(offsets_ptr + request, mask=held, other=0)
-    position = tl.load(first_pos_ptr + request, mask=held, other=0) + (element - start)
-    row = tl.load(req_rows_ptr + request, mask=held, other=-1)
-    full = take_2d(req_to_token_ptr, row, position, table_rows, table_columns, held)
-    tl.store(slots_ptr + element, _take(full_to_swa_ptr, full, swa_entries, held), mask=element < capacity)
-
-
-# ---- V4 ----
 
 
 @triton.jit
@@ -420,14 +249,14 @@ def v4_metadata_kernel(
                 for start in tl.static_range(0, INDEXED_WIDTH, WINDOW_BLOCK):
                     unfilled = indexed_page_indices_ptr + wide_row * INDEXED_WIDTH + start + column
                     tl.store(unfilled, column * 0 - 1, mask=start + column < INDEXED_WIDTH)
-            slots = _window_slots(
+            slots = window_slots(
                 causal - 1, table_row, req_to_token_ptr, full_to_swa_ptr,
                 table_rows, table_columns, swa_entries, WINDOW, WINDOW_BLOCK,
             )  # fmt: skip
             tl.store(swa_page_indices_ptr + wide_row * WINDOW_WIDTH + column, slots, mask=column < WINDOW_WIDTH)
             live = causal > 0
             write_slot = tl.where(live, tl.load(out_cache_loc_in_ptr + row), 0)
-            swa_slot = _take(full_to_swa_ptr, write_slot, swa_entries, live)
+            swa_slot = take(full_to_swa_ptr, write_slot, swa_entries, live)
             tl.store(seq_lens_causal_ptr + row, causal)
             tl.store(positions_ptr + row, causal - 1)
             tl.store(row_to_request_ptr + row, request)
@@ -462,3 +291,36 @@ def v4_metadata_kernel(
                     listed = full_page_indices_ptr + wide_row * FULL_WIDTH + entry
                     tl.store(listed, slot, mask=entry < FULL_WIDTH)
             tl.store(page_table_ptr + wide_row * NUM_PAGES + page, divide(first_slot, PAGE_SIZE), mask=page < NUM_PAGES)
+
+
+# ---- launches: sizes are not zero ----
+
+
+def v4_metadata(
+    execute: Executor,
+    constants: dict[str, Any],
+    req_pool_indices,
+    seq_lens,
+    extend_lens,  # None unless ROWS_EACH is 0
+    out_cache_loc,
+    req_to_token,
+    full_to_swa,
+    *,
+    tokens: int,
+    out: dict[Name, Any] | None = None,
+) -> dict[Name, Any]:
+    """The arrays of a V4 step's metadata; constants as `v4_constants`, `tokens` those that the page table covers."""
+    requests, rows = seq_lens.shape[0], out_cache_loc.shape[0]
+    outputs = v4_outputs(constants, requests, rows)
+    starts = seq_lens  # not read, like extend_lens
+    if constants["ROWS_EACH"] == 0:
+        each = (Output((requests + 1,), "int32"),)
+        row_starts = Launch(row_starts_kernel, "row_starts", (1,), (requests,), each, request_options(requests))
+        starts = execute(row_starts, (extend_lens,))[0]
+    sizes = (requests, rows, tokens, *req_to_token.shape, full_to_swa.shape[0])
+    absent = [None] * (_MOST_OUTPUTS - len(outputs))
+    grid = rows + 1, 1 + triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
+    launch = Launch(v4_metadata_kernel, "v4_metadata", grid, sizes, [*outputs.values(), *absent], constants)
+    by_request = req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens, starts
+    given = None if out is None else [*(out[name] for name in outputs), *absent]
+    return dict(zip(outputs, execute(launch, (*by_request, out_cache_loc, req_to_token, full_to_swa), given)))

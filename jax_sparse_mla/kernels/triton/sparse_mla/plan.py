@@ -1,4 +1,4 @@
-"""Launch plans of the sparse MLA kernel: plain numbers from static shapes and the device, for both frameworks.
+"""What the launches of the sparse MLA kernel are made of: plain numbers from static shapes and the device.
 
 Imports neither jax nor torch nor triton.
 """
@@ -6,8 +6,9 @@ Imports neither jax nor torch nor triton.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from jax_sparse_mla.kernels.launch import Device
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 # KIND of the kernel.
@@ -47,28 +48,6 @@ class Tile:
     num_stages: int
 
 
-@dataclasses.dataclass(frozen=True)
-class LaunchPlan:
-    """One launch of `sparse_mla_kernel`, and of `combine_kernel` if `num_splits > 1`.
-
-    Attributes:
-      grid: `(rows · head tiles, num_splits)`.
-      num_splits: programs that share a query row's keys.
-      constexprs: of `sparse_mla_kernel`.
-      num_warps, num_stages: of `sparse_mla_kernel`.
-      combine_grid: `(rows · heads,)`.
-      combine_constexprs: of `combine_kernel`.
-    """
-
-    grid: tuple[int, int]
-    num_splits: int
-    constexprs: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    combine_grid: tuple[int]
-    combine_constexprs: dict[str, Any]
-
-
 def row_kind(layout: KVLayout) -> int:
     """How the kernel reads a row of this layout."""
     if layout.fp8_dim == 0:
@@ -76,32 +55,18 @@ def row_kind(layout: KVLayout) -> int:
     return FOOTER_SCALES if layout.footer_scale_bytes else INLINE_SCALES
 
 
-def workspace_layout(qk_dim: int) -> KVLayout:
-    """The layout of a row of prefill's bf16 workspace."""
-    return KVLayout("workspace", nope_dim=qk_dim - 64, rope_dim=64, v_dim=min(qk_dim, V_DIM))
-
-
-def check_layout(function: str, layout: KVLayout) -> None:
-    """Refuses rows that the kernel's segments do not cover."""
-    if (layout.qk_dim, layout.v_dim) not in ((512, 512), (576, 512)):
-        raise ValueError(
-            f"{function}: the Triton kernel takes rows of 512 or 576 values whose first 512 are V, got "
-            f"{layout.qk_dim} and {layout.v_dim}; the reference takes any"
-        )
-
-
 def choose_tile(
     layout: KVLayout,
     *,
     rows: int,
     num_heads: int,
-    topk: int,
-    extra_topk: int,
-    capability: tuple[int, int],
-    sm_count: int,
+    columns: tuple[int, int],
+    device: Device,
     may_split: bool,
 ) -> Tile:
     """Heads and indices of a program, and its compilation; measured on an H200, elsewhere chosen by what fits.
+
+    `columns` are those of both index tables, 0 of one that is absent.
 
     * The wgmma of SM90 takes 64 heads at a time, and keys shared by 64 heads are dequantised once. A program spends its
       time on instructions, not on waiting for keys: more blocks in flight than two stages give only cost more of them,
@@ -110,10 +75,10 @@ def choose_tile(
       layout: the tile of the other devices, and the one that spreads a small decode over the most multiprocessors.
     """
     head_tiles = -(-num_heads // 16)
-    if capability[0] != 9:
+    if device.compute_capability[0] != 9:
         return Tile(16, 32, 4, 2)
-    small_blocks = -(-topk // 32) + -(-extra_topk // 32)
-    if may_split and rows * head_tiles * small_blocks <= sm_count:
+    small_blocks = sum(-(-topk // 32) for topk in columns)
+    if may_split and rows * head_tiles * small_blocks <= device.sm_count:
         return Tile(16, 32, 4, 1)  # a program has one block
     return Tile(16 if head_tiles == 1 else 64, 64, 8, 3 if layout.qk_dim > 512 else 2)
 
@@ -128,81 +93,3 @@ def choose_splits(programs: int, blocks: int, sm_count: int) -> int:
 
     candidates = range(1, max(1, min(blocks, sm_count)) + 1)
     return min(candidates, key=lambda splits: (cost(splits), splits))
-
-
-def launch_plan(
-    layout: KVLayout,
-    *,
-    rows: int,
-    num_heads: int,
-    topk: int,
-    extra_topk: int,
-    has_sink: bool,
-    capability: tuple[int, int],
-    sm_count: int,
-    may_split: bool = True,
-    empty_is_inf: bool = False,
-    num_splits: int | None = None,
-    tile: Tile | None = None,
-    native_fp8: bool | None = None,
-) -> LaunchPlan:
-    """The launch of a call of this shape.
-
-    Args:
-      layout: of the cache rows (`workspace_layout` for prefill).
-      rows: query rows, batch · q_len; at least 1.
-      num_heads: query heads, at least 1.
-      topk, extra_topk: index columns per row, 0 without an extra cache.
-      has_sink: whether the call has an attention sink.
-      capability, sm_count: of the device.
-      may_split: False for prefill, whose max_logits the combine does not carry.
-      empty_is_inf: the lse of a row without a key is +inf, FlashMLA's convention, and not −inf.
-      num_splits, tile, native_fp8: override what is chosen here (tests, tuning).
-    """
-    tile = tile or choose_tile(
-        layout,
-        rows=rows,
-        num_heads=num_heads,
-        topk=topk,
-        extra_topk=extra_topk,
-        capability=capability,
-        sm_count=sm_count,
-        may_split=may_split,
-    )
-    blocks = -(-topk // tile.block_n) + -(-extra_topk // tile.block_n)
-    programs = rows * -(-num_heads // tile.block_h)
-    if num_splits is None:
-        num_splits = choose_splits(programs, blocks, sm_count) if may_split else 1
-    all_splits = 1 << (num_splits - 1).bit_length()
-    return LaunchPlan(
-        grid=(programs, num_splits),
-        num_splits=num_splits,
-        constexprs={
-            "KIND": row_kind(layout),
-            "NATIVE": capability >= (8, 9) if native_fp8 is None else native_fp8,
-            "HAS_SINK": has_sink and num_splits == 1,
-            "SPLIT": num_splits > 1,
-            "HAS_EXTRA": extra_topk > 0,
-            "EMPTY_IS_INF": empty_is_inf,
-            "ROW_BYTES": layout.data_bytes,
-            "QK_DIM": layout.qk_dim,
-            "BLOCK_H": tile.block_h,
-            "BLOCK_N": tile.block_n,
-        },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        combine_grid=(rows * num_heads,),
-        combine_constexprs={
-            "HAS_SINK": has_sink,
-            "EMPTY_IS_INF": empty_is_inf,
-            "ALL_SPLITS": all_splits,
-            "SOME_SPLITS": min(all_splits, 8),
-        },
-    )
-
-
-def page_constants(layout: KVLayout, page_size: int, extra_page_size: int) -> dict[str, int]:
-    """The kernel's constants of both caches' pages; page size 0 stands for a workspace: one page of any length."""
-    sizes = {"PAGE_SIZE": page_size, "EXTRA_PAGE_SIZE": extra_page_size}
-    lengths = {name.replace("SIZE", "BYTES"): layout.page_bytes(size) if size else 0 for name, size in sizes.items()}
-    return sizes | lengths

@@ -1,0 +1,236 @@
+"""Makes every file of benchmarks/results and every plot, all of one code; goes on where an earlier call stopped.
+
+    python -m benchmarks.all --list                  # the parts, how long each takes, what is there already
+    python -m benchmarks.all --budget-seconds 560    # as many of those that are left as fit; call again for the rest
+    python -m benchmarks.all --part topk suite       # these, even where this code has made them
+
+Needs an NVIDIA GPU. Each part is a command of its own, in the order of its worth; all.json remembers which are made, by
+which code. A part is left while its file is missing or of other code, so that one folder ends up being of one code;
+files of other code that stand in $OUT are only replaced with --replace. A copy of the checkout without its history
+takes the commit from $COMMIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benchmarks import plots
+from benchmarks.record import (
+    RESULTS,
+    ROOT,
+    code_digest,
+    commit,
+    earlier,
+    environment,
+    latest,
+    results_folder,
+    write_json,
+)
+
+LEDGER = "all.json"
+MARGIN = 5  # seconds that stay for writing what was made
+PIECE = 30  # seconds that are worth while for a part that goes on case by case
+
+
+class Part(NamedTuple):
+    """A command that makes `file`.
+
+    Attributes:
+      module: of `benchmarks`, with its arguments; {left} stands for the seconds that it may take.
+      seconds: it takes about so many on one H200 with 16 cores; a recorded run's count instead.
+      whole: of a part that goes on where it was stopped, whether its file is complete.
+      by_case: it goes on case by case: any time is enough for some.
+    """
+
+    name: str
+    file: str
+    module: str
+    seconds: int
+    whole: Callable[[dict], bool] | None = None
+    by_case: bool = False
+
+    @property
+    def takes(self) -> float:
+        recorded = latest(LEDGER).get("parts", {}).get(self.name, {})
+        return recorded["seconds"] if recorded.get("exit_code") == 0 and not self.by_case else self.seconds
+
+
+def _step(name: str, count: int, arguments: str, seconds: int) -> Part:
+    def whole(found: dict) -> bool:
+        return sum(case.startswith(name) for case in found["results"]) >= count
+
+    return Part(f"step {name}", "step.json", f"step {arguments}", seconds, whole)
+
+
+def _cases(backend: str, least: int, seconds: int) -> Part:
+    def whole(found: dict) -> bool:
+        return sum(count for table in found["tables"].values() for count in table.values()) >= least
+
+    command = f"cases --backend {backend} --limit {least} --workers {_WORKERS} --budget-seconds {{left}}"
+    return Part(f"cases {backend}", f"cases_{backend}.json", command, seconds, whole, by_case=True)
+
+
+def _memcheck_whole(found: dict) -> bool:
+    from benchmarks.memcheck import groups
+
+    return set(groups()) == {name for name, group in found["groups"].items() if group.get("exit_code", 0) is not None}
+
+
+_WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
+_GRAPHS = (
+    "8x8192,8x8192@xla_gpu_graph_min_graph_size=1,8x8192@xla_gpu_command_buffer_scheduling_mode=CONCURRENT,"
+    "8x8192@xla_gpu_graph_min_graph_size=1000000"
+)
+_SIX_LAYERS = "--layers 6 --prefill '' --long ''"
+PARTS = (
+    Part("hopper_decode", "hopper_decode.json", "hopper_decode", 90),
+    Part("attention", "attention.json", "run --op attention", 150),
+    Part("indexer", "indexer.json", "run --op indexer", 110),
+    Part("topk", "topk.json", "run --op topk", 90),
+    Part("kv_cache", "kv_cache.json", "run --op kv_cache", 50),
+    Part("indices", "indices.json", "run --op indices", 30),
+    Part("metadata", "metadata.json", "run --op metadata", 60),
+    _step("decode", 8, "--prefill '' --long '' --workers 8", 110),
+    Part("suite", "h200_tests.json", f"suite --workers {_WORKERS + 1}", 290),
+    Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole),
+    _cases("hopper", 3868, 100),
+    _cases("triton", 600, 50),
+    _cases("drop_in", 1400, 50),
+    _cases("flashmla", 800, 50),
+    Part("drop_in", "drop_in.json", "drop_in", 40),
+    _step("long", 2, "--decode '' --prefill ''", 70),
+    _step("prefill", 6, "--decode '' --long '' --workers 8", 60),
+    Part("extend", "extend.json", "run --op extend", 60),
+    Part("flashmla_from_jit", "flashmla_from_jit.json", "flashmla_from_jit", 110),
+    Part(
+        "cuda_graphs",
+        "cuda_graphs.json",
+        f"step --record cuda_graphs --layers 6 --decode {_GRAPHS} --prefill '' --long ''",
+        60,
+    ),
+    Part("arguments", "arguments.json", "arguments", 30),
+)
+
+
+class Ledger:
+    """What this code has made, by part."""
+
+    def __init__(self):
+        self.parts: dict[str, dict] = earlier(LEDGER).get("parts", {})
+
+    def made(self, part: Part) -> bool:
+        found = earlier(part.file)
+        return bool(found) and part.name in self.parts and (part.whole is None or part.whole(found))
+
+    def add(self, part: Part, seconds: float, exit_code: int) -> None:
+        self.parts[part.name] = {"file": part.file, "seconds": round(seconds, 1), "exit_code": exit_code}
+        write_json(results_folder() / LEDGER, environment() | {"parts": self.parts})
+
+    def status(self, part: Part) -> str:
+        if self.made(part):
+            exit_code = self.parts[part.name]["exit_code"]
+            return f"made, but exit code {exit_code}: something in it failed" if exit_code else "made"
+        if part.name in self.parts and part.whole is not None:
+            return "begun"
+        return f"of other code, {found['commit']}" if (found := latest(part.file)).get("commit") else "left"
+
+
+def run(part: Part, limit: float) -> tuple[int | None, float]:
+    """The exit code, None where the part had to be stopped, and the seconds that it took; output goes to a log."""
+    command = shlex.split(part.module.format(left=int(limit - MARGIN)))
+    path = results_folder() / f"all_{part.name.replace(' ', '_')}.log"
+    started = time.monotonic()
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "interop"), *_python_path()])}
+    with path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", f"benchmarks.{command[0]}", *command[1:]],
+            cwd=ROOT,
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            exit_code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+            process.wait()
+            exit_code = None
+    if exit_code == 0:
+        path.unlink()
+    else:
+        print("    " + "\n    ".join(path.read_text(errors="replace").splitlines()[-12:]))
+    return exit_code, time.monotonic() - started
+
+
+def _python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def table(ledger: Ledger) -> str:
+    lines = [f"{'part':20} {'file':26} {'takes':>6}  status"]
+    lines += [f"{part.name:20} {part.file:26} {part.takes:4.0f} s  {ledger.status(part)}" for part in PARTS]
+    left = sum(part.takes for part in PARTS if not ledger.made(part))
+    return "\n".join([*lines, f"left: about {left / 60:.0f} minutes; commit {commit()}, code {code_digest()}"])
+
+
+def draw() -> None:
+    """All plots, of the files that stand in $OUT or else in benchmarks/results."""
+    for path in plots.draw(results_folder(), [RESULTS]):
+        print(f"drawn: {path}")
+
+
+def foreign() -> list[str]:
+    """Files of other code in $OUT; benchmarks/results always has some until all parts are made."""
+    folder = results_folder()
+    if folder == RESULTS:
+        return []
+    return [part.file for part in PARTS if (folder / part.file).exists() and not earlier(part.file)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the parts and what there is, and run nothing")
+    parser.add_argument("--part", nargs="+", choices=[part.name for part in PARTS], help="only these, and anew")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="no part runs beyond")
+    parser.add_argument("--replace", action="store_true", help="replace files of other code in $OUT")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.budget_seconds
+    ledger = Ledger()
+    if args.list:
+        print(table(ledger))
+        return 0
+    if commit() is None:
+        print("There is no git history here: set COMMIT to the commit that this checkout is of.")
+        return 2
+    if (others := foreign()) and not args.replace:
+        print(f"{results_folder()} has files of other code: {', '.join(others)}. Name another folder or add --replace.")
+        return 2
+    chosen = [part for part in PARTS if (part.name in args.part if args.part else not ledger.made(part))]
+    for number, part in enumerate(chosen):
+        left = deadline - time.monotonic() - MARGIN
+        # The first part of a call runs in any case: none is put off for ever.
+        if left < (PIECE if part.by_case else part.takes) and number:
+            print(f"{part.name}: takes about {part.takes:.0f} s, {max(0, left):.0f} s are left: the next call runs it")
+            continue
+        print(f"{part.name}: about {part.takes:.0f} s ...", flush=True)
+        exit_code, seconds = run(part, min(left, 86_400))
+        word = "stopped" if exit_code is None else f"exit code {exit_code}"
+        print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
+        if exit_code is not None or part.whole is not None:
+            ledger.add(part, seconds, -1 if exit_code is None else exit_code)
+    draw()
+    print(table(ledger))
+    return int(not all(ledger.made(part) for part in PARTS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

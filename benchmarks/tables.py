@@ -1,0 +1,350 @@
+"""The figures in README, written from benchmarks/results/*.json between their markers.
+
+    python -m benchmarks.tables            # rewrites README
+    python -m benchmarks.tables --check    # exit code 1 where README says anything else
+
+A block stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`. Rows in which a peer is faster are
+printed as all others are; what a file has no measurement of is printed as not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from benchmarks.record import RESULTS, ROOT
+
+README = ROOT / "README.md"
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_PEERS = {
+    "flash_mla": "FlashMLA",
+    "deep_gemm": "DeepGEMM",
+    "flashinfer": "FlashInfer",
+    "flashinfer from jax": "FlashInfer from JAX",
+    "sglang": "SGLang",
+    "xla": "XLA",
+    "plain XLA": "XLA",
+}
+_WHEELS = {
+    "sgl-flash-mla": "FlashMLA",
+    "sgl-deep-gemm": "DeepGEMM",
+    "sglang": "SGLang",
+    "flashinfer-python": "FlashInfer",
+}
+
+
+@functools.cache
+def result(name: str) -> dict:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# --- operations beside their peers -----------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A line of the table: the cases of a file, and how ours is launched in them."""
+
+    what: str
+    file: str
+    cases: tuple[str, ...]
+    ours: str = "ours"
+
+
+def _decode(what: str, name: str, batches: Iterable[int], tokens: int = 1) -> Row:
+    return Row(what, "hopper_decode", tuple(f"{name}, {batch} x {tokens}" for batch in batches))
+
+
+def _topk(rows: int, k: int) -> Row:
+    cases = tuple(f"topk_transform paged, {rows} x {columns}, k {k}" for columns in (4096, 32768, 131072))
+    return Row(f"top-{k:,} and pages, {rows:,} × 4,096 / 32,768 / 131,072", "topk", cases, "jax")
+
+
+ROWS = (
+    _decode("V4-Flash decode, 64 heads, 128 + 512 indices, 1 / 4 / 16 rows", "V4 Flash, 64 heads", (1, 4, 16)),
+    _decode("the same, 64 / 256 rows", "V4 Flash, 64 heads", (64, 256)),
+    _decode("the same with 16 heads (FlashMLA padded to 64), 1 / 16 / 256 rows", "V4 Flash, 16 heads", (1, 16, 256)),
+    _decode(
+        "V4 C128 decode, 64 heads, lengths up to 1,024, 2 / 64 / 128 × 2 rows", "V4 C128, 64 heads", (2, 64, 128), 2
+    ),
+    _decode("the same with 128 heads", "V4 C128, 128 heads", (2, 64, 128), 2),
+    _decode("V4-Pro decode, 128 heads, 128 + 1,024 indices, 1 / 64 / 256 rows", "V4 Pro, 128 heads", (1, 64, 256)),
+    _decode("V3.2 decode, 128 heads, 2,048 indices, 1 / 64 / 256 rows", "V3.2, 128 heads", (1, 64, 256)),
+    _decode("the same, 2 / 64 × 2 rows", "V3.2, 128 heads", (2, 64), 2),
+    Row(
+        "prefill, 4,096 queries: V4-Flash, 8,192 / 65,536 keys",
+        "attention",
+        ("prefill V4 Flash, 64 heads, kv 8192", "prefill V4 Flash, 64 heads, kv 65536"),
+        "hopper",
+    ),
+    Row("the same: V4-Pro, 65,536 keys", "attention", ("prefill V4 Pro, 128 heads, kv 65536",), "hopper"),
+    Row(
+        "the same: V3.2, 8,192 / 65,536 keys",
+        "attention",
+        ("prefill V3.2, 128 heads, kv 8192", "prefill V3.2, 128 heads, kv 65536"),
+        "hopper",
+    ),
+    *(_topk(rows, k) for rows in (1, 64, 4096) for k in (512, 2048)),
+    Row(
+        "index logits, FP8, 64 heads, 1 / 8 / 64 × 32,768",
+        "indexer",
+        tuple(f"index_logits {rows} x 32768" for rows in (1, 8, 64)),
+        "jax",
+    ),
+    Row(
+        "the same, 64 × 8,192 / 131,072",
+        "indexer",
+        tuple(f"index_logits 64 x {columns}" for columns in (8192, 131072)),
+        "jax",
+    ),
+    Row(
+        "index logits of a chunk, causal, 1,024 × 8,192 / 8,192 × 32,768",
+        "indexer",
+        ("index_logits 1024 x 8192, causal", "index_logits 8192 x 32768, causal"),
+        "jax",
+    ),
+    Row("index keys written, 64 / 65,536 rows", "indexer", ("write_index_k 64", "write_index_k 65536"), "jax"),
+    Row(
+        "index queries quantised, 64 / 8,192 × 64 heads",
+        "indexer",
+        tuple(f"quantize_index_q {rows} x 64, hadamard" for rows in (64, 8192)),
+        "jax",
+    ),
+    Row(
+        "compressor, 64 decode tokens, C4 / C128",
+        "indexer",
+        tuple(f"compress_kv ratio {ratio} head_dim 512, 64 tokens of 64" for ratio in (4, 128)),
+        "jax",
+    ),
+    Row(
+        "`gather_kv` V4, 8,192 / 32,768 / 131,072 tokens",
+        "kv_cache",
+        tuple(f"gather_kv V4 {tokens} pages" for tokens in (8192, 32768, 131072)),
+        "jax",
+    ),
+    Row("`write_kv` V4, 65,536 rows", "kv_cache", ("write_kv V4 65536 pages",), "jax"),
+    Row(
+        "merge of top-k and window, 16,384 × 512 / 32,768 × 1,024",
+        "indices",
+        ("combine_topk_swa 16384 x 512", "combine_topk_swa 32768 x 1024"),
+        "jax",
+    ),
+    Row(
+        "merge of window and extra, the same",
+        "indices",
+        ("combine_swa_extra 16384 x 512", "combine_swa_extra 32768 x 1024"),
+        "jax",
+    ),
+    Row(
+        "V4 metadata of a step, 128k tables: decode, batch 1 / 64; extend, 4 × 2,048",
+        "metadata",
+        ("v4 metadata, DECODE 1 x 1, 128k", "v4 metadata, DECODE 64 x 1, 128k", "v4 metadata, EXTEND 4 x 2048, 128k"),
+        "triton",
+    ),
+    Row("DeepGEMM's schedule, 64 rows", "metadata", ("paged mqa schedule, 64 rows",), "triton"),
+)
+
+
+class Times(NamedTuple):
+    """A case's microseconds; None where it was not measured."""
+
+    ours: float | None
+    peer: float | None
+    name: str
+
+
+def _times(row: Row, case: str) -> Times:
+    found = next((x for x in result(row.file).get("rows", ()) if x["case"] == case), None)
+    if found is None:
+        return Times(None, None, "")
+    if row.file == "hopper_decode":
+        return Times(found["ours_us"], found["flash_mla_us"], _PEERS["flash_mla"])
+    peer = found["best_peer"]
+    missing = " and ".join(_PEERS[name] for name in found.get("not_measured", ()))
+    return Times(found["ours"].get(row.ours), found["peers"].get(peer), _PEERS.get(peer, missing))
+
+
+def operations() -> str:
+    lines = ["| what | peer, µs | ours, µs | peer / ours |", "| --- | --- | --- | --- |"]
+    for row in ROWS:
+        times = [_times(row, case) for case in row.cases]
+        names = [x.name for x in times]
+        same = len(set(names)) == 1
+        peers = " / ".join(number(x.peer) if same else f"{x.name} {number(x.peer)}".strip() for x in times)
+        ratios = (x.peer / x.ours if x.peer and x.ours else None for x in times)
+        ours = " / ".join(number(x.ours) for x in times)
+        peers = f"{names[0]} {peers}".strip() if same else peers
+        lines.append(f"| {row.what} | {peers} | {ours} | {' / '.join(map(ratio, ratios))} |")
+    return "\n".join([*lines, "", f"Of {made_by('hopper_decode', 'attention', *(row.file for row in ROWS))}."])
+
+
+def made_by(*names: str) -> str:
+    """The commits and the peers' versions behind these files, in words."""
+    files = [result(name) for name in dict.fromkeys(names)]
+    commits = sorted({found["commit"] or "unknown" for found in files if found})
+    versions = {}
+    for found in files:
+        for wheel, name in _WHEELS.items():
+            if version := found.get("versions", {}).get(wheel):
+                versions.setdefault(name, set()).add(version)
+    peers = ", ".join(f"{name} {' and '.join(sorted(found))}" for name, found in versions.items())
+    return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}" + (f"; {peers}" if peers else "")
+
+
+def means() -> str:
+    found = result("hopper_decode").get("geometric_means", {})
+    lines = [f"* {name}: {ratio(value)}" for name, value in found.items()]
+    return "\n".join(["FlashMLA's time over `hopper`'s, geometric means:", "", *lines])
+
+
+# --- steps, tests, host ----------------------------------------------------------------------------
+
+
+def steps() -> str:
+    lines = ["| step | wall, ms | GPU busy, ms | host to enqueue it, ms |", "| --- | --- | --- | --- |"]
+    found = result("step").get("results", {})
+    for name in sorted(found, key=_step_order):
+        if "@" in name:
+            continue
+        times = found[name]
+        gpu = times.get("gpu_us", times.get("last_chunk", {}).get("gpu_us"))
+        cells = [times["wall_us"], gpu, times["enqueue_us"]]
+        lines.append(f"| {_step_name(name)} | {' | '.join(f'{us / 1e3:,.1f}' for us in cells)} |")
+    return "\n".join(lines)
+
+
+def _step_order(name: str) -> tuple:
+    kind = 0 if name.startswith("decode") else 2 if name.startswith("long") else 1
+    return kind, *reversed([int(x) for x in re.findall(r"\d+", name)])
+
+
+def _step_name(name: str) -> str:
+    numbers = [f"{int(x):,}" for x in re.findall(r"\d+", name)]
+    if name.startswith("decode"):
+        return f"decode, {numbers[0]} × {numbers[1]} tokens"
+    if name.startswith("prefill"):
+        return f"a chunk of {numbers[1]} of a prompt of {numbers[0]}"
+    if name.startswith("long: prefill"):
+        return f"a chunk of {numbers[1]} of a prompt of {numbers[0]} (GPU: its last one)"
+    return f"decode, 1 × {numbers[0]} tokens"
+
+
+def suite() -> str:
+    found = result("h200_tests")
+    if "counts" not in found:
+        return "The whole suite on an H200: not measured."
+    counts = " ".join(f"{found['counts'][name]:,} {name}," for name in ("passed", "failed", "skipped"))
+    return (
+        f"The last complete run on an H200, of commit {found['commit']}: {counts}\n"
+        f"in {found['seconds']} s; `benchmarks/results/h200_tests.json` names them."
+    )
+
+
+def cases() -> str:
+    words = []
+    for backend in ("hopper", "triton", "drop_in", "flashmla"):
+        tables = result(f"cases_{backend}").get("tables", {}).values()
+        passed, failed = (sum(table[verdict] for table in tables) for verdict in ("passed", "failed"))
+        name = "the torch drop-in" if backend == "drop_in" else f"`{backend}`"
+        words.append(f"{passed:,} of {passed + failed:,} on {name}")
+    first = "Of FlashMLA's published test shapes that were run, so many agree with float64 within its tolerances:"
+    return f"{first}\n{', '.join(words)}."
+
+
+def memcheck() -> str:
+    groups = result("memcheck").get("groups", {})
+    wanted = sum(group["as_wanted"] for group in groups.values())
+    return f"compute-sanitizer's memcheck: {wanted} of {len(groups)} groups of kernels and controls as they should be."
+
+
+def flashmla_from_jit() -> str:
+    found = result("flashmla_from_jit")
+    if not found:
+        return "* FlashMLA's way through XLA: not measured."
+    decode, prefill = ([r["jit"] for r in found["rows"] if r["case"].startswith(x)] for x in ("decode", "prefill"))
+    host = found["host_us"]
+    return (
+        "* FlashMLA's operators allocate through torch: a call is never in a CUDA graph, takes the host "
+        f"{host['jit']:.0f} µs\n  ({host['torch']:.0f} µs from torch), and its results are copied "
+        f"({_range(decode, 'copies')} µs in decode, {_range(prefill, 'copies')} µs in a\n  prefill of 4,096 queries). "
+        f"The pass over its indices takes {_range(decode, 'sanitise')} µs in decode."
+    )
+
+
+def _range(rows: list[dict], name: str) -> str:
+    values = [row[name] for row in rows]
+    return f"{number(min(values))} to {number(max(values))}"
+
+
+def host() -> str:
+    found = result("step").get("results", {}).get("decode 8x8192")
+    if not found:
+        return "* What a decode step costs the host: not measured."
+    wall, enqueue, gpu = (found[name] / 1e3 for name in ("wall_us", "enqueue_us", "gpu_us"))
+    return (
+        f"* A decode step of 8 requests takes {wall:.1f} ms, of which the GPU works {gpu:.1f}: the host needs "
+        f"{enqueue:.1f} ms to enqueue it."
+    )
+
+
+def drop_in() -> str:
+    rows = result("drop_in").get("rows", ())
+    if not rows:
+        return "What the drop-in costs the host: not measured."
+    low, high = (pick(row["flashmla"] for row in rows) for pick in (min, max))
+    trusted = max(row["flashmla valid"] for row in rows)
+    return (
+        f"Over FlashMLA's operator it adds {low:.1f} to {high:.1f} µs of host time to FlashMLA's own call with its "
+        f"checks of\nevery index, at most {trusted:.1f} µs without them."
+    )
+
+
+# --- numbers and blocks ----------------------------------------------------------------------------
+
+
+def number(us: float | None) -> str:
+    if us is None:
+        return "not measured"
+    return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def ratio(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    block.__name__: block
+    for block in (operations, means, steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in)
+}
+
+
+def rewritten(text: str) -> str:
+    """A document with every block as the results have it; KeyError for a block that there is not."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    text = README.read_text()
+    if (new := rewritten(text)) == text:
+        print("README says what the results do")
+        return 0
+    if args.check:
+        print("README differs from benchmarks/results: run python -m benchmarks.tables")
+        return 1
+    README.write_text(new)
+    print("README is rewritten")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The reference on torch tensors: what CPU tensors go to, and what no kernel serves. JAX computes it, over DLPack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.kv_cache import PagedKV
+from sparse_mla_torch.attention.backends import in_base_2
+from sparse_mla_torch.attention.call_cache import Results
+from sparse_mla_torch.attention.decode import page_rows
+from sparse_mla_torch.bridge import call
+
+WRITES_INTO = False
+
+
+def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+    """As `decode.prepare`'s `run`, at one shape."""
+
+    def cache_of(k_cache, scope):
+        if k_cache is None:
+            return None
+        return PagedKV(data=page_rows(k_cache, layout), layout=layout, page_size=scope.page_size)
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+        arguments = {"topk_length": lengths, "attn_sink": attn_sink}
+        arguments |= {"extra_indices": extra_indices, "extra_topk_length": extra_lengths}
+        arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
+        out, lse = call(
+            sparse_mla_decode,
+            q.detach().contiguous(),
+            cache_of(k_cache, scopes[0]),
+            indices.contiguous(),
+            extra_cache=cache_of(extra_k_cache, scopes[-1]),
+            softmax_scale=options.softmax_scale,
+            backend="reference",
+            **arguments,
+        )
+        lse = lse.masked_fill(torch.isneginf(lse), options.empty_lse).transpose(1, 2)
+        return out.clone(), lse  # JAX's memory is not to be written to
+
+    return run
+
+
+def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
+    """As `prefill.prepare`'s `run`, at one shape."""
+
+    def run(q, kv, indices, lengths, attn_sink, into):
+        arguments = {"kv": kv[:, 0], "indices": indices[:, 0], "topk_length": lengths, "attn_sink": attn_sink}
+        arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
+        results = call(
+            sparse_mla_prefill,
+            q.detach().contiguous(),
+            **arguments,
+            softmax_scale=options.softmax_scale,
+            backend="reference",
+        )
+        out, max_logits, lse = (x.clone() for x in results)  # JAX's memory is not to be written to
+        lse.masked_fill_(torch.isneginf(lse), options.empty_lse)
+        return in_base_2((out, max_logits, lse)) if options.log2 else (out, max_logits, lse)
+
+    return run

@@ -1,0 +1,99 @@
+"""Our Triton kernel on torch tensors: both phases, any layout that it reads, any head count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from jax_sparse_mla.kernels.triton.sparse_mla import launch as kernels
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
+from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
+from sparse_mla_torch.attention.backends import in_base_2, into_results
+from sparse_mla_torch.attention.call_cache import Results
+from sparse_mla_torch.kernels.launch import DirectLaunch, device_facts
+
+WRITES_INTO = True
+
+
+class Attention:
+    """The launches of one call shape on one device, see `kernels.launches`: `attend(q, tables, attn_sink, out, lse)`.
+
+    It allocates the split buffers and nothing else, and neither synchronises nor copies to the host: a CUDA graph
+    captures it. Under TRITON_INTERPRET=1 (set before triton is imported) it also runs on CPU tensors, slowly.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        rows: int,
+        heads: int,
+        scopes: tuple[Scope, ...],
+        softmax_scale: float,
+        has_sink: bool,
+        device: torch.device,
+        **options,
+    ):
+        facts = device_facts(device)
+        attend, combine = kernels.launches(layout, rows, heads, scopes, softmax_scale, has_sink, facts, **options)
+        self._attend = DirectLaunch(attend)
+        self._combine = None if combine is None else DirectLaunch(combine)
+        self._some_shapes = [x.shape for x in attend.outputs[:2]]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        tables: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+        attn_sink: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
+    ) -> None:
+        """Tables are `(cache, indices, lengths)`; all tensors contiguous but for the cache's padding behind a page."""
+        inputs = kernels.inputs(q, tables, attn_sink)
+        if self._combine is None:
+            self._attend(inputs, (out, lse, max_logits))
+            return
+        some_out, some_lse = (q.new_empty(shape, dtype=torch.float32) for shape in self._some_shapes)
+        self._attend(inputs, (some_out, some_lse, None))
+        self._combine((some_out, some_lse, inputs[-1]), (out, lse))
+
+
+def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+    """As `decode.prepare`'s `run`, at one shape."""
+    batch, q_len, heads, _ = q.shape
+    attend = Attention(
+        layout,
+        batch * q_len,
+        heads,
+        tuple(scopes),
+        options.softmax_scale,
+        has_sink,
+        q.device,
+        empty_is_inf=options.empty_lse > 0,
+        may_split=not options.batch_invariant,
+    )
+    return into_results(attend, len(scopes), (batch, q_len, heads))
+
+
+def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
+    """As `prefill.prepare`'s `run`, at one shape."""
+    q_len, heads, qk_dim = q.shape
+    attend = Attention(
+        *(workspace_layout(qk_dim), q_len, heads, (scope,)),
+        options.softmax_scale,
+        has_sink,
+        q.device,
+        empty_is_inf=options.empty_lse > 0,
+        may_split=False,
+    )
+
+    def run(q, kv, indices, lengths, attn_sink, into):
+        if into is None:
+            out = q.new_empty((q_len, heads, V_DIM))
+            into = (out, *(q.new_empty((q_len, heads), dtype=torch.float32) for _ in range(2)))
+        out, max_logits, lse = into
+        attend(q, [(kv, indices, lengths)], attn_sink, out, lse, max_logits)
+        return in_base_2(into) if options.log2 else into
+
+    return run

@@ -1,0 +1,138 @@
+"""What a layer refuses at trace time: caches that cannot be right, which would give wrong results and no error.
+
+All of it is geometry. A layer's caches share the numbering of the pool's slots: entry `slot // ratio` of the compressed
+cache and of the index keys belongs to the pool's `slot`, so the two hold equally many, and the pages of the index keys
+are the page table's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_sparse_mla._checks import INT32, UINT8, ArgumentChecks
+from jax_sparse_mla.compressor import CompressorState
+from jax_sparse_mla.indexer import INDEX_K_BYTES
+from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
+from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
+from jax_sparse_mla.models import ModelSpec
+
+
+def check_tables(function: str, tables: RequestTables) -> None:
+    """Refuses a `full_to_swa` without its last −1 where its values are known; of traced ones `debug` tells."""
+    check = ArgumentChecks(function)
+    full_to_swa = check("tables.full_to_swa", tables.full_to_swa, (None,), INT32)
+    wanted = "tables.full_to_swa must be [pool + 1], the pool's slots and -1 behind them"
+    if not full_to_swa.size:
+        raise check.fail(f"{wanted}, got no entry")
+    if isinstance(tables.full_to_swa, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        last = int(np.asarray(tables.full_to_swa[-1]))
+    if last != -1:
+        raise check.fail(f"{wanted}, got {last} as the last of {full_to_swa.size} entries: append -1")
+
+
+def check_v4_layer(
+    cache: Any,
+    rows: Any,
+    params: Any,
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    plan: PrefillPlan | None,
+    *,
+    spec: ModelSpec,
+    ratio: int,
+) -> None:
+    """Refuses what `v4_layer` cannot serve; its arguments, of `layers`, under its names.
+
+    Raises:
+      TypeError: a cache, parameters or rows that this ratio needs are missing.
+      ValueError: a ratio that the step has no metadata of, a plan of another ratio, or shapes that cannot be right.
+    """
+    check = ArgumentChecks("v4_layer")
+    if ratio != 0 and ratio not in metadata.compressed:
+        ratios = ", ".join(map(str, sorted({0, *metadata.compressed})))
+        raise check.fail(f"ratio must be one that metadata was built for ({ratios}), got {ratio}")
+    if plan is not None and plan.compress_ratio != ratio:
+        raise check.fail(
+            f"plan must be of the layer's ratio {ratio}, got one of ratio {plan.compress_ratio}: V4Step.plans[{ratio}]"
+        )
+
+    def need(name: str, value: Any, kind: type | None = None) -> None:
+        if value is None or (kind is not None and not isinstance(value, kind)):
+            wanted = kind.__name__ if kind is not None else "given"
+            remedy = f"; V4LayerCache.zeros(spec, {ratio}, ...) makes it" if name.startswith("cache.") else ""
+            raise TypeError(
+                f"v4_layer: {name} must be {'a ' if kind else ''}{wanted} in a layer of compress ratio {ratio}, got "
+                f"{type(value).__name__}{remedy}"
+            )
+
+    need("cache.swa", cache.swa, PagedKV)
+    if ratio == 0:
+        return
+    need("cache.compressed", cache.compressed, PagedKV)
+    need("cache.state", cache.state, CompressorState)
+    need("rows.compressed_kv", rows.compressed_kv)
+    need("rows.compressed_score", rows.compressed_score)
+    need("params.compressor", params.compressor)
+    states = {"cache.state": cache.state}
+    if ratio == INDEXED_RATIO:
+        need("cache.index_k", cache.index_k)
+        need("cache.index_state", cache.index_state, CompressorState)
+        need("rows.index", rows.index)
+        need("params.index_compressor", params.index_compressor)
+        states["cache.index_state"] = cache.index_state
+        entries = spec.page_size // ratio
+        _check_index_k(check, cache.index_k, "cache.compressed", cache.compressed, entries, f"{ratio} tokens")
+    if (tokens := cache.compressed.num_slots * ratio) < cache.swa.num_slots:
+        raise check.fail(
+            f"cache.compressed must have an entry for every {ratio} tokens of the pool, got "
+            f"{cache.compressed.num_pages} pages of {cache.compressed.page_size}, for {tokens} tokens, where the "
+            f"window's pool alone has {cache.swa.num_slots}: make it with the pool's number of pages"
+        )
+    num_requests = batch.req_pool_indices.shape[0]
+    for name, state in states.items():
+        if state.kv.shape[0] < num_requests:
+            raise check.fail(
+                f"{name} must have a row for each of the batch's {num_requests} requests, got {state.kv.shape[0]}: "
+                "make it with max_requests, the rows of req_to_token"
+            )
+
+
+def check_v32_layer(cache: Any, *, spec: ModelSpec) -> None:
+    """Refuses what `v32_layer` cannot serve.
+
+    Raises:
+      TypeError: a cache is missing. ValueError: shapes that cannot be right.
+    """
+    check = ArgumentChecks("v32_layer")
+    for name, kind in (("kv", PagedKV), ("index_k", None)):
+        value = getattr(cache, name)
+        if value is None or (kind and not isinstance(value, kind)):
+            wanted = "a PagedKV" if kind else "uint8 [num_pages, 8448]"
+            raise TypeError(
+                f"v32_layer: cache.{name} must be {wanted}, got {type(value).__name__}; V32LayerCache.zeros(spec, ...) "
+                "makes it"
+            )
+    _check_index_k(check, cache.index_k, "cache.kv", cache.kv, spec.page_size, "token")
+
+
+def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:
+    """index_k has pages of `entries` keys, and as many keys as the cache beside it has slots."""
+    index_k = check("cache.index_k", index_k, (None, None), UINT8)
+    pages, width = index_k.shape
+    if width != entries * INDEX_K_BYTES:
+        raise check.fail(
+            f"cache.index_k must have pages of {entries} keys of {INDEX_K_BYTES} bytes, {entries * INDEX_K_BYTES} in "
+            f"all, got {width} bytes (of {width / INDEX_K_BYTES:g} keys)"
+        )
+    if pages * entries != cache.num_slots:
+        raise check.fail(
+            f"cache.index_k and {name} must both have an entry for every {unit} of the pool, got {pages} pages of "
+            f"{entries} keys and {cache.num_pages} pages of {cache.page_size}: make both with the pool's number of "
+            "pages"
+        )

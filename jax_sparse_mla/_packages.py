@@ -1,0 +1,57 @@
+"""Optional packages: absent ones are passed over quietly, one that is there and does not import is warned of once."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import warnings
+
+__all__ = ["found", "importable", "version", "warn_once", "why_not"]
+
+
+def found(name: str) -> bool:
+    """Whether there is a package of this import name; it is not imported."""
+    return importlib.util.find_spec(name) is not None
+
+
+def importable(name: str) -> bool:
+    """Whether a package imports; imports it. One that is found and fails is warned of, once in a process."""
+    return why_not(name) is None
+
+
+@functools.cache
+def why_not(name: str) -> str | None:
+    """Why a package cannot be used, or None: "triton is not installed", "triton does not import: OSError: …"."""
+    if not found(name):
+        return f"{name} is not installed"
+    # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a broken package raises anything: of a missing library, another version, its own
+        why = f"{name} does not import: {type(error).__name__}: {error}"
+        warn_once(f"{why}. It is installed and not used: mend or remove it")
+        return why
+    finally:
+        if cache_dir is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = cache_dir
+    return None
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns, once in a process: of what keeps something that is there from serving, and of the next step."""
+    warnings.warn(f"jax_sparse_mla: {message}", stacklevel=3)
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution (its name on a package index, not of its module), or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

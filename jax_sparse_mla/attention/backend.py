@@ -1,0 +1,223 @@
+"""The attention backends: one record each, and nothing about a backend is said elsewhere.
+
+A new backend is a record here, its functions in `attention/backends/<name>.py` (JAX) and, where torch calls it too, in
+`sparse_mla_torch/attention/backends/<name>.py`. The attention functions, `plan_attention`, torch and
+`jax-sparse-mla doctor` read the records. Plain data: no array, no kernel and no framework is imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from jax_sparse_mla import backend as shared
+from jax_sparse_mla.backend import Need
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.kv_cache.layout import KVLayout
+
+if TYPE_CHECKING:
+    import jax
+
+    from jax_sparse_mla.kv_cache.paged import PagedKV
+
+PHASES = ("decode", "prefill")
+
+
+class IndexTable(NamedTuple):
+    """A paged cache, and what each query row reads of it; never without a column, nor the cache without a slot.
+
+    Attributes:
+      cache: the `PagedKV`.
+      indices: int32 `[batch, q_len, columns]`, slots of the cache.
+      lengths: int32 `[batch, q_len]`, how many leading columns are scanned; None scans all.
+    """
+
+    cache: PagedKV
+    indices: jax.Array
+    lengths: jax.Array | None
+
+    def rows(self) -> IndexTable:
+        """The table with batch and q_len as one axis: `[batch · q_len, columns]`."""
+        batch, q_len, columns = self.indices.shape
+        lengths = None if self.lengths is None else self.lengths.reshape(batch * q_len)
+        return IndexTable(self.cache, self.indices.reshape(batch * q_len, columns), lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a decision depends on of an attention call; plain data.
+
+    Attributes:
+      phase: "decode" (attends to paged caches) or "prefill" (attends to a bf16 workspace).
+      layout: of the cached rows, or of the workspace's (`kv_cache.layout.workspace_layout`).
+      num_q_tokens, num_heads: query rows, and heads on this rank.
+      device: what will run the call.
+      topk: index columns of both tables together; None where they are not known.
+      dtype: of the queries (and of the workspace).
+      chunk: whether the rows are a prefill chunk's, so that a workspace of what they see could be gathered instead.
+    """
+
+    phase: str
+    layout: KVLayout
+    num_q_tokens: int
+    num_heads: int
+    device: DeviceInfo
+    topk: int | None = None
+    dtype: str = "bfloat16"
+    chunk: bool = False
+
+
+Capability = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(shared.Backend):
+    """The record of an attention backend.
+
+    Attributes:
+      module: has the functions `decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices)`, of one or two
+        `IndexTable`s, and `prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale)`, as
+        `attention/reference.py`; no call reaches them that has no row, no head or no key to read.
+      layouts: the row layouts that its kernels were written for, by phase; without a phase it has no such function.
+        None: any layout.
+      devices: ranges of compute capabilities, both ends included; None: any device.
+      device_names: the same in words.
+      dtypes: of the queries.
+      max_heads: the most query heads; None: any number.
+      batches: the phases whose kernel has a batching rule; under `vmap` the reference stands in for the others.
+      most_decode_rows: query rows up to which a device's paged decode is the better kernel; None: no such limit.
+      torch: the phases that torch calls too.
+      torch_by_name: why torch takes it only where it is asked for by name; empty: torch takes it as JAX does.
+    """
+
+    module: str
+    layouts: Mapping[str, tuple[KVLayout, ...]] | None
+    devices: tuple[tuple[Capability, Capability], ...] | None
+    device_names: str = ""
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    max_heads: int | None = None
+    batches: tuple[str, ...] = ()
+    most_decode_rows: Callable[[DeviceInfo], int] | None = None
+    torch: tuple[str, ...] = ()
+    torch_by_name: str = ""
+
+    def function(self, phase: str) -> Callable:
+        """The JAX function of a phase."""
+        return shared.load(f"{self.module}:{phase}")
+
+    def wrong_device(self, device: DeviceInfo) -> str | None:
+        """Why the device is none of its own; None if it is."""
+        if self.devices is None:
+            return None
+        capability = device.compute_capability
+        if device.platform != "cuda" or capability is None:
+            return f"needs a CUDA device ({self.device_names}), got {device.platform}"
+        if any(first <= capability <= last for first, last in self.devices):
+            return None
+        return "serves {}, got compute capability {}.{}".format(self.device_names, *capability)
+
+    def cannot(self, call: Call) -> list[str]:
+        reasons = [self.wrong_device(call.device), self._wrong_layout(call)]
+        if call.dtype not in self.dtypes:
+            reasons.append(f"{call.dtype} inputs are served by the reference only")
+        if self.max_heads is not None and call.num_heads > self.max_heads:
+            reasons.append(f"its kernels take up to {self.max_heads} heads, got {call.num_heads}")
+        return [why for why in reasons if why]
+
+    def _wrong_layout(self, call: Call) -> str | None:
+        if self.layouts is None:
+            return None
+        known = self.layouts.get(call.phase, ())
+        if not known:
+            return f"it has no {call.phase}, only {' and '.join(self.layouts)}"
+        if call.layout in known:
+            return None
+        names = " and ".join(layout.name for layout in known)
+        kind = "fp8" if call.layout.fp8_dim else "bf16"
+        return f"its {call.phase} reads rows of {names}, got {call.layout.name} ({kind})"
+
+
+def _flashmla_rows(device: DeviceInfo) -> int:
+    """Query rows up to which FlashMLA's own schedule kernel fits in a block's shared memory.
+
+    It keeps 5 int32 per row and one more: `4 · (5 · rows + 1) ≤ shared_memory_optin`. 11,673 at 228 KiB, the
+    threshold that SGLang uses; 11,622 on an H200 (227 KiB).
+    """
+    return (device.shared_memory_optin // 4 - 1) // 5
+
+
+_FP8 = (KVLayout.V32_FP8, KVLayout.V4_FP8)
+_BF16 = (KVLayout.V32_BF16, KVLayout.V4_BF16)  # a workspace's rows too
+_SM90, _SM100, _SM120 = ((9, 0), (9, 0)), ((10, 0), (10, 9)), ((12, 0), (12, 9))
+_TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
+_JAX_TVM_FFI = Need(("jax-tvm-ffi",), ("jax_tvm_ffi",), frameworks=("jax",))
+_TRITON = Need(("triton",), ("triton",))
+
+_RECORDS = (
+    Backend(
+        name="hopper",
+        module="jax_sparse_mla.attention.backends.hopper",
+        layouts={"decode": _FP8, "prefill": _BF16},
+        devices=(_SM90,),
+        device_names="SM90",
+        needs=(
+            dataclasses.replace(_TVM_FFI, phases=("decode",)),
+            dataclasses.replace(_JAX_TVM_FFI, phases=("decode",)),
+            Need(("absl-py",), ("absl",), frameworks=("jax",), phases=("prefill",)),  # Mosaic GPU imports it
+        ),
+        unready="jax_sparse_mla.attention.backends.hopper:unready",
+        batches=("prefill",),
+        torch=("decode",),
+        # Measured once, on an H200 (docs/torch.md).
+        torch_by_name="served where it is asked for by name: launching it from torch takes the host longer than "
+        "FlashMLA",
+    ),
+    Backend(
+        name="flashmla",
+        module="jax_sparse_mla.attention.backends.flashmla",
+        layouts={"decode": _FP8, "prefill": _BF16},
+        devices=(_SM90, _SM100),
+        device_names="SM90 and SM100",
+        max_heads=128,
+        needs=(
+            Need(("sgl-flash-mla", "sglang-kernel"), ("flash_mla", "sgl_kernel")),
+            Need(("torch",), ("torch",)),
+            dataclasses.replace(_TRITON, frameworks=("torch",)),  # our sanitiser goes before its operators
+        ),
+        unready="jax_sparse_mla.attention.backends.flashmla:unready",
+        most_decode_rows=_flashmla_rows,
+        torch=PHASES,
+    ),
+    Backend(
+        name="flashinfer",
+        module="jax_sparse_mla.attention.backends.flashinfer",
+        layouts={"decode": _FP8},
+        devices=(_SM120,),
+        device_names="SM120 and SM121",
+        max_heads=128,
+        needs=(Need(("flashinfer-python",), ("flashinfer",)), _TVM_FFI, _JAX_TVM_FFI),
+    ),
+    Backend(
+        name="triton",
+        module="jax_sparse_mla.attention.backends.triton",
+        layouts={"decode": (*_FP8, *_BF16), "prefill": _BF16},
+        devices=(((8, 0), (99, 9)),),
+        device_names="SM80 and up",
+        needs=(_TRITON, Need(("jax-triton",), ("jax_triton",), frameworks=("jax",))),
+        unready="jax_sparse_mla.dispatch:unready",
+        torch=PHASES,
+    ),
+    Backend(
+        name="reference",
+        module="jax_sparse_mla.attention.reference",
+        layouts=None,
+        devices=None,
+        dtypes=("bfloat16", "float32"),
+        batches=PHASES,
+        torch=PHASES,
+    ),
+)
+
+# Preferred first; `route` has what measurements say otherwise.
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _RECORDS}

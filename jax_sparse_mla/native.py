@@ -1,0 +1,305 @@
+"""Native code: compiled where it is first needed, kept in a folder that is the user's alone, and loaded from there.
+
+Everything compiled goes this one way, whether nvcc or the C or C++ compiler makes it:
+
+* A package may carry the binary. It then needs neither a compiler nor a home directory.
+* Else it is compiled once into `$XDG_CACHE_HOME/jax_sparse_mla` (`~/.cache` by default). The file's name holds the
+  machine and digests of the sources and flags, of the versions it was compiled against, and of the compiler: what
+  another machine, version or compiler made is never taken for it.
+* A library runs with the user's rights, so the folder must be the user's, closed to others (mode 0700) and no symbolic
+  link, and so must the file in it. Anything else is refused with a warning: the code is compiled anew, for this process
+  alone where the folder is what is wrong.
+* Processes that need the same code at once compile it once: they wait for each other at the folder's lock. A file
+  appears whole, by one rename, also where a file system has no locks.
+* What does not load is compiled once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from jax_sparse_mla._packages import version, warn_once
+
+__all__ = ["Library", "available", "carried_path", "compile_to", "load", "python_extension"]
+
+T = TypeVar("T")
+
+# By kind: the variable that names the compiler, and what is looked for on the PATH without it.
+_COMPILERS = {
+    "nvcc": (None, ("nvcc",)),
+    "c": ("CC", ("cc", "gcc", "clang")),
+    "c++": ("CXX", ("c++", "g++", "clang++")),
+}
+_SHARED = {"nvcc": ("-shared", "-Xcompiler", "-fPIC"), "c": ("-shared", "-fPIC"), "c++": ("-shared", "-fPIC")}
+_FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc reads them by itself
+
+# What opening a library raises that is cut short, of another machine, or linked against what is not there.
+_NOT_LOADED = (OSError, ImportError, RuntimeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A shared library and what it is made from.
+
+    Attributes:
+      name: what its file's name begins with.
+      sources: its files; the first is compiled, the others are what it includes.
+      compiler: "nvcc", "c" or "c++".
+      flags: the compiler's, beside those of a shared library.
+      includes: gives the folders of headers of others; asked when it is compiled.
+      packages: distributions, against whose headers it is compiled.
+      carried: a folder of this package that may hold the binary, or None.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    compiler: str
+    flags: tuple[str, ...] = ()
+    includes: Callable[[], list[str]] = list
+    packages: tuple[str, ...] = ()
+    carried: Path | None = None
+
+
+def load(library: Library, opener: Callable[[Path], T]) -> T:
+    """`opener(path)` of the library: the carried one, the cached one, or one that is compiled now.
+
+    Args:
+      library: what to load.
+      opener: loads a shared library, such as `ctypes.CDLL`; it raises OSError, ImportError or RuntimeError where the
+        file is no library for this process.
+
+    Raises:
+      RuntimeError: there is no compiler, or it fails (with what it says); or what it made does not load.
+    """
+    carried = carried_path(library)
+    if carried is not None and carried.is_file():
+        try:
+            return opener(carried)
+        except _NOT_LOADED as error:
+            warn_once(f"{carried} does not load ({error}); it is compiled anew")
+    try:
+        folder = private_folder()
+        with _locked(folder):
+            if path := _cached(library, folder):
+                with contextlib.suppress(*_NOT_LOADED):
+                    return opener(path)
+            return _compile_and_open(library, folder, opener)
+    except OSError as error:  # of the folder: what goes wrong with the compiler or the library is a RuntimeError
+        no_folder = error
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            opened = _compile_and_open(library, Path(folder), opener)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}\nNor can an earlier one serve: {no_folder}") from None
+    warn_once(f"what is compiled serves this process alone: {no_folder}")
+    return opened
+
+
+def _compile_and_open(library: Library, folder: Path, opener: Callable[[Path], T]) -> T:
+    path = compile_to(library, folder / _file_name(library))
+    try:
+        return opener(path)
+    except _NOT_LOADED as error:
+        raise RuntimeError(f"{library.name} was compiled and does not load: {type(error).__name__}: {error}") from error
+
+
+def available(library: Library) -> bool:
+    """Whether `load` has something to begin with: a carried or cached binary, or a compiler."""
+    carried = carried_path(library)
+    if find_compiler(library.compiler) is not None or (carried is not None and carried.is_file()):
+        return True
+    with contextlib.suppress(OSError):
+        return _cached(library, private_folder()) is not None
+    return False
+
+
+def python_extension(name: str) -> Callable[[Path], ModuleType]:
+    """An opener of CPython's extension module of this name."""
+
+    def opener(path: Path) -> ModuleType:
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+        loader.exec_module(module)
+        return module
+
+    return opener
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def carried_path(library: Library) -> Path | None:
+    """Where the package has the binary, if it has one; the sources, flags and machine must be the same."""
+    return None if library.carried is None else library.carried / f"{_stem(library)}.so"
+
+
+def _stem(library: Library) -> str:
+    contents = [path.read_bytes() for path in library.sources]
+    return f"{library.name}-{platform.machine()}-{_digest(library.compiler, library.flags, contents)[:12]}"
+
+
+def _against(library: Library) -> str:
+    """The versions: of the packages, and of Python and its headers."""
+    versions = [(name, version(name)) for name in library.packages]
+    return _digest(versions, platform.python_version(), sysconfig.get_config_var("SOABI"))[:8]
+
+
+def _file_name(library: Library) -> str:
+    """The name in the cache, of what today's compiler makes."""
+    command = find_compiler(library.compiler)
+    variables = [os.environ.get(name) for name in _FLAG_VARIABLES] if library.compiler == "nvcc" else []
+    compiler = _digest(command, command and _version_of(command[0]), variables)[:8]
+    return f"{_stem(library)}-{_against(library)}-{compiler}.so"
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+# --- compilers -----------------------------------------------------------------------------------------------------
+
+
+def find_compiler(kind: str) -> tuple[str, ...] | None:
+    """The command of a compiler: what $CC or $CXX says, or the first of its names on the PATH; None without one."""
+    variable, names = _COMPILERS[kind]
+    if variable is not None and (words := shlex.split(os.environ.get(variable) or "")):
+        program = shutil.which(words[0])
+        return (program, *words[1:]) if program else None
+    program = next(filter(None, map(shutil.which, names)), None)
+    return (program,) if program else None
+
+
+@functools.cache
+def _version_of(program: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return type(error).__name__
+    return done.stdout
+
+
+def compile_to(library: Library, path: Path) -> Path:
+    """Compiles the library; the file appears whole or not at all, for its user alone to write. Returns its path.
+
+    Raises:
+      RuntimeError: there is no compiler, or it fails.
+    """
+    if (command := find_compiler(library.compiler)) is None:
+        variable, names = _COMPILERS[library.compiler]
+        one = f"{names[0]} is not" if len(names) == 1 else f"none of {', '.join(names)} is"
+        install = f"install one, or name it in {variable}" if variable else "install the CUDA toolkit, or add its bin"
+        raise RuntimeError(f"{library.name} has to be compiled, and {one} on the PATH: {install}")
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        flags = [*_SHARED[library.compiler], *library.flags]
+        headers = [word for folder in library.includes() for word in ("-isystem", folder)]
+        # The flags come last: a library among them is searched for what the source leaves open.
+        arguments = [*command, *headers, "-o", str(made), str(library.sources[0]), *flags]
+        try:
+            done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        except OSError as error:
+            raise RuntimeError(f"{library.name} cannot be compiled: {command[0]} does not run: {error}") from None
+        if done.returncode or not made.is_file():
+            said = (done.stderr or done.stdout).strip()[-2000:] or f"nothing, with status {done.returncode}"
+            raise RuntimeError(
+                f"{library.name} cannot be compiled: {command[0]} failed. It says:\n{said}\nThe command was "
+                f"{shlex.join(arguments)}"
+            )
+        made.chmod(0o700)
+        os.replace(made, path)
+    return path
+
+
+# --- the cache -----------------------------------------------------------------------------------------------------
+
+
+def private_folder() -> Path:
+    """The user's cache of compiled code, made if it is not there.
+
+    Raises:
+      OSError: there is no home, the folder cannot be made, or others could have put a library into it; the message
+        tells what to do.
+    """
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise OSError(f"{error} Name a folder in XDG_CACHE_HOME") from None
+    folder = base / "jax_sparse_mla"
+    with contextlib.suppress(FileExistsError):
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+    around = base.stat()
+    if around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"{base} is not used, everyone may replace what is in it: name another in XDG_CACHE_HOME")
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} is not used, it is no folder (nor may it be a symbolic link): remove it")
+    if why := _open_to_others(found):
+        raise PermissionError(
+            f"{folder} is not used, {why}, and could have put a library there: remove it, or name another place in "
+            "XDG_CACHE_HOME"
+        )
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        with contextlib.suppress(OSError):  # a file system that is mounted for reading
+            folder.chmod(0o700)
+    return folder
+
+
+def _open_to_others(found: os.stat_result) -> str | None:
+    """Who else than the user may have written it."""
+    if found.st_uid != os.geteuid():
+        return f"user {found.st_uid} owns it"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its mode {stat.S_IMODE(found.st_mode):o} lets others write"
+    return None
+
+
+def _cached(library: Library, folder: Path) -> Path | None:
+    """The library's file, if it is the user's own; without a compiler, what any compiler made of the same."""
+    if find_compiler(library.compiler) is not None:
+        paths = [folder / _file_name(library)]
+    else:
+        paths = sorted(folder.glob(f"{_stem(library)}-{_against(library)}-*.so"))
+    for path in paths:
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        why = _open_to_others(found) if stat.S_ISREG(found.st_mode) else "it is no plain file"
+        if why is None:
+            return path
+        warn_once(f"{path} is not loaded, {why}; it is compiled anew")
+    return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; without a lock, as on some network file systems, several compile and the last remains."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""What a layer refuses at trace time, by name: caches of a geometry that would give wrong results and no error."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_engine
+
+import jax_sparse_mla as mla
+from jax_sparse_mla import layers
+from jax_sparse_mla.indexer import INDEX_K_BYTES
+from jax_sparse_mla.kv_cache import PagedKV
+
+WORK, ROWS = [(0, 0, 1), (1, 3, 1)], 2
+RATIOS = (0, 4, 128)
+
+
+def same(x):
+    return x
+
+
+def traced(ratio, *, change_cache=same, change_rows=same, change_params=same):
+    """Traces a decode step of a layer, and runs nothing; ratio None is V3.2's."""
+    world = small_engine.make_world(ratio)
+    batch, rows, _ = small_engine.make_step(world, mla.ForwardMode.DECODE, WORK, num_rows=ROWS)
+    cache, rows = change_cache(world.empty_cache()), change_rows(rows)
+
+    def step(cache, rows, params, batch, tables):
+        if ratio is None:
+            metadata = mla.build_v32_metadata(
+                world.spec, batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_kv"
+            )
+            return layers.v32_layer(cache, rows, batch, metadata, spec=world.spec)
+        metadata = layers.prepare_v4_step(world.spec, batch, tables).metadata
+        return layers.v4_layer(cache, rows, params, batch, metadata, None, spec=world.spec, ratio=ratio)
+
+    params = None if ratio is None else change_params(world.params)
+    return jax.eval_shape(step, cache, rows, params, batch, world.tables)
+
+
+def without(field):
+    return lambda of: dataclasses.replace(of, **{field: None})
+
+
+@pytest.mark.parametrize("ratio", [None, *RATIOS])
+def test_what_zeros_makes_is_served(ratio):
+    out, *_ = traced(ratio)
+    assert out.shape[0] == ROWS
+
+
+@pytest.mark.parametrize(
+    "ratio, field",
+    [(ratio, name) for ratio in RATIOS for name in ("swa", "compressed", "state")[: 1 if ratio == 0 else 3]]
+    + [(4, "index_k"), (4, "index_state")],
+)
+def test_a_missing_cache(ratio, field):
+    message = rf"v4_layer: cache.{field} must be .* in a layer of compress ratio {ratio}, got NoneType; .*zeros\(spec, "
+    with pytest.raises(TypeError, match=message):
+        traced(ratio, change_cache=without(field))
+
+
+@pytest.mark.parametrize("ratio, field", [(4, "compressed_kv"), (128, "compressed_score"), (4, "index")])
+def test_missing_rows(ratio, field):
+    with pytest.raises(TypeError, match=rf"v4_layer: rows.{field} must be given .* ratio {ratio}, got NoneType"):
+        traced(ratio, change_rows=without(field))
+
+
+@pytest.mark.parametrize("ratio, field", [(128, "compressor"), (4, "index_compressor")])
+def test_missing_parameters(ratio, field):
+    with pytest.raises(TypeError, match=rf"v4_layer: params.{field} must be given .* ratio {ratio}, got NoneType"):
+        traced(ratio, change_params=without(field))
+
+
+@pytest.mark.parametrize("field", ["kv", "index_k"])
+def test_a_missing_cache_of_v32(field):
+    with pytest.raises(TypeError, match=rf"v32_layer: cache.{field} must be .*, got NoneType; V32LayerCache.zeros"):
+        traced(None, change_cache=without(field))
+
+
+@pytest.mark.parametrize("ratio, keys", [(4, 256), (4, 16), (None, 256)])
+def test_another_index_page_size(ratio, keys):
+    """27% of the selections were wrong, and nothing said so."""
+
+    def change(cache):
+        bytes_in_all = cache.index_k.size // (keys * INDEX_K_BYTES) * keys * INDEX_K_BYTES
+        return dataclasses.replace(cache, index_k=jnp.zeros(bytes_in_all, jnp.uint8).reshape(-1, keys * INDEX_K_BYTES))
+
+    message = rf"cache.index_k must have pages of 64 keys .* got {keys * 132} .*{keys} keys"
+    with pytest.raises(ValueError, match=message):
+        traced(ratio, change_cache=change)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("pages", [1, 3])
+def test_fewer_compressed_pages(ratio, pages):
+    def change(cache):
+        few = cache.compressed
+        return dataclasses.replace(cache, compressed=PagedKV.zeros(few.layout, pages, few.page_size))
+
+    message = r"v4_layer: .*cache.compressed must .*have an entry for every \d+ tokens.* got "
+    with pytest.raises(ValueError, match=message):
+        traced(ratio, change_cache=change)
+
+
+@pytest.mark.parametrize("ratio", [4, None])
+def test_fewer_index_pages(ratio):
+    message = r"cache.index_k and cache.\w+ must both have an entry for every .* got 2 pages"
+    with pytest.raises(ValueError, match=message):
+        traced(ratio, change_cache=lambda cache: dataclasses.replace(cache, index_k=cache.index_k[:2]))
+
+
+@pytest.mark.parametrize("ratio, field", [(4, "state"), (128, "state"), (4, "index_state")])
+def test_fewer_compressor_rows_than_requests(ratio, field):
+    def change(cache):
+        return dataclasses.replace(cache, **{field: jax.tree.map(lambda x: x[:1], getattr(cache, field))})
+
+    message = f"v4_layer: cache.{field} must have a row for each of the batch's 2 requests, got 1: .*max_requests"
+    with pytest.raises(ValueError, match=message):
+        traced(ratio, change_cache=change)
+
+
+def test_a_ratio_without_metadata_and_a_plan_of_another_ratio():
+    world = small_engine.make_world(4)
+    batch, rows, _ = small_engine.make_step(world, mla.ForwardMode.EXTEND, WORK, num_rows=ROWS)
+    step = layers.prepare_v4_step(world.spec, batch, world.tables, gathered=True)
+    arguments = (world.empty_cache(), rows, world.params, batch, step.metadata)
+    with pytest.raises(ValueError, match=r"ratio must be one that metadata was built for \(0, 4, 128\), got 8"):
+        layers.v4_layer(*arguments, None, spec=world.spec, ratio=8)
+    with pytest.raises(ValueError, match=re.escape("plan must be of the layer's ratio 4, got one of ratio 0: V4Step")):
+        layers.v4_layer(*arguments, step.plans[0], spec=world.spec, ratio=4)
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_window_table_without_its_last_entry(kind, jitted):
+    """Where its values are known: as an argument, or closed over; `debug.check_batch` tells of traced ones."""
+    world = small_engine.make_world(128)
+    batch, _, _ = small_engine.make_step(world, mla.ForwardMode.DECODE, WORK, num_rows=ROWS)
+    tables = mla.RequestTables(
+        req_to_token=world.tables.req_to_token, full_to_swa=kind(np.asarray(world.tables.full_to_swa)[:-1])
+    )
+    last, size = int(tables.full_to_swa[-1]), tables.full_to_swa.shape[0]
+
+    def prepare(batch):
+        return layers.prepare_v4_step(world.spec, batch, tables)
+
+    message = rf"prepare_v4_step: tables.full_to_swa must be \[pool \+ 1\].* got {last} as the last of {size} entries"
+    with pytest.raises(ValueError, match=message):
+        (lambda batch: jax.eval_shape(prepare, batch))(batch) if jitted else prepare(batch)
+    with pytest.raises(ValueError, match=r"tables.full_to_swa must be .* got no entry"):
+        layers.prepare_v4_step(world.spec, batch, dataclasses.replace(tables, full_to_swa=jnp.zeros(0, jnp.int32)))

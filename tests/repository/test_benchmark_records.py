@@ -1,0 +1,257 @@
+"""What stands beside the figures: the code they are of, which parts are left, README's tables, peers or why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+
+import pytest
+
+from benchmarks import all as everything
+from benchmarks import peers, record, suite, tables
+
+# --- README ----------------------------------------------------------------------------------------
+
+
+def test_readme_s_figures_are_those_of_the_results():
+    text = tables.README.read_text()
+    assert tables.rewritten(text) == text, "run python -m benchmarks.tables"
+    assert set(tables._BLOCK.findall(text)) and {name for _, name, _ in tables._BLOCK.findall(text)} == set(
+        tables.BLOCKS
+    )
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """A folder of results that README's tables are made of."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.result.cache_clear()
+    yield lambda name, **content: record.write_json(tmp_path / f"{name}.json", {"commit": "abc", **content})
+    tables.result.cache_clear()
+
+
+def test_a_row_says_who_is_faster_and_what_was_not_measured(results, monkeypatch):
+    def row(case, ours, times, **missing):
+        best = min(times, key=times.get, default=None)
+        return {"case": case, "ours": {"jax": ours}, "peers": times, "best_peer": best, "not_measured": missing}
+
+    found = [
+        row("a", 4.0, {"sglang": 3.0}),
+        row("b", 1000.0, {"flashinfer": 12_345.0}),
+        row("c", 2.0, {}, sglang="why"),
+    ]
+    results("op", rows=found, versions={"sglang": "0.5.23"})
+    same = [tables.Row("one", "op", ("a",), "jax"), tables.Row("two", "op", ("a", "b"), "jax")]
+    monkeypatch.setattr(
+        tables, "ROWS", (*same, tables.Row("three", "op", ("c",), "jax"), tables.Row("four", "op", ("d",)))
+    )
+    lines = tables.operations().splitlines()
+    assert lines[2:6] == [
+        "| one | SGLang 3.0 | 4.0 | 0.75 |",
+        "| two | SGLang 3.0 / FlashInfer 12,345 | 4.0 / 1,000 | 0.75 / 12 |",
+        "| three | SGLang not measured | 2.0 | – |",
+        "| four | not measured | not measured | – |",
+    ]
+    assert lines[-1] == "Of commit abc; SGLang 0.5.23."
+
+
+def test_every_block_can_do_without_results(results):
+    for block in tables.BLOCKS.values():
+        assert block()
+
+
+def test_a_suite_s_record_is_in_readme_s_sentence(results):
+    results("h200_tests", counts={"passed": 3303, "failed": 1, "skipped": 7}, seconds=239)
+    assert "of commit abc: 3,303 passed, 1 failed, 7 skipped" in tables.suite()
+
+
+# --- of which code ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """A copy of some of the code, in which files can be changed."""
+    for name in ("jax_sparse_mla/models.py", "kernels_cuda/sm90.cuh", "benchmarks/run.py", "benchmarks/tables.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(record.ROOT / name, tmp_path / name)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.delenv("OUT", raising=False)
+
+    def digest():
+        record.code_digest.cache_clear()
+        return record.code_digest()
+
+    yield tmp_path, digest
+    record.code_digest.cache_clear()
+
+
+def test_the_digest_changes_with_the_code_and_with_nothing_else(checkout):
+    root, digest = checkout
+    before = digest()
+    assert len(before) == 12 and before == digest()
+    for name in ("README.md", "benchmarks/results/step.json", "benchmarks/tables.py", "jax_sparse_mla/models.pyc"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("changed")
+        assert digest() == before, name
+    for name in ("jax_sparse_mla/models.py", "kernels_cuda/sm90.cuh", "benchmarks/run.py", "interop/new.c"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("changed")
+        assert digest() != before, name
+        before = digest()
+
+
+def test_results_of_other_code_are_not_continued(checkout):
+    _, digest = checkout
+    record.write_json(record.results_folder() / "x.json", {"code": digest(), "rows": [1]})
+    assert record.earlier("x.json")["rows"] == [1] and record.earlier("y.json") == {}
+    record.write_json(record.results_folder() / "x.json", {"code": "another", "rows": [1]})
+    assert record.earlier("x.json") == {} and record.latest("x.json")["rows"] == [1]
+
+
+def test_the_commit_may_be_given(monkeypatch):
+    record.commit.cache_clear()
+    monkeypatch.setenv("COMMIT", "abc1234")
+    assert record.environment()["commit"] == "abc1234" and record.environment()["code"] == record.code_digest()
+    record.commit.cache_clear()
+
+
+# --- all parts -------------------------------------------------------------------------------------
+
+_PROGRAM = """
+import json, os, sys, time
+from benchmarks.record import environment, results_folder, write_json
+name, sleep, code = sys.argv[1:]
+write_json(results_folder() / f"{name}.json", environment() | {"cases": int(time.sleep(float(sleep)) or 3)})
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """Runs `benchmarks.all` over parts that only write a file each; returns its exit code."""
+    program = tmp_path / "fake" / "part_for_tests.py"
+    program.parent.mkdir()
+    program.write_text(_PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(program.parent))
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("COMMIT", "abc")
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(everything, "draw", lambda: None)
+    popen = everything.subprocess.Popen
+
+    def start(command, **options):
+        return popen([part.replace("benchmarks.part", "part") for part in command], **options)
+
+    monkeypatch.setattr(everything.subprocess, "Popen", start)
+
+    def run(*arguments, **found):
+        made = [everything.Part(n, f"{n}.json", f"part_for_tests {n} {sleep} {code}", 1) for n, sleep, code in PARTS]
+        monkeypatch.setattr(everything, "PARTS", tuple(made))
+        monkeypatch.setattr(sys, "argv", ["all", *arguments])
+        return everything.main()
+
+    return run
+
+
+PARTS = (("first", 0, 0), ("slow", 60, 0), ("failing", 0, 3))
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(parts, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(everything, "MARGIN", 0)
+    assert parts("--budget-seconds", "4") == 1
+    printed = capsys.readouterr().out
+    assert "first: exit code 0" in printed and "slow: stopped" in printed and "failing: takes about" in printed
+    ledger = json.loads((tmp_path / "out" / "all.json").read_text())
+    assert set(ledger["parts"]) == {"first"} and ledger["commit"] == "abc"
+    monkeypatch.setitem(globals(), "PARTS", (("first", 0, 0), ("slow", 0, 0), ("failing", 0, 3)))
+    assert parts() == 0
+    printed = capsys.readouterr().out
+    assert "first: exit" not in printed and "slow: exit code 0" in printed and "failing: exit code 3" in printed
+    assert "made, but exit code 3" in printed
+    assert parts("--list") == 0 and "left: about 0 minutes" in capsys.readouterr().out
+
+
+def test_files_of_other_code_are_replaced_only_when_told(parts, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(globals(), "PARTS", (("first", 0, 0),))
+    record.write_json(record.results_folder() / "first.json", {"commit": "old", "code": "another"})
+    assert parts() == 2 and "files of other code: first.json" in capsys.readouterr().out
+    assert parts("--list") == 0 and "of other code, old" in capsys.readouterr().out
+    assert parts("--replace") == 0
+    assert json.loads((tmp_path / "out" / "first.json").read_text())["code"] == record.code_digest()
+
+
+def test_without_history_the_commit_has_to_be_given(parts, monkeypatch, capsys):
+    monkeypatch.delenv("COMMIT")
+    monkeypatch.setattr(record, "_output", lambda *command: None)
+    record.commit.cache_clear()
+    assert parts() == 2 and "set COMMIT" in capsys.readouterr().out
+    record.commit.cache_clear()
+
+
+def test_every_file_of_results_has_a_part_and_every_part_a_module():
+    made = {part.file for part in everything.PARTS} | {everything.LEDGER}
+    assert {path.name for path in record.RESULTS.glob("*.json")} <= made
+    for part in everything.PARTS:
+        assert (record.ROOT / "benchmarks" / f"{part.module.split()[0]}.py").is_file()
+    assert len({part.name for part in everything.PARTS}) == len(everything.PARTS)
+
+
+# --- the suite and the peers -----------------------------------------------------------------------
+
+
+def test_the_suite_s_record_is_written_with_the_code(monkeypatch, tmp_path):
+    run = {
+        "device": "theirs",
+        "counts": {"passed": 1},
+        "passed": {"a.py": {"test_x": [""]}},
+        "skipped": {"no GPU": ["b"]},
+    }
+
+    def pytest_run(command, **options):
+        path = next(part.removeprefix("--record=") for part in command if part.startswith("--record="))
+        record.write_json(type(tmp_path)(path), run)
+        return types.SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(suite.subprocess, "run", pytest_run)
+    monkeypatch.setattr(suite, "environment", lambda: {"device": "a GPU", "code": "abc"})
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["suite", "--workers", "3"])
+    assert suite.main() == 1
+    written = json.loads((tmp_path / "h200_tests.json").read_text())
+    assert written["device"] == "a GPU" and written["code"] == "abc" and written["counts"] == {"passed": 1}
+    assert written["passed"] == run["passed"] and written["skipped"] == run["skipped"]
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    peers._loaded.cache_clear()
+    yield monkeypatch
+    peers._loaded.cache_clear()
+
+
+def test_a_peer_that_cannot_be_imported_says_why(fresh):
+    fresh.setitem(peers._MODULES, "flash_mla", "no_such_module")
+    with pytest.raises(peers.NotMeasured, match="ModuleNotFoundError: No module named 'no_such_module'"):
+        peers.find("flash_mla")
+
+
+def test_sglang_s_kernels_are_loaded_without_its_server(fresh, tmp_path):
+    folder = tmp_path / "sglang" / "kernels" / "ops" / "attention" / "dsv4"
+    folder.mkdir(parents=True)
+    for package in (tmp_path / "sglang", tmp_path / "sglang" / "kernels", folder):
+        (package / "__init__.py").write_text("raise RuntimeError('the server')")
+    (folder / "sparse_prefill_kernels.py").write_text("from sglang.srt.utils import ceil_align, is_cuda\nx = is_cuda()")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        fresh.delitem(sys.modules, name)
+    fresh.syspath_prepend(tmp_path)
+    try:
+        module = peers.find("sglang merge")
+        assert isinstance(module, types.ModuleType) and module.x and module.ceil_align(129, 128) == 256
+        with pytest.raises(peers.NotMeasured, match="sglang"):
+            peers.find("sglang topk")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+            del sys.modules[name]
