@@ -1,8 +1,8 @@
 """Makes Triton's interpreter (3.6) fast enough for tests; what it computes stays the same. For importing once.
 
 For every call of a device function it looks through the whole language again to replace its builtins, which the
-kernel's launch has done; for every tensor it writes out the names of its types, which nobody reads, and it makes a table
-of all dtypes to look up one.
+kernel's launch has done; for every tensor it writes out the names of its types, which nobody reads, and it makes a
+table of all dtypes to look up one.
 """
 
 from __future__ import annotations
