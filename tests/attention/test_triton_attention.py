@@ -1,22 +1,18 @@
-"""The Triton attention kernel without a GPU: its arithmetic in Triton's interpreter, and its compilation.
+"""The Triton attention kernel: its arithmetic, without a GPU in Triton's interpreter, and its compilation.
 
 Results are judged by `attention_oracle.py`, numpy float64, over poisoned caches and hostile indices, through the torch
-launcher. The interpreter is chosen when triton is imported, so those tests run in a process of their own. On a GPU
-`test_sparse_mla.py` has the behaviour; here is what only this kernel has: splits, tiles, the integer e4m3 decode, and
-the shared memory of devices that are not at hand ("compiled, not run").
+launcher. On a GPU `test_sparse_mla.py` has the behaviour; here is what only this kernel has: splits, tiles, the
+integer e4m3 decode, and the shared memory of devices that are not at hand ("compiled, not run").
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import jax
 import pytest
+from compiled_facts import SHARED_MEMORY, compiled_facts
 
 pytest.importorskip("triton")
 
@@ -27,32 +23,19 @@ from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
 from jax_sparse_mla.kernels.triton.sparse_mla.launch import launches
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
-CASES = Path(__file__).parents[1] / "support" / "triton_attention_cases.py"
-COMPILING = Path(__file__).parents[1] / "support" / "compile_triton_attention.py"
-
-# Shared memory that one block may have, KiB (CUDA C++ Programming Guide, technical specifications).
-SHARED_KIB = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (12, 0): 99}
+ON_GPU = jax.default_backend() == "gpu"
 
 
-def script(path: Path, *arguments: str, **environment: str) -> str:
-    """What the script prints, in a process of its own: whether triton interprets is settled when it is imported."""
-    pytest.importorskip("torch")
-    root = Path(__file__).parents[2]
-    paths = (str(root), str(root / "interop"), str(root / "tests" / "support"), os.environ.get("PYTHONPATH", ""))
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments],
-        env=inherited | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_results_equal_the_oracle():
+    """On the CPU in Triton's interpreter; on a GPU for real, split and tiled, with the integer decode."""
+    torch = pytest.importorskip("torch")
+    if ON_GPU and not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    from triton_attention_cases import CHECKS
 
-
-def test_results_equal_the_oracle_in_the_interpreter():
-    assert "12 checks passed" in script(CASES, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert len(CHECKS) == 12
+    for check in CHECKS:
+        check()
 
 
 class TestPlan:
@@ -125,29 +108,28 @@ class TestPlan:
         assert why.startswith("its prefill reads rows of ")
 
 
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    return compiled_facts("compile_triton_attention.py", tmp_path_factory.mktemp("triton"))
+
+
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("capability", SHARED_KIB, ids=lambda capability: "sm{}{}".format(*capability))
-def test_it_compiles_within_the_shared_memory(capability):
+@pytest.mark.parametrize("capability", SHARED_MEMORY, ids="sm{}".format)
+def test_it_compiles_within_the_shared_memory(facts, capability):
     """Compiled, not run."""
-    rows = json.loads(script(COMPILING, *map(str, capability)).splitlines()[-1])
-    assert {(row["layout"], row["num_heads"]) for row in rows} >= {("V4_FP8", 64), ("V32_FP8", 128)}
+    rows = [fact for fact in facts if fact["capability"] == capability]
+    assert [row["kernel"] for row in rows] == ["V4_FP8", "V32_FP8", "workspace 576", "combine"]
     for row in rows:
         assert row["cubin_bytes"] > 0
-        assert row["shared"] <= SHARED_KIB[capability] * 1024, row
-        assert row["e4m3"] == (capability >= (8, 9) and row["layout"].endswith("FP8")), row
-        assert row["wgmma"] == (capability == (9, 0) and row["num_heads"] >= 64), row
-        assert row["wide_copies"], row  # keys come 16 bytes at a time
+        assert row["shared"] <= SHARED_MEMORY[capability], row
+        assert row["e4m3"] == (capability >= 89 and row["kernel"].endswith("FP8")), row
+        assert row["wgmma"] == (capability == 90 and row["num_heads"] >= 64), row
+        assert row["wide_copies"] or row["kernel"] == "combine", row  # keys come 16 bytes at a time
 
 
 @pytest.mark.gpu
 class TestOnTheGPU:
     """What tests/attention/test_sparse_mla.py, which runs every backend, does not have."""
-
-    def test_splits_tiles_and_integer_decode_equal_the_oracle(self):
-        torch = pytest.importorskip("torch")
-        if not torch.cuda.is_available():
-            pytest.skip("this torch has no CUDA")
-        assert "12 checks passed" in script(CASES)
 
     @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V32_BF16"])
     def test_the_last_slots_of_a_5_gib_cache(self, layout):

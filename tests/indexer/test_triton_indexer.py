@@ -6,16 +6,11 @@ that they serve. On a GPU the same tests launch them for real, and those marked 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_facts import LEAST_SHARED_MEMORY, SHARED_MEMORY, compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,7 +40,6 @@ pytestmark = [
 DIM = 128
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
 PROPERTY = settings(max_examples=8, deadline=None)
-SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 # Of the sum of the magnitudes of a logit's terms. Hopper's FP8 tensor cores keep about 14 bits of a sum of products
 # (as for every peer that uses them); float32 sums elsewhere.
@@ -304,24 +298,14 @@ def test_bad_tensors_are_refused_by_name():
 # --- compiled -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def compiled_facts():
-    script = Path(__file__).parents[1] / "support" / "compile_triton_indexer.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), *map(str, SHARED_MEMORY)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 @pytest.mark.no_gpu
-def test_kernels_compile_for_every_architecture_within_its_shared_memory(compiled_facts):
-    assert {fact["capability"] for fact in compiled_facts} == set(SHARED_MEMORY)
-    for fact in compiled_facts:
-        assert fact["shared"] <= SHARED_MEMORY[fact["capability"]] and fact["binary"], fact
+def test_kernels_compile_for_every_architecture_within_its_shared_memory(tmp_path):
+    for fact in compiled_facts("compile_triton_indexer.py", tmp_path):
+        logits = fact["kernel"].startswith("logits")  # its stages follow the device's shared memory
+        assert fact["shared"] <= (SHARED_MEMORY[fact["capability"]] if logits else LEAST_SHARED_MEMORY), fact
         # SM80 has no e4m3 type and multiplies float16 numbers.
-        assert fact["e4m3_products"] == (fact["kernel"].startswith("logits") and fact["capability"] >= 89), fact
-        assert fact["capability"] != 90 or not fact["kernel"].startswith("logits") or fact["wgmma"], fact
+        assert fact["e4m3_products"] == (logits and fact["capability"] >= 89), fact
+        assert fact["capability"] != 90 or not logits or fact["wgmma"], fact
 
 
 # --- through JAX, on a GPU ------------------------------------------------------------------------

@@ -7,16 +7,13 @@ that they serve. On a GPU the same tests launch them for real, and those marked 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_facts import LEAST_SHARED_MEMORY, compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -367,20 +364,12 @@ def test_merges_refuse_bad_tensors_by_name():
 
 # --- compilation and dispatch ---------------------------------------------------------------------
 
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-
 
 @pytest.mark.no_gpu
 def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
-    script = Path(__file__).parents[1] / "support" / "compile_triton_kv.py"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(script), *map(str, SHARED_MEMORY)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    facts = json.loads(run.stdout.splitlines()[-1])
-    assert {fact["capability"] for fact in facts} == set(SHARED_MEMORY)
+    facts = compiled_facts("compile_triton_kv.py", tmp_path)
     for fact in facts:
-        assert fact["shared"] <= SHARED_MEMORY[fact["capability"]] and fact["binary"], fact
+        assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
         assert fact["wide_store"] or fact["kernel"] == "touched", fact
         # SM80 has no e4m3 type; the others round with their own instruction.
         fp8 = fact["kernel"].split()[0] in ("write", "gather")

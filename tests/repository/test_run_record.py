@@ -6,6 +6,7 @@ from run_record import GPU_RUN, ROOT, UNRUN, differences, names, nodes, run_nowh
 
 A, B, C = "tests/a/test_a.py::Test::test_x[1-2]", "tests/a/test_a.py::Test::test_x[3]", "tests/b/test_b.py::test_y"
 MODULE = "tests/c/test_c.py"
+SUPPORT = ROOT / "tests" / "support"
 
 
 def test_names_are_kept_by_file_and_function():
@@ -34,8 +35,9 @@ def test_the_list_names_tests_that_exist():
         assert reason and entries
         for entry in entries:
             file, _, function = entry.partition("::")
-            text = (ROOT / file).read_text()
-            assert not function or function.partition("[")[0].split("::")[-1] in text, entry
+            texts = [path.read_text() for path in (ROOT / file, *SUPPORT.glob("*.py"))]  # test classes that are shared
+            name = function.partition("[")[0].split("::")[-1]
+            assert any(f"def {name}(" in text for text in texts) or not function, entry
 
 
 def test_the_gpu_run_names_what_passed():
@@ -73,7 +75,7 @@ def test_a_run_is_recorded_and_judged(pytester, monkeypatch):
     """A suite of its own, in one process and in xdist's workers."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of the plugins only xdist
     two_workers = ["-p", "xdist.plugin", "-n", "2"]
-    settings = {"testpaths": ["tests"], "markers": ["gpu: a GPU's"], "pythonpath": [str(ROOT / "tests" / "support")]}
+    settings = {"testpaths": ["tests"], "markers": ["gpu: a GPU's"], "pythonpath": [str(SUPPORT)]}
     settings = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
     pytester.makepyprojecttoml(f"[tool.pytest.ini_options]\n{settings}\n")
     tests, unrun = pytester.mkdir("tests"), pytester.path / "unrun.json"

@@ -3,15 +3,11 @@
 Run by test_topk_kernels in a process of its own, because Triton's interpreter, once on, replaces the compiler.
 """
 
-import json
-import sys
-from pathlib import Path
-
-from compile_triton_kv import compile_kernel
+from compile_triton import facts
 
 from jax_sparse_mla.kernels.triton import topk
 
-SHAPES = [(1, 300, 64), (1, 8192, 512), (64, 131_072, 512), (64, 131_072, 2048), (4096, 131_072, 2048)]
+SHAPES = [(64, 131_072, 2048), (64, 131_072, 512), (4096, 131_072, 2048), (1, 8192, 512), (1, 300, 64)]
 
 
 def cases():
@@ -22,36 +18,15 @@ def cases():
     for rows, columns, k in SHAPES:
         name = f"{rows} x {columns}, {k}"
         plan = topk.plan_topk(rows, columns, k)
-        smallest = (rows, columns, k) == SHAPES[0]
+        smallest = (rows, columns, k) == SHAPES[-1]
         # The transforms differ by one addition: the other one is compiled at the smallest shape alone.
         for method in (topk.PAGED, topk.RAGGED) if smallest else (topk.PAGED,):
             constants = topk.select_constants(plan, k, method.value, 64, True, True)
-            yield f"select {name}", topk.topk_select_kernel, types, constants
+            yield f"select {method.value} {name}", topk.topk_select_kernel, types, constants
         if plan.filtered:
             yield f"filter {name}", topk.topk_filter_kernel, types, topk.filter_constants(plan, k, True)
             yield f"threshold {name}", topk.topk_threshold_kernel, types, topk.threshold_constants(plan, k, True)
 
 
-def main():
-    facts = []
-    for capability in map(int, sys.argv[1].split(",")):
-        for i, (name, kernel, types, constants) in enumerate(cases()):
-            constants = dict(constants)
-            pointers = {n: t for n, t in types.items() if n in kernel.arg_names}
-            warps = constants.pop("num_warps")
-            compiled = compile_kernel(kernel, pointers, constants, capability, num_warps=warps)
-            if len(sys.argv) > 2:  # to look at the machine code
-                Path(sys.argv[2], f"{capability}-{i}-{name.replace(' ', '_')}.cubin").write_bytes(compiled.asm["cubin"])
-            facts.append(
-                {
-                    "capability": capability,
-                    "kernel": name,
-                    "shared": compiled.metadata.shared,
-                    "wide_load": "ld.global.v4" in compiled.asm["ptx"],
-                }
-            )
-    print(json.dumps(facts))
-
-
 if __name__ == "__main__":
-    main()
+    facts(lambda capability: cases())

@@ -1,18 +1,14 @@
-"""Run by test_triton_attention.py: compiles the attention kernel for a compute capability, without a GPU.
+"""Compiles the attention kernels for the compute capabilities given, without a GPU; prints a JSON list of facts.
 
-A script, not a test module: another test may have turned Triton's interpreter on in its process. Prints one JSON list.
+Run by test_triton_attention.py in a process of its own, because Triton's interpreter, once on, replaces the compiler.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_triton import compile_kernel
 
 from jax_sparse_mla.kernels.launch import Device
 from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
@@ -25,15 +21,10 @@ TYPES |= {name: "*i32" for name in ("indices", "lengths", "extra_indices", "extr
 TYPES |= {"partial": "*fp32", "partial_lse": "*fp32"}
 
 
-def compiled(kernel, constexprs: dict, types: dict, capability: tuple[int, int], **options):
+def compiled(kernel, constants: dict, types: dict, capability: tuple[int, int], **options):
     """The kernel's machine code, by the ptxas of triton's wheel."""
-    types = TYPES | types
-    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
-    # Pointers are multiples of 16, as jax-triton and torch promise.
-    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    source = ASTSource(kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in pointers})
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    return triton.compile(source, target=target, options=options)
+    types = {name: of for name, of in (TYPES | types).items() if name in kernel.arg_names and name not in constants}
+    return compile_kernel(kernel, types, constants, 10 * capability[0] + capability[1], **options)
 
 
 def compiled_attention(layout: KVLayout, num_heads: int, capability: tuple[int, int], *, prefill: bool, tile=None):
@@ -54,7 +45,7 @@ def compiled_attention(layout: KVLayout, num_heads: int, capability: tuple[int, 
 def describe(name: str, num_heads: int, kernel) -> dict:
     ptx = kernel.asm["ptx"]
     return {
-        "layout": name,
+        "kernel": name,
         "num_heads": num_heads,
         "shared": kernel.metadata.shared,
         "cubin_bytes": len(kernel.asm["cubin"]),
@@ -64,19 +55,20 @@ def describe(name: str, num_heads: int, kernel) -> dict:
     }
 
 
-def main(capability: tuple[int, int]) -> None:
-    rows = []
-    for name, num_heads in (("V4_FP8", 64), ("V32_FP8", 128)):
-        kernel, _ = compiled_attention(getattr(KVLayout, name), num_heads, capability, prefill=False)
-        rows.append(describe(name, num_heads, kernel))
-    kernel, _ = compiled_attention(workspace_layout(576), 16, capability, prefill=True)
-    rows.append(describe("workspace 576", 16, kernel))
-    constexprs = {"HAS_SINK": True, "EMPTY_IS_INF": True, "ALL_SPLITS": 16, "SOME_SPLITS": 8}
-    assert len(compiled(combine_kernel, constexprs, {"out": "*bf16"}, capability).asm["cubin"]) > 0
-    print(json.dumps(rows))
+def main() -> None:
+    facts = []
+    for number in map(int, sys.argv[1].split(",")):
+        capability, rows = divmod(number, 10), []
+        for name, num_heads in (("V4_FP8", 64), ("V32_FP8", 128)):
+            kernel, _ = compiled_attention(getattr(KVLayout, name), num_heads, capability, prefill=False)
+            rows.append(describe(name, num_heads, kernel))
+        kernel, _ = compiled_attention(workspace_layout(576), 16, capability, prefill=True)
+        rows.append(describe("workspace 576", 16, kernel))
+        constants = {"HAS_SINK": True, "EMPTY_IS_INF": True, "ALL_SPLITS": 16, "SOME_SPLITS": 8}
+        rows.append(describe("combine", 0, compiled(combine_kernel, constants, {"out": "*bf16"}, capability)))
+        facts += [{"capability": number} | row for row in rows]
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        main((int(sys.argv[1]), int(sys.argv[2])))
+    main()

@@ -4,10 +4,7 @@ Run by test_triton_indexer in a process of its own, because Triton's interpreter
 Prints a JSON list of facts.
 """
 
-import json
-import sys
-
-from compile_triton_kv import compile_kernel
+from compile_triton import facts, in_ptx
 
 from jax_sparse_mla.kernels.triton import compressor, indexer
 
@@ -24,11 +21,12 @@ def types(kernel, **others):
     return {name: names[name] for name in kernel.arg_names if name in names}
 
 
-def cases(hardware_fp8):
+def cases(capability):
     """(name, kernel, argument types, constants with num_warps) of every kernel, as launched for both models."""
+    hardware_fp8 = capability >= 89
     e4m3 = "*fp8e4nv" if hardware_fp8 else "*u8"
     fp8 = {"HARDWARE_FP8": hardware_fp8}
-    for hadamard in (False, True):
+    for hadamard in (True, False):
         constants = fp8 | {"HADAMARD": hadamard}
         for dtype in ("*bf16", "*fp32"):
             kernel = indexer.quantize_index_q_kernel
@@ -49,25 +47,5 @@ def cases(hardware_fp8):
     yield "find", find, types(find), {"RATIO": 4} | compressor.FIND_OPTIONS
 
 
-def main():
-    facts = []
-    for capability in map(int, sys.argv[1:]):
-        for name, kernel, pointers, constants in cases(hardware_fp8=capability >= 89):
-            constants = dict(constants)
-            compiled = compile_kernel(kernel, pointers, constants, capability, num_warps=constants.pop("num_warps"))
-            ptx = compiled.asm["ptx"]
-            facts.append(
-                {
-                    "capability": capability,
-                    "kernel": name,
-                    "shared": compiled.metadata.shared,
-                    "binary": len(compiled.asm["cubin"]),
-                    "e4m3_products": "e4m3.e4m3" in ptx,
-                    "wgmma": "wgmma" in ptx,
-                }
-            )
-    print(json.dumps(facts))
-
-
 if __name__ == "__main__":
-    main()
+    facts(cases, e4m3_products=in_ptx("e4m3.e4m3"), wgmma=in_ptx("wgmma"))

@@ -3,30 +3,13 @@
 Run by test_triton_kv in a process of its own, because Triton's interpreter, once on, replaces the compiler.
 """
 
-import json
-import sys
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_triton import facts, in_ptx
 
 from jax_sparse_mla.kernels.triton import indices, kv_cache, merge, sanitise
 from jax_sparse_mla.kv_cache import KVLayout
 
 
-def compile_kernel(kernel, pointers, constants, capability, **options):
-    """As the launchers do: pointers of 16-byte alignment, other run-time arguments int32."""
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: pointers.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
-    attrs = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
-    }
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def cases(hardware_casts):
+def cases(capability):
     """(name, kernel, pointer types, constants with num_warps) of every kernel, as launched."""
 
     def ints(kernel):
@@ -34,7 +17,7 @@ def cases(hardware_casts):
 
     data = {"data_ptr": "*u8", "data_in_ptr": "*u8", "out_in_ptr": "*u8", "slots_ptr": "*i32"}
     for layout, kv in ((KVLayout.V4_FP8, "*bf16"), (KVLayout.V32_FP8, "*fp32")):
-        constants = kv_cache.layout_constants(layout, 64) | {"HARDWARE_CASTS": hardware_casts}
+        constants = kv_cache.layout_constants(layout, 64) | {"HARDWARE_CASTS": capability >= 89}
         write = constants | {"MIN_SCALE_EXPONENT": layout.min_scale_exponent} | kv_cache.WRITE_OPTIONS
         yield f"write {layout.name}", kv_cache.write_kv_kernel, data | {"kv_ptr": kv}, write
         gather = constants | kv_cache.GATHER_OPTIONS
@@ -63,24 +46,5 @@ def cases(hardware_casts):
         yield "merge sink" if has_sink else "merge", merge.merge_kernel, pointers, constants
 
 
-def main():
-    facts = []
-    for capability in map(int, sys.argv[1:]):
-        for name, kernel, pointers, constants in cases(hardware_casts=capability >= 89):
-            constants = dict(constants)
-            compiled = compile_kernel(kernel, pointers, constants, capability, num_warps=constants.pop("num_warps"))
-            facts.append(
-                {
-                    "capability": capability,
-                    "kernel": name,
-                    "shared": compiled.metadata.shared,
-                    "binary": len(compiled.asm["cubin"]),
-                    "e4m3": "e4m3" in compiled.asm["ptx"],
-                    "wide_store": "st.global.v" in compiled.asm["ptx"],
-                }
-            )
-    print(json.dumps(facts))
-
-
 if __name__ == "__main__":
-    main()
+    facts(cases, e4m3=in_ptx("e4m3"), wide_store=in_ptx("st.global.v"))

@@ -4,10 +4,8 @@ Run by test_triton_metadata in a process of its own, because Triton's interprete
 """
 
 import dataclasses
-import json
-import sys
 
-from compile_triton_kv import compile_kernel
+from compile_triton import facts, in_ptx
 
 from jax_sparse_mla.kernels.triton.metadata import schedules, window
 from jax_sparse_mla.kernels.triton.metadata import v4 as metadata
@@ -28,7 +26,7 @@ def cases():
         constants = {**indexer, "num_warps": schedules.paged_mqa_warps(batch)}
         yield f"paged_mqa of {batch}", schedules.paged_mqa_kernel, constants
     yield "flashmla schedule of one cache", schedules.flashmla_kernel, schedules.flashmla_constants(2048, 0, 64, 66)
-    for mode, drafts in ((ForwardMode.DECODE, None), (ForwardMode.TARGET_VERIFY, 4), (ForwardMode.EXTEND, None)):
+    for mode, drafts in ((ForwardMode.EXTEND, None), (ForwardMode.TARGET_VERIFY, 4), (ForwardMode.DECODE, None)):
         for spec in (DEEPSEEK_V4_FLASH, DRAFT_LAYER):
             constants = metadata.v4_constants(spec, row_constants(mode, drafts), 64, 131_072)
             name, outputs = f"v4 {mode.name} {len(spec.compress_ratios)} ratios", metadata.v4_outputs(constants, 64, 64)
@@ -36,7 +34,7 @@ def cases():
             yield name, metadata.v4_metadata_kernel, dict.fromkeys(fields[len(outputs) :]) | constants
         constants = row_constants(mode, drafts) | window.request_options(64)
         yield f"v32 starts {mode.name}", metadata_v32.request_starts_kernel, constants
-        for absent in ({"topk_indices_offset_ptr": None}, {}):
+        for absent in ({}, {"topk_indices_offset_ptr": None}):
             constants = metadata_v32.v32_constants(DEEPSEEK_V32, row_constants(mode, drafts), 64, 131_072)
             yield f"v32 {mode.name} {len(absent)} absent", metadata_v32.v32_metadata_kernel, absent | constants
     yield "kv_slots", metadata_v32.kv_slots_kernel, {"SEARCH_STEPS": 7} | metadata_v32.SLOTS_OPTIONS
@@ -46,25 +44,11 @@ def cases():
     yield "gather_slots", window.gather_slots_kernel, {"SEARCH_STEPS": 7} | window.GATHER_OPTIONS
 
 
-def main():
-    facts = []
-    for capability in map(int, sys.argv[1:]):
-        for name, kernel, constants in cases():
-            constants = dict(constants)
-            warps = constants.pop("num_warps")
-            pointers = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")} | {"overflow_ptr": "*i1"}
-            compiled = compile_kernel(kernel, pointers, constants, capability, num_warps=warps)
-            facts.append(
-                {
-                    "capability": capability,
-                    "kernel": name,
-                    "shared": compiled.metadata.shared,
-                    "binary": len(compiled.asm["cubin"]),
-                    "redux": "redux.sync" in compiled.asm["ptx"],
-                }
-            )
-    print(json.dumps(facts))
+def typed_cases(capability):
+    for name, kernel, constants in cases():
+        pointers = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")} | {"overflow_ptr": "*i1"}
+        yield name, kernel, pointers, constants
 
 
 if __name__ == "__main__":
-    main()
+    facts(typed_cases, redux=in_ptx("redux.sync"))

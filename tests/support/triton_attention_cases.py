@@ -1,10 +1,10 @@
-"""Run by test_triton_attention.py: the attention kernel against the oracle, through the torch launcher.
+"""The checks of test_triton_attention.py: the attention kernel against the oracle, through the torch launcher.
 
 With TRITON_INTERPRET=1 on the CPU, in Triton's interpreter; without it on the GPU, where compute-sanitizer can watch:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/support/triton_attention_cases.py
 
-A script, not a test module: triton reads the variable when it is imported. Shapes are tiny; the interpreter is slow.
+Shapes are tiny; the interpreter is slow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Makes Triton's interpreter (3.6) fast enough for tests; what it computes stays the same. For importing once.
 
 For every call of a device function it looks through the whole language again to replace its builtins, which the
-kernel's launch has done; and for every tensor it writes out the names of its types, which nobody reads.
+kernel's launch has done; for every tensor it writes out the names of its types, which nobody reads, and it makes a
+table of all dtypes to look up one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 _patch_language, _run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_numpy_dtype_of_any = interpreter._get_np_dtype
 _patched: set[frozenset[str]] | None = None  # which of the language's modules the current launch has patched
 
 
@@ -58,7 +60,7 @@ def _make_later(cls, name, compute) -> None:
 
 def _init_block_type(self, element_ty, shape):
     self.element_ty = element_ty
-    self.shape = tl.core.tuple(tl.core._unwrap_shape(shape))
+    self.shape = tl.core.tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape])
     if not self.shape:
         raise TypeError("0d block_type is forbidden")
     self.numel = tl.core.validate_block_shape(self.shape)
@@ -75,9 +77,21 @@ def _init_tuple(self, args, type=None):
         self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
 
 
+_NUMPY_DTYPES = {}
+
+
+def _numpy_dtype(of):
+    if type(of) is not tl.dtype:
+        return _numpy_dtype_of_any(of)
+    if of.name not in _NUMPY_DTYPES:
+        _NUMPY_DTYPES[of.name] = _numpy_dtype_of_any(of)
+    return _NUMPY_DTYPES[of.name]
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._patch_lang = _patch_language_once
     interpreter.GridExecutor.__call__ = _run_grid_patched_once
+    interpreter._get_np_dtype = _numpy_dtype
     tl.core.block_type.__init__ = _init_block_type
     _make_later(tl.core.block_type, "name", lambda x: f"<{x.shape}, {x.element_ty}>")
     tl.core.tuple_type.__init__ = _init_tuple_type

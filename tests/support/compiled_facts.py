@@ -1,0 +1,29 @@
+"""What a script of this folder says of kernels that it compiles for GPUs that are not at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide).
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+LEAST_SHARED_MEMORY = min(SHARED_MEMORY.values())
+
+
+def compiled_facts(script: str, cache: Path) -> list[dict]:
+    """The facts of every kernel that the script compiles, in a process of its own.
+
+    Triton's interpreter, once on, replaces the compiler.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # What debuggers read of a kernel takes a tenth of the time.
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(Path(__file__).with_name(script)), ",".join(map(str, SHARED_MEMORY))]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    facts = json.loads(run.stdout.splitlines()[-1])
+    assert {fact["capability"] for fact in facts} == set(SHARED_MEMORY)
+    return facts
