@@ -9,7 +9,7 @@ import importlib.util
 import os
 import warnings
 
-__all__ = ["found", "importable", "version", "warn_once", "why_not"]
+__all__ = ["found", "version", "warn_once", "why_not"]
 
 
 def found(name: str) -> bool:
@@ -17,14 +17,12 @@ def found(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def importable(name: str) -> bool:
-    """Whether a package imports; imports it. One that is found and fails is warned of, once in a process."""
-    return why_not(name) is None
-
-
 @functools.cache
 def why_not(name: str) -> str | None:
-    """Why a package cannot be used, or None: "triton is not installed", "triton does not import: OSError: …"."""
+    """Why a package cannot be used, or None; imports it. One that is found and fails is warned of, once in a process.
+
+    "triton is not installed", "triton does not import: OSError: …".
+    """
     if not found(name):
         return f"{name} is not installed"
     # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.

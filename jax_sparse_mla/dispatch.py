@@ -16,7 +16,7 @@ import jax
 
 from jax_sparse_mla._packages import why_not
 
-__all__ = ["available", "dispatch", "dispatch_tree", "on_cuda", "use_triton", "varying"]
+__all__ = ["available", "dispatch", "on_cuda", "use_triton", "varying"]
 
 
 def use_triton() -> bool:
@@ -46,23 +46,21 @@ def unready(phase: str = "", framework: str = "jax") -> str | None:
     return why_not("triton") or why_not("jax_triton")
 
 
-def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
     """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
 
     Args:
       kernel: calls `xla.triton_call.triton_call`, which has no batching rule.
       plain: the same function in plain JAX.
-      args: arrays; what else the two need, they close over. Nothing is differentiated through either: the results
-        are bytes, indices, or rows of bytes.
+      args: arrays, or pytrees of them; what else the two need, they close over. Nothing is differentiated through
+        either: the results are bytes, indices, or rows of bytes.
     """
     if not use_triton():
         return plain(*args)
     return on_cuda(kernel, plain, *jax.lax.stop_gradient(args))
 
 
-def on_cuda(
-    kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array, kernel_batches: bool = False
-) -> Any:
+def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, kernel_batches: bool = False) -> Any:
     """`dispatch` of a kernel of any kind, which the caller knows to be usable; under `jit`.
 
     A kernel that batches serves under `vmap` as well. Differentiated, it raises NotImplementedError, which names
@@ -76,14 +74,14 @@ def on_cuda(
     @guarded.def_vmap
     def batched(axis_size, in_batched, *batched_args):
         function = functools.partial(varying, kernel, plain) if kernel_batches else plain
-        axes = tuple(0 if b else None for b in in_batched)
+        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
         out = jax.vmap(function, in_axes=axes, axis_size=axis_size)(*batched_args)
         return out, jax.tree.map(lambda _: True, out)
 
     return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
 
 
-def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: jax.Array) -> Any:
+def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
     """`kernel(*args)`, its results varying over the mesh axes of a `shard_map` that `plain(*args)` vary over.
 
     A custom call's results count as the same on all devices. Differentiated, it raises NotImplementedError.
@@ -102,16 +100,6 @@ def _without_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return called
-
-
-def dispatch_tree(kernel: Callable[..., Any], plain: Callable[..., Any], *trees: Any) -> Any:
-    """`dispatch` of functions whose arguments are pytrees of arrays."""
-    leaves, structure = jax.tree.flatten(trees)
-
-    def of_leaves(function):
-        return lambda *leaves: function(*structure.unflatten(leaves))
-
-    return dispatch(of_leaves(kernel), of_leaves(plain), *leaves)
 
 
 def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:

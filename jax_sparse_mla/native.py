@@ -6,9 +6,9 @@ Everything compiled goes this one way, whether nvcc or the C or C++ compiler mak
 * Else it is compiled once into `$XDG_CACHE_HOME/jax_sparse_mla` (`~/.cache` by default). The file's name holds the
   machine and digests of the sources and flags, of the versions it was compiled against, and of the compiler: what
   another machine, version or compiler made is never taken for it.
-* A library runs with the user's rights, so the folder must be the user's, closed to others (mode 0700) and no symbolic
-  link, and so must the file in it. Anything else is refused with a warning: the code is compiled anew, for this process
-  alone where the folder is what is wrong.
+* A library runs with the user's rights. So the folder (mode 0700) and the file in it must belong to the user, others
+  must not be able to write to them, and neither may be a symbolic link. Otherwise they are refused with a warning, and
+  the code is compiled anew: for this process alone if the folder is refused.
 * Processes that need the same code at once compile it once: they wait for each other at the folder's lock. A file
   appears whole, by one rename, also where a file system has no locks.
 * What does not load is compiled once more.

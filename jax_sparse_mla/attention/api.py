@@ -253,30 +253,29 @@ def _route(check: ArgumentChecks, phase: str, layout: KVLayout, rows, heads, top
 
 def _serve(route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, ...]:
     """Calls the adapter, under `jit`: only there is the platform known that the program is lowered for."""
-    leaves, tree = jax.tree.flatten(arguments)
-    return _serve_leaves(*leaves, route=route, tree=tree, static=tuple(static.items()))
+    return _serve_traced(arguments, route=route, static=tuple(static.items()))
 
 
-@partial(jax.jit, static_argnames=("route", "tree", "static"))
-def _serve_leaves(*leaves: jax.Array, route: _Route, tree: Any, static: tuple) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnames=("route", "static"))
+def _serve_traced(arguments: tuple, *, route: _Route, static: tuple) -> tuple[jax.Array, ...]:
     def function(backend: str):
         call = BACKENDS[backend].function(route.phase)
 
-        def named(*leaves):
+        def named(*arguments):
             with jax.named_scope(f"{_SCOPE}{route.phase}.{backend}"):  # `calls_of` and profilers find it
-                return call(*tree.unflatten(leaves), **dict(static))
+                return call(*arguments, **dict(static))
 
         named.__name__ = f"{_SCOPE}{route.phase}"  # errors name it
         return named
 
     plain = function("reference")
     if route.backend == "reference":
-        return plain(*leaves)
+        return plain(*arguments)
     kernel = function(route.backend)
     if route.named:  # it runs or fails; it is not replaced in silence
-        return dispatch.varying(kernel, plain, *leaves)
+        return dispatch.varying(kernel, plain, *arguments)
     batches = route.phase in BACKENDS[route.backend].batches
-    return dispatch.on_cuda(kernel, plain, *leaves, kernel_batches=batches)
+    return dispatch.on_cuda(kernel, plain, *arguments, kernel_batches=batches)
 
 
 def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:

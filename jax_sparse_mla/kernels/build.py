@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_sparse_mla import native
-from jax_sparse_mla._packages import importable
+from jax_sparse_mla._packages import why_not
 
 __all__ = ["binder", "folder", "library", "module", "source", "sparse_decode_module", "topk_module"]
 
@@ -48,7 +48,7 @@ def sparse_decode_module() -> Any | None:
 @functools.cache
 def module(name: str, arch: str) -> Any | None:
     """The module of `kernels_cuda/{name}/{name}.cu` for an architecture such as "90a", or None, with a warning why."""
-    if not importable("tvm_ffi"):
+    if why_not("tvm_ffi"):
         return None
     import tvm_ffi
 

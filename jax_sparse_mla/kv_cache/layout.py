@@ -10,10 +10,6 @@ import dataclasses
 from typing import ClassVar
 
 
-def _ceil_to(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
     """How one token's K row is laid out in a page of bytes.
@@ -76,7 +72,7 @@ class KVLayout:
         """Bytes of a page of `page_size` tokens, padding included."""
         if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
             raise ValueError(f"page_bytes: page_size must be an int >= 1, got {page_size!r}")
-        return _ceil_to(page_size * self.bytes_per_token, self.page_align)
+        return -(-page_size * self.bytes_per_token // self.page_align) * self.page_align
 
     def __repr__(self) -> str:
         return f"KVLayout.{self.name}"
@@ -106,20 +102,14 @@ KVLayout.V4_FP8 = KVLayout(
 KVLayout.V32_BF16 = KVLayout("V32_BF16", nope_dim=512, rope_dim=64, v_dim=512)
 KVLayout.V4_BF16 = KVLayout("V4_BF16", nope_dim=448, rope_dim=64, v_dim=512)
 
+# What the kernels of `kernels/triton/kv_cache.py` were written for: they move 64 values or 8 bytes at a time, which
+# would leave out the rest of another layout's parts. Plain JAX serves every layout.
+KERNEL_LAYOUTS = (KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16)
+
 
 def bf16_layout(layout: KVLayout) -> KVLayout:
     """The unquantised layout with the same dimensions."""
-    plain = dataclasses.replace(
-        layout,
-        name=f"{layout.name} in bfloat16",
-        fp8_dim=0,
-        group=0,
-        inline_scale_bytes=0,
-        footer_scale_bytes=0,
-        page_align=1,
-        min_scale_exponent=0,
-    )
-    return _known_or(plain)
+    return _known_or(KVLayout(f"{layout.name} in bfloat16", layout.nope_dim, layout.rope_dim, layout.v_dim))
 
 
 def workspace_layout(qk_dim: int) -> KVLayout:

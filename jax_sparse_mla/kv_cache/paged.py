@@ -46,7 +46,7 @@ class PagedKV:
         return self.data.shape[0] * self.page_size
 
 
-def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> PagedKV:
+def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
     """Refuses what is not a PagedKV whose bytes fit its layout and page size."""
     if not isinstance(cache, PagedKV):
         raise TypeError(f"{check.function}: {name} must be a PagedKV, got {type(cache).__name__}")
@@ -55,4 +55,3 @@ def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> PagedKV:
         raise TypeError(f"{check.function}: {name}.layout must be a KVLayout, got {given}")
     page_size = check.static_int(f"{name}.page_size", cache.page_size, minimum=1)
     check(f"{name}.data", cache.data, (None, cache.layout.page_bytes(page_size)), UINT8)
-    return cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
@@ -59,14 +60,11 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
 def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     if cache.data.size == 0 or slots.size == 0:
         return cache
-    static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    kernel = launching("kv_cache.write_kv", **static)
+    def plain(cache, slots, kv):
+        return write_rows_reference(cache, slots, kv).data
 
-    def plain(data, slots, kv):
-        return write_rows_reference(PagedKV(data=data, **static), slots, kv).data
-
-    return dataclasses.replace(cache, data=_dispatch(cache.layout, kernel, plain, cache.data, slots, kv))
+    return dataclasses.replace(cache, data=_dispatch(cache, "write_kv", plain, cache, slots, kv))
 
 
 def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -105,14 +103,7 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
 def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     if cache.data.size == 0 or slots.size == 0:
         return gather_rows_reference(cache, slots)
-    static = {"layout": cache.layout, "page_size": cache.page_size}
-
-    kernel = launching("kv_cache.gather_kv", **static)
-
-    def plain(data, slots):
-        return gather_rows_reference(PagedKV(data=data, **static), slots)
-
-    return _dispatch(cache.layout, kernel, plain, cache.data, slots)
+    return _dispatch(cache, "gather_kv", gather_rows_reference, cache, slots)
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -127,17 +118,13 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
     Returns:
       bfloat16, the workspace's shape; its other rows are unchanged.
     """
-    if cache.data.size == 0 or slots.size == 0:
+
+    def plain(workspace, cache, slots):
         return lax.dynamic_update_slice(workspace, gather_rows_reference(cache, slots), (start, 0))
-    static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    kernel = launching("kv_cache.gather_kv_into", start=start, **static)
-
-    def plain(workspace, data, slots):
-        rows = gather_rows_reference(PagedKV(data=data, **static), slots)
-        return lax.dynamic_update_slice(workspace, rows, (start, 0))
-
-    return _dispatch(cache.layout, kernel, plain, workspace, cache.data, slots)
+    if cache.data.size == 0 or slots.size == 0:
+        return plain(workspace, cache, slots)
+    return _dispatch(cache, "gather_kv_into", plain, workspace, cache, slots, start=start)
 
 
 def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.Array:
@@ -151,17 +138,13 @@ def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.A
     Returns:
       bfloat16 `[rows, qk_dim]`. Rows from n on are not initialised, which saves the time to zero them.
     """
-    static = {"layout": cache.layout, "page_size": cache.page_size}
 
-    kernel = launching("kv_cache.gather_kv", rows=rows, **static)
-
-    def plain(data, slots):
-        gathered = gather_rows_reference(PagedKV(data=data, **static), slots)
-        return jnp.pad(gathered, ((0, rows - slots.shape[0]), (0, 0)))
+    def plain(cache, slots):
+        return jnp.pad(gather_rows_reference(cache, slots), ((0, rows - slots.shape[0]), (0, 0)))
 
     if cache.data.size == 0 or slots.size == 0:
-        return plain(cache.data, slots)
-    return _dispatch(cache.layout, kernel, plain, cache.data, slots)
+        return plain(cache, slots)
+    return _dispatch(cache, "gather_kv", plain, cache, slots, rows=rows)
 
 
 def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -206,9 +189,12 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _dispatch(layout: KVLayout, kernel, plain, *args: jax.Array) -> jax.Array:
-    """The kernel, but XLA for a layout without a bf16 part, which the kernels do not serve."""
-    return plain(*args) if layout.fp8_dim == layout.qk_dim else dispatch(kernel, plain, *args)
+def _dispatch(cache: PagedKV, name: str, plain, *args: Any, **static: Any) -> jax.Array:
+    """The kernel of this name, but XLA for a layout that it was not written for."""
+    if cache.layout not in KERNEL_LAYOUTS:
+        return plain(*args)
+    kernel = launching(f"kv_cache.{name}", layout=cache.layout, page_size=cache.page_size, **static)
+    return dispatch(kernel, plain, *args)
 
 
 def _footer_start(cache: PagedKV, offset):

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
 from jax_sparse_mla.xla.triton_call import launching
@@ -22,7 +22,7 @@ def split_pages(
 ) -> PagedKV:
     """Copies a cache to a smaller page size; slot numbers do not change.
 
-    FlashInfer's decode on SM120 reads V4 pages of 64 tokens where the engine keeps 256 (SGLang splits
+    FlashInfer before 0.7 reads V4 pages of 64 tokens on SM120, where the engine keeps 256 (SGLang splits
     likewise). Page p becomes the pages `p * r ... p * r + r - 1`, `r = cache.page_size // page_size`, and the
     footer scales of each token move to the end of its own small page.
 
@@ -71,10 +71,11 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
         static = {"layout": cache.layout, "page_size": cache.page_size}
         kernel = launching("kv_cache.split_pages", out_page_size=page_size, **static)
 
-        def plain(data, cache_data, slots):
-            return split_touched_reference(data, PagedKV(data=cache_data, **static), page_size, slots)
+        def plain(data, cache, slots):
+            return split_touched_reference(data, cache, page_size, slots)
 
-        data = dispatch(kernel, plain, data, cache.data, slots)
+        known = cache.layout in KERNEL_LAYOUTS
+        data = dispatch(kernel, plain, data, cache, slots) if known else plain(data, cache, slots)
     if out is None:
         return dataclasses.replace(cache, data=data, page_size=page_size)
     return dataclasses.replace(out, data=data)

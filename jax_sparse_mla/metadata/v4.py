@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
-from jax_sparse_mla.dispatch import dispatch_tree
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import take_or_minus_one
 from jax_sparse_mla.indices.window import swa_slots_reference
 from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables, row_constants
@@ -153,7 +153,7 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
     plain = functools.partial(build_v4_reference, spec)
     if not has_v4_kernel(spec) or not tokens or not all(x.size for x in jax.tree.leaves((batch, tables))):
         return plain(batch, tables)
-    return dispatch_tree(kernel, plain, batch, tables)
+    return dispatch(kernel, plain, batch, tables)
 
 
 def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:

@@ -62,14 +62,9 @@ def torch_call(op: str, arguments: Mapping[str, Any], results: Sequence[jax.Shap
     """
     with _setting_up:
         _register()
-        call = _marshal(_schema(op), arguments)
+        operands, attributes = _marshal(_schema(op), arguments)
     function = jax.ffi.ffi_call(_TARGET, tuple(results), vmap_method="sequential")
-    return function(*call.operands, op=op, **call.attributes)
-
-
-class _Call(NamedTuple):
-    operands: list[jax.Array]
-    attributes: dict[str, Any]
+    return function(*operands, op=op, **attributes)
 
 
 def _schema(op: str):
@@ -79,7 +74,7 @@ def _schema(op: str):
     return getattr(getattr(torch.ops, namespace), name).default._schema
 
 
-def _marshal(schema, arguments: Mapping[str, Any]) -> _Call:
+def _marshal(schema, arguments: Mapping[str, Any]) -> tuple[list[jax.Array], dict[str, Any]]:
     """Operands and attributes, as `torch_operator.cc` reads them."""
     names = [argument.name for argument in schema.arguments]
     if unknown := [name for name, value in arguments.items() if name not in names and value is not None]:
@@ -106,14 +101,13 @@ def _marshal(schema, arguments: Mapping[str, Any]) -> _Call:
         else:
             given = type(value).__name__
             raise TypeError(f"torch_call: {schema.name}'s {argument.name} is {argument.type}, got {given}")
-    attributes = {
+    return operands, {
         "arguments": codes,
         "returns": _return_codes([value.type for value in schema.returns]),
         "views": np.asarray(views, np.int64),
         "ints": np.asarray(ints, np.int64),
         "floats": np.asarray(floats, np.float64),
     }
-    return _Call(operands, attributes)
 
 
 @functools.cache

@@ -69,15 +69,15 @@ class Executor:
 
 
 def launching(name: str, **static: Any) -> Callable[..., Any]:
-    """The function of this name in `kernels/triton/`, such as "kv_cache.write_kv", as one of arrays.
+    """The function of this name in `kernels/triton/`, such as "kv_cache.write_kv", as one of arrays or pytrees of them.
 
     Its module, and triton with it, is imported when the function is called.
     """
 
-    def launch(*arrays: jax.Array) -> Any:
+    def launch(*arrays: Any) -> Any:
         module, function = name.rsplit(".", 1)
         kernels = importlib.import_module(f"jax_sparse_mla.kernels.triton.{module}")
-        return getattr(kernels, function)(executor(), *arrays, **static)
+        return getattr(kernels, function)(executor(), *jax.tree.leaves(arrays), **static)
 
     return launch
 

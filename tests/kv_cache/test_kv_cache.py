@@ -52,6 +52,8 @@ from jax_sparse_mla.kv_cache import (
     split_pages,
     write_kv,
 )
+from jax_sparse_mla.kv_cache import rows as rows_module
+from jax_sparse_mla.kv_cache import split as split_module
 from jax_sparse_mla.kv_cache.quantize import bfloat16_bits, power_of_two, scale_exponent
 
 # --- layouts and PagedKV --------------------------------------------------------------------------
@@ -460,3 +462,23 @@ def test_a_layout_is_data():
     page, offset = divmod(int(slots[3]), 8)
     footer = np.asarray(cache.data)[page, 8 * 512 + offset * 16 :][:16]
     np.testing.assert_array_equal(footer, np.array(exponents).reshape(14, 16)[3] + 127)
+
+
+@pytest.mark.parametrize("layout", [V4, KVLayout("made up", nope_dim=64, rope_dim=12, v_dim=76)], ids=lambda x: x.name)
+def test_kernels_take_the_layouts_that_they_were_written_for(layout, monkeypatch):
+    """The kernels' tiles would miss the last 12 of 76 values, and the last 4 bytes of their row, without a word."""
+    taken = []
+
+    def dispatch(kernel, plain, *args):
+        taken.append(plain)
+        return plain(*args)
+
+    for module in (rows_module, split_module):
+        monkeypatch.setattr(module, "dispatch", dispatch)
+    slots, kv = jnp.arange(5, dtype=jnp.int32), jnp.ones((5, layout.qk_dim), jnp.bfloat16)
+    jax.clear_caches()
+    cache = write_kv(PagedKV.zeros(layout, 2, 8), slots, kv)
+    small = split_pages(cache, 4, slots=slots)
+    np.testing.assert_array_equal(np.asarray(gather_kv(small, slots), np.float32), np.ones((5, layout.qk_dim)))
+    assert len(taken) == (3 if layout == V4 else 0)
+    jax.clear_caches()

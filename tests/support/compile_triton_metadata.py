@@ -22,8 +22,7 @@ def cases():
     for batch, parts in ((64, 132), (4096, 66)):
         constants = schedules.flashmla_constants(128, 512, batch, parts)
         yield f"flashmla schedule of {batch}", schedules.flashmla_kernel, constants
-        indexer = schedules.paged_mqa_constants(batch, 132, 256)
-        constants = {**indexer, "num_warps": schedules.paged_mqa_warps(batch)}
+        constants = schedules.paged_mqa_constants(batch, 132, 256)
         yield f"paged_mqa of {batch}", schedules.paged_mqa_kernel, constants
     yield "flashmla schedule of one cache", schedules.flashmla_kernel, schedules.flashmla_constants(2048, 0, 64, 66)
     for mode, drafts in ((ForwardMode.EXTEND, None), (ForwardMode.TARGET_VERIFY, 4), (ForwardMode.DECODE, None)):
@@ -39,7 +38,7 @@ def cases():
             yield f"v32 {mode.name} {len(absent)} absent", metadata_v32.v32_metadata_kernel, absent | constants
     yield "kv_slots", metadata_v32.kv_slots_kernel, {"SEARCH_STEPS": 7} | metadata_v32.SLOTS_OPTIONS
     yield "row_starts", metadata.row_starts_kernel, window.request_options(64)
-    yield "swa_slots", window.swa_slots_kernel, window.swa_constants(128) | window.SWA_OPTIONS
+    yield "swa_slots", window.swa_slots_kernel, window.swa_constants(128)
     yield "gather_lens", window.gather_lens_kernel, {"WINDOW": 128} | window.request_options(64)
     yield "gather_slots", window.gather_slots_kernel, {"SEARCH_STEPS": 7} | window.GATHER_OPTIONS
 

@@ -33,14 +33,14 @@ def package(monkeypatch, tmp_path):
 
 
 def test_an_absent_package_is_quiet(recwarn):
-    assert not _packages.found("no_such_package") and not _packages.importable("no_such_package")
+    assert not _packages.found("no_such_package") and _packages.why_not("no_such_package")
     assert _packages.why_not("no_such_package") == "no_such_package is not installed"
     assert not recwarn.list
 
 
 def test_one_that_imports_is_quiet(recwarn, package):
     package("a_good_package", "")
-    assert _packages.importable("a_good_package") and not recwarn.list
+    assert _packages.why_not("a_good_package") is None and not recwarn.list
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_an_import_leaves_triton_s_cache_where_it_was(package, monkeypatch, befo
     if before is not None:
         monkeypatch.setenv("TRITON_CACHE_DIR", before)
     package("empties_it", "import os; os.environ['TRITON_CACHE_DIR'] = ''")
-    assert _packages.importable("empties_it") and os.environ.get("TRITON_CACHE_DIR") == before
+    assert _packages.why_not("empties_it") is None and os.environ.get("TRITON_CACHE_DIR") == before
 
 
 @pytest.mark.parametrize("name", ["tvm_ffi", "jax_tvm_ffi", "triton", "flashinfer", "torch"])

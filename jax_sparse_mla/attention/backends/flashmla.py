@@ -1,9 +1,8 @@
 """FlashMLA's kernels from jitted JAX: SM90 and SM100, FP8 paged decode and bf16 prefill.
 
 They come as torch operators, from `sgl-flash-mla` or, where that is absent, from `sglang-kernel`;
-`torch_operator.torch_call` runs them inside XLA programs.
-The operators check little, and some of their checks end the process, so everything is
-put right before the call, and their results into this package's conventions after it:
+`torch_operator.torch_call` runs them inside XLA programs. The operators check little, and some of their checks end the
+process. So arguments are made valid before the call, and results are converted to this package's conventions after it:
 
 * Heads are padded to 64 or 128. The rows of a batch (batch · q_len) are requests of one query token each: lengths are
   per query token, and one schedule serves any split of the rows into batch and q_len.
@@ -66,16 +65,11 @@ def unready(phase: str, framework: str) -> str | None:
     """Why its operators cannot be called here although its packages are found; `library` loads them."""
     if _files("flash_mla", "_C_legacy*.so") and not _sgl_kernel_files() and (why := why_not("flash_mla")):
         return why
-    if not has_operators():
+    if not (_files("flash_mla", "_C_legacy*.so") or _sgl_kernel_files()):
         return "flash_mla or sgl_kernel is there without the kernels for SM90 and for the V3.2 and V4 caches"
     if framework == "jax" and not torch_operator.available():
         return "calling its operators from XLA needs a C++ compiler"
     return None
-
-
-def has_operators() -> bool:
-    """Whether a package is there with the operators for SM90 and for the V3.2 and V4 caches; imports none."""
-    return bool(_files("flash_mla", "_C_legacy*.so") or _sgl_kernel_files())
 
 
 def _files(package: str, pattern: str) -> list[Path]:
@@ -241,13 +235,10 @@ def _sanitise(
     """−1 for what names no slot or lies beyond a length, lengths clipped, columns padded to whole blocks; the sink."""
     num_slots = [table.cache.num_slots for table in tables]
     widths = [math.ceil(table.indices.shape[1] / DECODE_COLUMNS) * DECODE_COLUMNS for table in tables]
-    given = [(table.indices, table.lengths) for table in tables], attn_sink
-    leaves, structure = jax.tree.flatten(given)
 
-    def kernel(*leaves):
+    def kernel(pairs, sink):
         from jax_sparse_mla.kernels.triton import sanitise
 
-        pairs, sink = jax.tree.unflatten(structure, leaves)
         facts = [
             sanitise.Table(index.shape[1], width, slots, lengths is not None)
             for (index, lengths), width, slots in zip(pairs, widths, num_slots)
@@ -261,13 +252,12 @@ def _sanitise(
         safe = [(index, None if lengths is None else clipped) for (_, lengths), index, clipped in results]
         return safe, None if sink is None else out_sink
 
-    def plain(*leaves):
-        pairs, sink = jax.tree.unflatten(structure, leaves)
+    def plain(pairs, sink):
         if sink is not None:
             sink = _pad_heads(jnp.maximum(sink, LEAST_SINK)[None], padded)[0]
         return [sanitise_reference(*pair, *sizes) for pair, *sizes in zip(pairs, num_slots, widths)], sink
 
-    safe, attn_sink = dispatch(kernel, plain, *leaves)
+    safe, attn_sink = dispatch(kernel, plain, [(table.indices, table.lengths) for table in tables], attn_sink)
     return [IndexTable(table.cache, *pair) for table, pair in zip(tables, safe)], attn_sink
 
 

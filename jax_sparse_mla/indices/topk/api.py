@@ -72,18 +72,17 @@ def _check_topk(check, logits, lengths, topk, row_starts):
 @functools.partial(jax.jit, static_argnames=("topk", "page_size", "backend"))
 def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
     """`topk_reference` of the same arguments, or the kernel that equals it: `backend`'s, or the router's choice."""
-    given = {name: x for name, x in optional.items() if x is not None}
 
-    def kernel(logits, lengths, *arrays):
+    def kernel(logits, lengths, optional):
         engine = engine_here(*logits.shape, topk, backend)
-        return engine(logits, lengths, topk=topk, page_size=page_size, **dict(zip(given, arrays)))
+        return engine(logits, lengths, topk=topk, page_size=page_size, **optional)
 
-    def plain(logits, lengths, *arrays):
-        return topk_reference(logits, lengths, topk, page_size, **dict(zip(given, arrays)))
+    def plain(logits, lengths, optional):
+        return topk_reference(logits, lengths, topk, page_size, **optional)
 
     if logits.size == 0:
-        return plain(logits, lengths, *given.values())
-    return dispatch(kernel, plain, logits, lengths, *given.values())
+        return plain(logits, lengths, optional)
+    return dispatch(kernel, plain, logits, lengths, optional)
 
 
 def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):

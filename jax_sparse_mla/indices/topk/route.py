@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from jax_sparse_mla import backend as shared
-from jax_sparse_mla.backend import Choice, Need, choose, load, refuse_unknown
+from jax_sparse_mla.backend import Choice, Need, choose, load
 from jax_sparse_mla.device import DeviceInfo
-
-TopkPlan = Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,36 +103,13 @@ def missing() -> dict[str, str]:
 def engine_here(rows: int, columns: int, topk: int, override: str | None = None) -> Any:
     """The function that serves these shapes here and now, or the one of the engine that is named."""
     call = Call(rows, columns, topk, DeviceInfo.current().compute_capability)
-    chosen = choose("topk", TOPK_BACKENDS, call, described="call", unable=missing(), override=override)
-    return load(TOPK_BACKENDS[chosen.backend].function)
+    return load(TOPK_BACKENDS[plan_topk(call, unable=missing(), override=override).backend].function)
 
 
-def plan_topk(
-    *,
-    rows: int,
-    columns: int,
-    topk: int,
-    capability: tuple[int, int] | None,
-    installed: Collection[str],
-    override: str | None = None,
-) -> TopkPlan:
-    """Decides which engine serves a call of these shapes.
-
-    Args:
-      rows, columns: of the logits.
-      topk: how many indices.
-      capability: the CUDA device's compute capability, such as (9, 0); None without one.
-      installed: names of the engines that are installed; "xla" always is.
-      override: an engine's name, taken if it can serve the call.
-
-    Returns:
-      The engine, the reason, and why not each of the others.
+def plan_topk(call: Call, *, unable: Mapping[str, str], override: str | None = None) -> Choice:
+    """The engine that serves a call, the reason, and why not each of the others. Pure; arguments as `plan_call`'s.
 
     Raises:
       ValueError: an unknown name, or an override that cannot serve the call, with the reason.
     """
-    for name in installed:
-        refuse_unknown("plan_topk", "installed backend", name, TOPK_BACKENDS)
-    unable = {name: "not installed" for name in TOPK_BACKENDS if name != "xla" and name not in installed}
-    call = Call(rows, columns, topk, capability)
-    return choose("plan_topk", TOPK_BACKENDS, call, described="call", unable=unable, override=override)
+    return choose("topk", TOPK_BACKENDS, call, described="call", unable=unable, override=override)

@@ -2,7 +2,7 @@
 
 One kernel goes through many rows: it deals whole rows to its thread blocks, or cuts the line of all rows' blocks of 64
 keys in equal pieces (`kernels_cuda/sparse_decode/schedule.cuh`). The other is for few rows: a cluster of thread blocks
-shares each row's keys (`kernels_cuda/sparse_decode_cluster.cuh`). Here stands which one serves, and what must be known
+shares each row's keys (`kernels_cuda/sparse_decode/cluster.cuh`). Here stands which one serves, and what must be known
 before the launch.
 """
 

@@ -10,7 +10,7 @@ __all__ = ["decode", "prefill", "unready"]
 
 
 def unready(phase: str, framework: str) -> str | None:
-    """Why a phase cannot be served here although its packages are installed; asked of decode, it builds the kernel."""
+    """Why a phase cannot be served here although its packages are installed; for decode it builds the kernel."""
     if phase == "decode" and build.sparse_decode_module() is None:
         return "its CUDA kernel cannot be used here: a warning says why"
     return None

@@ -1,4 +1,4 @@
-"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode.cu`: FP8 caches, any head count, any topk.
+"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode/`: FP8 caches, any head count, any topk.
 
 They are called through TVM FFI: XLA gives them results and scratch, and may record them in a command buffer. The
 launch is planned from static shapes; lengths and indices stay data.

@@ -32,7 +32,6 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf
 from jax_sparse_mla.kernels.sm90.prefill import ptx, tiles
 from jax_sparse_mla.kernels.sm90.prefill.tiles import BY_COLUMN, BY_ROW, FRAGMENT, SPLAT, TILED, inline, scalar
 
-QK_DIMS = (512, 576)
 V_DIM = 512
 HEADS = 64  # of a work item: the rows of a wgmma
 BLOCK = 64  # keys that one warpgroup scores at a time

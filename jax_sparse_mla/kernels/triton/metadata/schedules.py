@@ -50,7 +50,7 @@ def walk_window(num_sm_parts: int) -> int:
 
 
 def paged_mqa_constants(num_rows: int, num_sms: int, split_kv: int) -> dict[str, int]:
-    """Constants of the indexer's schedule."""
+    """Constants of `paged_mqa_kernel`."""
     rows = min(triton.next_power_of_2(num_rows), 512)
     return {
         "NUM_SMS": num_sms,
@@ -58,12 +58,8 @@ def paged_mqa_constants(num_rows: int, num_sms: int, split_kv: int) -> dict[str,
         "SPLIT_KV": split_kv,
         "INDEXER_ROWS": rows,
         "INDEXER_CHUNKS": triton.cdiv(num_rows, rows),
+        "num_warps": 1 if num_rows <= _RESIDENT_BATCH else 4,
     }
-
-
-def paged_mqa_warps(num_rows: int) -> int:
-    """Warps of `paged_mqa_kernel`."""
-    return 1 if num_rows <= _RESIDENT_BATCH else 4
 
 
 @triton.jit
@@ -303,7 +299,7 @@ def paged_mqa_kernel(
 def paged_mqa(execute: Executor, context_lens, *, num_sms: int, split_kv: int, out=None) -> Any:
     """As `jax_sparse_mla.paged_mqa_schedule`."""
     num_rows, outputs = context_lens.shape[0], (Output((num_sms + 1, 2), "int32"),)
-    constants = {"num_warps": paged_mqa_warps(num_rows), **paged_mqa_constants(num_rows, num_sms, split_kv)}
+    constants = paged_mqa_constants(num_rows, num_sms, split_kv)
     launch = Launch(paged_mqa_kernel, "paged_mqa_schedule", (1,), (num_rows,), outputs, constants)
     return execute(launch, (context_lens,), (out,))[0]
 

@@ -12,7 +12,6 @@ from jax_sparse_mla.kernels.triton.metadata.schedules import count_at_most
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 
-SWA_OPTIONS = {"num_warps": 4}
 GATHER_OPTIONS = {"COLUMNS": 256, "num_warps": 4}
 
 
@@ -24,7 +23,7 @@ def request_options(num_requests: int) -> dict[str, int]:
 
 def swa_constants(window: int) -> dict[str, int]:
     """Constants of `swa_slots_kernel`."""
-    return {"WINDOW": window, "BLOCK": triton.next_power_of_2(window)}
+    return {"WINDOW": window, "BLOCK": triton.next_power_of_2(window), "num_warps": 4}
 
 
 # ---- look-ups: -1 where an index is outside its table, or the entry negative ----
@@ -141,7 +140,7 @@ def gather_slots_kernel(
 
 def swa_slots(execute: Executor, positions, req_rows, req_to_token, full_to_swa, *, window: int, out=None) -> Any:
     """As `jax_sparse_mla.swa_slots`."""
-    rows, constants = positions.shape[0], swa_constants(window) | SWA_OPTIONS
+    rows, constants = positions.shape[0], swa_constants(window)
     sizes, outputs = (*req_to_token.shape, full_to_swa.shape[0]), (Output((rows, window), "int32"),)
     launch = Launch(swa_slots_kernel, "swa_slots", (rows,), sizes, outputs, constants)
     return execute(launch, (positions, req_rows, req_to_token, full_to_swa), (out,))[0]
