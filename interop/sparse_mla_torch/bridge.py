@@ -75,7 +75,8 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
             f"to_jax: {name} starts at {tensor.data_ptr():#x}, not {_ALIGNMENT}-byte aligned: pass .clone()"
         )
     array = jax.dlpack.from_dlpack(tensor)
-    _let_go_with(array, array.__dlpack__())  # XLA donates no buffer that something else refers to
+    # Lives as long as the array: XLA donates no buffer that something else refers to.
+    weakref.finalize(array, lambda _: None, array.__dlpack__()).atexit = False
     return array
 
 
@@ -122,11 +123,6 @@ def _popped(entries: collections.deque) -> Iterator[tuple]:
             yield entries.popleft()
         except IndexError:
             return
-
-
-def _let_go_with(owner: Any, kept: Any) -> None:
-    """Keeps an object alive as long as its owner."""
-    weakref.finalize(owner, lambda _: None, kept).atexit = False
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

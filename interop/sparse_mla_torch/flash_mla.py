@@ -47,19 +47,7 @@ class FlashMLASchedMeta:
       num_splits: int32 `[batch + 1]`.
     """
 
-    @dataclasses.dataclass
-    class Config:
-        b: int
-        s_q: int
-        h_q: int
-        page_block_size: int
-        h_k: int
-        causal: bool
-        is_fp8_kvcache: bool
-        topk: int | None
-        extra_page_block_size: int | None
-        extra_topk: int | None
-        enable_batch_invariant: bool
+    Config = decode.Shape
 
     have_initialized: bool = False
     config: Config | None = None
@@ -290,25 +278,10 @@ def _use_schedule(meta: FlashMLASchedMeta, shape: decode.Shape) -> None:
             f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, got "
             f"{type(meta).__name__}"
         )
-    config = FlashMLASchedMeta.Config(
-        b=shape.batch,
-        s_q=shape.q_len,
-        h_q=shape.heads,
-        page_block_size=shape.page_size,
-        h_k=1,
-        causal=False,
-        is_fp8_kvcache=True,
-        topk=shape.topk,
-        extra_page_block_size=shape.extra_page_size,
-        extra_topk=shape.extra_topk,
-        enable_batch_invariant=shape.batch_invariant,
-    )
     if not meta.have_initialized:
-        meta.have_initialized, meta.config = True, config
-    elif meta.config != config:
-        raise ValueError(
-            f"{name}: tile_scheduler_metadata was filled by a call of {meta.config}, this call is {config}"
-        )
+        meta.have_initialized, meta.config = True, shape
+    elif meta.config != shape:
+        raise ValueError(f"{name}: tile_scheduler_metadata was filled by a call of {meta.config}, this call is {shape}")
     meta._shape = shape
 
 

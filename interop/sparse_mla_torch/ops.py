@@ -11,16 +11,20 @@ same names.
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
+import jax
 import torch
 
 import jax_sparse_mla
+from jax_sparse_mla.indices.merge import merged_width
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from sparse_mla_torch.attention import decode, prefill
 from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.bridge import call
 from sparse_mla_torch.kernels.checks import check_strided
-
-V_DIM = 512
 
 
 @torch.library.custom_op("jax_sparse_mla::sparse_mla_decode", mutates_args=())
@@ -95,9 +99,7 @@ def write_kv(k_cache: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> No
         kernels.write_kv(_device_cache("write_kv", k_cache), slots.contiguous(), kv.contiguous())
 
 
-@write_kv.register_fake
-def _(k_cache, slots, kv):
-    return None
+write_kv.register_fake(lambda *arguments: None)
 
 
 @torch.library.custom_op("jax_sparse_mla::gather_kv", mutates_args=())
@@ -136,21 +138,13 @@ def split_pages(k_cache: torch.Tensor, out: torch.Tensor, slots: torch.Tensor | 
         kernels.split_pages(_device_cache("split_pages", k_cache), _device_cache("split_pages", out), slots)
 
 
-@split_pages.register_fake
-def _(k_cache, out, slots=None):
-    return None
+split_pages.register_fake(lambda *arguments: None)
 
 
 @torch.library.custom_op("jax_sparse_mla::merge_attention", mutates_args=())
 def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `jax_sparse_mla.merge_attention`, of stacked parts: `[parts, ..., heads, v_dim]` and `[parts, ..., heads]`."""
-    outs, lses = outs.contiguous(), lses.contiguous()
-    if not outs.is_cuda:
-        return _copies(call(jax_sparse_mla.merge_attention, outs, lses))
-    from sparse_mla_torch.kernels import merge as kernels
-
-    with torch.cuda.device_of(outs):
-        return kernels.merge_attention(outs, lses)
+    return _run("merge", "merge_attention", outs, lses)
 
 
 @merge_attention.register_fake
@@ -161,13 +155,7 @@ def _(outs, lses):
 @torch.library.custom_op("jax_sparse_mla::apply_attn_sink", mutates_args=())
 def apply_attn_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
     """As `jax_sparse_mla.apply_attn_sink`."""
-    tensors = out.contiguous(), lse.contiguous(), attn_sink.contiguous()
-    if not out.is_cuda:
-        return call(jax_sparse_mla.apply_attn_sink, *tensors).clone()
-    from sparse_mla_torch.kernels import merge as kernels
-
-    with torch.cuda.device_of(out):
-        return kernels.apply_attn_sink(*tensors)
+    return _run("merge", "apply_attn_sink", out, lse, attn_sink)
 
 
 @apply_attn_sink.register_fake
@@ -184,18 +172,13 @@ def combine_swa_extra_indices(
     num_swa_rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `jax_sparse_mla.combine_swa_extra_indices`; `num_swa_rows` is an int32 tensor of no dimension."""
-    tensors = [x.contiguous() for x in (swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows)]
-    if not swa_indices.is_cuda:
-        return _copies(call(jax_sparse_mla.combine_swa_extra_indices, *tensors))
-    from sparse_mla_torch.kernels import indices as kernels
-
-    with torch.cuda.device_of(swa_indices):
-        return kernels.combine_swa_extra_indices(*tensors)
+    tensors = (swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows)
+    return _run("indices", "combine_swa_extra_indices", *tensors)
 
 
 @combine_swa_extra_indices.register_fake
 def _(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
-    return _merged(swa_indices, _merged_width(swa_indices.shape[1] + extra_indices.shape[1]))
+    return _merged(swa_indices, merged_width(swa_indices.shape[1] + extra_indices.shape[1]))
 
 
 @torch.library.custom_op("jax_sparse_mla::combine_topk_swa_indices", mutates_args=())
@@ -213,20 +196,14 @@ def combine_topk_swa_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `jax_sparse_mla.combine_topk_swa_indices`."""
     tensors = (topk_indices, query_start_loc, query_pos, seq_lens, gather_lens, compressed_base, swa_base)
-    tensors = [x.contiguous() for x in tensors]
     options = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
-    if not topk_indices.is_cuda:
-        return _copies(call(jax_sparse_mla.combine_topk_swa_indices, *tensors, **options))
-    from sparse_mla_torch.kernels import indices as kernels
-
-    with torch.cuda.device_of(topk_indices):
-        return kernels.combine_topk_swa_indices(*tensors, **options)
+    return _run("indices", "combine_topk_swa_indices", *tensors, **options)
 
 
 @combine_topk_swa_indices.register_fake
 def _(topk_indices, *requests_and_options, **names):
     window, _, topk = requests_and_options[-3:] if not names else (names["window"], 0, names["topk"])
-    return _merged(topk_indices, _merged_width(topk + window))
+    return _merged(topk_indices, merged_width(topk + window))
 
 
 def _layout(function: str, k_cache: torch.Tensor) -> KVLayout:
@@ -251,13 +228,15 @@ def _device_cache(function: str, k_cache: torch.Tensor) -> PagedKV:
     return PagedKV(data=rows, layout=layout, page_size=page_size)
 
 
-def _copies(results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Copies of results in JAX's memory, which must not be written to."""
-    return tuple(x.clone() for x in results)
-
-
-def _merged_width(columns: int) -> int:
-    return -(-columns // 128) * 128
+def _run(module: str, name: str, *tensors: torch.Tensor, **options: int) -> Any:
+    """The function of this name: in a module of the kernels for CUDA tensors, of `jax_sparse_mla` for others."""
+    tensors = [x.contiguous() for x in tensors]
+    if not tensors[0].is_cuda:
+        # Copies, because the results are JAX's memory, which must not be written to.
+        return jax.tree.map(torch.clone, call(getattr(jax_sparse_mla, name), *tensors, **options))
+    kernels = importlib.import_module(f"sparse_mla_torch.kernels.{module}")
+    with torch.cuda.device_of(tensors[0]):
+        return getattr(kernels, name)(*tensors, **options)
 
 
 def _merged(like: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

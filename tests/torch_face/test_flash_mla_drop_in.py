@@ -491,7 +491,7 @@ def test_a_flash_mla_without_the_operators_is_not_routed_to(monkeypatch, tmp_pat
 
 
 def test_what_flashmla_cannot_take():
-    scope = flashmla.Scope(64, 0, 128, 64, 64 * 656)
+    scope = torch_decode.Scope(64, 0, 128, 64, 64 * 656)
 
     def obstacle(layout=KVLayout.V4_FP8, q_len=1, scopes=(scope,), shift=0, batch_invariant=False):
         options = torch_decode.Options("decode", 0.1, math.inf, batch_invariant)

@@ -13,9 +13,9 @@ import torch
 
 from jax_sparse_mla.attention.route import Plan
 
-# Calls of new shapes forget the others when there are so many: a long-lived process does not grow.
+# When there are so many calls, the next new one drops them all: a long-lived process does not grow.
 _MAX_CALLS = 4096
-# Bytes: no kernel asks for more (FlashMLA's for SM100, of prefill's indices); launcher.c's facts know as much.
+# Bytes. No kernel asks for more; FlashMLA's prefill on SM100 asks for it of the indices. launcher.c has it too.
 ALIGNMENT = 32
 
 Results = tuple[torch.Tensor, ...]
@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     run: Callable[..., Results]
     plan: Plan
     writes_into: bool
-    shape: tuple | None = None
+    shape: Any = None
 
 
 calls: dict[tuple, Prepared] = {}
@@ -66,7 +66,10 @@ def add(options: tuple, tensors: tuple, new: Callable[..., Prepared]) -> Prepare
     """A call that `find` does not know: made by `new`, which checks it, and remembered."""
     global facts
     if facts is _unknown and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
-        facts = _facts_of_host()
+        from sparse_mla_torch.kernels import launcher
+
+        module = launcher.module()
+        facts = module.facts if module else lambda *tensors: None
     known = facts(*tensors) or _facts_in_python(tensors)
     found = calls.get((options, known)) if known else None
     if found is None:
@@ -79,13 +82,6 @@ def add(options: tuple, tensors: tuple, new: Callable[..., Prepared]) -> Prepare
 
 
 _unknown = facts
-
-
-def _facts_of_host() -> Callable[..., Hashable | None]:
-    from sparse_mla_torch.kernels import launcher
-
-    module = launcher.module()
-    return module.facts if module else lambda *tensors: None
 
 
 def _facts_in_python(tensors: tuple) -> tuple | None:
@@ -105,6 +101,11 @@ def forget() -> None:
     calls.clear()
 
 
-def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, copied if its elements do not follow each other; None stays None."""
-    return None if x is None else x.contiguous()
+def on_contiguous(run: Callable[..., Results], tensors: tuple[torch.Tensor | None, ...]) -> Callable[..., Results]:
+    """`run`, with copies of those of its first arguments that, like the tensors here, are not contiguous."""
+    copied = [i for i, x in enumerate(tensors) if x is not None and not x.is_contiguous()]
+
+    def copying(*arguments):
+        return run(*(x.contiguous() if i in copied else x for i, x in enumerate(arguments)))
+
+    return copying if copied else run

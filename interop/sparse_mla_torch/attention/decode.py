@@ -6,19 +6,19 @@ between; CPU tensors go to the reference.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.call_cache import Prepared, Results, contiguous
+from sparse_mla_torch.attention.call_cache import Prepared, Results, on_contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
-V_DIM = 512
 LAYOUTS = {
     layout.bytes_per_token: layout
     for layout in (KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16)
@@ -26,17 +26,21 @@ LAYOUTS = {
 CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
-class Shape(NamedTuple):
-    """What a split-KV schedule depends on."""
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a split-KV schedule depends on, under FlashMLA's names."""
 
-    batch: int
-    q_len: int
-    heads: int
-    page_size: int
-    topk: int
-    extra_page_size: int | None
+    b: int
+    s_q: int
+    h_q: int
+    page_block_size: int
+    h_k: int
+    causal: bool
+    is_fp8_kvcache: bool
+    topk: int | None
+    extra_page_block_size: int | None
     extra_topk: int | None
-    batch_invariant: bool
+    enable_batch_invariant: bool
 
 
 class Options(NamedTuple):
@@ -106,13 +110,21 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)
     if not empty and len(kept) < len(scopes):
         run = _without_empty_tables(run, scopes.index(kept[0]))
+    extra = scopes[1] if len(scopes) > 1 else None
     shape = Shape(
-        *(batch, q_len, heads, scopes[0].page_size, scopes[0].topk),
-        *((None, None) if len(scopes) == 1 else (scopes[1].page_size, scopes[1].topk)),
-        bool(options.batch_invariant),
+        b=batch,
+        s_q=q_len,
+        h_q=heads,
+        page_block_size=scopes[0].page_size,
+        h_k=1,
+        causal=False,
+        is_fp8_kvcache=True,
+        topk=scopes[0].topk,
+        extra_page_block_size=extra and extra.page_size,
+        extra_topk=extra and extra.topk,
+        enable_batch_invariant=bool(options.batch_invariant),
     )
-    if any(x is not None and not x.is_contiguous() for x in tensors[2:4] + tensors[5:]):
-        run = _on_contiguous(run)
+    run = on_contiguous(run, (None, None, *tensors[2:4], None, *tensors[5:]))  # any queries and caches will do
     return Prepared(run, plan, backend.WRITES_INTO and not empty, shape)
 
 
@@ -178,20 +190,6 @@ def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         return q.new_zeros((batch, q_len, heads, V_DIM)), lse
 
     return run
-
-
-def _on_contiguous(run: Callable[..., Results]) -> Callable[..., Results]:
-    """`run` on copies of the tensors that are not; the queries and caches it takes as they are."""
-
-    def copying(q, k_cache, indices, lengths, extra_k_cache, *rest):
-        *small, schedule, into = rest
-        return run(
-            *(q, k_cache, contiguous(indices), contiguous(lengths), extra_k_cache),
-            *(contiguous(x) for x in small),
-            *(schedule, into),
-        )
-
-    return copying
 
 
 def page_rows(k_cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:

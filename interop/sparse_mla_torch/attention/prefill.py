@@ -12,13 +12,11 @@ from typing import NamedTuple
 import torch
 
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.call_cache import Prepared, Results, contiguous
+from sparse_mla_torch.attention.call_cache import Prepared, Results, on_contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
-
-V_DIM = 512
 
 
 class Options(NamedTuple):
@@ -78,19 +76,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     empty = 0 in (q_len, heads, topk, kv_len)
     scope = Scope(topk, int(lengths is not None), kv_len)
     run = (_nothing if empty else backend.prefill)(options, q, scope, attn_sink is not None)
-    if not empty and not all(x is None or x.is_contiguous() for x in tensors):
-        run = _on_contiguous(run)
-    return Prepared(run, plan, backend.WRITES_INTO and not empty)
-
-
-def _on_contiguous(run: Callable[..., Results]) -> Callable[..., Results]:
-    """`run` on copies of the tensors that are not."""
-
-    def copying(*tensors_and_into):
-        *tensors, into = tensors_and_into
-        return run(*map(contiguous, tensors), into)
-
-    return copying
+    return Prepared(on_contiguous(run, tensors), plan, backend.WRITES_INTO and not empty)
 
 
 def _nothing(options, q, scope, has_sink) -> Callable[..., Results]:

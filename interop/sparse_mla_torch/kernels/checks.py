@@ -62,8 +62,23 @@ def check_output(function: str, name: str, x: torch.Tensor, output: Output, like
     check_tensor(function, name, x, tuple(output.shape), like, (getattr(torch, output.dtype),))
 
 
+def output_or_new(
+    function: str,
+    name: str,
+    x: torch.Tensor | None,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    dtype: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    """The tensor that a caller gives to be written, checked; a new one where there is none."""
+    if x is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    check_tensor(function, name, x, shape, like, (dtype,))
+    return x
+
+
 def check_scale(function: str, softmax_scale: float) -> float:
-    """The scale, of Python's or of numpy's numbers; refuses what is not a finite one."""
+    """The scale as a float; refuses what is no finite number of Python's or numpy's."""
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
         raise TypeError(f"{function}: the softmax scale must be a number, got {type(softmax_scale).__name__}")
     if not math.isfinite(softmax_scale):

@@ -9,7 +9,7 @@ import torch
 
 from jax_sparse_mla.compressor import OVERLAP_RATIO, compressor_window
 from jax_sparse_mla.kernels.triton import compressor as kernels
-from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
+from sparse_mla_torch.kernels.checks import FLOATS, check_tensor, output_or_new
 from sparse_mla_torch.kernels.launch import executor
 
 
@@ -61,25 +61,22 @@ def compress_kv(
             f"{compressor_window(ratio)} tokens and query_start_loc [B + 1], "
             f"got head_dim {head_dim}, {half_rope}, {ring} and {num_requests + 1} entries"
         )
-    if out is None:
-        rows = torch.empty((num_entries,), dtype=torch.int32, device=kv.device)
-        out = torch.empty((num_entries, head_dim), dtype=torch.bfloat16, device=kv.device), rows
+    entries, rows = out or (None, None)
+    entries = output_or_new(function, "out[0]", entries, (num_entries, head_dim), kv, torch.bfloat16)
+    rows = output_or_new(function, "out[1]", rows, (num_entries,), kv)
     for name, x, shape, dtype in (
         ("state_score", state_score, state_kv.shape, torch.float32),
         ("score", score, kv.shape, kv.dtype),
         ("positions", positions, (num_rows,), torch.int32),
         ("req_rows", req_rows, (num_rows,), torch.int32),
         ("ape", ape, (ratio, width), torch.float32),
-        ("out[0]", out[0], (num_entries, head_dim), torch.bfloat16),
-        ("out[1]", out[1], (num_entries,), torch.int32),
     ):
         check_tensor(function, name, x, tuple(shape), kv, (dtype,))
-    entries, rows = out
     if num_entries == 0 or max_requests == 0:
         entries.zero_()
         rows.fill_(-1)
         return entries, rows
     step = kv, score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq
     static = {"ratio": ratio, "norm_eps": float(norm_eps), "num_entries": num_entries}
-    kernels.compress(executor(kv.device), state_kv, state_score, *step, **static, out=out)
+    kernels.compress(executor(kv.device), state_kv, state_score, *step, **static, out=(entries, rows))
     return entries, rows

@@ -9,7 +9,7 @@ import torch
 
 from jax_sparse_mla.indexer import MAX_KERNEL_HEADS
 from jax_sparse_mla.kernels.triton import indexer as kernels
-from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor
+from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor, output_or_new
 from sparse_mla_torch.kernels.launch import executor
 
 
@@ -33,14 +33,12 @@ def quantize_index_q(
     """
     function = "quantize_index_q"
     shape = check_tensor(function, "q", q, (None, None, 128), q, FLOATS)
-    if out is None:
-        out = torch.empty_like(q, dtype=torch.float8_e4m3fn), torch.empty(shape[:2], device=q.device)
-    values, scale = out
-    check_tensor(function, "out[0]", values, shape, q, (torch.float8_e4m3fn,))
-    check_tensor(function, "out[1]", scale, shape[:2], q, (torch.float32,))
+    values, scale = out or (None, None)
+    values = output_or_new(function, "out[0]", values, shape, q, torch.float8_e4m3fn)
+    scale = output_or_new(function, "out[1]", scale, shape[:2], q, torch.float32)
     if scale.numel():
-        kernels.quantize_index_q(executor(q.device), q, hadamard=hadamard, out=out)
-    return out
+        kernels.quantize_index_q(executor(q.device), q, hadamard=hadamard, out=(values, scale))
+    return values, scale
 
 
 def write_index_k(
@@ -104,9 +102,7 @@ def index_logits(
     check_tensor(function, "weights", weights, (rows, heads), index_cache, (torch.float32,))
     _, pages = check_tensor(function, "page_table", page_table, (rows, None), index_cache)
     check_tensor(function, "lengths", lengths, (rows,), index_cache)
-    if out is None:
-        out = torch.empty((rows, pages * page_size), dtype=torch.float32, device=q.device)
-    check_tensor(function, "out", out, (rows, pages * page_size), index_cache, (torch.float32,))
+    out = output_or_new(function, "out", out, (rows, pages * page_size), index_cache, torch.float32)
     if not index_cache.numel():
         return out.fill_(float("-inf"))
     if out.numel():

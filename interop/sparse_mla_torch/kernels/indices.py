@@ -6,7 +6,7 @@ import torch
 
 from jax_sparse_mla.indices.merge import merged_width
 from jax_sparse_mla.kernels.triton import indices as kernels
-from sparse_mla_torch.kernels.checks import check_tensor
+from sparse_mla_torch.kernels.checks import check_tensor, output_or_new
 from sparse_mla_torch.kernels.launch import executor
 
 
@@ -94,9 +94,8 @@ def combine_topk_swa_indices(
 
 
 def _outputs(function, out, n, width, like):
-    if out is None:
-        empty = torch.empty((n, width), dtype=torch.int32, device=like.device)
-        return empty, torch.empty((n,), dtype=torch.int32, device=like.device)
-    check_tensor(function, "out[0]", out[0], (n, width), like)
-    check_tensor(function, "out[1]", out[1], (n,), like)
-    return tuple(out)
+    indices, lengths = out or (None, None)
+    return (
+        output_or_new(function, "out[0]", indices, (n, width), like),
+        output_or_new(function, "out[1]", lengths, (n,), like),
+    )

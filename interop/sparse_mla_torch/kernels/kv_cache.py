@@ -34,11 +34,11 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
       TypeError: a wrong dtype.
       ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
     """
-    data, page_bytes = _check_pages("write_kv", cache)
+    data, static = _check_pages("write_kv", cache)
     n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
     check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
-        kernels.write_kv(executor(data.device), data, slots, kv, page_bytes=page_bytes, **_static(cache))
+        kernels.write_kv(executor(data.device), data, slots, kv, **static)
     return cache
 
 
@@ -61,7 +61,7 @@ def gather_kv(
       TypeError: a wrong dtype.
       ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
     """
-    data, page_bytes = _check_pages("gather_kv", cache)
+    data, static = _check_pages("gather_kv", cache)
     n = check_tensor("gather_kv", "slots", slots, (None,), data)[0]
     if out is None:
         out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
@@ -69,8 +69,7 @@ def gather_kv(
     if not 0 <= out_start <= out.shape[0] - n:
         raise ValueError(f"gather_kv: out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
     if n:
-        static = _static(cache) | {"page_bytes": page_bytes, "rows": out.shape[0], "start": out_start}
-        kernels.gather_kv(executor(data.device), data, slots, **static, out=out)
+        kernels.gather_kv(executor(data.device), data, slots, **static, rows=out.shape[0], start=out_start, out=out)
     return out
 
 
@@ -113,8 +112,8 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
       TypeError: a wrong dtype.
       ValueError: another geometry, pages that are not dense, or a tensor on another device.
     """
-    data, page_bytes = _check_pages("split_pages", cache)
-    out_data, out_page_bytes = _check_pages("split_pages", out, "out", like=data)
+    data, static = _check_pages("split_pages", cache)
+    out_data, out_static = _check_pages("split_pages", out, "out", like=data)
     if out.layout != cache.layout or cache.page_size % out.page_size or out.num_slots != cache.num_slots:
         raise ValueError(
             f"split_pages: out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
@@ -132,23 +131,18 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
         out_data,
         data,
         slots,
-        **_static(cache),
+        **static,
         out_page_size=out.page_size,
-        page_bytes=page_bytes,
-        out_page_bytes=out_page_bytes,
+        out_page_bytes=out_static["page_bytes"],
         scratch=(scratch.seen, scratch.pages),
     )
     return out
 
 
-def _static(cache: PagedKV) -> dict[str, Any]:
-    return {"layout": cache.layout, "page_size": cache.page_size}
-
-
 def _check_pages(
     function: str, cache: PagedKV, name: str = "cache", like: torch.Tensor | None = None
-) -> tuple[torch.Tensor, int]:
-    """The cache's data, and the bytes from one page's start to the next one's."""
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The cache's data, and what the kernels know of it; page_bytes from one page's start to the next one's."""
     data, tokens = cache.data, cache.page_size * cache.layout.bytes_per_token
     check_strided(function, f"{name}.data", data, (None, None), data if like is None else like, UINT8)
     stride = data.stride(0) if data.shape[0] > 1 else cache.layout.page_bytes(cache.page_size)
@@ -158,4 +152,4 @@ def _check_pages(
             f"{function}: {name}.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
             f"shape {list(data.shape)}, strides {list(data.stride())}"
         )
-    return data, stride
+    return data, {"layout": cache.layout, "page_size": cache.page_size, "page_bytes": stride}

@@ -101,9 +101,8 @@ class DirectLaunch:
     def keep(self, outputs: tuple[torch.Tensor | None, ...]) -> Callable[..., Any] | None:
         """`again(*inputs)`: launches into these outputs when called on this thread and stream, and returns them.
 
-        None from other threads, on other streams, while a graph is captured, or for tensors that launcher.c
-        does not take.
-        There is no `again` before the first launch, or for a kernel that Triton launches.
+        It returns None on other threads and streams, while a graph is captured, and for tensors that launcher.c does
+        not take. There is no `again` before the first launch, or for a kernel that Triton launches.
         """
         if self._compiled is None:
             return None
@@ -133,5 +132,5 @@ class DirectLaunch:
                 parameters.append(struct.pack(_FORMATS[types[name]], numbers[i]))
             elif types[name] != "constexpr":  # a number that Triton made part of the program
                 return tensors, None
-        # What Triton allows a kernel to ask for beside: memory for itself and for a profiler, here none.
+        # Triton passes two more addresses, of memory for the kernel and for a profiler. These kernels ask for neither.
         return tensors, (*parameters, bytes(8), bytes(8))

@@ -18,7 +18,7 @@ import triton
 
 from jax_sparse_mla import native
 
-# Whose compiled kernels' parameters are known: with other versions Python and Triton do the work.
+# Versions whose compiled kernels take the parameters that `launch.py` passes. With others, Triton launches.
 _KNOWN_TRITON = ("3.6",)
 
 _NAME = "sparse_mla_torch_launcher"  # of the module, as in launcher.c

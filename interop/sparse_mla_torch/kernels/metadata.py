@@ -14,7 +14,7 @@ from jax_sparse_mla.kernels.triton.metadata import window as window_kernels
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables, row_constants
 from jax_sparse_mla.metadata.v4 import V4Metadata, assemble_v4, has_v4_kernel
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
-from sparse_mla_torch.kernels.checks import check_output, check_tensor
+from sparse_mla_torch.kernels.checks import check_output, check_tensor, output_or_new
 from sparse_mla_torch.kernels.launch import allocate, executor
 
 
@@ -57,10 +57,10 @@ def paged_mqa_schedule(
 ) -> torch.Tensor:
     """As `jax_sparse_mla.paged_mqa_schedule`, of at least one row; `out` int32 `[num_sms + 1, 2]`."""
     function = "paged_mqa_schedule"
-    _rows_of(function, context_lens, context_lens)
-    if out is None:
-        out = context_lens.new_empty((num_sms + 1, 2))
-    check_tensor(function, "out", out, (num_sms + 1, 2), context_lens)
+    (rows,) = check_tensor(function, "context_lens", context_lens, (None,), context_lens)
+    if rows == 0:
+        raise ValueError(f"{function}: context_lens must have at least one row")
+    out = output_or_new(function, "out", out, (num_sms + 1, 2), context_lens)
     schedules.paged_mqa(executor(context_lens.device), context_lens, num_sms=num_sms, split_kv=split_kv, out=out)
     return out
 
@@ -130,11 +130,9 @@ def swa_slots(
 ) -> torch.Tensor:
     """As `jax_sparse_mla.swa_slots`, int32 and contiguous; `out` int32 `[T, window]`, allocated by default."""
     function, rows = "swa_slots", positions.shape[0]
-    if out is None:
-        out = torch.empty((rows, window), dtype=torch.int32, device=positions.device)
     for name, x in (("positions", positions), ("req_rows", req_rows)):
         check_tensor(function, name, x, (rows,), positions)
-    check_tensor(function, "out", out, (rows, window), positions)
+    out = output_or_new(function, "out", out, (rows, window), positions)
     _check_tables(function, tables, positions)
     if rows:
         arrays = positions, req_rows, tables.req_to_token, tables.full_to_swa
@@ -160,13 +158,6 @@ def swa_gather_plan(
         raise ValueError(f"{function}: a batch needs at least one request")
     arrays = seq_lens, extend_lens, req_rows, tables.req_to_token, tables.full_to_swa
     return window_kernels.swa_gather_plan(executor(seq_lens.device), *arrays, window=window, capacity=capacity)
-
-
-def _rows_of(function: str, context_lens: torch.Tensor, like: torch.Tensor) -> int:
-    (rows,) = check_tensor(function, "context_lens", context_lens, (None,), like)
-    if rows == 0:
-        raise ValueError(f"{function}: context_lens must have at least one row")
-    return rows
 
 
 def _check_tables(function: str, tables: RequestTables, like: torch.Tensor) -> None:

@@ -13,8 +13,8 @@ from jax_sparse_mla.kernels.triton import sanitise as kernels
 from jax_sparse_mla.kernels.triton.sanitise import Table
 from sparse_mla_torch.kernels.launch import DirectLaunch
 
-# Results of a call that together are no larger go where those of the call before went: five allocations take longer
-# than the launch. A larger call keeps the device busy for longer than that. launcher.c knows the place of each.
+# Results that take no more bytes together are written where those of the call before were, because five allocations
+# take longer than the launch. A larger call keeps the device busy for longer than that.
 _WORKSPACE_BYTES = 1 << 20
 _MAX_WORKSPACES = 64
 

@@ -13,7 +13,7 @@ import torch
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.triton import topk as kernels
-from sparse_mla_torch.kernels.checks import FLOATS, check_tensor
+from sparse_mla_torch.kernels.checks import FLOATS, check_tensor, output_or_new
 from sparse_mla_torch.kernels.launch import executor
 
 
@@ -125,9 +125,7 @@ def _topk(function, logits, lengths, topk, row_starts, out, scratch, **tables):
     check_tensor(function, "lengths", lengths, (rows,), logits)
     if row_starts is not None:
         check_tensor(function, "row_starts", row_starts, (rows,), logits)
-    if out is None:
-        out = torch.empty((rows, topk), dtype=torch.int32, device=logits.device)
-    check_tensor(function, "out", out, (rows, topk), logits)
+    out = output_or_new(function, "out", out, (rows, topk), logits)
     if not rows:
         return out
     if module := _cuda_module(logits.device):

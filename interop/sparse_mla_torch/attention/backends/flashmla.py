@@ -14,13 +14,13 @@ import torch
 
 from jax_sparse_mla.attention.backends import flashmla
 from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results, Schedule
 from sparse_mla_torch.kernels.sanitise import Sanitiser, Table
 
 WRITES_INTO = False
-V_DIM = 512
 _LN_2 = math.log(2)
 
 
@@ -53,7 +53,7 @@ def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
 
 
 def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
-    """As `decode.prepare`'s `run`, at one shape; the sanitiser runs before it where the operator would read astray."""
+    """As `decode.prepare`'s `run`, at one shape. The sanitiser runs first where the operator needs it."""
     batch, q_len, heads, _ = q.shape
     padded = flashmla.padded_heads(heads)
     chunk = _chunk(q_len, padded, route.device_info(q.device))
@@ -79,7 +79,7 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         attend = at_once(sanitise)
     else:
         attend = _decode_in_pieces(at_once(None), sanitise, batch, heads, padded, chunk)
-    # Its copies of the queries want pieces of 16 bytes: 8 values.
+    # The operator copies queries in pieces of 16 bytes, 8 values.
     strides_fit = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3])
     if strides_fit and options.empty_lse > 0:
         return attend
@@ -93,11 +93,11 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     return run
 
 
-# What follows runs in every call. Closures, since these are called in less time than objects.
+# What follows runs in every call. These are closures, which are called in less time than objects.
 
 
 def _decode_at_once(operator: Callable, scale: float, takes_lengths: bool, sanitise: Sanitiser | None) -> Callable:
-    """For one call of the operator, whose results are the call's."""
+    """One call of the operator makes the results."""
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
         if sanitise is not None:
@@ -128,7 +128,7 @@ def _decode_at_once(operator: Callable, scale: float, takes_lengths: bool, sanit
 def _decode_in_pieces(
     alone: Callable[..., Results], sanitise: Sanitiser | None, batch: int, heads: int, padded: int, chunk: int
 ) -> Callable[..., Results]:
-    """For padded heads, and for requests that are too many for one call: `alone` makes each."""
+    """Pads heads, and splits requests that are too many for one call of the operator; `alone` makes each call."""
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
         if sanitise is not None:
@@ -156,8 +156,7 @@ def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -
 
 
 def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
-    """As `prefill.prepare`'s `run`, at one shape. The operator checks every index itself, but neither pads the columns
-    nor clips the lengths."""
+    """As `prefill.prepare`'s `run`, at one shape. The operator checks every index, and the sanitiser does the rest."""
     rows, heads, _ = q.shape
     library, padded = flashmla.library(), flashmla.padded_heads(heads)
     has_lengths = scope.rows_per_length > 0
@@ -187,7 +186,7 @@ def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
 def _prefill_at_once(
     operator: Callable, sanitise: Sanitiser | None, scale: float, rewrites: bool, asks_for_log2: bool
 ) -> Callable[..., Results]:
-    """For calls whose results are the operator's."""
+    """The results are the operator's own."""
 
     def run(q, kv, indices, lengths, attn_sink, into=None):
         if sanitise is not None:
@@ -203,7 +202,7 @@ def _prefill_at_once(
 
 
 def _prefill_padded(at_once: Callable[..., Results], heads: int, padded: int, wants_natural: bool) -> Callable:
-    """For padded heads, and for results that come in base 2 and are wanted in natural units."""
+    """Pads heads, and turns results in base 2 into natural units where these are wanted."""
 
     def run(q, kv, indices, lengths, attn_sink, into=None):
         q = _pad_heads(q, padded)
@@ -219,7 +218,7 @@ def _prefill_padded(at_once: Callable[..., Results], heads: int, padded: int, wa
 
 
 def _operator(name: str) -> Callable:
-    """FlashMLA's. Its `OpOverload` in Python does nothing but call what is within."""
+    """FlashMLA's operator: the function that torch's `OpOverload` would only call."""
     found = getattr(getattr(torch.ops, flashmla.library().namespace), name).default
     return getattr(found, "_op", found)
 

@@ -43,7 +43,7 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     on_torchs_stream, function = tvm_ffi.use_torch_stream, build.sparse_decode_module().sparse_decode
 
     def attend(q, tables, attn_sink, out, lse):
-        # Bytes, whatever they are said to be: not every exchange of tensors knows FP8.
+        # As bytes, because not every exchange of tensors knows FP8.
         tables = [(cache.view(torch.uint8), *rest) for cache, *rest in tables]
         first, second = [*tables, (None, None, None)][:2]
         # The scratch comes from torch's pool, which a graph that captures the call keeps.
