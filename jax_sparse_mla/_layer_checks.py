@@ -22,14 +22,17 @@ from jax_sparse_mla.models import ModelSpec
 
 
 def check_tables(function: str, tables: RequestTables) -> None:
-    """Refuses a `full_to_swa` without its last −1 where its values are known; of traced ones `debug` tells."""
+    """Refuses a `full_to_swa` without its last −1 where the host has its values; `debug` tells of the others."""
     check = ArgumentChecks(function)
     full_to_swa = check("tables.full_to_swa", tables.full_to_swa, (None,), INT32)
     wanted = "tables.full_to_swa must be [pool + 1], the pool's slots and -1 behind them"
     if not full_to_swa.size:
         raise check.fail(f"{wanted}, got no entry")
-    if isinstance(tables.full_to_swa, jax.core.Tracer):
+    given = tables.full_to_swa
+    if isinstance(given, jax.core.Tracer):
         return
+    if isinstance(given, jax.Array) and any(device.platform != "cpu" for device in given.devices()):
+        return  # reading it would wait for the GPU
     with jax.ensure_compile_time_eval():
         last = int(np.asarray(tables.full_to_swa[-1]))
     if last != -1:

@@ -135,10 +135,10 @@ def test_a_ratio_without_metadata_and_a_plan_of_another_ratio():
         layers.v4_layer(*arguments, step.plans[0], spec=world.spec, ratio=4)
 
 
-@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+@pytest.mark.parametrize("kind", [pytest.param(jnp.asarray, marks=pytest.mark.cpu), np.asarray])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_window_table_without_its_last_entry(kind, jitted):
-    """Where its values are known: as an argument, or closed over; `debug.check_batch` tells of traced ones."""
+    """Where the host has its values, as an argument or closed over; `debug.check_batch` tells of the others."""
     world = small_engine.make_world(128)
     batch, _, _ = small_engine.make_step(world, mla.ForwardMode.DECODE, WORK, num_rows=ROWS)
     tables = mla.RequestTables(

@@ -15,6 +15,7 @@ import torch
 
 from jax_sparse_mla.kernels.triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
 from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_strided, check_tensor
 from sparse_mla_torch.kernels.launch import executor
 
@@ -143,6 +144,9 @@ def _check_pages(
     function: str, cache: PagedKV, name: str = "cache", like: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The cache's data, and what the kernels know of it; page_bytes from one page's start to the next one's."""
+    if cache.layout not in KERNEL_LAYOUTS:
+        names = ", ".join(layout.name for layout in KERNEL_LAYOUTS)
+        raise ValueError(f"{function}: {name}.layout must be one of {names}, got {cache.layout}")
     data, tokens = cache.data, cache.page_size * cache.layout.bytes_per_token
     check_strided(function, f"{name}.data", data, (None, None), data if like is None else like, UINT8)
     stride = data.stride(0) if data.shape[0] > 1 else cache.layout.page_bytes(cache.page_size)
