@@ -513,5 +513,5 @@ def test_a_layout_that_the_kernels_were_not_written_for_is_refused():
     made_up = dataclasses.replace(KVLayout.V4_BF16, name="made up")
     cache = PagedKV(data=torch.zeros(2, made_up.page_bytes(64), dtype=torch.uint8), layout=made_up, page_size=64)
     slots = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="gather_kv: cache.layout must be one of V32_FP8, .*got made up"):
+    with pytest.raises(ValueError, match=r"gather_kv: cache\.layout must be one of .*, got .*made.up"):
         torch_kv.gather_kv(cache, slots)
