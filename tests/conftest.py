@@ -13,12 +13,6 @@ pytest.register_assert_rewrite("attention_conformance", "compressor_engine", "me
 
 pytest_plugins = ["pytester"]
 
-# XLA's older emitters for the CPU compile these programs in half the time. XLA ends a process that names a flag which
-# it does not know, so only the version that was tried gets it. XLA reads it when JAX's backend starts.
-FASTER_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"
-if jax.__version_info__[:2] == (0, 10) and "xla_cpu_use_fusion_emitters" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FASTER_TO_COMPILE}".strip()
-
 ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:
     # Triton kernels run in its interpreter, which reads this when a kernel is defined: before any test imports one.
