@@ -33,8 +33,9 @@ from jax_sparse_mla import ForwardMode
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
-# Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there.
-LOGIT_TOLERANCE = 0.02
+# Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there. Six steps of it: on processors without
+# bfloat16 instructions the products of one request and of several differ by up to 0.0203.
+LOGIT_TOLERANCE = 0.025
 
 
 def assert_same(request, logits, expected_request, expected_logits):

@@ -85,7 +85,7 @@ def small_model(name: str):
 # One shape for nearly all tests, so that a layer compiles once per cache kind and mode. Three requests, of which
 # two are served at once: the longest is prefilled in several chunks, leaves its first sliding-window page behind,
 # and has more entries than are selected; the shortest fits into the window and completes no C128 group.
-OPTIONS = EngineOptions(chunk_size=112, max_batch=2, max_len=512, trace=True)
+OPTIONS = EngineOptions(prefill_backend="flashmla_sparse", chunk_size=112, max_batch=2, max_len=512, trace=True)
 PROMPT_LENGTHS, NEW_TOKENS = (440, 131, 21), (5, 9, 6)
 
 
