@@ -33,9 +33,14 @@ from jax_sparse_mla import ForwardMode
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
-# Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there. Six steps of it: on processors without
-# bfloat16 instructions the products of one request and of several differ by up to 0.0203.
-LOGIT_TOLERANCE = 0.025
+# Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there.
+LOGIT_TOLERANCE = 0.02
+
+# Without such instructions torch rounds the products of one request and of several differently, and the FP8 rows and
+# selections of V3.2 follow.
+SAME_PRODUCTS = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="needs a processor with bfloat16 instructions"
+)
 
 
 def assert_same(request, logits, expected_request, expected_logits):
@@ -55,7 +60,11 @@ def assert_same(request, logits, expected_request, expected_logits):
 
 @pytest.mark.parametrize(
     ("name", "bf16"),
-    [("v4", True), *(pytest.param("v32", bf16, marks=pytest.mark.cpu) for bf16 in (True, False))],  # see STEADY_MODELS
+    [
+        ("v4", True),
+        pytest.param("v32", True, marks=pytest.mark.cpu),  # see STEADY_MODELS
+        pytest.param("v32", False, marks=[pytest.mark.cpu, SAME_PRODUCTS]),
+    ],
 )
 def test_requests_generate_what_each_generates_alone(name, bf16):
     """More requests than are served at once; one engine throughout, so that its pages have been used by others, and
