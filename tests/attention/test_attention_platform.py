@@ -68,14 +68,11 @@ def kernel(monkeypatch):
         calls.append([topk_length])
         return jnp.full(q.shape, 4321.0, q.dtype), *[jnp.full(q.shape[:-1], 4321.0)] * 2
 
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
     module = types.ModuleType("constant_attention")
     module.decode, module.prefill = decode, prefill
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], module=module.__name__))
-    pretend_installed(monkeypatch, "triton")
-    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
+    pretend_h200(monkeypatch, "triton")
     jax.clear_caches()  # what was traced with another kernel is kept
     yield calls
     jax.clear_caches()

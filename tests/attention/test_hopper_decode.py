@@ -19,6 +19,7 @@ from attention_calls import (
     check_decode,
     decode_arguments,
     plan_of_many,
+    pretend_h200,
     run_decode,
     small_decode,
 )
@@ -118,8 +119,9 @@ class TestPlan:
 
 
 @pytest.mark.parametrize("sizes", [(0, 64, 8), (2, 0, 8), (2, 64, 0)], ids=["no rows", "no columns", "no slots"])
-def test_without_work_the_results_are_of_the_same_dtypes(sizes):
+def test_without_work_the_results_are_of_the_same_dtypes(sizes, monkeypatch):
     """Through the attention function: no call without work reaches a kernel."""
+    pretend_h200(monkeypatch, "hopper")
     batch, columns, pages = sizes
     q = jnp.ones((batch, 1, 64, 512), jnp.bfloat16)
     indices = jnp.zeros((batch, 1, columns), jnp.int32)

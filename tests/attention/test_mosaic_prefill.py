@@ -14,18 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import (
-    H200,
-    OVERRIDES,
     assert_agree,
     assert_same,
     check_prefill,
     prefill_arguments,
-    pretend_installed,
+    pretend_h200,
     small_prefill,
 )
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_sparse_mla.attention import DeviceInfo, reference, sparse_mla_prefill
+from jax_sparse_mla.attention import reference, sparse_mla_prefill
 from jax_sparse_mla.attention.backends.hopper.prefill import prefill
 
 KERNEL = "@mosaic_gpu_v2"
@@ -84,10 +82,7 @@ def test_vmap_is_one_kernel(shared_kv):
 
 def test_vmap_of_a_call_that_the_router_decides(monkeypatch):
     """Lowered for a CPU it is the reference, which the program holds as well: the platform is known later."""
-    pretend_installed(monkeypatch, "hopper")
-    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
+    pretend_h200(monkeypatch, "hopper")
     given = {name: jax.ShapeDtypeStruct((4, *x.shape), x.dtype) for name, x in shapes(tokens=5, topk=70).items()}
 
     def attend(given):
@@ -116,9 +111,10 @@ def test_it_exports_without_a_disabled_check():
 
 
 @pytest.mark.parametrize("change", [{"tokens": 0}, {"heads": 0}, {"kv_len": 0}, {"topk": 0}], ids=str)
-def test_nothing_to_attend_to_takes_no_kernel(change):
+def test_nothing_to_attend_to_takes_no_kernel(change, monkeypatch):
+    pretend_h200(monkeypatch, "hopper")
     arguments = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes(**change).items()}
-    out, max_logits, lse = scaled(arguments)
+    out, max_logits, lse = sparse_mla_prefill(**arguments, softmax_scale=0.5, backend="hopper")
     tokens, heads = arguments["q"].shape[:2]
     assert out.shape == (tokens, heads, 512) and out.dtype == jnp.bfloat16 and not np.any(np.asarray(out, np.float32))
     assert np.all(np.isneginf(max_logits)) and np.all(np.isneginf(lse)) and lse.shape == (tokens, heads)

@@ -35,6 +35,14 @@ def pretend_installed(monkeypatch, *names: str) -> None:
     monkeypatch.setattr(api, "missing_for", lambda phase: dict(absent))
 
 
+def pretend_h200(monkeypatch, *names: str) -> None:
+    """An H200 on which these backends and the reference are usable from JAX, and nothing is asked for by name."""
+    pretend_installed(monkeypatch, *names)
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+
+
 def skip_unless_able(backend: str, phase: str, rows: int, heads: int, topk: int, kv_dtype: str = "fp8") -> None:
     """Skips, with the router's reason, what this backend cannot serve on this device."""
     try:
