@@ -13,6 +13,9 @@ pytest.register_assert_rewrite("attention_conformance", "compressor_engine", "me
 
 pytest_plugins = ["pytester"]
 
+# One LLVM module a program: by default XLA splits it for the compiler's threads, which two cores do not have.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+
 ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:
     # Triton kernels run in its interpreter, which reads this when a kernel is defined: before any test imports one.
@@ -37,6 +40,24 @@ def pytest_configure(config):
     config.pluginmanager.register(RunRecord(config, jax.devices()[0].device_kind))
     if not ON_GPU:
         share_compiled_programs(config)
+        compile_quickly(True)
+
+
+def compile_quickly(quickly: bool) -> None:
+    """XLA's CPU programs without the passes that only make them faster: compiling them is half the time of a run."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for the processes that tests start
+    jax.config.update("jax_disable_most_optimizations", quickly)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimised_where_computing_takes_longer(request):
+    """Modules that say `OPTIMISED = True` compute for longer than they compile."""
+    if not ON_GPU and getattr(request.module, "OPTIMISED", False):
+        compile_quickly(False)
+        yield
+        compile_quickly(True)
+    else:
+        yield
 
 
 def share_compiled_programs(config):

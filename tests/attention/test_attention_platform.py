@@ -23,6 +23,7 @@ from attention_calls import (
     assert_same,
     decode_arguments,
     prefill_arguments,
+    pretend_h200,
     pretend_installed,
     small_decode,
     small_prefill,
