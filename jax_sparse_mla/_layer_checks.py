@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_sparse_mla._checks import INT32, UINT8, ArgumentChecks
 from jax_sparse_mla.compressor import CompressorState
-from jax_sparse_mla.indexer import INDEX_K_BYTES
+from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
@@ -100,9 +100,9 @@ def check_v4_layer(
         )
     num_requests = batch.req_pool_indices.shape[0]
     for name, state in states.items():
-        if state.kv.shape[0] < num_requests:
+        if state.max_requests < num_requests:
             raise check.fail(
-                f"{name} must have a row for each of the batch's {num_requests} requests, got {state.kv.shape[0]}: "
+                f"{name} must have a row for each of the batch's {num_requests} requests, got {state.max_requests}: "
                 "make it with max_requests, the rows of req_to_token"
             )
 
@@ -127,8 +127,10 @@ def check_v32_layer(cache: Any, *, spec: ModelSpec) -> None:
 
 def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:
     """index_k has pages of `entries` keys, and as many keys as the cache beside it has slots."""
-    index_k = check("cache.index_k", index_k, (None, None), UINT8)
-    pages, width = index_k.shape
+    if isinstance(index_k, IndexKeys):
+        width, pages = check("cache.index_k.data", index_k.data, (None, None), UINT8).shape[1], index_k.num_pages
+    else:
+        pages, width = check("cache.index_k", index_k, (None, None), UINT8).shape
     if width != entries * INDEX_K_BYTES:
         raise check.fail(
             f"cache.index_k must have pages of {entries} keys of {INDEX_K_BYTES} bytes, {entries * INDEX_K_BYTES} in "

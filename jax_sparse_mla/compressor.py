@@ -15,6 +15,7 @@ Groups may span steps, so each request carries its last tokens in a ring, `Compr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -23,8 +24,9 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 from jax_sparse_mla.xla.triton_call import launching
 
 # The one ratio whose windows overlap: its rows are twice as wide, its windows twice as long.
@@ -45,12 +47,16 @@ def compressor_window(ratio: int) -> int:
 
 
 @pytree_dataclass
-class CompressorState:
+class CompressorState(LayerPool):
     """The last tokens of each request, as a ring: position p of a request lies at `[row, p % ring]`.
 
+    It may hold the rings of several layers in one array each; `state.layer(i)` is the view of one, see `PagedKV`.
+
     Attributes:
-      kv, score: float32 `[max_requests, ring, coff * head_dim]`, `coff` 2 for ratio 4 and 1 otherwise; scores
-        without ape.
+      kv, score: float32 `[num_layers * max_requests, ring, coff * head_dim]`, `coff` 2 for ratio 4 and 1 otherwise;
+        scores without ape.
+      num_layers: how many layers' requests the arrays hold, one layer after the other (static).
+      layer_index: the layer of a view; None for all of them (static).
 
     If all tokens of a request pass `compress_kv` from position 0 on, what an earlier request left in the row is never
     read. A request that starts later (a cached prefix) needs the ring of the request that it continues.
@@ -58,9 +64,13 @@ class CompressorState:
 
     kv: jax.Array
     score: jax.Array
+    num_layers: int = static(default=1)
+    layer_index: int | None = static(default=None)
 
     @classmethod
-    def zeros(cls, max_requests: int, *, ratio: int, head_dim: int, ring: int | None = None) -> CompressorState:
+    def zeros(
+        cls, max_requests: int, *, ratio: int, head_dim: int, ring: int | None = None, num_layers: int = 1
+    ) -> CompressorState:
         """A state of zeros.
 
         Args:
@@ -71,15 +81,20 @@ class CompressorState:
             otherwise. Where up to D tokens of a step may be rejected afterwards (speculative decoding) it
             must be at least `window + D`, so that rejected tokens do not replace those that the next step still
             needs; SGLang doubles it.
+          num_layers: layers, each with rings of its own.
         """
         check = ArgumentChecks("CompressorState.zeros")
-        max_requests = check.static_int("max_requests", max_requests, minimum=1)
         ratio = check.static_int("ratio", ratio, minimum=1)
         head_dim = check.static_int("head_dim", head_dim, minimum=1)
         window = compressor_window(ratio)
         ring = window if ring is None else check.static_int("ring", ring, minimum=window)
-        shape = (max_requests, ring, _coff(ratio) * head_dim)
-        return cls(kv=jnp.zeros(shape, jnp.float32), score=jnp.zeros(shape, jnp.float32))
+        shape = layer_shape(check, num_layers, ("max_requests", max_requests), ring, _coff(ratio) * head_dim)
+        return cls(kv=jnp.zeros(shape, jnp.float32), score=jnp.zeros(shape, jnp.float32), num_layers=num_layers)
+
+    @property
+    def max_requests(self) -> int:
+        """Rows of a layer."""
+        return self.kv.shape[0] // self.num_layers
 
 
 @pytree_dataclass
@@ -149,10 +164,12 @@ def compress_kv(
     head_dim, odd = divmod(check.dims["width"], coff)
     if odd or head_dim == 0:
         raise check.fail(f"kv must have shape [T, {coff} * head_dim], got {list(tokens.kv.shape)}")
-    state = CompressorState(
+    state = dataclasses.replace(
+        state,
         kv=check("state.kv", state.kv, ("max_requests", "ring", "width"), FLOAT32),
         score=check("state.score", state.score, ("max_requests", "ring", "width"), FLOAT32),
     )
+    state.check_view(check, "state", state.kv.shape[0])
     if check.dims["ring"] < window:
         raise check.fail(f"state must keep at least {window} tokens per request, got {check.dims['ring']}")
     query_start_loc = check("query_start_loc", query_start_loc, (None,), INT32)
@@ -173,12 +190,13 @@ def compress_kv(
 @functools.partial(jax.jit, static_argnames=("ratio", "norm_eps"))
 def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, ratio, norm_eps):
     num_tokens, num_requests = tokens.positions.shape[0], query_start_loc.shape[0] - 1
-    head_dim, max_requests = norm_weight.shape[0], state.kv.shape[0]
+    head_dim, max_requests = norm_weight.shape[0], state.max_requests
     num_entries = min(num_tokens, num_tokens // ratio + num_requests)
     if num_tokens == 0 or max_requests == 0:
         rows = jnp.full((num_entries,), -1, jnp.int32)
         return jnp.zeros((num_entries, head_dim), jnp.bfloat16), rows, state
-    static = {"ratio": ratio, "norm_eps": norm_eps, "num_entries": num_entries}
+    requests = state.first_of(max_requests), max_requests
+    static = {"ratio": ratio, "norm_eps": norm_eps, "num_entries": num_entries, "requests": requests}
     step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
     arguments = state.kv, state.score, *step, query_start_loc, ape, norm_weight, inv_freq
 
@@ -187,7 +205,7 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     # The kernel takes neighbouring values in pairs.
     kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0]
     entries, rows, kv, score = dispatch(kernel, plain, *arguments) if kernel_serves else plain(*arguments)
-    return entries, rows, CompressorState(kv=kv, score=score)
+    return entries, rows, dataclasses.replace(state, kv=kv, score=score)
 
 
 def compress_kv_reference(
@@ -205,14 +223,19 @@ def compress_kv_reference(
     ratio,
     norm_eps,
     num_entries,
+    requests=None,
 ):
     """`(entries, rows, state_kv, state_score)` of `compress_kv` in plain JAX: what a kernel must do but for the order
-    of its sums. There are tokens and requests."""
-    state = CompressorState(kv=state_kv, score=state_score)
-    tokens = _Tokens(kv=kv, score=score, positions=positions, req_rows=req_rows)
-    num_tokens, head_dim, max_requests = positions.shape[0], norm_weight.shape[0], state_kv.shape[0]
+    of its sums. There are tokens and requests.
 
-    live = (tokens.positions >= 0) & (tokens.req_rows >= 0) & (tokens.req_rows < max_requests)
+    `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them.
+    """
+    state = CompressorState(kv=state_kv, score=state_score)
+    first_request, max_requests = requests or (0, state_kv.shape[0])
+    num_tokens, head_dim = positions.shape[0], norm_weight.shape[0]
+    live = (positions >= 0) & (req_rows >= 0) & (req_rows < max_requests)
+    # From here on they are rows of the state.
+    tokens = _Tokens(kv=kv, score=score, positions=positions, req_rows=req_rows + first_request)
     live &= jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
     completes_group = live & (tokens.positions % ratio == ratio - 1)
     (rows,) = jnp.nonzero(completes_group, size=num_entries, fill_value=-1)

@@ -2,11 +2,13 @@
 
 The index-K cache is a uint8 array `[num_pages, page_size * 132]`. A page holds `page_size * 128` bytes of
 float8_e4m3fn keys (token `offset` at `offset * 128`), then one little-endian float32 scale per token. This is
-SGLang's fp8 index-K page and what DeepGEMM's paged logits read. Slots are `page * page_size + offset`.
+SGLang's fp8 index-K page and what DeepGEMM's paged logits read. Slots are `page * page_size + offset`. `IndexKeys` has
+the pages of several layers in one array; each function takes the view of one layer where it takes a cache.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +17,9 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
+from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
 from jax_sparse_mla.xla.triton_call import launching
@@ -39,13 +43,50 @@ _MAGNITUDE_MASK = 0x7FFFFFFF
 _MAX_FINITE_BITS = 0x7F7FFFFF
 
 
+@pytree_dataclass
+class IndexKeys(LayerPool):
+    """The index-K caches of several layers in one array; `layer(i)` is the view of one, see `PagedKV`.
+
+    Attributes:
+      data: uint8 `[num_layers * num_pages, page_size * 132]`.
+      num_layers: how many layers' pages `data` holds, one layer after the other (static).
+      layer_index: the layer of a view; None for all of them (static).
+    """
+
+    data: jax.Array
+    num_layers: int = static(default=1)
+    layer_index: int | None = static(default=None)
+
+    @classmethod
+    def zeros(cls, num_pages: int, page_size: int, *, num_layers: int = 1) -> IndexKeys:
+        """`num_pages` zeroed pages of `page_size` keys for each of `num_layers` layers."""
+        check = ArgumentChecks("IndexKeys.zeros")
+        page_bytes = check.static_int("page_size", page_size, minimum=1) * INDEX_K_BYTES
+        shape = layer_shape(check, num_layers, ("num_pages", num_pages), page_bytes)
+        return cls(data=jnp.zeros(shape, jnp.uint8), num_layers=num_layers)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a layer."""
+        return self.data.shape[0] // self.num_layers
+
+    @property
+    def first_page(self) -> int:
+        """The page of `data` at which the view's layer begins."""
+        return self.first_of(self.num_pages)
+
+    @property
+    def page_size(self) -> int:
+        return self.data.shape[1] // INDEX_K_BYTES
+
+
 # --- logits ----------------------------------------------------------------------------------------
 
 
 def index_logits(
     q: jax.Array,
     weights: jax.Array,
-    index_cache: jax.Array,
+    index_cache: jax.Array | IndexKeys,
     page_table: jax.Array,
     lengths: jax.Array,
 ) -> jax.Array:
@@ -60,7 +101,7 @@ def index_logits(
       q: float8_e4m3fn, bfloat16 or float32 `[rows, heads, 128]`, the query of each row.
       weights: float32 `[rows, heads]`; the caller multiplies `head_dim^-0.5`, `heads^-0.5` and the scale of q into
         them.
-      index_cache: uint8 `[num_pages, page_size * 132]`.
+      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys`.
       page_table: int32 `[rows, P]`, the pages of each row's keys: column j is token `j % page_size` of page
         `page_table[t, j // page_size]`. Outside `[0, num_pages)` (canonical: −1) it is no page.
       lengths: int32 `[rows]`, keys of each row, clipped to `[0, P * page_size]`.
@@ -86,16 +127,18 @@ def index_logits(
 def _index_logits(q, weights, index_cache, page_table, lengths):
     arguments = q, weights, index_cache, page_table, lengths
     # The kernel multiplies FP8 numbers; other queries are for comparisons.
-    if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or any(x.size == 0 for x in arguments):
+    empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
+    if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or empty:
         return index_logits_reference(*arguments)
 
-    return dispatch(launching("indexer.index_logits"), index_logits_reference, *arguments)
+    return dispatch(launching("indexer.index_logits", pages=_pages(index_cache)), index_logits_reference, *arguments)
 
 
 def index_logits_reference(q, weights, index_cache, page_table, lengths):
     """`index_logits` in plain JAX: what a kernel must do but for the order and the precision of its sums."""
     (rows, heads, _), pages = q.shape, page_table.shape[1]
-    page_size, num_pages = _page_size(index_cache), index_cache.shape[0]
+    index_cache = _keys(index_cache)
+    page_size, num_pages, first_page = index_cache.page_size, index_cache.num_pages, index_cache.first_page
     capacity = pages * page_size
     if rows == 0 or capacity == 0 or num_pages == 0:
         return jnp.full((rows, capacity), -jnp.inf, jnp.float32)
@@ -112,7 +155,8 @@ def index_logits_reference(q, weights, index_cache, page_table, lengths):
         row, block = task // blocks, task % blocks
         page = tables[row, block]
         is_page = (page >= 0) & (page < num_pages)
-        data = gather_windows(index_cache, page, jnp.zeros_like(page), index_cache.shape[1])
+        data = index_cache.data  # a page out of range is clamped, and masked below
+        data = gather_windows(data, page + first_page, jnp.zeros_like(page), data.shape[1])
         keys, scales = _split_pages(data, page_size)
         scores = jnp.einsum(
             "hd,cd->hc",
@@ -151,7 +195,7 @@ def _blocking(rows: int, heads: int, pages: int, page_size: int, dtype) -> tuple
 # --- the key cache ---------------------------------------------------------------------------------
 
 
-def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
+def write_index_k(index_cache: jax.Array | IndexKeys, slots: jax.Array, k: jax.Array) -> jax.Array | IndexKeys:
     """Writes index keys, quantised: `s = max(amax, 1e-4) / 448`, `e4m3(clip(k * (1 / s), -448, 448))`.
 
     This is SGLang's fused writer for V3.2 and V4: float32 scales that are not powers of two. Every operation
@@ -161,7 +205,7 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
     Under `jit` with the cache donated it writes in place.
 
     Args:
-      index_cache: uint8 `[num_pages, page_size * 132]`.
+      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys`.
       slots: int32 `[n]`. A negative or out-of-range slot skips its row. If a slot is given twice, it is not defined
         which row it holds.
       k: bfloat16 or float32 `[n, 128]`. No finite key makes a NaN; an infinity is clipped.
@@ -176,12 +220,14 @@ def write_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax
     return _write_index_k(*_check_write("write_index_k", index_cache, slots, k), hadamard=False)
 
 
-def write_transformed_index_k(index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> jax.Array:
+def write_transformed_index_k(
+    index_cache: jax.Array | IndexKeys, slots: jax.Array, k: jax.Array
+) -> jax.Array | IndexKeys:
     """`write_index_k` of `hadamard_transform(k)` for V4's keys after norm and rope; the transform stays float32."""
     return _write_index_k(*_check_write("write_transformed_index_k", index_cache, slots, k), hadamard=True)
 
 
-def _check_write(function: str, index_cache: jax.Array, slots: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+def _check_write(function: str, index_cache: jax.Array | IndexKeys, slots: jax.Array, k: jax.Array) -> tuple:
     check = ArgumentChecks(function)
     index_cache = _check_index_cache(check, index_cache)
     slots = check("slots", slots, ("n",), INT32)
@@ -190,30 +236,36 @@ def _check_write(function: str, index_cache: jax.Array, slots: jax.Array, k: jax
 
 @functools.partial(jax.jit, static_argnames="hadamard")
 def _write_index_k(index_cache, slots, k, *, hadamard):
-    if index_cache.size == 0 or slots.size == 0:
+    keys = _keys(index_cache)
+    if keys.data.size == 0 or slots.size == 0:
         return index_cache
 
-    kernel = launching("indexer.write_index_k", hadamard=hadamard)
-    plain = functools.partial(write_index_k_reference, hadamard=hadamard)
-    return dispatch(kernel, plain, index_cache, slots, k)
+    kernel = launching("indexer.write_index_k", hadamard=hadamard, pages=_pages(index_cache))
+
+    def plain(keys, slots, k):
+        return write_index_k_reference(keys, slots, k, hadamard=hadamard).data
+
+    data = dispatch(kernel, plain, keys, slots, k)
+    return dataclasses.replace(index_cache, data=data) if isinstance(index_cache, IndexKeys) else data
 
 
 def write_index_k_reference(index_cache, slots, k, *, hadamard=False):
     """`write_index_k` in plain JAX: what a kernel must do byte by byte (but for the order of the transform's sums)."""
-    page_size = _page_size(index_cache)
+    keys = _keys(index_cache)
     values, scales = quantize_index_q_reference(k, hadamard=hadamard)
-    _, page, offset = locate_slots(slots, index_cache.shape[0], page_size)
+    _, page, offset = _locate(keys, slots)
     value_bytes = lax.bitcast_convert_type(values, jnp.uint8)
     scale_bytes = lax.bitcast_convert_type(scales, jnp.uint8)
-    index_cache = scatter_windows(index_cache, page, offset * INDEX_DIM, value_bytes)
-    return scatter_windows(index_cache, page, page_size * INDEX_DIM + offset * SCALE_BYTES, scale_bytes)
+    data = scatter_windows(keys.data, page, offset * INDEX_DIM, value_bytes)
+    data = scatter_windows(data, page, keys.page_size * INDEX_DIM + offset * SCALE_BYTES, scale_bytes)
+    return dataclasses.replace(keys, data=data) if isinstance(index_cache, IndexKeys) else data
 
 
-def gather_index_k(index_cache: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gather_index_k(index_cache: jax.Array | IndexKeys, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gathers index keys as they are stored; a key is `values * scale`.
 
     Args:
-      index_cache: uint8 `[num_pages, page_size * 132]`.
+      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys`.
       slots: int32 `[n]`. A negative or out-of-range slot gives zeros and scale 0.
 
     Returns:
@@ -230,30 +282,47 @@ def gather_index_k(index_cache: jax.Array, slots: jax.Array) -> tuple[jax.Array,
 
 @jax.jit
 def _gather_index_k(index_cache, slots):
-    num_pages, page_size = index_cache.shape[0], _page_size(index_cache)
-    if num_pages == 0:  # nothing to gather from: every slot is out of range
+    keys = _keys(index_cache)
+    if keys.num_pages == 0:  # nothing to gather from: every slot is out of range
         return jnp.zeros((slots.shape[0], INDEX_DIM), jnp.float8_e4m3fn), jnp.zeros(slots.shape, jnp.float32)
-    valid, page, offset = locate_slots(slots, num_pages, page_size)
-    values = gather_windows(index_cache, page, offset * INDEX_DIM, INDEX_DIM)
-    scales = gather_windows(index_cache, page, page_size * INDEX_DIM + offset * SCALE_BYTES, SCALE_BYTES)
+    valid, page, offset = _locate(keys, slots)
+    values = gather_windows(keys.data, page, offset * INDEX_DIM, INDEX_DIM)
+    scales = gather_windows(keys.data, page, keys.page_size * INDEX_DIM + offset * SCALE_BYTES, SCALE_BYTES)
     values = jnp.where(valid[:, None], values, jnp.uint8(0))
     scales = jnp.where(valid[:, None], scales, jnp.uint8(0))
     return lax.bitcast_convert_type(values, jnp.float8_e4m3fn), lax.bitcast_convert_type(scales, jnp.float32)
 
 
-def _check_index_cache(check: ArgumentChecks, index_cache: jax.Array) -> jax.Array:
-    index_cache = check("index_cache", index_cache, ("num_pages", "page_bytes"), UINT8)
-    page_bytes = index_cache.shape[1]
+def _check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys) -> jax.Array | IndexKeys:
+    if isinstance(index_cache, IndexKeys):
+        data = check("index_cache.data", index_cache.data, (None, "page_bytes"), UINT8)
+        index_cache.check_view(check, "index_cache", data.shape[0])
+    else:
+        data = index_cache = check("index_cache", index_cache, ("num_pages", "page_bytes"), UINT8)
+    page_bytes = data.shape[1]
     if page_bytes == 0 or page_bytes % INDEX_K_BYTES:
         raise check.fail(
             f"index_cache must have pages of page_size * {INDEX_K_BYTES} bytes, page_size >= 1, got shape "
-            f"{list(index_cache.shape)}"
+            f"{list(data.shape)}"
         )
     return index_cache
 
 
-def _page_size(index_cache: jax.Array) -> int:
-    return index_cache.shape[1] // INDEX_K_BYTES
+def _keys(index_cache: jax.Array | IndexKeys) -> IndexKeys:
+    """The cache of one layer as IndexKeys."""
+    return index_cache if isinstance(index_cache, IndexKeys) else IndexKeys(data=index_cache)
+
+
+def _pages(index_cache: jax.Array | IndexKeys) -> tuple[int, int]:
+    """The cache's first page in its array, and how many pages it has."""
+    keys = _keys(index_cache)
+    return keys.first_page, keys.num_pages
+
+
+def _locate(keys: IndexKeys, slots: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `locate_slots`, with pages of `keys.data`."""
+    valid, page, offset = locate_slots(slots, keys.num_pages, keys.page_size)
+    return valid, jnp.where(valid, page + keys.first_page, keys.data.shape[0]), offset
 
 
 def _split_pages(data: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,7 @@ attend. They are plain JAX: jit them with the layer's cache donated, and the cac
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, spars
 from jax_sparse_mla.attention.api import plan_here
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.indexer import (
-    INDEX_K_BYTES,
+    IndexKeys,
     index_logits,
     quantize_index_q,
     write_index_k,
@@ -26,6 +27,7 @@ from jax_sparse_mla.indexer import (
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.kv_cache import PagedKV, gather_kv, write_kv
 from jax_sparse_mla.kv_cache.layout import bf16_layout
+from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import (
     ForwardBatch,
     ForwardMode,
@@ -39,6 +41,8 @@ from jax_sparse_mla.metadata import (
 from jax_sparse_mla.metadata.rows import bucket
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from jax_sparse_mla.models import ModelSpec
+
+Cache = TypeVar("Cache", bound="_LayerCache")
 
 
 @pytree_dataclass
@@ -88,14 +92,28 @@ class V4LayerParams:
     index_compressor: CompressorParams | None = None
 
 
+class _LayerCache:
+    """Caches of one layer, or of several layers of one kind, in the same arrays."""
+
+    def layer(self: Cache, index: int) -> Cache:
+        """The view of layer `index` (static): what the layer functions take, and what they return, so that `layer` of
+        their result is the view of the next."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        views = {name: value.layer(index) for name, value in fields.items() if isinstance(value, LayerPool)}
+        return dataclasses.replace(self, **views)
+
+
 @pytree_dataclass
-class V4LayerCache:
-    """The caches and states of a V4 layer between steps; a ratio-0 layer has the sliding-window cache only."""
+class V4LayerCache(_LayerCache):
+    """The caches and states of a V4 layer between steps; a ratio-0 layer has the sliding-window cache only.
+
+    `index_k` is uint8 `[num_pages, page_size * 132]` for one layer, and `IndexKeys` for several.
+    """
 
     swa: PagedKV
     compressed: PagedKV | None = None
     state: CompressorState | None = None
-    index_k: jax.Array | None = None
+    index_k: jax.Array | IndexKeys | None = None
     index_state: CompressorState | None = None
 
     @classmethod
@@ -109,30 +127,41 @@ class V4LayerCache:
         max_requests: int,
         max_draft_tokens: int = 0,
         bf16: bool = False,
+        num_layers: int = 1,
     ) -> V4LayerCache:
         """Empty caches for `num_pages` pages of `spec.page_size` tokens, `num_swa_pages` of them within a window.
+
+        `num_layers` layers of this ratio share the arrays, and `cache.layer(i)` is one of them: a step that donates a
+        few arrays costs the host less than one that donates a few for each layer.
 
         `max_draft_tokens` is the most rows of a TARGET_VERIFY step per request: the compressor then keeps as many
         tokens more, so that rejected drafts do not replace what the next step still needs. `bf16` takes the
         unquantised layout.
         """
         layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
-        swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size)
+        layers = {"num_layers": num_layers}
+        swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size, **layers)
         if ratio == 0:
             return cls(swa=swa)
         entries = spec.page_size // ratio
-        compressed = PagedKV.zeros(layout, num_pages, entries)
+        compressed = PagedKV.zeros(layout, num_pages, entries, **layers)
         ring = compressor_window(ratio) + max_draft_tokens
-        state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring)
+        state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring, **layers)
         if ratio != INDEXED_RATIO:
             return cls(swa=swa, compressed=compressed, state=state)
         return cls(
             swa=swa,
             compressed=compressed,
             state=state,
-            index_k=jnp.zeros((num_pages, entries * INDEX_K_BYTES), jnp.uint8),
-            index_state=CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.index_dim, ring=ring),
+            index_k=_index_keys(num_pages, entries, num_layers),
+            index_state=CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.index_dim, ring=ring, **layers),
         )
+
+
+def _index_keys(num_pages: int, page_size: int, num_layers: int) -> jax.Array | IndexKeys:
+    """Empty index keys: an array for one layer."""
+    keys = IndexKeys.zeros(num_pages, page_size, num_layers=num_layers)
+    return keys.data if num_layers == 1 else keys
 
 
 @pytree_dataclass
@@ -341,19 +370,23 @@ def _compress(
 
 
 @pytree_dataclass
-class V32LayerCache:
-    """The caches of a V3.2 layer between steps: kv, and the indexer's keys uint8 `[num_pages, 64 · 132]`."""
+class V32LayerCache(_LayerCache):
+    """The caches of a V3.2 layer between steps: kv, and the indexer's keys, uint8 `[num_pages, 64 · 132]` for one layer
+    and `IndexKeys` for several."""
 
     kv: PagedKV
-    index_k: jax.Array
+    index_k: jax.Array | IndexKeys
 
     @classmethod
-    def zeros(cls, spec: ModelSpec, *, num_pages: int, bf16: bool = False) -> V32LayerCache:
-        """Empty caches for `num_pages` pages of `spec.page_size` tokens; `bf16` takes the unquantised layout."""
+    def zeros(cls, spec: ModelSpec, *, num_pages: int, bf16: bool = False, num_layers: int = 1) -> V32LayerCache:
+        """Empty caches for `num_pages` pages of `spec.page_size` tokens; `bf16` takes the unquantised layout.
+
+        `num_layers` layers share the arrays, as those of `V4LayerCache.zeros` do.
+        """
         layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
         return cls(
-            kv=PagedKV.zeros(layout, num_pages, spec.page_size),
-            index_k=jnp.zeros((num_pages, spec.page_size * INDEX_K_BYTES), jnp.uint8),
+            kv=PagedKV.zeros(layout, num_pages, spec.page_size, num_layers=num_layers),
+            index_k=_index_keys(num_pages, spec.page_size, num_layers),
         )
 
 

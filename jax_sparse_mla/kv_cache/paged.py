@@ -8,46 +8,66 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 
 
 @pytree_dataclass
-class PagedKV:
-    """A paged KV cache of one layer.
+class PagedKV(LayerPool):
+    """A paged KV cache of one layer, or the caches of several layers in one array.
+
+    A step that donates one array instead of one a layer costs the host less: it pays for each array that goes in and
+    out. `cache.layer(i)` is the view of one layer, which every function here takes like a cache of its own. A function
+    that writes returns the view over the whole updated array, and `layer` of the result addresses any layer again.
 
     Attributes:
-      data: uint8 `[num_pages, page_bytes]`; `page_bytes` is `layout.page_bytes(page_size)`.
+      data: uint8 `[num_layers * num_pages, page_bytes]`; `page_bytes` is `layout.page_bytes(page_size)`.
       layout: the byte layout (static).
       page_size: tokens per page (static).
+      num_layers: how many layers' pages `data` holds, one layer after the other (static).
+      layer_index: the layer of a view; None for all of them (static).
 
-    A slot is `page * page_size + offset`.
+    A slot is `page * page_size + offset`, and counts the layer's own pages.
     """
 
     data: jax.Array
     layout: KVLayout = static()
     page_size: int = static()
+    num_layers: int = static(default=1)
+    layer_index: int | None = static(default=None)
 
     @classmethod
-    def zeros(cls, layout: KVLayout, num_pages: int, page_size: int) -> PagedKV:
-        """A cache of `num_pages` zeroed pages."""
+    def zeros(cls, layout: KVLayout, num_pages: int, page_size: int, *, num_layers: int = 1) -> PagedKV:
+        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers."""
         check = ArgumentChecks("PagedKV.zeros")
         if not isinstance(layout, KVLayout):
             raise TypeError(f"PagedKV.zeros: layout must be a KVLayout, got {type(layout).__name__}")
-        num_pages = check.static_int("num_pages", num_pages, minimum=1)
         page_size = check.static_int("page_size", page_size, minimum=1)
-        data = jnp.zeros((num_pages, layout.page_bytes(page_size)), jnp.uint8)
-        return cls(data=data, layout=layout, page_size=page_size)
+        shape = layer_shape(check, num_layers, ("num_pages", num_pages), layout.page_bytes(page_size))
+        return cls(data=jnp.zeros(shape, jnp.uint8), layout=layout, page_size=page_size, num_layers=num_layers)
 
     @property
     def num_pages(self) -> int:
-        return self.data.shape[0]
+        """Pages of a layer."""
+        return self.data.shape[0] // self.num_layers
 
     @property
     def num_slots(self) -> int:
-        return self.data.shape[0] * self.page_size
+        """Slots of a layer."""
+        return self.num_pages * self.page_size
+
+    @property
+    def first_page(self) -> int:
+        """The page of `data` at which the view's layer begins."""
+        return self.first_of(self.num_pages)
+
+    @property
+    def pages(self) -> jax.Array:
+        """uint8 `[num_pages, page_bytes]`, the layer's share of `data`; of a view, JAX copies it."""
+        return self.share_of(self.data)
 
 
 def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
-    """Refuses what is not a PagedKV whose bytes fit its layout and page size."""
+    """Refuses what is not a PagedKV of one layer whose bytes fit its layout and page size."""
     if not isinstance(cache, PagedKV):
         raise TypeError(f"{check.function}: {name} must be a PagedKV, got {type(cache).__name__}")
     if not isinstance(cache.layout, KVLayout):
@@ -55,3 +75,4 @@ def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
         raise TypeError(f"{check.function}: {name}.layout must be a KVLayout, got {given}")
     page_size = check.static_int(f"{name}.page_size", cache.page_size, minimum=1)
     check(f"{name}.data", cache.data, (None, cache.layout.page_bytes(page_size)), UINT8)
+    cache.check_view(check, name, cache.data.shape[0])

@@ -70,7 +70,7 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
 def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     """`write_kv` in plain JAX: what a kernel must do bit by bit."""
     layout = cache.layout
-    _, page, offset = locate_slots(slots, cache.num_pages, cache.page_size)
+    _, page, offset = _locate(cache, slots)
     rows, scales = encode_rows(layout, kv)
     data = scatter_windows(cache.data, page, offset * layout.data_bytes, rows)
     if layout.footer_scale_bytes:
@@ -152,7 +152,7 @@ def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
     layout = cache.layout
     if cache.num_pages == 0:  # nothing to gather from: every slot is out of range
         return jnp.zeros((slots.shape[0], layout.qk_dim), jnp.bfloat16)
-    valid, page, offset = locate_slots(slots, cache.num_pages, cache.page_size)
+    valid, page, offset = _locate(cache, slots)
     rows = gather_windows(cache.data, page, offset * layout.data_bytes, layout.data_bytes)
     scales = jnp.zeros((slots.shape[0], 0), jnp.uint8)
     if layout.footer_scale_bytes:
@@ -182,8 +182,9 @@ def dequantize_kv(cache: PagedKV) -> jax.Array:
 def _dequantize_kv(cache: PagedKV) -> jax.Array:
     layout, pages, tokens = cache.layout, cache.num_pages, cache.page_size
     footer = _footer_start(cache, 0)
-    rows = cache.data[:, :footer].reshape(pages, tokens, layout.data_bytes)
-    scales = cache.data[:, footer : footer + tokens * layout.footer_scale_bytes]
+    data = cache.pages
+    rows = data[:, :footer].reshape(pages, tokens, layout.data_bytes)
+    scales = data[:, footer : footer + tokens * layout.footer_scale_bytes]
     scales = scales.reshape(pages, tokens, layout.footer_scale_bytes)[..., : layout.num_groups]
     bits = decode_rows(layout, rows, scales).reshape(cache.num_slots, layout.qk_dim)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
@@ -193,8 +194,15 @@ def _dispatch(cache: PagedKV, name: str, plain, *args: Any, **static: Any) -> ja
     """The kernel of this name, but XLA for a layout that it was not written for."""
     if cache.layout not in KERNEL_LAYOUTS:
         return plain(*args)
-    kernel = launching(f"kv_cache.{name}", layout=cache.layout, page_size=cache.page_size, **static)
+    pages = cache.first_page, cache.num_pages
+    kernel = launching(f"kv_cache.{name}", layout=cache.layout, page_size=cache.page_size, pages=pages, **static)
     return dispatch(kernel, plain, *args)
+
+
+def _locate(cache: PagedKV, slots: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `locate_slots`, with pages of `cache.data`."""
+    valid, page, offset = locate_slots(slots, cache.num_pages, cache.page_size)
+    return valid, jnp.where(valid, page + cache.first_page, cache.data.shape[0]), offset
 
 
 def _footer_start(cache: PagedKV, offset):

@@ -63,32 +63,37 @@ def split_pages(
 def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: PagedKV | None) -> PagedKV:
     ratio = cache.page_size // page_size
     num_pages = cache.num_pages * ratio
+    first_page = 0 if out is None else out.first_page
     data = jnp.zeros((num_pages, cache.layout.page_bytes(page_size)), jnp.uint8) if out is None else out.data
     if slots is None:
-        pieces = _split(cache.data, cache.layout, cache.page_size, ratio)
-        data = lax.dynamic_update_slice(data, pieces, (0, 0))
+        pieces = _split(cache.pages, cache.layout, cache.page_size, ratio)
+        data = lax.dynamic_update_slice(data, pieces, (first_page, 0))
     elif cache.num_pages and slots.size:
-        static = {"layout": cache.layout, "page_size": cache.page_size}
-        kernel = launching("kv_cache.split_pages", out_page_size=page_size, **static)
+        pages = cache.first_page, cache.num_pages
+        static = {"layout": cache.layout, "page_size": cache.page_size, "pages": pages}
+        kernel = launching("kv_cache.split_pages", out_page_size=page_size, out_first_page=first_page, **static)
 
         def plain(data, cache, slots):
-            return split_touched_reference(data, cache, page_size, slots)
+            return split_touched_reference(data, cache, page_size, slots, first_page)
 
         known = cache.layout in KERNEL_LAYOUTS
         data = dispatch(kernel, plain, data, cache, slots) if known else plain(data, cache, slots)
     if out is None:
-        return dataclasses.replace(cache, data=data, page_size=page_size)
+        return PagedKV(data=data, layout=cache.layout, page_size=page_size)
     return dataclasses.replace(out, data=data)
 
 
-def split_touched_reference(data: jax.Array, cache: PagedKV, page_size: int, slots: jax.Array) -> jax.Array:
-    """The pages that slots touch, copied into `data` in plain JAX."""
+def split_touched_reference(
+    data: jax.Array, cache: PagedKV, page_size: int, slots: jax.Array, first_page: int = 0
+) -> jax.Array:
+    """The pages that slots touch, copied into `data` from its page `first_page` on, in plain JAX."""
     ratio = cache.page_size // page_size
     pages = _touched_pages(slots, cache)
-    whole = gather_windows(cache.data, pages, jnp.zeros_like(pages), cache.data.shape[1])
+    whole = gather_windows(cache.data, pages + cache.first_page, jnp.zeros_like(pages), cache.data.shape[1])
     pieces = _split(whole, cache.layout, cache.page_size, ratio)
-    # The page past the last one, which marks unused entries, maps past the last new page: dropped.
-    targets = (pages[:, None] * ratio + jnp.arange(ratio, dtype=jnp.int32)).reshape(-1)
+    targets = first_page + pages[:, None] * ratio + jnp.arange(ratio, dtype=jnp.int32)
+    # The page past the last one marks unused entries: dropped.
+    targets = jnp.where(pages[:, None] < cache.num_pages, targets, data.shape[0]).reshape(-1)
     return scatter_windows(data, targets, jnp.zeros_like(targets), pieces)
 
 

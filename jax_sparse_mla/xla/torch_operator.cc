@@ -7,7 +7,7 @@
 //   op         "namespace::name"
 //   arguments  a code per argument of the schema: 'T' the next operand as a tensor, 'O' the next operand where the
 //              schema has an optional tensor, '-' None, 'i' the next of `ints` (int or bool), 'f' the next of `floats`
-//   views      per operand: rank, sizes, strides (in elements), from the start of XLA's buffer
+//   views      per operand: rank, offset in XLA's buffer, sizes, strides (in elements)
 //   returns    a code per value returned: 'T' tensor, 'O' optional tensor, 'L' list of tensors, 'M' of optional ones
 //
 // The operator allocates what it returns with torch's allocator. The first tensors returned are copied to XLA's
@@ -125,20 +125,21 @@ class Operands {
     auto buffer = buffers_.get<ffi::AnyBuffer>(operand_);
     if (buffer.has_error()) return Invalid("too few operands");
     ++operand_;
-    if (view_ == views_.size() || views_.size() - view_ < 1 + 2 * static_cast<size_t>(views_[view_])) {
+    if (view_ == views_.size() || views_.size() - view_ < 2 + 2 * static_cast<size_t>(views_[view_])) {
       return Invalid("too few views");
     }
-    const int64_t rank = views_[view_];
-    const int64_t* sizes = views_.begin() + view_ + 1;
+    const int64_t rank = views_[view_], offset = views_[view_ + 1];
+    const int64_t* sizes = views_.begin() + view_ + 2;
     const int64_t* strides = sizes + rank;
-    view_ += 1 + 2 * rank;
-    int64_t reach = 1;
+    view_ += 2 + 2 * rank;
+    int64_t reach = offset + 1;
     for (int64_t i = 0; i < rank; ++i) reach += (sizes[i] - 1) * strides[i];
     const int32_t dtype = TorchDtype(buffer->element_type());
     if (dtype < 0) return Invalid("an operand's dtype is none of uint8, int32, bfloat16, float32");
     if (reach > static_cast<int64_t>(buffer->element_count())) return Invalid("a view exceeds its operand");
-    if (torch.create_tensor_from_blob(buffer->untyped_data(), rank, sizes, strides, 0, dtype, device.type,
-                                      device.index, tensor)) {
+    // Not as the storage's offset: a kernel that takes the storage's start would read another layer's rows.
+    void* data = static_cast<char*>(buffer->untyped_data()) + offset * ffi::ByteWidth(buffer->element_type());
+    if (torch.create_tensor_from_blob(data, rank, sizes, strides, 0, dtype, device.type, device.index, tensor)) {
       return Failed("operand " + std::to_string(operand_ - 1), "making a tensor");
     }
     return ffi::Error::Success();

@@ -35,11 +35,12 @@ _setting_up = threading.RLock()  # of threads that trace their first calls at on
 
 
 class Strided(NamedTuple):
-    """An array whose bytes an operator sees as a tensor of other sizes and strides (in elements)."""
+    """An array whose bytes an operator sees as a tensor of other sizes and strides, from `offset` on (in elements)."""
 
     array: jax.Array
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    offset: int = 0
 
 
 def torch_call(op: str, arguments: Mapping[str, Any], results: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
@@ -91,7 +92,7 @@ def _marshal(schema, arguments: Mapping[str, Any]) -> tuple[list[jax.Array], dic
             view = value if isinstance(value, Strided) else _dense(value)
             codes += "O" if optional else "T"
             operands.append(view.array)
-            views += [len(view.sizes), *view.sizes, *view.strides]
+            views += [len(view.sizes), view.offset, *view.sizes, *view.strides]
         elif kind in ("IntType", "BoolType", "SymIntType") and isinstance(value, int) and not optional:
             codes += "i"
             ints.append(int(value))

@@ -20,7 +20,7 @@ import jax
 from jax_sparse_mla import native
 from jax_sparse_mla.kernels import build
 
-__all__ = ["Buffer", "call"]
+__all__ = ["Buffer", "call", "pages_of"]
 
 _lock = threading.Lock()
 _targets: dict[str, tuple] = {}  # by name: what is bound
@@ -35,11 +35,21 @@ class Buffer:
       index: which buffer.
       rows, row_bytes: if not 0, the buffer is uint8 `[pages, page_bytes]` and the function sees it as `[pages, rows,
         row_bytes]`, with the page's padding between two pages.
+      first, pages: if `pages` is not 0, the function sees so many rows of the buffer's first axis, from `first` on.
     """
 
     index: int
     rows: int = 0
     row_bytes: int = 0
+    first: int = 0
+    pages: int = 0
+
+
+def pages_of(cache: Any, index: int, rows: int = 0, row_bytes: int = 0) -> Buffer:
+    """The pages of a cache, a view's among those of other layers (`PagedKV`), whose array is the buffer `index`."""
+    if cache.num_layers == 1:
+        return Buffer(index, rows, row_bytes)
+    return Buffer(index, rows, row_bytes, cache.first_page, cache.num_pages)
 
 
 def call(
@@ -80,7 +90,7 @@ def _target(module: Callable[[], Any], function: str, arguments: tuple, platform
                 break
             name = f"{first}.{number}"  # two modules of one name
         if name not in _registered:
-            places = [[a.index, a.rows, a.row_bytes] if isinstance(a, Buffer) else a for a in arguments]
+            places = [list(dataclasses.astuple(a)) if isinstance(a, Buffer) else a for a in arguments]
             bound = _binder().bind(module()[function], places)
             jax_tvm_ffi.register_ffi_target(name, bound, platform=platform, allow_cuda_graph=platform == "gpu")
             _registered.add(name)

@@ -15,35 +15,54 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-// A buffer `[pages, page_bytes]` seen as `[pages, rows, row_bytes]`: what pads the page lies between two pages.
-struct PagedView {
-  int64_t shape[3];
-  int64_t strides[3];
+// One of XLA's buffers as an argument: the buffer, how many rows and bytes of a row each of its pages has (0: it is
+// passed as it is), and which rows of its first axis are passed (0 of them: all).
+struct Place {
+  int64_t buffer = -1, rows = 0, row_bytes = 0, first = 0, pages = 0;
+
+  bool IsView() const { return rows != 0 || pages != 0; }
+};
+
+// A part of a buffer, or a buffer `[pages, page_bytes]` seen as `[pages, rows, row_bytes]`: what pads the page lies
+// between two pages.
+struct View {
+  std::vector<int64_t> shape, strides;
   DLTensor tensor;
 
-  PagedView(const DLTensor& pages, int64_t rows, int64_t row_bytes)
-      : shape{pages.shape[0], rows, row_bytes}, strides{pages.shape[1], row_bytes, 1}, tensor(pages) {
-    TVM_FFI_CHECK(pages.ndim == 2 && rows * row_bytes <= pages.shape[1], ValueError)
-        << "a page of " << pages.shape[1] << " bytes cannot hold " << rows << " rows of " << row_bytes;
-    tensor.ndim = 3;
-    tensor.shape = shape;
-    tensor.strides = strides;
+  View(const DLTensor& whole, const Place& place)
+      : shape(whole.shape, whole.shape + whole.ndim), strides(whole.ndim, 1), tensor(whole) {
+    for (int i = whole.ndim - 2; i >= 0; --i) strides[i] = strides[i + 1] * shape[i + 1];
+    if (place.pages != 0) {
+      TVM_FFI_CHECK(whole.ndim > 0 && place.first + place.pages <= shape[0], ValueError)
+          << "rows " << place.first << " to " << place.first + place.pages << " of a buffer of " << shape[0];
+      shape[0] = place.pages;
+      // Not byte_offset, which some functions do not read.
+      const int64_t bytes = (whole.dtype.bits * whole.dtype.lanes + 7) / 8;
+      tensor.data = static_cast<char*>(whole.data) + place.first * strides[0] * bytes;
+    }
+    if (place.rows != 0) {
+      TVM_FFI_CHECK(whole.ndim == 2 && place.rows * place.row_bytes <= shape[1], ValueError)
+          << "a page of " << shape[1] << " bytes cannot hold " << place.rows << " rows of " << place.row_bytes;
+      shape = {shape[0], place.rows, place.row_bytes};
+      strides = {strides[0], place.row_bytes, 1};
+    }
+    tensor.ndim = static_cast<int>(shape.size());
+    tensor.shape = shape.data();
+    tensor.strides = strides.data();
   }
 };
 
-// Each argument is a constant, or an array [buffer, rows, row_bytes]: the buffer itself where rows is 0, else a view.
+// Each argument is a constant, or the five numbers of a Place.
 ffi::Function Bind(ffi::Function function, ffi::Array<ffi::Any> arguments) {
   struct Argument {
     ffi::Any constant;
-    int64_t buffer = -1, rows = 0, row_bytes = 0;
+    Place place;
   };
   std::vector<Argument> bound;
   for (const ffi::Any& item : arguments) {
     Argument argument;
     if (auto place = item.as<ffi::Array<int64_t>>()) {
-      argument.buffer = (*place)[0];
-      argument.rows = (*place)[1];
-      argument.row_bytes = (*place)[2];
+      argument.place = {(*place)[0], (*place)[1], (*place)[2], (*place)[3], (*place)[4]};
     } else {
       argument.constant = item;
     }
@@ -51,16 +70,16 @@ ffi::Function Bind(ffi::Function function, ffi::Array<ffi::Any> arguments) {
   }
   return ffi::Function::FromPacked([function, bound](const ffi::AnyView* buffers, int32_t count, ffi::Any* result) {
     std::vector<ffi::AnyView> call(bound.size());
-    std::deque<PagedView> views;  // their addresses stay
+    std::deque<View> views;  // their addresses stay
     for (size_t i = 0; i < bound.size(); ++i) {
-      const Argument& argument = bound[i];
-      TVM_FFI_CHECK(argument.buffer < count, IndexError) << "no buffer " << argument.buffer << " of " << count;
-      if (argument.buffer < 0) {
-        call[i] = argument.constant;
-      } else if (argument.rows == 0) {
-        call[i] = buffers[argument.buffer];
+      const Place& place = bound[i].place;
+      TVM_FFI_CHECK(place.buffer < count, IndexError) << "no buffer " << place.buffer << " of " << count;
+      if (place.buffer < 0) {
+        call[i] = bound[i].constant;
+      } else if (!place.IsView()) {
+        call[i] = buffers[place.buffer];
       } else {
-        views.emplace_back(*buffers[argument.buffer].cast<DLTensor*>(), argument.rows, argument.row_bytes);
+        views.emplace_back(*buffers[place.buffer].cast<DLTensor*>(), place);
         call[i] = &views.back().tensor;
       }
     }

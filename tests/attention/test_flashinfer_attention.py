@@ -206,7 +206,7 @@ def their_module():
 @needs_module
 @pytest.mark.parametrize("layout, caches, decodes", ENTRIES)
 def test_signatures(layout, caches, decodes, their_module):
-    function, arguments = flashinfer._call(layout, [64] * caches, 16, decodes, 2, 0.1)
+    function, arguments = flashinfer._call(layout, [PagedKV.zeros(layout, 1, 64)] * caches, 16, decodes, 2, 0.1)
     with pytest.raises(TypeError, match="Mismatched number of arguments") as error:
         their_module[function]()
     types = re.findall(r"\d+: ([^,)]+?)(?:,|\) ->)", str(error.value))
@@ -285,7 +285,7 @@ def test_their_own_checks(layout, caches, decodes, their_module, monkeypatch):
     see_an_sm120(monkeypatch)
     setting = {"layout": layout.name, "batch": 3 if decodes else 33, "heads": 16, "topk": 100, "sink": False}
     case = small_decode(**setting, extra=(70, 64) if caches == 2 else None)
-    function, arguments = flashinfer._call(layout, [64] * caches, 16, decodes, 2, 0.1)
+    function, arguments = flashinfer._call(layout, [PagedKV.zeros(layout, 1, 64)] * caches, 16, decodes, 2, 0.1)
 
     def refusal(spoiled):
         jax.clear_caches()

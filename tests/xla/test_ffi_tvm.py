@@ -45,9 +45,29 @@ def test_a_paged_view_leaves_the_padding_out():
     np.testing.assert_array_equal(result, np.asarray(X)[:, :10].reshape(2, 2, 5))
 
 
+def test_a_part_of_a_buffer():
+    """The pages of one layer among others, as they are and with their padding left out."""
+    pool = jnp.arange(72, dtype=jnp.uint8).reshape(6, 12)
+
+    def function(pages, rows, out):
+        assert pages.shape == (2, 12) and rows.shape == (2, 2, 5) and rows.strides == (12, 5, 1)
+        out[...] = pages
+        out[:, :10] += rows.reshape(2, 10)
+
+    arguments = Buffer(0, first=3, pages=2), Buffer(0, 2, 5, first=3, pages=2), Buffer(1)
+    result = call(function, arguments, pool, result=jax.ShapeDtypeStruct((2, 12), jnp.uint8))
+    expected = np.array(pool[3:5])
+    expected[:, :10] *= 2
+    np.testing.assert_array_equal(result, expected)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
-    [((Buffer(0, 2, 7), Buffer(1)), "page of 12 bytes cannot hold 2 rows of 7"), ((Buffer(2),), "no buffer 2 of 2")],
+    [
+        ((Buffer(0, 2, 7), Buffer(1)), "page of 12 bytes cannot hold 2 rows of 7"),
+        ((Buffer(0, first=1, pages=2), Buffer(1)), "rows 1 to 3 of a buffer of 2"),
+        ((Buffer(2),), "no buffer 2 of 2"),
+    ],
 )
 def test_what_does_not_fit_is_an_xla_error(arguments, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):

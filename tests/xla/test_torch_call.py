@@ -67,13 +67,14 @@ def test_dtypes(dtype):
         np.testing.assert_array_equal(result, x + jnp.asarray(i, dtype))
 
 
-def test_a_strided_view():
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_strided_view(offset):
     def view(x):
-        arguments = {"x": Strided(x, (4, 2), (6, 1)), "y": None, "z": None, "n": 0, "flag": False, "f": 0.0}
+        arguments = {"x": Strided(x, (4, 2), (6, 1), offset), "y": None, "z": None, "n": 0, "flag": False, "f": 0.0}
         return torch_call("torch_call_test::everything", arguments, [jax.ShapeDtypeStruct((4, 2), jnp.int32)])
 
     (result,) = jax.jit(view)(X)
-    np.testing.assert_array_equal(result, X[:, :2])
+    np.testing.assert_array_equal(result, X[:, offset : offset + 2])
 
 
 def test_a_result_takes_the_front_of_each_row():
@@ -106,7 +107,7 @@ def test_failures_are_xla_errors_and_the_next_call_works(name, shape, dtype, mes
 
 
 def test_a_view_that_exceeds_its_operand_is_an_xla_error():
-    view = Strided(X, (4, 7), (6, 1))
+    view = Strided(X, (4, 6), (6, 1), offset=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a view exceeds its operand"):
         jax.block_until_ready(torch_call("torch_call_test::several", {"x": view}, [SAME]))
     others = {"x": X, "y": X, "n": 0, "flag": False, "f": 0.0}  # whose handles are freed

@@ -1,9 +1,9 @@
 """The KV cache kernels on torch tensors: the bytes of `jax_sparse_mla.kv_cache`, in place on torch's buffers.
 
-A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`; its pages may stand further
-apart or closer, without the layout's padding. Every function launches on the current stream, allocates nothing that its
-caller passes, and neither synchronises nor copies to the host, so it can be captured in a CUDA graph. JAX's backend is
-not touched.
+A cache is a `PagedKV` whose `data` is a torch tensor, uint8 `[num_pages, page_bytes]`, or the view of one layer among
+several; its pages may stand further apart or closer, without the layout's padding. Every function launches on the
+current stream, allocates nothing that its caller passes, and neither synchronises nor copies to the host, so it can be
+captured in a CUDA graph. JAX's backend is not touched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla.kernels.triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
@@ -147,7 +148,8 @@ def _check_pages(
     if cache.layout not in KERNEL_LAYOUTS:
         names = ", ".join(layout.name for layout in KERNEL_LAYOUTS)
         raise ValueError(f"{function}: {name}.layout must be one of {names}, got {cache.layout}")
-    data, tokens = cache.data, cache.page_size * cache.layout.bytes_per_token
+    cache.check_view(ArgumentChecks(function), name, cache.data.shape[0])
+    data, tokens = cache.pages, cache.page_size * cache.layout.bytes_per_token
     check_strided(function, f"{name}.data", data, (None, None), data if like is None else like, UINT8)
     stride = data.stride(0) if data.shape[0] > 1 else cache.layout.page_bytes(cache.page_size)
     dense = data.stride(1) == 1 and tokens <= data.shape[1] <= stride

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.xla import tvm
-from jax_sparse_mla.xla.tvm import Buffer
+from jax_sparse_mla.xla.tvm import Buffer, pages_of
 
 _V_DIM = 512
 _CHUNK = 64  # index columns of one split
@@ -98,9 +98,8 @@ def _attend(q: jax.Array, tables: list[IndexTable], scale: float) -> tuple[jax.A
             jax.ShapeDtypeStruct((*partial, _V_DIM), jnp.bfloat16),
             jax.ShapeDtypeStruct(partial, jnp.float32),
         ]
-    function, arguments = _call(
-        layout, [table.cache.page_size for table in tables], kernel_heads, decodes, splits, scale
-    )
+    caches = [table.cache for table in tables]
+    function, arguments = _call(layout, caches, kernel_heads, decodes, splits, scale)
     out, lse, *_ = tvm.call(_module, function, arguments, results, *operands)
     out, lse = out[:, :heads], lse[:, :heads]
     no_key = lse <= _NO_KEY
@@ -113,21 +112,21 @@ def scratch_heads(heads: int) -> int:
 
 
 def _call(
-    layout: KVLayout, page_sizes: list[int], heads: int, decodes: bool, splits: int, scale: float
+    layout: KVLayout, caches: list[PagedKV], heads: int, decodes: bool, splits: int, scale: float
 ) -> tuple[str, tuple]:
     """The entry, and its arguments in its order: operands are q and three per cache, then come the results."""
-    caches = [
-        (Buffer(1 + 3 * i, size, layout.bytes_per_token), Buffer(2 + 3 * i), Buffer(3 + 3 * i))
-        for i, size in enumerate(page_sizes)
+    tables = [
+        (pages_of(cache, 1 + 3 * i, cache.page_size, layout.bytes_per_token), Buffer(2 + 3 * i), Buffer(3 + 3 * i))
+        for i, cache in enumerate(caches)
     ]
-    first_result = 1 + 3 * len(caches)
+    first_result = 1 + 3 * len(tables)
     out, lse, mid_out, mid_lse = (Buffer(first_result + i) for i in range(4))
-    (cache, indices, lengths), extra = caches[0], caches[1] if len(caches) == 2 else (None, None, None)
+    (cache, indices, lengths), extra = tables[0], tables[1] if len(tables) == 2 else (None, None, None)
     inputs, sink, model = (Buffer(0), cache, indices), None, _MODELS[layout]
     if not decodes:
         # q, kv_cache, indices, output, out_lse, sm_scale, model_type, variant, topk_length, attn_sink,
         # extra_kv_cache, extra_indices, extra_topk_length, extra_fp4
-        variant = _prefill_kernel(layout, len(caches), heads)
+        variant = _prefill_kernel(layout, len(tables), heads)
         arguments = (*inputs, out, lse, scale, model, variant, lengths, sink, *extra, False)
         return "sparse_mla_sm120_paged_attention", arguments
     # q, kv_cache, indices, mid_out, mid_lse, output, out_lse, num_splits, sm_scale, topk_length, attn_sink, …

@@ -225,8 +225,10 @@ def _decode_call(
 def _pages(cache: PagedKV) -> torch_operator.Strided:
     """The operator's view, `[pages, page_size, 1, bytes per token]`; what pads a page is in the stride."""
     width = cache.layout.bytes_per_token
-    sizes = (cache.num_pages, cache.page_size, 1, width)
-    return torch_operator.Strided(cache.data, sizes, (cache.data.shape[1], width, width, 1))
+    sizes, page_bytes = (cache.num_pages, cache.page_size, 1, width), cache.data.shape[1]
+    return torch_operator.Strided(
+        cache.data, sizes, (page_bytes, width, width, 1), offset=cache.first_page * page_bytes
+    )
 
 
 def _sanitise(

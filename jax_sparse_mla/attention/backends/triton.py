@@ -57,7 +57,7 @@ def prefill(
 def _table(table: IndexTable) -> tuple[tuple, Scope]:
     """A table's arrays and its facts."""
     cache, indices, lengths = table
-    pages = cache.page_size, cache.layout.page_bytes(cache.page_size)
+    pages = cache.page_size, cache.layout.page_bytes(cache.page_size), cache.first_page
     scope = Scope(indices.shape[-1], int(lengths is not None), cache.num_slots, *pages)
     return (cache.data, indices, lengths), scope
 

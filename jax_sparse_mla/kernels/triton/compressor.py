@@ -114,7 +114,7 @@ def find_rows_kernel(
 def pool_kernel(
     kv_ptr,  # bfloat16 or float32 [num_rows, OVERLAP * HEAD_DIM]
     score_ptr,  # the same
-    state_kv_ptr,  # float32 [max_requests, RING, OVERLAP * HEAD_DIM]
+    state_kv_ptr,  # float32 [requests, RING, OVERLAP * HEAD_DIM]
     state_score_ptr,  # the same
     positions_ptr,  # int32 [num_rows]
     req_rows_ptr,  # int32 [num_rows]
@@ -123,7 +123,8 @@ def pool_kernel(
     found_ptr,  # int32 [num_entries], what find_rows_kernel found; not read with ROWS_POW2
     num_rows,
     num_requests,
-    max_requests,
+    max_requests,  # of the layer, whose rows of the state begin with first_request
+    first_request,
     pooled_ptr,  # float32 [num_entries, HEAD_DIM]; not written for unused entries
     rows_ptr,  # int32 [num_entries]
     RATIO: tl.constexpr,
@@ -173,7 +174,7 @@ def pool_kernel(
             exists = (token < WINDOW) & (position >= 0)
             half = token // RATIO * HEAD_DIM  # A of the group before, B of the last one
             step_at = ((row - behind).to(tl.int64) * width + half)[:, None] + channel[None, :]
-            ring_at = (request.to(tl.int64) * RING + position % RING) * width + half
+            ring_at = ((request.to(tl.int64) + first_request) * RING + position % RING) * width + half
             ring_at = ring_at[:, None] + channel[None, :]
             ape_at = (token % RATIO * width + half)[:, None] + channel[None, :]
             from_step = (exists & (behind < tokens_in_step))[:, None] & in_head
@@ -213,7 +214,8 @@ def finish_kernel(
     num_rows,
     num_requests,
     max_requests,
-    state_kv_ptr,  # float32 [max_requests, RING, WIDTH]
+    first_request,
+    state_kv_ptr,  # float32 [requests, RING, WIDTH]
     state_score_ptr,  # the same
     entries_ptr,  # bfloat16 [num_entries, HEAD_DIM]
     RATIO: tl.constexpr,
@@ -233,7 +235,7 @@ def finish_kernel(
         later_live, later_request, _ = _load_live(positions_ptr, req_rows_ptr, row + RING, limit, max_requests)
         if live & ((later_live == 0) | (later_request != request)):
             source = row.to(tl.int64) * WIDTH
-            target = (request.to(tl.int64) * RING + position % RING) * WIDTH
+            target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
             for start in range(0, WIDTH, COLUMNS):
                 column = start + tl.arange(0, COLUMNS)
                 inside = column < WIDTH
@@ -278,15 +280,19 @@ def compress(
     ratio: int,
     norm_eps: float,
     num_entries: int,
+    requests: tuple[int, int] | None = None,
     out: Sequence[Any] = (None, None),
 ) -> tuple[Any, Any, Any, Any]:
     """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`; no size is zero.
 
-    `out` are entries and rows to write into.
+    `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them. `out`
+    are entries and rows to write into.
     """
     num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
-    (max_requests, ring, _), head_dim = state_kv.shape, norm_weight.shape[0]
-    step, sizes, rows = (positions, req_rows, query_start_loc), (num_rows, num_requests, max_requests), out[1]
+    first_request, max_requests = requests or (0, state_kv.shape[0])
+    ring, head_dim = state_kv.shape[1], norm_weight.shape[0]
+    sizes = num_rows, num_requests, max_requests, first_request
+    step, rows = (positions, req_rows, query_start_loc), out[1]
     rows_output, entries_shape = Output((num_entries,), "int32"), (num_entries, head_dim)
     constants = pool_constants(ratio, head_dim, ring, num_rows)
     found = positions if rows is None else rows

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from jax_sparse_mla.kernels.launch import Executor, Launch, Output
-from jax_sparse_mla.kernels.triton.kv_cache import _float32_to_e4m3, _locate
+from jax_sparse_mla.kernels.triton.kv_cache import _float32_to_e4m3, _locate, at_page
 
 _DIM = tl.constexpr(128)  # values of a key
 TOKEN_BYTES = 132
@@ -143,13 +143,15 @@ def write_index_k_kernel(
     k_ptr,  # bfloat16 or float32 [n, 128]
     cache_in_ptr,  # the same buffer as cache_ptr
     n,
-    num_pages,
-    cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
+    num_pages,  # of the cache, which begins with the page first_page of the buffer
+    first_page,
+    cache_ptr,  # uint8 [pages, PAGE_SIZE * 132]
     PAGE_SIZE: tl.constexpr,
     HADAMARD: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _TOKEN_BYTES)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
     valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
@@ -275,11 +277,12 @@ def _blocks_end(length, BLOCK: tl.constexpr):
 def index_logits_decode_kernel(
     q_ptr,  # e4m3 [rows, HEADS, 128]
     weights_ptr,  # float32 [rows, HEADS]
-    cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
+    cache_ptr,  # uint8 [pages, PAGE_SIZE * 132]
     page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
+    first_page,
     out_ptr,  # float32 [rows, capacity]
     capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
@@ -290,6 +293,7 @@ def index_logits_decode_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _TOKEN_BYTES)
     program, programs = tl.program_id(0), tl.num_programs(0)
     pieces = tl.cdiv(capacity, _FILL)
     piece = program
@@ -345,11 +349,12 @@ def index_logits_decode_kernel(
 def index_logits_prefill_kernel(
     q_ptr,  # e4m3 [rows, HEADS, 128]
     weights_ptr,  # float32 [rows, HEADS]
-    cache_ptr,  # uint8 [num_pages, PAGE_SIZE * 132]
+    cache_ptr,  # uint8 [pages, PAGE_SIZE * 132]
     page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
+    first_page,
     out_ptr,  # float32 [rows, capacity]
     capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
@@ -362,6 +367,7 @@ def index_logits_prefill_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _TOKEN_BYTES)
     # Programs that run at the same time share their rows: the queries are read once, the keys stay in the L2.
     chunks = tl.cdiv(capacity, COLUMNS)
     table_width = capacity // PAGE_SIZE
@@ -441,6 +447,7 @@ def index_logits_prefill_kernel(
 
 
 # --- launches: sizes are not zero ------------------------------------------------------------------
+# `pages` are the first page and the number of pages of the cache in its buffer; None: the buffer is the cache.
 
 
 def quantize_index_q(execute: Executor, q, *, hadamard: bool, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
@@ -454,9 +461,12 @@ def quantize_index_q(execute: Executor, q, *, hadamard: bool, out: Sequence[Any]
     return execute(Launch(quantize_index_q_kernel, "quantize_index_q", grid, (lines,), outputs, constants), (q,), out)
 
 
-def write_index_k(execute: Executor, index_cache, slots, k, *, hadamard: bool) -> Any:
-    """uint8 `[num_pages, page_size * 132]` with the keys written."""
-    n, (num_pages, page_bytes) = slots.shape[0], index_cache.shape
+def write_index_k(
+    execute: Executor, index_cache, slots, k, *, hadamard: bool, pages: tuple[int, int] | None = None
+) -> Any:
+    """uint8 `[pages, page_size * 132]` with the keys written."""
+    n, page_bytes = slots.shape[0], index_cache.shape[1]
+    first_page, num_pages = pages or (0, index_cache.shape[0])
     constants = {
         "PAGE_SIZE": page_bytes // TOKEN_BYTES,
         "HADAMARD": hadamard,
@@ -464,16 +474,27 @@ def write_index_k(execute: Executor, index_cache, slots, k, *, hadamard: bool) -
         **WRITE_OPTIONS,
     }
     grid, outputs = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),), (Output(index_cache.shape, "uint8", alias=2),)
-    launch = Launch(write_index_k_kernel, "write_index_k", grid, (n, num_pages), outputs, constants)
+    launch = Launch(write_index_k_kernel, "write_index_k", grid, (n, num_pages, first_page), outputs, constants)
     return execute(launch, (slots, k, index_cache))[0]
 
 
-def index_logits(execute: Executor, q, weights, index_cache, page_table, lengths, *, out=None) -> Any:
+def index_logits(
+    execute: Executor,
+    q,
+    weights,
+    index_cache,
+    page_table,
+    lengths,
+    *,
+    pages: tuple[int, int] | None = None,
+    out=None,
+) -> Any:
     """float32 `[rows, capacity]`, for float8_e4m3fn q."""
-    (rows, heads, _), (num_pages, page_bytes) = q.shape, index_cache.shape
-    pages, page_size = page_table.shape[1], page_bytes // TOKEN_BYTES
-    plan, capacity = plan_logits(rows, heads, pages, page_size, execute.device.sm_count), pages * page_size
+    (rows, heads, _), (first_page, num_pages) = q.shape, pages or (0, index_cache.shape[0])
+    width, page_size = page_table.shape[1], index_cache.shape[1] // TOKEN_BYTES
+    plan, capacity = plan_logits(rows, heads, width, page_size, execute.device.sm_count), width * page_size
     constants = {"capacity": capacity, "HARDWARE_FP8": execute.device.hardware_fp8, **plan.constants}
     outputs = (Output((rows, capacity), "float32"),)
-    launch = Launch(plan.kernel, "index_logits", (plan.programs,), (rows, num_pages), outputs, constants)
+    scalars = rows, num_pages, first_page
+    launch = Launch(plan.kernel, "index_logits", (plan.programs,), scalars, outputs, constants)
     return execute(launch, (q, weights, index_cache, page_table, lengths), (out,))[0]

@@ -84,6 +84,12 @@ GATHER_OPTIONS = {"TOKENS": 4, "num_warps": 2}
 
 
 @triton.jit
+def at_page(pointer, page, PAGE_BYTES: tl.constexpr):
+    """A pointer to a page of a buffer: where a layer's pages begin."""
+    return pointer + tl.full((), PAGE_BYTES, tl.int64) * page
+
+
+@triton.jit
 def _locate(slot, num_pages, PAGE_SIZE: tl.constexpr):
     """(valid, page, offset): a slot that does not exist is page 0, offset 0, and must be masked."""
     page = tl.maximum(slot, 0) // PAGE_SIZE
@@ -151,8 +157,9 @@ def write_kv_kernel(
     kv_ptr,  # bfloat16 or float32 [n, QK_DIM]
     data_in_ptr,  # the same buffer as data_ptr
     n,
-    num_pages,
-    data_ptr,  # uint8 [num_pages, PAGE_BYTES]
+    num_pages,  # of the cache, which begins with the page first_page of the buffer
+    first_page,
+    data_ptr,  # uint8 [pages, PAGE_BYTES]
     PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
@@ -167,6 +174,7 @@ def write_kv_kernel(
     HARDWARE_CASTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    data_ptr = at_page(data_ptr, first_page, PAGE_BYTES)
     first = tl.program_id(0) * TOKENS
     if FP8_DIM > 0:
         row = tl.arange(0, TOKENS * GROUPS_POW2)
@@ -216,9 +224,10 @@ def write_kv_kernel(
 @triton.jit
 def gather_kv_kernel(
     slots_ptr,  # int32 [n]
-    data_ptr,  # uint8 [num_pages, PAGE_BYTES]
+    data_ptr,  # uint8 [pages, PAGE_BYTES]
     n,
     num_pages,
+    first_page,
     out_start,  # the row of out that holds the first slot
     out_ptr,  # bfloat16 [>= out_start + n, QK_DIM]
     PAGE_SIZE: tl.constexpr,
@@ -234,6 +243,7 @@ def gather_kv_kernel(
     HARDWARE_CASTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    data_ptr = at_page(data_ptr, first_page, PAGE_BYTES)
     first = tl.program_id(0) * TOKENS
     if FP8_DIM > 0:
         row = tl.arange(0, TOKENS * GROUPS_POW2)
@@ -286,6 +296,7 @@ def gather_kv_into_kernel(
     out_in_ptr,  # the same buffer as out_ptr
     n,
     num_pages,
+    first_page,
     out_start,
     out_ptr,
     PAGE_SIZE: tl.constexpr,
@@ -307,6 +318,7 @@ def gather_kv_into_kernel(
         data_ptr,
         n,
         num_pages,
+        first_page,
         out_start,
         out_ptr,
         PAGE_SIZE,
@@ -356,12 +368,14 @@ def touched_pages_kernel(
 
 @triton.jit
 def split_pages_kernel(
-    data_ptr,  # uint8 [num_pages, PAGE_BYTES]
-    pages_ptr,  # int32, the pages to copy
+    data_ptr,  # uint8 [pages, PAGE_BYTES]
+    pages_ptr,  # int32, the cache's pages to copy
     seen_ptr,  # int32 [num_pages + 1], how many in the last entry
     out_in_ptr,  # the same buffer as out_ptr
     num_pages,
-    out_ptr,  # uint8 [num_pages * RATIO, OUT_PAGE_BYTES]
+    first_page,  # of the cache in its buffer
+    out_first_page,
+    out_ptr,  # uint8 [pages, OUT_PAGE_BYTES]
     PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
@@ -371,8 +385,8 @@ def split_pages_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copies in words of 8 bytes, which divide every length and offset of a layout."""
-    data = data_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    out = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    data = at_page(data_ptr, first_page, PAGE_BYTES).to(tl.pointer_type(tl.int64), bitcast=True)
+    out = at_page(out_ptr, out_first_page, OUT_PAGE_BYTES).to(tl.pointer_type(tl.int64), bitcast=True)
     body: tl.constexpr = PAGE_SIZE // RATIO * DATA_BYTES // 8
     footer: tl.constexpr = PAGE_SIZE // RATIO * FOOTER_BYTES // 8
     word = tl.arange(0, BLOCK)
@@ -395,13 +409,22 @@ def split_pages_kernel(
 
 
 # --- launches: sizes are not zero -----------------------------------------------------------------
+# `pages` are the first page and the number of pages of the cache in its buffer; None: the buffer is the cache.
 
 
 def write_kv(
-    execute: Executor, data, slots, kv, *, layout: KVLayout, page_size: int, page_bytes: int | None = None
+    execute: Executor,
+    data,
+    slots,
+    kv,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    page_bytes: int | None = None,
+    pages: tuple[int, int] | None = None,
 ) -> Any:
-    """`data`, uint8 `[num_pages, page_bytes]`, with the rows written."""
-    n = slots.shape[0]
+    """`data`, uint8 `[pages, page_bytes]`, with the rows written."""
+    n, (first_page, num_pages) = slots.shape[0], pages or (0, data.shape[0])
     constants = {
         **layout_constants(layout, page_size, page_bytes),
         "MIN_SCALE_EXPONENT": layout.min_scale_exponent,
@@ -410,7 +433,7 @@ def write_kv(
     }
     grid = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),)
     outputs = (Output(data.shape, "uint8", alias=2),)
-    launch = Launch(write_kv_kernel, "write_kv", grid, (n, data.shape[0]), outputs, constants)
+    launch = Launch(write_kv_kernel, "write_kv", grid, (n, num_pages, first_page), outputs, constants)
     return execute(launch, (slots, kv, data))[0]
 
 
@@ -422,6 +445,7 @@ def gather_kv(
     layout: KVLayout,
     page_size: int,
     page_bytes: int | None = None,
+    pages: tuple[int, int] | None = None,
     rows: int | None = None,
     start: int = 0,
     out=None,
@@ -432,21 +456,32 @@ def gather_kv(
     """
     constants = layout_constants(layout, page_size, page_bytes)
     output = Output((slots.shape[0] if rows is None else rows, layout.qk_dim), "bfloat16")
-    return _gather(execute, gather_kv_kernel, (slots, data), start, output, constants, out)
+    return _gather(execute, gather_kv_kernel, (slots, data), pages, start, output, constants, out)
 
 
-def gather_kv_into(execute: Executor, workspace, data, slots, *, layout: KVLayout, page_size: int, start: int) -> Any:
+def gather_kv_into(
+    execute: Executor,
+    workspace,
+    data,
+    slots,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    start: int,
+    pages: tuple[int, int] | None = None,
+) -> Any:
     """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
     output = Output(workspace.shape, "bfloat16", alias=2)
     constants = layout_constants(layout, page_size)
-    return _gather(execute, gather_kv_into_kernel, (slots, data, workspace), start, output, constants)
+    return _gather(execute, gather_kv_into_kernel, (slots, data, workspace), pages, start, output, constants)
 
 
-def _gather(execute: Executor, kernel, inputs, start: int, output: Output, constants: dict[str, int], out=None) -> Any:
-    n, num_pages = inputs[0].shape[0], inputs[1].shape[0]
+def _gather(execute: Executor, kernel, inputs, pages, start: int, output: Output, constants, out=None) -> Any:
+    n, (first_page, num_pages) = inputs[0].shape[0], pages or (0, inputs[1].shape[0])
     constants = {**constants, "HARDWARE_CASTS": execute.device.hardware_fp8, **GATHER_OPTIONS}
     grid = (triton.cdiv(n, GATHER_OPTIONS["TOKENS"]),)
-    return execute(Launch(kernel, "gather_kv", grid, (n, num_pages, start), (output,), constants), inputs, (out,))[0]
+    scalars = n, num_pages, first_page, start
+    return execute(Launch(kernel, "gather_kv", grid, scalars, (output,), constants), inputs, (out,))[0]
 
 
 def split_pages(
@@ -460,18 +495,21 @@ def split_pages(
     out_page_size: int,
     page_bytes: int | None = None,
     out_page_bytes: int | None = None,
+    pages: tuple[int, int] | None = None,
+    out_first_page: int = 0,
     scratch: Sequence[Any] | None = None,
 ) -> Any:
-    """`out`, uint8 `[num_pages * ratio, its page_bytes]`, with the pages that `slots` touch copied into it."""
-    slots, num_pages = slots.reshape(-1), data.shape[0]
+    """`out`, uint8 `[pages, its page_bytes]`, with the pages that `slots` touch copied into it."""
+    slots, (first_page, num_pages) = slots.reshape(-1), pages or (0, data.shape[0])
     n = slots.shape[0]
     grid = (triton.cdiv(n, TOUCHED_OPTIONS["BLOCK"]),)
     constants = {"PAGE_SIZE": page_size, **TOUCHED_OPTIONS}
     outputs = Output((num_pages + 1,), "int32", zeroed=True), Output((min(n, num_pages),), "int32")
     touched = Launch(touched_pages_kernel, "touched_pages", grid, (n, num_pages), outputs, constants)
-    seen, pages = execute(touched, (slots,), scratch)
+    seen, touched_pages = execute(touched, (slots,), scratch)
     grid = (_SPLIT_PROGRAMS_PER_SM * execute.device.sm_count,)
     constants = split_constants(layout, page_size, out_page_size, page_bytes, out_page_bytes) | SPLIT_OPTIONS
     outputs = (Output(out.shape, "uint8", alias=3),)
-    split = Launch(split_pages_kernel, "split_pages", grid, (num_pages,), outputs, constants)
-    return execute(split, (data, pages, seen, out))[0]
+    scalars = num_pages, first_page, out_first_page
+    split = Launch(split_pages_kernel, "split_pages", grid, scalars, outputs, constants)
+    return execute(split, (data, touched_pages, seen, out))[0]

@@ -18,7 +18,7 @@ from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90.decode_plan import V_DIM, decode_plan
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.xla import tvm
-from jax_sparse_mla.xla.tvm import Buffer
+from jax_sparse_mla.xla.tvm import Buffer, pages_of
 
 _PART_DTYPES = (jnp.float32, jnp.float32, jnp.int32)
 
@@ -48,15 +48,15 @@ def decode(
     )
     operands: list[jax.Array] = []
 
-    def operand(x: jax.Array | None) -> Buffer | None:
+    def operand(x: PagedKV | jax.Array | None) -> Buffer | None:
         if x is None:
             return None
-        operands.append(x)
-        return Buffer(len(operands) - 1)
+        operands.append(x.data if isinstance(x, PagedKV) else x)
+        return pages_of(x, len(operands) - 1) if isinstance(x, PagedKV) else Buffer(len(operands) - 1)
 
     q_buffer = operand(q)
     tables = ([*tables, (None, None, None)])[:2]
-    buffers = [operand(x) for cache, *rest in tables for x in (cache and cache.data, *rest)]
+    buffers = [operand(x) for table in tables for x in table]
     sink = operand(attn_sink)
     pages = [x for cache, *_ in tables for x in _pages(cache)]
     results = shapes + tuple(jax.ShapeDtypeStruct(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES))

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from jax_sparse_mla.kernels.triton.kv_cache import at_page
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # How a row's bytes are read (`plan.row_kind` chooses).
@@ -131,6 +133,8 @@ def sparse_mla_kernel(
     extra_rows_per_length,
     extra_topk,
     extra_slots,
+    first_page,  # of each cache in its buffer
+    extra_first_page,
     out,  # bf16 [rows, heads, 512]; SPLIT: float32 [splits, rows, heads, 512], of this split's keys alone
     lse,  # float32 [rows, heads], natural; SPLIT: [splits, rows, heads], base 2, −inf without a key
     max_logits,  # float32 [rows, heads], or None
@@ -177,8 +181,8 @@ def sparse_mla_kernel(
     if HAS_ROPE:
         q_r = _query(q_row, heads, num_heads, ROPE, 64, QK_DIM)
 
-    cache = kv.to(tl.pointer_type(tl.uint8))
-    extra_cache = extra_kv.to(tl.pointer_type(tl.uint8))
+    cache = at_page(kv.to(tl.pointer_type(tl.uint8)), first_page, PAGE_BYTES)
+    extra_cache = at_page(extra_kv.to(tl.pointer_type(tl.uint8)), extra_first_page, EXTRA_PAGE_BYTES)
     table = indices + row * topk
     extra_table = extra_indices + row * extra_topk
 

@@ -29,6 +29,7 @@ class Scope(NamedTuple):
       rows_per_length: query rows that share a length; 0 without lengths.
       num_slots: rows of the cache or workspace.
       page_size, page_bytes: of the cache, bytes from one page's start to the next one's; 0 for a workspace.
+      first_page: the cache's first page in its buffer.
     """
 
     topk: int
@@ -36,6 +37,7 @@ class Scope(NamedTuple):
     num_slots: int
     page_size: int = 0
     page_bytes: int = 0
+    first_page: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

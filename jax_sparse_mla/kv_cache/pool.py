@@ -1,0 +1,61 @@
+"""Arrays that hold the same of several layers, one layer after the other, and views of one layer.
+
+A view keeps the whole array and a static number, the layer. XLA has no views of a donated buffer: kernels and plain
+code add the layer's first row to what they read and write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from jax_sparse_mla._checks import ArgumentChecks
+
+Pool = TypeVar("Pool", bound="LayerPool")
+
+
+class LayerPool:
+    """What caches and states of several layers have in common; a dataclass with the two static fields below.
+
+    Attributes:
+      num_layers: how many layers its arrays hold.
+      layer_index: the layer of a view; None for all of them.
+    """
+
+    num_layers: int
+    layer_index: int | None
+
+    def layer(self: Pool, index: int) -> Pool:
+        """The view of layer `index` (static); of a view, the view of another layer.
+
+        Raises:
+          TypeError: index is not an int. ValueError: there is no such layer.
+        """
+        check = ArgumentChecks(f"{type(self).__name__}.layer")
+        index = check.static_int("index", index, minimum=0)
+        if index >= self.num_layers:
+            raise check.fail(f"index must be below num_layers, {self.num_layers}, got {index}")
+        return dataclasses.replace(self, layer_index=None if self.num_layers == 1 else index)
+
+    def first_of(self, rows: int) -> int:
+        """The first row of the view's layer in an array that has so many rows a layer."""
+        return (self.layer_index or 0) * rows
+
+    def share_of(self, array: Any) -> Any:
+        """The rows of the view's layer in an array, of JAX or torch."""
+        rows = array.shape[0] // self.num_layers
+        return array if self.num_layers == 1 else array[self.first_of(rows) : self.first_of(rows) + rows]
+
+    def check_view(self, check: ArgumentChecks, name: str, rows: int) -> None:
+        """Refuses several layers where one is wanted, and arrays whose rows cannot be those of the layers."""
+        layers = check.static_int(f"{name}.num_layers", self.num_layers, minimum=1)
+        if rows % layers:
+            raise check.fail(f"{name} must have as many rows for each of its {layers} layers, got {rows}")
+        if layers > 1 and self.layer_index is None:
+            raise check.fail(f"{name} holds {layers} layers: pass the view of one, {name}.layer(i)")
+
+
+def layer_shape(check: ArgumentChecks, num_layers: int, rows: tuple[str, int], *rest: int) -> tuple[int, ...]:
+    """The shape of an array with so many rows (a name and a number) for each layer."""
+    num_layers = check.static_int("num_layers", num_layers, minimum=1)
+    return num_layers * check.static_int(*rows, minimum=1), *rest
