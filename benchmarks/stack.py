@@ -1,8 +1,9 @@
 """The attention part of DeepSeek-V4-Flash as an engine runs it: all layers in one jitted step, caches donated.
 
-What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, its keys
-with one head of the previous layer's output added. So no layer can run before the one below it, and an optimization
-barrier keeps XLA from sharing work between them.
+What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, with one
+head of the previous layer's output added to its keys, and one value of it to what its compressors take. So no layer can
+run or write before the one below it has read, as in a model, and an optimization barrier keeps XLA from sharing work
+between them. The layers of a ratio share their arrays: a write that did not depend on the last read would copy them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, ForwardBatch, ForwardMode, ModelSpec, PagedKV, RequestTables, write_kv
-from jax_sparse_mla.indexer import write_index_k
+from jax_sparse_mla.indexer import IndexKeys, write_index_k
 from jax_sparse_mla.layers import (
     CompressorParams,
     IndexRows,
@@ -70,17 +71,19 @@ class Stack:
             full_to_swa=jnp.asarray(np.append(swa, -1), jnp.int32),
         )
 
-    def empty_caches(self) -> list[V4LayerCache]:
-        return [
-            V4LayerCache.zeros(
+    def empty_caches(self) -> dict[int, V4LayerCache]:
+        """By ratio, the caches of all its layers."""
+        return {
+            ratio: V4LayerCache.zeros(
                 self.spec,
                 ratio,
                 num_pages=1 + self.batch * self.pages,
                 num_swa_pages=1 + self.batch * self.window_pages,
                 max_requests=self.batch,
+                num_layers=self.ratios.count(ratio),
             )
-            for ratio in self.ratios
-        ]
+            for ratio in dict.fromkeys(self.ratios)
+        }
 
     def params(self, seed: int = 0) -> list[V4LayerParams]:
         rng, spec = np.random.default_rng(seed), self.spec
@@ -150,7 +153,7 @@ class Stack:
         return jax.jit(functools.partial(_prefill, self), donate_argnums=0, keep_unused=True)
 
 
-def fill(stack: Stack, caches: list[V4LayerCache]) -> list[V4LayerCache]:
+def fill(stack: Stack, caches: dict[int, V4LayerCache]) -> dict[int, V4LayerCache]:
     """The caches as after a prefill, without one: pages of quantised random rows, the same 64 over and over."""
 
     def repeat(some_pages, like):
@@ -163,6 +166,8 @@ def fill(stack: Stack, caches: list[V4LayerCache]) -> list[V4LayerCache]:
         return dataclasses.replace(cache, data=repeat(some.data, cache.data))
 
     def random_index_k(cache):
+        if isinstance(cache, IndexKeys):
+            return dataclasses.replace(cache, data=random_index_k(cache.data))
         page_size = stack.spec.page_size // INDEXED_RATIO
         some = cache[:64]
         rows = jax.random.normal(jax.random.key(2), (len(some) * page_size, stack.spec.index_dim), jnp.bfloat16)
@@ -170,30 +175,37 @@ def fill(stack: Stack, caches: list[V4LayerCache]) -> list[V4LayerCache]:
         return repeat(some, cache)
 
     kv, index_k = jax.jit(random_kv, donate_argnums=0), jax.jit(random_index_k, donate_argnums=0)
-    return [
-        dataclasses.replace(
+    return {
+        ratio: dataclasses.replace(
             cache,
             swa=kv(cache.swa),
             compressed=None if cache.compressed is None else kv(cache.compressed),
             index_k=None if cache.index_k is None else index_k(cache.index_k),
         )
-        for cache in caches
-    ]
+        for ratio, cache in caches.items()
+    }
 
 
 def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
     step = prepare_v4_step(stack.spec, batch, tables, gathered=gathered)
-    # One trace for all layers of a ratio.
-    layer = {r: jax.jit(functools.partial(v4_layer, spec=stack.spec, ratio=r)) for r in dict.fromkeys(stack.ratios)}
-    caches, out = list(caches), None
+    caches, out = dict(caches), None
     for i, ratio in enumerate(stack.ratios):
         layer_rows = rows[ratio]
         if out is not None:
-            kv = layer_rows.kv + out[:, 0]
-            layer_rows = jax.lax.optimization_barrier(dataclasses.replace(layer_rows, kv=kv))
-        plan = step.plans.get(ratio)
-        out, caches[i], _ = layer[ratio](caches[i], layer_rows, params[i], batch, step.metadata, plan)
-    return caches, out
+            layer_rows = jax.lax.optimization_barrier(_after(out, layer_rows))
+        cache = caches[ratio].layer(stack.ratios[:i].count(ratio))
+        arguments = cache, layer_rows, params[i], batch, step.metadata, step.plans.get(ratio)
+        out, caches[ratio], _ = v4_layer(*arguments, spec=stack.spec, ratio=ratio)
+    return {ratio: cache.whole() for ratio, cache in caches.items()}, out
+
+
+def _after(out: jax.Array, rows: V4Rows) -> V4Rows:
+    """The rows, which now depend on the output of the layer below."""
+    index, value = rows.index, out[:, 0, :1]
+    if index is not None:
+        index = dataclasses.replace(index, kv=index.kv + value)
+    compressed_kv = None if rows.compressed_kv is None else rows.compressed_kv + value
+    return dataclasses.replace(rows, kv=rows.kv + out[:, 0], compressed_kv=compressed_kv, index=index)
 
 
 def _decode(stack: Stack, state, rows, params, tables):

@@ -7,6 +7,7 @@ attend. They are plain JAX: jit them with the layer's cache donated, and the cac
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -98,9 +99,16 @@ class _LayerCache:
     def layer(self: Cache, index: int) -> Cache:
         """The view of layer `index` (static): what the layer functions take, and what they return, so that `layer` of
         their result is the view of the next."""
+        return self._each(lambda pool: pool.layer(index))
+
+    def whole(self: Cache) -> Cache:
+        """All layers: what a step returns, so that its state is the same pytree before and after."""
+        return self._each(lambda pool: pool.whole())
+
+    def _each(self: Cache, function: Callable[[LayerPool], LayerPool]) -> Cache:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        views = {name: value.layer(index) for name, value in fields.items() if isinstance(value, LayerPool)}
-        return dataclasses.replace(self, **views)
+        pools = {name: function(value) for name, value in fields.items() if isinstance(value, LayerPool)}
+        return dataclasses.replace(self, **pools)
 
 
 @pytree_dataclass

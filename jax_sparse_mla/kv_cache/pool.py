@@ -37,6 +37,10 @@ class LayerPool:
             raise check.fail(f"index must be below num_layers, {self.num_layers}, got {index}")
         return dataclasses.replace(self, layer_index=None if self.num_layers == 1 else index)
 
+    def whole(self: Pool) -> Pool:
+        """All layers: what a step returns, so that its state is the same pytree before and after."""
+        return dataclasses.replace(self, layer_index=None)
+
     def first_of(self, rows: int) -> int:
         """The first row of the view's layer in an array that has so many rows a layer."""
         return (self.layer_index or 0) * rows

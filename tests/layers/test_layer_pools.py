@@ -66,6 +66,7 @@ def test_shapes_and_views():
     second = pool.layer(1)
     assert (second.num_pages, second.num_slots, second.first_page) == (5, 20, 5)
     assert second.layer(2).first_page == 10 and second.data is pool.data
+    assert jax.tree.structure(second.whole()) == jax.tree.structure(pool)
     assert second.pages.shape == (5, pool.data.shape[1])
     alone = mla.PagedKV.zeros(mla.KVLayout.V4_FP8, 5, 4)
     assert jax.tree.structure(alone.layer(0)) == jax.tree.structure(alone)
@@ -227,11 +228,12 @@ def test_layers_of_all_kinds_in_place_with_few_arrays():
             )
             done[ratio] += 1
             total += out.astype(jnp.float32).sum()
-        return state, total
+        return {ratio: cache.whole() for ratio, cache in state.items()}, total
 
     assert len(jax.tree.leaves(state)) == 12
     lowered = jax.jit(decode, donate_argnums=0).lower(state, rows, batch)
     assert lowered.as_text().count("tf.aliasing_output") == 12
+    assert jax.tree.structure(lowered.out_info[0]) == jax.tree.structure(state)
 
 
 def test_pools_of_v32():
