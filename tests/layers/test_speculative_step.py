@@ -6,22 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import LENGTHS, MAX_LEN, MAX_REQUESTS, REQUEST_ROWS, V4, make_step, make_world, step_function
+from small_engine import (
+    DRAFTS,
+    LENGTHS,
+    MAX_LEN,
+    MAX_REQUESTS,
+    PROMPT_ROWS,
+    REQUEST_ROWS,
+    make_step,
+    make_world,
+    step_function,
+)
 
 import jax_sparse_mla as mla
-from jax_sparse_mla import layers
-
-DRAFTS = 4
-
-
-def empty_cache(world, max_draft_tokens):
-    pages = {"num_pages": world.num_pages, "num_swa_pages": world.num_pages, "max_requests": MAX_REQUESTS}
-    return layers.V4LayerCache.zeros(V4, world.ratio, **pages, max_draft_tokens=max_draft_tokens, bf16=True)
 
 
 def prefill(world, cache, count):
-    batch, rows, _ = make_step(world, mla.ForwardMode.EXTEND, [(0, 0, count)], num_rows=132)
-    return step_function(world.ratio, False)(cache, rows, world.params, batch, world.tables)[0]
+    batch, rows, _ = make_step(world, mla.ForwardMode.EXTEND, [(0, 0, count), 0, 0, 0], num_rows=PROMPT_ROWS)
+    return step_function(world.ratio, True)(cache, rows, world.params, batch, world.tables)[0]
 
 
 def verify(world, cache, start, rng):
@@ -43,12 +45,12 @@ def verify(world, cache, start, rng):
 @pytest.mark.parametrize("ratio, start, steps", [(4, 10, 14), (128, 120, 9)])
 def test_rejected_drafts_leave_no_trace(ratio, start, steps):
     world, rng = make_world(ratio), np.random.default_rng(ratio)
-    _, cache, _ = prefill(world, empty_cache(world, DRAFTS), start)
+    _, cache, _ = prefill(world, world.empty_cache(bf16=True, max_draft_tokens=DRAFTS), start)
     outs = []
     for step in range(steps):  # one token is accepted each time, three are rejected
         out, cache, _ = verify(world, cache, start + step, rng)
         outs.append(np.asarray(out[0], np.float32))
-    expected, plain, _ = prefill(world, empty_cache(world, DRAFTS), start + steps)
+    expected, plain, _ = prefill(world, world.empty_cache(bf16=True, max_draft_tokens=DRAFTS), start + steps)
     np.testing.assert_allclose(np.stack(outs), np.asarray(expected[start : start + steps], np.float32), atol=2e-2)
 
     groups = (start + steps) // ratio
@@ -59,5 +61,5 @@ def test_rejected_drafts_leave_no_trace(ratio, start, steps):
 
 
 def test_the_layer_keeps_what_it_is_told_to():
-    state = dataclasses.asdict(empty_cache(make_world(4), 5))["state"]
+    state = dataclasses.asdict(make_world(4).empty_cache(max_draft_tokens=5))["state"]
     assert state["kv"].shape == (MAX_REQUESTS, 8 + 5, 1024)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_engine import (
+    DRAFTS,
     INT_MAX,
     INT_MIN,
     LENGTHS,
     MAX_LEN,
+    PROMPT_ROWS,
     REQUEST_ROWS,
     V4,
     Results,
@@ -105,12 +107,12 @@ def test_a_whole_step_is_in_place():
 
 # ---- the same results in every chunking ----
 
-WHOLE = [[(0, 0, 300), 0, (1, 0, 137), (2, 0, 70)]]
+WHOLE = [[(0, 0, 264), 0, 0, 0], [0, (1, 0, 137), 0, (2, 0, 70)]]
 CHUNKS = [
     [(0, 0, 101), (2, 0, 3), 0, 0],
     [(1, 0, 90), 2, (2, 3, 30), (0, 101, 17)],
-    [(0, 118, 150), 0, 0, 0],
-    [0, (2, 33, 37), (1, 90, 47), (0, 268, 32)],
+    [(0, 118, 120), 0, 0, 0],
+    [0, (2, 33, 37), (1, 90, 47), (0, 238, 26)],
 ]
 ONE_BY_ONE = [
     [(1, p, 1) if p < LENGTHS[1] else 0, 0, (2, p, 1) if p < LENGTHS[2] else 0, (0, p, 1)] for p in range(LENGTHS[0])
@@ -122,12 +124,13 @@ def served(ratio, how):
     """Results and cache of a world served from empty bf16 caches."""
     world = make_world(ratio)
     steps, mode, num_rows = {
-        "whole": (WHOLE, EXTEND, 512),
-        "chunks": (CHUNKS, EXTEND, 512),
-        "paged chunks": (CHUNKS, EXTEND, 512),
+        "whole": (WHOLE, EXTEND, PROMPT_ROWS),
+        "chunks": (CHUNKS, EXTEND, PROMPT_ROWS),
+        "paged chunks": (CHUNKS, EXTEND, 140),
         "tokens": (ONE_BY_ONE, DECODE, 4),
     }[how]
-    cache, results = world.empty_cache(bf16=True), Results.empty(world.spec)
+    # With room for drafts, as test_speculative_step has it: the same programs.
+    cache, results = world.empty_cache(bf16=True, max_draft_tokens=DRAFTS), Results.empty(world.spec)
     with_plan = how in ("whole", "chunks")
     for work in steps:
         cache = run_step(world, cache, mode, work, num_rows=num_rows, with_plan=with_plan, results=results)

@@ -262,19 +262,19 @@ def test_overflow_is_told_and_masks_what_does_not_fit():
     rng = np.random.default_rng(7)
     table, to_swa = make_tables(rng, page_size=TINY_V4.page_size)
     fields = make_batch(rng, ForwardMode.DECODE)
-    fields["seq_lens"] = np.array([32, 33, 5, 0])
-    assert bool(assert_v4(TINY_V4, ForwardMode.DECODE, fields, table, to_swa, 32).overflow)
-    assert bool(assert_v32(TINY_V32, ForwardMode.DECODE, fields, table, 32).overflow)
-    fields["seq_lens"][1] = 32
-    assert not bool(assert_v4(TINY_V4, ForwardMode.DECODE, fields, table, to_swa, 32).overflow)
-    assert not bool(assert_v32(TINY_V32, ForwardMode.DECODE, fields, table, 32).overflow)
-    # The drafts count: 30 + 3 exceeds 32.
-    fields = make_batch(rng, ForwardMode.TARGET_VERIFY) | {"seq_lens": np.array([30, 4, 5, 0])}
-    assert bool(assert_v4(TINY_V4, ForwardMode.TARGET_VERIFY, fields, table, to_swa, 32).overflow)
+    fields["seq_lens"] = np.array([33, 34, 5, 0])
+    assert bool(assert_v4(TINY_V4, ForwardMode.DECODE, fields, table, to_swa, 33).overflow)
+    assert bool(assert_v32(TINY_V32, ForwardMode.DECODE, fields, table, 33).overflow)
+    fields["seq_lens"][1] = 33
+    assert not bool(assert_v4(TINY_V4, ForwardMode.DECODE, fields, table, to_swa, 33).overflow)
+    assert not bool(assert_v32(TINY_V32, ForwardMode.DECODE, fields, table, 33).overflow)
+    # The drafts count: 31 + 3 exceeds 33.
+    fields = make_batch(rng, ForwardMode.TARGET_VERIFY) | {"seq_lens": np.array([31, 4, 5, 0])}
+    assert bool(assert_v4(TINY_V4, ForwardMode.TARGET_VERIFY, fields, table, to_swa, 33).overflow)
     # More query rows than slots to write them to.
     fields = make_batch(rng, ForwardMode.EXTEND)
     fields |= {"seq_lens": np.full(4, 9), "extend_lens": np.array([9, 9, 9, 9])}
-    assert bool(assert_v4(TINY_V4, ForwardMode.EXTEND, fields, table, to_swa, 32).overflow)
+    assert bool(assert_v4(TINY_V4, ForwardMode.EXTEND, fields, table, to_swa, 33).overflow)
 
 
 def test_twenty_decode_steps_compile_once():

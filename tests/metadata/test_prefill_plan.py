@@ -220,24 +220,28 @@ def test_queries_read_their_own_keys_and_no_others(seed, ratio, capacities, host
 def test_overflow_leaves_the_requests_that_fit_alone():
     """One request too many for the compressed region: the first reads all its entries, the second none."""
     fields, table, to_swa = make_case(np.random.default_rng(0))
-    fields |= {"seq_lens": np.array([32, 32, 0, 0]), "extend_lens": np.array([2, 2, 0, 0])}
-    plan, _ = assert_plan(fields, table, to_swa, 8, {"swa_capacity": 16, "compressed_capacity": 6}, MAX_LEN)
+    fields |= {"seq_lens": np.array([64, 16, 0, 0]), "extend_lens": np.array([2, 2, 0, 0])}
+    plan, _ = assert_plan(fields, table, to_swa, 8, TIGHT, MAX_LEN)
     assert bool(plan.overflow)
     read = keys_read(plan, np.broadcast_to(np.arange(plan.topk), (ROWS, plan.topk)))
     count = [sum(kind == "compressed" for kind, _ in row) for row in read[:4]]
-    assert count == [3, 4, 0, 0]  # (30 + 1) // 8 and (31 + 1) // 8
+    assert count == [7, 8, 0, 0]  # (62 + 1) // 8 and (63 + 1) // 8
     assert [sum(kind == "window" for kind, _ in row) for row in read[:4]] == [5] * 4
 
 
 def test_capacities_that_just_fit_do_not_overflow():
+    """13 window rows and 9 compressed ones, or 64 tokens; then one more of each."""
     fields, table, to_swa = make_case(np.random.default_rng(0))
-    fields |= {"seq_lens": np.array([32, 20, 0, 3]), "extend_lens": np.array([2, 3, 0, 3])}
-    exact = {"swa_capacity": 6 + 7 + 3, "compressed_capacity": 8 + 5}
-    assert not bool(assert_plan(fields, table, to_swa, 4, exact, 32)[0].overflow)
-    for name in exact:
-        less = exact | {name: exact[name] - 1}
-        assert bool(assert_plan(fields, table, to_swa, 4, less, 32)[0].overflow)
-    assert bool(assert_plan(fields, table, to_swa, 4, exact, 31)[0].overflow)
+
+    def overflows(capacities, seq_lens, extend_lens):
+        lengths = {"seq_lens": np.array(seq_lens), "extend_lens": np.array(extend_lens)}
+        return bool(assert_plan(fields | lengths, table, to_swa, 4, capacities, MAX_LEN)[0].overflow)
+
+    assert not overflows(TIGHT, [24, 12, 0, 2], [2, 1, 0, 2])
+    assert overflows(TIGHT, [24, 12, 0, 2], [3, 1, 0, 2])
+    assert overflows(TIGHT, [28, 12, 0, 2], [2, 1, 0, 2])
+    assert not overflows(AMPLE, [64, 12, 0, 2], [2, 1, 0, 2])
+    assert overflows(AMPLE, [65, 12, 0, 2], [2, 1, 0, 2])
 
 
 def test_the_real_model_by_hand():

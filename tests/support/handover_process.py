@@ -1,6 +1,6 @@
-"""Continues requests from hand-over files; prints their tokens.
+"""Continues requests from hand-over files; prints their tokens by model, as JSON.
 
-Run by test_handover in a process of its own: `handover_process.py MAX_NEW_TOKENS MODEL FILE…`.
+Run by test_handover in a process of its own: `handover_process.py MAX_NEW_TOKENS FILES`, FILES a JSON object of lists.
 """
 
 import dataclasses
@@ -12,13 +12,14 @@ from sparse_mla_torch.handover import import_request
 from sparse_mla_torch.hf.engine import Engine
 
 
-def main(max_new_tokens, name, *files):
+def continued(name, files, max_new_tokens):
     # Other pages than where the requests come from.
     engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, seed=5))
     requests = [import_request(engine, file, max_new_tokens) for file in files]
     engine.run(requests)
-    print(json.dumps([request.output for request in requests]))
+    return [request.output for request in requests]
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    files = json.loads(sys.argv[2])
+    print(json.dumps({name: continued(name, files[name], int(sys.argv[1])) for name in files}))

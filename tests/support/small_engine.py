@@ -18,8 +18,10 @@ from jax_sparse_mla import layers
 V4 = dataclasses.replace(mla.DEEPSEEK_V4_FLASH, name="small V4", num_heads=2, index_heads=2, index_topk=16)
 V32 = dataclasses.replace(mla.DEEPSEEK_V32, name="small V3.2", num_heads=2, index_heads=2, index_topk=16)
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-LENGTHS = (300, 137, 70)  # tokens of the requests
+LENGTHS = (264, 137, 70)  # tokens of the requests
+PROMPT_ROWS = LENGTHS[0]  # query rows of a step that computes a whole prompt
 MAX_REQUESTS, MAX_LEN = 5, 512
+DRAFTS = 4  # tokens of a verify step
 REQUEST_ROWS = (3, 0, 4)  # of the request tables
 
 
@@ -34,7 +36,7 @@ class World:
     tables: mla.RequestTables
     num_pages: int
 
-    def empty_cache(self, *, bf16=False):
+    def empty_cache(self, *, bf16=False, max_draft_tokens=0):
         if self.ratio is None:
             return layers.V32LayerCache.zeros(self.spec, num_pages=self.num_pages, bf16=bf16)
         return layers.V4LayerCache.zeros(
@@ -43,6 +45,7 @@ class World:
             num_pages=self.num_pages,
             num_swa_pages=self.num_pages,
             max_requests=MAX_REQUESTS,
+            max_draft_tokens=max_draft_tokens,
             bf16=bf16,
         )
 
