@@ -222,9 +222,10 @@ def loss(phase, backend=None, vmapped=False):
     return (lambda q: jax.vmap(of_q)(q[None]).sum()) if vmapped else of_q, q
 
 
-@pytest.mark.parametrize(
-    "derive", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jacfwd, lambda f: partial(jax.vjp, f)]
-)
+JACFWD = pytest.param(lambda f: jax.jit(jax.jacfwd(f)), id="jacfwd")  # without jit it would make its basis first
+
+
+@pytest.mark.parametrize("derive", [jax.grad, lambda f: jax.jit(jax.grad(f)), JACFWD, lambda f: partial(jax.vjp, f)])
 @pytest.mark.parametrize("backend", [None, "triton"])
 @BOTH
 def test_a_gradient_through_a_kernel_names_the_backend_that_has_one(kernel, phase, backend, derive):
@@ -238,18 +239,18 @@ def test_a_gradient_through_a_kernel_names_the_backend_that_has_one(kernel, phas
 def test_a_gradient_by_the_reference(kernel, phase):
     """Named, and under `vmap`, where it serves in the kernel's place."""
     of_q, q = loss(phase, "reference")
-    expected = jax.grad(of_q)(q)
+    expected = jax.jit(jax.grad(of_q))(q)
     assert np.isfinite(np.asarray(expected, np.float32)).all() and np.asarray(expected, np.float32).any()
     of_q, q = loss(phase, vmapped=True)
     with jax.default_device(jax.devices("cpu")[0]):
-        found = np.asarray(jax.grad(of_q)(q), np.float32)
+        found = np.asarray(jax.jit(jax.grad(of_q))(q), np.float32)
     np.testing.assert_allclose(found, np.asarray(expected, np.float32), rtol=2**-7, atol=1e-6)  # bfloat16's last bit
 
 
 @BOTH
 def test_what_does_not_depend_on_the_kernel_is_differentiated(kernel, phase):
     of_q, q = loss(phase)
-    gradient = jax.grad(lambda q: of_q(jax.lax.stop_gradient(q)) + 3 * q.astype(jnp.float32).sum())(q)
+    gradient = jax.jit(jax.grad(lambda q: of_q(jax.lax.stop_gradient(q)) + 3 * q.astype(jnp.float32).sum()))(q)
     np.testing.assert_array_equal(np.asarray(gradient, np.float32), 3.0)
 
 

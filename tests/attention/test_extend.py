@@ -143,7 +143,7 @@ def oracle(chunk: Chunk, ratio: int, *, window_kept=None, compressed_kept=None, 
 
 
 def device_cache(host: HostCache) -> PagedKV:
-    return PagedKV(data=jnp.asarray(host.data), layout=KVLayout.V4_FP8, page_size=host.page_size)
+    return PagedKV(data=jax.device_put(host.data), layout=KVLayout.V4_FP8, page_size=host.page_size)
 
 
 def plan_of(chunk: Chunk, ratio: int, *, rows: int = ROWS, bucket: int = BUCKET, **capacities) -> PrefillPlan:
@@ -151,22 +151,22 @@ def plan_of(chunk: Chunk, ratio: int, *, rows: int = ROWS, bucket: int = BUCKET,
     batch = ForwardBatch(
         mode=ForwardMode.EXTEND,
         max_seq_len=bucket,
-        req_pool_indices=jnp.asarray(chunk.req_pool_indices),
+        req_pool_indices=jax.device_put(chunk.req_pool_indices),
         seq_lens=seq_lens,
         out_cache_loc=jnp.zeros((rows,), jnp.int32),
         extend_lens=extend_lens,
     )
-    tables = RequestTables(req_to_token=jnp.asarray(chunk.req_to_token), full_to_swa=jnp.asarray(chunk.full_to_swa))
+    tables = jax.device_put(RequestTables(req_to_token=chunk.req_to_token, full_to_swa=chunk.full_to_swa))
     return build_prefill_plan(SPEC, batch, tables, compress_ratio=ratio, **CAPACITIES | capacities)
 
 
 def arguments_of(chunk: Chunk, ratio: int) -> dict:
     return {
-        "q": jnp.asarray(chunk.q),
+        "q": jax.device_put(chunk.q),
         "swa_cache": device_cache(chunk.swa),
         "compressed_cache": device_cache(chunk.compressed[ratio]) if ratio else None,
-        "topk_positions": jnp.asarray(chunk.chosen) if ratio == 4 else None,
-        "attn_sink": jnp.asarray(SINK),
+        "topk_positions": jax.device_put(chunk.chosen) if ratio == 4 else None,
+        "attn_sink": jax.device_put(SINK),
     }
 
 
@@ -234,10 +234,11 @@ def paged_arguments(chunk: Chunk, ratio: int) -> dict:
         chosen = {0: [], 4: chunk.chosen[row], 128: range((p + 1) // 128)}[ratio]
         slots = [chunk.compressed_slot(ratio, b, int(entry)) for entry in chosen if entry >= 0]
         entries[row, 0, : len(slots)] = slots
-    arguments = {"q": jnp.asarray(chunk.q)[:, None], "cache": device_cache(chunk.swa), "indices": jnp.asarray(window)}
+    q, indices = jax.device_put((chunk.q[:, None], window))
+    arguments = {"q": q, "cache": device_cache(chunk.swa), "indices": indices}
     if ratio:
-        arguments |= {"extra_cache": device_cache(chunk.compressed[ratio]), "extra_indices": jnp.asarray(entries)}
-    return arguments | {"attn_sink": jnp.asarray(SINK)}
+        arguments |= {"extra_cache": device_cache(chunk.compressed[ratio]), "extra_indices": jax.device_put(entries)}
+    return arguments | {"attn_sink": jax.device_put(SINK)}
 
 
 @pytest.mark.parametrize(
@@ -320,10 +321,10 @@ def test_chosen_positions_that_are_none_are_skipped():
     assert len(holes) > 100
     arguments = arguments_of(chunk, 4)
     chex.assert_trees_all_equal(
-        extend(plan_of(chunk, 4), arguments | {"topk_positions": jnp.asarray(hostile)}), expected
+        extend(plan_of(chunk, 4), arguments | {"topk_positions": jax.device_put(hostile)}), expected
     )
     wide = np.concatenate([chunk.chosen, np.zeros((ROWS, 9), np.int32)], axis=1)
-    result = extend(plan_of(chunk, 4), arguments | {"topk_positions": jnp.asarray(wide)})
+    result = extend(plan_of(chunk, 4), arguments | {"topk_positions": jax.device_put(wide)})
     chex.assert_trees_all_equal(result, expected)
 
 

@@ -6,6 +6,7 @@ reference serves the same calls.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -50,6 +51,7 @@ DECODES = {
 }
 
 
+@functools.cache
 def case_of(name: str):
     return attention_calls.small_decode(**{"lengths": "batch", "extra_lengths": "batch"} | DECODES[name])
 

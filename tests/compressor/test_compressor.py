@@ -165,8 +165,8 @@ def test_rejected_drafts_need_a_longer_ring():
 def call(p, state, kv, score, positions, req_rows, query_start_loc, **kwargs):
     return compress_kv(
         state,
-        jnp.asarray(kv),
-        jnp.asarray(score),
+        jax.device_put(kv),
+        jax.device_put(score),
         positions=jnp.asarray(positions, jnp.int32),
         req_rows=jnp.asarray(req_rows, jnp.int32),
         query_start_loc=jnp.asarray(query_start_loc, jnp.int32),
@@ -215,7 +215,7 @@ def test_no_place_of_the_ring_is_written_twice():
             any(live[j] and req_rows[j] == req_rows[i] and (j - i) % ring == 0 for j in range(i + 1, len(live)))
             for i in range(len(live))
         ]
-        got = compressor._replaced_later(jnp.asarray(live), jnp.asarray(req_rows), ring)
+        got = compressor._replaced_later(jax.device_put(live), jax.device_put(req_rows), ring)
         np.testing.assert_array_equal(got, want)
 
 
@@ -334,13 +334,13 @@ def test_rope_and_back():
     rng = np.random.default_rng(28)
     inv_freq = np.float32([1, 0.3, 0.01])
     x, positions = rng.normal(size=(5, 9)).astype(np.float32), np.array([0, 1, 7, 1000, -1], np.int32)
-    turned = rope_interleaved(jnp.asarray(x), jnp.asarray(positions), jnp.asarray(inv_freq))
+    turned = rope_interleaved(jax.device_put(x), jax.device_put(positions), jax.device_put(inv_freq))
     for row, position, got in zip(x, positions, turned):
         np.testing.assert_allclose(got, rotate_by_hand(row, position, inv_freq), atol=1e-5)
-    back = rope_interleaved(turned, jnp.asarray(positions), jnp.asarray(inv_freq), inverse=True)
+    back = rope_interleaved(turned, jax.device_put(positions), jax.device_put(inv_freq), inverse=True)
     np.testing.assert_allclose(back, x, atol=1e-5)
     np.testing.assert_array_equal(turned[:, :3], x[:, :3])
-    bf16 = rope_interleaved(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), jnp.asarray(inv_freq))
+    bf16 = rope_interleaved(jnp.asarray(x, jnp.bfloat16), jax.device_put(positions), jax.device_put(inv_freq))
     assert bf16.dtype == jnp.bfloat16
     np.testing.assert_allclose(bf16.astype(np.float32), turned, rtol=2**-6, atol=2**-6)
 

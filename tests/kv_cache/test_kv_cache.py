@@ -98,12 +98,12 @@ def test_scale_exponent_next_to_every_power_of_two():
     powers = np.concatenate([powers, np.ldexp(np.float32(1), np.arange(-80, 128)).astype(np.float32)])
     amax = np.append(with_neighbours(powers), np.finfo(np.float32).max).astype(np.float32)
     expected = [max(ceil_log2(Fraction(float(a)) / 448), -126) for a in amax]
-    np.testing.assert_array_equal(scale_exponent(jnp.asarray(amax.view(np.int32)), -126), expected)
+    np.testing.assert_array_equal(scale_exponent(jax.device_put(amax.view(np.int32)), -126), expected)
 
 
 def test_power_of_two_is_exact():
     exponents = np.arange(-126, 128, dtype=np.int32)
-    np.testing.assert_array_equal(power_of_two(jnp.asarray(exponents)), np.ldexp(np.float32(1), exponents))
+    np.testing.assert_array_equal(power_of_two(jax.device_put(exponents)), np.ldexp(np.float32(1), exponents))
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -113,9 +113,9 @@ def test_bfloat16_bits_is_the_cast(seed):
     x[:1024] = (x[:1024] & 0xFFFF0000) | 0x8000  # ties
     with np.errstate(invalid="ignore"):
         expected = x.view(np.float32).astype(BF16)
-    actual = np.asarray(bfloat16_bits(jnp.asarray(x.view(np.int32))))
+    actual = np.asarray(bfloat16_bits(jax.device_put(x.view(np.int32))))
     assert actual.min() >= 0 and actual.max() <= 0xFFFF
-    assert_same_bf16(jnp.asarray(actual.astype(np.uint16).view(BF16)), expected)
+    assert_same_bf16(jax.device_put(actual.astype(np.uint16).view(BF16)), expected)
 
 
 # --- quantize_ue8m0 -------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_bfloat16_bits_is_the_cast(seed):
 @pytest.mark.parametrize("group", [32, 64])
 def test_quantize_ue8m0_follows_the_rule(maybe_jit, dtype, group):
     x = mixed_rows(14, 128, 0).astype(dtype).reshape(2, 7, 128)
-    values, scales = maybe_jit(functools.partial(quantize_ue8m0, group=group))(jnp.asarray(x))
+    values, scales = maybe_jit(functools.partial(quantize_ue8m0, group=group))(jax.device_put(x))
     chex.assert_shape((values, scales), [(2, 7, 128), (2, 7, 128 // group)])
     chex.assert_type((values, scales), [jnp.float8_e4m3fn, jnp.uint8])
     groups = x.reshape(-1, group)
@@ -152,7 +152,7 @@ def test_quantize_ue8m0_is_torchs_at_powers_of_two():
     amax = np.append(amax, np.float32([np.finfo(np.float32).max, 0])).astype(np.float32)
     x = np.random.default_rng(0).uniform(-1, 1, (len(amax), 64)).astype(np.float32) * amax[:, None]
     x[:, 17] = amax * np.where(np.arange(len(amax)) % 2, 1, -1)
-    values, scales = quantize_ue8m0(jnp.asarray(x), 64)
+    values, scales = quantize_ue8m0(jax.device_put(x), 64)
     torch_values, torch_scales = torch_ue8m0(torch, torch.from_numpy(x))
     np.testing.assert_array_equal(np.asarray(scales)[:, 0], torch_scales.numpy())
     np.testing.assert_array_equal(np.asarray(values).view(np.uint8), torch_values.view(torch.uint8).numpy())
@@ -201,7 +201,7 @@ def test_write_kv_bytes(layout, page_size):
     slots = rng.permutation(slots)
     for dtype in (jnp.float32, jnp.bfloat16):
         rows = mixed_rows(16, layout.qk_dim, 2).astype(dtype)
-        new = write_kv(cache, jnp.asarray(slots), jnp.asarray(rows))
+        new = write_kv(cache, jax.device_put(slots), jax.device_put(rows))
         assert (new.layout, new.page_size) == (layout, page_size)
         chex.assert_type(new.data, jnp.uint8)
         expected = write_by_hand(np.asarray(cache.data), layout, page_size, slots, rows)
@@ -219,10 +219,10 @@ def test_write_kv_any_bits(seed, name):
     rows = np.where(rng.random((8, 1)) < 0.5, raw, raw & 0x80FFFFFF).view(np.float32)
     assert np.isfinite(rows).all()
     slots = rng.permutation(16).astype(np.int32)[:8]
-    cache = write_kv(filled(layout, 2, 8), jnp.asarray(slots), jnp.asarray(rows))
+    cache = write_kv(filled(layout, 2, 8), jax.device_put(slots), jax.device_put(rows))
     expected = write_by_hand(np.full(cache.data.shape, 0xFF, np.uint8), layout, 8, slots, rows)
     np.testing.assert_array_equal(np.asarray(cache.data), expected)
-    assert np.isfinite(np.asarray(gather_kv(cache, jnp.asarray(slots)), np.float32)).all()
+    assert np.isfinite(np.asarray(gather_kv(cache, jax.device_put(slots)), np.float32)).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -234,7 +234,7 @@ def test_write_kv_extremes(layout):
     rows[2] = BF16_MAX
     rows[3, ::64] = np.inf
     rows[4, ::64] = np.nan
-    cache = write_kv(filled(layout, 1, 8), jnp.arange(6, dtype=jnp.int32), jnp.asarray(rows))
+    cache = write_kv(filled(layout, 1, 8), jnp.arange(6, dtype=jnp.int32), jax.device_put(rows))
     got = np.asarray(gather_kv(cache, jnp.arange(6, dtype=jnp.int32)), np.float32)
     fp8 = layout.fp8_dim
     assert (got[0, fp8:] == BF16_MAX).all() and (got[1, fp8:] == -BF16_MAX).all()
@@ -257,7 +257,7 @@ def test_v4_bytes_are_torchs(page_size):
     values, scales = torch_ue8m0(torch, kv[:, :448].float().reshape(-1, 64).clamp(-CLIP, CLIP))
     body = torch.cat([values.view(torch.uint8).reshape(14, 448), kv[:, 448:].contiguous().view(torch.uint8)], 1)
     cache = PagedKV.zeros(V4, -(-14 // page_size), page_size)
-    data = np.asarray(write_kv(cache, jnp.arange(14, dtype=jnp.int32), jnp.asarray(rows)).data)
+    data = np.asarray(write_kv(cache, jnp.arange(14, dtype=jnp.int32), jax.device_put(rows)).data)
     for slot in range(14):
         page, offset = divmod(slot, page_size)
         np.testing.assert_array_equal(data[page, offset * 576 : offset * 576 + 576], body[slot].numpy())
@@ -277,7 +277,7 @@ def test_v32_bytes_are_torchs():
     scale = (groups.abs().amax(-1) / 448).clamp(min=1e-4).log2().ceil().exp2()[:, None]
     values = (groups / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn)
     data = np.asarray(
-        write_kv(PagedKV.zeros(V32, 1, 14), jnp.arange(14, dtype=jnp.int32), jnp.asarray(rows)).data
+        write_kv(PagedKV.zeros(V32, 1, 14), jnp.arange(14, dtype=jnp.int32), jax.device_put(rows)).data
     ).reshape(14, 656)
     np.testing.assert_array_equal(data[:, :512], values.view(torch.uint8).reshape(14, 512).numpy())
     np.testing.assert_array_equal(data[:, 512:528].copy().view(np.float32), scale.float().reshape(14, 4).numpy())
@@ -299,7 +299,7 @@ def test_write_kv_duplicates_come_from_their_rows():
     """Which row wins is not defined; that other slots keep their bytes is."""
     cache = filled(V32_BF16, 1, 4, seed=0)
     rows = np.stack([np.full(576, v, np.float32) for v in (1.0, 2.0, 3.0)])
-    new = write_kv(cache, jnp.asarray([2, 0, 2], jnp.int32), jnp.asarray(rows))
+    new = write_kv(cache, jnp.asarray([2, 0, 2], jnp.int32), jax.device_put(rows))
     got = np.asarray(gather_kv(new, jnp.arange(4, dtype=jnp.int32)), np.float32)
     assert set(np.unique(got[2])) <= {1.0, 3.0} and (got[0] == 2).all()
     old = np.asarray(cache.data).reshape(4, -1)
@@ -309,8 +309,8 @@ def test_write_kv_duplicates_come_from_their_rows():
 def test_write_kv_order_of_rows_is_irrelevant():
     rows, slots = mixed_rows(16, 512, 5), np.random.default_rng(5).permutation(24)[:16].astype(np.int32)
     order = np.random.default_rng(6).permutation(16)
-    a = write_kv(PagedKV.zeros(V4, 3, 8), jnp.asarray(slots), jnp.asarray(rows))
-    b = write_kv(PagedKV.zeros(V4, 3, 8), jnp.asarray(slots[order]), jnp.asarray(rows[order]))
+    a = write_kv(PagedKV.zeros(V4, 3, 8), jax.device_put(slots), jax.device_put(rows))
+    b = write_kv(PagedKV.zeros(V4, 3, 8), jax.device_put(slots[order]), jax.device_put(rows[order]))
     np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
 
 
@@ -340,7 +340,7 @@ def test_gather_v4_every_value_and_scale():
     rows[:, :256] = codes
     rows[:, 256:448] = codes[:192]
     data[0, 147456 : 147456 + 2048] = np.repeat(codes, 8)
-    cache = PagedKV(data=jnp.asarray(data), layout=V4, page_size=256)
+    cache = PagedKV(data=jax.device_put(data), layout=V4, page_size=256)
     got = gather_kv(cache, jnp.arange(256, dtype=jnp.int32))
     scales = codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     assert scales[0] == 2.0**-127 and np.isnan(scales[255])
@@ -358,9 +358,9 @@ def test_gather_v32_scales_need_not_be_powers_of_two():
     data = np.asarray(cache.data).copy().reshape(128, 656)
     scales = np.exp(rng.uniform(-20, 20, (128, 4))).astype(np.float32)
     data[:, 512:528] = scales.view(np.uint8)
-    cache = dataclasses.replace(cache, data=jnp.asarray(data.reshape(2, -1)))
+    cache = dataclasses.replace(cache, data=jax.device_put(data.reshape(2, -1)))
     slots = rng.permutation(128).astype(np.int32)
-    got = gather_kv(cache, jnp.asarray(slots))
+    got = gather_kv(cache, jax.device_put(slots))
     values = data[:, :512].copy().view(E4M3).astype(np.float32).reshape(128, 4, 128)
     expected = (values * scales[..., None]).astype(BF16).reshape(128, 512)[slots]
     assert_same_bf16(got[:, :512], expected)
@@ -379,7 +379,7 @@ def test_gather_is_dequantize(layout, page_size):
     slots = np.random.default_rng(3).integers(0, 2 * page_size, 20).astype(np.int32)
     slots[3:7] = HOSTILE
     slots[7] = 2 * page_size
-    rows = jax.jit(gather_kv)(cache, jnp.asarray(slots))
+    rows = jax.jit(gather_kv)(cache, jax.device_put(slots))
     got = bits(rows)
     chex.assert_shape(got, (20, layout.qk_dim))
     for i, slot in enumerate(slots):
@@ -416,8 +416,8 @@ def test_round_trip(seed, name, magnitude, holes):
     rows = (rng.standard_normal((16, layout.qk_dim)) * magnitude).astype(np.float32)
     slots = rng.permutation(24).astype(np.int32)[:16]
     slots = np.where(rng.random(16) < holes, np.int32(HOSTILE[seed % 4]), slots)
-    cache = write_kv(filled(layout, 3, 8), jnp.asarray(slots), jnp.asarray(rows))
-    read = gather_kv(cache, jnp.asarray(slots))
+    cache = write_kv(filled(layout, 3, 8), jax.device_put(slots), jax.device_put(rows))
+    read = gather_kv(cache, jax.device_put(slots))
     got, expected = np.asarray(read, np.float64), to_bf16(rows).astype(np.float64)
     hole = (slots < 0) | (slots >= 24)
     assert not got[hole].any()
@@ -430,7 +430,7 @@ def test_round_trip(seed, name, magnitude, holes):
     step = np.maximum(2 * groups / 448, floor) * 2.0**-10
     step = np.repeat(step, layout.group, axis=1)
     assert (np.abs(x - y) <= np.maximum(np.abs(x) * 2.0**-4, step)).all()
-    again = gather_kv(write_kv(cache, jnp.asarray(slots), read), jnp.asarray(slots))
+    again = gather_kv(write_kv(cache, jax.device_put(slots), read), jax.device_put(slots))
     np.testing.assert_array_equal(bits(again), bits(read))
 
 
@@ -452,12 +452,12 @@ def test_a_layout_is_data():
         mixed_rows(14, 512, 7).astype(BF16),
         np.random.default_rng(7).permutation(24)[:14].astype(np.int32),
     )
-    cache = write_kv(filled(layout, 3, 8), jnp.asarray(slots), jnp.asarray(rows))
+    cache = write_kv(filled(layout, 3, 8), jax.device_put(slots), jax.device_put(rows))
     groups = rows.reshape(-1, 32)
     exponents = [v32_exponent(g) for g in groups]
     decoded = [np.ldexp(e4m3(g, e).astype(np.float32), e).astype(BF16) for g, e in zip(groups, exponents)]
     small = split_pages(cache, 2)
-    for read in (gather_kv(cache, jnp.asarray(slots)), gather_kv(small, jnp.asarray(slots))):
+    for read in (gather_kv(cache, jax.device_put(slots)), gather_kv(small, jax.device_put(slots))):
         assert_same_bf16(read, np.stack(decoded).reshape(14, 512))
     page, offset = divmod(int(slots[3]), 8)
     footer = np.asarray(cache.data)[page, 8 * 512 + offset * 16 :][:16]

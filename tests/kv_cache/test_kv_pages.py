@@ -220,7 +220,7 @@ def test_split_pages_any_slots(seed, shape):
     cache, out = filled(V4, 6, 4, seed=0), filled(V4, 12, 2, seed=1)
     slots = rng.integers(-3, 27, shape).astype(np.int32)
     pages = sorted({int(s) // 4 for s in slots.ravel() if 0 <= s < 24})
-    small = split_pages(cache, 2, slots=jnp.asarray(slots), out=out)
+    small = split_pages(cache, 2, slots=jax.device_put(slots), out=out)
     expected = split_by_hand(np.asarray(cache.data), V4, 4, 2, pages, np.asarray(out.data))
     np.testing.assert_array_equal(np.asarray(small.data), expected)
 

@@ -93,7 +93,7 @@ def torch_cache(data: np.ndarray, layout: KVLayout, page_size: int) -> PagedKV:
 
 
 def jax_cache(data: np.ndarray, layout: KVLayout, page_size: int) -> PagedKV:
-    return PagedKV(data=jnp.asarray(data), layout=layout, page_size=page_size)
+    return PagedKV(data=jax.device_put(data), layout=layout, page_size=page_size)
 
 
 def numpy_of(x) -> np.ndarray:
@@ -138,10 +138,10 @@ def test_write_equals_plain_jax_byte_by_byte(layout, page_size):
     for kv in (tensor(rows), tensor(rows).to(torch.bfloat16)):
         cache = torch_cache(data, layout, page_size)
         assert torch_kv.write_kv(cache, tensor(slots), kv) is cache
-        jax_kv = jnp.asarray(rows)
+        jax_kv = jax.device_put(rows)
         if kv.dtype == torch.bfloat16:
-            jax_kv = jax.lax.bitcast_convert_type(jnp.asarray(bf16_bits(kv)), jnp.bfloat16)
-        expected = plain_write(jax_cache(data, layout, page_size), jnp.asarray(slots), jax_kv)
+            jax_kv = jax.lax.bitcast_convert_type(jax.device_put(bf16_bits(kv)), jnp.bfloat16)
+        expected = plain_write(jax_cache(data, layout, page_size), jax.device_put(slots), jax_kv)
         np.testing.assert_array_equal(numpy_of(cache.data), np.asarray(expected.data))
 
 
@@ -160,7 +160,7 @@ def test_every_rounding_of_the_fp8_part(layout):
     rows[:, : layout.fp8_dim] = groups.reshape(len(groups), -1)
     data, slots = random_pages(layout, 2, 64, seed=3), np.arange(len(rows), dtype=np.int32)
     cache = torch_kv.write_kv(torch_cache(data, layout, 64), tensor(slots), tensor(rows))
-    expected = plain_write(jax_cache(data, layout, 64), jnp.asarray(slots), jnp.asarray(rows))
+    expected = plain_write(jax_cache(data, layout, 64), jax.device_put(slots), jax.device_put(rows))
     np.testing.assert_array_equal(numpy_of(cache.data), np.asarray(expected.data))
 
 
@@ -171,10 +171,10 @@ def test_a_nan_stays_one_and_harms_no_other_row(layout):
     slots = np.arange(9, dtype=np.int32)
     data = random_pages(layout, 1, 64, seed=5)
     cache = torch_kv.write_kv(torch_cache(data, layout, 64), tensor(slots), tensor(rows))
-    expected = plain_write(jax_cache(data, layout, 64), jnp.asarray(slots), jnp.asarray(rows))
+    expected = plain_write(jax_cache(data, layout, 64), jax.device_put(slots), jax.device_put(rows))
     read = torch_kv.gather_kv(cache, tensor(slots))
     assert read[7, 3].isnan() and read[8, -1].isnan() and not read[:7].isnan().any()
-    assert_same_bf16(read, plain_gather(expected, jnp.asarray(slots)))
+    assert_same_bf16(read, plain_gather(expected, jax.device_put(slots)))
 
 
 @LAYOUTS
@@ -185,14 +185,14 @@ def test_gather_equals_plain_jax_bit_by_bit(layout, page_size):
     if layout is V32:  # the scales of random bytes would be any float32; the writer's are powers of two
         kv = rows_of_every_kind(num_pages * page_size, layout.qk_dim, seed=7)
         data = plain_write(
-            PagedKV.zeros(layout, num_pages, page_size), jnp.arange(len(kv), dtype=jnp.int32), jnp.asarray(kv)
+            PagedKV.zeros(layout, num_pages, page_size), jnp.arange(len(kv), dtype=jnp.int32), jax.device_put(kv)
         ).data
     else:
         data = random_pages(layout, num_pages, page_size, seed=8)  # every e4m3 byte, NaN too, with every scale byte
     out = torch.full((n, layout.qk_dim), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     read = torch_kv.gather_kv(torch_cache(data, layout, page_size), tensor(slots), out=out)
     assert read is out
-    expected = plain_gather(jax_cache(data, layout, page_size), jnp.asarray(slots))
+    expected = plain_gather(jax_cache(data, layout, page_size), jax.device_put(slots))
     assert_same_bf16(read, expected)
     invalid = (slots < 0) | (slots >= num_pages * page_size)
     assert invalid.any() and not bf16_bits(read)[invalid].any()
@@ -234,7 +234,7 @@ def test_split_copies_the_touched_pages_and_no_other_byte(layout, page_size, sma
     num_slots, ratio = 5 * page_size, page_size // small
     out_data = np.random.default_rng(13).integers(0, 256, (5 * ratio, layout.page_bytes(small)), dtype=np.uint8)
     slots = np.array([[page_size, page_size + 1, *HOSTILE], [num_slots - 1, num_slots, *[page_size] * 4]], np.int32)
-    expected = plain_split(jnp.asarray(out_data), jax_cache(data, layout, page_size), small, jnp.asarray(slots))
+    expected = plain_split(jax.device_put(out_data), jax_cache(data, layout, page_size), small, jax.device_put(slots))
     scratch = torch_kv.SplitScratch.allocate(5, slots.size, DEVICE)
     scratch.seen.fill_(1)  # scratch is reused as it was left
     out = torch_cache(out_data, layout, small)
@@ -383,9 +383,9 @@ def test_jax_runs_the_kernels_bit_by_bit(layout):
     data, n = random_pages(layout, 6, 64, seed=20), 100
     if layout is V32:
         data = np.asarray(PagedKV.zeros(layout, 6, 64).data)
-    cache, slots = jax_cache(data, layout, 64), jnp.asarray(some_slots(n, 384, seed=21))
+    cache, slots = jax_cache(data, layout, 64), jax.device_put(some_slots(n, 384, seed=21))
     for dtype in (jnp.float32, jnp.bfloat16):
-        kv = jnp.asarray(rows_of_every_kind(n, layout.qk_dim, seed=22)).astype(dtype)
+        kv = jax.device_put(rows_of_every_kind(n, layout.qk_dim, seed=22)).astype(dtype)
         lowered = jax.jit(write_kv).lower(cache, slots, kv)
         assert "triton_kernel_call" in lowered.as_text()
         assert "conditional" not in lowered.compile().as_text()  # the platform is chosen at compilation
@@ -417,9 +417,9 @@ def test_jax_gradients_pass_the_kernels_by():
 def test_jax_splits_pages_with_the_kernels(layout):
     data = random_pages(layout, 9, 256, seed=23)
     out_data = random_pages(layout, 36, 64, seed=24)
-    slots = jnp.asarray(np.array([[300, 301, -1], [2303, 2304, 700]], np.int32))
+    slots = jax.device_put(np.array([[300, 301, -1], [2303, 2304, 700]], np.int32))
     cache, out = jax_cache(data, layout, 256), jax_cache(out_data, layout, 64)
-    expected = plain_split(jnp.asarray(out_data), cache, 64, slots)
+    expected = plain_split(jax.device_put(out_data), cache, 64, slots)
     split = split_pages(cache, 64, slots=slots, out=out)
     np.testing.assert_array_equal(np.asarray(split.data), np.asarray(expected))
 
@@ -427,11 +427,11 @@ def test_jax_splits_pages_with_the_kernels(layout):
 @pytest.mark.gpu
 def test_jax_merges_with_the_kernels():
     for seed in range(5):
-        args = [jnp.asarray(x) for x in swa_extra_case(seed, 300, 128, 512)]
+        args = [jax.device_put(x) for x in swa_extra_case(seed, 300, 128, 512)]
         for actual, want in zip(combine_swa_extra_indices(*args), plain_swa_extra(*args)):
             np.testing.assert_array_equal(np.asarray(actual), np.asarray(want))
         static = {"window": 128, "compress_ratio": 4, "topk": 512}
-        args = [jnp.asarray(x) for x in topk_swa_case(seed, 300, 640, 5)]
+        args = [jax.device_put(x) for x in topk_swa_case(seed, 300, 640, 5)]
         want = plain_topk_swa(args[0], args[2], (args[1], *args[3:]), **static)
         for actual, expected in zip(combine_topk_swa_indices(*args, **static), want):
             np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
@@ -467,14 +467,14 @@ def test_the_last_slots_of_a_5_gib_cache(face):
     )
     kv = rows_of_every_kind(n, 512, seed=25)
     small = np.array([255, 0, 511, 256, 512, -1, -1, 261, 600], np.int32)  # the same rows in a small cache
-    want = plain_gather(plain_write(PagedKV.zeros(V4, 3, page_size), small, jnp.asarray(kv)), small)
+    want = plain_gather(plain_write(PagedKV.zeros(V4, 3, page_size), small, jax.device_put(kv)), small)
     if face == "jax":
         cache = PagedKV.zeros(V4, num_pages, page_size)
-        cache = jax.jit(write_kv, donate_argnums=0)(cache, jnp.asarray(slots), jnp.asarray(kv))
-        read = gather_kv(cache, jnp.asarray(slots))
+        cache = jax.jit(write_kv, donate_argnums=0)(cache, jax.device_put(slots), jax.device_put(kv))
+        read = gather_kv(cache, jax.device_put(slots))
         touched = np.flatnonzero(np.asarray(cache.data.any(axis=1)))
-        out = split_pages(cache, 64, slots=jnp.asarray(slots[:2]))
-        last = gather_kv(out, jnp.asarray(slots[:2]))
+        out = split_pages(cache, 64, slots=jax.device_put(slots[:2]))
+        last = gather_kv(out, jax.device_put(slots[:2]))
     else:
         zeros = torch.zeros((num_pages, V4.page_bytes(page_size)), dtype=torch.uint8, device=DEVICE)
         cache = torch_kv.write_kv(PagedKV(data=zeros, layout=V4, page_size=page_size), tensor(slots), tensor(kv))

@@ -84,11 +84,12 @@ def device_cache(host: HostCache | None) -> PagedKV | None:
     if host is None:
         return None
     layout = getattr(KVLayout, host.layout)
-    return PagedKV(data=jnp.asarray(host.data), layout=layout, page_size=host.page_size)
+    return PagedKV(data=device_array(host.data), layout=layout, page_size=host.page_size)
 
 
 def device_array(x: np.ndarray | None) -> jax.Array | None:
-    return None if x is None else jnp.asarray(x)
+    """A copy: on a CPU `device_put` may share what tests change later. `jnp.asarray` compiles for every shape."""
+    return None if x is None else jax.device_put(x.copy())
 
 
 def decode_arguments(case) -> dict:

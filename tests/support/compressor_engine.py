@@ -36,7 +36,7 @@ class Parameters:
 
     def arrays(self):
         fields = ("ape", "norm_weight", "inv_freq")
-        return {name: jnp.asarray(getattr(self, name)) for name in fields}
+        return {name: jax.device_put(getattr(self, name)) for name in fields}
 
 
 def rotate_by_hand(x, position, inv_freq):
@@ -111,14 +111,14 @@ class Engine:
             starts.append(end)
         starts += [starts[-1]] * (NUM_REQUESTS - len(chunks))
         arguments = dict(
-            positions=jnp.asarray(positions),
-            req_rows=jnp.asarray(req_rows),
+            positions=jax.device_put(positions),
+            req_rows=jax.device_put(req_rows),
             query_start_loc=jnp.asarray(starts, dtype=jnp.int32),
             ratio=self.p.ratio,
             **self.p.arrays(),
         )
         function = jax.jit(compress_kv, static_argnames="ratio") if self.jit else compress_kv
-        entries, entry_rows, self.state = function(self.state, jnp.asarray(kv), jnp.asarray(score), **arguments)
+        entries, entry_rows, self.state = function(self.state, jax.device_put(kv), jax.device_put(score), **arguments)
         bound = min(total, total // self.p.ratio + NUM_REQUESTS)
         chex.assert_shape([entries, entry_rows], [(bound, self.p.head_dim), (bound,)])
         assert entries.dtype == jnp.bfloat16 and entry_rows.dtype == jnp.int32

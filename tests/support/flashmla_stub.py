@@ -88,14 +88,13 @@ def decode(
     else:
         check(all(np.all(times == 1) for times in scanned), "a block is not scanned once")
     out, lse = np.zeros((b, s_q, h_q, 512)), np.zeros((b, s_q, h_q))
+    queries, sink = array(q), array(attn_sink)
     for row, token in np.ndindex(b, s_q):
         keys = []
         for rows, slots, lengths in tables:
             named = slots[row, token, : lengths[row]]
             keys.append(rows[named[named != -1]])
-        out[row, token], _, lse[row, token] = attend(
-            array(q)[row, token], np.concatenate(keys), sm_scale, array(attn_sink)
-        )
+        out[row, token], _, lse[row, token] = attend(queries[row, token], np.concatenate(keys), sm_scale, sink)
     lse = torch.from_numpy(np.where(np.isneginf(lse), np.inf, lse)).float()
     return torch.from_numpy(out).bfloat16(), lse.transpose(1, 2), metadata, splits
 
@@ -165,10 +164,11 @@ def prefill(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None, ret
     lengths = np.full(rows, topk) if topk_length is None else array(topk_length)
     check(np.all((lengths >= 0) & (lengths <= topk)), f"lengths {lengths} of {topk} columns")
     results = []
+    queries, workspace, tables, sink = array(q), array(kv), array(indices), array(attn_sink)
     for row in range(rows):
-        slots = array(indices)[row, 0, : lengths[row]]
-        keys = array(kv)[slots[(slots >= 0) & (slots < len(kv))], 0]
-        results.append(attend(array(q)[row], keys, sm_scale, array(attn_sink)))
+        slots = tables[row, 0, : lengths[row]]
+        keys = workspace[slots[(slots >= 0) & (slots < len(kv))], 0]
+        results.append(attend(queries[row], keys, sm_scale, sink))
     out, max_logits, lse = (torch.from_numpy(np.stack(x)) for x in zip(*results))
     unit = np.log(2) if return_log2_stats else 1
     return [out.bfloat16(), (max_logits / unit).float(), torch.where(lse == -torch.inf, torch.inf, lse / unit).float()]

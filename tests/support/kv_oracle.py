@@ -111,7 +111,7 @@ def filled(layout: KVLayout, num_pages: int, page_size: int, seed: int | None = 
     data = np.full(shape, 0xFF, np.uint8)
     if seed is not None:
         data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    return PagedKV(data=jnp.asarray(data), layout=layout, page_size=page_size)
+    return PagedKV(data=jax.device_put(data), layout=layout, page_size=page_size)
 
 
 def bits(x) -> np.ndarray:

@@ -3,9 +3,11 @@
 
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -41,9 +43,10 @@ struct Meeting {
 struct Block {
   static constexpr int kStack = 64 << 10;
   int threads, current = 0;
-  ucontext_t scheduler;
-  std::vector<ucontext_t> contexts;
-  std::vector<bool> ended;
+  ucontext_t start;
+  jmp_buf scheduler;
+  std::vector<std::array<jmp_buf, 1>> contexts;
+  std::vector<bool> begun, ended;
   Meeting all;
   std::vector<Meeting> warps;
   std::function<void()> program;
@@ -52,7 +55,31 @@ struct Block {
 inline Block* block;
 inline std::vector<std::unique_ptr<char[]>> stacks;
 
-inline void give_way() { swapcontext(&block->contexts[block->current], &block->scheduler); }
+// Jumps, unlike swapcontext, leave the signal mask alone, which takes a system call.
+inline void give_way() {
+  if (!_setjmp(block->contexts[block->current][0])) _longjmp(block->scheduler, 1);
+}
+
+// The current thread's first turn, on a stack of its own.
+inline void begin() {
+  Block& here = *block;
+  here.begun[here.current] = true;
+  getcontext(&here.start);
+  here.start.uc_stack.ss_sp = stacks[here.current].get();
+  here.start.uc_stack.ss_size = Block::kStack;
+  makecontext(&here.start, [] {
+    block->program();
+    block->ended[block->current] = true;
+    _longjmp(block->scheduler, 1);
+  }, 0);
+  setcontext(&here.start);
+}
+
+// The current thread's turn, until it gives way or ends.
+inline void resume() {
+  if (_setjmp(block->scheduler)) return;
+  block->begun[block->current] ? _longjmp(block->contexts[block->current][0], 1) : begin();
+}
 
 // Waits for all others; what each of them brought.
 inline const std::vector<int64_t>& meet(Meeting& meeting, int me, int64_t value) {
@@ -80,29 +107,19 @@ inline void run(int threads, std::function<void()> program) {
   here.threads = threads;
   here.program = std::move(program);
   here.contexts.resize(threads);
+  here.begun.resize(threads);
   here.ended.resize(threads);
   here.all.members = threads;
   here.warps.resize(threads / 32);
   for (Meeting& warp : here.warps) warp.members = 32;
-  for (int i = 0; i < threads; i++) {
-    if (static_cast<int>(stacks.size()) == i) stacks.emplace_back(new char[Block::kStack]);
-    ucontext_t& context = here.contexts[i];
-    getcontext(&context);
-    context.uc_stack.ss_sp = stacks[i].get();
-    context.uc_stack.ss_size = Block::kStack;
-    context.uc_link = &here.scheduler;
-    makecontext(&context, [] {
-      block->program();
-      block->ended[block->current] = true;
-    }, 0);
-  }
+  while (static_cast<int>(stacks.size()) < threads) stacks.emplace_back(new char[Block::kStack]);
   for (int left = threads; left;) {
     left = 0;
     for (int i = 0; i < threads; i++) {
       if (here.ended[i]) continue;
       here.current = i;
       threadIdx.x = i;
-      swapcontext(&here.scheduler, &here.contexts[i]);
+      resume();
       left += !here.ended[i];
     }
   }
