@@ -283,13 +283,13 @@ def test_logits(seed, shape, dtype):
 def test_products_are_exact(dtype):
     """Small integers, scales powers of two: every partial sum is an integer below 2^24, so nothing rounds."""
     rng = np.random.default_rng(5)
-    cache = np.zeros((4, 16 * 132), np.uint8)
-    keys = rng.integers(-15, 16, (4, 16, DIM)).astype(E4M3)
-    cache[:, : 16 * 128] = keys.reshape(4, -1).view(np.uint8)
-    cache[:, 16 * 128 :] = (2.0 ** rng.integers(-8, 9, (4, 16))).astype("<f4").view(np.uint8)
-    q = rng.integers(-15, 16, (3, 8, DIM)).astype(dtype)
-    weights = rng.integers(-15, 16, (3, 8)).astype(np.float32)
-    table, lengths = np.array([[0, 1], [2, 3], [3, 0]], np.int32), np.full(3, 32, np.int32)
+    cache = np.zeros((7, 16 * 132), np.uint8)  # the first shape of test_logits
+    keys = rng.integers(-15, 16, (7, 16, DIM)).astype(E4M3)
+    cache[:, : 16 * 128] = keys.reshape(7, -1).view(np.uint8)
+    cache[:, 16 * 128 :] = (2.0 ** rng.integers(-8, 9, (7, 16))).astype("<f4").view(np.uint8)
+    q = rng.integers(-15, 16, (3, 4, DIM)).astype(dtype)
+    weights = rng.integers(-15, 16, (3, 4)).astype(np.float32)
+    table, lengths = np.array([[0, 1, 4], [2, 3, 5], [6, 0, 3]], np.int32), np.full(3, 48, np.int32)
     got = index_logits(*(jnp.asarray(x) for x in (q, weights, cache, table, lengths)))
     np.testing.assert_array_equal(np.asarray(got), logits_by_hand(q, weights, cache, table, lengths)[0])
 
@@ -377,30 +377,32 @@ def test_lengths_and_tables_are_data():
 
 def test_rows_do_not_see_each_other():
     rng = np.random.default_rng(8)
-    cache = jnp.asarray(filled_cache(rng, 6, 8, range(48)))
-    q = jnp.asarray(rng.normal(size=(6, 4, DIM)), jnp.bfloat16).at[5].set(jnp.nan)  # a padding row's garbage
-    weights = jnp.asarray(rng.normal(size=(6, 4)), jnp.float32)
-    table = jnp.asarray(rng.integers(0, 6, (6, 3)), jnp.int32)
-    lengths = jnp.array([24, 7, 0, 9, 20, 0], jnp.int32)
-    logits = index_logits(q, weights, cache, table, lengths)
+    cache = filled_cache(rng, 6, 8, range(48))
+    q = rng.normal(size=(6, 4, DIM)).astype(BF16)
+    q[5] = np.nan  # a padding row's garbage
+    weights = rng.normal(size=(6, 4)).astype(np.float32)
+    table = rng.integers(0, 6, (6, 3)).astype(np.int32)
+    lengths = np.array([24, 7, 0, 9, 20, 0], np.int32)
+    logits = np.asarray(index_logits(q, weights, cache, table, lengths))
     assert np.isneginf(logits[5]).all() and not np.isnan(logits).any()
     order = np.array([3, 0, 5, 4, 1, 2])
     permuted = index_logits(q[order], weights[order], cache, table[order], lengths[order])
-    np.testing.assert_array_equal(np.asarray(permuted), np.asarray(logits)[order])
+    np.testing.assert_array_equal(np.asarray(permuted), logits[order])
 
 
 @pytest.mark.parametrize("rows, pages, num_pages", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
 def test_empty_shapes(rows, pages, num_pages):
-    cache = jnp.zeros((num_pages, 8 * 132), jnp.uint8)
-    table, lengths = jnp.zeros((rows, pages), jnp.int32), jnp.full((rows,), 9, jnp.int32)
-    logits = index_logits(jnp.ones((rows, 2, DIM)), jnp.ones((rows, 2)), cache, table, lengths)
+    cache = np.zeros((num_pages, 8 * 132), np.uint8)
+    table, lengths = np.zeros((rows, pages), np.int32), np.full((rows,), 9, np.int32)
+    q, weights, keys = (np.ones(shape, np.float32) for shape in ((rows, 2, DIM), (rows, 2), (2, DIM)))
+    logits = np.asarray(index_logits(q, weights, cache, table, lengths))
     chex.assert_shape(logits, (rows, pages * 8))
     assert np.isneginf(logits).all()
-    assert write_index_k(cache, jnp.zeros((0,), jnp.int32), jnp.zeros((0, DIM))).shape == cache.shape
-    slots = jnp.array([0, 3], jnp.int32)
-    written = write_index_k(cache, slots, jnp.ones((2, DIM)))
-    values, scale = gather_index_k(written, slots)
-    assert bool(values.astype(jnp.float32).any()) == bool(scale.any()) == (num_pages > 0)
+    slots = np.array([0, 3], np.int32)
+    assert write_index_k(cache, slots[:0], keys[:0]).shape == cache.shape
+    written = write_index_k(cache, slots, keys)
+    values, scale = (np.asarray(part) for part in gather_index_k(written, slots))
+    assert values.astype(np.float32).any() == scale.any() == (num_pages > 0)
 
 
 # --- transformers ----------------------------------------------------------------------------------
@@ -495,8 +497,8 @@ def test_scale_of_q_folds_into_the_weights():
     rng = np.random.default_rng(11)
     q = random_rows(rng, 3, 4, DIM)
     weights = rng.normal(size=(3, 4)).astype(np.float32)
-    cache = filled_cache(rng, 2, 8, range(16))
-    table, lengths = np.array([[0, 1]] * 3, np.int32), np.full(3, 16, np.int32)
+    cache = filled_cache(rng, 7, 16, range(48))  # the first shape of test_logits
+    table, lengths = np.array([[0, 1, 2]] * 3, np.int32), np.full(3, 48, np.int32)
     values, scale = quantize_index_q(jnp.asarray(q))
     got = index_logits(values, jnp.asarray(weights) * scale, *(jnp.asarray(x) for x in (cache, table, lengths)))
     folded = np.asarray(values).astype(np.float64) * np.asarray(scale)[..., None]

@@ -104,9 +104,9 @@ def logits_case(rng, rows: int, heads: int, pages: int, page_size: int, *, share
         page = table[row, column // page_size]
         column, page = column[(page >= 0) & (page < num_pages)], page[(page >= 0) & (page < num_pages)]
         used[page * page_size + column % page_size] = True
-    keys = rng.standard_normal((used.sum(), DIM)).astype(np.float32) * np.exp2(rng.integers(-8, 8, (used.sum(), 1)))
-    slots = np.flatnonzero(used).astype(np.int32)
-    cache = np.array(plain_write(cache, slots, keys.astype(np.float32))) if len(slots) else cache
+    keys = rng.standard_normal((len(used), DIM)).astype(np.float32) * np.exp2(rng.integers(-8, 8, (len(used), 1)))
+    slots = np.where(used, np.arange(len(used), dtype=np.int32), -1)
+    cache = np.array(plain_write(cache, slots, keys.astype(np.float32)))
     q = (8 * rng.standard_normal((rows, heads, DIM))).astype(ml_dtypes.float8_e4m3fn)
     return q, rng.standard_normal((rows, heads)).astype(np.float32), cache, table, lengths
 

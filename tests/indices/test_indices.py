@@ -28,6 +28,15 @@ SEEDS = st.integers(0, 2**32 - 1)
 EXAMPLES = settings(max_examples=40, deadline=None)
 
 
+# Compiled as a whole, as callers have them: operation by operation they are many programs.
+take = jax.jit(take_or_minus_one)
+take_2d = jax.jit(take_2d_or_minus_one)
+page_slot = jax.jit(page_slot_or_minus_one, static_argnums=3)
+cumsum = jax.jit(exclusive_cumsum)
+traced_combine_swa_extra = jax.jit(combine_swa_extra_indices)
+combine_topk_swa = jax.jit(combine_topk_swa_indices, static_argnames=("window", "compress_ratio", "topk"))
+
+
 def draw(rng, shape, low, high, hostile=0.15):
     """Integers in [low, high), some of them hostile."""
     values = rng.integers(low, max(high, low + 1), shape)
@@ -56,14 +65,14 @@ def plus(index, base):
 
 class TestLookup:
     @EXAMPLES
-    @given(seed=SEEDS, size=st.sampled_from([0, 1, 13]), pages=st.sampled_from([0, 1, 5]))
-    def test_take(self, seed, size, pages):
-        rng = np.random.default_rng(seed)
+    @given(seed=SEEDS, shape=st.sampled_from([(0, 0), (0, 5), (1, 1), (13, 0), (13, 5)]))
+    def test_take(self, seed, shape):
+        rng, (size, pages) = np.random.default_rng(seed), shape
         line, table = draw(rng, (size,), -3, 100), draw(rng, (size, pages), -3, 100)
         row, column = draw(rng, (4, 1), -2, size + 2, 0.3), draw(rng, (1, 6), -2, pages + 2, 0.3)
-        got = take_or_minus_one(jnp.asarray(line), jnp.asarray(row))
+        got = take(line, row)
         assert got.tolist() == [[at(line, r) for r in x] for x in row]
-        got = take_2d_or_minus_one(jnp.asarray(table), jnp.asarray(row), jnp.asarray(column))
+        got = take_2d(table, row, column)
         assert got.tolist() == [[at(table, r, c) for c in column[0]] for r in row[:, 0]]
         chex.assert_type(got, jnp.int32)
 
@@ -74,7 +83,7 @@ class TestLookup:
         # Pages around the last one that still fits int32, besides small and hostile ones.
         table = rng.choice([0, 1, 7, -1, INT_MIN, INT_MAX, INT_MAX // page_size], (3, 4)).astype(np.int32)
         row, position = draw(rng, (5, 1), -1, 4), draw(rng, (5, 8), -3, 5 * page_size, 0.2)
-        got = page_slot_or_minus_one(jnp.asarray(table), jnp.asarray(row), jnp.asarray(position), page_size)
+        got = page_slot(table, row, position, page_size)
 
         def slot(r, p):
             page = at(table, r, int(p) // page_size)
@@ -93,7 +102,7 @@ class TestLookup:
     )
     def test_exclusive_cumsum_saturates(self, counts):
         want = [min(sum(counts[:i]), INT_MAX) for i in range(len(counts) + 1)]
-        assert exclusive_cumsum(jnp.array(counts, jnp.int32)).tolist() == want
+        assert cumsum(np.array(counts, np.int32)).tolist() == want
 
 
 def brute_swa_slots(positions, req_rows, req_to_token, full_to_swa, window):
@@ -298,7 +307,7 @@ class TestCombineSwaExtra:
         rows, swa_width, extra_width = shape
         swa, extra = draw(rng, (rows, swa_width), -2, 60), draw(rng, (rows, extra_width), -2, 60)
         swa_lens, extra_lens = draw(rng, (rows,), 0, swa_width + 3), draw(rng, (rows,), 0, extra_width + 3)
-        call = jax.jit(combine_swa_extra_indices) if traced else combine_swa_extra_indices
+        call = traced_combine_swa_extra if traced else combine_swa_extra_indices
         indices, lengths = call(swa, swa_lens, extra, extra_lens, num_swa_rows)
         want = brute_swa_extra(swa, swa_lens, extra, extra_lens, num_swa_rows)
         chex.assert_shape([indices, lengths], [(rows, ceil128(swa_width + extra_width)), (rows,)])
@@ -401,16 +410,25 @@ class TestCombineTopkSwa:
     @EXAMPLES
     @given(
         seed=SEEDS,
-        shape=st.sampled_from([(3, 16, 6), (1, 5, 0), (5, 16, 125), (0, 3, 2)]),
-        ratio_topk=st.sampled_from([(1, 0), (4, 6), (4, 3), (1, 121)]),
+        # Requests, rows, columns; the compress ratio and topk.
+        shape=st.sampled_from(
+            [
+                (3, 16, 6, 1, 0),
+                (3, 16, 6, 4, 6),
+                (3, 16, 6, 4, 3),
+                (1, 5, 0, 4, 0),
+                (5, 16, 125, 1, 121),
+                (5, 16, 125, 4, 6),
+                (0, 3, 2, 1, 2),
+            ]
+        ),
         hostile=st.sampled_from([0, 0.2]),
     )
-    def test_brute_force(self, seed, shape, ratio_topk, hostile):
-        batch, rows, columns = shape
-        ratio, topk = ratio_topk[0], min(ratio_topk[1], columns)
+    def test_brute_force(self, seed, shape, hostile):
+        batch, rows, columns, ratio, topk = shape
         arrays, _ = chunk(np.random.default_rng(seed), batch, rows, columns, ratio, hostile)
         static = dict(window=7, compress_ratio=ratio, topk=topk)
-        indices, lengths = combine_topk_swa_indices(*arrays, **static)
+        indices, lengths = combine_topk_swa(*arrays, **static)
         want = brute_topk_swa(*arrays, 7, ratio, topk)
         chex.assert_shape([indices, lengths], [(rows, ceil128(topk + 7)), (rows,)])
         chex.assert_type([indices, lengths], jnp.int32)
@@ -423,7 +441,7 @@ class TestCombineTopkSwa:
         """On a consistent chunk every entry lies in its request's regions, and the window has no hole."""
         arrays, workspace = chunk(np.random.default_rng(seed), 3, 16, 6, 4, 0)
         _, qsl, pos, seq, gather, c_base, s_base = arrays
-        indices, lengths = map(np.asarray, combine_topk_swa_indices(*arrays, window=7, compress_ratio=4, topk=6))
+        indices, lengths = map(np.asarray, combine_topk_swa(*arrays, window=7, compress_ratio=4, topk=6))
         owner = np.full(workspace, -1)
         for r in range(3):
             owner[c_base[r] : c_base[r] + seq[r] // 4] = r

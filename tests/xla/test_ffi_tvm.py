@@ -103,7 +103,9 @@ def test_threads_that_trace_at_once():
 def test_a_target_s_name_says_what_is_bound(tmp_path):
     """XLA's cache on disk gives one process's programs to another, which may have traced other calls first."""
     source = """if True:
-        import sys, jax, tvm_stub
+        import sys
+        sys.modules["torch"] = None  # tvm_ffi would import it, and takes seconds
+        import jax, tvm_stub
         from jax_sparse_mla.xla import tvm
 
         def add(x, n, out): out[...] = x + n
