@@ -43,7 +43,7 @@ from jax_sparse_mla.metadata.rows import bucket
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from jax_sparse_mla.models import ModelSpec
 
-Cache = TypeVar("Cache", bound="_LayerCache")
+_Cache = TypeVar("_Cache", bound="_LayerCache")
 
 
 @pytree_dataclass
@@ -96,16 +96,16 @@ class V4LayerParams:
 class _LayerCache:
     """Caches of one layer, or of several layers of one kind, in the same arrays."""
 
-    def layer(self: Cache, index: int) -> Cache:
+    def layer(self: _Cache, index: int) -> _Cache:
         """The view of layer `index` (static): what the layer functions take, and what they return, so that `layer` of
         their result is the view of the next."""
         return self._each(lambda pool: pool.layer(index))
 
-    def whole(self: Cache) -> Cache:
+    def whole(self: _Cache) -> _Cache:
         """All layers: what a step returns, so that its state is the same pytree before and after."""
         return self._each(lambda pool: pool.whole())
 
-    def _each(self: Cache, function: Callable[[LayerPool], LayerPool]) -> Cache:
+    def _each(self: _Cache, function: Callable[[LayerPool], LayerPool]) -> _Cache:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         pools = {name: function(value) for name, value in fields.items() if isinstance(value, LayerPool)}
         return dataclasses.replace(self, **pools)

@@ -65,14 +65,14 @@ SIGNATURES = {
     "plan_attention": "phase, spec, *, num_q_tokens, device, installed, kv_dtype='fp8', num_heads=None, "
     "topk=None, override=None",
     "ModelSpec.from_hf_config": "config",
-    "PagedKV.zeros": "layout, num_pages, page_size",
+    "PagedKV.zeros": "layout, num_pages, page_size, *, num_layers=1",
     "DeviceInfo.current": "",
 }
 # Fields that the contract names, in order where it gives an order. A dataclass may have more.
 FIELDS = {
     "ModelSpec": "name num_heads qk_dim v_dim nope_dim rope_dim softmax_scale kv_layout page_size index_topk "
     "index_heads index_dim window compress_ratios has_attn_sink",
-    "PagedKV": "data layout page_size",
+    "PagedKV": "data layout page_size num_layers layer_index",
     "ForwardBatch": "mode max_seq_len req_pool_indices seq_lens out_cache_loc extend_lens num_draft_tokens",
     "RequestTables": "req_to_token full_to_swa",
     "V4Metadata": "seq_lens_causal positions page_table out_cache_loc swa_page_indices swa_topk_lengths "
@@ -84,7 +84,7 @@ FIELDS = {
     "DeviceInfo": "platform compute_capability sm_count shared_memory_optin",
 }
 STATIC_FIELDS = {
-    "PagedKV": {"layout", "page_size"},
+    "PagedKV": {"layout", "page_size", "num_layers", "layer_index"},
     "ForwardBatch": {"mode", "max_seq_len", "num_draft_tokens"},
     "RequestTables": set(),
     "V32Metadata": {"topk_transform"},
