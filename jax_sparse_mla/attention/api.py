@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla import dispatch
+from jax_sparse_mla import dispatch, sharding
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call, IndexTable
 from jax_sparse_mla.attention.route import Plan, plan_call
@@ -113,8 +114,8 @@ def sparse_mla_decode(
 
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
-    sharded by rows give partial results that `merge_attention` joins. Kernels have no gradient: differentiate with
-    `backend="reference"`.
+    sharded by rows give partial results that `merge_attention` joins. Over explicit mesh axes the call shards itself,
+    by the rows and heads of q. Kernels have no gradient: differentiate with `backend="reference"`.
 
     Args:
       q: bfloat16 `[batch, q_len, heads, qk_dim]`; the reference also takes float32.
@@ -253,11 +254,32 @@ def _route(check: ArgumentChecks, phase: str, layout: KVLayout, rows, heads, top
 
 def _serve(route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, ...]:
     """Calls the adapter, under `jit`: only there is the platform known that the program is lowered for."""
-    return _serve_traced(arguments, route=route, static=tuple(static.items()))
+    call = partial(_serve_traced, route=route, static=tuple(static.items()))
+    if not sharding.is_sharded(arguments):
+        return call(*arguments)
+    specs = _decode_specs(*arguments) if route.phase == "decode" else _prefill_specs(*arguments)
+    return sharding.on_own_rows(call, arguments, *specs)
+
+
+def _decode_specs(q: jax.Array, tables: tuple[IndexTable, ...], attn_sink: jax.Array | None) -> tuple[tuple, tuple]:
+    """How a call over explicit axes is shared out: rows and heads as those of q; every device reads the whole cache."""
+    rows, heads = sharding.axes_of(q, 0, 2)
+    shares = tuple(IndexTable(P(), P(rows), None if table.lengths is None else P(rows)) for table in tables)
+    in_specs = P(rows, None, heads), shares, None if attn_sink is None else P(heads)
+    return in_specs, (P(rows, None, heads), P(rows, None, heads))
+
+
+def _prefill_specs(
+    q: jax.Array, kv: jax.Array, indices: jax.Array, lengths: jax.Array | None, attn_sink: jax.Array | None
+) -> tuple[tuple, tuple]:
+    """As `_decode_specs`; every device reads the whole workspace."""
+    rows, heads = sharding.axes_of(q, 0, 1)
+    optional = None if lengths is None else P(rows), None if attn_sink is None else P(heads)
+    return (P(rows, heads), P(), P(rows), *optional), (P(rows, heads),) * 3
 
 
 @partial(jax.jit, static_argnames=("route", "static"))
-def _serve_traced(arguments: tuple, *, route: _Route, static: tuple) -> tuple[jax.Array, ...]:
+def _serve_traced(*arguments: Any, route: _Route, static: tuple) -> tuple[jax.Array, ...]:
     def function(backend: str):
         call = BACKENDS[backend].function(route.phase)
 

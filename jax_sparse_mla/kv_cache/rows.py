@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from jax_sparse_mla import sharding
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
@@ -33,6 +35,8 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
     clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
 
+    Over explicit mesh axes every device writes all rows into its own copy of the cache.
+
     Under `jit` with the cache donated it writes in place; otherwise the cache is copied. XLA also copies it if the
     program reads the old cache and the write does not depend on that read.
 
@@ -53,7 +57,8 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     check_cache(check, "cache", cache)
     slots = check("slots", slots, ("n",), INT32)
     kv = check("kv", kv, ("n", cache.layout.qk_dim), FLOATS)
-    return _write_kv(cache, slots, kv)
+    # Every device writes all rows into its own copy of the cache.
+    return _write_kv(cache, *sharding.replicated(slots, kv))
 
 
 @jax.jit
@@ -96,7 +101,11 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     """
     check = ArgumentChecks("gather_kv")
     check_cache(check, "cache", cache)
-    return _gather_kv(cache, check("slots", slots, ("n",), INT32))
+    slots = check("slots", slots, ("n",), INT32)
+    if sharding.is_sharded(slots):
+        rows = P(*sharding.axes_of(slots, 0))
+        return sharding.on_own_rows(_gather_kv, (cache, slots), (P(), rows), rows)
+    return _gather_kv(cache, slots)
 
 
 @jax.jit

@@ -1,4 +1,5 @@
-"""Attention over several devices by jax.shard_map: heads and tokens without a collective, keys merged by lse.
+"""Attention and whole steps over several devices, by jax.shard_map and over explicit axes: heads and tokens without a
+collective, keys merged by lse.
 
 The bodies run in another process, which has four virtual CPU devices; this one keeps its own.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,7 @@ import textwrap
 import pytest
 
 DEVICES = 4
+SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 
 PREAMBLE = """
     import jax
@@ -21,8 +24,12 @@ PREAMBLE = """
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+    import dataclasses
+    import jax_sparse_mla as mla
+    from jax_sparse_mla import layers
     from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
-    from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
+    from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
+    from small_engine import V4, V32, make_step, make_world
 
     assert len(jax.devices()) == 4
     mesh = Mesh(np.array(jax.devices()), ("x",))
@@ -175,6 +182,84 @@ BODIES = {
         out, _, lse = sparse_mla_prefill(q, kv, indices, softmax_scale=0.3)
         assert_close(merge_attention(*parts), (out, lse), 1e-5)
     """,
+    "explicit_axes": """
+        square = jax.make_mesh((2, 2), ("x", "y"))  # explicit axes are its default
+        assert set(square.axis_types) == {jax.sharding.AxisType.Explicit}
+
+        def run_explicit(f, specs, *args):
+            sharded = [jax.device_put(x, NamedSharding(square, spec)) for spec, x in zip(specs, args)]
+            with jax.set_mesh(square):
+                compiled = jax.jit(f).lower(*sharded).compile()
+                results = compiled(*sharded)
+            return results, [name for name in COLLECTIVES if name in compiled.as_text()]
+
+        rows, both = P("x"), P("x", None, "y")
+        specs = (both, P(), rows, rows, P(), rows, P("y"))
+        results, collectives = run_explicit(decode, specs, *decode_args)
+        assert collectives == [] and results[0].sharding.spec == P("x", None, "y", None), collectives
+        assert_close(results, decode(*decode_args), 1e-6)
+
+        specs = (P("x", "y"), P(), rows, rows, P("y"))
+        results, collectives = run_explicit(prefill, specs, *prefill_args)
+        assert collectives == [] and results[2].sharding.spec == P("x", "y"), collectives
+        assert_close(results, prefill(*prefill_args), 1e-6)
+        results, _ = run_explicit(prefill, (P("x", "y"), P(), P(), P(), P()), *prefill_args)  # the rest follows q
+        assert_close(results, prefill(*prefill_args), 1e-6)
+
+        slots, new = jnp.arange(8, dtype=jnp.int32) * 3 - 2, q[:, 0, 0]
+        written, _ = run_explicit(write_kv, (P(), rows, rows), cache, slots, new)
+        np.testing.assert_array_equal(written.data, write_kv(cache, slots, new).data)
+        gathered, collectives = run_explicit(gather_kv, (P(), rows), cache, slots)
+        assert collectives == [] and gathered.sharding.spec[0] == "x"
+        assert_close(gathered.astype(jnp.float32), gather_kv(cache, slots).astype(jnp.float32), 0)
+    """,
+    "a_step_over_requests": """
+        # Each device has the caches of its own requests, and no device needs another's.
+        for ratio in (4, None):
+            world, spec = make_world(ratio), V32 if ratio is None else V4
+            work = [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0]
+            batch, rows, _ = make_step(world, mla.ForwardMode.DECODE, work, num_rows=4)
+
+            def step(cache, rows, params, batch, tables):
+                if ratio is None:
+                    options = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}
+                    metadata = mla.build_v32_metadata(spec, batch, tables, **options)
+                    return layers.v32_layer(cache, rows, batch, metadata, spec=spec)
+                prepared = layers.prepare_v4_step(spec, batch, tables)
+                return layers.v4_layer(cache, rows, params, batch, prepared.metadata, None, spec=spec, ratio=ratio)
+
+            cache = world.empty_cache()
+            four = jax.tree.map(lambda x: jnp.concatenate([x] * 4), cache)
+            args, specs = (four, rows, world.params, batch, world.tables), (P("x"), P("x"), P(), P("x"), P())
+            mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=True))
+            text = mapped.lower(*args).compile().as_text()
+            assert not [name for name in COLLECTIVES if name in text]
+            expected = jax.jit(step)(cache, *args[1:])
+            for got, want in zip(mapped(*args)[::2], expected[::2]):  # out and positions
+                np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    """,
+    "a_chunk_over_heads": """
+        world = make_world(4)
+        spec = dataclasses.replace(V4, num_heads=4)
+        batch, rows, _ = make_step(world, mla.ForwardMode.EXTEND, [(0, 0, 30), (1, 0, 14), 0], num_rows=48)
+        rows = dataclasses.replace(rows, q=jnp.asarray(rng.standard_normal((48, 4, 512)), jnp.bfloat16))
+        params = dataclasses.replace(world.params, attn_sink=jnp.arange(4.0))
+
+        def step(cache, rows, params, batch, tables):
+            prepared = layers.prepare_v4_step(spec, batch, tables, gathered=True)
+            plan = prepared.plans[4]
+            return layers.v4_layer(cache, rows, params, batch, prepared.metadata, plan, spec=spec, ratio=4)[0]
+
+        over = jax.tree.map(lambda _: P(), rows), jax.tree.map(lambda _: P(), params)
+        over = dataclasses.replace(over[0], q=P(None, "x")), dataclasses.replace(over[1], attn_sink=P("x"))
+        args = world.empty_cache(), rows, params, batch, world.tables
+        specs = (P(), *over, P(), P())
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=True))
+        text = mapped.lower(*args).compile().as_text()
+        assert not [name for name in COLLECTIVES if name in text]
+        got, want = mapped(*args), jax.jit(step)(*args)
+        assert_close(got.astype(jnp.float32), want.astype(jnp.float32), 2**-7)
+    """,
 }
 
 
@@ -195,7 +280,12 @@ def results() -> dict[str, str]:
         "JAX_SPARSE_MLA_PREFILL_BACKEND",
     )
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), SUPPORT])
+    environment |= {
+        "PYTHONPATH": path,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+    }
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=environment,
