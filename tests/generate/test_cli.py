@@ -118,20 +118,17 @@ def test_generate_without_torch_says_what_is_missing():
 
 
 @needs_models
-def test_an_older_transformers_is_said():
-    """Not `KeyError: 'deepseek_sparse_attention'`, from somewhere within. One process asks with all of them."""
-    versions = ["4.57.1", "5.22.9", "5.9.0.dev0"]
-    code = f"""
-import transformers
-from jax_sparse_mla.cli import main
-for transformers.__version__ in {versions}:
-    print(main(["generate"]))
-"""
-    done = python(code)
-    assert done.returncode == 0 and done.stdout.split() == ["2"] * 3 and "Traceback" not in done.stderr
-    for version in versions:
-        assert f"transformers {version} is installed" in done.stderr
-    assert done.stderr.count('needs 5.23 or newer: pip install "transformers>=5.23"') == 3
+def test_an_older_transformers_is_said(capsys, monkeypatch):
+    """Not `KeyError: 'deepseek_sparse_attention'`, from somewhere within."""
+    import transformers
+
+    for name in [name for name in sys.modules if name.startswith("sparse_mla_torch.hf")]:
+        monkeypatch.delitem(sys.modules, name)  # else it is not imported again
+    for version in ("4.57.1", "5.22.9", "5.9.0.dev0"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        status, _, err = run(capsys, "generate")
+        assert status == 2 and f"transformers {version} is installed" in err
+        assert 'needs 5.23 or newer: pip install "transformers>=5.23"' in err
 
 
 @needs_models
@@ -234,6 +231,30 @@ def generated(out):
     return re.findall(r"tokens \[(.*)\]", out)
 
 
+def recorded(monkeypatch, module, name):
+    """What calls of this function will have returned."""
+    results, function = [], getattr(module, name)
+
+    def call(*args):
+        results.append(function(*args))
+        return results[-1]
+
+    monkeypatch.setattr(module, name, call)
+    return results
+
+
+def repeat_without_running(monkeypatch, generate, reports):
+    """The command serves nothing any more: tokens are 0, and the layers compare as these reports have it."""
+
+    def serve(engine, requests, *_):
+        for request in requests:
+            request.output = [0] * request.max_new_tokens
+
+    monkeypatch.setattr(generate, "_serve", serve)
+    monkeypatch.setattr(generate, "compare_layers", lambda *_: reports)
+    monkeypatch.setattr(generate, "count_agreeing_tokens", lambda *_: (0, 0))
+
+
 @pytest.mark.parametrize(("preset", "cache"), [("v4", "bf16"), ("v32", "fp8")])
 def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch, preset, cache):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -261,7 +282,9 @@ def test_a_vocabulary_too_small_for_bytes(capsys, tmp_path, small_presets):
 )
 def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, backend):
     from sparse_mla_torch.hf import comparison as check
+    from sparse_mla_torch.hf import generate
 
+    reports = recorded(monkeypatch, generate, "compare_layers")
     args = ["generate", "--preset", preset, "--seed", "1", *SHAPES, "--kv-cache", cache, "--prefill-backend", backend]
     status, out, err = run(capsys, *args)
     assert status == 0 and out.endswith("check      passed\n") and "FAILED" not in out
@@ -276,6 +299,7 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, 
         assert re.search(rf"^ran +{step}: {ROUTED}, {attended} \({re.escape(kinds)}\)$", out, re.M)
     assert re.search(r"^tokens +\d of 8 are", out, re.M) and "extend" in err
 
+    repeat_without_running(monkeypatch, generate, *reports)
     monkeypatch.setitem(check.MIN_COSINE, cache, 2.0)
     status, out, _ = run(capsys, *args)
     assert status == 1 and out.endswith("check      FAILED\n") and out.count("FAILED") == len(layers) + 1
@@ -305,6 +329,7 @@ def test_speculative_decoding(capsys, small_presets, monkeypatch):
     assert status == 0 and "check" not in out and "decoding   plain" not in out
     assert generated(out) == [first, second]
 
+    repeat_without_running(monkeypatch, generate, [])
     for margin, expected in ((0.01, 0), (0.5, 1)):
         found = [Difference(1, 3, margin)]
         monkeypatch.setattr(generate, "compare_with_plain", lambda *_, found=found: found)
