@@ -12,6 +12,7 @@ from jax_sparse_mla.attention import (
     sparse_mla_prefill,
 )
 from jax_sparse_mla.compressor import CompressorState, compress_kv
+from jax_sparse_mla.index_selection import index_topk
 from jax_sparse_mla.indexer import index_logits, write_index_k
 from jax_sparse_mla.indices import (
     TopkTransform,
@@ -81,6 +82,7 @@ __all__ = [
     "flashmla_schedule",
     "gather_kv",
     "index_logits",
+    "index_topk",
     "merge_attention",
     "paged_mqa_schedule",
     "plan_attention",

@@ -117,7 +117,7 @@ def index_logits(
     check = ArgumentChecks("index_logits")
     q = check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS))
     weights = check("weights", weights, ("rows", "heads"), FLOAT32)
-    index_cache = _check_index_cache(check, index_cache)
+    index_cache = check_index_cache(check, index_cache)
     page_table = check("page_table", page_table, ("rows", None), INT32)
     lengths = check("lengths", lengths, ("rows",), INT32)
     return _index_logits(q, weights, index_cache, page_table, lengths)
@@ -229,7 +229,7 @@ def write_transformed_index_k(
 
 def _check_write(function: str, index_cache: jax.Array | IndexKeys, slots: jax.Array, k: jax.Array) -> tuple:
     check = ArgumentChecks(function)
-    index_cache = _check_index_cache(check, index_cache)
+    index_cache = check_index_cache(check, index_cache)
     slots = check("slots", slots, ("n",), INT32)
     return index_cache, slots, check("k", k, ("n", INDEX_DIM), FLOATS)
 
@@ -276,7 +276,7 @@ def gather_index_k(index_cache: jax.Array | IndexKeys, slots: jax.Array) -> tupl
       ValueError: a wrong shape, pages that are not a multiple of 132 bytes.
     """
     check = ArgumentChecks("gather_index_k")
-    index_cache = _check_index_cache(check, index_cache)
+    index_cache = check_index_cache(check, index_cache)
     return _gather_index_k(index_cache, check("slots", slots, ("n",), INT32))
 
 
@@ -293,7 +293,13 @@ def _gather_index_k(index_cache, slots):
     return lax.bitcast_convert_type(values, jnp.float8_e4m3fn), lax.bitcast_convert_type(scales, jnp.float32)
 
 
-def _check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys) -> jax.Array | IndexKeys:
+def page_size_of(index_cache: jax.Array | IndexKeys) -> int:
+    """Keys of a page."""
+    return _keys(index_cache).page_size
+
+
+def check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys) -> jax.Array | IndexKeys:
+    """Refuses what is not the index-K cache of one layer."""
     if isinstance(index_cache, IndexKeys):
         data = check("index_cache.data", index_cache.data, (None, "page_bytes"), UINT8)
         index_cache.check_view(check, "index_cache", data.shape[0])

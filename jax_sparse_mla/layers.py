@@ -18,6 +18,7 @@ from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend, sparse_mla_prefill
 from jax_sparse_mla.attention.api import plan_here
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
+from jax_sparse_mla.index_selection import index_topk
 from jax_sparse_mla.indexer import (
     IndexKeys,
     index_logits,
@@ -26,6 +27,7 @@ from jax_sparse_mla.indexer import (
     write_transformed_index_k,
 )
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.indices.lookup import add_or_minus_one
 from jax_sparse_mla.kv_cache import PagedKV, gather_kv, write_kv
 from jax_sparse_mla.kv_cache.layout import bf16_layout
 from jax_sparse_mla.kv_cache.pool import LayerPool
@@ -300,10 +302,13 @@ def v4_layer(
         lengths = metadata.compressed[INDEXED_RATIO].lengths
         if index_scores is None:
             index_q, q_scale = quantize_index_q(rows.index.q, hadamard=True)
-            index_scores = index_logits(
-                index_q, rows.index.weights * q_scale, cache.index_k, metadata.page_table, lengths
-            )
-        positions = topk_positions(index_scores, lengths, spec.index_topk)
+            selecting = index_q, rows.index.weights * q_scale, cache.index_k, metadata.page_table, lengths
+            if plan is not None:  # a long chunk's logits would be the step's largest array
+                positions = _positions(*selecting, topk=spec.index_topk)
+            else:
+                index_scores = index_logits(*selecting)
+        if positions is None:
+            positions = topk_positions(index_scores, lengths, spec.index_topk)
 
     if plan is not None:
         out, _ = sparse_mla_extend(
@@ -348,6 +353,13 @@ def v4_layer(
         **extra,
     )
     return out[:, 0], cache, positions
+
+
+def _positions(q, weights, index_k, page_table, lengths, *, topk: int, row_to_request=None) -> jax.Array:
+    """The positions of the top-k, without an array of all logits."""
+    none = jnp.zeros_like(lengths)
+    options = {"method": TopkTransform.RAGGED, "topk_indices_offset": none, "row_to_request": row_to_request}
+    return index_topk(q, weights, index_k, page_table, lengths, topk, **options)
 
 
 def _compress(
@@ -431,21 +443,21 @@ def v32_layer(
     layer_checks.check_v32_layer(cache, spec=spec)
     kv = write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
     cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k))
-    lengths = metadata.seqlens_expanded
+    lengths, positions = metadata.seqlens_expanded, None
+    ragged = metadata.topk_transform is TopkTransform.RAGGED
     if index_scores is None:
         index_q, q_scale = quantize_index_q(rows.index_q)
-        page_table = metadata.page_table[metadata.row_to_request]
-        index_scores = index_logits(index_q, rows.index_weights * q_scale, cache.index_k, page_table, lengths)
-    positions = topk_positions(index_scores, lengths, spec.index_topk)
+        queries = index_q, rows.index_weights * q_scale, cache.index_k
+        table, request = metadata.page_table, metadata.row_to_request
+        if ragged:  # a long chunk's logits would be the step's largest array
+            positions = _positions(*queries, table, lengths, topk=spec.index_topk, row_to_request=request)
+        else:
+            index_scores = index_logits(*queries, table[request], lengths)
+    if positions is None:
+        positions = topk_positions(index_scores, lengths, spec.index_topk)
 
-    if metadata.topk_transform is TopkTransform.RAGGED:
-        indices = topk_transform(
-            index_scores,
-            lengths,
-            spec.index_topk,
-            method=TopkTransform.RAGGED,
-            topk_indices_offset=metadata.topk_indices_offset,
-        )
+    if ragged:
+        indices = add_or_minus_one(positions, metadata.topk_indices_offset[:, None])
         out, _, _ = sparse_mla_prefill(
             rows.q,
             gather_kv(cache.kv, metadata.kv_slots),

@@ -90,6 +90,7 @@ OPTIONAL = {
     "split_pages": {"slots"},
     "topk_positions": {"row_starts"},
     "topk_transform": {"row_starts", "page_table", "row_to_request", "topk_indices_offset"},
+    "index_topk": {"kv_page_table", "row_to_request", "topk_indices_offset"},
     "flashmla_schedule": {"topk_length", "extra_topk_length"},
     "build_v32_metadata": {"tables.full_to_swa", "batch.extend_lens"},
     "build_prefill_plan": {"batch.extend_lens"},
@@ -146,7 +147,7 @@ FREE = {
     ("batch.out_cache_loc", 0), ("tables.req_to_token", 0), ("tables.req_to_token", 1), ("tables.full_to_swa", 0),
     ("req_to_token", 0), ("req_to_token", 1), ("full_to_swa", 0), ("merge_attention stacked outs", 3),
     ("apply_attn_sink out", 2), ("swa_indices", 1), ("extra_indices", 1), ("topk_indices", 1), ("logits", 1),
-    ("page_table", 1), ("topk_transform page_table", 0), ("context_lens", 0), ("index_cache", 0),
+    ("page_table", 1), ("kv_page_table", 1), ("topk_transform page_table", 0), ("context_lens", 0), ("index_cache", 0),
     ("query_start_loc", 0), ("inv_freq", 0), ("sparse_mla_decode indices", 2), ("extra_indices", 2),
 }  # fmt: skip
 NOT_FREE = {
@@ -186,6 +187,7 @@ STATIC_INTS = {
     "swa_gather_plan": {"window": 1, "capacity": 0},
     "topk_positions": {"topk": 1},
     "topk_transform": {"topk": 1, "page_size": 1},
+    "index_topk": {"topk": 1, "page_size": 1},
     "draft_step_batch": {"step": 0, "num_steps": 1, "topk": 1, "batch.max_seq_len": None},
     "build_v4_metadata": {"batch.max_seq_len": 0},
     "build_v32_metadata": {"batch.max_seq_len": 0},
@@ -411,6 +413,12 @@ SPECIAL = {
         ),
         ("weights", normal(2, 3), TypeError, "weights must be float32"),
         ("q", normal(2, 3, 64), ValueError, "q must have shape"),
+    ],
+    "index_topk": [
+        ("index_cache", jnp.zeros((4, 131), jnp.uint8), ValueError, "index_cache must have .*page_size . 132 bytes"),
+        ("method", None, TypeError, "method must be TopkTransform.PAGED"),
+        ("kv_page_table", None, ValueError, "kv_page_table is missing"),
+        ("method", mla.TopkTransform.RAGGED, ValueError, "topk_indices_offset is missing"),
     ],
     "write_index_k": [
         ("index_cache", lambda: index_cache()[:, 1:], ValueError, "index_cache must have .*page_size . 132 bytes"),

@@ -60,6 +60,8 @@ SIGNATURES = {
     "draft_step_batch": "batch, step, num_steps, *, topk=1, shift_seq_lens=True",
     "flashmla_schedule": "topk_length, *, batch, topk, extra_topk=0, extra_topk_length=None, num_sm_parts",
     "index_logits": "q, weights, index_cache, page_table, lengths",
+    "index_topk": "q, weights, index_cache, page_table, lengths, topk, *, method, kv_page_table=None, page_size=1, "
+    "row_to_request=None, topk_indices_offset=None",
     "write_index_k": "index_cache, slots, k",
     "paged_mqa_schedule": "context_lens, *, num_sms, split_kv=256",
     "plan_attention": "phase, spec, *, num_q_tokens, device, installed, kv_dtype='fp8', num_heads=None, "

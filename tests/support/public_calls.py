@@ -248,6 +248,17 @@ _BUILD = {
         "page_table": i32([[0, 3], [2, -1]]),
         "lengths": i32([9, 16]),
     },
+    "index_topk": lambda: {
+        "q": normal(2, 3, 128),
+        "weights": normal(2, 3, dtype=jnp.float32),
+        "index_cache": index_cache(),
+        "page_table": i32([[0, 3], [2, -1]]),
+        "lengths": i32([9, 16]),
+        "topk": 4,
+        "method": mla.TopkTransform.PAGED,
+        "kv_page_table": i32([[0, 3], [2, -1]]),
+        "page_size": 8,
+    },
     "write_index_k": lambda: {
         "index_cache": index_cache(),
         "slots": i32([0, 31, -1]),
