@@ -1,8 +1,17 @@
 """What all tests share: which are skipped where, the cache of compiled programs, and the record of a run."""
 
+import atexit
 import os
 import shutil
+import sys
 import tempfile
+
+if sys.dont_write_bytecode:
+    # Else each process compiles the sources of JAX, torch and transformers, for many seconds: all share a folder.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp(prefix="bytecode_")
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import jax
 import pytest
