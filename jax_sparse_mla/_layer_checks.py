@@ -7,6 +7,7 @@ are the page table's.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax_sparse_mla._checks import INT32, UINT8, ArgumentChecks
 from jax_sparse_mla.compressor import CompressorState
 from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 from jax_sparse_mla.models import ModelSpec
@@ -75,6 +77,7 @@ def check_v4_layer(
             )
 
     need("cache.swa", cache.swa, PagedKV)
+    _check_one_layer(check, cache)
     if ratio == 0:
         return
     need("cache.compressed", cache.compressed, PagedKV)
@@ -122,7 +125,22 @@ def check_v32_layer(cache: Any, *, spec: ModelSpec) -> None:
                 f"v32_layer: cache.{name} must be {wanted}, got {type(value).__name__}; V32LayerCache.zeros(spec, ...) "
                 "makes it"
             )
+    _check_one_layer(check, cache)
     _check_index_k(check, cache.index_k, "cache.kv", cache.kv, spec.page_size, "token")
+
+
+def _check_one_layer(check: ArgumentChecks, cache: Any) -> None:
+    """All fields are of the same layer: an array of keys alone would be shared by all layers of the others."""
+    views = {}
+    for field in dataclasses.fields(cache):
+        value = getattr(cache, field.name)
+        if isinstance(value, LayerPool):
+            value.check_view(check, f"cache.{field.name}", jax.tree.leaves(value)[0].shape[0])
+            views[f"cache.{field.name}"] = value.num_layers, value.layer_index
+        elif value is not None:
+            views[f"cache.{field.name}"] = 1, None
+    if len(set(views.values())) > 1:
+        raise check.fail(f"cache must be the view of one layer, cache.layer(i), got (num_layers, layer_index) {views}")
 
 
 def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:

@@ -6,6 +6,8 @@ The logits of a prefill chunk over a long context are the largest array of a mod
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,8 +16,7 @@ from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, index_logits, page_size_of
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 
-# Bytes of the logits that exist at a time. Plain JAX keeps a few arrays of this size; on a GPU chunks of so many bytes
-# are still hundreds of rows, which fill it.
+# Bytes of the logits that exist at a time; plain JAX keeps a few arrays of this size.
 SCRATCH_BYTES = 256 << 20
 
 
@@ -35,8 +36,9 @@ def index_topk(
 ) -> jax.Array:
     """The entries of `topk_transform(index_logits(q, weights, index_cache, page_table, lengths), lengths, topk, …)`.
 
-    Ties included, they are the same, but an array `[rows, columns]` is never made: memory beside the arguments and the
-    result does not grow with the rows. Where all logits fit `SCRATCH_BYTES`, as in a decode step, there is one chunk.
+    An array `[rows, columns]` is never made: memory beside the arguments and the result does not grow with the rows.
+    Where all logits fit `SCRATCH_BYTES`, as in a decode step, there is one chunk. Of equal logits the entries are the
+    same, ties included; the last bits of a logit may depend on how many rows are computed together.
 
     Args:
       q, weights, index_cache, lengths: as in `index_logits`.
@@ -46,7 +48,7 @@ def index_topk(
       kv_page_table: int32, the transform's `page_table` (PAGED): a row for each row, with `row_to_request` for each
         request.
       page_size: entries per page of `kv_page_table`, at least 1 (static).
-      row_to_request: int32 `[rows]`, each row's row in both page tables. A row outside them has no keys.
+      row_to_request: int32 `[rows]`, each row's row in both page tables. A row outside them has no entries.
       topk_indices_offset: int32 `[rows]` (RAGGED), as in `topk_transform`.
 
     Returns:
@@ -77,16 +79,26 @@ def index_topk(
         raise check.fail(f"{needed} is missing, and {method} needs it")
     if row_to_request is None:
         rows_of["request"] = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    static = {"topk": topk, "method": method, "page_size": page_size}
+    return _index_topk(rows_of, index_cache, page_table, kv_page_table, **static, scratch_bytes=SCRATCH_BYTES)
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "method", "page_size", "scratch_bytes"))
+def _index_topk(rows_of, index_cache, page_table, kv_page_table, *, topk, method, page_size, scratch_bytes):
+    requests, width = page_table.shape
+    (rows,), capacity = rows_of["lengths"].shape, width * page_size_of(index_cache)
+    if requests == 0:
+        return jnp.full((rows, topk), -1, jnp.int32)
 
     def some(rows_of):
         request = rows_of["request"]
-        pages = jnp.where(
-            _names_a_row(request, page_table)[:, None], page_table[jnp.clip(request, 0, len(page_table) - 1)], -1
-        )
-        logits = index_logits(rows_of["q"], rows_of["weights"], index_cache, pages, rows_of["lengths"])
+        known = (request >= 0) & (request < requests)
+        pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
+        lengths = jnp.where(known, rows_of["lengths"], 0)
+        logits = index_logits(rows_of["q"], rows_of["weights"], index_cache, pages, lengths)
         return topk_transform(
             logits,
-            rows_of["lengths"],
+            lengths,
             topk,
             method=method,
             page_table=kv_page_table,
@@ -95,21 +107,14 @@ def index_topk(
             topk_indices_offset=rows_of["offset"],
         )
 
-    rows, capacity = lengths.shape[0], page_table.shape[1] * page_size_of(index_cache)
-    chunk = max(1, SCRATCH_BYTES // max(1, 4 * capacity))
-    if rows <= chunk or len(page_table) == 0:
-        return some(rows_of) if len(page_table) else jnp.full((rows, topk), -1, jnp.int32)
+    chunk = max(1, scratch_bytes // max(1, 4 * capacity))
+    if rows <= chunk:
+        return some(rows_of)
     chunks = -(-rows // chunk)
-    chunk = -(-rows // chunks)
-    # The last rows again where they do not fill a chunk: their entries are the same.
+    # The last chunk begins earlier where the rows do not fill it; what it selects again is left out.
     first = jnp.minimum(jnp.arange(chunks, dtype=jnp.int32) * chunk, rows - chunk)
-
-    def one_chunk(start, entries):
-        share = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first[start], chunk), rows_of)
-        return lax.dynamic_update_slice(entries, some(share), (first[start], 0))
-
-    return lax.fori_loop(0, chunks, one_chunk, jnp.full((rows, topk), -1, jnp.int32))
-
-
-def _names_a_row(request: jax.Array, table: jax.Array) -> jax.Array:
-    return (request >= 0) & (request < table.shape[0])
+    entries = lax.map(
+        lambda start: some(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, chunk), rows_of)), first
+    )
+    rest = rows - (chunks - 1) * chunk
+    return jnp.concatenate([entries[:-1].reshape(-1, topk), entries[-1, chunk - rest :]])

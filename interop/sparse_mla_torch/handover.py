@@ -53,6 +53,7 @@ from safetensors.torch import save_file
 
 from jax_sparse_mla.compressor import compressor_window
 from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES
+from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from sparse_mla_torch.bridge import to_torch
 from sparse_mla_torch.hf.engine import Engine, Request
@@ -283,6 +284,12 @@ def _place(engine: Engine, request: Request) -> Place:
 
 
 def _leaves(cache: V4LayerCache | V32LayerCache) -> dict[str, Any]:
+    pools = [x for x in vars(cache).values() if isinstance(x, LayerPool)]
+    if any(pool.num_layers > 1 for pool in pools):
+        raise ValueError(
+            "handover: cache must hold one layer in arrays of its own, got arrays of several layers: copy the layer's "
+            "rows, or make the caches with num_layers=1"
+        )
     return {jax.tree_util.keystr(path)[1:]: x for path, x in jax.tree_util.tree_leaves_with_path(cache)}
 
 

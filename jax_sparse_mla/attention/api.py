@@ -168,7 +168,7 @@ def sparse_mla_decode(
     route = _route(check, "decode", layout, batch * q_len, heads, columns, q.dtype, backend)
     if q.size == 0 or not tables:
         return _nothing(q, layout.v_dim)
-    return _serve(route, (q, tuple(tables), attn_sink), **static)
+    return _serve(check, route, (q, tuple(tables), attn_sink), **static)
 
 
 def sparse_mla_prefill(
@@ -216,7 +216,7 @@ def sparse_mla_prefill(
     if 0 in (q.size, kv.size, indices.size):
         out, lse = _nothing(q, layout.v_dim)
         return out, lse, lse
-    return _serve(route, (q, kv, indices, topk_length, attn_sink), softmax_scale=scale)
+    return _serve(check, route, (q, kv, indices, topk_length, attn_sink), softmax_scale=scale)
 
 
 def _row_lengths(check: ArgumentChecks, name: str, lengths: jax.Array | None) -> jax.Array | None:
@@ -252,13 +252,19 @@ def _route(check: ArgumentChecks, phase: str, layout: KVLayout, rows, heads, top
     return _Route(phase, plan.backend, named=bool(backend or override_of(phase)))
 
 
-def _serve(route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, ...]:
+def _serve(check: ArgumentChecks, route: _Route, arguments: tuple, **static: Any) -> tuple[jax.Array, ...]:
     """Calls the adapter, under `jit`: only there is the platform known that the program is lowered for."""
-    call = partial(_serve_traced, route=route, static=tuple(static.items()))
+    facts = {"route": route, "static": tuple(static.items())}
     if not sharding.is_sharded(arguments):
-        return call(*arguments)
-    specs = _decode_specs(*arguments) if route.phase == "decode" else _prefill_specs(*arguments)
-    return sharding.on_own_rows(call, arguments, *specs)
+        return _serve_traced(*arguments, **facts)
+    if route.phase == "decode":
+        names = ("cache", "extra_cache")
+        sharding.refuse_sharded(check, **{name: table.cache for name, table in zip(names, arguments[1])})
+        specs = _decode_specs(*arguments)
+    else:
+        sharding.refuse_sharded(check, kv=arguments[1])
+        specs = _prefill_specs(*arguments)
+    return sharding.on_own_rows(_serve_traced, arguments, *specs, **facts)
 
 
 def _decode_specs(q: jax.Array, tables: tuple[IndexTable, ...], attn_sink: jax.Array | None) -> tuple[tuple, tuple]:

@@ -62,7 +62,7 @@ class PagedKV(LayerPool):
 
     @property
     def pages(self) -> jax.Array:
-        """uint8 `[num_pages, page_bytes]`, the layer's share of `data`; of a view, JAX copies it."""
+        """uint8 `[num_pages, page_bytes]`, the layer's share of `data`; JAX copies it if there are more layers."""
         return self.share_of(self.data)
 
 

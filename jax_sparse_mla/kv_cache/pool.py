@@ -53,6 +53,9 @@ class LayerPool:
     def check_view(self, check: ArgumentChecks, name: str, rows: int) -> None:
         """Refuses several layers where one is wanted, and arrays whose rows cannot be those of the layers."""
         layers = check.static_int(f"{name}.num_layers", self.num_layers, minimum=1)
+        index = self.layer_index
+        if index is not None and (layers == 1 or check.static_int(f"{name}.layer_index", index, minimum=0) >= layers):
+            raise check.fail(f"{name}.layer_index must be None or one of several layers, got {index} of {layers}")
         if rows % layers:
             raise check.fail(f"{name} must have as many rows for each of its {layers} layers, got {rows}")
         if layers > 1 and self.layer_index is None:

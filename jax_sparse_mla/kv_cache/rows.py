@@ -57,6 +57,7 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     check_cache(check, "cache", cache)
     slots = check("slots", slots, ("n",), INT32)
     kv = check("kv", kv, ("n", cache.layout.qk_dim), FLOATS)
+    sharding.refuse_sharded(check, cache=cache)
     # Every device writes all rows into its own copy of the cache.
     return _write_kv(cache, *sharding.replicated(slots, kv))
 
@@ -102,6 +103,7 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     check = ArgumentChecks("gather_kv")
     check_cache(check, "cache", cache)
     slots = check("slots", slots, ("n",), INT32)
+    sharding.refuse_sharded(check, cache=cache)
     if sharding.is_sharded(slots):
         rows = P(*sharding.axes_of(slots, 0))
         return sharding.on_own_rows(_gather_kv, (cache, slots), (P(), rows), rows)

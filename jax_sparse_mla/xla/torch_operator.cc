@@ -136,7 +136,7 @@ class Operands {
     for (int64_t i = 0; i < rank; ++i) reach += (sizes[i] - 1) * strides[i];
     const int32_t dtype = TorchDtype(buffer->element_type());
     if (dtype < 0) return Invalid("an operand's dtype is none of uint8, int32, bfloat16, float32");
-    if (reach > static_cast<int64_t>(buffer->element_count())) return Invalid("a view exceeds its operand");
+    if (offset < 0 || reach > static_cast<int64_t>(buffer->element_count())) return Invalid("a view exceeds its operand");
     // Not as the storage's offset: a kernel that takes the storage's start would read another layer's rows.
     void* data = static_cast<char*>(buffer->untyped_data()) + offset * ffi::ByteWidth(buffer->element_type());
     if (torch.create_tensor_from_blob(data, rank, sizes, strides, 0, dtype, device.type, device.index, tensor)) {

@@ -33,7 +33,8 @@ struct View {
       : shape(whole.shape, whole.shape + whole.ndim), strides(whole.ndim, 1), tensor(whole) {
     for (int i = whole.ndim - 2; i >= 0; --i) strides[i] = strides[i + 1] * shape[i + 1];
     if (place.pages != 0) {
-      TVM_FFI_CHECK(whole.ndim > 0 && place.first + place.pages <= shape[0], ValueError)
+      TVM_FFI_CHECK(whole.ndim > 0 && place.first >= 0 && place.pages > 0 && place.first + place.pages <= shape[0],
+                    ValueError)
           << "rows " << place.first << " to " << place.first + place.pages << " of a buffer of " << shape[0];
       shape[0] = place.pages;
       // Not byte_offset, which some functions do not read.

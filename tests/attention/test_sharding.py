@@ -26,7 +26,7 @@ PREAMBLE = """
 
     import dataclasses
     import jax_sparse_mla as mla
-    from jax_sparse_mla import layers
+    from jax_sparse_mla import index_selection, layers, sharding, write_index_k
     from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
     from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
     from small_engine import V4, V32, make_step, make_world
@@ -211,7 +211,42 @@ BODIES = {
         np.testing.assert_array_equal(written.data, write_kv(cache, slots, new).data)
         gathered, collectives = run_explicit(gather_kv, (P(), rows), cache, slots)
         assert collectives == [] and gathered.sharding.spec[0] == "x"
+
+        # Eager calls, of arrays that are on no mesh too; the second of two compiles nothing.
+        over = jax.device_put(q, NamedSharding(square, rows))
+        counts = []
+        for _ in range(2):
+            results = sparse_mla_decode(over, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
+            counts.append(sharding._on_own_rows._cache_size())
+        assert counts[0] == counts[1]
+        expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
+        assert_close(results, expected, 1e-6)
+        pages = jax.device_put(cache, NamedSharding(square, P("x")))
+        for call in (lambda: gather_kv(pages, slots), lambda: sparse_mla_decode(q, pages, indices, softmax_scale=1.0)):
+            try:
+                call()
+            except ValueError as error:
+                assert "cache is sharded over explicit mesh axes" in str(error)
+            else:
+                raise AssertionError("a sharded cache was copied to every device")
         assert_close(gathered.astype(jnp.float32), gather_kv(cache, slots).astype(jnp.float32), 0)
+    """,
+    "chunks_of_a_selection": """
+        # More than one chunk of rows, whose carry must vary as the rows do.
+        index_selection.SCRATCH_BYTES = 4 * 64 * 2
+        rows = q[:, :, :, :128].reshape(64, 128)
+        keys = write_index_k(jnp.zeros((4, 16 * 132), jnp.uint8), jnp.arange(64, dtype=jnp.int32), rows)
+        index_q = q[:, 0, :2, :128].astype(jnp.float8_e4m3fn)
+        table = jnp.tile(jnp.arange(4, dtype=jnp.int32), (8, 1))
+
+        def select(q, keys, table, lengths):
+            options = {"method": mla.TopkTransform.PAGED, "kv_page_table": table, "page_size": 16}
+            return mla.index_topk(q, jnp.ones((len(q), 2)), keys, table, lengths, 8, **options)
+
+        args, specs = (index_q, keys, table, jnp.full(8, 60, jnp.int32)), (P("x"), P(), P("x"), P("x"))
+        sharded, collectives = run_sharded(select, specs, P("x"), *args)
+        assert collectives == [], collectives
+        np.testing.assert_array_equal(sharded, select(*args))
     """,
     "a_step_over_requests": """
         # Each device has the caches of its own requests, and no device needs another's.

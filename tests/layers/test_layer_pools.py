@@ -89,6 +89,10 @@ def test_all_layers_where_one_is_wanted():
     uneven = dataclasses.replace(pool, data=pool.data[1:]).layer(0)
     with pytest.raises(ValueError, match="must have as many rows for each of its 3 layers, got 14"):
         mla.gather_kv(uneven, SLOTS)
+    for layers_, index in ((3, 7), (3, -1), (1, 1)):
+        wrong = dataclasses.replace(pool, num_layers=layers_, layer_index=index)
+        with pytest.raises(ValueError, match="layer_index must be"):
+            mla.gather_kv(wrong, SLOTS)
     with pytest.raises(ValueError, match=r"PagedKV\.zeros: num_layers"):
         mla.PagedKV.zeros(mla.KVLayout.V4_FP8, 5, 4, num_layers=0)
 
@@ -197,6 +201,19 @@ def test_a_layer_s_steps(ratio):
         shares = np.asarray(now).reshape(LAYERS, *own.shape)
         np.testing.assert_array_equal(shares[MIDDLE], own)
         assert not shares[[0, 2]].any()
+
+
+def test_fields_of_different_layers():
+    world = make_world(4)
+    batch, rows, _ = make_step(world, mla.ForwardMode.DECODE, [(0, 7, 1)], num_rows=1)
+    metadata, pool = mla.build_v4_metadata(V4, batch, world.tables), all_layers(world)
+    one = world.empty_cache()
+    for mixed in (
+        dataclasses.replace(pool.layer(1), swa=pool.swa.layer(0)),
+        dataclasses.replace(pool.layer(1), index_k=one.index_k),
+    ):
+        with pytest.raises(ValueError, match=r"cache must be the view of one layer, cache\.layer\(i\)"):
+            layers.v4_layer(mixed, rows, world.params, batch, metadata, None, spec=V4, ratio=4)
 
 
 def test_layers_of_all_kinds_in_place_with_few_arrays():

@@ -23,6 +23,9 @@ from sparse_mla_torch.handover import export_request, import_request
 from sparse_mla_torch.hf.engine import Engine, Request
 from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder
 
+from jax_sparse_mla import DEEPSEEK_V4_FLASH
+from jax_sparse_mla.layers import V4LayerCache
+
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
 # The first request generates past position 384, where a C128 group ends and the window has left V4's first page.
@@ -349,3 +352,13 @@ def test_only_a_request_in_service_is_exported():
 def test_a_request_served_by_another_engine_is_still_refused():
     with pytest.raises(ValueError, match="request 0 has been served before"):
         new_engine("v32", trace=False).run([Request([1], 2, [3], computed=1)])
+
+
+def test_arrays_of_several_layers_are_refused():
+    """The file's names and rows are those of one layer's own arrays; another layer's must not be read or written."""
+    pool = V4LayerCache.zeros(DEEPSEEK_V4_FLASH, 0, num_pages=2, num_swa_pages=2, max_requests=1, num_layers=2)
+    for cache in (pool, pool.layer(1)):
+        with pytest.raises(ValueError, match="cache must hold one layer in arrays of its own"):
+            handover.read_cache(cache, None)
+        with pytest.raises(ValueError, match="cache must hold one layer in arrays of its own"):
+            handover.write_cache(cache, None, {})
