@@ -25,10 +25,15 @@ _MODULES = {
     "sglang merge": f"{_SGLANG}.sparse_prefill_kernels",
     "sglang topk": f"{_SGLANG}.topk",
     "sglang store": f"{_SGLANG}.attn",
+    "sglang rope": f"{_SGLANG}.norm_rope",
+    "sglang compress": f"{_SGLANG}.compress",
+    "sglang lengths": f"{_SGLANG}.metadata_kernel",
+    "sglang pages": f"{_SGLANG}.attn_metadata_kernels",
 }
 # These would import the whole server, or register kernels that no one asks for.
 _EMPTY_PACKAGES = ("", ".srt", ".kernels", ".kernels.jit", ".kernels.ops", ".kernels.ops.attention", _SGLANG[6:])
 _EMPTY_PACKAGES += (".kernels.ops.quantization", ".srt.utils")
+_EMPTY_PACKAGES += (".srt.layers", ".srt.layers.attention", ".srt.layers.attention.dsa")
 
 
 class NotMeasured(Exception):
@@ -65,7 +70,12 @@ def _prepare_sglang() -> None:
     helpers = {name: lambda: False for name in ("is_hip", "is_xpu", "is_npu", "is_musa", "is_gfx95_supported")}
     helpers |= {"is_cuda": lambda: True, "ceil_align": _ceil_align, "get_cuda_version": _cuda_version}
     vars(sys.modules["sglang.srt.utils"]).update(helpers)
-    _module("sglang.srt.utils.common", **helpers)
+    _module("sglang.srt.utils.common", **helpers, async_h2d=_to_device)
+    _module(
+        "sglang.srt.layers.attention.dsa.utils",
+        INDEXER_K_CACHE_PRESHUFFLE_TILE=0,  # of AMD's cache layout
+        aiter_can_use_preshuffle_paged_mqa=lambda: False,
+    )
     _module("sglang.kernels.ops.quantization.fp8_kernel", is_fp8_fnuz=lambda: False)
 
 
@@ -83,6 +93,12 @@ def _module(name: str, **contents) -> ModuleType:
     if parent:
         setattr(sys.modules[parent], child, module)
     return module
+
+
+def _to_device(values: list, *, dtype, device):
+    import torch
+
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _ceil_align(x: int, to: int) -> int:

@@ -1,0 +1,204 @@
+"""A decode step of DeepSeek-V4-Flash's attention beside SGLang's own, both 43 layers in a CUDA graph, on one GPU.
+
+    python -m benchmarks.peer_step --prepare FOLDER --wheel sglang-0.5.23-*.whl     # needs nvcc and no GPU
+    PYTHONPATH=FOLDER:$PYTHONPATH python -m benchmarks.peer_step --prepared FOLDER  # needs an H200
+
+SGLang's kernels are imported from the part of its wheel that FOLDER holds, FlashMLA's from sgl-flash-mla 1.0.0 and
+DeepGEMM's from sgl-deep-gemm 0.1.5.post1; apache-tvm-ffi and msgspec must be there too. Where SGLang itself is
+installed, --prepared may be left out: it then compiles its modules. Both steps have the ratios, tables, cache bytes,
+rows and parameters of `benchmarks.stack`, take their slots from the request table, add one to the lengths, make their
+metadata, and give each layer's keys one head of the output below.
+
+    A  SGLang's kernels on one stream
+    B  on the side streams that its model takes for up to 64 rows: what it does, and what ours is compared with
+    C  B with the norm and rope of the query and the rope taken back from the output, which ours leaves out
+
+Of each variant a case is only timed after `benchmarks.sglang.guards` has compared it with our reference; a failure ends
+the run. A step of theirs also normalises and rotates the key and rotates the index query. Ours is measured by
+`python -m benchmarks.step` in a process of its own, before. Per case: wall time of a step among 8 that are launched
+back to back, the time in which the GPU is busy, from the first operation to the last, operations, and what the host
+takes to enqueue one. Prints a table and writes peer_step.json to $OUT or benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import torch
+
+from benchmarks import peers
+from benchmarks.record import ROOT, environment, results_folder, write_json
+from benchmarks.sglang.guards import check
+from benchmarks.sglang.prepare import prepare, use_compiled
+from benchmarks.sglang.state import State
+from benchmarks.sglang.step import STREAM_ROWS, VARIANTS, Graph, Step
+from benchmarks.stack import V4_FLASH_RATIOS, Stack
+from benchmarks.step import ROOM, device_operations, summary
+
+DECODE = "1x8192,8x8192,64x8192,64x131072"
+HEADLINE = "B"
+STEPS = 8
+_VERSIONS = ("apache-tvm-ffi", "msgspec")
+
+
+class Case(NamedTuple):
+    batch: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        batch, _, context = text.partition("x")
+        return cls(int(batch), int(context))
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.context}"
+
+    def stack(self, layers: int) -> Stack:
+        return Stack(ratios=V4_FLASH_RATIOS[:layers], batch=self.batch, max_len=self.context)
+
+
+# --- time ------------------------------------------------------------------------------------------
+
+
+def measure(state: State, graph: Graph, repeats: int) -> dict:
+    """Times `repeats` runs of 8 steps each and profiles one more, on ever longer requests as `benchmarks.step` does."""
+    count = min((ROOM - 1) // (repeats + 1), STEPS)
+    state.lens.fill_(state.stack.max_len - ROOM)
+    run(graph, 1)
+    enqueue, wall = (statistics.median(column) for column in zip(*(run(graph, count) for _ in range(repeats))))
+    operations = device_operations(lambda: run(graph, count))
+    span = max(operation.end for operation in operations) - operations[0].start
+    return {
+        "steps": count,
+        "wall_us": wall / count * 1e6,
+        "enqueue_us": enqueue / count * 1e6,
+        "span_us": span / count / 1e3,
+        **summary(operations, count),
+    }
+
+
+def run(graph: Graph, steps: int) -> tuple[float, float]:
+    """Seconds until all steps are enqueued, and until they are done."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        graph.replay()
+    enqueued = time.perf_counter()
+    torch.cuda.synchronize()
+    return enqueued - start, time.perf_counter() - start
+
+
+def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int) -> dict[str, dict]:
+    """By variant, its times and what the guards found."""
+    state, found = State(case.stack(layers)), {}
+    for name in variants:
+        if VARIANTS[name].streams and case.batch > STREAM_ROWS:
+            continue
+        step = Step(state, VARIANTS[name])
+        state.lens.fill_(state.stack.max_len - ROOM)
+        graph = step.capture()
+        guards = check(state, step, graph)
+        print(f"{case} {name}: {guards}", flush=True)
+        found[name] = measure(state, graph, repeats) | {"guards": guards._asdict()}
+        del step, graph
+    return found
+
+
+def measure_ours(cases: Sequence[str], options: str, layers: int, repeats: int) -> dict[str, dict]:
+    """Our step, by case; with options also under `case@options`; a process of its own."""
+    named = [*cases, *(f"{case}@{options}" for case in cases if options)]
+    command = [sys.executable, "-m", "benchmarks.step", "--prefill", "", "--long", "", "--decode", ",".join(named)]
+    command += ["--layers", str(layers), "--repeats", str(repeats)]
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"OUT": out})
+        results = json.loads((Path(out) / "step.json").read_text())["results"]
+    return {name.removeprefix("decode "): result for name, result in results.items()}
+
+
+# --- report ----------------------------------------------------------------------------------------
+
+COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "enqueue_us")
+
+
+def table(results: dict[str, dict[str, dict]]) -> str:
+    """A line for each case and variant; `ours` stands beside, and the last column is theirs over ours in wall time."""
+    lines = [f"{'case':12} {'step':40}" + "".join(f"{column:>12}" for column in COLUMNS) + f"{'/ ours':>9}"]
+    for case, steps in results.items():
+        for name, result in steps.items():
+            cells = "".join(f"{result[c]:12,.0f}" if c in result else f"{'–':>12}" for c in COLUMNS)
+            ratio = ""
+            if name in VARIANTS and not VARIANTS[name].query and "ours" in steps:
+                ratio = f"{result['wall_us'] / steps['ours']['wall_us']:9.2f}"
+            lines.append(f"{case:12} {'SGLang ' * (name in VARIANTS) + name:40}{cells}{ratio}")
+    return "\n".join(lines)
+
+
+def with_ours(results: dict[str, dict[str, dict]], ours: dict[str, dict]) -> dict[str, dict[str, dict]]:
+    """By case, our step and then SGLang's."""
+    for named, result in ours.items():
+        case, _, options = named.partition("@")
+        name = f"ours, {options}" if options else "ours"
+        wanted = {key: result[key] for key in ("steps", "gpu_busy", "from_graphs", *COLUMNS) if key in result}
+        results[case] = {name: wanted} | results.get(case, {}) if name == "ours" else results[case] | {name: wanted}
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make the folder, and measure nothing")
+    parser.add_argument("--wheel", type=Path, help="SGLang's, for --prepare")
+    parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="where SGLang's compiled modules lie")
+    parser.add_argument("--decode", default=DECODE, help="cases, BATCHxCONTEXT")
+    parser.add_argument("--variants", default="A,B,C")
+    parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--options", default="", help="measure ours with these options of benchmarks.step as well")
+    parser.add_argument("--no-ours", action="store_true", help="leave our own step out")
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # the tables, rows and reference: the GPU is SGLang's
+    if arguments.prepare:
+        if arguments.wheel is None:
+            parser.error("--prepare needs --wheel")
+        for path in prepare(arguments.prepare, arguments.wheel):
+            print(f"{path.stat().st_size:10,} {path}")
+        return 0
+
+    cases, missing = arguments.decode.split(","), []
+    ours = {} if arguments.no_ours else measure_ours(cases, arguments.options, arguments.layers, arguments.repeats)
+    if arguments.prepared:
+        sys.path.insert(0, str(arguments.prepared.resolve()))
+        importlib.invalidate_caches()
+        peers.find("sglang topk")
+        missing = use_compiled(arguments.prepared)
+    results: dict[str, dict[str, dict]] = {}
+    where = environment()
+    where["versions"] |= {name: importlib.metadata.version(name) for name in _VERSIONS}
+    for text in cases:
+        results[text] = measure_case(
+            Case.parse(text), arguments.variants.split(","), arguments.layers, arguments.repeats
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
+        found = with_ours({text: results[text]}, {k: v for k, v in ours.items() if k.partition("@")[0] == text})
+        results |= found
+        print(table(found), flush=True)
+        write_json(results_folder() / "peer_step.json", where | {"compiled_here": missing, "results": results})
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
