@@ -117,6 +117,7 @@ PARTS = (
         60,
     ),
     Part("arguments", "arguments.json", "arguments", 30),
+    Part("peer_step", "peer_step.json", "peer_step", 180),
 )
 
 

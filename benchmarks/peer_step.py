@@ -1,13 +1,13 @@
 """A decode step of DeepSeek-V4-Flash's attention beside SGLang's own, both 43 layers in a CUDA graph, on one GPU.
 
-    python -m benchmarks.peer_step --prepare FOLDER --wheel sglang-0.5.23-*.whl     # needs nvcc and no GPU
-    PYTHONPATH=FOLDER:$PYTHONPATH python -m benchmarks.peer_step --prepared FOLDER  # needs an H200
+    python -m benchmarks.peer_step --prepare FOLDER --wheel sglang-0.5.23-*.whl  # needs nvcc and no GPU
+    python -m benchmarks.peer_step --prepared FOLDER                             # needs an H200
 
 SGLang's kernels are imported from the part of its wheel that FOLDER holds, FlashMLA's from sgl-flash-mla 1.0.0 and
-DeepGEMM's from sgl-deep-gemm 0.1.5.post1; apache-tvm-ffi and msgspec must be there too. Where SGLang itself is
-installed, --prepared may be left out: it then compiles its modules. Both steps have the ratios, tables, cache bytes,
-rows and parameters of `benchmarks.stack`, take their slots from the request table, add one to the lengths, make their
-metadata, and give each layer's keys one head of the output below.
+DeepGEMM's from sgl-deep-gemm 0.1.5.post1; apache-tvm-ffi and msgspec must be installed, and CUDA_HOME must be the root
+of the toolkit. Where SGLang itself is installed, --prepared may be left out: it then compiles its modules. Both steps
+have the ratios, tables, cache bytes, rows and parameters of `benchmarks.stack`, take their slots from the request
+table, add one to the lengths, make their metadata, and give each layer's keys one head of the output below.
 
     A  SGLang's kernels on one stream
     B  on the side streams that its model takes for up to 64 rows: what it does, and what ours is compared with
@@ -51,7 +51,6 @@ from benchmarks.step import ROOM, device_operations, summary
 DECODE = "1x8192,8x8192,64x8192,64x131072"
 HEADLINE = "B"
 STEPS = 8
-_VERSIONS = ("apache-tvm-ffi", "msgspec")
 
 
 class Case(NamedTuple):
@@ -185,7 +184,6 @@ def main() -> int:
         missing = use_compiled(arguments.prepared)
     results: dict[str, dict[str, dict]] = {}
     where = environment()
-    where["versions"] |= {name: importlib.metadata.version(name) for name in _VERSIONS}
     for text in cases:
         results[text] = measure_case(
             Case.parse(text), arguments.variants.split(","), arguments.layers, arguments.repeats

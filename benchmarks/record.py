@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch")
-_PEERS = ("sgl-flash-mla", "sgl-deep-gemm", "sglang", "sglang-kernel", "flashinfer-python")
+_PEERS = ("sgl-flash-mla", "sgl-deep-gemm", "sglang", "sglang-kernel", "flashinfer-python", "apache-tvm-ffi")
 _CODE = ("jax_sparse_mla", "interop", "kernels_cuda", "benchmarks")
 _SUFFIXES = frozenset((".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"))
 _NOT_MEASURING = ("all.py", "plots.py", "tables.py")  # of benchmarks: they run the others or show what these measured

@@ -223,7 +223,9 @@ def _cache(mini: Stack, ratio: int, request: Request, pages: np.ndarray, swa_pag
         kv, score = np.split(rows, 2, axis=1)
         return CompressorState(kv=jnp.asarray(kv[None]), score=jnp.asarray(score[None]))
 
-    cache = dataclasses.replace(cache, swa=dataclasses.replace(cache.swa, data=put(cache.swa.data, swa_pages, request.swa)))
+    cache = dataclasses.replace(
+        cache, swa=dataclasses.replace(cache.swa, data=put(cache.swa.data, swa_pages, request.swa))
+    )
     if ratio:
         data = put(cache.compressed.data, pages, request.compressed)
         compressed = dataclasses.replace(cache.compressed, data=data)

@@ -148,7 +148,7 @@ def _compile(build: Callable[[], object], folder: Path) -> list[Path]:
 
 
 def _path(folder: Path, spec) -> Path:
-    """Where a module of these sources, exports and flags is kept; a folder each, since a broken one is removed whole."""
+    """Where a module of these sources, exports and flags is kept: a folder each, as a broken one is removed whole."""
     digest = hashlib.sha256(repr((spec.module_args, spec.wrappers, spec.cuda_cflags)).encode())
     for source in spec.cuda_files:
         digest.update(Path(source).read_bytes())

@@ -1,4 +1,4 @@
-"""What SGLang's step works on: the caches, tables, rows and parameters of `benchmarks.stack`, as its pools hold them."""
+"""What SGLang's step works on: the caches, tables, rows and parameters of `benchmarks.stack`, as its pools hold it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.stack import Stack, fill
+from jax_sparse_mla import ModelSpec
 from jax_sparse_mla.layers import CompressorParams
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 
@@ -148,15 +149,23 @@ def rope_table(inv_freq, positions: int) -> np.ndarray:
 
 
 def first_pages(stack: Stack) -> dict[int, dict[str, np.ndarray]]:
-    """By ratio and cache, the few pages that `fill` repeats, uint8 `[at most 64, page_bytes]`."""
-    pages = min(64, 1 + stack.batch * stack.pages)
-    swa_pages = min(64, 1 + stack.batch * stack.window_pages)
-    max_len = stack.spec.page_size * (pages - 1)
-    return _filled(Stack(stack.spec, tuple(dict.fromkeys(stack.ratios)), 1, max_len, swa_pages - 1))
+    """By ratio and cache, the few pages that `fill` repeats, uint8 `[at most 64, page_bytes]`.
+
+    It repeats as many as a layer has, and of the index keys as many as all layers have.
+    """
+    pages, swa_pages = 1 + stack.batch * stack.pages, 1 + stack.batch * stack.window_pages
+    found = dict(_filled(stack.spec, tuple(dict.fromkeys(stack.ratios)), min(64, pages), min(64, swa_pages)))
+    if INDEXED_RATIO in found:
+        keys = min(64, stack.ratios.count(INDEXED_RATIO) * pages)
+        filled = _filled(stack.spec, tuple(dict.fromkeys(stack.ratios)), keys, min(64, swa_pages))
+        found[INDEXED_RATIO] = found[INDEXED_RATIO] | {"index_k": filled[INDEXED_RATIO]["index_k"]}
+    return found
 
 
 @functools.cache
-def _filled(small: Stack) -> dict[int, dict[str, np.ndarray]]:
+def _filled(spec: ModelSpec, ratios: tuple[int, ...], pages: int, swa_pages: int) -> dict[int, dict[str, np.ndarray]]:
+    """The caches of one layer of each ratio, filled."""
+    small = Stack(spec, ratios, batch=1, max_len=spec.page_size * (pages - 1), window_pages=swa_pages - 1)
     found = {}
     for ratio, cache in fill(small, small.empty_caches()).items():
         found[ratio] = {"swa": np.array(cache.swa.data)}
