@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="where SGLang's compiled modules lie")
     parser.add_argument("--decode", default=DECODE, help="cases, BATCHxCONTEXT")
     parser.add_argument("--variants", default="A,B,C")
-    parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
+    parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first, at least 3")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--options", default="", help="measure ours with these options of benchmarks.step as well")
     parser.add_argument("--no-ours", action="store_true", help="leave our own step out")

@@ -97,21 +97,14 @@ class State:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def _layers(self) -> list[Layer]:
-        """Layers of a ratio are slices of one array, as long as all their pages."""
         stack, some = self.stack, first_pages(self.stack)
-        pages, swa_pages = 1 + stack.batch * stack.pages, 1 + stack.batch * stack.window_pages
-        pools = {}
-        for ratio in dict.fromkeys(stack.ratios):
-            count = stack.ratios.count(ratio)
-            pools[ratio] = {"swa": self._repeat(some[ratio]["swa"], count, swa_pages)}
-            if ratio:
-                pools[ratio]["compressed"] = self._repeat(some[ratio]["compressed"], count, pages)
-            if ratio == INDEXED_RATIO:
-                pools[ratio]["index_k"] = self._repeat(some[ratio]["index_k"], count, pages)
+        counts = {"swa": 1 + stack.batch * stack.window_pages}
+        counts |= dict.fromkeys(("compressed", "index_k"), 1 + stack.batch * stack.pages)
         layers = []
         for i, ratio in enumerate(stack.ratios):
             number, params = stack.ratios[:i].count(ratio), self.params[i]
-            layer = Layer(ratio, sink=self._tensor(params.attn_sink), **{k: v[number] for k, v in pools[ratio].items()})
+            caches = {name: self._repeat(pages, number, counts[name]) for name, pages in some[ratio].items()}
+            layer = Layer(ratio, sink=self._tensor(params.attn_sink), **caches)
             if ratio:
                 rows = self._rows[ratio].compressed_kv, self._rows[ratio].compressed_score
                 layer.compressor = self._compressor(ratio, params.compressor, *rows)
@@ -121,11 +114,10 @@ class State:
             layers.append(layer)
         return layers
 
-    def _repeat(self, some: np.ndarray, layers: int, pages: int) -> torch.Tensor:
-        """uint8 `[layers, pages, page_bytes]`, the same few pages over and over."""
+    def _repeat(self, some: np.ndarray, layer: int, pages: int) -> torch.Tensor:
+        """uint8 `[pages, page_bytes]`, a layer's share of the same few pages over and over."""
         some = torch.from_numpy(some).to(self.device)
-        index = torch.arange(layers * pages, device=self.device) % len(some)
-        return some.index_select(0, index).view(layers, pages, -1)
+        return some[torch.arange(layer * pages, (layer + 1) * pages, device=self.device) % len(some)]
 
     def _compressor(self, ratio: int, params: CompressorParams, kv, score) -> Compressor:
         tokens = C4_RING * (1 + self.stack.batch * self.stack.window_pages)
