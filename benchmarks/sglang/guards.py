@@ -54,7 +54,7 @@ class Report(NamedTuple):
 
 
 def check(state: State, step: Step, graph: Graph) -> Report:
-    """Compares the first layer of each ratio and the last layer, of the first request and the last.
+    """Compares the first layer of each ratio and the last layer, of the first request and the last; prints what it finds.
 
     The requests end at the end of their tables, where every cache is as full as it will be.
 
@@ -67,23 +67,28 @@ def check(state: State, step: Step, graph: Graph) -> Report:
     state.lens.fill_(stack.max_len - 1 - STEPS_BEFORE)
     for _ in range(STEPS_BEFORE):
         step()
-    torch.cuda.synchronize()
-    before = {(n, r): Request.of(state, state.layers[n], r) for n in numbers for r in requests}
-    seen = dict.fromkeys(numbers)
+    pairs = [(number, request) for number in numbers for request in requests]
+    before = [Request.of(state, state.layers[number], request) for number, request in pairs]
+    seen: dict[int, Seen | None] = dict.fromkeys(numbers)
     eager = step(seen)
-    torch.cuda.synchronize()
-    report = Report(1.0, 0.0, 0.0, _graph_error(state, eager, graph))
+    after = [Request.of(state, state.layers[number], request) for number, request in pairs]
+    report, failures = Report(1.0, 0.0, 0.0, _graph_error(state, eager, graph)), []
     if not report.graph_error <= MOST_ERROR:
-        raise GuardError(f"the captured step's output differs from the eager one's by {report.graph_error:.3g}")
-    if step.variant.query:  # its queries and outputs are not those of our step
-        return report
-    for number, request in before:
-        after = Request.of(state, state.layers[number], request)
-        found = compare(state, number, request, before[number, request], after, seen[number])
-        where = f"layer {number} of ratio {stack.ratios[number]}, request {request}"
-        if not (found.selected >= LEAST_SELECTED and found.output_error <= MOST_ERROR):
-            raise GuardError(f"{where}: {found}")
-        report = report.worse(found)
+        failures.append(f"the captured step's output differs from the eager one's by {report.graph_error:.3g}")
+    if not step.variant.query:  # else its queries and outputs are not those of our step
+        for (number, request), first, then in zip(pairs, before, after, strict=True):
+            where = f"layer {number} of ratio {stack.ratios[number]}, request {request}"
+            try:
+                found = compare(state, number, request, first, then, seen[number])
+            except GuardError as error:
+                failures.append(f"{where}: {error}")
+                continue
+            print(f"    {where}: {found}")
+            report = report.worse(found)
+            if not (found.selected >= LEAST_SELECTED and found.output_error <= MOST_ERROR):
+                failures.append(f"{where}: {found}")
+    if failures:
+        raise GuardError("\n".join(failures))
     return report
 
 
