@@ -54,7 +54,7 @@ class Report(NamedTuple):
 
 
 def check(state: State, step: Step, graph: Graph) -> Report:
-    """Compares the first layer of each ratio and the last layer, of the first request and the last; prints what it finds.
+    """Compares the first layer of each ratio and the last layer, of the first request and the last, and prints it all.
 
     The requests end at the end of their tables, where every cache is as full as it will be.
 
