@@ -116,15 +116,26 @@ def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int)
     return found
 
 
-def measure_ours(cases: Sequence[str], options: str, layers: int, repeats: int) -> dict[str, dict]:
-    """Our step, by case; with options also under `case@options`; a process of its own."""
-    named = [*cases, *(f"{case}@{options}" for case in cases if options)]
-    command = [sys.executable, "-m", "benchmarks.step", "--prefill", "", "--long", "", "--decode", ",".join(named)]
-    command += ["--layers", str(layers), "--repeats", str(repeats)]
+def measure_ours(arguments: Sequence[str]) -> dict[str, dict]:
+    """What `benchmarks.step` finds with these arguments, by its names of cases; a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.step", "--long", "", *arguments]
     with tempfile.TemporaryDirectory() as out:
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"OUT": out})
-        results = json.loads((Path(out) / "step.json").read_text())["results"]
-    return {name.removeprefix("decode "): result for name, result in results.items()}
+        return json.loads((Path(out) / "step.json").read_text())["results"]
+
+
+def load(prepared: Path | None) -> list[str]:
+    """Makes SGLang's part of the folder importable.
+
+    Returns:
+      The names of the modules that are compiled here, which grows as they are used.
+    """
+    if prepared is None:
+        return []
+    sys.path.insert(0, str(prepared.resolve()))
+    importlib.invalidate_caches()
+    peers.find("sglang topk")
+    return use_compiled(prepared.resolve())
 
 
 # --- report ----------------------------------------------------------------------------------------
@@ -175,13 +186,13 @@ def main() -> int:
             print(f"{path.stat().st_size:10,} {path}")
         return 0
 
-    cases, missing = arguments.decode.split(","), []
-    ours = {} if arguments.no_ours else measure_ours(cases, arguments.options, arguments.layers, arguments.repeats)
-    if arguments.prepared:
-        sys.path.insert(0, str(arguments.prepared.resolve()))
-        importlib.invalidate_caches()
-        peers.find("sglang topk")
-        missing = use_compiled(arguments.prepared)
+    cases, ours = arguments.decode.split(","), {}
+    if not arguments.no_ours:
+        named = [*cases, *(f"{case}@{arguments.options}" for case in cases if arguments.options)]
+        size = "--layers", str(arguments.layers), "--repeats", str(arguments.repeats)
+        ours = measure_ours(["--prefill", "", "--decode", ",".join(named), *size])
+        ours = {name.removeprefix("decode "): result for name, result in ours.items()}
+    missing = load(arguments.prepared)
     results: dict[str, dict[str, dict]] = {}
     where = environment()
     for text in cases:

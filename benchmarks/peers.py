@@ -29,11 +29,14 @@ _MODULES = {
     "sglang compress": f"{_SGLANG}.compress",
     "sglang lengths": f"{_SGLANG}.metadata_kernel",
     "sglang pages": f"{_SGLANG}.attn_metadata_kernels",
+    "sglang index keys": "sglang.kernels.ops.kvcache.dsa_index_k_cache",
+    "sglang workspace": "sglang.srt.layers.attention.dsv4.sparse_prefill_utils",
 }
 # These would import the whole server, or register kernels that no one asks for.
 _EMPTY_PACKAGES = ("", ".srt", ".kernels", ".kernels.jit", ".kernels.ops", ".kernels.ops.attention", _SGLANG[6:])
 _EMPTY_PACKAGES += (".kernels.ops.quantization", ".srt.utils")
-_EMPTY_PACKAGES += (".srt.layers", ".srt.layers.attention", ".srt.layers.attention.dsa")
+_EMPTY_PACKAGES += (".kernels.ops.kvcache", ".srt.layers", ".srt.layers.attention")
+_EMPTY_PACKAGES += (".srt.layers.attention.dsa", ".srt.layers.attention.dsv4")
 
 
 class NotMeasured(Exception):

@@ -24,9 +24,9 @@ from benchmarks.sglang.state import C4_RING, C128_RING, EPS, Compressor, Layer, 
 from benchmarks.sglang.step import Graph, Seen, Step
 from benchmarks.stack import Stack
 from jax_sparse_mla import ForwardBatch, ForwardMode
-from jax_sparse_mla.compressor import CompressorState, rope_interleaved
-from jax_sparse_mla.indexer import index_logits, quantize_index_q
-from jax_sparse_mla.kv_cache import gather_kv
+from jax_sparse_mla.compressor import CompressorState, compress_kv, rope_interleaved
+from jax_sparse_mla.indexer import index_logits, quantize_index_q, write_transformed_index_k
+from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import IndexRows, V4LayerCache, V4Rows, prepare_v4_step, v4_layer
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
 
@@ -92,6 +92,77 @@ def check(state: State, step: Step, graph: Graph) -> Report:
     return report
 
 
+def check_chunk(state: State, seen: dict[int, Seen | None], rows: int) -> Report:
+    """The same of a prefill of one request that fills its table, the last chunk of `rows` rows.
+
+    Its second last row is compared, at whose token no compressor completes an entry, as if it were a decode step; and
+    all entries of the compressed caches.
+
+    Raises:
+      GuardError: they are not the same.
+    """
+    report, failures = Report(1.0, 0.0, 0.0, 0.0), []
+    for number, found in seen.items():
+        layer = state.layers[number]
+        owned, where = Request.of(state, layer, 0), f"layer {number} of ratio {layer.ratio}"
+        try:
+            found = compare(state, number, 0, owned, owned, found, rows - 2, state.stack.max_len - 1)
+            share = _check_entries(state, number, owned)
+        except GuardError as error:
+            failures.append(f"{where}: {error}")
+            continue
+        found = found._replace(changed_bytes=max(found.changed_bytes, share))
+        print(f"    {where}: {found}")
+        report = report.worse(found)
+        if not (found.selected >= LEAST_SELECTED and found.output_error <= MOST_ERROR):
+            failures.append(f"{where}: {found}")
+    if failures:
+        raise GuardError("\n".join(failures))
+    return report
+
+
+def _check_entries(state: State, number: int, owned: Request) -> float:
+    """All entries that a prefill leaves, against our compressor's on the same rows."""
+    layer, stack, params = state.layers[number], state.stack, state.params[number]
+    mini = dataclasses.replace(stack, batch=1, ratios=(layer.ratio,))
+    tables = mini.tables()
+    actual, shares = _cache(mini, layer.ratio, owned, *_mini_pages(mini, tables)), [0.0]
+    if layer.compressor is not None:
+        entries, slots = _entries(stack, layer.ratio, layer.compressor, params.compressor, tables)
+        ours = write_kv(mini.empty_caches()[layer.ratio].compressed, slots, entries)
+        rows = [np.asarray(gather_kv(cache, slots), np.float32) for cache in (ours, actual.compressed)]
+        _near(*(row[:, : stack.spec.nope_dim] for row in rows), E4M3_STEP, "entries' e4m3 values")
+        _near(*(row[:, stack.spec.nope_dim :] for row in rows), BF16_STEP, "entries' rotated values")
+        shares.append((rows[0] != rows[1]).mean())
+    if layer.index_k is not None:
+        entries, slots = _entries(stack, layer.ratio, layer.index_compressor, params.index_compressor, tables)
+        ours = write_transformed_index_k(jnp.zeros_like(actual.index_k), slots, entries)
+        keys = [_keys(np.asarray(data), np.asarray(slots)) for data in (ours, actual.index_k)]
+        _near(*keys, E4M3_STEP, "index keys' values")
+        shares.append((keys[0] != keys[1]).mean())
+    return float(max(shares))
+
+
+def _entries(stack: Stack, ratio: int, compressor: Compressor, params, tables) -> tuple[jax.Array, jax.Array]:
+    """Our entries of a request whose chunks all have the compressor's rows, and their slots."""
+    kv, score = jnp.split(jnp.asarray(_numpy(compressor.rows)), 2, axis=1)
+    chunks = stack.max_len // len(kv)
+    entries, rows, _ = compress_kv(
+        CompressorState.zeros(1, ratio=ratio, head_dim=len(params.norm_weight)),
+        jnp.tile(kv, (chunks, 1)),
+        jnp.tile(score, (chunks, 1)),
+        positions=jnp.arange(stack.max_len, dtype=jnp.int32),
+        req_rows=jnp.zeros(stack.max_len, jnp.int32),
+        query_start_loc=jnp.asarray([0, stack.max_len], jnp.int32),
+        ape=params.ape,
+        norm_weight=params.norm_weight,
+        inv_freq=params.inv_freq,
+        ratio=ratio,
+    )
+    count = stack.max_len // ratio
+    return entries[:count], tables.req_to_token[0, rows[:count]] // ratio
+
+
 def _graph_error(state: State, eager: torch.Tensor, graph: Graph) -> float:
     """The same step once more, captured; a step that is repeated writes what it wrote."""
     eager = eager.float()
@@ -134,22 +205,39 @@ class Request:
         return found
 
 
-def compare(state: State, number: int, request: int, before: Request, after: Request, seen: Seen) -> Report:
-    """One layer and request against `v4_layer`."""
+def compare(
+    state: State,
+    number: int,
+    request: int,
+    before: Request,
+    after: Request,
+    seen: Seen,
+    row: int | None = None,
+    length: int | None = None,
+) -> Report:
+    """One layer and request against `v4_layer`.
+
+    Args:
+      state, number: the layer. request: whose step it is.
+      before, after: what the request owns. seen: what SGLang's step gave and made.
+      row: the request's in the step's inputs and outputs, by default `request`.
+      length: of the request, with the step's token; by default all that its table holds.
+    """
     stack, layer = state.stack, state.layers[number]
+    row, length = request if row is None else row, stack.max_len if length is None else length
     mini = dataclasses.replace(stack, batch=1, ratios=(layer.ratio,))
     tables = mini.tables()
     pages, swa_pages = _mini_pages(mini, tables)
-    rows, position = _rows(state, layer, request, seen.kv[request : request + 1]), stack.max_len - 1
+    rows, position = _rows(state, layer, row, seen.kv[row : row + 1], length - 1), length - 1
     selection = jnp.zeros((1, 0))
     if layer.index_k is not None:
-        chosen = _positions(state, request, _numpy(seen.slots[request]))
+        chosen = _positions(state, request, _numpy(seen.slots[row]), length)
         selection = jnp.zeros((1, stack.pages * 64)).at[0, chosen].set(1.0)
     cache = _cache(mini, layer.ratio, before, pages, swa_pages)
     run = _reference(mini, layer.ratio)
-    out, expected, logits = run(cache, rows, state.params[number], tables, selection)
+    out, expected, logits = run(cache, rows, state.params[number], tables, selection, jnp.full(1, length, jnp.int32))
 
-    found = _numpy(seen.out[request].float())
+    found = _numpy(seen.out[row].float())
     out = np.asarray(out[0], np.float32)
     error = float(np.linalg.norm(found - out) / np.linalg.norm(out))
     share = 1.0
@@ -161,16 +249,16 @@ def compare(state: State, number: int, request: int, before: Request, after: Req
 
 @functools.cache
 def _reference(mini: Stack, ratio: int):
-    """`(cache, rows, params, tables, selection) -> (out, cache, logits)` of a decode step of one full request."""
+    """`(cache, rows, params, tables, selection, length) -> (out, cache, logits)` of a decode step of one request."""
 
     @jax.jit
-    def run(cache, rows, params, tables, selection):
+    def run(cache, rows, params, tables, selection, length):
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
             max_seq_len=mini.max_len,
             req_pool_indices=jnp.zeros(1, jnp.int32),
-            seq_lens=jnp.full(1, mini.max_len, jnp.int32),
-            out_cache_loc=tables.req_to_token[:, mini.max_len - 1],
+            seq_lens=length,
+            out_cache_loc=tables.req_to_token[0, length - 1],
         )
         step = prepare_v4_step(mini.spec, batch, tables, gathered=False)
         arguments = cache, rows, params, batch, step.metadata, None
@@ -186,10 +274,9 @@ def _reference(mini: Stack, ratio: int):
     return run
 
 
-def _rows(state: State, layer: Layer, request: int, kv: torch.Tensor) -> V4Rows:
-    """A request's rows as our step takes them: what SGLang's kernels do before is done."""
-    one = slice(request, request + 1)
-    position = jnp.full((1,), state.stack.max_len - 1, jnp.int32)
+def _rows(state: State, layer: Layer, row: int, kv: torch.Tensor, position: int) -> V4Rows:
+    """One row as our step takes it: what SGLang's kernels do before is done."""
+    one, position = slice(row, row + 1), jnp.full((1,), position, jnp.int32)
 
     def rope(x: jax.Array) -> jax.Array:
         return rope_interleaved(x, position.reshape((1,) * (x.ndim - 1)), state.inv_freq)
@@ -241,7 +328,7 @@ def _cache(mini: Stack, ratio: int, request: Request, pages: np.ndarray, swa_pag
     return cache
 
 
-def _positions(state: State, request: int, slots: np.ndarray) -> np.ndarray:
+def _positions(state: State, request: int, slots: np.ndarray, length: int) -> np.ndarray:
     """The entries that a row's slots are.
 
     Raises:
@@ -251,7 +338,7 @@ def _positions(state: State, request: int, slots: np.ndarray) -> np.ndarray:
     pages = _numpy(state.req_to_token[request, ::page_size] // page_size)
     number = {page: i for i, page in enumerate(pages.tolist())}
     found = [number.get(slot // 64, -1) * 64 + slot % 64 for slot in slots.tolist() if slot >= 0]
-    expected = min(state.stack.spec.index_topk, state.stack.max_len // INDEXED_RATIO)
+    expected = min(state.stack.spec.index_topk, length // INDEXED_RATIO)
     if len(set(found)) != expected or min(found) < 0:
         raise GuardError(f"request {request} selects {len(set(found))} of its own entries, not {expected}")
     return np.asarray(found)
@@ -295,18 +382,21 @@ def _check_kv(mini: Stack, ours, theirs, slot: int) -> float:
 
 
 def _check_index_k(ours, theirs, slot: int) -> float:
-    page, offset = slot // 64, slot % 64
-    values, scale = slice(128 * offset, 128 * offset + 128), slice(64 * 128 + 4 * offset, 64 * 128 + 4 * offset + 4)
-    written = [*range(values.start, values.stop), *range(scale.start, scale.stop)]
+    values, scale = 128 * (slot % 64), 64 * 128 + 4 * (slot % 64)
+    written = [*range(values, values + 128), *range(scale, scale + 4)]
     pages = [np.asarray(ours), np.asarray(theirs)]
-    share = _only_there_differ(*pages, page, written, "the index keys")
-    keys = [
-        np.asarray(data[page, values]).view(np.dtype(jnp.float8_e4m3fn)).astype(np.float32)
-        * data[page, scale].copy().view(np.float32)
-        for data in pages
-    ]
-    _near(*keys, E4M3_STEP, "an index key's values")
+    share = _only_there_differ(*pages, slot // 64, written, "the index keys")
+    _near(*(_keys(data, np.asarray([slot])) for data in pages), E4M3_STEP, "an index key's values")
     return share
+
+
+def _keys(pages: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """float32 `[slots, 128]`."""
+    pages = np.ascontiguousarray(pages)
+    values = pages[:, : 64 * 128].reshape(-1, 64, 128).view(np.dtype(jnp.float8_e4m3fn))
+    scales = np.ascontiguousarray(pages[:, 64 * 128 :]).view(np.float32)
+    page, offset = slots // 64, slots % 64
+    return values[page, offset].astype(np.float32) * scales[page, offset, None]
 
 
 def _only_there_differ(ours: np.ndarray, theirs: np.ndarray, page: int, written: list[int], what: str) -> float:
@@ -322,7 +412,7 @@ def _near(ours: np.ndarray, theirs: np.ndarray, step: float, what: str) -> None:
     """Within one step of the format: values that lie on either side of a rounding boundary."""
     scale = np.maximum(np.abs(ours), np.abs(theirs))
     # Among the smallest numbers of a format steps no longer shrink with the value.
-    most = np.maximum(step * scale, 2**-9 * scale.max())
+    most = np.maximum(step * scale, 2**-9 * scale.max(-1, keepdims=True))
     if not (np.abs(ours - theirs) <= most).all():
         raise GuardError(f"{what} differ by up to {np.abs(ours - theirs).max():.3g} of {scale.max():.3g}")
 

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import peers
 
-MODULES = ("topk", "store", "rope", "compress", "lengths", "pages")
+MODULES = ("topk", "store", "rope", "compress", "lengths", "pages", "gather", "index keys", "workspace")
 _KEPT = (
     "sglang/kernels/jit/utils/",
     "sglang/kernels/jit/include/",
@@ -31,7 +31,11 @@ _KEPT = (
     "sglang/kernels/jit/csrc/occupancy/",
 )
 _KEPT_FLAT = ("sglang/kernels/ops/attention/dsv4/",)
-_KEPT_FILES = ("sglang/srt/environ.py",)
+_KEPT_FILES = (
+    "sglang/kernels/ops/kvcache/dsa_index_k_cache.py",
+    "sglang/srt/environ.py",
+    "sglang/srt/layers/attention/dsv4/sparse_prefill_utils.py",
+)
 
 # Clusters of 8 and of 16 thread blocks that an H200 holds at a time, by which SGLang routes its top-k: of 8 groups of
 # multiprocessors all, 7 or 6 have room for a cluster of 16. Another pair is compiled where it is met.

@@ -71,9 +71,10 @@ class State:
       params: our parameters of each layer.
     """
 
-    def __init__(self, stack: Stack, device: str = "cuda"):
+    def __init__(self, stack: Stack, device: str = "cuda", num_rows: int | None = None):
+        """`num_rows` is how many rows the inputs have, by default one for each request."""
         self.stack, self.device = stack, device
-        tables, rows = stack.tables(), stack.rows(stack.batch)
+        tables, rows = stack.tables(), stack.rows(num_rows or stack.batch)
         self.req_to_token = self._tensor(tables.req_to_token)
         self.slots, self.full_to_swa = self.req_to_token.long(), self._tensor(tables.full_to_swa).long()
         self.requests = torch.arange(stack.batch, device=device)

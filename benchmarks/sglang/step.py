@@ -39,22 +39,42 @@ class Metadata:
     """What all layers of a step share, made as SGLang's backend makes it inside its graph.
 
     Attributes:
-      positions, c4_lens: int32 `[B]`. swa_lens, c4_topk_lens, c128_lens: int32 `[B]`, the attention's lengths.
-      swa_slots: int32 `[B, 128]`. c4_slots: int32 `[B, topk]`, written by each indexer. c128_slots: int32.
+      positions, c4_lens: int32 `[T]`. swa_lens, c4_topk_lens, c128_lens: int32 `[T]`, the attention's lengths.
+      page_table: int32 `[T, pages]`.
+      swa_slots: int32 `[T, 128]`. c4_slots: int32 `[T, topk]`, written by each indexer. c128_slots: int32.
       swa_out, c4_out, c128_out: the slots of this step's rows and entries.
       schedule, topk_plan: of the index logits and of the top-k. plans: by ratio, the compressors'.
       flashmla: by ratio, FlashMLA's schedule, which its first call makes.
     """
 
     def __init__(self, state: State, sglang: dict[str, ModuleType], deep_gemm: ModuleType, flash_mla: ModuleType):
-        spec, requests, lens = state.stack.spec, state.requests, state.lens
+        requests, lens = state.requests, state.lens
         out_loc = state.slots.gather(1, lens[:, None])[:, 0]
         lens.add_(1)
+        self.of_rows(state, sglang, deep_gemm, requests, lens, state.req_to_token.shape[1], out_loc)
+        make = sglang["compress"].CompressorDecodePlan.generate
+        table = requests, state.req_to_token, state.full_to_swa, lens, state.stack.spec.page_size
+        self.plans = {4: make(4, *table, C4_RING), 128: make(128, *table, C128_RING)}
+        self.swa_out = state.full_to_swa[out_loc].to(torch.int32)
+        self.flashmla = {ratio: flash_mla.get_mla_metadata()[0] for ratio in (0, 4, 128)}
+
+    def of_rows(
+        self,
+        state: State,
+        sglang: dict[str, ModuleType],
+        deep_gemm: ModuleType,
+        requests: torch.Tensor,
+        lens: torch.Tensor,
+        max_len: int,
+        out_loc: torch.Tensor,
+    ) -> None:
+        """What a row needs, of a request `[T]`, a length `[T]` and the slot that it writes `[T]`."""
+        spec = state.stack.spec
         pages = sglang["pages"].BuildPageTablePositions.execute(
             req_to_token=state.req_to_token,
             req_pool_indices_repeated=requests,
             seq_lens_casual=lens,
-            max_seq_len=state.req_to_token.shape[1],
+            max_seq_len=max_len,
             page_size=spec.page_size,
             swa_window=spec.window,
         )
@@ -80,11 +100,6 @@ class Metadata:
             self.c4_lens[:, None], 64, deep_gemm.get_num_sms()
         )
         self.topk_plan = sglang["topk"].plan_topk_v2(self.c4_lens)
-        make = sglang["compress"].CompressorDecodePlan.generate
-        table = requests, state.req_to_token, state.full_to_swa, lens, spec.page_size
-        self.plans = {4: make(4, *table, C4_RING), 128: make(128, *table, C128_RING)}
-        self.swa_out = state.full_to_swa[out_loc].to(torch.int32)
-        self.flashmla = {ratio: flash_mla.get_mla_metadata()[0] for ratio in (0, 4, 128)}
 
 
 def _to_64(slots: torch.Tensor) -> torch.Tensor:
@@ -113,9 +128,10 @@ class Step:
 
     def __call__(self, seen: dict[int, Seen] | None = None) -> torch.Tensor:
         """With `seen`, the layers whose numbers it has are recorded in it."""
-        state = self.state
-        metadata = Metadata(state, self.sglang, self.deep_gemm, self.flash_mla)
-        kv, out = state.kv, None
+        return self._layers(Metadata(self.state, self.sglang, self.deep_gemm, self.flash_mla), seen)
+
+    def _layers(self, metadata: Metadata, seen: dict[int, Seen] | None) -> torch.Tensor:
+        state, kv, out = self.state, self.state.kv, None
         for number, layer in enumerate(state.layers):
             if out is not None:
                 kv = state.kv + out[:, 0]
@@ -222,6 +238,9 @@ class Step:
             with torch.cuda.stream(q_stream):
                 q, weights = self._index_query(metadata)
             here.wait_stream(q_stream)
+        return self._select(layer, q, weights, metadata)
+
+    def _select(self, layer: Layer, q: torch.Tensor, weights: torch.Tensor, metadata: Metadata) -> torch.Tensor:
         logits = self.deep_gemm.fp8_paged_mqa_logits(
             q.unsqueeze(1),
             layer.index_k.view(len(layer.index_k), 64, 1, -1),

@@ -91,9 +91,12 @@ def test_every_name_that_the_step_takes_is_sglangs():
         "topk": "plan_topk_v2 topk_transform_paged_v2 _jit_topk_v2_module",
         "store": "get_paged_mqa_logits_metadata _jit_metadata_module",
         "rope": "fused_k_norm_rope_flashmla fused_q_norm_rope fused_q_indexer_rope_hadamard_quant fused_rope_inplace",
-        "compress": "CompressorDecodePlan compress_forward compress_norm_rope_store _jit_compress_plan_module",
+        "compress": "CompressorDecodePlan CompressorPrefillPlan compress_forward compress_norm_rope_store",
         "lengths": "init_compression_metadata",
-        "pages": "BuildPageTablePositions BuildCausalSwaPageIndices",
+        "pages": "BuildPageTablePositions BuildCausalSwaPageIndices ExpandPrefillCausally",
+        "gather": "dequantize_k_cache_paged_dsv4",
+        "index keys": "GetKAndS",
+        "workspace": "SparsePrefillChunkCache SparsePrefillKVBuffer",
     }
     assert names.keys() == found.keys() == set(prepare.MODULES)
     for module, wanted in names.items():
@@ -154,9 +157,9 @@ def test_a_layer_is_itself_and_not_another(stack, theirs):
     mini = dataclasses.replace(stack, batch=1, ratios=(0,))
     tables = mini.tables()
     pages = guards._mini_pages(mini, tables)
-    rows = guards._rows(theirs, layer, 1, kv[1:])
-    run = guards._reference(mini, 0)
-    out, cache, _ = run(guards._cache(mini, 0, before, *pages), rows, theirs.params[0], tables, jnp.zeros((1, 0)))
+    rows, length = guards._rows(theirs, layer, 1, kv[1:], 511), jnp.full(1, 512, jnp.int32)
+    cache = guards._cache(mini, 0, before, *pages)
+    out, cache, _ = guards._reference(mini, 0)(cache, rows, theirs.params[0], tables, jnp.zeros((1, 0)), length)
     after = Request(swa=np.asarray(cache.swa.data)[pages[1]])
     out = torch.from_numpy(np.array(out.astype(jnp.float32))).repeat(2, 1, 1)
     report = guards.compare(theirs, 0, 1, before, after, Seen(kv, out))
@@ -178,10 +181,10 @@ def test_a_selection_counts_by_its_logits():
 def test_a_selection_is_of_the_requests_own_entries(theirs):
     pages = theirs.req_to_token[:, ::256] // 256
     slots = torch.arange(16) + 64 * pages[1, 1]
-    assert guards._positions(theirs, 1, slots.numpy()).tolist() == list(range(64, 80))
+    assert guards._positions(theirs, 1, slots.numpy(), 512).tolist() == list(range(64, 80))
     for wrong in (slots + 64 * (pages[0, 1] - pages[1, 1]), slots[:15]):
         with pytest.raises(GuardError, match="request 1 selects"):
-            guards._positions(theirs, 1, wrong.numpy())
+            guards._positions(theirs, 1, wrong.numpy(), 512)
 
 
 def test_values_are_near_within_a_step_of_their_format():
