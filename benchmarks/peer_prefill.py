@@ -20,7 +20,8 @@ from pathlib import Path
 import jax
 import torch
 
-from benchmarks.peer_step import load, measure_ours
+from benchmarks import peers
+from benchmarks.peer_step import load, measure_ours, not_measured
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.sglang.guards import check_chunk
 from benchmarks.sglang.prefill import Chunk
@@ -66,9 +67,12 @@ def main() -> int:
     if prompt % rows:
         parser.error("--prompt must be whole chunks")
     jax.config.update("jax_platforms", "cpu")
+    try:
+        missing = load(arguments.prepared)
+    except peers.NotMeasured as reason:
+        return not_measured("peer_prefill.json", reason)
     case = ["--decode", "", "--prefill", arguments.prompt, "--layers", str(arguments.layers)]
     ours = measure_ours(case)[f"prefill {prompt} in {rows}"]
-    missing = load(arguments.prepared)
     stack = Stack(ratios=V4_FLASH_RATIOS[: arguments.layers], batch=1, max_len=prompt, window_pages=prompt // 256)
     state = State(stack, num_rows=rows)
     chunk, starts = Chunk(state), range(0, prompt, rows)

@@ -13,8 +13,8 @@ table, add one to the lengths, make their metadata, and give each layer's keys o
     B  on the side streams that its model takes for up to 64 rows: what it does, and what ours is compared with
     C  B with the norm and rope of the query and the rope taken back from the output, which ours leaves out
 
-Of each variant a case is only timed after `benchmarks.sglang.guards` has compared it with our reference; a failure ends
-the run. A step of theirs also normalises and rotates the key and rotates the index query. Ours is measured by
+Of each variant a case is only timed after `benchmarks.sglang.guards` has compared it with our reference; what fails has
+no times, and the exit code is 1. A step of theirs also normalises and rotates the key and rotates the index query. Ours is measured by
 `python -m benchmarks.step` in a process of its own, before. Per case: wall time of a step among 8 that are launched
 back to back, the time in which the GPU is busy, from the first operation to the last, operations, and what the host
 takes to enqueue one. Prints a table and writes peer_step.json to $OUT or benchmarks/results.
@@ -41,8 +41,8 @@ import torch
 
 from benchmarks import peers
 from benchmarks.record import ROOT, environment, results_folder, write_json
-from benchmarks.sglang.guards import check
-from benchmarks.sglang.prepare import prepare, use_compiled
+from benchmarks.sglang.guards import GuardError, check
+from benchmarks.sglang.prepare import modules, prepare, use_compiled
 from benchmarks.sglang.state import State
 from benchmarks.sglang.step import STREAM_ROWS, VARIANTS, Graph, Step
 from benchmarks.stack import V4_FLASH_RATIOS, Stack
@@ -109,10 +109,15 @@ def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int)
         step = Step(state, VARIANTS[name])
         state.lens.fill_(state.stack.max_len - ROOM)
         graph = step.capture()
-        guards = check(state, step, graph)
+        try:
+            guards = check(state, step, graph)
+        except GuardError as error:
+            print(f"{case} {name} IS NOT OUR STEP, no times are taken:\n{error}", flush=True)
+            found[name] = {"failed": str(error)}
+            continue
         print(f"{case} {name}: {guards}", flush=True)
         found[name] = measure(state, graph, repeats) | {"guards": guards._asdict()}
-        del step, graph
+        del step, graph  # and their memory
     return found
 
 
@@ -125,17 +130,26 @@ def measure_ours(arguments: Sequence[str]) -> dict[str, dict]:
 
 
 def load(prepared: Path | None) -> list[str]:
-    """Makes SGLang's part of the folder importable.
+    """Imports SGLang, out of the folder if one is given, FlashMLA and DeepGEMM.
 
     Returns:
       The names of the modules that are compiled here, which grows as they are used.
+
+    Raises:
+      NotMeasured: one of them cannot be imported.
     """
-    if prepared is None:
-        return []
-    sys.path.insert(0, str(prepared.resolve()))
-    importlib.invalidate_caches()
-    peers.find("sglang topk")
-    return use_compiled(prepared.resolve())
+    if prepared is not None:
+        sys.path.insert(0, str(prepared.resolve()))
+        importlib.invalidate_caches()
+    modules(), peers.find("deep_gemm"), peers.find("flash_mla")
+    return [] if prepared is None else use_compiled(prepared.resolve())
+
+
+def not_measured(file: str, reason: peers.NotMeasured) -> int:
+    """Leaves the reason in the results' place."""
+    print(f"SGLang's step cannot be measured here: {reason}")
+    write_json(results_folder() / file, environment() | {"not_measured": str(reason)})
+    return 0
 
 
 # --- report ----------------------------------------------------------------------------------------
@@ -144,13 +158,16 @@ COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "enqueue_us")
 
 
 def table(results: dict[str, dict[str, dict]]) -> str:
-    """A line for each case and variant; `ours` stands beside, and the last column is theirs over ours in wall time."""
+    """A line for each case and variant; `ours` stands beside, and the last column is theirs over ours in wall time.
+
+    What failed the guards has no times.
+    """
     lines = [f"{'case':12} {'step':40}" + "".join(f"{column:>12}" for column in COLUMNS) + f"{'/ ours':>9}"]
     for case, steps in results.items():
         for name, result in steps.items():
             cells = "".join(f"{result[c]:12,.0f}" if c in result else f"{'–':>12}" for c in COLUMNS)
             ratio = ""
-            if name in VARIANTS and not VARIANTS[name].query and "ours" in steps:
+            if name in VARIANTS and not VARIANTS[name].query and "ours" in steps and "failed" not in result:
                 ratio = f"{result['wall_us'] / steps['ours']['wall_us']:9.2f}"
             lines.append(f"{case:12} {'SGLang ' * (name in VARIANTS) + name:40}{cells}{ratio}")
     return "\n".join(lines)
@@ -186,13 +203,16 @@ def main() -> int:
             print(f"{path.stat().st_size:10,} {path}")
         return 0
 
+    try:
+        missing = load(arguments.prepared)
+    except peers.NotMeasured as reason:
+        return not_measured("peer_step.json", reason)
     cases, ours = arguments.decode.split(","), {}
     if not arguments.no_ours:
         named = [*cases, *(f"{case}@{arguments.options}" for case in cases if arguments.options)]
         size = "--layers", str(arguments.layers), "--repeats", str(arguments.repeats)
         ours = measure_ours(["--prefill", "", "--decode", ",".join(named), *size])
         ours = {name.removeprefix("decode "): result for name, result in ours.items()}
-    missing = load(arguments.prepared)
     results: dict[str, dict[str, dict]] = {}
     where = environment()
     for text in cases:
@@ -206,7 +226,7 @@ def main() -> int:
         print(table(found), flush=True)
         write_json(results_folder() / "peer_step.json", where | {"compiled_here": missing, "results": results})
     print(table(results))
-    return 0
+    return int(any("failed" in result for steps in results.values() for result in steps.values()))
 
 
 if __name__ == "__main__":

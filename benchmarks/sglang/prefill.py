@@ -85,7 +85,7 @@ class Chunk(Step):
         self.buffer.forget_head()
         return self._layers(ChunkMetadata(self, start), seen)
 
-    def _select(self, layer: Layer, q: torch.Tensor, weights: torch.Tensor, metadata: ChunkMetadata) -> torch.Tensor:
+    def _select(self, layer: Layer, q: torch.Tensor, weights: torch.Tensor, metadata: ChunkMetadata) -> None:
         keys, scales = self.sglang["index keys"].GetKAndS.execute(
             self.keys,
             layer.index_k,
@@ -112,7 +112,6 @@ class Chunk(Step):
             metadata.topk_plan,
             metadata.raw,
         )
-        return logits
 
     def _attend(self, layer: Layer, q: torch.Tensor, metadata: ChunkMetadata) -> torch.Tensor:
         spec, plan = self.state.stack.spec, metadata.workspace

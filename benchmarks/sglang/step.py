@@ -109,13 +109,12 @@ def _to_64(slots: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Seen:
-    """What a layer got and made: kv bfloat16 `[B, 512]`; out bfloat16 `[B, heads, 512]`; slots int32 `[B, topk]` and
-    logits float32 `[B, entries]` of a layer with an indexer."""
+    """What a layer got and made: kv bfloat16 `[T, 512]`, out bfloat16 `[T, heads, 512]`, and the slots that its indexer
+    selected, if it has one, int32 `[T, topk]`."""
 
     kv: torch.Tensor
     out: torch.Tensor
     slots: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
 
 
 class Step:
@@ -135,9 +134,9 @@ class Step:
         for number, layer in enumerate(state.layers):
             if out is not None:
                 kv = state.kv + out[:, 0]
-            out, logits = self._layer(layer, kv, metadata)
+            out = self._layer(layer, kv, metadata)
             if seen is not None and number in seen:
-                seen[number] = Seen(kv, out, None if logits is None else metadata.c4_slots.clone(), logits)
+                seen[number] = Seen(kv, out, None if layer.index_k is None else metadata.c4_slots.clone())
         return out
 
     def capture(self, warm_ups: int = 3) -> Graph:
@@ -153,15 +152,13 @@ class Step:
             out = self()
         return Graph(graph, out)
 
-    def _layer(self, layer: Layer, kv: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's output, and the logits of its indexer if it has one."""
+    def _layer(self, layer: Layer, kv: torch.Tensor, metadata: Metadata) -> torch.Tensor:
         kv_stream, compressor_stream, indexer_stream, *index_streams = self.side or (None,) * 5
-        logits = None
         if kv_stream is None:
             self._write_kv(layer, kv, metadata)
         with _fork(indexer_stream):
             if layer.index_k is not None:
-                logits = self._index(layer, metadata, *index_streams)
+                self._index(layer, metadata, *index_streams)
         if kv_stream is not None:
             with _fork(kv_stream):
                 self._write_kv(layer, kv, metadata)
@@ -175,7 +172,7 @@ class Step:
         if self.variant.query:
             rope = out[..., -self.state.stack.spec.rope_dim :]
             self.sglang["rope"].fused_rope_inplace(rope, None, self.state.freqs, metadata.positions, inverse=True)
-        return out, logits
+        return out
 
     def _query(self, metadata: Metadata) -> torch.Tensor:
         q = torch.empty_like(self.state.q)
@@ -221,8 +218,8 @@ class Step:
         metadata: Metadata,
         q_stream: torch.cuda.Stream | None,
         weights_stream: torch.cuda.Stream | None,
-    ) -> torch.Tensor:
-        """Selects the entries that the attention reads, and returns the logits.
+    ) -> None:
+        """Selects the entries that the attention reads.
 
         The weights are an input of the step: their stream, which SGLang's query waits for, has nothing to do.
         """
@@ -238,9 +235,9 @@ class Step:
             with torch.cuda.stream(q_stream):
                 q, weights = self._index_query(metadata)
             here.wait_stream(q_stream)
-        return self._select(layer, q, weights, metadata)
+        self._select(layer, q, weights, metadata)
 
-    def _select(self, layer: Layer, q: torch.Tensor, weights: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+    def _select(self, layer: Layer, q: torch.Tensor, weights: torch.Tensor, metadata: Metadata) -> None:
         logits = self.deep_gemm.fp8_paged_mqa_logits(
             q.unsqueeze(1),
             layer.index_k.view(len(layer.index_k), 64, 1, -1),
@@ -254,7 +251,6 @@ class Step:
         self.sglang["topk"].topk_transform_paged_v2(
             logits, metadata.c4_lens, metadata.page_table, metadata.c4_slots, 64, metadata.topk_plan
         )
-        return logits
 
     def _index_query(self, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
         state = self.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import zipfile
 
@@ -14,12 +15,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from benchmarks import peer_step, peers
+from benchmarks import peer_prefill, peer_step, peers
 from benchmarks.peer_step import Case
 from benchmarks.sglang import guards, prepare, state
 from benchmarks.sglang.guards import GuardError, Request
 from benchmarks.sglang.step import Seen
 from benchmarks.stack import Stack, fill
+from benchmarks.step import Operation
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 
 SMALL = dataclasses.replace(DEEPSEEK_V4_FLASH, num_heads=2, index_heads=2, index_topk=16)
@@ -42,6 +44,8 @@ def test_the_table_compares_variants_that_do_what_ours_does():
     lines = peer_step.table(found).splitlines()
     assert lines[0].split()[:3] == ["case", "step", "wall_us"] and len(lines) == 8
     assert [line.endswith("1.50") for line in lines[1:]] == [False, True, True, False, False, False, True]
+    failed = peer_step.table({"1x8192": {"ours": times, "B": {"failed": "layer 2"}}}).splitlines()[2]
+    assert failed.split()[3:] == ["–"] * 5
     assert peer_step.table({"1x8192": {"B": theirs}}).splitlines()[1].split() == [
         *("1x8192", "SGLang", "B"),
         *("1,500", "900", "1,400", "444", "30"),
@@ -197,3 +201,20 @@ def test_values_are_near_within_a_step_of_their_format():
 def test_the_worst_of_two_reports():
     first, second = guards.Report(1.0, 0.1, 0.0, 0.3), guards.Report(0.9, 0.0, 0.2, 0.0)
     assert first.worse(second) == (0.9, 0.1, 0.2, 0.3)
+
+
+def test_without_sglang_the_reason_is_recorded(monkeypatch, tmp_path, capsys):
+    def absent(name):
+        raise peers.NotMeasured("no package sglang on the path")
+
+    monkeypatch.setattr(peers, "find", absent)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(peer_step.sys, "argv", ["peer_step"])
+    monkeypatch.setattr(peer_step.jax.config, "update", lambda *arguments: None)
+    assert peer_step.main() == 0 and "no package sglang" in capsys.readouterr().out
+    assert json.loads((tmp_path / "peer_step.json").read_text())["not_measured"] == "no package sglang on the path"
+
+
+def test_a_chunk_s_kernels_are_summed_by_name():
+    operations = [Operation("a", 0, 1000, 1), Operation("b", 0, 5000, 2), Operation("a", 2000, 4000, 3)]
+    assert peer_prefill.kinds(operations) == [("b", 5.0, 1), ("a", 3.0, 2)]
