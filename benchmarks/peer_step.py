@@ -46,7 +46,7 @@ from benchmarks.sglang.prepare import modules, prepare, use_compiled
 from benchmarks.sglang.state import State
 from benchmarks.sglang.step import STREAM_ROWS, VARIANTS, Graph, Step
 from benchmarks.stack import V4_FLASH_RATIOS, Stack
-from benchmarks.step import ROOM, device_operations, summary
+from benchmarks.step import ROOM, decode_start, device_operations, summary
 
 DECODE = "1x8192,8x8192,64x8192,64x131072"
 HEADLINE = "B"
@@ -72,10 +72,10 @@ class Case(NamedTuple):
 # --- time ------------------------------------------------------------------------------------------
 
 
-def measure(state: State, graph: Graph, repeats: int) -> dict:
+def measure(state: State, graph: Graph, repeats: int, staggered: bool) -> dict:
     """Times `repeats` runs of 8 steps each and profiles one more, on ever longer requests as `benchmarks.step` does."""
     count = min((ROOM - 1) // (repeats + 1), STEPS)
-    state.lens.fill_(state.stack.max_len - ROOM)
+    state.lens.copy_(torch.from_numpy(decode_start(state.stack, staggered)))
     run(graph, 1)
     enqueue, wall = (statistics.median(column) for column in zip(*(run(graph, count) for _ in range(repeats))))
     operations = device_operations(lambda: run(graph, count))
@@ -100,7 +100,7 @@ def run(graph: Graph, steps: int) -> tuple[float, float]:
     return enqueued - start, time.perf_counter() - start
 
 
-def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int) -> dict[str, dict]:
+def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int, staggered: bool) -> dict[str, dict]:
     """By variant, its times and what the guards found."""
     state, found = State(case.stack(layers)), {}
     for name in variants:
@@ -116,7 +116,7 @@ def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int)
             found[name] = {"failed": str(error)}
             continue
         print(f"{case} {name}: {guards}", flush=True)
-        found[name] = measure(state, graph, repeats) | {"guards": guards._asdict()}
+        found[name] = measure(state, graph, repeats, staggered) | {"guards": guards._asdict()}
         del step, graph  # and their memory
     return found
 
@@ -193,6 +193,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first, at least 3")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--options", default="", help="measure ours with these options of benchmarks.step as well")
+    parser.add_argument("--staggered", action="store_true", help="lengths that differ, as in benchmarks.step")
+    parser.add_argument("--record", default="peer_step", help="the results' file, without .json")
     parser.add_argument("--no-ours", action="store_true", help="leave our own step out")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # the tables, rows and reference: the GPU is SGLang's
@@ -206,25 +208,30 @@ def main() -> int:
     try:
         missing = load(arguments.prepared)
     except peers.NotMeasured as reason:
-        return not_measured("peer_step.json", reason)
+        return not_measured(f"{arguments.record}.json", reason)
     cases, ours = arguments.decode.split(","), {}
     if not arguments.no_ours:
         named = [*cases, *(f"{case}@{arguments.options}" for case in cases if arguments.options)]
         size = "--layers", str(arguments.layers), "--repeats", str(arguments.repeats)
-        ours = measure_ours(["--prefill", "", "--decode", ",".join(named), *size])
-        ours = {name.removeprefix("decode "): result for name, result in ours.items()}
+        ours = measure_ours(
+            ["--prefill", "", "--decode", ",".join(named), *size, *["--staggered"] * arguments.staggered]
+        )
+        ours = {name.removeprefix("decode ").removesuffix(", staggered"): result for name, result in ours.items()}
     results: dict[str, dict[str, dict]] = {}
     where = environment()
     for text in cases:
+        variants = arguments.variants.split(",")
         results[text] = measure_case(
-            Case.parse(text), arguments.variants.split(","), arguments.layers, arguments.repeats
+            Case.parse(text), variants, arguments.layers, arguments.repeats, arguments.staggered
         )
         gc.collect()
         torch.cuda.empty_cache()
         found = with_ours({text: results[text]}, {k: v for k, v in ours.items() if k.partition("@")[0] == text})
         results |= found
         print(table(found), flush=True)
-        write_json(results_folder() / "peer_step.json", where | {"compiled_here": missing, "results": results})
+        write_json(
+            results_folder() / f"{arguments.record}.json", where | {"compiled_here": missing, "results": results}
+        )
     print(table(results))
     return int(any("failed" in result for steps in results.values() for result in steps.values()))
 

@@ -4,9 +4,10 @@
     python -m benchmarks.step --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
     python -m benchmarks.step --decode 8x8192,8x8192@xla_gpu_graph_min_graph_size=1000000 --prefill '' --long ''
 
-A decode case is BATCHxCONTEXT; a prefill case PROMPT/CHUNK tokens; the long request is prefilled in chunks and then
-decodes. After an @ stand options, NAME=VALUE joined by &: XLA's, or environment variables that are read while a
-program is traced (JAX_SPARSE_MLA_DECODE_BACKEND=triton). A program's caches are donated and it is called back to back.
+A decode case is BATCHxCONTEXT, with --staggered each request one token shorter than the one before it (of 128); a
+prefill case PROMPT/CHUNK tokens; the long request is prefilled in chunks and then decodes. After an @ stand options,
+NAME=VALUE joined by &: XLA's, or environment variables that are read while a program is traced
+(JAX_SPARSE_MLA_DECODE_BACKEND=triton). A program's caches are donated and it is called back to back.
 Per case: wall and GPU time per step, the share of the time in which the GPU is busy and device operations per step
 (CUPTI, through torch's profiler), how many of them came out of CUDA graphs, and the time that the host takes to
 enqueue a step under `jax.transfer_guard("disallow")`. Per program: compile time, and whether the caches stay where they
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.record import earlier, environment, results_folder, write_json
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
@@ -43,6 +45,12 @@ LONG = "393216/8192"
 
 # A decode case starts so many tokens before its bucket is full.
 ROOM = 64
+
+
+def decode_start(stack: Stack, staggered: bool) -> np.ndarray:
+    """int32 `[batch]`, tokens of each request before the first step."""
+    start = np.full(stack.batch, stack.max_len - ROOM, np.int32)
+    return start - np.arange(stack.batch, dtype=np.int32) % 128 if staggered else start
 
 
 # --- programs --------------------------------------------------------------------------------------
@@ -69,8 +77,8 @@ class Program:
         """`(rows, params, tables)`, what every call takes beside the state."""
         return self.stack.rows(self.num_rows), self.stack.params(), self.stack.tables()
 
-    def state(self, caches: list, tokens: int) -> tuple:
-        """What a call takes and returns: the caches, tokens of every request (done of the one request), the output."""
+    def state(self, caches: list, tokens: int | np.ndarray) -> tuple:
+        """What a call takes and returns: the caches, tokens of each request (done of the one request), the output."""
         count = jnp.full((self.stack.batch,) if self.phase == "decode" else (), tokens, jnp.int32)
         return caches, count, self.stack.empty_out(self.num_rows)
 
@@ -222,7 +230,7 @@ class Steps:
     def caches(self) -> list:
         return self.state[0]
 
-    def start(self, tokens: int) -> None:
+    def start(self, tokens: int | np.ndarray) -> None:
         """The next call finds so many tokens done; the caches stay as they are."""
         self.state = jax.block_until_ready(self.program.state(self.caches, tokens))
 
@@ -246,7 +254,9 @@ class Steps:
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.caches)]
 
 
-def measure(steps: Steps, start: int, count: int, repeats: int, *, rewind: bool) -> tuple[dict, list[Operation]]:
+def measure(
+    steps: Steps, start: int | np.ndarray, count: int, repeats: int, *, rewind: bool
+) -> tuple[dict, list[Operation]]:
     """Times `repeats` runs of `count` steps each and profiles one more; every run begins at `start` if `rewind`."""
     steps.start(start)
     steps(1)
@@ -271,10 +281,10 @@ def measure(steps: Steps, start: int, count: int, repeats: int, *, rewind: bool)
 # --- cases -----------------------------------------------------------------------------------------
 
 
-def decode_case(program: Program, repeats: int) -> tuple[dict, list[Operation]]:
+def decode_case(program: Program, repeats: int, staggered: bool) -> tuple[dict, list[Operation]]:
     caches = fill(program.stack, program.stack.empty_caches())
     count = (ROOM - 1) // (repeats + 1)
-    start = program.stack.max_len - ROOM
+    start = decode_start(program.stack, staggered)
     return measure(Steps(program, caches), start, min(count, 8), repeats, rewind=False)
 
 
@@ -363,6 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     parser.add_argument("--decode", default=DECODE)
+    parser.add_argument("--staggered", action="store_true", help="decode with lengths that differ")
     parser.add_argument("--prefill", default=PREFILL)
     parser.add_argument("--long", default=LONG)
     parser.add_argument("--repeats", type=int, default=5)
@@ -387,7 +398,8 @@ def main() -> None:
 
     prepare(decode.values())
     for case, program in decode.items():
-        record(f"decode {case}", program, decode_case(program, arguments.repeats))
+        name = f"decode {case}{', staggered' * arguments.staggered}"
+        record(name, program, decode_case(program, arguments.repeats, arguments.staggered))
     prepare(prefill.values())
     for (prompt, chunk), program in prefill.items():
         record(f"prefill {prompt} in {chunk}", program, prefill_case(program, prompt, arguments.repeats))

@@ -171,3 +171,11 @@ def test_environment_variables_hold_inside(monkeypatch):
         assert (os.environ["JAX_SPARSE_A"], os.environ["JAX_SPARSE_B"]) == ("inside", "2")
         raise KeyError
     assert os.environ["JAX_SPARSE_A"] == "before" and "JAX_SPARSE_B" not in os.environ
+
+
+def test_staggered_requests_differ_in_length():
+    small = Stack(batch=3, max_len=512)
+    assert step.decode_start(small, False).tolist() == [448] * 3
+    assert step.decode_start(small, True).tolist() == [448, 447, 446]
+    lengths = Program(small, "decode", 3).state([], step.decode_start(small, True))[1]
+    assert lengths.dtype == jnp.int32 and lengths.tolist() == [448, 447, 446]
