@@ -49,7 +49,6 @@ from benchmarks.stack import V4_FLASH_RATIOS, Stack
 from benchmarks.step import ROOM, decode_start, device_operations, summary
 
 DECODE = "1x8192,8x8192,64x8192,64x131072"
-HEADLINE = "B"
 STEPS = 8
 
 

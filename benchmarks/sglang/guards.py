@@ -244,7 +244,11 @@ def compare(
     if layer.index_k is not None:
         share = _selected(np.asarray(logits[0]), chosen, stack.spec.index_topk)
     actual = _cache(mini, layer.ratio, after, pages, swa_pages)
-    return Report(share, error, _check_caches(mini, layer.ratio, position, expected, actual, tables), 0.0)
+    try:
+        changed = _check_caches(mini, layer.ratio, position, expected, actual, tables)
+    except GuardError as reason:
+        raise GuardError(f"{reason} (selected {share:.4f}, output error {error:.2g})") from None
+    return Report(share, error, changed, 0.0)
 
 
 @functools.cache

@@ -123,6 +123,7 @@ class Step:
     def __init__(self, state: State, variant: Variant):
         self.state, self.variant = state, variant
         self.sglang, self.deep_gemm, self.flash_mla = modules(), peers.find("deep_gemm"), peers.find("flash_mla")
+        self.deep_gemm.set_pdl(True)  # as SGLang's server does: its kernels begin while the one before ends
         self.side = [torch.cuda.Stream() for _ in range(5)] if variant.streams else None
 
     def __call__(self, seen: dict[int, Seen] | None = None) -> torch.Tensor:
