@@ -71,21 +71,20 @@ class Case(NamedTuple):
 # --- time ------------------------------------------------------------------------------------------
 
 
-def measure(state: State, graph: Graph, repeats: int, staggered: bool) -> dict:
-    """Times `repeats` runs of 8 steps each and profiles one more, on ever longer requests as `benchmarks.step` does."""
+def times(state: State, graph: Graph, repeats: int, staggered: bool) -> dict:
+    """Times `repeats` runs of 8 steps each, on ever longer requests as `benchmarks.step` does."""
     count = min((ROOM - 1) // (repeats + 1), STEPS)
     state.lens.copy_(torch.from_numpy(decode_start(state.stack, staggered)))
     run(graph, 1)
     enqueue, wall = (statistics.median(column) for column in zip(*(run(graph, count) for _ in range(repeats))))
-    operations = device_operations(lambda: run(graph, count))
+    return {"steps": count, "wall_us": wall / count * 1e6, "enqueue_us": enqueue / count * 1e6}
+
+
+def profiled(graph: Graph, steps: int) -> dict:
+    """What the GPU does in one more run."""
+    operations = device_operations(lambda: run(graph, steps))
     span = max(operation.end for operation in operations) - operations[0].start
-    return {
-        "steps": count,
-        "wall_us": wall / count * 1e6,
-        "enqueue_us": enqueue / count * 1e6,
-        "span_us": span / count / 1e3,
-        **summary(operations, count),
-    }
+    return {"span_us": span / steps / 1e3, **summary(operations, steps)}
 
 
 def run(graph: Graph, steps: int) -> tuple[float, float]:
@@ -101,7 +100,7 @@ def run(graph: Graph, steps: int) -> tuple[float, float]:
 
 def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int, staggered: bool) -> dict[str, dict]:
     """By variant, its times and what the guards found."""
-    state, found = State(case.stack(layers)), {}
+    state, found, graphs = State(case.stack(layers)), {}, {}
     for name in variants:
         if VARIANTS[name].streams and case.batch > STREAM_ROWS:
             continue
@@ -115,8 +114,11 @@ def measure_case(case: Case, variants: Sequence[str], layers: int, repeats: int,
             found[name] = {"failed": str(error)}
             continue
         print(f"{case} {name}: {guards}", flush=True)
-        found[name] = measure(state, graph, repeats, staggered) | {"guards": guards._asdict()}
-        del step, graph  # and their memory
+        graphs[name] = graph
+        found[name] = times(state, graph, repeats, staggered) | {"guards": guards._asdict()}
+    for name, graph in graphs.items():  # after all are timed: a profiler may leave something behind
+        state.lens.copy_(torch.from_numpy(decode_start(state.stack, staggered)))
+        found[name] |= profiled(graph, found[name]["steps"])
     return found
 
 
