@@ -135,5 +135,6 @@ class Chunk(Step):
             attn_sink=layer.sink,
             topk_length=lengths,
             use_legacy=True,
+            return_log2_lse=True,  # as SGLang calls it: else two more launches make it natural
         )
         return out
