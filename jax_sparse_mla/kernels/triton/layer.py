@@ -416,4 +416,4 @@ def _compressor_constants(compressor: Compressing, facts: Facts) -> tuple[dict[s
     del constants["HEAD_DIM"], constants["HEAD_POW2"]
     # A row takes the place of the token `ring` before it: of none that a window of the step reaches back to.
     window = overlap_of(facts.ratio) * facts.ratio
-    return constants, ring >= window + facts.max_rows - 1, compressor.state_kv.shape[0] // facts.layers[0]
+    return constants, bool(ring >= window + facts.max_rows - 1), compressor.state_kv.shape[0] // facts.layers[0]
