@@ -45,7 +45,7 @@ class Executor:
         arguments += [np.float32(x) if isinstance(x, float) else x for x in launch.scalars]
         # jax-triton gives outputs to parameters by their order: only the last ones can be None, and others that the
         # kernel does not write are a byte of scratch.
-        last = max(i for i, output in enumerate(launch.outputs) if output is not None)
+        last = max((i for i, output in enumerate(launch.outputs) if output is not None), default=-1)
         outputs = [_UNWRITTEN if output is None else output for output in launch.outputs[: last + 1]]
         absent = dict.fromkeys(launch.kernel.arg_names[len(arguments) + last + 1 :][: len(launch.outputs) - last - 1])
         results = triton_call(
