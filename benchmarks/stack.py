@@ -1,9 +1,10 @@
 """The attention part of DeepSeek-V4-Flash as an engine runs it: all layers in one jitted step, caches donated.
 
 What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, with one
-head of the previous layer's output added to its keys, and one value of it to what its compressors take. So no layer can
-run or write before the one below it has read, as in a model, and an optimization barrier keeps XLA from sharing work
-between them. The layers of a ratio share their arrays: a write that did not depend on the last read would copy them.
+head of the previous layer's output added to its keys (and one value of it to what its compressors take, where functions
+of their own write that). So no layer can run or write before the one below it has read, as in a model, and an
+optimization barrier keeps XLA from sharing work between them. The layers of a ratio share their arrays: a write that
+did not depend on the last read would copy them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, ForwardBatch, ForwardMode, ModelSpec, PagedKV, RequestTables, write_kv
+from jax_sparse_mla.dispatch import use_triton
 from jax_sparse_mla.indexer import IndexKeys, write_index_k
 from jax_sparse_mla.layers import (
     CompressorParams,
@@ -206,12 +208,17 @@ def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
 
 
 def _after(out: jax.Array, rows: V4Rows) -> V4Rows:
-    """The rows, which now depend on the output of the layer below."""
-    index, value = rows.index, out[:, 0, :1]
+    """The rows, which now depend on the output of the layer below.
+
+    Where one kernel writes all that a layer stores, the keys that it stores are enough.
+    """
+    rows, value = dataclasses.replace(rows, kv=rows.kv + out[:, 0]), out[:, 0, :1]
+    if rows.compressed_kv is None or use_triton():
+        return rows
+    index = rows.index
     if index is not None:
         index = dataclasses.replace(index, kv=index.kv + value)
-    compressed_kv = None if rows.compressed_kv is None else rows.compressed_kv + value
-    return dataclasses.replace(rows, kv=rows.kv + out[:, 0], compressed_kv=compressed_kv, index=index)
+    return dataclasses.replace(rows, compressed_kv=rows.compressed_kv + value, index=index)
 
 
 def _decode(stack: Stack, state, rows, params, tables):

@@ -20,14 +20,14 @@ from jax_sparse_mla.layers.v32 import v32_layer
 __all__ = [
     "CompressorParams",
     "IndexRows",
-    "V32LayerCache",
-    "V32Rows",
     "V4LayerCache",
     "V4LayerParams",
     "V4Rows",
     "V4Step",
+    "V32LayerCache",
+    "V32Rows",
     "gathers",
     "prepare_v4_step",
-    "v32_layer",
     "v4_layer",
+    "v32_layer",
 ]

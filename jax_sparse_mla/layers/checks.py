@@ -19,8 +19,7 @@ from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
-from jax_sparse_mla.models import INDEXED_RATIO
-from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 
 
 def check_tables(function: str, tables: RequestTables) -> None:
@@ -144,7 +143,9 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
     if not itself:  # arrays that are no pools
         views |= {field: (1, None) for field, x in fields.items() if x is not None and field not in parts}
     if len(set(views.values())) > 1:
-        raise check.fail(f"{name} must be the view of one layer, {name}.layer(i), got (num_layers, layer_index) {views}")
+        raise check.fail(
+            f"{name} must be the view of one layer, {name}.layer(i), got (num_layers, layer_index) {views}"
+        )
 
 
 def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:

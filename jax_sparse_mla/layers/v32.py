@@ -12,7 +12,7 @@ from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.layers.state import V32LayerCache, V32Rows
 from jax_sparse_mla.layers.v4 import selected_positions
-from jax_sparse_mla.metadata import V32Metadata
+from jax_sparse_mla.metadata import ForwardBatch, V32Metadata
 from jax_sparse_mla.models import ModelSpec
 
 

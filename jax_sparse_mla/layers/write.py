@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.compressor import CompressorState, compress_kv
+from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, quantize_index_q, write_transformed_index_k
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
@@ -21,6 +21,9 @@ from jax_sparse_mla.layers.state import CompressorParams, IndexRows, V4LayerCach
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, V4Metadata
 from jax_sparse_mla.models import INDEXED_RATIO
 from jax_sparse_mla.xla.triton_call import executor
+
+# A long chunk fills the GPU with each task alone, and programs of one task hold fewer registers.
+MAX_ROWS = 1024
 
 
 class Written(NamedTuple):
@@ -66,11 +69,9 @@ def write_v4_layer(
         swa_slots=metadata.swa_out_cache_loc,
         entry_slots=metadata.compressed[ratio].out_loc if ratio else None,
     )
-    num_rows = rows.kv.shape[0]
-    max_rows = num_rows if batch.mode is ForwardMode.EXTEND else batch.num_draft_tokens or 1
-    kernel, plain = partial(_by_kernel, ratio=ratio, max_rows=max_rows), partial(write_v4_layer_reference, ratio=ratio)
+    kernel, plain = partial(_by_kernel, ratio=ratio), partial(write_v4_layer_reference, ratio=ratio)
     arguments = cache, rows, params, step
-    return dispatch(kernel, plain, *arguments) if _kernel_serves(*arguments) else plain(*arguments)
+    return dispatch(kernel, plain, *arguments) if _kernel_serves(*arguments, batch, ratio) else plain(*arguments)
 
 
 def write_v4_layer_reference(
@@ -87,9 +88,7 @@ def write_v4_layer_reference(
     if ratio != INDEXED_RATIO:
         return Written(V4LayerCache(swa=swa, compressed=compressed, state=state), sink)
     index = rows.index
-    keys, slots, index_state = _compress(
-        cache.index_state, index.kv, index.score, params.index_compressor, step, ratio
-    )
+    keys, slots, index_state = _compress(cache.index_state, index.kv, index.score, params.index_compressor, step, ratio)
     index_k = write_transformed_index_k(cache.index_k, slots, keys)
     index_q, q_scale = quantize_index_q(index.q, hadamard=True)
     cache = V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k, index_state=index_state)
@@ -117,20 +116,23 @@ def _compress(
     return entries, jnp.where(rows >= 0, step.entry_slots[jnp.maximum(rows, 0)], -1), state
 
 
-def _kernel_serves(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step) -> bool:
-    """Whether the kernel was written for these shapes; none is zero."""
+def _kernel_serves(
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, batch: ForwardBatch, ratio: int
+) -> bool:
+    """Whether the kernel was written for this step: V4's layouts, no size of zero, few rows and few of a request."""
     arrays = jax.tree.leaves((cache, rows, params, step))
     if cache.swa.layout not in (KVLayout.V4_FP8, KVLayout.V4_BF16) or any(x.size == 0 for x in arrays):
         return False
-    if cache.index_k is None:
-        return True
-    rings = cache.state.kv.shape[1], cache.index_state.kv.shape[1]
-    return rings[0] == rings[1] and rows.index.q.shape[2:] == (INDEX_DIM,)
+    rings = {state.kv.shape[1] for state in (cache.state, cache.index_state) if state is not None} if ratio else {0}
+    num_rows = rows.kv.shape[0]
+    if len(rings) > 1 or num_rows > MAX_ROWS or (rows.index is not None and rows.index.q.shape[2:] != (INDEX_DIM,)):
+        return False
+    # A row takes the place in its ring of the token `ring` before it, which no other row's window may read.
+    rows_each = num_rows if batch.mode is ForwardMode.EXTEND else batch.num_draft_tokens or 1
+    return not ratio or rings.pop() >= compressor_window(ratio) + rows_each - 1
 
 
-def _by_kernel(
-    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int, max_rows: int
-) -> Written:
+def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int) -> Written:
     from jax_sparse_mla.kernels.triton import layer as kernels
 
     def compressing(rows, params, state, cache):
@@ -154,7 +156,6 @@ def _by_kernel(
         layers=(cache.swa.num_layers, cache.swa.layer_index or 0),
         params=(params.num_layers, params.layer_index or 0),
         norm_eps=norm_eps,
-        max_rows=max_rows,
     )
     arrays = kernels.Step(*step), rows.kv, cache.swa.data, params.attn_sink, compressor, indexer, queries
     results = kernels.v4_layer(executor(), *arrays, facts=facts)

@@ -39,7 +39,7 @@ def cases(capability):
         yield f"logits {rows}", plan.kernel, types(plan.kernel, q_ptr=e4m3, out_ptr="*fp32"), plan.constants | fp8
     for ratio, head_dim, rows in ((4, 512, 64), (4, 128, 2048), (128, 512, 8192)):
         yield from launches(capability, f"{ratio} {head_dim}", compress, ratio, head_dim, rows)
-    for ratio, rows, layers in ((0, 8, 1), (4, 8, 43), (4, 8192, 43), (128, 8, 43)):
+    for ratio, rows, layers in ((0, 8, 1), (4, 8, 43), (128, 8, 43)):
         yield from launches(capability, f"{ratio} {rows}", write_layer, ratio, rows, layers)
 
 
@@ -76,8 +76,8 @@ def write_layer(execute, ratio, rows, layers):
         cache = Array((layers * 64, 64 * 132), "uint8")
         parts[1] = layer.Compressing(*compressor_arrays(ratio, 128, rows, layers), cache)
         parts[2] = Array((rows, 64, 128), "bfloat16"), Array((rows, 64))
-    sizes, where, max_rows = (256, 256 // (ratio or 1)), (layers, 0), 1 if rows == 8 else rows
-    facts = layer.Facts(layout, ratio, sizes, where, where, (1e-6, 1e-6), max_rows)
+    sizes, where = (256, 256 // (ratio or 1)), (layers, 0)
+    facts = layer.Facts(layout, ratio, sizes, where, where, (1e-6, 1e-6))
     step = layer.Step(ints, ints, Array((9,), "int32"), ints, ints if ratio else None)
     swa = Array((layers * 64, layout.page_bytes(256)), "uint8")
     layer.v4_layer(execute, step, Array((rows, 512), "bfloat16"), swa, Array((layers * 64,)), *parts, facts=facts)

@@ -48,24 +48,24 @@ def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int) -> dict
 
 
 @triton.jit
-def _load_live(positions_ptr, req_rows_ptr, row, num_rows, max_requests):
-    """(live, request, position) of rows; num_rows bounds the memory and the live rows."""
+def load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests):
+    """(live, request, position) of rows; num_rows bounds the memory, and rows from `limit` on are padding."""
     inside = row < num_rows
     position = tl.load(positions_ptr + row, mask=inside, other=-1)
     request = tl.load(req_rows_ptr + row, mask=inside, other=-1)
-    live = inside & (position >= 0) & (request >= 0) & (request < max_requests)
+    live = (row < limit) & (position >= 0) & (request >= 0) & (request < max_requests)
     return live, request, position
 
 
 @triton.jit
-def _completes(positions_ptr, req_rows_ptr, row, num_rows, max_requests, RATIO: tl.constexpr):
+def _completes(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests, RATIO: tl.constexpr):
     """Whether rows are live and the last ones of a group."""
-    live, _, position = _load_live(positions_ptr, req_rows_ptr, row, num_rows, max_requests)
+    live, _, position = load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests)
     return live & (position % RATIO == RATIO - 1)
 
 
 @triton.jit
-def _num_live_rows(query_start_loc_ptr, num_rows, num_requests):
+def num_live_rows(query_start_loc_ptr, num_rows, num_requests):
     """Rows from the last request's end on are padding."""
     return tl.minimum(tl.load(query_start_loc_ptr + num_requests), num_rows)
 
@@ -84,12 +84,12 @@ def find_rows_kernel(
     CHUNK: tl.constexpr,
 ):
     """The rows that complete a group, ascending, then -1; one program."""
-    limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+    limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
     found = num_rows * 0
     start = num_rows * 0
     while start < limit:
         row = start + tl.arange(0, CHUNK)
-        completes = _completes(positions_ptr, req_rows_ptr, row, limit, max_requests, RATIO)
+        completes = _completes(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests, RATIO)
         index = found + tl.cumsum(completes.to(tl.int32), axis=0) - 1
         tl.store(rows_ptr + index, row, mask=completes & (index < num_entries))
         found += tl.sum(completes.to(tl.int32), axis=0)
@@ -142,30 +142,44 @@ def window_entry(
     total = tl.zeros([HEAD_POW2], tl.float32)
     pooled = tl.zeros([HEAD_POW2], tl.float32)
     for start in range(0, window, UNROLL):
+        # All loads of a block are in flight before the first sum.
+        kvs, scores, apes = (), (), ()
         for i in tl.static_range(UNROLL):
             token = start + i
             behind = window - 1 - token
             position = last_position - behind
             column = token // RATIO * HEAD_DIM + channel  # A of the group before, B of the last one
             exists = in_head & (position >= 0)
-            from_step = exists & (behind < tokens_in_step)
-            from_ring = exists & (behind >= tokens_in_step)
-            step_at = (row - behind).to(tl.int64) * width + column
-            ring_at = (ring + position % RING) * width + column
-            # The one or the other is 0.
-            kv = tl.load(kv_ptr + step_at, mask=from_step, other=0.0).to(tl.float32)
-            score = tl.load(score_ptr + step_at, mask=from_step, other=0.0).to(tl.float32)
-            kv += tl.load(state_kv_ptr + ring_at, mask=from_ring, other=0.0)
-            score += tl.load(state_score_ptr + ring_at, mask=from_ring, other=0.0)
-            score += tl.load(ape_ptr + token % RATIO * width + column, mask=exists, other=0.0)
-            score = tl.where(exists, score, float("-inf"))
-            higher = tl.maximum(top, score)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp(score - base)
-            kept = tl.exp(top - base)
-            total = total * kept + weight
-            pooled = pooled * kept + weight * kv
-            top = higher
+            of_step = behind < tokens_in_step
+            step_at = (row - behind).to(tl.int64) * width
+            ring_at = (ring + position % RING) * width
+            if kv_ptr.dtype.element_ty == tl.float32:
+                kv = tl.load(
+                    tl.where(of_step, kv_ptr + step_at, state_kv_ptr + ring_at) + column, mask=exists, other=0.0
+                )
+                from_step, from_ring = score_ptr + step_at, state_score_ptr + ring_at
+                score = tl.load(tl.where(of_step, from_step, from_ring) + column, mask=exists, other=0.0)
+            else:  # the one or the other is 0
+                from_step, from_ring = exists & of_step, exists & (of_step == 0)
+                kv = tl.load(kv_ptr + step_at + column, mask=from_step, other=0.0).to(tl.float32)
+                kv += tl.load(state_kv_ptr + ring_at + column, mask=from_ring, other=0.0)
+                score = tl.load(score_ptr + step_at + column, mask=from_step, other=0.0).to(tl.float32)
+                score += tl.load(state_score_ptr + ring_at + column, mask=from_ring, other=0.0)
+            kvs, scores = kvs + (kv,), scores + (score,)  # noqa: RUF005  Triton knows no other way
+            ape = tl.load(ape_ptr + token % RATIO * width + column, mask=exists, other=0.0)
+            apes = apes + (tl.where(exists, ape, float("-inf")),)  # noqa: RUF005
+        higher = top
+        for i in tl.static_range(UNROLL):
+            higher = tl.maximum(higher, scores[i] + apes[i])
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - base)
+        total *= kept
+        pooled *= kept
+        for i in tl.static_range(UNROLL):
+            weight = tl.exp(scores[i] + apes[i] - base)
+            total += weight
+            pooled += weight * kvs[i]
+        top = higher
     pooled = pooled / tl.where(total == 0, 1.0, total)
 
     scale = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + norm_eps)
@@ -175,9 +189,7 @@ def window_entry(
     rotates = (pair >= 0) & (pair < ROPE_DIM // 2)
     angle = (last_position - (RATIO - 1)).to(tl.float32) * tl.load(inv_freq_ptr + pair, mask=rotates, other=0.0)
     cos, sin = tl.cos(angle), tl.sin(angle)
-    rotated = tl.join(
-        tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd)
-    )
+    rotated = tl.join(tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd))
     return tl.reshape(rotated, [HEAD_POW2]).to(tl.bfloat16)
 
 
@@ -190,6 +202,7 @@ def carry_row(
     state_kv_ptr,  # float32 [requests, RING, WIDTH]
     state_score_ptr,  # the same
     row,
+    num_rows,
     limit,  # rows from here on are padding
     max_requests,
     first_request,
@@ -198,18 +211,19 @@ def carry_row(
     COLUMNS: tl.constexpr,
 ):
     """Copies a row into its request's ring, unless a later row of the step has the same place."""
-    live, request, position = _load_live(positions_ptr, req_rows_ptr, row, limit, max_requests)
-    later_live, later_request, _ = _load_live(positions_ptr, req_rows_ptr, row + RING, limit, max_requests)
-    if live & ((later_live == 0) | (later_request != request)):
-        source = row.to(tl.int64) * WIDTH
-        target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
-        for start in tl.static_range(0, WIDTH, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            inside = column < WIDTH
-            kv = tl.load(kv_ptr + source + column, mask=inside, other=0.0)
-            score = tl.load(score_ptr + source + column, mask=inside, other=0.0)
-            tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside)
-            tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside)
+    live, request, position = load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests)
+    later = row + RING
+    later_live, later_request, _ = load_live(positions_ptr, req_rows_ptr, later, num_rows, limit, max_requests)
+    carried = live & ((later_live == 0) | (later_request != request))
+    source = row.to(tl.int64) * WIDTH
+    target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (column < WIDTH) & (row < num_rows)  # loads do not wait for what decides of the row
+        kv = tl.load(kv_ptr + source + column, mask=inside, other=0.0)
+        score = tl.load(score_ptr + source + column, mask=inside, other=0.0)
+        tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside & carried)
+        tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside & carried)
 
 
 @triton.jit
@@ -246,8 +260,8 @@ def entries_kernel(
     entry = tl.program_id(0)
     if ROWS_POW2 > 0:
         candidate = tl.arange(0, ROWS_POW2)
-        limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
-        completes = _completes(positions_ptr, req_rows_ptr, candidate, limit, max_requests, RATIO)
+        limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+        completes = _completes(positions_ptr, req_rows_ptr, candidate, num_rows, limit, max_requests, RATIO)
         index = tl.cumsum(completes.to(tl.int32), axis=0) - 1
         row = tl.max(tl.where(completes & (index == entry), candidate, -1), axis=0)
     else:
@@ -313,7 +327,8 @@ def carry_kernel(
         state_kv_ptr,
         state_score_ptr,
         tl.program_id(0),
-        _num_live_rows(query_start_loc_ptr, num_rows, num_requests),
+        num_rows,
+        num_live_rows(query_start_loc_ptr, num_rows, num_requests),
         max_requests,
         first_request,
         RING,

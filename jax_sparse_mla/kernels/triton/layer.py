@@ -16,12 +16,10 @@ import triton.language as tl
 from jax_sparse_mla.kernels.launch import Executor, Launch, Output, dtype_of
 from jax_sparse_mla.kernels.triton.compressor import (
     CARRY_OPTIONS,
-    _load_live,
-    _num_live_rows,
-    carry,
     carry_row,
     entry_constants,
-    overlap_of,
+    load_live,
+    num_live_rows,
     window_entry,
 )
 from jax_sparse_mla.kernels.triton.indexer import (
@@ -38,10 +36,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _CHUNK = tl.constexpr(64)
 
-LINES = 64
-
-# Steps of more rows than this give a program several rows of a compressor, of which few complete a group.
-SINGLE_ROWS = 1024
+LINES = 64  # heads of queries that a program takes
 
 
 @triton.jit
@@ -95,11 +90,8 @@ def v4_layer_kernel(
     sink_ptr,  # float32 [SINKS]
     index_values_ptr,  # e4m3 [num_rows, INDEX_HEADS, 128]
     scaled_weights_ptr,  # float32 [num_rows, INDEX_HEADS], times the scales of index_values
-    done_ptr,  # int32 [1], not written
     RATIO: tl.constexpr,  # 0: the sliding window only
     INDEXED: tl.constexpr,
-    CARRIES: tl.constexpr,  # whether no row replaces what another row's window reads
-    ROWS: tl.constexpr,  # of a compressor, for a program
     OVERLAP: tl.constexpr,
     WINDOW_POW2: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -118,126 +110,121 @@ def v4_layer_kernel(
     INDEX_HEADS: tl.constexpr,
     SINKS: tl.constexpr,  # heads, or 0: the sink is not copied
     SINKS_POW2: tl.constexpr,
-    LINES: tl.constexpr,  # heads of queries that a program takes
+    LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
 ):
     task = tl.program_id(0)
-    limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
-    groups = tl.cdiv(num_rows, ROWS)
+    limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
 
     if INDEXED:
-        if task < groups:
-            for i in range(0, ROWS):
-                row = task * ROWS + i
-                live, _, position = _load_live(positions_ptr, req_rows_ptr, row, limit, max_requests)
-                if live & (position % RATIO == RATIO - 1):
-                    entry = window_entry(
-                        index_kv_ptr,
-                        index_score_ptr,
-                        index_state_kv_in_ptr,
-                        index_state_score_in_ptr,
-                        positions_ptr,
-                        req_rows_ptr,
-                        index_ape_ptr + params_layer * (RATIO * OVERLAP * _DIM),
-                        index_norm_weight_ptr + params_layer * _DIM,
-                        index_inv_freq_ptr + params_layer * (ROPE_DIM // 2),
-                        row,
-                        layer * max_requests,
-                        index_norm_eps,
-                        RATIO,
-                        OVERLAP,
-                        WINDOW_POW2,
-                        UNROLL,
-                        RING,
-                        _DIM,
-                        _DIM,
-                        ROPE_DIM,
-                    )
-                    # A tensor core takes 16 rows; one of them has a slot.
-                    line = tl.arange(0, 16)
-                    slot = tl.where(line == 0, tl.load(entry_slots_ptr + row), -1)
-                    cache_ptr = at_page(index_k_ptr, layer * index_pages, INDEX_PAGE_SIZE * _TOKEN_BYTES)
-                    keys = tl.broadcast_to(entry[None, :], [16, _DIM])
-                    store_keys(keys, slot, cache_ptr, index_pages, INDEX_PAGE_SIZE, True, HARDWARE_FP8)
-                if CARRIES:
-                    carry_row(
-                        index_kv_ptr,
-                        index_score_ptr,
-                        positions_ptr,
-                        req_rows_ptr,
-                        index_state_kv_ptr,
-                        index_state_score_ptr,
-                        row,
-                        limit,
-                        max_requests,
-                        layer * max_requests,
-                        RING,
-                        OVERLAP * _DIM,
-                        OVERLAP * _DIM,
-                    )
-        task -= groups
+        if task < num_rows:
+            carry_row(
+                index_kv_ptr,
+                index_score_ptr,
+                positions_ptr,
+                req_rows_ptr,
+                index_state_kv_ptr,
+                index_state_score_ptr,
+                task,
+                num_rows,
+                limit,
+                max_requests,
+                layer * max_requests,
+                RING,
+                OVERLAP * _DIM,
+                OVERLAP * _DIM,
+            )
+            live, _, position = load_live(positions_ptr, req_rows_ptr, task, num_rows, limit, max_requests)
+            if live & (position % RATIO == RATIO - 1):
+                entry = window_entry(
+                    index_kv_ptr,
+                    index_score_ptr,
+                    index_state_kv_in_ptr,
+                    index_state_score_in_ptr,
+                    positions_ptr,
+                    req_rows_ptr,
+                    index_ape_ptr + params_layer * (RATIO * OVERLAP * _DIM),
+                    index_norm_weight_ptr + params_layer * _DIM,
+                    index_inv_freq_ptr + params_layer * (ROPE_DIM // 2),
+                    task,
+                    layer * max_requests,
+                    index_norm_eps,
+                    RATIO,
+                    OVERLAP,
+                    WINDOW_POW2,
+                    UNROLL,
+                    RING,
+                    _DIM,
+                    _DIM,
+                    ROPE_DIM,
+                )
+                # A tensor core takes 16 rows; one of them has a slot.
+                line = tl.arange(0, 16)
+                slot = tl.where(line == 0, tl.load(entry_slots_ptr + task), -1)
+                cache_ptr = at_page(index_k_ptr, layer * index_pages, INDEX_PAGE_SIZE * _TOKEN_BYTES)
+                keys = tl.broadcast_to(entry[None, :], [16, _DIM])
+                store_keys(keys, slot, cache_ptr, index_pages, INDEX_PAGE_SIZE, True, HARDWARE_FP8)
+        task -= num_rows
 
     if RATIO > 0:
-        if (task >= 0) & (task < groups):
-            for i in range(0, ROWS):
-                row = task * ROWS + i
-                live, _, position = _load_live(positions_ptr, req_rows_ptr, row, limit, max_requests)
-                if live & (position % RATIO == RATIO - 1):
-                    entry = window_entry(
-                        compressed_kv_ptr,
-                        compressed_score_ptr,
-                        state_kv_in_ptr,
-                        state_score_in_ptr,
-                        positions_ptr,
-                        req_rows_ptr,
-                        ape_ptr + params_layer * (RATIO * OVERLAP * QK_DIM),
-                        norm_weight_ptr + params_layer * QK_DIM,
-                        inv_freq_ptr + params_layer * (ROPE_DIM // 2),
-                        row,
-                        layer * max_requests,
-                        norm_eps,
-                        RATIO,
-                        OVERLAP,
-                        WINDOW_POW2,
-                        UNROLL,
-                        RING,
-                        QK_DIM,
-                        QK_DIM,
-                        ROPE_DIM,
-                    )
-                    bits = tl.reshape(entry, [QK_DIM // _CHUNK, _CHUNK]).to(tl.int16, bitcast=True).to(tl.int32)
-                    store_row(
-                        bits & 0xFFFF,
-                        at_page(compressed_ptr, layer * compressed_pages, COMPRESSED_PAGE_BYTES),
-                        tl.load(entry_slots_ptr + row),
-                        compressed_pages,
-                        COMPRESSED_PAGE_SIZE,
-                        COMPRESSED_PAGE_BYTES,
-                        DATA_BYTES,
-                        FOOTER_BYTES,
-                        QK_DIM,
-                        FP8_DIM,
-                        MIN_SCALE_EXPONENT,
-                        HARDWARE_FP8,
-                    )
-                if CARRIES:
-                    carry_row(
-                        compressed_kv_ptr,
-                        compressed_score_ptr,
-                        positions_ptr,
-                        req_rows_ptr,
-                        state_kv_ptr,
-                        state_score_ptr,
-                        row,
-                        limit,
-                        max_requests,
-                        layer * max_requests,
-                        RING,
-                        OVERLAP * QK_DIM,
-                        COLUMNS,
-                    )
-        task -= groups
+        if (task >= 0) & (task < num_rows):
+            carry_row(
+                compressed_kv_ptr,
+                compressed_score_ptr,
+                positions_ptr,
+                req_rows_ptr,
+                state_kv_ptr,
+                state_score_ptr,
+                task,
+                num_rows,
+                limit,
+                max_requests,
+                layer * max_requests,
+                RING,
+                OVERLAP * QK_DIM,
+                COLUMNS,
+            )
+            live, _, position = load_live(positions_ptr, req_rows_ptr, task, num_rows, limit, max_requests)
+            if live & (position % RATIO == RATIO - 1):
+                entry = window_entry(
+                    compressed_kv_ptr,
+                    compressed_score_ptr,
+                    state_kv_in_ptr,
+                    state_score_in_ptr,
+                    positions_ptr,
+                    req_rows_ptr,
+                    ape_ptr + params_layer * (RATIO * OVERLAP * QK_DIM),
+                    norm_weight_ptr + params_layer * QK_DIM,
+                    inv_freq_ptr + params_layer * (ROPE_DIM // 2),
+                    task,
+                    layer * max_requests,
+                    norm_eps,
+                    RATIO,
+                    OVERLAP,
+                    WINDOW_POW2,
+                    UNROLL,
+                    RING,
+                    QK_DIM,
+                    QK_DIM,
+                    ROPE_DIM,
+                )
+                bits = tl.reshape(entry, [QK_DIM // _CHUNK, _CHUNK]).to(tl.int16, bitcast=True).to(tl.int32)
+                store_row(
+                    bits & 0xFFFF,
+                    at_page(compressed_ptr, layer * compressed_pages, COMPRESSED_PAGE_BYTES),
+                    tl.load(entry_slots_ptr + task),
+                    compressed_pages,
+                    COMPRESSED_PAGE_SIZE,
+                    COMPRESSED_PAGE_BYTES,
+                    DATA_BYTES,
+                    FOOTER_BYTES,
+                    QK_DIM,
+                    FP8_DIM,
+                    MIN_SCALE_EXPONENT,
+                    HARDWARE_FP8,
+                )
+        task -= num_rows
 
     if INDEXED:
         lines = num_rows * INDEX_HEADS
@@ -270,12 +257,11 @@ def v4_layer_kernel(
             MIN_SCALE_EXPONENT,
             HARDWARE_FP8,
         )
-        if SINKS > 0:
+        if SINKS > 0:  # noqa: SIM102  what is constant decides alone what is compiled
             if task == 0:
                 head = tl.arange(0, SINKS_POW2)
                 sink = tl.load(attn_sink_ptr + params_layer * SINKS + head, mask=head < SINKS, other=0.0)
                 tl.store(sink_ptr + head, sink, mask=head < SINKS)
-
 
 
 # --- launches: sizes are not zero ------------------------------------------------------------------
@@ -314,7 +300,6 @@ class Facts(NamedTuple):
       layers: layers whose caches and states are in the arrays, and which of them this one is.
       params: layers whose parameters are in the arrays, and which of them this one is.
       norm_eps: of the compressor's norm, and of the indexer's.
-      max_rows: the most rows that a request may have in the step.
     """
 
     layout: KVLayout
@@ -323,7 +308,6 @@ class Facts(NamedTuple):
     layers: tuple[int, int]
     params: tuple[int, int]
     norm_eps: tuple[float, float]
-    max_rows: int
 
 
 NOTHING = Compressing(*[None] * 8)
@@ -343,6 +327,8 @@ def v4_layer(
 ) -> tuple[Any, ...]:
     """Writes a layer's caches and states, and makes what its selection and its attention take.
 
+    No row of the step may take the place in its ring of a token that another row's window reads.
+
     Args:
       step, compressor, indexer: arrays; without a compressor or an indexer NOTHING.
       kv, swa: the rows of the sliding window, and its cache.
@@ -359,11 +345,9 @@ def v4_layer(
     has_index, sinks = indexer.kv is not None, attn_sink.shape[0] // params_layers if params_layers > 1 else 0
     caches = swa, compressor.cache, *compressor[5:7], indexer.cache, *indexer[5:7]
     index_heads = queries[0].shape[1] if has_index else 1
-    constants, carries, requests = _compressor_constants(compressor, facts)
+    constants, requests = _compressor_constants(compressor, facts)
     constants |= {
         "INDEXED": has_index,
-        "CARRIES": carries,
-        "ROWS": 1 if num_rows <= SINGLE_ROWS else 4,
         "QK_DIM": qk_dim,
         "FP8_DIM": layout.fp8_dim,
         "DATA_BYTES": layout.data_bytes,
@@ -382,38 +366,26 @@ def v4_layer(
         "HARDWARE_FP8": execute.device.hardware_fp8,
     }
     outputs = [None if x is None else Output(x.shape, dtype_of(x), alias=19 + i) for i, x in enumerate(caches)]
-    if not carries:
-        outputs[2:4] = outputs[5:7] = None, None
     outputs += [
         Output((sinks,), "float32") if sinks else None,
         Output(queries[0].shape, "float8_e4m3fn") if has_index else None,
         Output(queries[1].shape, "float32") if has_index else None,
-        None if carries else Output((1,), "int32"),
     ]
     pages = (0 if x is None else x.shape[0] // layers for x in (swa, compressor.cache, indexer.cache))
     scalars = num_rows, step.query_start_loc.shape[0] - 1, requests, layer, params_layer, *pages, *facts.norm_eps
-    groups = triton.cdiv(num_rows, constants["ROWS"]) * (bool(ratio) + has_index)
-    grid = (groups + has_index * triton.cdiv(num_rows * index_heads, LINES) + num_rows,)
+    blocks = triton.cdiv(num_rows * index_heads, LINES) if has_index else 0
+    grid = (num_rows * (1 + bool(ratio) + has_index) + blocks,)
     inputs = (*step, kv, attn_sink, *compressor[:5], *indexer[:5], *queries, *caches)
     launch = Launch(v4_layer_kernel, "v4_layer", grid, scalars, outputs, constants)
-    *results, done = execute(launch, inputs)
-    if not carries:
-        rows, own = (*step[:3], done), {"requests": (layer * requests, requests)}
-        results[2:4] = carry(execute, *compressor[5:7], *compressor[:2], *rows, **own)
-        if has_index:
-            results[5:7] = carry(execute, *indexer[5:7], *indexer[:2], *rows, **own)
-    return tuple(results)
+    return execute(launch, inputs)
 
 
-def _compressor_constants(compressor: Compressing, facts: Facts) -> tuple[dict[str, int], bool, int]:
-    """The constants of `window_entry`, whether the kernel may carry the rows, and the state's requests."""
+def _compressor_constants(compressor: Compressing, facts: Facts) -> tuple[dict[str, int], int]:
+    """The constants of `window_entry`, and the requests of the state."""
     if not facts.ratio:
         names = "RATIO", "OVERLAP", "WINDOW_POW2", "UNROLL", "RING", "ROPE_DIM"
-        return dict.fromkeys(names, 0) | {"num_warps": 4}, True, 0
-    ring = compressor.state_kv.shape[1]
+        return dict.fromkeys(names, 0) | {"num_warps": 4}, 0
     rope_dim = 2 * compressor.inv_freq.shape[0] // facts.params[0]
-    constants = entry_constants(facts.ratio, 0, rope_dim, ring)
+    constants = entry_constants(facts.ratio, 0, rope_dim, compressor.state_kv.shape[1])
     del constants["HEAD_DIM"], constants["HEAD_POW2"]
-    # A row takes the place of the token `ring` before it: of none that a window of the step reaches back to.
-    window = overlap_of(facts.ratio) * facts.ratio
-    return constants, bool(ring >= window + facts.max_rows - 1), compressor.state_kv.shape[0] // facts.layers[0]
+    return constants, compressor.state_kv.shape[0] // facts.layers[0]
