@@ -1,9 +1,10 @@
 """The attention part of DeepSeek-V4-Flash as an engine runs it: all layers in one jitted step, caches donated.
 
 What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, with one
-head of the previous layer's output added to its keys, and one value of it to what its compressors take. So no layer can
-run or write before the one below it has read, as in a model, and an optimization barrier keeps XLA from sharing work
-between them. The layers of a ratio share their arrays: a write that did not depend on the last read would copy them.
+head of the previous layer's output added to its keys (and one value of it to what its compressors take, where functions
+of their own write that). So no layer can run or write before the one below it has read, as in a model, and an
+optimization barrier keeps XLA from sharing work between them. The layers of a ratio share their arrays: a write that
+did not depend on the last read would copy them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, ForwardBatch, ForwardMode, ModelSpec, PagedKV, RequestTables, write_kv
+from jax_sparse_mla.dispatch import use_triton
 from jax_sparse_mla.indexer import IndexKeys, write_index_k
 from jax_sparse_mla.layers import (
     CompressorParams,
@@ -27,7 +29,7 @@ from jax_sparse_mla.layers import (
     prepare_v4_step,
     v4_layer,
 )
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
+from jax_sparse_mla.models import INDEXED_RATIO
 
 # `compress_ratios` of the checkpoint's config.json, without the entry of its draft layer: 43 layers, 21 of ratio 4.
 V4_FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)
@@ -85,7 +87,8 @@ class Stack:
             for ratio in dict.fromkeys(self.ratios)
         }
 
-    def params(self, seed: int = 0) -> list[V4LayerParams]:
+    def params(self, seed: int = 0) -> dict[int, V4LayerParams]:
+        """By ratio, random parameters of all its layers."""
         rng, spec = np.random.default_rng(seed), self.spec
 
         def compressor(ratio, head_dim):
@@ -96,14 +99,18 @@ class Stack:
                 inv_freq=jnp.asarray(160000.0 ** -(np.arange(spec.rope_dim // 2) / (spec.rope_dim // 2)), jnp.float32),
             )
 
-        return [
-            V4LayerParams(
+        def layer(ratio):
+            return V4LayerParams(
                 attn_sink=jnp.asarray(rng.standard_normal(spec.num_heads), jnp.float32),
                 compressor=compressor(ratio, spec.qk_dim) if ratio else None,
                 index_compressor=compressor(ratio, spec.index_dim) if ratio == INDEXED_RATIO else None,
             )
-            for ratio in self.ratios
-        ]
+
+        layers = [(ratio, layer(ratio)) for ratio in self.ratios]
+        return {
+            ratio: V4LayerParams.stack([params for of, params in layers if of == ratio])
+            for ratio in dict.fromkeys(self.ratios)
+        }
 
     def rows(self, num_rows: int, seed: int = 0) -> dict[int, V4Rows]:
         """By ratio, the random projected rows of a step; queries and keys are the same arrays in all."""
@@ -193,19 +200,25 @@ def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
         layer_rows = rows[ratio]
         if out is not None:
             layer_rows = jax.lax.optimization_barrier(_after(out, layer_rows))
-        cache = caches[ratio].layer(stack.ratios[:i].count(ratio))
-        arguments = cache, layer_rows, params[i], batch, step.metadata, step.plans.get(ratio)
+        number = stack.ratios[:i].count(ratio)  # among the layers of its ratio
+        cache, layer_params = caches[ratio].layer(number), params[ratio].layer(number)
+        arguments = cache, layer_rows, layer_params, batch, step.metadata, step.plans.get(ratio)
         out, caches[ratio], _ = v4_layer(*arguments, spec=stack.spec, ratio=ratio)
     return {ratio: cache.whole() for ratio, cache in caches.items()}, out
 
 
 def _after(out: jax.Array, rows: V4Rows) -> V4Rows:
-    """The rows, which now depend on the output of the layer below."""
-    index, value = rows.index, out[:, 0, :1]
+    """The rows, which now depend on the output of the layer below.
+
+    Where one kernel writes all that a layer stores, the keys that it stores are enough.
+    """
+    rows, value = dataclasses.replace(rows, kv=rows.kv + out[:, 0]), out[:, 0, :1]
+    if rows.compressed_kv is None or use_triton():
+        return rows
+    index = rows.index
     if index is not None:
         index = dataclasses.replace(index, kv=index.kv + value)
-    compressed_kv = None if rows.compressed_kv is None else rows.compressed_kv + value
-    return dataclasses.replace(rows, kv=rows.kv + out[:, 0], compressed_kv=compressed_kv, index=index)
+    return dataclasses.replace(rows, compressed_kv=rows.compressed_kv + value, index=index)
 
 
 def _decode(stack: Stack, state, rows, params, tables):

@@ -86,7 +86,8 @@ def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -
 
     A custom call's results count as the same on all devices. Differentiated, it raises NotImplementedError.
     """
-    return jax.tree.map(_varying_like, _without_gradient(kernel)(*args), jax.eval_shape(plain, *args))
+    shapes = jax.eval_shape(plain, *args)  # first: it names what is wrong with the arguments
+    return jax.tree.map(_varying_like, _without_gradient(kernel)(*args), shapes)
 
 
 def _without_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
+import jax
+
 from jax_sparse_mla._checks import ArgumentChecks
 
 Pool = TypeVar("Pool", bound="LayerPool")
@@ -49,6 +51,12 @@ class LayerPool:
         """The rows of the view's layer in an array, of JAX or torch."""
         rows = array.shape[0] // self.num_layers
         return array if self.num_layers == 1 else array[self.first_of(rows) : self.first_of(rows) + rows]
+
+    def alone(self: Pool) -> Pool:
+        """The view's layer in arrays of its own; JAX copies them if there are more layers."""
+        if self.num_layers == 1:
+            return self
+        return dataclasses.replace(jax.tree.map(self.share_of, self), num_layers=1, layer_index=None)
 
     def check_view(self, check: ArgumentChecks, name: str, rows: int) -> None:
         """Refuses several layers where one is wanted, and arrays whose rows cannot be those of the layers."""

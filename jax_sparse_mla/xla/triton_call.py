@@ -20,9 +20,10 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kernels.launch import Device, Launch
+from jax_sparse_mla.kernels.launch import Device, Launch, Output
 
 FFI_TARGET = "triton_kernel_call_ffi"
+_UNWRITTEN = Output((1,), "uint8")
 _TYPED_FFI = 4  # the version of XLA's custom call API
 
 
@@ -42,9 +43,11 @@ class Executor:
         # An input that is not read has a pointer all the same: the first one's.
         arguments = [self._as_pointer(inputs[0] if x is None else x) for x in inputs]
         arguments += [np.float32(x) if isinstance(x, float) else x for x in launch.scalars]
-        names = launch.kernel.arg_names[len(arguments) :]
-        absent = {name: None for name, output in zip(names, launch.outputs) if output is None}
-        outputs = [output for output in launch.outputs if output is not None]
+        # jax-triton gives outputs to parameters by their order: only the last ones can be None, and others that the
+        # kernel does not write are a byte of scratch.
+        last = max((i for i, output in enumerate(launch.outputs) if output is not None), default=-1)
+        outputs = [_UNWRITTEN if output is None else output for output in launch.outputs[: last + 1]]
+        absent = dict.fromkeys(launch.kernel.arg_names[len(arguments) + last + 1 :][: len(launch.outputs) - last - 1])
         results = triton_call(
             *arguments,
             kernel=launch.kernel,
@@ -57,8 +60,9 @@ class Executor:
             **absent,
             **launch.constants,
         )
-        given = iter(results)
-        return tuple(None if x is None else _as_dtype(next(given), x.dtype) for x in launch.outputs)
+        results = [*results, *[None] * len(absent)]
+        pairs = zip(results, launch.outputs, strict=True)
+        return tuple(None if output is None else _as_dtype(x, output.dtype) for x, output in pairs)
 
     def _as_pointer(self, x: jax.Array | int) -> jax.Array | int:
         return x if isinstance(x, int) else _as_dtype(x, self._pointer_dtype(x.dtype))

@@ -93,10 +93,12 @@ def test_no_layer_is_dead(decode):
         return np.asarray(decode.compiled(decode.state(caches, 300), rows, params, tables)[2])
 
     before = output(params)
-    for layer in range(len(params)):
-        sink = params[layer].attn_sink + 3
-        changed = [*params[:layer], dataclasses.replace(params[layer], attn_sink=sink), *params[layer + 1 :]]
-        assert (output(changed) != before).any(), layer
+    for ratio, of_ratio in params.items():
+        heads = decode.stack.spec.num_heads
+        for layer in range(of_ratio.num_layers):
+            sinks = of_ratio.attn_sink.at[layer * heads : (layer + 1) * heads].add(3)
+            changed = params | {ratio: dataclasses.replace(of_ratio, attn_sink=sinks)}
+            assert (output(changed) != before).any(), (ratio, layer)
 
 
 def test_prefill_counts_its_tokens():

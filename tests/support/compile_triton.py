@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from jax_sparse_mla.kernels.launch import Device, Launch
+
+_POINTERS = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
 
 WHOLE = 90  # for this capability every case is compiled
 
@@ -55,3 +60,31 @@ def facts(cases: Callable[[int], Iterable[tuple]], **of: Callable[[object], obje
 
 def in_ptx(text: str) -> Callable[[object], bool]:
     return lambda kernel: text in kernel.asm["ptx"]
+
+
+class Array(NamedTuple):
+    """What a launch's description reads of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+class Recorder:
+    """An executor that runs nothing: `cases` are its launches, for `compile_kernel`."""
+
+    def __init__(self, capability: int):
+        self.device, self.cases = Device(divmod(capability, 10), 132), []
+
+    def __call__(self, launch: Launch, inputs: Any, out: Any = None) -> tuple[Array | None, ...]:
+        results = tuple(None if x is None else Array(tuple(x.shape), x.dtype) for x in launch.outputs)
+        given = dict(zip(launch.kernel.arg_names, (*inputs, *launch.scalars, *results)))
+        types = {name: self._type(x) for name, x in given.items() if x is not None}
+        constants = launch.constants | {name: None for name, x in given.items() if x is None}
+        self.cases.append((launch.name, launch.kernel, types, constants))
+        return results
+
+    def _type(self, x: Array | float) -> str:
+        if not isinstance(x, Array):
+            return "fp32" if isinstance(x, float) else "i32"
+        e4m3 = "*fp8e4nv" if self.device.hardware_fp8 else "*u8"
+        return e4m3 if x.dtype == "float8_e4m3fn" else _POINTERS[x.dtype]

@@ -4,19 +4,18 @@ Run by test_triton_indexer in a process of its own, because Triton's interpreter
 Prints a JSON list of facts.
 """
 
-from compile_triton import facts, in_ptx
+from compile_triton import Array, Recorder, facts, in_ptx
 
-from jax_sparse_mla.kernels.triton import compressor, indexer
+from jax_sparse_mla.kernels.triton import compressor, indexer, layer
+from jax_sparse_mla.kv_cache import KVLayout
 
-FLOATS = ("weights_ptr", "scale_ptr", "state_kv_ptr", "state_score_ptr", "state_kv_in_ptr", "state_score_in_ptr")
-FLOATS += ("ape_ptr", "inv_freq_ptr", "pooled_ptr")
-BFLOATS = ("k_ptr", "kv_ptr", "score_ptr", "norm_weight_ptr", "entries_ptr")
+FLOATS = ("weights_ptr", "scale_ptr")
 
 
 def types(kernel, **others):
     """Of the kernel's run-time arguments: an index, unless a list above or the caller says otherwise."""
     names = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
-    names |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(BFLOATS, "*bf16") | {"norm_eps": "fp32"}
+    names |= dict.fromkeys(FLOATS, "*fp32")
     names |= {"cache_ptr": "*u8", "cache_in_ptr": "*u8"} | others
     return {name: names[name] for name in kernel.arg_names if name in names}
 
@@ -38,13 +37,50 @@ def cases(capability):
     for rows in (64, 8192):
         plan = indexer.plan_logits(rows, 64, 512, 64, 132)
         yield f"logits {rows}", plan.kernel, types(plan.kernel, q_ptr=e4m3, out_ptr="*fp32"), plan.constants | fp8
-    pool, find, finish = compressor.pool_kernel, compressor.find_rows_kernel, compressor.finish_kernel
-    for ratio, head_dim, rows in ((4, 512, 64), (4, 128, 64), (128, 512, 8192)):
-        constants = compressor.pool_constants(ratio, head_dim, 128, rows)
-        yield f"pool {ratio} {head_dim}", pool, types(pool), constants
-        constants = compressor.finish_constants(ratio, head_dim, 64, 128)
-        yield f"finish {ratio} {head_dim}", finish, types(finish), constants
-    yield "find", find, types(find), {"RATIO": 4} | compressor.FIND_OPTIONS
+    for ratio, head_dim, rows in ((4, 512, 64), (4, 128, 2048), (128, 512, 8192)):
+        yield from launches(capability, f"{ratio} {head_dim}", compress, ratio, head_dim, rows)
+    for ratio, rows, layers in ((0, 8, 1), (4, 8, 43), (128, 8, 43)):
+        yield from launches(capability, f"{ratio} {rows}", write_layer, ratio, rows, layers)
+
+
+def launches(capability, name, function, *arguments):
+    """The launches that a function describes, as cases."""
+    recorder = Recorder(capability)
+    function(recorder, *arguments)
+    for launch, *case in recorder.cases:
+        yield f"{launch} {name}", *case
+
+
+def compressor_arrays(ratio, head_dim, rows, layers=1):
+    """kv, score, ape, norm_weight, inv_freq and the two arrays of the state."""
+    width, ring = head_dim * (2 if ratio == 4 else 1), 8 if ratio == 4 else 128
+    step, state = Array((rows, width), "bfloat16"), Array((layers * 64, ring, width))
+    parameters = Array((layers * ratio, width)), Array((layers * head_dim,)), Array((layers * 32,))
+    return step, step, *parameters, state, state
+
+
+def compress(execute, ratio, head_dim, rows):
+    kv, score, *parameters, state_kv, state_score = compressor_arrays(ratio, head_dim, rows)
+    step = Array((rows,), "int32"), Array((rows,), "int32"), Array((65,), "int32")
+    static = {"ratio": ratio, "norm_eps": 1e-6, "num_entries": rows // ratio + 64}
+    compressor.compress(execute, state_kv, state_score, kv, score, *step, *parameters, **static)
+
+
+def write_layer(execute, ratio, rows, layers):
+    layout, ints = KVLayout.V4_FP8, Array((rows,), "int32")
+    parts = [layer.NOTHING, layer.NOTHING, (None, None)]
+    if ratio:
+        cache = Array((layers * 64, layout.page_bytes(256 // ratio)), "uint8")
+        parts[0] = layer.Compressing(*compressor_arrays(ratio, 512, rows, layers), cache)
+    if ratio == 4:
+        cache = Array((layers * 64, 64 * 132), "uint8")
+        parts[1] = layer.Compressing(*compressor_arrays(ratio, 128, rows, layers), cache)
+        parts[2] = Array((rows, 64, 128), "bfloat16"), Array((rows, 64))
+    sizes, where = (256, 256 // (ratio or 1)), (layers, 0)
+    facts = layer.Facts(layout, ratio, sizes, where, where, (1e-6, 1e-6))
+    step = layer.Step(ints, ints, Array((9,), "int32"), ints, ints if ratio else None)
+    swa = Array((layers * 64, layout.page_bytes(256)), "uint8")
+    layer.v4_layer(execute, step, Array((rows, 512), "bfloat16"), swa, Array((layers * 64,)), *parts, facts=facts)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from jax_sparse_mla.kernels.launch import Device, Launch, Output, dtype_of
 from jax_sparse_mla.xla import triton_call
 
 KERNEL = types.SimpleNamespace(
-    arg_names=("x", "absent_in", "cache_in", "n", "scale", "cache", "absent", "sums", "BLOCK")
+    arg_names=("x", "absent_in", "cache_in", "n", "scale", "cache", "absent", "sums", "last", "BLOCK")
 )
-OUTPUTS = Output((2, 3), "uint8", alias=2), None, Output((4,), "float8_e4m3fn", zeroed=True)
+OUTPUTS = Output((2, 3), "uint8", alias=2), None, Output((4,), "float8_e4m3fn", zeroed=True), None
 
 
 def call(monkeypatch, capability):
@@ -32,24 +32,26 @@ def call(monkeypatch, capability):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
 def test_a_launch_becomes_one_call(monkeypatch, capability):
-    (cache, absent, sums), handed = call(monkeypatch, capability)
-    assert absent is None and handed["absent"] is None  # by name: the kernel's parameter is None
+    (cache, absent, sums, last), handed = call(monkeypatch, capability)
+    # Outputs go to parameters by their order: one in between is scratch, one behind the others is None by its name.
+    assert absent is None and "absent" not in handed and handed["out_shape"][1].shape == (1,)
+    assert last is None and handed["last"] is None
     assert (handed["name"], handed["grid"], handed["BLOCK"], handed["num_warps"]) == ("a launch", (7, 1), 64, 4)
-    assert handed["input_output_aliases"] == {2: 0} and handed["zeroed_outputs"] == (1,)
+    assert handed["input_output_aliases"] == {2: 0} and handed["zeroed_outputs"] == (2,)
     assert handed["compute_capability"] == 10 * capability[0] + capability[1]
     x, stand_in, given, n, scale = handed["arguments"]
     assert (stand_in.shape, stand_in.dtype, given.shape) == (x.shape, x.dtype, (2, 3))  # the first input's
     assert n == 9 and scale == np.float32(0.5) and scale.dtype == np.float32  # not float64
     # Below SM89 Triton has no pointers to e4m3 numbers: bytes go in and come out, e4m3 is what the caller sees.
     pointed_at = "float8_e4m3fn" if capability >= (8, 9) else "uint8"
-    assert dtype_of(x) == pointed_at and handed["out_shape"][1].dtype == pointed_at
+    assert dtype_of(x) == pointed_at and handed["out_shape"][2].dtype == pointed_at
     assert (dtype_of(cache), dtype_of(sums)) == ("uint8", "float8_e4m3fn")
 
 
 def test_numbers_may_stand_among_the_inputs(monkeypatch):
     """As the filter of the top-k takes them."""
     handed = []
-    monkeypatch.setattr(triton_call, "triton_call", lambda *arguments, **options: handed.append(arguments) or [0])
+    monkeypatch.setattr(triton_call, "triton_call", lambda *arguments, **options: handed.append(arguments) or [])
     x = jnp.zeros(3)
     launch = Launch(KERNEL, "a launch", (1,), (), (), {})
     assert triton_call.Executor(Device((9, 0), 132))(launch, (x, 4, x)) == ()

@@ -1,13 +1,16 @@
 """Triton kernels of DeepSeek-V4's compressor, by the rules of `jax_sparse_mla.compressor`, in two launches.
 
-First the pooling: a program finds the row that completes its entry and pools some channels of the row's window, whose
-tokens come from this step's rows or from the request's ring. Few groups end in a step, so that an entry is shared out
-among programs. Then entries are normed and rotated, which takes all channels, and the rings take this step's last
-tokens, which replace tokens that other programs of the first launch may still have read.
+First the entries: a program finds the row that completes its entry, pools the row's window, whose tokens come from this
+step's rows or from the request's ring, and norms and rotates the result. Then the rings take this step's last tokens,
+which replace tokens that other programs of the first launch may still have read.
+
+A window is summed token by token, oldest first, in every channel by itself: an entry's bits do not depend on how a
+kernel shares out the channels, nor on how a prompt is cut into steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,62 +23,49 @@ from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 SEARCHED_ROWS = 1024
 
 FIND_OPTIONS = {"CHUNK": 8192, "num_warps": 16}
-
-# Channels of an entry that a program pools.
-CHANNELS = 128
+CARRY_OPTIONS = {"COLUMNS": 512, "num_warps": 4}
 
 
-def pool_constants(ratio: int, head_dim: int, ring: int, rows: int) -> dict[str, int]:
-    """The constexpr arguments of `pool_kernel`, with num_warps."""
-    overlap = 2 if ratio == 4 else 1
-    window_pow2 = triton.next_power_of_2(overlap * ratio)
+def overlap_of(ratio: int) -> int:
+    """Halves of a row, and groups of a window."""
+    return 2 if ratio == 4 else 1
+
+
+def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int) -> dict[str, int]:
+    """The constexpr arguments of `window_entry`, with num_warps."""
+    window = overlap_of(ratio) * ratio
     return {
         "RATIO": ratio,
-        "WINDOW": overlap * ratio,
-        "WINDOW_POW2": window_pow2,
-        "OVERLAP": overlap,
+        "OVERLAP": overlap_of(ratio),
+        "WINDOW_POW2": triton.next_power_of_2(window),
+        "UNROLL": math.gcd(window, 8),
         "RING": ring,
-        "HEAD_DIM": head_dim,
-        "CHANNELS": CHANNELS,
-        "TOKENS": min(window_pow2, 32),
-        "ROWS_POW2": triton.next_power_of_2(rows) if rows <= SEARCHED_ROWS else 0,
-        "num_warps": 4,
-    }
-
-
-def finish_constants(ratio: int, head_dim: int, rope_dim: int, ring: int) -> dict[str, int]:
-    """The constexpr arguments of `finish_kernel`, with num_warps."""
-    return {
-        "RATIO": ratio,
-        "RING": ring,
-        "WIDTH": (2 if ratio == 4 else 1) * head_dim,
         "HEAD_DIM": head_dim,
         "HEAD_POW2": triton.next_power_of_2(head_dim),
         "ROPE_DIM": rope_dim,
-        "COLUMNS": 512,
-        "num_warps": 4,
+        "num_warps": 4 if window <= 32 else 8,  # a long window's loads must be in flight together
     }
 
 
 @triton.jit
-def _load_live(positions_ptr, req_rows_ptr, row, num_rows, max_requests):
-    """(live, request, position) of rows; num_rows bounds the memory and the live rows."""
+def load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests):
+    """(live, request, position) of rows; num_rows bounds the memory, and rows from `limit` on are padding."""
     inside = row < num_rows
     position = tl.load(positions_ptr + row, mask=inside, other=-1)
     request = tl.load(req_rows_ptr + row, mask=inside, other=-1)
-    live = inside & (position >= 0) & (request >= 0) & (request < max_requests)
+    live = (row < limit) & (position >= 0) & (request >= 0) & (request < max_requests)
     return live, request, position
 
 
 @triton.jit
-def _completes(positions_ptr, req_rows_ptr, row, num_rows, max_requests, RATIO: tl.constexpr):
+def _completes(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests, RATIO: tl.constexpr):
     """Whether rows are live and the last ones of a group."""
-    live, _, position = _load_live(positions_ptr, req_rows_ptr, row, num_rows, max_requests)
+    live, _, position = load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests)
     return live & (position % RATIO == RATIO - 1)
 
 
 @triton.jit
-def _num_live_rows(query_start_loc_ptr, num_rows, num_requests):
+def num_live_rows(query_start_loc_ptr, num_rows, num_requests):
     """Rows from the last request's end on are padding."""
     return tl.minimum(tl.load(query_start_loc_ptr + num_requests), num_rows)
 
@@ -94,12 +84,12 @@ def find_rows_kernel(
     CHUNK: tl.constexpr,
 ):
     """The rows that complete a group, ascending, then -1; one program."""
-    limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+    limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
     found = num_rows * 0
     start = num_rows * 0
     while start < limit:
         row = start + tl.arange(0, CHUNK)
-        completes = _completes(positions_ptr, req_rows_ptr, row, limit, max_requests, RATIO)
+        completes = _completes(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests, RATIO)
         index = found + tl.cumsum(completes.to(tl.int32), axis=0) - 1
         tl.store(rows_ptr + index, row, mask=completes & (index < num_entries))
         found += tl.sum(completes.to(tl.int32), axis=0)
@@ -111,7 +101,133 @@ def find_rows_kernel(
 
 
 @triton.jit
-def pool_kernel(
+def window_entry(
+    kv_ptr,  # bfloat16 or float32 [num_rows, OVERLAP * HEAD_DIM]
+    score_ptr,  # the same
+    state_kv_ptr,  # float32 [requests, RING, OVERLAP * HEAD_DIM]
+    state_score_ptr,  # the same
+    positions_ptr,  # int32 [num_rows]
+    req_rows_ptr,  # int32 [num_rows]
+    ape_ptr,  # float32 [RATIO, OVERLAP * HEAD_DIM]
+    norm_weight_ptr,  # bfloat16 or float32 [HEAD_DIM]
+    inv_freq_ptr,  # float32 [ROPE_DIM / 2]
+    row,  # the row that completes the entry
+    first_request,  # the row of the state with which the layer's requests begin
+    norm_eps,
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    WINDOW_POW2: tl.constexpr,
+    UNROLL: tl.constexpr,  # tokens whose loads are in flight together; divides the window
+    RING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # even
+    HEAD_POW2: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+):
+    """The entry, bfloat16 [HEAD_POW2]; what lies past HEAD_DIM is 0."""
+    window: tl.constexpr = OVERLAP * RATIO
+    width: tl.constexpr = OVERLAP * HEAD_DIM
+    request = tl.load(req_rows_ptr + row)
+    last_position = tl.load(positions_ptr + row)
+    # Rows before may be another request's, or padding; those of this request follow each other.
+    back = tl.arange(0, WINDOW_POW2)
+    may_be = (back < window) & (back <= row)
+    in_step = may_be & (tl.load(req_rows_ptr + row - back, mask=may_be, other=-1) == request)
+    in_step &= tl.load(positions_ptr + row - back, mask=may_be, other=-1) == last_position - back
+    tokens_in_step = tl.min(tl.where(in_step, window, back), axis=0)
+
+    channel = tl.arange(0, HEAD_POW2)
+    in_head = channel < HEAD_DIM
+    ring = (request.to(tl.int64) + first_request) * RING
+    top = tl.full([HEAD_POW2], float("-inf"), tl.float32)
+    total = tl.zeros([HEAD_POW2], tl.float32)
+    pooled = tl.zeros([HEAD_POW2], tl.float32)
+    for start in range(0, window, UNROLL):
+        # All loads of a block are in flight before the first sum.
+        kvs, scores, apes = (), (), ()
+        for i in tl.static_range(UNROLL):
+            token = start + i
+            behind = window - 1 - token
+            position = last_position - behind
+            column = token // RATIO * HEAD_DIM + channel  # A of the group before, B of the last one
+            exists = in_head & (position >= 0)
+            of_step = behind < tokens_in_step
+            step_at = (row - behind).to(tl.int64) * width
+            ring_at = (ring + position % RING) * width
+            if kv_ptr.dtype.element_ty == tl.float32:
+                kv = tl.load(
+                    tl.where(of_step, kv_ptr + step_at, state_kv_ptr + ring_at) + column, mask=exists, other=0.0
+                )
+                from_step, from_ring = score_ptr + step_at, state_score_ptr + ring_at
+                score = tl.load(tl.where(of_step, from_step, from_ring) + column, mask=exists, other=0.0)
+            else:  # the one or the other is 0
+                from_step, from_ring = exists & of_step, exists & (of_step == 0)
+                kv = tl.load(kv_ptr + step_at + column, mask=from_step, other=0.0).to(tl.float32)
+                kv += tl.load(state_kv_ptr + ring_at + column, mask=from_ring, other=0.0)
+                score = tl.load(score_ptr + step_at + column, mask=from_step, other=0.0).to(tl.float32)
+                score += tl.load(state_score_ptr + ring_at + column, mask=from_ring, other=0.0)
+            kvs, scores = kvs + (kv,), scores + (score,)  # noqa: RUF005  Triton knows no other way
+            ape = tl.load(ape_ptr + token % RATIO * width + column, mask=exists, other=0.0)
+            apes = apes + (tl.where(exists, ape, float("-inf")),)  # noqa: RUF005
+        higher = top
+        for i in tl.static_range(UNROLL):
+            higher = tl.maximum(higher, scores[i] + apes[i])
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - base)
+        total *= kept
+        pooled *= kept
+        for i in tl.static_range(UNROLL):
+            weight = tl.exp(scores[i] + apes[i] - base)
+            total += weight
+            pooled += weight * kvs[i]
+        top = higher
+    pooled = pooled / tl.where(total == 0, 1.0, total)
+
+    scale = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + norm_eps)
+    normed = pooled * scale * tl.load(norm_weight_ptr + channel, mask=in_head, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(normed, [HEAD_POW2 // 2, 2]))
+    pair = tl.arange(0, HEAD_POW2 // 2) - (HEAD_DIM - ROPE_DIM) // 2
+    rotates = (pair >= 0) & (pair < ROPE_DIM // 2)
+    angle = (last_position - (RATIO - 1)).to(tl.float32) * tl.load(inv_freq_ptr + pair, mask=rotates, other=0.0)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    rotated = tl.join(tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd))
+    return tl.reshape(rotated, [HEAD_POW2]).to(tl.bfloat16)
+
+
+@triton.jit
+def carry_row(
+    kv_ptr,  # bfloat16 or float32 [num_rows, WIDTH]
+    score_ptr,  # the same
+    positions_ptr,  # int32 [num_rows]
+    req_rows_ptr,  # int32 [num_rows]
+    state_kv_ptr,  # float32 [requests, RING, WIDTH]
+    state_score_ptr,  # the same
+    row,
+    num_rows,
+    limit,  # rows from here on are padding
+    max_requests,
+    first_request,
+    RING: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copies a row into its request's ring, unless a later row of the step has the same place."""
+    live, request, position = load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests)
+    later = row + RING
+    later_live, later_request, _ = load_live(positions_ptr, req_rows_ptr, later, num_rows, limit, max_requests)
+    carried = live & ((later_live == 0) | (later_request != request))
+    source = row.to(tl.int64) * WIDTH
+    target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (column < WIDTH) & (row < num_rows)  # loads do not wait for what decides of the row
+        kv = tl.load(kv_ptr + source + column, mask=inside, other=0.0)
+        score = tl.load(score_ptr + source + column, mask=inside, other=0.0)
+        tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside & carried)
+        tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside & carried)
+
+
+@triton.jit
+def entries_kernel(
     kv_ptr,  # bfloat16 or float32 [num_rows, OVERLAP * HEAD_DIM]
     score_ptr,  # the same
     state_kv_ptr,  # float32 [requests, RING, OVERLAP * HEAD_DIM]
@@ -120,148 +236,109 @@ def pool_kernel(
     req_rows_ptr,  # int32 [num_rows]
     query_start_loc_ptr,  # int32 [num_requests + 1]
     ape_ptr,  # float32 [RATIO, OVERLAP * HEAD_DIM]
+    norm_weight_ptr,  # bfloat16 or float32 [HEAD_DIM]
+    inv_freq_ptr,  # float32 [ROPE_DIM / 2]
     found_ptr,  # int32 [num_entries], what find_rows_kernel found; not read with ROWS_POW2
     num_rows,
     num_requests,
     max_requests,  # of the layer, whose rows of the state begin with first_request
     first_request,
-    pooled_ptr,  # float32 [num_entries, HEAD_DIM]; not written for unused entries
+    norm_eps,
+    entries_ptr,  # bfloat16 [num_entries, HEAD_DIM]
     rows_ptr,  # int32 [num_entries]
     RATIO: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WINDOW_POW2: tl.constexpr,
     OVERLAP: tl.constexpr,
+    WINDOW_POW2: tl.constexpr,
+    UNROLL: tl.constexpr,
     RING: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a window, taken at a time
+    HEAD_POW2: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     ROWS_POW2: tl.constexpr,  # at least num_rows, or 0: the rows were found before
 ):
-    """Some channels of an entry per program."""
-    parts: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
-    width: tl.constexpr = OVERLAP * HEAD_DIM
-    entry, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    """An entry per program."""
+    entry = tl.program_id(0)
     if ROWS_POW2 > 0:
         candidate = tl.arange(0, ROWS_POW2)
-        limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
-        completes = _completes(positions_ptr, req_rows_ptr, candidate, limit, max_requests, RATIO)
+        limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+        completes = _completes(positions_ptr, req_rows_ptr, candidate, num_rows, limit, max_requests, RATIO)
         index = tl.cumsum(completes.to(tl.int32), axis=0) - 1
         row = tl.max(tl.where(completes & (index == entry), candidate, -1), axis=0)
     else:
         row = tl.load(found_ptr + entry)
-    if part == 0:
-        tl.store(rows_ptr + entry, row)
+    tl.store(rows_ptr + entry, row)
 
+    channel = tl.arange(0, HEAD_POW2)
+    target = entries_ptr + entry.to(tl.int64) * HEAD_DIM + channel
     if row >= 0:
-        request = tl.load(req_rows_ptr + row)
-        last_position = tl.load(positions_ptr + row)
-        # Rows before may be another request's, or padding; those of this request follow each other.
-        back = tl.arange(0, WINDOW_POW2)
-        may_be = (back < WINDOW) & (back <= row)
-        in_step = may_be & (tl.load(req_rows_ptr + row - back, mask=may_be, other=-1) == request)
-        in_step &= tl.load(positions_ptr + row - back, mask=may_be, other=-1) == last_position - back
-        tokens_in_step = tl.min(tl.where(in_step, WINDOW, back), axis=0)
-
-        channel = part * CHANNELS + tl.arange(0, CHANNELS)
-        in_head = (channel < HEAD_DIM)[None, :]
-        top = tl.full([CHANNELS], float("-inf"), tl.float32)
-        total = tl.zeros([CHANNELS], tl.float32)
-        pooled = tl.zeros([CHANNELS], tl.float32)
-        for start in range(0, WINDOW, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            behind = WINDOW - 1 - token
-            position = last_position - behind
-            exists = (token < WINDOW) & (position >= 0)
-            half = token // RATIO * HEAD_DIM  # A of the group before, B of the last one
-            step_at = ((row - behind).to(tl.int64) * width + half)[:, None] + channel[None, :]
-            ring_at = ((request.to(tl.int64) + first_request) * RING + position % RING) * width + half
-            ring_at = ring_at[:, None] + channel[None, :]
-            ape_at = (token % RATIO * width + half)[:, None] + channel[None, :]
-            from_step = (exists & (behind < tokens_in_step))[:, None] & in_head
-            from_ring = (exists & (behind >= tokens_in_step))[:, None] & in_head
-            kv = tl.load(kv_ptr + step_at, mask=from_step, other=0.0).to(tl.float32)
-            score = tl.load(score_ptr + step_at, mask=from_step, other=0.0).to(tl.float32)
-            # The one or the other is 0.
-            kv += tl.load(state_kv_ptr + ring_at, mask=from_ring, other=0.0)
-            score += tl.load(state_score_ptr + ring_at, mask=from_ring, other=0.0)
-            score += tl.load(ape_ptr + ape_at, mask=exists[:, None] & in_head, other=0.0)
-            score = tl.where(exists[:, None], score, float("-inf"))
-            higher = tl.maximum(top, tl.max(score, axis=0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp(score - base[None, :])
-            kept = tl.exp(top - base)
-            total = total * kept + tl.sum(weight, axis=0)
-            pooled = pooled * kept + tl.sum(weight * kv, axis=0)
-            top = higher
-        pooled = pooled / tl.where(total == 0, 1.0, total)
-        tl.store(pooled_ptr + entry.to(tl.int64) * HEAD_DIM + channel, pooled, mask=channel < HEAD_DIM)
+        values = window_entry(
+            kv_ptr,
+            score_ptr,
+            state_kv_ptr,
+            state_score_ptr,
+            positions_ptr,
+            req_rows_ptr,
+            ape_ptr,
+            norm_weight_ptr,
+            inv_freq_ptr,
+            row,
+            first_request,
+            norm_eps,
+            RATIO,
+            OVERLAP,
+            WINDOW_POW2,
+            UNROLL,
+            RING,
+            HEAD_DIM,
+            HEAD_POW2,
+            ROPE_DIM,
+        )
+        tl.store(target, values, mask=channel < HEAD_DIM)
+    else:
+        tl.store(target, tl.zeros([HEAD_POW2], tl.bfloat16), mask=channel < HEAD_DIM)
 
 
 @triton.jit
-def finish_kernel(
+def carry_kernel(
     kv_ptr,  # bfloat16 or float32 [num_rows, WIDTH]
     score_ptr,  # the same
     positions_ptr,  # int32 [num_rows]
     req_rows_ptr,  # int32 [num_rows]
     query_start_loc_ptr,  # int32 [num_requests + 1]
-    norm_weight_ptr,  # bfloat16 or float32 [HEAD_DIM]
-    inv_freq_ptr,  # float32 [ROPE_DIM / 2]
-    pooled_ptr,  # float32 [num_entries, HEAD_DIM]
-    rows_ptr,  # int32 [num_entries]
+    after_ptr,  # what a launch made that has read the state; not read
     state_kv_in_ptr,  # the same buffers as the two of the state below
     state_score_in_ptr,
-    norm_eps,
     num_rows,
     num_requests,
     max_requests,
     first_request,
     state_kv_ptr,  # float32 [requests, RING, WIDTH]
     state_score_ptr,  # the same
-    entries_ptr,  # bfloat16 [num_entries, HEAD_DIM]
-    RATIO: tl.constexpr,
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,  # even
-    HEAD_POW2: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A row to carry, or an entry, per program."""
-    row = tl.program_id(0)
-    if row < num_rows:
-        limit = _num_live_rows(query_start_loc_ptr, num_rows, num_requests)
-        live, request, position = _load_live(positions_ptr, req_rows_ptr, row, limit, max_requests)
-        # A later row of the request that has the same place replaces this one.
-        later_live, later_request, _ = _load_live(positions_ptr, req_rows_ptr, row + RING, limit, max_requests)
-        if live & ((later_live == 0) | (later_request != request)):
-            source = row.to(tl.int64) * WIDTH
-            target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
-            for start in range(0, WIDTH, COLUMNS):
-                column = start + tl.arange(0, COLUMNS)
-                inside = column < WIDTH
-                kv = tl.load(kv_ptr + source + column, mask=inside, other=0.0)
-                score = tl.load(score_ptr + source + column, mask=inside, other=0.0)
-                tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside)
-                tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside)
-    else:
-        entry = row - num_rows
-        completing = tl.load(rows_ptr + entry)
-        channel = tl.arange(0, HEAD_POW2)
-        used = (channel < HEAD_DIM) & (completing >= 0)
-        pooled = tl.load(pooled_ptr + entry.to(tl.int64) * HEAD_DIM + channel, mask=used, other=0.0)
-        position = tl.load(positions_ptr + tl.maximum(completing, 0)) - (RATIO - 1)
-        scale = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + norm_eps)
-        normed = pooled * scale * tl.load(norm_weight_ptr + channel, mask=used, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(normed, [HEAD_POW2 // 2, 2]))
-        pair = tl.arange(0, HEAD_POW2 // 2) - (HEAD_DIM - ROPE_DIM) // 2
-        rotates = (pair >= 0) & (pair < ROPE_DIM // 2)
-        angle = position.to(tl.float32) * tl.load(inv_freq_ptr + pair, mask=rotates, other=0.0)
-        cos, sin = tl.cos(angle), tl.sin(angle)
-        rotated = tl.join(
-            tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd)
-        )
-        rotated = tl.where(completing >= 0, tl.reshape(rotated, [HEAD_POW2]), 0.0).to(tl.bfloat16)  # not -0.0
-        tl.store(entries_ptr + entry.to(tl.int64) * HEAD_DIM + channel, rotated, mask=channel < HEAD_DIM)
+    """A row per program."""
+    carry_row(
+        kv_ptr,
+        score_ptr,
+        positions_ptr,
+        req_rows_ptr,
+        state_kv_ptr,
+        state_score_ptr,
+        tl.program_id(0),
+        num_rows,
+        num_live_rows(query_start_loc_ptr, num_rows, num_requests),
+        max_requests,
+        first_request,
+        RING,
+        WIDTH,
+        COLUMNS,
+    )
+
+
+# --- launches: sizes are not zero ------------------------------------------------------------------
+# `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them.
 
 
 def compress(
@@ -283,32 +360,47 @@ def compress(
     requests: tuple[int, int] | None = None,
     out: Sequence[Any] = (None, None),
 ) -> tuple[Any, Any, Any, Any]:
-    """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`; no size is zero.
-
-    `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them. `out`
-    are entries and rows to write into.
-    """
+    """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`; `out` are entries and rows to write."""
     num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
     first_request, max_requests = requests or (0, state_kv.shape[0])
     ring, head_dim = state_kv.shape[1], norm_weight.shape[0]
-    sizes = num_rows, num_requests, max_requests, first_request
-    step, rows = (positions, req_rows, query_start_loc), out[1]
-    rows_output, entries_shape = Output((num_entries,), "int32"), (num_entries, head_dim)
-    constants = pool_constants(ratio, head_dim, ring, num_rows)
-    found = positions if rows is None else rows
-    if not constants["ROWS_POW2"]:
-        find_constants, scalars = {"RATIO": ratio, **FIND_OPTIONS}, (num_rows, num_requests, num_entries, max_requests)
-        find = Launch(find_rows_kernel, "compress_find_rows", (1,), scalars, (rows_output,), find_constants)
-        found = execute(find, step, (rows,))[0]
-    outputs = Output(entries_shape, "float32"), rows_output
-    grid = (num_entries * triton.cdiv(head_dim, CHANNELS),)
-    pool = Launch(pool_kernel, "compress_pool", grid, sizes, outputs, constants)
-    pooled, rows = execute(pool, (kv, score, state_kv, state_score, *step, ape, found), (None, rows))
-    # It reads what the pooling made, so XLA sees that the pooling has read the state before it is written.
-    state = tuple(Output(state_kv.shape, "float32", alias=alias) for alias in (9, 10))
-    outputs = (*state, Output(entries_shape, "bfloat16"))
-    constants, grid = finish_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring), (num_rows + num_entries,)
-    finish = Launch(finish_kernel, "compress_finish", grid, (norm_eps, *sizes), outputs, constants)
-    inputs = (kv, score, *step, norm_weight, inv_freq, pooled, rows, state_kv, state_score)
-    state_kv, state_score, entries = execute(finish, inputs, (None, None, out[0]))
-    return entries, rows, state_kv, state_score
+    step = positions, req_rows, query_start_loc
+    found, rows_output = positions if out[1] is None else out[1], Output((num_entries,), "int32")
+    if num_rows > SEARCHED_ROWS:
+        constants, scalars = {"RATIO": ratio, **FIND_OPTIONS}, (num_rows, num_requests, num_entries, max_requests)
+        find = Launch(find_rows_kernel, "compress_find_rows", (1,), scalars, (rows_output,), constants)
+        found = execute(find, step, (out[1],))[0]
+    constants = entry_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring)
+    constants["ROWS_POW2"] = triton.next_power_of_2(num_rows) if num_rows <= SEARCHED_ROWS else 0
+    scalars = num_rows, num_requests, max_requests, first_request, norm_eps
+    outputs = Output((num_entries, head_dim), "bfloat16"), rows_output
+    entries = Launch(entries_kernel, "compress_entries", (num_entries,), scalars, outputs, constants)
+    inputs = (kv, score, state_kv, state_score, *step, ape, norm_weight, inv_freq, found)
+    entries, rows = execute(entries, inputs, out)
+    return entries, rows, *carry(execute, state_kv, state_score, kv, score, *step, rows, requests=requests)
+
+
+def carry(
+    execute: Executor,
+    state_kv,
+    state_score,
+    kv,
+    score,
+    positions,
+    req_rows,
+    query_start_loc,
+    after,
+    *,
+    requests: tuple[int, int] | None = None,
+) -> tuple[Any, Any]:
+    """(state_kv, state_score) with the last tokens of each request.
+
+    `after` is what another launch made: so XLA sees that the launch has read the state before it is written.
+    """
+    num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
+    first_request, max_requests = requests or (0, state_kv.shape[0])
+    scalars = num_rows, num_requests, max_requests, first_request
+    outputs = tuple(Output(state_kv.shape, "float32", alias=alias) for alias in (6, 7))
+    constants = {"RING": state_kv.shape[1], "WIDTH": state_kv.shape[2], **CARRY_OPTIONS}
+    launch = Launch(carry_kernel, "compress_carry", (num_rows,), scalars, outputs, constants)
+    return execute(launch, (kv, score, positions, req_rows, query_start_loc, after, state_kv, state_score))

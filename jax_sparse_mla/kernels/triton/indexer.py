@@ -138,6 +138,27 @@ def quantize_index_q_kernel(
 
 
 @triton.jit
+def store_keys(
+    k,  # bfloat16 or float32 [n, 128]
+    slot,  # int32 [n]
+    cache_ptr,  # uint8, the first page of the cache
+    num_pages,
+    PAGE_SIZE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+):
+    """Quantises keys into their slots; those that do not exist are skipped."""
+    valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
+    values, scale = _quantize(_hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32), HARDWARE_FP8)
+    start = page * (PAGE_SIZE * _TOKEN_BYTES)
+    # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
+    target = (start + offset * _DIM)[:, None] + tl.max_contiguous(tl.arange(0, _DIM)[None, :], (1, 8))
+    tl.store(cache_ptr + target, values, mask=valid[:, None])
+    scale_ptr = (cache_ptr + start + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(scale_ptr + offset, scale, mask=valid)
+
+
+@triton.jit
 def write_index_k_kernel(
     slots_ptr,  # int32 [n]
     k_ptr,  # bfloat16 or float32 [n, 128]
@@ -154,16 +175,9 @@ def write_index_k_kernel(
     cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _TOKEN_BYTES)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
-    valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
-    column = tl.arange(0, _DIM)[None, :]
-    k = tl.load(k_ptr + token.to(tl.int64)[:, None] * _DIM + column, mask=valid[:, None], other=0.0)
-    values, scale = _quantize(_hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32), HARDWARE_FP8)
-    start = page * (PAGE_SIZE * _TOKEN_BYTES)
-    # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
-    target = (start + offset * _DIM)[:, None] + tl.max_contiguous(column, (1, 8))
-    tl.store(cache_ptr + target, values, mask=valid[:, None])
-    scale_ptr = (cache_ptr + start + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(scale_ptr + offset, scale, mask=valid)
+    at = token.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
+    k = tl.load(k_ptr + at, mask=(token < n)[:, None], other=0.0)
+    store_keys(k, slot, cache_ptr, num_pages, PAGE_SIZE, HADAMARD, HARDWARE_FP8)
 
 
 # --- logits ----------------------------------------------------------------------------------------

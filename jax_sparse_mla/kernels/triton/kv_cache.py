@@ -140,7 +140,7 @@ def _bfloat16_bits(bits):
 
 
 @triton.jit
-def _load_bfloat16_bits(pointer, mask):
+def load_bfloat16_bits(pointer, mask):
     """Rounded to bfloat16 as int32 in [0, 65535]; no finite float32 becomes infinite."""
     if pointer.dtype.element_ty == tl.float32:
         bits = tl.load(pointer, mask=mask, other=0.0).to(tl.int32, bitcast=True)
@@ -149,6 +149,52 @@ def _load_bfloat16_bits(pointer, mask):
         return rounded - became_inf.to(tl.int32)
     else:
         return tl.load(pointer, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _quantise_groups(bits, MIN_SCALE_EXPONENT: tl.constexpr):
+    """(what is stored as e4m3, float32; exponents of the scales, int32) of float32 bits, a group a row."""
+    magnitude = bits & _MAGNITUDE_MASK
+    clipped = (magnitude > _F32_MAX_QUANTISED) & (magnitude <= _F32_INF)
+    magnitude = tl.where(clipped, _F32_MAX_QUANTISED, magnitude)
+    # ceil(log2(amax / 448)) with 448 = 1.75 * 2^8, on bits: exact.
+    amax = tl.max(magnitude, axis=1)
+    above = ((amax & _MANTISSA_MASK) > _MANTISSA_OF_1_75).to(tl.int32)
+    exponent = tl.maximum((amax >> 23) - (127 + 8) + above, MIN_SCALE_EXPONENT)
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (magnitude | (bits & ~_MAGNITUDE_MASK)).to(tl.float32, bitcast=True) * inverse[:, None], exponent
+
+
+@triton.jit
+def store_row(
+    bits,  # int32 [QK_DIM / 64, 64], the bits of bfloat16 values
+    data_ptr,  # uint8, the first page of the cache
+    slot,
+    num_pages,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    FOOTER_BYTES: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    FP8_DIM: tl.constexpr,  # 0, or scaled in groups of 64 whose exponents stand in the page's footer
+    MIN_SCALE_EXPONENT: tl.constexpr,
+    HARDWARE_CASTS: tl.constexpr,
+):
+    """Writes one row of a V4 layout; a slot that does not exist is skipped."""
+    valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
+    chunk = tl.arange(0, QK_DIM // _CHUNK)
+    column = tl.arange(0, _CHUNK)[None, :]
+    start = page * PAGE_BYTES + offset * DATA_BYTES
+    if FP8_DIM > 0:
+        value, exponent = _quantise_groups(bits << 16, MIN_SCALE_EXPONENT)
+        is_fp8 = valid & (chunk < FP8_DIM // _CHUNK)
+        target = (start + chunk * _CHUNK)[:, None] + column
+        tl.store(data_ptr + target, _float32_to_e4m3(value, HARDWARE_CASTS), mask=is_fp8[:, None])
+        footer = page * PAGE_BYTES + PAGE_SIZE * DATA_BYTES + offset * FOOTER_BYTES + chunk
+        tl.store(data_ptr + footer, (exponent + 127).to(tl.uint8), mask=is_fp8)
+    is_bf16 = valid & (chunk >= FP8_DIM // _CHUNK)
+    target = (data_ptr + start + FP8_DIM + (chunk * _CHUNK - FP8_DIM) * 2).to(tl.pointer_type(tl.int16), bitcast=True)
+    tl.store(target[:, None] + column, bits.to(tl.int16), mask=is_bf16[:, None])
 
 
 @triton.jit
@@ -185,16 +231,8 @@ def write_kv_kernel(
         valid = valid & (group < FP8_DIM // GROUP)
         column = tl.arange(0, GROUP)[None, :]
         source = kv_ptr + (token.to(tl.int64) * QK_DIM + group * GROUP)[:, None] + column
-        bits = _load_bfloat16_bits(source, valid[:, None]) << 16
-        magnitude = bits & _MAGNITUDE_MASK
-        clipped = (magnitude > _F32_MAX_QUANTISED) & (magnitude <= _F32_INF)
-        magnitude = tl.where(clipped, _F32_MAX_QUANTISED, magnitude)
-        # ceil(log2(amax / 448)) with 448 = 1.75 * 2^8, on bits: exact.
-        amax = tl.max(magnitude, axis=1)
-        above = ((amax & _MANTISSA_MASK) > _MANTISSA_OF_1_75).to(tl.int32)
-        exponent = tl.maximum((amax >> 23) - (127 + 8) + above, MIN_SCALE_EXPONENT)
-        inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-        value = (magnitude | (bits & ~_MAGNITUDE_MASK)).to(tl.float32, bitcast=True) * inverse[:, None]
+        bits = load_bfloat16_bits(source, valid[:, None]) << 16
+        value, exponent = _quantise_groups(bits, MIN_SCALE_EXPONENT)
         start = page * PAGE_BYTES + offset * DATA_BYTES
         # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
         target = (start + group * GROUP)[:, None] + tl.max_contiguous(column, (1, 8))
@@ -215,7 +253,7 @@ def write_kv_kernel(
     valid = (valid & (chunk < (QK_DIM - FP8_DIM) // _CHUNK))[:, None]
     column = tl.arange(0, _CHUNK)[None, :]
     source = kv_ptr + (token.to(tl.int64) * QK_DIM + FP8_DIM + chunk * _CHUNK)[:, None] + column
-    bits = _load_bfloat16_bits(source, valid)
+    bits = load_bfloat16_bits(source, valid)
     start = page * PAGE_BYTES + offset * DATA_BYTES + (FP8_DIM + INLINE_BYTES) + chunk * (2 * _CHUNK)
     target = (data_ptr + start).to(tl.pointer_type(tl.int16), bitcast=True)
     tl.store(target[:, None] + column, bits.to(tl.int16), mask=valid)

@@ -19,8 +19,7 @@ from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
-from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 
 
 def check_tables(function: str, tables: RequestTables) -> None:
@@ -77,7 +76,8 @@ def check_v4_layer(
             )
 
     need("cache.swa", cache.swa, PagedKV)
-    _check_one_layer(check, cache)
+    _check_one_layer(check, "cache", cache)
+    _check_one_layer(check, "params", params, itself=True)
     if ratio == 0:
         return
     need("cache.compressed", cache.compressed, PagedKV)
@@ -125,22 +125,27 @@ def check_v32_layer(cache: Any, *, spec: ModelSpec) -> None:
                 f"v32_layer: cache.{name} must be {wanted}, got {type(value).__name__}; V32LayerCache.zeros(spec, ...) "
                 "makes it"
             )
-    _check_one_layer(check, cache)
+    _check_one_layer(check, "cache", cache)
     _check_index_k(check, cache.index_k, "cache.kv", cache.kv, spec.page_size, "token")
 
 
-def _check_one_layer(check: ArgumentChecks, cache: Any) -> None:
-    """All fields are of the same layer: an array of keys alone would be shared by all layers of the others."""
+def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: bool = False) -> None:
+    """All fields are of the same layer: an array of keys alone would be shared by all layers of the others.
+
+    `itself` says that the dataclass is a view too, whose arrays are its own.
+    """
+    fields = {f"{name}.{field.name}": getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    parts = {field: x for field, x in fields.items() if isinstance(x, LayerPool)} | ({name: tree} if itself else {})
     views = {}
-    for field in dataclasses.fields(cache):
-        value = getattr(cache, field.name)
-        if isinstance(value, LayerPool):
-            value.check_view(check, f"cache.{field.name}", jax.tree.leaves(value)[0].shape[0])
-            views[f"cache.{field.name}"] = value.num_layers, value.layer_index
-        elif value is not None:
-            views[f"cache.{field.name}"] = 1, None
+    for field, value in parts.items():
+        value.check_view(check, field, jax.tree.leaves(value)[0].shape[0])
+        views[field] = value.num_layers, value.layer_index
+    if not itself:  # arrays that are no pools
+        views |= {field: (1, None) for field, x in fields.items() if x is not None and field not in parts}
     if len(set(views.values())) > 1:
-        raise check.fail(f"cache must be the view of one layer, cache.layer(i), got (num_layers, layer_index) {views}")
+        raise check.fail(
+            f"{name} must be the view of one layer, {name}.layer(i), got (num_layers, layer_index) {views}"
+        )
 
 
 def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:

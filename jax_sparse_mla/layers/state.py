@@ -1,0 +1,228 @@
+"""What a layer takes and carries: its projected rows, its parameters, its caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla._checks import ArgumentChecks
+from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.compressor import CompressorState, compressor_window
+from jax_sparse_mla.indexer import IndexKeys
+from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache.layout import bf16_layout
+from jax_sparse_mla.kv_cache.pool import LayerPool
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+
+_Cache = TypeVar("_Cache", bound="_LayerCache")
+
+
+@pytree_dataclass
+class CompressorParams(LayerPool):
+    """A compressor's parameters, or those of several layers in the same arrays; see `V4LayerParams.stack`.
+
+    Attributes:
+      ape: float32 `[num_layers * ratio, coff * head_dim]`, coff 2 for ratio 4 and 1 otherwise.
+      norm_weight: float32 `[num_layers * head_dim]`.
+      inv_freq: float32 `[num_layers * rope_dim / 2]` of the layer's rotary embedding.
+      norm_eps: of its RMSNorm (static).
+      num_layers: how many layers' parameters the arrays hold, one layer after the other (static).
+      layer_index: the layer of a view; None for all of them (static).
+    """
+
+    ape: jax.Array
+    norm_weight: jax.Array
+    inv_freq: jax.Array
+    norm_eps: float = static(default=1e-6)
+    num_layers: int = static(default=1)
+    layer_index: int | None = static(default=None)
+
+
+@pytree_dataclass
+class IndexRows:
+    """The projections of a V4 layer's indexer from T rows.
+
+    q bfloat16 `[T, index_heads, index_dim]` after rope; weights float32 `[T, index_heads]`, scaled by
+    `index_dim^-0.5 · index_heads^-0.5`; kv and score `[T, 2 · index_dim]`, the input of its own compressor.
+    """
+
+    q: jax.Array
+    weights: jax.Array
+    kv: jax.Array
+    score: jax.Array
+
+
+@pytree_dataclass
+class V4Rows:
+    """The projections of a V4 layer from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
+    compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0; coff is 2 for ratio 4, else
+    1); index (ratio 4)."""
+
+    q: jax.Array
+    kv: jax.Array
+    compressed_kv: jax.Array | None = None
+    compressed_score: jax.Array | None = None
+    index: IndexRows | None = None
+
+
+@pytree_dataclass
+class V4LayerParams(LayerPool):
+    """The parameters of a V4 layer, or of several layers of one ratio in the same arrays: `layer(i)` is one of them.
+
+    Attributes:
+      attn_sink: float32 `[num_layers * heads]`.
+      compressor: of a layer that compresses (ratio > 0).
+      index_compressor: the indexer's (ratio 4).
+      num_layers, layer_index: as in `CompressorParams` (static).
+    """
+
+    attn_sink: jax.Array
+    compressor: CompressorParams | None = None
+    index_compressor: CompressorParams | None = None
+    num_layers: int = static(default=1)
+    layer_index: int | None = static(default=None)
+
+    @classmethod
+    def stack(cls, layers: Sequence[V4LayerParams]) -> V4LayerParams:
+        """The parameters of layers of one ratio in the same arrays, so that a step takes few arrays: each costs the
+        host a few microseconds.
+
+        Raises:
+          ValueError: no layer, layers of several ratios, or a norm_eps that differs.
+        """
+        check = ArgumentChecks("V4LayerParams.stack")
+        if not layers:
+            raise check.fail("layers must hold a layer's parameters, got none")
+        if len({jax.tree.structure(layer) for layer in layers}) > 1:
+            raise check.fail("layers must have the same parts and the same norm_eps: stack those of one ratio")
+        stacked = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *layers)
+        return stacked._each(lambda pool: dataclasses.replace(pool, num_layers=len(layers), layer_index=None))
+
+    def layer(self, index: int) -> V4LayerParams:
+        """The view of layer `index` (static)."""
+        return self._each(lambda pool: LayerPool.layer(pool, index))
+
+    def _each(self, function: Callable[[LayerPool], LayerPool]) -> V4LayerParams:
+        parts = {"compressor": self.compressor, "index_compressor": self.index_compressor}
+        parts = {name: function(part) for name, part in parts.items() if part is not None}
+        return dataclasses.replace(function(self), **parts)
+
+
+class _LayerCache:
+    """Caches of one layer, or of several layers of one kind, in the same arrays."""
+
+    def layer(self: _Cache, index: int) -> _Cache:
+        """The view of layer `index` (static): what the layer functions take, and what they return, so that `layer` of
+        their result is the view of the next."""
+        return self._each(lambda pool: pool.layer(index))
+
+    def whole(self: _Cache) -> _Cache:
+        """All layers: what a step returns, so that its state is the same pytree before and after."""
+        return self._each(lambda pool: pool.whole())
+
+    def _each(self: _Cache, function: Callable[[LayerPool], LayerPool]) -> _Cache:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        pools = {name: function(value) for name, value in fields.items() if isinstance(value, LayerPool)}
+        return dataclasses.replace(self, **pools)
+
+
+@pytree_dataclass
+class V4LayerCache(_LayerCache):
+    """The caches and states of a V4 layer between steps; a ratio-0 layer has the sliding-window cache only.
+
+    `index_k` is uint8 `[num_pages, page_size * 132]` for one layer, and `IndexKeys` for several.
+    """
+
+    swa: PagedKV
+    compressed: PagedKV | None = None
+    state: CompressorState | None = None
+    index_k: jax.Array | IndexKeys | None = None
+    index_state: CompressorState | None = None
+
+    @classmethod
+    def zeros(
+        cls,
+        spec: ModelSpec,
+        ratio: int,
+        *,
+        num_pages: int,
+        num_swa_pages: int,
+        max_requests: int,
+        max_draft_tokens: int = 0,
+        bf16: bool = False,
+        num_layers: int = 1,
+    ) -> V4LayerCache:
+        """Empty caches for `num_pages` pages of `spec.page_size` tokens, `num_swa_pages` of them within a window.
+
+        `num_layers` layers of this ratio share the arrays, and `cache.layer(i)` is one of them: a step that donates a
+        few arrays costs the host less than one that donates a few for each layer.
+
+        `max_draft_tokens` is the most rows of a TARGET_VERIFY step per request: the compressor then keeps as many
+        tokens more, so that rejected drafts do not replace what the next step still needs. `bf16` takes the
+        unquantised layout.
+        """
+        layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
+        layers = {"num_layers": num_layers}
+        swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size, **layers)
+        if ratio == 0:
+            return cls(swa=swa)
+        entries = spec.page_size // ratio
+        compressed = PagedKV.zeros(layout, num_pages, entries, **layers)
+        ring = compressor_window(ratio) + max_draft_tokens
+        state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring, **layers)
+        if ratio != INDEXED_RATIO:
+            return cls(swa=swa, compressed=compressed, state=state)
+        return cls(
+            swa=swa,
+            compressed=compressed,
+            state=state,
+            index_k=_index_keys(num_pages, entries, num_layers),
+            index_state=CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.index_dim, ring=ring, **layers),
+        )
+
+
+def _index_keys(num_pages: int, page_size: int, num_layers: int) -> jax.Array | IndexKeys:
+    """Empty index keys: an array for one layer."""
+    keys = IndexKeys.zeros(num_pages, page_size, num_layers=num_layers)
+    return keys.data if num_layers == 1 else keys
+
+
+@pytree_dataclass
+class V32LayerCache(_LayerCache):
+    """The caches of a V3.2 layer between steps: kv, and the indexer's keys, uint8 `[num_pages, 64 · 132]` for one layer
+    and `IndexKeys` for several."""
+
+    kv: PagedKV
+    index_k: jax.Array | IndexKeys
+
+    @classmethod
+    def zeros(cls, spec: ModelSpec, *, num_pages: int, bf16: bool = False, num_layers: int = 1) -> V32LayerCache:
+        """Empty caches for `num_pages` pages of `spec.page_size` tokens; `bf16` takes the unquantised layout.
+
+        `num_layers` layers share the arrays, as those of `V4LayerCache.zeros` do.
+        """
+        layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
+        return cls(
+            kv=PagedKV.zeros(layout, num_pages, spec.page_size, num_layers=num_layers),
+            index_k=_index_keys(num_pages, spec.page_size, num_layers),
+        )
+
+
+@pytree_dataclass
+class V32Rows:
+    """The projections of a V3.2 layer from T rows.
+
+    q bfloat16 `[T, heads, 576]` (the no-rope part multiplied into the latent space) and kv bfloat16 `[T, 576]`,
+    both latent first and rope last; index_q bfloat16 `[T, index_heads, 128]` and index_k `[T, 128]` after rope;
+    index_weights float32 `[T, index_heads]`, scaled by `index_dim^-0.5 · index_heads^-0.5`.
+    """
+
+    q: jax.Array
+    kv: jax.Array
+    index_q: jax.Array
+    index_k: jax.Array
+    index_weights: jax.Array

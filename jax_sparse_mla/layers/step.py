@@ -1,0 +1,95 @@
+"""What all V4 layers of a step share, built once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.attention.api import plan_here
+from jax_sparse_mla.layers import checks as layer_checks
+from jax_sparse_mla.metadata import (
+    ForwardBatch,
+    ForwardMode,
+    PrefillPlan,
+    RequestTables,
+    V4Metadata,
+    build_prefill_plan,
+    build_v4_metadata,
+)
+from jax_sparse_mla.metadata.rows import bucket
+from jax_sparse_mla.models import ModelSpec
+
+
+@pytree_dataclass
+class V4Step:
+    """What all V4 layers of a step share: the metadata, and by compress ratio the plans of a gathered prefill, none
+    where the layers attend to the paged caches."""
+
+    metadata: V4Metadata
+    plans: dict[int, PrefillPlan]
+
+    @property
+    def overflow(self) -> jax.Array:
+        """bool scalar: a bucket was too small for the step; what did not fit is left out of the attention."""
+        return jnp.any(jnp.stack([self.metadata.overflow, *(plan.overflow for plan in self.plans.values())]))
+
+
+def prepare_v4_step(
+    spec: ModelSpec,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    *,
+    gathered: bool | None = None,
+    gathered_tokens: int | None = None,
+) -> V4Step:
+    """Builds once what `v4_layer` needs in every layer of a step.
+
+    Args:
+      spec: the model (static).
+      batch, tables: the step.
+      gathered: whether an EXTEND step gathers a bf16 workspace (True) or attends to the paged caches, as the other
+        modes do (False); by default the `kernel` of its plan says so, by the number of rows (static).
+      gathered_tokens: tokens of all requests together whose compressed entries the workspace holds; by default the
+        bucket for every request (static).
+
+    Raises:
+      TypeError, ValueError: see `build_v4_metadata` and `build_prefill_plan`; a backend that the environment names and
+        that cannot serve the step.
+    """
+    metadata = build_v4_metadata(spec, batch, tables)
+    layer_checks.check_tables("prepare_v4_step", tables)
+    pool_tokens = tables.full_to_swa.shape[0] - 1
+    parts = {r: dataclasses.replace(part, pool_tokens=pool_tokens) for r, part in metadata.compressed.items()}
+    metadata = dataclasses.replace(metadata, compressed=parts)
+    (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
+    if gathered is None:
+        gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, rows)
+    if not gathered:
+        return V4Step(metadata=metadata, plans={})
+    if gathered_tokens is None:
+        gathered_tokens = num_requests * bucket(batch, tables)
+    plans = {
+        ratio: build_prefill_plan(
+            spec,
+            batch,
+            tables,
+            compress_ratio=ratio,
+            swa_capacity=rows + num_requests * (spec.window - 1),
+            compressed_capacity=gathered_tokens // ratio if ratio else 0,
+        )
+        for ratio in spec.compress_ratios
+    }
+    return V4Step(metadata=metadata, plans=plans)
+
+
+def gathers(spec: ModelSpec, rows: int) -> bool:
+    """Whether an EXTEND step of so many rows gathers a bf16 workspace: the `kernel` of its plan is "sparse_prefill".
+
+    Other modes attend to the paged caches: their rows have no context in common.
+    """
+    topk = (spec.window or 0) + spec.index_topk
+    plan = plan_here("decode", spec.kv_layout, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
+    return plan.kernel == "sparse_prefill"

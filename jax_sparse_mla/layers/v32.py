@@ -1,0 +1,78 @@
+"""A V3.2 layer's attention in one step."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.indexer import index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.indices.lookup import add_or_minus_one
+from jax_sparse_mla.kv_cache import gather_kv, write_kv
+from jax_sparse_mla.layers import checks as layer_checks
+from jax_sparse_mla.layers.state import V32LayerCache, V32Rows
+from jax_sparse_mla.layers.v4 import selected_positions
+from jax_sparse_mla.metadata import ForwardBatch, V32Metadata
+from jax_sparse_mla.models import ModelSpec
+
+
+def v32_layer(
+    cache: V32LayerCache,
+    rows: V32Rows,
+    batch: ForwardBatch,
+    metadata: V32Metadata,
+    *,
+    spec: ModelSpec,
+    index_scores: jax.Array | None = None,
+    backend: str | None = None,
+) -> tuple[jax.Array, V32LayerCache, jax.Array]:
+    """One V3.2 layer's attention: with RAGGED metadata from a gathered bf16 workspace, with PAGED from the paged cache.
+
+    Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
+    """
+    layer_checks.check_v32_layer(cache, spec=spec)
+    kv = write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
+    cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k))
+    lengths, positions = metadata.seqlens_expanded, None
+    ragged = metadata.topk_transform is TopkTransform.RAGGED
+    if index_scores is None:
+        index_q, q_scale = quantize_index_q(rows.index_q)
+        queries = index_q, rows.index_weights * q_scale, cache.index_k
+        table, request = metadata.page_table, metadata.row_to_request
+        if ragged:  # a long chunk's logits would be the step's largest array
+            positions = selected_positions(*queries, table, lengths, topk=spec.index_topk, row_to_request=request)
+        else:
+            index_scores = index_logits(*queries, table[request], lengths)
+    if positions is None:
+        positions = topk_positions(index_scores, lengths, spec.index_topk)
+
+    if ragged:
+        indices = add_or_minus_one(positions, metadata.topk_indices_offset[:, None])
+        out, _, _ = sparse_mla_prefill(
+            rows.q,
+            gather_kv(cache.kv, metadata.kv_slots),
+            indices,
+            softmax_scale=spec.softmax_scale,
+            topk_length=metadata.topk_lengths,
+            backend=backend,
+        )
+        return out, cache, positions
+
+    slots = topk_transform(
+        index_scores,
+        lengths,
+        spec.index_topk,
+        method=TopkTransform.PAGED,
+        page_table=metadata.page_table,
+        page_size=spec.page_size,
+        row_to_request=metadata.row_to_request,
+    )
+    out, _ = sparse_mla_decode(
+        rows.q[:, None],
+        cache.kv,
+        slots[:, None],
+        softmax_scale=spec.softmax_scale,
+        topk_length=metadata.topk_lengths,
+        backend=backend,
+    )
+    return out[:, 0], cache, positions

@@ -1,0 +1,117 @@
+"""A V4 layer's attention in one step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
+from jax_sparse_mla.index_selection import index_topk
+from jax_sparse_mla.indexer import index_logits
+from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.layers import checks as layer_checks
+from jax_sparse_mla.layers.state import V4LayerCache, V4LayerParams, V4Rows
+from jax_sparse_mla.layers.write import write_v4_layer
+from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+
+
+def v4_layer(
+    cache: V4LayerCache,
+    rows: V4Rows,
+    params: V4LayerParams,
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    plan: PrefillPlan | None,
+    *,
+    spec: ModelSpec,
+    ratio: int,
+    index_scores: jax.Array | None = None,
+    backend: str | None = None,
+) -> tuple[jax.Array, V4LayerCache, jax.Array | None]:
+    """One V4 layer's attention.
+
+    Args:
+      cache: the layer's caches; donate them.
+      rows: the projected rows of this step, padded like the batch.
+      params: the layer's parameters.
+      batch, metadata: the step's, shared by all layers; `metadata = build_v4_metadata(spec, batch, tables)`.
+      plan: `V4Step.plans` of this ratio, for an EXTEND step that gathers a workspace; None attends to the paged caches
+        directly, in any mode.
+      spec: the model. ratio: the layer's compress ratio.
+      index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
+      backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
+
+    Returns:
+      out `[T, heads, 512]` (rope not yet taken back), the updated cache, and, for ratio 4, the selected compressed
+      positions int32 `[T, index_topk]`, −1 padded (else None).
+
+    Raises:
+      TypeError, ValueError: what this ratio needs is missing, or caches have shapes that cannot be right for the model,
+        for each other or for the batch's requests; and what the functions called here raise.
+    """
+    layer_checks.check_v4_layer(cache, rows, params, batch, metadata, plan, spec=spec, ratio=ratio)
+    cache, attn_sink, index_q, index_weights = write_v4_layer(cache, rows, params, batch, metadata, ratio=ratio)
+
+    positions = None
+    if ratio == INDEXED_RATIO:
+        lengths = metadata.compressed[INDEXED_RATIO].lengths
+        if index_scores is None:
+            selecting = index_q, index_weights, cache.index_k, metadata.page_table, lengths
+            if plan is not None:  # a long chunk's logits would be the step's largest array
+                positions = selected_positions(*selecting, topk=spec.index_topk)
+            else:
+                index_scores = index_logits(*selecting)
+        if positions is None:
+            positions = topk_positions(index_scores, lengths, spec.index_topk)
+
+    if plan is not None:
+        out, _ = sparse_mla_extend(
+            rows.q,
+            plan,
+            cache.swa,
+            cache.compressed,
+            positions,
+            softmax_scale=spec.softmax_scale,
+            attn_sink=attn_sink,
+            backend=backend,
+        )
+        return out, cache, positions
+
+    extra = {}
+    if ratio != 0:
+        part = metadata.compressed[ratio]
+        extra_indices = part.page_indices
+        if ratio == INDEXED_RATIO:
+            slots = topk_transform(
+                index_scores,
+                part.lengths,
+                spec.index_topk,
+                method=TopkTransform.PAGED,
+                page_table=metadata.page_table,
+                page_size=spec.page_size // INDEXED_RATIO,
+            )
+            extra_indices = jnp.pad(slots, ((0, 0), (0, extra_indices.shape[1] - spec.index_topk)), constant_values=-1)
+        extra = {
+            "extra_cache": cache.compressed,
+            "extra_indices": extra_indices[:, None],
+            "extra_topk_length": part.topk_lengths,
+        }
+    out, _ = sparse_mla_decode(
+        rows.q[:, None],
+        cache.swa,
+        metadata.swa_page_indices[:, None],
+        softmax_scale=spec.softmax_scale,
+        topk_length=metadata.swa_topk_lengths,
+        attn_sink=attn_sink,
+        backend=backend,
+        **extra,
+    )
+    return out[:, 0], cache, positions
+
+
+def selected_positions(q, weights, index_k, page_table, lengths, *, topk: int, row_to_request=None) -> jax.Array:
+    """The positions of the top-k, without an array of all logits."""
+    none = jnp.zeros_like(lengths)
+    options = {"method": TopkTransform.RAGGED, "topk_indices_offset": none, "row_to_request": row_to_request}
+    return index_topk(q, weights, index_k, page_table, lengths, topk, **options)

@@ -1,0 +1,174 @@
+"""What a V4 layer does before it selects and attends: it writes its caches and quantises its index queries.
+
+All of it depends on the step's inputs alone. On a GPU one kernel does it, `kernels/triton/layer.py`; what defines the
+result is the composition of the library's functions below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
+from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, quantize_index_q, write_transformed_index_k
+from jax_sparse_mla.kv_cache import KVLayout, write_kv
+from jax_sparse_mla.layers.state import CompressorParams, IndexRows, V4LayerCache, V4LayerParams, V4Rows
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, V4Metadata
+from jax_sparse_mla.models import INDEXED_RATIO
+from jax_sparse_mla.xla.triton_call import executor
+
+# A long chunk fills the GPU with each task alone, and programs of one task hold fewer registers.
+MAX_ROWS = 1024
+
+
+class Written(NamedTuple):
+    """The layer's caches with the step's rows in them, and what its selection and its attention take.
+
+    Attributes:
+      cache: the updated caches and states.
+      attn_sink: float32 `[heads]`, the layer's own.
+      index_q, index_weights: float8_e4m3fn `[T, index_heads, 128]`, and float32 `[T, index_heads]` with the scales of
+        index_q multiplied in; None without an indexer.
+    """
+
+    cache: V4LayerCache
+    attn_sink: jax.Array
+    index_q: jax.Array | None = None
+    index_weights: jax.Array | None = None
+
+
+class _Step(NamedTuple):
+    """What is read of the step: int32 `[T]`, query_start_loc `[B + 1]`; the slots of rows that complete an entry."""
+
+    positions: jax.Array
+    req_rows: jax.Array
+    query_start_loc: jax.Array
+    swa_slots: jax.Array
+    entry_slots: jax.Array | None
+
+
+def write_v4_layer(
+    cache: V4LayerCache,
+    rows: V4Rows,
+    params: V4LayerParams,
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    *,
+    ratio: int,
+) -> Written:
+    """Writes the rows of the sliding window, and of what the compressors complete; arguments as of `v4_layer`."""
+    step = _Step(
+        positions=metadata.positions,
+        req_rows=batch.req_pool_indices[metadata.row_to_request],
+        query_start_loc=metadata.query_start_loc,
+        swa_slots=metadata.swa_out_cache_loc,
+        entry_slots=metadata.compressed[ratio].out_loc if ratio else None,
+    )
+    kernel, plain = partial(_by_kernel, ratio=ratio), partial(write_v4_layer_reference, ratio=ratio)
+    arguments = cache, rows, params, step
+    return dispatch(kernel, plain, *arguments) if _kernel_serves(*arguments, batch, ratio) else plain(*arguments)
+
+
+def write_v4_layer_reference(
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int
+) -> Written:
+    """`write_v4_layer` by the library's functions one after the other."""
+    swa, sink = write_kv(cache.swa, step.swa_slots, rows.kv), params.share_of(params.attn_sink)
+    if ratio == 0:
+        return Written(V4LayerCache(swa=swa), sink)
+    entries, slots, state = _compress(
+        cache.state, rows.compressed_kv, rows.compressed_score, params.compressor, step, ratio
+    )
+    compressed = write_kv(cache.compressed, slots, entries)
+    if ratio != INDEXED_RATIO:
+        return Written(V4LayerCache(swa=swa, compressed=compressed, state=state), sink)
+    index = rows.index
+    keys, slots, index_state = _compress(cache.index_state, index.kv, index.score, params.index_compressor, step, ratio)
+    index_k = write_transformed_index_k(cache.index_k, slots, keys)
+    index_q, q_scale = quantize_index_q(index.q, hadamard=True)
+    cache = V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k, index_state=index_state)
+    return Written(cache, sink, index_q, index.weights * q_scale)
+
+
+def _compress(
+    state: CompressorState, kv: jax.Array, score: jax.Array, params: CompressorParams, step: _Step, ratio: int
+) -> tuple[jax.Array, jax.Array, CompressorState]:
+    """The entries that this step completes, the slots they go to (−1 for unused ones), and the carried state."""
+    params = params.alone()
+    entries, rows, state = compress_kv(
+        state,
+        kv,
+        score,
+        positions=step.positions,
+        req_rows=step.req_rows,
+        query_start_loc=step.query_start_loc,
+        ape=params.ape,
+        norm_weight=params.norm_weight,
+        inv_freq=params.inv_freq,
+        ratio=ratio,
+        norm_eps=params.norm_eps,
+    )
+    return entries, jnp.where(rows >= 0, step.entry_slots[jnp.maximum(rows, 0)], -1), state
+
+
+def _kernel_serves(
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, batch: ForwardBatch, ratio: int
+) -> bool:
+    """Whether the kernel was written for this step: V4's layouts, no size of zero, few rows and few of a request."""
+    arrays = jax.tree.leaves((cache, rows, params, step))
+    if cache.swa.layout not in (KVLayout.V4_FP8, KVLayout.V4_BF16) or any(x.size == 0 for x in arrays):
+        return False
+    rings = {state.kv.shape[1] for state in (cache.state, cache.index_state) if state is not None} if ratio else {0}
+    num_rows = rows.kv.shape[0]
+    if len(rings) > 1 or num_rows > MAX_ROWS or (rows.index is not None and rows.index.q.shape[2:] != (INDEX_DIM,)):
+        return False
+    # A row takes the place in its ring of the token `ring` before it, which no other row's window may read.
+    rows_each = num_rows if batch.mode is ForwardMode.EXTEND else batch.num_draft_tokens or 1
+    return not ratio or rings.pop() >= compressor_window(ratio) + rows_each - 1
+
+
+def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int) -> Written:
+    from jax_sparse_mla.kernels.triton import layer as kernels
+
+    def compressing(rows, params, state, cache):
+        return kernels.Compressing(*rows, params.ape, params.norm_weight, params.inv_freq, state.kv, state.score, cache)
+
+    index: IndexRows | None = rows.index if ratio == INDEXED_RATIO else None
+    compressor = indexer = kernels.NOTHING
+    norm_eps, queries, keys = (0.0, 0.0), (None, None), cache.index_k
+    if ratio:
+        main = rows.compressed_kv, rows.compressed_score
+        compressor = compressing(main, params.compressor, cache.state, cache.compressed.data)
+        norm_eps = params.compressor.norm_eps, 0.0
+    if index is not None:
+        pages = keys.data if isinstance(keys, IndexKeys) else keys
+        indexer = compressing((index.kv, index.score), params.index_compressor, cache.index_state, pages)
+        norm_eps, queries = (norm_eps[0], params.index_compressor.norm_eps), (index.q, index.weights)
+    facts = kernels.Facts(
+        layout=cache.swa.layout,
+        ratio=ratio,
+        page_sizes=(cache.swa.page_size, cache.compressed.page_size if ratio else 1),
+        layers=(cache.swa.num_layers, cache.swa.layer_index or 0),
+        params=(params.num_layers, params.layer_index or 0),
+        norm_eps=norm_eps,
+    )
+    arrays = kernels.Step(*step), rows.kv, cache.swa.data, params.attn_sink, compressor, indexer, queries
+    results = kernels.v4_layer(executor(), *arrays, facts=facts)
+    swa, compressed, state_kv, state_score, index_k, index_kv, index_score, sink, *queries = results
+
+    def replaced(pool, **arrays):
+        return None if pool is None else dataclasses.replace(pool, **arrays)
+
+    written = V4LayerCache(
+        swa=replaced(cache.swa, data=swa),
+        compressed=replaced(cache.compressed if ratio else None, data=compressed),
+        state=replaced(cache.state if ratio else None, kv=state_kv, score=state_score),
+        index_k=replaced(keys, data=index_k) if isinstance(keys, IndexKeys) else index_k,
+        index_state=replaced(cache.index_state if index is not None else None, kv=index_kv, score=index_score),
+    )
+    return Written(written, params.attn_sink if sink is None else sink, *queries)

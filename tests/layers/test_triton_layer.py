@@ -1,0 +1,221 @@
+"""The kernel of a layer's writes against the kernels that do one part each: to the bit, in Triton's interpreter or on a
+GPU. Those are compared with plain JAX in their own tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import ml_dtypes
+from sparse_mla_torch.kernels.launch import executor
+from triton_device import DEVICE, tensor
+
+from jax_sparse_mla.kernels.triton import compressor, indexer, kv_cache, layer
+from jax_sparse_mla.kv_cache import KVLayout
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of NaN in the interpreter
+]
+
+execute = executor(torch.device(DEVICE))
+PAGES, EPS = 60, (1e-6, 1e-5)
+BF16 = ml_dtypes.bfloat16
+
+
+@dataclasses.dataclass
+class Case:
+    """numpy arrays of a layer that stands among `layers`; caches and states hold all of them."""
+
+    ratio: int
+    layout: KVLayout
+    layers: int
+    layer: int
+    requests: int  # rows of a layer in the states
+    step: layer.Step
+    kv: np.ndarray
+    swa: np.ndarray
+    attn_sink: np.ndarray
+    compressor: layer.Compressing = layer.NOTHING
+    indexer: layer.Compressing = layer.NOTHING
+    queries: tuple = (None, None)
+
+
+def make_case(seed, ratio, *, layout=KVLayout.V4_FP8, lengths=(1, 1, 1, 1), layers=1, more_ring=0, dtype=BF16) -> Case:
+    """Requests of these many rows, of which some complete a group, and two padding rows."""
+    rng = np.random.default_rng(seed)
+    num_rows, requests, own = sum(lengths) + 2, len(lengths) + 1, min(layers - 1, 1)
+    positions, req_rows = np.full(num_rows, -1, np.int32), np.full(num_rows, -1, np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    group = ratio or 4
+    for i, (start, length) in enumerate(zip(starts, lengths)):
+        ends = 5 * group - length  # with a group, as some others do
+        first = rng.choice([0, 3 * group, 1000 * group + 1, 7 * group - length]) if i else max(ends, 0)
+        positions[start : start + length] = first + np.arange(length)
+        req_rows[start : start + length] = requests - 1 - i
+    if max(lengths) == 1:
+        positions[rng.integers(1, num_rows)] = -1
+        req_rows[rng.integers(1, num_rows)] = requests  # the next layer's first
+
+    def normal(*shape, dtype=np.float32):
+        return rng.standard_normal(shape).astype(dtype)
+
+    def slots(count):
+        some = np.full(num_rows, -1, np.int32)
+        some[:count] = rng.permutation(count)[:num_rows]
+        some[lengths[0] + rng.permutation(num_rows - lengths[0])[:3]] = -1, count, 2**31 - 1
+        return some
+
+    def pool(rows, *shape):  # a layer's share, the others poisoned
+        if np.issubdtype(np.dtype(shape[-1]), np.uint8):
+            share, poison = rng.integers(0, 120, (rows, *shape[:-1])).astype(np.uint8), 0xFF
+        else:
+            share, poison = normal(rows, *shape[:-1]), np.nan
+        every = np.full((layers * rows, *shape[:-1]), poison, share.dtype)
+        every[own * rows : (own + 1) * rows] = share
+        return every
+
+    def compressing(head_dim, cache):
+        width, ring = head_dim * (2 if ratio == 4 else 1), (8 if ratio == 4 else ratio) + more_ring
+        states = pool(requests, ring, width, np.float32), pool(requests, ring, width, np.float32)
+        rows = normal(num_rows, width, dtype=dtype), normal(num_rows, width, dtype=dtype)
+        for x in rows:
+            x[sum(lengths) :] = np.nan
+        rope = np.tile(np.exp(-np.arange(32) / 4).astype(np.float32), layers)
+        parameters = normal(layers * ratio, width), 1 + normal(layers * head_dim) / 8, rope
+        return layer.Compressing(*rows, *parameters, *states, cache)
+
+    page, entries = 16, 4
+    case = Case(
+        ratio=ratio,
+        layout=layout,
+        layers=layers,
+        layer=own,
+        requests=requests,
+        step=layer.Step(positions, req_rows, starts, slots(PAGES * page), slots(PAGES * entries) if ratio else None),
+        kv=normal(num_rows, 512, dtype=dtype),
+        swa=pool(PAGES, layout.page_bytes(page), np.uint8),
+        attn_sink=normal(layers * 3),
+    )
+    if ratio:
+        case.compressor = compressing(512, pool(PAGES, layout.page_bytes(entries), np.uint8))
+    if ratio == 4:
+        case.indexer = compressing(128, pool(PAGES, entries * 132, np.uint8))
+        case.queries = normal(num_rows, 3, 128, dtype=dtype), normal(num_rows, 3)
+    return case
+
+
+def tensors(tree):
+    if isinstance(tree, tuple):
+        made = map(tensors, tree)
+        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+    return None if tree is None else tensor(tree)
+
+
+def page_sizes(case: Case) -> tuple[int, int]:
+    return 16, 4
+
+
+def fused(case: Case) -> tuple:
+    facts = layer.Facts(
+        layout=case.layout,
+        ratio=case.ratio,
+        page_sizes=page_sizes(case),
+        layers=(case.layers, case.layer),
+        params=(case.layers, case.layer),
+        norm_eps=EPS,
+    )
+    arrays = case.step, case.kv, case.swa, case.attn_sink, case.compressor, case.indexer, case.queries
+    return layer.v4_layer(execute, *tensors(arrays), facts=facts)
+
+
+def one_by_one(case: Case) -> tuple:
+    """The same by the kernels of the parts, on tensors of its own."""
+    step, swa = tensors(case.step), tensor(case.swa)
+    facts = {"layout": case.layout}
+
+    def pages(cache):
+        count = len(cache) // case.layers
+        return case.layer * count, count
+
+    def share(x):
+        rows = len(x) // case.layers
+        return x[case.layer * rows : (case.layer + 1) * rows]
+
+    swa_size, entries = page_sizes(case)
+    kv_cache.write_kv(execute, swa, step.swa_slots, tensor(case.kv), page_size=swa_size, pages=pages(swa), **facts)
+    results = [swa, *[None] * 6]
+
+    def compress(part, norm_eps):
+        part = tensors(part)
+        num_entries = min(len(case.kv), len(case.kv) // case.ratio + len(case.step.query_start_loc) - 1)
+        parameters = map(share, part[2:5])
+        kept, rows, *state = compressor.compress(
+            execute,
+            *part[5:7],
+            *part[:2],
+            *step[:3],
+            *parameters,
+            ratio=case.ratio,
+            norm_eps=norm_eps,
+            num_entries=num_entries,
+            requests=(case.layer * case.requests, case.requests),
+        )
+        slots = torch.where(rows >= 0, step.entry_slots[rows.clamp(min=0).long()], -1)
+        return kept, slots, state, part.cache
+
+    if case.ratio:
+        kept, slots, state, cache = compress(case.compressor, EPS[0])
+        kv_cache.write_kv(execute, cache, slots, kept, page_size=entries, pages=pages(cache), **facts)
+        results[1:4] = cache, *state
+    if case.ratio == 4:
+        kept, slots, state, cache = compress(case.indexer, EPS[1])
+        indexer.write_index_k(execute, cache, slots, kept, hadamard=True, pages=pages(cache))
+        values, scale = indexer.quantize_index_q(execute, tensor(case.queries[0]), hadamard=True)
+        results[4:7] = cache, *state
+        results += [values, tensor(case.queries[1]) * scale]
+    else:
+        results += [None, None]
+    results.insert(7, share(tensor(case.attn_sink)) if case.layers > 1 else None)
+    return tuple(results)
+
+
+NAMES = ("swa", "compressed", "state_kv", "state_score", "index_k", "index_state_kv", "index_state_score")
+NAMES += ("sink", "values", "weights")
+
+
+def assert_same(case: Case) -> None:
+    got, want = fused(case), one_by_one(case)
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            a, b = (x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x for x in (a, b))
+            np.testing.assert_array_equal(a.cpu().numpy(), b.cpu().numpy(), err_msg=name)
+    if case.ratio:  # the comparison is of something
+        assert not np.array_equal(got[1].cpu().numpy(), case.compressor.cache)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layout", [KVLayout.V4_FP8, KVLayout.V4_BF16], ids=repr)
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_decode(ratio, layout, layers):
+    assert_same(make_case(ratio + layers, ratio, layout=layout, layers=layers))
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_drafts_with_room_in_the_ring(ratio):
+    """Several rows a request, none of which takes the place of a token that another's window reads: one launch."""
+    assert_same(make_case(3, ratio, lengths=(3, 3, 3, 3), more_ring=2, dtype=np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps(seed):
+    rng = np.random.default_rng(seed)
+    lengths = (1,) * 64 if seed % 2 else tuple(rng.integers(1, 9, 5))
+    assert_same(make_case(seed, [4, 128, 0][seed % 3], lengths=lengths, layers=3, more_ring=max(lengths) - 1))
