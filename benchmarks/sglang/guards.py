@@ -28,7 +28,7 @@ from jax_sparse_mla.compressor import CompressorState, compress_kv, rope_interle
 from jax_sparse_mla.indexer import index_logits, quantize_index_q, write_transformed_index_k
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import IndexRows, V4LayerCache, V4Rows, prepare_v4_step, v4_layer
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
+from jax_sparse_mla.models import INDEXED_RATIO
 
 LEAST_SELECTED = 0.999  # of the top-k
 MOST_ERROR = 1e-2  # of a layer's output, ‖theirs − ours‖ / ‖ours‖: both are bfloat16

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.stack import Stack, fill
 from jax_sparse_mla import ModelSpec
-from jax_sparse_mla.layers import CompressorParams
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
+from jax_sparse_mla.layers import CompressorParams, V4LayerParams
+from jax_sparse_mla.models import INDEXED_RATIO
 
 INDEX_BYTES = 132  # of an index key: 128 values and their scale
 C4_RING, C128_RING = 8, 128  # tokens of a compressor's state: for each page of the window's cache, for each request
@@ -87,7 +87,7 @@ class State:
             index = rows[INDEXED_RATIO].index
             self.index_q = self._tensor(index.q)
             self.index_weights = self._tensor(index.weights / self.index_scale).bfloat16()
-        self._rows, self.params = rows, stack.params()
+        self._rows, self.params = rows, layer_params(stack)
         self.inv_freq = next(p.compressor.inv_freq for p in self.params if p.compressor is not None)
         self.freqs = self._tensor(rope_table(self.inv_freq, stack.max_len))
         self.layers = self._layers()
@@ -139,6 +139,17 @@ def rope_table(inv_freq, positions: int) -> np.ndarray:
     """complex64 `[positions, rope_dim / 2]`; the angle is a float32 product, as in the compressor's rope."""
     angle = np.arange(positions, dtype=np.float32)[:, None] * np.asarray(inv_freq)
     return (np.cos(angle) + 1j * np.sin(angle)).astype(np.complex64)
+
+
+def layer_params(stack: Stack) -> list[V4LayerParams]:
+    """Each layer's parameters, in arrays of their own."""
+    of_ratio, found = stack.params(), []
+    for i, ratio in enumerate(stack.ratios):
+        params = of_ratio[ratio].layer(stack.ratios[:i].count(ratio))
+        parts = {name: part.alone() for name in ("compressor", "index_compressor") if (part := getattr(params, name))}
+        sink = params.share_of(params.attn_sink)
+        found.append(dataclasses.replace(params, attn_sink=sink, num_layers=1, layer_index=None, **parts))
+    return found
 
 
 def first_pages(stack: Stack) -> dict[int, dict[str, np.ndarray]]:

@@ -131,7 +131,7 @@ def test_the_state_is_the_stacks(stack, theirs):
     assert np.array_equal(theirs.req_to_token, tables.req_to_token) and theirs.req_to_token.dtype == torch.int32
     assert np.array_equal(theirs.full_to_swa, tables.full_to_swa) and theirs.full_to_swa.dtype == torch.int64
     assert np.array_equal(theirs.kv.float(), rows[4].kv.astype(jnp.float32))
-    compressor, params = theirs.layers[1].index_compressor, stack.params()[1].index_compressor
+    compressor, params = theirs.layers[1].index_compressor, state.layer_params(stack)[1].index_compressor
     assert np.array_equal(compressor.rows, jnp.concatenate([rows[4].index.kv, rows[4].index.score], 1))
     # A window's rows are the A halves of the group before and the B halves of its own.
     assert np.array_equal(compressor.ape, np.concatenate(np.split(np.asarray(params.ape), 2, axis=1)))
