@@ -3,7 +3,9 @@
 jax-triton 0.3 emits XLA's old kind of custom call, which a command buffer never holds: one such call between two
 recorded ones cuts the graph in two. The launcher behind it is jaxlib's, which also registers it as a typed FFI handler
 that says it may be recorded (Pallas' Triton kernels are launched by it). Here jax-triton compiles the kernel, and its
-custom call is turned into one to that handler.
+custom call is turned into one to that handler, under a name of ours: jaxlib's name has a stage that XLA runs before
+every execution, of recorded calls too, and that looks the kernel up by its whole text. For a step of 43 layers it takes
+the host longer than everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from jax.interpreters import mlir
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.launch import Device, Launch, Output
 
-FFI_TARGET = "triton_kernel_call_ffi"
+FFI_TARGET = "jax_sparse_mla.triton_kernel_call"
+_JAXLIB_TARGET = "triton_kernel_call_ffi"
 _UNWRITTEN = Output((1,), "uint8")
 _TYPED_FFI = 4  # the version of XLA's custom call API
 
@@ -106,8 +109,12 @@ def triton_call(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _register_lowering() -> None:
-    """Wraps jax-triton's lowering; calls with its own target are lowered as before."""
+    """Registers the target and wraps jax-triton's lowering; calls with its own target are lowered as before."""
     from jax_triton import triton_lib
+    from jaxlib import gpu_triton
+
+    stages = gpu_triton._cuda_triton.registrations()[_JAXLIB_TARGET]
+    jax.ffi.register_ffi_target(FFI_TARGET, without_initialize(stages), platform="CUDA")
 
     def lowering(ctx: Any, *args: Any, **params: Any) -> Sequence[ir.Value]:
         results = triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *args, **params)
@@ -116,6 +123,13 @@ def _register_lowering() -> None:
         return results
 
     mlir.register_lowering(triton_lib.triton_kernel_call_p, lowering, platform="cuda")
+
+
+def without_initialize(stages: Any) -> Any:
+    """jaxlib's handler without the stage that only kernels with autotuning need; a capsule has one stage, the call."""
+    if not isinstance(stages, dict):
+        return stages
+    return {name: stage for name, stage in stages.items() if name != "initialize"}
 
 
 def as_typed_ffi(call: ir.OpView | ir.Operation, name: str) -> None:
