@@ -77,7 +77,7 @@ def binder() -> native.Library:
     """What XLA calls the kernels through; `xla/tvm.py` loads it."""
     return native.Library(
         name="tvm_bind",
-        sources=(_PACKAGE / "xla" / "tvm_bind.cc",),
+        sources=(_PACKAGE / "xla" / "tvm_bind.cc", _PACKAGE / "xla" / "kernel_launch.h"),
         compiler="c++",
         flags=("-std=c++17", "-O2"),
         includes=_tvm_headers,

@@ -1,17 +1,16 @@
 """Launches of Triton kernels inside XLA programs, in the form that XLA records into CUDA graphs (command buffers).
 
-jax-triton 0.3 emits XLA's old kind of custom call, which a command buffer never holds: one such call between two
-recorded ones cuts the graph in two. The launcher behind it is jaxlib's, which also registers it as a typed FFI handler
-that says it may be recorded (Pallas' Triton kernels are launched by it). Here jax-triton compiles the kernel, and its
-custom call is turned into one to that handler, under a name of ours: jaxlib's name has a stage that XLA runs before
-every execution, of recorded calls too, and that looks the kernel up by its whole text. For a step of 43 layers it takes
-the host longer than everything else.
+`triton_launch` launches them. Where it cannot (no TVM FFI, or no C++ compiler and no binary in the package), jax-triton
+compiles a kernel and jaxlib launches it. jax-triton 0.3 emits XLA's old kind of custom call, which a command buffer
+never holds: one such call between two recorded ones cuts the graph in two. jaxlib registers its launcher as a typed FFI
+handler too, which says that it may be recorded, and the custom call is turned into one to that handler.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +20,13 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from jax_sparse_mla._packages import why_not
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.launch import Device, Launch, Output
+from jax_sparse_mla.xla import triton_launch, tvm
 
-FFI_TARGET = "jax_sparse_mla.triton_kernel_call"
-_JAXLIB_TARGET = "triton_kernel_call_ffi"
-_UNWRITTEN = Output((1,), "uint8")
+FFI_TARGET = "triton_kernel_call_ffi"
+_UNWRITTEN = jax.ShapeDtypeStruct((1,), jnp.uint8)
 _TYPED_FFI = 4  # the version of XLA's custom call API
 
 
@@ -43,29 +43,18 @@ class Executor:
     def __call__(
         self, launch: Launch, inputs: Sequence[jax.Array | int | None], out: None = None
     ) -> tuple[jax.Array, ...]:
-        # An input that is not read has a pointer all the same: the first one's.
-        arguments = [self._as_pointer(inputs[0] if x is None else x) for x in inputs]
-        arguments += [np.float32(x) if isinstance(x, float) else x for x in launch.scalars]
-        # jax-triton gives outputs to parameters by their order: only the last ones can be None, and others that the
-        # kernel does not write are a byte of scratch.
-        last = max((i for i, output in enumerate(launch.outputs) if output is not None), default=-1)
-        outputs = [_UNWRITTEN if output is None else output for output in launch.outputs[: last + 1]]
-        absent = dict.fromkeys(launch.kernel.arg_names[len(arguments) + last + 1 :][: len(launch.outputs) - last - 1])
-        results = triton_call(
-            *arguments,
-            kernel=launch.kernel,
-            out_shape=[jax.ShapeDtypeStruct(tuple(x.shape), self._pointer_dtype(jnp.dtype(x.dtype))) for x in outputs],
-            grid=launch.grid,
-            name=launch.name,
-            input_output_aliases={x.alias: i for i, x in enumerate(outputs) if x.alias is not None},
-            zeroed_outputs=tuple(i for i, x in enumerate(outputs) if x.zeroed),
-            compute_capability=10 * self.device.compute_capability[0] + self.device.compute_capability[1],
-            **absent,
-            **launch.constants,
-        )
-        results = [*results, *[None] * len(absent)]
+        inputs = [None if x is None else self._as_pointer(x) for x in inputs]
+        scalars = [np.float32(x) if isinstance(x, float) else x for x in launch.scalars]
+        outputs = [None if x is None else self._shape(x) for x in launch.outputs]
+        aliases = {i: x.alias for i, x in enumerate(launch.outputs) if x is not None and x.alias is not None}
+        zeroed = tuple(i for i, x in enumerate(launch.outputs) if x is not None and x.zeroed)
+        launched = _by_triton_launch if own_launcher() else _by_jax_triton
+        results = launched(launch, [*inputs, *scalars], outputs, aliases, zeroed, self.device.compute_capability)
         pairs = zip(results, launch.outputs, strict=True)
         return tuple(None if output is None else _as_dtype(x, output.dtype) for x, output in pairs)
+
+    def _shape(self, output: Output) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(output.shape), self._pointer_dtype(jnp.dtype(output.dtype)))
 
     def _as_pointer(self, x: jax.Array | int) -> jax.Array | int:
         return x if isinstance(x, int) else _as_dtype(x, self._pointer_dtype(x.dtype))
@@ -73,6 +62,48 @@ class Executor:
     def _pointer_dtype(self, dtype: np.dtype) -> np.dtype:
         """Bytes instead of e4m3 numbers where the GPU does not compute with them: Triton has no pointers to those."""
         return dtype if self.device.hardware_fp8 or dtype != jnp.float8_e4m3fn else jnp.dtype(jnp.uint8)
+
+
+@functools.cache
+def own_launcher() -> bool:
+    """Whether `triton_launch` can launch: its packages are there, and its C++."""
+    if why_not("tvm_ffi") or why_not("jax_tvm_ffi"):
+        return False
+    try:
+        tvm.binder()
+    except RuntimeError as error:
+        warnings.warn(f"jax_sparse_mla: jax-triton launches kernels, slower on the host: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _by_triton_launch(launch: Launch, inputs, outputs, aliases, zeroed, capability) -> tuple[jax.Array | None, ...]:
+    options = {"grid": launch.grid, "constants": launch.constants, "capability": capability}
+    return triton_launch.call(launch.kernel, inputs, outputs, aliases=aliases, zeroed=zeroed, **options)
+
+
+def _by_jax_triton(launch: Launch, inputs, outputs, aliases, zeroed, capability) -> tuple[jax.Array | None, ...]:
+    # An input that is not read has a pointer all the same: the first one's.
+    inputs = [inputs[0] if x is None else x for x in inputs]
+    # jax-triton gives outputs to parameters by their order: only the last ones can be None, and others that the kernel
+    # does not write are a byte of scratch.
+    last = max((i for i, x in enumerate(outputs) if x is not None), default=-1)
+    made = [_UNWRITTEN if x is None else x for x in outputs[: last + 1]]
+    absent = dict.fromkeys(launch.kernel.arg_names[len(inputs) + last + 1 :][: len(outputs) - last - 1])
+    results = triton_call(
+        *inputs,
+        kernel=launch.kernel,
+        out_shape=made,
+        grid=launch.grid,
+        name=launch.name,
+        input_output_aliases={source: i for i, source in aliases.items()},
+        zeroed_outputs=zeroed,
+        compute_capability=10 * capability[0] + capability[1],
+        **absent,
+        **launch.constants,
+    )
+    results = [*results, *[None] * len(absent)]
+    return tuple(None if x is None else result for x, result in zip(outputs, results, strict=True))
 
 
 def launching(name: str, **static: Any) -> Callable[..., Any]:
@@ -109,12 +140,8 @@ def triton_call(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _register_lowering() -> None:
-    """Registers the target and wraps jax-triton's lowering; calls with its own target are lowered as before."""
+    """Wraps jax-triton's lowering; calls with its own target are lowered as before."""
     from jax_triton import triton_lib
-    from jaxlib import gpu_triton
-
-    stages = gpu_triton._cuda_triton.registrations()[_JAXLIB_TARGET]
-    jax.ffi.register_ffi_target(FFI_TARGET, without_initialize(stages), platform="CUDA")
 
     def lowering(ctx: Any, *args: Any, **params: Any) -> Sequence[ir.Value]:
         results = triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *args, **params)
@@ -123,13 +150,6 @@ def _register_lowering() -> None:
         return results
 
     mlir.register_lowering(triton_lib.triton_kernel_call_p, lowering, platform="cuda")
-
-
-def without_initialize(stages: Any) -> Any:
-    """jaxlib's handler without the stage that only kernels with autotuning need; a capsule has one stage, the call."""
-    if not isinstance(stages, dict):
-        return stages
-    return {name: stage for name, stage in stages.items() if name != "initialize"}
 
 
 def as_typed_ffi(call: ir.OpView | ir.Operation, name: str) -> None:

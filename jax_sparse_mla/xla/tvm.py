@@ -20,7 +20,7 @@ import jax
 from jax_sparse_mla import native
 from jax_sparse_mla.kernels import build
 
-__all__ = ["Buffer", "call", "pages_of"]
+__all__ = ["Buffer", "binder", "call", "pages_of", "target"]
 
 _lock = threading.Lock()
 _targets: dict[str, tuple] = {}  # by name: what is bound
@@ -71,34 +71,50 @@ def call(
       results: the arrays that it writes, scratch included.
       operands: the arrays that it reads.
     """
-    target = _target(module, function, tuple(arguments), "gpu" if jax.default_backend() == "gpu" else "cpu")
-    return tuple(jax.ffi.ffi_call(target, tuple(results))(*operands))
+    name = target(_bound, module, function, tuple(arguments))
+    return tuple(jax.ffi.ffi_call(name, tuple(results))(*operands))
+
+
+def target(bind: Callable[..., Any], *facts: Any) -> str:
+    """The name of a target that calls `bind(*facts)`, a function of XLA's buffers.
+
+    The name says what is bound, `bind.meaning(*facts)`, since XLA keeps programs on disk by their text: another process
+    may run this one's, and a name must mean the same in both.
+    """
+    return _target(bind, facts, "gpu" if jax.default_backend() == "gpu" else "cpu")
 
 
 @functools.cache
-def _target(module: Callable[[], Any], function: str, arguments: tuple, platform: str) -> str:
-    """The name of the function so bound. It says what is bound, since XLA keeps programs on disk by their text: another
-    process may run this one's, and a name must mean the same in both."""
+def _target(bind: Callable[..., Any], facts: tuple, platform: str) -> str:
     import jax_tvm_ffi
 
-    key = (module, function, arguments, platform)
-    meaning = repr((module.__module__, module.__qualname__, *key[1:]))
-    first = name = f"jax_sparse_mla.{function}.{hashlib.sha256(meaning.encode()).hexdigest()[:16]}"
+    key, (what, *rest) = (bind, facts, platform), bind.meaning(*facts)
+    digest = hashlib.sha256(repr((*rest, platform)).encode()).hexdigest()[:16]
+    first = name = f"jax_sparse_mla.{what}.{digest}"
     with _lock:
         for number in itertools.count(2):
             if _targets.setdefault(name, key) == key:
                 break
             name = f"{first}.{number}"  # two modules of one name
         if name not in _registered:
-            places = [list(dataclasses.astuple(a)) if isinstance(a, Buffer) else a for a in arguments]
-            bound = _binder().bind(module()[function], places)
+            bound = bind(*facts)
             jax_tvm_ffi.register_ffi_target(name, bound, platform=platform, allow_cuda_graph=platform == "gpu")
             _registered.add(name)
     return name
 
 
+def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
+    """A module's function with its arguments, see `call`."""
+    places = [list(dataclasses.astuple(a)) if isinstance(a, Buffer) else a for a in arguments]
+    return binder().bind(module()[function], places)
+
+
+_bound.meaning = lambda module, function, arguments: (function, module.__module__, module.__qualname__, arguments)
+
+
 @functools.cache
-def _binder() -> Any:
+def binder() -> Any:
+    """The module of `tvm_bind.cc`."""
     import tvm_ffi
 
     return native.load(build.binder(), lambda path: tvm_ffi.load_module(str(path)))

@@ -11,6 +11,8 @@
 #include <deque>
 #include <vector>
 
+#include "kernel_launch.h"
+
 namespace {
 
 namespace ffi = tvm::ffi;
@@ -91,3 +93,4 @@ ffi::Function Bind(ffi::Function function, ffi::Array<ffi::Any> arguments) {
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind, Bind);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_kernel, kernel_launch::Bind);
