@@ -462,12 +462,12 @@ def hadamard_transform(x: jax.Array) -> jax.Array:
 @jax.jit
 def _hadamard_transform(x: jax.Array) -> jax.Array:
     n = x.shape[-1]
-    transformed = jnp.matmul(x.astype(jnp.float32), _sylvester(n), precision=lax.Precision.HIGHEST)
+    transformed = jnp.matmul(x.astype(jnp.float32), sylvester(n), precision=lax.Precision.HIGHEST)
     return (transformed * np.float32(n**-0.5)).astype(x.dtype)
 
 
 @functools.cache
-def _sylvester(n: int) -> np.ndarray:
+def sylvester(n: int) -> np.ndarray:
     """Sylvester's matrix of ±1: entry (i, j) is −1 where i and j share an odd number of set bits."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < n:

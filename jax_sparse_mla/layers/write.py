@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.dispatch import dispatch
-from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, quantize_index_q, write_transformed_index_k
+from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, quantize_index_q, sylvester, write_transformed_index_k
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
 from jax_sparse_mla.layers.state import CompressorParams, IndexRows, V4LayerCache, V4LayerParams, V4Rows
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, V4Metadata
@@ -140,15 +140,16 @@ def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _
 
     index: IndexRows | None = rows.index if ratio == INDEXED_RATIO else None
     compressor = indexer = kernels.NOTHING
-    norm_eps, queries, keys = (0.0, 0.0), (None, None), cache.index_k
+    norm_eps, queries, keys = (0.0, 0.0), (None, None, None), cache.index_k
     if ratio:
         main = rows.compressed_kv, rows.compressed_score
         compressor = compressing(main, params.compressor, cache.state, cache.compressed.data)
         norm_eps = params.compressor.norm_eps, 0.0
     if index is not None:
+        signs = jnp.asarray(sylvester(INDEX_DIM), jnp.bfloat16)
         pages = keys.data if isinstance(keys, IndexKeys) else keys
         indexer = compressing((index.kv, index.score), params.index_compressor, cache.index_state, pages)
-        norm_eps, queries = (norm_eps[0], params.index_compressor.norm_eps), (index.q, index.weights)
+        norm_eps, queries = (norm_eps[0], params.index_compressor.norm_eps), (index.q, index.weights, signs)
     facts = kernels.Facts(
         layout=cache.swa.layout,
         ratio=ratio,

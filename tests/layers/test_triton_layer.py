@@ -15,6 +15,7 @@ import ml_dtypes
 from sparse_mla_torch.kernels.launch import executor
 from triton_device import DEVICE, tensor
 
+from jax_sparse_mla.indexer import sylvester
 from jax_sparse_mla.kernels.triton import compressor, indexer, kv_cache, layer
 from jax_sparse_mla.kv_cache import KVLayout
 
@@ -43,7 +44,7 @@ class Case:
     attn_sink: np.ndarray
     compressor: layer.Compressing = layer.NOTHING
     indexer: layer.Compressing = layer.NOTHING
-    queries: tuple = (None, None)
+    queries: tuple = (None, None, None)
 
 
 def make_case(seed, ratio, *, layout=KVLayout.V4_FP8, lengths=(1, 1, 1, 1), layers=1, more_ring=0, dtype=BF16) -> Case:
@@ -106,7 +107,7 @@ def make_case(seed, ratio, *, layout=KVLayout.V4_FP8, lengths=(1, 1, 1, 1), laye
         case.compressor = compressing(512, pool(PAGES, layout.page_bytes(entries), np.uint8))
     if ratio == 4:
         case.indexer = compressing(128, pool(PAGES, entries * 132, np.uint8))
-        case.queries = normal(num_rows, 3, 128, dtype=dtype), normal(num_rows, 3)
+        case.queries = normal(num_rows, 3, 128, dtype=dtype), normal(num_rows, 3), sylvester(128).astype(BF16)
     return case
 
 

@@ -68,14 +68,14 @@ def compress(execute, ratio, head_dim, rows):
 
 def write_layer(execute, ratio, rows, layers):
     layout, ints = KVLayout.V4_FP8, Array((rows,), "int32")
-    parts = [layer.NOTHING, layer.NOTHING, (None, None)]
+    parts = [layer.NOTHING, layer.NOTHING, (None, None, None)]
     if ratio:
         cache = Array((layers * 64, layout.page_bytes(256 // ratio)), "uint8")
         parts[0] = layer.Compressing(*compressor_arrays(ratio, 512, rows, layers), cache)
     if ratio == 4:
         cache = Array((layers * 64, 64 * 132), "uint8")
         parts[1] = layer.Compressing(*compressor_arrays(ratio, 128, rows, layers), cache)
-        parts[2] = Array((rows, 64, 128), "bfloat16"), Array((rows, 64))
+        parts[2] = Array((rows, 64, 128), "bfloat16"), Array((rows, 64)), Array((128, 128), "bfloat16")
     sizes, where = (256, 256 // (ratio or 1)), (layers, 0)
     facts = layer.Facts(layout, ratio, sizes, where, where, (1e-6, 1e-6))
     step = layer.Step(ints, ints, Array((9,), "int32"), ints, ints if ratio else None)

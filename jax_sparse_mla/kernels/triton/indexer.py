@@ -139,17 +139,16 @@ def quantize_index_q_kernel(
 
 @triton.jit
 def store_keys(
-    k,  # bfloat16 or float32 [n, 128]
+    k,  # float32 [n, 128], transformed where they are
     slot,  # int32 [n]
     cache_ptr,  # uint8, the first page of the cache
     num_pages,
     PAGE_SIZE: tl.constexpr,
-    HADAMARD: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
 ):
     """Quantises keys into their slots; those that do not exist are skipped."""
     valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
-    values, scale = _quantize(_hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32), HARDWARE_FP8)
+    values, scale = _quantize(k, HARDWARE_FP8)
     start = page * (PAGE_SIZE * _TOKEN_BYTES)
     # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
     target = (start + offset * _DIM)[:, None] + tl.max_contiguous(tl.arange(0, _DIM)[None, :], (1, 8))
@@ -177,7 +176,8 @@ def write_index_k_kernel(
     slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
     at = token.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
     k = tl.load(k_ptr + at, mask=(token < n)[:, None], other=0.0)
-    store_keys(k, slot, cache_ptr, num_pages, PAGE_SIZE, HADAMARD, HARDWARE_FP8)
+    k = _hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32)
+    store_keys(k, slot, cache_ptr, num_pages, PAGE_SIZE, HARDWARE_FP8)
 
 
 # --- logits ----------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from jax_sparse_mla.kernels.triton.indexer import (
     TOKEN_BYTES,
     _hadamard,
     _quantize,
-    _sylvester,
     store_keys,
 )
 from jax_sparse_mla.kernels.triton.kv_cache import at_page, load_bfloat16_bits, store_row
@@ -36,7 +35,14 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _CHUNK = tl.constexpr(64)
 
-LINES = 64  # heads of queries that a program takes
+LINES = 32  # heads of queries that a program takes
+
+
+@triton.jit
+def _load_signs(signs_ptr):
+    """Sylvester's matrix. A kernel that runs once a layer finds no code in the caches: loading it takes less than making it."""
+    i = tl.arange(0, _DIM)
+    return tl.load(signs_ptr + i[:, None] * _DIM + i[None, :])
 
 
 @triton.jit
@@ -62,6 +68,7 @@ def v4_layer_kernel(
     index_inv_freq_ptr,  # float32 [layers * ROPE_DIM / 2]
     index_q_ptr,  # bfloat16 or float32 [num_rows, INDEX_HEADS, 128]
     index_weights_ptr,  # float32 [num_rows, INDEX_HEADS]
+    signs_ptr,  # bfloat16 [128, 128], Sylvester's matrix
     # the same buffers as the caches below; states are read here
     swa_in_ptr,
     compressed_in_ptr,
@@ -164,7 +171,9 @@ def v4_layer_kernel(
                 slot = tl.where(line == 0, tl.load(entry_slots_ptr + task), -1)
                 cache_ptr = at_page(index_k_ptr, layer * index_pages, INDEX_PAGE_SIZE * _TOKEN_BYTES)
                 keys = tl.broadcast_to(entry[None, :], [16, _DIM])
-                store_keys(keys, slot, cache_ptr, index_pages, INDEX_PAGE_SIZE, True, HARDWARE_FP8)
+                store_keys(
+                    _hadamard(keys, _load_signs(signs_ptr)), slot, cache_ptr, index_pages, INDEX_PAGE_SIZE, HARDWARE_FP8
+                )
         task -= num_rows
 
     if RATIO > 0:
@@ -234,7 +243,7 @@ def v4_layer_kernel(
             inside = line < lines
             at = line.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
             q = tl.load(index_q_ptr + at, mask=inside[:, None], other=0.0)
-            values, scale = _quantize(_hadamard(q, _sylvester()), HARDWARE_FP8)
+            values, scale = _quantize(_hadamard(q, _load_signs(signs_ptr)), HARDWARE_FP8)
             weights = tl.load(index_weights_ptr + line, mask=inside, other=0.0)
             tl.store(index_values_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + at, values, mask=inside[:, None])
             tl.store(scaled_weights_ptr + line, weights * scale, mask=inside)
@@ -321,7 +330,7 @@ def v4_layer(
     attn_sink,
     compressor: Compressing = NOTHING,
     indexer: Compressing = NOTHING,
-    queries: tuple[Any, Any] = (None, None),
+    queries: tuple[Any, Any, Any] = (None, None, None),
     *,
     facts: Facts,
 ) -> tuple[Any, ...]:
@@ -333,7 +342,7 @@ def v4_layer(
       step, compressor, indexer: arrays; without a compressor or an indexer NOTHING.
       kv, swa: the rows of the sliding window, and its cache.
       attn_sink: float32, the sinks of all `facts.params` layers.
-      queries: the indexer's queries and weights.
+      queries: the indexer's queries and weights, and bfloat16 `[128, 128]` Sylvester's matrix.
 
     Returns:
       `(swa, compressed, state_kv, state_score, index_k, index_state_kv, index_state_score, sink, values, weights)`,
@@ -365,7 +374,7 @@ def v4_layer(
         "COLUMNS": CARRY_OPTIONS["COLUMNS"],
         "HARDWARE_FP8": execute.device.hardware_fp8,
     }
-    outputs = [None if x is None else Output(x.shape, dtype_of(x), alias=19 + i) for i, x in enumerate(caches)]
+    outputs = [None if x is None else Output(x.shape, dtype_of(x), alias=20 + i) for i, x in enumerate(caches)]
     outputs += [
         Output((sinks,), "float32") if sinks else None,
         Output(queries[0].shape, "float8_e4m3fn") if has_index else None,
