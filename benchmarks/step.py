@@ -43,8 +43,9 @@ DECODE = "1x8192,4x8192,8x8192,64x8192,1x131072,4x131072,8x131072,64x131072"
 PREFILL = "5602/8192,13302/8192,30352/8192,5602/32768,13302/32768,30352/32768"
 LONG = "393216/8192"
 
-# A decode case starts so many tokens before its bucket is full.
-ROOM = 64
+# A decode case starts so many tokens before its bucket is full, and times runs of so many steps.
+ROOM = 320
+STEPS = 50
 
 
 def decode_start(stack: Stack, staggered: bool) -> np.ndarray:
@@ -285,7 +286,7 @@ def decode_case(program: Program, repeats: int, staggered: bool) -> tuple[dict, 
     caches = fill(program.stack, program.stack.empty_caches())
     count = (ROOM - 1) // (repeats + 1)
     start = decode_start(program.stack, staggered)
-    return measure(Steps(program, caches), start, min(count, 8), repeats, rewind=False)
+    return measure(Steps(program, caches), start, min(count, STEPS), repeats, rewind=False)
 
 
 def prefill_case(program: Program, prompt: int, repeats: int) -> tuple[dict, list[Operation]]:

@@ -335,7 +335,7 @@ def test_every_kernel_runs_over_small_shapes():
 def test_jax_logits(shape):
     case = logits_case(np.random.default_rng(10), *shape, shared=True)
     arguments = [jnp.asarray(x) for x in case]
-    assert "triton_kernel_call" in jax.jit(index_logits).lower(*arguments).as_text()
+    assert "jax_sparse_mla.index_logits" in jax.jit(index_logits).lower(*arguments).as_text()
     assert_logits(index_logits(*arguments), *exact_logits(*case))
     with_bf16 = index_logits(arguments[0].astype(jnp.bfloat16), *arguments[1:])  # plain JAX
     np.testing.assert_array_equal(np.isneginf(with_bf16), np.isneginf(index_logits(*arguments)))

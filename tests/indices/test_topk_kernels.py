@@ -396,7 +396,8 @@ def test_the_cuda_kernel_compiles_for_every_architecture_without_a_gpu(arch, tmp
 def test_jax_runs_the_kernels(name, engine):
     case = dict(small_cases())[name]
     lowered = jax.jit(lambda logits: run_jax(dataclasses.replace(case, logits=logits))).lower(case.logits)
-    assert {"triton": "triton_kernel_call", "cuda": "jax_sparse_mla.topk"}[engine] in lowered.as_text()
+    names = re.findall(r"@jax_sparse_mla\.(\w+)", lowered.as_text())
+    assert names and all((name == "topk") == (engine == "cuda") for name in names)
     assert_selected(run_jax(case), case)
 
 

@@ -176,8 +176,8 @@ def test_environment_variables_hold_inside(monkeypatch):
 
 
 def test_staggered_requests_differ_in_length():
-    small = Stack(batch=3, max_len=512)
-    assert step.decode_start(small, False).tolist() == [448] * 3
-    assert step.decode_start(small, True).tolist() == [448, 447, 446]
+    small, first = Stack(batch=3, max_len=512), 512 - step.ROOM
+    assert step.decode_start(small, False).tolist() == [first] * 3
+    assert step.decode_start(small, True).tolist() == [first, first - 1, first - 2]
     lengths = Program(small, "decode", 3).state([], step.decode_start(small, True))[1]
-    assert lengths.dtype == jnp.int32 and lengths.tolist() == [448, 447, 446]
+    assert lengths.dtype == jnp.int32 and lengths.tolist() == [first, first - 1, first - 2]

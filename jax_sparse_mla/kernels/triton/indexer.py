@@ -33,7 +33,8 @@ _E4M3_MAX = tl.constexpr(448.0)
 
 _FILL = tl.constexpr(2048)  # columns that one store fills
 
-QUANTIZE_OPTIONS = {"LINES": 64, "num_warps": 8}
+# As many lines as the kernel of a layer takes: the order of the transform's sums is theirs, and so are the bits.
+QUANTIZE_OPTIONS = {"LINES": 32, "num_warps": 4}
 WRITE_OPTIONS = {"TOKENS": 16, "num_warps": 4}
 DECODE_OPTIONS = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
 PREFILL_OPTIONS = {"ROWS": 4, "COLUMNS": 4096, "BLOCK": 64, "STAGES": 3, "num_warps": 4}

@@ -25,6 +25,7 @@ from jax_sparse_mla.kernels.triton.compressor import (
 from jax_sparse_mla.kernels.triton.indexer import (
     _DIM,
     _TOKEN_BYTES,
+    QUANTIZE_OPTIONS,
     TOKEN_BYTES,
     _hadamard,
     _quantize,
@@ -35,12 +36,10 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _CHUNK = tl.constexpr(64)
 
-LINES = 32  # heads of queries that a program takes
-
 
 @triton.jit
 def _load_signs(signs_ptr):
-    """Sylvester's matrix. A kernel that runs once a layer finds no code in the caches: loading it takes less than making it."""
+    """Sylvester's matrix. The kernel runs once a layer and finds no code in the caches: to make it takes more code."""
     i = tl.arange(0, _DIM)
     return tl.load(signs_ptr + i[:, None] * _DIM + i[None, :])
 
@@ -117,7 +116,7 @@ def v4_layer_kernel(
     INDEX_HEADS: tl.constexpr,
     SINKS: tl.constexpr,  # heads, or 0: the sink is not copied
     SINKS_POW2: tl.constexpr,
-    LINES: tl.constexpr,
+    LINES: tl.constexpr,  # heads of queries that a program takes
     COLUMNS: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
 ):
@@ -353,7 +352,7 @@ def v4_layer(
     (layers, layer), (params_layers, params_layer) = facts.layers, facts.params
     has_index, sinks = indexer.kv is not None, attn_sink.shape[0] // params_layers if params_layers > 1 else 0
     caches = swa, compressor.cache, *compressor[5:7], indexer.cache, *indexer[5:7]
-    index_heads = queries[0].shape[1] if has_index else 1
+    index_heads, lines = queries[0].shape[1] if has_index else 1, QUANTIZE_OPTIONS["LINES"]
     constants, requests = _compressor_constants(compressor, facts)
     constants |= {
         "INDEXED": has_index,
@@ -370,7 +369,7 @@ def v4_layer(
         "INDEX_HEADS": index_heads,
         "SINKS": sinks,
         "SINKS_POW2": triton.next_power_of_2(max(sinks, 1)),
-        "LINES": LINES,
+        "LINES": lines,
         "COLUMNS": CARRY_OPTIONS["COLUMNS"],
         "HARDWARE_FP8": execute.device.hardware_fp8,
     }
@@ -382,7 +381,7 @@ def v4_layer(
     ]
     pages = (0 if x is None else x.shape[0] // layers for x in (swa, compressor.cache, indexer.cache))
     scalars = num_rows, step.query_start_loc.shape[0] - 1, requests, layer, params_layer, *pages, *facts.norm_eps
-    blocks = triton.cdiv(num_rows * index_heads, LINES) if has_index else 0
+    blocks = triton.cdiv(num_rows * index_heads, lines) if has_index else 0
     grid = (num_rows * (1 + bool(ratio) + has_index) + blocks,)
     inputs = (*step, kv, attn_sink, *compressor[:5], *indexer[:5], *queries, *caches)
     launch = Launch(v4_layer_kernel, "v4_layer", grid, scalars, outputs, constants)
