@@ -206,32 +206,23 @@ def means() -> str:
 
 
 def steps() -> str:
-    lines = ["| step | wall, ms | GPU busy, ms | host to enqueue it, ms |", "| --- | --- | --- | --- |"]
-    found = result("step").get("results", {})
-    for name in sorted(found, key=_step_order):
-        if "@" in name:
-            continue
-        times = found[name]
-        gpu = times.get("gpu_us", times.get("last_chunk", {}).get("gpu_us"))
-        cells = [times["wall_us"], gpu, times["enqueue_us"]]
-        lines.append(f"| {_step_name(name)} | {' | '.join(f'{us / 1e3:,.1f}' for us in cells)} |")
-    return "\n".join(lines)
-
-
-def _step_order(name: str) -> tuple:
-    kind = 0 if name.startswith("decode") else 2 if name.startswith("long") else 1
-    return kind, *reversed([int(x) for x in re.findall(r"\d+", name)])
-
-
-def _step_name(name: str) -> str:
-    numbers = [f"{int(x):,}" for x in re.findall(r"\d+", name)]
-    if name.startswith("decode"):
-        return f"decode, {numbers[0]} × {numbers[1]} tokens"
-    if name.startswith("prefill"):
-        return f"a chunk of {numbers[1]} of a prompt of {numbers[0]}"
-    if name.startswith("long: prefill"):
-        return f"a chunk of {numbers[1]} of a prompt of {numbers[0]} (GPU: its last one)"
-    return f"decode, 1 × {numbers[0]} tokens"
+    """Ours beside SGLang's, of the same run."""
+    found = result("peer_step")
+    if not found:
+        return "A step beside SGLang's: not measured."
+    lines = [
+        "| requests × tokens | SGLang: wall, GPU, ms | operations | ours: wall, GPU, ms | operations | host to enqueue "
+        "it, ms | SGLang / ours |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case, times in found["results"].items():
+        ours, peer = times["ours"], times["B"]
+        name = " × ".join(f"{int(x):,}" for x in case.split("x"))
+        both = [f"{x['wall_us'] / 1e3:.2f}, {x['gpu_us'] / 1e3:.2f} | {x['operations']:.0f}" for x in (peer, ours)]
+        last = f"{ours['enqueue_us'] / 1e3:.2f} | {ratio(peer['wall_us'] / ours['wall_us'])}"
+        lines.append(f"| {name} | {' | '.join(both)} | {last} |")
+    count = next(iter(found["results"].values()))["ours"]["steps"]
+    return "\n".join([*lines, "", f"Medians of runs of {count} steps; {made_by('peer_step')}."])
 
 
 def suite() -> str:
@@ -282,13 +273,13 @@ def _range(rows: list[dict], name: str) -> str:
 
 
 def host() -> str:
-    found = result("step").get("results", {}).get("decode 8x8192")
+    found = result("peer_step").get("results", {}).get("8x8192", {}).get("ours")
     if not found:
         return "* What a decode step costs the host: not measured."
     wall, enqueue, gpu = (found[name] / 1e3 for name in ("wall_us", "enqueue_us", "gpu_us"))
     return (
-        f"* A decode step of 8 requests takes {wall:.1f} ms, of which the GPU works {gpu:.1f}: the host needs "
-        f"{enqueue:.1f} ms to enqueue it."
+        f"* A decode step of 8 requests takes {wall:.2f} ms, of which the GPU works {gpu:.2f}; the host needs "
+        f"{enqueue:.2f} ms to enqueue it."
     )
 
 

@@ -108,8 +108,8 @@ class V4LayerParams(LayerPool):
 
     def _each(self, function: Callable[[LayerPool], LayerPool]) -> V4LayerParams:
         parts = {"compressor": self.compressor, "index_compressor": self.index_compressor}
-        parts = {name: function(part) for name, part in parts.items() if part is not None}
-        return dataclasses.replace(function(self), **parts)
+        own = function(self)
+        return dataclasses.replace(own, **{name: function(part) for name, part in parts.items() if part is not None})
 
 
 class _LayerCache:

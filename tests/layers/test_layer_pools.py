@@ -187,6 +187,30 @@ def all_layers(world) -> layers.V4LayerCache | layers.V32LayerCache:
     )
 
 
+def stacked(params: layers.V4LayerParams) -> layers.V4LayerParams:
+    """These parameters between those of other layers, which are NaN."""
+    others = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    return layers.V4LayerParams.stack([params if layer == MIDDLE else others for layer in range(LAYERS)])
+
+
+def test_stacked_parameters():
+    params = {ratio: make_world(ratio).params for ratio in (0, 4, 128)}
+    pool = stacked(params[4])
+    assert len(jax.tree.leaves(pool)) == len(jax.tree.leaves(params[4])) == 7 and pool.num_layers == LAYERS
+    alone = pool.layer(MIDDLE).compressor.alone()
+    assert jax.tree.structure(alone) == jax.tree.structure(params[4].compressor)
+    for got, want in zip(jax.tree.leaves(alone), jax.tree.leaves(params[4].compressor), strict=True):
+        np.testing.assert_array_equal(got, want)
+    single = layers.V4LayerParams.stack([params[0]])
+    assert jax.tree.structure(single.layer(0)) == jax.tree.structure(params[0])
+    with pytest.raises(ValueError, match=r"V4LayerParams\.stack: layers must have the same parts"):
+        layers.V4LayerParams.stack([params[4], params[128]])
+    with pytest.raises(ValueError, match="got none"):
+        layers.V4LayerParams.stack([])
+    with pytest.raises(ValueError, match=r"V4LayerParams\.layer: index must be below num_layers, 3, got 3"):
+        pool.layer(3)
+
+
 @pytest.mark.parametrize("ratio", [0, 4, 128, None], ids=["window", "ratio 4", "ratio 128", "V3.2"])
 def test_a_layer_s_steps(ratio):
     """Outputs and bytes of a view are those of a layer alone."""
@@ -194,7 +218,8 @@ def test_a_layer_s_steps(ratio):
     batch, rows, _ = make_step(world, mla.ForwardMode.EXTEND, [(0, 0, 130), (1, 0, 14), 0], num_rows=160)
     step = step_function(ratio, False)
     (want, alone, chosen), _ = step(world.empty_cache(), rows, world.params, batch, world.tables)
-    (got, pool, also), _ = step(all_layers(world).layer(MIDDLE), rows, world.params, batch, world.tables)
+    params = world.params if ratio is None else stacked(world.params).layer(MIDDLE)
+    (got, pool, also), _ = step(all_layers(world).layer(MIDDLE), rows, params, batch, world.tables)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
     np.testing.assert_array_equal(also, chosen)
     for now, own in zip(jax.tree.leaves(pool), jax.tree.leaves(alone), strict=True):
@@ -214,6 +239,12 @@ def test_fields_of_different_layers():
     ):
         with pytest.raises(ValueError, match=r"cache must be the view of one layer, cache\.layer\(i\)"):
             layers.v4_layer(mixed, rows, world.params, batch, metadata, None, spec=V4, ratio=4)
+    params = stacked(world.params)
+    mixed = dataclasses.replace(params.layer(1), compressor=params.compressor.layer(0))
+    with pytest.raises(ValueError, match=r"params must be the view of one layer, params\.layer\(i\)"):
+        layers.v4_layer(one, rows, mixed, batch, metadata, None, spec=V4, ratio=4)
+    with pytest.raises(ValueError, match=r"params.* holds 3 layers: pass the view of one"):
+        layers.v4_layer(one, rows, params, batch, metadata, None, spec=V4, ratio=4)
 
 
 def test_layers_of_all_kinds_in_place_with_few_arrays():

@@ -1,4 +1,5 @@
-"""What a described launch becomes in an XLA program: the arguments of jax-triton's call. Importing that needs a GPU."""
+"""What a described launch becomes in an XLA program without TVM FFI: the arguments of jax-triton's call. Importing that
+needs a GPU; `test_triton_launch` has what TVM FFI launches."""
 
 import types
 
@@ -9,6 +10,12 @@ import pytest
 
 from jax_sparse_mla.kernels.launch import Device, Launch, Output, dtype_of
 from jax_sparse_mla.xla import triton_call
+
+
+@pytest.fixture(autouse=True)
+def without_tvm_ffi(monkeypatch):
+    monkeypatch.setattr(triton_call, "own_launcher", lambda: False)
+
 
 KERNEL = types.SimpleNamespace(
     arg_names=("x", "absent_in", "cache_in", "n", "scale", "cache", "absent", "sums", "last", "BLOCK")
