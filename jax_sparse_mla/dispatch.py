@@ -1,4 +1,4 @@
-"""Triton kernels: one source each, launched by jax-triton inside XLA programs and by torch on its own stream.
+"""Triton kernels: one source each, launched inside XLA programs, and by torch on its own stream.
 
 Nothing here imports triton until a kernel is wanted, so the package imports without it. `dispatch` is how a JAX
 function takes a kernel: where the program is lowered for CUDA the kernel runs, everywhere else, and under `vmap`,
@@ -22,14 +22,14 @@ __all__ = ["available", "dispatch", "on_cuda", "use_triton", "varying"]
 def use_triton() -> bool:
     """Whether programs traced now may take Triton kernels.
 
-    True with an NVIDIA GPU as JAX's default backend and triton and jax-triton importable, unless the environment
+    True with an NVIDIA GPU as JAX's default backend, triton and what launches it importable, unless the environment
     says `JAX_SPARSE_MLA_BACKEND=reference`.
     """
     return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and available()
 
 
 def available() -> bool:
-    """Whether JAX's default backend is an NVIDIA GPU and triton and jax-triton are importable."""
+    """Whether JAX's default backend is an NVIDIA GPU, and triton and what launches it are importable."""
     return unready() is None
 
 
@@ -43,7 +43,9 @@ def unready(phase: str = "", framework: str = "jax") -> str | None:
         return None
     if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
         return "JAX's default backend is no NVIDIA GPU"
-    return why_not("triton") or why_not("jax_triton")
+    from jax_sparse_mla.xla.triton_call import own_launcher
+
+    return why_not("triton") or (None if own_launcher() else why_not("jax_triton"))
 
 
 def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:

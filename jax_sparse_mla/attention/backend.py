@@ -205,7 +205,7 @@ _RECORDS = (
         layouts={"decode": (*_FP8, *_BF16), "prefill": _BF16},
         devices=(((8, 0), (99, 9)),),
         device_names="SM80 and up",
-        needs=(_TRITON, Need(("jax-triton",), ("jax_triton",), frameworks=("jax",))),
+        needs=(_TRITON, Need(("jax-tvm-ffi", "jax-triton"), ("jax_tvm_ffi", "jax_triton"), frameworks=("jax",))),
         unready="jax_sparse_mla.dispatch:unready",
         torch=PHASES,
     ),

@@ -214,6 +214,14 @@ def test_drafts_with_room_in_the_ring(ratio):
     assert_same(make_case(3, ratio, lengths=(3, 3, 3, 3), more_ring=2, dtype=np.float32))
 
 
+@pytest.mark.parametrize("field", ["kv", "score", "norm_weight"])
+def test_inputs_of_different_dtypes(field):
+    case = make_case(7, 4, dtype=np.float32)
+    case.compressor = case.compressor._replace(**{field: getattr(case.compressor, field).astype(BF16)})
+    case.indexer = case.indexer._replace(**{field: getattr(case.indexer, field).astype(BF16)})
+    assert_same(case)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(20))
 def test_random_steps(seed):

@@ -1,4 +1,4 @@
-"""The portable GPU backend: the Triton kernel of `kernels/triton/sparse_mla/`, launched by jax-triton.
+"""The portable GPU backend: the Triton kernel of `kernels/triton/sparse_mla/`.
 
 SM80 and up, FP8 and BF16 caches, any head count and any topk. How many programs share a row's keys is chosen from the
 static shapes and the device's multiprocessors; lengths and indices stay data, so one compilation serves a bucket.

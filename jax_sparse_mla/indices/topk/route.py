@@ -64,7 +64,7 @@ _RECORDS = (
     Engine(
         name="triton",
         function="jax_sparse_mla.indices.topk.kernels:topk_triton",
-        needs=(Need(("triton",), ("triton",)), Need(("jax-triton",), ("jax_triton",))),
+        needs=(Need(("triton",), ("triton",)), Need(("jax-tvm-ffi", "jax-triton"), ("jax_tvm_ffi", "jax_triton"))),
         unready="jax_sparse_mla.dispatch:unready",
     ),
     Engine(

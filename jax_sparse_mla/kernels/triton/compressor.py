@@ -101,6 +101,16 @@ def find_rows_kernel(
 
 
 @triton.jit
+def _load_token(step_ptr, ring_ptr, of_step, column, exists):
+    """float32 values of a token of this step or of the ring; 0 where it does not exist."""
+    if step_ptr.dtype.element_ty == tl.float32:
+        return tl.load(tl.where(of_step, step_ptr, ring_ptr) + column, mask=exists, other=0.0)
+    else:  # the one or the other is 0
+        values = tl.load(step_ptr + column, mask=exists & of_step, other=0.0).to(tl.float32)
+        return values + tl.load(ring_ptr + column, mask=exists & (of_step == 0), other=0.0)
+
+
+@triton.jit
 def window_entry(
     kv_ptr,  # bfloat16 or float32 [num_rows, OVERLAP * HEAD_DIM]
     score_ptr,  # the same
@@ -153,18 +163,8 @@ def window_entry(
             of_step = behind < tokens_in_step
             step_at = (row - behind).to(tl.int64) * width
             ring_at = (ring + position % RING) * width
-            if kv_ptr.dtype.element_ty == tl.float32:
-                kv = tl.load(
-                    tl.where(of_step, kv_ptr + step_at, state_kv_ptr + ring_at) + column, mask=exists, other=0.0
-                )
-                from_step, from_ring = score_ptr + step_at, state_score_ptr + ring_at
-                score = tl.load(tl.where(of_step, from_step, from_ring) + column, mask=exists, other=0.0)
-            else:  # the one or the other is 0
-                from_step, from_ring = exists & of_step, exists & (of_step == 0)
-                kv = tl.load(kv_ptr + step_at + column, mask=from_step, other=0.0).to(tl.float32)
-                kv += tl.load(state_kv_ptr + ring_at + column, mask=from_ring, other=0.0)
-                score = tl.load(score_ptr + step_at + column, mask=from_step, other=0.0).to(tl.float32)
-                score += tl.load(state_score_ptr + ring_at + column, mask=from_ring, other=0.0)
+            kv = _load_token(kv_ptr + step_at, state_kv_ptr + ring_at, of_step, column, exists)
+            score = _load_token(score_ptr + step_at, state_score_ptr + ring_at, of_step, column, exists)
             kvs, scores = kvs + (kv,), scores + (score,)  # noqa: RUF005  Triton knows no other way
             ape = tl.load(ape_ptr + token % RATIO * width + column, mask=exists, other=0.0)
             apes = apes + (tl.where(exists, ape, float("-inf")),)  # noqa: RUF005

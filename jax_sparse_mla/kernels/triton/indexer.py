@@ -299,7 +299,7 @@ def index_logits_decode_kernel(
     num_pages,
     first_page,
     out_ptr,  # float32 [rows, capacity]
-    capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
+    capacity,  # a constant under XLA, where nothing is said of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
@@ -371,7 +371,7 @@ def index_logits_prefill_kernel(
     num_pages,
     first_page,
     out_ptr,  # float32 [rows, capacity]
-    capacity,  # a constant under XLA: jax-triton says nothing of a number's divisors, on which wide stores depend
+    capacity,  # a constant under XLA, where nothing is said of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,

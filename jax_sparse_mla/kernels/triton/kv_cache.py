@@ -350,7 +350,7 @@ def gather_kv_into_kernel(
     HARDWARE_CASTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """`gather_kv_kernel` into a workspace that exists: jax-triton passes an aliased buffer twice."""
+    """`gather_kv_kernel` into a workspace that exists: an aliased buffer is passed twice."""
     gather_kv_kernel(
         slots_ptr,
         data_ptr,
