@@ -29,6 +29,7 @@ from jax_sparse_mla.layers import (
     prepare_v4_step,
     v4_layer,
 )
+from jax_sparse_mla.layers.write import MAX_ROWS
 from jax_sparse_mla.models import INDEXED_RATIO
 
 # `compress_ratios` of the checkpoint's config.json, without the entry of its draft layer: 43 layers, 21 of ratio 4.
@@ -199,7 +200,8 @@ def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
     for i, ratio in enumerate(stack.ratios):
         layer_rows = rows[ratio]
         if out is not None:
-            layer_rows = jax.lax.optimization_barrier(_after(out, layer_rows))
+            one_kernel = use_triton() and not gathered and layer_rows.kv.shape[0] <= MAX_ROWS
+            layer_rows = jax.lax.optimization_barrier(_after(out, layer_rows, keys_alone=one_kernel))
         number = stack.ratios[:i].count(ratio)  # among the layers of its ratio
         cache, layer_params = caches[ratio].layer(number), params[ratio].layer(number)
         arguments = cache, layer_rows, layer_params, batch, step.metadata, step.plans.get(ratio)
@@ -207,13 +209,13 @@ def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
     return {ratio: cache.whole() for ratio, cache in caches.items()}, out
 
 
-def _after(out: jax.Array, rows: V4Rows) -> V4Rows:
+def _after(out: jax.Array, rows: V4Rows, *, keys_alone: bool) -> V4Rows:
     """The rows, which now depend on the output of the layer below.
 
-    Where one kernel writes all that a layer stores, the keys that it stores are enough.
+    Where one kernel writes all that a layer stores, its keys alone are enough.
     """
     rows, value = dataclasses.replace(rows, kv=rows.kv + out[:, 0]), out[:, 0, :1]
-    if rows.compressed_kv is None or use_triton():
+    if rows.compressed_kv is None or keys_alone:
         return rows
     index = rows.index
     if index is not None:

@@ -52,7 +52,7 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) 
     """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
 
     Args:
-      kernel: calls `xla.triton_call.triton_call`, which has no batching rule.
+      kernel: launches through `xla.triton_call.Executor`, which has no batching rule.
       plain: the same function in plain JAX.
       args: arrays, or pytrees of them; what else the two need, they close over. Nothing is differentiated through
         either: the results are bytes, indices, or rows of bytes.

@@ -89,7 +89,7 @@ class V4LayerParams(LayerPool):
     @classmethod
     def stack(cls, layers: Sequence[V4LayerParams]) -> V4LayerParams:
         """The parameters of layers of one ratio in the same arrays, so that a step takes few arrays: each costs the
-        host a few microseconds.
+        host a few microseconds. On a GPU a sink that is stacked has no gradient: differentiate a layer's own.
 
         Raises:
           ValueError: no layer, layers of several ratios, or a norm_eps that differs.

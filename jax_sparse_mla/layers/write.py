@@ -69,9 +69,18 @@ def write_v4_layer(
         swa_slots=metadata.swa_out_cache_loc,
         entry_slots=metadata.compressed[ratio].out_loc if ratio else None,
     )
+    rows_each = rows.kv.shape[0] if batch.mode is ForwardMode.EXTEND else batch.num_draft_tokens or 1
+    written = _write(cache, rows, params, step, ratio=ratio, rows_each=rows_each)
+    # A kernel has no gradient; what attention takes of a single layer's parameters has.
+    return written._replace(attn_sink=params.attn_sink) if params.num_layers == 1 else written
+
+
+@partial(jax.jit, static_argnames=("ratio", "rows_each"))
+def _write(cache, rows, params, step, *, ratio, rows_each):
     kernel, plain = partial(_by_kernel, ratio=ratio), partial(write_v4_layer_reference, ratio=ratio)
     arguments = cache, rows, params, step
-    return dispatch(kernel, plain, *arguments) if _kernel_serves(*arguments, batch, ratio) else plain(*arguments)
+    serves = _kernel_serves(*arguments, ratio=ratio, rows_each=rows_each)
+    return dispatch(kernel, plain, *arguments) if serves else plain(*arguments)
 
 
 def write_v4_layer_reference(
@@ -117,19 +126,23 @@ def _compress(
 
 
 def _kernel_serves(
-    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, batch: ForwardBatch, ratio: int
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int, rows_each: int
 ) -> bool:
-    """Whether the kernel was written for this step: V4's layouts, no size of zero, few rows and few of a request."""
+    """Whether the kernel was written for this step: V4's layouts, no size of zero, few rows, both compressors alike."""
     arrays = jax.tree.leaves((cache, rows, params, step))
     if cache.swa.layout not in (KVLayout.V4_FP8, KVLayout.V4_BF16) or any(x.size == 0 for x in arrays):
         return False
-    rings = {state.kv.shape[1] for state in (cache.state, cache.index_state) if state is not None} if ratio else {0}
-    num_rows = rows.kv.shape[0]
-    if len(rings) > 1 or num_rows > MAX_ROWS or (rows.index is not None and rows.index.q.shape[2:] != (INDEX_DIM,)):
-        return False
+    if ratio == 0:
+        return rows.kv.shape[0] <= MAX_ROWS
+    parts = [(cache.state, params.compressor)]
+    if ratio == INDEXED_RATIO:
+        parts.append((cache.index_state, params.index_compressor))
+        if rows.index.q.shape[2:] != (INDEX_DIM,):
+            return False
+    same = len({(*state.kv.shape[:2], of.inv_freq.shape) for state, of in parts}) == 1
     # A row takes the place in its ring of the token `ring` before it, which no other row's window may read.
-    rows_each = num_rows if batch.mode is ForwardMode.EXTEND else batch.num_draft_tokens or 1
-    return not ratio or rings.pop() >= compressor_window(ratio) + rows_each - 1
+    roomy = cache.state.kv.shape[1] >= compressor_window(ratio) + rows_each - 1
+    return same and roomy and rows.kv.shape[0] <= MAX_ROWS and cache.compressed.layout == cache.swa.layout
 
 
 def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int) -> Written:
@@ -140,16 +153,17 @@ def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _
 
     index: IndexRows | None = rows.index if ratio == INDEXED_RATIO else None
     compressor = indexer = kernels.NOTHING
-    norm_eps, queries, keys = (0.0, 0.0), (None, None, None), cache.index_k
+    norm_eps, queries, keys = (0.0, 0.0), (None, None, None), None
     if ratio:
         main = rows.compressed_kv, rows.compressed_score
         compressor = compressing(main, params.compressor, cache.state, cache.compressed.data)
-        norm_eps = params.compressor.norm_eps, 0.0
+        norm_eps = float(params.compressor.norm_eps), 0.0
     if index is not None:
+        keys = cache.index_k
         signs = jnp.asarray(sylvester(INDEX_DIM), jnp.bfloat16)
         pages = keys.data if isinstance(keys, IndexKeys) else keys
         indexer = compressing((index.kv, index.score), params.index_compressor, cache.index_state, pages)
-        norm_eps, queries = (norm_eps[0], params.index_compressor.norm_eps), (index.q, index.weights, signs)
+        norm_eps, queries = (norm_eps[0], float(params.index_compressor.norm_eps)), (index.q, index.weights, signs)
     facts = kernels.Facts(
         layout=cache.swa.layout,
         ratio=ratio,

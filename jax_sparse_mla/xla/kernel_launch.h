@@ -12,8 +12,11 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <array>
 #include <atomic>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -68,16 +71,37 @@ struct Parameter {
 constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kSharedBytesOfAnyKernel = 48 << 10;
 
+// A kernel of a library: one for all launches of its machine code, so that the GPU's caches hold it once.
+struct Loaded {
+  Driver driver;
+  void* kernel = nullptr;
+  std::atomic<uint64_t> allowed{0};  // by device: whether it may have more shared memory than every kernel has
+
+  Loaded(const std::string& path, const ffi::Bytes& image, const std::string& name) : driver(path) {
+    void* library = nullptr;
+    driver.Check(driver.load(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+    driver.Check(driver.get_kernel(&kernel, library, name.c_str()), "cuLibraryGetKernel");
+  }
+
+  static std::shared_ptr<Loaded> Get(const std::string& path, const ffi::Bytes& image, const std::string& name) {
+    static std::mutex mutex;
+    static auto& loaded = *new std::map<std::array<std::string, 3>, std::shared_ptr<Loaded>>();
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::shared_ptr<Loaded>& found = loaded[{path, name, std::string(image.data(), image.size())}];
+    if (!found) found = std::make_shared<Loaded>(path, image, name);
+    return found;
+  }
+};
+
 class Kernel {
  public:
   Kernel(const ffi::Bytes& image, const std::string& name, const ffi::Array<int64_t>& shape,
          const ffi::Array<int64_t>& parameters, const ffi::Array<int64_t>& zeroed, const std::string& driver)
-      : driver_(driver), shape_(shape.begin(), shape.end()), zeroed_(zeroed.begin(), zeroed.end()) {
+      : loaded_(Loaded::Get(driver, image, name)),
+        shape_(shape.begin(), shape.end()),
+        zeroed_(zeroed.begin(), zeroed.end()) {
     TVM_FFI_CHECK(shape_.size() == 5 && parameters.size() % 2 == 0, ValueError) << "a kernel's shape has five numbers";
     for (size_t i = 0; i < parameters.size(); i += 2) parameters_.push_back({parameters[i], parameters[i + 1]});
-    void* library = nullptr;
-    driver_.Check(driver_.load(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
-    driver_.Check(driver_.get_kernel(&kernel_, library, name.c_str()), "cuLibraryGetKernel");
   }
 
   void operator()(const ffi::AnyView* buffers, int32_t count) {
@@ -86,9 +110,10 @@ class Kernel {
       TVM_FFI_CHECK(i < count, IndexError) << "no buffer " << i << " of " << count;
       return buffers[i].cast<DLTensor*>();
     };
+    const Driver& driver = loaded_->driver;
     const DLDevice device = tensor(0)->device;
     void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
-    for (int64_t i : zeroed_) driver_.Check(driver_.fill(Address(tensor(i)), 0, Bytes(tensor(i)), stream), "memset");
+    for (int64_t i : zeroed_) driver.Check(driver.fill(Address(tensor(i)), 0, Bytes(tensor(i)), stream), "memset");
     std::vector<int64_t> values(parameters_.size());
     std::vector<void*> addresses(parameters_.size());
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -97,7 +122,7 @@ class Kernel {
       addresses[i] = &values[i];
     }
     AllowShared();
-    driver_.Check(driver_.launch(kernel_, shape_[0], shape_[1], shape_[2], shape_[3], 1, 1, shape_[4], stream,
+    driver.Check(driver.launch(loaded_->kernel, shape_[0], shape_[1], shape_[2], shape_[3], 1, 1, shape_[4], stream,
                                  addresses.data(), nullptr),
                   "cuLaunchKernel");
   }
@@ -116,20 +141,19 @@ class Kernel {
   // Once for each device: more shared memory than every kernel may have.
   void AllowShared() {
     if (shape_[4] <= kSharedBytesOfAnyKernel) return;
+    const Driver& driver = loaded_->driver;
     int device = 0;
-    driver_.Check(driver_.get_device(&device), "cuCtxGetDevice");
+    driver.Check(driver.get_device(&device), "cuCtxGetDevice");
     const uint64_t bit = uint64_t{1} << (device % 64);
-    if (allowed_.load() & bit) return;
+    if (loaded_->allowed.load() & bit) return;
     const int bytes = static_cast<int>(shape_[4]);
-    driver_.Check(driver_.set_attribute(kMaxDynamicSharedBytes, bytes, kernel_, device), "cuKernelSetAttribute");
-    allowed_ |= bit;
+    driver.Check(driver.set_attribute(kMaxDynamicSharedBytes, bytes, loaded_->kernel, device), "cuKernelSetAttribute");
+    loaded_->allowed |= bit;
   }
 
-  Driver driver_;
+  std::shared_ptr<Loaded> loaded_;
   std::vector<int64_t> shape_, zeroed_;  // the grid's three numbers, threads, bytes of shared memory
   std::vector<Parameter> parameters_;
-  void* kernel_ = nullptr;
-  std::atomic<uint64_t> allowed_{0};
 };
 
 // A function of XLA's buffers that launches the kernel; `parameters` are pairs of a buffer's number, or -1, and the

@@ -132,6 +132,8 @@ def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
 
 def triton_call(*args: Any, **kwargs: Any) -> Any:
     """`jax_triton.triton_call`, recordable."""
+    if why := why_not("jax_triton"):
+        raise ImportError(f"triton_call: {why}")
     _register_lowering()
     import jax_triton
 

@@ -95,6 +95,7 @@ def call(
 
 _launch_p = jex.core.Primitive("triton_launch")
 _launch_p.multiple_results = True
+_launch_p.def_impl(lambda *operands, **params: jax.jit(functools.partial(_launch_p.bind, **params))(*operands))
 
 
 @_launch_p.def_abstract_eval
@@ -119,7 +120,8 @@ def compile_kernel(
     """The machine code for parameters of these types; pointers are at multiples of 16 bytes, as XLA's are.
 
     Raises:
-      RuntimeError: a kernel that asks for memory of its own or for thread block clusters.
+      RuntimeError: a kernel that asks for memory of its own or for thread block clusters, or a cache folder that cannot
+        be written.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -131,7 +133,12 @@ def compile_kernel(
     values = {(places[name],): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    made = triton.compile(source, target=target, options=dict(options))
+    try:
+        made = triton.compile(source, target=target, options=dict(options))
+    except OSError as error:
+        raise RuntimeError(
+            f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder"
+        ) from error
     facts = made.metadata
     if facts.global_scratch_size or facts.profile_scratch_size or facts.num_ctas != 1:
         raise RuntimeError(f"{facts.name} needs scratch memory or a cluster, which kernel_launch.h does not give")

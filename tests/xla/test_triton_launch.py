@@ -75,14 +75,15 @@ def test_a_launch_as_the_driver_gets_it(driver, launched):
     assert len({0, x, report_at, sums_at}) == 4 and scratch == [0, 0]
 
 
-def test_numbers_are_no_part_of_the_program(launched, monkeypatch):
-    """Layers differ in a number: Triton compiles once."""
+def test_numbers_are_no_part_of_the_program(driver, launched):
+    """Layers differ in a number: Triton compiles once, and the GPU has one copy of the machine code."""
     launched(jnp.ones(16))
-    before = triton_launch.compile_kernel.cache_info().misses
+    loads = ctypes.c_int.in_dll(driver, "loads")
+    before, loaded = triton_launch.compile_kernel.cache_info().misses, loads.value
     assert launched(jnp.ones(16), n=6)[0][6] == 6 and launched(jnp.ones(16), n=16)[0][6] == 16
-    assert triton_launch.compile_kernel.cache_info().misses == before
+    assert triton_launch.compile_kernel.cache_info().misses == before and loads.value == loaded
     launched(jnp.ones(32), size=32)
-    assert triton_launch.compile_kernel.cache_info().misses == before + 1
+    assert triton_launch.compile_kernel.cache_info().misses == before + 1 and loads.value == loaded + 1
 
 
 def test_a_failing_launch_is_an_xla_error(launched):
