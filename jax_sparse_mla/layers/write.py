@@ -42,14 +42,17 @@ class Written(NamedTuple):
     index_weights: jax.Array | None = None
 
 
-class _Step(NamedTuple):
-    """What is read of the step: int32 `[T]`, query_start_loc `[B + 1]`; the slots of rows that complete an entry."""
+class Step(NamedTuple):
+    """What is read of the step: int32 `[T]`, query_start_loc `[B + 1]`; arrays of JAX, or of torch for its executor.
+
+    `entry_slots` are read where a row completes an entry; None where the layer compresses nothing.
+    """
 
     positions: jax.Array
     req_rows: jax.Array
     query_start_loc: jax.Array
     swa_slots: jax.Array
-    entry_slots: jax.Array | None
+    entry_slots: jax.Array | None = None
 
 
 def write_v4_layer(
@@ -62,7 +65,7 @@ def write_v4_layer(
     ratio: int,
 ) -> Written:
     """Writes the rows of the sliding window, and of what the compressors complete; arguments as of `v4_layer`."""
-    step = _Step(
+    step = Step(
         positions=metadata.positions,
         req_rows=batch.req_pool_indices[metadata.row_to_request],
         query_start_loc=metadata.query_start_loc,
@@ -84,7 +87,7 @@ def _write(cache, rows, params, step, *, ratio, rows_each):
 
 
 def write_v4_layer_reference(
-    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, ratio: int
 ) -> Written:
     """`write_v4_layer` by the library's functions one after the other."""
     swa, sink = write_kv(cache.swa, step.swa_slots, rows.kv), params.share_of(params.attn_sink)
@@ -105,7 +108,7 @@ def write_v4_layer_reference(
 
 
 def _compress(
-    state: CompressorState, kv: jax.Array, score: jax.Array, params: CompressorParams, step: _Step, ratio: int
+    state: CompressorState, kv: jax.Array, score: jax.Array, params: CompressorParams, step: Step, ratio: int
 ) -> tuple[jax.Array, jax.Array, CompressorState]:
     """The entries that this step completes, the slots they go to (−1 for unused ones), and the carried state."""
     params = params.alone()
@@ -126,7 +129,7 @@ def _compress(
 
 
 def _kernel_serves(
-    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int, rows_each: int
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, ratio: int, rows_each: int
 ) -> bool:
     """Whether the kernel was written for this step: V4's layouts, no size of zero, few rows, both compressors alike."""
     arrays = jax.tree.leaves((cache, rows, params, step))
@@ -145,7 +148,7 @@ def _kernel_serves(
     return same and roomy and rows.kv.shape[0] <= MAX_ROWS and cache.compressed.layout == cache.swa.layout
 
 
-def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _Step, *, ratio: int) -> Written:
+def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, ratio: int) -> Written:
     from jax_sparse_mla.kernels.triton import layer as kernels
 
     def compressing(rows, params, state, cache):
@@ -172,7 +175,7 @@ def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: _
         params=(params.num_layers, params.layer_index or 0),
         norm_eps=norm_eps,
     )
-    arrays = kernels.Step(*step), rows.kv, cache.swa.data, params.attn_sink, compressor, indexer, queries
+    arrays = step, rows.kv, cache.swa.data, params.attn_sink, compressor, indexer, queries
     results = kernels.v4_layer(executor(), *arrays, facts=facts)
     swa, compressed, state_kv, state_score, index_k, index_kv, index_score, sink, *queries = results
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from jax_sparse_mla._packages import why_not
+from jax_sparse_mla._packages import warn_once, why_not
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.launch import Device, Launch, Output
 from jax_sparse_mla.xla import triton_launch, tvm
@@ -72,7 +71,7 @@ def own_launcher() -> bool:
     try:
         tvm.binder()
     except RuntimeError as error:
-        warnings.warn(f"jax_sparse_mla: jax-triton launches kernels, slower on the host: {error}", stacklevel=2)
+        warn_once(f"jax-triton launches kernels, slower on the host: {error}")
         return False
     return True
 

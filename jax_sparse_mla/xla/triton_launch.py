@@ -35,9 +35,10 @@ _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
 class Compiled(NamedTuple):
-    """A kernel's machine code."""
+    """A kernel's machine code, and its SHA-256."""
 
     image: bytes
+    digest: str
     name: str
     threads: int
     shared_bytes: int
@@ -105,7 +106,8 @@ def _abstract(*operands: Any, results: tuple, **params: Any) -> list[jax.core.Sh
 
 def _lower(ctx: Any, *operands: Any, kernel: tuple, grid, parameters, zeroed, aliases, results) -> Sequence[Any]:
     compiled = compile_kernel(*kernel)
-    target = tvm.target(_bind, compiled, (*grid, compiled.threads, compiled.shared_bytes), parameters, zeroed)
+    launch = (*grid, compiled.threads, compiled.shared_bytes), parameters, zeroed
+    target = tvm.target(compiled.name, (compiled.digest, *launch), _bind, compiled, *launch)
     return jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases))(ctx, *operands)
 
 
@@ -142,16 +144,14 @@ def compile_kernel(
     facts = made.metadata
     if facts.global_scratch_size or facts.profile_scratch_size or facts.num_ctas != 1:
         raise RuntimeError(f"{facts.name} needs scratch memory or a cluster, which kernel_launch.h does not give")
-    return Compiled(made.asm["cubin"], facts.name, 32 * facts.num_warps, facts.shared)
+    image = made.asm["cubin"]
+    return Compiled(image, hashlib.sha256(image).hexdigest(), facts.name, 32 * facts.num_warps, facts.shared)
 
 
 def _bind(compiled: Compiled, shape: tuple, parameters: tuple, zeroed: tuple) -> Any:
     """The function of XLA's buffers that launches the kernel."""
     name, shape, parameters = compiled.name, list(shape), list(parameters)
     return tvm.binder().bind_kernel(compiled.image, name, shape, parameters, list(zeroed), DRIVER)
-
-
-_bind.meaning = lambda compiled, *rest: (compiled.name, hashlib.sha256(compiled.image).hexdigest(), *rest)
 
 
 def _type(x: Any) -> str:

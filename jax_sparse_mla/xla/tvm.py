@@ -71,25 +71,25 @@ def call(
       results: the arrays that it writes, scratch included.
       operands: the arrays that it reads.
     """
-    name = target(_bound, module, function, tuple(arguments))
+    arguments = tuple(arguments)
+    name = target(function, (module.__module__, module.__qualname__, arguments), _bound, module, function, arguments)
     return tuple(jax.ffi.ffi_call(name, tuple(results))(*operands))
 
 
-def target(bind: Callable[..., Any], *facts: Any) -> str:
+def target(what: str, meaning: tuple, bind: Callable[..., Any], *facts: Any) -> str:
     """The name of a target that calls `bind(*facts)`, a function of XLA's buffers.
 
-    The name says what is bound, `bind.meaning(*facts)`, since XLA keeps programs on disk by their text: another process
-    may run this one's, and a name must mean the same in both.
+    The name is made of `what` and of `meaning`, which says what is bound, since XLA keeps programs on disk by their
+    text: another process may run this one's, and a name must mean the same in both.
     """
-    return _target(bind, facts, "gpu" if jax.default_backend() == "gpu" else "cpu")
+    return _target(what, meaning, bind, facts, "gpu" if jax.default_backend() == "gpu" else "cpu")
 
 
 @functools.cache
-def _target(bind: Callable[..., Any], facts: tuple, platform: str) -> str:
+def _target(what: str, meaning: tuple, bind: Callable[..., Any], facts: tuple, platform: str) -> str:
     import jax_tvm_ffi
 
-    key, (what, *rest) = (bind, facts, platform), bind.meaning(*facts)
-    digest = hashlib.sha256(repr((*rest, platform)).encode()).hexdigest()[:16]
+    key, digest = (bind, facts, platform), hashlib.sha256(repr((meaning, platform)).encode()).hexdigest()[:16]
     first = name = f"jax_sparse_mla.{what}.{digest}"
     with _lock:
         for number in itertools.count(2):
@@ -107,9 +107,6 @@ def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
     """A module's function with its arguments, see `call`."""
     places = [list(dataclasses.astuple(a)) if isinstance(a, Buffer) else a for a in arguments]
     return binder().bind(module()[function], places)
-
-
-_bound.meaning = lambda module, function, arguments: (function, module.__module__, module.__qualname__, arguments)
 
 
 @functools.cache

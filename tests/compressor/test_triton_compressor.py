@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,31 @@ def test_compress(seed, shape, bfloat16, searched):
             patch.setattr(kernels, "SEARCHED_ROWS", 0)
         got = torch_compress(arguments, **static)
     assert_compressed(got, plain_compress(*arguments, **static, norm_eps=1e-6))
+
+
+@pytest.mark.parametrize("ratio, cuts", [(4, (9, 10, 22)), (128, (1, 100, 257))])
+def test_steps_of_any_size_give_the_same_bits(ratio, cuts):
+    """A prompt of one request, at once and cut into steps: tokens come from the step's rows or from the ring."""
+    rng, tokens, head_dim = np.random.default_rng(10), max(cuts) + 7, 16
+    width = head_dim * (2 if ratio == 4 else 1)
+    rows = [rng.standard_normal((tokens, width)).astype(ml_dtypes.bfloat16) for _ in range(2)]
+    parameters = rng.standard_normal((ratio, width)), 1 + rng.standard_normal(head_dim) / 8, np.exp(-np.arange(4) / 4)
+
+    def entries(bounds):
+        state, found = [np.full((2, 2 * 4 if ratio == 4 else ratio, width), np.nan, np.float32)] * 2, []
+        for first, last in itertools.pairwise(bounds):
+            step = [x[first:last] for x in rows]
+            where = np.arange(first, last, dtype=np.int32), np.ones(last - first, np.int32)
+            case = *state, *step, *where, np.array([0, last - first], np.int32), *(np.float32(x) for x in parameters)
+            count = (last - first) // ratio + 1
+            made, completing, *state = torch_compress(case, ratio=ratio, num_entries=min(count, last - first))
+            found.append(made[completing >= 0].view(torch.int16).cpu().numpy())
+            state = [x.cpu().numpy() for x in state]
+        return np.concatenate(found)
+
+    whole = entries((0, tokens))
+    assert len(whole) == tokens // ratio
+    np.testing.assert_array_equal(entries((0, *cuts, tokens)), whole)
 
 
 def test_compressor_refuses_bad_tensors_by_name():

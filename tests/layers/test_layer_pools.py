@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import V4, V32, make_step, make_world, step_function
+from small_engine import LAYERS, MIDDLE, V4, V32, all_layers, make_step, make_world, stacked, step_function
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
 from jax_sparse_mla.compressor import CompressorState, compress_kv
 from jax_sparse_mla.indexer import IndexKeys, gather_index_k, write_index_k, write_transformed_index_k
 
-LAYERS = 3
 LAYOUTS = pytest.mark.parametrize("layout", [mla.KVLayout.V4_FP8, mla.KVLayout.V32_FP8, mla.KVLayout.V4_BF16], ids=repr)
-MIDDLE = 1  # with a layer before it and one behind it
 
 
 def among_others(rows):
@@ -175,22 +173,6 @@ def test_decode(layout):
 
 
 # ---- layers ----
-
-
-def all_layers(world) -> layers.V4LayerCache | layers.V32LayerCache:
-    """Caches of several layers of the world's kind."""
-    sizes = {"num_pages": world.num_pages, "num_layers": LAYERS}
-    if world.ratio is None:
-        return layers.V32LayerCache.zeros(world.spec, **sizes)
-    return layers.V4LayerCache.zeros(
-        world.spec, world.ratio, **sizes, num_swa_pages=world.num_pages, max_requests=world.tables.req_to_token.shape[0]
-    )
-
-
-def stacked(params: layers.V4LayerParams) -> layers.V4LayerParams:
-    """These parameters between those of other layers, which are NaN."""
-    others = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
-    return layers.V4LayerParams.stack([params if layer == MIDDLE else others for layer in range(LAYERS)])
 
 
 def test_stacked_parameters():

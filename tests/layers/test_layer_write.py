@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import V4, make_step, make_world, step_function
-from test_layer_pools import LAYERS, MIDDLE, all_layers, stacked
+from small_engine import LAYERS, MIDDLE, V4, all_layers, make_step, make_world, stacked, step_function
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers

@@ -18,6 +18,7 @@ from triton_device import DEVICE, tensor
 from jax_sparse_mla.indexer import sylvester
 from jax_sparse_mla.kernels.triton import compressor, indexer, kv_cache, layer
 from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.layers.write import Step
 
 pytestmark = [
     pytest.mark.torch,
@@ -38,7 +39,7 @@ class Case:
     layers: int
     layer: int
     requests: int  # rows of a layer in the states
-    step: layer.Step
+    step: Step
     kv: np.ndarray
     swa: np.ndarray
     attn_sink: np.ndarray
@@ -98,7 +99,7 @@ def make_case(seed, ratio, *, layout=KVLayout.V4_FP8, lengths=(1, 1, 1, 1), laye
         layers=layers,
         layer=own,
         requests=requests,
-        step=layer.Step(positions, req_rows, starts, slots(PAGES * page), slots(PAGES * entries) if ratio else None),
+        step=Step(positions, req_rows, starts, slots(PAGES * page), slots(PAGES * entries) if ratio else None),
         kv=normal(num_rows, 512, dtype=dtype),
         swa=pool(PAGES, layout.page_bytes(page), np.uint8),
         attn_sink=normal(layers * 3),

@@ -8,6 +8,7 @@ from compile_triton import Array, Recorder, facts, in_ptx
 
 from jax_sparse_mla.kernels.triton import compressor, indexer, layer
 from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.layers.write import Step
 
 FLOATS = ("weights_ptr", "scale_ptr")
 
@@ -78,7 +79,7 @@ def write_layer(execute, ratio, rows, layers):
         parts[2] = Array((rows, 64, 128), "bfloat16"), Array((rows, 64)), Array((128, 128), "bfloat16")
     sizes, where = (256, 256 // (ratio or 1)), (layers, 0)
     facts = layer.Facts(layout, ratio, sizes, where, where, (1e-6, 1e-6))
-    step = layer.Step(ints, ints, Array((9,), "int32"), ints, ints if ratio else None)
+    step = Step(ints, ints, Array((9,), "int32"), ints, ints if ratio else None)
     swa = Array((layers * 64, layout.page_bytes(256)), "uint8")
     layer.v4_layer(execute, step, Array((rows, 512), "bfloat16"), swa, Array((layers * 64,)), *parts, facts=facts)
 

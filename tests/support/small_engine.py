@@ -22,6 +22,7 @@ LENGTHS = (264, 137, 70)  # tokens of the requests
 PROMPT_ROWS = LENGTHS[0]  # query rows of a step that computes a whole prompt
 MAX_REQUESTS, MAX_LEN = 5, 512
 DRAFTS = 4  # tokens of a verify step
+LAYERS, MIDDLE = 3, 1  # of a pool: the one with a layer before it and one behind it
 REQUEST_ROWS = (3, 0, 4)  # of the request tables
 
 
@@ -113,6 +114,22 @@ def make_world(ratio: int | None) -> World:
         ),
         num_pages=num_pages,
     )
+
+
+def all_layers(world) -> layers.V4LayerCache | layers.V32LayerCache:
+    """Caches of several layers of the world's kind."""
+    sizes = {"num_pages": world.num_pages, "num_layers": LAYERS}
+    if world.ratio is None:
+        return layers.V32LayerCache.zeros(world.spec, **sizes)
+    return layers.V4LayerCache.zeros(
+        world.spec, world.ratio, **sizes, num_swa_pages=world.num_pages, max_requests=world.tables.req_to_token.shape[0]
+    )
+
+
+def stacked(params: layers.V4LayerParams) -> layers.V4LayerParams:
+    """These parameters between those of other layers, which are NaN."""
+    others = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    return layers.V4LayerParams.stack([params if layer == MIDDLE else others for layer in range(LAYERS)])
 
 
 @functools.cache

@@ -275,16 +275,6 @@ def v4_layer_kernel(
 # --- launches: sizes are not zero ------------------------------------------------------------------
 
 
-class Step(NamedTuple):
-    """What all layers share: int32 `[T]`, query_start_loc `[B + 1]`; entry_slots only where a layer compresses."""
-
-    positions: Any
-    req_rows: Any
-    query_start_loc: Any
-    swa_slots: Any
-    entry_slots: Any = None
-
-
 class Compressing(NamedTuple):
     """A compressor's rows and parameters, as `compress_kv` takes them, its state and the cache of its entries."""
 
@@ -323,7 +313,7 @@ NOTHING = Compressing(*[None] * 8)
 
 def v4_layer(
     execute: Executor,
-    step: Step,
+    step,
     kv,
     swa,
     attn_sink,
@@ -338,7 +328,8 @@ def v4_layer(
     No row of the step may take the place in its ring of a token that another row's window reads.
 
     Args:
-      step, compressor, indexer: arrays; without a compressor or an indexer NOTHING.
+      step: arrays as in `layers.write.Step`.
+      compressor, indexer: theirs, NOTHING without one.
       kv, swa: the rows of the sliding window, and its cache.
       attn_sink: float32, the sinks of all `facts.params` layers.
       queries: the indexer's queries and weights, and bfloat16 `[128, 128]` Sylvester's matrix.
