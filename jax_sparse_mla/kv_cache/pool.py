@@ -53,7 +53,7 @@ class LayerPool:
         return array if self.num_layers == 1 else array[self.first_of(rows) : self.first_of(rows) + rows]
 
     def alone(self: Pool) -> Pool:
-        """The view's layer in arrays of its own; JAX copies them if there are more layers."""
+        """The view's layer in arrays of its own; JAX copies them if there are more layers, torch has views."""
         if self.num_layers == 1:
             return self
         return dataclasses.replace(jax.tree.map(self.share_of, self), num_layers=1, layer_index=None)

@@ -1,5 +1,7 @@
 """What a layer refuses at trace time: caches that cannot be right, which would give wrong results and no error.
 
+A V4 layer's arrays may be torch's: only their shapes are read.
+
 All of it is geometry. A layer's caches share the numbering of the pool's slots: entry `slot // ratio` of the compressed
 cache and of the index keys belongs to the pool's `slot`, so the two hold equally many, and the pages of the index keys
 are the page table's.
@@ -13,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_sparse_mla._checks import INT32, UINT8, ArgumentChecks
+from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.compressor import CompressorState
 from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
@@ -150,10 +152,10 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
 
 def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:
     """index_k has pages of `entries` keys, and as many keys as the cache beside it has slots."""
-    if isinstance(index_k, IndexKeys):
-        width, pages = check("cache.index_k.data", index_k.data, (None, None), UINT8).shape[1], index_k.num_pages
-    else:
-        pages, width = check("cache.index_k", index_k, (None, None), UINT8).shape
+    shape = getattr(index_k.data if isinstance(index_k, IndexKeys) else index_k, "shape", ())
+    if len(shape) != 2:
+        raise check.fail(f"cache.index_k must be [num_pages, page_bytes], got {list(shape)}")
+    pages, width = index_k.num_pages if isinstance(index_k, IndexKeys) else shape[0], shape[1]
     if width != entries * INDEX_K_BYTES:
         raise check.fail(
             f"cache.index_k must have pages of {entries} keys of {INDEX_K_BYTES} bytes, {entries * INDEX_K_BYTES} in "

@@ -106,6 +106,10 @@ class V4LayerParams(LayerPool):
         """The view of layer `index` (static)."""
         return self._each(lambda pool: LayerPool.layer(pool, index))
 
+    def alone(self) -> V4LayerParams:
+        """The view's layer in arrays of its own; JAX copies them if there are more layers, torch has views."""
+        return self._each(LayerPool.alone)
+
     def _each(self, function: Callable[[LayerPool], LayerPool]) -> V4LayerParams:
         parts = {"compressor": self.compressor, "index_compressor": self.index_compressor}
         own = function(self)
@@ -123,6 +127,10 @@ class _LayerCache:
     def whole(self: _Cache) -> _Cache:
         """All layers: what a step returns, so that its state is the same pytree before and after."""
         return self._each(lambda pool: pool.whole())
+
+    def alone(self: _Cache) -> _Cache:
+        """The view's layer in arrays of its own; JAX copies them if there are more layers, torch has views."""
+        return self._each(lambda pool: pool.alone())
 
     def _each(self: _Cache, function: Callable[[LayerPool], LayerPool]) -> _Cache:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 
 import jax
-import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.attention.api import plan_here
@@ -34,7 +35,7 @@ class V4Step:
     @property
     def overflow(self) -> jax.Array:
         """bool scalar: a bucket was too small for the step; what did not fit is left out of the attention."""
-        return jnp.any(jnp.stack([self.metadata.overflow, *(plan.overflow for plan in self.plans.values())]))
+        return functools.reduce(operator.or_, [plan.overflow for plan in self.plans.values()], self.metadata.overflow)
 
 
 def prepare_v4_step(
@@ -61,9 +62,7 @@ def prepare_v4_step(
     """
     metadata = build_v4_metadata(spec, batch, tables)
     layer_checks.check_tables("prepare_v4_step", tables)
-    pool_tokens = tables.full_to_swa.shape[0] - 1
-    parts = {r: dataclasses.replace(part, pool_tokens=pool_tokens) for r, part in metadata.compressed.items()}
-    metadata = dataclasses.replace(metadata, compressed=parts)
+    metadata = with_pool_tokens(metadata, tables)
     (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
     if gathered is None:
         gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, rows)
@@ -83,6 +82,13 @@ def prepare_v4_step(
         for ratio in spec.compress_ratios
     }
     return V4Step(metadata=metadata, plans=plans)
+
+
+def with_pool_tokens(metadata: V4Metadata, tables: RequestTables) -> V4Metadata:
+    """The metadata, which now knows how many tokens the pool has: layers check their caches against it."""
+    tokens = tables.full_to_swa.shape[0] - 1
+    parts = {ratio: dataclasses.replace(part, pool_tokens=tokens) for ratio, part in metadata.compressed.items()}
+    return dataclasses.replace(metadata, compressed=parts)
 
 
 def gathers(spec: ModelSpec, rows: int) -> bool:

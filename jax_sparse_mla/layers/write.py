@@ -1,14 +1,15 @@
 """What a V4 layer does before it selects and attends: it writes its caches and quantises its index queries.
 
 All of it depends on the step's inputs alone. On a GPU one kernel does it, `kernels/triton/layer.py`; what defines the
-result is the composition of the library's functions below.
+result is the composition of the library's functions below. What hands a layer to the kernel takes arrays of JAX and
+tensors of torch, whose executor launches it in place (`sparse_mla_torch.layers`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, quantize_index_q, sylvester, write_transformed_index_k
+from jax_sparse_mla.kernels.launch import Executor
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
 from jax_sparse_mla.layers.state import CompressorParams, IndexRows, V4LayerCache, V4LayerParams, V4Rows
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, V4Metadata
@@ -55,6 +57,25 @@ class Step(NamedTuple):
     entry_slots: jax.Array | None = None
 
 
+def step_of(batch: ForwardBatch, metadata: V4Metadata, ratio: int) -> Step:
+    """What the writes of a layer of this ratio read of a step, of JAX or torch."""
+    req_rows = batch.req_pool_indices
+    if batch.mode is not ForwardMode.DECODE:  # there each request is a row
+        req_rows = req_rows[metadata.row_to_request]
+    return Step(
+        positions=metadata.positions,
+        req_rows=req_rows,
+        query_start_loc=metadata.query_start_loc,
+        swa_slots=metadata.swa_out_cache_loc,
+        entry_slots=metadata.compressed[ratio].out_loc if ratio else None,
+    )
+
+
+def rows_each(batch: ForwardBatch) -> int:
+    """The most rows that one request may have in the step."""
+    return batch.out_cache_loc.shape[0] if batch.mode is ForwardMode.EXTEND else batch.num_draft_tokens or 1
+
+
 def write_v4_layer(
     cache: V4LayerCache,
     rows: V4Rows,
@@ -65,25 +86,23 @@ def write_v4_layer(
     ratio: int,
 ) -> Written:
     """Writes the rows of the sliding window, and of what the compressors complete; arguments as of `v4_layer`."""
-    step = Step(
-        positions=metadata.positions,
-        req_rows=batch.req_pool_indices[metadata.row_to_request],
-        query_start_loc=metadata.query_start_loc,
-        swa_slots=metadata.swa_out_cache_loc,
-        entry_slots=metadata.compressed[ratio].out_loc if ratio else None,
-    )
-    rows_each = rows.kv.shape[0] if batch.mode is ForwardMode.EXTEND else batch.num_draft_tokens or 1
-    written = _write(cache, rows, params, step, ratio=ratio, rows_each=rows_each)
+    step = step_of(batch, metadata, ratio)
+    written = _write(cache, rows, params, step, ratio=ratio, rows_each=rows_each(batch))
     # A kernel has no gradient; what attention takes of a single layer's parameters has.
     return written._replace(attn_sink=params.attn_sink) if params.num_layers == 1 else written
 
 
 @partial(jax.jit, static_argnames=("ratio", "rows_each"))
 def _write(cache, rows, params, step, *, ratio, rows_each):
-    kernel, plain = partial(_by_kernel, ratio=ratio), partial(write_v4_layer_reference, ratio=ratio)
-    arguments = cache, rows, params, step
-    serves = _kernel_serves(*arguments, ratio=ratio, rows_each=rows_each)
-    return dispatch(kernel, plain, *arguments) if serves else plain(*arguments)
+    plain, arguments = partial(write_v4_layer_reference, ratio=ratio), (cache, rows, params, step)
+    if rows.kv.shape[0] > MAX_ROWS or kernel_obstacle(*arguments, ratio=ratio, rows_each=rows_each):
+        return plain(*arguments)
+
+    def kernel(*arguments):
+        signs = jnp.asarray(sylvester(INDEX_DIM), jnp.bfloat16)
+        return write_by_kernel(executor(), signs, *arguments, ratio=ratio)
+
+    return dispatch(kernel, plain, *arguments)
 
 
 def write_v4_layer_reference(
@@ -128,27 +147,41 @@ def _compress(
     return entries, jnp.where(rows >= 0, step.entry_slots[jnp.maximum(rows, 0)], -1), state
 
 
-def _kernel_serves(
+def kernel_obstacle(
     cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, ratio: int, rows_each: int
-) -> bool:
-    """Whether the kernel was written for this step: V4's layouts, no size of zero, few rows, both compressors alike."""
-    arrays = jax.tree.leaves((cache, rows, params, step))
-    if cache.swa.layout not in (KVLayout.V4_FP8, KVLayout.V4_BF16) or any(x.size == 0 for x in arrays):
-        return False
+) -> str | None:
+    """Why the kernel was not written for this step, of arrays of JAX or torch; None if it was."""
+    if cache.swa.layout not in (KVLayout.V4_FP8, KVLayout.V4_BF16):
+        return f"it writes rows of V4_FP8 and V4_BF16, got {cache.swa.layout.name}"
+    if any(0 in x.shape for x in jax.tree.leaves((cache, rows, params, step))):
+        return "an array is empty"
     if ratio == 0:
-        return rows.kv.shape[0] <= MAX_ROWS
+        return None
     parts = [(cache.state, params.compressor)]
     if ratio == INDEXED_RATIO:
         parts.append((cache.index_state, params.index_compressor))
         if rows.index.q.shape[2:] != (INDEX_DIM,):
-            return False
-    same = len({(*state.kv.shape[:2], of.inv_freq.shape) for state, of in parts}) == 1
+            return f"index queries must have {INDEX_DIM} values, got {list(rows.index.q.shape)}"
+    if len({(*state.kv.shape[:2], of.inv_freq.shape) for state, of in parts}) > 1:
+        return "both compressors must have states of the same requests and as many frequencies"
+    if cache.compressed.layout != cache.swa.layout:
+        return f"both caches must have one layout, got {cache.swa.layout.name} and {cache.compressed.layout.name}"
     # A row takes the place in its ring of the token `ring` before it, which no other row's window may read.
-    roomy = cache.state.kv.shape[1] >= compressor_window(ratio) + rows_each - 1
-    return same and roomy and rows.kv.shape[0] <= MAX_ROWS and cache.compressed.layout == cache.swa.layout
+    ring, needed = cache.state.kv.shape[1], compressor_window(ratio) + rows_each - 1
+    if ring < needed:
+        return f"{rows_each} rows of a request need a ring of {needed} tokens in the states, got {ring}"
+    return None
 
 
-def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, ratio: int) -> Written:
+def write_by_kernel(
+    execute: Executor, signs: Any, cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, ratio: int
+) -> Written:
+    """`write_v4_layer` by the kernel, where there is no obstacle.
+
+    Args:
+      execute: launches it, on arrays of JAX or torch.
+      signs: bfloat16 `[128, 128]`, Sylvester's matrix.
+    """
     from jax_sparse_mla.kernels.triton import layer as kernels
 
     def compressing(rows, params, state, cache):
@@ -163,7 +196,6 @@ def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: S
         norm_eps = float(params.compressor.norm_eps), 0.0
     if index is not None:
         keys = cache.index_k
-        signs = jnp.asarray(sylvester(INDEX_DIM), jnp.bfloat16)
         pages = keys.data if isinstance(keys, IndexKeys) else keys
         indexer = compressing((index.kv, index.score), params.index_compressor, cache.index_state, pages)
         norm_eps, queries = (norm_eps[0], float(params.index_compressor.norm_eps)), (index.q, index.weights, signs)
@@ -176,7 +208,7 @@ def _by_kernel(cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: S
         norm_eps=norm_eps,
     )
     arrays = step, rows.kv, cache.swa.data, params.attn_sink, compressor, indexer, queries
-    results = kernels.v4_layer(executor(), *arrays, facts=facts)
+    results = kernels.v4_layer(execute, *arrays, facts=facts)
     swa, compressed, state_kv, state_score, index_k, index_kv, index_score, sink, *queries = results
 
     def replaced(pool, **arrays):

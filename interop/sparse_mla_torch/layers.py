@@ -1,0 +1,170 @@
+"""A V4 layer's attention in one decode step on torch tensors: `jax_sparse_mla.layers`, by the same kernels.
+
+A step of a server, with caches and tables that are torch's own:
+
+    with torch.cuda.graph(graph):  # after the same calls have run once, which compiles
+        step = prepare_v4_step(spec, batch, tables)  # once a step, for all layers
+        for cache, params, ratio in layers:
+            ...  # the layer's projections make `rows`
+            out = v4_layer(cache, rows, params, batch, step.metadata, spec=spec, ratio=ratio)
+
+Batch, tables, caches, rows and parameters are the dataclasses of `jax_sparse_mla`, of torch tensors. Caches are updated
+in place. Everything runs on torch's current stream, nothing waits for the host or is copied to it, no JAX backend is
+started: a CUDA graph captures the step, and a replay reads lengths, tables and rows again. What a step allocates is the
+graph's.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import torch
+
+from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, sylvester
+from jax_sparse_mla.indices import TopkTransform
+from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.layers import CompressorParams, V4LayerCache, V4LayerParams, V4Rows, V4Step
+from jax_sparse_mla.layers.checks import check_v4_layer
+from jax_sparse_mla.layers.step import with_pool_tokens
+from jax_sparse_mla.layers.write import Step, kernel_obstacle, rows_each, step_of, write_by_kernel
+from jax_sparse_mla.metadata import ForwardBatch, RequestTables, V4Metadata
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from sparse_mla_torch.attention import decode
+from sparse_mla_torch.attention.call_cache import Schedule
+from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_tensor
+from sparse_mla_torch.kernels.indexer import index_logits
+from sparse_mla_torch.kernels.launch import executor
+from sparse_mla_torch.kernels.metadata import build_v4_metadata
+from sparse_mla_torch.kernels.topk import topk_transform
+
+
+def v4_layer_cache(spec: ModelSpec, ratio: int, *, device: torch.device | str, **sizes: int) -> V4LayerCache:
+    """Empty caches of torch's memory; arguments as of `V4LayerCache.zeros`.
+
+    An engine that has its own pools puts their tensors into a `V4LayerCache` itself.
+    """
+    shapes = jax.eval_shape(functools.partial(V4LayerCache.zeros, spec, ratio, **sizes))
+    return jax.tree.map(lambda x: torch.zeros(x.shape, dtype=getattr(torch, x.dtype.name), device=device), shapes)
+
+
+def prepare_v4_step(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Step:
+    """Builds once what `v4_layer` needs in every layer of a step: `metadata`, and no plans.
+
+    Raises:
+      TypeError, ValueError: see `sparse_mla_torch.kernels.metadata.build_v4_metadata`.
+    """
+    with torch.cuda.device_of(batch.seq_lens):
+        metadata = build_v4_metadata(spec, batch, tables)
+    return V4Step(metadata=with_pool_tokens(metadata, tables), plans={})
+
+
+def v4_layer(
+    cache: V4LayerCache,
+    rows: V4Rows,
+    params: V4LayerParams,
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    *,
+    spec: ModelSpec,
+    ratio: int,
+) -> torch.Tensor:
+    """One V4 layer's attention, of a step whose requests have a row each, or drafts; the caches are updated in place.
+
+    Args:
+      cache: the layer's caches, or their view `cache.layer(i)`.
+      rows: the projected rows of this step, padded like the batch; q bfloat16.
+      params: the layer's parameters, or their view `params.layer(i)`.
+      batch, metadata: the step's, shared by all layers, `metadata` of `prepare_v4_step`.
+      spec: the model. ratio: the layer's compress ratio.
+
+    Returns:
+      out bfloat16 `[T, heads, 512]`, rope not yet taken back.
+
+    Raises:
+      TypeError: what this ratio needs is missing, or a tensor of another dtype.
+      ValueError: a tensor of another shape, not contiguous or on another device; a step that the layer's kernel does
+        not write, such as several rows of a request without room in the compressors' states (`max_draft_tokens`).
+    """
+    check_v4_layer(cache, rows, params, batch, metadata, None, spec=spec, ratio=ratio)
+    cache, params, step = cache.alone(), params.alone(), step_of(batch, metadata, ratio)
+    _check_tensors(cache, rows, params, step, spec=spec, ratio=ratio)
+    if why := kernel_obstacle(cache, rows, params, step, ratio=ratio, rows_each=rows_each(batch)):
+        raise ValueError(f"v4_layer: the kernel that writes a layer's caches does not serve this step: {why}")
+    device = rows.q.device
+    with torch.cuda.device_of(rows.q):
+        written = write_by_kernel(executor(device), _signs(device), cache, rows, params, step, ratio=ratio)
+        extra = None, None, None
+        if ratio:
+            part = metadata.compressed[ratio]
+            slots = part.page_indices
+            if ratio == INDEXED_RATIO:
+                selecting = written.index_q, written.index_weights, _pages(cache.index_k)
+                logits = index_logits(*selecting, metadata.page_table, part.lengths)
+                table = {"page_table": metadata.page_table, "page_size": spec.page_size // ratio}
+                slots = topk_transform(logits, part.lengths, spec.index_topk, method=TopkTransform.PAGED, **table)
+            extra = _rows_of(cache.compressed), slots[:, None], part.topk_lengths
+        window = _rows_of(cache.swa), metadata.swa_page_indices[:, None], metadata.swa_topk_lengths
+        options = decode.Options("v4_layer", spec.softmax_scale, -float("inf"), in_graph=True)
+        tensors = rows.q[:, None], *window, *extra, written.attn_sink
+        out, _ = decode.prepare(options, *tensors).run(*tensors, Schedule(), None)
+    return out[:, 0]
+
+
+@functools.cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """Sylvester's matrix, as the kernel takes it."""
+    return torch.from_numpy(sylvester(INDEX_DIM)).to(device, torch.bfloat16)
+
+
+def _rows_of(cache: PagedKV) -> torch.Tensor:
+    """The cache in FlashMLA's shape."""
+    return decode.pages_of(cache.data, cache.layout, cache.page_size)
+
+
+def _pages(index_k: torch.Tensor | IndexKeys) -> torch.Tensor:
+    return index_k.data if isinstance(index_k, IndexKeys) else index_k
+
+
+def _check_tensors(
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, spec: ModelSpec, ratio: int
+) -> None:
+    """Refuses what the kernel cannot read; the functions that follow it check what they take themselves."""
+    like = rows.q
+
+    def check(name: str, x: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+        check_tensor("v4_layer", name, x, shape, like, dtypes)
+
+    def check_pages(name: str, pages: PagedKV) -> None:
+        check(f"{name}.data", pages.data, (None, pages.layout.page_bytes(pages.page_size)), UINT8)
+
+    def check_compressor(prefix: str, of: CompressorParams, kv, score, state, head_dim: int) -> None:
+        width = head_dim * (2 if ratio == INDEXED_RATIO else 1)
+        check(f"rows.{prefix}kv", kv, (num_rows, width), FLOATS)
+        check(f"rows.{prefix}score", score, (num_rows, width), FLOATS)
+        name = "index_" if prefix == "index." else ""
+        check(f"params.{name}compressor.ape", of.ape, (ratio, width), FLOAT32)
+        check(f"params.{name}compressor.norm_weight", of.norm_weight, (head_dim,), FLOATS)
+        check(f"params.{name}compressor.inv_freq", of.inv_freq, (spec.rope_dim // 2,), FLOAT32)
+        check(f"cache.{name}state.kv", state.kv, (None, None, width), FLOAT32)
+        check(f"cache.{name}state.score", state.score, tuple(state.kv.shape), FLOAT32)
+
+    num_rows, heads, dim = check_tensor("v4_layer", "rows.q", like, (None, None, spec.qk_dim), like, (torch.bfloat16,))
+    check("rows.kv", rows.kv, (num_rows, dim), FLOATS)
+    check("params.attn_sink", params.attn_sink, (heads,), FLOAT32)
+    check_pages("cache.swa", cache.swa)
+    for name, x in step._asdict().items():
+        if x is not None:
+            check_tensor("v4_layer", f"the step's {name}", x, (None if name == "query_start_loc" else num_rows,), like)
+    if ratio == 0:
+        return
+    check_pages("cache.compressed", cache.compressed)
+    compressed = rows.compressed_kv, rows.compressed_score, cache.state
+    check_compressor("compressed_", params.compressor, *compressed, spec.qk_dim)
+    if ratio != INDEXED_RATIO:
+        return
+    index = rows.index
+    check_compressor("index.", params.index_compressor, index.kv, index.score, cache.index_state, spec.index_dim)
+    _, index_heads, _ = check_tensor("v4_layer", "rows.index.q", index.q, (num_rows, None, INDEX_DIM), like, FLOATS)
+    check("rows.index.weights", index.weights, (num_rows, index_heads), FLOAT32)
+    check("cache.index_k", _pages(cache.index_k), (None, None), UINT8)

@@ -1,0 +1,175 @@
+"""The layers' decode step on torch tensors beside JAX's: the same bytes in the caches, the same output.
+
+Without a GPU the kernels run in Triton's interpreter, and the attention is the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import small_engine
+from small_engine import LAYERS, MIDDLE
+from sparse_mla_torch import layers as torch_layers
+from triton_device import tensor
+
+import jax_sparse_mla as mla
+from jax_sparse_mla import layers
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of NaN in the interpreter
+]
+DECODE, EXTEND, VERIFY = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND, mla.ForwardMode.TARGET_VERIFY
+PROMPTS = (200, 126, 66)
+STEPS = (  # requests that grow, wait, and stand elsewhere in the batch; an int is padding
+    [(0, 200, 1), (1, 126, 1), 1, (2, 66, 1)],
+    [(1, 127, 1), (2, 67, 1), (0, 201, 1), 1],  # completes a group of 128, and two of 4
+    [1, (0, 202, 1), (1, 128, 1), (2, 68, 1)],
+    [(0, 203, 1), 1, (2, 69, 1), (1, 129, 1)],
+)
+
+
+def tensors(tree):
+    """The tree with torch's copies of its arrays."""
+    return jax.tree.map(lambda x: tensor(np.asarray(x)), tree)
+
+
+def as_numpy(x) -> np.ndarray:
+    return np.asarray(x.cpu() if isinstance(x, torch.Tensor) else x)
+
+
+def bf16_queries(rows):
+    return dataclasses.replace(rows, q=rows.q.astype(jnp.bfloat16))
+
+
+@functools.cache
+def prefilled(ratio: int, pooled: bool, max_draft_tokens: int = 0):
+    """Caches behind the prompts, of a layer alone or among others, and the layer's parameters."""
+    world = small_engine.make_world(ratio)
+    work, num_rows = [(i, 0, count) for i, count in enumerate(PROMPTS)], sum(PROMPTS)
+    batch, rows, _ = small_engine.make_step(world, EXTEND, work, num_rows=num_rows)
+    cache = world.empty_cache(max_draft_tokens=max_draft_tokens)
+    (_, cache, _), _ = small_engine.step_function(ratio, False)(cache, rows, world.params, batch, world.tables)
+    if not pooled:
+        return world, cache, world.params
+    pool = small_engine.all_layers(world)
+
+    def among_others(whole, alone):
+        rows = alone.shape[0]
+        return whole.at[MIDDLE * rows : (MIDDLE + 1) * rows].set(alone)
+
+    data = jax.tree.map(among_others, pool, jax.tree.unflatten(jax.tree.structure(pool), jax.tree.leaves(cache)))
+    return world, data.layer(MIDDLE), small_engine.stacked(world.params).layer(MIDDLE)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_decode_steps_equal_jax_s(ratio, pooled):
+    world, cache, params = prefilled(ratio, pooled)
+    torch_cache, torch_params, torch_tables = map(tensors, (cache, params, world.tables))
+    step, arguments = small_engine.step_function(ratio, False), {"spec": world.spec, "ratio": ratio}
+    cache = jax.tree.map(jnp.copy, cache)
+    for work in STEPS:
+        batch, rows, owners = small_engine.make_step(world, DECODE, work, num_rows=len(work))
+        rows = bf16_queries(rows)
+        (want, cache, _), _ = step(cache, rows, params, batch, world.tables)
+        torch_batch = tensors(batch)
+        shared = torch_layers.prepare_v4_step(world.spec, torch_batch, torch_tables)
+        assert not shared.overflow and not shared.plans
+        of_step = tensors(rows), torch_params, torch_batch, shared.metadata
+        got = torch_layers.v4_layer(torch_cache, *of_step, **arguments)
+        live = list(owners.values())
+        assert got.dtype is torch.bfloat16 and got.shape == want.shape
+        np.testing.assert_allclose(got[live].float().cpu(), np.asarray(want, np.float32)[live], atol=4e-3, rtol=8e-3)
+        assert not np.delete(as_numpy(got.float()), live, axis=0).any()  # padding rows
+        for (path, a), b in zip(jax.tree.leaves_with_path(torch_cache), jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(as_numpy(a), as_numpy(b), err_msg=f"{work} {jax.tree_util.keystr(path)}")
+
+
+def test_drafts_with_room_in_the_ring_and_without():
+    ratio, work = 4, [(0, 200, 3), (1, 126, 3)]
+    for room in (0, 2):
+        world, cache, params = prefilled(ratio, False, room)
+        batch, rows, _ = small_engine.make_step(world, VERIFY, work, num_rows=6)
+        seq_lens = batch.seq_lens - 3  # the builder adds the drafts
+        batch = dataclasses.replace(batch, seq_lens=seq_lens, num_draft_tokens=3)
+        rows = bf16_queries(rows)
+        torch_cache, torch_batch = tensors(cache), tensors(batch)
+        shared = torch_layers.prepare_v4_step(world.spec, torch_batch, tensors(world.tables))
+        call = functools.partial(
+            torch_layers.v4_layer,
+            *(torch_cache, tensors(rows), tensors(params), torch_batch, shared.metadata),
+            spec=world.spec,
+            ratio=ratio,
+        )
+        if not room:
+            with pytest.raises(ValueError, match="3 rows of a request need a ring of 10 tokens in the states, got 8"):
+                call()
+            continue
+        cache = jax.tree.map(jnp.copy, cache)
+        (want, cache, _), _ = small_engine.step_function(ratio, False)(cache, rows, params, batch, world.tables)
+        np.testing.assert_allclose(call().float().cpu(), np.asarray(want, np.float32), atol=4e-3, rtol=8e-3)
+        for a, b in zip(jax.tree.leaves(torch_cache), jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(as_numpy(a), as_numpy(b))
+
+
+def test_empty_caches_are_torch_s():
+    """Of the shapes of JAX's, several layers in one tensor, and of the same dataclasses."""
+    sizes = {"num_pages": 3, "num_swa_pages": 2, "max_requests": 2, "num_layers": LAYERS}
+    for ratio in (0, 4, 128):
+        want = layers.V4LayerCache.zeros(small_engine.V4, ratio, **sizes)
+        got = torch_layers.v4_layer_cache(small_engine.V4, ratio, device="cpu", **sizes)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert isinstance(a, torch.Tensor) and not a.any()
+            assert tuple(a.shape) == b.shape and str(a.dtype) == f"torch.{b.dtype}"
+        view = got.layer(1).alone()
+        assert view.swa.data.data_ptr() == got.swa.data.data_ptr() + got.swa.data.numel() // LAYERS  # no copy
+
+
+def change(tree, path, function):
+    """The tree with one of its fields, by a dotted path, replaced."""
+    name, _, rest = path.partition(".")
+    value = getattr(tree, name)
+    return dataclasses.replace(tree, **{name: change(value, rest, function) if rest else function(value)})
+
+
+@pytest.mark.parametrize(
+    ("which", "path", "wrong", "error", "message"),
+    [
+        ("rows", "q", lambda x: x.float(), TypeError, "rows.q must be a torch.Tensor, bfloat16"),
+        ("rows", "kv", lambda x: x[:, :256], ValueError, "rows.kv must have shape"),
+        ("rows", "compressed_kv", lambda x: x.double(), TypeError, "rows.compressed_kv must be"),
+        ("rows", "index.score", lambda x: x[:1], ValueError, "rows.index.score must have shape"),
+        ("rows", "index.q", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "contiguous"),
+        ("rows", "compressed_score", lambda x: None, TypeError, "rows.compressed_score must be given"),
+        ("params", "attn_sink", lambda x: x[:1], ValueError, "params.attn_sink must have shape"),
+        ("params", "index_compressor.ape", lambda x: x.bfloat16(), TypeError, "params.index_compressor.ape must be"),
+        ("cache", "swa.data", lambda x: x[:, :-8], ValueError, "cache.swa.data must have shape"),
+        ("cache", "index_k", lambda x: x[:2], ValueError, "cache.index_k and cache.compressed must both have"),
+        ("cache", "index_k", lambda x: x.view(torch.int8), TypeError, "cache.index_k must be"),
+        ("cache", "state.score", lambda x: x[:, :4], ValueError, "cache.state.score must have shape"),
+        ("cache", "state.kv", lambda x: x[:1], ValueError, "must have a row for each of the batch's 4 requests"),
+        ("metadata", "positions", lambda x: x[:2], ValueError, "the step's positions must have shape"),
+        ("metadata", "swa_out_cache_loc", lambda x: x.long(), TypeError, "the step's swa_slots must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(which, path, wrong, error, message):
+    world, cache, params = prefilled(4, False)
+    batch, rows, _ = small_engine.make_step(world, DECODE, STEPS[0], num_rows=4)
+    batch, tables = tensors(batch), tensors(world.tables)
+    metadata = torch_layers.prepare_v4_step(world.spec, batch, tables).metadata
+    given = {"cache": tensors(cache), "rows": tensors(bf16_queries(rows)), "params": tensors(params)}
+    given |= {"batch": batch, "metadata": metadata}
+    given[which] = change(given[which], path, wrong)
+    with pytest.raises(error, match=f"v4_layer: .*{message}"):
+        torch_layers.v4_layer(**given, spec=world.spec, ratio=4)
