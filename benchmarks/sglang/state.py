@@ -143,13 +143,9 @@ def rope_table(inv_freq, positions: int) -> np.ndarray:
 
 def layer_params(stack: Stack) -> list[V4LayerParams]:
     """Each layer's parameters, in arrays of their own."""
-    of_ratio, found = stack.params(), []
-    for i, ratio in enumerate(stack.ratios):
-        params = of_ratio[ratio].layer(stack.ratios[:i].count(ratio))
-        parts = {name: part.alone() for name in ("compressor", "index_compressor") if (part := getattr(params, name))}
-        sink = params.share_of(params.attn_sink)
-        found.append(dataclasses.replace(params, attn_sink=sink, num_layers=1, layer_index=None, **parts))
-    return found
+    of_ratio = stack.params()
+    numbers = [stack.ratios[:i].count(ratio) for i, ratio in enumerate(stack.ratios)]
+    return [of_ratio[ratio].layer(number).alone() for ratio, number in zip(stack.ratios, numbers)]
 
 
 def first_pages(stack: Stack) -> dict[int, dict[str, np.ndarray]]:

@@ -19,10 +19,17 @@ pytest.importorskip("triton")
 import small_engine
 from small_engine import LAYERS, MIDDLE
 from sparse_mla_torch import layers as torch_layers
-from triton_device import tensor
+from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.kernels import topk
+from triton_device import DEVICE, tensor
 
 import jax_sparse_mla as mla
+from benchmarks import stack as stacks
+from benchmarks.stack import Stack, fill
+from benchmarks.step import Program, Steps, decode_start
+from benchmarks.torch_step import TorchSteps
 from jax_sparse_mla import layers
+from jax_sparse_mla.attention.backend import Call
 
 pytestmark = [
     pytest.mark.torch,
@@ -173,3 +180,71 @@ def test_what_does_not_fit_is_refused_by_name(which, path, wrong, error, message
     given[which] = change(given[which], path, wrong)
     with pytest.raises(error, match=f"v4_layer: .*{message}"):
         torch_layers.v4_layer(**given, spec=world.spec, ratio=4)
+
+
+# --- all layers of a step -------------------------------------------------------------------------
+
+
+def both(stack: Stack, start) -> tuple[Steps, TorchSteps]:
+    """JAX's program and torch's step, before their first step on the same caches."""
+    of_torch = TorchSteps(stack, DEVICE)
+    if DEVICE == "cuda":
+        of_torch.capture()
+    program = Program(stack, "decode", stack.batch).lower().compile()
+    caches = fill(stack, stack.empty_caches())
+    of_torch.load(caches)
+    of_jax = Steps(program, caches)
+    of_jax.start(start)
+    of_torch.start(start)
+    return of_jax, of_torch
+
+
+@pytest.mark.no_gpu
+def test_layers_that_share_their_tensors(monkeypatch):
+    """Each layer's keys come out of the layer below, as in the benchmark."""
+    monkeypatch.setattr(stacks, "use_triton", lambda: True)  # JAX's step then chains its layers as torch's does
+    stack = Stack(spec=small_engine.V4, ratios=(0, 4, 128, 4), batch=2, max_len=512)
+    of_jax, of_torch = both(stack, np.array([254, 383], np.int32))
+    for _ in range(2):
+        of_jax(1)
+        out = of_torch.step()
+        np.testing.assert_allclose(out.float(), np.asarray(of_jax.state[2], np.float32), atol=2e-2, rtol=2e-2)
+    assert of_torch.lens.tolist() == np.asarray(of_jax.state[1]).tolist() == [256, 385]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_captured_step_equals_jax_s_to_the_bit(backend, batch, ordered_topk, monkeypatch):
+    """The output and every byte of the caches, of requests of several lengths, where both take the ordered top-k."""
+    monkeypatch.delenv("JAX_SPARSE_MLA_BACKEND", raising=False)
+    if why := route.missing(backend, "decode"):
+        pytest.skip(f"{backend}: {why}")
+    monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", backend)
+    monkeypatch.setattr(topk, "_cuda_module", lambda device: None)
+    call_cache.forget()
+    stack = Stack(ratios=(0, 4, 128, 4, 128), batch=batch, max_len=4096)
+    of_jax, of_torch = both(stack, decode_start(stack, staggered=True))
+    for _ in range(6):
+        of_jax(1)
+        of_torch.out.fill_(torch.nan)
+        of_torch(1)
+        want, got = np.asarray(of_jax.state[2]), of_torch.out.view(torch.int16).cpu().numpy()
+        np.testing.assert_array_equal(got, want.view(np.int16))
+        for (path, a), b in zip(jax.tree.leaves_with_path(of_torch.caches), jax.tree.leaves(of_jax.caches)):
+            np.testing.assert_array_equal(a.cpu().numpy(), np.asarray(b), err_msg=jax.tree_util.keystr(path))
+    assert of_torch.lens.tolist() == np.asarray(of_jax.state[1]).tolist()
+    call_cache.forget()
+
+
+@pytest.mark.gpu
+def test_a_graph_s_attention_goes_where_jax_s_goes(monkeypatch):
+    """Called one by one torch prefers FlashMLA to our SM90 kernel, whose launch takes longer; a graph does not pay."""
+    monkeypatch.delenv("JAX_SPARSE_MLA_BACKEND", raising=False)
+    monkeypatch.delenv("JAX_SPARSE_MLA_DECODE_BACKEND", raising=False)
+    if torch.cuda.get_device_capability() != (9, 0) or route.missing("hopper", "decode"):
+        pytest.skip("needs our SM90 decode")
+    spec = mla.DEEPSEEK_V4_FLASH
+    device = route.device_info(torch.device("cuda"))
+    call = Call("decode", spec.kv_layout, 8, spec.num_heads, device, spec.window + spec.index_topk)
+    assert route.plan(call, in_graph=True).backend == "hopper" != route.plan(call).backend

@@ -1,0 +1,172 @@
+"""A decode step of DeepSeek-V4-Flash's attention from torch beside the same step from JAX, on one GPU, in one process.
+
+    python -m benchmarks.torch_step                                      # 43 layers, four cases
+    python -m benchmarks.torch_step --layers 6 --decode 8x8192
+
+JAX's is the program of `python -m benchmarks.step`, torch's is captured in a CUDA graph: the same layers, tables, cache
+bytes, rows and parameters, the same kernels. Both first take three steps from the same caches, and the greatest
+difference of their outputs is printed: the CUDA top-k's order varies from run to run, and with it the last bits. Then
+each is timed twice and profiled after either time, so that both have a second time behind a profiler; the second one
+counts. Per case and framework: wall time of a step among those called back to back, the time in which the GPU is busy,
+from the first operation to the last, operations, and what the host takes to enqueue a step. The last columns are torch
+over JAX. Prints a table and writes torch_step.json to $OUT or benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import os
+import time
+
+import jax
+import numpy as np
+import torch
+from sparse_mla_torch import to_torch
+from sparse_mla_torch.layers import prepare_v4_step, v4_layer
+
+from benchmarks.record import environment, results_folder, write_json
+from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
+from benchmarks.step import ROOM, STEPS, Program, Steps, compile_all, decode_start, measure
+from jax_sparse_mla import ForwardBatch, ForwardMode
+from jax_sparse_mla.layers import V4LayerCache
+
+DECODE = "1x8192,8x8192,64x8192,64x131072"
+COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "enqueue_us")
+COMPARED_STEPS = 3
+
+
+class TorchSteps:
+    """A decode step of a stack on torch's tensors, and its replays, with the methods of `benchmarks.step.Steps`."""
+
+    def __init__(self, stack: Stack, device: str):
+        self.stack, self.device = stack, device
+        self.rows, params, self.tables = jax.tree.map(
+            self._copy, (stack.rows(stack.batch), stack.params(), stack.tables())
+        )
+        self.caches = jax.tree.map(self._empty, jax.eval_shape(stack.empty_caches))
+        numbers = [stack.ratios[:i].count(ratio) for i, ratio in enumerate(stack.ratios)]
+        self.layers = [(r, self.caches[r].layer(i), params[r].layer(i)) for r, i in zip(stack.ratios, numbers)]
+        self.requests = torch.arange(stack.batch, dtype=torch.int32, device=device)
+        self.lens = torch.zeros(stack.batch, dtype=torch.int32, device=device)
+        self.graph = self.out = None
+
+    def _empty(self, like: jax.ShapeDtypeStruct) -> torch.Tensor:
+        return torch.zeros(like.shape, dtype=getattr(torch, like.dtype.name), device=self.device)
+
+    def _copy(self, array: jax.Array) -> torch.Tensor:
+        return to_torch(array).to(self.device, copy=True)
+
+    def step(self) -> torch.Tensor:
+        """What is captured: takes a token of each request, adds one to the lengths, and attends in all layers."""
+        slots, out = self.tables.req_to_token[self.requests, self.lens], None
+        batch = ForwardBatch(
+            mode=ForwardMode.DECODE,
+            max_seq_len=self.stack.max_len,
+            req_pool_indices=self.requests,
+            seq_lens=self.lens.add_(1),
+            out_cache_loc=slots,
+        )
+        metadata = prepare_v4_step(self.stack.spec, batch, self.tables).metadata
+        for ratio, cache, params in self.layers:
+            rows = self.rows[ratio]
+            if out is not None:  # no layer can run before the one below it, as in `benchmarks.stack`
+                rows = dataclasses.replace(rows, kv=rows.kv + out[:, 0])
+            out = v4_layer(cache, rows, params, batch, metadata, spec=self.stack.spec, ratio=ratio)
+        return out
+
+    def capture(self) -> TorchSteps:
+        self.step()  # compiles
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # JAX is here too
+            self.out = self.step()
+        return self
+
+    def load(self, caches: dict[int, V4LayerCache]) -> None:
+        """Takes over the bytes of JAX's caches, which may be donated afterwards."""
+        for mine, theirs in zip(jax.tree.leaves(self.caches), jax.tree.leaves(caches), strict=True):
+            mine.copy_(to_torch(theirs))
+            self._wait()
+
+    def start(self, tokens: int | np.ndarray) -> None:
+        self.lens.copy_(torch.from_numpy(np.broadcast_to(tokens, (self.stack.batch,)).astype(np.int32)))
+        self._wait()
+
+    def __call__(self, steps: int) -> tuple[float, float]:
+        """Seconds until all steps are enqueued, and until they are done."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.graph.replay()
+        enqueued = time.perf_counter()
+        self._wait()
+        return enqueued - start, time.perf_counter() - start
+
+    def moved(self) -> bool:
+        return False
+
+    def _wait(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def measure_case(program: Program, repeats: int) -> dict:
+    """By framework, its times; and how far the outputs of the same steps are apart."""
+    stack = program.stack
+    of_torch = TorchSteps(stack, "cuda").capture()
+    caches = fill(stack, stack.empty_caches())
+    of_torch.load(caches)
+    both = {"jax": Steps(program, caches), "torch": of_torch}
+    start = decode_start(stack, staggered=False)
+    for steps in both.values():
+        steps.start(start)
+        steps(COMPARED_STEPS)
+    outs = np.asarray(both["jax"].state[2].astype(np.float32)), of_torch.out.float().cpu().numpy()
+    found = {"difference": float(np.abs(outs[0] - outs[1]).max()), "largest": float(np.abs(outs[0]).max())}
+    count = min((ROOM - 1) // (repeats + 1), STEPS)
+    for _ in range(2):
+        for name, steps in both.items():
+            found[name], operations = measure(steps, start, count, repeats, rewind=False)
+            found[name]["span_us"] = (max(o.end for o in operations) - operations[0].start) / count / 1e3
+    return found
+
+
+def table(results: dict[str, dict]) -> str:
+    ratios = COLUMNS[:3]
+    lines = [
+        f"{'case':12} {'from':6}" + "".join(f"{c:>12}" for c in COLUMNS) + "".join(f"{c + ' /':>11}" for c in ratios)
+    ]
+    for case, found in results.items():
+        for name in ("jax", "torch"):
+            line = f"{case:12} {name:6}" + "".join(f"{found[name][column]:12,.0f}" for column in COLUMNS)
+            if name == "torch":
+                line += "".join(f"{found['torch'][c] / found['jax'][c]:11.3f}" for c in ratios)
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--decode", default=DECODE, help="cases, BATCHxCONTEXT")
+    parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--record", default="torch_step", help="the results' file, without .json")
+    arguments = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # half of the memory is torch's
+    results, where, ratios = {}, environment(), V4_FLASH_RATIOS[: arguments.layers]
+    sizes = {case: tuple(map(int, case.split("x"))) for case in arguments.decode.split(",")}
+    programs = {c: Program(Stack(ratios=ratios, batch=n, max_len=k), "decode", n) for c, (n, k) in sizes.items()}
+    compile_all(list(programs.values()), workers=4)
+    for case, program in programs.items():
+        results[case] = measure_case(program, arguments.repeats)
+        apart, largest = results[case]["difference"], results[case]["largest"]
+        print(f"{case}: outputs differ by at most {apart:.2g}, where the largest is {largest:.2g}")
+        print(table({case: results[case]}), flush=True)
+        write_json(results_folder() / f"{arguments.record}.json", where | {"results": results})
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
