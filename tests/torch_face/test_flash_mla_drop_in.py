@@ -435,6 +435,7 @@ def test_the_route(monkeypatch, rows, heads, topk, expected):
         monkeypatch.delenv(name, raising=False)
     plan = route.plan(call)
     assert plan.backend == expected
+    assert route.plan(call, in_graph=True).backend == "hopper"  # as in JAX: a graph does not pay for the launch
     assert "by name" in plan.rejected["hopper"] and "does not call" in route.unable_for("prefill", H200)["hopper"]
     monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "triton")
     assert route.plan(call).backend == "triton"

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +29,11 @@ from triton_device import DEVICE, tensor
 
 import jax_sparse_mla as mla
 from benchmarks import stack as stacks
+from benchmarks import torch_step
 from benchmarks.stack import Stack, fill
 from benchmarks.step import Program, Steps, decode_start
 from benchmarks.torch_step import TorchSteps
 from jax_sparse_mla import layers
-from jax_sparse_mla.attention.backend import Call
 
 pytestmark = [
     pytest.mark.torch,
@@ -237,14 +241,36 @@ def test_a_captured_step_equals_jax_s_to_the_bit(backend, batch, ordered_topk, m
     call_cache.forget()
 
 
+def test_the_benchmark_s_table_has_torch_over_jax():
+    times = {"wall_us": 1000.0, "gpu_us": 800.0, "span_us": 900.0, "operations": 175.0, "enqueue_us": 300.0}
+    lines = torch_step.table({"8x8192": {"jax": times, "torch": times | {"gpu_us": 820.0}}}).splitlines()
+    assert lines[1].split() == ["8x8192", "jax", "1,000", "800", "900", "175", "300"]
+    assert lines[2].split()[-3:] == ["1.000", "1.025", "1.000"]
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_step.py"
+
+
+@pytest.mark.no_gpu
+def test_the_example_uncaptured(capsys):
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    hidden = runpy.run_path(str(EXAMPLE))["main"](5)
+    assert hidden.float().isfinite().all() and not torch.equal(*hidden)
+    assert "layers: 3 | tokens: [5, 5] | captured: False" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
-def test_a_graph_s_attention_goes_where_jax_s_goes(monkeypatch):
-    """Called one by one torch prefers FlashMLA to our SM90 kernel, whose launch takes longer; a graph does not pay."""
-    monkeypatch.delenv("JAX_SPARSE_MLA_BACKEND", raising=False)
-    monkeypatch.delenv("JAX_SPARSE_MLA_DECODE_BACKEND", raising=False)
-    if torch.cuda.get_device_capability() != (9, 0) or route.missing("hopper", "decode"):
-        pytest.skip("needs our SM90 decode")
-    spec = mla.DEEPSEEK_V4_FLASH
-    device = route.device_info(torch.device("cuda"))
-    call = Call("decode", spec.kv_layout, 8, spec.num_heads, device, spec.window + spec.index_topk)
-    assert route.plan(call, in_graph=True).backend == "hopper" != route.plan(call).backend
+def test_the_example_starts_no_jax_backend():
+    code = (
+        "import runpy\n"
+        f"hidden = runpy.run_path({str(EXAMPLE)!r})['main'](40)\n"
+        "assert hidden.float().isfinite().all()\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"layers: 43 | tokens: {[40] * 8} | captured: True" in done.stdout
