@@ -90,7 +90,7 @@ def test_decode_steps_equal_jax_s(ratio, pooled):
     step, arguments = small_engine.step_function(ratio, False), {"spec": world.spec, "ratio": ratio}
     cache = jax.tree.map(jnp.copy, cache)
     for work in STEPS:
-        batch, rows, owners = small_engine.make_step(world, DECODE, work, num_rows=len(work))
+        batch, rows, owners = small_engine.make_step(world, DECODE, work, num_rows=len(work), hostile=True)
         rows = bf16_queries(rows)
         (want, cache, _), _ = step(cache, rows, params, batch, world.tables)
         torch_batch = tensors(batch)
