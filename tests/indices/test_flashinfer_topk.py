@@ -37,10 +37,8 @@ def ragged_stub(logits, out, offsets, lengths, states, k, deterministic, tie_bre
         assert start >= 0 and length >= 0 and start + length <= logits.shape[1]  # the kernel trusts them
         window = their_order(logits[row])[start : start + length]
         chosen = np.lexsort((np.arange(length), -window))[:k]
-        if length <= k:
-            chosen = np.sort(chosen)
-        else:
-            chosen = chosen[np.argsort(chosen * 7919 % 1009)]  # any order
+        # Any order where not all are given.
+        chosen = np.sort(chosen) if length <= k else chosen[np.argsort(chosen * 7919 % 1009)]
         out[row] = -1
         out[row, : len(chosen)] = chosen + offsets[row]
 

@@ -1,9 +1,9 @@
 """FlashInfer's top-k kernels as XLA custom calls: its two transforms, and our contract on top of them.
 
 FlashInfer orders floats by their bits (−0.0 below +0.0, NaN at the end of its sign), trusts every index, and returns
-the positions of a row in any order; a sort by XLA follows. With `tie_break` 1 it takes the lower of equal logits and uses the kernel that
-needs no state between launches: one block for each row, 128 KiB of shared memory, k up to 2,048. Few long rows, and
-GPUs with less shared memory, use its CUB kernel, which spreads a row over several blocks.
+the positions of a row in any order; a sort by XLA follows. With `tie_break` 1 it takes the lower of equal logits and
+uses the kernel that needs no state between launches: one block for each row, 128 KiB of shared memory, k up to 2,048.
+Few long rows, and GPUs with less shared memory, use its CUB kernel, which spreads a row over several blocks.
 """
 
 from __future__ import annotations
