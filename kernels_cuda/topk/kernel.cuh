@@ -11,8 +11,8 @@
 // - Few long rows are read by clusters of thread blocks, which append to the shared memory of the first block.
 //
 // The chosen positions are written in ascending order. Where a thread block reads a row or a list in the order of its
-// places, each warp counts what it chooses of a part of its own, and then knows where to write. Candidates of a sample's
-// threshold come as the warps find them: they are marked in a bitmap, and a position's rank is read off it.
+// places, each warp counts what it chooses of a part of its own, and then knows where to write. Candidates come in the
+// order in which the warps find them: they are marked in a bitmap, and a position's rank is read off it.
 
 #pragma once
 

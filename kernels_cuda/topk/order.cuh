@@ -60,7 +60,7 @@ __device__ void choose_in_order(Shared& shared, const Source& source, const Cut&
   __syncthreads();
 }
 
-// The ints that sort_places needs for k of n places.
+// The ints of `room` that choose_and_sort needs for k of n places.
 __host__ __device__ inline int ints_to_sort(int n, int k) { return ((n - 1) / kGroup + 1) * (kGroup / 32 + 1) + k; }
 
 // The places of the k largest entries in ascending order, from a source in any order whose places are below n. `places`
@@ -93,7 +93,7 @@ __device__ const int* choose_and_sort(Shared& shared, const Source& source, cons
     atomicAdd(&counts[place / kGroup], 1);
   }
   __syncthreads();
-  // Each count becomes the number of places in the groups before. Odd numbers of groups a thread spread over the banks.
+  // Each count becomes that of the groups before. A thread has an odd number of groups, so that a warp reads all banks.
   int each = ((groups - 1) / blockDim.x + 1) | 1, begin = min(static_cast<int>(threadIdx.x) * each, groups);
   int end = min(begin + each, groups), mine = 0;
   for (int i = begin; i < end; i++) mine += counts[i];
