@@ -31,16 +31,6 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.fixture
-def ordered_topk(monkeypatch):
-    """The CUDA top-k's order varies from run to run, and float sums follow it: what compares runs needs another.
-
-    For what is traced by tests of this fixture alone: programs keep the engine that they were traced with.
-    """
-    if ON_GPU:
-        monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", "triton")
-
-
 def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write which tests passed, failed and were skipped, and why")
 

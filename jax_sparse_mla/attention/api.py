@@ -73,11 +73,12 @@ def plan_here(
     dtype: Any = jnp.bfloat16,
     chunk: bool = False,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """The plan of a call on this machine's GPU; the environment's overrides are read.
 
     Args:
-      phase, layout, topk, chunk: as those of `Call`.
+      phase, layout, topk, chunk, batch_invariant: as those of `Call`.
       rows, heads: query rows, and heads on this rank.
       dtype: of the queries.
       backend: the name of the backend that must serve the call; by default JAX_SPARSE_MLA_DECODE_BACKEND or
@@ -86,7 +87,8 @@ def plan_here(
     Raises:
       ValueError: the named backend is unknown or cannot serve the call, with the reason.
     """
-    call = Call(phase, layout, rows, max(heads, 1), DeviceInfo.current(), topk, np.dtype(dtype).name, chunk)
+    facts = DeviceInfo.current(), topk, np.dtype(dtype).name, chunk, batch_invariant
+    call = Call(phase, layout, rows, max(heads, 1), *facts)
     return plan_call(call, unable=missing_for(phase), override=backend or override_of(phase))
 
 
@@ -109,6 +111,7 @@ def sparse_mla_decode(
     attn_sink: jax.Array | None = None,
     assume_valid_indices: bool = False,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of each query over the cached rows that its indices name, from one or two paged caches.
 
@@ -132,6 +135,9 @@ def sparse_mla_decode(
         a pass over the tables.
       backend: a backend's name; by default the router decides, or the environment variables
         JAX_SPARSE_MLA_DECODE_BACKEND and JAX_SPARSE_MLA_BACKEND, read at trace time.
+      batch_invariant: a row's result does not depend, to the bit, on the other rows of the call or on how many there
+        are (static). No row's keys are split between programs; backends that cannot do so do not serve. A device's
+        backend stays the same for any number of rows.
 
     Returns:
       out `[batch, q_len, heads, v_dim]` in q's dtype, 0 where no key is valid, whatever the sink; lse float32
@@ -160,12 +166,13 @@ def sparse_mla_decode(
         tables.append(IndexTable(extra_cache, extra_indices, lengths))
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
     static = {"softmax_scale": static_scale(check, softmax_scale), "assume_valid_indices": bool(assume_valid_indices)}
+    static |= {"batch_invariant": True} if batch_invariant else {}
 
     # A table without columns or a cache without slots has nothing to read.
     tables = [table for table in tables if table.indices.shape[-1] and table.cache.num_slots]
     batch, q_len, heads, _ = q.shape
     columns = sum(table.indices.shape[-1] for table in tables)
-    route = _route(check, "decode", layout, batch * q_len, heads, columns, q.dtype, backend)
+    route = _route(check, "decode", layout, batch * q_len, heads, columns, q.dtype, backend, batch_invariant)
     if q.size == 0 or not tables:
         return _nothing(q, layout.v_dim)
     return _serve(check, route, (q, tuple(tables), attn_sink), **static)
@@ -180,6 +187,7 @@ def sparse_mla_prefill(
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of each query over the rows of a contiguous workspace that its indices name.
 
@@ -193,6 +201,7 @@ def sparse_mla_prefill(
       topk_length: int32 `[q_len]`, how many leading columns are scanned; None scans all.
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
       backend: as in `sparse_mla_decode`, with JAX_SPARSE_MLA_PREFILL_BACKEND.
+      batch_invariant: as in `sparse_mla_decode`.
 
     Returns:
       out `[q_len, heads, v_dim]` in q's dtype, 0 where no key is valid; max_logits float32 `[q_len, heads]`, the
@@ -212,11 +221,12 @@ def sparse_mla_prefill(
     q_len, heads, qk_dim = q.shape
     layout = workspace_layout(qk_dim)
     dtype = np.float32 if np.float32 in (q.dtype, kv.dtype) else q.dtype
-    route = _route(check, "prefill", layout, q_len, heads, indices.shape[1], dtype, backend)
+    route = _route(check, "prefill", layout, q_len, heads, indices.shape[1], dtype, backend, batch_invariant)
     if 0 in (q.size, kv.size, indices.size):
         out, lse = _nothing(q, layout.v_dim)
         return out, lse, lse
-    return _serve(check, route, (q, kv, indices, topk_length, attn_sink), softmax_scale=scale)
+    static = {"softmax_scale": scale} | ({"batch_invariant": True} if batch_invariant else {})
+    return _serve(check, route, (q, kv, indices, topk_length, attn_sink), **static)
 
 
 def _row_lengths(check: ArgumentChecks, name: str, lengths: jax.Array | None) -> jax.Array | None:
@@ -243,10 +253,13 @@ def _nothing(q: jax.Array, v_dim: int) -> tuple[jax.Array, jax.Array]:
     return dispatch.varying(empty, varying, q)
 
 
-def _route(check: ArgumentChecks, phase: str, layout: KVLayout, rows, heads, topk, dtype, backend) -> _Route:
+def _route(
+    check: ArgumentChecks, phase: str, layout: KVLayout, rows, heads, topk, dtype, backend, batch_invariant
+) -> _Route:
     """What serves the call on this machine's GPU; errors name the function."""
+    facts = {"rows": rows, "heads": heads, "topk": topk, "dtype": dtype, "batch_invariant": bool(batch_invariant)}
     try:
-        plan = plan_here(phase, layout, rows=rows, heads=heads, topk=topk, dtype=dtype, backend=backend)
+        plan = plan_here(phase, layout, **facts, backend=backend)
     except ValueError as error:
         raise check.fail(str(error)) from None
     return _Route(phase, plan.backend, named=bool(backend or override_of(phase)))

@@ -56,6 +56,7 @@ class Call:
       topk: index columns of both tables together; None where they are not known.
       dtype: of the queries (and of the workspace).
       chunk: whether the rows are a prefill chunk's, so that a workspace of what they see could be gathered instead.
+      batch_invariant: whether a row's result must not depend on the other rows.
     """
 
     phase: str
@@ -66,6 +67,7 @@ class Call:
     topk: int | None = None
     dtype: str = "bfloat16"
     chunk: bool = False
+    batch_invariant: bool = False
 
 
 Capability = tuple[int, int]
@@ -78,7 +80,8 @@ class Backend(shared.Backend):
     Attributes:
       module: has the functions `decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices)`, of one or two
         `IndexTable`s, and `prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale)`, as
-        `attention/reference.py`; no call reaches them that has no row, no head or no key to read.
+        `attention/reference.py`; no call reaches them that has no row, no head or no key to read. Both take
+        `batch_invariant` too, which is False in the phases of `batch_dependent`.
       layouts: the row layouts that its kernels were written for, by phase; without a phase it has no such function.
         None: any layout.
       devices: ranges of compute capabilities, both ends included; None: any device.
@@ -86,6 +89,7 @@ class Backend(shared.Backend):
       dtypes: of the queries.
       max_heads: the most query heads; None: any number.
       batches: the phases whose kernel has a batching rule; under `vmap` the reference stands in for the others.
+      batch_dependent: by phase, why a row's result depends on the other rows whatever the call asks for.
       most_decode_rows: query rows up to which a device's paged decode is the better kernel; None: no such limit.
       torch: the phases that torch calls too.
       torch_by_name: why torch takes it only where it is asked for by name; empty: torch takes it as JAX does.
@@ -98,6 +102,7 @@ class Backend(shared.Backend):
     dtypes: tuple[str, ...] = ("bfloat16",)
     max_heads: int | None = None
     batches: tuple[str, ...] = ()
+    batch_dependent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     most_decode_rows: Callable[[DeviceInfo], int] | None = None
     torch: tuple[str, ...] = ()
     torch_by_name: str = ""
@@ -123,6 +128,8 @@ class Backend(shared.Backend):
             reasons.append(f"{call.dtype} inputs are served by the reference only")
         if self.max_heads is not None and call.num_heads > self.max_heads:
             reasons.append(f"its kernels take up to {self.max_heads} heads, got {call.num_heads}")
+        if call.batch_invariant:
+            reasons.append(self.batch_dependent.get(call.phase))
         return [why for why in reasons if why]
 
     def _wrong_layout(self, call: Call) -> str | None:
@@ -186,6 +193,7 @@ _RECORDS = (
             dataclasses.replace(_TRITON, frameworks=("torch",)),  # our sanitiser goes before its operators
         ),
         unready="jax_sparse_mla.attention.backends.flashmla:unready",
+        batch_dependent={"decode": "its split of a row's keys depends on the batch"},
         most_decode_rows=_flashmla_rows,
         torch=PHASES,
     ),
@@ -196,6 +204,7 @@ _RECORDS = (
         devices=(_SM120,),
         device_names="SM120 and SM121",
         max_heads=128,
+        batch_dependent={"decode": "its kernel and its split of a row's keys depend on the batch"},
         needs=(Need(("flashinfer-python",), ("flashinfer",)), _TVM_FFI, _JAX_TVM_FFI),
         unready="jax_sparse_mla.attention.backends.flashinfer:unready",
     ),

@@ -26,6 +26,7 @@ def sparse_mla_extend(
     attn_sink: jax.Array | None = None,
     workspace: jax.Array | None = None,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer's attention in a V4 prefill chunk (EXTEND), through a bf16 workspace.
 
@@ -44,7 +45,7 @@ def sparse_mla_extend(
       workspace: bfloat16 `[≥ plan.workspace_rows, qk_dim]`, a buffer to gather into; its rows past the plan's are left
         alone and never read. Best left out under `jit`: the compiler then gives the layers of a program one buffer in
         turn, which nothing zeroes, whereas an argument that more than one call gathers into is copied for each.
-      backend: as in `sparse_mla_prefill`.
+      backend, batch_invariant: as in `sparse_mla_prefill`.
 
     Returns:
       out `[T, heads, v_dim]` and lse float32 `[T, heads]`; padding rows give 0 and −inf. Entries that did not fit
@@ -107,6 +108,7 @@ def sparse_mla_extend(
         topk_length=lengths,
         attn_sink=attn_sink,
         backend=backend,
+        batch_invariant=batch_invariant,
     )
     return out, lse
 

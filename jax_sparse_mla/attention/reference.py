@@ -31,7 +31,7 @@ from jax_sparse_mla.kv_cache.rows import gather_rows_reference
 CHUNK_BYTES = 128 << 20
 
 
-@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     tables: Sequence[IndexTable],  # one or two
@@ -39,6 +39,7 @@ def decode(
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out `[batch, q_len, heads, v_dim]` in q's dtype, lse float32 `[batch, q_len, heads]`."""
     del assume_valid_indices  # every index is checked
@@ -56,11 +57,12 @@ def decode(
 
     flat = [table.rows()[1:] for table in tables]
     columns = sum(slots.shape[-1] for slots, _ in flat)
-    out, lse = _map_rows(one_row, (q.reshape(-1, heads, qk_dim), flat), columns, heads, qk_dim)
+    rows, shape = (q.reshape(-1, heads, qk_dim), flat), (columns, heads, qk_dim)
+    out, lse = _map_rows(one_row, rows, *shape, alone=batch_invariant)
     return out.reshape(batch, q_len, heads, v_dim), lse.reshape(batch, q_len, heads)
 
 
-@partial(jax.jit, static_argnames=("softmax_scale",))
+@partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
@@ -69,6 +71,7 @@ def prefill(
     attn_sink: jax.Array | None,  # [heads]
     *,
     softmax_scale: float,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out `[q_len, heads, v_dim]` in q's dtype, max_logits and lse float32 `[q_len, heads]`."""
     _, heads, qk_dim = q.shape
@@ -80,7 +83,8 @@ def prefill(
         keys = kv[jnp.where(valid, index, 0)].astype(jnp.float32)
         return _attend(q_row, keys, valid, softmax_scale, v_dim, attn_sink)
 
-    return _map_rows(one_row, (q, indices, topk_length), indices.shape[-1], heads, qk_dim)
+    rows, shape = (q, indices, topk_length), (indices.shape[-1], heads, qk_dim)
+    return _map_rows(one_row, rows, *shape, alone=batch_invariant)
 
 
 def _valid(index: jax.Array, length: jax.Array | None, num_rows: int) -> jax.Array:
@@ -110,8 +114,17 @@ def _attend(
     return out.astype(q.dtype), top, lse
 
 
-def _map_rows(function, rows, columns: int, heads: int, qk_dim: int):
-    """Maps `function` over the leading axis in chunks of at most CHUNK_BYTES, recomputed in the backward pass."""
+def _map_rows(function, rows, columns: int, heads: int, qk_dim: int, *, alone: bool):
+    """Maps `function` over the leading axis in chunks of at most CHUNK_BYTES, recomputed in the backward pass.
+
+    `alone`: row by row, for a product of several rows may be summed in another order than that of one.
+    """
+    if alone:
+        count = len(rows[0])
+        if count == 1:  # twice: XLA compiles a loop of one turn otherwise than a longer one
+            rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), rows)
+        results = jax.lax.map(jax.checkpoint(function), rows)
+        return jax.tree.map(lambda x: x[:count], results)
     row_bytes = columns * (6 * qk_dim + 16 * heads) + 1
     chunk = max(1, CHUNK_BYTES // row_bytes)
     return jax.lax.map(jax.checkpoint(function), rows, batch_size=chunk)

@@ -54,6 +54,7 @@ def plan_attention(
     num_heads: int | None = None,
     topk: int | None = None,
     override: str | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """Chooses the backend and kernel of an attention call.
 
@@ -68,6 +69,7 @@ def plan_attention(
       topk: index columns of the call, both tables together. Without it the amount of work is unknown, and what was
         measured for calls of little work is not applied.
       override: a backend's name that must serve the call.
+      batch_invariant: whether a row's result must not depend on the other rows (`sparse_mla_decode`).
 
     Returns:
       The plan, with the reason of every backend that was not chosen.
@@ -93,7 +95,7 @@ def plan_attention(
         check.static_int(name, value, minimum=minimum)
     layout = spec.kv_layout if kv_dtype == "fp8" else bf16_layout(spec.kv_layout)
     layout = workspace_layout(layout.qk_dim) if phase == "prefill" else layout
-    call = Call(phase, layout, num_q_tokens, num_heads, device, topk)
+    call = Call(phase, layout, num_q_tokens, num_heads, device, topk, batch_invariant=batch_invariant)
     unable = {name: "not installed" for name in BACKENDS if name != "reference" and name not in installed}
     return plan_call(call, unable=unable, override=override)
 

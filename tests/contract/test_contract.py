@@ -38,11 +38,13 @@ SIGNATURES = {
     "split_pages": "cache, page_size, *, slots=None, out=None",
     "quantize_ue8m0": "x, group",
     "sparse_mla_decode": "q, cache, indices, *, softmax_scale, topk_length=None, extra_cache=None, "
-    "extra_indices=None, extra_topk_length=None, attn_sink=None, assume_valid_indices=False, backend=None",
-    "sparse_mla_prefill": "q, kv, indices, *, softmax_scale, topk_length=None, attn_sink=None, backend=None",
+    "extra_indices=None, extra_topk_length=None, attn_sink=None, assume_valid_indices=False, backend=None, "
+    "batch_invariant=False",
+    "sparse_mla_prefill": "q, kv, indices, *, softmax_scale, topk_length=None, attn_sink=None, backend=None, "
+    "batch_invariant=False",
     "build_prefill_plan": "spec, batch, tables, *, compress_ratio, swa_capacity, compressed_capacity",
     "sparse_mla_extend": "q, plan, swa_cache, compressed_cache, topk_positions, *, softmax_scale, "
-    "attn_sink=None, workspace=None, backend=None",
+    "attn_sink=None, workspace=None, backend=None, batch_invariant=False",
     "merge_attention": "outs, lses",
     "apply_attn_sink": "out, lse, attn_sink",
     "combine_swa_extra_indices": "swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows",
@@ -65,7 +67,7 @@ SIGNATURES = {
     "write_index_k": "index_cache, slots, k",
     "paged_mqa_schedule": "context_lens, *, num_sms, split_kv=256",
     "plan_attention": "phase, spec, *, num_q_tokens, device, installed, kv_dtype='fp8', num_heads=None, "
-    "topk=None, override=None",
+    "topk=None, override=None, batch_invariant=False",
     "ModelSpec.from_hf_config": "config",
     "PagedKV.zeros": "layout, num_pages, page_size, *, num_layers=1",
     "DeviceInfo.current": "",

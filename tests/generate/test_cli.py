@@ -213,7 +213,7 @@ SHAPES += ["--prefill-backend", "flashmla_sparse"]  # so small a chunk would att
 
 
 @pytest.fixture
-def small_presets(monkeypatch, ordered_topk):
+def small_presets(monkeypatch):
     """The presets with small models in their place, and a prompt of 470 bytes."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

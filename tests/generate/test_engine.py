@@ -32,7 +32,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 from jax_sparse_mla import ForwardMode
 
 OPTIMISED = True  # see conftest.py
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
+pytestmark = pytest.mark.torch
 
 # Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there.
 LOGIT_TOLERANCE = 0.02

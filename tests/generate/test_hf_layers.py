@@ -20,7 +20,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 from jax_sparse_mla import ForwardMode, TopkTransform
 
 OPTIMISED = True  # see conftest.py
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
+pytestmark = pytest.mark.torch
 
 
 def as_close_as_bf16_is(report) -> bool:

@@ -29,7 +29,7 @@ from jax_sparse_mla import ForwardMode, gather_kv, write_kv
 from jax_sparse_mla.indexer import write_index_k
 
 OPTIMISED = True  # see conftest.py
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
+pytestmark = pytest.mark.torch
 
 # Three requests, two at a time. The first two cross a page of V4 (256 tokens) and one of V3.2 (64) while drafts are
 # rejected, the last two end before the first; V3.2 selects 64 of the first one's tokens.

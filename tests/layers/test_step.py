@@ -26,7 +26,6 @@ from small_engine import (
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.dispatch import use_triton
 
 DECODE, EXTEND = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND
 RATIOS = (0, 4, 128, None)  # None: V3.2
@@ -297,20 +296,6 @@ def stale(tables):
     return dataclasses.replace(tables, req_to_token=jnp.asarray(table))
 
 
-@pytest.fixture(scope="class")
-def topk_in_order():
-    """The CUDA top-k's order varies from run to run, and float sums follow it: what compares bits needs another."""
-    if not use_triton():
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", "triton")
-        jax.clear_caches()  # programs keep the engine that they were traced with
-        yield
-    jax.clear_caches()
-
-
-@pytest.mark.usefixtures("topk_in_order")
 class TestRowsThatMustNotMatter:
     @all_layers
     def test_padding_is_inert(self, ratio):

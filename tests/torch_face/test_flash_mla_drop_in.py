@@ -494,8 +494,8 @@ def test_a_flash_mla_without_the_operators_is_not_routed_to(monkeypatch, tmp_pat
 def test_what_flashmla_cannot_take():
     scope = torch_decode.Scope(64, 0, 128, 64, 64 * 656)
 
-    def obstacle(layout=KVLayout.V4_FP8, q_len=1, scopes=(scope,), shift=0, batch_invariant=False):
-        options = torch_decode.Options("decode", 0.1, math.inf, batch_invariant)
+    def obstacle(layout=KVLayout.V4_FP8, q_len=1, scopes=(scope,), shift=0):
+        options = torch_decode.Options("decode", 0.1, math.inf)
         q = torch.empty((1, q_len, 64, 512), device="meta")
         tensors = (q, shifted(torch.zeros(64), shift), None)
         return flashmla.decode_obstacle(options, layout, list(scopes), tensors, H200)
@@ -504,7 +504,6 @@ def test_what_flashmla_cannot_take():
     assert "one cache" in obstacle(KVLayout.V32_FP8, scopes=(scope, scope))
     assert "16 bytes" in obstacle(shift=1)
     assert "16 bytes" in obstacle(scopes=(scope._replace(page_bytes=61 * 584),))
-    assert "depends on the batch" in obstacle(batch_invariant=True)
     assert "accumulators" in obstacle(q_len=1 << 16)
     assert "request's" in obstacle(q_len=2, scopes=(scope._replace(rows_per_length=1),))
 

@@ -105,7 +105,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     device = route.device_info(q.device)
     kept = [scope for scope in scopes if scope.topk and scope.num_slots]
     topk = sum(scope.topk for scope in kept)
-    call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk)
+    call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, batch_invariant=options.batch_invariant)
     facts = options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device
     plan = route.plan(call, *facts, in_graph=options.in_graph)
     backend = route.backend_module(plan.backend)

@@ -3,7 +3,7 @@
 The model's token-wise parts run in torch over the real tokens of a step. Its attention runs in jax_sparse_mla, over the
 step padded to a bucket, so that each bucket compiles once.
 
-On a GPU, the same requests get the same tokens in every run with JAX_SPARSE_MLA_TOPK_BACKEND=triton (docs/routing.md).
+The same requests get the same tokens in every run (docs/routing.md).
 """
 
 from __future__ import annotations

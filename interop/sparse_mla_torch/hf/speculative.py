@@ -25,8 +25,10 @@ from jax_sparse_mla import ForwardBatch, ForwardMode, draft_step_batch
 from sparse_mla_torch.hf.engine import Engine, Request
 from sparse_mla_torch.hf.layers import Step
 
-# A share of the best logit. Steps of other sizes round differently: bfloat16 resolves 1/128 of a value at worst, and
-# where two entries of the indexer or two experts tie, rounding chooses between them.
+# A share of the best logit. A verify step has other shapes than a plain step: torch's matrix products take other tiles,
+# attention other splits or another kernel, and so they round differently. bfloat16 resolves 1/128 of a value at worst,
+# and where two entries of the indexer or two experts tie, rounding chooses between them. The top-k's order is no part
+# of it: it is the same in every step.
 MAX_MARGIN = 1 / 16
 
 

@@ -49,7 +49,7 @@ def _with_lengths(table: IndexTable) -> IndexTable:
     return table if table.lengths is not None else table._replace(lengths=jnp.full(rows, columns, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     tables: Sequence[IndexTable],  # one or two
@@ -57,9 +57,10 @@ def decode(
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
-    del assume_valid_indices  # every index is checked
+    del assume_valid_indices, batch_invariant  # every index is checked; its record refuses batch-invariant calls
     batch, q_len, heads, qk_dim = q.shape
     q = q.reshape(batch * q_len, heads, qk_dim)
     tables = [_with_lengths(table.rows()) for table in tables]

@@ -118,7 +118,7 @@ def _load_sgl_kernel() -> Library:
 # --- decode -------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     tables: Sequence[IndexTable],  # one or two
@@ -126,8 +126,10 @@ def decode(
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+    del batch_invariant  # its record refuses such calls
     batch, q_len, heads, qk_dim = q.shape
     tables = [table.rows() for table in tables]
     q = q.reshape(batch * q_len, heads, qk_dim)
@@ -279,7 +281,7 @@ def sanitise_reference(
 # Its kernel checks every index against kv_len: nothing to sanitise.
 
 
-@functools.partial(jax.jit, static_argnames=("softmax_scale",))
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
@@ -288,8 +290,10 @@ def prefill(
     attn_sink: jax.Array | None,  # [heads]
     *,
     softmax_scale: float,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+    del batch_invariant  # a row's result never depends on the others
     (rows, heads, _), topk = q.shape, indices.shape[1]
     vendor, padded = library(), padded_heads(heads)
     if topk_length is not None:

@@ -19,7 +19,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from jax_sparse_mla.xla.triton_call import executor
 
 
-@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     tables: Sequence[IndexTable],  # one or two
@@ -27,16 +27,18 @@ def decode(
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
     del assume_valid_indices  # every index is checked
     batch, q_len, heads, _ = q.shape
     layout = tables[0].cache.layout
-    out, lse = _attend(q, [*map(_table, tables)], attn_sink, softmax_scale, layout, batch * q_len)
+    shape = softmax_scale, layout, batch * q_len
+    out, lse = _attend(q, [*map(_table, tables)], attn_sink, *shape, may_split=not batch_invariant)
     return out.reshape(batch, q_len, heads, planning.V_DIM), lse.reshape(batch, q_len, heads)
 
 
-@partial(jax.jit, static_argnames=("softmax_scale",))
+@partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim]
     kv: jax.Array,  # [kv_len, qk_dim]
@@ -45,12 +47,15 @@ def prefill(
     attn_sink: jax.Array | None,  # [heads]
     *,
     softmax_scale: float,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+    del batch_invariant  # a row's result never depends on the others
     q_len, _, qk_dim = q.shape
     layout = workspace_layout(qk_dim)
     table = (kv, indices, topk_length), Scope(indices.shape[-1], int(topk_length is not None), kv.shape[0])
-    out, lse, max_logits = _attend(q, [table], attn_sink, softmax_scale, layout, q_len, max_logits=True)
+    shape = softmax_scale, layout, q_len
+    out, lse, max_logits = _attend(q, [table], attn_sink, *shape, may_split=False, max_logits=True)
     return out, max_logits, lse
 
 
@@ -70,12 +75,13 @@ def _attend(
     layout: KVLayout,
     rows: int,
     *,
+    may_split: bool,
     max_logits: bool = False,
 ) -> list[jax.Array]:
     """out `[rows, heads, 512]`, lse `[rows, heads]` and, if asked for, max_logits."""
     arrays, scopes = zip(*tables)
     execute, shape = executor(), (layout, rows, q.shape[-2], scopes, softmax_scale, attn_sink is not None)
-    attend, combine = kernels.launches(*shape, execute.device, max_logits=max_logits, may_split=not max_logits)
+    attend, combine = kernels.launches(*shape, execute.device, max_logits=max_logits, may_split=may_split)
     inputs = kernels.inputs(q, arrays, attn_sink)
     results = execute(attend, inputs)
     if combine is not None:

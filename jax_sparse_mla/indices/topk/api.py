@@ -45,8 +45,8 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
       row_starts: int32 `[rows]`, the column of each row's position 0; None means 0 everywhere.
 
     Returns:
-      int32 `[rows, topk]`: positions in no specified order (0 … length−1 where all are given), padded with −1
-      at the end. In a row longer than topk, positions whose column is outside the logits are never given.
+      int32 `[rows, topk]`: positions in ascending order, padded with −1 at the end. In a row longer than topk,
+      positions whose column is outside the logits are never given.
 
     Raises:
       TypeError: an array of another dtype, a topk that is not an int.
@@ -114,11 +114,17 @@ def _topk_positions(logits, lengths, topk, row_starts):
         inside = distance < lengths.astype(jnp.uint32)
         keys, chosen = jax.lax.top_k(jnp.where(inside, _ordered_keys(logits), _OUTSIDE_KEY), count)
         positions = jnp.where(keys == _OUTSIDE_KEY, -1, chosen - starts)
-        selected = selected.at[:, :count].set(positions)
+        selected = ascending(selected.at[:, :count].set(positions))
 
     rank = jnp.arange(topk, dtype=jnp.int32)[None, :]
     everything = jnp.where(rank < lengths, rank, -1)
     return jnp.where(lengths <= topk, everything, selected)
+
+
+def ascending(positions: jax.Array) -> jax.Array:
+    """Each row sorted, −1 last: as an unsigned number it is the largest."""
+    unsigned = jnp.sort(jax.lax.bitcast_convert_type(positions, jnp.uint32), axis=-1)
+    return jax.lax.bitcast_convert_type(unsigned, jnp.int32)
 
 
 def _ordered_keys(logits: jax.Array) -> jax.Array:
@@ -151,10 +157,9 @@ def topk_transform(
     with `r = row_to_request[i]`, or i without it. RAGGED maps it to `j + topk_indices_offset[i]`. Arguments
     of the other method are ignored, so one call serves both methods.
 
-    The set is the same in every run. Its order, and so the last bits of an attention over it, depends on the backend.
-    "triton" (ascending positions) and "xla" (descending logits) give the same order in every run. "cuda", the default
-    on an NVIDIA GPU for which it can be built, and "flashinfer" give the order in which their threads finish.
-    `JAX_SPARSE_MLA_TOPK_BACKEND` names a backend; a program keeps the one with which it was traced.
+    Every backend gives the same result: the chosen positions stand in ascending order, so that an attention over them
+    adds in the same order in every run. `JAX_SPARSE_MLA_TOPK_BACKEND` names a backend; a program keeps the one with
+    which it was traced.
 
     Args:
       logits: float32 or bfloat16 `[rows, columns]`.
@@ -169,8 +174,8 @@ def topk_transform(
       row_starts: int32 `[rows]`, the column of each row's position 0; None means 0 everywhere.
 
     Returns:
-      int32 `[rows, topk]`, padded with −1; −1 also at the place of a position whose page is negative or not
-      in the table, whose row is not in the table, or whose index does not fit int32.
+      int32 `[rows, topk]`, in the order of the positions, padded with −1; −1 also at the place of a position whose
+      page is negative or not in the table, whose row is not in the table, or whose index does not fit int32.
 
     Raises:
       TypeError: an array of another dtype, a method that is not a TopkTransform.

@@ -1,9 +1,9 @@
 """FlashInfer's top-k kernels as XLA custom calls: its two transforms, and our contract on top of them.
 
 FlashInfer orders floats by their bits (−0.0 below +0.0, NaN at the end of its sign), trusts every index, and returns
-the positions of a row in any order. With `tie_break` 1 it takes the lower of equal logits and uses the kernel that
-needs no state between launches: one block for each row, 128 KiB of shared memory, k up to 2,048. Few long rows, and
-GPUs with less shared memory, use its CUB kernel, which spreads a row over several blocks.
+the positions of a row in any order; a sort by XLA follows. With `tie_break` 1 it takes the lower of equal logits and
+uses the kernel that needs no state between launches: one block for each row, 128 KiB of shared memory, k up to 2,048.
+Few long rows, and GPUs with less shared memory, use its CUB kernel, which spreads a row over several blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_sparse_mla.indices.topk.api import indices_of
+from jax_sparse_mla.indices.topk.api import ascending, indices_of
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer
 
@@ -119,7 +119,7 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
     selected = ragged_transform(_in_their_order(logits), before, present, topk, first)
     rank = jnp.arange(topk, dtype=jnp.int32)
     everything = jnp.where(rank < lengths[:, None], rank, -1)
-    return jnp.where((lengths <= topk)[:, None], everything, selected)
+    return jnp.where((lengths <= topk)[:, None], everything, ascending(selected))
 
 
 def _in_their_order(logits: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
-// As much of CUDA as the decode kernel's schedule needs, on the host: the threads of one thread block take turns in one
-// thread of the host, each until it waits for others of its warp or block.
+// As much of CUDA as the decode kernel's schedule and the top-k need, on the host: the threads of one thread block take
+// turns in one thread of the host, each until it waits for others of its warp or block.
 
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -16,9 +17,16 @@
 #define __CUDACC__ 1
 #define __device__
 #define __forceinline__ inline
+#define __global__
+#define __host__
+#define __launch_bounds__(...)
+#define __shared__ static
 
 struct int2 {
   int x, y;
+};
+struct uint2 {
+  unsigned x, y;
 };
 struct float2 {
   float x, y;
@@ -30,7 +38,7 @@ struct __nv_bfloat16 {
   uint16_t bits;
 };
 
-inline dim3 threadIdx, gridDim;
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace host {
 
@@ -135,6 +143,10 @@ T __shfl_up_sync(unsigned, T x, int step) {
   const auto& values = host::meet_warp(x);
   return static_cast<T>(values[std::max(host::lane() - step, host::lane() < step ? host::lane() : 0)]);
 }
+template <typename T>
+T __shfl_sync(unsigned, T x, int from) {
+  return static_cast<T>(host::meet_warp(x)[from % 32]);
+}
 inline int __reduce_max_sync(unsigned, int x) {
   const auto& values = host::meet_warp(x);
   return static_cast<int>(*std::max_element(values.begin(), values.end()));
@@ -156,9 +168,29 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   for (int i = 0; i < 32; i++) which |= static_cast<unsigned>(values[i]) << i;
   return which;
 }
+inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
-inline int atomicAdd(int* to, int x) { return (*to += x) - x; }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline int __clzll(uint64_t x) { return x ? __builtin_clzll(x) : 64; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+template <typename To, typename From>
+To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To bits;
+  memcpy(&bits, &x, sizeof x);
+  return bits;
+}
+inline int __float_as_int(float x) { return bits_as<int>(x); }
+inline float __int_as_float(int x) { return bits_as<float>(x); }
+inline float __bfloat162float(__nv_bfloat16 x) { return bits_as<float>(uint32_t{x.bits} << 16); }
+
+template <typename T>
+T atomicAdd(T* to, T x) {
+  return (*to += x) - x;
+}
+inline unsigned atomicOr(unsigned* to, unsigned x) { return (*to |= x) & ~x; }
 
 template <typename T>
 T __ldcg(const T* x) { return *x; }

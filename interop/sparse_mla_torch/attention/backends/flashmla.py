@@ -38,8 +38,6 @@ def _chunk(q_len: int, padded: int, device: DeviceInfo) -> int:
 def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
     """Why the decode operator cannot take these tensors; None if it can."""
     q_len, heads = tensors[0].shape[1:3]
-    if options.batch_invariant:
-        return "its split of a row's keys depends on the batch"
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
     if not aligned or any(scope.page_bytes % 16 for scope in scopes):
         return "its kernels read 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"

@@ -23,7 +23,7 @@ from jax_sparse_mla.xla.tvm import Buffer, pages_of
 _PART_DTYPES = (jnp.float32, jnp.float32, jnp.int32)
 
 
-@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices"))
+@partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
 def decode(
     q: jax.Array,  # [batch, q_len, heads, qk_dim]
     tables: Sequence[IndexTable],  # one or two
@@ -31,6 +31,7 @@ def decode(
     *,
     softmax_scale: float,
     assume_valid_indices: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
     del assume_valid_indices  # every index is checked
@@ -45,6 +46,7 @@ def decode(
         tuple(table.indices.shape[-1] for table in tables),
         has_lengths=any(table.lengths is not None for table in tables),
         sm_count=DeviceInfo.current().sm_count,
+        batch_invariant=batch_invariant,
     )
     operands: list[jax.Array] = []
 

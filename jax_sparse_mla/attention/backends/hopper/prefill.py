@@ -16,7 +16,7 @@ from jax_sparse_mla.device import DeviceInfo
 _H200_SM_COUNT = 132  # what a program is made for where there is no GPU; it is right on any other, too
 
 
-@partial(jax.jit, static_argnames=("softmax_scale",))
+@partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
 def prefill(
     q: jax.Array,  # [q_len, heads, qk_dim], qk_dim 512 or 576
     kv: jax.Array,  # [kv_len, qk_dim]
@@ -25,8 +25,10 @@ def prefill(
     attn_sink: jax.Array | None,  # [heads]
     *,
     softmax_scale: float,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+    del batch_invariant  # a row's result never depends on the others
     from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
 
     sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT

@@ -1,0 +1,365 @@
+// The top-k of each row of logits and its transforms, as jax_sparse_mla.indices.topk defines them.
+//
+// A row's logits are compared as 64-bit entries. The upper half is the key, an unsigned integer in the order of the
+// floats (-0.0 is +0.0, NaN is below every number). The lower half is the complement of the logit's place, so ties go
+// to the lower place and no two entries are equal. The selection is a radix select with 11 bits a round; the few
+// entries that are left at the end are ranked one against another.
+// - A short row stays in registers, and only those few become entries.
+// - A row that fits in shared memory is loaded as entries.
+// - Of a longer row, a single pass collects the entries that reach a threshold, which comes from a sample of the row.
+//   If the sample misled (too few or too many entries: ties), the selection reads the row itself.
+// - Few long rows are read by clusters of thread blocks, which append to the shared memory of the first block.
+//
+// The chosen positions are written in ascending order. Where a thread block reads a row or a list in the order of its
+// places, each warp counts what it chooses of a part of its own, and then knows where to write. Candidates come in the
+// order in which the warps find them: they are marked in a bitmap, and a position's rank is read off it.
+
+#pragma once
+
+#include <cstdint>
+
+#include "order.cuh"
+
+namespace {
+
+constexpr int kHeld = 4;  // logits of a short row in a thread's registers
+constexpr int kShortThreads = 1024;
+constexpr int kSample = 4096;  // logits of a row from which its threshold is chosen
+constexpr int kPiece = 8;      // consecutive logits of a sample: a sector of 32 bytes
+
+enum Method { kPositions, kPaged, kRagged };
+
+struct Call {
+  const void* logits;         // float32 or bfloat16 [rows, columns]
+  const int* lengths;         // [rows]
+  const int* row_starts;      // [rows] or null
+  const int* page_table;      // [num_requests, num_pages], if PAGED
+  const int* row_to_request;  // [rows] or null
+  const int* offsets;         // [rows], if RAGGED
+  int* out;                   // [rows, topk]
+  int columns, topk, method, page_size, num_requests, num_pages;
+  int page_shift;  // log2 of page_size, or -1; without pages 31
+  int last_page;   // where the slot INT_MAX lies
+  int capacity;    // entries that fit shared memory
+};
+
+// Positions lie in pages, each with its first index: the pages of the table, or a single page.
+__device__ __forceinline__ int page_of(const Call& call, int position) {
+  return call.page_shift >= 0 ? position >> call.page_shift : position / call.page_size;
+}
+
+// A page's first index; kNowhere, which stays negative whatever is added, where there is no page.
+__device__ __forceinline__ int page_start(const Call& call, int row, int at) {
+  if (call.method == kPaged) {
+    int request = call.row_to_request ? call.row_to_request[row] : row;
+    if (request < 0 || request >= call.num_requests || at >= call.num_pages) return kNowhere;
+    int page = call.page_table[static_cast<int64_t>(request) * call.num_pages + at];
+    return page < 0 || page > call.last_page ? kNowhere : page * call.page_size;
+  }
+  int start = call.method == kRagged ? call.offsets[row] : 0;
+  return start < 0 ? kNowhere : start;
+}
+
+// A sum past INT_MAX wraps to below 0.
+__device__ __forceinline__ int index_in(const Call& call, int start, int position, int at) {
+  unsigned offset = call.method == kPaged ? position - at * call.page_size : position;
+  return max(static_cast<int>(start + offset), -1);
+}
+
+__device__ int index_of(const Call& call, int row, int position) {
+  int at = page_of(call, position);
+  return index_in(call, page_start(call, row, at), position, at);
+}
+
+// Maps the positions, which may lie where the indices go.
+__device__ __forceinline__ void write_indices(const Call& call, const int* places, int row, int shift) {
+  int* out = call.out + static_cast<int64_t>(row) * call.topk;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < call.topk; i += blockDim.x) out[i] = index_of(call, row, shift + places[i]);
+}
+
+// Where the chosen places are gathered: in shared memory if they fit, in place of the bins.
+__device__ __forceinline__ int* places_of(const Call& call, Shared& shared, int row) {
+  if (call.topk <= kBins) return reinterpret_cast<int*>(shared.bins);
+  return call.out + static_cast<int64_t>(row) * call.topk;
+}
+
+// A threshold that somewhat more than topk of the n logits reach, estimated from a sample with one piece from each of
+// equal parts of the row. A random sample has topk · kSample / n of the topk largest logits, with a standard
+// deviation of the root of that. With four roots added, fewer than topk candidates come in one row of tens of
+// thousands.
+template <typename T>
+__device__ float sample_threshold(Shared& shared, Entry* list, const T* values, int n, int topk) {
+  int part = n / (kSample / kPiece);
+  for (int i = threadIdx.x; i < kSample; i += blockDim.x) {
+    int piece = i / kPiece;
+    int jitter = ((piece * 40503 & 0xFFFF) >> 4) % max(part - (kPiece - 1), 1);  // follows no period of the logits
+    list[i] = entry_of(to_float(values[piece * part + jitter + i % kPiece]), i);
+  }
+  __syncthreads();
+  float expected = static_cast<float>(topk) * kSample / n;
+  int rank = min(static_cast<int>(expected + 4 * sqrtf(expected) + 4), kSample);
+  Cut cut = select(shared, Entries<4, Entry>{list, kSample}, rank, max(rank / 16, 1));
+  return float_of(static_cast<unsigned>(cut.lower >> 32));
+}
+
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T x[4];
+};
+
+// Appends the entries of a warp's hits. Bit i of each lane's mask stands for place + i.
+template <typename T>
+__device__ __forceinline__ void append(unsigned hits, const T* values, int place, int* found, Entry* list,
+                                       int capacity) {
+  if (!__any_sync(~0u, hits != 0)) return;
+  int slot = reserve(found, __popc(hits));
+  for (; hits; hits &= hits - 1, slot++) {
+    int i = place + __ffs(hits) - 1;
+    if (slot < capacity) list[slot] = entry_of(to_float(values[i]), i);  // in L1
+  }
+}
+
+// Appends the entries of the places begin ... end - 1 that reach the threshold.
+template <typename T>
+__device__ void filter(const T* values, int begin, int end, float threshold, int* found, Entry* list, int capacity) {
+  constexpr int kUnroll = 4;
+  int lane = threadIdx.x % 32;
+  // Loads take four logits. Up to three before the first whole four, and after the last, are loaded one by one.
+  int head = (-(reinterpret_cast<uintptr_t>(values + begin) / sizeof(T))) % 4;
+  int body = min(begin + head, end);
+  int fours = (end - body) / 4, tail = body + 4 * fours;
+  if (threadIdx.x < 32) {
+    int place = lane < 4 ? begin + lane : tail + lane - 4;
+    bool inside = lane < 4 ? place < body : lane < 8 && place < end;
+    append(inside && to_float(values[place]) >= threshold ? 1u : 0u, values, place, found, list, capacity);
+  }
+  const Four<T>* source = reinterpret_cast<const Four<T>*>(values + body);
+  int stride = blockDim.x * kUnroll;
+  for (int base = (threadIdx.x - lane) * kUnroll; base < fours; base += stride) {
+    Four<T> loaded[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; j++)
+      if (base + j * 32 + lane < fours) loaded[j] = source[base + j * 32 + lane];
+#pragma unroll
+    for (int j = 0; j < kUnroll; j++) {
+      int four = base + j * 32 + lane;
+      unsigned hits = 0;
+      if (four < fours) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) hits |= to_float(loaded[j].x[i]) >= threshold ? 1u << i : 0u;
+      }
+      append(hits, values, body + 4 * four, found, list, capacity);
+    }
+  }
+}
+
+// Each thread from the `skip`-th on prefetches a line of 128 bytes.
+template <typename T>
+__device__ void prefetch(const T* from, int count, int skip) {
+  int at = (static_cast<int>(threadIdx.x) - skip) * static_cast<int>(128 / sizeof(T));
+  if (at >= 0 && at < count) prefetch_line(from + at);
+}
+
+// The logits of a row that are compared: n from column `first` on, of which the first is position `shift`. If there are
+// topk or fewer, the row's indices are those of the n positions from `shift` on.
+struct Window {
+  int n, first, shift;
+};
+
+__device__ __forceinline__ Window window_of(const Call& call, int row) {
+  int length = max(call.lengths[row], 0);
+  int64_t start = call.row_starts ? call.row_starts[row] : 0;
+  int64_t first = max(start, int64_t{0});
+  int n = static_cast<int>(max(min(start + length, static_cast<int64_t>(call.columns)) - first, int64_t{0}));
+  if (length <= call.topk) return {length, 0, 0};
+  return {n, static_cast<int>(first), static_cast<int>(first - start)};
+}
+
+// Writes every position of a window of at most topk, in order, without reading the logits.
+__device__ void write_all(const Call& call, Window window, int row, int thread, int threads) {
+  for (int i = thread; i < call.topk; i += threads)
+    call.out[static_cast<int64_t>(row) * call.topk + i] = i < window.n ? index_of(call, row, window.shift + i) : -1;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
+  Entry* list = dynamic_shared<Entry>();
+  __shared__ Shared shared;
+  int blocks = 1, block = 0;
+#if __CUDA_ARCH__ >= 900
+  auto cluster = cooperative_groups::this_cluster();
+  blocks = cluster.num_blocks();
+  block = cluster.block_rank();
+#endif
+  int row = blockIdx.x / blocks;
+
+  // Rows and page tables usually come from memory, each after a wait for its address. Prefetch both before that wait.
+  prefetch(static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns,
+           min(call.columns, call.capacity), 0);
+  if (call.method == kPaged && !call.row_to_request && block == 0)
+    prefetch(call.page_table + static_cast<int64_t>(row) * call.num_pages, call.num_pages, blockDim.x / 2);
+
+  Window window = window_of(call, row);
+  if (window.n <= call.topk) {
+    write_all(call, window, row, block * blockDim.x + threadIdx.x, blocks * blockDim.x);
+    return;
+  }
+  int n = window.n, first = window.first, shift = window.shift;
+  const T* values = static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns + first;
+  bool fits = n <= call.capacity;
+  if (fits && block > 0) return;
+
+  for (int i = threadIdx.x; i < kBins; i += blockDim.x) shared.bins[i] = 0;
+  if (threadIdx.x == 0) shared.found = shared.written = shared.num_ties = 0;
+  int count = n;
+  if (fits) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < n; i += blockDim.x) list[i] = entry_of(to_float(values[i]), i);
+    __syncthreads();
+  } else {
+    __syncthreads();
+    int* found = &shared.found;
+    Entry* all = list;
+    if (block == 0) {
+      float threshold = sample_threshold(shared, list, values, n, call.topk);
+      if (threadIdx.x == 0) shared.threshold = threshold;
+      __syncthreads();  // the sample has been read
+    }
+    float threshold;
+#if __CUDA_ARCH__ >= 900
+    if (blocks > 1) {
+      cluster.sync();
+      found = cluster.map_shared_rank(found, 0);
+      all = cluster.map_shared_rank(all, 0);
+      threshold = *cluster.map_shared_rank(&shared.threshold, 0);
+    } else
+#endif
+      threshold = shared.threshold;
+    int begin = static_cast<int>(static_cast<int64_t>(n) * block / blocks);
+    int end = static_cast<int>(static_cast<int64_t>(n) * (block + 1) / blocks);
+    filter(values, begin, end, threshold, found, all, call.capacity);
+#if __CUDA_ARCH__ >= 900
+    if (blocks > 1) cluster.sync();
+#endif
+    if (block > 0) return;
+    __syncthreads();
+    count = shared.found;
+  }
+
+  Entries<4, Entry> entries = {list, count};
+  Entries<4, T> whole = {values, n};
+  bool enough = count >= call.topk && count <= call.capacity;
+  Cut cut = enough ? select(shared, entries, call.topk, kTies) : select(shared, whole, call.topk, kTies);
+  int *gathered = places_of(call, shared, row), *room = reinterpret_cast<int*>(list);
+  const int* places = gathered;
+  if (fits)
+    choose_in_order(shared, entries, cut, call.topk, gathered);
+  else if (ints_to_sort(n, call.topk) > 2 * call.capacity)
+    choose_in_order(shared, whole, cut, call.topk, gathered);
+  else if (enough)
+    places = choose_and_sort(shared, entries, cut, n, call.topk, gathered, room);
+  else
+    places = choose_and_sort(shared, whole, cut, n, call.topk, gathered, room);
+  write_indices(call, places, row, shift);
+}
+
+// The order of two floats, the largest first, in 16 bits each: as halves, rounded to 0. The upper kBinBits name a bin.
+__device__ __forceinline__ unsigned order_of(float low, float high) {
+  unsigned halves = halves_of(low, high);
+  return halves ^ (~negative_halves(halves) & 0x7FFF7FFFu);
+}
+
+// The column of held[j]: each warp holds columns that stand side by side.
+__device__ __forceinline__ int column_of(int j) { return threadIdx.x / 32 * (32 * kHeld) + j * 32 + threadIdx.x % 32; }
+
+// The columns of a short row's k largest entries, ascending, in shared.bins: the `above` for which is_above(j) holds of
+// held[j], and the largest of the `ties` for which is_tie(j) does. `chosen` gets a bit for each column.
+template <typename T, typename Above, typename Tie>
+__device__ __forceinline__ void collect(Shared& shared, unsigned (&chosen)[kShortThreads / 32][kHeld], const T* values,
+                                        int wanted, int ties, Above is_above, Tie is_tie) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = 0;
+  for (int j = 0; j < kHeld; j++) {
+    unsigned word = __ballot_sync(~0u, is_above(j));
+    if (lane == 0) chosen[warp][j] = word;
+    count += __popc(word);
+    if (is_tie(j))
+      shared.ties[atomicAdd(&shared.num_ties, 1)] = entry_of(to_float(values[column_of(j)]), column_of(j));
+  }
+  if (lane == 0) shared.sums[warp] = count;
+  __syncthreads();
+  take_ties(shared, ties, wanted, [&](int, Entry tie) {
+    int column = place_of(tie);
+    atomicOr(&chosen[0][column / 32], 1u << column % 32);
+    atomicAdd(&shared.sums[column / (32 * kHeld)], 1);
+  });
+  __syncthreads();
+  int slot = sum_before(shared);
+  for (int j = 0; j < kHeld; j++) {
+    unsigned word = chosen[warp][j];
+    if (word >> lane & 1) shared.bins[slot + bits_before(word, lane)] = column_of(j);
+    slot += __popc(word);
+  }
+  __syncthreads();
+}
+
+// topk_kernel for rows that fit in registers, with topk at most kBins. The instructions for each logit are the limit.
+template <typename T>
+__global__ void __launch_bounds__(kShortThreads, 2) topk_short_kernel(const Call call) {
+  __shared__ Shared shared;
+  __shared__ int starts[kShortThreads];  // the first index of each of the first pages
+  __shared__ unsigned chosen[kShortThreads / 32][kHeld];
+  const float kLowest = -65504, kOutside = __int_as_float(0xFF800000);
+  int row = blockIdx.x, thread = threadIdx.x;
+  const T* values = static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns;
+  float held[kHeld];
+  for (int j = 0; j < kHeld; j++) {
+    int column = column_of(j);
+    held[j] = column < call.columns ? to_float(values[column]) : 0;
+  }
+  starts[thread] = page_start(call, row, thread);
+  Window window = window_of(call, row);
+  reinterpret_cast<uint2*>(shared.bins)[thread] = make_uint2(0, 0);
+  if (thread == 0) shared.written = shared.num_ties = 0;
+  __syncthreads();
+  if (window.n <= call.topk) {
+    write_all(call, window, row, thread, kShortThreads);
+    return;
+  }
+
+  // Logits outside the window become -inf, in a bin below all others. NaN and numbers below all halves become the
+  // lowest half.
+  for (int j = 0; j < kHeld; j++) {
+    bool inside = static_cast<unsigned>(column_of(j) - window.first) < window.n;
+    held[j] = inside ? fmaxf(held[j], kLowest) + 0.0f : kOutside;  // -0.0 + 0.0 is +0.0
+  }
+  unsigned orders[kHeld];  // in the upper 16 bits
+  for (int j = 0; j < kHeld; j += 2) {
+    orders[j + 1] = order_of(held[j], held[j + 1]);
+    orders[j] = orders[j + 1] << 16;
+  }
+  for (int j = 0; j < kHeld; j++) atomicAdd(&shared.bins[orders[j] >> (32 - kBinBits)], 1u);
+  __syncthreads();
+  find_bin(shared, call.topk);
+  if (shared.in_bin <= kTies) {
+    constexpr unsigned kWidth = 1u << (32 - kBinBits);
+    unsigned bound = shared.bin * kWidth;
+    collect(shared, chosen, values, call.topk - shared.above, shared.in_bin,
+            [&](int j) { return orders[j] < bound; }, [&](int j) { return orders[j] - bound < kWidth; });
+  } else {
+    Cut cut = select(shared, Entries<1, T>{values + window.first, window.n}, call.topk, kTies);
+    auto reaches = [&](int j, Entry least) {
+      int place = column_of(j) - window.first;
+      return static_cast<unsigned>(place) < window.n && read_entry(values + window.first, place) >= least;
+    };
+    collect(shared, chosen, values, call.topk - cut.above, cut.within, [&](int j) { return reaches(j, cut.upper); },
+            [&](int j) { return reaches(j, cut.lower) && !reaches(j, cut.upper); });
+  }
+  for (int i = thread; i < call.topk; i += kShortThreads) {
+    int position = static_cast<int>(shared.bins[i]) - window.first + window.shift, at = page_of(call, position);
+    int start = at < kShortThreads ? starts[at] : page_start(call, row, at);
+    call.out[static_cast<int64_t>(row) * call.topk + i] = index_in(call, start, position, at);
+  }
+}
+
+}  // namespace
