@@ -80,6 +80,46 @@ PREAMBLE = """
     def prefill(q, kv, indices, lengths, sink):
         return sparse_mla_prefill(q, kv, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
 
+    def check_steps(ratio, mode, work, num_rows):
+        \"\"\"A whole step of a layer under shard_map equals the step on one device: to the bit over requests.\"\"\"
+        world, chunk = make_world(ratio), mode is mla.ForwardMode.EXTEND
+        spec = dataclasses.replace(world.spec, num_heads=4)
+        batch, rows, _ = make_step(world, mode, work, num_rows=num_rows)
+        rows = dataclasses.replace(rows, q=jnp.concatenate([rows.q, -rows.q], 1).astype(jnp.bfloat16))
+        params = world.params and dataclasses.replace(world.params, attn_sink=jnp.arange(4.0))
+
+        def step(cache, rows, params, batch, tables):
+            if ratio is None:
+                options = {"fp8_kv_cache": True, "prefill_backend": "flashmla_sparse" if chunk else "flashmla_kv"}
+                metadata = mla.build_v32_metadata(spec, batch, tables, **options)
+                return layers.v32_layer(cache, rows, batch, metadata, spec=spec)
+            prepared = layers.prepare_v4_step(spec, batch, tables, gathered=chunk)
+            plan = prepared.plans.get(ratio)
+            return layers.v4_layer(cache, rows, params, batch, prepared.metadata, plan, spec=spec, ratio=ratio)
+
+        def run(args, in_specs, out_specs):
+            mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
+            compiled = mapped.lower(*args).compile()
+            assert not [name for name in COLLECTIVES if name in compiled.as_text()]
+            out, _, positions = compiled(*args)
+            return np.asarray(out, np.float32), positions
+
+        cache, rest = world.empty_cache(), (rows, params, batch, world.tables)
+        out, _, positions = jax.jit(step)(cache, *rest)
+        out = np.asarray(out, np.float32)
+
+        # Each device has the caches of its own requests, and no device needs another's.
+        four = jax.tree.map(lambda x: jnp.concatenate([x] * 4), cache)
+        own_out, own_positions = run((four, *rest), (P("x"), P("x"), P(), P("x"), P()), P("x"))
+        np.testing.assert_array_equal(own_out, out)
+        np.testing.assert_array_equal(own_positions, positions)
+
+        of_rows = dataclasses.replace(jax.tree.map(lambda _: P(), rows), q=P(None, "x"))
+        of_params = params and dataclasses.replace(jax.tree.map(lambda _: P(), params), attn_sink=P("x"))
+        own_out, own_positions = run((cache, *rest), (P(), of_rows, of_params, P(), P()), (P(None, "x"), P(), P()))
+        assert_close(own_out, out, 2**-7)
+        np.testing.assert_array_equal(own_positions, positions)
+
     decode_args = (q, cache, indices, lengths, extra_cache, extra_indices, sink)
     prefill_args = (q[:, 0], kv, indices[:, 0], lengths[:, 0], sink)
 """
@@ -217,7 +257,7 @@ BODIES = {
         counts = []
         for _ in range(2):
             results = sparse_mla_decode(over, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
-            counts.append(sharding._on_own_rows._cache_size())
+            counts.append(sharding._on_own_shares._cache_size())
         assert counts[0] == counts[1]
         expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
         assert_close(results, expected, 1e-6)
@@ -248,52 +288,13 @@ BODIES = {
         assert collectives == [], collectives
         np.testing.assert_array_equal(sharded, select(*args))
     """,
-    "a_step_over_requests": """
-        # Each device has the caches of its own requests, and no device needs another's.
+    "decode_steps": """
         for ratio in (4, None):
-            world, spec = make_world(ratio), V32 if ratio is None else V4
-            work = [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0]
-            batch, rows, _ = make_step(world, mla.ForwardMode.DECODE, work, num_rows=4)
-
-            def step(cache, rows, params, batch, tables):
-                if ratio is None:
-                    options = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}
-                    metadata = mla.build_v32_metadata(spec, batch, tables, **options)
-                    return layers.v32_layer(cache, rows, batch, metadata, spec=spec)
-                prepared = layers.prepare_v4_step(spec, batch, tables)
-                return layers.v4_layer(cache, rows, params, batch, prepared.metadata, None, spec=spec, ratio=ratio)
-
-            cache = world.empty_cache()
-            four = jax.tree.map(lambda x: jnp.concatenate([x] * 4), cache)
-            args, specs = (four, rows, world.params, batch, world.tables), (P("x"), P("x"), P(), P("x"), P())
-            mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=True))
-            text = mapped.lower(*args).compile().as_text()
-            assert not [name for name in COLLECTIVES if name in text]
-            expected = jax.jit(step)(cache, *args[1:])
-            for got, want in zip(mapped(*args)[::2], expected[::2]):  # out and positions
-                np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+            check_steps(ratio, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
     """,
-    "a_chunk_over_heads": """
-        world = make_world(4)
-        spec = dataclasses.replace(V4, num_heads=4)
-        batch, rows, _ = make_step(world, mla.ForwardMode.EXTEND, [(0, 0, 30), (1, 0, 14), 0], num_rows=48)
-        rows = dataclasses.replace(rows, q=jnp.asarray(rng.standard_normal((48, 4, 512)), jnp.bfloat16))
-        params = dataclasses.replace(world.params, attn_sink=jnp.arange(4.0))
-
-        def step(cache, rows, params, batch, tables):
-            prepared = layers.prepare_v4_step(spec, batch, tables, gathered=True)
-            plan = prepared.plans[4]
-            return layers.v4_layer(cache, rows, params, batch, prepared.metadata, plan, spec=spec, ratio=4)[0]
-
-        over = jax.tree.map(lambda _: P(), rows), jax.tree.map(lambda _: P(), params)
-        over = dataclasses.replace(over[0], q=P(None, "x")), dataclasses.replace(over[1], attn_sink=P("x"))
-        args = world.empty_cache(), rows, params, batch, world.tables
-        specs = (P(), *over, P(), P())
-        mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=True))
-        text = mapped.lower(*args).compile().as_text()
-        assert not [name for name in COLLECTIVES if name in text]
-        got, want = mapped(*args), jax.jit(step)(*args)
-        assert_close(got.astype(jnp.float32), want.astype(jnp.float32), 2**-7)
+    "chunks": """
+        for ratio in (4, None):
+            check_steps(ratio, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
     """,
 }
 
