@@ -1,5 +1,5 @@
-"""Attention and whole steps over several devices, by jax.shard_map and over explicit axes: heads and tokens without a
-collective, keys merged by lse.
+"""Attention, caches and whole steps over several devices, by jax.shard_map, over explicit axes and under plain jit:
+heads and tokens without a collective, keys merged by lse.
 
 The bodies run in another process, which has four virtual CPU devices; this one keeps its own.
 """
@@ -25,6 +25,9 @@ PREAMBLE = """
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     import dataclasses
+    import re
+    from unittest import mock
+
     import jax_sparse_mla as mla
     from jax_sparse_mla import index_selection, layers, sharding, write_index_k
     from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
@@ -62,6 +65,13 @@ PREAMBLE = """
         mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(in_specs, args)]
         compiled = mapped.lower(*args).compile()
+        text = compiled.as_text()
+        return compiled(*args), [name for name in COLLECTIVES if name in text]
+
+    def run_plain(f, specs, *args, mesh=mesh):
+        \"\"\"As run_sharded, but under plain jit: the partitioner decides.\"\"\"
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(specs, args)]
+        compiled = jax.jit(f).lower(*args).compile()
         text = compiled.as_text()
         return compiled(*args), [name for name in COLLECTIVES if name in text]
 
@@ -105,7 +115,9 @@ PREAMBLE = """
             return np.asarray(out, np.float32), positions
 
         cache, rest = world.empty_cache(), (rows, params, batch, world.tables)
-        out, _, positions = jax.jit(step)(cache, *rest)
+        out, after, positions = jax.jit(step)(cache, *rest)
+        if ratio is None and not chunk:
+            check_plain_step(step, (cache, *rest), (out, after, positions))
         out = np.asarray(out, np.float32)
 
         # Each device has the caches of its own requests, and no device needs another's.
@@ -119,6 +131,18 @@ PREAMBLE = """
         own_out, own_positions = run((cache, *rest), (P(), of_rows, of_params, P(), P()), (P(None, "x"), P(), P()))
         assert_close(own_out, out, 2**-7)
         np.testing.assert_array_equal(own_positions, positions)
+
+    def check_plain_step(step, args, expected):
+        \"\"\"The partitioner cuts the rows of attention and selection, and moves no cache.\"\"\"
+        whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+        args = [jax.device_put(x, sharding) for sharding, x in zip((whole, rows, whole, rows, whole), args)]
+        compiled = jax.jit(step).lower(*args).compile()
+        got = compiled(*args)
+        assert got[0].sharding.spec[0] == got[2].sharding.spec[0] == "x"
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(a, b)
+        moved = [line for line in compiled.as_text().splitlines() if any(f" {name}(" in line for name in COLLECTIVES)]
+        assert moved and not [line for line in moved if "u8[" in line or ",4,576]" in line], moved  # caches, queries
 
     decode_args = (q, cache, indices, lengths, extra_cache, extra_indices, sink)
     prefill_args = (q[:, 0], kv, indices[:, 0], lengths[:, 0], sink)
@@ -222,6 +246,105 @@ BODIES = {
         out, _, lse = sparse_mla_prefill(q, kv, indices, softmax_scale=0.3)
         assert_close(merge_attention(*parts), (out, lse), 1e-5)
     """,
+    "plain_jit": """
+        from jax_sparse_mla.attention import reference
+
+        # A loop over chunks of rows is as opaque as a kernel: without a rule all devices compute all rows.
+        patched = mock.patch.object(reference, "CHUNK_BYTES", 200_000)
+        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+        rows, heads = P("x"), P("y")
+        args = (*prefill_args[:3], None, prefill_args[4])  # traced anew, since the size of a chunk is no argument
+        expected = prefill(*prefill_args[:3], None, prefill_args[4])
+        with patched:
+            jax.clear_caches()
+            specs = (P("x", None, "y"), P(), rows, rows, P(), rows, heads)
+            results, collectives = run_plain(decode, specs, *decode_args, mesh=square)
+            assert collectives == [] and results[0].sharding.spec == P("x", None, "y"), collectives
+            assert_close(results, decode(*decode_args), 1e-6)
+            assert "CustomSPMDPartitioning" not in jax.jit(decode).lower(*decode_args).as_text()  # of one device
+
+            specs = (P("x", "y"), P(), rows, P(), heads)
+            for shardy in (True, False):
+                jax.config.update("jax_use_shardy_partitioner", shardy)
+                results, collectives = run_plain(prefill, specs, *args, mesh=square)
+                assert collectives == [] and results[2].sharding.spec == P("x", "y"), collectives
+                assert_close(results, expected, 1e-6)
+            jax.config.update("jax_use_shardy_partitioner", True)
+
+            results, collectives = run_plain(prefill, (P("x", "y"), P("x"), P(), P(), P()), *args, mesh=square)
+            assert collectives == ["all-gather"] and results[2].sharding.spec == P("x", "y")  # of the keys alone
+            assert_close(results, expected, 1e-6)
+
+            def gradient(q, kv, indices, lengths, sink):
+                return jax.grad(lambda q, sink: prefill(q, kv, indices, lengths, sink)[0].sum(), (0, 1))(q, sink)
+
+            assert_close(run_plain(gradient, specs, *args, mesh=square)[0], gradient(*args), 1e-5)
+            mapped = jax.vmap(lambda q, sink: prefill(q, *args[1:4], sink))
+            twice = jnp.stack([args[0], -args[0]]), jnp.stack([args[4], args[4] + 1])
+            results, _ = run_plain(mapped, (P(None, "x"), P()), *twice)
+            assert_close(jax.tree.map(lambda x: x[0], results), expected, 1e-6)
+
+        # Programs on disk are found by their text, which must differ where what is called does.
+        over = jax.device_put(q, NamedSharding(mesh, rows))
+        attend = (lambda q, s=s: sparse_mla_decode(q, cache, indices, softmax_scale=s) for s in (0.3, 0.3, 0.4))
+        lowered = [re.sub('backend_config = "[0-9]+"', "", jax.jit(f).lower(over).as_text()) for f in attend]
+        assert lowered[0] == lowered[1] != lowered[2] and "CustomSPMDPartitioning" in lowered[0]
+    """,
+    "plain_jit_of_a_kernel": """
+        import pytest
+        from attention_calls import pretend_h200
+        from jax_sparse_mla.attention import api, reference
+        from jax_sparse_mla.attention.backend import BACKENDS
+
+        seen = []
+
+        def kernel(q, *args, **static):
+            seen.append(q.shape)
+            return reference.prefill(q, *args, **static)
+
+        def attend(*args, backend="triton"):
+            q, kv, indices, lengths, sink = args
+            options = {"topk_length": lengths, "attn_sink": sink, "backend": backend}
+            return sparse_mla_prefill(q, kv, indices, softmax_scale=0.3, **options)
+
+        bf16 = [x.astype(jnp.bfloat16) for x in prefill_args[:2]]
+        args, specs = (*bf16, *prefill_args[2:]), (P("x"), P(), P("x"), P("x"), P())
+        with pytest.MonkeyPatch.context() as patch:
+            pretend_h200(patch, "triton")
+            patch.setattr(type(BACKENDS["triton"]), "function", lambda self, phase: kernel)
+            results, collectives = run_plain(attend, specs, *args)
+            assert collectives == [] and seen[-1] == (BATCH // 4, HEADS, 512), (collectives, seen)
+            assert_close(results[2], prefill(*args)[2], 1e-6)
+
+            # Where it is not asked for by name, the program for CUDA calls it too.
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(specs, args)]
+            unnamed = jax.jit(lambda *args: attend(*args, backend=None)).trace(*placed)
+            lowered = unnamed.lower(lowering_platforms=("cuda",))
+            assert api.calls_of(lowered) == {("prefill", "triton")} and "sdy.sharding_rule" in lowered.as_text()
+    """,
+    "caches_under_plain_jit": """
+        pages, rows, whole = P("x"), P("x"), P()
+        slots = jnp.arange(8, dtype=jnp.int32) * 18 - 2  # on every device's pages, and one on none
+        new = q[:, 0, 0].at[1, :2].set(-0.0)
+        written, gathered = write_kv(cache, slots, new), gather_kv(cache, slots)
+        for of_cache, of_rows, moved in (
+            (pages, whole, []),
+            (whole, rows, ["all-gather"]),  # of the rows; a scatter of XLA's moves indices and bytes
+            (pages, rows, ["all-gather"]),
+        ):
+            got, collectives = run_plain(write_kv, (of_cache, of_rows, of_rows), cache, slots, new)
+            assert collectives == moved and got.data.sharding.spec == of_cache, collectives
+            np.testing.assert_array_equal(got.data, written.data)
+        for of_cache, of_rows, moved in (
+            (whole, rows, []),
+            (pages, whole, ["all-reduce"]),
+            (pages, rows, ["all-gather", "all-reduce"]),  # of slots, and of rows: never of the cache
+        ):
+            got, collectives = run_plain(gather_kv, (of_cache, of_rows), written, slots)
+            assert collectives == moved and got.sharding.spec == of_rows, collectives
+            again = gather_kv(written, slots)
+            np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16) for x in (got, again)))
+    """,
     "explicit_axes": """
         square = jax.make_mesh((2, 2), ("x", "y"))  # explicit axes are its default
         assert set(square.axis_types) == {jax.sharding.AxisType.Explicit}
@@ -286,6 +409,9 @@ BODIES = {
         args, specs = (index_q, keys, table, jnp.full(8, 60, jnp.int32)), (P("x"), P(), P("x"), P("x"))
         sharded, collectives = run_sharded(select, specs, P("x"), *args)
         assert collectives == [], collectives
+        np.testing.assert_array_equal(sharded, select(*args))
+        sharded, collectives = run_plain(select, (P("x"), P(), P(), P("x")), *args)
+        assert collectives == [] and sharded.sharding.spec[0] == "x", collectives
         np.testing.assert_array_equal(sharded, select(*args))
     """,
     "decode_steps": """
