@@ -115,7 +115,8 @@ def sparse_mla_decode(
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
     sharded by rows give partial results that `merge_attention` joins. Over explicit mesh axes the call shards itself,
-    by the rows and heads of q. Kernels have no gradient: differentiate with `backend="reference"`.
+    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/sharding.md). Kernels have no
+    gradient: differentiate with `backend="reference"`.
 
     Args:
       q: bfloat16 `[batch, q_len, heads, qk_dim]`; the reference also takes float32.

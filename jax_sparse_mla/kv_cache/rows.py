@@ -41,7 +41,8 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
     clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
 
-    Over explicit mesh axes every device writes all rows into its own copy of the cache.
+    Over explicit mesh axes every device writes all rows into its own copy of the cache. Under plain `jit` the cache may
+    be sharded by pages: each device writes the rows of its own.
 
     Under `jit` with the cache donated it writes in place; otherwise the cache is copied. XLA also copies it if the
     program reads the old cache and the write does not depend on that read.

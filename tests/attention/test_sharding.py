@@ -323,27 +323,46 @@ BODIES = {
             assert api.calls_of(lowered) == {("prefill", "triton")} and "sdy.sharding_rule" in lowered.as_text()
     """,
     "caches_under_plain_jit": """
+        from jax_sparse_mla.kv_cache import rows as functions
+
         pages, rows, whole = P("x"), P("x"), P()
         slots = jnp.arange(8, dtype=jnp.int32) * 18 - 2  # on every device's pages, and one on none
         new = q[:, 0, 0].at[1, :2].set(-0.0)
-        written, gathered = write_kv(cache, slots, new), gather_kv(cache, slots)
-        for of_cache, of_rows, moved in (
-            (pages, whole, []),
-            (whole, rows, ["all-gather"]),  # of the rows; a scatter of XLA's moves indices and bytes
-            (pages, rows, ["all-gather"]),
-        ):
-            got, collectives = run_plain(write_kv, (of_cache, of_rows, of_rows), cache, slots, new)
-            assert collectives == moved and got.data.sharding.spec == of_cache, collectives
-            np.testing.assert_array_equal(got.data, written.data)
-        for of_cache, of_rows, moved in (
-            (whole, rows, []),
-            (pages, whole, ["all-reduce"]),
-            (pages, rows, ["all-gather", "all-reduce"]),  # of slots, and of rows: never of the cache
-        ):
-            got, collectives = run_plain(gather_kv, (of_cache, of_rows), written, slots)
-            assert collectives == moved and got.sharding.spec == of_rows, collectives
-            again = gather_kv(written, slots)
-            np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16) for x in (got, again)))
+        written = write_kv(cache, slots, new)
+        gathered = gather_kv(written, slots)
+        seen = []  # by what stands for a kernel: the pages and rows that a device works on
+
+        def noting(function):
+            def noted(cache, slots, *args):
+                seen.append((cache.num_pages, len(slots)))
+                return function(cache, slots, *args)
+
+            return mock.patch.object(functions, function.__name__, noted)
+
+        jax.clear_caches()
+        with noting(functions.write_rows_reference), noting(functions.gather_rows_reference):
+            for of_cache, of_rows, moved, share in (
+                (pages, whole, [], (PAGES // 4, 8)),
+                (whole, rows, ["all-gather"], (PAGES, 8)),
+                (pages, rows, ["all-gather"], (PAGES // 4, 8)),  # of slots and rows, never of the cache
+            ):
+                got, collectives = run_plain(write_kv, (of_cache, of_rows, of_rows), cache, slots, new)
+                assert collectives == moved and share in seen and got.data.sharding.spec == of_cache, collectives
+                np.testing.assert_array_equal(got.data, written.data)
+            for of_cache, of_rows, moved, share in (
+                (whole, rows, [], (PAGES, 2)),
+                (pages, whole, ["all-reduce"], (PAGES // 4, 8)),
+                (pages, rows, ["all-gather", "all-reduce"], (PAGES // 4, 8)),
+            ):
+                got, collectives = run_plain(gather_kv, (of_cache, of_rows), written, slots)
+                assert collectives == moved and share in seen and got.sharding.spec == of_rows, collectives
+                np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16) for x in (got, gathered)))
+
+        keys, k = jnp.zeros((PAGES, PAGE * 132), jnp.uint8), q[:, 0, 0, :128]
+        got, collectives = run_plain(write_index_k, (pages, rows, rows), keys, slots, k)
+        assert collectives == ["all-gather"] and got.sharding.spec == pages, collectives
+        np.testing.assert_array_equal(got, write_index_k(keys, slots, k))
+        jax.clear_caches()
     """,
     "explicit_axes": """
         square = jax.make_mesh((2, 2), ("x", "y"))  # explicit axes are its default
@@ -453,7 +472,7 @@ def results() -> dict[str, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS")]
