@@ -13,10 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
+from jax_sparse_mla import sharding
 from jax_sparse_mla._packages import why_not
 
-__all__ = ["available", "dispatch", "on_cuda", "use_triton", "varying"]
+__all__ = ["available", "dispatch", "on_cuda", "shared", "use_triton", "varying"]
 
 
 def use_triton() -> bool:
@@ -48,7 +50,9 @@ def unready(phase: str = "", framework: str = "jax") -> str | None:
     return why_not("triton") or (None if own_launcher() else why_not("jax_triton"))
 
 
-def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
+def dispatch(
+    kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, shares: sharding.Shares | None = None
+) -> Any:
     """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
 
     Args:
@@ -56,10 +60,30 @@ def dispatch(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) 
       plain: the same function in plain JAX.
       args: arrays, or pytrees of them; what else the two need, they close over. Nothing is differentiated through
         either: the results are bytes, indices, or rows of bytes.
+      shares: which dimensions may be cut where several devices share the arrays; None leaves it to the partitioner,
+        to which a kernel is opaque: each device gets all of its arguments.
     """
+    if shares is not None:
+        kernel, plain = shared(kernel, shares), shared(plain, shares)
     if not use_triton():
         return plain(*args)
     return on_cuda(kernel, plain, *jax.lax.stop_gradient(args))
+
+
+def shared(function: Callable[..., Any], shares: sharding.Shares) -> Callable[..., Any]:
+    """The function, which the partitioner cuts as `shares` allows.
+
+    Under `vmap`, and where it is differentiated, it is the function alone: the partitioner sees what that is made of.
+    """
+
+    @functools.wraps(function)
+    def either(*args):
+        if not sharding.may_be_partitioned(args):
+            return function(*args)
+        cut = functools.partial(sharding.partitioned, function, shares)
+        return _differentiated_as(_batched_as(cut, function), function)(*args)
+
+    return either
 
 
 def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, kernel_batches: bool = False) -> Any:
@@ -69,17 +93,8 @@ def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, k
     `kernel.__name__`.
     """
 
-    @jax.custom_batching.custom_vmap
-    def guarded(*args):
-        return varying(kernel, plain, *args)
-
-    @guarded.def_vmap
-    def batched(axis_size, in_batched, *batched_args):
-        function = functools.partial(varying, kernel, plain) if kernel_batches else plain
-        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
-        out = jax.vmap(function, in_axes=axes, axis_size=axis_size)(*batched_args)
-        return out, jax.tree.map(lambda _: True, out)
-
+    launched = functools.partial(varying, kernel, plain)
+    guarded = _batched_as(launched, launched if kernel_batches else plain)
     return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
 
 
@@ -90,6 +105,40 @@ def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -
     """
     shapes = jax.eval_shape(plain, *args)  # first: it names what is wrong with the arguments
     return jax.tree.map(_varying_like, _without_gradient(kernel)(*args), shapes)
+
+
+def _batched_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, and under `vmap` the other."""
+
+    @jax.custom_batching.custom_vmap
+    def guarded(*args):
+        return function(*args)
+
+    @guarded.def_vmap
+    def batched(axis_size, in_batched, *batched_args):
+        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        out = jax.vmap(other, in_axes=axes, axis_size=axis_size)(*batched_args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return guarded
+
+
+def _differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the derivatives of the other."""
+    called = jax.custom_jvp(function)
+
+    @functools.partial(called.defjvp, symbolic_zeros=True)
+    def derivative(primals, tangents):
+        leaves, tree = jax.tree.flatten(primals)
+        moving = {i: t for i, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
+
+        def of_moving(*moved):
+            given = dict(zip(moving, moved))
+            return other(*tree.unflatten([given.get(i, x) for i, x in enumerate(leaves)]))
+
+        return jax.jvp(of_moving, tuple(leaves[i] for i in moving), tuple(moving.values()))
+
+    return called
 
 
 def _without_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:

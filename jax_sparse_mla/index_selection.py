@@ -11,10 +11,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.dispatch import shared
 from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, index_logits, page_size_of
 from jax_sparse_mla.indices import TopkTransform, topk_transform
+from jax_sparse_mla.sharding import Shares
 
 # Bytes of the logits that exist at a time; plain JAX keeps a few arrays of this size.
 SCRATCH_BYTES = 256 << 20
@@ -84,7 +87,16 @@ def index_topk(
 
 
 @functools.partial(jax.jit, static_argnames=("topk", "method", "page_size", "scratch_bytes"))
-def _index_topk(rows_of, index_cache, page_table, kv_page_table, *, topk, method, page_size, scratch_bytes):
+def _index_topk(rows_of, index_cache, page_table, kv_page_table, **static):
+    def select(*arguments):
+        return _by_chunks(*arguments, **static)
+
+    of_rows = jax.tree.map(lambda _: P("rows"), rows_of)
+    shares = Shares((of_rows, P(), P(), None if kv_page_table is None else P()), P("rows"))
+    return shared(select, shares)(rows_of, index_cache, page_table, kv_page_table)
+
+
+def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method, page_size, scratch_bytes):
     requests, width = page_table.shape
     (rows,), capacity = rows_of["lengths"].shape, width * page_size_of(index_cache)
     if requests == 0:

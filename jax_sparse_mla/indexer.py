@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from jax_sparse_mla import sharding
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
-from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows, write_own_pages
 from jax_sparse_mla.xla.triton_call import launching
 
 INDEX_DIM = 128  # values of an index key, in both models
@@ -123,6 +125,9 @@ def index_logits(
     return _index_logits(q, weights, index_cache, page_table, lengths)
 
 
+_LOGITS_SHARES = sharding.Shares((P("rows"), P("rows"), P(), P("rows"), P("rows")), P("rows"))
+
+
 @jax.jit
 def _index_logits(q, weights, index_cache, page_table, lengths):
     arguments = q, weights, index_cache, page_table, lengths
@@ -131,7 +136,8 @@ def _index_logits(q, weights, index_cache, page_table, lengths):
     if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or empty:
         return index_logits_reference(*arguments)
 
-    return dispatch(launching("indexer.index_logits", pages=_pages(index_cache)), index_logits_reference, *arguments)
+    kernel = launching("indexer.index_logits", pages=_pages(index_cache))
+    return dispatch(kernel, index_logits_reference, *arguments, shares=_LOGITS_SHARES)
 
 
 def index_logits_reference(q, weights, index_cache, page_table, lengths):
@@ -240,12 +246,15 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
     if keys.data.size == 0 or slots.size == 0:
         return index_cache
 
-    kernel = launching("indexer.write_index_k", hadamard=hadamard, pages=_pages(index_cache))
+    def kernel(keys, slots, k):  # maybe a device's share of the keys, with fewer pages
+        return launching("indexer.write_index_k", hadamard=hadamard, pages=_pages(keys))(keys, slots, k)
 
     def plain(keys, slots, k):
         return write_index_k_reference(keys, slots, k, hadamard=hadamard).data
 
-    data = dispatch(kernel, plain, keys, slots, k)
+    pages = P(sharding.PAGES) if keys.num_layers == 1 else P()  # those of several layers lie one after the other
+    shares = sharding.Shares((pages, P(), P()), pages, across=write_own_pages)
+    data = dispatch(kernel, plain, keys, slots, k, shares=shares)
     return dataclasses.replace(index_cache, data=data) if isinstance(index_cache, IndexKeys) else data
 
 
@@ -373,7 +382,9 @@ def _quantize_index_q(q, *, hadamard):
     if q.size == 0 or q.shape[-1] != INDEX_DIM:
         return plain(q)
 
-    return dispatch(launching("indexer.quantize_index_q", hadamard=hadamard), plain, q)
+    rows = P(*(f"rows{i}" for i in range(q.ndim - 1)))
+    kernel = launching("indexer.quantize_index_q", hadamard=hadamard)
+    return dispatch(kernel, plain, q, shares=sharding.Shares((rows,), (rows, rows)))
 
 
 def quantize_index_q_reference(x, *, hadamard=False):

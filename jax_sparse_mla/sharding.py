@@ -1,20 +1,47 @@
-"""Arrays over explicit mesh axes: those of `jax.make_mesh` by default, where an array's type says how it is sharded.
+"""How the functions run on several devices.
 
-XLA cannot see through a kernel, and JAX does not guess how the result of a gather is sharded, so functions whose rows
-do not need each other run on each device's own rows, under `shard_map`. Over automatic axes call them under
-`jax.shard_map` yourself.
+XLA cannot see through a kernel, and JAX does not guess how the result of a gather is sharded. `Shares` says of a
+function which dimensions of its arrays may be cut. From it follow two of the three ways:
+
+* Over explicit mesh axes (those of `jax.make_mesh` by default), where an array's type says how it is sharded,
+  `on_own_shares` runs the function on each device's own shares, under `shard_map`.
+* Over automatic axes the partitioner decides while it compiles. `partitioned` tells it what it may cut.
+* Under `jax.shard_map` the caller has cut the arrays: a function runs as on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_sparse_mla._checks import ArgumentChecks
+
+
+class Shares(NamedTuple):
+    """Which dimensions of a function's arrays may be cut; hashable.
+
+    Attributes:
+      arguments, results: prefixes of the function's arguments and results, whose leaves are PartitionSpecs of names
+        instead of mesh axes. Dimensions of one name are cut alike, others are whole on every device.
+      across: None where the function of shares gives the result's shares; otherwise what does, where the dimension
+        named `PAGES` is cut: `across(function, mesh axes of that dimension, *shares)`, with collectives where it needs
+        them. For automatic axes only.
+    """
+
+    arguments: tuple
+    results: Any
+    across: Callable[..., Any] | None = None
+
+
+PAGES = "pages"
 
 
 def is_sharded(*arrays: Any) -> bool:
@@ -32,23 +59,21 @@ def refuse_sharded(check: ArgumentChecks, **arrays: Any) -> None:
             )
 
 
-def axes_of(array: jax.Array, *dims: int) -> Sequence[Any]:
-    """The mesh axes that these dimensions of an array are sharded over, each a name, a tuple of names or None."""
-    spec = jax.typeof(array).sharding.spec
-    return [spec[dim] if dim < len(spec) else None for dim in dims]
+def on_own_shares(function: Callable[..., Any], shares: Shares, arguments: tuple, **static: Any) -> Any:
+    """`function(*arguments, **static)` on each device's shares, over explicit axes.
 
-
-def on_own_rows(function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any, **static: Any) -> Any:
-    """`function(*arguments, **static)` on each device's shares, which the specs describe as for `shard_map`.
-
-    Arguments that are sharded in another way are resharded first. The function and what is static are hashable.
+    A dimension is cut as the first argument is that has it sharded; the others are resharded to that first. The
+    function and what is static are hashable.
     """
-    facts = {"function": function, "in_specs": in_specs, "out_specs": out_specs, "mesh": _mesh(arguments)}
-    return _on_own_rows(arguments, **facts, static=tuple(static.items()))
+    types = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(arguments))
+    cut = _cuts(zip(_leaves(shares.arguments, arguments), types))
+    facts = {"function": function, "mesh": _mesh(arguments), "static": tuple(static.items())}
+    in_specs, out_specs = (_specs(names, cut) for names in (shares.arguments, shares.results))
+    return _on_own_shares(arguments, **facts, in_specs=in_specs, out_specs=out_specs)
 
 
 @partial(jax.jit, static_argnames=("function", "in_specs", "out_specs", "mesh", "static"))
-def _on_own_rows(arguments, *, function, in_specs, out_specs, mesh, static):
+def _on_own_shares(arguments, *, function, in_specs, out_specs, mesh, static):
     arguments = tuple(_resharded(mesh, *pair) for pair in zip(arguments, in_specs))
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
     specs = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": explicit}
@@ -66,6 +91,97 @@ def _replicated(arrays, *, mesh):
     return tuple(_resharded(mesh, x, PartitionSpec()) for x in arrays)
 
 
+def may_be_partitioned(arguments: tuple) -> bool:
+    """Whether the partitioner may have to cut these: not in a process of one device, and over automatic axes only."""
+    if jax.device_count() == 1:
+        return False
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments))]
+    return all(kind == AxisType.Auto for mesh in meshes for kind in mesh.axis_types)
+
+
+def partitioned(function: Callable[..., Any], shares: Shares, *arguments: Any) -> Any:
+    """`function(*arguments)`, of which the partitioner knows what it may cut. No gradient, no batching rule.
+
+    A program for one device has the function itself.
+    """
+    # JAX and XLA keep programs on disk by their text, which has no word of the function. So it takes a digest.
+    jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    text = str(jaxpr).encode() + b"".join(np.asarray(x).tobytes() for x in jaxpr.consts)
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
+    traced = jax.jit(function)  # holds the function's constants, which custom_partitioning refuses
+    names = [PartitionSpec(), *_leaves(shares.arguments, arguments)], _leaves(shares.results, results)
+
+    def of_mesh(mesh: Any, tree: Any, names: list, cut: dict) -> Any:
+        return jax.tree.structure(tree).unflatten(NamedSharding(mesh, spec) for spec in _specs(names, cut))
+
+    def partition(mesh: Any, arguments: tuple, results: Any) -> tuple:
+        leaves = jax.tree.leaves((results, arguments))
+        cut = _cuts(zip([*names[1], *names[0]], map(_spec, leaves)))
+
+        def own(_, *own_shares):
+            if PAGES in cut and shares.across:
+                return shares.across(traced, cut[PAGES], *own_shares)
+            return traced(*own_shares)
+
+        return mesh, own, of_mesh(mesh, results, names[1], cut), of_mesh(mesh, arguments, names[0], cut)
+
+    def infer(mesh: Any, arguments: tuple, results: Any) -> Any:  # GSPMD asks; Shardy has the rule
+        cut = _cuts(zip(names[0], map(_spec, jax.tree.leaves(arguments))))
+        return of_mesh(mesh, results, names[1], cut)
+
+    called = custom_partitioning(lambda _, *arguments: traced(*arguments))
+    rule, whole = _rule(names, (digest, *jax.tree.leaves(arguments)), jax.tree.leaves(results))
+    called.def_partition(partition, infer, sharding_rule=rule, need_replication_factors=whole)
+    return called(jnp.asarray(digest), *arguments)
+
+
+def _rule(names: tuple[list, list], *shapes: Iterable[Any]) -> tuple[str, tuple[str, ...]]:
+    """Shardy's rule, such as "rows whole0, rows -> rows", and those of its names that must not be cut."""
+    whole, sides = [], []
+    for specs, arrays in zip(names, shapes):
+        mapped = []
+        for spec, x in zip(specs, arrays):
+            dims = list(spec) + [None] * (x.ndim - len(spec))
+            for i, name in enumerate(dims):
+                if name is None:
+                    whole.append(f"whole{len(whole)}")
+                    dims[i] = whole[-1]
+            mapped.append(" ".join(dims))
+        sides.append(", ".join(mapped))
+    return " -> ".join(sides), tuple(whole)
+
+
+def _cuts(pairs: Iterable[tuple[PartitionSpec, PartitionSpec]]) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each name, by pairs of an array's names and its spec: those of the first array that has any."""
+    cut, taken = {}, set()
+    for names, spec in sorted(pairs, key=lambda pair: PAGES not in pair[0]):  # a cache is larger than what goes into it
+        for name, axes in zip(names, spec):
+            axes = (axes,) if isinstance(axes, str) else axes
+            if name is not None and axes and name not in cut and taken.isdisjoint(axes):
+                cut[name] = tuple(axes)
+                taken.update(axes)
+    return cut
+
+
+def _specs(names: Any, cut: dict[str, tuple[str, ...]]) -> Any:
+    """The tree of names with their mesh axes instead."""
+    return jax.tree.map(lambda spec: PartitionSpec(*(cut.get(name) for name in spec)), names, is_leaf=_is_spec)
+
+
+def _leaves(prefix: Any, tree: Any) -> list[PartitionSpec]:
+    """The prefix's leaf of each leaf of the tree."""
+    return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=_is_spec), is_leaf=_is_spec)
+
+
+def _spec(shape: jax.ShapeDtypeStruct) -> PartitionSpec:
+    """What the partitioner knows of an array's sharding; GSPMD may know nothing yet."""
+    return getattr(shape.sharding, "spec", PartitionSpec())
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
 def _mesh(arrays: Any) -> Any:
     for leaf in jax.tree.leaves(arrays):
         sharding = jax.typeof(leaf).sharding
@@ -81,4 +197,4 @@ def _resharded(mesh: Any, tree: Any, specs: Any) -> Any:
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), part)
 
-    return jax.tree.map(reshard, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(reshard, specs, tree, is_leaf=_is_spec)

@@ -118,7 +118,8 @@ def sparse_mla_decode(
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
     sharded by rows give partial results that `merge_attention` joins. Over explicit mesh axes the call shards itself,
-    by the rows and heads of q. Kernels have no gradient: differentiate with `backend="reference"`.
+    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/sharding.md). Kernels have no
+    gradient: differentiate with `backend="reference"`.
 
     Args:
       q: bfloat16 `[batch, q_len, heads, qk_dim]`; the reference also takes float32.
@@ -273,38 +274,39 @@ def _serve(check: ArgumentChecks, route: _Route, arguments: tuple, **static: Any
     if route.phase == "decode":
         names = ("cache", "extra_cache")
         sharding.refuse_sharded(check, **{name: table.cache for name, table in zip(names, arguments[1])})
-        specs = _decode_specs(*arguments)
     else:
         sharding.refuse_sharded(check, kv=arguments[1])
-        specs = _prefill_specs(*arguments)
-    return sharding.on_own_rows(_serve_traced, arguments, *specs, **facts)
+    return sharding.on_own_shares(_serve_traced, _SHARES[route.phase](*arguments), arguments, **facts)
 
 
-def _decode_specs(q: jax.Array, tables: tuple[IndexTable, ...], attn_sink: jax.Array | None) -> tuple[tuple, tuple]:
-    """How a call over explicit axes is shared out: rows and heads as those of q; every device reads the whole cache."""
-    rows, heads = sharding.axes_of(q, 0, 2)
-    shares = tuple(IndexTable(P(), P(rows), None if table.lengths is None else P(rows)) for table in tables)
-    in_specs = P(rows, None, heads), shares, None if attn_sink is None else P(heads)
-    return in_specs, (P(rows, None, heads), P(rows, None, heads))
+def _decode_shares(q: jax.Array, tables: tuple[IndexTable, ...], attn_sink: jax.Array | None) -> sharding.Shares:
+    """Rows and heads may be cut; every device reads the whole cache."""
+    rows, of_q = P("batch", "q_len"), P("batch", "q_len", "heads")
+    tables = tuple(IndexTable(P(), rows, None if table.lengths is None else rows) for table in tables)
+    return sharding.Shares((of_q, tables, None if attn_sink is None else P("heads")), (of_q, of_q))
 
 
-def _prefill_specs(
+def _prefill_shares(
     q: jax.Array, kv: jax.Array, indices: jax.Array, lengths: jax.Array | None, attn_sink: jax.Array | None
-) -> tuple[tuple, tuple]:
-    """As `_decode_specs`; every device reads the whole workspace."""
-    rows, heads = sharding.axes_of(q, 0, 1)
-    optional = None if lengths is None else P(rows), None if attn_sink is None else P(heads)
-    return (P(rows, heads), P(), P(rows), *optional), (P(rows, heads),) * 3
+) -> sharding.Shares:
+    """As `_decode_shares`; every device reads the whole workspace."""
+    optional = None if lengths is None else P("rows"), None if attn_sink is None else P("heads")
+    return sharding.Shares((P("rows", "heads"), P(), P("rows"), *optional), (P("rows", "heads"),) * 3)
+
+
+_SHARES = {"decode": _decode_shares, "prefill": _prefill_shares}
 
 
 @partial(jax.jit, static_argnames=("route", "static"))
 def _serve_traced(*arguments: Any, route: _Route, static: tuple) -> tuple[jax.Array, ...]:
+    shares = _SHARES[route.phase](*arguments)
+
     def function(backend: str):
-        call = BACKENDS[backend].function(route.phase)
+        call = partial(BACKENDS[backend].function(route.phase), **dict(static))
 
         def named(*arguments):
             with jax.named_scope(f"{_SCOPE}{route.phase}.{backend}"):  # `calls_of` and profilers find it
-                return call(*arguments, **dict(static))
+                return dispatch.shared(call, shares)(*arguments)
 
         named.__name__ = f"{_SCOPE}{route.phase}"  # errors name it
         return named

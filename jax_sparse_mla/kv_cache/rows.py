@@ -16,7 +16,13 @@ from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
-from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
+from jax_sparse_mla.kv_cache.windows import (
+    gather_windows,
+    locate_slots,
+    scatter_windows,
+    slots_of_share,
+    write_own_pages,
+)
 from jax_sparse_mla.xla.triton_call import launching
 
 
@@ -35,7 +41,8 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
     clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
 
-    Over explicit mesh axes every device writes all rows into its own copy of the cache.
+    Over explicit mesh axes every device writes all rows into its own copy of the cache. Under plain `jit` the cache may
+    be sharded by pages: each device writes the rows of its own.
 
     Under `jit` with the cache donated it writes in place; otherwise the cache is copied. XLA also copies it if the
     program reads the old cache and the write does not depend on that read.
@@ -70,7 +77,9 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     def plain(cache, slots, kv):
         return write_rows_reference(cache, slots, kv).data
 
-    return dataclasses.replace(cache, data=_dispatch(cache, "write_kv", plain, cache, slots, kv))
+    pages = _pages_cut(cache)
+    shares = sharding.Shares((pages, P(), P()), pages, across=write_own_pages)
+    return dataclasses.replace(cache, data=_dispatch("write_kv", plain, cache, slots, kv, shares=shares))
 
 
 def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -105,8 +114,7 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     slots = check("slots", slots, ("n",), INT32)
     sharding.refuse_sharded(check, cache=cache)
     if sharding.is_sharded(slots):
-        rows = P(*sharding.axes_of(slots, 0))
-        return sharding.on_own_rows(_gather_kv, (cache, slots), (P(), rows), rows)
+        return sharding.on_own_shares(_gather_kv, _gather_shares(cache), (cache, slots))
     return _gather_kv(cache, slots)
 
 
@@ -114,7 +122,20 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
 def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     if cache.data.size == 0 or slots.size == 0:
         return gather_rows_reference(cache, slots)
-    return _dispatch(cache, "gather_kv", gather_rows_reference, cache, slots)
+    return _dispatch("gather_kv", gather_rows_reference, cache, slots, shares=_gather_shares(cache))
+
+
+def _gather_shares(cache: PagedKV) -> sharding.Shares:
+    num_slots = cache.num_slots
+
+    def across(gather, axes, cache, slots):
+        """Each device's own rows and zeros, added as integers, which keeps every bit."""
+        slots = slots_of_share(jnp.where(slots < num_slots, slots, -1), axes, cache.num_slots)
+        rows = gather(cache, slots)
+        pairs = lax.bitcast_convert_type(rows.reshape(len(slots), -1, 2), jnp.int32)
+        return lax.bitcast_convert_type(lax.psum(pairs, axes), rows.dtype).reshape(rows.shape)
+
+    return sharding.Shares((_pages_cut(cache), P("rows")), P("rows"), across)
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -135,7 +156,7 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
 
     if cache.data.size == 0 or slots.size == 0:
         return plain(workspace, cache, slots)
-    return _dispatch(cache, "gather_kv_into", plain, workspace, cache, slots, start=start)
+    return _dispatch("gather_kv_into", plain, workspace, cache, slots, start=start)
 
 
 def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.Array:
@@ -155,7 +176,7 @@ def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.A
 
     if cache.data.size == 0 or slots.size == 0:
         return plain(cache, slots)
-    return _dispatch(cache, "gather_kv", plain, cache, slots, rows=rows)
+    return _dispatch("gather_kv", plain, cache, slots, rows=rows)
 
 
 def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -201,13 +222,25 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _dispatch(cache: PagedKV, name: str, plain, *args: Any, **static: Any) -> jax.Array:
-    """The kernel of this name, but XLA for a layout that it was not written for."""
-    if cache.layout not in KERNEL_LAYOUTS:
-        return plain(*args)
-    pages = cache.first_page, cache.num_pages
-    kernel = launching(f"kv_cache.{name}", layout=cache.layout, page_size=cache.page_size, pages=pages, **static)
-    return dispatch(kernel, plain, *args)
+def _dispatch(name: str, plain, *args: Any, shares: sharding.Shares | None = None, **static: Any) -> jax.Array:
+    """The kernel of this name, but XLA for a layout that it was not written for; one of args is the cache."""
+
+    def cache_of(args: tuple) -> PagedKV:
+        return next(x for x in args if isinstance(x, PagedKV))
+
+    def kernel(*args):
+        cache = cache_of(args)  # maybe a device's share, with fewer pages
+        pages = cache.first_page, cache.num_pages
+        return launching(f"kv_cache.{name}", layout=cache.layout, page_size=cache.page_size, pages=pages, **static)(
+            *args
+        )
+
+    return dispatch(kernel, plain, *args, shares=shares) if cache_of(args).layout in KERNEL_LAYOUTS else plain(*args)
+
+
+def _pages_cut(cache: PagedKV) -> P:
+    """The pages of one layer may be cut; those of several lie one layer after the other."""
+    return P(sharding.PAGES) if cache.num_layers == 1 else P()
 
 
 def _locate(cache: PagedKV, slots: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -26,6 +26,23 @@ def locate_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.
     return valid, jnp.where(valid, page, num_pages), jnp.where(valid, slots - page * page_size, 0)
 
 
+def slots_of_share(slots: jax.Array, axes: tuple[str, ...], num_slots: int) -> jax.Array:
+    """The slots as those of the pages that a device has, −1 for the others.
+
+    Args:
+      slots: int32, any shape, any values.
+      axes: the mesh axes that the pages are sharded over.
+      num_slots: of a device's share.
+    """
+    first = lax.axis_index(axes) * num_slots
+    return jnp.where((slots >= first) & (slots - first < num_slots), slots - first, -1)
+
+
+def write_own_pages(write, axes: tuple[str, ...], cache, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """`write(cache, slots, rows)` of the slots in a device's share of the pages; for `sharding.Shares`."""
+    return write(cache, slots_of_share(slots, axes, cache.num_pages * cache.page_size), rows)
+
+
 def gather_windows(data: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
     """`data[page[i], start[i] : start[i] + width]`; positions are clamped, so mask what was out of range.
 

@@ -1,5 +1,5 @@
-"""Attention and whole steps over several devices, by jax.shard_map and over explicit axes: heads and tokens without a
-collective, keys merged by lse.
+"""Attention, caches and whole steps over several devices, by jax.shard_map, over explicit axes and under plain jit:
+heads and tokens without a collective, keys merged by lse.
 
 The bodies run in another process, which has four virtual CPU devices; this one keeps its own.
 """
@@ -25,6 +25,9 @@ PREAMBLE = """
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     import dataclasses
+    import re
+    from unittest import mock
+
     import jax_sparse_mla as mla
     from jax_sparse_mla import index_selection, layers, sharding, write_index_k
     from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
@@ -65,6 +68,13 @@ PREAMBLE = """
         text = compiled.as_text()
         return compiled(*args), [name for name in COLLECTIVES if name in text]
 
+    def run_plain(f, specs, *args, mesh=mesh):
+        \"\"\"As run_sharded, but under plain jit: the partitioner decides.\"\"\"
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(specs, args)]
+        compiled = jax.jit(f).lower(*args).compile()
+        text = compiled.as_text()
+        return compiled(*args), [name for name in COLLECTIVES if name in text]
+
     def assert_close(actual, expected, tolerance):
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             a, b = np.asarray(a), np.asarray(b)
@@ -79,6 +89,60 @@ PREAMBLE = """
 
     def prefill(q, kv, indices, lengths, sink):
         return sparse_mla_prefill(q, kv, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
+
+    def check_steps(ratio, mode, work, num_rows):
+        \"\"\"A whole step of a layer under shard_map equals the step on one device: to the bit over requests.\"\"\"
+        world, chunk = make_world(ratio), mode is mla.ForwardMode.EXTEND
+        spec = dataclasses.replace(world.spec, num_heads=4)
+        batch, rows, _ = make_step(world, mode, work, num_rows=num_rows)
+        rows = dataclasses.replace(rows, q=jnp.concatenate([rows.q, -rows.q], 1).astype(jnp.bfloat16))
+        params = world.params and dataclasses.replace(world.params, attn_sink=jnp.arange(4.0))
+
+        def step(cache, rows, params, batch, tables):
+            if ratio is None:
+                options = {"fp8_kv_cache": True, "prefill_backend": "flashmla_sparse" if chunk else "flashmla_kv"}
+                metadata = mla.build_v32_metadata(spec, batch, tables, **options)
+                return layers.v32_layer(cache, rows, batch, metadata, spec=spec)
+            prepared = layers.prepare_v4_step(spec, batch, tables, gathered=chunk)
+            plan = prepared.plans.get(ratio)
+            return layers.v4_layer(cache, rows, params, batch, prepared.metadata, plan, spec=spec, ratio=ratio)
+
+        def run(args, in_specs, out_specs):
+            mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
+            compiled = mapped.lower(*args).compile()
+            assert not [name for name in COLLECTIVES if name in compiled.as_text()]
+            out, _, positions = compiled(*args)
+            return np.asarray(out, np.float32), positions
+
+        cache, rest = world.empty_cache(), (rows, params, batch, world.tables)
+        out, after, positions = jax.jit(step)(cache, *rest)
+        if ratio is None and not chunk:
+            check_plain_step(step, (cache, *rest), (out, after, positions))
+        out = np.asarray(out, np.float32)
+
+        # Each device has the caches of its own requests, and no device needs another's.
+        four = jax.tree.map(lambda x: jnp.concatenate([x] * 4), cache)
+        own_out, own_positions = run((four, *rest), (P("x"), P("x"), P(), P("x"), P()), P("x"))
+        np.testing.assert_array_equal(own_out, out)
+        np.testing.assert_array_equal(own_positions, positions)
+
+        of_rows = dataclasses.replace(jax.tree.map(lambda _: P(), rows), q=P(None, "x"))
+        of_params = params and dataclasses.replace(jax.tree.map(lambda _: P(), params), attn_sink=P("x"))
+        own_out, own_positions = run((cache, *rest), (P(), of_rows, of_params, P(), P()), (P(None, "x"), P(), P()))
+        assert_close(own_out, out, 2**-7)
+        np.testing.assert_array_equal(own_positions, positions)
+
+    def check_plain_step(step, args, expected):
+        \"\"\"The partitioner cuts the rows of attention and selection, and moves no cache.\"\"\"
+        whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+        args = [jax.device_put(x, sharding) for sharding, x in zip((whole, rows, whole, rows, whole), args)]
+        compiled = jax.jit(step).lower(*args).compile()
+        got = compiled(*args)
+        assert got[0].sharding.spec[0] == got[2].sharding.spec[0] == "x"
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(a, b)
+        moved = [line for line in compiled.as_text().splitlines() if any(f" {name}(" in line for name in COLLECTIVES)]
+        assert moved and not [line for line in moved if "u8[" in line or ",4,576]" in line], moved  # caches, queries
 
     decode_args = (q, cache, indices, lengths, extra_cache, extra_indices, sink)
     prefill_args = (q[:, 0], kv, indices[:, 0], lengths[:, 0], sink)
@@ -182,6 +246,124 @@ BODIES = {
         out, _, lse = sparse_mla_prefill(q, kv, indices, softmax_scale=0.3)
         assert_close(merge_attention(*parts), (out, lse), 1e-5)
     """,
+    "plain_jit": """
+        from jax_sparse_mla.attention import reference
+
+        # A loop over chunks of rows is as opaque as a kernel: without a rule all devices compute all rows.
+        patched = mock.patch.object(reference, "CHUNK_BYTES", 200_000)
+        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+        rows, heads = P("x"), P("y")
+        args = (*prefill_args[:3], None, prefill_args[4])  # traced anew, since the size of a chunk is no argument
+        expected = prefill(*prefill_args[:3], None, prefill_args[4])
+        with patched:
+            jax.clear_caches()
+            specs = (P("x", None, "y"), P(), rows, rows, P(), rows, heads)
+            results, collectives = run_plain(decode, specs, *decode_args, mesh=square)
+            assert collectives == [] and results[0].sharding.spec == P("x", None, "y"), collectives
+            assert_close(results, decode(*decode_args), 1e-6)
+            assert "CustomSPMDPartitioning" not in jax.jit(decode).lower(*decode_args).as_text()  # of one device
+
+            specs = (P("x", "y"), P(), rows, P(), heads)
+            for shardy in (True, False):
+                jax.config.update("jax_use_shardy_partitioner", shardy)
+                results, collectives = run_plain(prefill, specs, *args, mesh=square)
+                assert collectives == [] and results[2].sharding.spec == P("x", "y"), collectives
+                assert_close(results, expected, 1e-6)
+            jax.config.update("jax_use_shardy_partitioner", True)
+
+            results, collectives = run_plain(prefill, (P("x", "y"), P("x"), P(), P(), P()), *args, mesh=square)
+            assert collectives == ["all-gather"] and results[2].sharding.spec == P("x", "y")  # of the keys alone
+            assert_close(results, expected, 1e-6)
+
+            def gradient(q, kv, indices, lengths, sink):
+                return jax.grad(lambda q, sink: prefill(q, kv, indices, lengths, sink)[0].sum(), (0, 1))(q, sink)
+
+            assert_close(run_plain(gradient, specs, *args, mesh=square)[0], gradient(*args), 1e-5)
+            mapped = jax.vmap(lambda q, sink: prefill(q, *args[1:4], sink))
+            twice = jnp.stack([args[0], -args[0]]), jnp.stack([args[4], args[4] + 1])
+            results, _ = run_plain(mapped, (P(None, "x"), P()), *twice)
+            assert_close(jax.tree.map(lambda x: x[0], results), expected, 1e-6)
+
+        # Programs on disk are found by their text, which must differ where what is called does.
+        over = jax.device_put(q, NamedSharding(mesh, rows))
+        attend = (lambda q, s=s: sparse_mla_decode(q, cache, indices, softmax_scale=s) for s in (0.3, 0.3, 0.4))
+        lowered = [re.sub('backend_config = "[0-9]+"', "", jax.jit(f).lower(over).as_text()) for f in attend]
+        assert lowered[0] == lowered[1] != lowered[2] and "CustomSPMDPartitioning" in lowered[0]
+    """,
+    "plain_jit_of_a_kernel": """
+        import pytest
+        from attention_calls import pretend_h200
+        from jax_sparse_mla.attention import api, reference
+        from jax_sparse_mla.attention.backend import BACKENDS
+
+        seen = []
+
+        def kernel(q, *args, **static):
+            seen.append(q.shape)
+            return reference.prefill(q, *args, **static)
+
+        def attend(*args, backend="triton"):
+            q, kv, indices, lengths, sink = args
+            options = {"topk_length": lengths, "attn_sink": sink, "backend": backend}
+            return sparse_mla_prefill(q, kv, indices, softmax_scale=0.3, **options)
+
+        bf16 = [x.astype(jnp.bfloat16) for x in prefill_args[:2]]
+        args, specs = (*bf16, *prefill_args[2:]), (P("x"), P(), P("x"), P("x"), P())
+        with pytest.MonkeyPatch.context() as patch:
+            pretend_h200(patch, "triton")
+            patch.setattr(type(BACKENDS["triton"]), "function", lambda self, phase: kernel)
+            results, collectives = run_plain(attend, specs, *args)
+            assert collectives == [] and seen[-1] == (BATCH // 4, HEADS, 512), (collectives, seen)
+            assert_close(results[2], prefill(*args)[2], 1e-6)
+
+            # Where it is not asked for by name, the program for CUDA calls it too.
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(specs, args)]
+            unnamed = jax.jit(lambda *args: attend(*args, backend=None)).trace(*placed)
+            lowered = unnamed.lower(lowering_platforms=("cuda",))
+            assert api.calls_of(lowered) == {("prefill", "triton")} and "sdy.sharding_rule" in lowered.as_text()
+    """,
+    "caches_under_plain_jit": """
+        from jax_sparse_mla.kv_cache import rows as functions
+
+        pages, rows, whole = P("x"), P("x"), P()
+        slots = jnp.arange(8, dtype=jnp.int32) * 18 - 2  # on every device's pages, and one on none
+        new = q[:, 0, 0].at[1, :2].set(-0.0)
+        written = write_kv(cache, slots, new)
+        gathered = gather_kv(written, slots)
+        seen = []  # by what stands for a kernel: the pages and rows that a device works on
+
+        def noting(function):
+            def noted(cache, slots, *args):
+                seen.append((cache.num_pages, len(slots)))
+                return function(cache, slots, *args)
+
+            return mock.patch.object(functions, function.__name__, noted)
+
+        jax.clear_caches()
+        with noting(functions.write_rows_reference), noting(functions.gather_rows_reference):
+            for of_cache, of_rows, moved, share in (
+                (pages, whole, [], (PAGES // 4, 8)),
+                (whole, rows, ["all-gather"], (PAGES, 8)),
+                (pages, rows, ["all-gather"], (PAGES // 4, 8)),  # of slots and rows, never of the cache
+            ):
+                got, collectives = run_plain(write_kv, (of_cache, of_rows, of_rows), cache, slots, new)
+                assert collectives == moved and share in seen and got.data.sharding.spec == of_cache, collectives
+                np.testing.assert_array_equal(got.data, written.data)
+            for of_cache, of_rows, moved, share in (
+                (whole, rows, [], (PAGES, 2)),
+                (pages, whole, ["all-reduce"], (PAGES // 4, 8)),
+                (pages, rows, ["all-gather", "all-reduce"], (PAGES // 4, 8)),
+            ):
+                got, collectives = run_plain(gather_kv, (of_cache, of_rows), written, slots)
+                assert collectives == moved and share in seen and got.sharding.spec == of_rows, collectives
+                np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16) for x in (got, gathered)))
+
+        keys, k = jnp.zeros((PAGES, PAGE * 132), jnp.uint8), q[:, 0, 0, :128]
+        got, collectives = run_plain(write_index_k, (pages, rows, rows), keys, slots, k)
+        assert collectives == ["all-gather"] and got.sharding.spec == pages, collectives
+        np.testing.assert_array_equal(got, write_index_k(keys, slots, k))
+        jax.clear_caches()
+    """,
     "explicit_axes": """
         square = jax.make_mesh((2, 2), ("x", "y"))  # explicit axes are its default
         assert set(square.axis_types) == {jax.sharding.AxisType.Explicit}
@@ -217,7 +399,7 @@ BODIES = {
         counts = []
         for _ in range(2):
             results = sparse_mla_decode(over, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
-            counts.append(sharding._on_own_rows._cache_size())
+            counts.append(sharding._on_own_shares._cache_size())
         assert counts[0] == counts[1]
         expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
         assert_close(results, expected, 1e-6)
@@ -247,53 +429,17 @@ BODIES = {
         sharded, collectives = run_sharded(select, specs, P("x"), *args)
         assert collectives == [], collectives
         np.testing.assert_array_equal(sharded, select(*args))
+        sharded, collectives = run_plain(select, (P("x"), P(), P(), P("x")), *args)
+        assert collectives == [] and sharded.sharding.spec[0] == "x", collectives
+        np.testing.assert_array_equal(sharded, select(*args))
     """,
-    "a_step_over_requests": """
-        # Each device has the caches of its own requests, and no device needs another's.
+    "decode_steps": """
         for ratio in (4, None):
-            world, spec = make_world(ratio), V32 if ratio is None else V4
-            work = [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0]
-            batch, rows, _ = make_step(world, mla.ForwardMode.DECODE, work, num_rows=4)
-
-            def step(cache, rows, params, batch, tables):
-                if ratio is None:
-                    options = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}
-                    metadata = mla.build_v32_metadata(spec, batch, tables, **options)
-                    return layers.v32_layer(cache, rows, batch, metadata, spec=spec)
-                prepared = layers.prepare_v4_step(spec, batch, tables)
-                return layers.v4_layer(cache, rows, params, batch, prepared.metadata, None, spec=spec, ratio=ratio)
-
-            cache = world.empty_cache()
-            four = jax.tree.map(lambda x: jnp.concatenate([x] * 4), cache)
-            args, specs = (four, rows, world.params, batch, world.tables), (P("x"), P("x"), P(), P("x"), P())
-            mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=True))
-            text = mapped.lower(*args).compile().as_text()
-            assert not [name for name in COLLECTIVES if name in text]
-            expected = jax.jit(step)(cache, *args[1:])
-            for got, want in zip(mapped(*args)[::2], expected[::2]):  # out and positions
-                np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+            check_steps(ratio, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
     """,
-    "a_chunk_over_heads": """
-        world = make_world(4)
-        spec = dataclasses.replace(V4, num_heads=4)
-        batch, rows, _ = make_step(world, mla.ForwardMode.EXTEND, [(0, 0, 30), (1, 0, 14), 0], num_rows=48)
-        rows = dataclasses.replace(rows, q=jnp.asarray(rng.standard_normal((48, 4, 512)), jnp.bfloat16))
-        params = dataclasses.replace(world.params, attn_sink=jnp.arange(4.0))
-
-        def step(cache, rows, params, batch, tables):
-            prepared = layers.prepare_v4_step(spec, batch, tables, gathered=True)
-            plan = prepared.plans[4]
-            return layers.v4_layer(cache, rows, params, batch, prepared.metadata, plan, spec=spec, ratio=4)[0]
-
-        over = jax.tree.map(lambda _: P(), rows), jax.tree.map(lambda _: P(), params)
-        over = dataclasses.replace(over[0], q=P(None, "x")), dataclasses.replace(over[1], attn_sink=P("x"))
-        args = world.empty_cache(), rows, params, batch, world.tables
-        specs = (P(), *over, P(), P())
-        mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=True))
-        text = mapped.lower(*args).compile().as_text()
-        assert not [name for name in COLLECTIVES if name in text]
-        got, want = mapped(*args), jax.jit(step)(*args)
-        assert_close(got.astype(jnp.float32), want.astype(jnp.float32), 2**-7)
+    "chunks": """
+        for ratio in (4, None):
+            check_steps(ratio, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
     """,
 }
 
@@ -326,7 +472,7 @@ def results() -> dict[str, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS")]

@@ -8,11 +8,13 @@ import os
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.indices.topk.route import engine_here
+from jax_sparse_mla.sharding import Shares
 
 _INT_MIN = -(2**31)
 _OUTSIDE_KEY = _INT_MIN  # below every column of the window
@@ -82,7 +84,10 @@ def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
 
     if logits.size == 0:
         return plain(logits, lengths, optional)
-    return dispatch(kernel, plain, logits, lengths, optional)
+    of_rows = {name: None if x is None else P("rows") for name, x in optional.items()}
+    if optional.get("row_to_request") is not None:
+        of_rows["page_table"] = P()  # any row may ask for any request's
+    return dispatch(kernel, plain, logits, lengths, optional, shares=Shares((P("rows"), P("rows"), of_rows), P("rows")))
 
 
 def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):
