@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import shared
-from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, index_logits, page_size_of
+from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, logits_of, page_size_of
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.sharding import Shares
 
@@ -107,7 +107,8 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
         known = (request >= 0) & (request < requests)
         pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
         lengths = jnp.where(known, rows_of["lengths"], 0)
-        logits = index_logits(rows_of["q"], rows_of["weights"], index_cache, pages, lengths)
+        arguments = rows_of["q"], rows_of["weights"], index_cache, pages, lengths
+        logits = logits_of(*arguments, rows_of_call=rows, fill=False)  # the top-k reads nothing past a length
         return topk_transform(
             logits,
             lengths,

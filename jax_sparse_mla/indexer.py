@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_sparse_mla import sharding
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
@@ -122,21 +123,34 @@ def index_logits(
     index_cache = check_index_cache(check, index_cache)
     page_table = check("page_table", page_table, ("rows", None), INT32)
     lengths = check("lengths", lengths, ("rows",), INT32)
-    return _index_logits(q, weights, index_cache, page_table, lengths)
+    return logits_of(q, weights, index_cache, page_table, lengths)
 
 
 _LOGITS_SHARES = sharding.Shares((P("rows"), P("rows"), P(), P("rows"), P("rows")), P("rows"))
 
 
-@jax.jit
-def _index_logits(q, weights, index_cache, page_table, lengths):
+@functools.partial(jax.jit, static_argnames=("rows_of_call", "fill"))
+def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None, fill=True):
+    """`index_logits` of checked arguments.
+
+    Args:
+      rows_of_call: rows by which the kernel is chosen, where a call comes in parts; by default those of q.
+      fill: False where nobody reads the columns from a row's length on; they may then hold anything.
+    """
     arguments = q, weights, index_cache, page_table, lengths
     # The kernel multiplies FP8 numbers; other queries are for comparisons.
     empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
     if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or empty:
         return index_logits_reference(*arguments)
 
-    kernel = launching("indexer.index_logits", pages=_pages(index_cache))
+    def kernel(*arguments):
+        from jax_sparse_mla.kernels.sm90 import index_logits as sm90
+
+        pages, capability = _pages(index_cache), DeviceInfo.current().compute_capability
+        if sm90.serves(capability, rows_of_call or q.shape[0], q.shape[1], page_size_of(index_cache)):
+            return sm90.index_logits(*jax.tree.leaves(arguments), pages=pages, fill=fill)
+        return launching("indexer.index_logits", pages=pages)(*arguments)
+
     return dispatch(kernel, index_logits_reference, *arguments, shares=_LOGITS_SHARES)
 
 

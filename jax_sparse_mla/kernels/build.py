@@ -16,12 +16,21 @@ from typing import Any
 from jax_sparse_mla import native
 from jax_sparse_mla._packages import why_not
 
-__all__ = ["binder", "folder", "library", "module", "source", "sparse_decode_module", "topk_module"]
+__all__ = [
+    "binder",
+    "folder",
+    "index_logits_module",
+    "library",
+    "module",
+    "source",
+    "sparse_decode_module",
+    "topk_module",
+]
 
 _PACKAGE = Path(__file__).parents[1]
 
 # The architectures for which a wheel carries binaries.
-_CARRIED = {"sparse_decode": ("90a",), "topk": ("80", "90", "100", "120")}
+_CARRIED = {"index_logits": ("90a",), "sparse_decode": ("90a",), "topk": ("80", "90", "100", "120")}
 
 
 def folder() -> Path:
@@ -43,6 +52,11 @@ def topk_module(capability: tuple[int, int]) -> Any | None:
 def sparse_decode_module() -> Any | None:
     """The module with the function `sparse_decode` of sparse_decode.cu, for SM90, or None where there is none."""
     return module("sparse_decode", "90a")
+
+
+def index_logits_module() -> Any | None:
+    """The module with the function `index_logits` of index_logits.cu, for SM90, or None where there is none."""
+    return module("index_logits", "90a")
 
 
 @functools.cache

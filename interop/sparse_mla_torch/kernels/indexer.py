@@ -5,9 +5,13 @@ Nothing is allocated that its caller passes, nothing synchronises or copies to t
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from jax_sparse_mla.indexer import MAX_KERNEL_HEADS
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.kernels.sm90 import index_logits as sm90
 from jax_sparse_mla.kernels.triton import indexer as kernels
 from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_tensor, output_or_new
 from sparse_mla_torch.kernels.launch import executor
@@ -95,19 +99,43 @@ def index_logits(
       ValueError: a wrong shape, more heads, or a tensor that is not contiguous or on another device.
     """
     function = "index_logits"
+    rows, capacity = check_logits(function, q, weights, index_cache, page_table, lengths)
+    out = output_or_new(function, "out", out, (rows, capacity), index_cache, torch.float32)
+    if not index_cache.numel():
+        return out.fill_(float("-inf"))
+    if out.numel():
+        launch_logits(q, weights, index_cache, page_table, lengths, out, rows_of_call=rows, fill=True)
+    return out
+
+
+def check_logits(function: str, q, weights, index_cache, page_table, lengths, *, requests=None) -> tuple[int, int]:
+    """Checks what logits are made of; `requests` rows of the table, one per row by default. (rows, columns)."""
     page_size = _page_size(function, index_cache)
     rows, heads, _ = check_tensor(function, "q", q, (None, None, 128), index_cache, (torch.float8_e4m3fn,))
     if not 0 < heads <= MAX_KERNEL_HEADS:
         raise ValueError(f"{function}: q must have 1 to {MAX_KERNEL_HEADS} heads, got {heads}")
     check_tensor(function, "weights", weights, (rows, heads), index_cache, (torch.float32,))
-    _, pages = check_tensor(function, "page_table", page_table, (rows, None), index_cache)
+    _, pages = check_tensor(function, "page_table", page_table, (requests or rows, None), index_cache)
     check_tensor(function, "lengths", lengths, (rows,), index_cache)
-    out = output_or_new(function, "out", out, (rows, pages * page_size), index_cache, torch.float32)
-    if not index_cache.numel():
-        return out.fill_(float("-inf"))
-    if out.numel():
+    return rows, pages * page_size
+
+
+def launch_logits(q, weights, index_cache, page_table, lengths, out, *, rows_of_call: int, fill: bool) -> None:
+    """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits_of`."""
+    page_size = index_cache.shape[1] // kernels.TOKEN_BYTES
+    if q.is_cuda and sm90.serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
+        import tvm_ffi
+
+        arrays, pages = (q.view(torch.uint8), weights, index_cache, page_table, lengths), (index_cache.shape[0], 0)
+        with tvm_ffi.use_torch_stream():
+            build.index_logits_module().index_logits(*arrays, *pages, True, fill, out)
+    else:
         kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, out=out)
-    return out
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _page_size(function: str, index_cache: torch.Tensor) -> int:

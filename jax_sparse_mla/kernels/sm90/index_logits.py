@@ -1,0 +1,40 @@
+"""The indexer's logits on SM90 (`kernels_cuda/index_logits/`): the calls that it serves, and how XLA calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.xla import tvm
+
+HEADS = 64  # of both models; a warpgroup's product of a row
+TILE = 64  # keys of a copied tile, which lie in one page
+TOKEN_BYTES = 132
+
+# Rows from which it is ahead of Triton's kernels: a prefill chunk. Fewer are rows of different requests most likely,
+# which share no keys.
+FROM_ROWS = 256
+
+
+def serves(capability: tuple[int, int] | None, rows: int, heads: int, page_size: int) -> bool:
+    """Whether it takes calls of so many rows on such a device; the binary is built if need be."""
+    fits = capability == (9, 0) and rows >= FROM_ROWS and heads == HEADS and page_size % TILE == 0
+    return fits and build.index_logits_module() is not None
+
+
+def index_logits(q, weights, index_cache, page_table, lengths, *, pages: tuple[int, int] | None, fill: bool) -> Any:
+    """float32 `[rows, capacity]`.
+
+    Args:
+      pages: the first page and the number of pages of the cache in its buffer; None: the buffer is the cache.
+      fill: False leaves columns unwritten from the end of the block of 256 that holds a row's last key.
+    """
+    rows, capacity = q.shape[0], page_table.shape[1] * (index_cache.shape[1] // TOKEN_BYTES)
+    first_page, num_pages = pages or (0, index_cache.shape[0])
+    arguments = [*map(tvm.Buffer, range(5)), num_pages, first_page, True, fill, tvm.Buffer(5)]
+    out = jax.ShapeDtypeStruct((rows, capacity), jnp.float32)
+    operands = q, weights, index_cache, page_table, lengths
+    return tvm.call(build.index_logits_module, "index_logits", arguments, [out], *operands)[0]

@@ -1,0 +1,96 @@
+// The indexer's logits on SM90 as a TVM FFI function: one binary for XLA and torch. The kernel is in kernel.cuh.
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+
+#include "kernel.cuh"
+
+namespace ffi = tvm::ffi;
+
+namespace {
+
+using namespace index_logits;
+
+void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "index_logits: " << cudaGetErrorString(error);
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) TVM_FFI_THROW(RuntimeError) << "index_logits: the driver is too old";
+  return reinterpret_cast<Encode>(function);
+}
+
+// How tiles of 64 lines of 128 bytes are copied: `sizes` and `strides` in bytes of the axes after a line's bytes, and
+// how much of each a tile has.
+template <int kAxes>
+CUtensorMap tiles_of(const void* data, const int64_t (&sizes)[kAxes], const int64_t (&strides)[kAxes],
+                     const int (&tile)[kAxes]) {
+  static const Encode encode = find_encode();
+  cuuint64_t all_sizes[kAxes + 1] = {kDim}, all_strides[kAxes];
+  cuuint32_t box[kAxes + 1] = {kDim}, steps[kAxes + 1] = {1};
+  for (int i = 0; i < kAxes; i++) all_sizes[i + 1] = sizes[i], all_strides[i] = strides[i];
+  for (int i = 0; i < kAxes; i++) box[i + 1] = tile[i], steps[i + 1] = 1;
+  CUtensorMap map;
+  CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kAxes + 1, const_cast<void*>(data), all_sizes,
+                           all_strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) TVM_FFI_THROW(RuntimeError) << "index_logits: no tensor map, error " << int(result);
+  return map;
+}
+
+// q is e4m3 [rows, 64, 128], weights float32 [rows, 64], cache uint8 [pages, page_size * 132] with page_size a multiple
+// of 64, of which the keys are the num_pages pages from first_page on; page_table int32 [rows, width], lengths int32
+// [rows]. All begin at multiples of 16 bytes. It writes out, float32 [rows, width * page_size]; without `fill` only the
+// columns of the blocks of 256 that a row's length reaches into. With `shared_pages`
+// eight rows are computed together where they read the same pages, as those of a request do. The caller validates sizes
+// and dtypes.
+void IndexLogits(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cache, ffi::TensorView page_table,
+                 ffi::TensorView lengths, int64_t num_pages, int64_t first_page, bool shared_pages, bool fill,
+                 ffi::TensorView out) {
+  int64_t page_bytes = cache.size(1);
+  Call call = {};
+  call.rows = static_cast<int>(q.size(0));
+  call.width = static_cast<int>(page_table.size(1));
+  call.page_size = static_cast<int>(page_bytes / kTokenBytes);
+  call.capacity = call.width * call.page_size;
+  call.num_pages = static_cast<int>(num_pages);
+  call.rows_each = shared_pages ? kRows : 1;
+  call.fill = fill;
+  call.weights = static_cast<const float*>(weights.data_ptr());
+  call.page_bytes = page_bytes;
+  call.cache = static_cast<const uint8_t*>(cache.data_ptr()) + first_page * page_bytes;
+  call.page_table = static_cast<const int*>(page_table.data_ptr());
+  call.lengths = static_cast<const int*>(lengths.data_ptr());
+  call.out = static_cast<float*>(out.data_ptr());
+  // A lane's columns of a product, 8 i + 2 t and the next, are 16 consecutive heads.
+  call.queries = tiles_of(q.data_ptr(), {2, 4, 8, call.rows}, {kDim, 16 * kDim, 2 * kDim, kHeads * kDim}, {2, 4, 8, 1});
+  call.keys = tiles_of(call.cache, {call.page_size, num_pages}, {kDim, page_bytes}, {kTile, 1});
+
+  // Units of rows that are computed at once, in groups that stream past the same keys.
+  int units = (call.rows + call.rows_each - 1) / call.rows_each;
+  call.group = shared_pages ? 16 : 1;
+  while ((units + call.group - 1) / call.group > kMostGroups) call.group *= 2;
+
+  int device = q.device().device_id, sms = 0;
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  int64_t items = int64_t{units} * ((call.capacity + kBlock - 1) / kBlock);
+  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, device));
+  check_cuda(cudaFuncSetAttribute(index_logits_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  index_logits_kernel<<<static_cast<int>(std::min<int64_t>(items, sms)), kThreads, kSharedBytes, stream>>>(call);
+  check_cuda(cudaGetLastError());
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_logits, IndexLogits);

@@ -1,0 +1,165 @@
+"""The indexer's logits on SM90 (`kernels_cuda/index_logits`), and `index_topk` of torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import ml_dtypes
+from sparse_mla_torch.kernels import indexer as torch_indexer
+from sparse_mla_torch.kernels.index_selection import index_topk
+from test_triton_indexer import assert_logits, exact_logits, logits_case
+from triton_device import DEVICE, tensor
+
+import jax_sparse_mla as mla
+from jax_sparse_mla.indexer import IndexKeys, index_logits
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.kernels.sm90 import index_logits as sm90
+
+pytestmark = pytest.mark.torch
+
+PAGED, RAGGED = mla.TopkTransform.PAGED, mla.TopkTransform.RAGGED
+SHAPES = [(301, 64, 9, 64), (256, 64, 3, 320), (263, 64, 5, 128), (1000, 64, 2, 256), (257, 64, 1, 64)]
+
+
+def test_the_calls_that_it_serves(monkeypatch):
+    monkeypatch.setattr(build, "index_logits_module", lambda: object())
+    assert sm90.serves((9, 0), 256, 64, 64) and sm90.serves((9, 0), 8192, 64, 256)
+    others = [((8, 0), 256, 64, 64), ((9, 0), 255, 64, 64), ((9, 0), 256, 32, 64), ((9, 0), 256, 64, 96)]
+    assert not any(sm90.serves(*call) for call in [*others, (None, 256, 64, 64)])
+    monkeypatch.setattr(build, "index_logits_module", lambda: None)
+    assert not sm90.serves((9, 0), 256, 64, 64)
+
+
+@pytest.mark.no_gpu
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_its_products_are_not_serialised(tmp_path):
+    """What ptxas says where registers are short or a wait is missing; the products then run one by one."""
+    pytest.importorskip("tvm_ffi")
+    library = build.library("index_logits", "90a")
+    command = ["nvcc", *library.flags, *(f"-I{x}" for x in library.includes()), "-cubin", "-Xptxas", "-v"]
+    command += ["-o", str(tmp_path / "x.cubin"), str(build.source("index_logits"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Performance Loss" not in done.stderr and "warpgroup.wait is injected" not in done.stderr, done.stderr
+
+
+def native(case, *, fill=True, rows_of_call=256):
+    """By the SM90 kernel, into a poisoned result."""
+    q, weights, cache, table, lengths = map(tensor, case)
+    out = torch.full((len(q), table.shape[1] * (cache.shape[1] // 132)), float("nan"), device=DEVICE)
+    assert sm90.serves(torch.cuda.get_device_capability(), rows_of_call, q.shape[1], cache.shape[1] // 132)
+    torch_indexer.launch_logits(q, weights, cache, table, lengths, out, rows_of_call=rows_of_call, fill=fill)
+    return out.cpu().numpy()
+
+
+@pytest.fixture
+def on_sm90():
+    if torch.cuda.get_device_capability() != (9, 0) or build.index_logits_module() is None:
+        pytest.skip("needs SM90, and the kernel's binary")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logits(shape, shared, on_sm90):
+    case = logits_case(np.random.default_rng(11), *shape, shared=shared)
+    assert_logits(native(case), *exact_logits(*case))
+
+
+@pytest.mark.gpu
+def test_a_row_s_bits_do_not_depend_on_the_others(on_sm90):
+    case = logits_case(np.random.default_rng(12), 301, 64, 9, 64, shared=True)
+    together = native(case)
+    for rows in (slice(0, 1), slice(3, 17), slice(100, 301), slice(None, None, -1)):
+        some = [np.ascontiguousarray(x[rows]) if i != 2 else x for i, x in enumerate(case)]
+        np.testing.assert_array_equal(native(some).view(np.int32), together[rows].view(np.int32))
+
+
+@pytest.mark.gpu
+def test_what_nobody_reads_is_not_filled(on_sm90):
+    case = logits_case(np.random.default_rng(13), 301, 64, 9, 64)
+    filled, sparse, lengths = native(case), native(case, fill=False), case[4]
+    end = -(-np.clip(lengths, 0, 9 * 64) // 256) * 256
+    written = np.arange(9 * 64) < end[:, None]
+    np.testing.assert_array_equal(sparse[written], filled[written])
+    assert np.isnan(sparse[~written]).all() and np.isneginf(filled[~written]).all()
+
+
+@pytest.mark.gpu
+def test_a_layer_of_a_pool_through_jax(on_sm90):
+    q, weights, cache, table, lengths = logits_case(np.random.default_rng(14), 301, 64, 9, 64, shared=True)
+    poison = np.full_like(cache, 0xFF)
+    pool = IndexKeys(data=jnp.asarray(np.concatenate([poison, cache, poison])), num_layers=3).layer(1)
+    arguments = [jnp.asarray(x) for x in (q, weights)], [jnp.asarray(x) for x in (table, lengths)]
+    got = jax.jit(index_logits)(*arguments[0], pool, *arguments[1])
+    np.testing.assert_array_equal(np.asarray(got), native((q, weights, cache, table, lengths)))
+
+
+# --- torch's index_topk ---------------------------------------------------------------------------
+
+
+def whole_numbers(rng, rows, requests, pages, page_size, heads):
+    """Arguments whose logits are exact, with ties, and what follows them: (arrays, kv table, request, offset)."""
+    num_pages = requests * pages + 1
+    q = rng.integers(-1, 2, (rows, heads, 128)).astype(ml_dtypes.float8_e4m3fn)
+    weights = rng.integers(-2, 3, (rows, heads)).astype(np.float32)
+    cache = np.zeros((num_pages, page_size * 132), np.uint8)
+    keys = rng.integers(-2, 3, (num_pages, page_size * 128)).astype(ml_dtypes.float8_e4m3fn)
+    cache[:, : page_size * 128] = keys.view(np.uint8)
+    cache[:, page_size * 128 :] = np.ones((num_pages, page_size), np.float32).view(np.uint8)
+    table = rng.permutation(num_pages)[: requests * pages].reshape(requests, pages).astype(np.int32)
+    lengths = rng.integers(-2, pages * page_size + 2, rows).astype(np.int32)
+    kv_table = rng.integers(-1, 40, (requests, pages)).astype(np.int32)
+    request, offset = (rng.integers(low, n, rows).astype(np.int32) for low, n in ((-1, requests + 1), (0, 1000)))
+    return (q, weights, cache, table, lengths), kv_table, request, offset
+
+
+@pytest.mark.parametrize("method", [PAGED, RAGGED])
+@pytest.mark.parametrize("rows_at_a_time", [2, None])
+def test_torch_selects_what_jax_selects(method, rows_at_a_time):
+    arrays, kv_table, request, offset = whole_numbers(np.random.default_rng(15), 5, 2, 3, 32, 4)
+    options = {"method": method, "page_size": 32}
+    given = {"kv_page_table": kv_table, "row_to_request": request, "topk_indices_offset": offset}
+    want = mla.index_topk(*map(jnp.asarray, arrays), 16, **options, **{k: jnp.asarray(v) for k, v in given.items()})
+    scratch = rows_at_a_time and torch.full((rows_at_a_time * 96,), float("nan"), device=DEVICE)
+    out = torch.full((5, 16), -9, dtype=torch.int32, device=DEVICE)
+    tensors = {k: tensor(v) for k, v in given.items()}
+    got = index_topk(*map(tensor, arrays), 16, **options, **tensors, out=out, scratch=scratch)
+    assert got is out
+    np.testing.assert_array_equal(got.cpu().numpy(), np.asarray(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [PAGED, RAGGED])
+def test_many_rows_in_parts(method, on_sm90):
+    """Torch's and JAX's, in parts that alone would be too few rows for the kernel, against whole logits."""
+    arrays, kv_table, request, offset = whole_numbers(np.random.default_rng(16), 700, 3, 20, 64, 64)
+    given = {"kv_page_table": kv_table, "row_to_request": request, "topk_indices_offset": offset}
+    options = {"method": method, "page_size": 64}
+    want = mla.index_topk(*map(jnp.asarray, arrays), 256, **options, **{k: jnp.asarray(v) for k, v in given.items()})
+    scratch = torch.full((100 * 1280,), float("nan"), device=DEVICE)
+    got = index_topk(*map(tensor, arrays), 256, **options, **{k: tensor(v) for k, v in given.items()}, scratch=scratch)
+    np.testing.assert_array_equal(got.cpu().numpy(), np.asarray(want))
+
+
+def test_what_is_missing_is_named():
+    arrays, kv_table, request, _ = whole_numbers(np.random.default_rng(17), 5, 2, 3, 32, 4)
+    arrays = [tensor(x) for x in arrays]
+    with pytest.raises(ValueError, match="index_topk: kv_page_table is missing"):
+        index_topk(*arrays, 16, method=PAGED, row_to_request=tensor(request))
+    with pytest.raises(ValueError, match="index_topk: topk_indices_offset is missing"):
+        index_topk(*arrays, 16, method=RAGGED, row_to_request=tensor(request))
+    with pytest.raises(TypeError, match="method must be"):
+        index_topk(*arrays, 16, method="paged", row_to_request=tensor(request))
+    with pytest.raises(ValueError, match="at least 96 elements"):
+        options = {"kv_page_table": tensor(kv_table), "row_to_request": tensor(request)}
+        index_topk(*arrays, 16, method=PAGED, **options, scratch=torch.zeros(95, device=DEVICE))
