@@ -102,11 +102,19 @@ __device__ __forceinline__ int* places_of(const Call& call, Shared& shared, int 
 template <typename T>
 __device__ float sample_threshold(Shared& shared, Entry* list, const T* values, int n, int topk,
                                   int size) {
-  int part = n / (size / kPiece);
-  for (int i = threadIdx.x; i < size; i += blockDim.x) {
-    int piece = i / kPiece;
-    int jitter = ((piece * 40503 & 0xFFFF) >> 4) % max(part - (kPiece - 1), 1);  // follows no period of the logits
-    list[i] = entry_of(to_float(values[piece * part + jitter + i % kPiece]), i);
+  int part = n / (size / kPiece), range = max(part - (kPiece - 1), 1);
+  constexpr int kLoads = 4;  // that wait together
+  for (int base = threadIdx.x; base < size; base += kLoads * blockDim.x) {
+    float held[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; j++) {
+      int i = base + j * blockDim.x, piece = i / kPiece;
+      int jitter = __umulhi(piece * 40503u << 16, range);  // follows no period of the logits
+      held[j] = i < size ? to_float(values[piece * part + jitter + i % kPiece]) : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; j++)
+      if (int i = base + j * blockDim.x; i < size) list[i] = entry_of(held[j], i);
   }
   __syncthreads();
   float expected = static_cast<float>(topk) * size / n;
