@@ -11,8 +11,9 @@
 // - Few long rows are read by clusters of thread blocks, which append to the shared memory of the first block.
 //
 // The chosen positions are written in ascending order. Where a thread block reads a row or a list in the order of its
-// places, each warp counts what it chooses of a part of its own, and then knows where to write. Candidates come in the
-// order in which the warps find them: they are marked in a bitmap, and a position's rank is read off it.
+// places, each warp counts what it chooses of a part of its own, and then knows where to write. Candidates come in
+// segments, in the order in which the warps find them; each is in order. How many of each segment are chosen tells
+// where it goes.
 
 #pragma once
 
@@ -24,8 +25,7 @@ namespace {
 
 constexpr int kHeld = 4;  // logits of a short row in a thread's registers
 constexpr int kShortThreads = 1024;
-constexpr int kSample = 4096;  // logits of a row from which its threshold is chosen
-constexpr int kPiece = 8;      // consecutive logits of a sample: a sector of 32 bytes
+constexpr int kPiece = 8;  // consecutive logits of a sample: a sector of 32 bytes
 
 enum Method { kPositions, kPaged, kRagged };
 
@@ -41,7 +41,18 @@ struct Call {
   int page_shift;  // log2 of page_size, or -1; without pages 31
   int last_page;   // where the slot INT_MAX lies
   int capacity;    // entries that fit shared memory
+  int segments;    // of a row of candidates; 0 if they do not fit
 };
+
+// The dynamic shared memory, as entries: the list, its segments and its words.
+__host__ __device__ inline int shared_entries(const Call& call) {
+  return call.capacity + (call.segments ? call.segments + call.capacity / 32 + 1 : 0);
+}
+
+// Logits of a row from which its threshold is chosen. More would take longer than the candidates that they save.
+__host__ __device__ inline int sample_size(int columns) {
+  return columns <= 16384 ? 1024 : columns <= 32768 ? 2048 : 4096;
+}
 
 // Positions lie in pages, each with its first index: the pages of the table, or a single page.
 __device__ __forceinline__ int page_of(const Call& call, int position) {
@@ -85,21 +96,30 @@ __device__ __forceinline__ int* places_of(const Call& call, Shared& shared, int 
 }
 
 // A threshold that somewhat more than topk of the n logits reach, estimated from a sample with one piece from each of
-// equal parts of the row. A random sample has topk · kSample / n of the topk largest logits, with a standard
+// equal parts of the row. A random sample has topk · size / n of the topk largest logits, with a standard
 // deviation of the root of that. With four roots added, fewer than topk candidates come in one row of tens of
 // thousands.
 template <typename T>
-__device__ float sample_threshold(Shared& shared, Entry* list, const T* values, int n, int topk) {
-  int part = n / (kSample / kPiece);
-  for (int i = threadIdx.x; i < kSample; i += blockDim.x) {
-    int piece = i / kPiece;
-    int jitter = ((piece * 40503 & 0xFFFF) >> 4) % max(part - (kPiece - 1), 1);  // follows no period of the logits
-    list[i] = entry_of(to_float(values[piece * part + jitter + i % kPiece]), i);
+__device__ float sample_threshold(Shared& shared, Entry* list, const T* values, int n, int topk,
+                                  int size) {
+  int part = n / (size / kPiece), range = max(part - (kPiece - 1), 1);
+  constexpr int kLoads = 4;  // that wait together
+  for (int base = threadIdx.x; base < size; base += kLoads * blockDim.x) {
+    float held[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; j++) {
+      int i = base + j * blockDim.x, piece = i / kPiece;
+      int jitter = __umulhi(piece * 40503u << 16, range);  // follows no period of the logits
+      held[j] = i < size ? to_float(values[piece * part + jitter + i % kPiece]) : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; j++)
+      if (int i = base + j * blockDim.x; i < size) list[i] = entry_of(held[j], i);
   }
   __syncthreads();
-  float expected = static_cast<float>(topk) * kSample / n;
-  int rank = min(static_cast<int>(expected + 4 * sqrtf(expected) + 4), kSample);
-  Cut cut = select(shared, Entries<4, Entry>{list, kSample}, rank, max(rank / 16, 1));
+  float expected = static_cast<float>(topk) * size / n;
+  int rank = min(static_cast<int>(expected + 4 * sqrtf(expected) + 4), size);
+  Cut cut = select(shared, Entries<4, Entry>{list, size}, rank, max(rank / 16, 1));
   return float_of(static_cast<unsigned>(cut.lower >> 32));
 }
 
@@ -108,48 +128,62 @@ struct alignas(4 * sizeof(T)) Four {
   T x[4];
 };
 
-// Appends the entries of a warp's hits. Bit i of each lane's mask stands for place + i.
+// How many logits lie between the last whole four of them and the first of a row.
 template <typename T>
-__device__ __forceinline__ void append(unsigned hits, const T* values, int place, int* found, Entry* list,
-                                       int capacity) {
-  if (!__any_sync(~0u, hits != 0)) return;
-  int slot = reserve(found, __popc(hits));
-  for (; hits; hits &= hits - 1, slot++) {
-    int i = place + __ffs(hits) - 1;
-    if (slot < capacity) list[slot] = entry_of(to_float(values[i]), i);  // in L1
-  }
+__device__ __forceinline__ int back_of(const T* values) {
+  return reinterpret_cast<uintptr_t>(values) / sizeof(T) % 4;
 }
 
-// Appends the entries of the places begin ... end - 1 that reach the threshold.
+// Appends the entries that reach the threshold, and lists the segments: the block's share of those of n logits. A warp
+// reads a segment by loads of four logits. Those of the first and the last four that lie inside are loaded one by one.
 template <typename T>
-__device__ void filter(const T* values, int begin, int end, float threshold, int* found, Entry* list, int capacity) {
-  constexpr int kUnroll = 4;
-  int lane = threadIdx.x % 32;
-  // Loads take four logits. Up to three before the first whole four, and after the last, are loaded one by one.
-  int head = (-(reinterpret_cast<uintptr_t>(values + begin) / sizeof(T))) % 4;
-  int body = min(begin + head, end);
-  int fours = (end - body) / 4, tail = body + 4 * fours;
-  if (threadIdx.x < 32) {
-    int place = lane < 4 ? begin + lane : tail + lane - 4;
-    bool inside = lane < 4 ? place < body : lane < 8 && place < end;
-    append(inside && to_float(values[place]) >= threshold ? 1u : 0u, values, place, found, list, capacity);
-  }
-  const Four<T>* source = reinterpret_cast<const Four<T>*>(values + body);
-  int stride = blockDim.x * kUnroll;
-  for (int base = (threadIdx.x - lane) * kUnroll; base < fours; base += stride) {
+__device__ void filter(const T* values, int n, int block, int blocks, float threshold, int* found, Entry* list,
+                       int capacity, Segment* segments) {
+  constexpr int kUnroll = kSegment / 128;
+  int lane = threadIdx.x % 32, back = back_of(values), all = (n - 1 + back) / kSegment + 1;
+  int end = static_cast<int>(static_cast<int64_t>(all) * (block + 1) / blocks);
+  int segment = static_cast<int>(static_cast<int64_t>(all) * block / blocks) + threadIdx.x / 32;
+  for (; segment < end; segment += blockDim.x / 32) {
+    int place = segment * kSegment + 4 * lane - back;
     Four<T> loaded[kUnroll];
 #pragma unroll
-    for (int j = 0; j < kUnroll; j++)
-      if (base + j * 32 + lane < fours) loaded[j] = source[base + j * 32 + lane];
+    for (int j = 0; j < kUnroll; j++) {
+      int from = place + 128 * j;
+      if (from >= 0 && from + 4 <= n) loaded[j] = *reinterpret_cast<const Four<T>*>(values + from);
+    }
+    unsigned hits[kUnroll], counts = 0;  // a byte of counts for each load
 #pragma unroll
     for (int j = 0; j < kUnroll; j++) {
-      int four = base + j * 32 + lane;
-      unsigned hits = 0;
-      if (four < fours) {
+      int from = place + 128 * j;
+      hits[j] = 0;
+      if (from >= 0 && from + 4 <= n) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) hits |= to_float(loaded[j].x[i]) >= threshold ? 1u << i : 0u;
+        for (int i = 0; i < 4; i++) hits[j] |= to_float(loaded[j].x[i]) >= threshold ? 1u << i : 0u;
+      } else {
+#pragma unroll 1
+        for (int i = max(-from, 0); i < min(n - from, 4); i++)
+          hits[j] |= to_float(values[from + i]) >= threshold ? 1u << i : 0u;
       }
-      append(hits, values, body + 4 * four, found, list, capacity);
+      counts |= static_cast<unsigned>(__popc(hits[j])) << 8 * j;
+    }
+    int slot = 0, total = 0;
+    bool any = __any_sync(~0u, counts != 0);
+    unsigned through = any ? scan(counts) : 0, totals = __shfl_sync(~0u, through, 31), before = through - counts;
+    for (int j = 0; j < kUnroll; j++) total += totals >> 8 * j & 0xFF;
+    if (lane == 0) {
+      if (any) slot = atomicAdd(found, total);
+      if (segments) segments[segment] = {slot, total};
+    }
+    if (!any) continue;
+    slot = __shfl_sync(~0u, slot, 0);
+#pragma unroll
+    for (int j = 0; j < kUnroll; j++) {
+      int at = slot + (before >> 8 * j & 0xFF);
+      for (; hits[j]; hits[j] &= hits[j] - 1, at++) {
+        int i = place + 128 * j + __ffs(hits[j]) - 1;
+        if (at < capacity) list[at] = entry_of(to_float(values[i]), i);  // in L1
+      }
+      slot += totals >> 8 * j & 0xFF;
     }
   }
 }
@@ -185,6 +219,8 @@ __device__ void write_all(const Call& call, Window window, int row, int thread, 
 template <typename T>
 __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
   Entry* list = dynamic_shared<Entry>();
+  Segment* segments = reinterpret_cast<Segment*>(list + call.capacity);
+  Word* words = reinterpret_cast<Word*>(segments + call.segments);
   __shared__ Shared shared;
   int blocks = 1, block = 0;
 #if __CUDA_ARCH__ >= 900
@@ -195,8 +231,9 @@ __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
   int row = blockIdx.x / blocks;
 
   // Rows and page tables usually come from memory, each after a wait for its address. Prefetch both before that wait.
-  prefetch(static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns,
-           min(call.columns, call.capacity), 0);
+  int share = (call.columns - 1) / blocks + 1;
+  prefetch(static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns + block * share,
+           min(share, call.columns - block * share), 0);
   if (call.method == kPaged && !call.row_to_request && block == 0)
     prefetch(call.page_table + static_cast<int64_t>(row) * call.num_pages, call.num_pages, blockDim.x / 2);
 
@@ -211,7 +248,7 @@ __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
   if (fits && block > 0) return;
 
   for (int i = threadIdx.x; i < kBins; i += blockDim.x) shared.bins[i] = 0;
-  if (threadIdx.x == 0) shared.found = shared.written = shared.num_ties = 0;
+  if (threadIdx.x == 0) shared.found = shared.num_ties = 0;
   int count = n;
   if (fits) {
 #pragma unroll 4
@@ -221,8 +258,9 @@ __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
     __syncthreads();
     int* found = &shared.found;
     Entry* all = list;
+    Segment* parts = call.segments ? segments : nullptr;
     if (block == 0) {
-      float threshold = sample_threshold(shared, list, values, n, call.topk);
+      float threshold = sample_threshold(shared, list, values, n, call.topk, sample_size(call.columns));
       if (threadIdx.x == 0) shared.threshold = threshold;
       __syncthreads();  // the sample has been read
     }
@@ -232,13 +270,12 @@ __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
       cluster.sync();
       found = cluster.map_shared_rank(found, 0);
       all = cluster.map_shared_rank(all, 0);
+      if (parts) parts = cluster.map_shared_rank(parts, 0);
       threshold = *cluster.map_shared_rank(&shared.threshold, 0);
     } else
 #endif
       threshold = shared.threshold;
-    int begin = static_cast<int>(static_cast<int64_t>(n) * block / blocks);
-    int end = static_cast<int>(static_cast<int64_t>(n) * (block + 1) / blocks);
-    filter(values, begin, end, threshold, found, all, call.capacity);
+    filter(values, n, block, blocks, threshold, found, all, call.capacity, parts);
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) cluster.sync();
 #endif
@@ -251,16 +288,15 @@ __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
   Entries<4, T> whole = {values, n};
   bool enough = count >= call.topk && count <= call.capacity;
   Cut cut = enough ? select(shared, entries, call.topk, kTies) : select(shared, whole, call.topk, kTies);
-  int *gathered = places_of(call, shared, row), *room = reinterpret_cast<int*>(list);
-  const int* places = gathered;
-  if (fits)
-    choose_in_order(shared, entries, cut, call.topk, gathered);
-  else if (ints_to_sort(n, call.topk) > 2 * call.capacity)
-    choose_in_order(shared, whole, cut, call.topk, gathered);
-  else if (enough)
-    places = choose_and_sort(shared, entries, cut, n, call.topk, gathered, room);
-  else
-    places = choose_and_sort(shared, whole, cut, n, call.topk, gathered, room);
+  int* places = places_of(call, shared, row);
+  if (fits) {
+    choose_in_order(shared, entries, cut, call.topk, places);
+  } else if (enough && call.segments) {
+    int back = back_of(values), all = (n - 1 + back) / kSegment + 1;
+    choose_in_segments(shared, list, count, cut, call.topk, back, segments, all, words, places);
+  } else {
+    choose_in_order(shared, whole, cut, call.topk, places);
+  }
   write_indices(call, places, row, shift);
 }
 
@@ -288,8 +324,8 @@ __device__ __forceinline__ void collect(Shared& shared, unsigned (&chosen)[kShor
   }
   if (lane == 0) shared.sums[warp] = count;
   __syncthreads();
-  take_ties(shared, ties, wanted, [&](int, Entry tie) {
-    int column = place_of(tie);
+  take_ties(shared, ties, wanted, [&](int, int tie) {
+    int column = place_of(shared.ties[tie]);
     atomicOr(&chosen[0][column / 32], 1u << column % 32);
     atomicAdd(&shared.sums[column / (32 * kHeld)], 1);
   });
@@ -320,7 +356,7 @@ __global__ void __launch_bounds__(kShortThreads, 2) topk_short_kernel(const Call
   starts[thread] = page_start(call, row, thread);
   Window window = window_of(call, row);
   reinterpret_cast<uint2*>(shared.bins)[thread] = make_uint2(0, 0);
-  if (thread == 0) shared.written = shared.num_ties = 0;
+  if (thread == 0) shared.num_ties = 0;
   __syncthreads();
   if (window.n <= call.topk) {
     write_all(call, window, row, thread, kShortThreads);

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int kGroup = 128;  // positions whose bits are counted together
+constexpr int kSegment = 512;  // places whose candidates stand side by side
 
 // How many of a word's bits lie before this lane's.
 __device__ __forceinline__ int bits_before(unsigned word, unsigned bit) { return __popc(word & ((1u << bit) - 1)); }
@@ -17,7 +17,7 @@ __device__ __forceinline__ int sum_before(const Shared& shared) {
   return __reduce_add_sync(~0u, lane < static_cast<int>(threadIdx.x / 32) ? shared.sums[lane] : 0);
 }
 
-// Calls take(rank, tie) for the `wanted` largest ties, each in one thread; the largest has rank 0.
+// Calls take(rank, i) for the `wanted` largest of shared.ties[i], each in one thread; the largest has rank 0.
 template <typename Take>
 __device__ __forceinline__ void take_ties(const Shared& shared, int ties, int wanted, Take take) {
   int lane = threadIdx.x % 32;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void take_ties(const Shared& shared, int ties, int wa
     int rank = 0;
     for (int other = lane; other - lane < ties; other += 32)
       rank += __popc(__ballot_sync(~0u, other < ties && shared.ties[other] > entry));
-    if (lane == 0 && rank < wanted) take(rank, entry);
+    if (lane == 0 && rank < wanted) take(rank, tie);
   }
 }
 
@@ -43,9 +43,9 @@ __device__ void choose_in_order(Shared& shared, const Source& source, const Cut&
   mine = __reduce_add_sync(~0u, mine);
   if (threadIdx.x % 32 == 0) shared.sums[threadIdx.x / 32] = mine;
   __syncthreads();
-  take_ties(shared, cut.within, wanted, [&](int rank, Entry tie) {
-    atomicAdd(&shared.sums[place_of(tie) / part], 1);
-    if (rank == wanted - 1) shared.least = tie;
+  take_ties(shared, cut.within, wanted, [&](int rank, int tie) {
+    atomicAdd(&shared.sums[place_of(shared.ties[tie]) / part], 1);
+    if (rank == wanted - 1) shared.least = shared.ties[tie];
   });
   __syncthreads();
   Entry least = shared.least;
@@ -60,61 +60,79 @@ __device__ void choose_in_order(Shared& shared, const Source& source, const Cut&
   __syncthreads();
 }
 
-// The ints of `room` that choose_and_sort needs for k of n places.
-__host__ __device__ inline int ints_to_sort(int n, int k) { return ((n - 1) / kGroup + 1) * (kGroup / 32 + 1) + k; }
+// Of a list in parts of a row: where the candidates of one begin in the list and how many these are. Each part's
+// candidates stand side by side, in the order of their places.
+struct Segment {
+  int first, count;
+};
 
-// The places of the k largest entries in ascending order, from a source in any order whose places are below n. `places`
-// holds them meanwhile; `room` may be where the source is.
-template <typename Source>
-__device__ const int* choose_and_sort(Shared& shared, const Source& source, const Cut& cut, int n, int k, int* places,
-                                      int* room) {
-  source.visit_groups([&](const auto& group) {
-    int mine = 0;
-    for (Entry entry : group) mine += entry >= cut.upper;
-    int slot = reserve(&shared.written, mine);
-    for (Entry entry : group) {
-      if (entry >= cut.upper)
-        places[slot++] = place_of(entry);
-      else if (entry >= cut.lower)
-        shared.ties[atomicAdd(&shared.num_ties, 1)] = entry;
+// 32 entries of a list: those that are chosen, and how many are chosen before them.
+struct Word {
+  unsigned chosen;
+  int before;
+};
+
+// The places of the k largest entries of a list in ascending order, where an entry of place p lies in the segment
+// (p + back) / kSegment.
+__device__ void choose_in_segments(Shared& shared, const Entry* list, int n, const Cut& cut, int k, int back,
+                                   Segment* segments, int num_segments, Word* words, int* places) {
+  int lane = threadIdx.x % 32, num_words = (n - 1) / 32 + 1;
+#pragma unroll 4
+  for (int i = threadIdx.x; i - lane < n; i += blockDim.x) {
+    Entry entry = i < n ? list[i] : 0;
+    unsigned chosen = __ballot_sync(~0u, entry >= cut.upper);
+    if (lane == 0) words[i / 32].chosen = chosen;
+    if (entry >= cut.lower && entry < cut.upper) {
+      int tie = atomicAdd(&shared.num_ties, 1);
+      shared.ties[tie] = entry;
+      shared.tie_at[tie] = i;
     }
+  }
+  __syncthreads();
+  take_ties(shared, cut.within, k - cut.above, [&](int, int tie) {
+    int at = shared.tie_at[tie];
+    atomicOr(&words[at / 32].chosen, 1u << at % 32);
   });
   __syncthreads();
-  constexpr int kWords = kGroup / 32;
-  int groups = (n - 1) / kGroup + 1;
-  int *counts = room, *sorted = room + groups * (1 + kWords);
-  unsigned* bits = reinterpret_cast<unsigned*>(room) + groups;
-  for (int i = threadIdx.x; i < groups * (1 + kWords); i += blockDim.x) room[i] = 0;
-  take_ties(shared, cut.within, k - cut.above, [&](int rank, Entry tie) { places[cut.above + rank] = place_of(tie); });
-  __syncthreads();
-  for (int i = threadIdx.x; i < k; i += blockDim.x) {
-    unsigned place = places[i];
-    atomicOr(&bits[place / 32], 1u << place % 32);
-    atomicAdd(&counts[place / kGroup], 1);
-  }
-  __syncthreads();
-  // Each count becomes that of the groups before. A thread has an odd number of groups, so that a warp reads all banks.
-  int each = ((groups - 1) / blockDim.x + 1) | 1, begin = min(static_cast<int>(threadIdx.x) * each, groups);
-  int end = min(begin + each, groups), mine = 0;
-  for (int i = begin; i < end; i++) mine += counts[i];
-  int through = scan(mine);
-  if (threadIdx.x % 32 == 31) shared.sums[threadIdx.x / 32] = through;
-  __syncthreads();
-  int before = sum_before(shared) + through - mine;
+  // All warps find the same sums, which saves a barrier. Steps are odd, so that a warp reads all banks.
+  int step = ((num_words - 1) / 32 + 1) | 1, begin = min(lane * step, num_words), end = min(begin + step, num_words);
+  int mine = 0;
+  for (int i = begin; i < end; i++) mine += __popc(words[i].chosen);
+  int before = scan(mine) - mine;
   for (int i = begin; i < end; i++) {
-    int count = counts[i];
-    counts[i] = before;
-    before += count;
+    words[i].before = before;
+    before += __popc(words[i].chosen);
+  }
+  __syncwarp();
+  auto chosen_before = [&](int i) {
+    Word word = words[i / 32];
+    return word.before + bits_before(word.chosen, i % 32);
+  };
+  // What is to be added to a chosen entry's rank in the list.
+  step = ((num_segments - 1) / blockDim.x + 1) | 1;
+  begin = min(static_cast<int>(threadIdx.x) * step, num_segments), end = min(begin + step, num_segments), mine = 0;
+  for (int i = begin; i < end; i++) {
+    Segment segment = segments[i];
+    if (!segment.count) continue;
+    int first = chosen_before(segment.first), last = segment.first + segment.count - 1;
+    int count = chosen_before(last) + (words[last / 32].chosen >> last % 32 & 1) - first;
+    segments[i] = {mine - first, count};
+    mine += count;
+  }
+  int through = scan(mine);
+  if (lane == 31) shared.sums[threadIdx.x / 32] = through;
+  __syncthreads();
+  before = sum_before(shared) + through - mine;
+  for (int i = begin; i < end; i++) segments[i].first += before;
+  __syncthreads();
+#pragma unroll 4
+  for (int i = threadIdx.x; i < n; i += blockDim.x) {
+    Word word = words[i / 32];
+    int place = place_of(list[i]);
+    if (word.chosen >> lane & 1)
+      places[segments[(place + back) / kSegment].first + word.before + bits_before(word.chosen, lane)] = place;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < k; i += blockDim.x) {
-    unsigned place = places[i], word = place / 32;
-    int rank = counts[place / kGroup] + bits_before(bits[word], place % 32);
-    for (unsigned other = place / kGroup * kWords; other < word; other++) rank += __popc(bits[other]);
-    sorted[rank] = place;
-  }
-  __syncthreads();
-  return sorted;
 }
 
 }  // namespace

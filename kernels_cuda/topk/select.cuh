@@ -18,10 +18,11 @@ constexpr int kIntMax = 2147483647, kNowhere = -kIntMax - 1;
 struct Shared {
   unsigned bins[kBins];
   Entry ties[kTies];
+  int tie_at[kTies];       // where a tie lies in the list
   Entry least;             // the topk-th largest entry
   int sums[32];            // of a warp or of one of 32 parts
   int bin, above, in_bin;  // the bin that holds the k-th entry, how many lie above it and in it
-  int found, written, num_ties;
+  int found, num_ties;
   float threshold;
 };
 
@@ -97,19 +98,13 @@ __device__ __forceinline__ Entry least_in(int bin) {
 }
 
 // The sum of the lanes up to this one.
-__device__ __forceinline__ int scan(int mine) {
+template <typename T>
+__device__ __forceinline__ T scan(T mine) {
   for (int step = 1; step < 32; step *= 2) {
-    int other = __shfl_up_sync(~0u, mine, step);
+    T other = __shfl_up_sync(~0u, mine, step);
     if (static_cast<int>(threadIdx.x % 32) >= step) mine += other;
   }
   return mine;
-}
-
-// The first of the `mine` slots that this lane gets from a counter.
-__device__ __forceinline__ int reserve(int* counter, int mine) {
-  int through = scan(mine), first = 0;
-  if (threadIdx.x % 32 == 31 && through) first = atomicAdd(counter, through);
-  return __shfl_sync(~0u, first, 31) + through - mine;
 }
 
 // Sets shared.bin, above and in_bin for the bin where the count reaches k, and zeroes the bins. A warp sums 64 at once.

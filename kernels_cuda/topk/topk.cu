@@ -24,9 +24,9 @@ int attribute(cudaDeviceAttr name, int device) {
 
 // An upper estimate of how many logits of a row of so many columns reach its threshold.
 int expected_candidates(int columns, int topk) {
-  double expected = static_cast<double>(topk) * kSample / columns;
+  double size = sample_size(columns), expected = topk * size / columns;
   double rank = (expected + 4 * std::sqrt(expected) + 4) * 17 / 16;
-  return static_cast<int>(std::min((rank + 3 * std::sqrt(rank)) * columns / kSample, 1e9));
+  return static_cast<int>(std::min((rank + 3 * std::sqrt(rank)) * columns / size, 1e9));
 }
 
 void check_cuda(cudaError_t error) {
@@ -44,20 +44,23 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
   }
   // Many rows run in several blocks on each multiprocessor, so that one computes while another loads.
   bool few = rows <= sms;
-  int capacity = !few ? 5632 : call.columns <= 16384 ? call.columns : 8192;
+  int capacity = !few ? 5504 : call.columns <= 16384 ? call.columns : 8192;
   capacity = std::max(capacity, expected_candidates(call.columns, call.topk));
-  if (call.columns > capacity) capacity = std::max(capacity, ints_to_sort(call.columns, call.topk) / 2 + 1);
-  call.capacity = std::max(std::min({capacity, call.columns, most}), 1);
+  int segments = (call.columns + 2) / kSegment + 1;
+  if (segments > most / 8) segments = 0;
+  call.capacity = std::max(std::min({capacity, call.columns, (most - segments) / 33 * 32}), 1);
+  call.segments = call.columns > call.capacity ? segments : 0;
   int cluster = 1;
   if (call.columns > call.capacity && attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9)
     while (cluster < 8 && rows * cluster * 2 <= sms) cluster *= 2;
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(rows * cluster);
-  bool one = rows * cluster <= sms || most < 2 * call.capacity;  // thread block on a multiprocessor
-  bool two = rows * cluster <= 2 * sms || most < 4 * call.capacity;
+  int entries = shared_entries(call);
+  bool one = rows * cluster <= sms || most < 2 * entries;  // thread block on a multiprocessor
+  bool two = rows * cluster <= 2 * sms || most < 4 * entries;
   config.blockDim = dim3(one ? 1024 : two ? 512 : 256);
-  config.dynamicSmemBytes = call.capacity * sizeof(Entry);
+  config.dynamicSmemBytes = entries * sizeof(Entry);
   config.stream = stream;
   cudaLaunchAttribute shape;
   shape.id = cudaLaunchAttributeClusterDimension;

@@ -32,7 +32,7 @@ static void run(Call call, int rows, int threads, bool is_short) {
   for (int row = 0; row < rows; row++) {
     blockIdx.x = row;
     blockDim.x = is_short ? kShortThreads : threads;
-    memory.assign(call.capacity, 0xABABABABABABABAB);
+    memory.assign(shared_entries(call), 0xABABABABABABABAB);
     host::run(blockDim.x, [&] { is_short ? topk_short_kernel<T>(call) : topk_kernel<T>(call); });
   }
 }
@@ -43,6 +43,7 @@ extern "C" void topk(const void* logits, int is_bfloat16, const int* lengths, co
                      int topk, int page_size, int requests, int pages, int threads, int capacity, int* out) {
   Call call = {logits, lengths, row_starts, page_table, row_to_request, offsets, out};
   call.columns = columns, call.topk = topk, call.capacity = capacity;
+  call.segments = columns > capacity && columns < 200000 ? (columns + 2) / kSegment + 1 : 0;  // as if more did not fit
   call.page_size = page_size, call.num_requests = requests, call.num_pages = pages;
   call.method = page_table ? kPaged : offsets ? kRagged : kPositions;
   call.page_shift = !page_table ? 31 : page_size & (page_size - 1) ? -1 : __builtin_ctz(page_size);
