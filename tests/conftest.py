@@ -1,6 +1,8 @@
 """What all tests share: which are skipped where, the cache of compiled programs, and the record of a run."""
 
 import atexit
+import enum
+import functools
 import os
 import shutil
 import sys
@@ -15,6 +17,7 @@ if sys.dont_write_bytecode:
 
 import jax
 import pytest
+from jax._src import compiler
 from run_record import RunRecord
 
 # Failing assertions of these say as much as those of test modules do.
@@ -49,24 +52,42 @@ def pytest_configure(config):
     config.pluginmanager.register(RunRecord(config, jax.devices()[0].device_kind))
     if not ON_GPU:
         share_compiled_programs(config)
-        compile_quickly(True)
+        compile_as_chosen()
+        Compiling.QUICK.choose()
 
 
-def compile_quickly(quickly: bool) -> None:
-    """XLA's CPU programs without the passes that only make them faster: compiling them is half the time of a run."""
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for the processes that tests start
-    jax.config.update("jax_disable_most_optimizations", quickly)
+class Compiling(enum.Enum):
+    """How XLA compiles CPU programs: a test module names one, as in `COMPILING = "PLAIN"`; QUICK is the default."""
+
+    QUICK = "its older emitters: a third of the compiler's time, programs that run several times as long"
+    PLAIN = "without the passes that only make programs faster"
+    OPTIMISED = "for programs that compute for longer than they compile"
+
+    def choose(self) -> None:
+        optimised = self is Compiling.OPTIMISED
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimised))  # for the processes that tests start
+        jax.config.update("jax_disable_most_optimizations", not optimised)
+        _chosen["xla_cpu_use_fusion_emitters"] = self is not Compiling.QUICK
+
+
+_chosen = {}  # of XLA's options
+
+
+def compile_as_chosen() -> None:
+    """XLA reads its flags once a process, and JAX takes options with each `jax.jit` alone: this gives them to all."""
+    options = compiler.get_compile_options
+
+    @functools.wraps(options)
+    def with_chosen(*args, env_options_overrides=None, **kwargs):
+        return options(*args, env_options_overrides={**_chosen, **(env_options_overrides or {})}, **kwargs)
+
+    compiler.get_compile_options = with_chosen
 
 
 @pytest.fixture(autouse=True, scope="module")
-def optimised_where_computing_takes_longer(request):
-    """Modules that say `OPTIMISED = True` compute for longer than they compile."""
-    if not ON_GPU and getattr(request.module, "OPTIMISED", False):
-        compile_quickly(False)
-        yield
-        compile_quickly(True)
-    else:
-        yield
+def compiling_of_the_module(request):
+    if not ON_GPU:
+        Compiling[getattr(request.module, "COMPILING", "QUICK")].choose()
 
 
 def share_compiled_programs(config):
