@@ -26,7 +26,8 @@ pytest.register_assert_rewrite("attention_conformance", "compressor_engine", "me
 pytest_plugins = ["pytester"]
 
 # One LLVM module a program: by default XLA splits it for the compiler's threads, which two cores do not have.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+# Its older emitters: see Compiling.QUICK. The processes that tests start compile so too, and share the programs.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false")
 
 ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:
@@ -52,7 +53,7 @@ def pytest_configure(config):
     config.pluginmanager.register(RunRecord(config, jax.devices()[0].device_kind))
     if not ON_GPU:
         share_compiled_programs(config)
-        compile_as_chosen()
+        give_options_to_all_programs()
         Compiling.QUICK.choose()
 
 
@@ -67,21 +68,24 @@ class Compiling(enum.Enum):
         optimised = self is Compiling.OPTIMISED
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimised))  # for the processes that tests start
         jax.config.update("jax_disable_most_optimizations", not optimised)
-        _chosen["xla_cpu_use_fusion_emitters"] = self is not Compiling.QUICK
+        options_of_all_programs.clear()
+        if self is not Compiling.QUICK:
+            options_of_all_programs["xla_cpu_use_fusion_emitters"] = True
 
 
-_chosen = {}  # of XLA's options
+options_of_all_programs = {}
 
 
-def compile_as_chosen() -> None:
-    """XLA reads its flags once a process, and JAX takes options with each `jax.jit` alone: this gives them to all."""
-    options = compiler.get_compile_options
+def give_options_to_all_programs() -> None:
+    """XLA reads its flags once a process, and JAX takes options for one `jax.jit` at a time."""
+    get_options = compiler.get_compile_options
 
-    @functools.wraps(options)
-    def with_chosen(*args, env_options_overrides=None, **kwargs):
-        return options(*args, env_options_overrides={**_chosen, **(env_options_overrides or {})}, **kwargs)
+    @functools.wraps(get_options)
+    def with_ours(*args, env_options_overrides=None, **kwargs):
+        options = options_of_all_programs | (env_options_overrides or {})
+        return get_options(*args, env_options_overrides=options, **kwargs)
 
-    compiler.get_compile_options = with_chosen
+    compiler.get_compile_options = with_ours
 
 
 @pytest.fixture(autouse=True, scope="module")

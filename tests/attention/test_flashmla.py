@@ -45,7 +45,6 @@ from jax_sparse_mla.attention.backend import BACKENDS, IndexTable
 from jax_sparse_mla.attention.backends import flashmla
 from jax_sparse_mla.xla import torch_operator
 
-COMPILING = "PLAIN"  # see conftest.py
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.cpu,

@@ -26,7 +26,6 @@ from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, Speculative
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 from jax_sparse_mla.layers import V4LayerCache
 
-COMPILING = "OPTIMISED"  # see conftest.py
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ordered_topk")]
 
 # The first request generates past position 384, where a C128 group ends and the window has left V4's first page.
