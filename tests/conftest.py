@@ -1,6 +1,8 @@
 """What all tests share: which are skipped where, the cache of compiled programs, and the record of a run."""
 
 import atexit
+import enum
+import functools
 import os
 import shutil
 import sys
@@ -15,6 +17,7 @@ if sys.dont_write_bytecode:
 
 import jax
 import pytest
+from jax._src import compiler
 from run_record import RunRecord
 
 # Failing assertions of these say as much as those of test modules do.
@@ -23,7 +26,8 @@ pytest.register_assert_rewrite("attention_conformance", "compressor_engine", "me
 pytest_plugins = ["pytester"]
 
 # One LLVM module a program: by default XLA splits it for the compiler's threads, which two cores do not have.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+# Its older emitters: see Compiling.QUICK. The processes that tests start compile so too, and share the programs.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false")
 
 ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:
@@ -39,24 +43,45 @@ def pytest_configure(config):
     config.pluginmanager.register(RunRecord(config, jax.devices()[0].device_kind))
     if not ON_GPU:
         share_compiled_programs(config)
-        compile_quickly(True)
+        give_options_to_all_programs()
+        Compiling.QUICK.choose()
 
 
-def compile_quickly(quickly: bool) -> None:
-    """XLA's CPU programs without the passes that only make them faster: compiling them is half the time of a run."""
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for the processes that tests start
-    jax.config.update("jax_disable_most_optimizations", quickly)
+class Compiling(enum.Enum):
+    """How XLA compiles CPU programs: a test module names one, as in `COMPILING = "PLAIN"`; QUICK is the default."""
+
+    QUICK = "its older emitters: a third of the compiler's time, programs that run several times as long"
+    PLAIN = "without the passes that only make programs faster"
+    OPTIMISED = "for programs that compute for longer than they compile"
+
+    def choose(self) -> None:
+        optimised = self is Compiling.OPTIMISED
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimised))  # for the processes that tests start
+        jax.config.update("jax_disable_most_optimizations", not optimised)
+        options_of_all_programs.clear()
+        if self is not Compiling.QUICK:
+            options_of_all_programs["xla_cpu_use_fusion_emitters"] = True
+
+
+options_of_all_programs = {}
+
+
+def give_options_to_all_programs() -> None:
+    """XLA reads its flags once a process, and JAX takes options for one `jax.jit` at a time."""
+    get_options = compiler.get_compile_options
+
+    @functools.wraps(get_options)
+    def with_ours(*args, env_options_overrides=None, **kwargs):
+        options = options_of_all_programs | (env_options_overrides or {})
+        return get_options(*args, env_options_overrides=options, **kwargs)
+
+    compiler.get_compile_options = with_ours
 
 
 @pytest.fixture(autouse=True, scope="module")
-def optimised_where_computing_takes_longer(request):
-    """Modules that say `OPTIMISED = True` compute for longer than they compile."""
-    if not ON_GPU and getattr(request.module, "OPTIMISED", False):
-        compile_quickly(False)
-        yield
-        compile_quickly(True)
-    else:
-        yield
+def compiling_of_the_module(request):
+    if not ON_GPU:
+        Compiling[getattr(request.module, "COMPILING", "QUICK")].choose()
 
 
 def share_compiled_programs(config):

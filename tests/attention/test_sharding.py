@@ -16,6 +16,7 @@ import textwrap
 import pytest
 
 DEVICES = 4
+QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # as in conftest.py
 SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 
 PREAMBLE = """
@@ -465,7 +466,7 @@ def results() -> dict[str, str]:
     environment |= {
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} {QUICK_TO_COMPILE}",
     }
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -17,7 +17,7 @@ from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.cli import main
 
-OPTIMISED = True  # see conftest.py
+COMPILING = "OPTIMISED"  # see conftest.py
 HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 needs_models = pytest.mark.skipif(not HAS_MODELS, reason="needs torch and transformers")
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="describes a machine without a GPU")

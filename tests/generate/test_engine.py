@@ -31,7 +31,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 
 from jax_sparse_mla import ForwardMode
 
-OPTIMISED = True  # see conftest.py
+COMPILING = "OPTIMISED"  # see conftest.py
 pytestmark = pytest.mark.torch
 
 # Logits of the small models spread over ±0.5; bfloat16 resolves 0.004 there.

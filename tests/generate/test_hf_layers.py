@@ -19,7 +19,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 
 from jax_sparse_mla import ForwardMode, TopkTransform
 
-OPTIMISED = True  # see conftest.py
+COMPILING = "OPTIMISED"  # see conftest.py
 pytestmark = pytest.mark.torch
 
 

@@ -28,7 +28,7 @@ from sparse_mla_torch.hf.speculative import (
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv
 from jax_sparse_mla.indexer import write_index_k
 
-OPTIMISED = True  # see conftest.py
+COMPILING = "OPTIMISED"  # see conftest.py
 pytestmark = pytest.mark.torch
 
 # Three requests, two at a time. The first two cross a page of V4 (256 tokens) and one of V3.2 (64) while drafts are

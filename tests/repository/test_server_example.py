@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+COMPILING = "PLAIN"  # see conftest.py
 PATH = Path(__file__).resolve().parents[2] / "examples" / "jax_server.py"
 # (tokens of the prompt, tokens to make, step of arrival): joining, leaving, waiting for a place, several in a chunk.
 SIZES = [(300, 6, 0), (40, 12, 0), (520, 4, 3), (7, 9, 6), (130, 5, 8), (64, 3, 9)]
