@@ -113,6 +113,8 @@ class RunRecord:
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed:
             self.failed.add(report.nodeid)
+            if self.config.getoption("--record"):  # a run may be cut off before its summary
+                self.config.get_terminal_writer().line(f"\nFAILED {report.nodeid}")
         elif report.skipped:
             self._skip(report.nodeid, report.longrepr)
         elif report.when == "call":
