@@ -16,7 +16,6 @@ import textwrap
 import pytest
 
 DEVICES = 4
-QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # as in conftest.py
 SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 
 PREAMBLE = """
@@ -456,7 +455,6 @@ def results() -> dict[str, str]:
     script += "print('RESULTS' + json.dumps(results))\n"
     # No accelerator, and no backend that a caller's environment asks for.
     dropped = (
-        "XLA_FLAGS",
         "JAX_SPARSE_MLA_BACKEND",
         "JAX_SPARSE_MLA_DECODE_BACKEND",
         "JAX_SPARSE_MLA_PREFILL_BACKEND",
@@ -466,7 +464,7 @@ def results() -> dict[str, str]:
     environment |= {
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} {QUICK_TO_COMPILE}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}",
     }
     done = subprocess.run(
         [sys.executable, "-c", script],
