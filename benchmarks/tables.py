@@ -225,6 +225,27 @@ def steps() -> str:
     return "\n".join([*lines, "", f"Medians of runs of {count} steps; {made_by('peer_step')}."])
 
 
+def torch_steps() -> str:
+    """The step from torch beside the one from JAX, of the same run."""
+    found = result("torch_step")
+    if not found:
+        return "The step from torch: not measured."
+    lines = [
+        "| requests × tokens | JAX: wall, GPU, host to enqueue it, ms | torch: wall, GPU, host, ms "
+        "| GPU, torch / JAX |",
+        "| --- | --- | --- | --- |",
+    ]
+    for case, times in found["results"].items():
+        name = " × ".join(f"{int(x):,}" for x in case.split("x"))
+        both = [
+            ", ".join(f"{times[framework][f'{what}_us'] / 1e3:.2f}" for what in ("wall", "gpu", "enqueue"))
+            for framework in ("jax", "torch")
+        ]
+        lines.append(f"| {name} | {' | '.join(both)} | {ratio(times['torch']['gpu_us'] / times['jax']['gpu_us'])} |")
+    count = next(iter(found["results"].values()))["jax"]["steps"]
+    return "\n".join([*lines, "", f"Medians of runs of {count} steps; {made_by('torch_step')}."])
+
+
 def suite() -> str:
     found = result("h200_tests")
     if "counts" not in found:
@@ -312,7 +333,7 @@ def ratio(value: float | None) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
-    for block in (operations, means, steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in)
+    for block in (operations, means, steps, torch_steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in)
 }
 
 
