@@ -31,7 +31,13 @@ ERRORS_EXIT = 77
 # Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
 # launches the same kernels.
 _SKIPPED = "not gib and not compile and not graph"
-_FILES = ("test_triton_*.py", "test_flashmla_sanitise.py", "test_hopper_memory.py", "test_merge.py")
+_FILES = (
+    "test_triton_*.py",
+    "test_flashmla_sanitise.py",
+    "test_hopper_memory.py",
+    "test_sm90_logits.py",
+    "test_merge.py",
+)
 # Run as scripts, which take a short list of cases: all their tests would not end under the sanitizer within minutes.
 _SCRIPTS = {
     "attention": "triton_attention_cases.py",

@@ -5,11 +5,11 @@
 
 JAX's is the program of `python -m benchmarks.step`, torch's is captured in a CUDA graph: the same layers, tables, cache
 bytes, rows and parameters, the same kernels. Both first take three steps from the same caches, and the greatest
-difference of their outputs is printed: the CUDA top-k's order varies from run to run, and with it the last bits. Then
-each is timed twice and profiled after either time, so that both have a second time behind a profiler; the second one
-counts. Per case and framework: wall time of a step among those called back to back, the time in which the GPU is busy,
-from the first operation to the last, operations, and what the host takes to enqueue a step. The last columns are torch
-over JAX. Prints a table and writes torch_step.json to $OUT or benchmarks/results.
+difference of their outputs is printed, which is to be 0. Then each is timed twice and profiled after either time, so
+that both have a second time behind a profiler; the second one counts. Per case and framework: wall time of a step among
+those called back to back, the time in which the GPU is busy, from the first operation to the last, operations, and what
+the host takes to enqueue a step. The last columns are torch over JAX. Prints a table and writes torch_step.json to $OUT
+or benchmarks/results.
 """
 
 from __future__ import annotations

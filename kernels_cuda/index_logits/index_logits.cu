@@ -52,11 +52,9 @@ CUtensorMap tiles_of(const void* data, const int64_t (&sizes)[kAxes], const int6
 // q is e4m3 [rows, 64, 128], weights float32 [rows, 64], cache uint8 [pages, page_size * 132] with page_size a multiple
 // of 64, of which the keys are the num_pages pages from first_page on; page_table int32 [rows, width], lengths int32
 // [rows]. All begin at multiples of 16 bytes. It writes out, float32 [rows, width * page_size]; without `fill` only the
-// columns of the blocks of 256 that a row's length reaches into. With `shared_pages`
-// eight rows are computed together where they read the same pages, as those of a request do. The caller validates sizes
-// and dtypes.
+// columns of the blocks of 256 that a row's length reaches into. The caller validates sizes and dtypes.
 void IndexLogits(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cache, ffi::TensorView page_table,
-                 ffi::TensorView lengths, int64_t num_pages, int64_t first_page, bool shared_pages, bool fill,
+                 ffi::TensorView lengths, int64_t num_pages, int64_t first_page, bool fill,
                  ffi::TensorView out) {
   int64_t page_bytes = cache.size(1);
   Call call = {};
@@ -65,7 +63,6 @@ void IndexLogits(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cac
   call.page_size = static_cast<int>(page_bytes / kTokenBytes);
   call.capacity = call.width * call.page_size;
   call.num_pages = static_cast<int>(num_pages);
-  call.rows_each = shared_pages ? kRows : 1;
   call.fill = fill;
   call.weights = static_cast<const float*>(weights.data_ptr());
   call.page_bytes = page_bytes;
@@ -77,9 +74,8 @@ void IndexLogits(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cac
   call.queries = tiles_of(q.data_ptr(), {2, 4, 8, call.rows}, {kDim, 16 * kDim, 2 * kDim, kHeads * kDim}, {2, 4, 8, 1});
   call.keys = tiles_of(call.cache, {call.page_size, num_pages}, {kDim, page_bytes}, {kTile, 1});
 
-  // Units of rows that are computed at once, in groups that stream past the same keys.
-  int units = (call.rows + call.rows_each - 1) / call.rows_each;
-  call.group = shared_pages ? 16 : 1;
+  int units = (call.rows + kRows - 1) / kRows;
+  call.group = 16;
   while ((units + call.group - 1) / call.group > kMostGroups) call.group *= 2;
 
   int device = q.device().device_id, sms = 0;

@@ -6,8 +6,7 @@
 // products; the queries are the second, so that the sum over heads stays within four lanes. While a warpgroup sums the
 // products of one tile, those of the other are under way.
 //
-// Many rows (prefill) stream past keys that stay in registers. With few rows (decode) the queries stay in shared memory
-// and the keys stream. Both are the same loop: an item says which of the two is new. The sums of a logit are always made
+// Rows stream past keys that stay in registers; an item says which of the two is new. The sums of a logit are always made
 // in the same order, so a row's logits do not depend on the other rows of the call.
 
 #pragma once
@@ -41,8 +40,7 @@ struct Call {
   float* out;                 // [rows, capacity]
   int64_t page_bytes;
   int rows, width, page_size, capacity, num_pages;
-  int rows_each;  // rows of an item, 1 or kRows
-  int group;      // units of rows_each rows that stream past the same keys
+  int group;      // units of kRows rows that stream past the same keys
   bool fill;      // whether to write -inf where no length reaches
 };
 
@@ -99,7 +97,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t from) {
                : "memory");
 }
 
-// 64 x 64 or 128 += (64 x 32) · (32 x 64 or 128) of e4m3, the first matrix in registers, the second by rows.
+// 64 x 64 += (64 x 32) · (32 x 64) of e4m3, the first matrix in registers, the second by rows; = where `add` is false.
+// The other has 128 columns.
 __device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -154,18 +153,18 @@ __device__ __forceinline__ int length_of(const Call& call, int row) {
 }
 
 __device__ __forceinline__ int units_of(const Call& call, int group) {
-  int units = (call.rows + call.rows_each - 1) / call.rows_each;
+  int units = (call.rows + kRows - 1) / kRows;
   return min(call.group, units - group * call.group);
 }
 
 __device__ __forceinline__ int num_groups(const Call& call) {
-  int rows = call.group * call.rows_each;
+  int rows = call.group * kRows;
   return (call.rows + rows - 1) / rows;
 }
 
 // The blocks of columns that each group's rows reach into; the warps of the thread block share the groups.
 __device__ void count_blocks(const Call& call, Shared& shared) {
-  int lane = threadIdx.x % 32, rows = call.group * call.rows_each;
+  int lane = threadIdx.x % 32, rows = call.group * kRows;
   for (int group = threadIdx.x / 32; group < num_groups(call); group += kThreads / 32) {
     int longest = 0;
 #pragma unroll 4
@@ -189,8 +188,7 @@ struct Planner {
     int units = units_of(call, group), row_of_unit = lane / 4, tile = lane % 4;
     for (int unit = first; unit < first + count; unit++) {
       int block = unit / units, column = block * kBlock;
-      int row = (group * call.group + unit - block * units) * call.rows_each + row_of_unit;
-      int length = row_of_unit < call.rows_each ? length_of(call, row) : 0;
+      int row = (group * call.group + unit - block * units) * kRows + row_of_unit, length = length_of(call, row);
       int tile_column = column + tile * kTile, at_page = tile_column / call.page_size, page = -1;
       bool reads = tile_column < length;
       if (reads) page = call.page_table[int64_t{row} * call.width + at_page];
@@ -243,7 +241,7 @@ struct Planner {
 __device__ void copy(const Call& call, Shared& shared) {
   int2 held[kTiles] = {{-1, 0}, {-1, 0}, {-1, 0}, {-1, 0}};
   int held_row = -1, held_count = 0, key_uses = 0, query_uses = 0;
-  int last[kQuerySlots];  // the last items that read the queries of each slot, the newest first
+  int last[kQuerySlots] = {};  // the last items that read the queries of each slot, the newest first
   for (int item = 0;; item++) {
     int at = item % kItems;
     wait(&shared.planned[at], item / kItems & 1);
@@ -412,7 +410,7 @@ __device__ void consume(const Call& call, Shared& shared) {
         keys.scales[tile] = shared.scales[slot][first_tile + tile][key];
       }
       __syncwarp();
-      if (lane == 0) arrive(&shared.free_keys[slot]);
+      arrive_warp(&shared.free_keys[slot], lane);
     }
     int column = item.column + first_tile * kTile + key;
     float* to = out + int64_t{item.row} * call.capacity + item.column;
@@ -421,7 +419,7 @@ __device__ void consume(const Call& call, Shared& shared) {
     else
       compute<1>(call, shared, item, keys, first_tile, column, to);
     __syncwarp();
-    if (lane == 0) arrive(&shared.free[at]);
+    arrive_warp(&shared.free[at], lane);
   }
 }
 
@@ -451,9 +449,9 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     for (int i = 0; i < kItems; i++) {
       init(&shared.planned[i], 1);
       init(&shared.full[i], 1);
-      init(&shared.free[i], kConsumers / 32);
+      init(&shared.free[i], kConsumers / 32 * kArrivalsOfWarp);
     }
-    for (int i = 0; i < kKeySlots; i++) init(&shared.free_keys[i], kConsumers / 32);
+    for (int i = 0; i < kKeySlots; i++) init(&shared.free_keys[i], kConsumers / 32 * kArrivalsOfWarp);
     fence_barriers();
   }
   count_blocks(call, shared);

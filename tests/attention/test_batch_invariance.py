@@ -18,7 +18,7 @@ H200 = DeviceInfo("cuda", (9, 0), 132, 232_448)
 # (layout, heads, columns): the second one's rows are summed otherwise alone than together where nothing prevents it.
 SHAPES = ((KVLayout.V4_FP8, 8, 64), (KVLayout.V32_FP8, 16, 130), (KVLayout.V4_FP8, 64, 512))
 ON_GPU = jax.default_backend() == "gpu"
-SERVING = [pytest.param(name, marks=() if name == "reference" else pytest.mark.gpu) for name in BACKENDS]
+SERVING = [pytest.param(name, marks=pytest.mark.cpu if name == "reference" else pytest.mark.gpu) for name in BACKENDS]
 
 
 def arguments(layout: KVLayout, heads: int, columns: int, rows: int):

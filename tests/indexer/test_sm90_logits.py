@@ -139,6 +139,29 @@ def test_torch_selects_what_jax_selects(method, rows_at_a_time):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("which", ["q", "weights", "index_cache"])
+def test_tensors_that_are_not_aligned_go_to_triton(which, on_sm90):
+    case = logits_case(np.random.default_rng(18), 301, 64, 9, 64, shared=True)
+    arrays = dict(zip(("q", "weights", "index_cache", "page_table", "lengths"), map(tensor, case)))
+    x = arrays[which]
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)
+    arrays[which] = memory[1:].view(x.shape).copy_(x)
+    assert_logits(torch_indexer.index_logits(**arrays), *exact_logits(*case))
+
+
+@pytest.mark.parametrize("pages, width, requests", [(0, 3, 2), (7, 0, 2), (7, 3, 0)])
+def test_torch_and_jax_agree_on_nothing_to_read(pages, width, requests):
+    (q, weights, cache, table, lengths), kv_table, request, _ = whole_numbers(np.random.default_rng(19), 5, 2, 3, 32, 4)
+    arrays = q, weights, cache[:pages], table[:requests, :width], lengths
+    given = {"kv_page_table": kv_table[:requests], "row_to_request": request}
+    options = {"method": PAGED, "page_size": 32}
+    want = mla.index_topk(*map(jnp.asarray, arrays), 16, **options, **{k: jnp.asarray(v) for k, v in given.items()})
+    arrays = [tensor(np.ascontiguousarray(x)) for x in arrays]
+    got = index_topk(*arrays, 16, **options, **{k: tensor(np.ascontiguousarray(v)) for k, v in given.items()})
+    np.testing.assert_array_equal(got.cpu().numpy(), np.asarray(want))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("method", [PAGED, RAGGED])
 def test_many_rows_in_parts(method, on_sm90):
     """Torch's and JAX's, in parts that alone would be too few rows for the kernel, against whole logits."""

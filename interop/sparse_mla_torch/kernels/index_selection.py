@@ -56,14 +56,16 @@ def index_topk(
     if {"kv_page_table": kv_page_table, "topk_indices_offset": topk_indices_offset}[needed] is None:
         raise ValueError(f"{function}: {needed} is missing, and {method} needs it")
     out = output_or_new(function, "out", out, (rows, topk), index_cache)
-    if not rows or not capacity or not index_cache.numel():
+    if not rows or not page_table.shape[0]:
         return out.fill_(-1)
-    chunk = max(1, min(rows, SCRATCH_BYTES // (4 * capacity)))
     if scratch is None:
-        scratch = torch.empty(chunk * capacity, device=q.device)
-    if scratch.dtype != torch.float32 or scratch.numel() < capacity or scratch.device != q.device:
-        raise ValueError(f"{function}: scratch must be float32 with at least {capacity} elements on {q.device}")
-    chunk = min(rows, scratch.numel() // capacity)
+        scratch = torch.empty(max(1, min(rows, SCRATCH_BYTES // max(4 * capacity, 4))) * capacity, device=q.device)
+    fits = scratch.dtype == torch.float32 and scratch.numel() >= capacity and scratch.device == q.device
+    if not fits or not scratch.is_contiguous():
+        raise ValueError(
+            f"{function}: scratch must be contiguous float32 with at least {capacity} elements on {q.device}"
+        )
+    chunk = min(rows, scratch.numel() // capacity) if capacity else rows
 
     if row_to_request is not None:
         # A row of no request has no keys.
@@ -75,7 +77,10 @@ def index_topk(
         pages = page_table[part] if row_to_request is None else page_table[request[part]]
         logits = scratch.view(-1)[: some * capacity].view(some, capacity)
         arrays = q[part], weights[part], index_cache, pages, lengths[part]
-        launch_logits(*arrays, logits, rows_of_call=rows, fill=False)
+        if not index_cache.numel():
+            logits.fill_(float("-inf"))
+        elif capacity:
+            launch_logits(*arrays, logits, rows_of_call=rows, fill=False)
         tables = {}
         if method is TopkTransform.PAGED:
             of_rows = row_to_request is None

@@ -115,7 +115,9 @@ def check_logits(function: str, q, weights, index_cache, page_table, lengths, *,
     if not 0 < heads <= MAX_KERNEL_HEADS:
         raise ValueError(f"{function}: q must have 1 to {MAX_KERNEL_HEADS} heads, got {heads}")
     check_tensor(function, "weights", weights, (rows, heads), index_cache, (torch.float32,))
-    _, pages = check_tensor(function, "page_table", page_table, (requests or rows, None), index_cache)
+    _, pages = check_tensor(
+        function, "page_table", page_table, (rows if requests is None else requests, None), index_cache
+    )
     check_tensor(function, "lengths", lengths, (rows,), index_cache)
     return rows, pages * page_size
 
@@ -123,12 +125,13 @@ def check_logits(function: str, q, weights, index_cache, page_table, lengths, *,
 def launch_logits(q, weights, index_cache, page_table, lengths, out, *, rows_of_call: int, fill: bool) -> None:
     """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits_of`."""
     page_size = index_cache.shape[1] // kernels.TOKEN_BYTES
-    if q.is_cuda and sm90.serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
+    aligned = all(x.data_ptr() % 16 == 0 for x in (q, weights, index_cache, out))  # for bulk copies and wide stores
+    if q.is_cuda and aligned and sm90.serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
         import tvm_ffi
 
         arrays, pages = (q.view(torch.uint8), weights, index_cache, page_table, lengths), (index_cache.shape[0], 0)
         with tvm_ffi.use_torch_stream():
-            build.index_logits_module().index_logits(*arrays, *pages, True, fill, out)
+            build.index_logits_module().index_logits(*arrays, *pages, fill, out)
     else:
         kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, out=out)
 

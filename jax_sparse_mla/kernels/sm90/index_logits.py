@@ -34,7 +34,7 @@ def index_logits(q, weights, index_cache, page_table, lengths, *, pages: tuple[i
     """
     rows, capacity = q.shape[0], page_table.shape[1] * (index_cache.shape[1] // TOKEN_BYTES)
     first_page, num_pages = pages or (0, index_cache.shape[0])
-    arguments = [*map(tvm.Buffer, range(5)), num_pages, first_page, True, fill, tvm.Buffer(5)]
+    arguments = [*map(tvm.Buffer, range(5)), num_pages, first_page, fill, tvm.Buffer(5)]
     out = jax.ShapeDtypeStruct((rows, capacity), jnp.float32)
     operands = q, weights, index_cache, page_table, lengths
     return tvm.call(build.index_logits_module, "index_logits", arguments, [out], *operands)[0]
