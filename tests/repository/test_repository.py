@@ -28,6 +28,7 @@ def tracked_files():
         folders = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "kernels_cuda", ".ci")
         files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
         files += [path for path in ROOT.iterdir() if path.suffix in (".md", ".toml")]
+        files = [path for path in files if path.suffix != ".so"]  # git ignores compiled kernels
     return [path for path in files if path.is_file() and "__pycache__" not in path.parts]
 
 
