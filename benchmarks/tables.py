@@ -205,6 +205,11 @@ def means() -> str:
 # --- steps, tests, host ----------------------------------------------------------------------------
 
 
+def _sizes(case: str) -> str:
+    """A case such as 8x8192, for readers."""
+    return " × ".join(f"{int(x):,}" for x in case.split("x"))
+
+
 def steps() -> str:
     """Ours beside SGLang's, of the same run."""
     found = result("peer_step")
@@ -217,10 +222,9 @@ def steps() -> str:
     ]
     for case, times in found["results"].items():
         ours, peer = times["ours"], times["B"]
-        name = " × ".join(f"{int(x):,}" for x in case.split("x"))
         both = [f"{x['wall_us'] / 1e3:.2f}, {x['gpu_us'] / 1e3:.2f} | {x['operations']:.0f}" for x in (peer, ours)]
         last = f"{ours['enqueue_us'] / 1e3:.2f} | {ratio(peer['wall_us'] / ours['wall_us'])}"
-        lines.append(f"| {name} | {' | '.join(both)} | {last} |")
+        lines.append(f"| {_sizes(case)} | {' | '.join(both)} | {last} |")
     count = next(iter(found["results"].values()))["ours"]["steps"]
     return "\n".join([*lines, "", f"Medians of runs of {count} steps; {made_by('peer_step')}."])
 
@@ -236,12 +240,13 @@ def torch_steps() -> str:
         "| --- | --- | --- | --- |",
     ]
     for case, times in found["results"].items():
-        name = " × ".join(f"{int(x):,}" for x in case.split("x"))
         both = [
             ", ".join(f"{times[framework][f'{what}_us'] / 1e3:.2f}" for what in ("wall", "gpu", "enqueue"))
             for framework in ("jax", "torch")
         ]
-        lines.append(f"| {name} | {' | '.join(both)} | {ratio(times['torch']['gpu_us'] / times['jax']['gpu_us'])} |")
+        lines.append(
+            f"| {_sizes(case)} | {' | '.join(both)} | {ratio(times['torch']['gpu_us'] / times['jax']['gpu_us'])} |"
+        )
     count = next(iter(found["results"].values()))["jax"]["steps"]
     return "\n".join([*lines, "", f"Medians of runs of {count} steps; {made_by('torch_step')}."])
 

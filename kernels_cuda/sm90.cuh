@@ -74,6 +74,14 @@ __device__ __forceinline__ void copy_async_small(uint32_t to, const void* from) 
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
 }
 
+// Copies a multiple of 16 bytes between multiples of 16, and counts them at a barrier.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // This thread arrives once all copies that it has started are done.
@@ -93,6 +101,14 @@ __device__ __forceinline__ void store(uint32_t to, uint4 x) {
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
                : "memory");
 }
 
@@ -137,20 +153,30 @@ __device__ __forceinline__ void wait_products() {
 // A warpgroup's accumulators: lane l of warp w has, of every 8 columns, columns 2 (l % 4) and the next of the rows
 // 16 w + l / 4 (first two values) and 16 w + l / 4 + 8 (last two).
 
+// The accumulators of a product, as its operands and in its text.
+#define FLOATS_8_FROM(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define FLOATS_8(d) FLOATS_8_FROM(d, 0)
+#define FLOATS_16(d) FLOATS_8_FROM(d, 0), FLOATS_8_FROM(d, 8)
+#define FLOATS_32(d) FLOATS_16(d), FLOATS_8_FROM(d, 16), FLOATS_8_FROM(d, 24)
+#define FLOATS_64(d) \
+  FLOATS_32(d), FLOATS_8_FROM(d, 32), FLOATS_8_FROM(d, 40), FLOATS_8_FROM(d, 48), FLOATS_8_FROM(d, 56)
+#define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PLACES_16 PLACES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PLACES_32 PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_64                                                                                      \
+  PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+            "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
 // 64 x 64 += (64 x 16) · (16 x 64), both matrices by rows; = instead of += where `add` is false.
 __device__ __forceinline__ void multiply_64(float (&d)[32], uint64_t a, uint64_t b, bool add) {
   asm volatile(
       "{\n.reg .pred p;\n"
       "setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32
       "}, %32, %33, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-        "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : FLOATS_32(d)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
@@ -159,21 +185,9 @@ __device__ __forceinline__ void multiply_128(float (&d)[64], uint64_t a, uint64_
   asm volatile(
       "{\n.reg .pred p;\n"
       "setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
-      "%59, %60, %61, %62, %63"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PLACES_64
       "}, %64, %65, p, 1, 1, 0, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-        "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
-        "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-        "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : FLOATS_64(d)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
@@ -183,10 +197,9 @@ __device__ __forceinline__ void multiply(float (&d)[8], uint64_t a, uint64_t b, 
   asm volatile(
       "{\n.reg .pred p;\n"
       "setp.ne.b32 p, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" PLACES_8
       "}, %8, %9, p, 1, 1, %11, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : FLOATS_8(d)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
 }
 
@@ -195,13 +208,43 @@ __device__ __forceinline__ void multiply(float (&d)[16], uint64_t a, uint64_t b,
   asm volatile(
       "{\n.reg .pred p;\n"
       "setp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" PLACES_16
       "}, %16, %17, p, 1, 1, %19, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : FLOATS_16(d)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
 }
+
+// 64 x 64 += (64 x 32) · (32 x 64) of e4m3, the first matrix in registers, the second by rows; = where `add` is false.
+// The other has 128 columns.
+__device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+      : FLOATS_32(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" PLACES_64
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}"
+      : FLOATS_64(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+#undef FLOATS_8_FROM
+#undef FLOATS_8
+#undef FLOATS_16
+#undef FLOATS_32
+#undef FLOATS_64
+#undef PLACES_8
+#undef PLACES_16
+#undef PLACES_32
+#undef PLACES_64
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ def sparse_mla_decode(
         JAX_SPARSE_MLA_DECODE_BACKEND and JAX_SPARSE_MLA_BACKEND, read at trace time.
       batch_invariant: a row's result does not depend, to the bit, on the other rows of the call or on how many there
         are (static). No row's keys are split between programs; backends that cannot do so do not serve. A device's
-        backend stays the same for any number of rows.
+        backend stays the same for any number of rows. Plain JAX keeps this on a CPU; for a GPU XLA promises no bits.
 
     Returns:
       out `[batch, q_len, heads, v_dim]` in q's dtype, 0 where no key is valid, whatever the sink; lse float32

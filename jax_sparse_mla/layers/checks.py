@@ -1,6 +1,6 @@
 """What a layer refuses at trace time: caches that cannot be right, which would give wrong results and no error.
 
-A V4 layer's arrays may be torch's: only their shapes are read.
+A V4 layer's arrays may be torch's: only their shapes and dtypes are read.
 
 All of it is geometry. A layer's caches share the numbering of the pool's slots: entry `slot // ratio` of the compressed
 cache and of the index keys belongs to the pool's `slot`, so the two hold equally many, and the pages of the index keys
@@ -152,7 +152,10 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
 
 def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:
     """index_k has pages of `entries` keys, and as many keys as the cache beside it has slots."""
-    shape = getattr(index_k.data if isinstance(index_k, IndexKeys) else index_k, "shape", ())
+    data = index_k.data if isinstance(index_k, IndexKeys) else index_k
+    shape, dtype = getattr(data, "shape", ()), str(getattr(data, "dtype", type(data)))
+    if dtype.removeprefix("torch.") != "uint8":
+        raise TypeError(f"{check.function}: cache.index_k must be uint8, got {dtype}")
     if len(shape) != 2:
         raise check.fail(f"cache.index_k must be [num_pages, page_bytes], got {list(shape)}")
     pages, width = index_k.num_pages if isinstance(index_k, IndexKeys) else shape[0], shape[1]

@@ -6,18 +6,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-import shutil
-import subprocess
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from attention_calls import plan_of_many
+from host_build import compiled_for_the_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_sparse_mla.kernels import build as cuda_build
 from jax_sparse_mla.kernels.sm90 import decode_plan
 from jax_sparse_mla.kernels.sm90.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER
 
@@ -62,27 +59,8 @@ class CutRow(NamedTuple):
 @pytest.fixture(scope="module")
 def schedule_and_cuts(tmp_path_factory):
     """A function that returns the pieces of all groups, and the rows that are listed as cut."""
-    if (compiler := shutil.which("g++")) is None:
-        pytest.skip("needs g++")
-    here = Path(__file__).parents[1] / "support" / "host_cuda"
-    library = tmp_path_factory.mktemp("schedule") / "schedule.so"
-    command = [
-        compiler,
-        "-std=c++20",
-        "-O1",
-        "-U_FORTIFY_SOURCE",  # which takes a jump to another stack for an error
-        "-Wall",
-        "-Wno-unknown-pragmas",
-        "-Wno-sign-compare",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(library),
-    ]
-    command += [f"-I{here}", f"-I{cuda_build.source('sparse_decode').parent}"]
-    built = subprocess.run([*command, here / "decode_schedule.cpp"], capture_output=True, text=True, check=False)
-    assert built.returncode == 0 and not built.stderr, built.stderr[-3000:]
-    call = ctypes.CDLL(str(library)).decode_schedule
+    folder = tmp_path_factory.mktemp("schedule")
+    call = compiled_for_the_host("decode_schedule", "sparse_decode", folder).decode_schedule
     call.restype = ctypes.c_int64
 
     def run(rows, groups, cuts, topks, lengths=(None, None), rows_per_length=1, tiles=1):

@@ -6,18 +6,15 @@ On a GPU each engine runs through JAX. Without one the CUDA kernels' thread bloc
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_build import compiled_for_the_host
 from topk_cases import INT_MAX, KINDS, TopkCase, assert_selected, make_case, run_jax
 
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.indices.topk import route
-from jax_sparse_mla.kernels import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of NaN as bfloat16
 METHODS = (None, *TopkTransform)
@@ -65,17 +62,7 @@ BLOCKS = (
 @pytest.fixture(scope="module")
 def on_the_host(tmp_path_factory):
     """A function that computes a case by thread blocks of the CUDA kernels."""
-    if (compiler := shutil.which("g++")) is None:
-        pytest.skip("needs g++")
-    here = Path(__file__).parents[1] / "support" / "host_cuda"
-    library = tmp_path_factory.mktemp("topk") / "topk.so"
-    # A jump to another stack is an error to _FORTIFY_SOURCE.
-    flags = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare"]
-    folders = [f"-I{here}", f"-I{build.source('topk').parent}"]
-    command = [compiler, *flags, "-shared", "-fPIC", *folders, "-o", library, here / "topk_kernels.cpp"]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0 and not built.stderr, built.stderr[-3000:]
-    topk = ctypes.CDLL(str(library)).topk
+    topk = compiled_for_the_host("topk_kernels", "topk", tmp_path_factory.mktemp("topk")).topk
 
     def run(case: TopkCase, threads: int, capacity: int) -> np.ndarray:
         out = np.full((len(case.logits), case.topk), -99, np.int32)

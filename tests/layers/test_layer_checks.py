@@ -108,6 +108,12 @@ def test_fewer_compressed_pages(ratio, pages):
 
 
 @pytest.mark.parametrize("ratio", [4, None])
+def test_index_keys_of_another_dtype(ratio):
+    with pytest.raises(TypeError, match=r"layer: cache\.index_k must be uint8, got int8"):
+        traced(ratio, change_cache=lambda cache: dataclasses.replace(cache, index_k=cache.index_k.astype(jnp.int8)))
+
+
+@pytest.mark.parametrize("ratio", [4, None])
 def test_fewer_index_pages(ratio):
     message = r"cache.index_k and cache.\w+ must both have an entry for every .* got 2 pages"
     with pytest.raises(ValueError, match=message):
