@@ -3,10 +3,10 @@
     python -m benchmarks.two_gpus [--cases 1x8192,8x8192,64x8192,64x131072] [--layers 43]
 
 A case is REQUESTSxCONTEXT, requests of one device. The step of `benchmarks.step` runs on one device, then under
-`jax.shard_map` on all of them: every device has the caches, tables and rows of its own requests. Before it is timed, its
-output and every byte of its caches are compared with those of one device for the same requests, and its program is
-searched for collectives. Weak scaling is the wall time on one device over the wall time on all. Writes two_gpus.json to
-$OUT or benchmarks/results.
+`jax.shard_map` on all of them: every device has the caches, tables and rows of its own requests. Before it is timed,
+its output and every byte of its caches are compared with those of one device for the same requests, and its program is
+searched for collectives. Weak scaling is the wall time on one device over the wall time on all. Writes two_gpus.json
+to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
