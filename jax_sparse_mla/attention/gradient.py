@@ -28,6 +28,7 @@ from jax_sparse_mla.attention.merge import sink_factor
 
 # Sums of integers of 64 bits: at a key's scale none is larger than 2^62.
 _FIXED_POINT_BITS = 62
+_LARGEST_EXPONENT = 128  # of float32
 
 
 def differentiable(
@@ -141,22 +142,25 @@ def key_scales(q: jax.Array, kv: jax.Array, g_out: jax.Array, offset: jax.Array,
     """For each key the power of two at which its sums fit into 64 bits; float32 `[kv_len]`.
 
     By |ds| ≤ |scale| · (|g| |V| + |offset|) and p ≤ 1, of which each head of each row adds one at most, times 2 for
-    what rounding adds. A key that nobody reads may be NaN: its sum is 0. NaN among what the rows have makes all NaN.
+    what rounding adds. All are NaN where one of the rows has something that is not finite, as it has after reading such
+    a key; a key that nobody reads may be anything.
     """
     rows, heads, _ = q.shape
     values = kv[:, : g_out.shape[-1]].astype(jnp.float32)
     value = jnp.sqrt(jnp.sum(values * values, -1))
     g = g_out.astype(jnp.float32)
     longest, largest = jnp.sqrt(jnp.max(jnp.sum(g * g, -1))), jnp.max(jnp.abs(g))
-    of_scores = abs(softmax_scale) * (longest * value + jnp.max(jnp.abs(offset)))
-    most = 2.0 * rows * heads * (of_scores * jnp.max(jnp.abs(q.astype(jnp.float32))) + largest)
+    furthest, query = jnp.max(jnp.abs(offset)), jnp.max(jnp.abs(q.astype(jnp.float32)))
+    of_scores = abs(softmax_scale) * (longest * value + furthest)
+    most = 2.0 * rows * heads * (of_scores * query + largest)
     _, exponent = jnp.frexp(most)
-    shift = jnp.clip(_FIXED_POINT_BITS - exponent, -126, 126)
-    return jnp.where(jnp.isfinite(most), jnp.ldexp(jnp.ones_like(most), shift), jnp.nan)
+    exponent = jnp.where(jnp.isfinite(most), exponent, _LARGEST_EXPONENT)
+    scales = jnp.ldexp(jnp.ones_like(most), jnp.clip(_FIXED_POINT_BITS - exponent, -126, 126))
+    return jnp.where(jnp.isfinite(longest + largest + furthest + query), scales, jnp.nan)
 
 
 def from_fixed_point(sums: jax.Array, scales: jax.Array) -> jax.Array:
-    """float32 `[kv_len, qk_dim]` of int64 in int32 `[kv_len, 2 · qk_dim]`, low halves first; 0 stays 0."""
+    """float32 `[kv_len, qk_dim]` of int64 in int32 `[kv_len, 2 · qk_dim]`, low halves first."""
     halves = sums.reshape(sums.shape[0], -1, 2)
     low, high = halves[..., 0], halves[..., 1]
     negative = high < 0
@@ -164,5 +168,4 @@ def from_fixed_point(sums: jax.Array, scales: jax.Array) -> jax.Array:
     high = jnp.where(negative, ~high + (low == 0), high)
     low = jnp.where(negative, -low, low)
     size = high.astype(jnp.float32) * 2.0**32 + jax.lax.bitcast_convert_type(low, jnp.uint32).astype(jnp.float32)
-    value = jnp.where(negative, -size, size) / scales[:, None]
-    return jnp.where(size == 0, 0.0, value)
+    return jnp.where(negative, -size, size) / scales[:, None]
