@@ -28,7 +28,8 @@ def sparse_mla_prefill_probabilities(
     """Σ over the heads of exp(score − lse), for each index of each query: the teacher of an indexer.
 
     With the lse that `sparse_mla_prefill` returns these are probabilities without the sink, and a row's sum is the
-    number of heads; with `jnp.logaddexp(lse, attn_sink)` the sink takes its share. A teacher has no gradient. Under `shard_map` the result is a sum over the device's own heads.
+    number of heads; with `jnp.logaddexp(lse, attn_sink)` the sink takes its share. A teacher has no gradient. Under
+    `shard_map` the result is a sum over the device's own heads.
 
     Args:
       q: bfloat16 or float32 `[q_len, heads, qk_dim]`.

@@ -6,7 +6,6 @@ Errors are measured against float64 automatic differentiation, and allowed is tw
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import partial
 
 import jax
@@ -200,7 +199,7 @@ def test_it_compiles_within_the_shared_memory(tmp_path):
     for fact in facts:
         assert fact["shared"] <= SHARED_MEMORY[fact["capability"]], fact
         assert fact["wgmma"] == (fact["capability"] == 90), fact
-        assert fact["wide_additions"] == (fact["capability"] >= 90 and "float32" in fact["kernel"]), json.dumps(fact)
+        assert fact["wide_additions"] == ("float32" in fact["kernel"]), fact
 
 
 @pytest.mark.gpu

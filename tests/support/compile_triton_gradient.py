@@ -4,13 +4,14 @@ Run by test_gradient.py in a process of its own, because Triton's interpreter, o
 JSON list of facts.
 """
 
-from compile_triton import Array, Recorder, facts, in_ptx
+from compile_triton import WHOLE, Array, Recorder, facts, in_ptx
 
 from jax_sparse_mla.kernels.triton.sparse_mla.backward import backward, probabilities
 
 
 def cases(capability):
-    for heads, qk_dim, fixed_point in ((64, 512, False), (64, 576, False), (64, 576, True)):
+    rarer = ((64, 512, False), (64, 576, False)) if capability == WHOLE else ()  # elsewhere a tile has room to spare
+    for heads, qk_dim, fixed_point in (*rarer, (64, 576, True)):
         execute = Recorder(capability)
         q, kv, indices = (
             Array((64, heads, qk_dim), "bfloat16"),
@@ -21,7 +22,7 @@ def cases(capability):
         scales = Array((512,)) if fixed_point else None
         arrays = q, kv, indices, Array((64,), "int32"), grad, of_heads, of_heads, of_heads, scales
         backward(execute, *arrays, softmax_scale=0.1)
-        if not fixed_point:
+        if fixed_point:
             probabilities(execute, q, kv, indices, None, of_heads, softmax_scale=0.1)
         for name, *case in execute.cases:
             number = "fixed point" if fixed_point else "float32"
