@@ -6,7 +6,7 @@ Times by CUPTI with the L2 flushed: the whole backward pass (what is summed befo
 cast of dkv), the kernel alone, and the forward pass of the backend that the router takes. FLOP are those of five
 products: S, dQ and dK over qk_dim, dP and dV over 512. Errors, norm over norm, are those of 48 queries against float64,
 beside those of attention in bfloat16 differentiated by JAX. `--tiles all` measures other tilings of the kernel, too, or
-those that are named, such as 64x64/128/lines/8 (heads x keys / columns that are added at a time / how / warps);
+those that are named, such as 64x64/128/8 (heads x keys / columns that are added at a time / warps);
 `--products` measures a call without keys, which has all products and neither loads nor additions. Writes backward.json
 to $OUT or benchmarks/results.
 """
@@ -30,8 +30,7 @@ from jax_sparse_mla.kernels.triton.sparse_mla import backward as kernels
 from jax_sparse_mla.xla.triton_call import executor
 
 V_DIM = 512
-ADDING = {"lines": kernels.LINES.value, "pairs": kernels.PAIRS.value}
-TILES = ("64x64/128/lines/8", "64x64/64/lines/8", "64x64/128/pairs/8", "64x64/64/pairs/8", "16x32/128/lines/4")
+TILES = ("64x64/64/8", "64x64/128/8", "16x32/128/4")
 CHECKED_QUERIES = 48
 
 
@@ -73,14 +72,13 @@ CASES = [
 
 
 def tile_of(name: str) -> kernels.Tile:
-    sizes, segment, adding, warps = name.split("/")
+    sizes, segment, warps = name.split("/")
     block_h, block_n = map(int, sizes.split("x"))
-    return kernels.Tile(block_h, block_n, int(segment), ADDING[adding], int(warps))
+    return kernels.Tile(block_h, block_n, int(segment), int(warps))
 
 
 def name_of(tile: kernels.Tile) -> str:
-    adding = next(name for name, number in ADDING.items() if number == tile.adding)
-    return f"{tile.block_h}x{tile.block_n}/{tile.segment}/{adding}/{tile.num_warps}"
+    return f"{tile.block_h}x{tile.block_n}/{tile.segment}/{tile.num_warps}"
 
 
 def saved(case: Case, arrays: dict) -> tuple:
@@ -147,9 +145,7 @@ def measure(case: Case, timer: Timer, tiles: list[kernels.Tile | None], products
     if products:
         inputs = (*inputs[:2], jnp.full_like(inputs[2], -1), *inputs[3:])
     for tile, deterministic in ((tile, deterministic) for deterministic in (False, True) for tile in tiles):
-        if deterministic and tile is not None and tile.adding != kernels.LINES.value:
-            continue
-        chosen = tile or kernels.choose_tile(case.qk_dim, case.heads, executor().device, deterministic)
+        chosen = tile or kernels.choose_tile(case.heads, executor().device)
         row = {"case": case.name, "tile": name_of(chosen), "deterministic": deterministic, "keys": not products}
         static = {"softmax_scale": case.qk_dim**-0.5, "deterministic": deterministic, "tile": chosen}
         try:

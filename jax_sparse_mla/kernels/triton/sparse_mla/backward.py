@@ -27,10 +27,6 @@ from jax_sparse_mla.kernels.launch import Device, Executor, Launch, Output
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 V_DIM = tl.constexpr(512)
-# How float32 numbers of dK are added: by Triton's atomics, which go through shared memory to have whole lines of 512
-# bytes a warp, or by SM90's for two neighbours, from the registers that a product leaves them in.
-LINES = tl.constexpr(0)
-PAIRS = tl.constexpr(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +36,19 @@ class Tile:
     block_h: int
     block_n: int
     segment: int
-    adding: int
     num_warps: int
     num_stages: int = 1
 
 
-def choose_tile(qk_dim: int, num_heads: int, device: Device, deterministic: bool = False) -> Tile:
-    """Heads and keys of a program; for SM90 by measurement, elsewhere by what fits.
+def choose_tile(num_heads: int, device: Device) -> Tile:
+    """Heads, keys and columns that are added at a time; for SM90 by measurement, elsewhere by what fits.
 
-    64 heads × 64 keys, with one block in flight, take 224 of SM90's 227 KiB of shared memory; 576 values leave no room
+    64 heads × 64 keys, with one block in flight, take 224 of SM90's 227 KiB of shared memory: 576 values leave no room
     for more than 64 columns at a time on their way to the atomics. 16 heads × 32 keys fit into 99 KiB.
     """
     if device.compute_capability[0] != 9 or num_heads <= 16:
-        return Tile(16, 32, 128, LINES.value, 4)
-    return Tile(64, 64, 64 if qk_dim > 512 or deterministic else 128, LINES.value, 8)
+        return Tile(16, 32, 128, 4)
+    return Tile(64, 64, 64, 8)
 
 
 @triton.jit
@@ -61,31 +56,6 @@ def _rows(at, exist, START: tl.constexpr, WIDTH: tl.constexpr):
     """Columns START … of rows of bfloat16, from pointers to them; 0 for rows that do not exist."""
     columns = START + tl.arange(0, WIDTH)
     return tl.load(at[:, None] + columns[None, :], mask=exist[:, None], other=0.0)
-
-
-@triton.jit
-def _add_pairs(at, values):
-    """Adds float32 values where int64 addresses say, 0 for none; of two neighbours the first one's address counts.
-
-    A thread has the values of a product in pairs of columns, which one instruction of SM90 adds; four threads fill a
-    sector of 32 bytes. What it returns has no meaning.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred live;
-            setp.ne.s64 live, $2, 0;
-            @live red.relaxed.gpu.global.add.v2.f32 [$2], {$4, $5};
-            mov.b32 $0, 0;
-            mov.b32 $1, 0;
-        }
-        """,
-        "=r,=r,l,l,f,f",
-        [at, values],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=2,
-    )
 
 
 @triton.jit
@@ -99,7 +69,6 @@ def _add(
     WIDTH: tl.constexpr,
     QK_DIM: tl.constexpr,
     FIXED_POINT: tl.constexpr,
-    ADDING: tl.constexpr,
 ):
     """Adds values [BLOCK_N, WIDTH] to columns START … of the rows `slot`."""
     columns = START + tl.arange(0, WIDTH)
@@ -107,8 +76,6 @@ def _add(
     if FIXED_POINT:
         whole = (values * scale[:, None]).to(tl.int64)
         tl.atomic_add(dkv.to(tl.pointer_type(tl.int64)) + at, whole, mask=valid[:, None], sem="relaxed")
-    elif ADDING == PAIRS:
-        _add_pairs(tl.where(valid[:, None], dkv.to(tl.int64) + at * 4, 0), values)
     else:
         tl.atomic_add(dkv + at, values, mask=valid[:, None], sem="relaxed")
 
@@ -132,7 +99,6 @@ def backward_kernel(
     dkv,  # float32 [num_keys, QK_DIM], zeros; FIXED_POINT: int64, as int32 [num_keys, 2 · QK_DIM]
     QK_DIM: tl.constexpr,
     FIXED_POINT: tl.constexpr,
-    ADDING: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -200,12 +166,12 @@ def backward_kernel(
         dqs = moved
         for i in tl.static_range(SEGMENTS):
             dk = tl.dot(weights, both[i])
-            _add(dkv, slot, valid, dk, scale, i * SEGMENT, SEGMENT, QK_DIM, FIXED_POINT, ADDING)
+            _add(dkv, slot, valid, dk, scale, i * SEGMENT, SEGMENT, QK_DIM, FIXED_POINT)
         if HAS_ROPE:
             # Read again, from the L2: shared memory has no room for them besides the segments.
             dq_rope = tl.dot(ds, _rows(rows, valid, V_DIM, 64), dq_rope)
             dk = tl.dot(weights, _rows(pair, exists & is_query, V_DIM, 64))
-            _add(dkv, slot, valid, dk, scale, V_DIM, 64, QK_DIM, FIXED_POINT, ADDING)
+            _add(dkv, slot, valid, dk, scale, V_DIM, 64, QK_DIM, FIXED_POINT)
 
     dq_row = dq + at[:, None] * QK_DIM
     for i in tl.static_range(SEGMENTS):
@@ -286,11 +252,10 @@ def backward(
     """
     (rows, heads, qk_dim), (num_keys, _) = q.shape, kv.shape
     fixed_point = key_scales is not None
-    tile = tile or choose_tile(qk_dim, heads, execute.device, fixed_point)
+    tile = tile or choose_tile(heads, execute.device)
     constants = {
         "QK_DIM": qk_dim,
         "FIXED_POINT": fixed_point,
-        "ADDING": tile.adding,
         "SEGMENT": tile.segment,
         "BLOCK_H": tile.block_h,
         "BLOCK_N": tile.block_n,
