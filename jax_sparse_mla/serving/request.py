@@ -66,6 +66,7 @@ class Request:
     # The scheduler's own.
     unread: int = dataclasses.field(default=0, repr=False)  # tokens that running steps choose
     reread: int = dataclasses.field(default=0, repr=False)  # after a preemption, tokens to read again
+    digests: list[bytes] | None = dataclasses.field(default=None, repr=False)  # of the pages that it reads
     cuts: tuple[int, ...] = dataclasses.field(default=(), repr=False)  # lengths at which a chunk ends
 
     @property
