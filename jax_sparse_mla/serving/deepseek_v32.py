@@ -214,7 +214,7 @@ def _before_attention(config: V32Config, weights: V32Weights, small: V32Small, s
         first, second, rest = split(rows, half, half, spec.index_dim - spec.rope_dim)
         return jnp.concatenate([rotate(first, second, angle, rope.magnitude), rest], axis=-1)
 
-    q_latent = jnp.einsum("thd,hdl->thl", q_nope, weights.k_up, preferred_element_type=jnp.float32).astype(x.dtype)
+    q_latent = jnp.einsum("thd,hdl->thl", q_nope, weights.k_up)
     index_k = layer_norm(index_k, *small.index_norm, LATENT_NORM_EPS)
     rows = V32Rows(
         q=jnp.concatenate([q_latent, rotated(q_rope)], axis=-1),
@@ -232,7 +232,7 @@ def _before_attention(config: V32Config, weights: V32Weights, small: V32Small, s
 def _after_attention(config: V32Config, weights: V32Weights, small: V32Small, streams, out, tokens):
     """The rows after the attention's output projection and the experts."""
     out = out.astype(streams.dtype)
-    values = jnp.einsum("thl,hvl->thv", out, weights.v_up, preferred_element_type=jnp.float32).astype(streams.dtype)
+    values = jnp.einsum("thl,hvl->thv", out, weights.v_up)
     streams = streams + linear(values.reshape(values.shape[0], -1), weights.o_proj)
     x = rms_norm(streams, small.ffn_norm, config.norm_eps)
     if isinstance(weights.mlp, DenseParams):

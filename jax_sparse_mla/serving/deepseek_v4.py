@@ -294,7 +294,7 @@ def _after_attention(
     inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
     out = rope_interleaved(out.astype(streams.dtype), positions[:, None], inv_freq, inverse=True)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
-    grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a, preferred_element_type=jnp.float32).astype(out.dtype)
+    grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a)
     out = linear(grouped.reshape(out.shape[0], -1), weights.o_b)
     streams = expand_streams(streams, out, post, comb)
     x, post, comb = collapse_streams(
