@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving.config import V4Config, V32Config
+from jax_sparse_mla.serving import checkpoint, deepseek_v4, deepseek_v32
+from jax_sparse_mla.serving.config import V4Config, V32Config, read_config
+from jax_sparse_mla.serving.layers import matmul
 
 # Pytrees of arrays; what is in them is the model's own affair.
 Params: TypeAlias = Any
@@ -52,7 +54,7 @@ class Model:
         Raises:
           ValueError: another model type, or a value that this implementation does not know; it names them.
         """
-        raise NotImplementedError
+        return cls(read_config(config))
 
     @property
     def spec(self) -> ModelSpec:
@@ -60,26 +62,30 @@ class Model:
         return self.config.spec
 
     @property
+    def _module(self) -> Any:
+        return deepseek_v4 if isinstance(self.config, V4Config) else deepseek_v32
+
+    @property
     def vocab_size(self) -> int:
-        raise NotImplementedError
+        return self.config.vocab_size
 
     @property
     def num_layers(self) -> int:
-        raise NotImplementedError
+        return self.config.num_layers
 
     @property
     def ratios(self) -> tuple[int, ...]:
         """The compress ratio of each layer; zeros for V3.2, which does not compress."""
-        raise NotImplementedError
+        return self.config.ratios
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a sequence."""
-        raise NotImplementedError
+        return self.config.eos_token_ids
 
     def init_params(self, seed: int, dtype: Any = jnp.bfloat16) -> Params:
         """Random parameters from a seed, made on the device."""
-        raise NotImplementedError
+        return checkpoint.init_params(self.config, seed, dtype)
 
     def new_caches(
         self,
@@ -94,7 +100,14 @@ class Model:
 
         V3.2 has no window and no state: it takes `num_pages` only.
         """
-        raise NotImplementedError
+        return self._module.new_caches(
+            self.config,
+            num_pages=num_pages,
+            num_swa_pages=num_swa_pages,
+            max_requests=max_requests,
+            max_draft_tokens=max_draft_tokens,
+            bf16=bf16,
+        )
 
     def forward(
         self,
@@ -125,11 +138,29 @@ class Model:
         Raises:
           ValueError: no such number of layers; and what the layers raise.
         """
-        raise NotImplementedError
+        layers = self.num_layers if layers is None else layers
+        if not 1 <= layers <= self.num_layers:
+            raise ValueError(f"Model.forward: layers must be from 1 to {self.num_layers}, got {layers}")
+        traced: list[tuple[jax.Array, jax.Array | None]] = []
+        hidden, caches, overflow = self._module.forward(
+            self.config,
+            params,
+            caches,
+            batch,
+            tables,
+            tokens,
+            positions,
+            layers=layers,
+            gathered=gathered,
+            backend=backend,
+            trace=lambda *seen: traced.append(seen) if trace else None,
+        )
+        return ForwardOutput(hidden=hidden, caches=caches, overflow=overflow, trace=traced)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """float32 `[n, vocab]` of `[n, hidden]` rows of `ForwardOutput.hidden`."""
-        raise NotImplementedError
+        weights = params.embedding if params.unembedding is None else params.unembedding
+        return matmul(hidden, weights)
 
 
 def load(folder: str | os.PathLike[str]) -> tuple[Model, Params]:
@@ -139,4 +170,5 @@ def load(folder: str | os.PathLike[str]) -> tuple[Model, Params]:
       FileNotFoundError: no such folder, or a file that is missing in it.
       ValueError: what `Model.from_config` raises; tensors that are missing, unknown or of a wrong shape, by name.
     """
-    raise NotImplementedError
+    config, params = checkpoint.load_folder(folder)
+    return Model(config), params
