@@ -83,6 +83,7 @@ class StepPlan:
       mode: EXTEND, DECODE or TARGET_VERIFY.
       requests: in the order of the batch.
       rows, starts, counts: int32 `[n]`.
+      tokens: int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0.
       samples: bool `[n]`, whether the request's last row chooses a token.
       max_seq_len: the bucket.
       mapped: int32 `[m, 4]`, pages that tables on a device lack; see `RequestPool.take_changes`.
@@ -94,6 +95,7 @@ class StepPlan:
     rows: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    tokens: np.ndarray
     samples: np.ndarray
     max_seq_len: int
     mapped: np.ndarray
@@ -108,21 +110,6 @@ class StepPlan:
         """int32 `[tokens]`."""
         ends = np.cumsum(self.counts)
         return np.arange(ends[-1], dtype=np.int32) + np.repeat(self.starts - (ends - self.counts), self.counts)
-
-    def tokens(self) -> np.ndarray:
-        """int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0."""
-        if self.mode is not ForwardMode.EXTEND:
-            first = [_last_token(request) for request in self.requests]
-            tokens = np.zeros((len(first), int(self.counts[0])), np.int32)
-            tokens[:, 0] = first
-            return tokens.reshape(-1)
-        parts = []
-        for request, start, count in zip(self.requests, self.starts.tolist(), self.counts.tolist()):
-            part = request.prompt[start : start + count]
-            if len(part) < count:  # after a preemption
-                part = request.tokens[start : start + count]
-            parts.append(part)
-        return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
     def forward_batch(self, pool: RequestPool, *, num_rows: int, num_requests: int) -> ForwardBatch:
         """The step in numpy arrays, padded to `num_rows` and `num_requests`."""
@@ -145,11 +132,18 @@ class StepPlan:
         )
 
 
-def _last_token(request: Request) -> int:
-    if request.unread:
+def _next_tokens(request: Request, count: int) -> list[int]:
+    """A request's next tokens."""
+    first = request.computed
+    if request.unread and first >= len(request.prompt):  # the last one is on its way
         taken = len(request.output) + request.unread
-        return request.forced[taken - 1] if taken <= len(request.forced) else -1
-    return request.output[-1] if request.output else request.prompt[-1]
+        return [request.forced[taken - 1] if taken <= len(request.forced) else -1]
+    if first + count <= len(request.prompt):
+        return request.prompt[first : first + count]
+    first -= len(request.prompt)
+    if first < 0:  # after a preemption
+        return request.tokens[request.computed : request.computed + count]
+    return request.output[first : first + count]
 
 
 @dataclasses.dataclass
@@ -415,11 +409,13 @@ class Scheduler:
         rows = np.array([request.row for request in requests], np.int32)
         starts = np.array([request.computed for request in requests], np.int32)
         counts = np.array([count for _, count in served], np.int32)
+        verify = mode is ForwardMode.TARGET_VERIFY
+        tokens = [_next_tokens(r, 1) + [0] * (count - 1) if verify else _next_tokens(r, count) for r, count in served]
         kept = []
         for request, count in served:
-            if mode is not ForwardMode.TARGET_VERIFY:
+            if not verify:
                 request.computed += count
-            if request.in_prefill or mode is ForwardMode.EXTEND:
+            if mode is ForwardMode.EXTEND:
                 kept += self._remember(request)
         samples = np.array([not request.in_prefill for request in requests])
         for request in requests:
@@ -432,6 +428,7 @@ class Scheduler:
             rows=rows,
             starts=starts,
             counts=counts,
+            tokens=np.concatenate([np.asarray(part, np.int32) for part in tokens]),
             samples=samples,
             max_seq_len=self._bucket(int((starts + counts).max())),
             mapped=self.pool.take_changes(),

@@ -98,7 +98,7 @@ def pack(program: Program, plan: StepPlan, num_table_rows: int, proposals: np.nd
         requests[5, :n] = np.array([s.top_p for s in sampling], np.float32).view(np.int32)
     parts["changes"][:, 0] = num_table_rows
     parts["changes"][: len(plan.mapped)] = plan.mapped
-    tokens = plan.tokens()
+    tokens = plan.tokens
     if plan.mode is ForwardMode.EXTEND:
         parts["tokens"][: len(tokens)] = tokens
         parts["rows"][1] = num_table_rows
@@ -268,7 +268,9 @@ def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> R
     return RequestTables(req_to_token=req_to_token, full_to_swa=tables.full_to_swa.at[slots].set(swa_slots))
 
 
-def new_state(caches: Caches, *, max_requests: int, max_len: int, num_pages: int, page_size: int, window: bool) -> State:
+def new_state(
+    caches: Caches, *, max_requests: int, max_len: int, num_pages: int, page_size: int, window: bool
+) -> State:
     """Empty tables around a model's caches."""
     full_to_swa = None
     if window:

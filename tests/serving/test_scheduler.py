@@ -58,11 +58,12 @@ class Device:
             assert number > 0
             self.pages[row, index], self.swa_of[number] = number, swa
         assert len(set(plan.rows.tolist())) == len(plan.requests) <= self.scheduler.options.max_batch
-        tokens, at, chosen = plan.tokens().tolist(), 0, []
+        tokens, at, chosen = plan.tokens.tolist(), 0, []
         assert len(tokens) == plan.num_tokens == len(plan.positions())
         for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts)):
             new, at = tokens[at : at + count], at + count
             if new[0] == -1:
+                assert plan.requests[i].unread > 1 or plan.requests[i].row is None
                 new[0] = int(self.last[row])
             if drafts:
                 new[1:] = drafts(plan.requests[i], self.read(row, start) + new[:1])
@@ -290,7 +291,7 @@ def test_a_step_s_arrays():
     for request in requests:
         scheduler.submit(request)
     plan = scheduler.plan()
-    assert plan.mode is ForwardMode.EXTEND and plan.tokens().tolist() == [*range(7), 30, 31, 32]
+    assert plan.mode is ForwardMode.EXTEND and plan.tokens.tolist() == [*range(7), 30, 31, 32]
     assert plan.positions().tolist() == [*range(7), 0, 1, 2] and plan.samples.tolist() == [True, False]
     batch = plan.forward_batch(scheduler.pool, num_rows=10, num_requests=4)
     table = scheduler.pool.req_to_token
@@ -303,7 +304,7 @@ def test_a_step_s_arrays():
     second = scheduler.plan()
     assert second.requests == requests[1:] and second.starts.tolist() == [3] and second.counts.tolist() == [5]
     third = scheduler.plan()
-    assert third.mode is ForwardMode.DECODE and third.tokens().tolist() == [-1, -1]
+    assert third.mode is ForwardMode.DECODE and third.tokens.tolist() == [-1, -1]
     scheduler.complete(plan, [[5], []], [[0.5], []])
     assert requests[0].output == [5] and requests[0].margins == [0.5] and not requests[1].output
     assert scheduler.plan() is None  # each has chosen its last token; it is not read

@@ -106,23 +106,22 @@ def count_agreeing_tokens(engine: Engine, requests: list[Request]) -> tuple[int,
     return agree, total
 
 
-@dataclasses.dataclass
-class Replay(Request):
-    """A request that repeats the tokens of an earlier run and keeps the logits before each of them."""
-
-    chosen: list[int] = dataclasses.field(default_factory=list)
-    logits: list[torch.Tensor] = dataclasses.field(default_factory=list)
-
-    def choose(self, logits: torch.Tensor) -> None:
-        self.logits.append(logits.float())
-        self.output.append(self.chosen[len(self.output)])
-
-
 def replay_logits(engine: Engine, requests: list[Request]) -> torch.Tensor:
-    """Serves the same tokens again by plain decoding; returns the logits before each, float32 `[tokens, vocab]`."""
-    replays = [Replay(r.prompt, len(r.output), chosen=r.output) for r in requests]
+    """Serves the same tokens again by plain decoding; returns the logits before each, float32 `[tokens, vocab]`.
+
+    Args:
+      engine: either engine, which traces.
+      requests: as they were served.
+    """
+    replays = [Request(r.prompt, len(r.output), forced=tuple(r.output)) for r in requests]
+    chosen: dict[int, list[torch.Tensor]] = {id(replay): [] for replay in replays}
+
     engine.run(replays)
-    return torch.stack([logits for replay in replays for logits in replay.logits])
+    for traced in engine.trace:
+        logits, last = traced.chosen_logits(), traced.last_rows()
+        for request, row in zip(last, logits):
+            chosen[request].append(row)
+    return torch.stack([row for replay in replays for row in chosen[id(replay)]])
 
 
 @dataclasses.dataclass
