@@ -172,16 +172,7 @@ def forward(
     trace: Callable[[jax.Array, jax.Array | None], None],
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
     """As `Model.forward`: hidden rows, caches and overflow; `trace` is called with each layer's input and selection."""
-    spec = config.spec
-    if gathered is None:
-        gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, tokens.shape[0])
-    metadata = build_v32_metadata(
-        spec,
-        batch,
-        tables,
-        fp8_kv_cache=caches.kv.layout is spec.kv_layout,
-        prefill_backend="flashmla_sparse" if gathered else "flashmla_kv",
-    )
+    spec, metadata = config.spec, _metadata(config, caches, batch, tables, gathered)
     streams = params.embedding[tokens]
     for i in range(layers):
         weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
@@ -192,11 +183,56 @@ def forward(
     return rms_norm(streams, params.norm, config.norm_eps), caches.whole(), metadata.overflow
 
 
+def _metadata(config: V32Config, caches: V32LayerCache, batch: ForwardBatch, tables: RequestTables, gathered):
+    spec = config.spec
+    if gathered is None:
+        gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, batch.out_cache_loc.shape[0])
+    return build_v32_metadata(
+        spec,
+        batch,
+        tables,
+        fp8_kv_cache=caches.kv.layout is spec.kv_layout,
+        prefill_backend="flashmla_sparse" if gathered else "flashmla_kv",
+    )
+
+
+def attention(
+    config: V32Config,
+    params: V32Params,
+    caches: V32LayerCache,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    layer: int,
+    gathered: bool | None,
+    backend: str | None,
+    index_scores: jax.Array | None,
+) -> tuple[jax.Array, V32LayerCache]:
+    """As `Model.attention`: a layer's attention alone, from its input to its output."""
+    weights, small = params.layers[layer], jax.tree.map(lambda x: x[layer], params.small)
+    out, caches, _ = v32_layer(
+        caches.layer(layer),
+        _project(config, weights, small, x, positions),
+        batch,
+        _metadata(config, caches, batch, tables, gathered),
+        spec=config.spec,
+        index_scores=index_scores,
+        backend=backend,
+    )
+    return _project_out(weights, out.astype(x.dtype)), caches.whole()
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def _before_attention(config: V32Config, weights: V32Weights, small: V32Small, streams, positions):
     """The attention's input `[T, hidden]` and its projected rows."""
-    spec, rope = config.spec, config.rope
     x = rms_norm(streams, small.attn_norm, config.norm_eps)
+    return x, _project(config, weights, small, x, positions)
+
+
+def _project(config: V32Config, weights: V32Weights, small: V32Small, x, positions) -> V32Rows:
+    spec, rope = config.spec, config.rope
     q_a, latent, k_rope, index_k, index_weights = split(linear(x, weights.in_proj), *_input_widths(config))
     q_all = linear(rms_norm(q_a, small.q_norm, LATENT_NORM_EPS), weights.q_b)
     width = spec.num_heads * (config.nope_dim + spec.rope_dim)
@@ -216,22 +252,27 @@ def _before_attention(config: V32Config, weights: V32Weights, small: V32Small, s
 
     q_latent = jnp.einsum("thd,hdl->thl", q_nope, weights.k_up)
     index_k = layer_norm(index_k, *small.index_norm, LATENT_NORM_EPS)
-    rows = V32Rows(
+    return V32Rows(
         q=jnp.concatenate([q_latent, rotated(q_rope)], axis=-1),
-        kv=jnp.concatenate([rms_norm(latent, small.kv_norm, LATENT_NORM_EPS), rotated(k_rope[:, None])[:, 0]], axis=-1),
+        kv=jnp.concatenate(
+            [rms_norm(latent, small.kv_norm, LATENT_NORM_EPS), rotated(k_rope[:, None])[:, 0]], axis=-1
+        ),
         index_q=index_rotated(index_q.reshape(-1, spec.index_heads, spec.index_dim)),
         index_k=index_rotated(index_k[:, None])[:, 0],
         index_weights=index_weights.astype(jnp.float32) * (spec.index_dim * spec.index_heads) ** -0.5,
     )
-    return x, rows
+
+
+def _project_out(weights: V32Weights, out) -> jax.Array:
+    """The attention's output `[T, hidden]`."""
+    values = jnp.einsum("thl,hvl->thv", out, weights.v_up)
+    return linear(values.reshape(values.shape[0], -1), weights.o_proj)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _after_attention(config: V32Config, weights: V32Weights, small: V32Small, streams, out, tokens):
     """The rows after the attention's output projection and the experts."""
-    out = out.astype(streams.dtype)
-    values = jnp.einsum("thl,hvl->thv", out, weights.v_up)
-    streams = streams + linear(values.reshape(values.shape[0], -1), weights.o_proj)
+    streams = streams + _project_out(weights, out.astype(streams.dtype))
     x = rms_norm(streams, small.ffn_norm, config.norm_eps)
     if isinstance(weights.mlp, DenseParams):
         return streams + mlp(x, weights.mlp.gate_up, weights.mlp.down)

@@ -249,14 +249,54 @@ def forward(
     return _last(config, params, streams), caches, step.overflow
 
 
+def attention(
+    config: V4Config,
+    params: V4Params,
+    caches: V4Caches,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    layer: int,
+    gathered: bool | None,
+    backend: str | None,
+    index_scores: jax.Array | None,
+) -> tuple[jax.Array, V4Caches]:
+    """As `Model.attention`: a layer's attention alone, from its input to its output."""
+    ratio, weights = config.ratios[layer], params.layers[layer]
+    number = config.ratios[:layer].count(ratio)
+    small = jax.tree.map(lambda x: x[layer], params.small)
+    if batch.mode is not ForwardMode.EXTEND:
+        gathered = False
+    step = prepare_v4_step(config.spec, batch, tables, gathered=gathered)
+    out, cache, _ = v4_layer(
+        caches[ratio].layer(number),
+        _project(config, ratio, weights, small, x, positions),
+        params.attention[ratio].layer(number),
+        batch,
+        step.metadata,
+        step.plans.get(ratio),
+        spec=config.spec,
+        ratio=ratio,
+        index_scores=index_scores,
+        backend=backend,
+    )
+    return _project_out(config, ratio, weights, out.astype(x.dtype), positions), caches | {ratio: cache.whole()}
+
+
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
 def _before_attention(config: V4Config, ratio: int, weights: V4Weights, small: V4Small, streams, positions):
     """The attention's input `[T, hidden]`, its projected rows, and how its output joins the streams."""
-    spec, eps = config.spec, config.norm_eps
     x, post, comb = collapse_streams(
-        streams, weights.attn_fn, small.base[0], small.scale[0], config=config.streams, norm_eps=eps
+        streams, weights.attn_fn, small.base[0], small.scale[0], config=config.streams, norm_eps=config.norm_eps
     )
-    x = rms_norm(x, small.attn_norm, eps)
+    x = rms_norm(x, small.attn_norm, config.norm_eps)
+    return x, _project(config, ratio, weights, small, x, positions), post, comb
+
+
+def _project(config: V4Config, ratio: int, weights: V4Weights, small: V4Small, x, positions) -> V4Rows:
+    spec, eps = config.spec, config.norm_eps
     inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
 
     def heads(rows, count, dim):
@@ -280,8 +320,17 @@ def _before_attention(config: V4Config, ratio: int, weights: V4Weights, small: V
             kv=index_kv,
             score=index_score,
         )
-    rows = V4Rows(q=rotated(normalised(q, eps).astype(q.dtype)), kv=kv, **compressed, index=index)
-    return x, rows, post, comb
+    return V4Rows(q=rotated(normalised(q, eps).astype(q.dtype)), kv=kv, **compressed, index=index)
+
+
+def _project_out(config: V4Config, ratio: int, weights: V4Weights, out, positions) -> jax.Array:
+    """The attention's output `[T, hidden]`."""
+    # V is K with its rope part, so the output is rotated back at the query's position.
+    inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
+    out = rope_interleaved(out, positions[:, None], inv_freq, inverse=True)
+    grouped = out.reshape(out.shape[0], config.o_groups, -1)
+    grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a)
+    return linear(grouped.reshape(out.shape[0], -1), weights.o_b)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
@@ -290,12 +339,7 @@ def _after_attention(
 ):
     """The streams after the attention's output projection and the experts."""
     eps = config.norm_eps
-    # V is K with its rope part, so the output is rotated back at the query's position.
-    inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
-    out = rope_interleaved(out.astype(streams.dtype), positions[:, None], inv_freq, inverse=True)
-    grouped = out.reshape(out.shape[0], config.o_groups, -1)
-    grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a)
-    out = linear(grouped.reshape(out.shape[0], -1), weights.o_b)
+    out = _project_out(config, ratio, weights, out.astype(streams.dtype), positions)
     streams = expand_streams(streams, out, post, comb)
     x, post, comb = collapse_streams(
         streams, weights.ffn_fn, small.base[1], small.scale[1], config=config.streams, norm_eps=eps

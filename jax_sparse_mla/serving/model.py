@@ -157,6 +157,34 @@ class Model:
         )
         return ForwardOutput(hidden=hidden, caches=caches, overflow=overflow, trace=traced)
 
+    def attention(
+        self,
+        params: Params,
+        caches: Caches,
+        batch: ForwardBatch,
+        tables: RequestTables,
+        x: jax.Array,
+        positions: jax.Array,
+        *,
+        layer: int,
+        gathered: bool | None = None,
+        backend: str | None = None,
+        index_scores: jax.Array | None = None,
+    ) -> tuple[jax.Array, Caches]:
+        """One layer's attention alone, for comparisons with other implementations.
+
+        Args:
+          x: `[T, hidden]`, the attention's input, as `ForwardOutput.trace` has it.
+          layer: which (static).
+          index_scores: float32 `[T, columns]`, selects by these instead of the indexer's scores.
+          params, caches, batch, tables, positions, gathered, backend: as in `forward`.
+
+        Returns:
+          Its output `[T, hidden]`, after the output projection, and the updated caches.
+        """
+        options = {"layer": layer, "gathered": gathered, "backend": backend, "index_scores": index_scores}
+        return self._module.attention(self.config, params, caches, batch, tables, x, positions, **options)
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """float32 `[n, vocab]` of `[n, hidden]` rows of `ForwardOutput.hidden`."""
         weights = params.embedding if params.unembedding is None else params.unembedding
