@@ -1,10 +1,11 @@
-"""Serves requests with a model in JAX: each step is one program, and the host reads its tokens while the next one runs."""
+"""Serves requests with a model in JAX: a step is one program, and the host reads its tokens while the next one runs."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,9 +13,9 @@ import jax
 import numpy as np
 
 from jax_sparse_mla.attention.api import calls_of
-from jax_sparse_mla.metadata import ForwardMode
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving.model import Model, Params
+from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan
 from jax_sparse_mla.serving.step import Program, Result, copy_states, new_state, pack, run_step, unpack_result
@@ -30,17 +31,36 @@ class TracedStep:
     """A step that ran, for comparisons.
 
     Attributes:
-      plan: the step.
+      plan, batch, tables: the step; tables as they were then.
       requests, positions: of its real rows: `id(request)` and int32 `[n]`.
       layers: of each layer the attention's input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
-      logits: float32 `[requests · (drafts + 1), vocab]`.
+      logits: float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen.
     """
 
     plan: StepPlan
+    batch: ForwardBatch
+    tables: RequestTables
     requests: np.ndarray
     positions: np.ndarray
     layers: list[tuple[jax.Array, jax.Array | None]]
     logits: jax.Array
+
+    def hidden(self, layer: int) -> np.ndarray:
+        """float32 `[n, hidden]`."""
+        return np.asarray(self.layers[layer][0][: len(self.positions)].astype(np.float32))
+
+    def selected(self, layer: int) -> np.ndarray | None:
+        """int32 `[n, k]`, in a layer that selects."""
+        selected = self.layers[layer][1]
+        return None if selected is None else np.asarray(selected[: len(self.positions)])
+
+    def chosen(self) -> list[tuple[int, np.ndarray]]:
+        """`id(request)` and logits float32 `[vocab]` of each token that a step of plain decoding chose."""
+        return [
+            (id(request), row)
+            for request, row, samples in zip(self.plan.requests, np.asarray(self.logits), self.plan.samples)
+            if samples
+        ]
 
 
 class Engine:
@@ -61,10 +81,11 @@ class Engine:
         that it still needed count.
       prefill_backend: what prefill steps attend to, one of PREFILL_BACKENDS.
       routes: `{program: (phase, backend)}`, the attention that each program calls, read from the program.
+      compile_seconds: spent on compiling programs, or on loading them.
       trace: with `options.trace`, the steps of the latest `run`.
     """
 
-    def __init__(self, model: Model, params: Params, options: EngineOptions = EngineOptions()):
+    def __init__(self, model: Model, params: Params, options: EngineOptions):
         self.model, self.options = model, options
         self.spec: ModelSpec = model.spec
         self.scheduler = Scheduler(self.spec, options, model.vocab_size, reuse=options.reuse_points > 0)
@@ -73,26 +94,35 @@ class Engine:
         self.prefill_backend = options.prefill_backend or chosen_prefill(self.spec, options)
         self.routes: dict[Program, frozenset[tuple[str, str]]] = {}
         self.trace: list[TracedStep] = []
-        pool, window = self.scheduler.pool, self.spec.window is not None
-        state_rows = options.max_batch + (options.reuse_points if window else 0)
+        self.compile_seconds = 0.0
+        pool = self.scheduler.pool
         state = new_state(
-            model.new_caches(
-                num_pages=pool.num_pages,
-                num_swa_pages=pool.num_swa_pages,
-                max_requests=state_rows,
-                max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
-                bf16=options.bf16_cache,
-            ),
+            self.new_caches(),
             max_requests=options.max_batch,
             max_len=pool.req_to_token.shape[1],
             num_pages=pool.num_pages,
             page_size=self.spec.page_size,
-            window=window,
+            window=self.spec.window is not None,
         )
         # Committed to the device, as what a step returns is.
         self.state, self.params = jax.device_put((state, params), jax.devices()[0])
         self._unread: collections.deque[tuple[StepPlan, Program, jax.Array]] = collections.deque()
         self._programs: dict[tuple, tuple[Program, Any]] = {}
+
+    def with_options(self, **changes: Any) -> Engine:
+        """An engine of the same model with other options."""
+        return Engine(self.model, self.params, dataclasses.replace(self.options, **changes))
+
+    def new_caches(self) -> Caches:
+        """Empty caches for the engine's pages and requests."""
+        options, pool = self.options, self.scheduler.pool
+        return self.model.new_caches(
+            num_pages=pool.num_pages,
+            num_swa_pages=pool.num_swa_pages,
+            max_requests=options.max_batch + (options.reuse_points if self.spec.window is not None else 0),
+            max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
+            bf16=options.bf16_cache,
+        )
 
     # Requests.
 
@@ -111,7 +141,7 @@ class Engine:
 
         Args:
           requests: new requests.
-          on_step: called after each step with the plan whose tokens have been read last, and all requests.
+          on_step: called with each step when its tokens have been read, and all requests.
 
         Raises:
           ValueError: one cannot be served. None has been served then.
@@ -123,25 +153,22 @@ class Engine:
         try:
             for request in requests:
                 self.scheduler.submit(request)
-            while (plan := self.step()) is not None:
-                on_step(plan, requests)
+            while not self.idle:
+                if (plan := self.step()) is not None:
+                    on_step(plan, requests)
         except BaseException:
             self._unread.clear()
             self.scheduler.abort()
             raise
 
     def step(self) -> StepPlan | None:
-        """Starts the next step and reads the tokens of the one before; returns the latest plan that it started or read,
-        None if there was nothing to do."""
+        """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read."""
         plan = self.scheduler.plan(drafts=self.drafts)
         if plan is not None:
             self._start(plan)
         # Where it drafts, the next round begins where this one ends: the host must know first.
-        while self._unread and (plan is None or len(self._unread) > (0 if self.drafts else 1)):
-            read = self._read()
-            if plan is None:
-                return read
-        return plan
+        running = 1 if plan is not None and not self.drafts else 0
+        return self._read() if len(self._unread) > running else None
 
     @property
     def idle(self) -> bool:
@@ -155,7 +182,9 @@ class Engine:
             self._copy_states(plan.restored)
         key = self._bucket(plan)
         if key not in self._programs:
+            start = time.perf_counter()
             self._programs[key] = self._compile(*key)
+            self.compile_seconds += time.perf_counter() - start
         program, call = self._programs[key]
         packed = pack(program, plan, self.options.max_batch, self._proposals(plan))
         self.state, result, layers, logits = call(self.params, self.state, packed)
@@ -164,8 +193,20 @@ class Engine:
         if plan.kept:
             self._copy_states(plan.kept)
         if self.options.trace:
-            ids = np.repeat([id(request) for request in plan.requests], plan.counts)
-            self.trace.append(TracedStep(plan, ids, plan.positions(), layers, logits))
+            self.trace.append(self._traced(plan, program, layers, logits))
+
+    def _traced(self, plan: StepPlan, program: Program, layers, logits) -> TracedStep:
+        pool = self.scheduler.pool
+        full_to_swa = None if self.spec.window is None else pool.full_to_swa.copy()
+        return TracedStep(
+            plan=plan,
+            batch=plan.forward_batch(pool, num_rows=program.num_rows, num_requests=program.num_requests),
+            tables=RequestTables(req_to_token=pool.req_to_token.copy(), full_to_swa=full_to_swa),
+            requests=np.repeat([id(request) for request in plan.requests], plan.counts),
+            positions=plan.positions(),
+            layers=layers,
+            logits=logits,
+        )
 
     def _read(self) -> StepPlan:
         """Waits for the oldest step that runs, and takes its tokens."""

@@ -87,6 +87,14 @@ class Model:
         """Random parameters from a seed, made on the device."""
         return checkpoint.init_params(self.config, seed, dtype)
 
+    def from_named_arrays(self, arrays: Mapping[str, Any]) -> Params:
+        """The parameters of numpy arrays by name, as a state dict of transformers' or a checkpoint has them.
+
+        Raises:
+          ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
+        """
+        return checkpoint.from_named_arrays(self.config, arrays)
+
     def new_caches(
         self,
         *,

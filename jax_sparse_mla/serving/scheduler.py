@@ -274,6 +274,8 @@ class Scheduler:
             wanted = [(r, count) for r in self.running if len(r.output) + r.unread < r.max_new_tokens]
         served = self._with_pages(wanted)
         if not served:
+            if not self._unread_steps and not self.idle:
+                raise RuntimeError("the scheduler has requests, but no step for them")
             return None
         return self._new_plan(mode, served)
 

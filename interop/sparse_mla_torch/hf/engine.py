@@ -44,13 +44,46 @@ def choose(logits: torch.Tensor) -> tuple[int, float]:
 
 @dataclasses.dataclass
 class TracedStep:
-    """A step that ran, for comparisons: each layer's input rows and selected positions, and the logits that tokens were
-    chosen from, float32."""
+    """A step that ran, for comparisons; as `serving.engine.TracedStep`.
+
+    Attributes:
+      step: the step.
+      layers: of each layer its input rows `[n, hidden]`, and the selected positions or None.
+      samples: of its requests, whether the last row chooses a token.
+      logits: float32, from which tokens were chosen.
+    """
 
     step: Step
-    hidden: list[torch.Tensor]
-    positions: list[np.ndarray | None]
+    layers: list[tuple[torch.Tensor, np.ndarray | None]] = dataclasses.field(default_factory=list)
+    samples: np.ndarray | None = None
     logits: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> ForwardBatch:
+        return self.step.batch
+
+    @property
+    def tables(self) -> RequestTables:
+        return self.step.tables
+
+    @property
+    def requests(self) -> np.ndarray:
+        return self.step.requests
+
+    @property
+    def positions(self) -> np.ndarray:
+        return self.step.positions
+
+    def hidden(self, layer: int) -> torch.Tensor:
+        return self.layers[layer][0]
+
+    def selected(self, layer: int) -> np.ndarray | None:
+        return self.layers[layer][1]
+
+    def chosen(self) -> list[tuple[int, np.ndarray]]:
+        requests = dict.fromkeys(self.step.requests.tolist())
+        rows = zip(requests, self.logits.cpu().numpy(), self.samples)
+        return [(request, logits) for request, logits, samples in rows if samples]
 
 
 class Engine:
@@ -92,6 +125,10 @@ class Engine:
     def pool(self):
         """The request tables."""
         return self.scheduler.pool
+
+    def with_options(self, **changes: Any) -> Engine:
+        """An engine of the same model with other options."""
+        return Engine(self.model, dataclasses.replace(self.options, **changes))
 
     def new_cache(self, layer: int) -> Any:
         """Empty caches for one layer."""
@@ -146,6 +183,8 @@ class Engine:
         step = self.new_step(self.new_batch(plan), plan)
         last_rows = (np.cumsum(plan.counts) - 1).tolist()
         chosen = [choose(logits) for logits in self.forward(step, plan.tokens.tolist(), last_rows)]
+        if self.options.trace:
+            self.trace[-1].samples = plan.samples
         self.scheduler.complete(plan, [[token] for token, _ in chosen], [[margin] for _, margin in chosen])
         return step
 
@@ -184,7 +223,7 @@ class Engine:
         """Runs the model over a step's tokens and caches K rows; returns the logits after the tokens `keep`."""
         self._step = step
         if self.options.trace:
-            self.trace.append(TracedStep(step, [], []))
+            self.trace.append(TracedStep(step))
         logits = self.model(
             input_ids=torch.tensor(tokens, device=self.device)[None],
             position_ids=torch.from_numpy(step.positions).to(self.device)[None],
@@ -200,9 +239,8 @@ class Engine:
         layer = self.layers[index]
         out, self.caches[index], positions = layer(self.caches[index], hidden, position_embeddings, self._step)
         if self.options.trace:
-            traced = self.trace[-1]
-            traced.hidden.append(hidden[0].clone())
-            traced.positions.append(None if positions is None else np.asarray(positions)[: self._step.num_tokens])
+            positions = None if positions is None else np.asarray(positions)[: self._step.num_tokens]
+            self.trace[-1].layers.append((hidden[0].clone(), positions))
         return out
 
 
