@@ -254,9 +254,7 @@ def _project(config: V32Config, weights: V32Weights, small: V32Small, x, positio
     index_k = layer_norm(index_k, *small.index_norm, LATENT_NORM_EPS)
     return V32Rows(
         q=jnp.concatenate([q_latent, rotated(q_rope)], axis=-1),
-        kv=jnp.concatenate(
-            [rms_norm(latent, small.kv_norm, LATENT_NORM_EPS), rotated(k_rope[:, None])[:, 0]], axis=-1
-        ),
+        kv=jnp.concatenate([rms_norm(latent, small.kv_norm, LATENT_NORM_EPS), rotated(k_rope[:, None])[:, 0]], axis=-1),
         index_q=index_rotated(index_q.reshape(-1, spec.index_heads, spec.index_dim)),
         index_k=index_rotated(index_k[:, None])[:, 0],
         index_weights=index_weights.astype(jnp.float32) * (spec.index_dim * spec.index_heads) ** -0.5,
