@@ -196,7 +196,10 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
         parts[int(layer)][field] = x
     request.row = engine.pool.open()
     try:
-        engine.pool.extend(request.row, 0, request.computed)
+        for start in range(0, request.computed, page_size := engine.spec.page_size):
+            # A page at a time: those behind the window give back their window pages.
+            engine.pool.extend(request.row, start, min(start + page_size, request.computed))
+        engine.pool.trim(request.row, request.computed)
         place = _place(engine, request)
         for i, cache in enumerate(engine.caches):
             check_parts(cache, place, parts[i], f"layers.{i}.")

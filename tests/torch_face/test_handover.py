@@ -21,10 +21,11 @@ from safetensors.torch import load_file, safe_open, save_file
 from sparse_mla_torch import handover
 from sparse_mla_torch.handover import export_request, import_request
 from sparse_mla_torch.hf.engine import Engine, Request
-from sparse_mla_torch.hf.speculative import MAX_MARGIN, DraftOracle, SpeculativeDecoder
+from sparse_mla_torch.hf.speculative import SpeculativeDecoder
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 from jax_sparse_mla.layers import V4LayerCache
+from jax_sparse_mla.serving.speculative import MAX_MARGIN, DraftOracle
 
 pytestmark = pytest.mark.torch
 
