@@ -49,7 +49,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def libraries():
-    yield stub.register()
+    return stub.register()
 
 
 @pytest.fixture(params=BACKENDS)
@@ -395,6 +395,8 @@ def test_empty_calls(backend, setting):
         ({"softmax_scale": math.nan}, ValueError, "must be finite"),
         ({"extra_topk_length": "lone"}, ValueError, "without an extra cache"),
         ({"out": "wrong"}, ValueError, r"out\[1\] must have shape"),
+        ({"out": "alone"}, ValueError, "out must have shape"),
+        ({"out": 3}, TypeError, "out must be a tensor or 2 tensors"),
     ],
 )
 def test_refused_by_name(changes, error, message):
@@ -405,6 +407,7 @@ def test_refused_by_name(changes, error, message):
         "narrow": lambda x: x[..., :400],
         "short": lambda x: x[:3],
         "lone": lambda x: arguments["topk_length"],
+        "alone": lambda x: torch.empty_like(arguments["q"])[:1],
         "wrong": lambda x: (torch.empty_like(arguments["q"]), torch.empty(1)),
     }
     changes = {k: replacements[v](arguments.get(k)) if v in replacements else v for k, v in changes.items()}
