@@ -52,7 +52,6 @@ class Options(NamedTuple):
       empty_lse: of a row without a valid key, +inf (FlashMLA) or −inf.
       keeps_memory: False if the call must let go of all that it allocates, since a compiled graph may give it memory
         that is the graph's.
-      in_graph: the call is for a CUDA graph: see `route.plan`.
     """
 
     function: str
@@ -61,7 +60,6 @@ class Options(NamedTuple):
     batch_invariant: bool = False
     assume_valid_indices: bool = False
     keeps_memory: bool = True
-    in_graph: bool = False
 
 
 def prepare(
@@ -107,7 +105,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     topk = sum(scope.topk for scope in kept)
     call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, batch_invariant=options.batch_invariant)
     facts = options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device
-    plan = route.plan(call, *facts, in_graph=options.in_graph)
+    plan = route.plan(call, *facts)
     backend = route.backend_module(plan.backend)
     empty = not q.numel() or not kept
     run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)

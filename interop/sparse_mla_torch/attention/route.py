@@ -20,19 +20,18 @@ from jax_sparse_mla.attention.route import Plan, plan_call
 from jax_sparse_mla.device import DeviceInfo
 
 
-def plan(call: Call, *facts: Any, in_graph: bool = False) -> Plan:
+def plan(call: Call, *facts: Any) -> Plan:
     """The backend of a call; the environment's overrides are read.
 
     Args:
       call: its facts.
       facts: what the backends' obstacles take; without them none is asked.
-      in_graph: the call is for a CUDA graph, which does not pay for its launch.
 
     Raises:
       ValueError: the environment names a backend that cannot serve the call, with the reason.
     """
     override = override_of(call.phase)
-    unable = unable_for(call.phase, call.device, override, in_graph)
+    unable = unable_for(call.phase, call.device)
     for name in BACKENDS if facts else ():
         obstacle = None if name in unable else getattr(backend_module(name), f"{call.phase}_obstacle", None)
         if obstacle is not None and (why := obstacle(*facts)):
@@ -40,19 +39,13 @@ def plan(call: Call, *facts: Any, in_graph: bool = False) -> Plan:
     return plan_call(call, unable=unable, override=override)
 
 
-def unable_for(phase: str, device: DeviceInfo, override: str | None = None, in_graph: bool = False) -> dict[str, str]:
-    """The backends that torch cannot take for a phase here, whatever the call, and why.
-
-    Nothing is built for a backend that serves by name alone and is not named. In a graph, where the host's time to
-    launch it does not count, such a backend serves like the others.
-    """
+def unable_for(phase: str, device: DeviceInfo) -> dict[str, str]:
+    """The backends that torch cannot take for a phase here, whatever the call, and why."""
     unable = {}
     for name, backend in BACKENDS.items():
         why = backend.wrong_device(device)
         if why is None and phase not in backend.torch:
             why = f"torch does not call its {phase}"
-        if why is None and name != override and not in_graph:
-            why = backend.torch_by_name
         if why := why or missing(name, phase):
             unable[name] = why
     return unable
