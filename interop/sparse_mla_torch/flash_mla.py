@@ -25,9 +25,10 @@ from torch.compiler import is_compiling
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention import call_cache, decode, prefill
 from sparse_mla_torch.attention.call_cache import Prepared
+from sparse_mla_torch.attention.route import FasterAlone
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_strided
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 _INF = float("inf")
 _LN_2 = 0.6931471805599453
@@ -90,6 +91,7 @@ def flash_mla_with_kvcache(
     *,
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     assume_valid_indices: bool = False,
+    beside_flashmla: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of each query over the cached tokens that its indices name.
 
@@ -120,6 +122,7 @@ def flash_mla_with_kvcache(
       assume_valid_indices: a promise that every entry within a length is −1 or a token's slot, that entries beyond it
         are −1, that lengths are from 0 to the columns, and that no finite sink is below −2e38. It saves a pass over the
         tables where FlashMLA's operator serves the call. A broken promise reads out of bounds.
+      beside_flashmla: the caller has FlashMLA's own function: what that does sooner is refused with `FasterAlone`.
 
     Returns:
       out bfloat16 `[batch, s_q, heads, 512]`, 0 where no token counts, and lse float32 `[batch, heads, s_q]` (not
@@ -127,6 +130,7 @@ def flash_mla_with_kvcache(
 
     Raises:
       TypeError, ValueError: what is not served; the message names the argument.
+      FasterAlone: see `beside_flashmla`.
     """
     if indices is None or head_dim_v != 512 or num_splits is not None or causal or is_fp8_kvcache is False:
         _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache)
@@ -139,7 +143,8 @@ def flash_mla_with_kvcache(
         rows, lse = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
         return _traced("flash_mla_with_kvcache", (rows, lse.transpose(1, 2)), out)
     # The fields of decode.Options: a plain tuple is made faster.
-    options = ("flash_mla_with_kvcache", softmax_scale, _INF, enable_batch_invariant, assume_valid_indices)
+    flags = (enable_batch_invariant, assume_valid_indices, beside_flashmla)
+    options = ("flash_mla_with_kvcache", softmax_scale, _INF, *flags)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
@@ -151,10 +156,11 @@ def flash_mla_with_kvcache(
                     enable_batch_invariant,
                     out=out,
                     assume_valid_indices=assume_valid_indices,
+                    beside_flashmla=beside_flashmla,
                 )
         call = decode.prepare(options, *tensors)
     if type(tile_scheduler_metadata) is not FlashMLASchedMeta or tile_scheduler_metadata._shape is not call.shape:
-        tile_scheduler_metadata = _use_schedule(tile_scheduler_metadata, call.shape)
+        tile_scheduler_metadata = _use_schedule(tile_scheduler_metadata, call)
     if out is None:
         return call.run(  # as `*tensors`, but that takes longer
             q,
@@ -188,6 +194,7 @@ def flash_mla_sparse_fwd(
     *,
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     assume_valid_indices: bool = False,
+    beside_flashmla: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Sparse attention of each query over the rows of a workspace that its indices name.
 
@@ -204,6 +211,7 @@ def flash_mla_sparse_fwd(
       out: `(out, max_logits, lse)` to write into, or out alone, as in `flash_mla_with_kvcache`. Both statistics are
         written even if `return_log2_lse` is False.
       assume_valid_indices: a promise that every length is from 0 to the columns; indices are always checked.
+      beside_flashmla: as in `flash_mla_with_kvcache`.
 
     Returns:
       out bfloat16 `[s_q, heads, 512]`, 0 where no row counts; max_logits float32 `[s_q, heads]`, −inf there; lse
@@ -211,6 +219,7 @@ def flash_mla_sparse_fwd(
 
     Raises:
       TypeError, ValueError: what is not served; the message names the argument.
+      FasterAlone: see `beside_flashmla`.
     """
     if d_v != 512:
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
@@ -222,7 +231,7 @@ def flash_mla_sparse_fwd(
         results = _traced("flash_mla_sparse_fwd", results, out)
         return (results[0], None, None) if return_log2_lse is False else results
     # The fields of prefill.Options.
-    options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices)
+    options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices, beside_flashmla)
     tensors = (q, kv, indices, topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
@@ -232,6 +241,7 @@ def flash_mla_sparse_fwd(
                     *(q, kv, indices, sm_scale, 512, attn_sink, topk_length, use_legacy, return_log2_lse),
                     out=out,
                     assume_valid_indices=assume_valid_indices,
+                    beside_flashmla=beside_flashmla,
                 )
         call = prefill.prepare(options, *tensors)
     if out is None:
@@ -276,9 +286,11 @@ def _check_format(k_cache, kv_format, descale_q, descale_k) -> None:
         )
 
 
-def _use_schedule(given: Any, shape: decode.Shape) -> FlashMLASchedMeta:
+def _use_schedule(given: Any, call: Prepared) -> FlashMLASchedMeta:
     """The schedule of a call: filled with its config by the first one, refused by one of another shape."""
-    name = "flash_mla_with_kvcache"
+    name, shape = "flash_mla_with_kvcache", call.shape
+    if call.plan is None:
+        call.run()  # raises
     meta = _own_schedule(given)
     if meta is None:
         raise TypeError(

@@ -16,7 +16,7 @@ from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.call_cache import Prepared, Results, on_contiguous
+from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 LAYOUTS = {
@@ -50,6 +50,7 @@ class Options(NamedTuple):
       function: named by errors.
       softmax_scale: None: qk_dim^-0.5.
       empty_lse: of a row without a valid key, +inf (FlashMLA) or −inf.
+      beside_flashmla: the caller has FlashMLA's functions, and leaves to them what they do sooner: see `route.plan`.
       keeps_memory: False if the call must let go of all that it allocates, since a compiled graph may give it memory
         that is the graph's.
     """
@@ -59,6 +60,7 @@ class Options(NamedTuple):
     empty_lse: float
     batch_invariant: bool = False
     assume_valid_indices: bool = False
+    beside_flashmla: bool = False
     keeps_memory: bool = True
 
 
@@ -105,7 +107,10 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     topk = sum(scope.topk for scope in kept)
     call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, batch_invariant=options.batch_invariant)
     facts = options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device
-    plan = route.plan(call, *facts)
+    try:
+        plan = route.plan(call, *facts, beside_flashmla=options.beside_flashmla)
+    except route.FasterAlone as reason:
+        return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = not q.numel() or not kept
     run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)

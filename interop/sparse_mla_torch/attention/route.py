@@ -16,19 +16,25 @@ import torch
 
 from jax_sparse_mla.attention.api import override_of
 from jax_sparse_mla.attention.backend import BACKENDS, Call
-from jax_sparse_mla.attention.route import Plan, plan_call
+from jax_sparse_mla.attention.route import Plan, plan_call, why_flashmla_alone
 from jax_sparse_mla.device import DeviceInfo
 
 
-def plan(call: Call, *facts: Any) -> Plan:
+class FasterAlone(Exception):
+    """FlashMLA's own kernel does a call sooner, and the caller has it; the message says why."""
+
+
+def plan(call: Call, *facts: Any, beside_flashmla: bool = False) -> Plan:
     """The backend of a call; the environment's overrides are read.
 
     Args:
       call: its facts.
       facts: what the backends' obstacles take; without them none is asked.
+      beside_flashmla: the caller has FlashMLA's functions of its own.
 
     Raises:
       ValueError: the environment names a backend that cannot serve the call, with the reason.
+      FasterAlone: with `beside_flashmla`, if the environment names no backend.
     """
     override = override_of(call.phase)
     unable = unable_for(call.phase, call.device)
@@ -36,7 +42,10 @@ def plan(call: Call, *facts: Any) -> Plan:
         obstacle = None if name in unable else getattr(backend_module(name), f"{call.phase}_obstacle", None)
         if obstacle is not None and (why := obstacle(*facts)):
             unable[name] = why
-    return plan_call(call, unable=unable, override=override)
+    made = plan_call(call, unable=unable, override=override)
+    if beside_flashmla and override is None and (why := why_flashmla_alone(call, made.backend)):
+        raise FasterAlone(why)
+    return made
 
 
 def unable_for(phase: str, device: DeviceInfo) -> dict[str, str]:

@@ -39,9 +39,7 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         sm_count=route.device_info(q.device).sm_count,
         batch_invariant=options.batch_invariant,
     )
-    tables = [
-        [x.topk, x.stride or x.topk, x.rows_per_length, x.num_slots, x.page_size, x.page_bytes] for x in scopes
-    ]
+    tables = [[x.topk, x.stride or x.topk, x.rows_per_length, x.num_slots, x.page_size, x.page_bytes] for x in scopes]
     library, shape = build.sparse_decode_module(), (batch, q_len, heads)
     bytes_of_it = library.sparse_decode_plan(
         *(batch * q_len, heads, layout.qk_dim, tables[0], [*tables, _NO_TABLE][1]),
