@@ -1,4 +1,4 @@
-"""A stand-in for the library of `kernels_cuda/sparse_decode/` on the CPU: its plan, and its launch computed by the oracle.
+"""A stand-in for the library of `kernels_cuda/sparse_decode/` on the CPU: its plan, and its launch by the oracle.
 
 What it is handed are addresses, as the CUDA library is: it reads and writes the memory that these name.
 """

@@ -1,7 +1,7 @@
 """vLLM: registers the attention backend `JAX_SPARSE_MLA`, for `--attention-backend JAX_SPARSE_MLA`.
 
-Entry point of `vllm.general_plugins`, run in every process, perhaps more than once. Until the backend is chosen only its
-name is registered: vLLM's own functions are replaced nowhere, ours are methods of subclasses (`vllm_v32`, `vllm_v4`).
+Entry point of `vllm.general_plugins`, run in every process, perhaps more than once. Until the backend is chosen only
+its name is registered: vLLM's own functions are replaced nowhere, ours are methods of subclasses (`vllm_v32`, `_v4`).
 """
 
 from __future__ import annotations
