@@ -26,7 +26,7 @@ def doubly_stochastic_kernel(
     ITERATIONS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Softmax of each line plus eps, then columns and lines in turn over their sums plus eps, columns first and last."""
+    """Softmax of each line; then columns and lines in turn over their sums, columns first and last. eps is added."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i, j = tl.arange(0, N), tl.arange(0, N)
     at = row[:, None, None] * (N * N) + i[None, :, None] * N + j[None, None, :]
