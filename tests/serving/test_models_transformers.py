@@ -39,7 +39,7 @@ def test_float32_logits_are_transformers(name):
         assert len(got) <= all_seen or np.median(rows[all_seen:]) < 0.05
         best = np.sort(wanted, axis=-1)
         clear = (best[:, -1] - best[:, -2] > 0.1 * wanted.std()) & (rows < FLOAT32)
-        assert clear.mean() > 0.5 and (got.argmax(-1) == wanted.argmax(-1))[clear].all()
+        assert clear.mean() > 0.3 and (got.argmax(-1) == wanted.argmax(-1))[clear].all()
     assert len(logits[0]) > all_seen + NEW
 
 
