@@ -101,8 +101,9 @@ def collapse_streams(
     n = config.streams
     rows = streams.shape[0]
     weights = matmul(normalised(streams.reshape(rows, -1), norm_eps), fn)
-    factors = jnp.repeat(scale, jnp.array([n, n, n * n]), total_repeat_length=(2 + n) * n)
-    pre, post, comb = split(weights * factors + base, n, n, n * n)
+    widths = n, n, n * n
+    parts = zip(split(weights, *widths), scale, split(base, *widths))
+    pre, post, comb = (part * part_scale + part_base for part, part_scale, part_base in parts)
     pre = jax.nn.sigmoid(pre) + config.eps
     comb = doubly_stochastic(comb.reshape(rows, n, n), config)
     collapsed = jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)
