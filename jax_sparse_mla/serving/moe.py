@@ -81,17 +81,30 @@ def experts(
 ) -> jax.Array:
     """The weighted sum over each row's experts: x `[T, hidden]`, chosen and weights `[T, k]` → `[T, hidden]`.
 
-    Rows are sorted by expert, so that each expert is one part of a ragged product.
+    Where there are at least as many experts as rows and choices, each row reads the weights of its own. Of more rows
+    those of an expert are sorted together, and each expert is one part of a ragged product.
     """
     rows, k = chosen.shape
     flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    group_sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
-
-    def product(x, weight):
-        out = lax.ragged_dot_general(x, weight, group_sizes, _DOTS, preferred_element_type=jnp.float32)
-        return out.astype(x.dtype)
-
-    out = product(swiglu(product(x[order // k], gate_up), limit), down)
-    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(rows, k, -1)
+    if rows * k <= gate_up.shape[0]:
+        out = _times(swiglu(_times(jnp.repeat(x, k, axis=0), gate_up, flat), limit), down, flat)
+    else:
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
+        sorted_out = _ragged(swiglu(_ragged(x[order // k], gate_up, sizes), limit), down, sizes)
+        out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
+    out = out.reshape(rows, k, -1)
     return jnp.sum((out * weights[:, :, None]).astype(x.dtype), axis=1)
+
+
+def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
+    """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`.
+
+    A sum and not a product, for which XLA would copy the weights: so it reads them where they are.
+    """
+    return jnp.sum(weight[expert].astype(jnp.float32) * x[:, None, :].astype(jnp.float32), axis=-1).astype(x.dtype)
+
+
+def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
+    return lax.ragged_dot_general(x, weight, sizes, _DOTS, preferred_element_type=jnp.float32).astype(x.dtype)
