@@ -163,6 +163,8 @@ class Engine:
 
     def step(self) -> StepPlan | None:
         """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read."""
+        if self.drafts and self._unread:  # it has decoded plainly until now
+            return self._read()
         plan = self.scheduler.plan(drafts=self.drafts)
         if plan is not None:
             self._start(plan)
