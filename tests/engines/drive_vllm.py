@@ -17,9 +17,9 @@ import pickle
 import sys
 from types import SimpleNamespace as Facts
 
-import vllm_without_gpu
 import torch
 import vllm.config.vllm as vllm_config
+import vllm_without_gpu
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
