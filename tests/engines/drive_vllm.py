@@ -17,7 +17,8 @@ import pickle
 import sys
 from types import SimpleNamespace as Facts
 
-import vllm_without_gpu
+import vllm_without_gpu  # isort: split
+
 import torch
 import vllm.config.vllm as vllm_config
 from vllm.plugins import load_general_plugins

@@ -1,4 +1,4 @@
-"""Runs an engine's code in a process of its own, where it takes itself for one on an H200, and reads what it reports."""
+"""Runs an engine's code in a process of its own, where it takes itself for one on an H200; reads what it reports."""
 
 from __future__ import annotations
 

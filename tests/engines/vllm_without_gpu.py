@@ -66,7 +66,7 @@ class Quiet:
 vllm.platforms._current_platform = H200()
 torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
 
-from vllm import _custom_ops  # noqa: E402
+from vllm import _custom_ops
 
 for _name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported"):
     setattr(_custom_ops, _name, lambda *args: False)  # asked while modules are imported
