@@ -9,6 +9,7 @@ kernels run as they are (in Triton's interpreter); where its FlashMLA would be c
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -73,7 +74,6 @@ def v4() -> None:
 
 def prepare_v4(kit) -> None:
     import deep_gemm
-    import sglang.kernels.ops.attention.dsv4.attn
     import sglang.srt.layers.attention.deepseek_v4_backend as backend
     import sglang.srt.layers.attention.dsv4.compressor_v2 as compressor
 
@@ -81,6 +81,7 @@ def prepare_v4(kit) -> None:
     # The compressor's plan, made by a kernel that is compiled at run time and not read here.
     backend.create_paged_compressor_data = compressor.create_paged_compressor_data = lambda *args, **kwargs: None
     deep_gemm.get_num_sms = lambda: 132
+    importlib.import_module("sglang.kernels.ops.attention.dsv4.attn")  # to be given the stand-ins, too
     sglang_without_gpu.put_run_time_kernels()
 
 
@@ -99,9 +100,8 @@ def quantise(k: torch.Tensor):
 
 
 def dsa() -> None:
-    from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
-
     import deep_gemm
+    from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
 
     deep_gemm.get_num_sms = lambda: 132
     deep_gemm.get_paged_mqa_logits_metadata = lambda *args, **kwargs: torch.zeros(133, 2, dtype=torch.int32)

@@ -7,6 +7,7 @@ results the attention reads.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -16,10 +17,8 @@ import types
 os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # SGLang's test kit gives positions, and not slots
 
+import sparse_mla_torch.ops  # noqa: F401 - JAX looks for GPUs when it is imported: before torch pretends to have one
 import torch
-
-# They look for GPUs when they are imported: before torch pretends to have one.
-from sparse_mla_torch import flash_mla, ops
 
 
 class StandIn(type):
@@ -37,7 +36,7 @@ def stand_in(name: str) -> type:
 
 
 class Module(types.ModuleType):
-    __path__: list[str] = []
+    __path__ = ()
     __version__ = "99.0"
 
     def __getattr__(self, name):
@@ -50,9 +49,9 @@ class Module(types.ModuleType):
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of these packages, in which there is whatever is asked for."""
 
-    PACKAGES = frozenset(
-        "torchvision torchaudio torchcodec soundfile timm gguf kernels cuda cutlass tilelang deep_gemm sgl_kernel "
-        "flashinfer flash_attn flash_mla torch_memory_saver IPython".split()
+    PACKAGES = (
+        *("torchvision", "torchaudio", "torchcodec", "soundfile", "timm", "gguf", "kernels", "cuda", "cutlass"),
+        *("tilelang", "deep_gemm", "sgl_kernel", "flashinfer", "flash_attn", "flash_mla", "torch_memory_saver"),
     )
 
     def find_spec(self, name, path, target=None):
@@ -161,7 +160,6 @@ def put_run_time_kernels() -> None:
 sys.meta_path.insert(0, Absent())
 pretend_to_have_a_gpu()
 put_flash_mla()
-import sglang.kernels.jit.utils.compile
-import sglang.kernels.jit.utils.compile.loader
-
+for _name in ("sglang.kernels.jit.utils.compile", "sglang.kernels.jit.utils.compile.loader"):
+    importlib.import_module(_name)
 put_run_time_kernels()
