@@ -30,6 +30,7 @@ from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_strided
 
 __all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
+_DECODE, _PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 _INF = float("inf")
 _LN_2 = 0.6931471805599453
 _OURS = "_sparse_mla_torch"  # where an engine's schedule keeps ours
@@ -143,8 +144,7 @@ def flash_mla_with_kvcache(
         rows, lse = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
         return _traced("flash_mla_with_kvcache", (rows, lse.transpose(1, 2)), out)
     # The fields of decode.Options: a plain tuple is made faster.
-    flags = (enable_batch_invariant, assume_valid_indices, beside_flashmla)
-    options = ("flash_mla_with_kvcache", softmax_scale, _INF, *flags)
+    options = (_DECODE, softmax_scale, _INF, enable_batch_invariant, assume_valid_indices, beside_flashmla)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
@@ -231,7 +231,7 @@ def flash_mla_sparse_fwd(
         results = _traced("flash_mla_sparse_fwd", results, out)
         return (results[0], None, None) if return_log2_lse is False else results
     # The fields of prefill.Options.
-    options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices, beside_flashmla)
+    options = (_PREFILL, sm_scale, _INF, return_log2_lse is True, assume_valid_indices, beside_flashmla)
     tensors = (q, kv, indices, topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
@@ -292,6 +292,8 @@ def _use_schedule(given: Any, call: Prepared) -> FlashMLASchedMeta:
     if call.plan is None:
         call.run()  # raises
     meta = _own_schedule(given)
+    if meta is not None and meta._shape is shape:
+        return meta
     if meta is None:
         raise TypeError(
             f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
@@ -311,9 +313,11 @@ def _own_schedule(given: Any) -> FlashMLASchedMeta | None:
         return given
     if isinstance(given, torch.Tensor):
         return FlashMLASchedMeta()
-    if type(given).__name__ == FlashMLASchedMeta.__name__ and hasattr(given, "__dict__"):
-        return given.__dict__.setdefault(_OURS, FlashMLASchedMeta())
-    return None
+    if type(given).__name__ != FlashMLASchedMeta.__name__ or not hasattr(given, "__dict__"):
+        return None
+    if _OURS not in given.__dict__:
+        given.__dict__[_OURS] = FlashMLASchedMeta()
+    return given.__dict__[_OURS]
 
 
 def _checked_out(

@@ -17,6 +17,11 @@ import pickle
 import sys
 from types import SimpleNamespace as Facts
 
+<<<<<<< HEAD
+=======
+import vllm_without_gpu  # isort: split
+
+>>>>>>> clients
 import torch
 import vllm.config.vllm as vllm_config
 import vllm_without_gpu

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Runs an engine's code in a process of its own, which takes itself for one on an H200, and reads what it reports."""
+=======
+"""Runs an engine's code in a process of its own, where it takes itself for one on an H200; reads what it reports."""
+>>>>>>> clients
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ def skip_without(engine: str) -> pytest.MarkDecorator:
 
 @functools.cache
 def reported(script: str, *arguments: str) -> dict[str, dict]:
-    """The script's lines of JSON, by case. Ours must serve what it is asked for, so its errors are raised there."""
+    """The script's lines of JSON, by case; under "log" what it said on stderr."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths}
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]

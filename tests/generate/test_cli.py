@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ from attention_calls import pretend_installed
 from jax_sparse_mla import DeviceInfo
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS
-from jax_sparse_mla.cli import generate, main, report
+from jax_sparse_mla.cli import doctor, generate, main, report
 from jax_sparse_mla.serving import presets as texts
 from jax_sparse_mla.serving.speculative import Difference
 
@@ -96,6 +97,23 @@ def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monk
         ("decode", "reference"),
         ("prefill", "hopper"),
     ]
+
+
+def test_doctor_lists_the_engines_that_find_our_plugins(monkeypatch):
+    ours = {
+        "vllm.general_plugins": EntryPoint("ours", "sparse_mla_torch.plugins.vllm:register", "vllm.general_plugins"),
+        "sglang.srt.plugins": EntryPoint("theirs", "another.package:register", "sglang.srt.plugins"),
+    }
+    installed = {"vllm": "0.33.2", "sglang": None}
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [ours[group]])
+    monkeypatch.setattr(doctor, "version", installed.get)
+    assert dict(doctor._engines()) == {
+        "vllm": "0.33.2: chosen by --attention-backend JAX_SPARSE_MLA",
+        "sglang": "not installed",
+    }
+    installed |= {"vllm": "0.34.0", "sglang": "0.5.23"}
+    found = dict(doctor._engines())
+    assert found["vllm"].startswith("0.34.0: left alone, made for 0.33.") and "our plugin is not" in found["sglang"]
 
 
 def test_the_installed_command():
