@@ -17,14 +17,10 @@ import pickle
 import sys
 from types import SimpleNamespace as Facts
 
-<<<<<<< HEAD
-=======
 import vllm_without_gpu  # isort: split
 
->>>>>>> clients
 import torch
 import vllm.config.vllm as vllm_config
-import vllm_without_gpu
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum

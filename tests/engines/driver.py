@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Runs an engine's code in a process of its own, which takes itself for one on an H200, and reads what it reports."""
-=======
 """Runs an engine's code in a process of its own, where it takes itself for one on an H200; reads what it reports."""
->>>>>>> clients
 
 from __future__ import annotations
 
