@@ -299,7 +299,7 @@ def _leaves(cache: V4LayerCache | V32LayerCache) -> dict[str, Any]:
     pools = [x for x in vars(cache).values() if isinstance(x, LayerPool)]
     if any(pool.num_layers > 1 and pool.layer_index is None for pool in pools):
         raise ValueError(
-            "handover: cache must hold one layer in arrays of its own, got arrays of several layers: "
+            "handover: cache must hold one layer, got arrays of several layers: "
             "take `layer(i)`, or make the caches with num_layers=1"
         )
     names = {jax.tree_util.keystr(path)[1:]: x for path, x in jax.tree_util.tree_leaves_with_path(cache)}
