@@ -22,9 +22,9 @@ COMPILING = "OPTIMISED"  # see conftest.py
 pytestmark = pytest.mark.soak
 MODEL = ToyModel()
 COUNT = int(os.environ.get("SOAK_REQUESTS", 1000))
-# Pages for two of the longest requests: requests queue and are preempted, prefixes are evicted.
+# Pages for one of the longest requests and a little more: requests queue and are preempted, prefixes are evicted.
 OPTIONS = EngineOptions(
-    chunk_size=128, max_batch=4, max_len=640, num_pages=7, reuse_points=3, speculative_steps=2, seed=1
+    chunk_size=128, max_batch=4, max_len=640, num_pages=6, reuse_points=3, speculative_steps=2, seed=1
 )
 TEXTS, LONGEST, NEW = 5, 600, 24
 
@@ -34,9 +34,9 @@ def arrivals(rng):
     texts = [rng.integers(0, MODEL.vocab_size, LONGEST) for _ in range(TEXTS)]
     found, step = [], 0
     for _ in range(COUNT):
-        length = int(
-            rng.choice([rng.integers(1, 60), rng.integers(60, 300), rng.integers(256, LONGEST)], p=[0.4, 0.3, 0.3])
-        )
+        short, middle, long = rng.integers(1, 60), rng.integers(60, 300), rng.integers(256, LONGEST)
+        full = rng.choice([250, 505])  # a page ends within the output
+        length = int(rng.choice([short, middle, long, full], p=[0.4, 0.2, 0.2, 0.2]))
         prompt = texts[rng.integers(TEXTS)][:length].copy()
         prompt[max(1, length - int(rng.integers(0, 40))) :] += 1  # its own end, for most
         sampling = Sampling(temperature=5.0, seed=int(rng.integers(3))) if rng.random() < 0.2 else Sampling()
