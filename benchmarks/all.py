@@ -92,6 +92,7 @@ _GRAPHS = (
 _SIX_LAYERS = "--layers 6 --prefill '' --long ''"
 PARTS = (
     Part("hopper_decode", "hopper_decode.json", "hopper_decode", 90),
+    Part("backward", "backward.json", "backward", 90),
     Part("attention", "attention.json", "run --op attention", 150),
     Part("indexer", "indexer.json", "run --op indexer", 110),
     Part("topk", "topk.json", "run --op topk", 90),

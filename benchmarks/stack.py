@@ -151,7 +151,7 @@ class Stack:
         The output is donated too: a CUDA graph holds the addresses that it was recorded with, and XLA rewrites its
         nodes whenever a step's buffers are elsewhere.
         """
-        return jax.jit(functools.partial(_decode, self), donate_argnums=0, keep_unused=True)
+        return jax.jit(functools.partial(decode_step, self), donate_argnums=0, keep_unused=True)
 
     def prefill(self):
         """`(state, rows, params, tables, end) -> state`, state `(caches, tokens done [], out)`, donated.
@@ -223,7 +223,7 @@ def _after(out: jax.Array, rows: V4Rows, *, keys_alone: bool) -> V4Rows:
     return dataclasses.replace(rows, compressed_kv=rows.compressed_kv + value, index=index)
 
 
-def _decode(stack: Stack, state, rows, params, tables):
+def decode_step(stack: Stack, state, rows, params, tables):
     caches, seq_lens, _ = state
     requests = jnp.arange(stack.batch, dtype=jnp.int32)
     batch = ForwardBatch(

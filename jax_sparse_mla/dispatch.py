@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_sparse_mla import sharding
 from jax_sparse_mla._packages import why_not
 
-__all__ = ["available", "dispatch", "on_cuda", "shared", "use_triton", "varying"]
+__all__ = ["available", "dispatch", "on_cuda", "shared", "use_triton", "varying", "varying_alike"]
 
 
 def use_triton() -> bool:
@@ -154,7 +154,19 @@ def _without_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def varying_alike(arrays: Any) -> Any:
+    """The arrays of a pytree, all varying over the mesh axes of a `shard_map` that any of them varies over.
+
+    A gradient of what was the same on all devices is summed over them here.
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda x: _varying_over(x, axes), arrays)
+
+
 def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    wanted = shape.manual_axis_type.varying if shape.manual_axis_type else frozenset()
+    return _varying_over(x, shape.manual_axis_type.varying if shape.manual_axis_type else frozenset())
+
+
+def _varying_over(x: jax.Array, wanted: frozenset[str]) -> jax.Array:
     axes = tuple(sorted(wanted - jax.typeof(x).manual_axis_type.varying))
     return jax.lax.pcast(x, axes, to="varying") if axes else x

@@ -34,11 +34,14 @@ class Shares(NamedTuple):
       across: None where the function of shares gives the result's shares; otherwise what does, where the dimension
         named `PAGES` is cut: `across(function, mesh axes of that dimension, *shares)`, with collectives where it needs
         them. For automatic axes only.
+      summed: whether each device's results are terms of a sum over the dimensions that a result does not have. For
+        automatic axes only.
     """
 
     arguments: tuple
     results: Any
     across: Callable[..., Any] | None = None
+    summed: bool = False
 
 
 PAGES = "pages"
@@ -121,7 +124,8 @@ def partitioned(function: Callable[..., Any], shares: Shares, *arguments: Any) -
         def own(_, *own_shares):
             if PAGES in cut and shares.across:
                 return shares.across(traced, cut[PAGES], *own_shares)
-            return traced(*own_shares)
+            found = traced(*own_shares)
+            return _summed(found, names[1], cut) if shares.summed else found
 
         return mesh, own, of_mesh(mesh, results, names[1], cut), of_mesh(mesh, arguments, names[0], cut)
 
@@ -161,6 +165,13 @@ def _cuts(pairs: Iterable[tuple[PartitionSpec, PartitionSpec]]) -> dict[str, tup
                 cut[name] = tuple(axes)
                 taken.update(axes)
     return cut
+
+
+def _summed(results: Any, names: list[PartitionSpec], cut: dict[str, tuple[str, ...]]) -> Any:
+    """The results, each summed over the mesh axes of the dimensions that it does not have."""
+    leaves, tree = jax.tree.flatten(results)
+    absent = [[axis for name, axes in cut.items() if name not in spec for axis in axes] for spec in names]
+    return tree.unflatten(jax.lax.psum(x, axes) if axes else x for x, axes in zip(leaves, absent, strict=True))
 
 
 def _specs(names: Any, cut: dict[str, tuple[str, ...]]) -> Any:

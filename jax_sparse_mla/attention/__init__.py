@@ -3,6 +3,7 @@
 from jax_sparse_mla.attention.api import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.extend import sparse_mla_extend
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
+from jax_sparse_mla.attention.probabilities import sparse_mla_prefill_probabilities
 from jax_sparse_mla.attention.route import Plan, plan_attention
 from jax_sparse_mla.device import DeviceInfo
 
@@ -15,4 +16,5 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_extend",
     "sparse_mla_prefill",
+    "sparse_mla_prefill_probabilities",
 ]

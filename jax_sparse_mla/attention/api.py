@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_sparse_mla import dispatch, sharding
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call, IndexTable
+from jax_sparse_mla.attention.gradient import differentiable
 from jax_sparse_mla.attention.route import Plan, plan_call
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
@@ -33,11 +34,18 @@ _SCOPE = "sparse_mla_"
 
 
 class _Route(NamedTuple):
-    """Which backend serves a call's phase, and whether the caller or the environment asked for it by name."""
+    """How a call is served.
+
+    Attributes:
+      phase, backend: what is called.
+      named: whether the caller or the environment asked for the backend by name.
+      deterministic_gradient: whether the gradient repeats to the bit.
+    """
 
     phase: str
     backend: str
     named: bool
+    deterministic_gradient: bool = False
 
 
 def missing_for(phase: str) -> dict[str, str]:
@@ -118,8 +126,8 @@ def sparse_mla_decode(
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
     sharded by rows give partial results that `merge_attention` joins. Over explicit mesh axes the call shards itself,
-    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/sharding.md). Kernels have no
-    gradient: differentiate with `backend="reference"`.
+    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/sharding.md). Decode kernels have
+    no gradient: differentiate with `backend="reference"`.
 
     Args:
       q: bfloat16 `[batch, q_len, heads, qk_dim]`; the reference also takes float32.
@@ -189,10 +197,12 @@ def sparse_mla_prefill(
     attn_sink: jax.Array | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
+    deterministic_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of each query over the rows of a contiguous workspace that its indices name.
 
-    Any topk and any head count; rows of q shard under `shard_map` as in `sparse_mla_decode`.
+    Any topk and any head count; rows of q shard under `shard_map` as in `sparse_mla_decode`. Differentiable in q, kv
+    and attn_sink, in reverse mode, by out and lse; of a kernel max_logits are statistics without a gradient.
 
     Args:
       q: bfloat16 `[q_len, heads, qk_dim]`; the reference also takes float32.
@@ -203,6 +213,8 @@ def sparse_mla_prefill(
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
       backend: as in `sparse_mla_decode`, with JAX_SPARSE_MLA_PREFILL_BACKEND.
       batch_invariant: as in `sparse_mla_decode`.
+      deterministic_gradient: a kernel's gradient by kv repeats to the bit (static). It sums integers of 64 bits, which
+        takes twice the memory of float32 sums. Gradients by q and the sink always repeat.
 
     Returns:
       out `[q_len, heads, v_dim]` in q's dtype, 0 where no key is valid; max_logits float32 `[q_len, heads]`, the
@@ -223,6 +235,7 @@ def sparse_mla_prefill(
     layout = workspace_layout(qk_dim)
     dtype = np.float32 if np.float32 in (q.dtype, kv.dtype) else q.dtype
     route = _route(check, "prefill", layout, q_len, heads, indices.shape[1], dtype, backend, batch_invariant)
+    route = route._replace(deterministic_gradient=bool(deterministic_gradient))
     if 0 in (q.size, kv.size, indices.size):
         out, lse = _nothing(q, layout.v_dim)
         return out, lse, lse
@@ -315,10 +328,15 @@ def _serve_traced(*arguments: Any, route: _Route, static: tuple) -> tuple[jax.Ar
     if route.backend == "reference":
         return plain(*arguments)
     kernel = function(route.backend)
+    record = BACKENDS[route.backend]
     if route.named:  # it runs or fails; it is not replaced in silence
-        return dispatch.varying(kernel, plain, *arguments)
-    batches = route.phase in BACKENDS[route.backend].batches
-    return dispatch.on_cuda(kernel, plain, *arguments, kernel_batches=batches)
+        serve = partial(dispatch.varying, kernel, plain)
+    else:
+        serve = partial(dispatch.on_cuda, kernel, plain, kernel_batches=route.phase in record.batches)
+    if route.phase in record.gradients:
+        facts = {"softmax_scale": dict(static)["softmax_scale"], "deterministic": route.deterministic_gradient}
+        serve = differentiable(serve, name=kernel.__name__, **facts)
+    return serve(*arguments)
 
 
 def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:

@@ -89,6 +89,8 @@ class Backend(shared.Backend):
       dtypes: of the queries.
       max_heads: the most query heads; None: any number.
       batches: the phases whose kernel has a batching rule; under `vmap` the reference stands in for the others.
+      gradients: the phases that have one. A kernel's is that of `attention/gradient.py`, whichever kernel made the
+        forward pass.
       batch_dependent: by phase, why a row's result depends on the other rows whatever the call asks for.
       most_decode_rows: query rows up to which a device's paged decode is the better kernel; None: no such limit.
       torch: the phases that torch calls too.
@@ -102,6 +104,7 @@ class Backend(shared.Backend):
     dtypes: tuple[str, ...] = ("bfloat16",)
     max_heads: int | None = None
     batches: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
     batch_dependent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     most_decode_rows: Callable[[DeviceInfo], int] | None = None
     torch: tuple[str, ...] = ()
@@ -175,6 +178,7 @@ _RECORDS = (
         ),
         unready="jax_sparse_mla.attention.backends.hopper:unready",
         batches=("prefill",),
+        gradients=("prefill",),
         torch=("decode",),
         # Measured once, on an H200 (docs/torch.md).
         torch_by_name="served where it is asked for by name: launching it from torch takes the host longer than "
@@ -193,6 +197,7 @@ _RECORDS = (
             dataclasses.replace(_TRITON, frameworks=("torch",)),  # our sanitiser goes before its operators
         ),
         unready="jax_sparse_mla.attention.backends.flashmla:unready",
+        gradients=("prefill",),
         batch_dependent={"decode": "its split of a row's keys depends on the batch"},
         most_decode_rows=_flashmla_rows,
         torch=PHASES,
@@ -216,6 +221,7 @@ _RECORDS = (
         device_names="SM80 and up",
         needs=(_TRITON, Need(("jax-tvm-ffi", "jax-triton"), ("jax_tvm_ffi", "jax_triton"), frameworks=("jax",))),
         unready="jax_sparse_mla.dispatch:unready",
+        gradients=("prefill",),
         torch=PHASES,
     ),
     Backend(
@@ -225,6 +231,7 @@ _RECORDS = (
         devices=None,
         dtypes=("bfloat16", "float32"),
         batches=PHASES,
+        gradients=PHASES,
         torch=PHASES,
     ),
 )

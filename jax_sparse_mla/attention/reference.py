@@ -51,7 +51,7 @@ def decode(
         keys, valid = [], []
         for (cache, _, _), (slots, length) in zip(tables, slots_and_lengths):
             keys.append(gather_rows_reference(cache, slots).astype(jnp.float32))
-            valid.append(_valid(slots, length, cache.num_slots))
+            valid.append(valid_columns(slots, length, cache.num_slots))
         out, _, lse = _attend(q_row, jnp.concatenate(keys), jnp.concatenate(valid), softmax_scale, v_dim, attn_sink)
         return out, lse
 
@@ -79,7 +79,7 @@ def prefill(
 
     def one_row(row):
         q_row, index, length = row
-        valid = _valid(index, length, kv.shape[0])
+        valid = valid_columns(index, length, kv.shape[0])
         keys = kv[jnp.where(valid, index, 0)].astype(jnp.float32)
         return _attend(q_row, keys, valid, softmax_scale, v_dim, attn_sink)
 
@@ -87,7 +87,7 @@ def prefill(
     return _map_rows(one_row, rows, *shape, alone=batch_invariant)
 
 
-def _valid(index: jax.Array, length: jax.Array | None, num_rows: int) -> jax.Array:
+def valid_columns(index: jax.Array, length: jax.Array | None, num_rows: int) -> jax.Array:
     """bool `[columns]`: inside the scanned span, and naming an existing row."""
     exists = (index >= 0) & (index < num_rows)
     return exists if length is None else exists & (jnp.arange(index.shape[0]) < length)
@@ -125,6 +125,9 @@ def _map_rows(function, rows, columns: int, heads: int, qk_dim: int, *, alone: b
             rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), rows)
         results = jax.lax.map(jax.checkpoint(function), rows)
         return jax.tree.map(lambda x: x[:count], results)
-    row_bytes = columns * (6 * qk_dim + 16 * heads) + 1
-    chunk = max(1, CHUNK_BYTES // row_bytes)
-    return jax.lax.map(jax.checkpoint(function), rows, batch_size=chunk)
+    return jax.lax.map(jax.checkpoint(function), rows, batch_size=rows_at_once(columns, heads, qk_dim))
+
+
+def rows_at_once(columns: int, heads: int, qk_dim: int) -> int:
+    """How many query rows CHUNK_BYTES hold the keys (bfloat16 and float32) and scores of."""
+    return max(1, CHUNK_BYTES // (columns * (6 * qk_dim + 16 * heads) + 1))

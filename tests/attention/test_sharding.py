@@ -197,6 +197,47 @@ BODIES = {
         sharded, _ = run_sharded(by_q, specs, P("x"), *prefill_args)
         assert_close(sharded, by_q(*prefill_args), 1e-5)
     """,
+    "gradients_through_kernels": """
+        # The backward kernel is the reference's gradient here: what is tested is who adds up what. Heads are cut, too.
+        from jax_sparse_mla.attention import gradient, reference
+
+        def by_kernel(*args, softmax_scale, deterministic):
+            return gradient.by_reference(*args, softmax_scale=softmax_scale)
+
+        def on_kernel(kernel, plain, *args):
+            return gradient.dispatch.varying(kernel, plain, *args)
+
+        def forward(*args):
+            return reference.prefill(*args, softmax_scale=0.3)
+
+        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+        through = gradient.differentiable(forward, name="prefill", softmax_scale=0.3, deterministic=False)
+        specs = (P("x", "y"), P(), P("x"), P("x"), P("y"))
+
+        def loss_of(prefill):
+            def loss(*args):
+                out, _, lse = prefill(*args)
+                return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse))
+
+            return loss
+
+        def by_all(*args, of=through):
+            return jax.grad(loss_of(of), (0, 1, 4))(*args)
+
+        def of_mapped(*args):
+            mapped = jax.shard_map(through, mesh=square, in_specs=specs, out_specs=(P("x", "y"),) * 3)
+            return by_all(*args, of=mapped)
+
+        expected = by_all(*prefill_args, of=prefill)
+        patched = mock.patch("jax_sparse_mla.dispatch.on_cuda", on_kernel)
+        with mock.patch.object(gradient, "by_kernel", by_kernel), patched:
+            assert_close(jax.jit(of_mapped)(*prefill_args), expected, 1e-5)
+            inside = jax.jit(jax.shard_map(by_all, mesh=square, in_specs=specs, out_specs=(specs[0], P(), P("y"))))
+            assert_close(inside(*prefill_args), expected, 1e-5)
+            found, collectives = run_plain(by_all, specs, *prefill_args, mesh=square)
+            assert collectives == ["all-reduce"], collectives
+            assert_close(found, expected, 1e-5)
+    """,
     "context_parallel": """
         # Each device holds a quarter of the pages and keeps the indices into them: global slot to local slot.
         def local_part(q, cache, indices, lengths):

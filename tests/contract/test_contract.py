@@ -41,7 +41,7 @@ SIGNATURES = {
     "extra_indices=None, extra_topk_length=None, attn_sink=None, assume_valid_indices=False, backend=None, "
     "batch_invariant=False",
     "sparse_mla_prefill": "q, kv, indices, *, softmax_scale, topk_length=None, attn_sink=None, backend=None, "
-    "batch_invariant=False",
+    "batch_invariant=False, deterministic_gradient=False",
     "build_prefill_plan": "spec, batch, tables, *, compress_ratio, swa_capacity, compressed_capacity",
     "sparse_mla_extend": "q, plan, swa_cache, compressed_cache, topk_positions, *, softmax_scale, "
     "attn_sink=None, workspace=None, backend=None, batch_invariant=False",

@@ -143,10 +143,20 @@ def test_torch_selects_what_jax_selects(method, rows_at_a_time):
 def test_tensors_that_are_not_aligned_go_to_triton(which, on_sm90):
     case = logits_case(np.random.default_rng(18), 301, 64, 9, 64, shared=True)
     arrays = dict(zip(("q", "weights", "index_cache", "page_table", "lengths"), map(tensor, case)))
-    x = arrays[which]
-    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)
-    arrays[which] = memory[1:].view(x.shape).copy_(x)
+    arrays[which] = moved(arrays[which], 4 if which == "index_cache" else 1)
     assert_logits(torch_indexer.index_logits(**arrays), *exact_logits(*case))
+
+
+def test_scales_that_are_not_aligned_are_refused():
+    q, weights, cache, table, lengths = map(tensor, logits_case(np.random.default_rng(20), 3, 2, 2, 16, shared=True))
+    with pytest.raises(ValueError, match="index_cache must begin at a multiple of 4 bytes"):
+        torch_indexer.index_logits(q, weights, moved(cache, 1), table, lengths)
+
+
+def moved(x: torch.Tensor, elements: int) -> torch.Tensor:
+    """The tensor, so many elements behind the beginning of its memory."""
+    memory = torch.empty(x.numel() + elements, dtype=x.dtype, device=DEVICE)
+    return memory[elements:].view(x.shape).copy_(x)
 
 
 @pytest.mark.parametrize("pages, width, requests", [(0, 3, 2), (7, 0, 2), (7, 3, 0)])

@@ -44,8 +44,8 @@ def compiled(cases: Callable[[int], Iterable[tuple]]) -> Iterator[tuple]:
             if capability == WHOLE or kernel not in seen or usual[name] != (types, constants):
                 seen.add(kernel)
                 constants = dict(constants)
-                warps = constants.pop("num_warps")
-                yield capability, name, compile_kernel(kernel, types, constants, capability, num_warps=warps)
+                options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+                yield capability, name, compile_kernel(kernel, types, constants, capability, **options)
 
 
 def facts(cases: Callable[[int], Iterable[tuple]], **of: Callable[[object], object]) -> None:

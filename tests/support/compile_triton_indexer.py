@@ -4,6 +4,8 @@ Run by test_triton_indexer in a process of its own, because Triton's interpreter
 Prints a JSON list of facts.
 """
 
+import re
+
 from compile_triton import Array, Recorder, facts, in_ptx
 
 from jax_sparse_mla.kernels.triton import compressor, indexer, layer
@@ -84,5 +86,10 @@ def write_layer(execute, ratio, rows, layers):
     layer.v4_layer(execute, step, Array((rows, 512), "bfloat16"), swa, Array((layers * 64,)), *parts, facts=facts)
 
 
+def operand_widths(kernel):
+    """How many values a thread holds side by side of a product's operand: the order of the product's sums."""
+    return sorted(set(re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])))
+
+
 if __name__ == "__main__":
-    facts(cases, e4m3_products=in_ptx("e4m3.e4m3"), wgmma=in_ptx("wgmma"))
+    facts(cases, e4m3_products=in_ptx("e4m3.e4m3"), wgmma=in_ptx("wgmma"), operand_widths=operand_widths)

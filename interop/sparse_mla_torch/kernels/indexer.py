@@ -148,4 +148,8 @@ def _page_size(function: str, index_cache: torch.Tensor) -> int:
             f"{function}: index_cache must have pages of page_size * {kernels.TOKEN_BYTES} bytes, page_size >= 1, "
             f"got {page_bytes}"
         )
+    if index_cache.data_ptr() % 4:  # a page's last bytes are float32 scales
+        raise ValueError(
+            f"{function}: index_cache must begin at a multiple of 4 bytes, got {index_cache.data_ptr():#x}"
+        )
     return page_bytes // kernels.TOKEN_BYTES

@@ -133,7 +133,11 @@ def window_entry(
     HEAD_POW2: tl.constexpr,
     ROPE_DIM: tl.constexpr,
 ):
-    """The entry, bfloat16 [HEAD_POW2]; what lies past HEAD_DIM is 0."""
+    """The entry, bfloat16 [HEAD_POW2]; what lies past HEAD_DIM is 0.
+
+    Each sum of products says which product it rounds: where it is left to the compiler, two kernels with this code
+    round differently, and their cached bytes differ.
+    """
     window: tl.constexpr = OVERLAP * RATIO
     width: tl.constexpr = OVERLAP * HEAD_DIM
     request = tl.load(req_rows_ptr + row)
@@ -178,18 +182,19 @@ def window_entry(
         for i in tl.static_range(UNROLL):
             weight = tl.exp(scores[i] + apes[i] - base)
             total += weight
-            pooled += weight * kvs[i]
+            pooled = tl.fma(weight, kvs[i], pooled)
         top = higher
     pooled = pooled / tl.where(total == 0, 1.0, total)
 
-    scale = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + norm_eps)
+    scale = tl.rsqrt(tl.sum(tl.fma(pooled, pooled, 0.0), axis=0) / HEAD_DIM + norm_eps)
     normed = pooled * scale * tl.load(norm_weight_ptr + channel, mask=in_head, other=0.0).to(tl.float32)
     even, odd = tl.split(tl.reshape(normed, [HEAD_POW2 // 2, 2]))
     pair = tl.arange(0, HEAD_POW2 // 2) - (HEAD_DIM - ROPE_DIM) // 2
     rotates = (pair >= 0) & (pair < ROPE_DIM // 2)
     angle = (last_position - (RATIO - 1)).to(tl.float32) * tl.load(inv_freq_ptr + pair, mask=rotates, other=0.0)
     cos, sin = tl.cos(angle), tl.sin(angle)
-    rotated = tl.join(tl.where(rotates, even * cos - odd * sin, even), tl.where(rotates, even * sin + odd * cos, odd))
+    first, second = tl.fma(even, cos, -(odd * sin)), tl.fma(even, sin, odd * cos)
+    rotated = tl.join(tl.where(rotates, first, even), tl.where(rotates, second, odd))
     return tl.reshape(rotated, [HEAD_POW2]).to(tl.bfloat16)
 
 

@@ -165,6 +165,9 @@ def v4_layer_kernel(
                     _DIM,
                     ROPE_DIM,
                 )
+                # Triton gives a product whose operand it sees joined from two halves another order of its sums, and so
+                # other bits than those of `write_index_k`. It does not look past this sum of one.
+                entry = tl.sum(entry.to(tl.float32)[:, None], axis=1).to(tl.bfloat16)
                 # A tensor core takes 16 rows; one of them has a slot.
                 line = tl.arange(0, 16)
                 slot = tl.where(line == 0, tl.load(entry_slots_ptr + task), -1)

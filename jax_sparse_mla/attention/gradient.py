@@ -1,0 +1,171 @@
+"""The gradient of prefill through kernels: whichever made the forward pass, one backward kernel.
+
+Saved are the arguments, out and lse; the scores are computed again. With p = exp(s − lse), the probabilities without
+the sink, f = exp(lse) / (exp(lse) + exp(sink)) and delta = Σ g · out, for each head of a row
+
+    ds    = p · (f · (g Vᵀ − delta) + g_lse)        s: scaled scores, g, g_lse: the gradients of out and lse
+    dq    = scale · ds K
+    dK    = scale · dsᵀ q,  and to its first v_dim columns  (f · p)ᵀ g;  dkv sums it over heads and rows
+    dsink = −Σ_rows (1 − f) · delta
+
+max_logits are statistics here, without a gradient. Where a program is lowered for another platform than CUDA, and under
+`vmap`, the reference is differentiated instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jax_sparse_mla import dispatch, sharding
+from jax_sparse_mla._packages import why_not
+from jax_sparse_mla.attention import reference
+from jax_sparse_mla.attention.merge import sink_factor
+
+# Sums of integers of 64 bits: at a key's scale none is larger than 2^62.
+_FIXED_POINT_BITS = 62
+_LARGEST_EXPONENT = 128  # of float32
+
+
+def differentiable(
+    forward: Callable[..., tuple], *, name: str, softmax_scale: float, deterministic: bool
+) -> Callable[..., tuple]:
+    """`forward(q, kv, indices, topk_length, attn_sink)`, which is prefill, with a gradient in q, kv and the sink.
+
+    Args:
+      forward: returns out, max_logits and lse.
+      name: of the public function, for errors.
+      softmax_scale: of the scores.
+      deterministic: dkv repeats to the bit; q's and the sink's gradients always do.
+    """
+
+    @jax.custom_vjp
+    def attend(q, kv, indices, topk_length, attn_sink):
+        return forward(q, kv, indices, topk_length, attn_sink)
+
+    def save(*arguments):
+        out, top, lse = forward(*arguments)
+        return (out, top, lse), (*arguments, out, lse)
+
+    def pull(saved, cotangents):
+        if why := why_not("triton"):
+            raise NotImplementedError(f'{name}: its gradient needs triton: {why}; or use backend="reference"')
+        g_out, _, g_lse = cotangents
+        static = {"softmax_scale": softmax_scale}
+        kernel = partial(by_kernel, **static, deterministic=deterministic)
+        kernel.__name__ = f"gradient of {name}"
+        given = (*saved, g_out, g_lse)
+        shares = _shares(*given)
+        kernel, plain = (dispatch.shared(function, shares) for function in (kernel, partial(by_reference, **static)))
+        dq, dkv, dsink = dispatch.on_cuda(kernel, plain, *given)
+        return dq, dkv, None, None, dsink
+
+    attend.defvjp(save, pull)
+
+    def called(*arguments):
+        # What every device of a `shard_map` has is summed over them here, and not in the kernel's gradient.
+        return attend(*dispatch.varying_alike(arguments))
+
+    return called
+
+
+def _shares(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse) -> sharding.Shares:
+    """Rows and heads may be cut; what every device computes of dkv and dsink is then added up."""
+    of_q = P("rows", "heads")
+    optional = None if topk_length is None else P("rows"), None if attn_sink is None else P("heads")
+    arguments = (of_q, P(), P("rows"), *optional, of_q, of_q, of_q, of_q)
+    results = of_q, P(), None if attn_sink is None else P("heads")
+    return sharding.Shares(arguments, results, summed=True)
+
+
+def by_reference(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse, *, softmax_scale: float) -> tuple:
+    """dq, dkv and dsink (None without a sink)."""
+
+    def attend(q, kv, attn_sink):
+        out, _, lse = reference.prefill(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale)
+        return out, lse
+
+    _, pull = jax.vjp(attend, q, kv, attn_sink)
+    return pull((g_out, g_lse))
+
+
+def by_kernel(
+    q,
+    kv,
+    indices,
+    topk_length,
+    attn_sink,
+    out,
+    lse,
+    g_out,
+    g_lse,
+    *,
+    softmax_scale: float,
+    deterministic: bool,
+    tile=None,
+) -> tuple:
+    """As `by_reference`; `tile` overrides the kernel's own choice (tuning)."""
+    from jax_sparse_mla.kernels.triton.sparse_mla.backward import backward
+    from jax_sparse_mla.xla.triton_call import executor
+
+    factor, offset, dsink = statistics(attn_sink, out, lse, g_out, g_lse)
+    scales = key_scales(q, kv, g_out, offset, softmax_scale) if deterministic else None
+    arrays = q, kv, indices, topk_length, g_out, lse, factor, offset, scales
+    dq, dkv = backward(executor(), *arrays, softmax_scale=softmax_scale, tile=tile)
+    if deterministic:
+        dkv = from_fixed_point(dkv, scales)
+    return dq, dkv.astype(kv.dtype), dsink
+
+
+def statistics(
+    attn_sink: jax.Array | None, out: jax.Array, lse: jax.Array, g_out: jax.Array, g_lse: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """f and f · delta − g_lse of each head of each row, float32 `[q_len, heads]`; dsink `[heads]`, or None."""
+    delta = jnp.sum(g_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    empty = lse == -jnp.inf
+    g_lse = jnp.where(empty, 0.0, g_lse)
+    if attn_sink is None:
+        return jnp.where(empty, 0.0, 1.0), delta - g_lse, None
+    factor = jnp.where(empty, 0.0, sink_factor(lse, attn_sink))
+    # 1 − f, without its rounding; out and so delta are 0 where the sink is +inf and where there is no key.
+    finite = ~empty & jnp.isfinite(attn_sink)
+    taken = jax.nn.sigmoid(jnp.where(finite, attn_sink, 0.0) - jnp.where(finite, lse, 0.0))
+    dsink = -jnp.sum(jnp.where(finite, taken * delta, 0.0), 0)
+    return factor, factor * delta - g_lse, dsink
+
+
+def key_scales(q: jax.Array, kv: jax.Array, g_out: jax.Array, offset: jax.Array, softmax_scale: float) -> jax.Array:
+    """For each key the power of two at which its sums fit into 64 bits; float32 `[kv_len]`.
+
+    By |ds| ≤ |scale| · (|g| |V| + |offset|) and p ≤ 1, of which each head of each row adds one at most, times 2 for
+    what rounding adds. All are NaN where one of the rows has something that is not finite, as it has after reading such
+    a key; a key that nobody reads may be anything.
+    """
+    rows, heads, _ = q.shape
+    values = kv[:, : g_out.shape[-1]].astype(jnp.float32)
+    value = jnp.sqrt(jnp.sum(values * values, -1))
+    g = g_out.astype(jnp.float32)
+    longest, largest = jnp.sqrt(jnp.max(jnp.sum(g * g, -1))), jnp.max(jnp.abs(g))
+    furthest, query = jnp.max(jnp.abs(offset)), jnp.max(jnp.abs(q.astype(jnp.float32)))
+    of_scores = abs(softmax_scale) * (longest * value + furthest)
+    most = 2.0 * rows * heads * (of_scores * query + largest)
+    _, exponent = jnp.frexp(most)
+    exponent = jnp.where(jnp.isfinite(most), exponent, _LARGEST_EXPONENT)
+    scales = jnp.ldexp(jnp.ones_like(most), jnp.clip(_FIXED_POINT_BITS - exponent, -126, 126))
+    return jnp.where(jnp.isfinite(longest + largest + furthest + query), scales, jnp.nan)
+
+
+def from_fixed_point(sums: jax.Array, scales: jax.Array) -> jax.Array:
+    """float32 `[kv_len, qk_dim]` of int64 in int32 `[kv_len, 2 · qk_dim]`, low halves first."""
+    halves = sums.reshape(sums.shape[0], -1, 2)
+    low, high = halves[..., 0], halves[..., 1]
+    negative = high < 0
+    # Two's complement by hand: of a small negative number the halves are large, and would cancel.
+    high = jnp.where(negative, ~high + (low == 0), high)
+    low = jnp.where(negative, -low, low)
+    size = high.astype(jnp.float32) * 2.0**32 + jax.lax.bitcast_convert_type(low, jnp.uint32).astype(jnp.float32)
+    return jnp.where(negative, -size, size) / scales[:, None]

@@ -1,0 +1,251 @@
+"""Prefill's gradient through kernels: the Triton backward, and how `jax.grad` comes to it.
+
+Errors are measured against float64 automatic differentiation, and allowed is twice what bfloat16 code has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from attention_calls import prefill_arguments, pretend_h200, small_prefill
+from compiled_facts import SHARED_MEMORY, compiled_facts
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from gradient_oracle import error, gradients
+from sparse_mla_torch.kernels.launch import executor as torch_executor
+from triton_device import ON_GPU, tensor
+
+from jax_sparse_mla.attention import gradient, sparse_mla_prefill, sparse_mla_prefill_probabilities
+from jax_sparse_mla.attention import probabilities as probabilities_module
+from jax_sparse_mla.attention.api import installed_for
+from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.xla import triton_call
+
+CASES = {
+    "V4": small_prefill(0, heads=3, sizes=(60, 40), q_len=7),
+    "V3.2, a second tile of heads": small_prefill(1, dim=576, heads=20, sizes=(60, 40), q_len=3, sink=False),
+    "no lengths, large scores": small_prefill(2, heads=2, sizes=(50, 33), q_len=5, lengths=False, hot=True),
+    "no key at all": small_prefill(3, heads=2, sizes=(30, 16), q_len=2, rows="none"),
+}
+BOTH = pytest.mark.parametrize("deterministic", [False, True], ids=["float32", "fixed point"])
+
+
+class Interpreted:
+    """XLA's executor, by torch's in Triton's interpreter."""
+
+    def __init__(self):
+        self._execute = torch_executor(torch.device("cpu"))
+        self.device = self._execute.device
+
+    def __call__(self, launch, inputs):
+        given = [x if x is None else tensor(np.asarray(x)) for x in inputs]
+        return tuple(None if x is None else _array(x) for x in self._execute(launch, given))
+
+
+def _array(x) -> jax.Array:
+    return jnp.asarray(x.float().numpy(), jnp.bfloat16) if x.dtype is torch.bfloat16 else jnp.asarray(x.numpy())
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    if ON_GPU:
+        pytest.skip("Triton's interpreter is for the CPU; TestOnTheGPU runs the kernel")
+    monkeypatch.setattr(triton_call, "executor", Interpreted)
+
+
+def cotangents(case, seed: int = 7) -> tuple[np.ndarray, np.ndarray]:
+    rng, shape = np.random.default_rng(seed), case.q.shape[:-1]
+    return rng.standard_normal((*shape, 512)).astype(ml_dtypes.bfloat16), rng.standard_normal(shape, np.float32)
+
+
+def saved(case, backend="reference") -> tuple:
+    """What the backward pass takes."""
+    given = prefill_arguments(case)
+    out, _, lse = sparse_mla_prefill(**given, backend=backend)
+    arrays = (given[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink"))
+    return *arrays, out, lse, *map(jnp.asarray, cotangents(case))
+
+
+def check_gradients(case, found) -> None:
+    wanted = gradients(case, *cotangents(case))
+    rounded = gradients(case, *cotangents(case), rounded=True)
+    for name, x, exact, plain in zip(("q", "kv", "attn_sink"), found, wanted, rounded, strict=True):
+        if exact is None:
+            assert x is None, name
+            continue
+        x = np.asarray(x).astype(np.float64)
+        assert np.isfinite(x).all(), name
+        allowed = 2 * max(error(plain, exact), 2**-9)  # a number of its own, such as a sink's gradient, may be lucky
+        assert error(x, exact) <= allowed, (name, error(x, exact), error(plain, exact))
+        # The whole forgives a row what it may have lost.
+        far = np.linalg.norm(x - exact, axis=-1) > 0.02 * np.linalg.norm(exact, axis=-1) + 0.01 * np.abs(exact).max()
+        assert not far.any(), (name, np.argwhere(far)[:5].tolist())
+        assert not np.any(x[exact == 0]) or name == "attn_sink", name  # rows that nobody reads, NaN in kv
+
+
+@BOTH
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_s_gradient_is_float64_s(interpreted, name, deterministic):
+    case = CASES[name]
+    found = gradient.by_kernel(*saved(case), softmax_scale=case.softmax_scale, deterministic=deterministic)
+    check_gradients(case, found)
+
+
+def test_the_order_of_rows_does_not_matter_in_fixed_point(interpreted):
+    case, static = CASES["V4"], {"softmax_scale": CASES["V4"].softmax_scale, "deterministic": True}
+    q, kv, indices, lengths, sink, *others = saved(case)
+    _, dkv, _ = gradient.by_kernel(q, kv, indices, lengths, sink, *others, **static)
+    turned = (x[::-1] for x in (q, indices, lengths, *others))
+    q, indices, lengths, *others = turned
+    _, again, _ = gradient.by_kernel(q, kv, indices, lengths, sink, *others, **static)
+    np.testing.assert_array_equal(np.asarray(dkv, np.float32), np.asarray(again, np.float32))
+
+
+def test_integers_of_64_bits():
+    rng = np.random.default_rng(0)
+    sizes = np.array([0, 1, 127, 2**31, 2**32 - 129, 2**32, 2**32 + 1, 2**40 + 12345, 2**62])
+    sums = np.concatenate([sizes, -sizes, rng.integers(-(2**62), 2**62, 6)]).reshape(4, 6)
+    scales = np.float32([1, 2.0**40, 2.0**-3, 2.0**62])
+    found = gradient.from_fixed_point(jnp.asarray(sums.view(np.int32)), jnp.asarray(scales))
+    np.testing.assert_allclose(np.asarray(found), sums / scales[:, None].astype(np.float64), rtol=2e-7)
+
+
+def test_a_gradient_that_is_not_finite_shows(interpreted):
+    case = CASES["V4"]
+    *arrays, g_out, g_lse = saved(case)
+    call = partial(gradient.by_kernel, softmax_scale=case.softmax_scale, deterministic=True)
+    _, dkv, _ = call(*arrays, g_out.at[0, 0, 0].set(jnp.inf), g_lse)
+    assert np.isnan(np.asarray(dkv, np.float32)).all()
+
+
+def test_probabilities(interpreted, monkeypatch):
+    """By the kernel and in plain JAX; their sum is the number of heads."""
+    monkeypatch.setattr(probabilities_module.dispatch, "dispatch", lambda kernel, plain, *args, shares: kernel(*args))
+    for name in ("V4", "V3.2, a second tile of heads"):
+        given = prefill_arguments(CASES[name])
+        sink = given.pop("attn_sink")
+        lse = sparse_mla_prefill(**given, backend="reference")[2]
+        with jax.disable_jit():
+            found = np.asarray(sparse_mla_prefill_probabilities(**given, lse=lse))
+        static = {"softmax_scale": given.pop("softmax_scale")}
+        plain = np.asarray(probabilities_module._plain(**given, lse=lse, **static))
+        np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-6)
+        empty = np.isneginf(np.asarray(lse)).all(1)
+        np.testing.assert_allclose(found.sum(1), np.where(empty, 0, lse.shape[1]), rtol=1e-4)
+        assert sink is None or empty.any() or len(found) > 3
+
+
+class TestRoute:
+    """Which gradient a program has: no kernel runs here."""
+
+    @pytest.fixture(autouse=True)
+    def h200(self, monkeypatch):
+        pretend_h200(monkeypatch, "triton")
+
+        def constant(q, kv, indices, topk_length, attn_sink, *others, **static):
+            return tuple(jnp.full_like(x, 4321.0) for x in (q, kv, attn_sink))
+
+        def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale):
+            return jnp.full((*q.shape[:-1], 512), 8765.0, q.dtype), *[jnp.full(q.shape[:-1], 8765.0)] * 2
+
+        monkeypatch.setattr(gradient, "by_kernel", constant)
+        record = dataclasses.replace(BACKENDS["triton"])
+        object.__setattr__(record, "function", lambda phase: prefill)
+        monkeypatch.setitem(BACKENDS, "triton", record)
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+    @staticmethod
+    def lowered(platform: str, backend=None, change=lambda f: f) -> str:
+        given = {name: x for name, x in prefill_arguments(CASES["V4"]).items() if name != "softmax_scale"}
+
+        def loss(q, kv, attn_sink):
+            changed = given | {"q": q, "kv": kv, "attn_sink": attn_sink}
+            return sparse_mla_prefill(**changed, softmax_scale=0.1, backend=backend)[0].astype(jnp.float32).sum()
+
+        arrays = given["q"], given["kv"], given["attn_sink"]
+        return jax.jit(jax.grad(change(loss), (0, 1, 2))).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+
+    @pytest.mark.parametrize("change", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+    @pytest.mark.parametrize("backend", [None, "triton"])
+    def test_the_kernels_for_cuda(self, backend, change):
+        text = self.lowered("cuda", backend, change)
+        assert "4.321" in text and "8.765" in text and "exponential" not in text
+
+    @pytest.mark.parametrize("platform, mapped", [("cpu", False), ("cuda", True)], ids=["a CPU", "vmap"])
+    def test_the_reference_s_elsewhere(self, platform, mapped):
+        """Under `vmap` it is the reference's on a GPU, too."""
+
+        def over_one(f):
+            return lambda *arrays: jax.vmap(f)(*(x[None] for x in arrays)).sum()
+
+        text = self.lowered(platform, change=over_one if mapped else lambda f: f)
+        assert "4.321" not in text and "8.765" not in text and "exponential" in text
+
+    def test_without_triton_an_error_names_the_remedy(self, monkeypatch):
+        monkeypatch.setattr(gradient, "why_not", lambda name: f"{name} is not installed")
+        with pytest.raises(NotImplementedError, match=r'sparse_mla_prefill: .*triton is not installed.*"reference"'):
+            self.lowered("cuda")
+
+
+@pytest.mark.no_gpu
+def test_it_compiles_within_the_shared_memory(tmp_path):
+    """Compiled, not run."""
+    facts = compiled_facts("compile_triton_gradient.py", tmp_path)
+    assert {fact["capability"] for fact in facts} == set(SHARED_MEMORY)
+    for fact in facts:
+        assert fact["shared"] <= SHARED_MEMORY[fact["capability"]], fact
+        assert fact["wgmma"] == (fact["capability"] == 90), fact
+        assert fact["wide_additions"] == ("float32" in fact["kernel"]), fact
+
+
+@pytest.mark.gpu
+class TestOnTheGPU:
+    @pytest.mark.parametrize("backend", ["flashmla", "hopper", "triton"])
+    def test_through_every_forward_kernel(self, backend):
+        if backend not in installed_for("prefill"):
+            pytest.skip(f"{backend} is not installed")
+        for case in CASES.values():
+            found = [self.gradient(case, backend=backend, deterministic_gradient=flag) for flag in (False, True, True)]
+            check_gradients(case, found[0])
+            check_gradients(case, found[1])
+            jax.tree.map(np.testing.assert_array_equal, found[1], found[2])
+
+    def test_production_sizes_repeat_to_the_bit(self):
+        for heads, dim in ((64, 512), (128, 576), (16, 512)):
+            case = small_prefill(5, dim=dim, heads=heads, sizes=(2048, 700), q_len=150)
+            found = [self.gradient(case, deterministic_gradient=flag) for flag in (False, True, True)]
+            check_gradients(case, found[0])
+            jax.tree.map(np.testing.assert_array_equal, found[1], found[2])
+            check_gradients(case, found[1])
+
+    def test_probabilities(self):
+        given = prefill_arguments(small_prefill(6, heads=70, sizes=(300, 130), q_len=9))
+        given.pop("attn_sink")
+        lse = sparse_mla_prefill(**given)[2]
+        found = np.asarray(sparse_mla_prefill_probabilities(**given, lse=lse))
+        static = {"softmax_scale": given.pop("softmax_scale")}
+        plain = np.asarray(probabilities_module._plain(**given, lse=lse, **static))
+        np.testing.assert_allclose(found, plain, rtol=2e-3, atol=1e-5)
+
+    @staticmethod
+    def gradient(case, **options) -> tuple:
+        given = prefill_arguments(case)
+        arrays = {name: given.pop(name) for name in ("q", "kv", "attn_sink")}
+        g_out, g_lse = map(jnp.asarray, cotangents(case))
+
+        def loss(arrays):
+            out, _, lse = sparse_mla_prefill(**given, **arrays, **options)
+            return jnp.sum(out.astype(jnp.float32) * g_out) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) * g_lse)
+
+        found = jax.jit(jax.grad(loss))(arrays)
+        return found["q"], found["kv"], found["attn_sink"]
