@@ -71,12 +71,12 @@ def context_parallel_decode(
     attn_sink = check.optional("attn_sink", attn_sink, (heads // n,), FLOAT32)
     indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
     lengths = row_lengths(check, "topk_length", topk_length)
-    indices, lengths = _own_table(cache, indices, lengths, axis_name)
+    indices, lengths = own_table(cache, indices, lengths, axis_name)
     if extra_cache is not None and extra_indices is not None:
         check_cache(check, "extra_cache", extra_cache)
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
         extra_lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
-        extra_indices, extra_topk_length = _own_table(extra_cache, extra_indices, extra_lengths, axis_name)
+        extra_indices, extra_topk_length = own_table(extra_cache, extra_indices, extra_lengths, axis_name)
     out, lse = sparse_mla_decode(
         q,
         cache,
@@ -86,7 +86,7 @@ def context_parallel_decode(
         extra_cache=extra_cache,
         extra_indices=extra_indices,
         extra_topk_length=extra_topk_length,
-        assume_valid_indices=True,  # as `_own_table` makes them
+        assume_valid_indices=True,  # as `own_table` makes them
         backend=backend,
         batch_invariant=batch_invariant,
     )
@@ -124,7 +124,7 @@ def cut_pages(cache: PagedKV, n: int) -> PagedKV:
     return dataclasses.replace(cache, data=jnp.moveaxis(pages, 2, 0).reshape(cache.data.shape))
 
 
-def _own_table(
+def own_table(
     cache: PagedKV, indices: jax.Array, lengths: jax.Array | None, axis_name: AxisName
 ) -> tuple[jax.Array, jax.Array]:
     """int32 `[batch, q_len, topk]`, the device's own slots in their order, then −1, and how many there are.
