@@ -24,11 +24,12 @@ class Progress:
         self._seen: set[tuple] = set()
         # By mode, tokens and seconds of the steps whose bucket had run before and was compiled.
         self._warm = {mode: [0, 0.0] for mode in ForwardMode}
-        self._count = 0
+        self._read = self._count = 0
 
     def __call__(self, step: Any, requests: list[Request]) -> None:
         now, compiled = time.perf_counter(), self._compile_seconds()
-        count = sum(min(r.computed, len(r.prompt) + len(r.output) - bool(r.output)) for r in requests)
+        self._read += step.num_tokens if step.mode is ForwardMode.EXTEND else 0
+        count = self._read + sum(max(0, len(r.output) - 1) for r in requests)
         tokens, seconds = count - self._count, now - self._last - (compiled - self._compiled)
         self._last, self._count, self._compiled = now, count, compiled
         if self._first is None and any(r.output for r in requests):

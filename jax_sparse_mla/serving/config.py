@@ -87,7 +87,7 @@ class MoE:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HyperConnections:
-    """Manifold-constrained hyper-connections: residual streams, Sinkhorn steps, and the floor of what they divide by."""
+    """Manifold-constrained hyper-connections: residual streams, Sinkhorn steps, the floor of what they divide by."""
 
     streams: int
     iterations: int

@@ -1,8 +1,9 @@
-"""A model's tensors by the names of transformers' modules: what reads parameters from a checkpoint also makes random ones."""
+"""A model's tensors by the names of transformers' modules: read from a checkpoint, or random."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -88,32 +89,48 @@ def random_params(read_params: Callable[[Tensors], Any], seed: int, dtype: Any, 
     """
     programs: dict[Hashable, Callable] = {}
 
-    def under_key(key):
-        return Tensors(lambda name, shape, dtype: _random(key, name, shape, dtype, num_experts), dtype)
+    def of_seed(seed):
+        return Tensors(lambda name, shape, dtype: _random(seed, name, shape, dtype, num_experts), dtype)
 
     def read_layer(read, i, kind):
         if kind not in programs:
-            programs[kind] = jax.jit(lambda key: read(i, under_key(key)))
-        return programs[kind](jax.random.fold_in(key, 1 + i))
+            programs[kind] = jax.jit(lambda seed: read(i, of_seed(seed)))
+        return programs[kind](_mixed(seed + jnp.uint32(1 + i)))
 
-    key = jax.random.key(seed)
-    return read_params(dataclasses.replace(under_key(key), read_layer=read_layer))
+    seed = _mixed(jnp.uint32(seed))
+    return read_params(dataclasses.replace(of_seed(seed), read_layer=read_layer))
 
 
-def _random(key: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: int) -> jax.Array:
-    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+@functools.partial(jax.jit, static_argnames=("name", "shape", "dtype", "num_experts"))
+def _random(seed: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: int) -> jax.Array:
+    seed = _mixed(seed ^ jnp.uint32(zlib.crc32(name.encode())))
     if name.endswith("tid2eid"):  # different experts for each token
-        return jax.lax.top_k(jax.random.uniform(key, (shape[0], num_experts)), shape[1])[1]
-    if name.endswith("norm.weight"):
-        return (1 + 0.1 * jax.random.normal(key, shape)).astype(dtype)
-    if name.endswith(("sinks", "position_bias")):
-        return jax.random.normal(key, shape, dtype)
+        return jax.lax.top_k(_unit_variance(seed, (shape[0], num_experts)), shape[1])[1]
     if name.endswith("scale"):
         return jnp.ones(shape, dtype)
-    if name.endswith(("base", "bias")):
+    if name.endswith(("base", "bias")) and not name.endswith("position_bias"):
         return jnp.zeros(shape, dtype)
-    if len(shape) == 3:  # one expert at a time, since random bits take more memory than the weights
-        keys = jax.random.split(key, shape[0])
-        return jax.lax.map(lambda key: _random(key, "expert", shape[1:], dtype, num_experts), keys)
-    gain = 1.0 if name == "embed_tokens.weight" else shape[-1] ** -0.5
-    return (jax.random.normal(key, shape, dtype) * gain).astype(dtype)
+    values = _unit_variance(seed, shape)
+    if name.endswith("norm.weight"):
+        values = 1 + 0.1 * values
+    elif not name.endswith(("sinks", "position_bias", "embed_tokens.weight")):
+        values = values * shape[-1] ** -0.5
+    return values.astype(dtype)
+
+
+def _unit_variance(seed: jax.Array, shape: Shape) -> jax.Array:
+    """float32, uniform with variance 1: a hash of each value's place.
+
+    jax.random would compile for a third of a second for each array on a CPU, and keep the bits of one beside it.
+    """
+    bits = jnp.broadcast_to(seed, shape)
+    for axis in range(len(shape)):
+        bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
+    return ((bits >> 8).astype(jnp.float32) * 2.0**-23 - 1) * 3**0.5
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which each bit hangs on all (Chris Wellons, "Prospecting for hash functions")."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

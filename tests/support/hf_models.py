@@ -124,7 +124,7 @@ class Run:
         """The input rows of a layer, `[tokens, hidden]` per request."""
         rows = [[] for _ in self.requests]
         for traced in self.engine.trace:
-            for i, row in zip(self.index_of(traced.step), traced.hidden[layer]):
+            for i, row in zip(self.index_of(traced.step), traced.hidden(layer)):
                 rows[i].append(row)
         return [torch.stack(part) for part in rows]
 

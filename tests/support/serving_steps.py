@@ -1,4 +1,4 @@
-"""Steps of a `serving.Model` over requests whose pages are given out beforehand, and transformers' logits of the same."""
+"""Steps of a `serving.Model` over requests whose pages are given out beforehand; transformers' logits of the same."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def named_arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnums=2)
 def run(model, params, caches, batch, tables, tokens, positions, options):
-    out = model.forward(params, caches, batch, tables, tokens, positions, **dict(options))
+    out = model.forward(params, caches, batch, tables, tokens, positions, trace=True, **dict(options))
     return out.caches, model.logits(params, out.hidden), out.overflow, out.trace
 
 
 class Steps:
     """Requests in the rows of a table, each with its pages in a shuffled order; page 0 is for padding."""
 
-    def __init__(self, model: Model, params, *, num_requests: int, max_draft_tokens: int = 0, bf16: bool = True):
+    def __init__(self, model: Model, params, *, num_requests: int, bf16: bool = True):
         self.model, self.params, self.num_requests = model, params, num_requests
         size = model.spec.page_size
         self.max_len = PAGES * (size if size > 64 else 4 * size)
@@ -54,13 +54,11 @@ class Steps:
             num_pages=count,
             num_swa_pages=count,
             max_requests=num_requests,
-            max_draft_tokens=max_draft_tokens,
             bf16=bf16,
         )
 
     def __call__(self, mode: ForwardMode, served: dict[int, tuple[int, list[int]]], num_rows: int, **options):
         """Runs `{row: (first position, tokens)}`, padded to `num_rows`; `(logits of the real rows, trace)`."""
-        drafts = len(next(iter(served.values()))[1]) if mode is ForwardMode.TARGET_VERIFY else None
 
         def padded(values, size):
             values = np.concatenate([np.atleast_1d(np.asarray(x, np.int32)) for x in values])
@@ -72,10 +70,9 @@ class Steps:
             mode=mode,
             max_seq_len=self.max_len,
             req_pool_indices=padded(list(served), self.num_requests),
-            seq_lens=padded([p[0] if drafts else p[-1] + 1 for p in positions], self.num_requests),
+            seq_lens=padded([p[-1] + 1 for p in positions], self.num_requests),
             out_cache_loc=padded([self.slots[row, p] for row, p in zip(served, positions)], num_rows),
             extend_lens=padded(counts, self.num_requests) if mode is ForwardMode.EXTEND else None,
-            num_draft_tokens=drafts,
         )
         tokens = padded([tokens for _, tokens in served.values()], num_rows)
         arguments = self.params, self.caches, batch, self.tables, tokens, padded(positions, num_rows)
@@ -87,8 +84,8 @@ class Steps:
 
 
 def prefill_and_decode(steps: Steps, requests: list[list[int]], new: int, chunk: int, **options) -> list[np.ndarray]:
-    """float32 `[tokens, vocab]` for each request: its prompt, all but the last `new` tokens, in chunks that hold parts of
-    several requests, then the others one a step."""
+    """float32 `[tokens, vocab]` for each request: all but the last `new` tokens in chunks that hold parts of several
+    requests, then the others one a step."""
     done, logits = [0] * len(requests), [[] for _ in requests]
 
     def serve(mode, served, num_rows):

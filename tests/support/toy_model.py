@@ -13,11 +13,12 @@ from jax_sparse_mla.compressor import rope_interleaved
 from jax_sparse_mla.serving.model import ForwardOutput
 
 HIDDEN = 64
+SPEC = dataclasses.replace(mla.DEEPSEEK_V4_FLASH, num_heads=2, index_heads=2, index_topk=64)
 
 
 @dataclasses.dataclass(frozen=True)
 class ToyModel:
-    spec: mla.ModelSpec = dataclasses.replace(mla.DEEPSEEK_V4_FLASH, num_heads=2, index_heads=2, index_topk=64)
+    spec: mla.ModelSpec = SPEC
     ratios: tuple[int, ...] = (0, 4)
     vocab_size: int = 256
     eos_token_ids: tuple[int, ...] = ()

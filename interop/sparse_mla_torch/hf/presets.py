@@ -1,4 +1,4 @@
-"""transformers' models for `generate`, built in memory from a seed or loaded from a checkpoint; their weights for JAX."""
+"""transformers' models, built in memory from a seed or loaded from a checkpoint, and their weights for JAX."""
 
 from __future__ import annotations
 
