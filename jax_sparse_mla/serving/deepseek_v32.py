@@ -85,8 +85,7 @@ class V32Params:
 
 def read_params(config: V32Config, tensors: Tensors) -> V32Params:
     """The parameters, of tensors by the names of transformers' modules."""
-    read = functools.partial(_read_layer, config)
-    layers = [tensors.layer(read, i, config.dense[i]) for i in range(config.num_layers)]
+    layers = [tensors.layer(_read_layer, config, i, config.dense[i]) for i in range(config.num_layers)]
     weights, small = zip(*layers)
     size = config.vocab_size, config.hidden_size
     return V32Params(

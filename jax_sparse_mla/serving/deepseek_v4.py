@@ -106,8 +106,9 @@ class V4Params:
 
 def read_params(config: V4Config, tensors: Tensors) -> V4Params:
     """The parameters, of tensors by the names of transformers' modules."""
-    read = functools.partial(_read_layer, config)
-    layers = [tensors.layer(read, i, (config.ratios[i], config.hashed[i])) for i in range(config.num_layers)]
+    layers = [
+        tensors.layer(_read_layer, config, i, (config.ratios[i], config.hashed[i])) for i in range(config.num_layers)
+    ]
     weights, small, attention = zip(*layers)
     hidden, n = config.hidden_size, config.streams.streams
     size = config.vocab_size, hidden

@@ -6,11 +6,15 @@ in the rows' dtype elsewhere.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.serving.config import HyperConnections
+from jax_sparse_mla.xla.triton_call import launching
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -102,23 +106,33 @@ def collapse_streams(
     n = config.streams
     rows = streams.shape[0]
     weights = matmul(normalised(streams.reshape(rows, -1), norm_eps), fn)
-    factors = jnp.repeat(scale, jnp.array([n, n, n * n]), total_repeat_length=(2 + n) * n)
-    pre, post, comb = split(weights * factors + base, n, n, n * n)
+    widths = n, n, n * n
+    parts = zip(split(weights, *widths), scale, split(base, *widths))
+    pre, post, comb = (part * part_scale + part_base for part, part_scale, part_base in parts)
     pre = jax.nn.sigmoid(pre) + config.eps
-    comb = _doubly_stochastic(comb.reshape(rows, n, n), config)
+    comb = doubly_stochastic(comb.reshape(rows, n, n), config)
     collapsed = jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)
     return collapsed, 2 * jax.nn.sigmoid(post), comb
 
 
-def _doubly_stochastic(logits: jax.Array, config: HyperConnections) -> jax.Array:
-    """Sinkhorn and Knopp: rows and columns in turn are divided by their sums, columns first and last."""
-    matrix = jax.nn.softmax(logits, axis=-1) + config.eps
+def doubly_stochastic(logits: jax.Array, config: HyperConnections) -> jax.Array:
+    """float32 `[T, n, n]` of logits: softmax, then columns and rows in turn over their sums (Sinkhorn and Knopp)."""
+    static = {"iterations": config.iterations, "eps": config.eps}
+    plain = functools.partial(doubly_stochastic_reference, **static)
+    n = config.streams
+    if n & (n - 1) or logits.shape[0] == 0:
+        return plain(logits)
+    return dispatch(launching("streams.doubly_stochastic", **static), plain, logits)
+
+
+def doubly_stochastic_reference(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
+    """`doubly_stochastic` in plain JAX."""
 
     def divided(matrix, axis):
-        return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + config.eps)
+        return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
 
-    matrix = divided(matrix, -2)
-    return lax.fori_loop(0, config.iterations - 1, lambda _, x: divided(divided(x, -1), -2), matrix)
+    matrix = divided(jax.nn.softmax(logits, axis=-1) + eps, -2)
+    return lax.fori_loop(0, iterations - 1, lambda _, x: divided(divided(x, -1), -2), matrix)
 
 
 def expand_streams(streams: jax.Array, out: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:

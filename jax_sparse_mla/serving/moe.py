@@ -91,21 +91,34 @@ def experts(
 ) -> jax.Array:
     """The weighted sum over each row's experts, float32: x `[T, hidden]`, chosen and weights `[T, k]` → `[T, hidden]`.
 
-    Rows are sorted by expert, so that each expert is one part of a ragged product. A chosen number that is no expert's
-    is left out: its row comes behind all parts, and whatever the product has there counts as 0.
+    Where there are at least as many experts as rows and choices, each row reads the weights of its own. Of more rows
+    those of an expert are sorted together, and each expert is one part of a ragged product. A chosen number that is no
+    expert's is left out: its row reads expert 0 or comes behind all parts, and whatever comes of it counts as 0.
     """
     rows, k = chosen.shape
     count = gate_up.shape[0]
     here = (chosen >= 0) & (chosen < count)
-    flat = jnp.where(here, chosen, count).reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    group_sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
-
-    def product(x, weight):
-        out = lax.ragged_dot_general(x, weight, group_sizes, _DOTS, preferred_element_type=jnp.float32)
-        return out.astype(x.dtype)
-
-    out = product(swiglu(product(x[order // k], gate_up), limit), down)
-    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(rows, k, -1)
-    out = jnp.where(here[:, :, None], out * weights[:, :, None], 0)
+    if rows * k <= count:
+        flat = jnp.where(here, chosen, 0).reshape(-1)
+        out = _times(swiglu(_times(jnp.repeat(x, k, axis=0), gate_up, flat), limit), down, flat)
+    else:
+        flat = jnp.where(here, chosen, count).reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
+        sorted_out = _ragged(swiglu(_ragged(x[order // k], gate_up, sizes), limit), down, sizes)
+        out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
+    out = jnp.where(here[:, :, None], out.reshape(rows, k, -1) * weights[:, :, None], 0)
     return jnp.sum(out.astype(x.dtype), axis=1, dtype=jnp.float32)
+
+
+def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
+    """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`.
+
+    A sum and not a product, for which XLA would copy the weights: so it reads them where they are.
+    """
+    return jnp.sum(weight[expert].astype(jnp.float32) * x[:, None, :].astype(jnp.float32), axis=-1).astype(x.dtype)
+
+
+def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
+    return lax.ragged_dot_general(x, weight, sizes, _DOTS, preferred_element_type=jnp.float32).astype(x.dtype)

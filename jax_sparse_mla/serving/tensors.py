@@ -26,13 +26,13 @@ class Tensors:
       get: `(name, shape, dtype) -> array`; the name without "model.".
       dtype: of the weights that are not kept in float32.
       prefix: of the names that follow.
-      read_layer: `(read, i, kind)`, what `read(i, tensors)` makes of layer i; layers of one kind have the same shapes.
+      read_layer: what `layer` does; None reads.
     """
 
     get: Callable[[str, Shape, Any], jax.Array]
     dtype: Any
     prefix: str = ""
-    read_layer: Callable[[Callable, int, Hashable], Any] | None = None
+    read_layer: Callable[..., Any] | None = None
 
     def __call__(self, name: str, shape: Shape) -> jax.Array:
         """A weight in the model's dtype."""
@@ -46,9 +46,9 @@ class Tensors:
         """The tensors whose names go on with this prefix."""
         return dataclasses.replace(self, prefix=self.prefix + prefix)
 
-    def layer(self, read: Callable[[int, Tensors], Layer], i: int, kind: Hashable) -> Layer:
-        """What `read` makes of layer i."""
-        return read(i, self) if self.read_layer is None else self.read_layer(read, i, kind)
+    def layer(self, read: Callable[[Any, int, Tensors], Layer], config: Any, i: int, kind: Hashable) -> Layer:
+        """`read(config, i, tensors)`, layer i; layers of one kind have the same shapes."""
+        return read(config, i, self) if self.read_layer is None else self.read_layer(read, config, i, kind)
 
     def swiglu(self, width: int, hidden: int) -> dict[str, jax.Array]:
         """The two weights of an MLP."""
@@ -87,18 +87,24 @@ def random_params(read_params: Callable[[Tensors], Any], seed: int, dtype: Any, 
     Weights have unit gain, so that rows keep their size; norms are near 1; sinks and position biases are random too, so
     that code which ignores one of them gives another result.
     """
-    programs: dict[Hashable, Callable] = {}
+    first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
 
-    def of_seed(seed):
-        return Tensors(lambda name, shape, dtype: _random(seed, name, shape, dtype, num_experts), dtype)
-
-    def read_layer(read, i, kind):
-        if kind not in programs:
-            programs[kind] = jax.jit(lambda seed: read(i, of_seed(seed)))
-        return programs[kind](_mixed(seed + jnp.uint32(1 + i)))
+    def read_layer(read, config, i, kind):
+        of_layer = _mixed(seed + jnp.uint32(1 + i))
+        options = {"read": read, "config": config, "i": first.setdefault(kind, i)}
+        return _random_layer(of_layer, **options, dtype=dtype, num_experts=num_experts)
 
     seed = _mixed(jnp.uint32(seed))
-    return read_params(dataclasses.replace(of_seed(seed), read_layer=read_layer))
+    return read_params(dataclasses.replace(_random_tensors(seed, dtype, num_experts), read_layer=read_layer))
+
+
+def _random_tensors(seed: jax.Array, dtype: Any, num_experts: int) -> Tensors:
+    return Tensors(lambda name, shape, dtype: _random(seed, name, shape, dtype, num_experts), dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("read", "config", "i", "dtype", "num_experts"))
+def _random_layer(seed, read, config, i, dtype, num_experts):
+    return read(config, i, _random_tensors(seed, dtype, num_experts))
 
 
 @functools.partial(jax.jit, static_argnames=("name", "shape", "dtype", "num_experts"))

@@ -25,15 +25,24 @@ def config(name: str):
     """
     if name == "v4":
         return small_v4_config(mlp_layer_types=["hash_moe", "moe", "moe"], index_topk=96)
-    return small_v32_config(n_routed_experts=8, n_group=4, topk_group=2, index_topk=384)
+    return small_v32_config(n_routed_experts=8, n_group=4, topk_group=2, index_topk=256)
 
 
 @functools.cache
 def torch_model(name: str, dtype: torch.dtype):
-    """A random model whose buffers are random too."""
+    """A random model whose buffers are random too, and whose embedding and experts do not vanish beside the rest."""
     model = random_model(config(name), seed=0)
     model = model.float() if dtype == torch.float32 else model
     generator = torch.Generator().manual_seed(1)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("embed_tokens.weight"):
+            parameter.data.normal_(generator=generator)
+        elif parameter.ndim == 3:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+        elif parameter_name.endswith(("base", "scale")):
+            parameter.data.normal_(1, 0.5, generator=generator)
+        elif parameter_name.endswith("sinks"):
+            parameter.data.normal_(4, 1, generator=generator)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("tid2eid"):
             experts = model.config.n_routed_experts
@@ -60,11 +69,6 @@ def expected(name: str, dtype: torch.dtype) -> list[np.ndarray]:
     return [torch_logits(torch_model(name, dtype), tokens) for tokens in requests()]
 
 
-def difference(logits: np.ndarray, wanted: np.ndarray) -> float:
-    """The root mean square of the difference, as a share of the standard deviation of what is wanted."""
-    return float(np.sqrt(np.mean((logits - wanted) ** 2)) / wanted.std())
-
-
 def row_differences(logits: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """As `difference`, of each row."""
+    """The root mean square of each row's difference, in standard deviations of what is wanted."""
     return np.sqrt(np.mean((logits - wanted) ** 2, axis=-1)) / wanted.std()
