@@ -112,7 +112,7 @@ class Engine:
 
     def _place(self, params: Params) -> tuple[State, Params]:
         """A new state and the parameters, committed to the device, as what a step returns is."""
-        return jax.device_put((self._new_state(), params), jax.devices()[0])
+        return jax.device_put((self._new_state(), params), jax.local_devices()[0])
 
     def _new_state(self) -> State:
         pool = self.scheduler.pool

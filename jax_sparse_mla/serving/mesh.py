@@ -47,11 +47,12 @@ _CUT = {
 # --- parameters ------------------------------------------------------------------------------------
 
 
-def parameter_specs(params: Params) -> Any:
-    """The PartitionSpec of each parameter that `cut_model` places."""
+def parameter_specs(params: Params, mesh: Mesh) -> Any:
+    """The PartitionSpec of each parameter that `cut_model` places: whole on every device if one has all heads."""
+    cut = _CUT if mesh.shape[HEADS] > 1 else {}
 
     def spec(path, x):
-        dim = _CUT.get((getattr(path[-1], "name", None), x.ndim))
+        dim = cut.get((getattr(path[-1], "name", None), x.ndim))
         return P() if dim is None else P(*dim * [None], HEADS)
 
     return jax.tree_util.tree_map_with_path(spec, params)
@@ -69,9 +70,10 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
     """
     if set(mesh.axis_names) != {REQUESTS, HEADS}:
         raise ValueError(f"cut_model: the mesh must have the axes {REQUESTS} and {HEADS}, got {mesh.axis_names}")
-    n, config = mesh.shape[HEADS], model.config
+    n = mesh.shape[HEADS]
     if n == 1:
         return model, _placed(params, mesh)
+    config = model.config
     counts = {"heads": config.spec.num_heads, "experts": config.moe.num_experts}
     counts |= {"output groups": config.o_groups} if hasattr(config, "o_groups") else {}
     for what, count in counts.items():
@@ -83,7 +85,7 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
 
 
 def _placed(params: Params, mesh: Mesh) -> Params:
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, parameter_specs(params))
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, parameter_specs(params, mesh))
 
 
 def _by_device(model: Model, params: Params, n: int) -> Params:
@@ -276,7 +278,7 @@ class MeshEngine(Engine):
         return mode[0], *map(max, sizes)
 
     def _jitted(self, program: Program) -> Any:
-        specs = {"in_specs": (parameter_specs(self.params), P(REQUESTS), P(REQUESTS)), "out_specs": P(REQUESTS)}
+        specs = {"in_specs": (parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS)), "out_specs": P(REQUESTS)}
         step = jax.shard_map(functools.partial(run_step, program), mesh=self.mesh, **specs)
 
         def on_all(params: Params, state: State, packed: jax.Array):
