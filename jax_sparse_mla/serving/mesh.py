@@ -85,7 +85,9 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
 
 
 def _placed(params: Params, mesh: Mesh) -> Params:
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, parameter_specs(params, mesh))
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, parameter_specs(params, mesh)
+    )
 
 
 def _by_device(model: Model, params: Params, n: int) -> Params:
@@ -181,7 +183,8 @@ class Schedulers:
 
     @property
     def idle(self) -> bool:
-        return all(share.idle for share in self.shares)
+        """Whether there is nothing to do; a plan that waits runs even if its requests have ended meanwhile."""
+        return all(share.idle for share in self.shares) and not any(self._plans)
 
     def check(self, request: Request, name: str = "the request") -> None:
         self.shares[0].check(request, name)
@@ -278,7 +281,10 @@ class MeshEngine(Engine):
         return mode[0], *map(max, sizes)
 
     def _jitted(self, program: Program) -> Any:
-        specs = {"in_specs": (parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS)), "out_specs": P(REQUESTS)}
+        specs = {
+            "in_specs": (parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS)),
+            "out_specs": P(REQUESTS),
+        }
         step = jax.shard_map(functools.partial(run_step, program), mesh=self.mesh, **specs)
 
         def on_all(params: Params, state: State, packed: jax.Array):

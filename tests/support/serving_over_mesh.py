@@ -1,7 +1,7 @@
-"""Engines over meshes of virtual CPU devices, for tests/serving/test_mesh.py, which runs this in processes of their own.
+"""Engines over meshes of virtual CPU devices, in processes that tests/serving/test_mesh.py starts.
 
-    python serving_over_mesh.py [CASE ...]           four devices; prints RESULTS and a JSON object, case → traceback
-    python serving_over_mesh.py --process I PORT     process I of two, each with two devices
+python serving_over_mesh.py [CASE ...]           four devices; prints RESULTS and a JSON object, case → traceback
+python serving_over_mesh.py --process I PORT     process I of two, each with two devices
 """
 
 from __future__ import annotations
@@ -33,9 +33,16 @@ V4 = {
     "num_attention_heads": 8,
     "index_n_heads": 4,
     "index_topk": 16,
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "compressed_sparse_attention", "sliding_attention"],
-    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "num_hidden_layers": 1,
+    "layer_types": ["compressed_sparse_attention"],
+    "mlp_layer_types": ["moe"],
+}
+# Two layers whose sinks share an array, and quick to compile.
+WINDOWS = {
+    **V4,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention"] * 2,
+    "mlp_layer_types": ["hash_moe", "moe"],
 }
 V32 = {
     **CONFIGS["v32"],
@@ -54,7 +61,7 @@ LENGTHS, NEW = (5, 40, 70, 17, 3, 100, 33, 64), 4
 OPTIONS = EngineOptions(chunk_size=32, max_batch=2, max_len=256)
 
 
-def requests(count=len(LENGTHS)):
+def requests(count=None):
     rng = np.random.default_rng(0)
     return [Request(rng.integers(0, 256, n).tolist(), NEW) for n in LENGTHS[:count]]
 
@@ -100,7 +107,9 @@ def layouts(config, shapes):
         for share in engine.scheduler.shares:
             assert share.counters.finished == len(expected) // shape[0]
             assert len(share.pool.pages.free) == share.pool.num_pages - 1
-        for x, spec in zip(jax.tree.leaves(engine.params), jax.tree.leaves(parameter_specs(engine.params, engine.mesh))):
+        for x, spec in zip(
+            jax.tree.leaves(engine.params), jax.tree.leaves(parameter_specs(engine.params, engine.mesh))
+        ):
             assert x.sharding.is_equivalent_to(NamedSharding(engine.mesh, spec), x.ndim)
         cut = [x for x in jax.tree.leaves(engine.params) if x.addressable_shards[0].data.size < x.size]
         assert bool(cut) == (shape[1] > 1)
@@ -124,7 +133,7 @@ def drafts_and_prefixes():
     options = dataclasses.replace(OPTIONS, max_len=600, chunk_size=128, speculative_steps=2, reuse_points=2)
     rng = np.random.default_rng(0)
     text = rng.integers(0, 256, 520).tolist()
-    prompts = [text[: 257 + 20 * i] + [i] for i in range(8)] + [[9, i] for i in range(4)]
+    prompts = [[*text[: 257 + 20 * i], i] for i in range(8)] + [[9, i] for i in range(4)]
 
     def serve(engine):
         these = [Request(prompt, 3 + i % 3) for i, prompt in enumerate(prompts)]
@@ -186,8 +195,7 @@ def over_processes(index, port):
         for shard in ours.addressable_shards:
             np.testing.assert_allclose(shard.data, theirs[shard.index], rtol=1e-5, atol=1e-5)
 
-    one_layer = {"num_hidden_layers": 1, "layer_types": V4["layer_types"][:1], "mlp_layer_types": ["moe"]}
-    model = Model.from_config(V4 | one_layer)
+    model = Model.from_config(WINDOWS)
     params = model.init_params(seed=0, dtype=jnp.float32)
     mine = served(over(model, params, mesh_of(2, 2)), requests(4))
     if index == 0:
