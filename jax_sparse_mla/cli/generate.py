@@ -112,9 +112,10 @@ def run(args: argparse.Namespace) -> int:
         if args.engine == "torch" and args.temperature:
             raise ValueError("--temperature needs --engine jax: the torch engine takes the most likely token only")
         sampling = [Sampling(args.temperature, args.top_p, args.seed + i) for i in range(args.requests)]
+        text = _prompt_text(args)
         keep_programs()
         setup = new_setup(args)
-        prompts = _prompts(setup.tokenizer.encode(_prompt_text(args)), args.requests)
+        prompts = _prompts(setup.tokenizer.encode(text), args.requests)
         requests = [
             Request(prompt, args.max_new_tokens, sampling=how, eos_token_ids=setup.eos_token_ids)
             for prompt, how in zip(prompts, sampling)

@@ -7,7 +7,6 @@ import collections
 import importlib.util
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ class JaxSetup:
         self.torch_model: Any = None
         if args.model is not None:
             self.name = args.model
-            if not Path(args.model).is_dir():
+            if not os.path.isdir(args.model):
                 raise FileNotFoundError(f"no checkpoint folder {args.model}")
             self.model, self.params = load(args.model)
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)

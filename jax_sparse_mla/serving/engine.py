@@ -102,6 +102,25 @@ class Engine:
         self._unread: collections.deque[tuple[StepPlan, Program, jax.Array]] = collections.deque()
         self._programs: dict[tuple, tuple[Program, Any]] = {}
 
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """The compress ratio of each layer."""
+        return self.model.ratios
+
+    def layer_cache(self, layer: int) -> Any:
+        """The view of one layer's caches."""
+        return self.model.layer_cache(self.state.caches, layer)
+
+    def set_layer_cache(self, layer: int, cache: Any) -> None:
+        """Puts what `layer_cache` gave back, updated."""
+        caches = self.model.with_layer_cache(self.state.caches, layer, cache)
+        self.state = dataclasses.replace(self.state, caches=caches)
+
+    def wait(self) -> None:
+        """Reads the tokens of all steps that run."""
+        while self._unread:
+            self._read()
+
     def with_options(self, **changes: Any) -> Engine:
         """An engine of the same model with other options."""
         return Engine(self.model, self.params, dataclasses.replace(self.options, **changes))
@@ -175,6 +194,8 @@ class Engine:
 
     def step(self) -> StepPlan | None:
         """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read."""
+        if self.drafts and self._unread:  # it has decoded plainly until now
+            return self._read()
         plan = self.scheduler.plan(drafts=self.drafts)
         if plan is not None:
             self._start(plan)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import checkpoint, deepseek_v4, deepseek_v32
@@ -116,6 +117,17 @@ class Model:
             max_draft_tokens=max_draft_tokens,
             bf16=bf16,
         )
+
+    def layer_cache(self, caches: Caches, layer: int) -> V4LayerCache | V32LayerCache:
+        """The view of one layer's caches."""
+        if isinstance(self.config, V32Config):
+            return caches.layer(layer)
+        ratio = self.ratios[layer]
+        return caches[ratio].layer(self.ratios[:layer].count(ratio))
+
+    def with_layer_cache(self, caches: Caches, layer: int, cache: V4LayerCache | V32LayerCache) -> Caches:
+        """The caches with what `layer_cache` gave, updated."""
+        return cache.whole() if isinstance(self.config, V32Config) else caches | {self.ratios[layer]: cache.whole()}
 
     def forward(
         self,

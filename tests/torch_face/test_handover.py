@@ -21,10 +21,12 @@ from safetensors.torch import load_file, safe_open, save_file
 from sparse_mla_torch import handover
 from sparse_mla_torch.handover import export_request, import_request
 from sparse_mla_torch.hf.engine import Engine, Request
+from sparse_mla_torch.hf.presets import to_jax_model
 from sparse_mla_torch.hf.speculative import SpeculativeDecoder
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 from jax_sparse_mla.layers import V4LayerCache
+from jax_sparse_mla.serving.engine import Engine as JaxEngine
 from jax_sparse_mla.serving.speculative import MAX_MARGIN, DraftOracle
 
 pytestmark = pytest.mark.torch
@@ -340,6 +342,32 @@ def test_what_fails_midway_leaves_nothing_behind(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         import_request(engine, path, NEW_TOKENS)
     assert snapshot(engine.pool) == free
+
+
+@pytest.mark.cpu  # see STEADY_MODELS
+@pytest.mark.parametrize("name", MODELS)
+def test_from_engine_to_engine(name):
+    """What the torch engine has read, the JAX engine goes on with, and the other way round."""
+    model, params = to_jax_model(small_model(name))
+    options = dataclasses.replace(OPTIONS, trace=False, seed=7)
+    there, back = JaxEngine(model, params, options), poisoned_engine(name, seed=8)
+    requests, files = exported(name)
+    for path, expected in zip(after_the_prompts(files), requests):
+        request, copy = import_request(there, path, NEW_TOKENS), folder() / f"{name}-jax.safetensors"
+        moment = len(request.output) + 2
+
+        def export(_, served, moment=moment, copy=copy):
+            if served[0].row is not None and len(served[0].output) == moment:
+                export_request(there, served[0], copy)
+
+        there.run([request], export)
+        again = import_request(back, copy, NEW_TOKENS)
+        assert len(again.output) >= moment and again.output == request.output[: len(again.output)]
+        back.run([again])
+        for served in (request, again):
+            at = next((i for i, pair in enumerate(zip(served.output, expected.output)) if pair[0] != pair[1]), None)
+            assert at is None or expected.margins[at] <= MAX_MARGIN
+            assert len(served.output) == NEW_TOKENS
 
 
 def test_only_a_request_in_service_is_exported():

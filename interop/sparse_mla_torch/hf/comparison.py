@@ -15,6 +15,7 @@ import torch
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from jax_sparse_mla.serving.comparison import layer_kind
 from jax_sparse_mla.serving.engine import Engine as JaxEngine
+from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED
 from sparse_mla_torch.hf.engine import Engine, TracedStep
@@ -86,11 +87,7 @@ class JaxRun:
     def again(self, index: int) -> Callable[[Any, np.ndarray | None], torch.Tensor]:
         """As `TorchRun.again`."""
         engine, caches = self.engine, self.engine.new_caches()
-        options = {"layer": index, "gathered": engine.prefill_backend == GATHERED, "backend": engine.options.backend}
-
-        @functools.partial(jax.jit, donate_argnums=1)
-        def attention(params, caches, batch, tables, x, positions, scores):
-            return engine.model.attention(params, caches, batch, tables, x, positions, index_scores=scores, **options)
+        attention = _attention(engine.model, index, engine.prefill_backend == GATHERED, engine.options.backend)
 
         def run(traced, scores: np.ndarray | None) -> torch.Tensor:
             nonlocal caches
@@ -98,10 +95,19 @@ class JaxRun:
             positions = np.zeros(num_rows, np.int32)
             positions[: len(traced.positions)] = traced.positions
             x = traced.layers[index][0]
-            out, caches = attention(engine.params, caches, traced.batch, traced.tables, x, positions, scores)
+            out, caches = attention(
+                engine.params, caches, traced.batch, traced.tables, x, positions, index_scores=scores
+            )
             return torch.from_numpy(np.array(out[: len(traced.positions)].astype(np.float32))).to(_device(self.model))
 
         return run
+
+
+@functools.cache
+def _attention(model: Model, layer: int, gathered: bool, backend: str | None):
+    return jax.jit(
+        functools.partial(model.attention, layer=layer, gathered=gathered, backend=backend), donate_argnums=1
+    )
 
 
 def compare_layers(run: TorchRun | JaxRun, requests: list[Request]) -> list[LayerReport]:

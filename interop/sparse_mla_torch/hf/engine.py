@@ -126,6 +126,19 @@ class Engine:
         """The request tables."""
         return self.scheduler.pool
 
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """The compress ratio of each layer."""
+        return tuple(layer.ratio for layer in self.layers)
+
+    def layer_cache(self, layer: int) -> Any:
+        """The caches of one layer."""
+        return self.caches[layer]
+
+    def set_layer_cache(self, layer: int, cache: Any) -> None:
+        """Puts what `layer_cache` gave back, updated."""
+        self.caches[layer] = cache
+
     def with_options(self, **changes: Any) -> Engine:
         """An engine of the same model with other options."""
         return Engine(self.model, dataclasses.replace(self.options, **changes))

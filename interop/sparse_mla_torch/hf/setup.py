@@ -40,7 +40,7 @@ class TorchSetup:
 
     @property
     def ratios(self) -> tuple[int, ...]:
-        return tuple(layer.ratio for layer in self._engine.layers)
+        return self._engine.ratios
 
     def new_engine(self, options: EngineOptions) -> Engine:
         return Engine(self.torch_model, options)
