@@ -125,7 +125,7 @@ def sparse_mla_decode(
 
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
-    sharded by rows give partial results that `merge_attention` joins. Over explicit mesh axes the call shards itself,
+    sharded by pages are what `context_parallel_decode` is for. Over explicit mesh axes the call shards itself,
     by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/sharding.md). Decode kernels have
     no gradient: differentiate with `backend="reference"`.
 
@@ -161,7 +161,7 @@ def sparse_mla_decode(
     layout = cache.layout
     q = check("q", q, ("batch", "q_len", "heads", layout.qk_dim), FLOATS)
     indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
-    tables = [IndexTable(cache, indices, _row_lengths(check, "topk_length", topk_length))]
+    tables = [IndexTable(cache, indices, row_lengths(check, "topk_length", topk_length))]
     if extra_cache is None:
         for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
             if value is not None:
@@ -171,7 +171,7 @@ def sparse_mla_decode(
         if extra_cache.layout != layout:
             raise check.fail(f"extra_cache must have cache's layout {layout}, got {extra_cache.layout}")
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
-        lengths = _row_lengths(check, "extra_topk_length", extra_topk_length)
+        lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
         tables.append(IndexTable(extra_cache, extra_indices, lengths))
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
     static = {"softmax_scale": static_scale(check, softmax_scale), "assume_valid_indices": bool(assume_valid_indices)}
@@ -243,7 +243,7 @@ def sparse_mla_prefill(
     return _serve(check, route, (q, kv, indices, topk_length, attn_sink), **static)
 
 
-def _row_lengths(check: ArgumentChecks, name: str, lengths: jax.Array | None) -> jax.Array | None:
+def row_lengths(check: ArgumentChecks, name: str, lengths: jax.Array | None) -> jax.Array | None:
     """int32 lengths `[batch]` or `[batch, q_len]`, as `[batch, q_len]`."""
     if lengths is None:
         return None

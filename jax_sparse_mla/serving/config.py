@@ -103,6 +103,8 @@ class _Config:
       vocab_size, hidden_size, num_layers: sizes. q_rank: values between the two projections of the queries.
       moe: the experts. norm_eps: of the RMSNorms. tied: whether the logits' weights are the embedding's.
       eos_token_ids: the tokens that end a sequence.
+      axis_name: the mesh axis over which heads and experts are cut, under `jax.shard_map`; the heads and output groups
+        here are then those of one device. None: nothing is cut.
     """
 
     spec: ModelSpec
@@ -114,6 +116,7 @@ class _Config:
     norm_eps: float
     tied: bool
     eos_token_ids: tuple[int, ...]
+    axis_name: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

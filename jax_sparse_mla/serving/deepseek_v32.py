@@ -15,7 +15,7 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V32LayerCache, V32Rows, gathers, v32_layer
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, build_v32_metadata
 from jax_sparse_mla.serving.config import V32Config
-from jax_sparse_mla.serving.layers import layer_norm, linear, mlp, rms_norm, rotate, split
+from jax_sparse_mla.serving.layers import layer_norm, linear, matmul, mlp, rms_norm, rotate, split, summed
 from jax_sparse_mla.serving.moe import MoEParams, moe
 from jax_sparse_mla.serving.tensors import Tensors
 
@@ -220,7 +220,7 @@ def attention(
         index_scores=index_scores,
         backend=backend,
     )
-    return _project_out(weights, out.astype(x.dtype)), caches.whole()
+    return _project_out(config, weights, out.astype(x.dtype)), caches.whole()
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -260,17 +260,18 @@ def _project(config: V32Config, weights: V32Weights, small: V32Small, x, positio
     )
 
 
-def _project_out(weights: V32Weights, out) -> jax.Array:
+def _project_out(config: V32Config, weights: V32Weights, out) -> jax.Array:
     """The attention's output `[T, hidden]`."""
     values = jnp.einsum("thl,hvl->thv", out, weights.v_up)
-    return linear(values.reshape(values.shape[0], -1), weights.o_proj)
+    return summed(matmul(values.reshape(values.shape[0], -1), weights.o_proj), config.axis_name).astype(out.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _after_attention(config: V32Config, weights: V32Weights, small: V32Small, streams, out, tokens):
     """The rows after the attention's output projection and the experts."""
-    streams = streams + _project_out(weights, out.astype(streams.dtype))
+    streams = streams + _project_out(config, weights, out.astype(streams.dtype))
     x = rms_norm(streams, small.ffn_norm, config.norm_eps)
     if isinstance(weights.mlp, DenseParams):
         return streams + mlp(x, weights.mlp.gate_up, weights.mlp.down)
-    return streams + moe(x, weights.mlp, small.router_bias, tokens, config=config.moe, float32_router=True)
+    options = {"config": config.moe, "float32_router": True, "axis_name": config.axis_name}
+    return streams + moe(x, weights.mlp, small.router_bias, tokens, **options)

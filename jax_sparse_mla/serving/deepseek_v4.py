@@ -32,9 +32,11 @@ from jax_sparse_mla.serving.layers import (
     expand_streams,
     head_of_streams,
     linear,
+    matmul,
     normalised,
     rms_norm,
     split,
+    summed,
 )
 from jax_sparse_mla.serving.moe import MoEParams, moe
 from jax_sparse_mla.serving.tensors import Tensors
@@ -331,7 +333,7 @@ def _project_out(config: V4Config, ratio: int, weights: V4Weights, out, position
     out = rope_interleaved(out, positions[:, None], inv_freq, inverse=True)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
     grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a)
-    return linear(grouped.reshape(out.shape[0], -1), weights.o_b)
+    return summed(matmul(grouped.reshape(out.shape[0], -1), weights.o_b), config.axis_name).astype(out.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
@@ -346,7 +348,8 @@ def _after_attention(
         streams, weights.ffn_fn, small.base[1], small.scale[1], config=config.streams, norm_eps=eps
     )
     x = rms_norm(x, small.ffn_norm, eps)
-    out = moe(x, weights.moe, small.router_bias, tokens, config=config.moe, float32_router=False)
+    options = {"config": config.moe, "float32_router": False, "axis_name": config.axis_name}
+    out = moe(x, weights.moe, small.router_bias, tokens, **options)
     return expand_streams(streams, out, post, comb)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_sparse_mla.attention.api import calls_of
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
@@ -18,7 +19,7 @@ from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan
-from jax_sparse_mla.serving.step import Program, Result, copy_states, new_state, pack, run_step, unpack_result
+from jax_sparse_mla.serving.step import Program, Result, State, copy_states, new_state, pack, run_step, unpack_result
 
 # Proposes drafts in the model's place: (request, how many drafts are before it) → a token, or −1 for the model's own.
 Propose = Callable[[Request, int], int]
@@ -85,27 +86,19 @@ class Engine:
       trace: with `options.trace`, the steps of the latest `run`.
     """
 
+    mesh: Mesh | None = None
+
     def __init__(self, model: Model, params: Params, options: EngineOptions):
         self.model, self.options = model, options
         self.spec: ModelSpec = model.spec
-        self.scheduler = Scheduler(self.spec, options, model.vocab_size, reuse=options.reuse_points > 0)
+        self.scheduler = self._new_scheduler()
         self.drafts, self.propose = options.speculative_steps, None
         self.accepted: collections.Counter[int] = collections.Counter()
         self.prefill_backend = options.prefill_backend or chosen_prefill(self.spec, options)
         self.routes: dict[Program, frozenset[tuple[str, str]]] = {}
         self.trace: list[TracedStep] = []
         self.compile_seconds = 0.0
-        pool = self.scheduler.pool
-        state = new_state(
-            self.new_caches(),
-            max_requests=options.max_batch,
-            max_len=pool.req_to_token.shape[1],
-            num_pages=pool.num_pages,
-            page_size=self.spec.page_size,
-            window=self.spec.window is not None,
-        )
-        # Committed to the device, as what a step returns is.
-        self.state, self.params = jax.device_put((state, params), jax.devices()[0])
+        self.state, self.params = self._place(params)
         self._unread: collections.deque[tuple[StepPlan, Program, jax.Array]] = collections.deque()
         self._programs: dict[tuple, tuple[Program, Any]] = {}
 
@@ -131,6 +124,25 @@ class Engine:
     def with_options(self, **changes: Any) -> Engine:
         """An engine of the same model with other options."""
         return Engine(self.model, self.params, dataclasses.replace(self.options, **changes))
+
+    def _new_scheduler(self) -> Scheduler:
+        options = self.options
+        return Scheduler(self.spec, options, self.model.vocab_size, reuse=options.reuse_points > 0)
+
+    def _place(self, params: Params) -> tuple[State, Params]:
+        """A new state and the parameters, committed to the device, as what a step returns is."""
+        return jax.device_put((self._new_state(), params), jax.local_devices()[0])
+
+    def _new_state(self) -> State:
+        pool = self.scheduler.pool
+        return new_state(
+            self.new_caches(),
+            max_requests=self.options.max_batch,
+            max_len=pool.req_to_token.shape[1],
+            num_pages=pool.num_pages,
+            page_size=self.spec.page_size,
+            window=self.spec.window is not None,
+        )
 
     def new_caches(self) -> Caches:
         """Empty caches for the engine's pages and requests."""
@@ -207,7 +219,7 @@ class Engine:
             self._programs[key] = self._compile(*key)
             self.compile_seconds += time.perf_counter() - start
         program, call = self._programs[key]
-        packed = pack(program, plan, self.options.max_batch, self._proposals(plan))
+        packed = self._pack(program, plan)
         self.state, result, layers, logits = call(self.params, self.state, packed)
         result.copy_to_host_async()
         self._unread.append((plan, program, result))
@@ -215,6 +227,9 @@ class Engine:
             self._copy_states(plan.kept)
         if self.options.trace:
             self.trace.append(self._traced(plan, program, layers, logits))
+
+    def _pack(self, program: Program, plan: StepPlan) -> np.ndarray:
+        return pack(program, plan, self.options.max_batch, self._proposals(plan))
 
     def _traced(self, plan: StepPlan, program: Program, layers, logits) -> TracedStep:
         pool = self.scheduler.pool
@@ -232,7 +247,7 @@ class Engine:
     def _read(self) -> StepPlan:
         """Waits for the oldest step that runs, and takes its tokens."""
         plan, program, packed = self._unread.popleft()
-        result = unpack_result(program, np.asarray(packed))
+        result = self._unpack(program, plan, np.asarray(packed))
         if result.overflow:
             raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
         if plan.mode is not ForwardMode.TARGET_VERIFY:
@@ -241,6 +256,9 @@ class Engine:
         else:
             self._accept(plan, result)
         return plan
+
+    def _unpack(self, program: Program, plan: StepPlan, packed: np.ndarray) -> Result:
+        return unpack_result(program, packed)
 
     def _accept(self, plan: StepPlan, result: Result) -> None:
         before = [len(request.output) for request in plan.requests]
@@ -294,24 +312,25 @@ class Engine:
             trace=self.options.trace,
             logits=self.options.trace,
         )
-        size = sum(int(np.prod(shape)) for shape in program.fields().values())
-        arguments = self.params, self.state, np.zeros(size, np.int32)
+        arguments = self.params, self.state, self._empty(program)
         leaves, tree = jax.tree.flatten(arguments)
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        if (program, tree, shapes) not in _executables:
-            lowered = _jitted(program).lower(*arguments)
-            _executables[program, tree, shapes] = lowered.compile(), calls_of(lowered)
-        call, self.routes[program] = _executables[program, tree, shapes]
+        key = program, self.mesh, tree, shapes
+        if key not in _executables:
+            lowered = self._jitted(program).lower(*arguments)
+            _executables[key] = lowered.compile(), calls_of(lowered)
+        call, self.routes[program] = _executables[key]
         return program, call
+
+    def _jitted(self, program: Program) -> Any:
+        return jax.jit(functools.partial(run_step, program), donate_argnums=1)
+
+    def _empty(self, program: Program) -> np.ndarray:
+        return pack(program, None, self.options.max_batch)
 
 
 # Compiled programs, and what attends in them; engines of the same shapes share them.
 _executables: dict[tuple, tuple[Any, frozenset[tuple[str, str]]]] = {}
-
-
-@functools.cache
-def _jitted(program: Program):
-    return jax.jit(functools.partial(run_step, program), donate_argnums=1)
 
 
 def power_of_two(count: int) -> int:

@@ -33,6 +33,11 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     return matmul(x, weight).astype(x.dtype)
 
 
+def summed(x: jax.Array, axis_name: str | None) -> jax.Array:
+    """The sum over the devices of a mesh axis, of which each has its own heads or experts; None: x has them all."""
+    return x if axis_name is None else lax.psum(x, axis_name)
+
+
 def split(x: jax.Array, *sizes: int) -> list[jax.Array]:
     """The last dimension, cut into parts of these sizes."""
     return lax.split(x, sizes, axis=x.ndim - 1)

@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.serving.config import MoE
-from jax_sparse_mla.serving.layers import linear, matmul, mlp, swiglu
+from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
 
 _DOTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -30,7 +30,14 @@ class MoEParams:
 
 
 def moe(
-    x: jax.Array, params: MoEParams, bias: jax.Array, tokens: jax.Array, *, config: MoE, float32_router: bool
+    x: jax.Array,
+    params: MoEParams,
+    bias: jax.Array,
+    tokens: jax.Array,
+    *,
+    config: MoE,
+    float32_router: bool,
+    axis_name: str | None = None,
 ) -> jax.Array:
     """What the chosen experts and the shared one add up to: x `[T, hidden]` → `[T, hidden]`.
 
@@ -38,6 +45,7 @@ def moe(
       bias: float32 `[experts]`, added to the scores by which experts are chosen, not to those that weigh them.
       tokens: int32 `[T]`, read by a hash layer.
       float32_router: whether the router's product is float32; else it is rounded to x's dtype, as transformers' V4 is.
+      axis_name: the mesh axis whose devices share the routed experts, in order; None: they are all here.
     """
     if float32_router:
         logits = matmul(x.astype(jnp.float32), params.router.astype(jnp.float32))
@@ -51,8 +59,10 @@ def moe(
     weights = jnp.take_along_axis(scores, chosen, axis=1)
     if config.normalised:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    if axis_name is not None:
+        chosen = chosen - lax.axis_index(axis_name) * params.gate_up.shape[0]
     routed = experts(x, chosen, weights * config.scale, params.gate_up, params.down, config.limit)
-    return routed + mlp(x, params.shared_gate_up, params.shared_down, config.limit)
+    return summed(routed, axis_name).astype(x.dtype) + mlp(x, params.shared_gate_up, params.shared_down, config.limit)
 
 
 def _scores(logits: jax.Array, kind: str) -> jax.Array:
@@ -79,22 +89,26 @@ def choose(scores: jax.Array, config: MoE) -> jax.Array:
 def experts(
     x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | None
 ) -> jax.Array:
-    """The weighted sum over each row's experts: x `[T, hidden]`, chosen and weights `[T, k]` → `[T, hidden]`.
+    """The weighted sum over each row's experts, float32: x `[T, hidden]`, chosen and weights `[T, k]` → `[T, hidden]`.
 
     Where there are at least as many experts as rows and choices, each row reads the weights of its own. Of more rows
-    those of an expert are sorted together, and each expert is one part of a ragged product.
+    those of an expert are sorted together, and each expert is one part of a ragged product. A chosen number that is no
+    expert's is left out: its row reads expert 0 or comes behind all parts, and whatever comes of it counts as 0.
     """
     rows, k = chosen.shape
-    flat = chosen.reshape(-1)
-    if rows * k <= gate_up.shape[0]:
+    count = gate_up.shape[0]
+    here = (chosen >= 0) & (chosen < count)
+    if rows * k <= count:
+        flat = jnp.where(here, chosen, 0).reshape(-1)
         out = _times(swiglu(_times(jnp.repeat(x, k, axis=0), gate_up, flat), limit), down, flat)
     else:
+        flat = jnp.where(here, chosen, count).reshape(-1)
         order = jnp.argsort(flat, stable=True)
-        sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
+        sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
         sorted_out = _ragged(swiglu(_ragged(x[order // k], gate_up, sizes), limit), down, sizes)
         out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
-    out = out.reshape(rows, k, -1)
-    return jnp.sum((out * weights[:, :, None]).astype(x.dtype), axis=1)
+    out = jnp.where(here[:, :, None], out.reshape(rows, k, -1) * weights[:, :, None], 0)
+    return jnp.sum(out.astype(x.dtype), axis=1, dtype=jnp.float32)
 
 
 def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:

@@ -79,8 +79,10 @@ class Program:
         return fields
 
 
-def pack(program: Program, plan: StepPlan, num_table_rows: int, proposals: np.ndarray | None = None) -> np.ndarray:
-    """The host's array for a step."""
+def pack(
+    program: Program, plan: StepPlan | None, num_table_rows: int, proposals: np.ndarray | None = None
+) -> np.ndarray:
+    """The host's array for a step; without a plan all is padding."""
     fields = program.fields()
     sizes = [int(np.prod(shape)) for shape in fields.values()]
     packed = np.zeros(sum(sizes), np.int32)
@@ -88,28 +90,31 @@ def pack(program: Program, plan: StepPlan, num_table_rows: int, proposals: np.nd
     for (name, shape), size in zip(fields.items(), sizes):
         parts[name] = packed[at : at + size].reshape(shape)
         at += size
-    n, requests = len(plan.requests), parts["requests"]
-    requests[0] = num_table_rows
+    requests = parts["requests"]
+    requests[0] = parts["changes"][:, 0] = num_table_rows
+    if program.mode is ForwardMode.EXTEND:
+        parts["rows"][1] = num_table_rows
+    if program.drafts:
+        parts["proposals"][:] = -1
+    if plan is None:
+        return packed
+    n = len(plan.requests)
     requests[0, :n], requests[1, :n], requests[2, :n] = plan.rows, plan.starts, plan.counts
     if program.draws:
         sampling = [request.sampling for request in plan.requests]
         requests[3, :n] = np.array([s.seed & 0xFFFFFFFF for s in sampling], np.uint32).view(np.int32)
         requests[4, :n] = np.array([s.temperature for s in sampling], np.float32).view(np.int32)
         requests[5, :n] = np.array([s.top_p for s in sampling], np.float32).view(np.int32)
-    parts["changes"][:, 0] = num_table_rows
     parts["changes"][: len(plan.mapped)] = plan.mapped
     tokens = plan.tokens
     if plan.mode is ForwardMode.EXTEND:
         parts["tokens"][: len(tokens)] = tokens
-        parts["rows"][1] = num_table_rows
         parts["rows"][0, : len(tokens)] = plan.positions()
         parts["rows"][1, : len(tokens)] = np.repeat(plan.rows, plan.counts)
     else:
         parts["tokens"][:n] = tokens[:: program.drafts + 1]
-    if program.drafts:
-        parts["proposals"][:] = -1
-        if proposals is not None:
-            parts["proposals"][:n] = proposals
+    if proposals is not None:
+        parts["proposals"][:n] = proposals
     return packed
 
 

@@ -246,14 +246,6 @@ BODIES = {
             local = jnp.where(mine, indices - first, -1)
             return sparse_mla_decode(q, cache, local, softmax_scale=0.3, topk_length=lengths)
 
-        def merged_by_collectives(*args):
-            out, lse = local_part(*args)
-            top = jax.lax.pmax(lse, "x")
-            weight = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - jnp.where(jnp.isneginf(top), 0, top)))
-            total = jax.lax.psum(weight, "x")
-            out = jax.lax.psum(out * weight[..., None], "x") / jnp.where(total == 0, 1, total)[..., None]
-            return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
-
         def stacked(*args):
             return jax.tree.map(lambda x: x[None], local_part(*args))
 
@@ -265,14 +257,88 @@ BODIES = {
         whole = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, topk_length=lengths)
         assert np.isneginf(whole[1][0]).all() and np.isfinite(whole[1]).any()
 
-        by_collectives, collectives = run_sharded(merged_by_collectives, specs, P(), *args)
-        assert collectives == ["all-reduce"], collectives
-        assert_close(by_collectives, whole, 1e-5)
-
         (outs, lses), collectives = run_sharded(stacked, specs, P("x"), *args)
         assert collectives == [], collectives
         assert outs.shape == (4, *q.shape) and np.isneginf(lses[1:, 2]).all()
         assert_close(merge_attention(outs, lses), whole, 1e-5)
+    """,
+    "context_parallel_decode": """
+        from jax_sparse_mla.attention import context_parallel_decode, cut_pages, own_slots
+
+        # Request 2 has all its keys on device 1 in either cache, request 3 none in the first cache.
+        of_one = (jnp.arange(TOPK) % 2 * 4 + 1) * PAGE + jnp.arange(TOPK) % PAGE
+        indices = indices.at[2].set(of_one).at[3].set(-1)
+        extra_indices = extra_indices.at[2].set((4 * jnp.arange(EXTRA_TOPK) + 1) * 2)
+        lengths = lengths.at[2].set(TOPK)
+        extra_lengths = jnp.asarray(rng.integers(0, EXTRA_TOPK + 1, BATCH), jnp.int32).at[2].set(EXTRA_TOPK)
+
+        def over_pages(q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink, **options):
+            return context_parallel_decode(
+                q, cache, indices, axis_name="x", softmax_scale=0.3, topk_length=lengths, extra_cache=extra_cache,
+                extra_indices=extra_indices, extra_topk_length=extra_lengths, attn_sink=sink, **options,
+            )
+
+        def whole(q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink):
+            return sparse_mla_decode(
+                q, cache, indices, softmax_scale=0.3, topk_length=lengths, extra_cache=extra_cache,
+                extra_indices=extra_indices, extra_topk_length=extra_lengths, attn_sink=sink,
+            )
+
+        args = [q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink]
+        expected = whole(*args)
+        empty = np.isneginf(expected[1])
+        assert empty[0].all() and not empty[2].any()
+
+        def cut(args, n):
+            return [*args[:1], cut_pages(args[1], n), *args[2:4], cut_pages(args[4], n), *args[5:]]
+
+        specs, heads = (P(), P("x"), P(), P(), P("x"), P(), P(), P("x")), P(None, None, "x")
+        results, collectives = run_sharded(over_pages, specs, heads, *cut(args, 4))
+        assert collectives == ["all-to-all"], collectives
+        assert results[0].sharding.spec == heads
+        assert_close(results, expected, 1e-5)
+
+        # bfloat16, one cache, no lengths, no sink: requests over one axis, pages over the other.
+        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("y", "x"))
+        bf16 = q.astype(jnp.bfloat16)
+        plain = lambda q, cache, indices: context_parallel_decode(q, cache, indices, axis_name="x", softmax_scale=0.3)
+        specs = P("y"), P("x"), P("y")
+        results, _ = run_sharded(plain, specs, P("y", None, "x"), bf16, cut_pages(cache, 2), indices, mesh=square)
+        expected = sparse_mla_decode(bf16, cache, indices, softmax_scale=0.3)
+        assert results[0].dtype == jnp.bfloat16
+        assert_close(results[1], expected[1], 1e-5)
+        assert_close(results[0].astype(jnp.float32), expected[0].astype(jnp.float32), 2**-7)
+
+        # To the bit, whatever the other rows of the call.
+        def invariant(q, cache, indices):
+            return context_parallel_decode(
+                q, cache, indices, axis_name="x", softmax_scale=0.3, batch_invariant=True
+            )
+
+        specs, pages = (P(), P("x"), P()), cut_pages(cache, 4)
+        together, _ = run_sharded(invariant, specs, heads, bf16, pages, indices)
+        alone, _ = run_sharded(invariant, specs, heads, bf16[4:5], pages, indices[4:5])
+        for a, b in zip(together, alone):
+            np.testing.assert_array_equal(np.asarray(a[4:5]), np.asarray(b))
+
+        # Each device writes the rows of its own pages, here of both layers' views of one array.
+        layers_of = dataclasses.replace(cache, num_layers=2).layer(1)
+        slots, new = jnp.asarray([0, 5, 17, 63, 33, -1, 64, 4000], jnp.int32), q[:, 0, 0]
+        write = lambda cache, slots, new: write_kv(cache, own_slots(slots, cache, "x"), new)
+        written, collectives = run_sharded(write, (P("x"), P(), P()), P("x"), cut_pages(layers_of, 4), slots, new)
+        assert collectives == [], collectives
+        np.testing.assert_array_equal(written.data, cut_pages(write_kv(layers_of, slots, new), 4).data)
+
+        for call, words in (
+            (lambda: cut_pages(cache, 3), "3 devices cannot share 8 pages"),
+            (lambda: run_sharded(plain, (P(), P("x"), P()), heads, bf16[:, :, :3], pages, indices), "3 heads"),
+        ):
+            try:
+                call()
+            except ValueError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(words)
     """,
     "context_parallel_prefill": """
         def local_part(q, kv, indices):

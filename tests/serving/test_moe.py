@@ -27,6 +27,13 @@ def test_experts_are_a_loop_over_rows():
         arrays = (jnp.asarray(a, jnp.float32) for a in (weights, gate_up, down))
         found = jax.jit(experts, static_argnums=5)(jnp.asarray(x, jnp.float32), jnp.asarray(chosen), *arrays, limit)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        if rows > 1:  # of two devices each has half of the experts
+            weights, *halves = (
+                jnp.asarray(a, jnp.float32) for a in (weights, *np.split(gate_up, 2), *np.split(down, 2))
+            )
+            x, chosen = jnp.asarray(x, jnp.float32), jnp.asarray(chosen)
+            parts = [experts(x, chosen - 4 * i, weights, halves[i], halves[2 + i], limit) for i in (0, 1)]
+            np.testing.assert_allclose(sum(parts), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_choice_is_transformers():

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ForwardMode
+from jax_sparse_mla.serving.mesh import Schedulers
 from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
 
@@ -39,8 +40,8 @@ def oracle(prompt, count, eos=()):
 class Device:
     """Runs plans on caches of tokens; what is not written is −1, and what another has written is seen."""
 
-    def __init__(self, scheduler):
-        self.scheduler, self.spec = scheduler, scheduler.spec
+    def __init__(self, scheduler, waits=False):  # a plan that waits may run after the step before it has been read
+        self.scheduler, self.spec, self.waits = scheduler, scheduler.spec, waits
         options, pool = scheduler.options, scheduler.pool
         self.full = np.full(pool.num_pages * self.spec.page_size, -1)
         self.window = np.full(pool.num_swa_pages * self.spec.page_size, -1)
@@ -63,7 +64,7 @@ class Device:
         for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts)):
             new, at = tokens[at : at + count], at + count
             if new[0] == -1:
-                assert plan.requests[i].unread > 1 or plan.requests[i].row is None
+                assert plan.requests[i].unread > (not self.waits) or plan.requests[i].row is None
                 new[0] = int(self.last[row])
             if drafts:
                 new[1:] = drafts(plan.requests[i], self.read(row, start) + new[:1])
@@ -126,6 +127,7 @@ class Case:
     requests: list
     depth: int  # steps that run before the host reads
     drafts: int
+    shares: int  # of a mesh, each with a scheduler and a device; 0 is one of either alone
 
 
 @st.composite
@@ -156,7 +158,8 @@ def cases(draw):
         request = Request(prompt, new, eos_token_ids=eos)
         arrival = draw(st.integers(0, 20))
         requests.append((arrival, draw(st.sampled_from([None] * 4 + [0, 1, 4])), request))
-    return Case(spec, options, requests, 0 if drafts else draw(st.integers(0, 2)), drafts)
+    shares = draw(st.sampled_from([0, 0, 3]))
+    return Case(spec, options, requests, 0 if drafts else draw(st.integers(0, 2)), drafts, shares)
 
 
 def right_or_wrong(request, tokens):
@@ -183,9 +186,30 @@ def free_everything(scheduler):
     assert pool.full_to_swa[0] == 0 and (pool.full_to_swa[1:] == -1).all()
 
 
+class Devices:
+    """One for each share of a mesh."""
+
+    def __init__(self, schedulers):
+        self.devices = [Device(share, waits=True) for share in schedulers.shares]
+
+    def run(self, plan, drafts=None):
+        chosen, parts = [], [part for part in plan.parts if part]
+        assert {part.mode for part in parts} == {plan.mode}
+        assert [request for part in parts for request in part.requests] == plan.requests
+        for i, (device, part) in enumerate(zip(self.devices, plan.parts, strict=True)):
+            for name in ("restored", "kept"):  # what all devices copy is what this one has to, and nothing else
+                own = [pairs[i] for pairs in getattr(plan, name) if pairs[i] != (0, 0)]
+                assert own == (getattr(part, name) if part else [])
+            chosen += device.run(part, drafts) if part else []
+        return chosen
+
+
 def simulate(case):
-    scheduler = Scheduler(case.spec, case.options, VOCABULARY, reuse=case.options.reuse_points > 0)
-    device, unread, steps = Device(scheduler), [], 0
+    def new():
+        return Scheduler(case.spec, case.options, VOCABULARY, reuse=case.options.reuse_points > 0)
+
+    scheduler = Schedulers([new() for _ in range(case.shares)]) if case.shares else new()
+    device, unread, steps = Devices(scheduler) if case.shares else Device(scheduler), [], 0
     coming = sorted(case.requests, key=lambda item: item[0])
 
     def read():
@@ -226,7 +250,8 @@ def test_every_token_is_right_and_everything_is_given_back(case):
     assert counters.finished + counters.cancelled == len(case.requests)
     if case.options.num_pages is None:
         assert not counters.preempted and not counters.queued
-    free_everything(scheduler)
+    for share in scheduler.shares if case.shares else [scheduler]:
+        free_everything(share)
 
 
 def serve(scheduler, requests):

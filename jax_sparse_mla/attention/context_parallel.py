@@ -1,0 +1,157 @@
+"""Decode over caches whose pages several devices share: each attends to the keys of its own pages, under `shard_map`.
+
+With n devices on a mesh axis, page p lies on device `p % n`, as its page `p // n` (an interleave of one page). Slots
+and page numbers of a step stay those of one device; `own_slots` makes a device's own of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.attention.api import row_lengths, sparse_mla_decode
+from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
+from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache.paged import check_cache
+
+__all__ = ["context_parallel_decode", "cut_pages", "own_slots"]
+
+# One mesh axis, or several.
+AxisName = Hashable
+
+
+def context_parallel_decode(
+    q: jax.Array,
+    cache: PagedKV,
+    indices: jax.Array,
+    *,
+    axis_name: AxisName,
+    softmax_scale: float,
+    topk_length: jax.Array | None = None,
+    extra_cache: PagedKV | None = None,
+    extra_indices: jax.Array | None = None,
+    extra_topk_length: jax.Array | None = None,
+    attn_sink: jax.Array | None = None,
+    backend: str | None = None,
+    batch_invariant: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`sparse_mla_decode` over caches that are cut by pages, called under `jax.shard_map`; each device gets its heads.
+
+    A device packs the slots of its own pages to the front of its tables, attends to them with all heads, and exchanges
+    parts: of its heads it gets every device's `(out, lse)`, merges them by lse and adds the sink once. So a device
+    sends `(n − 1) / n` of one output, what a reduce-scatter sends, and the sum is float32 and in the devices' order.
+
+    Args:
+      q: `[batch, q_len, heads, qk_dim]`, all heads, the same on every device of the axis.
+      cache: the device's own pages; `cut_pages` has their order.
+      indices: int32 `[batch, q_len, topk]` slots of all pages, the same on every device; what names no slot is skipped.
+      axis_name: the mesh axis over which the pages are cut.
+      extra_cache, extra_indices: a second cache that is cut alike, and slots of all of its pages.
+      attn_sink: float32 `[heads / n]`, of the device's own heads.
+      softmax_scale, topk_length, extra_topk_length, backend, batch_invariant: as in `sparse_mla_decode`.
+
+    Returns:
+      out `[batch, q_len, heads / n, v_dim]` and lse float32 `[batch, q_len, heads / n]` of the device's own heads:
+      those of `sparse_mla_decode` over whole caches, up to the rounding of each part to q's dtype.
+
+    Raises:
+      TypeError, ValueError: heads that n does not divide, and what `sparse_mla_decode` raises.
+    """
+    check = ArgumentChecks("context_parallel_decode")
+    check_cache(check, "cache", cache)
+    q = check("q", q, ("batch", "q_len", "heads", cache.layout.qk_dim), FLOATS)
+    n, heads = lax.axis_size(axis_name), q.shape[2]
+    if heads % n:
+        raise check.fail(f"q has {heads} heads, which {n} devices of axis {axis_name!r} cannot share evenly")
+    attn_sink = check.optional("attn_sink", attn_sink, (heads // n,), FLOAT32)
+    indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
+    lengths = row_lengths(check, "topk_length", topk_length)
+    indices, lengths = own_table(cache, indices, lengths, axis_name)
+    if extra_cache is not None and extra_indices is not None:
+        check_cache(check, "extra_cache", extra_cache)
+        extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
+        extra_lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
+        extra_indices, extra_topk_length = own_table(extra_cache, extra_indices, extra_lengths, axis_name)
+    out, lse = sparse_mla_decode(
+        q,
+        cache,
+        indices,
+        softmax_scale=softmax_scale,
+        topk_length=lengths,
+        extra_cache=extra_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
+        assume_valid_indices=True,  # as `own_table` makes them
+        backend=backend,
+        batch_invariant=batch_invariant,
+    )
+    out, lse = merge_attention(*_parts_of_own_heads(out, lse, axis_name))
+    return (out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)), lse
+
+
+def own_slots(slots: jax.Array, cache: PagedKV, axis_name: AxisName) -> jax.Array:
+    """The slots of the device's own pages that these slots of all pages are; −1 for those of other devices, and for no
+    slot. Under `shard_map`; `write_kv` and `gather_kv` of `cache`, the device's pages, take them.
+
+    Args:
+      slots: int32, any shape.
+    """
+    n, device = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    page, offset = slots // cache.page_size, slots % cache.page_size
+    mine = (page % n == device) & (slots >= 0) & (slots < n * cache.num_slots)
+    return jnp.where(mine, page // n * cache.page_size + offset, -1)
+
+
+def cut_pages(cache: PagedKV, n: int) -> PagedKV:
+    """The cache with its pages in the order in which n devices hold them: device 0's, then device 1's, and so on.
+
+    Placed with `PartitionSpec(axis)`, its array gives each device its own pages, of all layers. As a whole it is no
+    cache to attend to: slots count as before.
+
+    Raises:
+      ValueError: n does not divide the pages of a layer.
+    """
+    check = ArgumentChecks("cut_pages")
+    n = check.static_int("n", n, minimum=1)
+    if cache.num_pages % n:
+        raise check.fail(f"{n} devices cannot share {cache.num_pages} pages evenly")
+    pages = cache.data.reshape(cache.num_layers, cache.num_pages // n, n, -1)
+    return dataclasses.replace(cache, data=jnp.moveaxis(pages, 2, 0).reshape(cache.data.shape))
+
+
+def own_table(
+    cache: PagedKV, indices: jax.Array, lengths: jax.Array | None, axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    """int32 `[batch, q_len, topk]`, the device's own slots in their order, then −1, and how many there are.
+
+    Packed, since kernels read a table up to its length: holes would cost what keys cost.
+    """
+    slots = own_slots(indices, cache, axis_name)
+    columns = jnp.arange(slots.shape[-1], dtype=jnp.int32)
+    if lengths is not None:
+        slots = jnp.where(columns < lengths[..., None], slots, -1)
+    mine = slots >= 0
+    count = jnp.cumsum(mine, axis=-1, dtype=jnp.int32)
+    # Where each column goes: a permutation, for what is dropped goes to the end.
+    column = jnp.where(mine, count - 1, count[..., -1:] + columns - count)
+    batch, row = jnp.ogrid[: slots.shape[0], : slots.shape[1]]
+    packed = jnp.zeros_like(slots).at[batch[..., None], row[..., None], column].set(slots, unique_indices=True)
+    return packed, jnp.sum(mine, axis=-1, dtype=jnp.int32)
+
+
+def _parts_of_own_heads(out: jax.Array, lse: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """`[n, batch, q_len, heads / n, …]`: what every device has of this device's heads, in one exchange of integers."""
+    bits = {2: jnp.uint16, 4: jnp.uint32}[out.dtype.itemsize]
+    words = [lax.bitcast_convert_type(x, bits) for x in (out, lse)]
+    packed = jnp.concatenate([words[0], words[1].reshape(*lse.shape, -1)], axis=-1)
+    n, (*leading, heads, width) = lax.axis_size(axis_name), packed.shape
+    packed = packed.reshape(*leading, n, heads // n, width)
+    packed = lax.all_to_all(packed, axis_name, split_axis=len(leading), concat_axis=0)
+    outs, lses = packed[..., : out.shape[-1]], packed[..., out.shape[-1] :]
+    lses = lses if bits is jnp.uint16 else lses[..., 0]
+    return lax.bitcast_convert_type(outs, out.dtype), lax.bitcast_convert_type(lses, jnp.float32)

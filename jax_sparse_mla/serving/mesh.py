@@ -1,0 +1,308 @@
+"""Serves requests over a mesh of devices: requests over one axis, heads and experts over the other.
+
+Each share of the requests has pages, tables and a scheduler of its own, as if it had an engine of its own; its devices
+have the whole caches, since all heads read the same keys. A step is one program for all shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_sparse_mla.layers import V4LayerParams
+from jax_sparse_mla.serving.config import V4Config
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import Counters, EngineOptions, Scheduler, StepPlan
+from jax_sparse_mla.serving.step import Program, Result, State, copy_states, pack, run_step, unpack_result
+
+# The axes of the mesh.
+REQUESTS, HEADS = "data", "model"
+
+# The dimension of a parameter, by name and rank, that is cut over heads, output groups or experts.
+# All others are whole.
+_CUT = {
+    ("q_b", 2): 0,
+    ("attn_sink", 1): 0,
+    ("o_a", 3): 0,
+    ("o_b", 2): 1,
+    ("k_up", 3): 0,
+    ("v_up", 3): 0,
+    ("o_proj", 2): 1,
+    ("gate_up", 3): 0,  # of the experts; those of a dense MLP have two dimensions
+    ("down", 3): 0,
+}
+
+
+# --- parameters ------------------------------------------------------------------------------------
+
+
+def parameter_specs(params: Params, mesh: Mesh) -> Any:
+    """The PartitionSpec of each parameter that `cut_model` places: whole on every device if one has all heads."""
+    cut = _CUT if mesh.shape[HEADS] > 1 else {}
+
+    def spec(path, x):
+        dim = cut.get((getattr(path[-1], "name", None), x.ndim))
+        return P() if dim is None else P(*dim * [None], HEADS)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
+    """The model as each device of the mesh sees it, and its parameters placed on the devices: for `MeshEngine`.
+
+    Args:
+      model, params: whole; numpy arrays or arrays on one device.
+      mesh: with the axes REQUESTS and HEADS, and `AxisType.Auto`.
+
+    Raises:
+      ValueError: other axes, or heads, output groups or experts that the devices cannot share evenly.
+    """
+    if set(mesh.axis_names) != {REQUESTS, HEADS}:
+        raise ValueError(f"cut_model: the mesh must have the axes {REQUESTS} and {HEADS}, got {mesh.axis_names}")
+    n = mesh.shape[HEADS]
+    if n == 1:
+        return model, _placed(params, mesh)
+    config = model.config
+    counts = {"heads": config.spec.num_heads, "experts": config.moe.num_experts}
+    counts |= {"output groups": config.o_groups} if hasattr(config, "o_groups") else {}
+    for what, count in counts.items():
+        if count % n:
+            raise ValueError(f"cut_model: {n} devices cannot share {count} {what} evenly")
+    own = {"spec": dataclasses.replace(config.spec, num_heads=config.spec.num_heads // n), "axis_name": HEADS}
+    own |= {"o_groups": config.o_groups // n} if hasattr(config, "o_groups") else {}
+    return Model(dataclasses.replace(config, **own)), _placed(_by_device(model, params, n), mesh)
+
+
+def _placed(params: Params, mesh: Mesh) -> Params:
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, parameter_specs(params, mesh)
+    )
+
+
+def _by_device(model: Model, params: Params, n: int) -> Params:
+    """Parameters with each device's part in one piece, where that is not so yet.
+
+    Rows of the queries' heads are followed by those of the indexer, which every device has whole. The sinks of several
+    layers are one array.
+    """
+    config, spec = model.config, model.spec
+    head_dim = spec.qk_dim if isinstance(config, V4Config) else config.nope_dim + spec.rope_dim
+
+    def queries(weights: Any) -> Any:
+        heads, index = jnp.split(weights.q_b, [spec.num_heads * head_dim])
+        return dataclasses.replace(
+            weights, q_b=jnp.concatenate([part for own in jnp.split(heads, n) for part in (own, index)])
+        )
+
+    def sinks(of_ratio: V4LayerParams) -> V4LayerParams:
+        by_layer = of_ratio.attn_sink.reshape(of_ratio.num_layers, n, -1)
+        return dataclasses.replace(of_ratio, attn_sink=jnp.swapaxes(by_layer, 0, 1).reshape(-1))
+
+    params = dataclasses.replace(params, layers=[queries(weights) for weights in params.layers])
+    if isinstance(config, V4Config):
+        params = dataclasses.replace(params, attention={r: sinks(x) for r, x in params.attention.items()})
+    return params
+
+
+# --- the host's side -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class JointPlan(StepPlan):
+    """A step of all shares: the arrays of `StepPlan` one share's after the other's. Rows count within a share.
+
+    Attributes:
+      parts: each share's plan; None where it has no step, or one of another mode that waits for its turn.
+      restored, kept: at most one (from, to) of each share in an entry, (0, 0) where a share has none.
+    """
+
+    parts: Sequence[StepPlan | None] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[StepPlan | None]) -> JointPlan:
+        plans = [part for part in parts if part is not None]
+        joined = {
+            name: np.concatenate([getattr(plan, name) for plan in plans])
+            for name in ("rows", "starts", "counts", "tokens", "samples", "mapped")
+        }
+
+        def pairs(name: str) -> list:
+            return list(zip_longest(*(getattr(part, name) if part else [] for part in parts), fillvalue=(0, 0)))
+
+        return cls(
+            mode=plans[0].mode,
+            requests=[request for plan in plans for request in plan.requests],
+            max_seq_len=max(plan.max_seq_len for plan in plans),
+            restored=pairs("restored"),
+            kept=pairs("kept"),
+            parts=parts,
+            **joined,
+        )
+
+
+class Schedulers:
+    """The schedulers of all shares, behind the face of one.
+
+    A request goes to the share with the fewest, and stays there. A step has one mode; where shares want different ones,
+    the modes take turns, and a plan of the other mode waits.
+
+    Attributes:
+      shares: the schedulers.
+    """
+
+    def __init__(self, shares: Sequence[Scheduler]):
+        self.shares = shares
+        self._plans: list[StepPlan | None] = [None] * len(shares)
+        self._last_mode = None
+
+    @property
+    def pool(self):
+        """That of the first share; all have the same sizes."""
+        return self.shares[0].pool
+
+    @property
+    def counters(self) -> Counters:
+        """Sums over the shares."""
+        counters = [dataclasses.astuple(share.counters) for share in self.shares]
+        return Counters(*map(sum, zip(*counters)))
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for share in self.shares for request in share.running]
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do; a plan that waits runs even if its requests have ended meanwhile."""
+        return all(share.idle for share in self.shares) and not any(self._plans)
+
+    def check(self, request: Request, name: str = "the request") -> None:
+        self.shares[0].check(request, name)
+
+    def submit(self, request: Request) -> None:
+        if request.row is not None:
+            raise ValueError("a request that is in tables already cannot be given to the shares of a mesh")
+        min(self.shares, key=lambda share: len(share.waiting) + len(share.running)).submit(request)
+
+    def abort(self) -> None:
+        for share in self.shares:
+            share.abort()
+        self._plans = [None] * len(self.shares)
+
+    def plan(self, drafts: int = 0) -> JointPlan | None:
+        plans = [plan or share.plan(drafts) for share, plan in zip(self.shares, self._plans)]
+        modes = {plan.mode for plan in plans if plan}
+        if not modes:
+            return None
+        mode = self._last_mode = min(modes, key=lambda mode: (mode is self._last_mode, mode.value))
+        now = [plan if plan and plan.mode is mode else None for plan in plans]
+        self._plans = [None if taken else plan for plan, taken in zip(plans, now)]
+        return JointPlan.of(now)
+
+    def complete(
+        self, plan: JointPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
+    ) -> list[Request]:
+        finished, start = [], 0
+        for share, part in zip(self.shares, plan.parts):
+            if part is not None:
+                own = slice(start, start + len(part.requests))
+                finished += share.complete(part, tokens[own], margins[own])
+                start = own.stop
+        return finished
+
+
+class MeshEngine(Engine):
+    """An engine over a mesh of devices.
+
+    Args:
+      model, params: of `cut_model` with this mesh.
+      options: of each share: `max_batch`, `chunk_size`, `num_pages` and `reuse_points` count a share's own.
+      mesh: every process of it runs the same engine with the same requests in the same order.
+
+    Raises:
+      ValueError: `options.trace`, which is for comparisons on one device.
+    """
+
+    mesh: Mesh
+
+    def __init__(self, model: Model, params: Params, options: EngineOptions, mesh: Mesh):
+        if options.trace:
+            raise ValueError("MeshEngine: a traced step is one of a single device; leave out options.trace")
+        self.mesh = mesh
+        super().__init__(model, params, options)
+
+    def with_options(self, **changes: Any) -> MeshEngine:
+        return MeshEngine(self.model, self.params, dataclasses.replace(self.options, **changes), self.mesh)
+
+    def _new_scheduler(self) -> Schedulers:
+        return Schedulers([super(MeshEngine, self)._new_scheduler() for _ in range(self.mesh.shape[REQUESTS])])
+
+    def _place(self, params: Params) -> tuple[State, Params]:
+        new_state = jax.shard_map(self._new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
+        return jax.jit(new_state)(), params
+
+    def _pack(self, program: Program, plan: JointPlan) -> np.ndarray:
+        proposals, start, packed = self._proposals(plan), 0, []
+        for part in plan.parts:
+            own = slice(start, start + (len(part.requests) if part else 0))
+            packed.append(pack(program, part, self.options.max_batch, None if proposals is None else proposals[own]))
+            start = own.stop
+        return np.concatenate(packed)
+
+    def _empty(self, program: Program) -> np.ndarray:
+        return np.tile(super()._empty(program), self.mesh.shape[REQUESTS])
+
+    def _unpack(self, program: Program, plan: JointPlan, packed: np.ndarray) -> Result:
+        shares = np.split(packed, len(plan.parts))
+        results = [(unpack_result(program, own), part) for own, part in zip(shares, plan.parts) if part]
+
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([getattr(result, name)[: len(part.requests)] for result, part in results])
+
+        return Result(
+            tokens=joined("tokens"),
+            margins=joined("margins"),
+            accepted=joined("accepted"),
+            overflow=any(result.overflow for result, _ in results),
+        )
+
+    def _bucket(self, plan: JointPlan) -> tuple:
+        mode, *sizes = zip(*(super(MeshEngine, self)._bucket(part) for part in plan.parts if part))
+        return mode[0], *map(max, sizes)
+
+    def _jitted(self, program: Program) -> Any:
+        specs = {
+            "in_specs": (parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS)),
+            "out_specs": P(REQUESTS),
+        }
+        step = jax.shard_map(functools.partial(run_step, program), mesh=self.mesh, **specs)
+
+        def on_all(params: Params, state: State, packed: jax.Array):
+            state, result, *rest = step(params, state, packed)
+            if jax.process_count() > 1:  # each schedules all requests, so it has to know all tokens
+                result = jax.lax.with_sharding_constraint(result, NamedSharding(self.mesh, P()))
+            return state, result, *rest
+
+        return jax.jit(on_all, donate_argnums=1)
+
+    def _copy_states(self, pairs: list[tuple[tuple[int, int], ...]]) -> None:
+        caches = self.state.caches
+        for of_shares in pairs:
+            caches = _copy_on_all(caches, np.array(of_shares, np.int32), mesh=self.mesh)
+        self.state = dataclasses.replace(self.state, caches=caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="mesh")
+def _copy_on_all(caches: Caches, pairs: jax.Array, *, mesh: Mesh) -> Caches:
+    """pairs int32 `[shares, 2]`."""
+    return jax.shard_map(copy_states, mesh=mesh, in_specs=P(REQUESTS), out_specs=P(REQUESTS))(caches, pairs)

@@ -1,0 +1,63 @@
+"""The engine over meshes of devices against the engine on one: in processes of their own, with virtual CPU devices."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "serving_over_mesh.py"
+
+
+def start(*arguments, devices):
+    """The script in a process of so many virtual devices; no backend that a caller's environment asks for."""
+    dropped = [f"JAX_SPARSE_MLA_{name}BACKEND" for name in ("", "DECODE_", "PREFILL_")]
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def results(process, timeout=900):
+    try:
+        out, error = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    lines = [line for line in out.splitlines() if line.startswith("RESULTS")]
+    assert process.returncode == 0 and lines, f"exit {process.returncode}\n{out}\n{error}"
+    return json.loads(lines[-1].removeprefix("RESULTS"))
+
+
+@pytest.fixture(scope="module")
+def of_four_devices():
+    return results(start("refusals", "v4", devices=4))
+
+
+@pytest.mark.parametrize("case", ["refusals", "v4"])
+def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
+    assert of_four_devices[case] == "", of_four_devices[case]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ["v32", "drafts_and_prefixes"])
+def test_other_models_and_steps_over_a_mesh(case):
+    (failure,) = results(start(case, devices=4)).values()
+    assert failure == "", failure
+
+
+def test_two_processes():
+    """Context parallel decode and an engine over two processes: both know all tokens, and one checks them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [start("--process", index, port, devices=2) for index in range(2)]
+    try:
+        first, second = [results(process, timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert first == second and len(first) == 4

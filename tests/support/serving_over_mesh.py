@@ -1,0 +1,223 @@
+"""Engines over meshes of virtual CPU devices, in processes that tests/serving/test_mesh.py starts.
+
+python serving_over_mesh.py [CASE ...]           four devices; prints RESULTS and a JSON object, case → traceback
+python serving_over_mesh.py --process I PORT     process I of two, each with two devices
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from toy_model import ToyModel
+
+from jax_sparse_mla.attention import context_parallel_decode, cut_pages, sparse_mla_decode
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
+from jax_sparse_mla.serving import Model
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, parameter_specs
+from jax_sparse_mla.serving.presets import CONFIGS
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import EngineOptions
+
+V4 = {
+    **CONFIGS["v4"],
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "index_n_heads": 4,
+    "index_topk": 16,
+    "num_hidden_layers": 1,
+    "layer_types": ["compressed_sparse_attention"],
+    "mlp_layer_types": ["moe"],
+}
+# Two layers whose sinks share an array, and quick to compile.
+WINDOWS = {
+    **V4,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention"] * 2,
+    "mlp_layer_types": ["hash_moe", "moe"],
+}
+V32 = {
+    **CONFIGS["v32"],
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "index_n_heads": 4,
+    "index_topk": 32,
+    "n_group": 2,
+    "num_hidden_layers": 2,
+}
+# Two logits that are closer than this, as a share of the larger one, may change places. Weights are float32: only a
+# key that is rounded to FP8 on the other side moves a logit by more than the order of a sum does.
+ROUNDING = 2e-3
+# Pairs have equally many tokens to make, so every decode step has two requests a share: one program.
+LENGTHS, NEW = (5, 40, 70, 17, 3, 100, 33, 64), 4
+OPTIONS = EngineOptions(chunk_size=32, max_batch=2, max_len=256)
+
+
+def requests(count=None):
+    rng = np.random.default_rng(0)
+    return [Request(rng.integers(0, 256, n).tolist(), NEW) for n in LENGTHS[:count]]
+
+
+def served(engine, these=None):
+    these = requests() if these is None else these
+    engine.run(these)
+    assert engine.idle and all(len(request.output) == request.max_new_tokens for request in these)
+    return these
+
+
+def mesh_of(*shape):
+    return Mesh(np.array(jax.devices()).reshape(shape), (REQUESTS, HEADS))
+
+
+def over(model, params, mesh, options=OPTIONS):
+    return MeshEngine(*cut_model(model, params, mesh), options, mesh)
+
+
+def assert_same_tokens(found, expected):
+    """Equal up to the first token whose margin is within the rounding; most must be."""
+    compared = 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b, margin in zip(ours.output, theirs.output, theirs.margins):
+            if margin < ROUNDING:
+                break
+            assert a == b, (ours.output, theirs.output, theirs.margins)
+            compared += 1
+        else:
+            np.testing.assert_allclose(ours.margins, theirs.margins, atol=ROUNDING)
+    assert compared > 0.8 * NEW * len(expected), compared
+
+
+def layouts(config, shapes):
+    model = Model.from_config(config)
+    params = model.init_params(seed=0, dtype=jnp.float32)
+    expected = served(Engine(model, params, OPTIONS))
+    assert len({tuple(request.output) for request in expected}) == len(expected)
+    for shape in shapes:
+        engine = over(model, params, mesh_of(*shape))
+        found = served(engine)
+        assert_same_tokens(found, expected)
+        for share in engine.scheduler.shares:
+            assert share.counters.finished == len(expected) // shape[0]
+            assert len(share.pool.pages.free) == share.pool.num_pages - 1
+        for x, spec in zip(
+            jax.tree.leaves(engine.params), jax.tree.leaves(parameter_specs(engine.params, engine.mesh))
+        ):
+            assert x.sharding.is_equivalent_to(NamedSharding(engine.mesh, spec), x.ndim)
+        cut = [x for x in jax.tree.leaves(engine.params) if x.addressable_shards[0].data.size < x.size]
+        assert bool(cut) == (shape[1] > 1)
+        if shape[1] == 1:  # each share is an engine by itself: to the bit
+            assert [r.output for r in found] == [r.output for r in expected]
+            assert [r.margins for r in found] == [r.margins for r in expected]
+
+
+def v4():
+    layouts(V4, [(4, 1), (2, 2), (1, 4)])
+
+
+def v32():
+    layouts(V32, [(2, 2)])
+
+
+def drafts_and_prefixes():
+    """Steps of several modes, drafts, states that are kept and restored, on each share by itself."""
+    model = ToyModel()
+    params = model.init_params(0)
+    options = dataclasses.replace(OPTIONS, max_len=600, chunk_size=128, speculative_steps=2, reuse_points=2)
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 256, 520).tolist()
+    prompts = [[*text[: 257 + 20 * i], i] for i in range(8)] + [[9, i] for i in range(4)]
+
+    def serve(engine):
+        these = [Request(prompt, 3 + i % 3) for i, prompt in enumerate(prompts)]
+        served(engine, these)
+        return [request.output for request in these]
+
+    expected = serve(Engine(model, params, options))
+    engine = over(model, params, mesh_of(4, 1), options)
+    assert serve(engine) == expected
+    again = serve(engine)
+    assert again == expected and engine.scheduler.counters.reused > 0
+    assert sum(engine.accepted.values()) > 0
+
+
+def refusals():
+    model = Model.from_config(V4)
+    params = jax.eval_shape(lambda: model.init_params(seed=0))
+    ten = dataclasses.replace(model.config.spec, num_heads=10)
+    for call, words in (
+        (lambda: cut_model(model, params, Mesh(np.array(jax.devices()), ("x",))), "the axes data and model"),
+        (lambda: cut_model(Model(dataclasses.replace(model.config, spec=ten)), params, mesh_of(1, 4)), "10 heads"),
+        (lambda: cut_model(Model(dataclasses.replace(model.config, o_groups=2)), params, mesh_of(1, 4)), "2 output"),
+        (lambda: MeshEngine(model, params, dataclasses.replace(OPTIONS, trace=True), mesh_of(4, 1)), "trace"),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
+
+
+CASES = {case.__name__: case for case in (v4, v32, drafts_and_prefixes, refusals)}
+
+
+def over_processes(index, port):
+    """Context parallel decode, and an engine whose shares are in different processes."""
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
+    assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
+
+    rng = np.random.default_rng(0)
+    cache = PagedKV.zeros(KVLayout.V4_FP8, 8, 16)
+    rows = jnp.asarray(rng.standard_normal((128, 512)), jnp.float32)
+    cache = write_kv(cache, jnp.arange(128, dtype=jnp.int32), rows)
+    q = jnp.asarray(rng.standard_normal((2, 1, 4, 512)), jnp.float32)
+    indices = jnp.asarray(rng.integers(-2, 130, (2, 1, 24)), jnp.int32)
+    sink = jnp.arange(4.0)
+    wanted = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, attn_sink=sink)
+    mesh = Mesh(np.array(jax.devices()), ("pages",))
+
+    def attend(q, cache, indices, sink):
+        return context_parallel_decode(q, cache, indices, axis_name="pages", softmax_scale=0.3, attn_sink=sink)
+
+    specs = P(), P("pages"), P(), P("pages")
+    arguments = jax.tree.map(np.asarray, (q, cut_pages(cache, 4), indices, sink))
+    arguments = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs)]
+    found = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(None, None, "pages")))(*arguments)
+    for ours, theirs in zip(found, wanted):
+        for shard in ours.addressable_shards:
+            np.testing.assert_allclose(shard.data, theirs[shard.index], rtol=1e-5, atol=1e-5)
+
+    model = Model.from_config(WINDOWS)
+    params = model.init_params(seed=0, dtype=jnp.float32)
+    mine = served(over(model, params, mesh_of(2, 2)), requests(4))
+    if index == 0:
+        assert_same_tokens(mine, served(Engine(model, params, OPTIONS), requests(4)))
+    print("RESULTS" + json.dumps([request.output for request in mine]))
+
+
+def main(arguments):
+    if arguments[:1] == ["--process"]:
+        return over_processes(*map(int, arguments[1:]))
+    assert len(jax.devices()) == 4
+    results = {}
+    for name in arguments or CASES:
+        try:
+            CASES[name]()
+        except Exception:
+            results[name] = traceback.format_exc()
+        else:
+            results[name] = ""
+        print(name, results[name] or "passed", file=sys.stderr, flush=True)
+    print("RESULTS" + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
