@@ -120,5 +120,7 @@ def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
-    return lax.ragged_dot_general(x, weight, sizes, _DOTS, preferred_element_type=jnp.float32).astype(x.dtype)
+    """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's. Float32 is not rounded to TF32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    product = lax.ragged_dot_general(x, weight, sizes, _DOTS, precision=precision, preferred_element_type=jnp.float32)
+    return product.astype(x.dtype)

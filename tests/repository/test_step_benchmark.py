@@ -96,7 +96,8 @@ def test_no_layer_is_dead(decode):
     for ratio, of_ratio in params.items():
         heads = decode.stack.spec.num_heads
         for layer in range(of_ratio.num_layers):
-            sinks = of_ratio.attn_sink.at[layer * heads : (layer + 1) * heads].add(3)
+            # Nothing but the sink is left of the layer: on a GPU a smaller change is lost in the FP8 keys above it.
+            sinks = of_ratio.attn_sink.at[layer * heads : (layer + 1) * heads].set(jnp.inf)
             changed = params | {ratio: dataclasses.replace(of_ratio, attn_sink=sinks)}
             assert (output(changed) != before).any(), (ratio, layer)
 
