@@ -105,21 +105,26 @@ def project(config, projections, hidden, rope):
     return dataclasses.replace(rows, q=rope(rows.q), kv=rope(rows.kv[:, None])[:, 0], index=index)
 
 
+def extend_tables(config, tables, batch, step):
+    """The request tables with the slots of the step's rows; the window's are those of each request's ring."""
+    size, (row, position) = config.spec.page_size, (step["row"], step["position"])
+    swa_slots = (1 + row * config.ring + position // size % config.ring) * size + position % size
+    return mla.RequestTables(
+        req_to_token=tables.req_to_token.at[row, position].set(batch.out_cache_loc, mode="drop"),
+        full_to_swa=tables.full_to_swa.at[batch.out_cache_loc].set(jnp.where(row < config.max_batch, swa_slots, 0)),
+    )
+
+
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def forward(config, weights, state, batch, step):
     """One step. state: caches, tables, last tokens `[max_batch]`. step: tokens `[T]`, −1 for the request's last one;
     each one's row in the tables and position `[T]`; and last_row `[B]` of each request."""
     caches, tables, last_tokens = state
     embedding, inv_freq, layer_weights = weights
-    size, (row, position) = config.spec.page_size, (step["row"], step["position"])
-    swa_slots = (1 + row * config.ring + position // size % config.ring) * size + position % size
-    tables = mla.RequestTables(
-        req_to_token=tables.req_to_token.at[row, position].set(batch.out_cache_loc, mode="drop"),
-        full_to_swa=tables.full_to_swa.at[batch.out_cache_loc].set(jnp.where(row < config.max_batch, swa_slots, 0)),
-    )
+    tables = extend_tables(config, tables, batch, step)
     shared = layers.prepare_v4_step(config.spec, batch, tables)
-    rope = partial(rope_interleaved, positions=position[:, None], inv_freq=inv_freq)
-    hidden = embedding[jnp.where(step["tokens"] < 0, last_tokens[row], step["tokens"])]
+    rope = partial(rope_interleaved, positions=step["position"][:, None], inv_freq=inv_freq)
+    hidden = embedding[jnp.where(step["tokens"] < 0, last_tokens[step["row"]], step["tokens"])]
     for i, (ratio, (projections, output, params)) in enumerate(zip(config.ratios, layer_weights)):
         rows = project(config, projections, hidden, rope)
         attended, caches[i], _ = layers.v4_layer(
@@ -135,8 +140,10 @@ def forward(config, weights, state, batch, step):
 
 
 class Server:
-    def __init__(self, config):
-        self.config, spec, batch = config, config.spec, config.max_batch
+    def __init__(self, config, forward=forward, weights=None):
+        """`forward` is a step as the one above of some model, `weights` are its; random ones by default."""
+        self.config, self.forward, spec, batch = config, forward, config.spec, config.max_batch
+        weights = random_weights(config) if weights is None else weights
         pages = 1 + batch * -(-config.max_len // spec.page_size)  # page 0 takes what padding rows write
         swa_pages = 1 + batch * config.ring
         self.free_pages, self.free_rows = list(range(1, pages)), list(range(batch))
@@ -150,7 +157,7 @@ class Server:
         )
         # Committed to the device, as what a step returns is: else the second step would compile again.
         state = (caches, tables, jnp.zeros(batch, jnp.int32))
-        self.state, self.weights = jax.device_put((state, random_weights(config)), jax.devices()[0])
+        self.state, self.weights = jax.device_put((state, weights), jax.devices()[0])
         self.unread = (), ()  # the latest step's tokens, on the device, and whose they are
 
     def serve(self, requests):
@@ -190,7 +197,7 @@ class Server:
                 served.append((request, tokens, np.arange(request.computed, request.computed + len(tokens))))
                 left -= len(tokens)
         batch, step = self.inputs(mode, served, num_rows, num_requests)
-        self.state, new_tokens = forward(self.config, self.weights, self.state, *jax.device_put((batch, step)))
+        self.state, new_tokens = self.forward(self.config, self.weights, self.state, *jax.device_put((batch, step)))
         for request, tokens, _ in served:
             request.computed += len(tokens)
         self.read()  # those of the step before, while this one runs
