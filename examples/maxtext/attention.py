@@ -75,7 +75,7 @@ def _selected(mask, most):
     *shape, columns = mask.shape
     if most is None or most >= columns:
         return jnp.where(mask > -1, jnp.arange(columns, dtype=jnp.int32), -1)
-    shown = (mask > -1).reshape(-1, columns)
+    shown = (jax.lax.stop_gradient(mask) > -1).reshape(-1, columns)
     chosen = mla.topk_positions(shown.astype(jnp.float32), jnp.full(len(shown), columns, jnp.int32), most)
     chosen = jnp.where(jnp.take_along_axis(shown, chosen, 1), chosen, -1)  # topk < columns: no −1 among them
     return chosen.reshape(*shape, most)
