@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import gc
 import os
+import re
 import time
 
 import jax
@@ -28,12 +29,13 @@ from sparse_mla_torch.layers import prepare_v4_step, v4_layer
 
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
-from benchmarks.step import ROOM, STEPS, Program, Steps, by_kind, compile_all, decode_start, measure
+from benchmarks.step import ROOM, STEPS, Program, Steps, busy_time, by_kind, compile_all, decode_start, measure
 from jax_sparse_mla import ForwardBatch, ForwardMode
 from jax_sparse_mla.layers import V4LayerCache
 
 DECODE = "1x8192,8x8192,64x8192,64x131072"
-COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "enqueue_us")
+COLUMNS = ("wall_us", "gpu_us", "layers_us", "span_us", "operations", "enqueue_us")
+CHAIN = re.compile(r"^loop_add_fusion|CUDAFunctor_add<c10::BFloat16>")  # the additions, by XLA's name and by torch's
 COMPARED_STEPS = 3
 
 
@@ -128,13 +130,14 @@ def measure_case(program: Program, repeats: int, kinds: int) -> dict:
         for name, steps in both.items():
             found[name], operations = measure(steps, start, count, repeats, rewind=False)
             found[name]["span_us"] = (max(o.end for o in operations) - operations[0].start) / count / 1e3
+            found[name]["layers_us"] = busy_time([o for o in operations if not CHAIN.search(o.name)]) / count / 1e3
             for kind in by_kind(program, operations, count)[:kinds]:
                 print(f"    {name:6}{kind.us:9.1f} us {kind.count:7.1f} x  {kind.name[:120]}")
     return found
 
 
 def table(results: dict[str, dict]) -> str:
-    ratios = COLUMNS[:3]
+    ratios = COLUMNS[:4]
     lines = [
         f"{'case':12} {'from':6}" + "".join(f"{c:>12}" for c in COLUMNS) + "".join(f"{c + ' /':>11}" for c in ratios)
     ]

@@ -3,10 +3,33 @@
 `flash_mla` stands in for FlashMLA's module; `ops` has the same kernels as operators for `torch.compile`
 (`torch.ops.jax_sparse_mla.*`); `kernels` launches them into an engine's own buffers. `bridge` exchanges tensors with
 JAX; `hf` replaces the attention of a transformers DeepSeek-V3.2 or V4 model and serves it from paged caches
-(`jax-sparse-mla generate`).
+(`jax-sparse-mla generate`). `plugins` makes vLLM and SGLang choose our kernels.
+
+Importing the package imports neither torch nor JAX: engines load its plugins into every process. What is named here is
+imported when it is first asked for.
 """
 
-from sparse_mla_torch import flash_mla, ops
-from sparse_mla_torch.bridge import call, to_jax, to_torch
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparse_mla_torch import flash_mla, ops
+    from sparse_mla_torch.bridge import call, to_jax, to_torch
 
 __all__ = ["call", "flash_mla", "ops", "to_jax", "to_torch"]
+
+_OF_BRIDGE = ("call", "to_jax", "to_torch")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_BRIDGE:
+        return getattr(importlib.import_module("sparse_mla_torch.bridge"), name)
+    if name in __all__:
+        return importlib.import_module(f"sparse_mla_torch.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,9 @@ On CUDA the router picks FlashMLA's own operators, where they are installed and 
 run; where JAX runs in the process too, capture with `capture_error_mode="thread_local"` (docs/cuda-graphs.md). The
 environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and JAX_SPARSE_MLA_BACKEND name a
 backend instead. They are read at the first call of new shapes.
+
+Both functions also take what vLLM and SGLang pass to theirs: their schedule objects and tensors, `out` as one tensor,
+index rows that stand apart, pages with padding behind them.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ from torch.compiler import is_compiling
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention import call_cache, decode, prefill
 from sparse_mla_torch.attention.call_cache import Prepared
+from sparse_mla_torch.attention.route import FasterAlone
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_strided
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
+_DECODE, _PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 _INF = float("inf")
 _LN_2 = 0.6931471805599453
+_OURS = "_sparse_mla_torch"  # where an engine's schedule keeps ours
 # FlashMLA's names of the cache formats, by bytes per token.
 _KV_FORMATS = {656: ("V32",), 584: ("V4", "MODEL1")}
 
@@ -67,8 +73,8 @@ def flash_mla_with_kvcache(
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta,
-    num_splits: None = None,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool | None = None,
@@ -84,8 +90,9 @@ def flash_mla_with_kvcache(
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
     *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     assume_valid_indices: bool = False,
+    beside_flashmla: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of each query over the cached tokens that its indices name.
 
@@ -95,25 +102,28 @@ def flash_mla_with_kvcache(
         may stand apart.
       block_table, cache_seqlens: ignored; sparse attention needs neither.
       head_dim_v: 512.
-      tile_scheduler_metadata: what this module's `get_mla_metadata` returned.
-      num_splits: None.
+      tile_scheduler_metadata: what this module's `get_mla_metadata` returned; or FlashMLA's object, which keeps ours as
+        an attribute and stays fit for FlashMLA's own function; or an older FlashMLA's tensor, which is ignored.
+      num_splits: None, or the tensor that goes with a schedule tensor, ignored.
       softmax_scale: head_dim^-0.5 by default.
       causal: False.
       is_fp8_kvcache: True, or None.
       indices: int32 `[batch, s_q, topk]`, page · page_size + offset; −1 and any other index of no token is skipped.
+        Rows may stand apart.
       attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
       extra_k_cache, extra_indices_in_kvcache: a second cache of the same format, and its indices.
-      topk_length, extra_topk_length: int32 `[batch]`, how many leading columns count.
+      topk_length, extra_topk_length: int32 `[batch]` or `[batch, s_q]`, how many leading columns count.
       enable_batch_invariant: no row's keys are split, so its result does not depend on the other rows (on CUDA, by the
         Triton kernel, or the SM90 kernel where it is named).
       use_legacy: ignored: which of the wheel's two builds runs is decided here.
       kv_format: "V32" or "V4"; must match the bytes of k_cache. None derives it from them.
       descale_q, descale_k: None; they belong to dense FP8 decode.
-      out: `(out, lse)` of the results' shapes to write into. Where FlashMLA's operator serves the call, it allocates
-        its results and these are copied.
+      out: `(out, lse)` of the results' shapes to write into, or out alone. Where FlashMLA's operator serves the call,
+        it allocates its results and these are copied.
       assume_valid_indices: a promise that every entry within a length is −1 or a token's slot, that entries beyond it
         are −1, that lengths are from 0 to the columns, and that no finite sink is below −2e38. It saves a pass over the
         tables where FlashMLA's operator serves the call. A broken promise reads out of bounds.
+      beside_flashmla: the caller has FlashMLA's own function: what that does sooner is refused with `FasterAlone`.
 
     Returns:
       out bfloat16 `[batch, s_q, heads, 512]`, 0 where no token counts, and lse float32 `[batch, heads, s_q]` (not
@@ -121,6 +131,7 @@ def flash_mla_with_kvcache(
 
     Raises:
       TypeError, ValueError: what is not served; the message names the argument.
+      FasterAlone: see `beside_flashmla`.
     """
     if indices is None or head_dim_v != 512 or num_splits is not None or causal or is_fp8_kvcache is False:
         _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache)
@@ -133,7 +144,7 @@ def flash_mla_with_kvcache(
         rows, lse = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
         return _traced("flash_mla_with_kvcache", (rows, lse.transpose(1, 2)), out)
     # The fields of decode.Options: a plain tuple is made faster.
-    options = ("flash_mla_with_kvcache", softmax_scale, _INF, enable_batch_invariant, assume_valid_indices)
+    options = (_DECODE, softmax_scale, _INF, enable_batch_invariant, assume_valid_indices, beside_flashmla)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
@@ -145,10 +156,11 @@ def flash_mla_with_kvcache(
                     enable_batch_invariant,
                     out=out,
                     assume_valid_indices=assume_valid_indices,
+                    beside_flashmla=beside_flashmla,
                 )
         call = decode.prepare(options, *tensors)
     if type(tile_scheduler_metadata) is not FlashMLASchedMeta or tile_scheduler_metadata._shape is not call.shape:
-        _use_schedule(tile_scheduler_metadata, call.shape)
+        tile_scheduler_metadata = _use_schedule(tile_scheduler_metadata, call)
     if out is None:
         return call.run(  # as `*tensors`, but that takes longer
             q,
@@ -164,8 +176,8 @@ def flash_mla_with_kvcache(
         )
     batch, s_q, heads, _ = q.shape
     shapes = [(batch, s_q, heads, 512), (batch, heads, s_q)]
-    _check_out(options[0], out, shapes, q)
-    rows = (out[0], out[1].transpose(1, 2))
+    out = _checked_out(options[0], out, shapes, q)
+    rows = (out[0], None if out[1] is None else out[1].transpose(1, 2))
     return _into(call, (*tensors, tile_scheduler_metadata), out, rows)
 
 
@@ -180,8 +192,9 @@ def flash_mla_sparse_fwd(
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
     *,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     assume_valid_indices: bool = False,
+    beside_flashmla: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Sparse attention of each query over the rows of a workspace that its indices name.
 
@@ -195,9 +208,10 @@ def flash_mla_sparse_fwd(
       topk_length: int32 `[s_q]`, how many leading columns count.
       use_legacy: ignored: which of the wheel's two builds runs is decided here.
       return_log2_lse: None gives max_logits and lse in natural units, True in base 2, False gives None for both.
-      out: `(out, max_logits, lse)` to write into, as in `flash_mla_with_kvcache`. Both statistics are written even if
-        `return_log2_lse` is False.
+      out: `(out, max_logits, lse)` to write into, or out alone, as in `flash_mla_with_kvcache`. Both statistics are
+        written even if `return_log2_lse` is False.
       assume_valid_indices: a promise that every length is from 0 to the columns; indices are always checked.
+      beside_flashmla: as in `flash_mla_with_kvcache`.
 
     Returns:
       out bfloat16 `[s_q, heads, 512]`, 0 where no row counts; max_logits float32 `[s_q, heads]`, −inf there; lse
@@ -205,6 +219,7 @@ def flash_mla_sparse_fwd(
 
     Raises:
       TypeError, ValueError: what is not served; the message names the argument.
+      FasterAlone: see `beside_flashmla`.
     """
     if d_v != 512:
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
@@ -216,7 +231,7 @@ def flash_mla_sparse_fwd(
         results = _traced("flash_mla_sparse_fwd", results, out)
         return (results[0], None, None) if return_log2_lse is False else results
     # The fields of prefill.Options.
-    options = ("flash_mla_sparse_fwd", sm_scale, _INF, return_log2_lse is True, assume_valid_indices)
+    options = (_PREFILL, sm_scale, _INF, return_log2_lse is True, assume_valid_indices, beside_flashmla)
     tensors = (q, kv, indices, topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
@@ -226,12 +241,13 @@ def flash_mla_sparse_fwd(
                     *(q, kv, indices, sm_scale, 512, attn_sink, topk_length, use_legacy, return_log2_lse),
                     out=out,
                     assume_valid_indices=assume_valid_indices,
+                    beside_flashmla=beside_flashmla,
                 )
         call = prefill.prepare(options, *tensors)
     if out is None:
         results = call.run(q, kv, indices, topk_length, attn_sink, None)
     else:
-        _check_out(options[0], out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
+        out = _checked_out(options[0], out, [(*q.shape[:2], 512), q.shape[:2], q.shape[:2]], q)
         results = _into(call, tensors, out, out)
     return (results[0], None, None) if return_log2_lse is False else results
 
@@ -251,7 +267,7 @@ def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> No
         raise ValueError(f"{name}: is_fp8_kvcache must be True: sparse decode reads FP8 caches")
     for argument, value, expected in (
         ("head_dim_v", head_dim_v, 512),
-        ("num_splits", num_splits, None),
+        ("num_splits", None if isinstance(num_splits, torch.Tensor) else num_splits, None),
         ("causal", causal, False),
     ):
         if value != expected:
@@ -270,46 +286,78 @@ def _check_format(k_cache, kv_format, descale_q, descale_k) -> None:
         )
 
 
-def _use_schedule(meta: FlashMLASchedMeta, shape: decode.Shape) -> None:
-    """Fills the schedule's config on its first call; refuses another shape on a later one."""
-    name = "flash_mla_with_kvcache"
-    if not isinstance(meta, FlashMLASchedMeta):
+def _use_schedule(given: Any, call: Prepared) -> FlashMLASchedMeta:
+    """The schedule of a call: filled with its config by the first one, refused by one of another shape."""
+    name, shape = "flash_mla_with_kvcache", call.shape
+    if call.plan is None:
+        call.run()  # raises
+    meta = _own_schedule(given)
+    if meta is not None and meta._shape is shape:
+        return meta
+    if meta is None:
         raise TypeError(
-            f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, got "
-            f"{type(meta).__name__}"
+            f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
+            f"engine's FlashMLASchedMeta or schedule tensor, got {type(given).__name__}"
         )
     if not meta.have_initialized:
         meta.have_initialized, meta.config = True, shape
     elif meta.config != shape:
         raise ValueError(f"{name}: tile_scheduler_metadata was filled by a call of {meta.config}, this call is {shape}")
     meta._shape = shape
+    return meta
 
 
-def _check_out(function: str, out: Any, shapes: list[tuple[int, ...]], like: torch.Tensor) -> None:
-    """The first result is bfloat16, the others float32."""
+def _own_schedule(given: Any) -> FlashMLASchedMeta | None:
+    """Ours: itself, or what an engine's object of FlashMLA's class keeps; a new one for tensors. None for the rest."""
+    if isinstance(given, FlashMLASchedMeta):
+        return given
+    if isinstance(given, torch.Tensor):
+        return FlashMLASchedMeta()
+    if type(given).__name__ != FlashMLASchedMeta.__name__ or not hasattr(given, "__dict__"):
+        return None
+    if _OURS not in given.__dict__:
+        given.__dict__[_OURS] = FlashMLASchedMeta()
+    return given.__dict__[_OURS]
+
+
+def _checked_out(
+    function: str, out: Any, shapes: list[tuple[int, ...]], like: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """What to write into, None where the caller gives nothing. The first result is bfloat16, the others float32."""
+    if isinstance(out, torch.Tensor):
+        out = (out, *(None for _ in shapes[1:]))
+        check_strided(function, "out", out[0], shapes[0], like, BF16)
+        return out
     if not isinstance(out, (tuple, list)) or len(out) != len(shapes):
-        raise TypeError(f"{function}: out must be {len(shapes)} tensors, got {type(out).__name__}")
+        raise TypeError(f"{function}: out must be a tensor or {len(shapes)} tensors, got {type(out).__name__}")
     for i, (x, shape) in enumerate(zip(out, shapes)):
         check_strided(function, f"out[{i}]", x, shape, like, FLOAT32 if i else BF16)
-
-
-def _copied(results: tuple, out: tuple) -> tuple[torch.Tensor, ...]:
-    for target, result in zip(out, results, strict=True):
-        target.copy_(result)
     return tuple(out)
 
 
-def _traced(function: str, results: tuple, out: tuple | None) -> tuple[torch.Tensor, ...]:
+def _copied(results: tuple, out: tuple) -> tuple[torch.Tensor, ...]:
+    """`out` with the results copied into it; the results themselves where it has None."""
+    for target, result in zip(out, results, strict=True):
+        if target is not None:
+            target.copy_(result)
+    return _filled(results, out)
+
+
+def _filled(results: tuple, out: tuple) -> tuple[torch.Tensor, ...]:
+    return tuple(result if target is None else target for target, result in zip(out, results))
+
+
+def _traced(function: str, results: tuple, out: Any) -> tuple[torch.Tensor, ...]:
     """The results in a compiled graph, which can fuse the copies into `out`."""
     if out is None:
         return results
-    _check_out(function, out, [tuple(x.shape) for x in results], results[0])
-    return _copied(results, out)
+    return _copied(results, _checked_out(function, out, [tuple(x.shape) for x in results], results[0]))
 
 
 def _into(call: Prepared, tensors: tuple, out: tuple, rows: tuple) -> tuple[torch.Tensor, ...]:
-    """The call's results in `out`; `rows` are views of it in the shapes that kernels write."""
+    """The call's results in `out`, new ones where it has None; `rows` are its views in the kernels' shapes."""
     # Kernels store up to 16 bytes at a time.
-    direct = call.writes_into and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in rows)
-    results = call.run(*tensors, rows if direct else None)
-    return tuple(out) if direct else _copied(results, out)
+    direct = call.writes_into and all(x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) for x in rows)
+    if not direct:
+        return _copied(call.run(*tensors, None), out)
+    return _filled(call.run(*tensors, rows), out)

@@ -1,8 +1,9 @@
 """Writes a request's cached state to a file, so that another process continues the request from there.
 
-Disaggregated prefill and decode need this. `export_request` and `import_request` serve the engine of
-`sparse_mla_torch.hf`. `read_cache` and `write_cache` serve the caches of one layer in any engine, as torch tensors
-(written in place) or JAX arrays.
+Disaggregated prefill and decode need this. `export_request` and `import_request` serve the engines of
+`sparse_mla_torch.hf` and of `jax_sparse_mla.serving`, in either direction. `read_cache` and `write_cache` serve the
+caches of one layer in any engine, as torch tensors (written in place) or JAX arrays; a layer's view (`layer(i)`) of
+arrays of several layers, too.
 
 The file is one safetensors file, version 1. Its metadata are `format` ("sparse_mla_handover"), `version` ("1") and
 `request`, JSON of
@@ -55,6 +56,7 @@ from jax_sparse_mla.compressor import compressor_window
 from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
+from jax_sparse_mla.serving.engine import Engine as JaxEngine
 from sparse_mla_torch.bridge import to_torch
 from sparse_mla_torch.hf.engine import Engine, Request
 
@@ -146,7 +148,7 @@ def check_parts(
             )
 
 
-def export_request(engine: Engine, request: Request, path: str | os.PathLike) -> None:
+def export_request(engine: Engine | JaxEngine, request: Request, path: str | os.PathLike) -> None:
     """Writes a request that the engine is serving to a file. The file appears whole or not at all.
 
     Call it between steps, as `Engine.run`'s `on_step` does. The engine continues the request as before.
@@ -154,12 +156,15 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
     Raises:
       ValueError: the request is not being served, or nothing of it is cached yet.
     """
+    if isinstance(engine, JaxEngine):
+        engine.wait()  # all tokens but the last are cached, and the host must know which one that is
     if request.row is None or not request.computed:
         raise ValueError("export_request: the request must be in service, with tokens cached")
     place = _place(engine, request)
     tensors = {"tokens": torch.tensor(request.tokens, dtype=torch.int32)}
-    for i, cache in enumerate(engine.caches):
-        tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in read_cache(cache, place).items()}
+    for i in range(len(engine.ratios)):
+        parts = read_cache(engine.layer_cache(i), place)
+        tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in parts.items()}
     facts = {**_cache_facts(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
     path = Path(path)
     with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
@@ -168,7 +173,7 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
         os.replace(partial, path)
 
 
-def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int) -> Request:
+def import_request(engine: Engine | JaxEngine, path: str | os.PathLike, max_new_tokens: int) -> Request:
     """Takes a request from a file into the engine's caches; `Engine.run` then goes on with it.
 
     Args:
@@ -188,35 +193,39 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
         if (there := facts.get(name)) != here:
             raise ValueError(f"import_request: {name} is {there} in {path}, and {here} here")
     request = _new_request(engine, facts, tensors.pop("tokens", None), max_new_tokens)
-    parts = [{} for _ in engine.caches]
+    parts = [{} for _ in engine.ratios]
     for name, x in tensors.items():
         layer, _, field = name.removeprefix("layers.").partition(".")
         if not name.startswith("layers.") or layer not in map(str, range(len(parts))):
             raise ValueError(f"import_request: {path} has an unknown tensor {name}")
         parts[int(layer)][field] = x
-    request.row = engine.pool.open()
+    pool = engine.scheduler.pool
+    request.row = pool.open()
     try:
-        engine.pool.extend(request.row, 0, request.computed)
+        for start in range(0, request.computed, page_size := engine.spec.page_size):
+            # A page at a time: those behind the window give back their window pages.
+            pool.extend(request.row, start, min(start + page_size, request.computed))
+        pool.trim(request.row, request.computed)
         place = _place(engine, request)
-        for i, cache in enumerate(engine.caches):
-            check_parts(cache, place, parts[i], f"layers.{i}.")
+        for i, part in enumerate(parts):
+            check_parts(engine.layer_cache(i), place, part, f"layers.{i}.")
         for i, part in enumerate(parts):  # JAX's caches are donated: the engine must hold the new ones
-            engine.caches[i] = write_cache(engine.caches[i], place, part)
+            engine.set_layer_cache(i, write_cache(engine.layer_cache(i), place, part))
     except Exception:
-        engine.pool.close(request.row)
+        pool.close(request.row)
         raise
     return request
 
 
-def _cache_facts(engine: Engine) -> dict[str, Any]:
+def _cache_facts(engine: Engine | JaxEngine) -> dict[str, Any]:
     """The facts in which two engines must agree."""
-    cache, spec = engine.caches[0], engine.spec
+    cache, spec = engine.layer_cache(0), engine.spec
     return {
         "model": spec.name,
-        "kv_layout": (cache.swa if engine.is_v4 else cache.kv).layout.name,
+        "kv_layout": (cache.kv if spec.window is None else cache.swa).layout.name,
         "page_size": spec.page_size,
         "window": spec.window,
-        "layer_ratios": [layer.ratio for layer in engine.layers],
+        "layer_ratios": list(engine.ratios),
     }
 
 
@@ -248,7 +257,9 @@ def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
     return facts
 
 
-def _new_request(engine: Engine, facts: dict[str, Any], tokens: torch.Tensor | None, max_new_tokens: int) -> Request:
+def _new_request(
+    engine: Engine | JaxEngine, facts: dict[str, Any], tokens: torch.Tensor | None, max_new_tokens: int
+) -> Request:
     """The request of a file; validates its counts against each other and against the engine."""
     if tokens is None or tokens.dtype != torch.int32 or tokens.ndim != 1:
         raise ValueError("import_request: tokens must be int32 [tokens]")
@@ -263,20 +274,21 @@ def _new_request(engine: Engine, facts: dict[str, Any], tokens: torch.Tensor | N
             f"import_request: max_new_tokens must exceed the {total - prompt} that are there and, with {prompt} of "
             f"prompt, stay within max_len {engine.options.max_len}; got {max_new_tokens}"
         )
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < engine.model.config.vocab_size:
-        raise ValueError(f"import_request: tokens out of the model's vocabulary of {engine.model.config.vocab_size}")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < engine.scheduler.vocab_size:
+        raise ValueError(f"import_request: tokens out of the model's vocabulary of {engine.scheduler.vocab_size}")
     tokens = tokens.tolist()
     output = tokens[prompt:]
     return Request(tokens[:prompt], max_new_tokens, output, margins=[math.nan] * len(output), computed=computed)
 
 
-def _place(engine: Engine, request: Request) -> Place:
+def _place(engine: Engine | JaxEngine, request: Request) -> Place:
     page_size = engine.spec.page_size
-    slots = engine.pool.req_to_token[request.row, : request.computed : page_size].astype(np.int64)
+    pool = engine.scheduler.pool
+    slots = pool.req_to_token[request.row, : request.computed : page_size].astype(np.int64)
     swa_slots = np.zeros(0, np.int64)
     if engine.spec.window is not None:
         first = first_window_page(request.computed, page_size, engine.spec.window)
-        swa_slots = engine.pool.full_to_swa[slots[first:]].astype(np.int64)
+        swa_slots = pool.full_to_swa[slots[first:]].astype(np.int64)
     return Place(request.computed, page_size, slots // page_size, swa_slots // page_size, request.row)
 
 
@@ -285,12 +297,13 @@ def _place(engine: Engine, request: Request) -> Place:
 
 def _leaves(cache: V4LayerCache | V32LayerCache) -> dict[str, Any]:
     pools = [x for x in vars(cache).values() if isinstance(x, LayerPool)]
-    if any(pool.num_layers > 1 for pool in pools):
+    if any(pool.num_layers > 1 and pool.layer_index is None for pool in pools):
         raise ValueError(
-            "handover: cache must hold one layer in arrays of its own, got arrays of several layers: copy the layer's "
-            "rows, or make the caches with num_layers=1"
+            "handover: cache must hold one layer, got arrays of several layers: "
+            "take `layer(i)`, or make the caches with num_layers=1"
         )
-    return {jax.tree_util.keystr(path)[1:]: x for path, x in jax.tree_util.tree_leaves_with_path(cache)}
+    names = {jax.tree_util.keystr(path)[1:]: x for path, x in jax.tree_util.tree_leaves_with_path(cache)}
+    return {name.replace("index_k.data", "index_k"): x for name, x in names.items()}
 
 
 def _is_state(name: str) -> bool:
@@ -298,13 +311,17 @@ def _is_state(name: str) -> bool:
 
 
 def _rows_of(name: str, cache: V4LayerCache | V32LayerCache, place: Place) -> tuple[np.ndarray, ...]:
-    """The index of a request's part in an array: its pages, or its row and the ring places of its last tokens."""
+    """The index of a request's part in an array: its pages, or its row and the ring places of its last tokens. In an
+    array of several layers those of the view's layer."""
+    pool, first = getattr(cache, name.partition(".")[0]), 0
+    if isinstance(pool, LayerPool):
+        first = (pool.layer_index or 0) * (_leaves(cache)[name].shape[0] // pool.num_layers)
     if not _is_state(name):
-        return (place.swa_pages if name.startswith("swa.") else place.pages,)
+        return (first + (place.swa_pages if name.startswith("swa.") else place.pages),)
     window = compressor_window(place.page_size // cache.compressed.page_size)
     ring = _leaves(cache)[name].shape[1]
     last = np.arange(max(0, place.computed - window), place.computed)
-    return np.full(len(last), place.row), last % ring
+    return np.full(len(last), first + place.row), last % ring
 
 
 def _clear_unused(name: str, pages: torch.Tensor, cache: V4LayerCache | V32LayerCache, place: Place) -> None:

@@ -105,7 +105,7 @@ def v4_layer(
                 slots = topk_transform(logits, part.lengths, spec.index_topk, method=TopkTransform.PAGED, **table)
             extra = _rows_of(cache.compressed), slots[:, None], part.topk_lengths
         window = _rows_of(cache.swa), metadata.swa_page_indices[:, None], metadata.swa_topk_lengths
-        options = decode.Options("v4_layer", spec.softmax_scale, -float("inf"), in_graph=True)
+        options = decode.Options("v4_layer", spec.softmax_scale, -float("inf"))
         tensors = rows.q[:, None], *window, *extra, written.attn_sink
         out, _ = decode.prepare(options, *tensors).run(*tensors, Schedule(), None)
     return out[:, 0]

@@ -94,7 +94,6 @@ class Backend(shared.Backend):
       batch_dependent: by phase, why a row's result depends on the other rows whatever the call asks for.
       most_decode_rows: query rows up to which a device's paged decode is the better kernel; None: no such limit.
       torch: the phases that torch calls too.
-      torch_by_name: why torch takes it only where it is asked for by name; empty: torch takes it as JAX does.
     """
 
     module: str
@@ -108,7 +107,6 @@ class Backend(shared.Backend):
     batch_dependent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     most_decode_rows: Callable[[DeviceInfo], int] | None = None
     torch: tuple[str, ...] = ()
-    torch_by_name: str = ""
 
     def function(self, phase: str) -> Callable:
         """The JAX function of a phase."""
@@ -180,9 +178,6 @@ _RECORDS = (
         batches=("prefill",),
         gradients=("prefill",),
         torch=("decode",),
-        # Measured once, on an H200 (docs/torch.md).
-        torch_by_name="served where it is asked for by name: launching it from torch takes the host longer than "
-        "FlashMLA",
     ),
     Backend(
         name="flashmla",

@@ -14,7 +14,7 @@ from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
 from jax_sparse_mla.backend import choose, refuse_unknown
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
+from jax_sparse_mla.kv_cache.layout import KVLayout, bf16_layout, workspace_layout
 from jax_sparse_mla.models import ModelSpec
 
 # Measured on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
@@ -123,6 +123,25 @@ def plan_call(call: Call, *, unable: Mapping[str, str], override: str | None = N
     )
     kernel, reason = _kernel(choice.backend, call)
     return Plan(choice.backend, kernel, f"{choice.reason}; {reason}", choice.rejected)
+
+
+def why_flashmla_alone(call: Call, backend: str) -> str | None:
+    """Why FlashMLA's kernel by itself does a call sooner than a backend; None if it does not. Pure.
+
+    For a caller that has FlashMLA's functions of its own, as serving engines do: it runs them without our sanitiser and
+    without copies. Measured on an H200 (docs/routing.md).
+    """
+    if BACKENDS["flashmla"].cannot(call):
+        return None
+    if backend == "flashmla":
+        return "FlashMLA's kernel would serve it, behind our sanitiser"
+    if call.phase == "prefill":
+        return None if backend == "hopper" else f"FlashMLA's prefill takes half of {backend}'s time"
+    if backend == "hopper":
+        is_slower = call.layout == KVLayout.V32_FP8 and call.num_heads > 64 and 1 < call.num_q_tokens < 16
+        return "FlashMLA's V3.2 decode of two tiles of heads and few rows takes 0.9 of our time" if is_slower else None
+    order = _preference(call)
+    return f"FlashMLA is preferred to {backend}" if order.index("flashmla") < order.index(backend) else None
 
 
 def _preference(call: Call) -> tuple[str, ...]:

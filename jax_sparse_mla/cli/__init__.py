@@ -12,15 +12,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jax-sparse-mla", description="Sparse MLA for DeepSeek-V3.2 and V4 in JAX")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="print the device, the backends, and what would serve each model")
-    generate = commands.add_parser("generate", help="generate text with a transformers model served by this library")
+    generate = commands.add_parser("generate", help="generate text with a DeepSeek-V3.2 or V4 model")
     if argv[:1] == ["generate"]:
         from jax_sparse_mla.cli import generate as command
 
-        try:
-            command.add_arguments(generate)
-        except ImportError as error:
-            print(f"jax-sparse-mla generate needs torch and transformers (the extra [hf]): {error}", file=sys.stderr)
-            return 2
+        command.add_arguments(generate)
         return command.run(parser.parse_args(argv))
     from jax_sparse_mla.cli import doctor as command
 

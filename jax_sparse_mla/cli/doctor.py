@@ -1,9 +1,13 @@
-"""`jax-sparse-mla doctor`: the device, the backends, and what would serve each phase of each model, and why."""
+"""`jax-sparse-mla doctor`: the device, the backends, the engines that find our plugins, and what would serve each phase
+of each model, and why."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 
 import jax
 
@@ -34,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"backend    {name:10} {_state(backend, {phase: missing[phase].get(name) for phase in phases})}")
     for name, engine in topk.TOPK_BACKENDS.items():
         print(f"top-k      {name:10} {_state(engine, {'top-k': topk.missing().get(name)})}")
+    for engine, plugin in _engines():
+        print(f"engine     {engine:10} {plugin}")
     for spec in (DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO):
         for phase in PHASES:
             layout = workspace_layout(spec.qk_dim) if phase == "prefill" else spec.kv_layout
@@ -45,6 +51,30 @@ def run(args: argparse.Namespace) -> int:
             for name, reason in plan.rejected.items():
                 print(f"    not {name:10} {reason}")
     return 0
+
+
+# By the name of their distribution: the group of their plugins, and how ours is chosen (docs/engines.md).
+_ENGINES = {
+    "vllm": ("vllm.general_plugins", "--attention-backend JAX_SPARSE_MLA"),
+    "sglang": ("sglang.srt.plugins", "JAX_SPARSE_MLA_SGLANG=1"),
+}
+
+
+def _engines() -> Iterator[tuple[str, str]]:
+    """Each engine, whether it is installed and finds our plugin, and what the plugin says of this version."""
+    for name, (group, switch) in _ENGINES.items():
+        ours = [x for x in entry_points(group=group) if x.value.startswith("sparse_mla_torch.")]
+        installed = version(name)
+        if installed is None:
+            yield name, "not installed"
+        elif not ours:
+            yield name, f"{installed}: our plugin is not installed as its entry point ({group})"
+        else:
+            tested = importlib.import_module(ours[0].module).TESTED
+            suits = (
+                f"chosen by {switch}" if installed.startswith(tested) else f"left alone, made for {', '.join(tested)}"
+            )
+            yield name, f"{installed}: {suits}"
 
 
 def _describe(device: DeviceInfo) -> str:

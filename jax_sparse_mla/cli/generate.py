@@ -1,41 +1,53 @@
-"""`jax-sparse-mla generate`: its arguments. The torch face, which does the work, is imported for this command only."""
+"""`jax-sparse-mla generate`: a DeepSeek-V3.2 or V4 model generates text through this library."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import Any
 
 from jax_sparse_mla.attention.route import BACKENDS
+from jax_sparse_mla.cli import report
 from jax_sparse_mla.cli.arguments import positive_int, probability
+from jax_sparse_mla.cli.progress import Progress, Stream
+
+ENGINES = ("jax", "torch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments.
+    """Adds the command's arguments."""
+    from jax_sparse_mla.serving.presets import PRESETS
+    from jax_sparse_mla.serving.scheduler import PREFILL_BACKENDS
 
-    Raises:
-      ImportError: torch or transformers are missing, or too old.
-    """
-    from sparse_mla_torch.hf import presets
-    from sparse_mla_torch.hf.comparison import MIN_COSINE
-    from sparse_mla_torch.hf.engine import PREFILL_BACKENDS
-
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="jax",
+        help="jax: the whole step is one JAX program (default); torch: transformers' modules around our attention",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint of a DeepSeek-V3.2 or V4 model")
     source.add_argument(
-        "--preset", choices=presets.PRESETS, help="a small random model with the true head dimensions (default: v4)"
+        "--preset", choices=PRESETS, help="a small random model with the true head dimensions (default: v4)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the preset's weights and of the page order")
+    parser.add_argument("--seed", type=int, default=0, help="of the preset's weights, the page order and the draws")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue; a long English text by default")
     text.add_argument("--prompt-file", type=Path, metavar="FILE")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch and JAX both have it")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where the engine has it")
     parser.add_argument("--max-new-tokens", type=positive_int, default=16, metavar="N")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="draw tokens at this temperature (default: 0, none)"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the most likely tokens that sum to P")
+    parser.add_argument("--stream", action="store_true", help="print the first request's text as it is generated")
     parser.add_argument(
         "--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once"
     )
     parser.add_argument("--max-batch", type=positive_int, default=8, metavar="N", help="requests served at once")
     parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
-    parser.add_argument("--kv-cache", choices=sorted(MIN_COSINE), default="fp8")
+    parser.add_argument("--kv-cache", choices=("bf16", "fp8"), default="fp8")
     parser.add_argument(
         "--prefill-backend",
         choices=PREFILL_BACKENDS,
@@ -79,7 +91,130 @@ def backend_names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status; `sparse_mla_torch.hf.generate.run` has what each means."""
-    from sparse_mla_torch.hf import generate
+    """Generates, prints, compares.
 
-    return generate.run(args)
+    Args:
+      args: as the command's parser gives them.
+
+    Returns:
+      0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
+      no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
+      without drafts, torch or transformers missing for what needs them.
+    """
+    from jax_sparse_mla.cli.setup import new_setup
+    from jax_sparse_mla.serving.request import Request, Sampling
+    from jax_sparse_mla.serving.scheduler import EngineOptions
+    from jax_sparse_mla.serving.speculative import DraftOracle
+
+    try:
+        if args.draft_oracle and not args.speculative_steps:
+            raise ValueError("--draft-oracle needs --speculative-steps")
+        if args.engine == "torch" and args.temperature:
+            raise ValueError("--temperature needs --engine jax: the torch engine takes the most likely token only")
+        sampling = [Sampling(args.temperature, args.top_p, args.seed + i) for i in range(args.requests)]
+        text = _prompt_text(args)
+        keep_programs()
+        setup = new_setup(args)
+        prompts = _prompts(setup.tokenizer.encode(text), args.requests)
+        requests = [
+            Request(prompt, args.max_new_tokens, sampling=how, eos_token_ids=setup.eos_token_ids)
+            for prompt, how in zip(prompts, sampling)
+        ]
+        options = EngineOptions(
+            bf16_cache=args.kv_cache == "bf16",
+            prefill_backend=args.prefill_backend,
+            chunk_size=args.chunk_size,
+            max_batch=min(args.max_batch, args.requests),
+            max_len=len(prompts[0]) + args.max_new_tokens,
+            seed=args.seed,
+            trace=not args.no_check,
+            speculative_steps=args.speculative_steps or 0,
+            backend=args.backend,
+        )
+        plans = report.plans(setup.spec, options, args.backend)
+        for other in args.compare_backends:
+            report.plans(setup.spec, options, other)
+        engine = setup.new_engine(options)
+    except (OSError, ValueError) as error:
+        print(f"jax-sparse-mla generate: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"jax-sparse-mla generate: this needs torch and transformers (the extra [hf]): {error}", file=sys.stderr)
+        if args.engine == "jax" and not args.no_check:
+            print("--no-check goes without them", file=sys.stderr)
+        return 2
+    report.print_header(setup, engine, requests, plans)
+    if args.stream:
+        requests[0].on_token = Stream(setup.tokenizer)
+
+    status = 0
+    if args.speculative_steps:
+        plain = [
+            Request(r.prompt, r.max_new_tokens, sampling=r.sampling, eos_token_ids=r.eos_token_ids) for r in requests
+        ]
+        if args.draft_oracle or not args.no_check:
+            print("decoding   plain")
+            _serve(setup, engine, plain)
+        if not args.no_check:
+            status = report.check(setup, engine, plain)
+        oracle = DraftOracle(plain, args.draft_oracle, args.seed) if args.draft_oracle else None
+        print(f"decoding   speculative, {args.speculative_steps} draft tokens by the first layer" + (
+            f", plain decoding's token with probability {args.draft_oracle}" if oracle else ""))  # fmt: skip
+        report.print_accepted(_serve(setup, engine, requests, args.speculative_steps, oracle))
+        if not args.no_check:
+            status = max(status, report.check_tokens(lambda some: setup.serve(engine, some), requests, plain))
+    else:
+        _serve(setup, engine, requests)
+        status = 0 if args.no_check else report.check(setup, engine, requests)
+    if args.compare_backends:
+        status = max(status, report.compare(engine, requests, args.compare_backends))
+    return status
+
+
+def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle: Any = None) -> Any:
+    progress = Progress(engine, requests)
+    accepted = setup.serve(engine, requests, progress, drafts, oracle)
+    progress.print_summary()
+    for i, request in enumerate(requests):
+        text = setup.tokenizer.decode
+        print(f"request {i}: …{text(request.prompt[-40:])!r} → {text(request.output)!r}")
+        print(f"           tokens {request.output}")
+    report.print_routes(setup, engine)
+    return accepted
+
+
+def _prompts(prompt: list[int], count: int) -> list[list[int]]:
+    """The whole prompt, then shorter and shorter beginnings of it."""
+    if not prompt:
+        raise ValueError("the prompt has no tokens")
+    return [prompt[: max(1, len(prompt) * (count - i) // count)] for i in range(count)]
+
+
+def _prompt_text(args: argparse.Namespace) -> str:
+    from jax_sparse_mla.serving import presets
+
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is not None:
+        return args.prompt_file.read_text(encoding="utf-8")
+    return presets.default_prompt()
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the user's cache, so that a second run starts at once; a folder that the environment
+    or the process names is left as it is."""
+    import jax
+
+    from jax_sparse_mla.native import private_folder
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        folder = private_folder() / "programs"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        print(f"jax-sparse-mla generate: compiled programs are not kept: {error}", file=sys.stderr)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

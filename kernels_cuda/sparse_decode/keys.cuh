@@ -42,7 +42,7 @@ struct Column {
   __device__ __forceinline__ Column(const Call& call, Lengths lengths, int row, int block, int key)
       : second(block >= lengths.first_blocks()),
         column((second ? block - lengths.first_blocks() : block) * kBlock + key),
-        index(call.tables[second].indices + static_cast<int64_t>(row) * call.tables[second].topk + column),
+        index(call.tables[second].indices + row * call.tables[second].stride + column),
         length(second ? lengths.second : lengths.first) {}
 };
 

@@ -79,9 +79,9 @@ inline Deal deal_of(int rows, int groups, int tiles, int most_blocks) {
 // One paged cache, and the slots that the rows read.
 struct Table {
   const uint8_t* data;  // [pages, page_bytes]
-  const int* indices;   // [rows, topk]
+  const int* indices;   // [rows, topk], rows `stride` apart
   const int* lengths;   // [rows / rows_per_length] or null
-  int64_t page_bytes;
+  int64_t page_bytes, stride;
   int num_slots, topk;
   Divisor page_size, rows_per_length;
 };
@@ -103,8 +103,6 @@ struct Call {
   float scale_log2;  // softmax_scale · log2(e)
   float empty_lse;
 };
-
-inline bool by_lengths(const Call& call) { return call.tables[0].lengths || call.tables[1].lengths; }
 
 struct Lengths {
   int first, second;  // columns of each table

@@ -1,13 +1,18 @@
-// Sparse MLA decode on SM90 as a TVM FFI function: one binary for XLA and torch. The kernels are in kernel.cuh.
+// Sparse MLA decode on SM90: one binary for XLA, which calls `sparse_decode`, and for torch, which keeps what
+// `sparse_decode_plan` makes and launches it by `sparse_decode_run`. The kernels are in kernel.cuh.
 
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
 
 #include <atomic>
 #include <cfloat>
+#include <cstring>
+#include <initializer_list>
 
 #include "kernel.cuh"
 
@@ -21,23 +26,20 @@ void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "sparse_decode: " << cudaGetErrorString(error);
 }
 
-template <typename T>
-T* data(const ffi::Optional<ffi::TensorView>& x) {
-  return x.has_value() ? static_cast<T*>(x.value().data_ptr()) : nullptr;
-}
+// A table's shape as XLA and torch give it.
+struct Shape {
+  int64_t topk, stride, rows_per_length;  // stride in indices; rows_per_length 0: no lengths
+  int64_t num_slots, page_size, page_bytes;
+};
 
-Table table_of(const ffi::Optional<ffi::TensorView>& cache, const ffi::Optional<ffi::TensorView>& indices,
-               const ffi::Optional<ffi::TensorView>& lengths, int64_t num_slots, int64_t page_size, int64_t page_bytes,
-               int rows) {
+Table table_of(const Shape& shape) {
   Table table = {};
-  table.data = data<const uint8_t>(cache);
-  table.indices = data<const int>(indices);
-  table.lengths = data<const int>(lengths);
-  table.page_bytes = page_bytes;
-  table.num_slots = static_cast<int>(num_slots);
-  table.topk = indices.has_value() ? static_cast<int>(indices.value().size(indices.value().ndim() - 1)) : 0;
-  table.page_size = divisor_of(page_size);
-  table.rows_per_length = divisor_of(lengths.has_value() ? rows / lengths.value().numel() : 1);
+  table.page_bytes = shape.page_bytes;
+  table.num_slots = static_cast<int>(shape.num_slots);
+  table.topk = static_cast<int>(shape.topk);
+  table.stride = shape.stride;
+  table.page_size = divisor_of(shape.page_size);
+  table.rows_per_length = divisor_of(shape.rows_per_length ? shape.rows_per_length : 1);
   return table;
 }
 
@@ -49,7 +51,7 @@ struct Launch {
 };
 
 template <Format kFormat>
-Launch launch_of(const Call& call, int tile) {
+Launch launch_of(int tile, bool by_lengths) {
   constexpr bool kIsV4 = kFormat == kV4;
   if (tile == 16)
     return {kIsV4 ? sparse_decode_v4_few_16 : sparse_decode_v32_few_16, shared_bytes<ClusterShared<kFormat, 16>>()};
@@ -57,7 +59,7 @@ Launch launch_of(const Call& call, int tile) {
     return {kIsV4 ? sparse_decode_v4_few_32 : sparse_decode_v32_few_32, shared_bytes<ClusterShared<kFormat, 32>>()};
   Kernel by_shape = kIsV4 ? sparse_decode_v4 : sparse_decode_v32;
   Kernel given_lengths = kIsV4 ? sparse_decode_v4_by_lengths : sparse_decode_v32_by_lengths;
-  return {by_lengths(call) ? given_lengths : by_shape, shared_bytes<Shared<kFormat>>()};
+  return {by_lengths ? given_lengths : by_shape, shared_bytes<Shared<kFormat>>()};
 }
 
 constexpr int kPortableCluster = 8;  // thread blocks of the largest cluster that any device can run
@@ -93,31 +95,81 @@ bool has_room_for_all_clusters(int device) {
   return clusters > 0;
 }
 
-void launch(Call& call, Launch what, int tile, int device, cudaStream_t stream) {
-  allow(what);
-  cudaLaunchAttribute attribute;
+// A launch of which the addresses alone are still open.
+struct Planned {
+  Call call;
+  Launch what;
+  unsigned grid[3];
+  int parts;   // thread blocks of a cluster; 0: there are none
+  bool waits;  // thread blocks that join parts wait for each other
+};
+
+// The tensors of a call, in the order in which their addresses are given; 0 for one that is absent.
+enum Place { kQ, kCache, kIndices, kLengths, kExtraCache, kExtraIndices, kExtraLengths, kSink, kOut, kLse, kScratch };
+constexpr int kPlaces = kScratch + 1;
+
+// The device must be the current one: the kernel is allowed on it what it needs.
+Planned planned(int rows, int heads, int dim, const Shape& table, const Shape& extra, double softmax_scale,
+                double empty_lse, int tile, int groups, int cuts, int device) {
+  Planned made = {};
+  Call& call = made.call;
+  call.rows = rows;
+  call.heads = heads;
+  call.tiles = (heads + tile - 1) / tile;
+  call.groups = groups;
+  call.cuts = cuts;
+  call.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
+  if (call.scale_log2 == 0) call.scale_log2 = FLT_MIN;  // nearly 0, but -inf times it is -inf, not NaN
+  call.empty_lse = static_cast<float>(empty_lse);
+  call.tables[0] = table_of(table);
+  call.tables[1] = table_of(extra);
+  call.deal = deal_of(rows, groups, call.tiles, most_blocks(call));
+  bool by_lengths = table.rows_per_length || extra.rows_per_length;
+  made.what = dim == 512 ? launch_of<kV4>(tile, by_lengths) : launch_of<kV32>(tile, by_lengths);
+  allow(made.what);
+  if (tile == kHeads) {
+    made.grid[0] = groups * call.tiles, made.grid[1] = made.grid[2] = 1;
+    made.waits = cuts != kNever;
+  } else {
+    made.parts = groups > kPortableCluster && !has_room_for_all_clusters(device) ? kPortableCluster : groups;
+    call.deal.parts = divisor_of(made.parts);
+    made.grid[0] = made.parts, made.grid[1] = call.tiles, made.grid[2] = rows;
+  }
+  return made;
+}
+
+cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t stream) {
+  Call& call = planned.call;
+  call.q = reinterpret_cast<const __nv_bfloat16*>(addresses[kQ]);
+  call.sink = reinterpret_cast<const float*>(addresses[kSink]);
+  call.out = reinterpret_cast<__nv_bfloat16*>(addresses[kOut]);
+  call.lse = reinterpret_cast<float*>(addresses[kLse]);
+  for (int i = 0; i < 2; i++) {
+    const uint64_t* of_table = addresses + (i ? kExtraCache : kCache);
+    call.tables[i].data = reinterpret_cast<const uint8_t*>(of_table[0]);
+    call.tables[i].indices = reinterpret_cast<const int*>(of_table[1]);
+    call.tables[i].lengths = reinterpret_cast<const int*>(of_table[2]);
+  }
+  size_t blocks = static_cast<size_t>(call.groups) * call.tiles;
+  call.part_values = reinterpret_cast<float*>(addresses[kScratch]);
+  call.part_sums = reinterpret_cast<float2*>(call.part_values + blocks * 2 * kHeads * kValues);
+  call.part_rows = reinterpret_cast<int2*>(call.part_sums + blocks * 2 * kHeads);
+  cudaLaunchAttribute attribute = clusters_of(planned.parts);
+  if (!planned.parts) attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = planned.waits;
   cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(planned.grid[0], planned.grid[1], planned.grid[2]);
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = what.bytes;
+  config.dynamicSmemBytes = planned.what.bytes;
   config.stream = stream;
   config.attrs = &attribute, config.numAttrs = 1;
-  if (tile == kHeads) {
-    config.gridDim = dim3(call.groups * call.tiles);
-    attribute.id = cudaLaunchAttributeCooperative;  // thread blocks that join parts wait for each other
-    attribute.val.cooperative = call.cuts != kNever;
-  } else {
-    int parts = call.groups > kPortableCluster && !has_room_for_all_clusters(device) ? kPortableCluster : call.groups;
-    call.deal.parts = divisor_of(parts);
-    config.gridDim = dim3(parts, call.tiles, call.rows);
-    attribute = clusters_of(parts);
-  }
-  check_cuda(cudaLaunchKernelEx(&config, what.kernel, call));
+  return cudaLaunchKernelEx(&config, planned.what.kernel, call);
 }
 
 // q is bfloat16 [rows..., heads, 512 or 576]. Caches and their pages begin at multiples of 16 bytes. indices are int32
 // [rows..., topk]; lengths int32 [n], each for rows / n consecutive rows; sink is float32 [heads].
 // It writes out, bfloat16 [rows..., heads, 512], and lse, float32 [rows..., heads]. Where cuts is not 0 (kNever) it
-// needs scratch memory as in Call, for groups · ⌈heads / 64⌉ thread blocks, at most one for each multiprocessor.
+// needs scratch memory for the parts as in Call, one behind the other, for groups · ⌈heads / 64⌉ thread blocks, at most
+// one for each multiprocessor.
 // `tile` is the heads of a thread block. With 16 or 32 instead of 64 the cluster kernel runs: `groups` thread blocks,
 // from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. The caller validates sizes, dtypes
 // and the plan (tile, groups, cuts).
@@ -127,35 +179,52 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
                   ffi::Optional<ffi::TensorView> sink, int64_t num_slots, int64_t page_size, int64_t page_bytes,
                   int64_t extra_num_slots, int64_t extra_page_size, int64_t extra_page_bytes, double softmax_scale,
                   double empty_lse, int64_t tile, int64_t groups, int64_t cuts, ffi::TensorView out,
-                  ffi::TensorView lse, ffi::Optional<ffi::TensorView> part_values,
-                  ffi::Optional<ffi::TensorView> part_sums, ffi::Optional<ffi::TensorView> part_rows) {
-  int ndim = q.ndim(), heads = static_cast<int>(q.size(ndim - 2));
-  bool is_v4 = q.size(ndim - 1) == 512;
-  Call call = {};
-  call.q = static_cast<const __nv_bfloat16*>(q.data_ptr());
-  call.sink = data<const float>(sink);
-  call.out = static_cast<__nv_bfloat16*>(out.data_ptr());
-  call.lse = static_cast<float*>(lse.data_ptr());
-  call.part_values = data<float>(part_values);
-  call.part_sums = data<float2>(part_sums);
-  call.part_rows = data<int2>(part_rows);
-  call.rows = static_cast<int>(lse.numel()) / heads;
-  call.heads = heads;
-  call.tiles = static_cast<int>((heads + tile - 1) / tile);
-  call.groups = static_cast<int>(groups);
-  call.cuts = static_cast<int>(cuts);
-  call.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
-  if (call.scale_log2 == 0) call.scale_log2 = FLT_MIN;  // nearly 0, but -inf times it is -inf, not NaN
-  call.empty_lse = static_cast<float>(empty_lse);
-  call.tables[0] = table_of(cache, indices, lengths, num_slots, page_size, page_bytes, call.rows);
-  call.tables[1] = table_of(extra_cache, extra_indices, extra_lengths, extra_num_slots, extra_page_size,
-                            extra_page_bytes, call.rows);
-  call.deal = deal_of(call.rows, call.groups, call.tiles, most_blocks(call));
-  int device = q.device().device_id, heads_of_block = static_cast<int>(tile);
-  launch(call, is_v4 ? launch_of<kV4>(call, heads_of_block) : launch_of<kV32>(call, heads_of_block), heads_of_block,
-         device, static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, device)));
+                  ffi::TensorView lse, ffi::Optional<ffi::TensorView> scratch) {
+  using Given = ffi::Optional<ffi::TensorView>;
+  int heads = static_cast<int>(q.size(q.ndim() - 2)), rows = static_cast<int>(lse.numel()) / heads;
+  auto shape_of = [&](const Given& given, const Given& its_lengths, int64_t slots, int64_t size, int64_t bytes) {
+    int64_t topk = given.has_value() ? given.value().size(given.value().ndim() - 1) : 0;
+    int64_t rows_per_length = its_lengths.has_value() ? rows / its_lengths.value().numel() : 0;
+    return Shape{topk, topk, rows_per_length, slots, size, bytes};
+  };
+  Shape table = shape_of(indices, lengths, num_slots, page_size, page_bytes);
+  Shape extra = shape_of(extra_indices, extra_lengths, extra_num_slots, extra_page_size, extra_page_bytes);
+  DLDevice device = q.device();
+  Planned made = planned(rows, heads, static_cast<int>(q.size(q.ndim() - 1)), table, extra, softmax_scale, empty_lse,
+                         static_cast<int>(tile), static_cast<int>(groups), static_cast<int>(cuts), device.device_id);
+  uint64_t addresses[kPlaces];
+  int count = 0;
+  for (const Given& x : std::initializer_list<Given>{q, cache, indices, lengths, extra_cache, extra_indices,
+                                                     extra_lengths, sink, out, lse, scratch}) {
+    addresses[count++] = x.has_value() ? reinterpret_cast<uint64_t>(x.value().data_ptr()) : 0;
+  }
+  void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  check_cuda(start(made, addresses, static_cast<cudaStream_t>(stream)));
+}
+
+// A call on the current device, for `sparse_decode_run`. Each table is the numbers of a Shape; the rest as above.
+ffi::Bytes SparseDecodePlan(int64_t rows, int64_t heads, int64_t dim, ffi::Array<int64_t> table,
+                            ffi::Array<int64_t> extra_table, double softmax_scale, double empty_lse, int64_t tile,
+                            int64_t groups, int64_t cuts, int64_t device) {
+  auto shape_of = [](const ffi::Array<int64_t>& x) { return Shape{x[0], x[1], x[2], x[3], x[4], x[5]}; };
+  Planned made = planned(static_cast<int>(rows), static_cast<int>(heads), static_cast<int>(dim), shape_of(table),
+                         shape_of(extra_table), softmax_scale, empty_lse, static_cast<int>(tile),
+                         static_cast<int>(groups), static_cast<int>(cuts), static_cast<int>(device));
+  return ffi::Bytes(reinterpret_cast<const char*>(&made), sizeof made);
+}
+
+// The address of a function that launches what was planned: its bytes, the addresses of a call's tensors, a stream.
+int64_t SparseDecodeRun() {
+  int (*run)(const void*, const uint64_t*, void*) = [](const void* made, const uint64_t* addresses, void* stream) {
+    Planned copy;
+    memcpy(&copy, made, sizeof copy);
+    return static_cast<int>(start(copy, addresses, static_cast<cudaStream_t>(stream)));
+  };
+  return reinterpret_cast<int64_t>(run);
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, SparseDecode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_plan, SparseDecodePlan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_run, SparseDecodeRun);

@@ -67,7 +67,9 @@ def launch(rows: int, tables, sink):
     widths = [t[3] for t in tables] + [0] * (2 - len(tables))
     constants = {"TOPK": tables[0][0].shape[1], "WIDTH": widths[0], "HAS_LENGTHS": tables[0][1] is not None}
     constants |= {
+        "STRIDE": tables[0][0].shape[1],
         "EXTRA_TOPK": tables[-1][0].shape[1],
+        "EXTRA_STRIDE": tables[-1][0].shape[1],
         "EXTRA_WIDTH": widths[1],
         "HAS_EXTRA_LENGTHS": tables[-1][1] is not None,
         "HEADS": HEADS,

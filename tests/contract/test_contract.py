@@ -194,6 +194,8 @@ def test_import_is_light_and_starts_no_backend():
         "import sys, jax\n"
         "before = set(sys.modules)\n"  # some installations start with more than jax
         "import jax_sparse_mla, jax_sparse_mla.layers, jax_sparse_mla.cli\n"
+        "assert not any(name.startswith('jax_sparse_mla.serving') for name in sys.modules)\n"
+        "import jax_sparse_mla.serving\n"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized(), 'a JAX backend was started'\n"

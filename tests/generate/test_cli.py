@@ -1,5 +1,6 @@
 """The command `jax-sparse-mla`: exit statuses, what is printed, and the real presets end to end."""
 
+import collections
 import importlib.util
 import os
 import pathlib
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 
 import jax
 import pytest
@@ -15,7 +17,9 @@ from attention_calls import pretend_installed
 from jax_sparse_mla import DeviceInfo
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS
-from jax_sparse_mla.cli import main
+from jax_sparse_mla.cli import doctor, generate, main, report
+from jax_sparse_mla.serving import presets as texts
+from jax_sparse_mla.serving.speculative import Difference
 
 COMPILING = "OPTIMISED"  # see conftest.py
 HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -30,9 +34,11 @@ def run(capsys, *args):
     return status, out, err
 
 
-def python(code):
+def python(code, *args):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, env=environment, timeout=120
+    )
 
 
 # doctor
@@ -93,6 +99,23 @@ def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monk
     ]
 
 
+def test_doctor_lists_the_engines_that_find_our_plugins(monkeypatch):
+    ours = {
+        "vllm.general_plugins": EntryPoint("ours", "sparse_mla_torch.plugins.vllm:register", "vllm.general_plugins"),
+        "sglang.srt.plugins": EntryPoint("theirs", "another.package:register", "sglang.srt.plugins"),
+    }
+    installed = {"vllm": "0.33.2", "sglang": None}
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [ours[group]])
+    monkeypatch.setattr(doctor, "version", installed.get)
+    assert dict(doctor._engines()) == {
+        "vllm": "0.33.2: chosen by --attention-backend JAX_SPARSE_MLA",
+        "sglang": "not installed",
+    }
+    installed |= {"vllm": "0.34.0", "sglang": "0.5.23"}
+    found = dict(doctor._engines())
+    assert found["vllm"].startswith("0.34.0: left alone, made for 0.33.") and "our plugin is not" in found["sglang"]
+
+
 def test_the_installed_command():
     script = os.path.join(os.path.dirname(sys.executable), "jax-sparse-mla")
     if not os.path.exists(script):
@@ -111,10 +134,12 @@ def test_the_package_and_doctor_never_import_torch():
 # generate: arguments
 
 
-def test_generate_without_torch_says_what_is_missing():
-    code = "import sys; sys.modules['torch'] = None; from jax_sparse_mla.cli import main; sys.exit(main(['generate']))"
-    done = python(code)
-    assert done.returncode == 2 and "needs torch and transformers (the extra [hf])" in done.stderr
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_generate_without_torch_says_what_is_missing(engine):
+    code = "import sys; sys.modules['torch'] = None; from jax_sparse_mla.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = python(code, "generate", "--engine", engine)
+    assert done.returncode == 2 and "this needs torch and transformers (the extra [hf])" in done.stderr
+    assert ("--no-check goes without them" in done.stderr) == (engine == "jax")
 
 
 @needs_models
@@ -124,9 +149,9 @@ def test_an_older_transformers_is_said(capsys, monkeypatch):
 
     for name in [name for name in sys.modules if name.startswith("sparse_mla_torch.hf")]:
         monkeypatch.delitem(sys.modules, name)  # else it is not imported again
-    for version in ("4.57.1", "5.22.9", "5.9.0.dev0"):
+    for version, engine in (("4.57.1", "jax"), ("5.22.9", "torch"), ("5.9.0.dev0", "torch")):
         monkeypatch.setattr(transformers, "__version__", version)
-        status, _, err = run(capsys, "generate")
+        status, _, err = run(capsys, "generate", "--engine", engine)
         assert status == 2 and f"transformers {version} is installed" in err
         assert 'needs 5.23 or newer: pip install "transformers>=5.23"' in err
 
@@ -167,6 +192,7 @@ def test_counts_must_be_positive(capsys, value):
     [
         ["--preset", "v5"],
         ["--kv-cache", "int8"],
+        ["--engine", "tpu"],
         ["--device", "tpu"],
         ["--backend", "flash"],
         ["--compare-backends", "triton,flash"],
@@ -198,8 +224,12 @@ def test_nothing_to_generate_from(capsys, tmp_path):
         (["--prompt-file", f"{tmp_path}/latin.txt"], "codec can't decode"),
         (["--model", f"{tmp_path}/none"], f"no checkpoint folder {tmp_path}/none"),
         (["--model", ""], "no checkpoint folder"),
-        (["--model", str(tmp_path)], "safetensors"),
+        (["--model", str(tmp_path)], "model_type must be 'deepseek_v32' or 'deepseek_v4', got 'llama'"),
+        (["--engine", "torch", "--model", str(tmp_path)], "safetensors"),
         (["--draft-oracle", "0.5"], "--draft-oracle needs --speculative-steps"),
+        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+        (["--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
+        (["--engine", "torch", "--temperature", "1"], "--temperature needs --engine jax"),
     ):
         status, out, err = run(capsys, "generate", *args)
         assert status == 2 and out == "" and message in err, (args, err)
@@ -222,8 +252,8 @@ def small_presets(monkeypatch):
 
     monkeypatch.setattr(presets, "_v4_config", hf_models.small_v4_config)
     monkeypatch.setattr(presets, "_v32_config", hf_models.small_v32_config)
-    text = presets.default_prompt()[:470]
-    monkeypatch.setattr(presets, "default_prompt", lambda: text)
+    text = texts.default_prompt()[:470]
+    monkeypatch.setattr(texts, "default_prompt", lambda: text)
     return presets
 
 
@@ -243,22 +273,24 @@ def recorded(monkeypatch, module, name):
     return results
 
 
-def repeat_without_running(monkeypatch, generate, reports):
+def repeat_without_running(monkeypatch, reports):
     """The command serves nothing any more: tokens are 0, and the layers compare as these reports have it."""
+    from sparse_mla_torch.hf import comparison
 
-    def serve(engine, requests, *_):
+    def serve(setup, engine, requests, *_):
         for request in requests:
             request.output = [0] * request.max_new_tokens
+        return collections.Counter()
 
     monkeypatch.setattr(generate, "_serve", serve)
-    monkeypatch.setattr(generate, "compare_layers", lambda *_: reports)
-    monkeypatch.setattr(generate, "count_agreeing_tokens", lambda *_: (0, 0))
+    monkeypatch.setattr(comparison, "compare_layers", lambda *_: reports)
+    monkeypatch.setattr(comparison, "count_agreeing_tokens", lambda *_: (0, 0))
 
 
-@pytest.mark.parametrize(("preset", "cache"), [("v4", "bf16"), ("v32", "fp8")])
-def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch, preset, cache):
+@pytest.mark.parametrize(("engine", "preset", "cache"), [("torch", "v4", "bf16"), ("jax", "v32", "fp8")])
+def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch, engine, preset, cache):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    args = ["generate", *SHAPES, "--kv-cache", cache, "--no-check"]
+    args = ["generate", "--engine", engine, *SHAPES, "--kv-cache", cache, "--no-check"]
     status, expected, _ = run(capsys, *args, "--preset", preset, "--seed", "3")
     assert status == 0 and f"preset {preset}, seed 3 (random weights)" in expected
     small_presets.build_preset(preset, 3).save_pretrained(tmp_path)
@@ -269,26 +301,58 @@ def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monk
     assert "check" not in out
 
 
+def test_a_folder_is_served_without_torch(tmp_path, small_presets, capsys):
+    """By the JAX engine: torch and transformers cannot be imported."""
+    small_presets.build_preset("v32", 3).save_pretrained(tmp_path)
+    # The shapes of the run before, whose programs are in the cache.
+    args = ["generate", "--model", str(tmp_path), *SHAPES, "--prompt", texts.default_prompt()]
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
+    code += "from jax_sparse_mla.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = python(code, *args, "--no-check", "--stream")
+    assert done.returncode == 0, done.stderr
+    assert "requests   2 with 470, 235 prompt tokens, 4 new tokens each" in done.stdout
+    assert len(generated(done.stdout)) == 2
+
+
+def test_text_is_streamed_by_whole_characters(capsys):
+    from jax_sparse_mla.cli.progress import Stream
+    from jax_sparse_mla.serving.request import Request
+
+    request, seen = Request([1], 6), []
+    request.on_token = Stream(texts.ByteTokenizer())
+    for token in "aé€".encode():
+        request.append(token, 0.0)
+        seen.append(capsys.readouterr().out)
+    assert seen == ["a", "", "é", "", "", "€\n"]
+
+
 def test_a_vocabulary_too_small_for_bytes(capsys, tmp_path, small_presets):
     import hf_models
 
     small_presets.random_model(hf_models.small_v32_config(vocab_size=200), 0).save_pretrained(tmp_path)
-    status, out, err = run(capsys, "generate", "--model", str(tmp_path))
-    assert status == 2 and out == "" and "no tokenizer, and a vocabulary too small for bytes: 200" in err
+    for engine in ("jax", "torch"):
+        status, out, err = run(capsys, "generate", "--engine", engine, "--model", str(tmp_path))
+        assert status == 2 and out == "" and "no tokenizer, and a vocabulary too small for bytes: 200" in err
 
 
 @pytest.mark.parametrize(
-    ("preset", "cache", "backend"), [("v4", "bf16", "flashmla_sparse"), ("v32", "fp8", "flashmla_kv")]
+    ("engine", "preset", "cache", "backend"),
+    [
+        ("jax", "v4", "fp8", "flashmla_sparse"),
+        ("jax", "v32", "fp8", "flashmla_sparse"),
+        ("torch", "v4", "bf16", "flashmla_sparse"),
+        ("torch", "v32", "fp8", "flashmla_kv"),
+    ],
 )
-def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, backend):
-    from sparse_mla_torch.hf import comparison as check
-    from sparse_mla_torch.hf import generate
+def test_status_of_the_check(capsys, small_presets, monkeypatch, engine, preset, cache, backend):
+    from sparse_mla_torch.hf import comparison
 
-    reports = recorded(monkeypatch, generate, "compare_layers")
-    args = ["generate", "--preset", preset, "--seed", "1", *SHAPES, "--kv-cache", cache, "--prefill-backend", backend]
+    reports = recorded(monkeypatch, comparison, "compare_layers")
+    args = ["generate", "--engine", engine, "--preset", preset, "--seed", "1", *SHAPES, "--kv-cache", cache]
+    args += ["--prefill-backend", backend]
     status, out, err = run(capsys, *args)
     assert status == 0 and out.endswith("check      passed\n") and "FAILED" not in out
-    layers = re.findall(r"^ +\d+  (window.*|top-64) +0\.999\d+ +0\.99\d+ +(-|0\.9\d+) +\(\d+\)$", out, re.M)
+    layers = re.findall(r"^ +\d+  (window.*|top-64) +0\.999\d+ +0\.99\d+ +(-|0\.9\d+|1\.0+) +\(\d+\)$", out, re.M)
     assert len(layers) == (3 if preset == "v4" else 2)
     assert "requests   2 with 470, 235 prompt tokens, 4 new tokens each" in out
     assert re.search(r"^route +decode: \w+, paged_decode", out, re.M)
@@ -297,21 +361,30 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, 
     kinds = "window; window + C4 top-16; window + C128" if preset == "v4" else "top-64"
     for step, attended in (("prefill", phase), ("decode", "decode")):
         assert re.search(rf"^ran +{step}: {ROUTED}, {attended} \({re.escape(kinds)}\)$", out, re.M)
-    assert re.search(r"^tokens +\d of 8 are", out, re.M) and "extend" in err
+    agreeing = int(re.search(r"^tokens +(\d) of 8 are", out, re.M)[1])
+    assert agreeing >= 3 and "extend" in err  # near-ties go either way
 
-    repeat_without_running(monkeypatch, generate, *reports)
-    monkeypatch.setitem(check.MIN_COSINE, cache, 2.0)
+    repeat_without_running(monkeypatch, *reports)
+    monkeypatch.setitem(comparison.MIN_COSINE, cache, 2.0)
     status, out, _ = run(capsys, *args)
     assert status == 1 and out.endswith("check      FAILED\n") and out.count("FAILED") == len(layers) + 1
 
 
 @pytest.mark.cpu
-def test_speculative_decoding(capsys, small_presets, monkeypatch):
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_speculative_decoding(capsys, small_presets, monkeypatch, engine):
     """Both decodings, their comparison, and how many drafts were accepted."""
-    from sparse_mla_torch.hf import generate
-    from sparse_mla_torch.hf.speculative import Difference
-
-    args = ["generate", "--preset", "v32", "--prompt", small_presets.default_prompt()[:100], "--requests", "2"]
+    args = [
+        "generate",
+        "--engine",
+        engine,
+        "--preset",
+        "v32",
+        "--prompt",
+        texts.default_prompt()[:100],
+        "--requests",
+        "2",
+    ]
     args += ["--chunk-size", "112", "--max-new-tokens", "12", "--speculative-steps", "2"]
     status, out, _ = run(capsys, *args, "--draft-oracle", "0.7")
     assert status == 0 and out.count("check      passed") == 2 and "FAILED" not in out
@@ -325,14 +398,15 @@ def test_speculative_decoding(capsys, small_presets, monkeypatch):
     assert re.search(r"^accepted +\d\.\d\d tokens a round, \d+ rounds of a request$", out, re.M)
     assert "tokens     24 of 24 are plain decoding's" in out
 
-    status, out, _ = run(capsys, *args, "--no-check")
-    assert status == 0 and "check" not in out and "decoding   plain" not in out
-    assert generated(out) == [first, second]
+    if engine == "torch":  # programs of the JAX engine that do not trace are others
+        status, out, _ = run(capsys, *args, "--no-check")
+        assert status == 0 and "check" not in out and "decoding   plain" not in out
+        assert generated(out) == [first, second]
 
-    repeat_without_running(monkeypatch, generate, [])
+    repeat_without_running(monkeypatch, [])
     for margin, expected in ((0.01, 0), (0.5, 1)):
         found = [Difference(1, 3, margin)]
-        monkeypatch.setattr(generate, "compare_with_plain", lambda *_, found=found: found)
+        monkeypatch.setattr(report, "compare_with_plain", lambda *_, found=found: found)
         status, out, _ = run(capsys, *args)
         assert status == expected and "tokens     23 of 24 are plain decoding's" in out
         assert f"request 1, token 3 differs, under a top-2 margin of {margin:.4f}" in out
@@ -381,8 +455,12 @@ def test_the_lines_ran_are_true(capsys, small_presets, preset, backend):
 @needs_models
 def test_a_backend_that_cannot_serve(capsys, small_presets):
     """Nothing is served, by none."""
-    for option, backend in (("--backend", "flashinfer"), ("--compare-backends", "reference,flashinfer")):
-        status, out, err = run(capsys, "generate", "--preset", "v32", *SHAPES, option, backend)
+    for engine, option, backend in (
+        ("jax", "--backend", "flashinfer"),
+        ("jax", "--compare-backends", "reference,flashinfer"),
+        ("torch", "--backend", "flashinfer"),
+    ):
+        status, out, err = run(capsys, "generate", "--engine", engine, "--preset", "v32", *SHAPES, option, backend)
         assert status == 2 and out == "" and "backend 'flashinfer' cannot serve this prefill call" in err
 
 
@@ -391,31 +469,33 @@ def test_a_device_that_is_not_there(capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    status, out, err = run(capsys, "generate", "--device", "cuda")
+    status, out, err = run(capsys, "generate", "--engine", "torch", "--device", "cuda")
     assert status == 2 and out == "" and f"--device cuda: torch {torch.__version__} has no GPU here" in err
 
 
 @pytest.mark.cpu
 @needs_models
-def test_a_gpu_that_only_torch_has(capsys, monkeypatch):
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_a_gpu_that_only_torch_has(capsys, monkeypatch, engine):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    status, out, err = run(capsys, "generate", "--device", "cuda")
+    status, out, err = run(capsys, "generate", "--engine", engine, "--device", "cuda")
     assert status == 2 and out == "" and f"--device cuda: JAX {jax.__version__} has no GPU here" in err
 
 
 @pytest.mark.cpu
 @needs_models
-def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch):
-    from sparse_mla_torch.hf import comparison as check
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch, engine):
+    from jax_sparse_mla.serving import comparison
 
-    def other_logits(engine, requests, serve=check.replay_logits):
-        logits = serve(engine, requests)
-        return logits * 0.9 if engine.options.backend else logits
+    def other_logits(engine, backend, requests, serve=comparison.replay_logits):
+        logits = serve(engine, backend, requests)
+        return logits * 0.9 if backend else logits
 
-    monkeypatch.setattr(check, "replay_logits", other_logits)
-    args = ["generate", "--preset", "v32", *SHAPES, "--no-check", "--compare-backends", "reference"]
+    monkeypatch.setattr(comparison, "replay_logits", other_logits)
+    args = ["generate", "--engine", engine, "--preset", "v32", *SHAPES, "--no-check", "--compare-backends", "reference"]
     status, out, _ = run(capsys, *args)
     assert status == 1 and out.endswith("backends   DISAGREE\n")
     assert re.search(r"^ +reference +0\.(0999|1000)\d +8 of 8 tokens  FAILED$", out, re.M)
@@ -446,20 +526,15 @@ def test_speculative_decoding_on_a_gpu(capsys):
     assert attended(out)["verify"] == planned(out)["decode"] and re.search(r"tokens +1[56] of 16 are plain", out)
 
 
-@needs_models
 def test_default_prompt_is_long_enough_for_every_selection():
-    from sparse_mla_torch.hf import presets
-
-    prompt = presets.ByteTokenizer().encode(presets.default_prompt())
+    prompt = texts.ByteTokenizer().encode(texts.default_prompt())
     assert len(prompt) // 4 > 512 and len(prompt) > 2048 and len(prompt) // 128 >= 20
-    assert presets.ByteTokenizer().decode(prompt) == presets.default_prompt()
+    assert texts.ByteTokenizer().decode(prompt) == texts.default_prompt()
 
 
 def long_prompt(folder):
     """Options: a prompt of 2,148 tokens, which two chunks hold."""
-    from sparse_mla_torch.hf import presets
-
-    (folder / "prompt.txt").write_text(presets.default_prompt()[:2148], encoding="utf-8")
+    (folder / "prompt.txt").write_text(texts.default_prompt()[:2148], encoding="utf-8")
     return ["--prompt-file", f"{folder}/prompt.txt", "--chunk-size", "1074"]
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from hf_models import DEVICE, MODELS, new_engine, serve, served, small_model, small_v4_config, small_v32_config
 from sparse_mla_torch.hf import layers as hf_layers
-from sparse_mla_torch.hf.comparison import compare_layer, compare_layers
+from sparse_mla_torch.hf.comparison import TorchRun, compare_layer, compare_layers
 from sparse_mla_torch.hf.engine import Request
 from sparse_mla_torch.hf.presets import random_model
 from sparse_mla_torch.hf.replace import selected_indices
@@ -99,7 +99,7 @@ def test_layers_match_eager(name, bf16):
     run = served(name, bf16)
     modes = [step.mode for step in run.steps]
     assert modes.count(ForwardMode.EXTEND) >= 6 and modes.count(ForwardMode.DECODE) >= 8
-    reports = compare_layers(run.engine, run.requests)
+    reports = compare_layers(TorchRun(run.engine), run.requests)
     kinds = ["window", "window + C4 top-16", "window + C128"] if name == "v4" else ["top-64"] * 2
     assert [report.kind for report in reports] == kinds
     for report in reports:
@@ -120,7 +120,7 @@ def test_the_comparison_notices_a_wrong_parameter():
         params = layer.params
         layer.params = dataclasses.replace(params, **changes)
         try:
-            return not as_close_as_bf16_is(compare_layer(engine, engine.layers.index(layer), run.requests))
+            return not as_close_as_bf16_is(compare_layer(TorchRun(engine), engine.layers.index(layer), run.requests))
         finally:
             layer.params = params
 

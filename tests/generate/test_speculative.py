@@ -18,15 +18,11 @@ from sparse_mla_torch.hf import engine as hf_engine
 from sparse_mla_torch.hf import layers as hf_layers
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 from sparse_mla_torch.hf.presets import random_model
-from sparse_mla_torch.hf.speculative import (
-    MAX_MARGIN,
-    DraftOracle,
-    SpeculativeDecoder,
-    compare_with_plain,
-)
+from sparse_mla_torch.hf.speculative import SpeculativeDecoder
 
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv
 from jax_sparse_mla.indexer import write_index_k
+from jax_sparse_mla.serving.speculative import MAX_MARGIN, DraftOracle, compare_with_plain
 
 COMPILING = "OPTIMISED"  # see conftest.py
 pytestmark = pytest.mark.torch
@@ -77,9 +73,9 @@ class EveryLength(DraftOracle):
         super().__init__(plain, probability=1, seed=0)
         self._steps, self._rounds = steps, collections.Counter()
 
-    def propose(self, request, ahead, draft):
+    def propose(self, request, ahead):
         self._rounds[id(request)] += ahead == 0
-        right = super().propose(request, ahead, draft)
+        right = max(super().propose(request, ahead), 0)
         return right if ahead < (self._rounds[id(request)] - 1) % (self._steps + 1) else (right + 1) % VOCABULARY
 
 
@@ -115,7 +111,7 @@ def test_tokens_are_those_of_plain_decoding(name, steps):
     for oracle in (none, every, all_of_them):
         run = speculated(name) if (oracle, steps) == (every, 3) else speculate(name, steps, oracle)
         requests, accepted = run.requests, run.decoder.accepted
-        differences = compare_with_plain(engine, requests, expected)
+        differences = compare_with_plain(engine.run, requests, expected)
         assert len(differences) <= 1 and all(d.margin <= MAX_MARGIN for d in differences), differences
         assert [len(r.output) for r in requests] == [r.max_new_tokens for r in expected]
         assert all(r.computed == len(r.tokens) - 1 and len(r.margins) == len(r.output) for r in requests)
@@ -145,7 +141,7 @@ def test_a_first_layer_that_compresses(first):
     engine.run(expected)
     decoder = SpeculativeDecoder(engine, 3, EveryLength(expected, 3))
     engine.run(requests, advance=decoder.advance)
-    differences = compare_with_plain(engine, requests, expected)
+    differences = compare_with_plain(engine.run, requests, expected)
     assert len(differences) <= 1 and all(d.margin <= MAX_MARGIN for d in differences), differences
     assert all(decoder.accepted.values()), decoder.accepted
 
@@ -280,10 +276,10 @@ def test_everything_is_given_back_when_a_draft_raises():
     free, layers = snapshot(engine.pool), list(engine.model.model.layers)
 
     class Broken(DraftOracle):
-        def propose(self, request, ahead, draft):
+        def propose(self, request, ahead):
             if ahead == 1:
                 raise KeyboardInterrupt
-            return draft
+            return -1
 
     with pytest.raises(KeyboardInterrupt):
         engine.run(new_requests(), advance=SpeculativeDecoder(engine, 3, Broken([], 0, 0)).advance)
@@ -313,26 +309,26 @@ def test_the_comparison_goes_on_behind_a_difference():
             output, margins = output + tail.output, margins + tail.margins
         return Request(request.prompt, request.max_new_tokens, output, margins)
 
-    assert compare_with_plain(engine, expected, expected) == []
+    assert compare_with_plain(engine.run, expected, expected) == []
     twice = with_token(with_token(expected[1], 2), 5)
     requests = [expected[0], twice, with_token(expected[2], 13)]
-    found = [(d.request, d.index, d.margin) for d in compare_with_plain(engine, requests, expected)]
+    found = [(d.request, d.index, d.margin) for d in compare_with_plain(engine.run, requests, expected)]
     assert found == [(1, 2, 0.5), (1, 5, 0.5), (2, 13, 0.5)]
 
 
 def test_margins_are_shares_of_the_best_logit():
-    request = Request([1], 3)
-    for logits in ([4.0, 1.0, 5.0], [-2.0, -1.0, -2.0], [7.0, 7.0, 0.0]):
-        request.choose(torch.tensor(logits, dtype=torch.bfloat16))
-    assert request.output[:2] == [2, 1] and request.margins == pytest.approx([0.2, 1.0, 0.0])
+    chosen = [hf_engine.choose(torch.tensor(x, dtype=torch.bfloat16)) for x in ([4.0, 1.0, 5.0], [-2.0, -1.0, -2.0])]
+    assert [token for token, _ in chosen] == [2, 1]
+    assert [margin for _, margin in chosen] == pytest.approx([0.2, 1.0])
+    assert hf_engine.choose(torch.tensor([7.0, 7.0, 0.0]))[1] == 0
 
 
 def test_the_oracle_proposes_plain_tokens():
     served = Request([5, 6], 4, output=[10, 11, 12, 13])
     asked = Request([5, 6], 9, output=[10])
     always, never = DraftOracle([served, Request([5, 6], 1, output=[10])], 1, 0), DraftOracle([served], 0, 0)
-    assert [always.propose(asked, ahead, 99) for ahead in range(4)] == [11, 12, 13, 99]
-    assert [never.propose(asked, ahead, 99) for ahead in range(4)] == [99] * 4
-    assert always.propose(Request([5], 4), 0, 99) == 99
+    assert [always.propose(asked, ahead) for ahead in range(4)] == [11, 12, 13, -1]
+    assert [never.propose(asked, ahead) for ahead in range(4)] == [-1] * 4
+    assert always.propose(Request([5], 4), 0) == -1
     often = DraftOracle([served], 0.7, 0)
-    assert sum(often.propose(asked, 0, 99) == 11 for _ in range(1000)) == pytest.approx(700, abs=60)
+    assert sum(often.propose(asked, 0) == 11 for _ in range(1000)) == pytest.approx(700, abs=60)

@@ -5,6 +5,8 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
 
@@ -30,9 +32,11 @@ def test_every_page_is_in_the_navigation():
     assert shown == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
-def test_the_guide_of_a_step_runs():
-    source = "\n".join(re.findall(r"^```python\n(.*?)^```$", (DOCS / "step.md").read_text(), re.DOTALL | re.MULTILINE))
-    exec(compile(source, DOCS / "step.md", "exec"), {"__name__": "step"})
+@pytest.mark.parametrize("guide", ["step", "serving"])
+def test_a_guide_runs(guide):
+    page = DOCS / f"{guide}.md"
+    source = "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+    exec(compile(source, page, "exec"), {"__name__": guide})
 
 
 def args_lists(tree):

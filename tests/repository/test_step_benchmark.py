@@ -64,7 +64,7 @@ def test_copies_of_a_cache_are_counted():
     small = Stack(spec=SMALL, ratios=(128,), batch=2, max_len=512)
     program = Program(small, "decode", 2)
     shapes = jax.eval_shape(lambda: (program.state(small.empty_caches(), 0), *program.inputs()))
-    hlo = jax.jit(functools.partial(stack._decode, small)).lower(*shapes).compile().as_text()
+    hlo = jax.jit(functools.partial(stack.decode_step, small)).lower(*shapes).compile().as_text()
     caches = jax.tree.leaves(jax.eval_shape(small.empty_caches))
     assert step.count_copies(hlo, caches) >= len(caches) == 4
 

@@ -5,7 +5,7 @@ Run by test_triton_kv in a process of its own, because Triton's interpreter, onc
 
 from compile_triton import facts, in_ptx
 
-from jax_sparse_mla.kernels.triton import indices, kv_cache, merge, sanitise
+from jax_sparse_mla.kernels.triton import indices, kv_cache, merge, sanitise, streams
 from jax_sparse_mla.kv_cache import KVLayout
 
 
@@ -44,6 +44,8 @@ def cases(capability):
     for has_sink in (False, True):
         constants = merge.constants(512, 3, has_sink) | {"num_warps": 4}
         yield "merge sink" if has_sink else "merge", merge.merge_kernel, pointers, constants
+    pointers = {"logits_ptr": "*fp32", "out_ptr": "*fp32", "eps": "fp32"}
+    yield "streams", streams.doubly_stochastic_kernel, pointers, {"N": 4, "ITERATIONS": 20} | streams.OPTIONS
 
 
 if __name__ == "__main__":

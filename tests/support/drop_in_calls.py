@@ -1,7 +1,8 @@
 """How the tests of the torch face call it: cases as tensors in FlashMLA's shapes, and who serves them.
 
-On a GPU the backends are the real ones. Without, "reference" serves CPU tensors, and "triton" and "flashmla" take CPU
-tensors as if they were an H200's: the kernels run in Triton's interpreter, the operators are `flashmla_stub`'s.
+On a GPU the backends are the real ones. Without, "reference" serves CPU tensors, and the others take CPU tensors as if
+they were an H200's: "triton" runs in Triton's interpreter, "flashmla" calls `flashmla_stub`'s operators, "hopper"
+`hopper_stub`'s library.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import pytest
 import torch
 from attention_calls import H200, OVERRIDES, small_decode
 from attention_oracle import assert_close_flashmla, decode_oracle, prefill_oracle
+from hopper_stub import library
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from triton_device import ON_GPU, tensor
 
+from jax_sparse_mla.kernels import build
+
 BACKENDS = ("hopper", "triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
+ALL_BACKENDS = BACKENDS if ON_GPU else (*BACKENDS, "hopper")
 WIDTH = {"V32_FP8": 656, "V4_FP8": 584, "V32_BF16": 1152, "V4_BF16": 1024}
 
 
@@ -35,7 +40,8 @@ def served_by(backend: str, monkeypatch):
     monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend == 'hopper' else ''}BACKEND", backend)
     if not ON_GPU and backend != "reference":
         monkeypatch.setattr(route, "device_info", lambda device: H200)
-        there = ("reference", "triton", "flashmla")
+        monkeypatch.setattr(build, "sparse_decode_module", library)
+        there = ("reference", "triton", "flashmla", "hopper")
         monkeypatch.setattr(route, "missing", lambda name, phase: None if name in there else "not installed")
     elif why := route.missing(backend, "decode"):
         pytest.skip(f"{backend}: {why}")

@@ -6,6 +6,8 @@ them: lse +inf on empty rows and a transposed view, partial results by the sched
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -33,8 +35,9 @@ PARTITIONS = 132  # per 64 heads, of the H200 that the tests pretend to have
 CALLS: list[tuple[str, tuple[int, ...]]] = []  # operator and the shape of q
 
 
+@functools.cache
 def register() -> dict[str, torch.library.Library]:
-    """The libraries, by namespace; they live as long as the caller keeps them."""
+    """The libraries, by namespace; for the rest of the process, in which they can be defined once."""
     libraries = {}
     for namespace, style in (("stub_flash_mla", _AS_SGL_FLASH_MLA), ("stub_sgl_kernel", _AS_SGLANG_KERNEL)):
         library = torch.library.Library(namespace, "DEF")

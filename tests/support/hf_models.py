@@ -12,10 +12,11 @@ import pytest
 import torch
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 from sparse_mla_torch.hf.layers import Step
-from sparse_mla_torch.hf.page_pool import RequestPool
 from sparse_mla_torch.hf.presets import random_model
 from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v32 import DeepseekV32Config
+
+from jax_sparse_mla.serving.pages import RequestPool
 
 # These models are too small for a second thread to help, and waiting for it costs much in parallel test runs.
 torch.set_num_threads(1)
@@ -123,7 +124,7 @@ class Run:
         """The input rows of a layer, `[tokens, hidden]` per request."""
         rows = [[] for _ in self.requests]
         for traced in self.engine.trace:
-            for i, row in zip(self.index_of(traced.step), traced.hidden[layer]):
+            for i, row in zip(self.index_of(traced.step), traced.hidden(layer)):
                 rows[i].append(row)
         return [torch.stack(part) for part in rows]
 
@@ -162,8 +163,8 @@ def poison(engine: Engine) -> None:
 def snapshot(pool: RequestPool):
     """What is free, and what the tables say; equal before and after everything was given back."""
     return (
-        sorted(map(int, pool._pages.free)),
-        sorted(map(int, pool._swa_pages.free)),
+        sorted(map(int, pool.pages.free)),
+        sorted(map(int, pool.swa_pages.free)),
         sorted(pool._free_rows),
         pool.req_to_token.tolist(),
         pool.full_to_swa.tolist(),

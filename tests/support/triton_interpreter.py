@@ -14,22 +14,25 @@ import triton.runtime.interpreter as interpreter
 
 _patch_language, _run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
 _numpy_dtype_of_any = interpreter._get_np_dtype
-_patched: set[frozenset[str]] | None = None  # which of the language's modules the current launch has patched
+# How the current launch has patched the language, by which of its modules; the first is the launch's own.
+_patched: dict[frozenset[str], interpreter._LangPatchScope] | None = None
 
 
 def _patch_language_once(fn):
     seen = frozenset(x.__name__ for x in fn.__globals__.values() if x is tl or x is tl.core)
     if _patched is None or not seen or seen not in _patched:
         scope = _patch_language(fn)
+        if _patched:  # Triton restores what a launch has patched, and forgets what its functions have
+            next(iter(_patched.values()))._changes.extend(scope._changes)
         if _patched is not None:
-            _patched.add(seen)
+            _patched[seen] = scope
         return scope
     return interpreter._LangPatchScope()
 
 
 def _run_grid_patched_once(self, *args, **kwargs):
     global _patched
-    before, _patched = _patched, set()
+    before, _patched = _patched, {}
     try:
         return _run_grid(self, *args, **kwargs)
     finally:

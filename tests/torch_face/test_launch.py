@@ -142,8 +142,7 @@ def test_what_asks_for_more_is_tritons(driver, special):
 
 
 def test_other_versions_are_launched_by_triton(monkeypatch):
-    monkeypatch.setattr(launcher.triton, "__version__", "9.0.0")
-    monkeypatch.setattr(launcher, "module", launcher.module.__wrapped__)
+    monkeypatch.setattr(triton, "__version__", "9.0.0")
     kernel = Kernel()
     launch = make(kernel)
     for x, y, out in (tensors(3), tensors(3)):
@@ -225,6 +224,57 @@ def test_kept_results_are_let_go(driver):
     assert sys.getrefcount(results) == before + 1
     del launch, again
     assert sys.getrefcount(results) == before
+
+
+# --- what a library planned ---------------------------------------------------------------------------------------
+
+
+class Library:
+    """Keeps the addresses and the stream that its `run` is handed, and answers `status`."""
+
+    def __init__(self):
+        self.runs, self.status = [], 0
+        self.function = launcher._RUN(self.run)
+        self.address = ctypes.cast(self.function, ctypes.c_void_p).value
+
+    def run(self, planned, addresses, stream):
+        self.runs.append((planned, addresses[:3], stream))
+        return self.status
+
+
+class Mine(torch.Tensor):
+    """Whose memory launcher.c does not read."""
+
+
+@pytest.mark.parametrize("by", ["launcher.c", "ctypes", "a subclass"])
+def test_what_a_library_planned(by, request, monkeypatch):
+    if by == "ctypes":
+        monkeypatch.setattr(launcher, "module", lambda: None)
+    else:
+        request.getfixturevalue("driver")
+    library = Library()
+    launch = launcher.planned(library.address, b"a plan", 3)
+    # Any address will do: what a kernel needs is for the library's caller to see to.
+    x, y = tensors(1, offset=1)[0], torch.zeros(8, dtype=torch.float8_e4m3fn)
+    launch(x.as_subclass(Mine) if by == "a subclass" else x, None, y)
+    assert library.runs == [(b"a plan", [x.data_ptr(), 0, y.data_ptr()], None)]
+    library.status = 719
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        launch(x, None, y)
+    library.status = 201  # unlike Triton's, a library gives the thread a context itself
+    with pytest.raises(RuntimeError, match="CUDA error 201"):
+        launch(x, None, y)
+
+
+def test_a_plan_is_kept_as_long_as_it_can_be_launched(module):
+    plan = bytes(bytearray(b"another plan"))
+    before = sys.getrefcount(plan)
+    kept = module.planned(1, plan, 2)
+    assert sys.getrefcount(plan) == before + 1
+    del kept
+    assert sys.getrefcount(plan) == before
+    with pytest.raises(ValueError, match="at most"):
+        module.planned(1, plan, 1000)
 
 
 # --- what a call is known by --------------------------------------------------------------------------------------

@@ -34,13 +34,13 @@ class Prepared(NamedTuple):
 
     Attributes:
       run: takes the call's tensors and what it writes into; see `decode.prepare` and `prefill.prepare`.
-      plan: which backend, and why.
+      plan: which backend, and why; None for a call that is left to FlashMLA.
       writes_into: whether `run` writes into results that it is given.
       shape: of a decode call, `decode.Shape`.
     """
 
     run: Callable[..., Results]
-    plan: Plan
+    plan: Plan | None
     writes_into: bool
     shape: Any = None
 
@@ -99,6 +99,15 @@ def _facts_of(x: torch.Tensor) -> tuple:
 def forget() -> None:
     """Drops what was prepared: the environment's overrides are read again."""
     calls.clear()
+
+
+def left_to_flashmla(reason: Exception) -> Prepared:
+    """A call that is not served, since the caller's own FlashMLA does it sooner: `run` raises the reason."""
+
+    def run(*arguments):
+        raise type(reason)(*reason.args)
+
+    return Prepared(run, None, False)
 
 
 def on_contiguous(run: Callable[..., Results], tensors: tuple[torch.Tensor | None, ...]) -> Callable[..., Results]:

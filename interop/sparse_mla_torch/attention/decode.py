@@ -16,7 +16,7 @@ from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.call_cache import Prepared, Results, on_contiguous
+from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 LAYOUTS = {
@@ -50,9 +50,9 @@ class Options(NamedTuple):
       function: named by errors.
       softmax_scale: None: qk_dim^-0.5.
       empty_lse: of a row without a valid key, +inf (FlashMLA) or −inf.
+      beside_flashmla: the caller has FlashMLA's functions, and leaves to them what they do sooner: see `route.plan`.
       keeps_memory: False if the call must let go of all that it allocates, since a compiled graph may give it memory
         that is the graph's.
-      in_graph: the call is for a CUDA graph: see `route.plan`.
     """
 
     function: str
@@ -60,8 +60,8 @@ class Options(NamedTuple):
     empty_lse: float
     batch_invariant: bool = False
     assume_valid_indices: bool = False
+    beside_flashmla: bool = False
     keeps_memory: bool = True
-    in_graph: bool = False
 
 
 def prepare(
@@ -82,7 +82,7 @@ def prepare(
       q: bfloat16 `[batch, q_len, heads, qk_dim]`.
       k_cache, extra_k_cache: uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`, the bytes of a page
         in a row; pages may be any multiple of 8 bytes apart.
-      indices, extra_indices: int32 `[batch, q_len, topk]`.
+      indices, extra_indices: int32 `[batch, q_len, topk]`; copied if rows are not dense or not evenly apart.
       lengths, extra_lengths: int32 `[batch]` or `[batch, q_len]`.
       attn_sink: float32 `[heads]`.
 
@@ -107,7 +107,10 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     topk = sum(scope.topk for scope in kept)
     call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, batch_invariant=options.batch_invariant)
     facts = options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device
-    plan = route.plan(call, *facts, in_graph=options.in_graph)
+    try:
+        plan = route.plan(call, *facts, beside_flashmla=options.beside_flashmla)
+    except route.FasterAlone as reason:
+        return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = not q.numel() or not kept
     run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)
@@ -127,7 +130,14 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         extra_topk=extra and extra.topk,
         enable_batch_invariant=bool(options.batch_invariant),
     )
-    run = on_contiguous(run, (None, None, *tensors[2:4], None, *tensors[5:]))  # any queries and caches will do
+    # Any queries and caches will do, and rows of indices that are evenly apart.
+    copied = [None, None, *tensors[2:4], None, *tensors[5:]]
+    for i, scope in zip((2, 5), scopes):
+        copied[i] = None if scope.stride else copied[i]
+    run = on_contiguous(run, tuple(copied))
+    lengths = [i for i in (3, 6) if q_len == 1 and tensors[i] is not None and tensors[i].dim() == 2]
+    if lengths:
+        run = _by_request(run, lengths)
     return Prepared(run, plan, backend.WRITES_INTO and not empty, shape)
 
 
@@ -172,7 +182,17 @@ def _check_table(function, prefix, k_cache, indices, lengths, shape, like) -> tu
         expected = shape[:1] if per_request else shape
         check_strided(function, f"{prefix}topk_length", lengths, tuple(expected), like)
         shared = shape[1] if per_request else 1
-    return LAYOUTS[width], Scope(topk, shared, pages * page_size, page_size, page_bytes)
+    return LAYOUTS[width], Scope(topk, shared, pages * page_size, page_size, page_bytes, stride=_row_stride(indices))
+
+
+def _row_stride(indices: torch.Tensor) -> int:
+    """Entries from one row of `[batch, q_len, topk]` to the next; 0 where that differs, or a row is not dense."""
+    (batch, q_len, topk), (of_batch, of_token, of_column) = indices.shape, indices.stride()
+    if of_column != 1 and topk > 1:
+        return 0
+    if q_len == 1:
+        return of_batch if batch > 1 else topk
+    return of_token if batch == 1 or of_batch == q_len * of_token else 0
 
 
 def _without_empty_tables(run: Callable[..., Results], kept: int) -> Callable[..., Results]:
@@ -183,6 +203,15 @@ def _without_empty_tables(run: Callable[..., Results], kept: int) -> Callable[..
         return run(q, *tables[3 * kept : 3 * kept + 3], None, None, None, *rest)
 
     return alone
+
+
+def _by_request(run: Callable[..., Results], lengths: list[int]) -> Callable[..., Results]:
+    """`run` of lengths `[batch]`, which are those of one token a request."""
+
+    def squeezed(*arguments):
+        return run(*(x[:, 0] if i in lengths else x for i, x in enumerate(arguments)))
+
+    return squeezed
 
 
 def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:

@@ -15,7 +15,7 @@ from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.call_cache import Prepared, Results, on_contiguous
+from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
 
@@ -27,6 +27,7 @@ class Options(NamedTuple):
     empty_lse: float
     log2: bool = False
     assume_valid_indices: bool = False
+    beside_flashmla: bool = False
     keeps_memory: bool = True
 
 
@@ -71,7 +72,10 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
     device = route.device_info(q.device)
     call = Call("prefill", workspace_layout(qk_dim), q_len, max(heads, 1), device, topk)
-    plan = route.plan(call, q, kv, indices)
+    try:
+        plan = route.plan(call, q, kv, indices, beside_flashmla=options.beside_flashmla)
+    except route.FasterAlone as reason:
+        return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = 0 in (q_len, heads, topk, kv_len)
     scope = Scope(topk, int(lengths is not None), kv_len)

@@ -16,43 +16,45 @@ import torch
 
 from jax_sparse_mla.attention.api import override_of
 from jax_sparse_mla.attention.backend import BACKENDS, Call
-from jax_sparse_mla.attention.route import Plan, plan_call
+from jax_sparse_mla.attention.route import Plan, plan_call, why_flashmla_alone
 from jax_sparse_mla.device import DeviceInfo
 
 
-def plan(call: Call, *facts: Any, in_graph: bool = False) -> Plan:
+class FasterAlone(Exception):
+    """FlashMLA's own kernel does a call sooner, and the caller has it; the message says why."""
+
+
+def plan(call: Call, *facts: Any, beside_flashmla: bool = False) -> Plan:
     """The backend of a call; the environment's overrides are read.
 
     Args:
       call: its facts.
       facts: what the backends' obstacles take; without them none is asked.
-      in_graph: the call is for a CUDA graph, which does not pay for its launch.
+      beside_flashmla: the caller has FlashMLA's functions of its own.
 
     Raises:
       ValueError: the environment names a backend that cannot serve the call, with the reason.
+      FasterAlone: with `beside_flashmla`, if the environment names no backend.
     """
     override = override_of(call.phase)
-    unable = unable_for(call.phase, call.device, override, in_graph)
+    unable = unable_for(call.phase, call.device)
     for name in BACKENDS if facts else ():
         obstacle = None if name in unable else getattr(backend_module(name), f"{call.phase}_obstacle", None)
         if obstacle is not None and (why := obstacle(*facts)):
             unable[name] = why
-    return plan_call(call, unable=unable, override=override)
+    made = plan_call(call, unable=unable, override=override)
+    if beside_flashmla and override is None and (why := why_flashmla_alone(call, made.backend)):
+        raise FasterAlone(why)
+    return made
 
 
-def unable_for(phase: str, device: DeviceInfo, override: str | None = None, in_graph: bool = False) -> dict[str, str]:
-    """The backends that torch cannot take for a phase here, whatever the call, and why.
-
-    Nothing is built for a backend that serves by name alone and is not named. In a graph, where the host's time to
-    launch it does not count, such a backend serves like the others.
-    """
+def unable_for(phase: str, device: DeviceInfo) -> dict[str, str]:
+    """The backends that torch cannot take for a phase here, whatever the call, and why."""
     unable = {}
     for name, backend in BACKENDS.items():
         why = backend.wrong_device(device)
         if why is None and phase not in backend.torch:
             why = f"torch does not call its {phase}"
-        if why is None and name != override and not in_graph:
-            why = backend.torch_by_name
         if why := why or missing(name, phase):
             unable[name] = why
     return unable

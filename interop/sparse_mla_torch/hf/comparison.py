@@ -1,24 +1,30 @@
-"""Compares a run with others on the same inputs: each layer with transformers' eager attention, and the model's logits
-with those of other attention backends."""
+"""Compares a run of either engine with transformers on the same inputs: each layer's attention, and the tokens."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.serving.comparison import layer_kind
+from jax_sparse_mla.serving.engine import Engine as JaxEngine
+from jax_sparse_mla.serving.model import Model
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import GATHERED
+from sparse_mla_torch.hf.engine import Engine, TracedStep
+from sparse_mla_torch.hf.layers import V4Layer, V32Layer
 
 MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
 # The bound of a single row: one wrong row in a thousand hardly changes the cosine of the whole layer.
 MIN_ROW_COSINE = {"fp8": 0.99, "bf16": 0.999}
 MIN_OVERLAP = 0.97
-# The largest difference between backends, as a share of the largest logit. They round differently, and where two
-# entries of the indexer or two experts tie, rounding chooses between them. Attention outputs that differ in their last
-# bit only change the presets' logits by up to 0.02 of the largest.
-MAX_LOGIT_DIFFERENCE = 1 / 16
 
 
 @dataclasses.dataclass
@@ -47,46 +53,100 @@ class LayerReport:
         return close and (self.overlap is None or self.overlap >= MIN_OVERLAP)
 
 
-def compare_layers(engine: Engine, requests: list[Request]) -> list[LayerReport]:
+class TorchRun:
+    """What the comparison needs of a torch engine that has traced a run."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.layers, self.model = engine, engine.layers, engine.model
+
+    def again(self, index: int) -> Callable[[TracedStep, np.ndarray | None], torch.Tensor]:
+        """A function that runs a layer again, step by step, over caches of its own: of a traced step and index scores
+        `[rows, columns]` (None: the indexer's), it returns the attention's output `[n, hidden]`."""
+        cache = self.engine.new_cache(index)
+
+        def run(traced: TracedStep, scores: np.ndarray | None) -> torch.Tensor:
+            nonlocal cache
+            embeddings = _position_embeddings(self.model, self.engine.is_v4, traced.hidden(index), traced.positions)
+            scores = None if scores is None else jnp.asarray(scores)
+            hidden = traced.hidden(index)[None]
+            out, cache, _ = self.layers[index](cache, hidden, embeddings, traced.step, index_scores=scores)
+            return out[0]
+
+        return run
+
+
+class JaxRun:
+    """As `TorchRun`, of a JAX engine and the transformers model that has its weights."""
+
+    def __init__(self, engine: JaxEngine, model: torch.nn.Module):
+        self.engine, self.model = engine, model
+        layer_type = V4Layer if engine.spec.window is not None else V32Layer
+        modules = [layer.self_attn for layer in model.model.layers]
+        self.layers = [layer_type(module, engine.spec, ratio) for module, ratio in zip(modules, engine.model.ratios)]
+
+    def again(self, index: int) -> Callable[[Any, np.ndarray | None], torch.Tensor]:
+        """As `TorchRun.again`."""
+        engine, caches = self.engine, self.engine.new_caches()
+        attention = _attention(engine.model, index, engine.prefill_backend == GATHERED, engine.options.backend)
+
+        def run(traced, scores: np.ndarray | None) -> torch.Tensor:
+            nonlocal caches
+            (num_rows,) = traced.batch.out_cache_loc.shape
+            positions = np.zeros(num_rows, np.int32)
+            positions[: len(traced.positions)] = traced.positions
+            x = traced.layers[index][0]
+            out, caches = attention(
+                engine.params, caches, traced.batch, traced.tables, x, positions, index_scores=scores
+            )
+            return torch.from_numpy(np.array(out[: len(traced.positions)].astype(np.float32))).to(_device(self.model))
+
+        return run
+
+
+@functools.cache
+def _attention(model: Model, layer: int, gathered: bool, backend: str | None):
+    return jax.jit(
+        functools.partial(model.attention, layer=layer, gathered=gathered, backend=backend), donate_argnums=1
+    )
+
+
+def compare_layers(run: TorchRun | JaxRun, requests: list[Request]) -> list[LayerReport]:
     """Runs each layer again, with fresh caches and the same steps (chunks, batches, padding and slots), but with the
     entries that eager selects on the same inputs, and compares the outputs with eager's.
 
     The run must be plain decoding, since drafts run the first layer only and rejected tokens are in no sequence.
     """
-    return [compare_layer(engine, index, requests) for index in range(len(engine.layers))]
+    return [compare_layer(run, index, requests) for index in range(len(run.layers))]
 
 
 @torch.no_grad()
-def compare_layer(engine: Engine, index: int, requests: list[Request]) -> LayerReport:
+def compare_layer(run: TorchRun | JaxRun, index: int, requests: list[Request]) -> LayerReport:
     """As `compare_layers`, for one layer."""
-    layer = engine.layers[index]
+    engine, layer = run.engine, run.layers[index]
+    rows = [_as_torch(traced.hidden(index), run.model) for traced in engine.trace]
     expected, selected = {}, {}
     for request in requests:
         key = id(request)
-        hidden = torch.cat([t.hidden[index][_rows_of_request(t, key)] for t in engine.trace])
-        out, chosen = layer.eager(hidden[None], engine.model)
+        hidden = torch.cat([x[np.flatnonzero(traced.requests == key)] for x, traced in zip(rows, engine.trace)])
+        out, chosen = layer.eager(hidden[None], run.model)
         expected[key], selected[key] = out[0], chosen
 
-    cache = engine.new_cache(index)
+    again = run.again(index)
     ours_all, eager_all, overlaps = [], [], []
     for traced in engine.trace:
-        step = traced.step
         scores = None
         if layer.has_indexer:
-            chosen = _rows_of(step, selected)
-            visible = (step.positions + 1) // max(layer.ratio, 1)
-            overlaps += _overlaps(traced.positions[index], chosen, visible)
-            scores = _as_scores(step, chosen, _num_columns(engine, step))
-        out, cache, _ = layer(
-            cache, traced.hidden[index][None], _position_embeddings(engine, traced, index), step, index_scores=scores
-        )
-        ours_all.append(out[0].double())
-        eager_all.append(torch.stack([expected[r][p] for r, p in zip(step.requests, step.positions)]).double())
+            chosen = _rows_of(traced, selected)
+            visible = (traced.positions + 1) // max(layer.ratio, 1)
+            overlaps += _overlaps(traced.selected(index), chosen, visible)
+            scores = _as_scores(traced, chosen, engine.spec)
+        ours_all.append(again(traced, scores).double())
+        eager_all.append(torch.stack([expected[r][p] for r, p in zip(traced.requests, traced.positions)]).double())
     ours, eager = torch.cat(ours_all), torch.cat(eager_all)
     cosines = torch.nn.functional.cosine_similarity(ours, eager, dim=-1)
     return LayerReport(
         layer=index,
-        kind=layer_kind(engine, layer.ratio),
+        kind=layer_kind(engine.spec, layer.ratio),
         cosine=float(torch.nn.functional.cosine_similarity(ours.flatten(), eager.flatten(), dim=0)),
         worst_row=float(cosines.min()),
         overlap=float(np.mean(overlaps)) if overlaps else None,
@@ -94,97 +154,32 @@ def compare_layer(engine: Engine, index: int, requests: list[Request]) -> LayerR
     )
 
 
-def count_agreeing_tokens(engine: Engine, requests: list[Request]) -> tuple[int, int]:
+def count_agreeing_tokens(model: torch.nn.Module, requests: list[Request]) -> tuple[int, int]:
     """`(agreeing, total)`: the generated tokens that transformers also chooses after the same tokens, and all."""
     agree = total = 0
     for request in requests:
-        tokens = torch.tensor(request.tokens[:-1], device=engine.device)[None]
+        tokens = torch.tensor(request.tokens[:-1], device=_device(model))[None]
         with torch.no_grad():
-            logits = engine.model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt) - 1 :]
+            logits = model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt) - 1 :]
         agree += int((logits.float().argmax(-1).cpu() == torch.tensor(request.output)).sum())
         total += len(request.output)
     return agree, total
 
 
-@dataclasses.dataclass
-class Replay(Request):
-    """A request that repeats the tokens of an earlier run and keeps the logits before each of them."""
-
-    chosen: list[int] = dataclasses.field(default_factory=list)
-    logits: list[torch.Tensor] = dataclasses.field(default_factory=list)
-
-    def choose(self, logits: torch.Tensor) -> None:
-        self.logits.append(logits.float())
-        self.output.append(self.chosen[len(self.output)])
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
-def replay_logits(engine: Engine, requests: list[Request]) -> torch.Tensor:
-    """Serves the same tokens again by plain decoding; returns the logits before each, float32 `[tokens, vocab]`."""
-    replays = [Replay(r.prompt, len(r.output), chosen=r.output) for r in requests]
-    engine.run(replays)
-    return torch.stack([logits for replay in replays for logits in replay.logits])
+def _as_torch(rows: torch.Tensor | np.ndarray, model: torch.nn.Module) -> torch.Tensor:
+    """Rows in the model's dtype, on its device."""
+    if isinstance(rows, torch.Tensor):
+        return rows
+    return torch.from_numpy(np.array(rows)).to(_device(model), model.dtype)
 
 
-@dataclasses.dataclass
-class BackendReport:
-    """How a backend's logits compare with those of the engine's own choice, after the same tokens.
-
-    Attributes:
-      backend: its name.
-      difference: the largest difference of a logit, as a share of the largest logit.
-      agreeing, total: the tokens that both choose, and all tokens.
-    """
-
-    backend: str
-    difference: float
-    agreeing: int
-    total: int
-
-    @property
-    def passes(self) -> bool:
-        return self.difference <= MAX_LOGIT_DIFFERENCE
-
-
-def compare_backends(
-    model: torch.nn.Module, options: EngineOptions, requests: list[Request], backends: list[str]
-) -> list[BackendReport]:
-    """Serves the tokens of requests that were served with each backend, in the same steps over caches of its own.
-
-    Args:
-      model, options: those of the engine; the others are compared with its backend, or the router's choice.
-      requests: the requests that the engine has served.
-      backends: the names of the others.
-
-    Raises:
-      ValueError: a backend that cannot serve a call.
-    """
-
-    def logits_of(backend: str | None) -> torch.Tensor:
-        return replay_logits(Engine(model, dataclasses.replace(options, backend=backend, trace=False)), requests)
-
-    expected, reports = logits_of(options.backend), []
-    for name in backends:
-        logits = logits_of(name)
-        difference = (logits - expected).abs().max() / expected.abs().max()
-        agreeing = int((logits.argmax(-1) == expected.argmax(-1)).sum())
-        reports.append(BackendReport(name, float(difference), agreeing, len(logits)))
-    return reports
-
-
-def layer_kind(engine: Engine, ratio: int) -> str:
-    """A few words for what a layer of this compress ratio attends to."""
-    if not engine.is_v4:
-        return f"top-{engine.spec.index_topk}"
-    return {0: "window", 4: f"window + C4 top-{engine.spec.index_topk}"}.get(ratio, f"window + C{ratio}")
-
-
-def _rows_of_request(traced, key: int) -> torch.Tensor:
-    return torch.from_numpy(np.flatnonzero(traced.step.requests == key)).to(traced.hidden[0].device)
-
-
-def _rows_of(step, selected: dict) -> list[np.ndarray]:
+def _rows_of(traced, selected: dict) -> list[np.ndarray]:
     """The entries that eager selects at each real row of a step."""
-    chosen = (selected[r][p] for r, p in zip(step.requests, step.positions))
+    chosen = (selected[r][p] for r, p in zip(traced.requests, traced.positions))
     return [row[row >= 0] for row in chosen]
 
 
@@ -197,23 +192,20 @@ def _overlaps(positions: np.ndarray, chosen: list[np.ndarray], visible: np.ndarr
     ]
 
 
-def _as_scores(step, chosen: list[np.ndarray], columns: int):
+def _as_scores(traced, chosen: list[np.ndarray], spec: ModelSpec) -> np.ndarray:
     """Index scores for which our selection is exactly these entries."""
-    scores = np.zeros((step.num_rows, columns), np.float32)
-    for row, entries in enumerate(chosen):
-        scores[row, entries] = 1
-    return jnp.asarray(scores)
+    batch, (_, width) = traced.batch, traced.tables.req_to_token.shape
+    pages = -(-min(batch.max_seq_len, width) // spec.page_size)
+    entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else 1)
+    scores = np.zeros((batch.out_cache_loc.shape[0], pages * entries), np.float32)
+    for row, of_row in enumerate(chosen):
+        scores[row, of_row] = 1
+    return scores
 
 
-def _num_columns(engine: Engine, step) -> int:
-    page_entries = engine.spec.page_size // (4 if engine.is_v4 else 1)
-    return step.metadata.page_table.shape[1] * page_entries
-
-
-def _position_embeddings(engine: Engine, traced, index: int):
-    hidden = traced.hidden[index][None]
-    position_ids = torch.from_numpy(traced.step.positions).to(engine.device)[None]
-    rotary = engine.model.model.rotary_emb
-    if not engine.is_v4:
-        return rotary(hidden, position_ids=position_ids)
-    return {kind: rotary(hidden, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")}
+def _position_embeddings(model: torch.nn.Module, is_v4: bool, hidden: torch.Tensor, positions: np.ndarray):
+    position_ids = torch.from_numpy(positions).to(hidden.device)[None]
+    rotary = model.model.rotary_emb
+    if not is_v4:
+        return rotary(hidden[None], position_ids=position_ids)
+    return {kind: rotary(hidden[None], position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")}

@@ -64,6 +64,10 @@ class Step:
         return self.batch.mode
 
     @property
+    def max_seq_len(self) -> int:
+        return self.batch.max_seq_len
+
+    @property
     def num_rows(self) -> int:
         """Padded rows."""
         return self.metadata.row_to_request.shape[0]

@@ -1,95 +1,32 @@
-"""Models for `generate`, built in memory from a seed or loaded from a checkpoint, and a byte tokenizer."""
+"""transformers' models, built in memory from a seed or loaded from a checkpoint, and their weights for JAX."""
 
 from __future__ import annotations
 
 import os
-from importlib import resources
 
+import ml_dtypes
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
 
-PRESETS = ("v4", "v32")
-
-
-class ByteTokenizer:
-    """Text as its UTF-8 bytes. A token that is no byte decodes to the replacement character."""
-
-    vocab_size = 256
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(t for t in tokens if t < 256).decode(errors="replace")
-
-
-def default_prompt() -> str:
-    """An English text long enough for 20 C128 entries, and for the C4 top-k to drop entries (one for every 4 bytes)."""
-    return resources.files("sparse_mla_torch").joinpath("data/prompt.txt").read_text(encoding="utf-8")
+from jax_sparse_mla.serving.model import Model, Params
+from jax_sparse_mla.serving.presets import CONFIGS, PRESETS
 
 
 def _v4_config() -> DeepseekV4Config:
-    """True head dimensions, window, ratios and top-k; few layers, heads and channels."""
-    return DeepseekV4Config(
-        vocab_size=ByteTokenizer.vocab_size,
-        hidden_size=256,
-        moe_intermediate_size=128,
-        num_attention_heads=16,
-        q_lora_rank=128,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        o_groups=4,
-        o_lora_rank=64,
-        index_n_heads=16,
-        num_hidden_layers=4,
-        layer_types=[
-            "sliding_attention",
-            "compressed_sparse_attention",
-            "heavily_compressed_attention",
-            "compressed_sparse_attention",
-        ],
-        mlp_layer_types=["moe"] * 4,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "original_max_position_embeddings": 65536,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-        attn_implementation="eager",
-    )
+    return DeepseekV4Config(**_fields("v4"))
 
 
 def _v32_config() -> DeepseekV32Config:
-    return DeepseekV32Config(
-        vocab_size=ByteTokenizer.vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        q_lora_rank=128,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        index_n_heads=16,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 40.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-        attn_implementation="eager",
-    )
+    return DeepseekV32Config(**_fields("v32"))
+
+
+def _fields(name: str) -> dict:
+    fields = {**CONFIGS[name], "attn_implementation": "eager"}
+    del fields["model_type"]
+    return fields
 
 
 def build_preset(name: str, seed: int) -> PreTrainedModel:
@@ -124,20 +61,27 @@ def random_model(config: DeepseekV4Config | DeepseekV32Config, seed: int) -> Pre
     return model.eval()
 
 
-def load_checkpoint(path: str):
-    """The model of a checkpoint folder in bfloat16 with eager attention, and its tokenizer (bytes without one).
+def load_checkpoint(path: str) -> PreTrainedModel:
+    """The model of a checkpoint folder in bfloat16 with eager attention.
 
     Raises:
-      OSError, ValueError: no such folder, no checkpoint in it, a model type that transformers does not know, or no
-        tokenizer for a vocabulary smaller than that of bytes.
+      OSError, ValueError: no such folder, no checkpoint in it, or a model type that transformers does not know.
     """
     if not os.path.isdir(path):  # otherwise transformers would look for it on the Hub
         raise FileNotFoundError(f"no checkpoint folder {path}")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError):
-        tokenizer = ByteTokenizer()
-        if (vocabulary := model.config.vocab_size) < tokenizer.vocab_size:
-            raise ValueError(f"{path} has no tokenizer, and a vocabulary too small for bytes: {vocabulary}") from None
-    return model, tokenizer
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+
+
+def to_jax_model(model: PreTrainedModel) -> tuple[Model, Params]:
+    """The same model for the JAX engine: copies of its parameters.
+
+    Raises:
+      ValueError: what `Model.from_config` and `Model.from_named_arrays` raise.
+    """
+    jax_model = Model.from_config(model.config.to_dict())
+    return jax_model, jax_model.from_named_arrays({name: _array(x) for name, x in model.state_dict().items()})
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    x = x.detach().cpu().contiguous()
+    return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if x.dtype is torch.bfloat16 else x.numpy()

@@ -18,40 +18,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, draft_step_batch
-from sparse_mla_torch.hf.engine import Engine, Request
+from jax_sparse_mla.serving.scheduler import StepPlan
+from jax_sparse_mla.serving.speculative import DraftOracle
+from sparse_mla_torch.hf.engine import Engine, choose
 from sparse_mla_torch.hf.layers import Step
-
-# A share of the best logit. A verify step has other shapes than a plain step: torch's matrix products take other tiles,
-# attention other splits or another kernel, and so they round differently. bfloat16 resolves 1/128 of a value at worst,
-# and where two entries of the indexer or two experts tie, rounding chooses between them. The top-k's order is no part
-# of it: it is the same in every step.
-MAX_MARGIN = 1 / 16
-
-
-class DraftOracle:
-    """Proposes, with a probability, the token that plain decoding chose; random weights accept hardly any other.
-
-    After a near-tie at which a request has left plain decoding, the oracle's proposals are wrong drafts like any other.
-
-    Args:
-      plain: requests that plain decoding has served; a request is found by its prompt.
-      probability: that the oracle proposes, for each draft token.
-      seed: of the random draws.
-    """
-
-    def __init__(self, plain: list[Request], probability: float, seed: int):
-        self._outputs = {tuple(r.prompt): r.output for r in sorted(plain, key=lambda r: len(r.output))}
-        self._probability, self._rng = probability, np.random.default_rng(seed)
-
-    def propose(self, request: Request, ahead: int, draft: int) -> int:
-        """The token of plain decoding after `ahead` drafts, or `draft`."""
-        tokens, index = self._outputs.get(tuple(request.prompt), ()), len(request.output) + ahead
-        knows = self._rng.random() < self._probability and index < len(tokens)
-        return tokens[index] if knows else draft
 
 
 class SpeculativeDecoder:
@@ -76,86 +49,50 @@ class SpeculativeDecoder:
         self.engine, self.steps, self.oracle = engine, steps, oracle
         self.accepted = collections.Counter({count: 0 for count in range(steps + 1)})
 
-    def advance(self, running: list[Request]) -> Step:
-        """Runs the engine's next step while any prompt is unread, else a round; returns the (verify) step."""
-        if any(request.in_prefill for request in running):
-            return self.engine.advance(running)
-        served = [(r, range(r.computed, r.computed + self.steps + 1)) for r in running]
-        batch = self.engine.new_batch(ForwardMode.TARGET_VERIFY, served)
-        drafts = self._draft(batch, running)
-        step = self.engine.new_step(batch, served)
-        tokens = [token for r, draft in zip(running, drafts) for token in (r.tokens[-1], *draft)]
-        logits = self.engine.forward(step, tokens, list(range(len(tokens))))
-        for request, draft, rows in zip(running, drafts, logits.split(self.steps + 1)):
-            self._accept(request, draft, rows)
+    def advance(self) -> Step:
+        """Runs the scheduler's next step while any prompt is unread, else a round; returns the (verify) step."""
+        engine = self.engine
+        plan = engine.scheduler.plan(drafts=self.steps)
+        if plan.mode is not ForwardMode.TARGET_VERIFY:
+            return engine.run_plan(plan)
+        batch = engine.new_batch(plan)
+        drafts = self._draft(batch, plan)
+        step = engine.new_step(batch, plan)
+        tokens = [token for r, draft in zip(plan.requests, drafts) for token in (r.tokens[-1], *draft)]
+        logits = engine.forward(step, tokens, list(range(len(tokens))))
+        chosen = [[choose(row) for row in rows] for rows in logits.split(self.steps + 1)]
+        self._accept(plan, drafts, chosen)
         return step
 
-    def _draft(self, verify: ForwardBatch, running: list[Request]) -> list[list[int]]:
+    def _draft(self, verify: ForwardBatch, plan: StepPlan) -> list[list[int]]:
         """Drafts K tokens for each request; their K rows go to the slots that the verify step has for them."""
         slots = verify.out_cache_loc.reshape(-1, self.steps + 1)[:, : self.steps]
         batch = dataclasses.replace(
             verify, mode=ForwardMode.DECODE, out_cache_loc=slots.reshape(-1), num_draft_tokens=None
         )
-        drafts = [[r.tokens[-1]] for r in running]
+        drafts = [[r.tokens[-1]] for r in plan.requests]
         with _first_layer_only(self.engine.model):
             for i in range(self.steps):
-                served = [(r, range(r.computed + i, r.computed + i + 1)) for r in running]
-                step = self.engine.new_step(draft_step_batch(batch, i, self.steps), served)
+                step = self.engine.new_step(draft_step_batch(batch, i, self.steps), plan, plan.starts + i)
                 logits = self.engine.forward(step, [draft[-1] for draft in drafts], list(range(len(drafts))))
-                for request, draft, token in zip(running, drafts, logits.float().argmax(-1).tolist()):
-                    draft.append(self.oracle.propose(request, i, token) if self.oracle else token)
+                for request, draft, token in zip(plan.requests, drafts, logits.float().argmax(-1).tolist()):
+                    proposed = self.oracle.propose(request, i) if self.oracle else -1
+                    draft.append(token if proposed < 0 else proposed)
         return [draft[1:] for draft in drafts]
 
-    def _accept(self, request: Request, draft: list[int], logits: torch.Tensor) -> None:
-        """Appends the drafts that the model chooses too, and the token after them; logits `[K + 1, vocab]`."""
-        count = 0
-        request.choose(logits[0])
-        while count < self.steps and draft[count] == request.output[-1] and not request.finished:
-            count += 1
-            request.choose(logits[count])
-        self.accepted[count] += 1
-        request.computed += count + 1
-        self.engine.pool.truncate(request.row, request.computed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A token where plain decoding chooses another after the same tokens; `margin` is the larger of both choices'
-    margins (`Request.margins`)."""
-
-    request: int
-    index: int
-    margin: float
-
-
-def compare_with_plain(engine: Engine, requests: list[Request], plain: list[Request]) -> list[Difference]:
-    """The tokens of the requests that differ from plain decoding.
-
-    Behind a differing token the two texts cannot be compared. So plain decoding starts again there, and every token is
-    compared with plain decoding's choice after the same tokens.
-
-    Args:
-      engine: runs plain decoding again where needed.
-      requests: the requests, served by speculative decoding.
-      plain: the same requests, served by plain decoding.
-    """
-    differences, pending = [], [(i, 0, other) for i, other in enumerate(plain)]
-    while pending:
-        again = []
-        for i, start, other in pending:
-            request = requests[i]
-            pairs = zip(request.output[start:], other.output, strict=True)
-            at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-            if at is None:
-                continue
-            index = start + at
-            differences.append(Difference(i, index, max(request.margins[index], other.margins[at])))
-            if rest := len(request.output) - index - 1:
-                again.append((i, index + 1, Request(request.prompt + request.output[: index + 1], rest)))
-        if again:
-            engine.run([other for _, _, other in again])
-        pending = again
-    return sorted(differences, key=lambda d: (d.request, d.index))
+    def _accept(self, plan: StepPlan, drafts: list[list[int]], chosen: list[list[tuple[int, float]]]) -> None:
+        """Takes the drafts that the model chooses too, and the token after them; chosen are (token, margin)."""
+        before = [len(request.output) for request in plan.requests]
+        kept = []
+        for draft, choices in zip(drafts, chosen):
+            count = 0
+            while count < self.steps and draft[count] == choices[count][0]:
+                count += 1
+            kept.append(choices[: count + 1])
+        tokens, margins = ([[pair[i] for pair in choices] for choices in kept] for i in (0, 1))
+        self.engine.scheduler.complete(plan, tokens, margins)
+        for request, start in zip(plan.requests, before):
+            self.accepted[len(request.output) - start - 1] += 1
 
 
 @contextlib.contextmanager

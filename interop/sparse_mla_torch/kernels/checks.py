@@ -45,16 +45,23 @@ def check_strided(
     dtypes: tuple[torch.dtype, ...] = INT32,
 ) -> tuple[int, ...]:
     """As `check_tensor`, of a tensor with any strides."""
+    if isinstance(x, torch.Tensor) and x.dtype in dtypes and x.device == like.device and _is_of(x.shape, shape):
+        return tuple(x.shape)
     wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
     if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
         given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
-    if x.ndim != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape)):
+    if not _is_of(x.shape, shape):
         raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
-    if x.device != like.device:
-        raise ValueError(f"{function}: {name} must be on {like.device}, got {x.device}")
-    return tuple(x.shape)
+    raise ValueError(f"{function}: {name} must be on {like.device}, got {x.device}")
+
+
+def _is_of(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    """Whether these are the sizes that the shape names, None being any."""
+    if sizes == tuple(shape):
+        return True
+    return len(sizes) == len(shape) and all(want in (None, size) for size, want in zip(sizes, shape))
 
 
 def check_output(function: str, name: str, x: torch.Tensor, output: Output, like: torch.Tensor) -> None:

@@ -95,7 +95,7 @@ class DirectLaunch:
         compiled = self._kernel[self._grid](*inputs, *self._scalars, *outputs, **self._constants)
         # Triton compiles one kernel for such addresses, another for those that are not.
         aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))
-        if self._compiled is None and aligned and compiled is not None and (module := launcher.module()):
+        if self._compiled is None and aligned and compiled is not None and (module := launcher.for_triton()):
             self._launcher, self._compiled = module, self._known(module, compiled, len(inputs))
 
     def keep(self, outputs: tuple[torch.Tensor | None, ...]) -> Callable[..., Any] | None:

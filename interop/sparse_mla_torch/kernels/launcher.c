@@ -17,6 +17,8 @@ static const char kKernelName[] = "jax_sparse_mla_kernel";
 typedef int (*LaunchKernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                             unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
                             void** extra);
+// A library's own launch: what it made when it planned the call, the addresses of the call's tensors, a stream.
+typedef int (*Run)(const void* planned, const uint64_t* addresses, void* stream);
 typedef int (*StreamIsCapturing)(void* stream, int* status);
 typedef int (*ContextDevice)(int* device);
 
@@ -36,6 +38,8 @@ typedef struct {
 typedef struct {
   void* function;
   unsigned grid[3], threads, shared_bytes;
+  Run run;            // instead of launching `function`
+  PyObject* planned;  // for `run`: bytes
   int num_tensors, count, num_places;
   Parameter parameters[kMaxParameters];
   Place places[kMaxPlaces];
@@ -107,7 +111,21 @@ static void forget_places(Kernel* kernel) {
 static void free_kernel(PyObject* capsule) {
   Kernel* kernel = PyCapsule_GetPointer(capsule, kKernelName);
   forget_places(kernel);
+  Py_XDECREF(kernel->planned);
   PyMem_Free(kernel);
+}
+
+static PyObject* keep_kernel(const Kernel* kernel) {
+  Kernel* kept = PyMem_Malloc(sizeof *kernel);
+  if (kept == NULL) return PyErr_NoMemory();
+  *kept = *kernel;
+  PyObject* capsule = PyCapsule_New(kept, kKernelName, free_kernel);
+  if (capsule == NULL) {
+    PyMem_Free(kept);
+    return NULL;
+  }
+  Py_XINCREF(kept->planned);
+  return capsule;
 }
 
 static bool read_parameter(PyObject* item, Parameter* parameter) {
@@ -149,12 +167,23 @@ static PyObject* make_kernel(PyObject* module, PyObject* arguments) {
     if (!read_parameter(PyTuple_GET_ITEM(parameters, i), &kernel.parameters[i])) return NULL;
     if (kernel.parameters[i].argument >= kernel.num_tensors) return PyErr_Format(PyExc_ValueError, "kernel: a tensor");
   }
-  Kernel* kept = PyMem_Malloc(sizeof kernel);
-  if (kept == NULL) return PyErr_NoMemory();
-  *kept = kernel;
-  PyObject* capsule = PyCapsule_New(kept, kKernelName, free_kernel);
-  if (capsule == NULL) PyMem_Free(kept);
-  return capsule;
+  return keep_kernel(&kernel);
+}
+
+PyDoc_STRVAR(planned_doc,
+             "planned(run, planned, num_tensors): for `launch`. `run` is the address of a library's function that takes "
+             "the bytes, the tensors' addresses and a stream, and returns CUDA's error.");
+
+static PyObject* make_planned(PyObject* module, PyObject* arguments) {
+  static const Kernel none;
+  Kernel kernel = none;
+  unsigned long long run;
+  if (!PyArg_ParseTuple(arguments, "KO!i", &run, &PyBytes_Type, &kernel.planned, &kernel.num_tensors)) return NULL;
+  if (kernel.num_tensors > kMaxParameters) {
+    return PyErr_Format(PyExc_ValueError, "planned: at most %d tensors", kMaxParameters);
+  }
+  kernel.run = (Run)(uintptr_t)run;
+  return keep_kernel(&kernel);
 }
 
 // False, without an exception, if a tensor is not a plain one.
@@ -191,10 +220,14 @@ static bool start(const Kernel* kernel, const Arguments* arguments, void* stream
   }
   int status;
   Py_BEGIN_ALLOW_THREADS;  // a full queue waits for the device, which may wait for another thread
-  status = launch_kernel(kernel->function, kernel->grid[0], kernel->grid[1], kernel->grid[2], kernel->threads, 1, 1,
-                         kernel->shared_bytes, stream, pointers, NULL);
+  if (kernel->run != NULL) {
+    status = kernel->run(PyBytes_AS_STRING(kernel->planned), arguments->addresses, stream);
+  } else {
+    status = launch_kernel(kernel->function, kernel->grid[0], kernel->grid[1], kernel->grid[2], kernel->threads, 1, 1,
+                           kernel->shared_bytes, stream, pointers, NULL);
+  }
   Py_END_ALLOW_THREADS;
-  if (status != 0 && status != kInvalidContext) {
+  if (status != 0 && (kernel->run != NULL || status != kInvalidContext)) {
     PyErr_Format(PyExc_RuntimeError, "launching a kernel failed with CUDA error %d", status);
   }
   return status == 0;
@@ -202,13 +235,15 @@ static bool start(const Kernel* kernel, const Arguments* arguments, void* stream
 
 PyDoc_STRVAR(launch_doc,
              "launch(kernel, *tensors) -> bool: on torch's current stream of the tensors' device; False if it was not "
-             "launched: a tensor is not at a multiple of 16 bytes or not a plain one, or the thread has no context.");
+             "launched: a tensor is not a plain one or, of what is not planned, not at a multiple of 16 bytes, or the "
+             "thread has no context.");
 
 static PyObject* launch(PyObject* module, PyObject* const* items, Py_ssize_t count) {
   const Kernel* kernel = count == 0 ? NULL : PyCapsule_GetPointer(items[0], kKernelName);
   if (kernel == NULL) return PyErr_Format(PyExc_TypeError, "launch: the first argument must be a kernel");
   Arguments arguments = {.count = 0};
-  if (!read_arguments(items + 1, count - 1, &arguments) || arguments.all % 16 != 0) Py_RETURN_FALSE;
+  if (!read_arguments(items + 1, count - 1, &arguments)) Py_RETURN_FALSE;
+  if (kernel->run == NULL && arguments.all % 16 != 0) Py_RETURN_FALSE;
   void* stream = NULL;
   if (current_stream(&arguments, &stream) != 0) return NULL;
   if (start(kernel, &arguments, stream)) Py_RETURN_TRUE;
@@ -304,6 +339,7 @@ static PyMethodDef methods[] = {
     {"keep", keep, METH_VARARGS, keep_doc},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
     {"launch_again", (PyCFunction)(void (*)(void))launch_again, METH_FASTCALL, launch_again_doc},
+    {"planned", make_planned, METH_VARARGS, planned_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -28,13 +28,13 @@ class DecodePlan:
       groups: of thread blocks, one for each tile, that share the rows; or the thread blocks of a cluster.
       cuts: whether a row may be attended to in parts that are joined at the end: `NEVER`, `ALWAYS` or, where it
         depends on the lengths, `AS_LENGTHS_SAY`. Clusters need none.
-      part_shapes: of the scratch that the parts need: float32 values and (maximum, sum), int32 rows; none without cuts.
+      scratch_bytes: what the parts need, 0 without cuts; see `Call` in schedule.cuh.
     """
 
     tile: int
     groups: int
     cuts: int
-    part_shapes: tuple[tuple[int, ...], ...]
+    scratch_bytes: int
 
 
 def decode_plan(
@@ -56,7 +56,7 @@ def decode_plan(
     if not batch_invariant:
         time, tile, parts = _time_in_clusters(*shape)
         if time < _time_of_many(*shape):
-            return DecodePlan(tile, parts, NEVER, ())
+            return DecodePlan(tile, parts, NEVER, 0)
     return _plan_of_many(*shape, has_lengths, batch_invariant)
 
 
@@ -69,9 +69,9 @@ def _plan_of_many(
         groups, cuts = max(min(groups, rows), 1), NEVER
     else:
         cuts = AS_LENGTHS_SAY if has_lengths else _worth_cutting(rows, blocks, groups, tiles)
-    slots = groups * tiles  # one for each thread block
-    parts = () if cuts == NEVER else ((slots, 2, _HEADS, V_DIM), (slots, 2, _HEADS, 2), (slots, 2))
-    return DecodePlan(_HEADS, groups, cuts, parts)
+    # For each thread block two parts of 64 heads: float32 values, their maximum and sum; and the parts' rows, int32.
+    of_block = 4 * (2 * _HEADS * (V_DIM + 2) + 2)
+    return DecodePlan(_HEADS, groups, cuts, 0 if cuts == NEVER else groups * tiles * of_block)
 
 
 def _tiles_and_groups(heads: int, sm_count: int) -> tuple[int, int]:

@@ -30,6 +30,7 @@ def _sanitise_tile(
     out_lengths_ptr,
     tile,
     TOPK: tl.constexpr,
+    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     ROWS_PER_LENGTH: tl.constexpr,
@@ -48,14 +49,14 @@ def _sanitise_tile(
         scanned = scanned & (column < length[:, None])
     if out_ptr is not None:
         row = row.to(tl.int64)[:, None]
-        slot = tl.load(indices_ptr + row * TOPK + column, mask=scanned, other=-1)
+        slot = tl.load(indices_ptr + row * STRIDE + column, mask=scanned, other=-1)
         slot = tl.where((slot >= 0) & (slot < num_slots), slot, -1)
         tl.store(out_ptr + row * WIDTH + column, slot, mask=in_rows[:, None] & (column < WIDTH))
 
 
 @triton.jit
 def sanitise_kernel(
-    indices_ptr,  # int32 [n, TOPK]
+    indices_ptr,  # int32 [n, TOPK], rows STRIDE apart
     lengths_ptr,  # int32 [n / ROWS_PER_LENGTH]; not read without HAS_LENGTHS
     extra_ptr,  # int32 [n, EXTRA_TOPK]; not read where EXTRA_WIDTH is 0
     extra_lengths_ptr,  # int32 [n / ROWS_PER_LENGTH]
@@ -70,9 +71,11 @@ def sanitise_kernel(
     extra_out_lengths_ptr,  # as extra_lengths_ptr, or None; not written without HAS_EXTRA_LENGTHS
     out_sink_ptr,  # float32 [HEADS]; not written without HAS_SINK
     TOPK: tl.constexpr,
+    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     EXTRA_TOPK: tl.constexpr,
+    EXTRA_STRIDE: tl.constexpr,
     EXTRA_WIDTH: tl.constexpr,
     HAS_EXTRA_LENGTHS: tl.constexpr,
     HEADS: tl.constexpr,  # a power of two
@@ -103,6 +106,7 @@ def sanitise_kernel(
             out_lengths_ptr,
             tile,
             TOPK,
+            STRIDE,
             WIDTH,
             HAS_LENGTHS,
             ROWS_PER_LENGTH,
@@ -119,6 +123,7 @@ def sanitise_kernel(
             extra_out_lengths_ptr,
             tile - first_tiles,
             EXTRA_TOPK,
+            EXTRA_STRIDE,
             EXTRA_WIDTH,
             HAS_EXTRA_LENGTHS,
             ROWS_PER_LENGTH,
@@ -137,6 +142,7 @@ class Table(NamedTuple):
       has_lengths: whether a length comes with each `rows_per_length` rows.
       keeps_lengths: whether the kernel that reads the result takes lengths.
       rewritten: False if only the lengths are made safe.
+      stride: entries from one row to the next; 0: topk.
     """
 
     topk: int
@@ -145,6 +151,7 @@ class Table(NamedTuple):
     has_lengths: bool
     keeps_lengths: bool = True
     rewritten: bool = True
+    stride: int = 0
 
 
 ABSENT = Table(topk=1, width=0, num_slots=0, has_lengths=False)
@@ -166,9 +173,11 @@ def sanitise(
         outputs.append(Output((rows // rows_per_length,) if table.has_lengths else (1,), "int32"))
     constants = {
         "TOPK": first.topk,
+        "STRIDE": first.stride or first.topk,
         "WIDTH": first.width,
         "HAS_LENGTHS": first.has_lengths,
         "EXTRA_TOPK": second.topk,
+        "EXTRA_STRIDE": second.stride or second.topk,
         "EXTRA_WIDTH": second.width,
         "HAS_EXTRA_LENGTHS": second.has_lengths,
         "HEADS": padded_heads,

@@ -52,7 +52,10 @@ extern "C" int64_t decode_schedule(int rows, int groups, int tiles, int cuts, co
     memset(&planning, 0xAB, sizeof planning);
     memset(&plan, 0xAB, sizeof plan);
     host::run(kThreads, [&] {
-      by_lengths(call) ? plan_piece<true>(call, planning, plan, group) : plan_piece<false>(call, planning, plan, group);
+      if (first_lengths || second_lengths)
+        plan_piece<true>(call, planning, plan, group);
+      else
+        plan_piece<false>(call, planning, plan, group);
     });
     memset(&planning, 0xCD, sizeof planning);
     const Piece& piece = plan.piece;

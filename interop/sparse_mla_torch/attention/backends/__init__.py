@@ -23,10 +23,13 @@ def into_results(attend: Callable, tables: int, shape: tuple[int, int, int]) -> 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
         q = q.contiguous()
         given = ((k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths))[:tables]
-        if into is None:
-            into = q.new_empty((*shape, V_DIM)), q.new_empty(shape, dtype=torch.float32)
-        attend(q, given, attn_sink, *into)
-        return into[0], into[1].transpose(1, 2)
+        out, lse = into or (None, None)
+        if out is None:
+            out = q.new_empty((*shape, V_DIM))
+        if lse is None:
+            lse = q.new_empty(shape, dtype=torch.float32)
+        attend(q, given, attn_sink, out, lse)
+        return out, lse.transpose(1, 2)
 
     return run
 

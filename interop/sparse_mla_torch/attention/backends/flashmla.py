@@ -64,6 +64,7 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
             scope.num_slots,
             scope.rows_per_length > 0,
             keeps_lengths=takes_lengths,
+            stride=scope.stride,
         )
         for scope in scopes
     ]

@@ -1,4 +1,7 @@
-"""Our SM90 decode kernel on torch tensors, through the binary that XLA calls too."""
+"""Our SM90 decode kernel on torch tensors, from the binary that XLA calls too.
+
+The library plans a call once; `launcher.c` then reads the tensors' addresses and has it launch the kernel.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from collections.abc import Callable
 import torch
 
 from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90.decode_plan import decode_plan
+from jax_sparse_mla.kernels.sm90.decode_plan import V_DIM, decode_plan
 from sparse_mla_torch.attention import route
-from sparse_mla_torch.attention.backends import into_results
 from sparse_mla_torch.attention.call_cache import Results
+from sparse_mla_torch.kernels import launcher
 
 WRITES_INTO = True
-_PART_DTYPES = (torch.float32, torch.float32, torch.int32)
+_NUM_TENSORS = 11
+_NO_TABLE = [0, 0, 0, 0, 1, 0]
 
 
 def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
@@ -26,8 +30,6 @@ def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
 
 def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
-    import tvm_ffi
-
     batch, q_len, heads, _ = q.shape
     plan = decode_plan(
         batch * q_len,
@@ -37,19 +39,26 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         sm_count=route.device_info(q.device).sm_count,
         batch_invariant=options.batch_invariant,
     )
-    pages = [x for scope in scopes for x in (scope.num_slots, scope.page_size, scope.page_bytes)]
-    numbers = (*[*pages, 0, 1, 0][:6], options.softmax_scale, options.empty_lse, plan.tile, plan.groups, plan.cuts)
-    some_parts, device = list(zip(plan.part_shapes, _PART_DTYPES)), q.device
-    on_torchs_stream, function = tvm_ffi.use_torch_stream, build.sparse_decode_module().sparse_decode
+    tables = [[x.topk, x.stride or x.topk, x.rows_per_length, x.num_slots, x.page_size, x.page_bytes] for x in scopes]
+    library, shape = build.sparse_decode_module(), (batch, q_len, heads)
+    bytes_of_it = library.sparse_decode_plan(
+        *(batch * q_len, heads, layout.qk_dim, tables[0], [*tables, _NO_TABLE][1]),
+        *(options.softmax_scale, options.empty_lse, plan.tile, plan.groups, plan.cuts, q.get_device()),
+    )
+    launch = launcher.planned(library.sparse_decode_run(), bytes_of_it, _NUM_TENSORS)
+    scratch_bytes = plan.scratch_bytes
 
-    def attend(q, tables, attn_sink, out, lse):
-        # As bytes, because not every exchange of tensors knows FP8.
-        tables = [(cache.view(torch.uint8), *rest) for cache, *rest in tables]
-        first, second = [*tables, (None, None, None)][:2]
-        # The scratch comes from torch's pool, which a graph that captures the call keeps.
-        parts = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in some_parts]
-        parts += [None] * (3 - len(parts))
-        with on_torchs_stream():
-            function(q, *first, *second, attn_sink, *numbers, out, lse, *parts)
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+        q = q.contiguous()
+        out, lse = into or (None, None)
+        if out is None:
+            out = q.new_empty((*shape, V_DIM))
+        if lse is None:
+            lse = q.new_empty(shape, dtype=torch.float32)
+        # From torch's pool, which a graph that captures the call keeps.
+        scratch = q.new_empty(scratch_bytes, dtype=torch.uint8) if scratch_bytes else None
+        tables = (k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths)
+        launch(q, *tables, attn_sink, out, lse, scratch)
+        return out, lse.transpose(1, 2)
 
-    return into_results(attend, len(scopes), (batch, q_len, heads))
+    return run

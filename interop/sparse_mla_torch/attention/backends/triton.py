@@ -90,11 +90,13 @@ def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
     )
 
     def run(q, kv, indices, lengths, attn_sink, into):
-        if into is None:
+        out, *statistics = into or (None, None, None)
+        if out is None:
             out = q.new_empty((q_len, heads, V_DIM))
-            into = (out, *(q.new_empty((q_len, heads), dtype=torch.float32) for _ in range(2)))
-        out, max_logits, lse = into
+        statistics = (q.new_empty((q_len, heads), dtype=torch.float32) if x is None else x for x in statistics)
+        results = (out, *statistics)
+        out, max_logits, lse = results
         attend(q, [(kv, indices, lengths)], attn_sink, out, lse, max_logits)
-        return in_base_2(into) if options.log2 else into
+        return in_base_2(results) if options.log2 else results
 
     return run

@@ -20,8 +20,6 @@ from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer, pages_of
 
-_PART_DTYPES = (jnp.float32, jnp.float32, jnp.int32)
-
 
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
 def decode(
@@ -61,8 +59,10 @@ def decode(
     buffers = [operand(x) for table in tables for x in table]
     sink = operand(attn_sink)
     pages = [x for cache, *_ in tables for x in _pages(cache)]
-    results = shapes + tuple(jax.ShapeDtypeStruct(s, d) for s, d in zip(plan.part_shapes, _PART_DTYPES))
-    places = [Buffer(len(operands) + i) for i in range(len(results))] + [None] * (5 - len(results))
+    results = shapes
+    if plan.scratch_bytes:
+        results += (jax.ShapeDtypeStruct((plan.scratch_bytes,), jnp.uint8),)
+    places = [Buffer(len(operands) + i) for i in range(len(results))] + [None] * (3 - len(results))
     numbers = (*pages, softmax_scale, float("-inf"), plan.tile, plan.groups, plan.cuts)
     arguments = (q_buffer, *buffers, sink, *numbers, *places)
     out, lse, *_ = tvm.call(build.sparse_decode_module, "sparse_decode", arguments, results, *operands)

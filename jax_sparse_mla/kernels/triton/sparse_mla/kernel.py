@@ -119,7 +119,7 @@ def _natural(lse_2, EMPTY_IS_INF: tl.constexpr):
 def sparse_mla_kernel(
     q,  # bf16 [rows, heads, QK_DIM]
     kv,  # bytes [pages, page_bytes], or bf16 [kv_len, QK_DIM]
-    indices,  # int32 [rows, topk]
+    indices,  # int32 [rows, topk], rows `stride` apart
     lengths,  # int32 [rows / rows_per_length]
     extra_kv,
     extra_indices,  # int32 [rows, extra_topk]
@@ -134,7 +134,9 @@ def sparse_mla_kernel(
     extra_topk,
     extra_slots,
     first_page,  # of each cache in its buffer
+    stride,
     extra_first_page,
+    extra_stride,
     out,  # bf16 [rows, heads, 512]; SPLIT: float32 [splits, rows, heads, 512], of this split's keys alone
     lse,  # float32 [rows, heads], natural; SPLIT: [splits, rows, heads], base 2, −inf without a key
     max_logits,  # float32 [rows, heads], or None
@@ -183,8 +185,8 @@ def sparse_mla_kernel(
 
     cache = at_page(kv.to(tl.pointer_type(tl.uint8)), first_page, PAGE_BYTES)
     extra_cache = at_page(extra_kv.to(tl.pointer_type(tl.uint8)), extra_first_page, EXTRA_PAGE_BYTES)
-    table = indices + row * topk
-    extra_table = extra_indices + row * extra_topk
+    table = indices + row * stride
+    extra_table = extra_indices + row * extra_stride
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)

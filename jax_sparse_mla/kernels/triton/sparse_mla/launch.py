@@ -77,7 +77,7 @@ def launches(
         "num_stages": tile.num_stages,
     }
     sizes = [x for scope in (first, second) for x in (scope.rows_per_length, scope.topk, scope.num_slots)]
-    sizes += [first.first_page, second.first_page]
+    sizes += [x for scope in (first, second) for x in (scope.first_page, scope.stride or scope.topk)]
     scalars, outputs = (softmax_scale * _LOG2_E, heads, *sizes), (*some, lse if max_logits else None)
     attend = Launch(sparse_mla_kernel, "sparse_mla", (programs, splits), scalars, outputs, constants)
     if splits == 1:

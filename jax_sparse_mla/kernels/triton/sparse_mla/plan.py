@@ -30,6 +30,7 @@ class Scope(NamedTuple):
       num_slots: rows of the cache or workspace.
       page_size, page_bytes: of the cache, bytes from one page's start to the next one's; 0 for a workspace.
       first_page: the cache's first page in its buffer.
+      stride: entries from one row of indices to the next; 0: topk.
     """
 
     topk: int
@@ -38,6 +39,7 @@ class Scope(NamedTuple):
     page_size: int = 0
     page_bytes: int = 0
     first_page: int = 0
+    stride: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

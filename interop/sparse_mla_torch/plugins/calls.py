@@ -1,0 +1,70 @@
+"""An engine's call of FlashMLA, served by ours or, where ours refuses or fails or would be slower, by the engine's own.
+
+`JAX_SPARSE_MLA_PLUGIN_STRICT=1` raises what ours raises, except for calls that FlashMLA does sooner.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from sparse_mla_torch.flash_mla import FasterAlone
+
+T = TypeVar("T")
+
+log = logging.getLogger("sparse_mla_torch.plugins")  # an engine's plugin puts one here that the engine shows
+
+# How often each function was served by "ours", by "theirs" because that is faster, or was "refused" or "failed".
+counts: Counter[tuple[str, str]] = Counter()
+_said: set[tuple[str, str]] = set()
+_off: set[str] = set()  # functions in which ours has failed
+
+
+def ours_or_theirs(function: str, ours: Callable[[], T], theirs: Callable[[], T]) -> T:
+    """The result of `ours()`, or of `theirs()` with one line in the log for each reason.
+
+    Where ours fails, by another error than its refusal of an argument, it is not asked again: a kernel that does not
+    compile, or a driver that it does not suit, would fail in each layer.
+    """
+    if function in _off:
+        return theirs()
+    try:
+        result = ours()
+    except FasterAlone as reason:
+        _say(function, "theirs", reason, logging.INFO)
+    except (TypeError, ValueError) as reason:
+        _raise_if_strict(reason)
+        _say(function, "refused", reason, logging.WARNING)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _raise_if_strict(error)
+        _off.add(function)
+        _say(function, "failed", error, logging.WARNING)
+    else:
+        counts[function, "ours"] += 1
+        if (function, "ours") not in _said:
+            _said.add((function, "ours"))
+            log.info("jax-sparse-mla serves %s", function)
+        return result
+    return theirs()
+
+
+def _raise_if_strict(error: Exception) -> None:
+    if os.environ.get("JAX_SPARSE_MLA_PLUGIN_STRICT") == "1":
+        raise error
+
+
+def _say(function: str, what: str, reason: Exception, level: int) -> None:
+    counts[function, what] += 1
+    key = function, re.sub(r"\d+", "n", str(reason))  # one line whatever the sizes
+    if key not in _said:
+        _said.add(key)
+        ended = ", and ours is not asked again in this process" if what == "failed" else ""
+        log.log(level, "jax-sparse-mla leaves %s to the engine%s: %s", function, ended, f"{reason}")

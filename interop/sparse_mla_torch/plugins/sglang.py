@@ -1,0 +1,134 @@
+"""SGLang: `JAX_SPARSE_MLA_SGLANG=1` puts ours around the two functions through which it calls FlashMLA.
+
+Entry point of `sglang.srt.plugins`, run in every process. SGLang applies the hooks before its attention backends import
+the functions. Their graphs, schedules and metadata stay SGLang's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SWITCH = "JAX_SPARSE_MLA_SGLANG"
+TESTED = ("0.5.23",)  # SGLang's versions
+MODULE = "sglang.kernels.ops.attention.flash_mla_interface"
+
+log = logging.getLogger("sglang.jax_sparse_mla")
+_registered: list[str] = []  # in this process
+
+
+def register() -> None:
+    """Registers the hooks, once in a process; leaves an SGLang alone that is not as it was when this was written."""
+    if os.environ.get(SWITCH, "") not in ("", "0") and not _registered:
+        try:
+            if why := _register():
+                log.warning("jax-sparse-mla leaves SGLang as it is: %s", why)
+        except Exception as error:  # whatever it is, the engine goes on with its own kernels
+            log.warning("jax-sparse-mla leaves SGLang as it is: %s: %s", type(error).__name__, error)
+
+
+def _register() -> str | None:
+    """Why nothing was registered; None if it is."""
+    import importlib
+
+    from sglang.version import __version__
+
+    if not __version__.startswith(TESTED):
+        return f"its version {__version__} is none of {', '.join(TESTED)}"
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    module = importlib.import_module(MODULE)
+    for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
+        if why := _differs(getattr(module, hook.__name__), _SIGNATURES[hook.__name__]):
+            return why
+    from sparse_mla_torch.plugins import calls
+
+    calls.log = log
+    for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
+        HookRegistry.register(f"{MODULE}.{hook.__name__}", hook, HookType.AROUND)
+    _registered.append(MODULE)
+    log.info("jax-sparse-mla is asked first where SGLang calls FlashMLA")
+    return None
+
+
+def _differs(function: Any, ours: Any) -> str | None:
+    """Whether SGLang's function takes other arguments than ours; one that has been hooked shows its own."""
+    theirs, known = (list(inspect.signature(x).parameters) for x in (function, ours))
+    return None if theirs == known else f"{ours.__name__} takes {', '.join(theirs)}"
+
+
+def flash_mla_with_kvcache(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """The hook around SGLang's decode."""
+    from sparse_mla_torch.plugins.calls import ours_or_theirs
+
+    return ours_or_theirs("flash_mla_with_kvcache", lambda: _decode(*args, **kwargs), lambda: theirs(*args, **kwargs))
+
+
+def flash_mla_sparse_fwd(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """The hook around SGLang's prefill."""
+    from sparse_mla_torch.plugins.calls import ours_or_theirs
+
+    return ours_or_theirs("flash_mla_sparse_fwd", lambda: _prefill(*args, **kwargs), lambda: theirs(*args, **kwargs))
+
+
+def _decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    kv_format: str | None = None,
+    *,
+    use_legacy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SGLang's arguments, in its order. With a schedule of tensors it does not say that an indexed cache is FP8."""
+    from sparse_mla_torch import flash_mla
+
+    return flash_mla.flash_mla_with_kvcache(
+        *(q, k_cache, None, None, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal),
+        *(is_fp8_kvcache or None, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+        *(topk_length, extra_topk_length),
+        kv_format=kv_format,
+        descale_q=descale_q,
+        descale_k=descale_k,
+        beside_flashmla=True,
+    )
+
+
+def _prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    use_legacy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """SGLang's arguments; the statistics of its legacy kernel are in base 2."""
+    from sparse_mla_torch import flash_mla
+
+    options = {"return_log2_lse": True if use_legacy else None, "beside_flashmla": True}
+    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, **options)
+
+
+_SIGNATURES = {"flash_mla_with_kvcache": _decode, "flash_mla_sparse_fwd": _prefill}

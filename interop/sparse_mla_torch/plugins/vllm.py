@@ -1,0 +1,110 @@
+"""vLLM: registers the attention backend `JAX_SPARSE_MLA`, for `--attention-backend JAX_SPARSE_MLA`.
+
+Entry point of `vllm.general_plugins`, run in every process, perhaps more than once. Until the backend is chosen only
+its name is registered: vLLM's own functions are replaced nowhere, ours are methods of subclasses (`vllm_v32`, `_v4`).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+NAME = "JAX_SPARSE_MLA"
+TESTED = ("0.33.",)  # vLLM's versions
+V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
+_CLASS = "sparse_mla_torch.plugins.vllm_v32.JaxSparseMLABackend"
+
+log = logging.getLogger("vllm.jax_sparse_mla")  # vLLM shows what is below "vllm"
+
+
+def register() -> None:
+    """Registers the backend; leaves a vLLM alone that is not as it was when this was written."""
+    try:
+        if why := _register():
+            log.warning("jax-sparse-mla leaves vLLM as it is: %s", why)
+    except Exception as error:  # whatever it is, the engine goes on without us
+        log.warning("jax-sparse-mla leaves vLLM as it is: %s: %s", type(error).__name__, error)
+
+
+def _register() -> str | None:
+    """Why nothing was registered; None if it is."""
+    import vllm
+
+    if not vllm.__version__.startswith(TESTED):
+        return f"its version {vllm.__version__} is none of {', '.join(f'{x}*' for x in TESTED)}"
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if NAME not in AttentionBackendEnum.__members__:
+        register_backend(NAME, _CLASS)
+    # A spawned process unpickles its configuration before it loads plugins, and would not know the name.
+    AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (_member, ())
+    _when_imported(V4_MODEL, _choose_v4)
+    return None
+
+
+def _member() -> Any:
+    """The backend's member of vLLM's enumeration, in the process that unpickles it."""
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[NAME]
+
+
+def _choose_v4(model: ModuleType) -> None:
+    """Has V4's choice of a layer class know the backend: the model chooses by itself and knows no other than vLLM's."""
+    theirs = model._select_dsv4_attn_cls
+    if hasattr(theirs, "_sparse_mla_torch"):
+        return
+
+    def select(vllm_config: Any) -> type:
+        chosen = theirs(vllm_config)
+        if getattr(vllm_config.attention_config.backend, "name", None) != NAME:
+            return chosen
+        try:
+            from sparse_mla_torch.plugins.vllm_v4 import attention_class
+
+            return attention_class(chosen)
+        except Exception as error:
+            log.warning("jax-sparse-mla leaves %s to vLLM: %s: %s", chosen.__name__, type(error).__name__, error)
+            return chosen
+
+    select._sparse_mla_torch = theirs
+    model._select_dsv4_attn_cls = select
+
+
+def _when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Calls `then` with the module when it is imported, or now if it is there."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    elif not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher(name, then))
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds one module as the others would, and has its loader call a function once it has run."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]):
+        self.name, self._then = name, then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                try:
+                    self._then(module)
+                except Exception as error:
+                    log.warning("jax-sparse-mla leaves %s as it is: %s: %s", fullname, type(error).__name__, error)
+
+            spec.loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,122 @@
+"""vLLM's DeepSeek-V4 layer with our kernels where it calls FlashMLA, and with heads that are not padded."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparse_mla_torch import flash_mla
+from sparse_mla_torch.plugins import calls, vllm
+
+_LAYER = "DeepseekV4FlashMLAAttention"
+_CALLERS = {"_forward_decode": "flash_mla_with_kvcache", "_forward_prefill": "flash_mla_sparse_fwd"}
+# Heads that FlashMLA's kernels take, the prefill ones on SM90.
+_DECODE_HEADS, _PREFILL_HEADS, _SM90_PREFILL_HEADS = (64, 128), (64, 128), (8, 16, 32, 64, 128)
+
+
+@functools.cache
+def attention_class(theirs: type) -> type:
+    """A subclass of vLLM's layer on FlashMLA whose calls are ours; another layer class stays as it is.
+
+    Raises:
+      AttributeError, TypeError: the class is not as it was when this was written.
+    """
+    if theirs.__name__ != _LAYER:
+        vllm.log.warning("jax-sparse-mla leaves %s to vLLM: only %s is served", theirs.__name__, _LAYER)
+        return theirs
+    calls.log = vllm.log
+    methods: dict[str, Any] = {"get_padded_num_q_heads": classmethod(lambda cls, num_heads: num_heads)}
+    methods["__doc__"] = f"{_LAYER} with the kernels of jax-sparse-mla."
+    for method, name in _CALLERS.items():
+        caller = getattr(theirs, method)
+        function, ours = caller.__globals__[name], _OURS[name]
+        takes, known = (inspect.signature(x).parameters for x in (function, ours))
+        if name not in caller.__code__.co_names or not set(takes) >= set(known):
+            raise TypeError(f"{method} does not call {name} with {', '.join(known)}")
+        # The method with our function in the place of vLLM's: its module is left as it is.
+        methods[method] = types.FunctionType(
+            caller.__code__,
+            caller.__globals__ | {name: functools.partial(_serve, name, function)},
+            *(caller.__name__, caller.__defaults__, caller.__closure__),
+        )
+        methods[method].__kwdefaults__ = caller.__kwdefaults__
+    return type("JaxSparseMLAV4Attention", (theirs,), methods)
+
+
+def _serve(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:
+    return calls.ours_or_theirs(name, lambda: _OURS[name](**kwargs), lambda: _padded(name, theirs, **kwargs))
+
+
+def _decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's arguments, in its order."""
+    return flash_mla.flash_mla_with_kvcache(
+        *(q, k_cache, None, None, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal),
+        *(is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+        *(topk_length, extra_topk_length),
+        out=out,
+        beside_flashmla=True,
+    )
+
+
+def _prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """vLLM's arguments, in its order."""
+    tensors = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    return flash_mla.flash_mla_sparse_fwd(*tensors, out=out, beside_flashmla=True)
+
+
+_OURS = {"flash_mla_with_kvcache": _decode, "flash_mla_sparse_fwd": _prefill}
+
+
+def _padded(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:
+    """vLLM's own function, with heads of zeros where its kernel does not take so few."""
+    q, out = kwargs["q"], kwargs.get("out")
+    heads, padded = q.shape[-2], _heads_of_kernel(name, q)
+    if heads == padded:
+        return theirs(**kwargs)
+    sink = kwargs.get("attn_sink")
+    kwargs["q"] = torch.nn.functional.pad(q, (0, 0, 0, padded - heads))
+    kwargs["attn_sink"] = None if sink is None else torch.nn.functional.pad(sink, (0, padded - heads))
+    kwargs.pop("out", None)
+    result, *statistics = theirs(**kwargs)
+    result = result[..., :heads, :]
+    return (result if out is None else out.copy_(result), *(x[:, :heads] for x in statistics))
+
+
+def _heads_of_kernel(name: str, q: torch.Tensor) -> int:
+    served = _DECODE_HEADS
+    if name == "flash_mla_sparse_fwd":
+        on_sm90 = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+        served = _SM90_PREFILL_HEADS if on_sm90 else _PREFILL_HEADS
+    return next((n for n in served if n >= q.shape[-2]), q.shape[-2])

@@ -1,0 +1,135 @@
+"""What `generate` prints before and after it serves: the plan, what ran, and the comparisons."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+from jax_sparse_mla.attention.api import plan_here
+from jax_sparse_mla.attention.route import Plan
+from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
+from jax_sparse_mla.layers import gathers
+from jax_sparse_mla.metadata import ForwardMode
+from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving.comparison import MAX_LOGIT_DIFFERENCE, compare_backends, layer_kind
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import GATHERED, EngineOptions
+from jax_sparse_mla.serving.speculative import MAX_MARGIN, compare_with_plain
+
+
+def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[str, Plan]:
+    """The plan of each kind of step, for the index columns of a layer with an indexer.
+
+    Raises:
+      ValueError: the backend cannot.
+    """
+    wanted = options.prefill_backend
+    gathered = wanted == GATHERED if wanted else gathers(spec, options.chunk_size)
+    gathered = gathered and (spec.window is not None or not options.bf16_cache)
+    cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
+    steps = [
+        ("prefill", "prefill" if gathered else "decode", options.chunk_size),
+        ("decode", "decode", options.max_batch),
+    ]
+    if options.speculative_steps:
+        steps.append(("verify", "decode", options.max_batch * (options.speculative_steps + 1)))
+    return {
+        step: plan_here(
+            phase,
+            workspace_layout(spec.qk_dim) if phase == "prefill" else cached,
+            rows=rows,
+            heads=spec.num_heads,
+            topk=(spec.window or 0) + spec.index_topk,
+            backend=backend,
+        )
+        for step, phase, rows in steps
+    }
+
+
+def print_header(setup: Any, engine: Any, requests: list[Request], planned: dict[str, Plan]) -> None:
+    spec, options = setup.spec, engine.options
+    print(f"device     {setup.device}")
+    print(f"model      {setup.name}: {len(setup.ratios)} layers, {spec.num_heads} heads")
+    lengths = ", ".join(str(len(r.prompt)) for r in requests)
+    print(f"requests   {len(requests)} with {lengths} prompt tokens, {requests[0].max_new_tokens} new tokens each")
+    print(f"KV cache   {'BF16' if options.bf16_cache else spec.kv_layout.name}, paged, {spec.page_size} tokens a page")
+    for step, plan in planned.items():
+        print(f"route      {step}: {plan.backend}, {plan.kernel} ({plan.reason})")
+
+
+def print_accepted(accepted: collections.Counter[int]) -> None:
+    rounds = sum(accepted.values())
+    tokens = sum((count + 1) * times for count, times in accepted.items())
+    print(f"accepted   {tokens / max(rounds, 1):.2f} tokens a round, {rounds} rounds of a request")
+    for count, times in sorted(accepted.items()):
+        print(f"           {count} drafts: {times:4}  {'#' * round(40 * times / max(rounds, 1))}".rstrip())
+
+
+def print_routes(setup: Any, engine: Any) -> None:
+    """The attention that the programs called."""
+    modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+    calls = setup.calls(engine)
+    for mode, step in modes.items():
+        kinds: dict[str, dict[str, None]] = {}  # of layers, in order, by what attends in them
+        for ran, ratio, phase, backend in calls:
+            if ran is mode:
+                kinds.setdefault(f"{backend}, {phase}", {})[layer_kind(setup.spec, ratio)] = None
+        for call, names in kinds.items():
+            print(f"ran        {step}: {call} ({'; '.join(names)})")
+
+
+def compare(engine: Any, requests: list[Request], names: list[str]) -> int:
+    """Compares attention backends; returns the exit status."""
+    against = engine.options.backend or "the router's choice"
+    print(f"backends   logits after the same tokens, against {against}: "
+          f"differences ≤ {MAX_LOGIT_DIFFERENCE} of the largest logit")  # fmt: skip
+    reports = compare_backends(engine, requests, names)
+    for report in reports:
+        print(
+            f"           {report.backend:10} {report.difference:.5f}   {report.agreeing} of {report.total} tokens"
+            f"{'' if report.passes else '  FAILED'}"
+        )
+    ok = all(report.passes for report in reports)
+    print(f"backends   {'agree' if ok else 'DISAGREE'}")
+    return 0 if ok else 1
+
+
+def check(setup: Any, engine: Any, requests: list[Request]) -> int:
+    """Compares the latest run with transformers; returns the exit status."""
+    from sparse_mla_torch.hf import comparison
+
+    cache = "bf16" if engine.options.bf16_cache else "fp8"
+    print(
+        "check      against transformers' eager attention on the same inputs and entries: "
+        f"cosine ≥ {comparison.MIN_COSINE[cache]}, of a row ≥ {comparison.MIN_ROW_COSINE[cache]}; "
+        f"overlap of the selected entries ≥ {comparison.MIN_OVERLAP}"
+    )
+    print("layer  kind                     cosine    worst row   overlap  (rows that drop entries)")
+    ok = True
+    for report in comparison.compare_layers(setup.traced_run(engine), requests):
+        passed = report.passes(cache)
+        ok &= passed
+        overlap = "   -   " if report.overlap is None else f"{report.overlap:.5f}"
+        print(
+            f"{report.layer:5}  {report.kind:22}  {report.cosine:.6f}   {report.worst_row:.6f}   {overlap}  "
+            f"({report.dropping_rows}){'' if passed else '  FAILED'}"
+        )
+    if not any(request.sampling.temperature for request in requests):
+        agree, total = comparison.count_agreeing_tokens(setup.torch_model, requests)
+        print(f"tokens     {agree} of {total} are transformers' own choice too")
+    print("check      passed" if ok else "check      FAILED")
+    return 0 if ok else 1
+
+
+def check_tokens(serve: Callable[[list[Request]], Any], requests: list[Request], plain: list[Request]) -> int:
+    """Compares speculative with plain decoding, which `serve` does; returns the exit status."""
+    differences = compare_with_plain(serve, requests, plain)
+    total = sum(len(r.output) for r in requests)
+    print(f"tokens     {total - len(differences)} of {total} are plain decoding's, after the same tokens before them")
+    for difference in differences:
+        where = f"request {difference.request}, token {difference.index}"
+        print(f"           {where} differs, under a top-2 margin of {difference.margin:.4f} of the best logit")
+    ok = all(difference.margin <= MAX_MARGIN for difference in differences)
+    print(f"check      {'passed' if ok else 'FAILED'}: a token may differ under a margin of {MAX_MARGIN}")
+    return 0 if ok else 1

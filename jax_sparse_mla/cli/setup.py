@@ -1,0 +1,133 @@
+"""The engine of `generate`: its model, tokenizer and device."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving import presets
+from jax_sparse_mla.serving.engine import Engine, EngineOptions
+from jax_sparse_mla.serving.model import Model, Params, load
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.speculative import DraftOracle
+
+HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+class JaxSetup:
+    """A model for the JAX engine.
+
+    Attributes:
+      name: what is served, in words. device: in words.
+      model, params: of the JAX engine. torch_model: transformers' with the same weights, for the check; else None.
+      tokenizer: encodes and decodes. eos_token_ids: tokens that end a text; none for the tokenizer of bytes.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self.device = _device(args.device)
+        self.torch_model: Any = None
+        if args.model is not None:
+            self.name = args.model
+            if not os.path.isdir(args.model):
+                raise FileNotFoundError(f"no checkpoint folder {args.model}")
+            self.model, self.params = load(args.model)
+            self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
+            if not args.no_check:
+                from sparse_mla_torch.hf.presets import load_checkpoint
+
+                self.torch_model = load_checkpoint(args.model)
+        else:
+            preset = args.preset or "v4"  # not argparse's default: naming it would not conflict with --model
+            self.name = f"preset {preset}, seed {args.seed} (random weights)"
+            self.model, self.params = self._preset(preset, args.seed, checked=not args.no_check)
+            self.tokenizer = presets.ByteTokenizer()
+        bytes_only = isinstance(self.tokenizer, presets.ByteTokenizer)
+        self.eos_token_ids = () if bytes_only else self.model.eos_token_ids
+
+    def _preset(self, preset: str, seed: int, *, checked: bool) -> tuple[Model, Params]:
+        if not checked and not HAS_TORCH:
+            self.name += ", JAX's own"
+            model = Model.from_config(presets.CONFIGS[preset])
+            return model, model.init_params(seed)
+        from sparse_mla_torch.hf.presets import build_preset, to_jax_model
+
+        self.torch_model = build_preset(preset, seed)
+        return to_jax_model(self.torch_model)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """The compress ratio of each layer."""
+        return self.model.ratios
+
+    def new_engine(self, options: EngineOptions) -> Engine:
+        return Engine(self.model, self.params, options)
+
+    def serve(
+        self,
+        engine: Engine,
+        requests: list[Request],
+        on_step: Callable[..., None] = lambda *_: None,
+        drafts: int = 0,
+        oracle: DraftOracle | None = None,
+    ) -> collections.Counter[int]:
+        """Serves requests, by plain decoding without drafts; returns how many rounds of a request kept how many."""
+        engine.drafts, engine.propose = drafts, oracle.propose if oracle else None
+        engine.accepted = collections.Counter({count: 0 for count in range(drafts + 1)})
+        engine.run(requests, on_step)
+        return engine.accepted
+
+    def calls(self, engine: Engine) -> list[tuple[Any, int, str, str]]:
+        """What the programs that ran attend with: (mode, compress ratio, phase, backend)."""
+        return [
+            (program.mode, ratio, phase, backend)
+            for program, calls in engine.routes.items()
+            for phase, backend in sorted(calls)
+            for ratio in sorted(set(self.ratios))
+        ]
+
+    def traced_run(self, engine: Engine) -> Any:
+        """The engine's latest run, for the comparison with transformers."""
+        from sparse_mla_torch.hf.comparison import JaxRun
+
+        return JaxRun(engine, self.torch_model)
+
+
+def new_setup(args: argparse.Namespace) -> Any:
+    """The setup of the engine that the arguments name.
+
+    Raises:
+      OSError, ValueError: no such folder, device or model.
+      ImportError: torch or transformers are missing, or too old, and the arguments need them.
+    """
+    # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.engine == "jax":
+        return JaxSetup(args)
+    from sparse_mla_torch.hf.setup import TorchSetup
+
+    return TorchSetup(args)
+
+
+def _device(wanted: str | None) -> str:
+    """The device in words; CUDA where JAX has it, else the CPU.
+
+    Raises:
+      ValueError: CUDA is wanted and JAX lacks it.
+    """
+    if wanted != "cpu" and jax.default_backend() == "gpu":
+        return jax.devices()[0].device_kind
+    if wanted == "cuda":
+        raise ValueError(f"--device cuda: JAX {jax.__version__} has no GPU here")
+    jax.config.update("jax_platforms", "cpu")
+    return "CPU"

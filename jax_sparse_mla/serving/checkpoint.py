@@ -1,0 +1,273 @@
+"""Checkpoints: safetensors files, and what their tensors are called, become a model's parameters. torch is not needed.
+
+Names are those that transformers writes, those of its modules, or those of the released checkpoints. Safetensors files
+are mapped into memory by their header (8 bytes of length, then JSON), because the package's numpy face reads no FP8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_sparse_mla.serving import deepseek_v4, deepseek_v32
+from jax_sparse_mla.serving.config import WEIGHT_BLOCK, V4Config, V32Config, read_config
+from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
+
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I64": np.int64,
+    "I32": np.int32,
+}
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+# What a weight's dtype may be; routers' tables are integers.
+WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
+NAMES_SHOWN = 6
+
+
+def load_folder(folder: str | os.PathLike[str]) -> tuple[V4Config | V32Config, Any]:
+    """The config and parameters of a checkpoint folder; see `serving.load`."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder {folder}")
+    config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    return config, from_named_arrays(config, _map_folder(folder))
+
+
+def from_named_arrays(config: V4Config | V32Config, arrays: Mapping[str, Any]) -> Any:
+    """The parameters of arrays by name, as a state dict or a checkpoint has them.
+
+    Args:
+      config: the model's.
+      arrays: numpy arrays, bfloat16 and FP8 of `ml_dtypes`. Weights get the embedding's dtype, bfloat16 or float32;
+        what the model keeps in float32 becomes float32. An FP8 weight `x` has a scale for each block of 128 x 128
+        values, `x_scale_inv` (released V4: `….scale` beside `….weight`). Draft layers are left out.
+
+    Raises:
+      ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
+    """
+    canonical = _v4_name if isinstance(config, V4Config) else _v32_name
+    stored = {name: array for given, array in arrays.items() if (name := canonical(given, config)) is not None}
+    expected = _stored_shapes(shapes_of(functools.partial(_read, config)), stored)
+    _check(expected, stored, config)
+    dtype = stored["embed_tokens.weight"].dtype
+    if dtype not in (np.float32, ml_dtypes.bfloat16):
+        raise ValueError(f"checkpoint: embed_tokens.weight must be bfloat16 or float32, got {dtype}")
+    return _read(config, Tensors(_Stored(stored), dtype))
+
+
+def init_params(config: V4Config | V32Config, seed: int, dtype: Any) -> Any:
+    """Random parameters; see `Model.init_params`."""
+    return random_params(functools.partial(_read, config), seed, dtype, config.moe.num_experts)
+
+
+def _read(config: V4Config | V32Config, tensors: Tensors) -> Any:
+    model = deepseek_v4 if isinstance(config, V4Config) else deepseek_v32
+    return model.read_params(config, tensors)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def _map_folder(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of all files, mapped: they are read when they are used."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if missing := [name for name in files if not (folder / name).exists()]:
+            raise FileNotFoundError(f"{folder} lacks {_some(missing)}, which its index names")
+    elif not (files := sorted(path.name for path in folder.glob("*.safetensors"))):
+        raise FileNotFoundError(f"no safetensors file in {folder}")
+    return {name: array for file in files for name, array in _map_file(folder / file).items()}
+
+
+def _map_file(path: Path) -> dict[str, np.ndarray]:
+    data = np.memmap(path, np.uint8, mode="r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    if start > data.size:
+        raise ValueError(f"{path} is no safetensors file: its header would be longer than the file")
+    header = json.loads(data[8:start].tobytes())
+    arrays = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            # What nobody asks for may have any dtype.
+            arrays[name] = _Unread(entry["dtype"], tuple(entry["shape"]))
+            continue
+        first, last = (start + offset for offset in entry["data_offsets"])
+        if last > data.size:
+            raise ValueError(f"{path} is cut short: {name} ends behind the file")
+        arrays[name] = data[first:last].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unread:
+    """A stored tensor of a dtype that is not read."""
+
+    dtype: str
+    shape: Shape
+
+
+# --- names -----------------------------------------------------------------------------------------
+
+Rules = tuple[tuple[str, str], ...]
+
+# From the released names to those of transformers' modules; each is applied once, in this order.
+_V4_RULES: Rules = (
+    (r"^embed\.", "embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^hc_head_(fn|base|scale)$", r"hc_head.hc_\1"),
+    (r"^(layers\.\d+)\.hc_(attn|ffn)_(fn|base|scale)$", r"\1.\2_hc.\3"),
+    (r"^(layers\.\d+)\.attn_norm\.", r"\1.input_layernorm."),
+    (r"^(layers\.\d+)\.ffn_norm\.", r"\1.post_attention_layernorm."),
+    (r"^(layers\.\d+)\.attn\.", r"\1.self_attn."),
+    (r"^(layers\.\d+)\.ffn\.", r"\1.mlp."),
+    (r"\.self_attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"(\.self_attn(?:\..+)?)\.norm\.", r"\1.kv_norm."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.w(q_a|q_b|kv|o_a|o_b)\.", r".\1_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.w3\.", ".up_proj."),
+    (r"_proj\.scale$", "_proj.weight_scale_inv"),
+)
+# Draft layers, and buffers that follow from the config.
+_LEFT_OUT = re.compile(r"^mtp\.|rotary_emb\.")
+
+
+def _v4_name(name: str, config: V4Config) -> str | None:
+    """The name of transformers' module; None for what is left out."""
+    name = name.removeprefix("model.")
+    for pattern, replacement in _V4_RULES:
+        name = re.sub(pattern, replacement, name)
+    return None if _LEFT_OUT.search(name) or (config.tied and name == "lm_head.weight") else name
+
+
+def _v32_name(name: str, config: V32Config) -> str | None:
+    """As `_v4_name`. The released draft layer is numbered as one behind the model's layers."""
+    name = name.removeprefix("model.")
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if layer and int(layer[1]) >= config.num_layers:
+        return None
+    return None if _LEFT_OUT.search(name) or (config.tied and name == "lm_head.weight") else name
+
+
+def _parts(name: str, num_experts: int) -> list[list[str]]:
+    """The tensors that make `…experts.gate_up_proj` or `…experts.down_proj` where experts are stored one by one: for
+    each of the joined weights one name an expert."""
+    experts, _, which = name.rpartition(".")
+    weights = ["gate_proj", "up_proj"] if which == "gate_up_proj" else [which]
+    return [[f"{experts}.{e}.{weight}.weight" for e in range(num_experts)] for weight in weights]
+
+
+def _is_stacked(name: str) -> bool:
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
+def _stored_shapes(shapes: Mapping[str, Shape], stored: Mapping[str, Any]) -> dict[str, Shape]:
+    """The shapes by stored name: the same, but for experts that are stored one by one."""
+    expected = {}
+    for name, shape in shapes.items():
+        if name in stored or not _is_stacked(name):
+            expected[name] = shape
+            continue
+        parts = _parts(name, shape[0])
+        one = shape[1] // len(parts), shape[2]
+        expected |= {part: one for names in parts for part in names}
+    return expected
+
+
+def _scale_of(name: str) -> str:
+    return f"{name}_scale_inv"
+
+
+def _check(expected: Mapping[str, Shape], stored: Mapping[str, Any], config: V4Config | V32Config) -> None:
+    problems = []
+    if missing := [name for name in expected if name not in stored]:
+        problems.append(f"missing: {_some(missing)}")
+    allowed = set(expected) | {_scale_of(name) for name in expected}
+    if unknown := sorted(set(stored) - allowed):
+        problems.append(f"unknown: {_some(unknown)}")
+    for name in [name for name in expected if name in stored]:
+        array, shape = stored[name], expected[name]
+        if tuple(array.shape) != shape:
+            problems.append(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
+        elif name.endswith("tid2eid"):
+            if getattr(array.dtype, "kind", "") not in "iu":
+                problems.append(f"{name} must be an integer array, got {array.dtype}")
+        elif array.dtype == FP8:
+            blocks = tuple(-(-n // block) for n, block in zip(shape[-2:], WEIGHT_BLOCK))
+            wanted, scale = (*shape[:-2], *blocks), stored.get(_scale_of(name))
+            if scale is None or tuple(scale.shape) != wanted:
+                got = "none" if scale is None else list(scale.shape)
+                problems.append(f"{name} is FP8 and needs {_scale_of(name)} of shape {list(wanted)}, got {got}")
+        elif array.dtype not in WEIGHTS:
+            problems.append(f"{name} must be of {', '.join(map(str, (*WEIGHTS, FP8)))}, got {array.dtype}")
+    if problems:
+        raise ValueError(f"checkpoint of {config.spec.name}: {'; '.join(problems[:NAMES_SHOWN])}")
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+class _Stored:
+    """`Tensors.get` of stored arrays."""
+
+    def __init__(self, stored: Mapping[str, np.ndarray]):
+        self.stored = stored
+
+    def __call__(self, name: str, shape: Shape, dtype: Any) -> jax.Array:
+        if name in self.stored or not _is_stacked(name):
+            return self._on_device([name], dtype).reshape(shape)
+        joined = [self._on_device(names, dtype) for names in _parts(name, shape[0])]
+        return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=1)
+
+    def _on_device(self, names: list[str], dtype: Any) -> jax.Array:
+        """The arrays of these names, stacked."""
+        if self.stored[names[0]].dtype != FP8:
+            return jnp.asarray(_stack([self.stored[name].astype(dtype) for name in names]))
+        values = _stack([self.stored[name] for name in names])
+        scales = _stack([self.stored[_scale_of(name)].astype(np.float32) for name in names])
+        return dequantised(jnp.asarray(values), jnp.asarray(scales), dtype=dtype)
+
+
+def _stack(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.stack(arrays)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def dequantised(values: jax.Array, scales: jax.Array, *, dtype: Any) -> jax.Array:
+    """FP8 `[…, rows, columns]` times float32 `[…, ⌈rows / 128⌉, ⌈columns / 128⌉]`, in `dtype`."""
+    for axis, block in zip((-2, -1), WEIGHT_BLOCK):
+        scales = jnp.repeat(scales, block, axis=axis)
+    scales = scales[..., : values.shape[-2], : values.shape[-1]]
+    return (values.astype(jnp.float32) * scales).astype(dtype)

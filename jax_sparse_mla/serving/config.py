@@ -1,0 +1,362 @@
+"""What a model needs beyond its `ModelSpec`, read from a checkpoint's `config.json`.
+
+Both transformers' keys and those of the released checkpoints are read. A value that the model code has no branch for is
+refused by its name, so that no checkpoint runs as something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jax_sparse_mla.models import ModelSpec, v4_layer_ratios, yarn_mscale
+
+SCORES = ("sqrtsoftplus", "softmax", "sigmoid")
+V4_RATIOS = (0, 4, 128)
+V4_MLPS = ("hash_moe", "moe")
+V32_MLPS = ("dense", "sparse")
+
+# FP8 weights have a scale for each block of so many rows and columns.
+WEIGHT_BLOCK = (128, 128)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """A rotary embedding of `dim` values; with a factor above 1 its frequencies are YaRN's (arXiv 2309.00071, §3.2).
+
+    Attributes:
+      dim: rotated values of a head, two for each frequency. theta: the base of the frequencies.
+      factor: by how much YaRN extends `original_len` tokens; 1 is plain rope.
+      beta_fast, beta_slow: rotations over `original_len` above which a frequency stays, and below which it is divided.
+      magnitude: what cos and sin are multiplied by.
+    """
+
+    dim: int
+    theta: float
+    factor: float = 1.0
+    original_len: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    magnitude: float = 1.0
+
+    def inv_freq(self) -> np.ndarray:
+        """float32 `[dim / 2]`, radians per position."""
+        pairs = np.arange(self.dim // 2)
+        freq = self.theta ** -(2 * pairs / self.dim)
+        if self.factor == 1:
+            return freq.astype(np.float32)
+
+        def pair_with(rotations: float) -> float:
+            """The pair, as a real number, that turns so often within `original_len` tokens."""
+            return self.dim * math.log(self.original_len / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low = max(math.floor(pair_with(self.beta_fast)), 0)
+        high = min(math.ceil(pair_with(self.beta_slow)), self.dim - 1)
+        divided = np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
+        return (freq * (1 - divided) + freq / self.factor * divided).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoE:
+    """Experts and how rows are sent to them.
+
+    Attributes:
+      num_experts, top_k: routed experts, and how many of them a row goes to.
+      width, shared_width: hidden values of a routed expert and of the shared one.
+      score: how logits become scores, one of SCORES. normalised: whether the chosen scores are divided by their sum.
+      scale: what the chosen scores are multiplied by.
+      groups, top_groups: experts are in so many groups, and chosen from the best of these.
+      limit: bound of the SwiGLU's inputs; None has no bound.
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    shared_width: int
+    score: str
+    scale: float
+    normalised: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    limit: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HyperConnections:
+    """Manifold-constrained hyper-connections: residual streams, Sinkhorn steps, the floor of what they divide by."""
+
+    streams: int
+    iterations: int
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Config:
+    """What both models have.
+
+    Attributes:
+      spec: the attention constants.
+      vocab_size, hidden_size, num_layers: sizes. q_rank: values between the two projections of the queries.
+      moe: the experts. norm_eps: of the RMSNorms. tied: whether the logits' weights are the embedding's.
+      eos_token_ids: the tokens that end a sequence.
+    """
+
+    spec: ModelSpec
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    q_rank: int
+    moe: MoE
+    norm_eps: float
+    tied: bool
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class V4Config(_Config):
+    """DeepSeek-V4.
+
+    Attributes:
+      ratios: the compress ratio of each layer. hashed: whether a layer's experts follow from the token's number.
+      o_groups, o_rank: of the grouped output projection.
+      streams: the hyper-connections.
+      window_rope, compress_rope: of layers of ratio 0, and of the others.
+    """
+
+    ratios: tuple[int, ...]
+    hashed: tuple[bool, ...]
+    o_groups: int
+    o_rank: int
+    streams: HyperConnections
+    window_rope: Rope
+    compress_rope: Rope
+
+    def rope(self, ratio: int) -> Rope:
+        """The rotary embedding of a layer of this ratio."""
+        return self.compress_rope if ratio else self.window_rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class V32Config(_Config):
+    """DeepSeek-V3.2.
+
+    Attributes:
+      dense: whether a layer has one wide MLP, of `dense_width` hidden values, instead of experts.
+      nope_dim, v_dim: values of a head's key without rope and of its value, before they are multiplied into the latent
+        space (`spec.nope_dim` and `spec.v_dim` are those of the latent).
+      rope: the rotary embedding.
+    """
+
+    dense: tuple[bool, ...]
+    dense_width: int
+    nope_dim: int
+    v_dim: int
+    rope: Rope
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Zeros: V3.2 does not compress."""
+        return (0,) * self.num_layers
+
+
+def read_config(config: Mapping[str, Any]) -> V4Config | V32Config:
+    """The config of a `config.json` mapping.
+
+    Raises:
+      ValueError: what `Model.from_config` says. KeyError never: a missing key is named in a ValueError.
+    """
+    spec = ModelSpec.from_hf_config(_without_draft_layers(config))  # refuses other model types
+    reader = _Reader(config)
+    reader.only("hidden_act", "silu")
+    reader.only("attention_bias", False)
+    reader.only("mlp_bias", False)
+    reader.only("expert_dtype", None, "fp8", "bf16")
+    _check_quantization(config.get("quantization_config") or {})
+    return (_v4 if spec.window is not None else _v32)(reader, spec)
+
+
+def _without_draft_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The released V4 config gives the compress ratio of its draft layer behind those of the model's layers."""
+    ratios = config.get("compress_ratios")
+    return config if ratios is None else {**config, "compress_ratios": list(ratios)[: config.get("num_hidden_layers")]}
+
+
+class _Reader:
+    """Reads a mapping; what is missing or unknown raises a ValueError that names it."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.config = config
+
+    def __call__(self, *names: str, default: Any = None) -> Any:
+        """The value of the first name that is there and not None; without a default it must be there."""
+        for name in names:
+            if self.config.get(name) is not None:
+                return self.config[name]
+        if default is None:
+            raise ValueError(f"Model.from_config: the config has no {' or '.join(names)}")
+        return default
+
+    def only(self, name: str, *accepted: Any) -> None:
+        """Refuses another value than these; the first of them stands for a missing one."""
+        value = self.config.get(name)
+        if value is not None and value not in accepted:
+            raise ValueError(f"Model.from_config: {name} must be {_listed(accepted)}, got {value!r}")
+
+    def per_layer(self, name: str, accepted: Collection[Any], default: Callable[[int], Any]) -> tuple[Any, ...]:
+        """A value for each layer."""
+        layers = self("num_hidden_layers")
+        values = self.config.get(name)
+        values = [default(i) for i in range(layers)] if values is None else list(values)[:layers]
+        if len(values) < layers:
+            raise ValueError(f"Model.from_config: {name} must name {layers} layers, got {len(values)}")
+        if unknown := [value for value in values if value not in accepted]:
+            raise ValueError(f"Model.from_config: {name} must be of {_listed(accepted)}, got {unknown[0]!r}")
+        return tuple(values)
+
+
+def _listed(values: Collection[Any]) -> str:
+    return " or ".join(map(repr, values))
+
+
+def _check_quantization(config: Mapping[str, Any]) -> None:
+    """Refuses weights that are not FP8 in blocks."""
+    method, block = config.get("quant_method", "fp8"), config.get("weight_block_size", WEIGHT_BLOCK)
+    if method != "fp8":
+        raise ValueError(f"Model.from_config: quantization_config.quant_method must be 'fp8', got {method!r}")
+    if tuple(block or ()) != WEIGHT_BLOCK:
+        raise ValueError(
+            f"Model.from_config: quantization_config.weight_block_size must be {list(WEIGHT_BLOCK)}, got {block!r}"
+        )
+    _Reader(config).only("expert_dtype", None, "fp8", "bf16")
+
+
+def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: float | None = None) -> Rope:
+    """The rope of `rope_parameters`; YaRN's magnitude is computed unless it is given or stands in the parameters."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    theta = float(parameters.get("rope_theta") or theta)
+    if kind == "default":
+        return Rope(dim=dim, theta=theta)
+    if kind != "yarn":
+        raise ValueError(f"Model.from_config: rope_type must be 'default' or 'yarn', got {kind!r}")
+    for name in ("factor", "original_max_position_embeddings"):
+        if parameters.get(name) is None:
+            raise ValueError(f"Model.from_config: the yarn rope parameters have no {name}")
+    if parameters.get("truncate") is False:
+        raise ValueError("Model.from_config: truncate must be True in the yarn rope parameters, got False")
+    factor = float(parameters["factor"])
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if parameters.get("attention_factor") is not None:
+        magnitude = float(parameters["attention_factor"])
+    elif magnitude is None and mscale and mscale_all_dim:
+        magnitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    elif magnitude is None:
+        magnitude = yarn_mscale(factor, 1.0)
+    return Rope(
+        dim=dim,
+        theta=theta,
+        factor=factor,
+        original_len=parameters["original_max_position_embeddings"],
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        magnitude=magnitude,
+    )
+
+
+def _common(read: _Reader, spec: ModelSpec) -> dict[str, Any]:
+    eos = read("eos_token_id", default=())
+    return {
+        "spec": spec,
+        "vocab_size": read("vocab_size"),
+        "hidden_size": read("hidden_size"),
+        "num_layers": read("num_hidden_layers"),
+        "q_rank": read("q_lora_rank"),
+        "norm_eps": float(read("rms_norm_eps", default=1e-6)),
+        "tied": bool(read("tie_word_embeddings", default=False)),
+        "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos),
+    }
+
+
+def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
+    read.only("scoring_func", *SCORES)
+    read.only("norm_topk_prob", True)
+    read.only("n_shared_experts", 1)
+    layers = read("num_hidden_layers")
+    ratios = v4_layer_ratios(_without_draft_layers(read.config))
+    if len(ratios) < layers or set(ratios) - set(V4_RATIOS):
+        raise ValueError(
+            f"Model.from_config: compress_ratios or layer_types must give {layers} ratios of {_listed(V4_RATIOS)}, "
+            f"got {list(ratios)}"
+        )
+    hash_layers = read("num_hash_layers", default=3)
+    mlps = read.per_layer("mlp_layer_types", V4_MLPS, lambda i: V4_MLPS[i >= hash_layers])
+    parameters = read("rope_parameters", "rope_scaling", default={})
+    if "main" in parameters:
+        main, compress = parameters["main"], parameters["compress"]
+    else:  # the released form: one set, which layers without compression do not follow
+        main, compress = {}, {**parameters, "rope_theta": None}
+    width = read("moe_intermediate_size")
+    window_rope = _rope(main, spec.rope_dim, read("rope_theta", default=10000.0))
+    # The released models rotate without YaRN's magnitude.
+    compress_rope = _rope(compress, spec.rope_dim, read("compress_rope_theta", default=160000.0), magnitude=1.0)
+    for rope in (window_rope, compress_rope):
+        if rope.magnitude != 1:
+            raise ValueError(f"Model.from_config: rope_parameters must have attention_factor 1, got {rope.magnitude}")
+    return V4Config(
+        **_common(read, spec),
+        ratios=tuple(ratios[:layers]),
+        hashed=tuple(mlp == "hash_moe" for mlp in mlps),
+        o_groups=read("o_groups"),
+        o_rank=read("o_lora_rank"),
+        streams=HyperConnections(
+            streams=read("hc_mult", default=4),
+            iterations=read("hc_sinkhorn_iters", default=20),
+            eps=float(read("hc_eps", default=1e-6)),
+        ),
+        window_rope=window_rope,
+        compress_rope=compress_rope,
+        moe=MoE(
+            num_experts=read("n_routed_experts", "num_local_experts"),
+            top_k=read("num_experts_per_tok"),
+            width=width,
+            shared_width=width,
+            score=read("scoring_func", default="sqrtsoftplus"),
+            scale=float(read("routed_scaling_factor", default=1.5)),
+            limit=float(read("swiglu_limit", default=10.0)),
+        ),
+    )
+
+
+def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
+    read.only("scoring_func", "sigmoid")
+    read.only("topk_method", "noaux_tc")
+    read.only("moe_layer_freq", 1)
+    num_dense = read("first_k_dense_replace", default=3)
+    mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
+    parameters = read("rope_parameters", "rope_scaling", default={})
+    experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=8)
+    if experts % groups:
+        raise ValueError(f"Model.from_config: n_group must divide n_routed_experts, got {groups} and {experts}")
+    width = read("moe_intermediate_size")
+    return V32Config(
+        **_common(read, spec),
+        dense=tuple(mlp == "dense" for mlp in mlps),
+        dense_width=read("intermediate_size"),
+        nope_dim=read("qk_nope_head_dim", default=128),
+        v_dim=read("v_head_dim", default=128),
+        rope=_rope(parameters, spec.rope_dim, read("rope_theta", default=10000.0)),
+        moe=MoE(
+            num_experts=experts,
+            top_k=read("num_experts_per_tok"),
+            width=width,
+            shared_width=width * read("n_shared_experts", default=1),
+            score="sigmoid",
+            scale=float(read("routed_scaling_factor", default=2.5)),
+            normalised=bool(read.config.get("norm_topk_prob", True)),
+            groups=groups,
+            top_groups=read("topk_group", default=4),
+        ),
+    )

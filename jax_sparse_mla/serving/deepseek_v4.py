@@ -1,0 +1,363 @@
+"""DeepSeek-V4: its parameters and its forward step.
+
+Weights that read the same rows are joined, so that a layer's input is multiplied once. Small parameters of all layers
+share arrays, since each array costs the host some microseconds a step. Large weights are arrays of their own: XLA would
+copy a layer's part of a stacked one before it multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.compressor import rope_interleaved
+from jax_sparse_mla.layers import (
+    CompressorParams,
+    IndexRows,
+    V4LayerCache,
+    V4LayerParams,
+    V4Rows,
+    prepare_v4_step,
+    v4_layer,
+)
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.models import INDEXED_RATIO
+from jax_sparse_mla.serving.config import V4Config
+from jax_sparse_mla.serving.layers import (
+    collapse_streams,
+    expand_streams,
+    head_of_streams,
+    linear,
+    normalised,
+    rms_norm,
+    split,
+)
+from jax_sparse_mla.serving.moe import MoEParams, moe
+from jax_sparse_mla.serving.tensors import Tensors
+
+V4Caches = dict[int, V4LayerCache]  # by ratio, the caches of all its layers
+
+
+@pytree_dataclass
+class V4Weights:
+    """A layer's large weights, `[out, in]`.
+
+    Attributes:
+      in_proj: `[widths, hidden]`, all that reads the layer's input, in the order of `_input_widths`.
+      q_b: `[heads * 512 + index_heads * 128, q_rank]`, queries, then those of the indexer (ratio 4).
+      o_a: `[groups, o_rank, heads / groups * 512]`. o_b: `[hidden, groups * o_rank]`.
+      attn_fn, ffn_fn: of the hyper-connections before attention and experts, see `collapse_streams`.
+      moe: the experts.
+    """
+
+    in_proj: jax.Array
+    q_b: jax.Array
+    o_a: jax.Array
+    o_b: jax.Array
+    attn_fn: jax.Array
+    ffn_fn: jax.Array
+    moe: MoEParams
+
+
+@pytree_dataclass
+class V4Small:
+    """A layer's small parameters, all float32; in `V4Params` with a leading dimension, the layers.
+
+    Attributes:
+      attn_norm, ffn_norm `[hidden]`, q_norm `[q_rank]`, kv_norm `[512]`: of the RMSNorms.
+      base `[2, (2 + n) * n]`, scale `[2, 3]`: of the hyper-connections before attention and experts.
+      router_bias: `[experts]`; zeros in a hash layer.
+    """
+
+    attn_norm: jax.Array
+    ffn_norm: jax.Array
+    q_norm: jax.Array
+    kv_norm: jax.Array
+    base: jax.Array
+    scale: jax.Array
+    router_bias: jax.Array
+
+
+@pytree_dataclass
+class V4Params:
+    """A model's parameters: embedding `[vocab, hidden]`, the logits' weights (None: the embedding), the final norm, the
+    last streams' `head_fn`, `head_base`, `head_scale`, and the layers': `layers` has the large weights of each, `small`
+    the small ones of all, `attention` by ratio what `v4_layer` takes."""
+
+    embedding: jax.Array
+    unembedding: jax.Array | None
+    norm: jax.Array
+    head_fn: jax.Array
+    head_base: jax.Array
+    head_scale: jax.Array
+    small: V4Small
+    attention: dict[int, V4LayerParams]
+    layers: list[V4Weights]
+
+
+# --- parameters ------------------------------------------------------------------------------------
+
+
+def read_params(config: V4Config, tensors: Tensors) -> V4Params:
+    """The parameters, of tensors by the names of transformers' modules."""
+    layers = [
+        tensors.layer(_read_layer, config, i, (config.ratios[i], config.hashed[i])) for i in range(config.num_layers)
+    ]
+    weights, small, attention = zip(*layers)
+    hidden, n = config.hidden_size, config.streams.streams
+    size = config.vocab_size, hidden
+    return V4Params(
+        embedding=tensors("embed_tokens.weight", size),
+        unembedding=None if config.tied else tensors("lm_head.weight", size),
+        norm=tensors.float32("norm.weight", (hidden,)),
+        head_fn=tensors.float32("hc_head.hc_fn", (n, n * hidden)),
+        head_base=tensors.float32("hc_head.hc_base", (n,)),
+        head_scale=tensors.float32("hc_head.hc_scale", (1,)),
+        small=jax.tree.map(lambda *arrays: jnp.stack(arrays), *small),
+        attention={
+            ratio: V4LayerParams.stack([part for part, of in zip(attention, config.ratios) if of == ratio])
+            for ratio in sorted(set(config.ratios))
+        },
+        layers=list(weights),
+    )
+
+
+def _input_widths(config: V4Config, ratio: int) -> list[int]:
+    """Rows of `in_proj`: the queries' rank, K, the compressor's values and scores, the indexer's, its weights."""
+    spec = config.spec
+    widths = [config.q_rank, spec.qk_dim]
+    if ratio:
+        widths += 2 * [spec.qk_dim * _coff(ratio)]
+    if ratio == INDEXED_RATIO:
+        widths += [2 * spec.index_dim, 2 * spec.index_dim, spec.index_heads]
+    return widths
+
+
+def _coff(ratio: int) -> int:
+    """Windows of ratio 4 overlap, so a token makes two rows."""
+    return 2 if ratio == INDEXED_RATIO else 1
+
+
+def _read_layer(config: V4Config, i: int, tensors: Tensors) -> tuple[V4Weights, V4Small, V4LayerParams]:
+    spec, ratio, hidden, n = config.spec, config.ratios[i], config.hidden_size, config.streams.streams
+    tensors = tensors.under(f"layers.{i}.")
+    attn, indexer = tensors.under("self_attn."), tensors.under("self_attn.compressor.indexer.")
+
+    inputs = ["q_a_proj", "kv_proj"] + ["compressor.kv_proj", "compressor.gate_proj"] * bool(ratio)
+    queries = [attn("q_b_proj.weight", (spec.num_heads * spec.qk_dim, config.q_rank))]
+    if ratio == INDEXED_RATIO:
+        inputs += [f"compressor.indexer.{name}" for name in ("kv_proj", "gate_proj", "scorer.weights_proj")]
+        queries.append(indexer("q_b_proj.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
+    in_proj = [attn(f"{x}.weight", (width, hidden)) for x, width in zip(inputs, _input_widths(config, ratio))]
+    grouped = spec.num_heads * spec.v_dim // config.o_groups
+    mixes = (2 + n) * n
+
+    def streams(name, *shape):
+        return [tensors.float32(f"{block}_hc.{name}", shape) for block in ("attn", "ffn")]
+
+    def compressor(part: Tensors, dim: int) -> CompressorParams:
+        return CompressorParams(
+            ape=part.float32("position_bias", (ratio, _coff(ratio) * dim)),
+            norm_weight=part.float32("kv_norm.weight", (dim,)),
+            inv_freq=jnp.asarray(config.compress_rope.inv_freq()),
+            norm_eps=config.norm_eps,
+        )
+
+    attn_fn, ffn_fn = streams("fn", mixes, n * hidden)
+    weights = V4Weights(
+        in_proj=jnp.concatenate(in_proj),
+        q_b=jnp.concatenate(queries),
+        o_a=attn("o_a_proj.weight", (config.o_groups * config.o_rank, grouped)).reshape(config.o_groups, -1, grouped),
+        o_b=attn("o_b_proj.weight", (hidden, config.o_groups * config.o_rank)),
+        attn_fn=attn_fn,
+        ffn_fn=ffn_fn,
+        moe=tensors.under("mlp.").moe(config.moe, hidden, config.vocab_size if config.hashed[i] else None),
+    )
+    experts = (config.moe.num_experts,)
+    small = V4Small(
+        attn_norm=tensors.float32("input_layernorm.weight", (hidden,)),
+        ffn_norm=tensors.float32("post_attention_layernorm.weight", (hidden,)),
+        q_norm=attn.float32("q_a_norm.weight", (config.q_rank,)),
+        kv_norm=attn.float32("kv_norm.weight", (spec.qk_dim,)),
+        base=jnp.stack(streams("base", mixes)),
+        scale=jnp.stack(streams("scale", 3)),
+        router_bias=jnp.zeros(experts)
+        if config.hashed[i]
+        else tensors.float32("mlp.gate.e_score_correction_bias", experts),
+    )
+    attention = V4LayerParams(
+        attn_sink=attn.float32("sinks", (spec.num_heads,)),
+        compressor=compressor(attn.under("compressor."), spec.qk_dim) if ratio else None,
+        index_compressor=compressor(indexer, spec.index_dim) if ratio == INDEXED_RATIO else None,
+    )
+    return weights, small, attention
+
+
+# --- a step ----------------------------------------------------------------------------------------
+
+
+def new_caches(config: V4Config, **sizes) -> V4Caches:
+    """Empty caches of all layers; `sizes` as of `V4LayerCache.zeros`."""
+    return {
+        ratio: V4LayerCache.zeros(config.spec, ratio, num_layers=config.ratios.count(ratio), **sizes)
+        for ratio in sorted(set(config.ratios))
+    }
+
+
+def forward(
+    config: V4Config,
+    params: V4Params,
+    caches: V4Caches,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    layers: int,
+    gathered: bool | None,
+    backend: str | None,
+    trace: Callable[[jax.Array, jax.Array | None], None],
+) -> tuple[jax.Array, V4Caches, jax.Array]:
+    """As `Model.forward`: hidden rows, caches and overflow; `trace` is called with each layer's input and selection."""
+    if batch.mode is not ForwardMode.EXTEND:
+        gathered = False
+    step = prepare_v4_step(config.spec, batch, tables, gathered=gathered)
+    caches = dict(caches)
+    rows = params.embedding[tokens]
+    streams = jnp.broadcast_to(rows[:, None], (rows.shape[0], config.streams.streams, config.hidden_size))
+    for i, ratio in enumerate(config.ratios[:layers]):
+        number = config.ratios[:i].count(ratio)  # among the layers of its ratio
+        weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
+        x, rows, post, comb = _before_attention(config, ratio, weights, small, streams, positions)
+        out, cache, selected = v4_layer(
+            caches[ratio].layer(number),
+            rows,
+            params.attention[ratio].layer(number),
+            batch,
+            step.metadata,
+            step.plans.get(ratio),
+            spec=config.spec,
+            ratio=ratio,
+            backend=backend,
+        )
+        caches[ratio] = cache.whole()
+        trace(x, selected)
+        streams = _after_attention(config, ratio, weights, small, streams, out, post, comb, positions, tokens)
+    return _last(config, params, streams), caches, step.overflow
+
+
+def attention(
+    config: V4Config,
+    params: V4Params,
+    caches: V4Caches,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    layer: int,
+    gathered: bool | None,
+    backend: str | None,
+    index_scores: jax.Array | None,
+) -> tuple[jax.Array, V4Caches]:
+    """As `Model.attention`: a layer's attention alone, from its input to its output."""
+    ratio, weights = config.ratios[layer], params.layers[layer]
+    number = config.ratios[:layer].count(ratio)
+    small = jax.tree.map(lambda x: x[layer], params.small)
+    if batch.mode is not ForwardMode.EXTEND:
+        gathered = False
+    step = prepare_v4_step(config.spec, batch, tables, gathered=gathered)
+    out, cache, _ = v4_layer(
+        caches[ratio].layer(number),
+        _project(config, ratio, weights, small, x, positions),
+        params.attention[ratio].layer(number),
+        batch,
+        step.metadata,
+        step.plans.get(ratio),
+        spec=config.spec,
+        ratio=ratio,
+        index_scores=index_scores,
+        backend=backend,
+    )
+    return _project_out(config, ratio, weights, out.astype(x.dtype), positions), caches | {ratio: cache.whole()}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "ratio"))
+def _before_attention(config: V4Config, ratio: int, weights: V4Weights, small: V4Small, streams, positions):
+    """The attention's input `[T, hidden]`, its projected rows, and how its output joins the streams."""
+    x, post, comb = collapse_streams(
+        streams, weights.attn_fn, small.base[0], small.scale[0], config=config.streams, norm_eps=config.norm_eps
+    )
+    x = rms_norm(x, small.attn_norm, config.norm_eps)
+    return x, _project(config, ratio, weights, small, x, positions), post, comb
+
+
+def _project(config: V4Config, ratio: int, weights: V4Weights, small: V4Small, x, positions) -> V4Rows:
+    spec, eps = config.spec, config.norm_eps
+    inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
+
+    def heads(rows, count, dim):
+        return rows.reshape(-1, count, dim)
+
+    def rotated(rows):
+        return rope_interleaved(rows, positions[:, None], inv_freq)
+
+    q_a, kv, *rest = split(linear(x, weights.in_proj), *_input_widths(config, ratio))
+    q = linear(rms_norm(q_a, small.q_norm, eps), weights.q_b)
+    q, index_q = split(q, spec.num_heads * spec.qk_dim, q.shape[1] - spec.num_heads * spec.qk_dim)
+    q = heads(q, spec.num_heads, spec.qk_dim)
+    kv = rotated(rms_norm(kv, small.kv_norm, eps)[:, None])[:, 0]
+    compressed = dict(zip(("compressed_kv", "compressed_score"), rest[:2]))
+    index = None
+    if ratio == INDEXED_RATIO:
+        index_kv, index_score, index_weights = rest[2:]
+        index = IndexRows(
+            q=rotated(heads(index_q, spec.index_heads, spec.index_dim)),
+            weights=index_weights.astype(jnp.float32) * (spec.index_dim * spec.index_heads) ** -0.5,
+            kv=index_kv,
+            score=index_score,
+        )
+    return V4Rows(q=rotated(normalised(q, eps).astype(q.dtype)), kv=kv, **compressed, index=index)
+
+
+def _project_out(config: V4Config, ratio: int, weights: V4Weights, out, positions) -> jax.Array:
+    """The attention's output `[T, hidden]`."""
+    # V is K with its rope part, so the output is rotated back at the query's position.
+    inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
+    out = rope_interleaved(out, positions[:, None], inv_freq, inverse=True)
+    grouped = out.reshape(out.shape[0], config.o_groups, -1)
+    grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a)
+    return linear(grouped.reshape(out.shape[0], -1), weights.o_b)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "ratio"))
+def _after_attention(
+    config: V4Config, ratio: int, weights: V4Weights, small: V4Small, streams, out, post, comb, positions, tokens
+):
+    """The streams after the attention's output projection and the experts."""
+    eps = config.norm_eps
+    out = _project_out(config, ratio, weights, out.astype(streams.dtype), positions)
+    streams = expand_streams(streams, out, post, comb)
+    x, post, comb = collapse_streams(
+        streams, weights.ffn_fn, small.base[1], small.scale[1], config=config.streams, norm_eps=eps
+    )
+    x = rms_norm(x, small.ffn_norm, eps)
+    out = moe(x, weights.moe, small.router_bias, tokens, config=config.moe, float32_router=False)
+    return expand_streams(streams, out, post, comb)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _last(config: V4Config, params: V4Params, streams):
+    rows = head_of_streams(
+        streams,
+        params.head_fn,
+        params.head_base,
+        params.head_scale,
+        eps=config.streams.eps,
+        norm_eps=config.norm_eps,
+    )
+    return rms_norm(rows, params.norm, config.norm_eps)

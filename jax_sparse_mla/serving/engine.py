@@ -1,0 +1,326 @@
+"""Serves requests with a model in JAX: a step is one program, and the host reads its tokens while the next one runs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_sparse_mla.attention.api import calls_of
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan
+from jax_sparse_mla.serving.step import Program, Result, copy_states, new_state, pack, run_step, unpack_result
+
+# Proposes drafts in the model's place: (request, how many drafts are before it) → a token, or −1 for the model's own.
+Propose = Callable[[Request, int], int]
+
+_copy_states = jax.jit(copy_states, donate_argnums=0)
+
+
+@dataclasses.dataclass
+class TracedStep:
+    """A step that ran, for comparisons.
+
+    Attributes:
+      plan, batch, tables: the step; tables as they were then.
+      requests, positions: of its real rows: `id(request)` and int32 `[n]`.
+      layers: of each layer the attention's input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
+      logits: float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen.
+    """
+
+    plan: StepPlan
+    batch: ForwardBatch
+    tables: RequestTables
+    requests: np.ndarray
+    positions: np.ndarray
+    layers: list[tuple[jax.Array, jax.Array | None]]
+    logits: jax.Array
+
+    def hidden(self, layer: int) -> np.ndarray:
+        """float32 `[n, hidden]`."""
+        return np.asarray(self.layers[layer][0][: len(self.positions)].astype(np.float32))
+
+    def selected(self, layer: int) -> np.ndarray | None:
+        """int32 `[n, k]`, in a layer that selects."""
+        selected = self.layers[layer][1]
+        return None if selected is None else np.asarray(selected[: len(self.positions)])
+
+    def chosen(self) -> list[tuple[int, np.ndarray]]:
+        """`id(request)` and logits float32 `[vocab]` of each token that a step of plain decoding chose."""
+        return [
+            (id(request), row)
+            for request, row, samples in zip(self.plan.requests, np.asarray(self.logits), self.plan.samples)
+            if samples
+        ]
+
+
+class Engine:
+    """Serves requests on one device.
+
+    `submit` and `step` are for a server's loop, `run` serves a list. They are not thread-safe: a server calls them from
+    one thread.
+
+    Args:
+      model, params: what is served.
+      options: see `EngineOptions`.
+
+    Attributes:
+      scheduler: the requests, their pages, and counters of what happened.
+      drafts: draft tokens of a round, at most `options.speculative_steps`; 0 decodes plainly.
+      propose: replaces drafts.
+      accepted: how many rounds of a request kept 0 … `drafts` drafts. In the round that ends a request only the drafts
+        that it still needed count.
+      prefill_backend: what prefill steps attend to, one of PREFILL_BACKENDS.
+      routes: `{program: (phase, backend)}`, the attention that each program calls, read from the program.
+      compile_seconds: spent on compiling programs, or on loading them.
+      trace: with `options.trace`, the steps of the latest `run`.
+    """
+
+    def __init__(self, model: Model, params: Params, options: EngineOptions):
+        self.model, self.options = model, options
+        self.spec: ModelSpec = model.spec
+        self.scheduler = Scheduler(self.spec, options, model.vocab_size, reuse=options.reuse_points > 0)
+        self.drafts, self.propose = options.speculative_steps, None
+        self.accepted: collections.Counter[int] = collections.Counter()
+        self.prefill_backend = options.prefill_backend or chosen_prefill(self.spec, options)
+        self.routes: dict[Program, frozenset[tuple[str, str]]] = {}
+        self.trace: list[TracedStep] = []
+        self.compile_seconds = 0.0
+        pool = self.scheduler.pool
+        state = new_state(
+            self.new_caches(),
+            max_requests=options.max_batch,
+            max_len=pool.req_to_token.shape[1],
+            num_pages=pool.num_pages,
+            page_size=self.spec.page_size,
+            window=self.spec.window is not None,
+        )
+        # Committed to the device, as what a step returns is.
+        self.state, self.params = jax.device_put((state, params), jax.devices()[0])
+        self._unread: collections.deque[tuple[StepPlan, Program, jax.Array]] = collections.deque()
+        self._programs: dict[tuple, tuple[Program, Any]] = {}
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """The compress ratio of each layer."""
+        return self.model.ratios
+
+    def layer_cache(self, layer: int) -> Any:
+        """The view of one layer's caches."""
+        return self.model.layer_cache(self.state.caches, layer)
+
+    def set_layer_cache(self, layer: int, cache: Any) -> None:
+        """Puts what `layer_cache` gave back, updated."""
+        caches = self.model.with_layer_cache(self.state.caches, layer, cache)
+        self.state = dataclasses.replace(self.state, caches=caches)
+
+    def wait(self) -> None:
+        """Reads the tokens of all steps that run."""
+        while self._unread:
+            self._read()
+
+    def with_options(self, **changes: Any) -> Engine:
+        """An engine of the same model with other options."""
+        return Engine(self.model, self.params, dataclasses.replace(self.options, **changes))
+
+    def new_caches(self) -> Caches:
+        """Empty caches for the engine's pages and requests."""
+        options, pool = self.options, self.scheduler.pool
+        return self.model.new_caches(
+            num_pages=pool.num_pages,
+            num_swa_pages=pool.num_swa_pages,
+            max_requests=options.max_batch + (options.reuse_points if self.spec.window is not None else 0),
+            max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
+            bf16=options.bf16_cache,
+        )
+
+    # Requests.
+
+    def submit(self, request: Request) -> None:
+        """Takes a request; steps serve it.
+
+        Raises:
+          ValueError: it cannot be served, see `Scheduler.check`.
+        """
+        self.scheduler.submit(request)
+
+    def run(
+        self, requests: Iterable[Request], on_step: Callable[[StepPlan, list[Request]], None] = lambda *_: None
+    ) -> None:
+        """Serves requests to their end; their outputs are filled in.
+
+        Args:
+          requests: new requests.
+          on_step: called with each step when its tokens have been read, and all requests.
+
+        Raises:
+          ValueError: one cannot be served. None has been served then.
+        """
+        requests = list(requests)
+        for i, request in enumerate(requests):
+            self.scheduler.check(request, f"request {i}")
+        self.trace = []
+        try:
+            for request in requests:
+                self.scheduler.submit(request)
+            while not self.idle:
+                if (plan := self.step()) is not None:
+                    on_step(plan, requests)
+        except BaseException:
+            self._unread.clear()
+            self.scheduler.abort()
+            raise
+
+    def step(self) -> StepPlan | None:
+        """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read."""
+        if self.drafts and self._unread:  # it has decoded plainly until now
+            return self._read()
+        plan = self.scheduler.plan(drafts=self.drafts)
+        if plan is not None:
+            self._start(plan)
+        # Where it drafts, the next round begins where this one ends: the host must know first.
+        running = 1 if plan is not None and not self.drafts else 0
+        return self._read() if len(self._unread) > running else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.scheduler.idle and not self._unread
+
+    # Steps.
+
+    def _start(self, plan: StepPlan) -> None:
+        if plan.restored:
+            self._copy_states(plan.restored)
+        key = self._bucket(plan)
+        if key not in self._programs:
+            start = time.perf_counter()
+            self._programs[key] = self._compile(*key)
+            self.compile_seconds += time.perf_counter() - start
+        program, call = self._programs[key]
+        packed = pack(program, plan, self.options.max_batch, self._proposals(plan))
+        self.state, result, layers, logits = call(self.params, self.state, packed)
+        result.copy_to_host_async()
+        self._unread.append((plan, program, result))
+        if plan.kept:
+            self._copy_states(plan.kept)
+        if self.options.trace:
+            self.trace.append(self._traced(plan, program, layers, logits))
+
+    def _traced(self, plan: StepPlan, program: Program, layers, logits) -> TracedStep:
+        pool = self.scheduler.pool
+        full_to_swa = None if self.spec.window is None else pool.full_to_swa.copy()
+        return TracedStep(
+            plan=plan,
+            batch=plan.forward_batch(pool, num_rows=program.num_rows, num_requests=program.num_requests),
+            tables=RequestTables(req_to_token=pool.req_to_token.copy(), full_to_swa=full_to_swa),
+            requests=np.repeat([id(request) for request in plan.requests], plan.counts),
+            positions=plan.positions(),
+            layers=layers,
+            logits=logits,
+        )
+
+    def _read(self) -> StepPlan:
+        """Waits for the oldest step that runs, and takes its tokens."""
+        plan, program, packed = self._unread.popleft()
+        result = unpack_result(program, np.asarray(packed))
+        if result.overflow:
+            raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
+        if plan.mode is not ForwardMode.TARGET_VERIFY:
+            tokens, margins = result.tokens.tolist(), result.margins.tolist()
+            self.scheduler.complete(plan, tokens, margins)
+        else:
+            self._accept(plan, result)
+        return plan
+
+    def _accept(self, plan: StepPlan, result: Result) -> None:
+        before = [len(request.output) for request in plan.requests]
+        ends = (result.accepted + 1).tolist()
+        tokens = [row[:end] for row, end in zip(result.tokens.tolist(), ends)]
+        margins = [row[:end] for row, end in zip(result.margins.tolist(), ends)]
+        self.scheduler.complete(plan, tokens, margins)
+        for request, start in zip(plan.requests, before):
+            self.accepted[len(request.output) - start - 1] += 1
+
+    def _proposals(self, plan: StepPlan) -> np.ndarray | None:
+        if self.propose is None or plan.mode is not ForwardMode.TARGET_VERIFY:
+            return None
+        return np.array([[self.propose(r, i) for i in range(self.drafts)] for r in plan.requests], np.int32)
+
+    def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        caches = self.state.caches
+        for pair in pairs:  # one at a time: their number would select a compilation
+            caches = _copy_states(caches, np.array([pair], np.int32))
+        self.state = dataclasses.replace(self.state, caches=caches)
+
+    # Programs.
+
+    def _bucket(self, plan: StepPlan) -> tuple:
+        """(mode, requests, rows, max_seq_len, changes, whether tokens are drawn) of a step's program."""
+        options, page = self.options, self.spec.page_size
+        draws = any(request.sampling.temperature > 0 for request in plan.requests)
+        if plan.mode is ForwardMode.EXTEND:
+            requests, rows = options.max_batch, options.chunk_size
+            changes = requests + -(-rows // page)
+        else:
+            requests = min(power_of_two(len(plan.requests)), options.max_batch)
+            rows = requests * (self.drafts + 1 if plan.mode is ForwardMode.TARGET_VERIFY else 1)
+            changes = requests * (1 + -(-self.drafts // page))
+        if len(plan.mapped) > changes:  # a long prefix that is reused
+            changes = power_of_two(len(plan.mapped))
+        return plan.mode, requests, rows, plan.max_seq_len, changes, draws
+
+    def _compile(self, mode: ForwardMode, requests: int, rows: int, width: int, changes: int, draws: bool):
+        program = Program(
+            model=self.model,
+            mode=mode,
+            num_requests=requests,
+            num_rows=rows,
+            max_seq_len=width,
+            num_changes=changes,
+            drafts=self.drafts if mode is ForwardMode.TARGET_VERIFY else 0,
+            draws=draws,
+            gathered=self.prefill_backend == GATHERED,
+            backend=self.options.backend,
+            trace=self.options.trace,
+            logits=self.options.trace,
+        )
+        size = sum(int(np.prod(shape)) for shape in program.fields().values())
+        arguments = self.params, self.state, np.zeros(size, np.int32)
+        leaves, tree = jax.tree.flatten(arguments)
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        if (program, tree, shapes) not in _executables:
+            lowered = _jitted(program).lower(*arguments)
+            _executables[program, tree, shapes] = lowered.compile(), calls_of(lowered)
+        call, self.routes[program] = _executables[program, tree, shapes]
+        return program, call
+
+
+# Compiled programs, and what attends in them; engines of the same shapes share them.
+_executables: dict[tuple, tuple[Any, frozenset[tuple[str, str]]]] = {}
+
+
+@functools.cache
+def _jitted(program: Program):
+    return jax.jit(functools.partial(run_step, program), donate_argnums=1)
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def chosen_prefill(spec: ModelSpec, options: EngineOptions) -> str:
+    """What prefill steps attend to by the plan of their size."""
+    from jax_sparse_mla.layers import gathers
+
+    return GATHERED if gathers(spec, options.chunk_size) else PAGED

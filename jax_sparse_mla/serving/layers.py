@@ -1,0 +1,148 @@
+"""What both models are made of beside attention: products, norms, rotary embeddings, hyper-connections.
+
+Rows are `[T, …]`, weights `[out, in]` as checkpoints have them. Arithmetic is float32 where transformers keeps it, and
+in the rows' dtype elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.serving.config import HyperConnections
+from jax_sparse_mla.xla.triton_call import launching
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """float32 `x @ weight.T`: x `[T, in]`, weight `[out, in]` → `[T, out]`. Float32 rows are not rounded to TF32."""
+    return lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight.T` in x's dtype, summed in float32."""
+    return matmul(x, weight).astype(x.dtype)
+
+
+def split(x: jax.Array, *sizes: int) -> list[jax.Array]:
+    """The last dimension, cut into parts of these sizes."""
+    return lax.split(x, sizes, axis=x.ndim - 1)
+
+
+def normalised(x: jax.Array, eps: float) -> jax.Array:
+    """float32: x over the root of the mean square of its last dimension."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm in x's dtype. A float32 weight is applied before rounding (V4), another one after it (V3.2)."""
+    x_hat = normalised(x, eps)
+    return (x_hat * weight).astype(x.dtype) if weight.dtype == jnp.float32 else x_hat.astype(x.dtype) * weight
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """LayerNorm in x's dtype, computed in float32."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    x_hat = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (x_hat * weight + bias).astype(x.dtype)
+
+
+def rotate(first: jax.Array, second: jax.Array, angle: jax.Array, magnitude: float = 1.0) -> jax.Array:
+    """The pairs (first[i], second[i]), rotated by `angle[i]` and multiplied by the magnitude: all first halves, then
+    all second ones, `[..., dim]` in the dtype of `first`. angle is float32 and broadcasts against the halves."""
+    cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+    a, b = first.astype(jnp.float32), second.astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(first.dtype)
+
+
+def swiglu(gate_up: jax.Array, limit: float | None) -> jax.Array:
+    """`silu(gate) * up` of `[..., 2 * width]`, the gate first; both bounded by the limit, the gate from above only."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
+
+
+def mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | None = None) -> jax.Array:
+    """A SwiGLU of one width: x `[T, hidden]`, gate_up `[2 * width, hidden]`, down `[hidden, width]`."""
+    return linear(swiglu(linear(x, gate_up), limit), down)
+
+
+def collapse_streams(
+    streams: jax.Array,
+    fn: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    *,
+    config: HyperConnections,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a block reads of the residual streams, and how it writes back (arXiv 2512.24880).
+
+    Args:
+      streams: `[T, n, hidden]`.
+      fn: float32 `[(2 + n) * n, n * hidden]`; base float32 `[(2 + n) * n]`; scale float32 `[3]`.
+
+    Returns:
+      The block's input `[T, hidden]` in the streams' dtype; post float32 `[T, n]` and comb float32 `[T, n, n]` for
+      `expand_streams`.
+    """
+    n = config.streams
+    rows = streams.shape[0]
+    weights = matmul(normalised(streams.reshape(rows, -1), norm_eps), fn)
+    widths = n, n, n * n
+    parts = zip(split(weights, *widths), scale, split(base, *widths))
+    pre, post, comb = (part * part_scale + part_base for part, part_scale, part_base in parts)
+    pre = jax.nn.sigmoid(pre) + config.eps
+    comb = doubly_stochastic(comb.reshape(rows, n, n), config)
+    collapsed = jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)
+    return collapsed, 2 * jax.nn.sigmoid(post), comb
+
+
+def doubly_stochastic(logits: jax.Array, config: HyperConnections) -> jax.Array:
+    """float32 `[T, n, n]` of logits: softmax, then columns and rows in turn over their sums (Sinkhorn and Knopp)."""
+    static = {"iterations": config.iterations, "eps": config.eps}
+    plain = functools.partial(doubly_stochastic_reference, **static)
+    n = config.streams
+    if n & (n - 1) or logits.shape[0] == 0:
+        return plain(logits)
+    return dispatch(launching("streams.doubly_stochastic", **static), plain, logits)
+
+
+def doubly_stochastic_reference(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
+    """`doubly_stochastic` in plain JAX."""
+
+    def divided(matrix, axis):
+        return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
+
+    matrix = divided(jax.nn.softmax(logits, axis=-1) + eps, -2)
+    return lax.fori_loop(0, iterations - 1, lambda _, x: divided(divided(x, -1), -2), matrix)
+
+
+def expand_streams(streams: jax.Array, out: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+    """The streams `[T, n, hidden]` after a block with output `[T, hidden]`: mixed by comb, the output added by post."""
+    dtype = streams.dtype
+    # A product of n x n: as sums, XLA makes one loop of it and of what follows.
+    comb, wide = comb.astype(dtype).astype(jnp.float32), streams.astype(jnp.float32)
+    mixed = sum(comb[:, i, :, None] * wide[:, i, None, :] for i in range(streams.shape[1]))
+    return post.astype(dtype)[:, :, None] * out[:, None, :] + mixed.astype(dtype)
+
+
+def head_of_streams(
+    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, eps: float, norm_eps: float
+) -> jax.Array:
+    """`[T, hidden]` of the last streams `[T, n, hidden]`: fn float32 `[n, n * hidden]`, base `[n]`, scale `[1]`."""
+    weights = matmul(normalised(streams.reshape(streams.shape[0], -1), norm_eps), fn)
+    pre = jax.nn.sigmoid(weights * scale + base) + eps
+    return jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)

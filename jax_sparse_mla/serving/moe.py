@@ -1,0 +1,110 @@
+"""Mixture of experts: which experts a row goes to, and what they make of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.serving.config import MoE
+from jax_sparse_mla.serving.layers import linear, matmul, mlp, swiglu
+
+_DOTS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+@pytree_dataclass
+class MoEParams:
+    """A layer's experts: router `[experts, hidden]`, gate_up `[experts, 2 * width, hidden]` (the gate first), down
+    `[experts, hidden, width]`, the shared expert's two `[2 * width, hidden]` and `[hidden, width]`; of a hash layer
+    `experts_of_token` int32 `[vocab, top_k]`."""
+
+    router: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    shared_gate_up: jax.Array
+    shared_down: jax.Array
+    experts_of_token: jax.Array | None = None
+
+
+def moe(
+    x: jax.Array, params: MoEParams, bias: jax.Array, tokens: jax.Array, *, config: MoE, float32_router: bool
+) -> jax.Array:
+    """What the chosen experts and the shared one add up to: x `[T, hidden]` → `[T, hidden]`.
+
+    Args:
+      bias: float32 `[experts]`, added to the scores by which experts are chosen, not to those that weigh them.
+      tokens: int32 `[T]`, read by a hash layer.
+      float32_router: whether the router's product is float32; else it is rounded to x's dtype, as transformers' V4 is.
+    """
+    if float32_router:
+        logits = matmul(x.astype(jnp.float32), params.router.astype(jnp.float32))
+    else:
+        logits = linear(x, params.router)
+    scores = _scores(logits, config.score)
+    if params.experts_of_token is not None:
+        chosen = params.experts_of_token[tokens]
+    else:
+        chosen = choose(scores.astype(jnp.float32) + bias, config)
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if config.normalised:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    routed = experts(x, chosen, weights * config.scale, params.gate_up, params.down, config.limit)
+    return routed + mlp(x, params.shared_gate_up, params.shared_down, config.limit)
+
+
+def _scores(logits: jax.Array, kind: str) -> jax.Array:
+    if kind == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    if kind == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    return jnp.sqrt(jax.nn.softplus(logits))
+
+
+def choose(scores: jax.Array, config: MoE) -> jax.Array:
+    """int32 `[T, top_k]`: the experts of the best scores float32 `[T, experts]`, all within the groups whose two best
+    experts score highest together."""
+    if config.top_groups < config.groups:
+        rows = scores.shape[0]
+        grouped = scores.reshape(rows, config.groups, -1)
+        best = lax.top_k(grouped, 2)[0].sum(axis=-1)
+        groups = lax.top_k(best, config.top_groups)[1]
+        allowed = jnp.zeros((rows, config.groups), bool).at[jnp.arange(rows)[:, None], groups].set(True)
+        scores = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(rows, -1)
+    return lax.top_k(scores, config.top_k)[1]
+
+
+def experts(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | None
+) -> jax.Array:
+    """The weighted sum over each row's experts: x `[T, hidden]`, chosen and weights `[T, k]` → `[T, hidden]`.
+
+    Where there are at least as many experts as rows and choices, each row reads the weights of its own. Of more rows
+    those of an expert are sorted together, and each expert is one part of a ragged product.
+    """
+    rows, k = chosen.shape
+    flat = chosen.reshape(-1)
+    if rows * k <= gate_up.shape[0]:
+        out = _times(swiglu(_times(jnp.repeat(x, k, axis=0), gate_up, flat), limit), down, flat)
+    else:
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
+        sorted_out = _ragged(swiglu(_ragged(x[order // k], gate_up, sizes), limit), down, sizes)
+        out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
+    out = out.reshape(rows, k, -1)
+    return jnp.sum((out * weights[:, :, None]).astype(x.dtype), axis=1)
+
+
+def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
+    """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`.
+
+    A sum and not a product, for which XLA would copy the weights: so it reads them where they are.
+    """
+    return jnp.sum(weight[expert].astype(jnp.float32) * x[:, None, :].astype(jnp.float32), axis=-1).astype(x.dtype)
+
+
+def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
+    return lax.ragged_dot_general(x, weight, sizes, _DOTS, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -1,0 +1,243 @@
+"""Pages and request tables, on the host.
+
+`PagePool` counts who uses each page. `RequestPool` has the tables of the requests being served: which page holds which
+of their positions, and which of the sliding window's pages. Pages may be shared: see `prefix.PrefixCache`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+
+import numpy as np
+
+
+class OutOfPages(RuntimeError):
+    """No page is left. Nothing has changed."""
+
+
+class PagePool:
+    """The pages of one kind, with counts of their users; page 0 is never given out (padding rows write to slot 0).
+
+    A page that nobody uses is free, or idle: kept for what it holds until a page is needed. The idle page that has
+    waited longest is taken first.
+
+    Attributes:
+      free: page numbers.
+      idle: page numbers, the first one to be taken first.
+      on_evict: called with an idle page before it is given out for something else.
+    """
+
+    def __init__(self, num_pages: int, rng: np.random.Generator):
+        # Shuffled, as in an engine that has run for a while, so that slots are not positions.
+        self.free = rng.permutation(np.arange(1, num_pages)).tolist()
+        self.idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self.on_evict: Callable[[int], None] = lambda page: None
+        self._users = [0] * num_pages
+        self._kept: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        """How many pages `take` can give out."""
+        return len(self.free) + len(self.idle)
+
+    def take(self) -> int:
+        """A page for one user.
+
+        Raises:
+          OutOfPages: all are in use.
+        """
+        if self.free:
+            page = self.free.pop()
+        elif self.idle:
+            page = next(iter(self.idle))
+            self.on_evict(page)
+            self.idle.pop(page, None)
+            self._kept.discard(page)
+        else:
+            raise OutOfPages("no free page left: fewer requests at once, or a larger pool")
+        self._users[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One user more, of a page in use or idle."""
+        self.idle.pop(page, None)
+        self._users[page] += 1
+
+    def give_back(self, page: int) -> bool:
+        """One user less; returns whether nobody uses the page any more."""
+        self._users[page] -= 1
+        if self._users[page]:
+            return False
+        if page in self._kept:
+            self.idle[page] = None
+        else:
+            self.free.append(page)
+        return True
+
+    def keep(self, page: int) -> None:
+        """Makes a page that is in use idle instead of free when nobody uses it."""
+        self._kept.add(page)
+
+    def drop(self, page: int) -> None:
+        """Undoes `keep`."""
+        self._kept.discard(page)
+        if page in self.idle:
+            del self.idle[page]
+            self.free.append(page)
+
+
+class RequestPool:
+    """The request tables of an engine with `max_requests` requests of up to `max_len` tokens.
+
+    Args:
+      max_requests, max_len: sizes of the tables.
+      page_size: tokens of a page.
+      window: tokens of the sliding window, None for a model without one.
+      seed: of the page order.
+      num_pages: pages of the full pool, page 0 included; by default enough for every request.
+      num_swa_pages: of the window's pool; by default as many.
+
+    Attributes:
+      req_to_token: int32 `[max_requests, max_len]`, full-pool slots; −1 where unmapped.
+      full_to_swa: int32 `[pool + 1]`, sliding-window slots; −1 where unmapped, and in the last entry.
+      pages, swa_pages: the two pools.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_len: int,
+        page_size: int,
+        window: int | None,
+        seed: int,
+        num_pages: int | None = None,
+        num_swa_pages: int | None = None,
+    ):
+        rng = np.random.default_rng(seed)
+        self.page_size, self.window = page_size, window
+        pages_per_request = -(-max_len // page_size)
+        self.num_pages = num_pages or 1 + max_requests * pages_per_request
+        self.num_swa_pages = num_swa_pages or self.num_pages  # enough for a whole prompt in one chunk
+        self.req_to_token = np.full((max_requests, pages_per_request * page_size), -1, np.int32)
+        self.full_to_swa = np.full(self.num_pages * page_size + 1, -1, np.int32)
+        self.full_to_swa[0] = 0  # padding rows write to slot 0 of either pool
+        self.pages = PagePool(self.num_pages, rng)
+        self.swa_pages = PagePool(self.num_swa_pages, rng)
+        self._offsets = np.arange(page_size, dtype=np.int32)
+        self._free_rows = list(range(max_requests))
+        self._pages_of: list[list[int]] = [[] for _ in range(max_requests)]
+        # Pages before this one of a request are behind its window.
+        self._first_in_window = [0] * max_requests
+        self._swa_page: list[int] = [0] * self.num_pages  # of each page of the full pool; 0 where it has none
+        self._changes: list[tuple[int, int, int, int]] = []
+        # Gives up a kept window page that nobody reads now; False if there is none.
+        self.reclaim_window: Callable[[], bool] = lambda: False
+
+    @property
+    def free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def pages_of(self, row: int) -> list[int]:
+        """A request's pages, in the order of positions."""
+        return self._pages_of[row]
+
+    def open(self) -> int:
+        """A row for a new request."""
+        if not self._free_rows:
+            raise RuntimeError("no free row left: fewer requests at once, or a larger pool")
+        return self._free_rows.pop()
+
+    def close(self, row: int) -> None:
+        """Gives back the row and all pages of a request."""
+        self.truncate(row, 0)
+        self._first_in_window[row] = 0
+        self._free_rows.append(row)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Gives back the pages that hold none of a request's first `length` positions."""
+        pages, keep = self._pages_of[row], -(-length // self.page_size)
+        if len(pages) <= keep:
+            return
+        while len(pages) > keep:  # the last one first: of a prefix that stays, the end goes before its beginning
+            page = pages.pop()
+            if self.window is not None and len(pages) >= self._first_in_window[row]:
+                self.leave_window(page)
+            self.pages.give_back(page)
+        self.req_to_token[row, keep * self.page_size :] = -1
+
+    def extend(self, row: int, old_len: int, new_len: int) -> np.ndarray:
+        """Maps positions `old_len … new_len − 1` and returns their slots; pages behind the window are given back.
+
+        Raises:
+          OutOfPages: too few are left.
+          RuntimeError: the table has no room for so many tokens.
+        """
+        if new_len > self.req_to_token.shape[1]:
+            raise RuntimeError(f"a request of {new_len} tokens exceeds the pool's {self.req_to_token.shape[1]}")
+        self.trim(row, old_len)
+        pages = self._pages_of[row]
+        missing = -(-new_len // self.page_size) - len(pages)
+        if missing > 0:
+            while self.window is not None and missing > self.swa_pages.available and self.reclaim_window():
+                pass
+            if missing > self.pages.available or (self.window is not None and missing > self.swa_pages.available):
+                raise OutOfPages(f"{missing} pages are needed, {self.pages.available} are free: fewer requests at "
+                                 "once, or a larger pool")  # fmt: skip
+            for _ in range(missing):
+                page = self.pages.take()
+                if self.window is not None:
+                    self._swa_page[page] = swa = self.swa_pages.take()
+                    self._map_window(page, swa)
+                self._append(row, page)
+        return self.req_to_token[row, old_len:new_len].copy()
+
+    def trim(self, row: int, length: int) -> None:
+        """Gives back the window's pages that no query from position `length` on sees."""
+        if self.window is None:
+            return
+        first = min(max(0, length + 1 - self.window) // self.page_size, len(self._pages_of[row]))
+        for index in range(self._first_in_window[row], first):
+            self.leave_window(self._pages_of[row][index])
+        self._first_in_window[row] = max(self._first_in_window[row], first)
+
+    def adopt(self, row: int, pages: list[int]) -> None:
+        """Begins an open request with pages that others have filled; the window ends with them."""
+        length = len(pages) * self.page_size
+        self._first_in_window[row] = max(0, length + 1 - self.window) // self.page_size if self.window else 0
+        for index, page in enumerate(pages):
+            self.pages.share(page)
+            if self.window is not None and index >= self._first_in_window[row]:
+                self.enter_window(page)
+            self._append(row, page)
+
+    def enter_window(self, page: int) -> None:
+        """One user more of a page's window keys, which must be there."""
+        self.swa_pages.share(self._swa_page[page])
+
+    def leave_window(self, page: int) -> None:
+        """One user less of a page's window keys."""
+        if self.swa_pages.give_back(self._swa_page[page]):
+            self._swa_page[page] = 0
+            self._map_window(page, None)
+
+    def swa_page(self, page: int) -> int:
+        """The window's page of a page of the full pool; 0 where it has none."""
+        return self._swa_page[page]
+
+    def take_changes(self) -> np.ndarray:
+        """What was mapped since the last call: int32 `[n, 4]` of (row, index of the page in the request, page, window
+        page or 0), for tables on a device. What was unmapped is never read there."""
+        changes, self._changes = self._changes, []
+        return np.array(changes, np.int32).reshape(-1, 4)
+
+    def _append(self, row: int, page: int) -> None:
+        index, start = len(self._pages_of[row]), len(self._pages_of[row]) * self.page_size
+        self._pages_of[row].append(page)
+        self.req_to_token[row, start : start + self.page_size] = page * self.page_size + self._offsets
+        self._changes.append((row, index, page, self._swa_page[page]))
+
+    def _map_window(self, page: int, swa_page: int | None) -> None:
+        slots = slice(page * self.page_size, (page + 1) * self.page_size)
+        self.full_to_swa[slots] = -1 if swa_page is None else swa_page * self.page_size + self._offsets

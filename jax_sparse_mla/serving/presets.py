@@ -1,0 +1,97 @@
+"""Small random models with the true head dimensions, a tokenizer of bytes, and a text to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+VOCABULARY = 256
+
+_YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
+
+# As `config.json` has them, with transformers' keys; its defaults hold for the others.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    # True head dimensions, window, ratios and top-k; few layers, heads and channels.
+    "v4": {
+        "model_type": "deepseek_v4",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 16,
+        "q_lora_rank": 128,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "o_groups": 4,
+        "o_lora_rank": 64,
+        "index_n_heads": 16,
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["moe"] * 4,
+        "rope_parameters": {**_YARN, "factor": 16.0, "original_max_position_embeddings": 65536},
+    },
+    "v32": {
+        "model_type": "deepseek_v32",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 128,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 16,
+        "rope_parameters": {
+            **_YARN,
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+PRESETS = tuple(CONFIGS)
+
+
+class ByteTokenizer:
+    """Text as its UTF-8 bytes. A token that is no byte decodes to the replacement character."""
+
+    vocab_size = VOCABULARY
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(t for t in tokens if t < 256).decode(errors="replace")
+
+
+def default_prompt() -> str:
+    """An English text long enough for 20 C128 entries, and for the C4 top-k to drop entries (one for every 4 bytes)."""
+    return resources.files("jax_sparse_mla.serving").joinpath("data/prompt.txt").read_text(encoding="utf-8")
+
+
+def load_tokenizer(folder: str, vocab_size: int):
+    """The tokenizer of a checkpoint folder by transformers, and bytes where either is missing.
+
+    Raises:
+      ValueError: there is none, and the vocabulary is smaller than that of bytes.
+    """
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    except (ImportError, OSError, ValueError, KeyError):
+        if vocab_size < ByteTokenizer.vocab_size:
+            raise ValueError(f"{folder} has no tokenizer, and a vocabulary too small for bytes: {vocab_size}") from None
+        return ByteTokenizer()

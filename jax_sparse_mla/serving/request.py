@@ -1,0 +1,102 @@
+"""A request: what it asks for, and how far it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen.
+
+    Attributes:
+      temperature: 0 takes the most likely token; above, tokens are drawn from the softmax of logits / temperature.
+      top_p: draws come from the fewest most likely tokens whose probabilities sum to at least this; 0 < top_p ≤ 1.
+      seed: of the draws. A token depends on the seed and on its own position, not on who else is served.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+
+GREEDY = Sampling()
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and the tokens generated for it.
+
+    Attributes:
+      prompt: tokens to read, at least one.
+      max_new_tokens: tokens to generate at most, at least one.
+      output: the tokens generated so far, those that the host has read.
+      margins: for each output token, the distance of the best logit from the second best, as a share of the best
+        one's size; NaN for a token that was imported.
+      row: in the request tables, while it is being served.
+      computed: tokens whose K rows are cached, or will be by the steps that run.
+      sampling: how tokens are chosen.
+      eos_token_ids: tokens that end the request, and are its last; none by default.
+      forced: tokens that it takes instead of its own choices, for comparisons; choices follow when they are used up.
+      on_token: called with the request and each token as it is read.
+      cancelled: set by `cancel`; the engine then drops the request before its next step.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    output: list[int] = dataclasses.field(default_factory=list)
+    margins: list[float] = dataclasses.field(default_factory=list)
+    row: int | None = None
+    computed: int = 0
+    sampling: Sampling = GREEDY
+    eos_token_ids: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
+    on_token: Callable[[Request, int], None] | None = None
+    cancelled: bool = False
+    # The scheduler's own.
+    unread: int = dataclasses.field(default=0, repr=False)  # tokens that running steps choose
+    reread: int = dataclasses.field(default=0, repr=False)  # after a preemption, tokens to read again
+    digests: list[bytes] | None = dataclasses.field(default=None, repr=False)  # of the pages that it reads
+    cuts: tuple[int, ...] = dataclasses.field(default=(), repr=False)  # lengths at which a chunk ends
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def prefill_len(self) -> int:
+        """Tokens that are read in chunks; decoding begins behind them."""
+        return max(len(self.prompt), self.reread)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.computed < self.prefill_len
+
+    @property
+    def finished(self) -> bool:
+        if self.cancelled or len(self.output) >= self.max_new_tokens:
+            return True
+        return bool(self.eos_token_ids) and bool(self.output) and self.output[-1] in self.eos_token_ids
+
+    def cancel(self) -> None:
+        """Asks the engine to drop the request before its next step; the output so far stays."""
+        self.cancelled = True
+
+    def append(self, token: int, margin: float) -> None:
+        """Takes the next token, or the forced one in its place."""
+        if len(self.output) < len(self.forced):
+            token = self.forced[len(self.output)]
+        self.output.append(token)
+        self.margins.append(margin)
+        if self.on_token is not None:
+            self.on_token(self, token)

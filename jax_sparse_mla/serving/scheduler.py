@@ -1,0 +1,473 @@
+"""Continuous batching, without a framework: which requests a step serves, which positions, in which bucket.
+
+An engine repeats: `plan()` a step, run it, and `complete()` it with the tokens that it chose. A step may be planned
+before the one before it has been completed: its tokens are then still on the device, and −1 stands for them.
+
+Prompts are read before any request decodes, in chunks. Where pages run out, new requests wait, and running ones are
+preempted, the latest first: their pages are given back, and their tokens are read again once there is room.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode
+from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving.pages import OutOfPages, RequestPool
+from jax_sparse_mla.serving.prefix import Match, PrefixCache, page_digests
+from jax_sparse_mla.serving.request import Request
+
+GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
+# The smallest width of a step's page tables, in tokens; wider ones are powers of two.
+SMALLEST_BUCKET = 4096
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Options of either engine.
+
+    Attributes:
+      bf16_cache: whether the caches are bfloat16 instead of FP8.
+      prefill_backend: "flashmla_sparse" gathers a workspace, "flashmla_kv" attends to the paged cache; None takes
+        what the plan says.
+      chunk_size: query rows of a prefill step.
+      max_batch: requests served at once.
+      max_len: tokens of the longest request, its output included.
+      seed: of the page order.
+      trace: whether to keep what the comparison with eager needs of the latest run.
+      speculative_steps: the most draft tokens of a step for which the caches have room.
+      backend: the attention backend's name; None takes the router's choice for each call.
+      num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
+      reuse_points: prefix reuse (JAX engine): for a model with a window the number of states that are kept, for
+        others any number switches it on; 0 switches it off.
+
+    Raises:
+      ValueError: an unknown prefill backend, or a count below its least.
+    """
+
+    bf16_cache: bool = False
+    prefill_backend: str | None = None
+    chunk_size: int = 1024
+    max_batch: int = 8
+    max_len: int = 4096
+    seed: int = 0
+    trace: bool = False
+    speculative_steps: int = 0
+    backend: str | None = None
+    num_pages: int | None = None
+    reuse_points: int = 0
+
+    def __post_init__(self):
+        if self.prefill_backend not in (None, *PREFILL_BACKENDS):
+            raise ValueError(
+                f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {self.prefill_backend!r}"
+            )
+        leasts = {"chunk_size": 1, "max_batch": 1, "max_len": 2, "speculative_steps": 0, "reuse_points": 0}
+        for name, least in leasts.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass
+class StepPlan:
+    """A step: `counts[i]` positions of `requests[i]`, from `starts[i]` on.
+
+    Attributes:
+      mode: EXTEND, DECODE or TARGET_VERIFY.
+      requests: in the order of the batch.
+      rows, starts, counts: int32 `[n]`.
+      tokens: int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0.
+      samples: bool `[n]`, whether the request's last row chooses a token.
+      max_seq_len: the bucket.
+      mapped: int32 `[m, 4]`, pages that tables on a device lack; see `RequestPool.take_changes`.
+      restored, kept: (from, to) rows of carried states to copy before and after the step.
+    """
+
+    mode: ForwardMode
+    requests: list[Request]
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    samples: np.ndarray
+    max_seq_len: int
+    mapped: np.ndarray
+    restored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    kept: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    def positions(self) -> np.ndarray:
+        """int32 `[tokens]`."""
+        ends = np.cumsum(self.counts)
+        return np.arange(ends[-1], dtype=np.int32) + np.repeat(self.starts - (ends - self.counts), self.counts)
+
+    def forward_batch(self, pool: RequestPool, *, num_rows: int, num_requests: int) -> ForwardBatch:
+        """The step in numpy arrays, padded to `num_rows` and `num_requests`."""
+
+        def padded(values: np.ndarray, size: int) -> np.ndarray:
+            out = np.zeros(size, np.int32)
+            out[: len(values)] = values
+            return out
+
+        verify, extend = self.mode is ForwardMode.TARGET_VERIFY, self.mode is ForwardMode.EXTEND
+        slots = pool.req_to_token[np.repeat(self.rows, self.counts), self.positions()]
+        return ForwardBatch(
+            mode=self.mode,
+            max_seq_len=self.max_seq_len,
+            req_pool_indices=padded(self.rows, num_requests),
+            seq_lens=padded(self.starts if verify else self.starts + self.counts, num_requests),
+            out_cache_loc=padded(slots, num_rows),
+            extend_lens=padded(self.counts, num_requests) if extend else None,
+            num_draft_tokens=int(self.counts[0]) if verify else None,
+        )
+
+
+def _next_tokens(request: Request, count: int) -> list[int]:
+    """A request's next tokens."""
+    first = request.computed
+    if request.unread and first >= len(request.prompt):  # the last one is on its way
+        taken = len(request.output) + request.unread
+        return [request.forced[taken - 1] if taken <= len(request.forced) else -1]
+    if first + count <= len(request.prompt):
+        return request.prompt[first : first + count]
+    first -= len(request.prompt)
+    if first < 0:  # after a preemption
+        return request.tokens[request.computed : request.computed + count]
+    return request.output[first : first + count]
+
+
+@dataclasses.dataclass
+class Counters:
+    """What happened since the scheduler was made.
+
+    Attributes:
+      finished, cancelled: requests.
+      queued: requests that had a row but no pages when they could have begun.
+      preempted: times that a running request gave its pages back.
+      reused: prompt tokens that were not computed, because others had read them.
+    """
+
+    finished: int = 0
+    cancelled: int = 0
+    queued: int = 0
+    preempted: int = 0
+    reused: int = 0
+
+
+class Scheduler:
+    """Plans the steps of an engine.
+
+    Args:
+      spec: the model's.
+      options: the engine's.
+      vocab_size: tokens of requests are below it.
+      reuse: whether the engine copies carried states, as `EngineOptions.reuse_points` needs.
+
+    Attributes:
+      pool: the request tables. waiting, running: requests, in order.
+      counters: what happened.
+    """
+
+    def __init__(self, spec: ModelSpec, options: EngineOptions, vocab_size: int, *, reuse: bool = False):
+        self.spec, self.options, self.vocab_size = spec, options, vocab_size
+        self.pool = RequestPool(
+            max_requests=options.max_batch,
+            max_len=options.max_len + options.speculative_steps,  # a request's last drafts may pass its end
+            page_size=spec.page_size,
+            window=spec.window,
+            seed=options.seed,
+            num_pages=options.num_pages,
+            num_swa_pages=self._window_pages() if spec.window is not None else None,
+        )
+        # Rows of carried states behind those of the requests.
+        rows = range(options.max_batch, options.max_batch + options.reuse_points) if spec.window is not None else ()
+        self.prefixes = PrefixCache(self.pool, rows) if reuse and options.reuse_points else None
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.running: list[Request] = []
+        self.counters = Counters()
+        self._unread_steps = 0
+        self._restored: list[tuple[int, int]] = []
+        self._held_back: Request | None = None  # which has been counted as queued
+
+    def _window_pages(self) -> int:
+        """Enough for every step: the window and a page of each request, the chunk that one step adds, reuse points."""
+        options, page, window = self.options, self.spec.page_size, self.spec.window
+        of_request = -(-(window - 1) // page) + 2 + -(-options.speculative_steps // page)
+        return 2 + options.max_batch * of_request + -(-options.chunk_size // page) + options.reuse_points
+
+    # Requests come and go.
+
+    def check(self, request: Request, name: str = "the request") -> None:
+        """Refuses what cannot be served.
+
+        Raises:
+          ValueError: a request that is empty, not new, longer than `max_len` or than the pool, or has tokens that the
+            model does not know; the message begins with `name`.
+        """
+        prompt, new = request.prompt, request.max_new_tokens
+        if request.row is None and (request.output or request.computed):
+            raise ValueError(f"{name} has been served before")
+        if not prompt or new < 1:
+            raise ValueError(f"{name} must have at least one token and ask for one, got {len(prompt)} and {new}")
+        if len(prompt) + new > self.options.max_len:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens and asks for {new}: more than max_len {self.options.max_len}"
+            )
+        needed = self._pages_for(len(prompt) + new + self.options.speculative_steps)
+        if needed > self.pool.num_pages - 1:
+            raise ValueError(f"{name} needs {needed} pages: more than the pool's {self.pool.num_pages - 1}")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            raise ValueError(f"{name} has tokens out of the model's vocabulary of {self.vocab_size}")
+
+    def submit(self, request: Request) -> None:
+        """Takes a new request, or one that is in the tables already (a hand-over).
+
+        Raises:
+          ValueError: see `check`.
+        """
+        self.check(request)
+        if request.row is None:
+            self.waiting.append(request)
+        else:
+            self.running.append(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.running)
+
+    def abort(self) -> None:
+        """Drops all requests, and gives everything back."""
+        for request in self.running:
+            self._close(request)
+        self.running.clear()
+        self.waiting.clear()
+        self._unread_steps = 0
+
+    # Steps.
+
+    def plan(self, drafts: int = 0) -> StepPlan | None:
+        """The next step; None if there is nothing to run until a step that runs is completed, or a request comes.
+
+        Args:
+          drafts: draft tokens of each request in a step that would decode: it becomes a TARGET_VERIFY step.
+        """
+        self._drop_cancelled()
+        for request in self.running:
+            self.pool.trim(request.row, request.computed)
+        self._admit()
+        prefill = [r for r in self.running if r.in_prefill]
+        if prefill:
+            mode, wanted = ForwardMode.EXTEND, self._chunks(prefill)
+        else:
+            mode, count = (ForwardMode.TARGET_VERIFY, drafts + 1) if drafts else (ForwardMode.DECODE, 1)
+            wanted = [(r, count) for r in self.running if len(r.output) + r.unread < r.max_new_tokens]
+        served = self._with_pages(wanted)
+        if not served:
+            if not self._unread_steps and not self.idle:
+                raise RuntimeError("the scheduler has requests, but no step for them")
+            return None
+        return self._new_plan(mode, served)
+
+    def complete(
+        self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
+    ) -> list[Request]:
+        """Takes the tokens that a step chose, in the order in which steps were planned.
+
+        Args:
+          plan: the step.
+          tokens, margins: for each of its requests the tokens that it chose, none where it only read. In TARGET_VERIFY
+            these are the accepted drafts and the token behind them.
+
+        Returns:
+          The requests that the step finished; their rows and pages are free again.
+        """
+        self._unread_steps -= 1
+        verify, finished = plan.mode is ForwardMode.TARGET_VERIFY, []
+        for i, request in enumerate(plan.requests):
+            if not plan.samples[i]:
+                continue
+            request.unread -= 1
+            if request.row is None:  # it ended while this step ran
+                continue
+            start = len(request.output)
+            for token, margin in zip(tokens[i], margins[i]):
+                request.append(token, margin)
+                if request.finished:
+                    break
+            if verify:
+                request.computed = int(plan.starts[i]) + len(request.output) - start
+                self.pool.truncate(request.row, request.computed)
+            if request.finished:
+                finished.append(request)
+        for request in finished:
+            self.running.remove(request)
+            self._close(request)
+            if request.cancelled:
+                self.counters.cancelled += 1
+            else:
+                self.counters.finished += 1
+        return finished
+
+    def _drop_cancelled(self) -> None:
+        for request in [r for r in self.running if r.cancelled]:
+            self.running.remove(request)
+            self._close(request)
+            self.counters.cancelled += 1
+        if any(r.cancelled for r in self.waiting):
+            self.counters.cancelled += sum(r.cancelled for r in self.waiting)
+            self.waiting = collections.deque(r for r in self.waiting if not r.cancelled)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.options.max_batch and self.pool.free_rows:
+            request = self.waiting[0]
+            # Those that are still reading will take pages for what they have not read.
+            reserved = sum(self._missing_pages(r) for r in self.running if r.in_prefill)
+            length = len(request.prompt) + len(request.output)
+            match = None
+            if self.prefixes:
+                if request.digests is None:  # less its last token, which must be computed
+                    request.digests = page_digests(request.tokens[:-1], self.spec.page_size)
+                match = self.prefixes.match(request.digests)
+            needed = self._pages_for(length + 1) - (len(match.pages) if match else 0)
+            if request.reread:  # a page more for each that runs: else it would soon be preempted again
+                needed += len(self.running)
+            # Idle pages that the request reuses are no longer available to it.
+            reused = sum(page in self.pool.pages.idle for page in match.pages) if match else 0
+            if self.running and reserved + needed + reused > self.pool.pages.available:
+                if self._held_back is not request:
+                    self._held_back = request
+                    self.counters.queued += 1
+                    log.info("out of pages: a request of %d tokens waits, %d run", length, len(self.running))
+                return
+            request.row = self.pool.open()
+            request.computed, request.cuts = 0, ()
+            if match:
+                self._adopt(request, match)
+            self.running.append(self.waiting.popleft())
+
+    def _adopt(self, request: Request, match: Match) -> None:
+        page = self.spec.page_size
+        self.pool.adopt(request.row, match.pages)
+        request.computed = len(match.pages) * page
+        self.counters.reused += request.computed
+        if match.state is not None:
+            self._restored.append((match.state, request.row))
+        if self.spec.window is not None:
+            ends = match.known, len(request.digests) * page
+            request.cuts = tuple(end for end in ends if end > request.computed)
+
+    def _chunks(self, prefill: list[Request]) -> list[tuple[Request, int]]:
+        wanted, budget = [], self.options.chunk_size
+        for request in prefill:
+            end = min((cut for cut in request.cuts if cut > request.computed), default=request.prefill_len)
+            count = min(end - request.computed, budget)
+            if count:
+                wanted.append((request, count))
+                budget -= count
+        return wanted
+
+    def _with_pages(self, wanted: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Maps the positions; preempts where pages run out. Empty if that must wait for steps that run."""
+        served, page = [], self.spec.page_size
+        for request, count in wanted:
+            if request.row is None:  # preempted for one before it
+                continue
+            computed = request.computed
+            while request.row is not None and computed + count > len(self.pool.pages_of(request.row)) * page:
+                try:
+                    self.pool.extend(request.row, computed, computed + count)
+                except OutOfPages:
+                    if self._unread_steps:  # what a step chose must be known before it is read again
+                        return []
+                    victim = self.running[-1]
+                    served = [(r, n) for r, n in served if r is not victim]
+                    self._preempt(victim)
+            if request.row is not None:
+                served.append((request, count))
+        return served
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._close(request)
+        request.computed, request.reread = 0, len(request.tokens)
+        self.waiting.appendleft(request)
+        self.counters.preempted += 1
+        log.warning("out of pages: a request of %d tokens is preempted, %d run",
+                    len(request.tokens), len(self.running))  # fmt: skip
+
+    def _new_plan(self, mode: ForwardMode, served: list[tuple[Request, int]]) -> StepPlan:
+        requests = [request for request, _ in served]
+        rows = np.array([request.row for request in requests], np.int32)
+        starts = np.array([request.computed for request in requests], np.int32)
+        counts = np.array([count for _, count in served], np.int32)
+        verify = mode is ForwardMode.TARGET_VERIFY
+        tokens = [_next_tokens(r, 1) + [0] * (count - 1) if verify else _next_tokens(r, count) for r, count in served]
+        kept = []
+        for request, count in served:
+            if not verify:
+                request.computed += count
+            if mode is ForwardMode.EXTEND:
+                kept += self._remember(request)
+        samples = np.array([not request.in_prefill for request in requests])
+        for request in requests:
+            request.unread += not request.in_prefill
+        restored, self._restored = self._restored, []
+        self._unread_steps += 1
+        return StepPlan(
+            mode=mode,
+            requests=requests,
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            tokens=np.concatenate([np.asarray(part, np.int32) for part in tokens]),
+            samples=samples,
+            max_seq_len=self._bucket(int((starts + counts).max())),
+            mapped=self.pool.take_changes(),
+            restored=restored,
+            kept=kept,
+        )
+
+    def _remember(self, request: Request) -> list[tuple[int, int]]:
+        """Makes the pages known that the planned chunk fills; returns the states to keep after it."""
+        if self.prefixes is None:
+            return []
+        digests, page = request.digests or [], self.spec.page_size
+        filled = min(request.computed // page, len(digests))
+        pages = self.pool.pages_of(request.row)
+        for digest, number in zip(digests[:filled], pages):
+            self.prefixes.add(digest, number)
+        if request.computed in request.cuts:
+            state = self.prefixes.add_point(digests[filled - 1], pages[filled - 1])
+            if state is not None:
+                return [(request.row, state)]
+        return []
+
+    def _close(self, request: Request) -> None:
+        self._restored = [(state, row) for state, row in self._restored if row != request.row]
+        request.digests = None
+        self.pool.close(request.row)
+        request.row = None
+
+    def _pages_for(self, length: int) -> int:
+        return -(-length // self.spec.page_size)
+
+    def _missing_pages(self, request: Request) -> int:
+        return max(0, self._pages_for(request.prefill_len + 1) - len(self.pool.pages_of(request.row)))
+
+    def _bucket(self, max_len: int) -> int:
+        """The table width for `max_len` tokens: a power of two, so that few widths compile."""
+        bucket = SMALLEST_BUCKET
+        while bucket < max_len:
+            bucket *= 2
+        return min(bucket, self.pool.req_to_token.shape[1])

@@ -1,0 +1,299 @@
+"""One step of the engine on the device, as one program: request tables, model, choice of tokens.
+
+All that changes is in `State`, which a step takes donated and returns. What the host has to say comes in one array of
+int32, and what it wants to know goes back in one: each array of a call costs the host some microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.compressor import CompressorState
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.sampling import SamplingArrays, greedy, sample
+from jax_sparse_mla.serving.scheduler import StepPlan
+
+
+@pytree_dataclass
+class State:
+    """What a step changes: caches of the model, request tables, and the latest token of each of their rows `[rows]`."""
+
+    caches: Caches
+    tables: RequestTables
+    last_tokens: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What selects a compilation.
+
+    Attributes:
+      model: whose step it is.
+      mode: EXTEND, DECODE or TARGET_VERIFY.
+      num_requests, num_rows: of the padded batch. num_rows is `num_requests · (drafts + 1)` but in EXTEND.
+      max_seq_len: width of the page tables, in tokens.
+      num_changes: pages that the step can map.
+      drafts: draft tokens of each request, which the model's first layer makes in the same program.
+      draws: whether any request has a temperature; else the most likely tokens are taken.
+      gathered, backend, trace: as in `Model.forward`.
+      logits: whether to return the logits that tokens were chosen from.
+    """
+
+    model: Model
+    mode: ForwardMode
+    num_requests: int
+    num_rows: int
+    max_seq_len: int
+    num_changes: int
+    drafts: int = 0
+    draws: bool = False
+    gathered: bool | None = None
+    backend: str | None = None
+    trace: bool = False
+    logits: bool = False
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """The parts of the host's array, in order, and their shapes; all int32.
+
+        requests: rows of the tables (padding: any past the last), first positions, number of positions (padding: 0),
+        and of draws also the seeds and the bits of temperature and top_p. changes: `RequestPool.take_changes`,
+        padded with rows past the last. tokens: −1 is the row's latest token. rows: (position, row of the tables) of
+        each query row of a chunk. proposals: drafts that replace the model's own, or −1.
+        """
+        fields = {
+            "requests": (6 if self.draws else 3, self.num_requests),
+            "changes": (self.num_changes, 4),
+            "tokens": (self.num_rows if self.mode is ForwardMode.EXTEND else self.num_requests,),
+        }
+        if self.mode is ForwardMode.EXTEND:
+            fields["rows"] = (2, self.num_rows)
+        if self.drafts:
+            fields["proposals"] = (self.num_requests, self.drafts)
+        return fields
+
+
+def pack(program: Program, plan: StepPlan, num_table_rows: int, proposals: np.ndarray | None = None) -> np.ndarray:
+    """The host's array for a step."""
+    fields = program.fields()
+    sizes = [int(np.prod(shape)) for shape in fields.values()]
+    packed = np.zeros(sum(sizes), np.int32)
+    parts, at = {}, 0
+    for (name, shape), size in zip(fields.items(), sizes):
+        parts[name] = packed[at : at + size].reshape(shape)
+        at += size
+    n, requests = len(plan.requests), parts["requests"]
+    requests[0] = num_table_rows
+    requests[0, :n], requests[1, :n], requests[2, :n] = plan.rows, plan.starts, plan.counts
+    if program.draws:
+        sampling = [request.sampling for request in plan.requests]
+        requests[3, :n] = np.array([s.seed & 0xFFFFFFFF for s in sampling], np.uint32).view(np.int32)
+        requests[4, :n] = np.array([s.temperature for s in sampling], np.float32).view(np.int32)
+        requests[5, :n] = np.array([s.top_p for s in sampling], np.float32).view(np.int32)
+    parts["changes"][:, 0] = num_table_rows
+    parts["changes"][: len(plan.mapped)] = plan.mapped
+    tokens = plan.tokens
+    if plan.mode is ForwardMode.EXTEND:
+        parts["tokens"][: len(tokens)] = tokens
+        parts["rows"][1] = num_table_rows
+        parts["rows"][0, : len(tokens)] = plan.positions()
+        parts["rows"][1, : len(tokens)] = np.repeat(plan.rows, plan.counts)
+    else:
+        parts["tokens"][:n] = tokens[:: program.drafts + 1]
+    if program.drafts:
+        parts["proposals"][:] = -1
+        if proposals is not None:
+            parts["proposals"][:n] = proposals
+    return packed
+
+
+@dataclasses.dataclass
+class Result:
+    """What a step says to the host: tokens int32 and margins float32 `[requests, drafts + 1]`, accepted int32
+    `[requests]`, the number of drafts that the model chose too, and whether a bucket was too small."""
+
+    tokens: np.ndarray
+    margins: np.ndarray
+    accepted: np.ndarray
+    overflow: bool
+
+
+def unpack_result(program: Program, packed: np.ndarray) -> Result:
+    size, each = program.num_requests * (program.drafts + 1), program.drafts + 1
+    return Result(
+        tokens=packed[:size].reshape(-1, each),
+        margins=packed[size : 2 * size].view(np.float32).reshape(-1, each),
+        accepted=packed[2 * size : -1],
+        overflow=bool(packed[-1]),
+    )
+
+
+def run_step(program: Program, params: Params, state: State, packed: jax.Array):
+    """The step; jit it with the state donated.
+
+    Returns:
+      The state, the packed `Result`, and with `trace` and `logits` what they ask for (else empty and None).
+    """
+    parts, at = {}, 0
+    for name, shape in program.fields().items():
+        size = int(np.prod(shape))
+        parts[name] = packed[at : at + size].reshape(shape)
+        at += size
+    state = dataclasses.replace(state, tables=_map_pages(program, state.tables, parts["changes"]))
+    rows, starts, counts = parts["requests"][:3]
+    tokens = parts["tokens"]
+    if program.mode is ForwardMode.EXTEND:
+        positions, row_of = parts["rows"]
+    else:
+        positions, row_of = starts, rows
+    tokens = jnp.where(tokens < 0, state.last_tokens.at[row_of].get(mode="fill", fill_value=0), tokens)
+    if program.drafts:
+        return _draft_and_verify(program, params, state, rows, starts, counts, tokens, parts)
+    batch = _batch(program, program.mode, rows, starts + counts, _slots(state.tables, row_of, positions), counts)
+    out = _forward(program, params, state, batch, tokens, positions)
+    last_rows = jnp.clip(jnp.cumsum(counts) - 1, 0, program.num_rows - 1)
+    hidden = out.hidden[last_rows] if program.mode is ForwardMode.EXTEND else out.hidden
+    logits = program.model.logits(params, hidden)
+    chosen, margins = _choose(program, logits, starts + counts, parts["requests"])
+    state = dataclasses.replace(
+        state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(chosen, mode="drop")
+    )
+    result = _pack_result(chosen, margins, jnp.zeros_like(rows), out.overflow)
+    return state, result, out.trace, logits if program.logits else None
+
+
+def _draft_and_verify(program, params, state, rows, starts, counts, tokens, parts):
+    """K draft steps of the model's first layer, then the whole model over the last token and the drafts.
+
+    The first layer's keys hang on the tokens only, so drafts write the same rows that the verify step writes. Rejected
+    tokens need no clean-up: rows behind a request's length are never read, and the next round writes them again.
+    """
+    steps, live = program.drafts, counts > 0
+    drafted = [tokens]
+    for i in range(steps):
+        positions = starts + i
+        slots = _slots(state.tables, rows, positions)
+        batch = _batch(program, ForwardMode.DECODE, rows, jnp.where(live, positions + 1, 0), slots, None)
+        out = _forward(program, params, state, batch, drafted[-1], positions, layers=1)
+        state = dataclasses.replace(state, caches=out.caches)
+        own = greedy(program.model.logits(params, out.hidden))[0]
+        proposed = parts["proposals"][:, i]
+        drafted.append(jnp.where(proposed >= 0, proposed, own))
+    drafts = jnp.stack(drafted, 1)
+    positions = (starts[:, None] + jnp.arange(steps + 1)).reshape(-1)
+    slots = _slots(state.tables, jnp.repeat(rows, steps + 1), positions)
+    # The mode adds the drafts to the lengths; a request of length 0 would be padding, but its prompt has been read.
+    batch = _batch(program, ForwardMode.TARGET_VERIFY, rows, jnp.where(live, starts, 0), slots, None)
+    out = _forward(program, params, state, batch, drafts.reshape(-1), positions)
+    logits = program.model.logits(params, out.hidden)
+    requests = jnp.repeat(parts["requests"], steps + 1, axis=1)
+    chosen, margins = _choose(program, logits, positions + 1, requests)
+    chosen = chosen.reshape(-1, steps + 1)
+    accepted = jnp.cumprod((drafts[:, 1:] == chosen[:, :-1]).astype(jnp.int32), 1).sum(1)
+    last = jnp.take_along_axis(chosen, accepted[:, None], 1)[:, 0]
+    state = dataclasses.replace(state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(last, mode="drop"))
+    result = _pack_result(chosen.reshape(-1), margins, accepted, out.overflow)
+    return state, result, out.trace, logits if program.logits else None
+
+
+def _forward(program: Program, params, state: State, batch, tokens, positions, layers: int | None = None):
+    live = _live_rows(batch)
+    return program.model.forward(
+        params,
+        state.caches,
+        batch,
+        state.tables,
+        jnp.where(live, tokens, 0),
+        jnp.where(live, positions, 0),
+        layers=layers,
+        gathered=program.gathered if batch.mode is ForwardMode.EXTEND else None,
+        backend=program.backend,
+        trace=program.trace and layers is None,
+    )
+
+
+def _live_rows(batch: ForwardBatch) -> jax.Array:
+    (num_rows,) = batch.out_cache_loc.shape
+    if batch.mode is ForwardMode.EXTEND:
+        return jnp.arange(num_rows) < jnp.sum(batch.extend_lens)
+    return jnp.repeat(batch.seq_lens > 0, num_rows // batch.seq_lens.shape[0])
+
+
+def _batch(program: Program, mode: ForwardMode, rows, seq_lens, slots, counts) -> ForwardBatch:
+    return ForwardBatch(
+        mode=mode,
+        max_seq_len=program.max_seq_len,
+        req_pool_indices=rows,
+        seq_lens=seq_lens,
+        out_cache_loc=slots,
+        extend_lens=counts if mode is ForwardMode.EXTEND else None,
+        num_draft_tokens=program.drafts + 1 if mode is ForwardMode.TARGET_VERIFY else None,
+    )
+
+
+def _slots(tables: RequestTables, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """The slot of each position; 0 where there is none."""
+    slots = tables.req_to_token.at[rows, positions].get(mode="fill", fill_value=0)
+    return jnp.maximum(slots, 0)
+
+
+def _choose(program: Program, logits, positions, requests):
+    if not program.draws:
+        return greedy(logits)
+    temperature, top_p = (lax.bitcast_convert_type(bits, jnp.float32) for bits in requests[4:6])
+    return sample(logits, positions, SamplingArrays(temperature=temperature, top_p=top_p, seed=requests[3]))
+
+
+def _pack_result(chosen, margins, accepted, overflow) -> jax.Array:
+    overflow = jnp.zeros((), jnp.int32) if overflow is None else overflow.astype(jnp.int32)
+    return jnp.concatenate([chosen, lax.bitcast_convert_type(margins, jnp.int32), accepted, overflow[None]])
+
+
+def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> RequestTables:
+    row, index, page, swa_page = changes.T[:, :, None]
+    size = program.model.spec.page_size
+    offsets = jnp.arange(size, dtype=jnp.int32)
+    slots = page * size + offsets
+    req_to_token = tables.req_to_token.at[row, index * size + offsets].set(slots, mode="drop")
+    if tables.full_to_swa is None:
+        return RequestTables(req_to_token=req_to_token)
+    # Changes that are padding name page 0: its slots map to those of page 0, which padding rows write to.
+    swa_slots = jnp.where((swa_page > 0) | (page == 0), swa_page * size + offsets, -1)
+    return RequestTables(req_to_token=req_to_token, full_to_swa=tables.full_to_swa.at[slots].set(swa_slots))
+
+
+def new_state(
+    caches: Caches, *, max_requests: int, max_len: int, num_pages: int, page_size: int, window: bool
+) -> State:
+    """Empty tables around a model's caches."""
+    full_to_swa = None
+    if window:
+        full_to_swa = jnp.full(num_pages * page_size + 1, -1, jnp.int32)
+        full_to_swa = full_to_swa.at[:page_size].set(jnp.arange(page_size, dtype=jnp.int32))
+    tables = RequestTables(req_to_token=jnp.full((max_requests, max_len), -1, jnp.int32), full_to_swa=full_to_swa)
+    return State(caches=caches, tables=tables, last_tokens=jnp.zeros(max_requests, jnp.int32))
+
+
+def copy_states(caches: Caches, pairs: jax.Array) -> Caches:
+    """Copies carried states from rows to rows, in all layers; pairs int32 `[n, 2]` of (from, to).
+
+    Jit it with the caches donated.
+    """
+
+    def copy(part):
+        if not isinstance(part, CompressorState):
+            return part
+
+        def rows(x):
+            by_layer = x.reshape(part.num_layers, part.max_requests, *x.shape[1:])
+            return by_layer.at[:, pairs[:, 1]].set(by_layer[:, pairs[:, 0]]).reshape(x.shape)
+
+        return dataclasses.replace(part, kv=rows(part.kv), score=rows(part.score))
+
+    return jax.tree.map(copy, caches, is_leaf=lambda part: isinstance(part, CompressorState))

@@ -1,0 +1,142 @@
+"""A model's tensors by the names of transformers' modules: read from a checkpoint, or random."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.serving.config import MoE
+from jax_sparse_mla.serving.moe import MoEParams
+
+Layer = TypeVar("Layer")
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """Where a model's parameters come from.
+
+    Attributes:
+      get: `(name, shape, dtype) -> array`; the name without "model.".
+      dtype: of the weights that are not kept in float32.
+      prefix: of the names that follow.
+      read_layer: what `layer` does; None reads.
+    """
+
+    get: Callable[[str, Shape, Any], jax.Array]
+    dtype: Any
+    prefix: str = ""
+    read_layer: Callable[..., Any] | None = None
+
+    def __call__(self, name: str, shape: Shape) -> jax.Array:
+        """A weight in the model's dtype."""
+        return self.get(self.prefix + name, shape, self.dtype)
+
+    def float32(self, name: str, shape: Shape) -> jax.Array:
+        """A parameter that is kept in float32."""
+        return self.get(self.prefix + name, shape, jnp.float32)
+
+    def under(self, prefix: str) -> Tensors:
+        """The tensors whose names go on with this prefix."""
+        return dataclasses.replace(self, prefix=self.prefix + prefix)
+
+    def layer(self, read: Callable[[Any, int, Tensors], Layer], config: Any, i: int, kind: Hashable) -> Layer:
+        """`read(config, i, tensors)`, layer i; layers of one kind have the same shapes."""
+        return read(config, i, self) if self.read_layer is None else self.read_layer(read, config, i, kind)
+
+    def swiglu(self, width: int, hidden: int) -> dict[str, jax.Array]:
+        """The two weights of an MLP."""
+        gate_up = [self(f"{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj")]
+        return {"gate_up": jnp.concatenate(gate_up), "down": self("down_proj.weight", (hidden, width))}
+
+    def moe(self, config: MoE, hidden: int, vocab_size: int | None) -> MoEParams:
+        """A layer's experts; with a vocabulary's size those of a hash layer."""
+        experts, shared = self.under("experts."), self.under("shared_experts.").swiglu(config.shared_width, hidden)
+        table = vocab_size and self.get(f"{self.prefix}gate.tid2eid", (vocab_size, config.top_k), jnp.int32)
+        return MoEParams(
+            router=self("gate.weight", (config.num_experts, hidden)),
+            gate_up=experts("gate_up_proj", (config.num_experts, 2 * config.width, hidden)),
+            down=experts("down_proj", (config.num_experts, hidden, config.width)),
+            shared_gate_up=shared["gate_up"],
+            shared_down=shared["down"],
+            experts_of_token=table,
+        )
+
+
+def shapes_of(read_params: Callable[[Tensors], Any]) -> dict[str, Shape]:
+    """The shape of each tensor that is read, by its name; nothing is allocated."""
+    shapes: dict[str, Shape] = {}
+
+    def get(name, shape, dtype):
+        shapes[name] = shape
+        return jnp.zeros(shape, dtype)
+
+    jax.eval_shape(lambda: read_params(Tensors(get, jnp.bfloat16)))
+    return shapes
+
+
+def random_params(read_params: Callable[[Tensors], Any], seed: int, dtype: Any, num_experts: int) -> Any:
+    """Random parameters, made on the device: by jitted functions, one for each kind of layer.
+
+    Weights have unit gain, so that rows keep their size; norms are near 1; sinks and position biases are random too, so
+    that code which ignores one of them gives another result.
+    """
+    first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
+
+    def read_layer(read, config, i, kind):
+        of_layer = _mixed(seed + jnp.uint32(1 + i))
+        options = {"read": read, "config": config, "i": first.setdefault(kind, i)}
+        return _random_layer(of_layer, **options, dtype=dtype, num_experts=num_experts)
+
+    seed = _mixed(jnp.uint32(seed))
+    return read_params(dataclasses.replace(_random_tensors(seed, dtype, num_experts), read_layer=read_layer))
+
+
+def _random_tensors(seed: jax.Array, dtype: Any, num_experts: int) -> Tensors:
+    return Tensors(lambda name, shape, dtype: _random(seed, name, shape, dtype, num_experts), dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("read", "config", "i", "dtype", "num_experts"))
+def _random_layer(seed, read, config, i, dtype, num_experts):
+    return read(config, i, _random_tensors(seed, dtype, num_experts))
+
+
+@functools.partial(jax.jit, static_argnames=("name", "shape", "dtype", "num_experts"))
+def _random(seed: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: int) -> jax.Array:
+    seed = _mixed(seed ^ jnp.uint32(zlib.crc32(name.encode())))
+    if name.endswith("tid2eid"):  # different experts for each token
+        return jax.lax.top_k(_unit_variance(seed, (shape[0], num_experts)), shape[1])[1]
+    if name.endswith("scale"):
+        return jnp.ones(shape, dtype)
+    if name.endswith(("base", "bias")) and not name.endswith("position_bias"):
+        return jnp.zeros(shape, dtype)
+    values = _unit_variance(seed, shape)
+    if name.endswith("norm.weight"):
+        values = 1 + 0.1 * values
+    elif not name.endswith(("sinks", "position_bias", "embed_tokens.weight")):
+        values = values * shape[-1] ** -0.5
+    return values.astype(dtype)
+
+
+def _unit_variance(seed: jax.Array, shape: Shape) -> jax.Array:
+    """float32, uniform with variance 1: a hash of each value's place.
+
+    jax.random would compile for a third of a second for each array on a CPU, and keep the bits of one beside it.
+    """
+    bits = jnp.broadcast_to(seed, shape)
+    for axis in range(len(shape)):
+        bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
+    return ((bits >> 8).astype(jnp.float32) * 2.0**-23 - 1) * 3**0.5
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which each bit hangs on all (Chris Wellons, "Prospecting for hash functions")."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

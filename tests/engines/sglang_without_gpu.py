@@ -1,0 +1,165 @@
+"""SGLang in a process without a GPU that takes itself for one on an H200: import it before anything of SGLang's.
+
+Tensors are on the CPU and Triton's kernels run in its interpreter. Packages and kernels that need a GPU are stand-ins:
+FlashMLA's schedules are made, its kernels fail; kernels that nvcc compiles at run time do nothing, but for two of whose
+results the attention reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+
+os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # SGLang's test kit gives positions, and not slots
+
+import sparse_mla_torch.ops  # noqa: F401 - JAX looks for GPUs when it is imported: before torch pretends to have one
+import torch
+
+
+class StandIn(type):
+    """A class of any name whose instances may be made and called."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stand_in(name)
+
+
+def stand_in(name: str) -> type:
+    do_nothing = {"__init__": lambda self, *args, **kwargs: None, "__call__": lambda self, *args, **kwargs: None}
+    return StandIn(name, (), do_nothing)
+
+
+class Module(types.ModuleType):
+    __path__ = ()
+    __version__ = "99.0"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, stand_in(name))
+        return getattr(self, name)
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of these packages, in which there is whatever is asked for."""
+
+    PACKAGES = (
+        *("torchvision", "torchaudio", "torchcodec", "soundfile", "timm", "gguf", "kernels", "cuda", "cutlass"),
+        *("tilelang", "deep_gemm", "sgl_kernel", "flashinfer", "flash_attn", "flash_mla", "torch_memory_saver"),
+    )
+
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in self.PACKAGES:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return Module(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+class Quiet:
+    """A stream or an event that does nothing."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        return False
+
+    def query(self):
+        return True
+
+
+PROPERTIES = types.SimpleNamespace(
+    **{"name": "H200", "major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 141 << 30},
+    **{"warp_size": 32, "L2_cache_size": 50 << 20},
+)
+
+
+def pretend_to_have_a_gpu() -> None:
+    torch.version.cuda = "13.0"
+    answers = {
+        **{"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True},
+        **{"get_device_capability": (9, 0), "get_device_name": PROPERTIES.name, "get_device_properties": PROPERTIES},
+        **{"mem_get_info": (140 << 30, 141 << 30), "is_current_stream_capturing": False, "current_stream": Quiet()},
+        **{"manual_seed_all": None, "synchronize": None, "set_rng_state": None, "empty_cache": None},
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.stream = Quiet
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+
+
+class FlashMLASchedMeta:
+    """FlashMLA's schedule."""
+
+    def __init__(self, tile_scheduler_metadata=None, num_splits=None):
+        self.have_initialized, self.config = False, None
+        self.tile_scheduler_metadata, self.num_splits = tile_scheduler_metadata, num_splits
+
+
+def schedule_tensors(seqlens, *args, **kwargs):
+    return torch.zeros(132, 8, dtype=torch.int32), torch.zeros(len(seqlens) + 1, dtype=torch.int32)
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError("FlashMLA's own kernel was called")
+
+
+def put_flash_mla() -> None:
+    """The vendor's wheel."""
+    wheel, interface = types.ModuleType("flash_mla"), types.ModuleType("flash_mla.flash_mla_interface")
+    wheel.__path__ = []
+    wheel.FlashMLASchedMeta = interface.FlashMLASchedMeta = FlashMLASchedMeta
+    wheel.get_mla_metadata = lambda *args, **kwargs: (FlashMLASchedMeta(), None)
+    wheel.get_mla_decoding_metadata = schedule_tensors
+    wheel.flash_mla_with_kvcache = wheel.flash_mla_sparse_fwd = fail
+    wheel.fused_norm_rope_attn_rope_cast = types.SimpleNamespace()
+    sys.modules |= {"flash_mla": wheel, "flash_mla.flash_mla_interface": interface}
+
+
+class CompiledAtRunTime:
+    """The kernels of one of SGLang's CUDA sources."""
+
+    def set_mla_kv_buffer(self, buffer, slots, nope, rope, warps, skipped):
+        kept = slots != skipped
+        rows = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], -1)
+        buffer.view(torch.uint8)[slots[kept], : rows.shape[1]] = rows[kept]
+
+    def concat_mla_absorb_q(self, nope, rope, out):
+        torch.cat([nope, rope], -1, out=out)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: 132
+
+
+def put_run_time_kernels() -> None:
+    """In every module of SGLang that has been imported."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("sglang") and "load_jit" in vars(module):
+            module.load_jit = lambda *names, **options: CompiledAtRunTime()
+
+
+sys.meta_path.insert(0, Absent())
+pretend_to_have_a_gpu()
+put_flash_mla()
+for _name in ("sglang.kernels.jit.utils.compile", "sglang.kernels.jit.utils.compile.loader"):
+    importlib.import_module(_name)
+put_run_time_kernels()

@@ -1,0 +1,73 @@
+"""vLLM 0.33 with our plugin, on the CPU: chosen by its flag, its own metadata and forward methods, our functions below.
+
+Skipped where vLLM is not installed; docs/engines.md has the commands. Errors are relative, root mean square, against
+float32 attention over the same cache rows.
+"""
+
+from __future__ import annotations
+
+import pytest
+from driver import reported, skip_without
+
+pytestmark = [pytest.mark.torch, pytest.mark.no_gpu, skip_without("vllm")]
+
+BF16 = 0.004  # of a bfloat16 result: 0.0017 measured
+DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+
+
+def cases(*arguments: str) -> dict:
+    return reported("drive_vllm.py", *arguments)
+
+
+def test_the_flag_chooses_it():
+    found = cases("choice")
+    assert found["registered"]["chosen"] == "JAX_SPARSE_MLA"
+    assert found["registered"]["jax"] is False, "registering a name imported JAX"
+    assert found["a worker's configuration"] == {"exit": 0, "copies": [True, True]}
+
+
+def test_the_class_of_v32():
+    found = cases("choice")["V3.2"]
+    assert found["fp8"] == found["bf16"] == "JaxSparseMLABackend"
+    assert found["other"] == "FlashMLASparseBackend" and found["cache"] == "fp8_ds_mla"
+
+
+def test_the_class_of_v4():
+    """The other backends have vLLM's, whose heads are padded; its module is as it was."""
+    found, theirs = cases("choice")["V4"], ["DeepseekV4FlashMLAAttention", 64]
+    ours = {"JAX_SPARSE_MLA": ["JaxSparseMLAV4Attention", 16]}
+    assert found["classes"] == {"none": theirs, "FLASHMLA_SPARSE": theirs} | ours
+    assert found["module_unchanged"]
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("batch", ["decode", "two tokens", "mixed"])
+def test_v32(batch, heads):
+    found = cases("v32")[f"{batch}, {heads} heads"]
+    served = {f"{DECODE} ours": 1}
+    if (batch, heads) == ("mixed", 64):  # with fewer heads vLLM takes the tokens of all requests for one's
+        served |= {f"{PREFILL} ours": 1}
+    assert found["served"] == served
+    assert found["shape"] == [{"decode": 3, "two tokens": 6, "mixed": 152}[batch], heads, 512]
+    assert found["error"] < BF16
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_v4(batch, ratio, heads):
+    """Heads are those of the rank: not padded."""
+    found = cases("v4")[f"{batch}, ratio {ratio}, {heads} heads"]
+    assert found["served"] == {f"{DECODE} ours": 1} | ({f"{PREFILL} ours": 1} if batch == "mixed" else {})
+    assert found["shape"] == [3 if batch == "decode" else 42, heads, 512] and found["page_bytes"] == 37_440
+    assert found["error"] < BF16
+
+
+@pytest.mark.parametrize("case", ["V3.2 mixed, 16 heads", "V3.2 mixed, 64 heads", "V4 mixed, ratio 4, 16 heads"])
+def test_what_ours_refuses_is_vllms(case):
+    found = cases("left")
+    assert found[f"left, {case}"]["error"] < BF16
+    assert not any("ours" in what for what in found[f"left, {case}"]["served"])
+    assert set(found["left"]["asked"]) == {DECODE, PREFILL}
+    for function in (DECODE, PREFILL):
+        assert found["log"].count(f"leaves {function} to the engine: ours refuses this") == 1

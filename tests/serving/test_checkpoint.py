@@ -1,0 +1,199 @@
+"""Checkpoints: what transformers saves, released names and FP8 blocks, several files, state dicts, what is refused."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from support.serving_models import jax_model, torch_model
+from support.serving_steps import named_arrays
+
+from jax_sparse_mla.serving import Model, load
+from jax_sparse_mla.serving.checkpoint import from_named_arrays
+
+MODELS = ("v4", "v32")
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def write(folder, config, tensors):
+    """A checkpoint of one file, written byte by byte: the package's numpy face writes no FP8."""
+    names = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
+    names |= {"int64": "I64", "int8": "I8", "float16": "F16"}
+    header, data = {}, b""
+    for name, x in tensors.items():
+        part = np.ascontiguousarray(x).tobytes()
+        offsets = [len(data), len(data) + len(part)]
+        header[name] = {"dtype": names[x.dtype.name], "shape": x.shape, "data_offsets": offsets}
+        data += part
+    text = json.dumps(header).encode()
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_saves(name, tmp_path):
+    """In one file and in several: the same parameters as the module's state dict."""
+    module = torch_model(name, torch.bfloat16)
+    model, params = jax_model(name, torch.bfloat16)
+    for folder, size in ((tmp_path / "one", "1GB"), (tmp_path / "several", "200KB")):
+        module.save_pretrained(folder, max_shard_size=size)
+        loaded, loaded_params = load(folder)
+        assert loaded == model and hash(loaded) == hash(model)
+        same(loaded_params, params)
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    dtypes = {x.dtype.name for x in jax.tree.leaves(params)}
+    assert dtypes == ({"bfloat16", "float32", "int32"} if name == "v4" else {"bfloat16", "float32"})
+    assert all(
+        x.dtype == jnp.float32 for x in jax.tree.leaves(jax_model(name, torch.float32)[1]) if x.dtype != jnp.int32
+    )
+
+
+def to_fp8(x, scale_dtype):
+    """Values and one power of two for each block of 128 x 128."""
+    rows, columns = (-(-n // 128) for n in x.shape)
+    padded = np.zeros((rows * 128, columns * 128), np.float32)
+    padded[: x.shape[0], : x.shape[1]] = x
+    blocks = padded.reshape(rows, 128, columns, 128)
+    scale = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(axis=(1, 3)) / 448))
+    values = (blocks / scale[:, None, :, None]).reshape(padded.shape)[: x.shape[0], : x.shape[1]]
+    return values.astype(ml_dtypes.float8_e4m3fn), scale.astype(scale_dtype)
+
+
+# From transformers' names to the released ones, as V4's checkpoints have them.
+V4_RELEASED = (
+    (r"^model\.", ""),
+    (r"^embed_tokens", "embed"),
+    (r"^lm_head", "head"),
+    (r"^hc_head\.hc_", "hc_head_"),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.scorer\.weights_proj", ".weights_proj"),
+    (r"\.compressor\.indexer\.(kv_proj|gate_proj|kv_norm|position_bias)", r".indexer.compressor.\1"),
+    (r"\.compressor\.indexer\.", ".indexer."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.compressor\.kv_norm\.", ".compressor.norm."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.sinks$", ".attn_sink"),
+    (r"\.position_bias", ".ape"),
+    (r"\.mlp\.gate\.e_score_correction_bias", ".mlp.gate.bias"),
+    (r"(experts.*)\.gate_proj", r"\1.w1"),
+    (r"(experts.*)\.down_proj", r"\1.w2"),
+    (r"(experts.*)\.up_proj", r"\1.w3"),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.gate_proj\.", ".wgate."),
+    (r"\.(q_a|q_b|kv|o_a|o_b)_proj\.", r".w\1."),
+)
+
+
+@pytest.mark.parametrize("name, scale_dtype", [("v4", ml_dtypes.float8_e8m0fnu), ("v32", np.float32)])
+def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
+    """Released names, experts one by one, weights in FP8 blocks, a draft layer: the parameters of the same values."""
+    module = torch_model(name, torch.bfloat16)
+    plain, stored = {}, {}
+    for tensor_name, x in named_arrays(module).items():
+        parts = {tensor_name: x}
+        if ".experts." in tensor_name:
+            prefix, which = tensor_name.rsplit(".", 1)
+            split = np.split(x, 2, axis=1) if which == "gate_up_proj" else [x]
+            names = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
+            parts = {f"{prefix}.{e}.{n}.weight": part[e] for n, part in zip(names, split) for e in range(len(part))}
+        for part_name, part in parts.items():
+            plain[part_name] = stored[part_name] = part
+            if re.search(r"(proj|wk|wq_b|with_mqa)\.weight$", part_name) and "compressor" not in part_name:
+                values, scale = to_fp8(part.astype(np.float32), scale_dtype)
+                wide = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)[: part.shape[0], : part.shape[1]]
+                plain[part_name] = (values.astype(np.float32) * wide).astype(part.dtype)
+                stored |= {part_name: values, f"{part_name}_scale_inv": scale}
+    draft = "mtp.0.e_proj.weight" if name == "v4" else f"model.layers.{module.config.num_hidden_layers}.eh_proj.weight"
+    stored[draft] = np.zeros((2, 2), np.int8)
+    config = json.loads(module.config.to_json_string()) | {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    }
+    if name == "v4":
+        for pattern, replacement in V4_RELEASED:
+            stored = {re.sub(pattern, replacement, n): x for n, x in stored.items()}
+        stored = {n.replace(".weight_scale_inv", ".scale"): x for n, x in stored.items()}
+        assert {"embed.weight", "layers.0.attn.wq_a.scale", "layers.1.attn.indexer.compressor.wgate.weight"} <= set(
+            stored
+        )
+        assert {"layers.1.ffn.experts.3.w2.scale", "layers.2.hc_attn_fn", "layers.1.attn.compressor.ape"} <= set(stored)
+    model, params = load(write(tmp_path / name, config, stored))
+    same(params, from_named_arrays(model.config, plain))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model.layers.0.mlp.shared_experts.up_proj.weight": None}, "missing: layers.0.mlp.shared_experts.up_proj.w"),
+        ({"model.layers.1.self_attn.extra": np.zeros(3)}, "unknown: layers.1.self_attn.extra"),
+        ({"model.norm.weight": np.zeros(3, np.float32)}, r"norm.weight must have shape \[64\], got \[3\]"),
+        ({"lm_head.weight": np.zeros((256, 64), np.int8)}, "lm_head.weight must be of .*, got int8"),
+        (
+            {"lm_head.weight": np.zeros((256, 64), ml_dtypes.float8_e4m3fn)},
+            r"needs .*scale_inv of shape \[2, 1\], got n",
+        ),
+        ({"model.layers.0.mlp.gate.tid2eid": np.zeros((256, 2))}, "tid2eid must be an integer array, got float64"),
+        ({"model.embed_tokens.weight": np.zeros((256, 64), np.float16)}, "must be bfloat16 or float32, got float16"),
+    ],
+)
+def test_wrong_tensors_are_named(change, message):
+    arrays = named_arrays(torch_model("v4", torch.bfloat16)) | change
+    model, _ = jax_model("v4", torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        from_named_arrays(model.config, {name: x for name, x in arrays.items() if x is not None})
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
+        load(tmp_path / "none")
+    (tmp_path / "config.json").write_text(torch_model("v4", torch.bfloat16).config.to_json_string())
+    with pytest.raises(FileNotFoundError, match="no safetensors file"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"lacks gone\.safetensors"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file({"a": np.zeros(8)}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for length, message in ((len(whole) - 1, "is cut short: a"), (20, "no safetensors file")):
+        (tmp_path / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_parameters(name):
+    """The shapes and dtypes of a loaded model, unit gain, and other values for another seed and layer."""
+    model, loaded = jax_model(name, torch.bfloat16)
+    params, other = model.init_params(0), model.init_params(1)
+    same(params, model.init_params(0))
+    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), params, loaded)
+    weights = [np.asarray(x.in_proj, np.float32) for x in params.layers] + [
+        np.asarray(other.layers[0].in_proj, np.float32)
+    ]
+    rows = min(len(x) for x in weights)
+    for i, x in enumerate(weights):
+        assert abs(x.std() * x.shape[1] ** 0.5 - 1) < 0.02 and abs(x.mean()) < 0.01
+        for y in weights[:i]:
+            assert abs(np.corrcoef(x[:rows].ravel(), y[:rows].ravel())[0, 1]) < 0.03
+    if name == "v4":
+        table = np.asarray(params.layers[0].moe.experts_of_token)
+        assert (table[:, 0] != table[:, 1]).all() and len(np.unique(table)) == model.config.moe.num_experts
+
+
+def test_model_is_what_the_config_says():
+    model = Model.from_config(torch_model("v4", torch.bfloat16).config.to_dict())
+    assert model == jax_model("v4", torch.bfloat16)[0]
+    assert (model.vocab_size, model.num_layers, model.ratios, model.eos_token_ids) == (256, 3, (0, 4, 128), (1,))
+    assert model.spec.index_topk == 96 and model.config.hashed == (True, False, False)

@@ -1,0 +1,192 @@
+"""The JAX engine over a model of two layers: what a request gets hangs on nobody else, and nothing moves or leaks."""
+
+import jax
+import numpy as np
+import pytest
+from toy_model import ToyModel
+
+from jax_sparse_mla import ForwardMode
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.request import Request, Sampling
+from jax_sparse_mla.serving.scheduler import EngineOptions
+
+COMPILING = "PLAIN"  # see conftest.py
+MODEL = ToyModel()
+# One engine for all tests, since each program takes seconds to compile: its pool just holds the requests below.
+OPTIONS = EngineOptions(chunk_size=256, max_batch=2, max_len=800, num_pages=6, reuse_points=3, speculative_steps=3)
+# (tokens of the prompt, tokens to make): joining, leaving, waiting for a place, several in a chunk, one over two pages.
+SIZES = [(300, 6), (40, 12), (520, 4), (7, 9), (130, 5), (64, 3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reference_attention():
+    """Equal to the bit: a kernel that splits a row's keys by what else is in the batch rounds its sums otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_SPARSE_MLA_BACKEND", "reference")
+        yield
+
+
+@pytest.fixture(scope="module")
+def the_engine():
+    return Engine(MODEL, MODEL.init_params(0), OPTIONS)
+
+
+@pytest.fixture
+def engine(the_engine):
+    """Decodes plainly, and knows no prefix."""
+    the_engine.drafts, the_engine.propose = 0, None
+    the_engine.scheduler.prefixes.clear()
+    return the_engine
+
+
+def new_requests(sizes=SIZES, **fields):
+    rng = np.random.default_rng(0)
+    return [Request(rng.integers(0, MODEL.vocab_size, n).tolist(), new, **fields) for n, new in sizes]
+
+
+def serve(engine, requests):
+    engine.run(requests)
+    return [request.output for request in requests]
+
+
+@pytest.fixture(scope="module")
+def expected(the_engine):
+    """The tokens of each request alone, before any prefix is known."""
+    outputs, the_engine.drafts = [], 0
+    for request in new_requests():
+        outputs += serve(the_engine, [request])
+        the_engine.scheduler.prefixes.clear()
+    # What is made hangs on what was read, and changes from token to token: a wrong key would show.
+    assert len(set(map(tuple, outputs))) == len(SIZES) and all(len(set(tokens)) > 2 for tokens in outputs)
+    return outputs
+
+
+def everything_is_free(engine):
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    pages = len(pool.pages.free) + len(pool.pages.idle)
+    return scheduler.idle and pages == pool.num_pages - 1 and pool.free_rows == engine.options.max_batch
+
+
+def test_a_batch_serves_each_request_as_if_it_were_alone(engine, expected):
+    leaves = jax.tree.leaves(engine.state)
+    before = [leaf.unsafe_buffer_pointer() for leaf in leaves]
+    seen = []
+    requests = new_requests()
+    engine.run(requests, lambda plan, _: seen.append((plan.mode, len(plan.requests))))
+    assert [request.output for request in requests] == expected
+    assert (ForwardMode.DECODE, 2) in seen and (ForwardMode.DECODE, 1) in seen
+    assert all(request.margins and min(request.margins) >= 0 for request in requests)
+    if jax.default_backend() == "cpu":  # the caches never moved
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.state)] == before
+    assert everything_is_free(engine)
+    # One program for chunks; two for decode steps, of one and of two requests.
+    modes = [program.mode for program in engine.routes if not program.draws]
+    assert modes.count(ForwardMode.EXTEND) == 1 and modes.count(ForwardMode.DECODE) == 2
+
+
+def test_reused_prefixes_change_no_token(engine, expected):
+    """Whole prompts again, and prompts that leave a known one within its second page: a model with a window has a
+    reuse point there only after one request has left it there."""
+    serve(engine, new_requests())
+    before = engine.scheduler.counters.reused
+    assert serve(engine, new_requests()) == expected
+    assert engine.scheduler.counters.reused == before + 256 + 512
+    tails = [[7, 8, 9] * 20, [1, 2] * 30, [5] * 50]
+    texts = [new_requests()[2].prompt[:400] + tail for tail in tails]
+    engine.scheduler.prefixes.clear()
+    alone = []
+    for text in texts:
+        alone += serve(engine, [Request(text, 4)])
+        engine.scheduler.prefixes.clear()
+    before = engine.scheduler.counters.reused
+    serve(engine, new_requests()[2:3])
+    assert [serve(engine, [Request(text, 4)])[0] for text in texts] == alone
+    assert engine.scheduler.counters.reused == before + 256 + 256  # not the first, which made the point
+    assert everything_is_free(engine)
+
+
+def test_requests_that_end_early(engine, expected):
+    """By a token of theirs, by a callback that cancels; others get what they get anyway."""
+    requests = new_requests()
+    requests[1].eos_token_ids = (expected[1][4], 999)
+    requests[3].on_token = lambda request, token: request.cancel() if len(request.output) == 3 else None
+    requests[5].cancel()
+    serve(engine, requests)
+    ends = expected[1].index(expected[1][4]) + 1
+    assert requests[1].output == expected[1][:ends] and requests[3].output == expected[3][:3]
+    assert requests[5].output == []
+    assert [requests[i].output for i in (0, 2, 4)] == [expected[i] for i in (0, 2, 4)]
+    assert everything_is_free(engine)
+
+
+def test_everything_is_given_back_when_a_run_raises(engine, expected):
+    def on_step(plan, _):
+        if plan.mode is ForwardMode.DECODE:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(new_requests(), on_step)
+    assert everything_is_free(engine)
+    assert serve(engine, new_requests()) == expected
+    with pytest.raises(ValueError, match="request 1 has tokens out of the model's vocabulary of 256"):
+        engine.run([Request([1], 1), Request([256], 1)])
+    assert everything_is_free(engine)
+
+
+def test_forced_tokens_are_taken(engine, expected):
+    """As comparisons replay them: what follows is chosen after them."""
+    prompt, first = new_requests()[1].prompt, expected[1]
+    other = [(token + 1) % 256 for token in first[:3]]
+    forced = Request(prompt, 6, forced=tuple(other))
+    alone = Request(prompt + other, 3)
+    serve(engine, [forced])
+    serve(engine, [alone])
+    assert forced.output == other + alone.output
+
+
+def test_a_small_pool_preempts_and_changes_no_token(engine):
+    """Two requests of three pages, and five pages in all."""
+    sizes, preempted = [(505, 20), (500, 20), (30, 4)], engine.scheduler.counters.preempted
+    together = serve(engine, new_requests(sizes))
+    assert engine.scheduler.counters.preempted > preempted
+    assert everything_is_free(engine)
+    for request, output in zip(new_requests(sizes), together):
+        engine.scheduler.prefixes.clear()
+        assert serve(engine, [request]) == [output]
+
+
+def test_drafts_change_no_token(engine, expected):
+    """The model's own, and those of an oracle that is right for 0, 1, 2 or 3 drafts in turn; prefixes are reused."""
+    engine.drafts = 3
+    assert serve(engine, new_requests()) == expected
+    outputs = {tuple(request.prompt): output for request, output in zip(new_requests(), expected)}
+    rounds = {}
+
+    def propose(request, ahead):
+        rounds[id(request)] = rounds.get(id(request), 0) + (ahead == 0)
+        output, index = outputs[tuple(request.prompt)], len(request.output) + ahead
+        right = output[index] if index < len(output) else 0
+        return right if ahead < rounds[id(request)] % 4 else (right + 1) % 256
+
+    engine.propose = propose
+    engine.accepted.clear()
+    assert serve(engine, new_requests()) == expected
+    assert set(engine.accepted) == {0, 1, 2, 3}
+    # Each request's first token comes from its prefill.
+    assert sum((count + 1) * times for count, times in engine.accepted.items()) == sum(new - 1 for _, new in SIZES)
+    assert everything_is_free(engine)
+
+
+def test_drawn_tokens_hang_on_seed_and_position_only(engine):
+    def drawn(seed):
+        return new_requests(SIZES[1:2], sampling=Sampling(temperature=30.0, seed=seed))[0]
+
+    alone = [serve(engine, [drawn(seed)])[0] for seed in (1, 2)]
+    assert alone[0] != alone[1] and expected_alone(engine) not in alone
+    assert serve(engine, [drawn(2), drawn(1)]) == alone[::-1]
+    greedy, second = serve(engine, [new_requests(SIZES[1:2])[0], drawn(2)])  # beside one that draws nothing
+    assert greedy == expected_alone(engine) and second == alone[1]
+
+
+def expected_alone(engine):
+    return serve(engine, new_requests(SIZES[1:2]))[0]

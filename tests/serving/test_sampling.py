@@ -1,0 +1,64 @@
+"""The choice of tokens on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_sparse_mla.serving.sampling import SamplingArrays, greedy, sample
+
+VOCABULARY = 12
+LOGITS = np.random.default_rng(0).normal(size=VOCABULARY).astype(np.float32) * 2
+draw = jax.jit(sample)
+
+
+def arrays(rows, temperature, top_p=1.0, seed=0):
+    return SamplingArrays(
+        temperature=jnp.full(rows, temperature, jnp.float32),
+        top_p=jnp.full(rows, top_p, jnp.float32),
+        seed=jnp.broadcast_to(jnp.asarray(seed, jnp.int32), (rows,)),
+    )
+
+
+def test_greedy_takes_the_lower_of_equals_and_tells_margins():
+    logits = jnp.asarray([[4.0, 1.0, 5.0], [-2.0, -1.0, -2.0], [7.0, 7.0, 0.0]])
+    tokens, margins = greedy(logits)
+    assert tokens.tolist() == [2, 1, 0] and margins.tolist() == pytest.approx([0.2, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7, 0.05])
+def test_draws_have_the_probabilities_of_the_softmax(top_p):
+    """20,000 draws against numpy's own cut; four standard deviations."""
+    rows, temperature = 20000, 1.5
+    tokens, _ = draw(jnp.tile(LOGITS, (rows, 1)), jnp.arange(rows), arrays(rows, temperature, top_p))
+    expected = np.exp(LOGITS / temperature - np.max(LOGITS / temperature))
+    expected /= expected.sum()
+    order = np.argsort(-expected)
+    kept = order[: np.searchsorted(np.cumsum(expected[order]), top_p) + 1]
+    cut = np.zeros(VOCABULARY)
+    cut[kept] = expected[kept] / expected[kept].sum()
+    counts = np.bincount(np.asarray(tokens), minlength=VOCABULARY) / rows
+    assert (counts[cut == 0] == 0).all()
+    np.testing.assert_allclose(counts, cut, atol=4 * 0.5 / rows**0.5)
+
+
+def test_a_draw_depends_on_its_seed_and_position_alone():
+    """Not on its place in the batch, nor on the others' parameters."""
+    rows = 64
+    logits, positions = jnp.tile(LOGITS, (rows, 1)), jnp.arange(rows)
+    first, _ = draw(logits, positions, arrays(rows, 2.0, seed=5))
+    order = np.random.default_rng(1).permutation(rows)
+    params = arrays(rows, 2.0, seed=np.where(order % 2, 5, 9))
+    other, _ = draw(logits, positions[order], params)
+    same = order % 2 == 1
+    assert (np.asarray(other)[same] == np.asarray(first)[order[same]]).all()
+    assert (np.asarray(other)[~same] != np.asarray(first)[order[~same]]).any()
+    assert len(set(np.asarray(first).tolist())) > 4
+
+
+def test_a_temperature_of_zero_is_greedy():
+    params = SamplingArrays(
+        temperature=jnp.asarray([0.0, 5.0] * 8), top_p=jnp.ones(16), seed=jnp.arange(16, dtype=jnp.int32)
+    )
+    tokens, _ = draw(jnp.tile(LOGITS, (16, 1)), jnp.arange(16), params)
+    assert (tokens[::2] == LOGITS.argmax()).all() and (tokens[1::2] != LOGITS.argmax()).any()

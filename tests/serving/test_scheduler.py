@@ -1,0 +1,326 @@
+"""Scheduler, pages and prefix reuse alone: a simulated device, which keeps tokens where an engine keeps keys, checks
+that every step reads exactly what its requests have written or share."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ForwardMode
+from jax_sparse_mla.serving.request import Request, Sampling
+from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
+
+VOCABULARY = 50
+# Small pages, so that short requests fill several. The model with a window carries the last tokens in a ring.
+WINDOWED = dataclasses.replace(DEEPSEEK_V4_FLASH, page_size=4, window=4)
+PLAIN = dataclasses.replace(DEEPSEEK_V32, page_size=4)
+CARRIED = 3  # tokens that a step needs of those before it, from the carried state
+
+
+def next_token(tokens):
+    """What the simulated model says after these tokens."""
+    value = 17
+    for token in tokens:
+        value = (value * 31 + token + 1) % 99991
+    return value % VOCABULARY
+
+
+def oracle(prompt, count, eos=()):
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class Device:
+    """Runs plans on caches of tokens; what is not written is −1, and what another has written is seen."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.spec = scheduler, scheduler.spec
+        options, pool = scheduler.options, scheduler.pool
+        self.full = np.full(pool.num_pages * self.spec.page_size, -1)
+        self.window = np.full(pool.num_swa_pages * self.spec.page_size, -1)
+        self.ring = CARRIED + (options.speculative_steps + 1 if options.speculative_steps else 0)
+        self.states = np.full((options.max_batch + options.reuse_points, self.ring), -1)
+        self.pages = np.zeros((options.max_batch, pool.req_to_token.shape[1] // self.spec.page_size), int)
+        self.swa_of = np.zeros(pool.num_pages, int)
+        self.last = np.full(options.max_batch, -1)
+
+    def run(self, plan, drafts=None):
+        """The tokens that each request chooses, as `Scheduler.complete` takes them."""
+        for source, target in plan.restored:
+            self.states[target] = self.states[source]
+        for row, index, number, swa in plan.mapped.tolist():
+            assert number > 0
+            self.pages[row, index], self.swa_of[number] = number, swa
+        assert len(set(plan.rows.tolist())) == len(plan.requests) <= self.scheduler.options.max_batch
+        tokens, at, chosen = plan.tokens.tolist(), 0, []
+        assert len(tokens) == plan.num_tokens == len(plan.positions())
+        for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts)):
+            new, at = tokens[at : at + count], at + count
+            if new[0] == -1:
+                assert plan.requests[i].unread > 1 or plan.requests[i].row is None
+                new[0] = int(self.last[row])
+            if drafts:
+                new[1:] = drafts(plan.requests[i], self.read(row, start) + new[:1])
+            before = self.write(row, start, new)
+            choices = [next_token(before + new[: j + 1]) for j in range(count)]
+            accepted = 0
+            while drafts and accepted < count - 1 and new[accepted + 1] == choices[accepted]:
+                accepted += 1
+            chosen.append(choices[: accepted + 1] if drafts else choices[-1:] if plan.samples[i] else [])
+            if plan.samples[i]:
+                self.last[row] = chosen[-1][-1]
+        for source, target in plan.kept:
+            self.states[target] = self.states[source]
+        return chosen
+
+    def slots(self, row, positions):
+        return self.pages[row, positions // self.spec.page_size] * self.spec.page_size + positions % self.spec.page_size
+
+    def read(self, row, length):
+        """The first tokens of a request, as its pages have them; its window and state must say the same."""
+        positions = np.arange(length)
+        tokens = self.full[self.slots(row, positions)].tolist()
+        if self.spec.window is not None and length:
+            seen = positions[max(0, length + 1 - self.spec.window) :]
+            assert self.in_window(row, seen).tolist() == [tokens[p] for p in seen]
+            carried = positions[-CARRIED:]
+            assert self.states[row, carried % self.ring].tolist() == [tokens[p] for p in carried]
+        return tokens
+
+    def in_window(self, row, positions):
+        slots = self.slots(row, positions)
+        size = self.spec.page_size
+        swa = self.swa_of[slots // size]
+        assert (swa > 0).all()
+        return self.window[swa * size + slots % size]
+
+    def write(self, row, start, tokens):
+        """Writes a request's next tokens; returns those before them."""
+        before = self.read(row, start)
+        positions = start + np.arange(len(tokens))
+        slots = self.slots(row, positions)
+        assert (slots >= self.spec.page_size).all()
+        self.full[slots] = tokens
+        if self.spec.window is not None:
+            swa = self.swa_of[slots // self.spec.page_size]
+            assert (swa > 0).all()
+            self.window[swa * self.spec.page_size + slots % self.spec.page_size] = tokens
+            for position, token in zip(positions, tokens):
+                self.states[row, position % self.ring] = token
+        assert self.full[self.slots(row, np.arange(start))].tolist() == before
+        return before
+
+
+@dataclasses.dataclass
+class Case:
+    """Options of an engine, the requests with the step at which each comes and at which it is cancelled (or None)."""
+
+    spec: object
+    options: EngineOptions
+    requests: list
+    depth: int  # steps that run before the host reads
+    drafts: int
+
+
+@st.composite
+def cases(draw):
+    spec = draw(st.sampled_from([WINDOWED, PLAIN]))
+    drafts = draw(st.sampled_from([0, 0, 3]))
+    max_len = 40
+    most = -(-(max_len + drafts) // spec.page_size)
+    options = EngineOptions(
+        chunk_size=draw(st.sampled_from([1, 5, 8, 32])),
+        max_batch=draw(st.integers(1, 4)),
+        max_len=max_len,
+        speculative_steps=drafts,
+        num_pages=draw(st.sampled_from([None, 1 + most, 4 + most])),  # from one long request's pages on
+        reuse_points=draw(st.sampled_from([0, 1, 3])),
+        seed=draw(st.integers(0, 3)),
+    )
+    # Prompts that begin alike, and leave each other within pages and at their ends.
+    texts = [
+        [(7 * i + j * (j > shared)) % VOCABULARY for j in range(max_len)] for i, shared in ((0, 9), (0, 16), (1, 0))
+    ]
+    requests = []
+    for _ in range(draw(st.integers(1, 12))):
+        length = draw(st.integers(1, 34))
+        prompt = draw(st.sampled_from(texts))[:length]
+        new = draw(st.integers(1, 6))
+        eos = draw(st.sampled_from([(), (), tuple(range(0, VOCABULARY, 4))]))
+        request = Request(prompt, new, eos_token_ids=eos)
+        arrival = draw(st.integers(0, 20))
+        requests.append((arrival, draw(st.sampled_from([None] * 4 + [0, 1, 4])), request))
+    return Case(spec, options, requests, 0 if drafts else draw(st.integers(0, 2)), drafts)
+
+
+def right_or_wrong(request, tokens):
+    """Drafts that are right for a while; how long hangs on the text."""
+    drafts = []
+    for ahead in range(request_drafts):
+        token = next_token(tokens + drafts)
+        drafts.append(token if (len(tokens) + ahead) % 3 else (token + 1) % VOCABULARY)
+    return drafts
+
+
+request_drafts = 3
+
+
+def free_everything(scheduler):
+    """Whether no page, no window page, no row is in use; prefixes are forgotten first."""
+    if scheduler.prefixes:
+        scheduler.prefixes.clear()
+    pool = scheduler.pool
+    pages, swa = sorted(pool.pages.free), sorted(pool.swa_pages.free)
+    assert pages == list(range(1, pool.num_pages)) and swa == list(range(1, pool.num_swa_pages))
+    assert pool.free_rows == scheduler.options.max_batch and not pool.pages.idle and not pool.swa_pages.idle
+    assert (pool.req_to_token == -1).all()
+    assert pool.full_to_swa[0] == 0 and (pool.full_to_swa[1:] == -1).all()
+
+
+def simulate(case):
+    scheduler = Scheduler(case.spec, case.options, VOCABULARY, reuse=case.options.reuse_points > 0)
+    device, unread, steps = Device(scheduler), [], 0
+    coming = sorted(case.requests, key=lambda item: item[0])
+
+    def read():
+        plan, chosen = unread.pop(0)
+        return scheduler.complete(plan, chosen, [[0.0] * len(tokens) for tokens in chosen])
+
+    while coming or not scheduler.idle or unread:
+        while coming and coming[0][0] <= steps:
+            scheduler.submit(coming.pop(0)[2])
+        for arrival, patience, request in case.requests:
+            if patience is not None and steps >= arrival + patience and not request.finished:
+                request.cancel()
+        plan = scheduler.plan(drafts=case.drafts)
+        if plan is not None:
+            verify = plan.mode is ForwardMode.TARGET_VERIFY
+            unread.append((plan, device.run(plan, right_or_wrong if verify else None)))
+        elif unread:
+            read()
+        if len(unread) > case.depth:
+            read()
+        steps += 1
+        assert steps < 2000, "no progress"
+    return scheduler
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_every_token_is_right_and_everything_is_given_back(case):
+    scheduler = simulate(case)
+    for _, patience, request in case.requests:
+        expected = oracle(request.prompt, request.max_new_tokens, request.eos_token_ids)
+        if request.cancelled:
+            assert patience is not None and request.output == expected[: len(request.output)]
+        else:
+            assert request.output == expected
+        assert len(request.margins) == len(request.output) and request.row is None and not request.unread
+    counters = scheduler.counters
+    assert counters.finished + counters.cancelled == len(case.requests)
+    if case.options.num_pages is None:
+        assert not counters.preempted and not counters.queued
+    free_everything(scheduler)
+
+
+def serve(scheduler, requests):
+    device = Device(scheduler)
+    for request in requests:
+        scheduler.submit(request)
+    return finish(scheduler, device)
+
+
+def finish(scheduler, device):
+    plans = []
+    while not scheduler.idle:
+        plan = scheduler.plan()
+        chosen = device.run(plan)
+        scheduler.complete(plan, chosen, [[0.0] * len(tokens) for tokens in chosen])
+        plans.append(plan)
+    return plans
+
+
+@pytest.mark.parametrize("spec", [WINDOWED, PLAIN])
+def test_a_prefix_is_read_once(spec):
+    """The second request leaves the first's text within a page. A model with a window has no reuse point there, so it
+    reads the text again, and the third reuses what it leaves."""
+    scheduler = Scheduler(spec, EngineOptions(max_batch=1, max_len=40, reuse_points=4), VOCABULARY, reuse=True)
+    device = Device(scheduler)
+    shared = list(range(14))
+    reused = []
+    for tail in (range(20, 31), range(30, 41), range(10, 21), range(30, 41)):
+        before = scheduler.counters.reused
+        request = Request(shared + list(tail), 3)
+        scheduler.submit(request)
+        finish(scheduler, device)
+        assert request.output == oracle(request.prompt, 3)
+        reused.append(scheduler.counters.reused - before)
+    assert reused == ([0, 0, 12, 24] if spec is WINDOWED else [0, 12, 12, 24])
+    free_everything(scheduler)
+
+
+def test_a_pool_without_room_queues_and_preempts_and_says_so(caplog):
+    """Two requests whose prompts fit side by side, but not their outputs; and a third that waits."""
+    options = EngineOptions(max_batch=3, max_len=24, num_pages=7)
+    scheduler = Scheduler(PLAIN, options, VOCABULARY)
+    requests = [Request([i] * 7, 12) for i in range(3)]
+    with caplog.at_level("INFO"):
+        serve(scheduler, requests)
+    assert [r.output for r in requests] == [oracle(r.prompt, 12) for r in requests]
+    assert scheduler.counters.queued >= 1 and scheduler.counters.preempted >= 1
+    assert "is preempted" in caplog.text and "waits" in caplog.text
+    free_everything(scheduler)
+
+
+def test_a_request_larger_than_the_pool_is_refused():
+    scheduler = Scheduler(PLAIN, EngineOptions(max_len=24, num_pages=4), VOCABULARY)
+    with pytest.raises(ValueError, match="needs 5 pages: more than the pool's 3"):
+        scheduler.submit(Request([1] * 12, 8))
+
+
+def test_a_step_s_arrays():
+    """Of a chunk that two requests share, in the order of the batch, and padded."""
+    scheduler = Scheduler(WINDOWED, EngineOptions(max_batch=4, max_len=40, chunk_size=10), VOCABULARY)
+    requests = [Request(list(range(7)), 2), Request(list(range(30, 38)), 2)]
+    for request in requests:
+        scheduler.submit(request)
+    plan = scheduler.plan()
+    assert plan.mode is ForwardMode.EXTEND and plan.tokens.tolist() == [*range(7), 30, 31, 32]
+    assert plan.positions().tolist() == [*range(7), 0, 1, 2] and plan.samples.tolist() == [True, False]
+    batch = plan.forward_batch(scheduler.pool, num_rows=10, num_requests=4)
+    table = scheduler.pool.req_to_token
+    assert batch.seq_lens.tolist() == [7, 3, 0, 0] and batch.extend_lens.tolist() == [7, 3, 0, 0]
+    expected = [*table[plan.rows[0], :7], *table[plan.rows[1], :3]]
+    assert batch.out_cache_loc.tolist() == expected and batch.req_pool_indices.tolist()[:2] == plan.rows.tolist()
+    assert all(x.dtype == np.int32 for x in (batch.seq_lens, batch.out_cache_loc, batch.extend_lens))
+
+    # The first request's token is not read yet: it reads no more, and the second one goes on alone.
+    second = scheduler.plan()
+    assert second.requests == requests[1:] and second.starts.tolist() == [3] and second.counts.tolist() == [5]
+    third = scheduler.plan()
+    assert third.mode is ForwardMode.DECODE and third.tokens.tolist() == [-1, -1]
+    scheduler.complete(plan, [[5], []], [[0.5], []])
+    assert requests[0].output == [5] and requests[0].margins == [0.5] and not requests[1].output
+    assert scheduler.plan() is None  # each has chosen its last token; it is not read
+
+
+def test_tokens_go_to_the_callback_until_the_last():
+    seen = []
+    scheduler = Scheduler(PLAIN, EngineOptions(max_batch=1, max_len=24), VOCABULARY)
+    request = Request([1, 2], 9, on_token=lambda request, token: seen.append((len(request.output), token)))
+    request.eos_token_ids = (oracle([1, 2], 9)[3],)
+    serve(scheduler, [request])
+    expected = oracle([1, 2], 9, request.eos_token_ids)
+    assert seen == list(enumerate(expected, 1)) and len(expected) <= 4 and request.output == expected
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.1}])
+def test_sampling_out_of_range_is_refused(values):
+    with pytest.raises(ValueError, match=f"{next(iter(values))} must be"):
+        Sampling(**values)

@@ -1,0 +1,74 @@
+"""The small transformers models that the JAX models are compared with, and what they make of some requests."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from sparse_mla_torch.hf.presets import random_model
+from support.hf_models import random_tokens, small_v4_config, small_v32_config
+from support.serving_steps import named_arrays, torch_logits
+
+from jax_sparse_mla.serving import Model, Params
+from jax_sparse_mla.serving.checkpoint import from_named_arrays
+
+# Longer than a page of V4, read in several parts; short of a window; and without a complete C128 group.
+LENGTHS, NEW = (440, 135, 25), 4
+CHUNK = 112
+
+
+def config(name: str):
+    """V4: each kind of layer, a hash layer and two with routers. V3.2: a dense layer and experts in groups.
+
+    The longest request has more C4 entries, and more tokens, than are selected.
+    """
+    if name == "v4":
+        return small_v4_config(mlp_layer_types=["hash_moe", "moe", "moe"], index_topk=96)
+    return small_v32_config(n_routed_experts=8, n_group=4, topk_group=2, index_topk=256)
+
+
+@functools.cache
+def torch_model(name: str, dtype: torch.dtype):
+    """A random model whose buffers are random too, and whose embedding and experts do not vanish beside the rest."""
+    model = random_model(config(name), seed=0)
+    model = model.float() if dtype == torch.float32 else model
+    generator = torch.Generator().manual_seed(1)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("embed_tokens.weight"):
+            parameter.data.normal_(generator=generator)
+        elif parameter.ndim == 3:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+        elif parameter_name.endswith(("base", "scale")):
+            parameter.data.normal_(1, 0.5, generator=generator)
+        elif parameter_name.endswith("sinks"):
+            parameter.data.normal_(4, 1, generator=generator)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("tid2eid"):
+            experts = model.config.n_routed_experts
+            buffer.copy_(torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in buffer]))
+        elif buffer_name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1, generator=generator)
+    return model
+
+
+@functools.cache
+def jax_model(name: str, dtype: torch.dtype) -> tuple[Model, Params]:
+    module = torch_model(name, dtype)
+    model = Model.from_config(module.config.to_dict())
+    return model, from_named_arrays(model.config, named_arrays(module))
+
+
+def requests() -> list[list[int]]:
+    return [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+@functools.cache
+def expected(name: str, dtype: torch.dtype) -> list[np.ndarray]:
+    """transformers' logits of each request."""
+    return [torch_logits(torch_model(name, dtype), tokens) for tokens in requests()]
+
+
+def row_differences(logits: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The root mean square of each row's difference, in standard deviations of what is wanted."""
+    return np.sqrt(np.mean((logits - wanted) ** 2, axis=-1)) / wanted.std()
