@@ -22,6 +22,9 @@ import jax
 import numpy as np
 
 from benchmarks.record import ROOT, environment, results_folder, write_json
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import EngineOptions
 
 sys.path.insert(0, str(ROOT / "examples" / "maxtext"))
 
@@ -32,8 +35,7 @@ import small
 MiB = 2**20
 PARTS = ("forward", "serve", "train")
 MOST_SELECTED = {"v4": 512, "v32": 2048}
-# (tokens of the prompt, tokens to make, step of arrival)
-REQUESTS = [(300, 6, 0), (7, 40, 0), (129, 30, 2), (480, 5, 3), (64, 20, 4)]
+REQUESTS = [(300, 6), (7, 40), (129, 30), (480, 5), (64, 20)]  # tokens of the prompt, tokens to make
 
 
 class Run(NamedTuple):
@@ -115,14 +117,16 @@ def rms(x: np.ndarray) -> float:
 def serve(args, name: str, length: int) -> dict:
     cfg = config(args, name, length, "bfloat16")
     model, mesh = small.build(cfg)
-    rng, server = np.random.default_rng(0), serving.load_server()
-    requests = [server.Request(rng.integers(0, cfg.vocab_size, n).tolist(), new, step) for n, new, step in REQUESTS]
+    rng = np.random.default_rng(0)
+    requests = [Request(rng.integers(0, cfg.vocab_size, n).tolist(), new) for n, new in REQUESTS]
     with small.running(cfg, mesh):
-        compiled = serving.serve(cfg, model, requests, max_batch=3, max_len=length, chunk=192, decode_buckets=(3,))
+        options = EngineOptions(max_batch=3, max_len=length, chunk_size=192)
+        engine = Engine(*serving.served(cfg, model), options)
+        engine.run(requests)
         function, weights = small.forward(model)
-        same, count, short, spread = serving.compare(jax.jit(function), weights, requests, length)
+        same, count, short, spread = small.compare(jax.jit(function), weights, requests, length)
     largest = {"largest shortfall of a logit": short, "from the mean logit to the largest": spread}
-    return {"programs": compiled, "tokens": count, "dense attention's": same, **largest}
+    return {"programs": len(engine.routes), "tokens": count, "dense attention's": same, **largest}
 
 
 def train(args, name: str, length: int) -> dict:

@@ -92,6 +92,32 @@ def forward(model):
     return logits, weights
 
 
+def compare(dense, weights, requests, length):
+    """What was made for each request beside dense attention's logits at the same places.
+
+    Args:
+      dense, weights: `forward` of the model.
+      requests: the engine's, after it served them.
+      length: of the padded sequences, so that dense attention compiles once.
+
+    Returns:
+      How many tokens have dense attention's largest logit, how many there are, by how much the logit of one falls short
+      of the largest at most, and by how much the mean logit does.
+    """
+    same = count = 0
+    short, spread = 0.0, []
+    for request in requests:
+        words = np.zeros((1, length), np.int32)
+        read = len(request.prompt)
+        words[0, : read + len(request.output)] = request.prompt + request.output
+        data = {"inputs": words, "inputs_position": np.arange(length)[None], "inputs_segmentation": np.ones_like(words)}
+        scores = np.asarray(dense(weights, data))[0, read - 1 : read - 1 + len(request.output)]
+        made = np.take_along_axis(scores, np.asarray(request.output)[:, None], 1)[:, 0]
+        same, count = same + int(np.sum(made == scores.max(1))), count + len(made)
+        short, spread = max(short, float(np.max(scores.max(1) - made))), [*spread, *(scores.max(1) - scores.mean(1))]
+    return same, count, short, float(np.mean(spread))
+
+
 def gradients(cfg, model):
     """MaxText's own training loss and its gradients, `(loss, gradients) = step(weights, data)`, and the weights."""
     graph, weights, rest = nnx.split(model, nnx.Param, ...)

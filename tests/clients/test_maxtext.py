@@ -15,6 +15,10 @@ import attention
 import serving
 import small
 
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import EngineOptions
+
 COMPILING = "PLAIN"  # see conftest.py
 FLOAT32_ERROR = 1e-5  # of logits up to 5 and of whole gradients
 
@@ -66,23 +70,29 @@ def test_logits_are_those_of_dense_attention(name, by_kernels):
     assert set(calls) == {((500, heads, dim), (2 * rows, dim), (500, columns)) for rows, columns in sizes}
 
 
-# (tokens of the prompt, tokens to make, step of arrival)
-REQUESTS = [(300, 6, 0), (7, 14, 0), (129, 12, 2), (400, 5, 3)]
+REQUESTS = [(300, 6), (7, 14), (129, 12), (400, 5)]  # tokens of the prompt, tokens to make
 
 
 def test_requests_served_from_fp8_caches_get_dense_attention_s_tokens():
+    """Three at a time, prompts in chunks; the last one begins as the first does, and reads none of that again."""
     cfg = small.config("v4", max_target_length=512)
     model, mesh = small.build(cfg)
-    server, rng = serving.load_server(), np.random.default_rng(0)
-    made = [server.Request(rng.integers(0, cfg.vocab_size, n).tolist(), new, step) for n, new, step in REQUESTS]
+    served, params = serving.served(cfg, model)
+    words = np.random.default_rng(0).integers(0, cfg.vocab_size, 400).tolist()
+    requests = [Request(words[:length], new) for length, new in REQUESTS]
+    options = EngineOptions(max_batch=3, max_len=512, chunk_size=192, reuse_points=2)
     with small.running(cfg, mesh):
-        compiled = serving.serve(cfg, model, made, max_batch=3, max_len=512, chunk=192, decode_buckets=(3,))
+        engine = Engine(served, params, options)
+        engine.run(requests)
         function, weights = small.forward(model)
-        same, count, regret, spread = serving.compare(jax.jit(function), weights, made, 512)
+        same, count, regret, spread = small.compare(jax.jit(function), weights, requests, 512)
     print(f"{same} of {count} tokens are dense attention's; logits of the others are {regret:.3f} below the largest")
-    assert compiled == 2 and count == sum(new for _, new, _ in REQUESTS)
+    assert count == sum(new for _, new in REQUESTS)
+    assert engine.scheduler.counters.reused == 256
     assert same >= 0.9 * count
     assert regret <= 0.1 <= 0.05 * spread  # what FP8 caches change; `spread` is from the largest logit to the mean
+    with pytest.raises(ValueError, match="no speculative_steps"):
+        served.forward(*[None] * 6, layers=1)
 
 
 @pytest.mark.parametrize("name", small.MODELS)
