@@ -131,7 +131,7 @@ class RequestPool:
         # Pages before this one of a request are behind its window.
         self._first_in_window = [0] * max_requests
         self._swa_page: list[int] = [0] * self.num_pages  # of each page of the full pool; 0 where it has none
-        self._changes: list[tuple[int, int, int, int]] = []
+        self._changes: list[tuple[int, int, int]] = []  # (row, index, page)
         # Gives up a kept window page that nobody reads now; False if there is none.
         self.reclaim_window: Callable[[], bool] = lambda: False
 
@@ -228,15 +228,23 @@ class RequestPool:
 
     def take_changes(self) -> np.ndarray:
         """What was mapped since the last call: int32 `[n, 4]` of (row, index of the page in the request, page, window
-        page or 0), for tables on a device. What was unmapped is never read there."""
+        page or 0), for tables on a device. What was unmapped is never read there.
+
+        What has been unmapped since is left out, so that no entry is named twice: a device writes them in any order.
+        """
         changes, self._changes = self._changes, []
-        return np.array(changes, np.int32).reshape(-1, 4)
+        latest = [
+            (row, index, page, self._swa_page[page])
+            for row, index, page in dict.fromkeys(changes)
+            if self._pages_of[row][index : index + 1] == [page]
+        ]
+        return np.array(latest, np.int32).reshape(-1, 4)
 
     def _append(self, row: int, page: int) -> None:
         index, start = len(self._pages_of[row]), len(self._pages_of[row]) * self.page_size
         self._pages_of[row].append(page)
         self.req_to_token[row, start : start + self.page_size] = page * self.page_size + self._offsets
-        self._changes.append((row, index, page, self._swa_page[page]))
+        self._changes.append((row, index, page))
 
     def _map_window(self, page: int, swa_page: int | None) -> None:
         slots = slice(page * self.page_size, (page + 1) * self.page_size)

@@ -48,9 +48,6 @@ class PrefixCache:
       pool: whose pages these are; pages that nobody uses stay idle in it until it needs them.
       state_rows: rows of carried states for reuse points. A model without a window needs none.
 
-    Attributes:
-      reused: tokens that requests did not have to compute.
-
     Raises:
       ValueError: a window larger than a page.
     """
@@ -63,7 +60,6 @@ class PrefixCache:
         self._digests: dict[int, bytes] = {}  # of the pages above
         self._points: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # digest → row of states
         self._free_states = list(state_rows)
-        self.reused = 0
         pool.pages.on_evict = self._forget
         pool.reclaim_window = self._drop_oldest_point
 

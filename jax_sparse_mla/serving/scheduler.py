@@ -247,11 +247,13 @@ class Scheduler:
         return not (self.waiting or self.running)
 
     def abort(self) -> None:
-        """Drops all requests, and gives everything back."""
+        """Drops all requests, gives everything back, and forgets prefixes: planned steps may never have written them."""
         for request in self.running:
             self._close(request)
         self.running.clear()
         self.waiting.clear()
+        if self.prefixes:
+            self.prefixes.clear()
         self._unread_steps = 0
 
     # Steps.

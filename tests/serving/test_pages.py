@@ -91,3 +91,18 @@ def test_a_full_pool_says_so():
         pool.extend(row, 0, 1)
     with pytest.raises(OutOfPages, match="no free page left"):
         pool.pages.take()
+
+
+def test_changes_name_each_entry_once():
+    """What a request mapped before it was closed is left out: a device writes changes in any order."""
+    pool = RequestPool(max_requests=2, max_len=8, page_size=4, window=4, seed=0)
+    first, second = pool.open(), pool.open()
+    pool.extend(first, 0, 8)
+    pool.close(first)
+    pool.extend(second, 0, 4)  # takes a page that the first one had
+    assert pool.open() == first
+    pool.extend(first, 0, 4)
+    changes = pool.take_changes().tolist()
+    pages = [*pool.pages_of(second), *pool.pages_of(first)]
+    assert changes == [[row, 0, page, pool.swa_page(page)] for row, page in zip((second, first), pages)]
+    assert not len(pool.take_changes())

@@ -290,6 +290,19 @@ def test_a_prefix_is_read_once(spec):
     free_everything(scheduler)
 
 
+@pytest.mark.parametrize("spec", [WINDOWED, PLAIN])
+def test_what_a_dropped_step_would_have_written_is_not_reused(spec):
+    scheduler = Scheduler(spec, EngineOptions(max_batch=1, max_len=40, reuse_points=4), VOCABULARY, reuse=True)
+    prompt = list(range(20))
+    scheduler.submit(Request(prompt, 3))
+    assert scheduler.plan() is not None  # it never runs
+    scheduler.abort()
+    request = Request(prompt, 3)
+    serve(scheduler, [request])
+    assert request.output == oracle(prompt, 3)
+    free_everything(scheduler)
+
+
 def test_a_pool_without_room_queues_and_preempts_and_says_so(caplog):
     """Two requests whose prompts fit side by side, but not their outputs; and a third that waits."""
     options = EngineOptions(max_batch=3, max_len=24, num_pages=7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib.util
 import inspect
 import logging
 import pickle
@@ -285,6 +286,7 @@ def test_the_model_chooses_our_layer_where_the_flag_says_so(vllm, monkeypatch, t
         vllm_plugin.register()
     else:
         vllm_plugin.register()
+        assert importlib.util.find_spec("vllm_models.model")  # to look is not to import
         import vllm_models.model as model
     vllm_plugin.register()  # again
     monkeypatch.delitem(sys.modules, "vllm_models.model")

@@ -90,17 +90,23 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]):
         self.name, self._then = name, then
+        self._asks = False  # the other finders
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.name:
+        if fullname != self.name or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asks = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 try:
                     self._then(module)
                 except Exception as error:
