@@ -247,7 +247,7 @@ class Scheduler:
         return not (self.waiting or self.running)
 
     def abort(self) -> None:
-        """Drops all requests, gives everything back, and forgets prefixes: planned steps may never have written them."""
+        """Drops all requests and gives everything back. Prefixes are forgotten: planned steps may not have written them."""
         for request in self.running:
             self._close(request)
         self.running.clear()

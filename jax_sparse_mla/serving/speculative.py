@@ -73,7 +73,8 @@ def compare_with_plain(
             index = start + at
             differences.append(Difference(i, index, max(request.margins[index], other.margins[at])))
             if rest := len(request.output) - index - 1:
-                again.append((i, index + 1, Request(request.prompt + request.output[: index + 1], rest)))
+                tail = Request(request.prompt + request.output[: index + 1], rest, sampling=request.sampling)
+                again.append((i, index + 1, tail))
         if again:
             serve([other for _, _, other in again])
         pending = again

@@ -157,6 +157,15 @@ def test_bad_requests_are_refused(request_, message):
     assert engine.trace == []
 
 
+def test_cancelled_requests_end_a_run():
+    """No step is left to run."""
+    engine, requests = new_engine("v32"), [Request([1], 2), Request([2], 2)]
+    for request in requests:
+        request.cancel()
+    engine.run(requests)
+    assert engine.scheduler.idle and engine.scheduler.counters.cancelled == 2
+
+
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="prefill_backend must be one of flashmla_sparse, flashmla_kv, got 'triton'"):
         Engine(small_model("v32"), EngineOptions(prefill_backend="triton"))

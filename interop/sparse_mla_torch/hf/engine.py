@@ -159,14 +159,14 @@ class Engine:
         self,
         requests: list[Request],
         on_step: Callable[[Step, list[Request]], None] = lambda *_: None,
-        advance: Callable[[], Step] | None = None,
+        advance: Callable[[], Step | None] | None = None,
     ) -> None:
         """Serves all requests to their end. Prefill goes first; requests join as others leave.
 
         Args:
           requests: new requests, or imported ones (`sparse_mla_torch.handover`); their outputs are filled in.
           on_step: called after each step with the step and all requests.
-          advance: runs the scheduler's next step, and returns it; `advance` by default.
+          advance: runs the scheduler's next step, and returns it (None: there is nothing to run); `advance` by default.
 
         Raises:
           ValueError: a request that the scheduler refuses, or that draws its tokens. None has been served then.
@@ -182,14 +182,17 @@ class Engine:
                 self.scheduler.submit(request)
             with AttentionReplacement(self.model, self._attend):
                 while not self.scheduler.idle:
-                    on_step(advance(), requests)
+                    if (step := advance()) is not None:
+                        on_step(step, requests)
         except BaseException:
             self.scheduler.abort()
             raise
 
-    def advance(self) -> Step:
-        """Runs the scheduler's next step: a prefill chunk while any prompt is unread, else one decode token each."""
-        return self.run_plan(self.scheduler.plan())
+    def advance(self) -> Step | None:
+        """Runs the scheduler's next step: a prefill chunk while any prompt is unread, else one decode token each. None
+        where all requests have been cancelled."""
+        plan = self.scheduler.plan()
+        return None if plan is None else self.run_plan(plan)
 
     def run_plan(self, plan: StepPlan) -> Step:
         """Runs an EXTEND or DECODE step."""

@@ -49,10 +49,13 @@ class SpeculativeDecoder:
         self.engine, self.steps, self.oracle = engine, steps, oracle
         self.accepted = collections.Counter({count: 0 for count in range(steps + 1)})
 
-    def advance(self) -> Step:
-        """Runs the scheduler's next step while any prompt is unread, else a round; returns the (verify) step."""
+    def advance(self) -> Step | None:
+        """Runs the scheduler's next step while any prompt is unread, else a round; returns the (verify) step, or None
+        where all requests have been cancelled."""
         engine = self.engine
         plan = engine.scheduler.plan(drafts=self.steps)
+        if plan is None:
+            return None
         if plan.mode is not ForwardMode.TARGET_VERIFY:
             return engine.run_plan(plan)
         batch = engine.new_batch(plan)
