@@ -247,7 +247,10 @@ class Scheduler:
         return not (self.waiting or self.running)
 
     def abort(self) -> None:
-        """Drops all requests and gives everything back. Prefixes are forgotten: planned steps may not have written them."""
+        """Drops all requests and gives everything back.
+
+        Prefixes are forgotten: a step that was planned and did not run has not written its pages.
+        """
         for request in self.running:
             self._close(request)
         self.running.clear()

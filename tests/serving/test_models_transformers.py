@@ -59,17 +59,19 @@ def test_bfloat16_logits_with_fp8_caches(name):
 def test_every_parameter_counts(name):
     """A parameter that is set to zeros changes logits by more than the tolerance; the program is the one above."""
     model, params = jax_model(name, torch.float32)
-    tokens, wanted = requests()[0][: 3 * CHUNK], expected(name, torch.float32)[0][2 * CHUNK : 3 * CHUNK]
+    chunks = 3 if name == "v4" else 2  # V4's second C128 entry: the first one is not rotated
+    end = chunks * CHUNK
+    tokens, wanted = requests()[0][:end], expected(name, torch.float32)[0][end - CHUNK : end]
     leaves, tree = jax.tree.flatten(params)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
     def error(leaves):
         steps = Steps(model, tree.unflatten(leaves), num_requests=3)
-        out = [steps(ForwardMode.EXTEND, {0: (i, tokens[i : i + CHUNK])}, CHUNK)[0] for i in range(0, 3 * CHUNK, CHUNK)]
+        out = [steps(ForwardMode.EXTEND, {0: (i, tokens[i : i + CHUNK])}, CHUNK)[0] for i in range(0, end, CHUNK)]
         return np.median(row_differences(out[-1], wanted))
 
     unchanged = error(leaves)
-    assert unchanged < (FLOAT32 if name == "v4" else 0.05)  # more tokens than V3.2 selects
+    assert unchanged < FLOAT32
     zeroed = {
         name: error([*leaves[:i], jnp.zeros_like(x), *leaves[i + 1 :]])
         for i, (name, x) in enumerate(zip(names, leaves))
