@@ -11,6 +11,7 @@ from support.serving_steps import Steps, prefill_and_decode
 from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.layers import gathers
 
+COMPILING = "PLAIN"  # see conftest.py
 MODELS = ("v4", "v32")
 # Root mean square of a row's difference, in standard deviations of the logits; medians measured 0.002 and 0.05. Float32
 # rows differ by what a bfloat16 cache rounds, where that does not send a row to another expert.
