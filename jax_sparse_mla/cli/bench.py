@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_sparse_mla.cli.arguments import positive_int, positive_ints
 
-# (requests, contexts, timed tokens of each request) of a device: a CPU must be done within two minutes.
+# (requests, contexts, timed tokens of each request) of a device: a CPU should be done in about two minutes.
 GPU_CASES = [1, 8, 64], [2048, 8192, 131072], 128
 CPU_CASES = [1, 4], [512, 2048], 16
 

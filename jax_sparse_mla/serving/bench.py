@@ -7,6 +7,7 @@ are opened at their length, and their cached rows are random.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import os
 import time
@@ -20,9 +21,11 @@ import numpy as np
 from jax_sparse_mla.compressor import CompressorState
 from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES, IndexKeys, write_index_k
 from jax_sparse_mla.kv_cache import PagedKV, write_kv
+from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.model import Model, Params
+from jax_sparse_mla.serving.pages import RequestPool
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 from jax_sparse_mla.serving.step import State
@@ -231,12 +234,11 @@ def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed:
     then the same few experts would serve them.
     """
     scheduler, rng = engine.scheduler, np.random.default_rng(seed)
-    pool, page = scheduler.pool, scheduler.spec.page_size
+    pool = scheduler.pool
     prompt = [0] * context  # never read
     for tokens in rng.integers(0, engine.model.vocab_size, (count, new_tokens)).tolist():
         request = Request(prompt, new_tokens, output=tokens[:1], forced=tuple(tokens), row=pool.open())
-        for start in range(0, context, page):  # page by page, as a window gives back what it leaves
-            pool.extend(request.row, start, min(start + page, context))
+        map_pages(pool, request.row, context)
         request.computed = context
         scheduler.submit(request)
     pool.take_changes()  # the tables go to the device whole
@@ -251,10 +253,16 @@ def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed:
     engine.state = jax.device_put(state, jax.devices()[0])
 
 
+def map_pages(pool: RequestPool, row: int, length: int) -> None:
+    """Maps a request's first positions page by page, since a window gives back what it leaves."""
+    for start in range(0, length, pool.page_size):
+        pool.extend(row, start, min(start + pool.page_size, length))
+
+
 def random_caches(caches: Any) -> Any:
     """Caches with quantised random rows in all pages, the same few pages over and over; takes a model's donated ones.
 
-    States of compressors stay as they are.
+    States of compressors stay as they are. The pages of all layers are the same ones.
     """
 
     def is_part(part: Any) -> bool:
@@ -263,33 +271,35 @@ def random_caches(caches: Any) -> Any:
     def filled(part: Any) -> Any:
         if isinstance(part, CompressorState):
             return part
-        return _random_kv(part) if isinstance(part, PagedKV) else _random_index_keys(part)
+        if isinstance(part, PagedKV):
+            some = _random_kv(part.layout, part.page_size)
+            return dataclasses.replace(part, data=_fill(part.data, some))
+        if isinstance(part, IndexKeys):
+            return dataclasses.replace(part, data=filled(part.data))
+        return _fill(part, _random_index_keys(part.shape[1]))
 
     return jax.tree.map(filled, caches, is_leaf=is_part)
 
 
-def _repeated(some_pages: jax.Array, like: jax.Array) -> jax.Array:
-    return some_pages[jnp.arange(like.shape[0], dtype=jnp.int32) % some_pages.shape[0]]
+# Their shapes hang on no cache's size, so few programs make the pages of all cases.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random_kv(layout: KVLayout, page_size: int) -> jax.Array:
+    some = PagedKV.zeros(layout, RANDOM_PAGES, page_size)
+    rows = jax.random.normal(jax.random.key(1), (some.num_slots, layout.qk_dim), jnp.bfloat16)
+    return write_kv(some, jnp.arange(some.num_slots, dtype=jnp.int32), rows).data
 
 
-def _random_kv_pages(cache: PagedKV) -> PagedKV:
-    some = PagedKV.zeros(cache.layout, min(RANDOM_PAGES, cache.num_pages), cache.page_size)
-    rows = jax.random.normal(jax.random.key(1), (some.num_slots, cache.layout.qk_dim), jnp.bfloat16)
-    some = write_kv(some, jnp.arange(some.num_slots, dtype=jnp.int32), rows)
-    return dataclasses.replace(cache, data=_repeated(some.data, cache.data))
-
-
-def _random_index_pages(cache: jax.Array | IndexKeys) -> jax.Array | IndexKeys:
-    if isinstance(cache, IndexKeys):
-        return dataclasses.replace(cache, data=_random_index_pages(cache.data))
-    some = cache[:RANDOM_PAGES]
+@functools.partial(jax.jit, static_argnums=0)
+def _random_index_keys(page_bytes: int) -> jax.Array:
+    some = jnp.zeros((RANDOM_PAGES, page_bytes), jnp.uint8)
     keys = jax.random.normal(jax.random.key(2), (some.size // INDEX_K_BYTES, INDEX_DIM), jnp.bfloat16)
-    some = write_index_k(some, jnp.arange(len(keys), dtype=jnp.int32), keys)
-    return _repeated(some, cache)
+    return write_index_k(some, jnp.arange(len(keys), dtype=jnp.int32), keys)
 
 
-_random_kv = jax.jit(_random_kv_pages, donate_argnums=0)
-_random_index_keys = jax.jit(_random_index_pages, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill(pages: jax.Array, some: jax.Array) -> jax.Array:
+    """`some` pages over and over, in the place of `pages`."""
+    return some[jnp.arange(pages.shape[0], dtype=jnp.int32) % some.shape[0]]
 
 
 # --- attention -------------------------------------------------------------------------------------
@@ -314,11 +324,9 @@ def attention_steps(engine: Engine) -> Callable[[int], None]:
             seq_lens=positions + 1,
             out_cache_loc=state.tables.req_to_token[rows, positions],
         )
-        caches = state.caches
-        for layer in range(model.num_layers):
-            out, caches = model.attention(params, caches, batch, state.tables, x, positions, layer=layer)
-            x = out.astype(x.dtype)  # so that no layer runs before the one below it
-        return dataclasses.replace(state, caches=caches), x
+        layers = range(model.num_layers)
+        out, caches = model.attention(params, state.caches, batch, state.tables, x, positions, layers=layers)
+        return dataclasses.replace(state, caches=caches), out
 
     jitted = jax.jit(step, donate_argnums=1)
 

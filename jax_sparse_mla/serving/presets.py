@@ -64,8 +64,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 PRESETS = tuple(CONFIGS)
 
-# Four layers of DeepSeek-V4-Flash in their true size, with all experts: 51.1 GiB in bfloat16. One layer of each kind and
-# one more of the most frequent kind; the first chooses its experts by the token, as the first layers of the model do.
+# Four layers of DeepSeek-V4-Flash in their true size, with all experts: 51.1 GiB in bfloat16. They are of the kinds of
+# the small model; the first chooses its experts by the token, as the first layers of the released model do.
 V4_FLASH_SLICE: Mapping[str, Any] = {
     "model_type": "deepseek_v4",
     "vocab_size": 129280,
