@@ -158,7 +158,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (rate, latency, first) = pyplot.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
     decoded = [row for row in measured["rows"] if row["token_ms"]]
@@ -178,6 +178,8 @@ def draw(measured: dict[str, Any], path: Path) -> None:
         values = sorted({row[ticks] for row in measured["rows"]})
         axes.set(xscale="log", yscale="log")
         axes.set_xticks(values, [f"{value:,}" for value in values])
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
     if decoded:

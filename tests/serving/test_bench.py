@@ -44,6 +44,8 @@ def test_the_command(capsys, tiny, monkeypatch, tmp_path):
     model = Model.from_config(TINY)
     caches = jax.eval_shape(lambda: model.new_caches(num_pages=1000, num_swa_pages=1, max_requests=1))
     monkeypatch.setattr(bench, "device_memory", lambda: bench.weight_bytes(model) + bench.size_of(caches))
+    # Stands for CUPTI, so that the profiled steps run here too.
+    monkeypatch.setattr(bench, "gpu_ms", lambda run, steps: (run(), float(steps))[1])
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     drawn = ["--plot", plot] if importlib.util.find_spec("matplotlib") else []
     sizes = ["--contexts", CONTEXT, "--requests", f"{REQUESTS},10000", "--new-tokens", NEW]
@@ -55,7 +57,7 @@ def test_the_command(capsys, tiny, monkeypatch, tmp_path):
     assert row["first_token_ms"]["p50"] > 0
     assert 0 < row["token_ms"]["p50"] <= row["token_ms"]["p90"] <= row["token_ms"]["p99"]
     assert row["tokens_per_s"] == pytest.approx(REQUESTS / row["step_ms"] * 1e3)
-    assert row["attention_share"] > 0
+    assert row["attention_ms"] > 0 and row["step_gpu_ms"] == bench.PROFILED and row["attention_share"] == 1
     assert too_large["problem"].startswith("does not fit") and too_large["token_ms"] is None
     assert f"{row['tokens_per_s']:,.1f}" in out and too_large["problem"] in out
     if drawn:
