@@ -13,6 +13,11 @@ def positive_int(text: str) -> int:
     return value
 
 
+def positive_ints(text: str) -> list[int]:
+    """An argparse type: numbers between commas."""
+    return [positive_int(part) for part in text.split(",")]
+
+
 def probability(text: str) -> float:
     """An argparse type."""
     value = float(text)

@@ -213,7 +213,7 @@ def keep_programs() -> None:
         folder = private_folder() / "programs"
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        print(f"jax-sparse-mla generate: compiled programs are not kept: {error}", file=sys.stderr)
+        print(f"jax-sparse-mla: compiled programs are not kept: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

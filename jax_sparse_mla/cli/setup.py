@@ -31,7 +31,7 @@ class JaxSetup:
     """
 
     def __init__(self, args: argparse.Namespace):
-        self.device = _device(args.device)
+        self.device = choose_device(args.device)
         self.torch_model: Any = None
         if args.model is not None:
             self.name = args.model
@@ -119,8 +119,8 @@ def new_setup(args: argparse.Namespace) -> Any:
     return TorchSetup(args)
 
 
-def _device(wanted: str | None) -> str:
-    """The device in words; CUDA where JAX has it, else the CPU.
+def choose_device(wanted: str | None) -> str:
+    """Chooses JAX's device, and returns it in words; CUDA where JAX has it, else the CPU.
 
     Raises:
       ValueError: CUDA is wanted and JAX lacks it.

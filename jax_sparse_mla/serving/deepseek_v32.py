@@ -6,7 +6,7 @@ A head's part without rope is multiplied into the latent space that the cache ho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -204,23 +204,26 @@ def attention(
     x: jax.Array,
     positions: jax.Array,
     *,
-    layer: int,
+    layers: Sequence[int],
     gathered: bool | None,
     backend: str | None,
     index_scores: jax.Array | None,
 ) -> tuple[jax.Array, V32LayerCache]:
-    """As `Model.attention`: a layer's attention alone, from its input to its output."""
-    weights, small = params.layers[layer], jax.tree.map(lambda x: x[layer], params.small)
-    out, caches, _ = v32_layer(
-        caches.layer(layer),
-        _project(config, weights, small, x, positions),
-        batch,
-        _metadata(config, caches, batch, tables, gathered),
-        spec=config.spec,
-        index_scores=index_scores,
-        backend=backend,
-    )
-    return _project_out(config, weights, out.astype(x.dtype)), caches.whole()
+    """As `Model.attention`: some layers' attention alone, each from its input to its output."""
+    metadata = _metadata(config, caches, batch, tables, gathered)
+    for i in layers:
+        weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
+        out, caches, _ = v32_layer(
+            caches.layer(i),
+            _project(config, weights, small, x, positions),
+            batch,
+            metadata,
+            spec=config.spec,
+            index_scores=index_scores,
+            backend=backend,
+        )
+        x = _project_out(config, weights, out.astype(x.dtype))
+    return x, caches.whole()
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -8,7 +8,7 @@ copy a layer's part of a stacked one before it multiplies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -261,31 +261,35 @@ def attention(
     x: jax.Array,
     positions: jax.Array,
     *,
-    layer: int,
+    layers: Sequence[int],
     gathered: bool | None,
     backend: str | None,
     index_scores: jax.Array | None,
 ) -> tuple[jax.Array, V4Caches]:
-    """As `Model.attention`: a layer's attention alone, from its input to its output."""
-    ratio, weights = config.ratios[layer], params.layers[layer]
-    number = config.ratios[:layer].count(ratio)
-    small = jax.tree.map(lambda x: x[layer], params.small)
+    """As `Model.attention`: some layers' attention alone, each from its input to its output."""
     if batch.mode is not ForwardMode.EXTEND:
         gathered = False
     step = prepare_v4_step(config.spec, batch, tables, gathered=gathered)
-    out, cache, _ = v4_layer(
-        caches[ratio].layer(number),
-        _project(config, ratio, weights, small, x, positions),
-        params.attention[ratio].layer(number),
-        batch,
-        step.metadata,
-        step.plans.get(ratio),
-        spec=config.spec,
-        ratio=ratio,
-        index_scores=index_scores,
-        backend=backend,
-    )
-    return _project_out(config, ratio, weights, out.astype(x.dtype), positions), caches | {ratio: cache.whole()}
+    for i in layers:
+        ratio, weights, small = config.ratios[i], params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
+        number = config.ratios[:i].count(ratio)
+        out, cache, _ = v4_layer(
+            caches[ratio].layer(number),
+            _project(config, ratio, weights, small, x, positions),
+            params.attention[ratio].layer(number),
+            batch,
+            step.metadata,
+            step.plans.get(ratio),
+            spec=config.spec,
+            ratio=ratio,
+            index_scores=index_scores,
+            backend=backend,
+        )
+        x, caches = (
+            _project_out(config, ratio, weights, out.astype(x.dtype), positions),
+            caches | {ratio: cache.whole()},
+        )
+    return x, caches
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))

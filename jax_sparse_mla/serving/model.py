@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -186,23 +186,23 @@ class Model:
         x: jax.Array,
         positions: jax.Array,
         *,
-        layer: int,
+        layers: Sequence[int],
         gathered: bool | None = None,
         backend: str | None = None,
         index_scores: jax.Array | None = None,
     ) -> tuple[jax.Array, Caches]:
-        """One layer's attention alone, for comparisons with other implementations.
+        """The attention of some layers alone, each on what the one before it returns: for comparisons and measurements.
 
         Args:
           x: `[T, hidden]`, the attention's input, as `ForwardOutput.trace` has it.
-          layer: which (static).
+          layers: which, in order (static).
           index_scores: float32 `[T, columns]`, selects by these instead of the indexer's scores.
           params, caches, batch, tables, positions, gathered, backend: as in `forward`.
 
         Returns:
           Its output `[T, hidden]`, after the output projection, and the updated caches.
         """
-        options = {"layer": layer, "gathered": gathered, "backend": backend, "index_scores": index_scores}
+        options = {"layers": layers, "gathered": gathered, "backend": backend, "index_scores": index_scores}
         return self._module.attention(self.config, params, caches, batch, tables, x, positions, **options)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:

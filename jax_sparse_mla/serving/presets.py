@@ -1,4 +1,5 @@
-"""Small random models with the true head dimensions, a tokenizer of bytes, and a text to continue."""
+"""Small random models with the true head dimensions, a slice of DeepSeek-V4-Flash, a tokenizer of bytes, and a text to
+continue."""
 
 from __future__ import annotations
 
@@ -62,6 +63,29 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 PRESETS = tuple(CONFIGS)
+
+# Four layers of DeepSeek-V4-Flash in their true size, with all experts: 51.1 GiB in bfloat16. They are of the kinds of
+# the small model; the first chooses its experts by the token, as the first layers of the released model do.
+V4_FLASH_SLICE: Mapping[str, Any] = {
+    "model_type": "deepseek_v4",
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1024,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_topk": 512,
+    "num_hidden_layers": 4,
+    "layer_types": CONFIGS["v4"]["layer_types"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "rope_parameters": CONFIGS["v4"]["rope_parameters"],
+}
+# What `bench` measures: the small models, and one that is too large for most devices.
+BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE}
 
 
 class ByteTokenizer:

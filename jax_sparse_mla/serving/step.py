@@ -7,6 +7,7 @@ int32, and what it wants to know goes back in one: each array of a call costs th
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,13 +84,8 @@ def pack(
     program: Program, plan: StepPlan | None, num_table_rows: int, proposals: np.ndarray | None = None
 ) -> np.ndarray:
     """The host's array for a step; without a plan all is padding."""
-    fields = program.fields()
-    sizes = [int(np.prod(shape)) for shape in fields.values()]
-    packed = np.zeros(sum(sizes), np.int32)
-    parts, at = {}, 0
-    for (name, shape), size in zip(fields.items(), sizes):
-        parts[name] = packed[at : at + size].reshape(shape)
-        at += size
+    packed = np.zeros(sum(int(np.prod(shape)) for shape in program.fields().values()), np.int32)
+    parts = unpack(program, packed)
     requests = parts["requests"]
     requests[0] = parts["changes"][:, 0] = num_table_rows
     if program.mode is ForwardMode.EXTEND:
@@ -118,6 +114,29 @@ def pack(
     return packed
 
 
+def following(program: Program, packed: np.ndarray | jax.Array, num_table_rows: int) -> Any:
+    """The host's array of the next step if that decodes the same requests, each a token further, and maps no page: of
+    a step of plain decoding, else None. A numpy array gives one, a JAX array the other."""
+    if program.mode is not ForwardMode.DECODE:
+        return None
+    xp = np if isinstance(packed, np.ndarray) else jnp
+    requests, changes, _ = unpack(program, packed).values()
+    live = requests[2]
+    unmapped = np.tile(np.array([num_table_rows, 0, 0, 0], np.int32), len(changes))
+    parts = requests[0], requests[1] + live, requests[2:].reshape(-1), unmapped, xp.where(live > 0, -1, 0)
+    return xp.concatenate(parts).astype(np.int32)
+
+
+def unpack(program: Program, packed: Any) -> dict[str, Any]:
+    """The parts of the host's array, by name."""
+    parts, at = {}, 0
+    for name, shape in program.fields().items():
+        size = int(np.prod(shape))
+        parts[name] = packed[at : at + size].reshape(shape)
+        at += size
+    return parts
+
+
 @dataclasses.dataclass
 class Result:
     """What a step says to the host: tokens int32 and margins float32 `[requests, drafts + 1]`, accepted int32
@@ -143,13 +162,10 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
     """The step; jit it with the state donated.
 
     Returns:
-      The state, the packed `Result`, and with `trace` and `logits` what they ask for (else empty and None).
+      The state, the packed `Result`, `following`, and what `trace` and `logits` ask for (else empty and None).
     """
-    parts, at = {}, 0
-    for name, shape in program.fields().items():
-        size = int(np.prod(shape))
-        parts[name] = packed[at : at + size].reshape(shape)
-        at += size
+    parts = unpack(program, packed)
+    num_table_rows = state.tables.req_to_token.shape[0]
     state = dataclasses.replace(state, tables=_map_pages(program, state.tables, parts["changes"]))
     rows, starts, counts = parts["requests"][:3]
     tokens = parts["tokens"]
@@ -170,7 +186,8 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
         state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(chosen, mode="drop")
     )
     result = _pack_result(chosen, margins, jnp.zeros_like(rows), out.overflow)
-    return state, result, out.trace, logits if program.logits else None
+    after = following(program, packed, num_table_rows)
+    return state, result, after, out.trace, logits if program.logits else None
 
 
 def _draft_and_verify(program, params, state, rows, starts, counts, tokens, parts):
@@ -204,7 +221,7 @@ def _draft_and_verify(program, params, state, rows, starts, counts, tokens, part
     last = jnp.take_along_axis(chosen, accepted[:, None], 1)[:, 0]
     state = dataclasses.replace(state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(last, mode="drop"))
     result = _pack_result(chosen.reshape(-1), margins, accepted, out.overflow)
-    return state, result, out.trace, logits if program.logits else None
+    return state, result, None, out.trace, logits if program.logits else None
 
 
 def _forward(program: Program, params, state: State, batch, tokens, positions, layers: int | None = None):

@@ -106,7 +106,7 @@ class JaxRun:
 @functools.cache
 def _attention(model: Model, layer: int, gathered: bool, backend: str | None):
     return jax.jit(
-        functools.partial(model.attention, layer=layer, gathered=gathered, backend=backend), donate_argnums=1
+        functools.partial(model.attention, layers=(layer,), gathered=gathered, backend=backend), donate_argnums=1
     )
 
 

@@ -67,6 +67,23 @@ def everything_is_free(engine):
     return scheduler.idle and pages == pool.num_pages - 1 and pool.free_rows == engine.options.max_batch
 
 
+def test_most_steps_take_no_array_from_the_host(engine, expected, monkeypatch):
+    """What the device expects of the next step is what the host would say: both count on in the same way."""
+    taken, sent, pack = [], [], engine._pack
+    monkeypatch.setattr(engine, "_pack", lambda *step: sent.append(pack(*step)) or sent[-1])
+
+    def seen(*_):
+        host, device = engine._following
+        if host is not None:
+            np.testing.assert_array_equal(np.asarray(device), host)
+            taken.append(host)
+
+    request = new_requests([(250, 12)])[0]  # its sixth token lies in the next page
+    engine.run([request], seen)
+    again = sum(any(np.array_equal(packed, host) for host in taken) for packed in sent)
+    assert len(sent) - again == 3  # a chunk, the first token after it, and the page
+
+
 def test_a_batch_serves_each_request_as_if_it_were_alone(engine, expected):
     leaves = jax.tree.leaves(engine.state)
     before = [leaf.unsafe_buffer_pointer() for leaf in leaves]
