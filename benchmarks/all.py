@@ -121,6 +121,7 @@ PARTS = (
     Part("peer_step", "peer_step.json", "peer_step", 180),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
+    Part("two_gpus", "two_gpus.json", "two_gpus", 240),  # fails by name where there is one GPU
 )
 
 
