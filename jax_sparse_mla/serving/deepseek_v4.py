@@ -21,6 +21,7 @@ from jax_sparse_mla.layers import (
     V4LayerCache,
     V4LayerParams,
     V4Rows,
+    V4Step,
     prepare_v4_step,
     v4_layer,
 )
@@ -225,28 +226,13 @@ def forward(
     trace: Callable[[jax.Array, jax.Array | None], None],
 ) -> tuple[jax.Array, V4Caches, jax.Array]:
     """As `Model.forward`: hidden rows, caches and overflow; `trace` is called with each layer's input and selection."""
-    if batch.mode is not ForwardMode.EXTEND:
-        gathered = False
-    step = prepare_v4_step(config.spec, batch, tables, gathered=gathered)
-    caches = dict(caches)
+    step = _prepare(config, batch, tables, gathered)
     rows = params.embedding[tokens]
     streams = jnp.broadcast_to(rows[:, None], (rows.shape[0], config.streams.streams, config.hidden_size))
     for i, ratio in enumerate(config.ratios[:layers]):
-        number = config.ratios[:i].count(ratio)  # among the layers of its ratio
         weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
         x, rows, post, comb = _before_attention(config, ratio, weights, small, streams, positions)
-        out, cache, selected = v4_layer(
-            caches[ratio].layer(number),
-            rows,
-            params.attention[ratio].layer(number),
-            batch,
-            step.metadata,
-            step.plans.get(ratio),
-            spec=config.spec,
-            ratio=ratio,
-            backend=backend,
-        )
-        caches[ratio] = cache.whole()
+        out, caches, selected = _attend(config, params, caches, i, rows, batch, step, backend=backend)
         trace(x, selected)
         streams = _after_attention(config, ratio, weights, small, streams, out, post, comb, positions, tokens)
     return _last(config, params, streams), caches, step.overflow
@@ -267,29 +253,49 @@ def attention(
     index_scores: jax.Array | None,
 ) -> tuple[jax.Array, V4Caches]:
     """As `Model.attention`: some layers' attention alone, each from its input to its output."""
-    if batch.mode is not ForwardMode.EXTEND:
-        gathered = False
-    step = prepare_v4_step(config.spec, batch, tables, gathered=gathered)
+    step = _prepare(config, batch, tables, gathered)
     for i in layers:
         ratio, weights, small = config.ratios[i], params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
-        number = config.ratios[:i].count(ratio)
-        out, cache, _ = v4_layer(
-            caches[ratio].layer(number),
-            _project(config, ratio, weights, small, x, positions),
-            params.attention[ratio].layer(number),
-            batch,
-            step.metadata,
-            step.plans.get(ratio),
-            spec=config.spec,
-            ratio=ratio,
-            index_scores=index_scores,
-            backend=backend,
+        rows = _project(config, ratio, weights, small, x, positions)
+        out, caches, _ = _attend(
+            config, params, caches, i, rows, batch, step, backend=backend, index_scores=index_scores
         )
-        x, caches = (
-            _project_out(config, ratio, weights, out.astype(x.dtype), positions),
-            caches | {ratio: cache.whole()},
-        )
+        x = _project_out(config, ratio, weights, out.astype(x.dtype), positions)
     return x, caches
+
+
+def _prepare(config: V4Config, batch: ForwardBatch, tables: RequestTables, gathered: bool | None) -> V4Step:
+    return prepare_v4_step(config.spec, batch, tables, gathered=gathered if batch.mode is ForwardMode.EXTEND else False)
+
+
+def _attend(
+    config: V4Config,
+    params: V4Params,
+    caches: V4Caches,
+    i: int,
+    rows: V4Rows,
+    batch: ForwardBatch,
+    step: V4Step,
+    *,
+    backend: str | None,
+    index_scores: jax.Array | None = None,
+) -> tuple[jax.Array, V4Caches, jax.Array | None]:
+    """`v4_layer` of layer i: its output, the caches of all layers after it, and the selected positions."""
+    ratio = config.ratios[i]
+    number = config.ratios[:i].count(ratio)  # among the layers of its ratio
+    out, cache, selected = v4_layer(
+        caches[ratio].layer(number),
+        rows,
+        params.attention[ratio].layer(number),
+        batch,
+        step.metadata,
+        step.plans.get(ratio),
+        spec=config.spec,
+        ratio=ratio,
+        index_scores=index_scores,
+        backend=backend,
+    )
+    return out, caches | {ratio: cache.whole()}, selected
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
