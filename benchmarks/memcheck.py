@@ -37,7 +37,10 @@ _FILES = (
     "test_hopper_memory.py",
     "test_sm90_logits.py",
     "test_merge.py",
+    "test_gradient.py",
 )
+# The gradient's kernels run in Triton's interpreter in the other tests of its file; production sizes take minutes.
+_CHOSEN = {"test_gradient.py": "TestOnTheGPU and not production"}
 # Run as scripts, which take a short list of cases: all their tests would not end under the sanitizer within minutes.
 _SCRIPTS = {
     "attention": "triton_attention_cases.py",
@@ -52,9 +55,10 @@ def groups() -> dict[str, list[str]]:
     """What python runs, by group."""
     control = str(Path(__file__).with_name("memcheck_control.py"))
     found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
-    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", _SKIPPED]
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
     for path in sorted(path for pattern in _FILES for path in TESTS.rglob(pattern)):
-        found[path.stem.removeprefix("test_").removeprefix("triton_")] = [*options, str(path)]
+        group = path.stem.removeprefix("test_").removeprefix("triton_")
+        found[group] = [*options, _CHOSEN.get(path.name, _SKIPPED), str(path)]
     return found | {group: [str(next(TESTS.rglob(name)))] for group, name in _SCRIPTS.items()}
 
 
