@@ -17,7 +17,7 @@ _DOTS = lax.RaggedDotDimensionNumbers(
 )
 
 # Tiles and stages of the ragged product on Hopper.
-_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES = 64, 128, 64, 4
+_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES = 64, 128, 128, 3
 _MANY_EXPERTS = 16  # fewer cost XLA's way little
 
 
@@ -151,14 +151,17 @@ def _ragged_on_hopper(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.
     """JAX's Pallas kernel: it reads an expert's weights for its own rows alone, where they are."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    return ragged_dot(
-        x,
+    rows = x.shape[0]
+    padded = jnp.pad(x, ((0, max(0, _BLOCK_M - rows)), (0, 0)))  # a tile may not be larger than the array
+    out = ragged_dot(
+        padded,
         weight,
         group_sizes=sizes,
         block_m=_BLOCK_M,
         block_n=_BLOCK_N,
         block_k=_BLOCK_K,
         max_concurrent_steps=_STAGES,
-        grid_block_n=1,
+        grid_block_n=8,
         transpose_rhs=True,
     )
+    return out[:rows]

@@ -55,7 +55,7 @@ def test_choice_is_transformers():
 def many_experts(rows: int, k: int):
     """x, chosen, weights, gate_up, down of 32 experts in bfloat16, two of them chosen by nobody here."""
     rng = np.random.default_rng(rows)
-    x, gate_up, down = (0.3 * rng.standard_normal(shape) for shape in ((rows, 64), (32, 256, 64), (32, 128, 128)))
+    x, gate_up, down = (0.3 * rng.standard_normal(shape) for shape in ((rows, 128), (32, 256, 128), (32, 128, 128)))
     chosen = np.stack([rng.permutation(np.r_[0:9, 10:31, 32])[:k] for _ in range(rows)])  # 32: of another device
     arrays = (jnp.asarray(a, jnp.bfloat16) for a in (x, gate_up, down))
     return *arrays, jnp.asarray(chosen, jnp.int32), jnp.asarray(rng.standard_normal((rows, k)), jnp.float32)
