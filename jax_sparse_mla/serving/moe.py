@@ -152,9 +152,10 @@ def _ragged_on_hopper(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     rows = x.shape[0]
-    padded = jnp.pad(x, ((0, max(0, _BLOCK_M - rows)), (0, 0)))  # a tile may not be larger than the array
+    # The array holds whole tiles of shared memory's layout, which are 8 rows high, and at least one of the product.
+    to = max(_BLOCK_M, -(-rows // 8) * 8)
     out = ragged_dot(
-        padded,
+        jnp.pad(x, ((0, to - rows), (0, 0))),
         weight,
         group_sizes=sizes,
         block_m=_BLOCK_M,

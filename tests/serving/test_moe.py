@@ -71,6 +71,7 @@ def test_hopper_reads_the_weights_where_they_are(monkeypatch):
         return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
 
     assert kernels(x, chosen, weights, gate_up, down) == 2
+    assert kernels(x[:11], chosen[:11], weights[:11], gate_up, down) == 2
     assert kernels(x[:10], chosen[:10], weights[:10], gate_up, down) == 0
     assert kernels(x.astype(jnp.float32), chosen, weights, gate_up.astype(jnp.float32), down.astype(jnp.float32)) == 0
     assert kernels(x, chosen, weights, gate_up[:8], down[:8]) == 0
