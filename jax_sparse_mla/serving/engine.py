@@ -24,7 +24,6 @@ from jax_sparse_mla.serving.step import (
     Result,
     State,
     copy_states,
-    following,
     new_state,
     pack,
     run_step,
@@ -111,8 +110,8 @@ class Engine:
         self.state, self.params = self._place(params)
         self._unread: collections.deque[tuple[StepPlan, Program, jax.Array]] = collections.deque()
         self._programs: dict[tuple, tuple[Program, Any]] = {}
-        # The array of the next step, if it decodes the same requests: as the host would pack it, and on the device.
-        self._following: tuple[np.ndarray | None, jax.Array | None] = None, None
+        # The step before, and on the device the array of one that follows it.
+        self._latest: tuple[Program, StepPlan, jax.Array | None] | None = None
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -231,12 +230,11 @@ class Engine:
             self._programs[key] = self._compile(*key)
             self.compile_seconds += time.perf_counter() - start
         program, call = self._programs[key]
-        packed = self._pack(program, plan)
-        expected, on_device = self._following
-        # A copy to the device costs the host more than the launch of a small model's step.
-        given = on_device if np.array_equal(packed, expected) else packed
-        self.state, result, on_device, layers, logits = call(self.params, self.state, given)
-        self._following = self._expected(program, packed), on_device
+        packed = self._counted_on(program, plan)
+        if packed is None:
+            packed = self._pack(program, plan)
+        self.state, result, following, layers, logits = call(self.params, self.state, packed)
+        self._latest = program, plan, following
         result.copy_to_host_async()
         self._unread.append((plan, program, result))
         if plan.kept:
@@ -244,9 +242,12 @@ class Engine:
         if self.options.trace:
             self.trace.append(self._traced(plan, program, layers, logits))
 
-    def _expected(self, program: Program, packed: np.ndarray) -> np.ndarray | None:
-        """What the step's array for the one after it holds."""
-        return following(program, packed, self.options.max_batch)
+    def _counted_on(self, program: Program, plan: StepPlan) -> jax.Array | None:
+        """The step's array where it is on the device already. A copy costs the host more than a small model's launch."""
+        if self._latest is None:
+            return None
+        latest_program, latest, following = self._latest
+        return following if program is latest_program and plan.follows(latest) else None
 
     def _pack(self, program: Program, plan: StepPlan) -> np.ndarray:
         return pack(program, plan, self.options.max_batch, self._proposals(plan))
