@@ -199,17 +199,30 @@ class Engine:
                 if (plan := self.step()) is not None:
                     on_step(plan, requests)
         except BaseException:
-            self._unread.clear()
-            self.scheduler.abort()
+            self.abort()
             raise
 
+    def abort(self) -> None:
+        """Drops all requests; their outputs stay as far as they were read."""
+        self._unread.clear()
+        self._latest = None
+        self.scheduler.abort()
+
     def step(self) -> StepPlan | None:
-        """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read."""
+        """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read.
+
+        Where a step fails on the device, all requests are dropped. What an `on_token` raises is raised here when all
+        tokens of the step have been taken; its request is cancelled, and the others go on.
+        """
         if self.drafts and self._unread:  # it has decoded plainly until now
             return self._read()
         plan = self.scheduler.plan(drafts=self.drafts)
         if plan is not None:
-            self._start(plan)
+            try:
+                self._start(plan)
+            except BaseException:  # its positions count as computed, and the caches may be gone
+                self.abort()
+                raise
         # Where it drafts, the next round begins where this one ends: the host must know first.
         running = 1 if plan is not None and not self.drafts else 0
         return self._read() if len(self._unread) > running else None
@@ -268,7 +281,11 @@ class Engine:
     def _read(self) -> StepPlan:
         """Waits for the oldest step that runs, and takes its tokens."""
         plan, program, packed = self._unread.popleft()
-        result = self._unpack(program, plan, np.asarray(packed))
+        try:
+            result = self._unpack(program, plan, np.asarray(packed))
+        except BaseException:
+            self.abort()
+            raise
         if result.overflow:
             raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
         if plan.mode is not ForwardMode.TARGET_VERIFY:

@@ -306,9 +306,12 @@ class Scheduler:
 
         Returns:
           The requests that the step finished; their rows and pages are free again.
+
+        Raises:
+          Exception: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
         """
         self._unread_steps -= 1
-        verify, finished = plan.mode is ForwardMode.TARGET_VERIFY, []
+        verify, finished, failed = plan.mode is ForwardMode.TARGET_VERIFY, [], None
         for i, request in enumerate(plan.requests):
             if not plan.samples[i]:
                 continue
@@ -317,7 +320,11 @@ class Scheduler:
                 continue
             start = len(request.output)
             for token, margin in zip(tokens[i], margins[i]):
-                request.append(token, margin)
+                try:
+                    request.append(token, margin)
+                except Exception as error:
+                    request.cancel()
+                    failed = failed or error
                 if request.finished:
                     break
             if verify:
@@ -332,6 +339,8 @@ class Scheduler:
                 self.counters.cancelled += 1
             else:
                 self.counters.finished += 1
+        if failed is not None:
+            raise failed
         return finished
 
     def _trim(self) -> None:

@@ -151,6 +151,20 @@ def test_everything_is_given_back_when_a_run_raises(engine, expected):
     assert everything_is_free(engine)
 
 
+@pytest.mark.parametrize("phase", ["_start", "_unpack"])
+def test_everything_is_given_back_when_a_step_fails(engine, monkeypatch, phase):
+    def fails(*_):
+        raise RuntimeError("the device says no")
+
+    engine.submit(new_requests()[0])
+    engine.step()
+    monkeypatch.setattr(engine, phase, fails)
+    with pytest.raises(RuntimeError, match="the device says no"):
+        while True:
+            engine.step()
+    assert everything_is_free(engine) and engine.idle
+
+
 def test_forced_tokens_are_taken(engine, expected):
     """As comparisons replay them: what follows is chosen after them."""
     prompt, first = new_requests()[1].prompt, expected[1]
