@@ -7,7 +7,6 @@ and page numbers of a step stay those of one device; `own_slots` makes a device'
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +15,11 @@ from jax import lax
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import row_lengths, sparse_mla_decode
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
+from jax_sparse_mla.indices.ownership import AxisName, Ownership, packed
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache
 
 __all__ = ["context_parallel_decode", "cut_pages", "own_slots"]
-
-# One mesh axis, or several.
-AxisName = Hashable
 
 
 def context_parallel_decode(
@@ -101,10 +98,9 @@ def own_slots(slots: jax.Array, cache: PagedKV, axis_name: AxisName) -> jax.Arra
     Args:
       slots: int32, any shape.
     """
-    n, device = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    page, offset = slots // cache.page_size, slots % cache.page_size
-    mine = (page % n == device) & (slots >= 0) & (slots < n * cache.num_slots)
-    return jnp.where(mine, page // n * cache.page_size + offset, -1)
+    n = lax.axis_size(axis_name)
+    there = jnp.where(slots < n * cache.num_slots, slots, -1)
+    return Ownership(n, cache.page_size).own(there, lax.axis_index(axis_name))
 
 
 def cut_pages(cache: PagedKV, n: int) -> PagedKV:
@@ -127,21 +123,10 @@ def cut_pages(cache: PagedKV, n: int) -> PagedKV:
 def own_table(
     cache: PagedKV, indices: jax.Array, lengths: jax.Array | None, axis_name: AxisName
 ) -> tuple[jax.Array, jax.Array]:
-    """int32 `[batch, q_len, topk]`, the device's own slots in their order, then −1, and how many there are.
-
-    Packed, since kernels read a table up to its length: holes would cost what keys cost.
-    """
-    slots = own_slots(indices, cache, axis_name)
-    columns = jnp.arange(slots.shape[-1], dtype=jnp.int32)
+    """int32 `[batch, q_len, topk]`, the device's own slots in their order, then −1, and how many there are."""
     if lengths is not None:
-        slots = jnp.where(columns < lengths[..., None], slots, -1)
-    mine = slots >= 0
-    count = jnp.cumsum(mine, axis=-1, dtype=jnp.int32)
-    # Where each column goes: a permutation, for what is dropped goes to the end.
-    column = jnp.where(mine, count - 1, count[..., -1:] + columns - count)
-    batch, row = jnp.ogrid[: slots.shape[0], : slots.shape[1]]
-    packed = jnp.zeros_like(slots).at[batch[..., None], row[..., None], column].set(slots, unique_indices=True)
-    return packed, jnp.sum(mine, axis=-1, dtype=jnp.int32)
+        indices = jnp.where(jnp.arange(indices.shape[-1], dtype=jnp.int32) < lengths[..., None], indices, -1)
+    return packed(own_slots(indices, cache, axis_name))
 
 
 def _parts_of_own_heads(out: jax.Array, lse: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:

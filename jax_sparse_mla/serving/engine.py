@@ -24,7 +24,6 @@ from jax_sparse_mla.serving.step import (
     Result,
     State,
     copy_states,
-    following,
     new_state,
     pack,
     run_step,
@@ -111,8 +110,8 @@ class Engine:
         self.state, self.params = self._place(params)
         self._unread: collections.deque[tuple[StepPlan, Program, jax.Array]] = collections.deque()
         self._programs: dict[tuple, tuple[Program, Any]] = {}
-        # The array of the next step, if it decodes the same requests: as the host would pack it, and on the device.
-        self._following: tuple[np.ndarray | None, jax.Array | None] = None, None
+        # The step before, and on the device the array of one that follows it.
+        self._latest: tuple[Program, StepPlan, jax.Array | None] | None = None
 
     @property
     def drafter(self) -> str:
@@ -211,17 +210,30 @@ class Engine:
                 if (plan := self.step()) is not None:
                     on_step(plan, requests)
         except BaseException:
-            self._unread.clear()
-            self.scheduler.abort()
+            self.abort()
             raise
 
+    def abort(self) -> None:
+        """Drops all requests; their outputs stay as far as they were read."""
+        self._unread.clear()
+        self._latest = None
+        self.scheduler.abort()
+
     def step(self) -> StepPlan | None:
-        """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read."""
+        """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read.
+
+        Where a step fails on the device, all requests are dropped. What an `on_token` raises is raised here when all
+        tokens of the step have been taken; its request is cancelled, and the others go on.
+        """
         if self.drafts and self._unread:  # it has decoded plainly until now
             return self._read()
         plan = self.scheduler.plan(drafts=self.drafts)
         if plan is not None:
-            self._start(plan)
+            try:
+                self._start(plan)
+            except BaseException:  # its positions count as computed, and the caches may be gone
+                self.abort()
+                raise
         # Where it drafts, the next round begins where this one ends: the host must know first.
         running = 1 if plan is not None and not self.drafts else 0
         return self._read() if len(self._unread) > running else None
@@ -242,12 +254,11 @@ class Engine:
             self._programs[key] = self._compile(*key)
             self.compile_seconds += time.perf_counter() - start
         program, call = self._programs[key]
-        packed = self._pack(program, plan)
-        expected, on_device = self._following
-        # A copy to the device costs the host more than the launch of a small model's step.
-        given = on_device if np.array_equal(packed, expected) else packed
-        self.state, result, on_device, layers, logits = call(self.params, self.state, given)
-        self._following = self._expected(program, packed), on_device
+        packed = self._counted_on(program, plan)
+        if packed is None:
+            packed = self._pack(program, plan)
+        self.state, result, following, layers, logits = call(self.params, self.state, packed)
+        self._latest = program, plan, following
         result.copy_to_host_async()
         self._unread.append((plan, program, result))
         if plan.kept:
@@ -255,9 +266,12 @@ class Engine:
         if self.options.trace:
             self.trace.append(self._traced(plan, program, layers, logits))
 
-    def _expected(self, program: Program, packed: np.ndarray) -> np.ndarray | None:
-        """What the step's array for the one after it holds."""
-        return following(program, packed, self.options.max_batch)
+    def _counted_on(self, program: Program, plan: StepPlan) -> jax.Array | None:
+        """The step's array where the device has it already: a copy to it costs the host some 50 us."""
+        if self._latest is None:
+            return None
+        latest_program, latest, following = self._latest
+        return following if program is latest_program and plan.follows(latest) else None
 
     def _pack(self, program: Program, plan: StepPlan) -> np.ndarray:
         return pack(program, plan, self.options.max_batch, self._proposals(plan))
@@ -278,7 +292,11 @@ class Engine:
     def _read(self) -> StepPlan:
         """Waits for the oldest step that runs, and takes its tokens."""
         plan, program, packed = self._unread.popleft()
-        result = self._unpack(program, plan, np.asarray(packed))
+        try:
+            result = self._unpack(program, plan, np.asarray(packed))
+        except BaseException:
+            self.abort()
+            raise
         if result.overflow:
             raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
         if plan.mode is not ForwardMode.TARGET_VERIFY:

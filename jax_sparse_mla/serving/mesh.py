@@ -263,7 +263,7 @@ class MeshEngine(Engine):
             start = own.stop
         return np.concatenate(packed)
 
-    def _expected(self, program: Program, packed: np.ndarray) -> None:
+    def _counted_on(self, program: Program, plan: JointPlan) -> None:
         """Every step's array comes from the host: a compiled step takes it cut as the first one was."""
 
     def _empty(self, program: Program) -> np.ndarray:

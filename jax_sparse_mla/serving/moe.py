@@ -7,12 +7,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.dispatch import on_cuda
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
 
 _DOTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
+
+# Tiles and stages of the ragged product on Hopper.
+_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES = 64, 128, 128, 3
+_MANY_EXPERTS = 16  # fewer cost XLA's way little
 
 
 @pytree_dataclass
@@ -120,7 +126,43 @@ def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's. Float32 is not rounded to TF32."""
+    """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
+    if _hopper_serves(x, weight):
+        return on_cuda(_ragged_on_hopper, _ragged_by_xla, x, weight, sizes)
+    return _ragged_by_xla(x, weight, sizes)
+
+
+def _ragged_by_xla(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Float32 is not rounded to TF32. On GPUs XLA multiplies all rows by every expert, from a copy of the weights."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     product = lax.ragged_dot_general(x, weight, sizes, _DOTS, precision=precision, preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
+
+
+def _hopper_serves(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether JAX's own kernel for SM90 can take the product, and there are enough experts for it to pay."""
+    count, out, width = weight.shape
+    fits = x.dtype == weight.dtype == jnp.bfloat16 and width % _BLOCK_K == 0 and out % _BLOCK_N == 0
+    return fits and count >= _MANY_EXPERTS and DeviceInfo.current().compute_capability == (9, 0)
+
+
+@jax.jit  # layers of the same shapes share what is traced and lowered
+def _ragged_on_hopper(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """JAX's Pallas kernel: it reads an expert's weights for its own rows alone, where they are."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    rows = x.shape[0]
+    # The array holds whole tiles of shared memory's layout, which are 8 rows high, and at least one of the product.
+    to = max(_BLOCK_M, -(-rows // 8) * 8)
+    out = ragged_dot(
+        jnp.pad(x, ((0, to - rows), (0, 0))),
+        weight,
+        group_sizes=sizes,
+        block_m=_BLOCK_M,
+        block_n=_BLOCK_N,
+        block_k=_BLOCK_K,
+        max_concurrent_steps=_STAGES,
+        grid_block_n=8,
+        transpose_rhs=True,
+    )
+    return out[:rows]

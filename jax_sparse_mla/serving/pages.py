@@ -7,6 +7,7 @@ of their positions, and which of the sliding window's pages. Pages may be shared
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -102,6 +103,7 @@ class RequestPool:
       req_to_token: int32 `[max_requests, max_len]`, full-pool slots; −1 where unmapped.
       full_to_swa: int32 `[pool + 1]`, sliding-window slots; −1 where unmapped, and in the last entry.
       pages, swa_pages: the two pools.
+      trims_from: of each row the length from which `trim` has something to give back.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class RequestPool:
         self._pages_of: list[list[int]] = [[] for _ in range(max_requests)]
         # Pages before this one of a request are behind its window.
         self._first_in_window = [0] * max_requests
+        self.trims_from = [sys.maxsize if window is None else 0] * max_requests
         self._swa_page: list[int] = [0] * self.num_pages  # of each page of the full pool; 0 where it has none
         self._changes: list[tuple[int, int, int]] = []  # (row, index, page)
         # Gives up a kept window page that nobody reads now; False if there is none.
@@ -152,7 +155,7 @@ class RequestPool:
     def close(self, row: int) -> None:
         """Gives back the row and all pages of a request."""
         self.truncate(row, 0)
-        self._first_in_window[row] = 0
+        self._begin_window(row, 0)
         self._free_rows.append(row)
 
     def truncate(self, row: int, length: int) -> None:
@@ -200,12 +203,17 @@ class RequestPool:
         first = min(max(0, length + 1 - self.window) // self.page_size, len(self._pages_of[row]))
         for index in range(self._first_in_window[row], first):
             self.leave_window(self._pages_of[row][index])
-        self._first_in_window[row] = max(self._first_in_window[row], first)
+        self._begin_window(row, max(self._first_in_window[row], first))
+
+    def _begin_window(self, row: int, first: int) -> None:
+        self._first_in_window[row] = first
+        if self.window is not None:
+            self.trims_from[row] = (first + 1) * self.page_size + self.window - 1
 
     def adopt(self, row: int, pages: list[int]) -> None:
         """Begins an open request with pages that others have filled; the window ends with them."""
         length = len(pages) * self.page_size
-        self._first_in_window[row] = max(0, length + 1 - self.window) // self.page_size if self.window else 0
+        self._begin_window(row, max(0, length + 1 - self.window) // self.page_size if self.window else 0)
         for index, page in enumerate(pages):
             self.pages.share(page)
             if self.window is not None and index >= self._first_in_window[row]:

@@ -80,7 +80,7 @@ class Request:
 
     @property
     def in_prefill(self) -> bool:
-        return self.computed < self.prefill_len
+        return self.computed < len(self.prompt) or self.computed < self.reread
 
     @property
     def finished(self) -> bool:

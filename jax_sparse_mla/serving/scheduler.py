@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -105,6 +106,16 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())
+
+    def follows(self, before: StepPlan) -> bool:
+        """Whether it decodes the requests of `before`, each a token further that the host has not read, and no more."""
+        return (
+            self.mode is before.mode is ForwardMode.DECODE
+            and not len(self.mapped)
+            and len(self.requests) == len(before.requests)
+            and all(map(operator.is_, self.requests, before.requests))
+            and bool((self.tokens < 0).all() and (self.starts == before.starts + 1).all())
+        )
 
     def positions(self) -> np.ndarray:
         """int32 `[tokens]`."""
@@ -268,8 +279,7 @@ class Scheduler:
           drafts: draft tokens of each request in a step that would decode: it becomes a TARGET_VERIFY step.
         """
         self._drop_cancelled()
-        for request in self.running:
-            self.pool.trim(request.row, request.computed)
+        self._trim()
         self._admit()
         prefill = [r for r in self.running if r.in_prefill]
         if prefill:
@@ -296,9 +306,12 @@ class Scheduler:
 
         Returns:
           The requests that the step finished; their rows and pages are free again.
+
+        Raises:
+          Exception: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
         """
         self._unread_steps -= 1
-        verify, finished = plan.mode is ForwardMode.TARGET_VERIFY, []
+        verify, finished, failed = plan.mode is ForwardMode.TARGET_VERIFY, [], None
         for i, request in enumerate(plan.requests):
             if not plan.samples[i]:
                 continue
@@ -307,7 +320,11 @@ class Scheduler:
                 continue
             start = len(request.output)
             for token, margin in zip(tokens[i], margins[i]):
-                request.append(token, margin)
+                try:
+                    request.append(token, margin)
+                except Exception as error:
+                    request.cancel()
+                    failed = failed or error
                 if request.finished:
                     break
             if verify:
@@ -322,7 +339,15 @@ class Scheduler:
                 self.counters.cancelled += 1
             else:
                 self.counters.finished += 1
+        if failed is not None:
+            raise failed
         return finished
+
+    def _trim(self) -> None:
+        trims_from = self.pool.trims_from
+        for request in self.running:
+            if request.computed >= trims_from[request.row]:
+                self.pool.trim(request.row, request.computed)
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in self.running if r.cancelled]:
@@ -417,16 +442,18 @@ class Scheduler:
         starts = np.array([request.computed for request in requests], np.int32)
         counts = np.array([count for _, count in served], np.int32)
         verify = mode is ForwardMode.TARGET_VERIFY
-        tokens = [_next_tokens(r, 1) + [0] * (count - 1) if verify else _next_tokens(r, count) for r, count in served]
+        tokens: list[int] = []
+        for request, count in served:
+            tokens += _next_tokens(request, 1) + [0] * (count - 1) if verify else _next_tokens(request, count)
         kept = []
         for request, count in served:
             if not verify:
                 request.computed += count
             if mode is ForwardMode.EXTEND:
                 kept += self._remember(request)
-        samples = np.array([not request.in_prefill for request in requests])
-        for request in requests:
-            request.unread += not request.in_prefill
+        samples = [mode is not ForwardMode.EXTEND or not request.in_prefill for request in requests]
+        for request, sample in zip(requests, samples):
+            request.unread += sample
         restored, self._restored = self._restored, []
         self._unread_steps += 1
         return StepPlan(
@@ -435,8 +462,8 @@ class Scheduler:
             rows=rows,
             starts=starts,
             counts=counts,
-            tokens=np.concatenate([np.asarray(part, np.int32) for part in tokens]),
-            samples=samples,
+            tokens=np.array(tokens, np.int32),
+            samples=np.array(samples),
             max_seq_len=self._bucket(int((starts + counts).max())),
             mapped=self.pool.take_changes(),
             restored=restored,

@@ -7,6 +7,8 @@ int32, and what it wants to know goes back in one: each array of a call costs th
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -65,6 +67,7 @@ class Program:
     trace: bool = False
     logits: bool = False
 
+    @functools.cached_property
     def fields(self) -> dict[str, tuple[int, ...]]:
         """The parts of the host's array, in order, and their shapes; all int32.
 
@@ -92,7 +95,7 @@ def pack(
     program: Program, plan: StepPlan | None, num_table_rows: int, proposals: np.ndarray | None = None
 ) -> np.ndarray:
     """The host's array for a step; without a plan all is padding."""
-    packed = np.zeros(sum(int(np.prod(shape)) for shape in program.fields().values()), np.int32)
+    packed = np.zeros(sum(map(math.prod, program.fields.values())), np.int32)
     parts = unpack(program, packed)
     requests = parts["requests"]
     requests[0] = parts["changes"][:, 0] = num_table_rows
@@ -132,24 +135,23 @@ def _token_at(request: Request, position: int) -> int:
     return request.prompt[position] if position < length else request.output[position - length]
 
 
-def following(program: Program, packed: np.ndarray | jax.Array, num_table_rows: int) -> Any:
-    """The host's array of the next step if that decodes the same requests, each a token further, and maps no page: of
-    a step of plain decoding, else None. A numpy array gives one, a JAX array the other."""
+def following(program: Program, packed: jax.Array, num_table_rows: int) -> jax.Array | None:
+    """The array of the next step if that `StepPlan.follows` this one; None where no step can."""
     if program.mode is not ForwardMode.DECODE:
         return None
-    xp = np if isinstance(packed, np.ndarray) else jnp
     requests, changes, _ = unpack(program, packed).values()
     live = requests[2]
-    unmapped = np.tile(np.array([num_table_rows, 0, 0, 0], np.int32), len(changes))
-    parts = requests[0], requests[1] + live, requests[2:].reshape(-1), unmapped, xp.where(live > 0, -1, 0)
-    return xp.concatenate(parts).astype(np.int32)
+    unmapped = jnp.zeros_like(changes).at[:, 0].set(num_table_rows).reshape(-1)
+    return jnp.concatenate(
+        [requests[0], requests[1] + live, requests[2:].reshape(-1), unmapped, jnp.where(live > 0, -1, 0)]
+    )
 
 
 def unpack(program: Program, packed: Any) -> dict[str, Any]:
     """The parts of the host's array, by name."""
     parts, at = {}, 0
-    for name, shape in program.fields().items():
-        size = int(np.prod(shape))
+    for name, shape in program.fields.items():
+        size = math.prod(shape)
         parts[name] = packed[at : at + size].reshape(shape)
         at += size
     return parts

@@ -329,6 +329,23 @@ BODIES = {
         assert collectives == [], collectives
         np.testing.assert_array_equal(written.data, cut_pages(write_kv(layers_of, slots, new), 4).data)
 
+        # Index keys that are shared out, too: each device has the logits of its own tokens, and all choose alike.
+        from jax_sparse_mla.indices import Ownership, global_topk, topk_positions
+
+        rule, counts = Ownership(4, 2), jnp.asarray([37, 3, 0, 40], jnp.int32)
+        logits = jnp.round(2 * jax.random.normal(jax.random.key(5), (4, 40)))
+        by_owner = jnp.argsort(rule.owner(jnp.arange(40)), stable=True)
+
+        def choose(logits, counts):
+            chosen = global_topk(logits, counts, 6, ownership=rule, axis_name="x")
+            return chosen[None], rule.pack(chosen, jax.lax.axis_index("x"))[1][None]
+
+        (chosen, parts), collectives = run_sharded(choose, (P(None, "x"), P()), P("x"), logits[:, by_owner], counts)
+        assert collectives == ["all-gather"], collectives
+        expected = topk_positions(logits, counts, 6)
+        np.testing.assert_array_equal(chosen, jnp.broadcast_to(expected, (4, *expected.shape)))
+        np.testing.assert_array_equal(parts.sum(0), (expected >= 0).sum(1))
+
         for call, words in (
             (lambda: cut_pages(cache, 3), "3 devices cannot share 8 pages"),
             (lambda: run_sharded(plain, (P(), P("x"), P()), heads, bf16[:, :, :3], pages, indices), "3 heads"),

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
+from attention_calls import pretend_h200
 from support.serving_models import jax_model, torch_model
 
 from jax_sparse_mla.serving.config import MoE
@@ -48,3 +50,40 @@ def test_choice_is_transformers():
         found = choose(jnp.asarray((score + gate.e_score_correction_bias).numpy()), config)
         np.testing.assert_array_equal(np.sort(found, axis=1), np.sort(expected.numpy(), axis=1))
     assert isinstance(config, MoE) and (config.groups, config.top_groups) == (4, 2)
+
+
+def many_experts(rows: int, k: int):
+    """x, chosen, weights, gate_up, down of 32 experts in bfloat16, two of them chosen by nobody here."""
+    rng = np.random.default_rng(rows)
+    x, gate_up, down = (0.3 * rng.standard_normal(shape) for shape in ((rows, 128), (32, 256, 128), (32, 128, 128)))
+    chosen = np.stack([rng.permutation(np.r_[0:9, 10:31, 32])[:k] for _ in range(rows)])  # 32: of another device
+    arrays = (jnp.asarray(a, jnp.bfloat16) for a in (x, gate_up, down))
+    return *arrays, jnp.asarray(chosen, jnp.int32), jnp.asarray(rng.standard_normal((rows, k)), jnp.float32)
+
+
+def test_hopper_reads_the_weights_where_they_are(monkeypatch):
+    """JAX's kernel takes both products; other shapes, types and devices are XLA's."""
+    pretend_h200(monkeypatch)
+    x, gate_up, down, chosen, weights = many_experts(40, 3)
+
+    def kernels(*arrays) -> int:
+        lowered = jax.jit(lambda *a: experts(*a, None)).trace(*arrays).lower(lowering_platforms=("cuda",))
+        return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
+
+    assert kernels(x, chosen, weights, gate_up, down) == 2
+    assert kernels(x[:11], chosen[:11], weights[:11], gate_up, down) == 2
+    assert kernels(x[:10], chosen[:10], weights[:10], gate_up, down) == 0
+    assert kernels(x.astype(jnp.float32), chosen, weights, gate_up.astype(jnp.float32), down.astype(jnp.float32)) == 0
+    assert kernels(x, chosen, weights, gate_up[:8], down[:8]) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, k", [(11, 3), (40, 3), (700, 6)])
+def test_many_experts_on_a_gpu(rows, k):
+    x, gate_up, down, chosen, weights = many_experts(rows, k)
+    found = jax.jit(experts, static_argnums=5)(x, chosen, weights, gate_up, down, 1.0)
+    wide = (a.astype(jnp.float32) for a in (gate_up, down))
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays = jax.device_put((x.astype(jnp.float32), chosen, weights, *wide), jax.devices("cpu")[0])
+        expected = experts(*arrays, 1.0)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=0.02 * float(np.abs(expected).max()))

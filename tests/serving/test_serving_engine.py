@@ -69,19 +69,20 @@ def everything_is_free(engine):
 
 def test_most_steps_take_no_array_from_the_host(engine, expected, monkeypatch):
     """What the device expects of the next step is what the host would say: both count on in the same way."""
-    taken, sent, pack = [], [], engine._pack
-    monkeypatch.setattr(engine, "_pack", lambda *step: sent.append(pack(*step)) or sent[-1])
+    counted_on, kept = engine._counted_on, []
 
-    def seen(*_):
-        host, device = engine._following
-        if host is not None:
-            np.testing.assert_array_equal(np.asarray(device), host)
-            taken.append(host)
+    def seen(program, plan):
+        on_device = counted_on(program, plan)
+        kept.append(on_device is not None)
+        if on_device is not None:
+            np.testing.assert_array_equal(np.asarray(on_device), engine._pack(program, plan))
+        return on_device
 
-    request = new_requests([(250, 12)])[0]  # its sixth token lies in the next page
-    engine.run([request], seen)
-    again = sum(any(np.array_equal(packed, host) for host in taken) for packed in sent)
-    assert len(sent) - again == 3  # a chunk, the first token after it, and the page
+    monkeypatch.setattr(engine, "_counted_on", seen)
+    requests = new_requests([(250, 12), (250, 9)])  # their sixth tokens lie in the next page
+    engine.run(requests)
+    # The host speaks for the chunks, for the first token after them, for the pages, and when one request is left.
+    assert kept[-1] and kept.count(False) <= 6 < kept.count(True)
 
 
 def test_a_batch_serves_each_request_as_if_it_were_alone(engine, expected):
@@ -148,6 +149,20 @@ def test_everything_is_given_back_when_a_run_raises(engine, expected):
     with pytest.raises(ValueError, match="request 1 has tokens out of the model's vocabulary of 256"):
         engine.run([Request([1], 1), Request([256], 1)])
     assert everything_is_free(engine)
+
+
+@pytest.mark.parametrize("phase", ["_start", "_unpack"])
+def test_everything_is_given_back_when_a_step_fails(engine, monkeypatch, phase):
+    def fails(*_):
+        raise RuntimeError("the device says no")
+
+    engine.submit(new_requests()[0])
+    engine.step()
+    monkeypatch.setattr(engine, phase, fails)
+    with pytest.raises(RuntimeError, match="the device says no"):
+        while True:
+            engine.step()
+    assert everything_is_free(engine) and engine.idle
 
 
 def test_forced_tokens_are_taken(engine, expected):

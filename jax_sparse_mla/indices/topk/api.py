@@ -17,7 +17,7 @@ from jax_sparse_mla.indices.topk.route import engine_here
 from jax_sparse_mla.sharding import Shares
 
 _INT_MIN = -(2**31)
-_OUTSIDE_KEY = _INT_MIN  # below every column of the window
+OUTSIDE_KEY = _INT_MIN  # below every column of the window
 _NAN_KEY = _INT_MIN + 1  # below every number; the key of −inf is INT_MIN + 0x7fffff
 
 
@@ -117,8 +117,8 @@ def _topk_positions(logits, lengths, topk, row_starts):
         # the start wraps to more than INT_MAX, which no length reaches.
         distance = column.astype(jnp.uint32) - starts.astype(jnp.uint32)
         inside = distance < lengths.astype(jnp.uint32)
-        keys, chosen = jax.lax.top_k(jnp.where(inside, _ordered_keys(logits), _OUTSIDE_KEY), count)
-        positions = jnp.where(keys == _OUTSIDE_KEY, -1, chosen - starts)
+        keys, chosen = jax.lax.top_k(jnp.where(inside, ordered_keys(logits), OUTSIDE_KEY), count)
+        positions = jnp.where(keys == OUTSIDE_KEY, -1, chosen - starts)
         selected = ascending(selected.at[:, :count].set(positions))
 
     rank = jnp.arange(topk, dtype=jnp.int32)[None, :]
@@ -132,7 +132,7 @@ def ascending(positions: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(unsigned, jnp.int32)
 
 
-def _ordered_keys(logits: jax.Array) -> jax.Array:
+def ordered_keys(logits: jax.Array) -> jax.Array:
     """int32 keys in the order of the floats, by their bits: float comparison may flush denormals to 0."""
     if logits.dtype == jnp.bfloat16:
         bits = jax.lax.bitcast_convert_type(logits, jnp.uint16).astype(jnp.int32) << 16

@@ -1,0 +1,208 @@
+"""Which rank keeps which token where several ranks share the keys of a request: decode context parallel.
+
+Ranks take turns of `interleave` tokens. Each has its own tokens in their order, without gaps, and numbers them from 0:
+its local positions. Everything here is for one rank, whose number may be traced, such as `lax.axis_index`. A rank gets
+the tokens that its peers chose by `global_topk` under `jax.shard_map`, or by its engine's own all-gather between
+`local_candidates` and `select_candidates`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.indices.topk.api import OUTSIDE_KEY, ascending, ordered_keys, topk_positions
+
+# One mesh axis, or several.
+AxisName = Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class Ownership:
+    """The rule: position p lies on rank `(p // interleave) % size`.
+
+    Source: vLLM's and SGLang's decode context parallel, whose default interleave is 1.
+
+    Attributes:
+      size: ranks. interleave: tokens of a turn.
+
+    Raises:
+      ValueError: one of them is below 1.
+    """
+
+    size: int
+    interleave: int = 1
+
+    def __post_init__(self):
+        check = ArgumentChecks("Ownership")
+        for field in dataclasses.fields(self):
+            check.static_int(field.name, getattr(self, field.name), minimum=1)
+
+    def of_groups(self, ratio: int) -> Ownership:
+        """The rule for groups of `ratio` tokens, which a compressor makes one entry of: each lies where its tokens do.
+
+        Raises:
+          ValueError: a turn is not whole groups.
+        """
+        if ratio < 1 or self.interleave % ratio:
+            raise ValueError(
+                f"Ownership: turns of {self.interleave} tokens are not whole groups of {ratio}: "
+                f"take an interleave that {ratio} divides"
+            )
+        return Ownership(self.size, self.interleave // ratio)
+
+    def owner(self, positions: jax.Array) -> jax.Array:
+        """The ranks of these positions, int32 of any shape."""
+        return positions // self.interleave % self.size
+
+    def local(self, positions: jax.Array) -> jax.Array:
+        """What their ranks call these positions."""
+        turn = self.interleave * self.size
+        return positions // turn * self.interleave + positions % self.interleave
+
+    def position(self, local: jax.Array, rank: jax.Array | int) -> jax.Array:
+        """The positions that the rank calls so: the inverse of `local`."""
+        turn, offset = local // self.interleave, local % self.interleave
+        return (turn * self.size + rank) * self.interleave + offset
+
+    def local_lengths(self, lengths: jax.Array, rank: jax.Array | int) -> jax.Array:
+        """How many of the first `lengths` positions lie on the rank; a negative length means 0."""
+        lengths = jnp.maximum(lengths, 0)
+        whole = lengths // (self.interleave * self.size) * self.interleave
+        rest = lengths - whole * self.size - rank * self.interleave
+        return whole + jnp.clip(rest, 0, self.interleave)
+
+    def own(self, positions: jax.Array, rank: jax.Array | int) -> jax.Array:
+        """The rank's local positions of these; −1 for those of other ranks and for negative ones."""
+        mine = (positions >= 0) & (self.owner(positions) == rank)
+        return jnp.where(mine, self.local(positions), -1)
+
+    def pack(
+        self, positions: jax.Array, rank: jax.Array | int, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The rank's part of index lists: its local positions in their order, then −1, and how many there are.
+
+        Args:
+          positions: int32 `[..., k]`; negative ones are nobody's.
+          lengths: int32 `[...]`, how many columns count; None counts all.
+
+        Returns:
+          int32 `[..., k]` and `[...]`.
+        """
+        columns = jnp.arange(positions.shape[-1], dtype=jnp.int32)
+        if lengths is not None:
+            positions = jnp.where(columns < lengths[..., None], positions, -1)
+        return packed(self.own(positions, rank))
+
+
+def packed(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index lists int32 `[..., k]` with the entries that are not negative in front, in their order, then −1; and their
+    numbers `[...]`.
+
+    Kernels read a list up to its length: holes would cost what keys cost.
+    """
+    flat = indices.reshape(-1, indices.shape[-1])
+    columns, valid = jnp.arange(flat.shape[1], dtype=jnp.int32), flat >= 0
+    count = jnp.cumsum(valid, axis=-1, dtype=jnp.int32)
+    # Where each column goes: a permutation, for what is dropped goes to the end.
+    column = jnp.where(valid, count - 1, count[:, -1:] + columns - count)
+    row = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
+    moved = jnp.full_like(flat, -1).at[row, column].set(jnp.where(valid, flat, -1), unique_indices=True)
+    return moved.reshape(indices.shape), jnp.sum(valid, axis=-1, dtype=jnp.int32).reshape(indices.shape[:-1])
+
+
+def local_candidates(
+    logits: jax.Array,
+    lengths: jax.Array,
+    topk: int,
+    ownership: Ownership,
+    rank: jax.Array | int,
+    row_starts: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What a rank offers for the top-k of all ranks' positions: the best of its own.
+
+    Args:
+      logits: float32 or bfloat16 `[rows, columns]` of the rank's local positions.
+      lengths: int32 `[rows]`, positions of each row, those of all ranks together.
+      topk: how many positions are chosen (static).
+      row_starts: as in `topk_positions`, of the rank's columns.
+
+    Returns:
+      keys int32 `[rows, topk]`, in the order of the logits, and positions int32 `[rows, topk]` as all ranks count
+      them, −1 where the rank has fewer.
+
+    Raises:
+      TypeError, ValueError: as `topk_positions`.
+    """
+    check = ArgumentChecks("local_candidates")
+    logits = check("logits", logits, ("rows", "columns"), FLOATS)
+    lengths = check("lengths", lengths, ("rows",), INT32)
+    own = topk_positions(logits, ownership.local_lengths(lengths, rank), topk, row_starts)
+    column = own if row_starts is None else own + row_starts[:, None]
+    there = (own >= 0) & (column >= 0) & (column < logits.shape[1])
+    if logits.shape[1] == 0:
+        return jnp.full_like(own, OUTSIDE_KEY), jnp.full_like(own, -1)
+    found = jnp.take_along_axis(logits, jnp.where(there, column, 0), axis=1)
+    keys = jnp.where(there, ordered_keys(found), OUTSIDE_KEY)
+    return keys, jnp.where(there, ownership.position(own, rank), -1)
+
+
+def select_candidates(keys: jax.Array, positions: jax.Array, lengths: jax.Array, topk: int) -> jax.Array:
+    """`topk_positions` of the logits of all ranks, out of what each rank offers.
+
+    Args:
+      keys, positions: int32 `[ranks, rows, topk]`, `local_candidates` of each rank.
+      lengths: int32 `[rows]`, as there.
+
+    Returns:
+      int32 `[rows, topk]`: positions in ascending order, then −1; to the bit those of one device.
+    """
+    check = ArgumentChecks("select_candidates")
+    keys = check("keys", keys, ("ranks", "rows", topk), INT32)
+    positions = check("positions", positions, ("ranks", "rows", topk), INT32)
+    lengths = jnp.maximum(check("lengths", lengths, ("rows",), INT32), 0)[:, None]
+    nobody = jnp.iinfo(jnp.int32).max
+    # The best key first, of equal ones the lowest position; what no rank has is last of all.
+    order = ~keys, jnp.where(positions < 0, nobody, positions)
+    _, best = lax.sort([jnp.moveaxis(x, 0, 1).reshape(len(lengths), -1) for x in order], dimension=1, num_keys=2)
+    best = best[:, :topk]
+    columns = jnp.arange(topk, dtype=jnp.int32)
+    everything = jnp.where(columns < lengths, columns, -1)
+    return jnp.where(lengths <= topk, everything, ascending(jnp.where(best == nobody, -1, best)))
+
+
+def global_topk(
+    logits: jax.Array,
+    lengths: jax.Array,
+    topk: int,
+    *,
+    ownership: Ownership,
+    axis_name: AxisName,
+    row_starts: jax.Array | None = None,
+) -> jax.Array:
+    """`topk_positions` over index keys that the devices of a mesh axis share, under `jax.shard_map`.
+
+    Each device gathers `2 · topk` integers a row of every other one. Positions stay integers, so that they are exact at
+    any length, and −0.0 equals +0.0, as in `topk_positions`.
+
+    Args:
+      logits: float32 or bfloat16 `[rows, columns]` of the device's local positions.
+      lengths, topk, row_starts: as in `local_candidates`; lengths are the same on every device.
+      axis_name: the mesh axis. ownership: who has what; its size is the axis'.
+
+    Returns:
+      int32 `[rows, topk]`, the same on every device: `Ownership.pack` makes each device's part of it.
+
+    Raises:
+      ValueError: an axis of another size, and what `local_candidates` raises.
+    """
+    if (size := lax.axis_size(axis_name)) != ownership.size:
+        raise ValueError(f"global_topk: axis {axis_name!r} has {size} devices, the rule has {ownership.size} ranks")
+    offered = local_candidates(logits, lengths, topk, ownership, lax.axis_index(axis_name), row_starts)
+    keys, positions = lax.all_gather(jnp.stack(offered), axis_name, axis=1)
+    return select_candidates(keys, positions, lengths, topk)
