@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
@@ -53,21 +53,31 @@ class ModelSpec:
         """The spec of a Hugging Face config: a checkpoint's `config.json` as a mapping, or a transformers config.
 
         Args:
-          config: `model_type` must be `deepseek_v32` or `deepseek_v4`. Both the checkpoint's own keys
-            (`compress_ratios`, `rope_scaling`) and transformers' (`layer_types`, `rope_parameters`) are read.
+          config: `model_type` must be `deepseek_v32`, `deepseek_v4` or `glm_moe_dsa` (GLM-5, 5.1, 5.2). Both the
+            checkpoint's own keys (`compress_ratios`, `rope_scaling`) and transformers' (`layer_types`,
+            `rope_parameters`) are read.
 
         Raises:
           ValueError: another model type, or dimensions for which no cache layout exists.
         """
-        read = config.get if isinstance(config, Mapping) else lambda key, default=None: getattr(config, key, default)
+        read = _reader(config)
         model_type = read("model_type")
-        if model_type == "deepseek_v32":
-            return _v32_from_config(read)
         if model_type == "deepseek_v4":
             return _v4_from_config(read)
+        if model_type in _V32_SIZES:
+            return _v32_from_config(read)
+        why = " (KPool: pools of index keys)" if model_type == "glm5_next" else ""
         raise ValueError(
-            f"ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4', got {model_type!r}"
+            "ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa', got "
+            f"{model_type!r}{why}"
         )
+
+
+def _reader(config: Any) -> Callable[..., Any]:
+    """`read(key, default=None)` of a mapping or of an object with attributes."""
+    if isinstance(config, Mapping):
+        return config.get
+    return lambda key, default=None: getattr(config, key, default)
 
 
 def yarn_mscale(factor: float, mscale_all_dim: float) -> float:
@@ -86,9 +96,15 @@ def _layout(model: str, layouts: tuple[KVLayout, ...], qk_dim: int, rope_dim: in
     )
 
 
+# What transformers' config classes take for a missing key: heads, a head's values without rope, indexer heads.
+_V32_SIZES = {"deepseek_v32": (128, 128, 64), "glm_moe_dsa": (64, 192, 32)}
+
+
 def _v32_from_config(read) -> ModelSpec:
+    name = read("model_type")
+    heads, head_nope_dim, index_heads = _V32_SIZES[name]
     nope_dim, rope_dim = read("kv_lora_rank", 512), read("qk_rope_head_dim", 64)
-    head_dim = read("qk_nope_head_dim", 128) + rope_dim
+    head_dim = read("qk_nope_head_dim", head_nope_dim) + rope_dim
     rope = read("rope_scaling") or read("rope_parameters") or {}
     mscale = 1.0
     if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
@@ -96,19 +112,58 @@ def _v32_from_config(read) -> ModelSpec:
             raise ValueError("ModelSpec.from_hf_config: the yarn rope parameters have no factor")
         mscale = yarn_mscale(rope["factor"], rope["mscale_all_dim"])
     return ModelSpec(
-        name="deepseek_v32",
-        num_heads=read("num_attention_heads", 128),
+        name=name,
+        num_heads=read("num_attention_heads", heads),
         qk_dim=nope_dim + rope_dim,
         v_dim=nope_dim,
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         softmax_scale=head_dim**-0.5 * mscale**2,
-        kv_layout=_layout("deepseek_v32", (KVLayout.V32_FP8,), nope_dim + rope_dim, rope_dim, nope_dim),
+        kv_layout=_layout(name, (KVLayout.V32_FP8,), nope_dim + rope_dim, rope_dim, nope_dim),
         page_size=64,
         index_topk=read("index_topk", 2048),
-        index_heads=read("index_n_heads", 64),
+        index_heads=read("index_n_heads", index_heads),
         index_dim=read("index_head_dim", 128),
     )
+
+
+_INDEXER_TYPES = {"full": True, "F": True, "shared": False, "S": False}
+
+
+def indexed_layers(config: Any) -> tuple[bool, ...]:
+    """Whether each layer of a model without a window has an indexer of its own, in layer order (IndexShare,
+    arXiv 2603.12201); one without takes the entries that the last layer with one selected.
+
+    Args:
+      config: a mapping or a transformers config. `glm_moe_dsa` says it by `indexer_types`, else by
+        `index_topk_pattern`, else by `index_topk_freq` and `index_skip_topk_offset`, as transformers reads them.
+
+    Raises:
+      ValueError: what cannot be read, by its name; a first layer without an indexer; sharing in another model.
+    """
+    read = _reader(config)
+    if (layers := read("num_hidden_layers")) is None:
+        raise ValueError("indexed_layers: the config has no num_hidden_layers")
+    freq, offset = read("index_topk_freq"), read("index_skip_topk_offset")
+    freq, offset = 1 if freq is None else freq, 2 if offset is None else offset
+    for name, value in (("index_topk_freq", freq), ("index_skip_topk_offset", offset)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"indexed_layers: {name} must be an integer from 0 on, got {value!r}")
+    name = next((name for name in ("indexer_types", "index_topk_pattern") if read(name) is not None), None)
+    if name is None:
+        name, types = "index_topk_freq", [max(i - offset + 1, 0) % max(freq, 1) == 0 for i in range(layers)]
+    else:
+        given = read(name)
+        if not isinstance(given, (str, list, tuple)) or len(given) < layers:
+            raise ValueError(f"indexed_layers: {name} must name {layers} layers, got {given!r}")
+        if unknown := [kind for kind in given if kind not in list(_INDEXER_TYPES)]:
+            raise ValueError(f"indexed_layers: {name} must be of {', '.join(_INDEXER_TYPES)}, got {unknown[0]!r}")
+        types = [_INDEXER_TYPES[kind] for kind in given[:layers]]
+    if not all(types) and read("model_type") != "glm_moe_dsa":
+        raise ValueError(f"indexed_layers: {name} shares an indexer's entries, which only glm_moe_dsa does")
+    if False in types[:1]:
+        raise ValueError(f"indexed_layers: {name} must begin with a layer that has an indexer")
+    return tuple(types)
 
 
 # transformers names a layer by its kind; the checkpoint by its compress ratio.
@@ -117,7 +172,7 @@ _V4_LAYER_KIND = {"sliding_attention": 0, "compressed_sparse_attention": 4, "hea
 
 def v4_layer_ratios(config: Any) -> tuple[int, ...]:
     """The compress ratio of each layer of a V4 config (mapping or transformers config), in layer order."""
-    read = config.get if isinstance(config, Mapping) else lambda key, default=None: getattr(config, key, default)
+    read = _reader(config)
     if (ratios := read("compress_ratios")) is not None:
         return tuple(ratios)
     kinds = dict(_V4_LAYER_KIND, **(read("compress_rates") or {}))

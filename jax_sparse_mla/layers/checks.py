@@ -112,14 +112,16 @@ def check_v4_layer(
             )
 
 
-def check_v32_layer(cache: Any, *, spec: ModelSpec) -> None:
-    """Refuses what `v32_layer` cannot serve.
+def check_v32_layer(cache: Any, rows: Any, index_scores: Any, selected: Any, *, spec: ModelSpec) -> None:
+    """Refuses what `v32_layer` cannot serve; its arguments under its names.
 
     Raises:
-      TypeError: a cache is missing. ValueError: shapes that cannot be right.
+      TypeError: a cache is missing. ValueError: shapes that cannot be right, rows and caches of which one has an
+        indexer's part and the other has not, a layer that selects nothing and takes no selection.
     """
     check = ArgumentChecks("v32_layer")
-    for name, kind in (("kv", PagedKV), ("index_k", None)):
+    indexed = rows.index_k is not None
+    for name, kind in (("kv", PagedKV), *([("index_k", None)] if indexed else [])):
         value = getattr(cache, name)
         if value is None or (kind and not isinstance(value, kind)):
             wanted = "a PagedKV" if kind else "uint8 [num_pages, 8448]"
@@ -127,8 +129,30 @@ def check_v32_layer(cache: Any, *, spec: ModelSpec) -> None:
                 f"v32_layer: cache.{name} must be {wanted}, got {type(value).__name__}; V32LayerCache.zeros(spec, ...) "
                 "makes it"
             )
-    _check_one_layer(check, "cache", cache)
-    _check_index_k(check, cache.index_k, "cache.kv", cache.kv, spec.page_size, "token")
+    if indexed != cache.has_index_k:
+        raise check.fail(
+            "rows and cache must both be of a layer with an indexer or both of one without, got "
+            f"rows {'with' if indexed else 'without'} index_k and a cache {'with' if cache.has_index_k else 'without'}"
+        )
+    if selected is not None:
+        if indexed or index_scores is not None:
+            other = "rows of a layer that selects for itself" if indexed else "index_scores"
+            raise check.fail(f"selected must be None with {other}")
+        check("selected", selected, (rows.q.shape[0], spec.index_topk), INT32)
+    elif index_scores is None and not indexed:
+        raise check.fail(
+            "selected must be given in a layer without an indexer of its own: the positions that v32_layer returned "
+            "for the last layer with one"
+        )
+    if not cache.indexed:
+        _check_one_layer(check, "cache", cache)
+    else:
+        cache.kv.check_view(check, "cache.kv", cache.kv.data.shape[0])
+        own = getattr(cache.layer(cache.kv.layer_index).index_k, "layer_index", None)
+        if (given := getattr(cache.index_k, "layer_index", None)) != own:
+            raise check.fail(f"cache must be the view of one layer, cache.layer(i), got index_k's {given} for {own}")
+    if indexed:
+        _check_index_k(check, cache.index_k, "cache.kv", cache.kv, spec.page_size, "token")
 
 
 def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: bool = False) -> None:
@@ -136,7 +160,8 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
 
     `itself` says that the dataclass is a view too, whose arrays are its own.
     """
-    fields = {f"{name}.{field.name}": getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    fields = [field.name for field in dataclasses.fields(tree) if not field.metadata.get("static")]
+    fields = {f"{name}.{field}": getattr(tree, field) for field in fields}
     parts = {field: x for field, x in fields.items() if isinstance(x, LayerPool)} | ({name: tree} if itself else {})
     views = {}
     for field, value in parts.items():

@@ -202,22 +202,61 @@ def _index_keys(num_pages: int, page_size: int, num_layers: int) -> jax.Array | 
 @pytree_dataclass
 class V32LayerCache(_LayerCache):
     """The caches of a V3.2 layer between steps: kv, and the indexer's keys, uint8 `[num_pages, 64 · 132]` for one layer
-    and `IndexKeys` for several."""
+    and `IndexKeys` for several.
+
+    Layers may share an indexer (IndexShare): `indexed` (static) then says which layers have one, and index_k has those
+    layers' keys only; it is None in the cache of a single layer without one. Empty, all layers have an indexer.
+    """
 
     kv: PagedKV
-    index_k: jax.Array | IndexKeys
+    index_k: jax.Array | IndexKeys | None = None
+    indexed: tuple[bool, ...] = static(default=())
 
     @classmethod
-    def zeros(cls, spec: ModelSpec, *, num_pages: int, bf16: bool = False, num_layers: int = 1) -> V32LayerCache:
+    def zeros(
+        cls,
+        spec: ModelSpec,
+        *,
+        num_pages: int,
+        bf16: bool = False,
+        num_layers: int = 1,
+        indexed: Sequence[bool] | None = None,
+    ) -> V32LayerCache:
         """Empty caches for `num_pages` pages of `spec.page_size` tokens; `bf16` takes the unquantised layout.
 
-        `num_layers` layers share the arrays, as those of `V4LayerCache.zeros` do.
+        `num_layers` layers share the arrays, as those of `V4LayerCache.zeros` do. `indexed` says of each whether it has
+        an indexer of its own (`models.indexed_layers`); by default all have.
+
+        Raises:
+          ValueError: `indexed` does not name each layer.
         """
-        layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
+        indexed = (True,) * num_layers if indexed is None else tuple(map(bool, indexed))
+        if len(indexed) != num_layers:
+            raise ValueError(f"V32LayerCache.zeros: indexed must name {num_layers} layers, got {len(indexed)}")
+        layout, keys = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout, sum(indexed)
         return cls(
             kv=PagedKV.zeros(layout, num_pages, spec.page_size, num_layers=num_layers),
-            index_k=_index_keys(num_pages, spec.page_size, num_layers),
+            index_k=_index_keys(num_pages, spec.page_size, keys) if keys else None,
+            indexed=() if all(indexed) or num_layers == 1 else indexed,
         )
+
+    @property
+    def has_index_k(self) -> bool:
+        """Whether the view's layer has index keys. A view of another layer carries those of all layers along."""
+        return self.indexed[self.kv.layer_index or 0] if self.indexed else self.index_k is not None
+
+    def layer(self, index: int) -> V32LayerCache:
+        if not self.indexed:
+            return super().layer(index)
+        kv, keys = self.kv.layer(index), self.index_k
+        if isinstance(keys, IndexKeys):
+            keys = keys.layer(sum(self.indexed[:index])) if self.indexed[index] else keys.whole()
+        return dataclasses.replace(self, kv=kv, index_k=keys)
+
+    def alone(self) -> V32LayerCache:
+        keys = self.index_k if self.has_index_k else None
+        keys = keys.alone() if isinstance(keys, IndexKeys) else keys
+        return dataclasses.replace(self, kv=self.kv.alone(), index_k=keys, indexed=())
 
 
 @pytree_dataclass
@@ -226,11 +265,12 @@ class V32Rows:
 
     q bfloat16 `[T, heads, 576]` (the no-rope part multiplied into the latent space) and kv bfloat16 `[T, 576]`,
     both latent first and rope last; index_q bfloat16 `[T, index_heads, 128]` and index_k `[T, 128]` after rope;
-    index_weights float32 `[T, index_heads]`, scaled by `index_dim^-0.5 · index_heads^-0.5`.
+    index_weights float32 `[T, index_heads]`, scaled by `index_dim^-0.5 · index_heads^-0.5`. A layer without an indexer
+    of its own has no index_q, index_k and index_weights.
     """
 
     q: jax.Array
     kv: jax.Array
-    index_q: jax.Array
-    index_k: jax.Array
-    index_weights: jax.Array
+    index_q: jax.Array | None = None
+    index_k: jax.Array | None = None
+    index_weights: jax.Array | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.indexer import index_logits, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
-from jax_sparse_mla.indices.lookup import add_or_minus_one
+from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.layers.state import V32LayerCache, V32Rows
@@ -24,18 +26,24 @@ def v32_layer(
     *,
     spec: ModelSpec,
     index_scores: jax.Array | None = None,
+    selected: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
     """One V3.2 layer's attention: with RAGGED metadata from a gathered bf16 workspace, with PAGED from the paged cache.
 
     Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
+
+    A layer without an indexer of its own, whose rows and cache have no index keys, takes `selected`: the positions that
+    the last layer with one returned (IndexShare, arXiv 2603.12201), or `index_scores`. It returns them again.
     """
-    layer_checks.check_v32_layer(cache, spec=spec)
-    kv = write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
-    cache = V32LayerCache(kv=kv, index_k=write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k))
-    lengths, positions = metadata.seqlens_expanded, None
+    layer_checks.check_v32_layer(cache, rows, index_scores, selected, spec=spec)
+    cache = dataclasses.replace(cache, kv=write_kv(cache.kv, metadata.out_cache_loc, rows.kv))
+    if rows.index_k is not None:
+        index_k = write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k)
+        cache = dataclasses.replace(cache, index_k=index_k)
+    lengths, positions = metadata.seqlens_expanded, selected
     ragged = metadata.topk_transform is TopkTransform.RAGGED
-    if index_scores is None:
+    if index_scores is None and positions is None:
         index_q, q_scale = quantize_index_q(rows.index_q)
         queries = index_q, rows.index_weights * q_scale, cache.index_k
         table, request = metadata.page_table, metadata.row_to_request
@@ -58,15 +66,21 @@ def v32_layer(
         )
         return out, cache, positions
 
-    slots = topk_transform(
-        index_scores,
-        lengths,
-        spec.index_topk,
-        method=TopkTransform.PAGED,
-        page_table=metadata.page_table,
-        page_size=spec.page_size,
-        row_to_request=metadata.row_to_request,
-    )
+    if selected is not None or cache.indexed:
+        # Layers that share positions share these slots too: XLA computes them once. A top-k that gives slots would be
+        # a second one where the positions are wanted as well.
+        request = metadata.row_to_request[:, None]
+        slots = page_slot_or_minus_one(metadata.page_table, request, positions, spec.page_size)
+    else:
+        slots = topk_transform(
+            index_scores,
+            lengths,
+            spec.index_topk,
+            method=TopkTransform.PAGED,
+            page_table=metadata.page_table,
+            page_size=spec.page_size,
+            row_to_request=metadata.row_to_request,
+        )
     out, _ = sparse_mla_decode(
         rows.q[:, None],
         cache.kv,
