@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_sparse_mla.models import ModelSpec, v4_layer_ratios, yarn_mscale
+from jax_sparse_mla.models import ModelSpec, indexed_layers, v4_layer_ratios, yarn_mscale
 
 SCORES = ("sqrtsoftplus", "softmax", "sigmoid")
 V4_RATIOS = (0, 4, 128)
@@ -145,13 +145,15 @@ class V4Config(_Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class V32Config(_Config):
-    """DeepSeek-V3.2.
+    """DeepSeek-V3.2, and GLM-5, which has its architecture.
 
     Attributes:
       dense: whether a layer has one wide MLP, of `dense_width` hidden values, instead of experts.
       nope_dim, v_dim: values of a head's key without rope and of its value, before they are multiplied into the latent
         space (`spec.nope_dim` and `spec.v_dim` are those of the latent).
       rope: the rotary embedding.
+      index_interleaved: whether the indexer rotates neighbours, as attention does, instead of two halves.
+      indexed: whether a layer has an indexer; one without takes what the last one with it selected.
     """
 
     dense: tuple[bool, ...]
@@ -159,6 +161,8 @@ class V32Config(_Config):
     nope_dim: int
     v_dim: int
     rope: Rope
+    index_interleaved: bool
+    indexed: tuple[bool, ...]
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -269,7 +273,7 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
     )
 
 
-def _common(read: _Reader, spec: ModelSpec) -> dict[str, Any]:
+def _common(read: _Reader, spec: ModelSpec, norm_eps: float) -> dict[str, Any]:
     eos = read("eos_token_id", default=())
     return {
         "spec": spec,
@@ -277,7 +281,7 @@ def _common(read: _Reader, spec: ModelSpec) -> dict[str, Any]:
         "hidden_size": read("hidden_size"),
         "num_layers": read("num_hidden_layers"),
         "q_rank": read("q_lora_rank"),
-        "norm_eps": float(read("rms_norm_eps", default=1e-6)),
+        "norm_eps": float(read("rms_norm_eps", default=norm_eps)),
         "tied": bool(read("tie_word_embeddings", default=False)),
         "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos),
     }
@@ -309,7 +313,7 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         if rope.magnitude != 1:
             raise ValueError(f"Model.from_config: rope_parameters must have attention_factor 1, got {rope.magnitude}")
     return V4Config(
-        **_common(read, spec),
+        **_common(read, spec, norm_eps=1e-6),
         ratios=tuple(ratios[:layers]),
         hashed=tuple(mlp == "hash_moe" for mlp in mlps),
         o_groups=read("o_groups"),
@@ -333,24 +337,46 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _V32Defaults:
+    """What transformers' config class takes for a missing key."""
+
+    nope_dim: int
+    v_dim: int
+    groups: int
+    top_groups: int
+    norm_eps: float
+
+
+_V32_DEFAULTS = {
+    "deepseek_v32": _V32Defaults(nope_dim=128, v_dim=128, groups=8, top_groups=4, norm_eps=1e-6),
+    "glm_moe_dsa": _V32Defaults(nope_dim=192, v_dim=256, groups=1, top_groups=1, norm_eps=1e-5),
+}
+
+
 def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
+    is_glm, default = spec.name == "glm_moe_dsa", _V32_DEFAULTS[spec.name]
     read.only("scoring_func", "sigmoid")
     read.only("topk_method", "noaux_tc")
     read.only("moe_layer_freq", 1)
+    read.only("rope_interleave", True)
+    read.only("indexer_rope_interleave", is_glm)
     num_dense = read("first_k_dense_replace", default=3)
     mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
     parameters = read("rope_parameters", "rope_scaling", default={})
-    experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=8)
+    experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=default.groups)
     if experts % groups:
         raise ValueError(f"Model.from_config: n_group must divide n_routed_experts, got {groups} and {experts}")
     width = read("moe_intermediate_size")
     return V32Config(
-        **_common(read, spec),
+        **_common(read, spec, default.norm_eps),
         dense=tuple(mlp == "dense" for mlp in mlps),
         dense_width=read("intermediate_size"),
-        nope_dim=read("qk_nope_head_dim", default=128),
-        v_dim=read("v_head_dim", default=128),
+        nope_dim=read("qk_nope_head_dim", default=default.nope_dim),
+        v_dim=read("v_head_dim", default=default.v_dim),
         rope=_rope(parameters, spec.rope_dim, read("rope_theta", default=10000.0)),
+        index_interleaved=is_glm,
+        indexed=indexed_layers(read.config),
         moe=MoE(
             num_experts=experts,
             top_k=read("num_experts_per_tok"),
@@ -360,6 +386,6 @@ def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
             scale=float(read("routed_scaling_factor", default=2.5)),
             normalised=bool(read.config.get("norm_topk_prob", True)),
             groups=groups,
-            top_groups=read("topk_group", default=4),
+            top_groups=read("topk_group", default=default.top_groups),
         ),
     )

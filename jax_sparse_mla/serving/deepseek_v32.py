@@ -1,6 +1,9 @@
 """DeepSeek-V3.2: its parameters and its forward step; how they are arranged is said in `deepseek_v4.py`.
 
 A head's part without rope is multiplied into the latent space that the cache holds, and its output back out of it.
+
+GLM-5 is the same model with other sizes. Some of its layers have no indexer, no index keys and no parameters of them:
+they attend to what the last layer with an indexer selected.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class V32Weights:
 
     Attributes:
       in_proj: `[widths, hidden]`, all that reads the layer's input, in the order of `_input_widths`.
-      q_b: `[heads * (nope_dim + rope_dim) + index_heads * 128, q_rank]`, queries, then those of the indexer.
+      q_b: `[heads * (nope_dim + rope_dim) + index_heads * 128, q_rank]`, queries, then those of the indexer, if any.
       k_up: `[heads, nope_dim, 512]`, v_up `[heads, v_dim, 512]`: from the latent to a head's key and value.
       o_proj: `[hidden, heads * v_dim]`.
       mlp: the experts, or the wide MLP of a dense layer.
@@ -56,8 +59,8 @@ class V32Small:
     """A layer's small parameters; in `V32Params` with a leading dimension, the layers.
 
     attn_norm and ffn_norm `[hidden]`, q_norm `[q_rank]`, kv_norm `[512]`: of the RMSNorms, in the model's dtype;
-    index_norm `[2, 128]`: weight and bias of the index keys' LayerNorm; router_bias float32 `[experts]`, zeros in a
-    dense layer.
+    index_norm `[2, 128]`: weight and bias of the index keys' LayerNorm, zeros in a layer without an indexer;
+    router_bias float32 `[experts]`, zeros in a dense layer.
     """
 
     attn_norm: jax.Array
@@ -105,7 +108,8 @@ class V32Params:
 
 def read_params(config: V32Config, tensors: Tensors, draft_layer: bool) -> V32Params:
     """The parameters, of tensors by the names of transformers' modules, the draft layer's behind "draft."."""
-    layers = [tensors.layer(_read_layer, config, i, config.dense[i]) for i in range(config.num_layers)]
+    kinds = zip(config.dense, config.indexed)
+    layers = [tensors.layer(_read_layer, config, i, kind) for i, kind in enumerate(kinds)]
     weights, small = zip(*layers)
     size = config.vocab_size, config.hidden_size
     return V32Params(
@@ -120,7 +124,7 @@ def read_params(config: V32Config, tensors: Tensors, draft_layer: bool) -> V32Pa
 
 def _read_draft(config: V32Config, tensors: Tensors) -> V32Draft:
     i, hidden = config.num_layers, config.hidden_size
-    weights, small = tensors.layer(_read_layer, config, i, False)
+    weights, small = tensors.layer(_read_layer, config, i, (False, True))
     tensors = tensors.under("draft.")
     return V32Draft(
         token_norm=tensors("enorm.weight", (hidden,)),
@@ -132,31 +136,34 @@ def _read_draft(config: V32Config, tensors: Tensors) -> V32Draft:
     )
 
 
-def _input_widths(config: V32Config) -> list[int]:
-    """Rows of `in_proj`: the queries' rank, the latent, its rope part, index keys, the indexer's weights."""
+def _input_widths(config: V32Config, indexed: bool) -> list[int]:
+    """Rows of `in_proj`: the queries' rank, the latent, its rope part; index keys, the indexer's weights."""
     spec = config.spec
-    return [config.q_rank, spec.nope_dim, spec.rope_dim, spec.index_dim, spec.index_heads]
+    return [config.q_rank, spec.nope_dim, spec.rope_dim] + [spec.index_dim, spec.index_heads] * indexed
 
 
 def _read_layer(config: V32Config, i: int, tensors: Tensors) -> tuple[V32Weights, V32Small]:
     spec, hidden = config.spec, config.hidden_size
-    tensors = tensors.under(f"layers.{i}." if i < config.num_layers else "draft.")
+    is_draft = i >= config.num_layers  # whose layer has experts and an indexer
+    dense, indexed = (False, True) if is_draft else (config.dense[i], config.indexed[i])
+    tensors = tensors.under("draft." if is_draft else f"layers.{i}.")
     attn, indexer, heads = tensors.under("self_attn."), tensors.under("self_attn.indexer."), spec.num_heads
     head_dim = config.nope_dim + spec.rope_dim
     in_proj = [
         attn("q_a_proj.weight", (config.q_rank, hidden)),
         attn("kv_a_proj_with_mqa.weight", (spec.qk_dim, hidden)),
-        indexer("wk.weight", (spec.index_dim, hidden)),
-        indexer("weights_proj.weight", (spec.index_heads, hidden)),
     ]
-    queries = [
-        attn("q_b_proj.weight", (heads * head_dim, config.q_rank)),
-        indexer("wq_b.weight", (spec.index_heads * spec.index_dim, config.q_rank)),
-    ]
+    queries = [attn("q_b_proj.weight", (heads * head_dim, config.q_rank))]
+    index_norm = jnp.zeros((2, spec.index_dim), tensors.dtype)
+    if indexed:
+        in_proj.append(indexer("wk.weight", (spec.index_dim, hidden)))
+        in_proj.append(indexer("weights_proj.weight", (spec.index_heads, hidden)))
+        queries.append(indexer("wq_b.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
+        index_norm = jnp.stack([indexer(f"k_norm.{name}", (spec.index_dim,)) for name in ("weight", "bias")])
     kv_b = attn("kv_b_proj.weight", (heads * (config.nope_dim + config.v_dim), spec.nope_dim))
     kv_b = kv_b.reshape(heads, -1, spec.nope_dim)
     experts = (config.moe.num_experts,)
-    if i < config.num_layers and config.dense[i]:
+    if dense:
         feed_forward = DenseParams(**tensors.under("mlp.").swiglu(config.dense_width, hidden))
         bias = jnp.zeros(experts)
     else:
@@ -175,7 +182,7 @@ def _read_layer(config: V32Config, i: int, tensors: Tensors) -> tuple[V32Weights
         ffn_norm=tensors("post_attention_layernorm.weight", (hidden,)),
         q_norm=attn("q_a_layernorm.weight", (config.q_rank,)),
         kv_norm=attn("kv_a_layernorm.weight", (spec.nope_dim,)),
-        index_norm=jnp.stack([indexer(f"k_norm.{name}", (spec.index_dim,)) for name in ("weight", "bias")]),
+        index_norm=index_norm,
         router_bias=bias,
     )
     return weights, small
@@ -188,7 +195,8 @@ def new_caches(
     config: V32Config, *, num_pages: int, num_swa_pages: int, max_requests: int, max_draft_tokens: int, bf16: bool
 ) -> V32LayerCache:
     """Empty caches of all layers. There is no window and no state, so the pages are all that counts."""
-    return V32LayerCache.zeros(config.spec, num_pages=num_pages, bf16=bf16, num_layers=config.num_layers)
+    layers = {"num_layers": config.num_layers, "indexed": config.indexed}
+    return V32LayerCache.zeros(config.spec, num_pages=num_pages, bf16=bf16, **layers)
 
 
 def forward(
@@ -208,10 +216,12 @@ def forward(
     """As `Model.forward`: hidden rows, which a draft layer reads as well, caches and overflow; `trace` is called with
     each layer's input and selection."""
     metadata, streams = _metadata(config, caches, batch, tables, gathered), params.embedding[tokens]
+    selected = None
     for i in range(layers):
         weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
         options = {"positions": positions, "tokens": tokens, "backend": backend, "trace": trace}
-        streams, caches = _run(config, weights, small, caches.layer(i), streams, batch, metadata, **options)
+        options["selected"] = None if config.indexed[i] else selected
+        streams, caches, selected = _run(config, weights, small, caches.layer(i), streams, batch, metadata, **options)
     hidden = rms_norm(streams, params.norm, config.norm_eps)
     return hidden, hidden, caches.whole(), metadata.overflow
 
@@ -243,7 +253,7 @@ def draft(
     rows = jnp.concatenate([token_rows, rms_norm(states, own.states_norm, config.norm_eps)], axis=-1)
     options = {"positions": positions, "tokens": tokens, "backend": backend, "trace": lambda *_: None}
     rows = linear(rows, own.eh_proj)
-    rows, cache = _run(config, own.weights, own.small, cache, rows, batch, metadata, **options)
+    rows, cache, _ = _run(config, own.weights, own.small, cache, rows, batch, metadata, **options)
     hidden = rms_norm(rows, own.norm, config.norm_eps)
     return hidden, hidden, cache.whole(), metadata.overflow
 
@@ -261,12 +271,14 @@ def _run(
     tokens: jax.Array,
     backend: str | None,
     trace: Callable[[jax.Array, jax.Array | None], None],
-) -> tuple[jax.Array, V32LayerCache]:
-    """The rows after a layer, and its cache."""
-    x, rows = _before_attention(config, weights, small, streams, positions)
-    out, cache, selected = v32_layer(cache, rows, batch, metadata, spec=config.spec, backend=backend)
+    selected: jax.Array | None = None,
+) -> tuple[jax.Array, V32LayerCache, jax.Array]:
+    """The rows after a layer, its cache, and what it has selected; a layer without an indexer takes `selected`."""
+    x, rows = _before_attention(config, weights, small, streams, positions, indexed=selected is None)
+    options = {"spec": config.spec, "selected": selected, "backend": backend}
+    out, cache, selected = v32_layer(cache, rows, batch, metadata, **options)
     trace(x, selected)
-    return _after_attention(config, weights, small, streams, out, tokens), cache
+    return _after_attention(config, weights, small, streams, out, tokens), cache, selected
 
 
 def _metadata(config: V32Config, caches: V32LayerCache, batch: ForwardBatch, tables: RequestTables, gathered):
@@ -297,32 +309,34 @@ def attention(
     index_scores: jax.Array | None,
 ) -> tuple[jax.Array, V32LayerCache]:
     """As `Model.attention`: some layers' attention alone, each from its input to its output."""
-    metadata = _metadata(config, caches, batch, tables, gathered)
+    metadata, selected = _metadata(config, caches, batch, tables, gathered), None
     for i in layers:
         weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
-        out, caches, _ = v32_layer(
+        indexed = config.indexed[i]
+        out, caches, selected = v32_layer(
             caches.layer(i),
-            _project(config, weights, small, x, positions),
+            _project(config, weights, small, x, positions, indexed),
             batch,
             metadata,
             spec=config.spec,
             index_scores=index_scores,
+            selected=None if indexed or index_scores is not None else selected,
             backend=backend,
         )
         x = _project_out(config, weights, out.astype(x.dtype))
     return x, caches.whole()
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _before_attention(config: V32Config, weights: V32Weights, small: V32Small, streams, positions):
+@functools.partial(jax.jit, static_argnames=("config", "indexed"))
+def _before_attention(config: V32Config, weights: V32Weights, small: V32Small, streams, positions, *, indexed: bool):
     """The attention's input `[T, hidden]` and its projected rows."""
     x = rms_norm(streams, small.attn_norm, config.norm_eps)
-    return x, _project(config, weights, small, x, positions)
+    return x, _project(config, weights, small, x, positions, indexed)
 
 
-def _project(config: V32Config, weights: V32Weights, small: V32Small, x, positions) -> V32Rows:
+def _project(config: V32Config, weights: V32Weights, small: V32Small, x, positions, indexed: bool) -> V32Rows:
     spec, rope = config.spec, config.rope
-    q_a, latent, k_rope, index_k, index_weights = split(linear(x, weights.in_proj), *_input_widths(config))
+    q_a, latent, k_rope, *of_index = split(linear(x, weights.in_proj), *_input_widths(config, indexed))
     q_all = linear(rms_norm(q_a, small.q_norm, LATENT_NORM_EPS), weights.q_b)
     width = spec.num_heads * (config.nope_dim + spec.rope_dim)
     q, index_q = split(q_all, width, q_all.shape[1] - width)
@@ -334,20 +348,29 @@ def _project(config: V32Config, weights: V32Weights, small: V32Small, x, positio
         return rotate(rows[..., 0::2], rows[..., 1::2], angle, rope.magnitude)
 
     def index_rotated(rows):
-        """The indexer rotates the two halves of its first values."""
-        half = spec.rope_dim // 2
-        first, second, rest = split(rows, half, half, spec.index_dim - spec.rope_dim)
-        return jnp.concatenate([rotate(first, second, angle, rope.magnitude), rest], axis=-1)
+        """The indexer rotates the first values: neighbours, or their two halves."""
+        first, rest = split(rows, spec.rope_dim, spec.index_dim - spec.rope_dim)
+        if config.index_interleaved:
+            return jnp.concatenate([rotated(first), rest], axis=-1)
+        halves = split(first, spec.rope_dim // 2, spec.rope_dim // 2)
+        return jnp.concatenate([rotate(*halves, angle, rope.magnitude), rest], axis=-1)
 
     q_latent = jnp.einsum("thd,hdl->thl", q_nope, weights.k_up)
-    index_k = layer_norm(index_k, *small.index_norm, LATENT_NORM_EPS)
-    return V32Rows(
-        q=jnp.concatenate([q_latent, rotated(q_rope)], axis=-1),
-        kv=jnp.concatenate([rms_norm(latent, small.kv_norm, LATENT_NORM_EPS), rotated(k_rope[:, None])[:, 0]], axis=-1),
-        index_q=index_rotated(index_q.reshape(-1, spec.index_heads, spec.index_dim)),
-        index_k=index_rotated(index_k[:, None])[:, 0],
-        index_weights=index_weights.astype(jnp.float32) * (spec.index_dim * spec.index_heads) ** -0.5,
-    )
+    rows = {
+        "q": jnp.concatenate([q_latent, rotated(q_rope)], axis=-1),
+        "kv": jnp.concatenate(
+            [rms_norm(latent, small.kv_norm, LATENT_NORM_EPS), rotated(k_rope[:, None])[:, 0]], axis=-1
+        ),
+    }
+    if indexed:
+        index_k, index_weights = of_index
+        index_k = layer_norm(index_k, *small.index_norm, LATENT_NORM_EPS)
+        rows |= {
+            "index_q": index_rotated(index_q.reshape(-1, spec.index_heads, spec.index_dim)),
+            "index_k": index_rotated(index_k[:, None])[:, 0],
+            "index_weights": index_weights.astype(jnp.float32) * (spec.index_dim * spec.index_heads) ** -0.5,
+        }
+    return V32Rows(**rows)
 
 
 def _project_out(config: V32Config, weights: V32Weights, out) -> jax.Array:

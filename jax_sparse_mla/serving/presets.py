@@ -61,6 +61,24 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    # GLM-5.2's order of layers with an indexer and layers that share one, cut short.
+    "glm5": {
+        "model_type": "glm_moe_dsa",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "indexer_types": ["full", "shared", "shared", "full"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 128,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
 }
 PRESETS = tuple(CONFIGS)
 

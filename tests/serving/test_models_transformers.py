@@ -12,7 +12,7 @@ from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.layers import gathers
 
 COMPILING = "PLAIN"  # see conftest.py
-MODELS = ("v4", "v32")
+MODELS = ("v4", "v32", "glm5")
 # Root mean square of a row's difference, in standard deviations of the logits; medians measured 0.002 and 0.05. Float32
 # rows differ by what a bfloat16 cache rounds, where that does not send a row to another expert.
 FLOAT32, FP8 = 0.006, 0.12

@@ -15,6 +15,7 @@ from sparse_mla_torch.hf.layers import Step
 from sparse_mla_torch.hf.presets import random_model
 from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v32 import DeepseekV32Config
+from transformers.models.glm_moe_dsa import GlmMoeDsaConfig
 
 from jax_sparse_mla.serving.pages import RequestPool
 
@@ -78,9 +79,35 @@ def small_v32_config(**changes) -> DeepseekV32Config:
     return DeepseekV32Config(**{**fields, **changes})
 
 
+def small_glm5_config(**changes) -> GlmMoeDsaConfig:
+    """The second of three layers shares the first one's selection; 64 tokens are selected."""
+    fields = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "indexer_types": ["full", "shared", "full"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 16,
+        "index_topk": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "attn_implementation": "eager",
+    }
+    return GlmMoeDsaConfig(**{**fields, **changes})
+
+
+CONFIGS = {"v4": small_v4_config, "v32": small_v32_config, "glm5": small_glm5_config}
+
+
 @functools.cache
 def small_model(name: str):
-    return random_model(small_v4_config() if name == "v4" else small_v32_config(), seed=0).to(DEVICE)
+    return random_model(CONFIGS[name](), seed=0).to(DEVICE)
 
 
 # One shape for nearly all tests, so that a layer compiles once per cache kind and mode. Three requests, of which

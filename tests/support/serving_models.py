@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import torch
 from sparse_mla_torch.hf.presets import random_model
-from support.hf_models import random_tokens, small_v4_config, small_v32_config
+from support.hf_models import random_tokens, small_glm5_config, small_v4_config, small_v32_config
 from support.serving_steps import named_arrays, torch_logits
 
 from jax_sparse_mla.serving import Model, Params
@@ -19,12 +19,15 @@ CHUNK = 112
 
 
 def config(name: str):
-    """V4: each kind of layer, a hash layer and two with routers. V3.2: a dense layer and experts in groups.
+    """V4: each kind of layer, a hash layer and two with routers. V3.2: a dense layer and experts in groups. GLM-5: a
+    layer without an indexer between two with one.
 
     The longest request has more C4 entries, and more tokens, than are selected.
     """
     if name == "v4":
         return small_v4_config(mlp_layer_types=["hash_moe", "moe", "moe"], index_topk=96)
+    if name == "glm5":
+        return small_glm5_config(index_topk=256)
     return small_v32_config(n_routed_experts=8, n_group=4, topk_group=2, index_topk=256)
 
 

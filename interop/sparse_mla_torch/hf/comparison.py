@@ -123,12 +123,13 @@ def compare_layers(run: TorchRun | JaxRun, requests: list[Request]) -> list[Laye
 def compare_layer(run: TorchRun | JaxRun, index: int, requests: list[Request]) -> LayerReport:
     """As `compare_layers`, for one layer."""
     engine, layer = run.engine, run.layers[index]
-    rows = [_as_torch(traced.hidden(index), run.model) for traced in engine.trace]
     expected, selected = {}, {}
     for request in requests:
-        key = id(request)
-        hidden = torch.cat([x[np.flatnonzero(traced.requests == key)] for x, traced in zip(rows, engine.trace)])
-        out, chosen = layer.eager(hidden[None], run.model)
+        key, shared = id(request), ()
+        if layer.shares:  # what eager's last layer with an indexer selects on its own inputs
+            owner = max(i for i in range(index) if not run.layers[i].shares)
+            shared = (run.layers[owner].eager(_hidden(run, owner, key), run.model)[1],)
+        out, chosen = layer.eager(_hidden(run, index, key), run.model, *shared)
         expected[key], selected[key] = out[0], chosen
 
     again = run.again(index)
@@ -146,7 +147,7 @@ def compare_layer(run: TorchRun | JaxRun, index: int, requests: list[Request]) -
     cosines = torch.nn.functional.cosine_similarity(ours, eager, dim=-1)
     return LayerReport(
         layer=index,
-        kind=layer_kind(engine.spec, layer.ratio),
+        kind=layer_kind(engine.spec, layer.ratio) + (", shared" if layer.shares else ""),
         cosine=float(torch.nn.functional.cosine_similarity(ours.flatten(), eager.flatten(), dim=0)),
         worst_row=float(cosines.min()),
         overlap=float(np.mean(overlaps)) if overlaps else None,
@@ -168,6 +169,12 @@ def count_agreeing_tokens(model: torch.nn.Module, requests: list[Request]) -> tu
 
 def _device(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+def _hidden(run: TorchRun | JaxRun, index: int, key: int) -> torch.Tensor:
+    """`[1, n, hidden]`, a layer's input rows of one request."""
+    steps = [(traced.hidden(index), np.flatnonzero(traced.requests == key)) for traced in run.engine.trace]
+    return torch.cat([_as_torch(rows, run.model)[own] for rows, own in steps])[None]
 
 
 def _as_torch(rows: torch.Tensor | np.ndarray, model: torch.nn.Module) -> torch.Tensor:

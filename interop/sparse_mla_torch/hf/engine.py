@@ -87,7 +87,7 @@ class TracedStep:
 
 
 class Engine:
-    """Serves requests on a transformers DeepSeek-V3.2 or V4 model, on the device where its parameters are.
+    """Serves requests on a transformers DeepSeek-V3.2, V4 or GLM-5 model, on the device where its parameters are.
 
     It takes the most likely token only, and reuses no prefixes.
 
@@ -120,6 +120,7 @@ class Engine:
         self.routes: dict[tuple[ForwardMode, int, int], frozenset[tuple[str, str]]] = {}
         self.trace: list[TracedStep] = []
         self._step: Step | None = None
+        self._selected: jax.Array | None = None  # what the latest layer of the step has selected
 
     @property
     def pool(self):
@@ -253,7 +254,10 @@ class Engine:
 
     def _attend(self, index: int, hidden: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
         layer = self.layers[index]
-        out, self.caches[index], positions = layer(self.caches[index], hidden, position_embeddings, self._step)
+        options = {"selected": self._selected} if layer.shares else {}
+        arguments = self.caches[index], hidden, position_embeddings, self._step
+        out, self.caches[index], positions = layer(*arguments, **options)
+        self._selected = positions
         if self.options.trace:
             positions = None if positions is None else np.asarray(positions)[: self._step.num_tokens]
             self.trace[-1].layers.append((hidden[0].clone(), positions))

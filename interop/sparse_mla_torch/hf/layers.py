@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, ModelSpec, RequestTables
 from jax_sparse_mla.attention.api import calls_of
@@ -80,6 +81,8 @@ class Step:
 
 class V4Layer:
     """A `DeepseekV4Attention` module with paged caches."""
+
+    shares = False
 
     def __init__(self, module: v4.DeepseekV4Attention, spec: ModelSpec, ratio: int):
         self.module, self.spec, self.ratio = module, spec, ratio
@@ -166,22 +169,30 @@ class V4Layer:
 
 
 class V32Layer:
-    """A `DeepseekV32Attention` module with paged caches; the heads' parts without rope are in the latent space."""
+    """A `DeepseekV32Attention` or `GlmMoeDsaAttention` module with paged caches; the heads' parts without rope are in
+    the latent space.
+
+    Attributes:
+      shares: whether it has no indexer and takes what the last layer with one selected.
+      has_indexer: whether it attends to what an indexer has selected.
+    """
 
     ratio = 0
     has_indexer = True
 
-    def __init__(self, module: v32.DeepseekV32Attention, spec: ModelSpec, ratio: int):
+    def __init__(self, module: v32.DeepseekV32Attention | glm.GlmMoeDsaAttention, spec: ModelSpec, ratio: int):
         self.module, self.spec = module, spec
+        self.shares = module.indexer is None
+        self._is_glm = isinstance(module, glm.GlmMoeDsaAttention)
         nope, v_dim = module.qk_nope_head_dim, module.v_head_dim
         kv_b = module.kv_b_proj.weight.detach().view(module.num_heads, nope + v_dim, module.kv_lora_rank)
         self._k_up, self._v_up = kv_b[:, :nope], kv_b[:, nope:]
 
     def new_cache(self, *, pool, max_requests: int, max_draft_tokens: int, bf16: bool) -> V32LayerCache:
-        return V32LayerCache.zeros(self.spec, num_pages=pool.num_pages, bf16=bf16)
+        return V32LayerCache.zeros(self.spec, num_pages=pool.num_pages, bf16=bf16, indexed=(not self.shares,))
 
-    def __call__(self, cache, hidden, position_embeddings, step: Step, index_scores=None):
-        """As `V4Layer.__call__`."""
+    def __call__(self, cache, hidden, position_embeddings, step: Step, index_scores=None, selected=None):
+        """As `V4Layer.__call__`; `selected` as in `layers.v32_layer`."""
         module = self.module
         cos, sin = position_embeddings
         heads = (*hidden.shape[:-1], -1, module.qk_head_dim)
@@ -194,8 +205,9 @@ class V32Layer:
         rows = {
             "q": torch.cat([q_latent, q_rope], dim=-1).transpose(1, 2),
             "kv": torch.cat([module.kv_a_layernorm(latent), k_rope[:, 0]], dim=-1),
-            **self._index_rows(hidden, q_residual, cos, sin),
         }
+        if not self.shares:
+            rows |= self._index_rows(hidden, q_residual, cos, sin)
         out, cache, positions = _run(
             _run_v32,
             step,
@@ -206,6 +218,7 @@ class V32Layer:
             step.metadata,
             spec=self.spec,
             index_scores=index_scores,
+            selected=selected,
             backend=step.backend,
         )
         values = torch.einsum("thl,hvl->thv", _unpad(out, step), self._v_up)
@@ -218,7 +231,8 @@ class V32Layer:
         k = indexer.k_norm(indexer.wk(hidden))[:, :, None]
         q_rope, q_rest = q.split([rope, rest], dim=-1)
         k_rope, k_rest = k.split([rope, rest], dim=-1)
-        q_rope, k_rope = v32.apply_rotary_pos_emb(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
+        rotate = v32.apply_rotary_pos_emb_interleave if self._is_glm else v32.apply_rotary_pos_emb
+        q_rope, k_rope = rotate(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
         return {
             "index_q": torch.cat([q_rope, q_rest], dim=-1),
@@ -226,15 +240,22 @@ class V32Layer:
             "index_weights": weights * (indexer.softmax_scale * indexer.n_heads**-0.5),
         }
 
-    def eager(self, hidden, model) -> tuple[torch.Tensor, np.ndarray]:
-        """As `V4Layer.eager`; positions past the query's own are −1."""
+    def eager(self, hidden, model, shared: np.ndarray | None = None) -> tuple[torch.Tensor, np.ndarray]:
+        """As `V4Layer.eager`; positions past the query's own are −1. A layer that shares takes `shared`, what this
+        method of the last layer with an indexer returned."""
         position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         visible = position_ids <= position_ids.T
         lowest = torch.finfo(hidden.dtype).min
         mask = hidden.new_zeros(visible.shape).masked_fill(~visible, lowest)[None, None]
         embeddings = model.model.rotary_emb(hidden, position_ids=position_ids)
+        options = {}
+        if self.shares:  # where there is a −1, all that is visible is selected, the query's own position too
+            own = np.arange(len(shared))[:, None]
+            options["prev_topk_indices"] = torch.from_numpy(np.where(shared < 0, own, shared))[None].to(hidden.device)
         with selected_indices() as selected:
-            out, _ = type(self.module).forward(self.module, hidden, embeddings, mask)
+            out, *_ = type(self.module).forward(self.module, hidden, embeddings, mask, **options)
+        if self.shares:
+            return out, shared
         chosen = selected[0][0].cpu().numpy()
         return out, np.where(chosen <= np.arange(len(chosen))[:, None], chosen, -1)
 

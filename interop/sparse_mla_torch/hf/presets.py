@@ -10,9 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.presets import CONFIGS, PRESETS
+
+
+_MODELS = {
+    "deepseek_v4": DeepseekV4ForCausalLM,
+    "deepseek_v32": DeepseekV32ForCausalLM,
+    "glm_moe_dsa": GlmMoeDsaForCausalLM,
+}
 
 
 def _v4_config() -> DeepseekV4Config:
@@ -23,6 +31,10 @@ def _v32_config() -> DeepseekV32Config:
     return DeepseekV32Config(**_fields("v32"))
 
 
+def _glm5_config() -> GlmMoeDsaConfig:
+    return GlmMoeDsaConfig(**_fields("glm5"))
+
+
 def _fields(name: str) -> dict:
     fields = {**CONFIGS[name], "attn_implementation": "eager"}
     del fields["model_type"]
@@ -30,20 +42,21 @@ def _fields(name: str) -> dict:
 
 
 def build_preset(name: str, seed: int) -> PreTrainedModel:
-    """A random model of preset "v4" or "v32" in bfloat16, the same for the same seed."""
-    if name not in PRESETS:
+    """A random model of one of PRESETS in bfloat16, the same for the same seed."""
+    configs = {"v4": _v4_config, "v32": _v32_config, "glm5": _glm5_config}
+    if name not in configs:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
-    return random_model(_v4_config() if name == "v4" else _v32_config(), seed)
+    return random_model(configs[name](), seed)
 
 
-def random_model(config: DeepseekV4Config | DeepseekV32Config, seed: int) -> PreTrainedModel:
+def random_model(config: DeepseekV4Config | DeepseekV32Config | GlmMoeDsaConfig, seed: int) -> PreTrainedModel:
     """A random model of this config in bfloat16, the same for the same seed.
 
     transformers sets sinks, position biases and norm weights to constants. Here they are random too, so that code which
     ignores one of them gives another result.
     """
     torch.manual_seed(seed)
-    model = (DeepseekV4ForCausalLM if config.model_type == "deepseek_v4" else DeepseekV32ForCausalLM)(config)
+    model = _MODELS[config.model_type](config)
     model.apply(model._init_weights)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

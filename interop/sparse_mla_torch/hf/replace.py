@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 _REPLACED = (
     v4.DeepseekV4Attention,
@@ -17,8 +18,10 @@ _REPLACED = (
     v4.DeepseekV4IndexerScorer,
     v32.DeepseekV32Attention,
     v32.DeepseekV32Indexer,
+    glm.GlmMoeDsaAttention,
+    glm.GlmMoeDsaIndexer,
 )
-_INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer)
+_INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer)
 
 
 class AttentionReplacement:
@@ -44,8 +47,11 @@ class AttentionReplacement:
             del module.forward
 
     def _module_forward(self, index: int):
+        # GLM's returns its selection too, for the layers that share it; ours goes another way.
+        rest = (None, None) if isinstance(self._modules[index], glm.GlmMoeDsaAttention) else (None,)
+
         def forward(hidden_states, position_embeddings, **_):
-            return self._forward(index, hidden_states, position_embeddings), None
+            return self._forward(index, hidden_states, position_embeddings), *rest
 
         return forward
 
