@@ -8,7 +8,7 @@ arrays of several layers, too.
 The file is one safetensors file, version 1. Its metadata are `format` ("sparse_mla_handover"), `version` ("1") and
 `request`, JSON of
 
-    model          the model's type: "deepseek_v4", "deepseek_v32"
+    model          the model's type: "deepseek_v4", "deepseek_v32", "glm_moe_dsa"
     kv_layout      how K rows lie in a page: the name of a KVLayout
     page_size      tokens of a page, P
     window         tokens of the sliding window, or null
@@ -22,7 +22,7 @@ of the next token touches. `entries` is P divided by the layer's ratio. `ring` i
 
     tokens                              int32 [tokens], prompt and output; the last one is not cached yet
     layers.I.kv.data                    uint8 [n, page bytes of the layout]                     V3.2
-    layers.I.index_k                    uint8 [n, P * 132], 128 float8_e4m3fn, 4 of scale       V3.2
+    layers.I.index_k                    uint8 [n, P * 132], 128 float8_e4m3fn, 4 of scale       V3.2, with an indexer
     layers.I.swa.data                   uint8 [w, page bytes of the layout]                     V4
     layers.I.compressed.data            uint8 [n, page bytes of the layout at `entries`]        V4, ratio > 0
     layers.I.state.kv, .state.score     float32 [ring, channels]                                V4, ratio > 0
@@ -112,17 +112,18 @@ def write_cache(
     Raises:
       ValueError: `parts` has other names, dtypes or shapes than `read_cache` gives at this place.
     """
-    leaves = _leaves(cache)
+    own = _own(cache)
     check_parts(cache, place, parts)
     written = []
-    for name, x in leaves.items():
+    for name, x in _leaves(cache).items():
         index = _rows_of(name, cache, place)
         if isinstance(x, jax.Array):
             x = _put(x, index, jax.device_put(parts[name].numpy(), x.sharding))
         else:
             x[tuple(torch.as_tensor(i, device=x.device) for i in index)] = parts[name].to(x.device)
         written.append(x)
-    return jax.tree.unflatten(jax.tree.structure(cache), written)
+    updated = jax.tree.unflatten(jax.tree.structure(own), written)
+    return updated if own is cache else dataclasses.replace(cache, kv=updated.kv)
 
 
 def check_parts(
@@ -295,7 +296,15 @@ def _place(engine: Engine | JaxEngine, request: Request) -> Place:
 # Which part of which array is the request's.
 
 
+def _own(cache: V4LayerCache | V32LayerCache) -> V4LayerCache | V32LayerCache:
+    """The cache without the index keys of other layers, which a layer that has none carries along."""
+    if isinstance(cache, V32LayerCache) and cache.index_k is not None and not cache.has_index_k:
+        return dataclasses.replace(cache, index_k=None)
+    return cache
+
+
 def _leaves(cache: V4LayerCache | V32LayerCache) -> dict[str, Any]:
+    cache = _own(cache)
     pools = [x for x in vars(cache).values() if isinstance(x, LayerPool)]
     if any(pool.num_layers > 1 and pool.layer_index is None for pool in pools):
         raise ValueError(

@@ -15,7 +15,6 @@ from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalL
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.presets import CONFIGS, PRESETS
 
-
 _MODELS = {
     "deepseek_v4": DeepseekV4ForCausalLM,
     "deepseek_v32": DeepseekV32ForCausalLM,
