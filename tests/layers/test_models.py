@@ -58,6 +58,11 @@ def test_transformers_configs():
     v32 = ModelSpec.from_hf_config(transformers.DeepseekV32Config(rope_parameters={"rope_theta": 10000.0, **yarn}))
     assert v32.softmax_scale == pytest.approx(DEEPSEEK_V32.softmax_scale)
     assert (v32.kv_layout, v32.index_topk, v32.num_heads) == (KVLayout.V32_FP8, 2048, 128)
+
+    glm = ModelSpec.from_hf_config(transformers.GlmMoeDsaConfig())
+    assert glm == ModelSpec.from_hf_config({"model_type": "glm_moe_dsa"})
+    assert (glm.num_heads, glm.index_heads, glm.index_topk, glm.softmax_scale) == (64, 32, 2048, 256**-0.5)
+    assert (glm.kv_layout, glm.qk_dim, glm.v_dim, glm.window) == (KVLayout.V32_FP8, 576, 512, None)
     assert ModelSpec.from_hf_config(transformers.DeepseekV32Config()).softmax_scale == 192**-0.5  # no yarn: no mscale
     config = transformers.DeepseekV4Config(num_hidden_layers=4, compress_ratios=[0, 4, 128, 4])
     v4 = ModelSpec.from_hf_config(config)

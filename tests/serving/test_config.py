@@ -4,10 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from support.hf_models import small_glm5_config
 from support.serving_models import config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32RotaryEmbedding
 
+from jax_sparse_mla.models import indexed_layers
 from jax_sparse_mla.serving.config import read_config
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
@@ -34,6 +36,55 @@ def test_released_v32_keys():
     released |= {"rope_scaling": {"type": "yarn", **without(yarn, "rope_type", "rope_theta")}, "rope_theta": 10000}
     released |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     assert read_config(released) == read_config(keys("v32"))
+
+
+def test_released_glm5_keys():
+    """GLM-5.2's: the schedule as frequency and offset, or as a pattern; other words for what else transformers says."""
+    full = keys("glm5", num_hidden_layers=8, indexer_types=["full", "full", "full", *["shared"] * 3, "full", "shared"])
+    full["mlp_layer_types"] = ["dense"] + ["sparse"] * 7
+    wanted = read_config(full)
+    assert wanted.indexed == (True, True, True, False, False, False, True, False) and wanted.index_interleaved
+    assert not read_config(keys("v32")).index_interleaved and all(read_config(keys("v32")).indexed)
+    released = without(full, "indexer_types", "mlp_layer_types", "rope_parameters", "layer_types")
+    released |= {"rope_theta": 1000000, "indexer_rope_interleave": True, "rope_interleave": True, "head_dim": 192}
+    released |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    assert read_config(released | {"index_topk_freq": 4, "index_skip_topk_offset": 3}) == wanted
+    assert read_config(released | {"index_topk_pattern": "FFFSSSFS", "index_topk_freq": 2}) == wanted
+    assert all(read_config(released | {"index_topk_freq": None}).indexed)
+
+
+@pytest.mark.parametrize("name", ["v32", "glm5"])
+def test_a_missing_key_is_transformers_default_or_named(name):
+    default = json.loads(type(config(name))().to_json_string())
+    named = set()
+    for key in without(default, "eos_token_id"):  # without it nothing ends a sequence
+        try:
+            assert read_config(without(default, key)) == read_config(default), key
+        except ValueError as error:
+            assert key in str(error)
+            named.add(key)
+    optional = {
+        "n_group",
+        "topk_group",
+        "indexer_types",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "rms_norm_eps",
+        "index_n_heads",
+    }
+    assert "num_hidden_layers" in named and not optional & named
+
+
+@pytest.mark.parametrize("freq, offset", [(1, 2), (4, 3), (4, 2), (3, 0), (0, 2), (2, 5)])
+def test_schedules_are_transformers(freq, offset):
+    schedule = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
+    theirs = small_glm5_config(num_hidden_layers=13, indexer_types=None, **schedule).indexer_types
+    read = {"model_type": "glm_moe_dsa", "num_hidden_layers": 13}
+    if theirs[0] != "full":
+        with pytest.raises(ValueError, match="index_topk_freq must begin with a layer that has an indexer"):
+            indexed_layers(read | schedule)
+        return
+    assert indexed_layers(read | schedule) == tuple(kind == "full" for kind in theirs)
 
 
 def test_frequencies_are_transformers():
@@ -68,7 +119,20 @@ def test_frequencies_are_transformers():
         ("v32", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
         ("v32", {"n_group": 3}, "n_group must divide n_routed_experts, got 3 and 8"),
         ("v32", {"rope_parameters": {"rope_type": "linear"}}, "rope_type must be 'default' or 'yarn', got 'linear'"),
-        ("v32", {"model_type": "llama"}, "model_type must be 'deepseek_v32' or 'deepseek_v4', got 'llama'"),
+        ("v32", {"model_type": "llama"}, "must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa', got 'llama'"),
+        ("glm5", {"model_type": "glm5_next"}, "got 'glm5_next' .KPool: pools of index keys"),
+        ("glm5", {"indexer_types": ["full", "half", "full"]}, "indexer_types must be of .*, got 'half'"),
+        ("glm5", {"indexer_types": ["full"]}, r"indexer_types must name 3 layers, got \['full'\]"),
+        ("glm5", {"indexer_types": ["shared", "full", "full"]}, "indexer_types must begin with a layer that has"),
+        ("glm5", {"indexer_types": None, "index_topk_pattern": "FXF"}, "index_topk_pattern must be of .*, got 'X'"),
+        ("glm5", {"indexer_types": None, "index_topk_freq": "4"}, "index_topk_freq must be an integer .*, got '4'"),
+        ("glm5", {"indexer_rope_interleave": False}, "indexer_rope_interleave must be True, got False"),
+        ("v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave must be False, got True"),
+        (
+            "v32",
+            {"index_topk_freq": 4, "index_skip_topk_offset": 1},
+            "index_topk_freq shares an indexer's entries, which only glm_moe_dsa does",
+        ),
     ],
 )
 def test_unknown_values_are_refused(name, change, message):
