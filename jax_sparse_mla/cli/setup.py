@@ -37,7 +37,7 @@ class JaxSetup:
             self.name = args.model
             if not os.path.isdir(args.model):
                 raise FileNotFoundError(f"no checkpoint folder {args.model}")
-            self.model, self.params = load(args.model)
+            self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
             if not args.no_check:
                 from sparse_mla_torch.hf.presets import load_checkpoint

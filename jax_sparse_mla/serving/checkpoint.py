@@ -40,45 +40,52 @@ WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfl
 NAMES_SHOWN = 6
 
 
-def load_folder(folder: str | os.PathLike[str]) -> tuple[V4Config | V32Config, Any]:
+def load_folder(folder: str | os.PathLike[str], *, draft_layer: bool) -> tuple[V4Config | V32Config, Any]:
     """The config and parameters of a checkpoint folder; see `serving.load`."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder {folder}")
     config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    return config, from_named_arrays(config, _map_folder(folder))
+    return config, from_named_arrays(config, _map_folder(folder), draft_layer=draft_layer)
 
 
-def from_named_arrays(config: V4Config | V32Config, arrays: Mapping[str, Any]) -> Any:
+def from_named_arrays(config: V4Config | V32Config, arrays: Mapping[str, Any], *, draft_layer: bool = True) -> Any:
     """The parameters of arrays by name, as a state dict or a checkpoint has them.
 
     Args:
       config: the model's.
       arrays: numpy arrays, bfloat16 and FP8 of `ml_dtypes`. Weights get the embedding's dtype, bfloat16 or float32;
         what the model keeps in float32 becomes float32. An FP8 weight `x` has a scale for each block of 128 x 128
-        values, `x_scale_inv` (released V4: `….scale` beside `….weight`). Draft layers are left out.
+        values, `x_scale_inv` (released V4: `….scale` beside `….weight`).
+      draft_layer: whether to read the draft layer if there is one. A second one is left out, and so are drafters of
+        another form. What the config says of them does not count: transformers says one and saves none.
 
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
     """
     canonical = _v4_name if isinstance(config, V4Config) else _v32_name
     stored = {name: array for given, array in arrays.items() if (name := canonical(given, config)) is not None}
-    expected = _stored_shapes(shapes_of(functools.partial(_read, config)), stored)
+    draft_layer = draft_layer and _DRAFT_LAYER_HAS[type(config)] in stored
+    if not draft_layer:
+        stored = {name: array for name, array in stored.items() if not name.startswith("draft.")}
+    read = functools.partial(_read, config, draft_layer=draft_layer)
+    expected = _stored_shapes(shapes_of(read), stored)
     _check(expected, stored, config)
     dtype = stored["embed_tokens.weight"].dtype
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"checkpoint: embed_tokens.weight must be bfloat16 or float32, got {dtype}")
-    return _read(config, Tensors(_Stored(stored), dtype))
+    return read(Tensors(_Stored(stored), dtype))
 
 
-def init_params(config: V4Config | V32Config, seed: int, dtype: Any) -> Any:
+def init_params(config: V4Config | V32Config, seed: int, dtype: Any, *, draft_layer: bool) -> Any:
     """Random parameters; see `Model.init_params`."""
-    return random_params(functools.partial(_read, config), seed, dtype, config.moe.num_experts)
+    read = functools.partial(_read, config, draft_layer=draft_layer)
+    return random_params(read, seed, dtype, config.moe.num_experts)
 
 
-def _read(config: V4Config | V32Config, tensors: Tensors) -> Any:
+def _read(config: V4Config | V32Config, tensors: Tensors, *, draft_layer: bool) -> Any:
     model = deepseek_v4 if isinstance(config, V4Config) else deepseek_v32
-    return model.read_params(config, tensors)
+    return model.read_params(config, tensors, draft_layer)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -133,12 +140,12 @@ Rules = tuple[tuple[str, str], ...]
 _V4_RULES: Rules = (
     (r"^embed\.", "embed_tokens."),
     (r"^head\.", "lm_head."),
-    (r"^hc_head_(fn|base|scale)$", r"hc_head.hc_\1"),
-    (r"^(layers\.\d+)\.hc_(attn|ffn)_(fn|base|scale)$", r"\1.\2_hc.\3"),
-    (r"^(layers\.\d+)\.attn_norm\.", r"\1.input_layernorm."),
-    (r"^(layers\.\d+)\.ffn_norm\.", r"\1.post_attention_layernorm."),
-    (r"^(layers\.\d+)\.attn\.", r"\1.self_attn."),
-    (r"^(layers\.\d+)\.ffn\.", r"\1.mlp."),
+    (r"(^|\.)hc_head_(fn|base|scale)$", r"\1hc_head.hc_\2"),
+    (r"^(layers\.\d+|draft)\.hc_(attn|ffn)_(fn|base|scale)$", r"\1.\2_hc.\3"),
+    (r"^(layers\.\d+|draft)\.attn_norm\.", r"\1.input_layernorm."),
+    (r"^(layers\.\d+|draft)\.ffn_norm\.", r"\1.post_attention_layernorm."),
+    (r"^(layers\.\d+|draft)\.attn\.", r"\1.self_attn."),
+    (r"^(layers\.\d+|draft)\.ffn\.", r"\1.mlp."),
     (r"\.self_attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
     (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
     (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
@@ -154,13 +161,15 @@ _V4_RULES: Rules = (
     (r"\.w3\.", ".up_proj."),
     (r"_proj\.scale$", "_proj.weight_scale_inv"),
 )
-# Draft layers, and buffers that follow from the config.
-_LEFT_OUT = re.compile(r"^mtp\.|rotary_emb\.")
+# Further draft layers, what a draft layer shares with the model, and buffers that follow from the config.
+_LEFT_OUT = re.compile(r"^mtp\.|^draft\.(emb|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
+# By this a draft layer of the form that is read is known.
+_DRAFT_LAYER_HAS = {V4Config: "draft.e_proj.weight", V32Config: "draft.eh_proj.weight"}
 
 
 def _v4_name(name: str, config: V4Config) -> str | None:
-    """The name of transformers' module; None for what is left out."""
-    name = name.removeprefix("model.")
+    """The name of transformers' module, with "draft." before those of the draft layer; None for what is left out."""
+    name = re.sub(r"^mtp\.0\.", "draft.", name.removeprefix("model."))
     for pattern, replacement in _V4_RULES:
         name = re.sub(pattern, replacement, name)
     return None if _LEFT_OUT.search(name) or (config.tied and name == "lm_head.weight") else name
@@ -168,9 +177,9 @@ def _v4_name(name: str, config: V4Config) -> str | None:
 
 def _v32_name(name: str, config: V32Config) -> str | None:
     """As `_v4_name`. The released draft layer is numbered as one behind the model's layers."""
-    name = name.removeprefix("model.")
+    name = re.sub(rf"^layers\.{config.num_layers}\.", "draft.", name.removeprefix("model."))
     layer = re.match(r"layers\.(\d+)\.", name)
-    if layer and int(layer[1]) >= config.num_layers:
+    if layer and int(layer[1]) > config.num_layers:
         return None
     return None if _LEFT_OUT.search(name) or (config.tied and name == "lm_head.weight") else name
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V32LayerCache, V32Rows, gathers, v32_layer
-from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, build_v32_metadata
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V32Metadata, build_v32_metadata
 from jax_sparse_mla.serving.config import V32Config
 from jax_sparse_mla.serving.layers import layer_norm, linear, matmul, mlp, rms_norm, rotate, split, summed
 from jax_sparse_mla.serving.moe import MoEParams, moe
@@ -69,22 +69,42 @@ class V32Small:
 
 
 @pytree_dataclass
+class V32Draft:
+    """The draft layer's parameters; embedding and logits' weights are the model's.
+
+    Attributes:
+      token_norm, states_norm: `[hidden]`, of the next token's row and of the row before it.
+      eh_proj: `[hidden, 2 * hidden]`, what both are multiplied by, the token's first.
+      weights, small: of a layer. norm: `[hidden]`, of what it returns.
+    """
+
+    token_norm: jax.Array
+    states_norm: jax.Array
+    eh_proj: jax.Array
+    weights: V32Weights
+    small: V32Small
+    norm: jax.Array
+
+
+@pytree_dataclass
 class V32Params:
     """A model's parameters: embedding `[vocab, hidden]`, the logits' weights (None: the embedding), the final norm,
-    and the layers': `layers` has the large weights of each, `small` the small ones of all."""
+    and the layers': `layers` has the large weights of each, `small` the small ones of all, `draft` the draft layer's,
+    if there is one."""
 
     embedding: jax.Array
     unembedding: jax.Array | None
     norm: jax.Array
     small: V32Small
     layers: list[V32Weights]
+    draft: V32Draft | None = None
 
 
 # --- parameters ------------------------------------------------------------------------------------
 
 
-def read_params(config: V32Config, tensors: Tensors) -> V32Params:
-    """The parameters, of tensors by the names of transformers' modules."""
+def read_params(config: V32Config, tensors: Tensors, draft_layer: bool) -> V32Params:
+    """The parameters, of tensors by the names of transformers' modules, the draft layer's behind "draft."."""
     layers = [tensors.layer(_read_layer, config, i, config.dense[i]) for i in range(config.num_layers)]
     weights, small = zip(*layers)
     size = config.vocab_size, config.hidden_size
@@ -94,6 +114,21 @@ def read_params(config: V32Config, tensors: Tensors) -> V32Params:
         norm=tensors("norm.weight", (config.hidden_size,)),
         small=jax.tree.map(lambda *arrays: jnp.stack(arrays), *small),
         layers=list(weights),
+        draft=_read_draft(config, tensors) if draft_layer else None,
+    )
+
+
+def _read_draft(config: V32Config, tensors: Tensors) -> V32Draft:
+    i, hidden = config.num_layers, config.hidden_size
+    weights, small = tensors.layer(_read_layer, config, i, False)
+    tensors = tensors.under("draft.")
+    return V32Draft(
+        token_norm=tensors("enorm.weight", (hidden,)),
+        states_norm=tensors("hnorm.weight", (hidden,)),
+        eh_proj=tensors("eh_proj.weight", (hidden, 2 * hidden)),
+        weights=weights,
+        small=small,
+        norm=tensors("shared_head.norm.weight", (hidden,)),
     )
 
 
@@ -105,7 +140,7 @@ def _input_widths(config: V32Config) -> list[int]:
 
 def _read_layer(config: V32Config, i: int, tensors: Tensors) -> tuple[V32Weights, V32Small]:
     spec, hidden = config.spec, config.hidden_size
-    tensors = tensors.under(f"layers.{i}.")
+    tensors = tensors.under(f"layers.{i}." if i < config.num_layers else "draft.")
     attn, indexer, heads = tensors.under("self_attn."), tensors.under("self_attn.indexer."), spec.num_heads
     head_dim = config.nope_dim + spec.rope_dim
     in_proj = [
@@ -121,7 +156,7 @@ def _read_layer(config: V32Config, i: int, tensors: Tensors) -> tuple[V32Weights
     kv_b = attn("kv_b_proj.weight", (heads * (config.nope_dim + config.v_dim), spec.nope_dim))
     kv_b = kv_b.reshape(heads, -1, spec.nope_dim)
     experts = (config.moe.num_experts,)
-    if config.dense[i]:
+    if i < config.num_layers and config.dense[i]:
         feed_forward = DenseParams(**tensors.under("mlp.").swiglu(config.dense_width, hidden))
         bias = jnp.zeros(experts)
     else:
@@ -169,17 +204,69 @@ def forward(
     gathered: bool | None,
     backend: str | None,
     trace: Callable[[jax.Array, jax.Array | None], None],
-) -> tuple[jax.Array, V32LayerCache, jax.Array]:
-    """As `Model.forward`: hidden rows, caches and overflow; `trace` is called with each layer's input and selection."""
-    spec, metadata = config.spec, _metadata(config, caches, batch, tables, gathered)
-    streams = params.embedding[tokens]
+) -> tuple[jax.Array, jax.Array, V32LayerCache, jax.Array]:
+    """As `Model.forward`: hidden rows, which a draft layer reads as well, caches and overflow; `trace` is called with
+    each layer's input and selection."""
+    metadata, streams = _metadata(config, caches, batch, tables, gathered), params.embedding[tokens]
     for i in range(layers):
         weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
-        x, rows = _before_attention(config, weights, small, streams, positions)
-        out, caches, selected = v32_layer(caches.layer(i), rows, batch, metadata, spec=spec, backend=backend)
-        trace(x, selected)
-        streams = _after_attention(config, weights, small, streams, out, tokens)
-    return rms_norm(streams, params.norm, config.norm_eps), caches.whole(), metadata.overflow
+        options = {"positions": positions, "tokens": tokens, "backend": backend, "trace": trace}
+        streams, caches = _run(config, weights, small, caches.layer(i), streams, batch, metadata, **options)
+    hidden = rms_norm(streams, params.norm, config.norm_eps)
+    return hidden, hidden, caches.whole(), metadata.overflow
+
+
+def new_draft(
+    config: V32Config, params: V32Params, *, num_pages: int, num_swa_pages: int, max_requests: int, bf16: bool
+) -> tuple[V32LayerCache, jax.Array]:
+    """The draft layer's empty cache, and zeros in the place of each request's row."""
+    states = jnp.zeros((max_requests, config.hidden_size), params.embedding.dtype)
+    return V32LayerCache.zeros(config.spec, num_pages=num_pages, bf16=bf16), states
+
+
+def draft(
+    config: V32Config,
+    params: V32Params,
+    cache: V32LayerCache,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    tokens: jax.Array,
+    positions: jax.Array,
+    states: jax.Array,
+    *,
+    gathered: bool | None,
+    backend: str | None,
+) -> tuple[jax.Array, jax.Array, V32LayerCache, jax.Array]:
+    """As `Model.draft`: hidden rows, the same as what it reads next, the cache and overflow."""
+    own, metadata = params.draft, _metadata(config, cache, batch, tables, gathered)
+    token_rows = rms_norm(params.embedding[tokens], own.token_norm, config.norm_eps)
+    rows = jnp.concatenate([token_rows, rms_norm(states, own.states_norm, config.norm_eps)], axis=-1)
+    options = {"positions": positions, "tokens": tokens, "backend": backend, "trace": lambda *_: None}
+    rows = linear(rows, own.eh_proj)
+    rows, cache = _run(config, own.weights, own.small, cache, rows, batch, metadata, **options)
+    hidden = rms_norm(rows, own.norm, config.norm_eps)
+    return hidden, hidden, cache.whole(), metadata.overflow
+
+
+def _run(
+    config: V32Config,
+    weights: V32Weights,
+    small: V32Small,
+    cache: V32LayerCache,
+    streams: jax.Array,
+    batch: ForwardBatch,
+    metadata: V32Metadata,
+    *,
+    positions: jax.Array,
+    tokens: jax.Array,
+    backend: str | None,
+    trace: Callable[[jax.Array, jax.Array | None], None],
+) -> tuple[jax.Array, V32LayerCache]:
+    """The rows after a layer, and its cache."""
+    x, rows = _before_attention(config, weights, small, streams, positions)
+    out, cache, selected = v32_layer(cache, rows, batch, metadata, spec=config.spec, backend=backend)
+    trace(x, selected)
+    return _after_attention(config, weights, small, streams, out, tokens), cache
 
 
 def _metadata(config: V32Config, caches: V32LayerCache, batch: ForwardBatch, tables: RequestTables, gathered):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,10 +87,34 @@ class V4Small:
 
 
 @pytree_dataclass
+class V4Draft:
+    """The draft layer's parameters; embedding and logits' weights are the model's.
+
+    Attributes:
+      token_norm, states_norm: float32 `[hidden]`, of the next token's row and of each stream.
+      e_proj, h_proj: `[hidden, hidden]`, what those are multiplied by before they are added.
+      weights, small, attention: of a layer of ratio 0.
+      norm, head_fn, head_base, head_scale: as in `V4Params`.
+    """
+
+    token_norm: jax.Array
+    states_norm: jax.Array
+    e_proj: jax.Array
+    h_proj: jax.Array
+    weights: V4Weights
+    small: V4Small
+    attention: V4LayerParams
+    norm: jax.Array
+    head_fn: jax.Array
+    head_base: jax.Array
+    head_scale: jax.Array
+
+
+@pytree_dataclass
 class V4Params:
     """A model's parameters: embedding `[vocab, hidden]`, the logits' weights (None: the embedding), the final norm, the
     last streams' `head_fn`, `head_base`, `head_scale`, and the layers': `layers` has the large weights of each, `small`
-    the small ones of all, `attention` by ratio what `v4_layer` takes."""
+    the small ones of all, `attention` by ratio what `v4_layer` takes, `draft` the draft layer's, if there is one."""
 
     embedding: jax.Array
     unembedding: jax.Array | None
@@ -100,33 +125,61 @@ class V4Params:
     small: V4Small
     attention: dict[int, V4LayerParams]
     layers: list[V4Weights]
+    draft: V4Draft | None = None
 
 
 # --- parameters ------------------------------------------------------------------------------------
 
 
-def read_params(config: V4Config, tensors: Tensors) -> V4Params:
-    """The parameters, of tensors by the names of transformers' modules."""
-    layers = [
-        tensors.layer(_read_layer, config, i, (config.ratios[i], config.hashed[i])) for i in range(config.num_layers)
-    ]
+def read_params(config: V4Config, tensors: Tensors, draft_layer: bool) -> V4Params:
+    """The parameters, of tensors by the names of transformers' modules, the draft layer's behind "draft."."""
+    layers = [tensors.layer(_read_layer, config, i, _kind(config, i)) for i in range(config.num_layers)]
     weights, small, attention = zip(*layers)
-    hidden, n = config.hidden_size, config.streams.streams
-    size = config.vocab_size, hidden
+    size = config.vocab_size, config.hidden_size
     return V4Params(
         embedding=tensors("embed_tokens.weight", size),
         unembedding=None if config.tied else tensors("lm_head.weight", size),
-        norm=tensors.float32("norm.weight", (hidden,)),
-        head_fn=tensors.float32("hc_head.hc_fn", (n, n * hidden)),
-        head_base=tensors.float32("hc_head.hc_base", (n,)),
-        head_scale=tensors.float32("hc_head.hc_scale", (1,)),
+        **_read_head(config, tensors),
         small=jax.tree.map(lambda *arrays: jnp.stack(arrays), *small),
         attention={
             ratio: V4LayerParams.stack([part for part, of in zip(attention, config.ratios) if of == ratio])
             for ratio in sorted(set(config.ratios))
         },
         layers=list(weights),
+        draft=_read_draft(config, tensors) if draft_layer else None,
     )
+
+
+def _read_head(config: V4Config, tensors: Tensors) -> dict[str, jax.Array]:
+    """From the streams to the rows that logits are made of."""
+    hidden, n = config.hidden_size, config.streams.streams
+    return {
+        "norm": tensors.float32("norm.weight", (hidden,)),
+        "head_fn": tensors.float32("hc_head.hc_fn", (n, n * hidden)),
+        "head_base": tensors.float32("hc_head.hc_base", (n,)),
+        "head_scale": tensors.float32("hc_head.hc_scale", (1,)),
+    }
+
+
+def _read_draft(config: V4Config, tensors: Tensors) -> V4Draft:
+    i, hidden = config.num_layers, config.hidden_size
+    weights, small, attention = tensors.layer(_read_layer, config, i, _kind(config, i))
+    tensors = tensors.under("draft.")
+    return V4Draft(
+        token_norm=tensors.float32("enorm.weight", (hidden,)),
+        states_norm=tensors.float32("hnorm.weight", (hidden,)),
+        e_proj=tensors("e_proj.weight", (hidden, hidden)),
+        h_proj=tensors("h_proj.weight", (hidden, hidden)),
+        weights=weights,
+        small=small,
+        attention=attention,
+        **_read_head(config, tensors),
+    )
+
+
+def _kind(config: V4Config, i: int) -> tuple[int, bool]:
+    """A layer's ratio, and whether it is a hash layer; the draft layer's are not in the config."""
+    return (config.ratios[i], config.hashed[i]) if i < config.num_layers else (0, False)
 
 
 def _input_widths(config: V4Config, ratio: int) -> list[int]:
@@ -146,8 +199,9 @@ def _coff(ratio: int) -> int:
 
 
 def _read_layer(config: V4Config, i: int, tensors: Tensors) -> tuple[V4Weights, V4Small, V4LayerParams]:
-    spec, ratio, hidden, n = config.spec, config.ratios[i], config.hidden_size, config.streams.streams
-    tensors = tensors.under(f"layers.{i}.")
+    spec, hidden, n = config.spec, config.hidden_size, config.streams.streams
+    ratio, hashed = _kind(config, i)
+    tensors = tensors.under(f"layers.{i}." if i < config.num_layers else "draft.")
     attn, indexer = tensors.under("self_attn."), tensors.under("self_attn.compressor.indexer.")
 
     inputs = ["q_a_proj", "kv_proj"] + ["compressor.kv_proj", "compressor.gate_proj"] * bool(ratio)
@@ -178,7 +232,7 @@ def _read_layer(config: V4Config, i: int, tensors: Tensors) -> tuple[V4Weights, 
         o_b=attn("o_b_proj.weight", (hidden, config.o_groups * config.o_rank)),
         attn_fn=attn_fn,
         ffn_fn=ffn_fn,
-        moe=tensors.under("mlp.").moe(config.moe, hidden, config.vocab_size if config.hashed[i] else None),
+        moe=tensors.under("mlp.").moe(config.moe, hidden, config.vocab_size if hashed else None),
     )
     experts = (config.moe.num_experts,)
     small = V4Small(
@@ -188,9 +242,7 @@ def _read_layer(config: V4Config, i: int, tensors: Tensors) -> tuple[V4Weights, 
         kv_norm=attn.float32("kv_norm.weight", (spec.qk_dim,)),
         base=jnp.stack(streams("base", mixes)),
         scale=jnp.stack(streams("scale", 3)),
-        router_bias=jnp.zeros(experts)
-        if config.hashed[i]
-        else tensors.float32("mlp.gate.e_score_correction_bias", experts),
+        router_bias=jnp.zeros(experts) if hashed else tensors.float32("mlp.gate.e_score_correction_bias", experts),
     )
     attention = V4LayerParams(
         attn_sink=attn.float32("sinks", (spec.num_heads,)),
@@ -224,18 +276,49 @@ def forward(
     gathered: bool | None,
     backend: str | None,
     trace: Callable[[jax.Array, jax.Array | None], None],
-) -> tuple[jax.Array, V4Caches, jax.Array]:
-    """As `Model.forward`: hidden rows, caches and overflow; `trace` is called with each layer's input and selection."""
+) -> tuple[jax.Array, jax.Array, V4Caches, jax.Array]:
+    """As `Model.forward`: hidden rows, the streams that they are made of, caches and overflow; `trace` is called with
+    each layer's input and selection."""
     step = _prepare(config, batch, tables, gathered)
     rows = params.embedding[tokens]
     streams = jnp.broadcast_to(rows[:, None], (rows.shape[0], config.streams.streams, config.hidden_size))
-    for i, ratio in enumerate(config.ratios[:layers]):
-        weights, small = params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
-        x, rows, post, comb = _before_attention(config, ratio, weights, small, streams, positions)
-        out, caches, selected = _attend(config, params, caches, i, rows, batch, step, backend=backend)
-        trace(x, selected)
-        streams = _after_attention(config, ratio, weights, small, streams, out, post, comb, positions, tokens)
-    return _last(config, params, streams), caches, step.overflow
+    for i in range(layers):
+        layer, ratio = _layer(config, params, i), config.ratios[i]
+        options = {"positions": positions, "tokens": tokens, "backend": backend, "trace": trace}
+        streams, cache = _run(config, layer, _of_layer(config, caches, i), streams, batch, step, **options)
+        caches = caches | {ratio: cache.whole()}
+    return _last(config, params, streams), streams, caches, step.overflow
+
+
+def new_draft(
+    config: V4Config, params: V4Params, *, num_pages: int, num_swa_pages: int, max_requests: int, bf16: bool
+) -> tuple[V4LayerCache, jax.Array]:
+    """The draft layer's empty cache, a window, and zeros in the place of each request's streams."""
+    sizes = {"num_pages": num_pages, "num_swa_pages": num_swa_pages, "max_requests": max_requests, "bf16": bf16}
+    states = jnp.zeros((max_requests, config.streams.streams, config.hidden_size), params.embedding.dtype)
+    return V4LayerCache.zeros(config.spec, 0, **sizes), states
+
+
+def draft(
+    config: V4Config,
+    params: V4Params,
+    cache: V4LayerCache,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    tokens: jax.Array,
+    positions: jax.Array,
+    states: jax.Array,
+    *,
+    gathered: bool | None,
+    backend: str | None,
+) -> tuple[jax.Array, jax.Array, V4LayerCache, jax.Array]:
+    """As `Model.draft`: hidden rows, the streams that they are made of, the cache and overflow."""
+    own, step = params.draft, _prepare(config, batch, tables, gathered)
+    layer = _Layer(0, own.weights, own.small, own.attention)
+    options = {"positions": positions, "tokens": tokens, "backend": backend, "trace": lambda *_: None}
+    streams = _join_token(config, own, params.embedding[tokens], states)
+    streams, cache = _run(config, layer, cache, streams, batch, step, **options)
+    return _last(config, own, streams), streams, cache.whole(), step.overflow
 
 
 def attention(
@@ -255,47 +338,97 @@ def attention(
     """As `Model.attention`: some layers' attention alone, each from its input to its output."""
     step = _prepare(config, batch, tables, gathered)
     for i in layers:
-        ratio, weights, small = config.ratios[i], params.layers[i], jax.tree.map(lambda x, i=i: x[i], params.small)
-        rows = _project(config, ratio, weights, small, x, positions)
-        out, caches, _ = _attend(
-            config, params, caches, i, rows, batch, step, backend=backend, index_scores=index_scores
-        )
-        x = _project_out(config, ratio, weights, out.astype(x.dtype), positions)
+        layer = _layer(config, params, i)
+        rows = _project(config, layer.ratio, layer.weights, layer.small, x, positions)
+        options = {"backend": backend, "index_scores": index_scores}
+        out, cache, _ = _attend(config, layer, _of_layer(config, caches, i), rows, batch, step, **options)
+        caches = caches | {layer.ratio: cache.whole()}
+        x = _project_out(config, layer.ratio, layer.weights, out.astype(x.dtype), positions)
     return x, caches
+
+
+class _Layer(NamedTuple):
+    """A layer's ratio and parameters."""
+
+    ratio: int
+    weights: V4Weights
+    small: V4Small
+    attention: V4LayerParams
+
+
+def _layer(config: V4Config, params: V4Params, i: int) -> _Layer:
+    ratio = config.ratios[i]
+    small = jax.tree.map(lambda x: x[i], params.small)
+    return _Layer(ratio, params.layers[i], small, params.attention[ratio].layer(_number(config, i)))
+
+
+def _of_layer(config: V4Config, caches: V4Caches, i: int) -> V4LayerCache:
+    """The view of layer i's caches."""
+    return caches[config.ratios[i]].layer(_number(config, i))
+
+
+def _number(config: V4Config, i: int) -> int:
+    """A layer's number among those of its ratio."""
+    return config.ratios[:i].count(config.ratios[i])
 
 
 def _prepare(config: V4Config, batch: ForwardBatch, tables: RequestTables, gathered: bool | None) -> V4Step:
     return prepare_v4_step(config.spec, batch, tables, gathered=gathered if batch.mode is ForwardMode.EXTEND else False)
 
 
+def _run(
+    config: V4Config,
+    layer: _Layer,
+    cache: V4LayerCache,
+    streams: jax.Array,
+    batch: ForwardBatch,
+    step: V4Step,
+    *,
+    positions: jax.Array,
+    tokens: jax.Array,
+    backend: str | None,
+    trace: Callable[[jax.Array, jax.Array | None], None],
+) -> tuple[jax.Array, V4LayerCache]:
+    """The streams after a layer, and its cache."""
+    ratio, weights, small, _ = layer
+    x, rows, post, comb = _before_attention(config, ratio, weights, small, streams, positions)
+    out, cache, selected = _attend(config, layer, cache, rows, batch, step, backend=backend)
+    trace(x, selected)
+    return _after_attention(config, ratio, weights, small, streams, out, post, comb, positions, tokens), cache
+
+
 def _attend(
     config: V4Config,
-    params: V4Params,
-    caches: V4Caches,
-    i: int,
+    layer: _Layer,
+    cache: V4LayerCache,
     rows: V4Rows,
     batch: ForwardBatch,
     step: V4Step,
     *,
     backend: str | None,
     index_scores: jax.Array | None = None,
-) -> tuple[jax.Array, V4Caches, jax.Array | None]:
-    """`v4_layer` of layer i: its output, the caches of all layers after it, and the selected positions."""
-    ratio = config.ratios[i]
-    number = config.ratios[:i].count(ratio)  # among the layers of its ratio
-    out, cache, selected = v4_layer(
-        caches[ratio].layer(number),
+) -> tuple[jax.Array, V4LayerCache, jax.Array | None]:
+    """`v4_layer`: its output, the cache after it, and the selected positions."""
+    return v4_layer(
+        cache,
         rows,
-        params.attention[ratio].layer(number),
+        layer.attention,
         batch,
         step.metadata,
-        step.plans.get(ratio),
+        step.plans.get(layer.ratio),
         spec=config.spec,
-        ratio=ratio,
+        ratio=layer.ratio,
         index_scores=index_scores,
         backend=backend,
     )
-    return out, caches | {ratio: cache.whole()}, selected
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _join_token(config: V4Config, draft: V4Draft, token_rows: jax.Array, streams: jax.Array) -> jax.Array:
+    """The draft layer's streams, of the next token's embedding and of the streams before it."""
+    token_rows = linear(rms_norm(token_rows, draft.token_norm, config.norm_eps), draft.e_proj)
+    rows = rms_norm(streams, draft.states_norm, config.norm_eps).reshape(-1, config.hidden_size)
+    return token_rows[:, None] + linear(rows, draft.h_proj).reshape(streams.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
@@ -364,7 +497,7 @@ def _after_attention(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _last(config: V4Config, params: V4Params, streams):
+def _last(config: V4Config, params: V4Params | V4Draft, streams):
     rows = head_of_streams(
         streams,
         params.head_fn,

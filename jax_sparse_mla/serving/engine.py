@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax_sparse_mla.attention.api import calls_of
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.model import Caches, Draft, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan
 from jax_sparse_mla.serving.step import (
@@ -114,6 +114,11 @@ class Engine:
         self._latest: tuple[Program, StepPlan, jax.Array | None] | None = None
 
     @property
+    def drafter(self) -> str:
+        """What makes drafts, in words."""
+        return "first layer" if self.state.draft is None else "draft layer"
+
+    @property
     def ratios(self) -> tuple[int, ...]:
         """The compress ratio of each layer."""
         return self.model.ratios
@@ -142,12 +147,13 @@ class Engine:
 
     def _place(self, params: Params) -> tuple[State, Params]:
         """A new state and the parameters, committed to the device, as what a step returns is."""
-        return jax.device_put((self._new_state(), params), jax.local_devices()[0])
+        return jax.device_put((self._new_state(params), params), jax.local_devices()[0])
 
-    def _new_state(self) -> State:
+    def _new_state(self, params: Params) -> State:
         pool = self.scheduler.pool
         return new_state(
             self.new_caches(),
+            self._new_draft(params) if self.options.speculative_steps else None,
             max_requests=self.options.max_batch,
             max_len=pool.req_to_token.shape[1],
             num_pages=pool.num_pages,
@@ -165,6 +171,11 @@ class Engine:
             max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
             bf16=options.bf16_cache,
         )
+
+    def _new_draft(self, params: Params) -> Draft | None:
+        options, pool = self.options, self.scheduler.pool
+        sizes = {"num_pages": pool.num_pages, "num_swa_pages": pool.num_swa_pages, "bf16": options.bf16_cache}
+        return self.model.new_draft(params, max_requests=options.max_batch, **sizes)
 
     # Requests.
 
@@ -344,6 +355,7 @@ class Engine:
             max_seq_len=width,
             num_changes=changes,
             drafts=self.drafts if mode is ForwardMode.TARGET_VERIFY else 0,
+            draft_layer=self.state.draft is not None and mode is not ForwardMode.DECODE,
             draws=draws,
             gathered=self.prefill_backend == GATHERED,
             backend=self.options.backend,

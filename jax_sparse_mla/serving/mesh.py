@@ -110,6 +110,9 @@ def _by_device(model: Model, params: Params, n: int) -> Params:
         return dataclasses.replace(of_ratio, attn_sink=jnp.swapaxes(by_layer, 0, 1).reshape(-1))
 
     params = dataclasses.replace(params, layers=[queries(weights) for weights in params.layers])
+    if params.draft is not None:
+        own = dataclasses.replace(params.draft, weights=queries(params.draft.weights))
+        params = dataclasses.replace(params, draft=own)
     if isinstance(config, V4Config):
         params = dataclasses.replace(params, attention={r: sinks(x) for r, x in params.attention.items()})
     return params
@@ -248,7 +251,8 @@ class MeshEngine(Engine):
         return Schedulers([super(MeshEngine, self)._new_scheduler() for _ in range(self.mesh.shape[REQUESTS])])
 
     def _place(self, params: Params) -> tuple[State, Params]:
-        new_state = jax.shard_map(self._new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
+        new_state = functools.partial(self._new_state, params)  # which reads their dtype only
+        new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
         return jax.jit(new_state)(), params
 
     def _pack(self, program: Program, plan: JointPlan) -> np.ndarray:

@@ -30,6 +30,7 @@ class ForwardOutput:
     Attributes:
       hidden: `[T, hidden]`, each row after the final norm: what `Model.logits` takes, of the rows that are wanted.
       caches: the updated caches.
+      states: what a draft layer reads of each row: V4's streams `[T, n, hidden]`, V3.2's `hidden`.
       overflow: bool scalar, a bucket was too small for the step and attention left something out; None where nothing
         can overflow.
       trace: with `trace=True` for each layer the attention's input `[T, hidden]` and the positions that its indexer
@@ -38,8 +39,24 @@ class ForwardOutput:
 
     hidden: jax.Array
     caches: Caches
+    states: jax.Array | None = None
     overflow: jax.Array | None = None
     trace: list[tuple[jax.Array, jax.Array | None]] = dataclasses.field(default_factory=list)
+
+
+@pytree_dataclass
+class Draft:
+    """What a draft layer keeps between steps.
+
+    Attributes:
+      cache: of its attention. Its row of a position hangs on the token behind that position, too.
+      states: `[requests, …]`, its own `ForwardOutput.states` of the position before each request's last token.
+      tokens: int32 `[requests]`, the drafts that it made there: of the token behind the last one.
+    """
+
+    cache: Caches
+    states: jax.Array
+    tokens: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +101,14 @@ class Model:
         """The tokens that end a sequence."""
         return self.config.eos_token_ids
 
-    def init_params(self, seed: int, dtype: Any = jnp.bfloat16) -> Params:
+    def init_params(self, seed: int, dtype: Any = jnp.bfloat16, *, draft_layer: bool = False) -> Params:
         """Random parameters from a seed, made on the device."""
-        return checkpoint.init_params(self.config, seed, dtype)
+        return checkpoint.init_params(self.config, seed, dtype, draft_layer=draft_layer)
 
     def from_named_arrays(self, arrays: Mapping[str, Any]) -> Params:
         """The parameters of numpy arrays by name, as a state dict of transformers' or a checkpoint has them.
+
+        Those of the draft layer are read too if they are there.
 
         Raises:
           ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
@@ -162,7 +181,7 @@ class Model:
         if not 1 <= layers <= self.num_layers:
             raise ValueError(f"Model.forward: layers must be from 1 to {self.num_layers}, got {layers}")
         traced: list[tuple[jax.Array, jax.Array | None]] = []
-        hidden, caches, overflow = self._module.forward(
+        hidden, states, caches, overflow = self._module.forward(
             self.config,
             params,
             caches,
@@ -175,7 +194,51 @@ class Model:
             backend=backend,
             trace=lambda *seen: traced.append(seen) if trace else None,
         )
-        return ForwardOutput(hidden=hidden, caches=caches, overflow=overflow, trace=traced)
+        return ForwardOutput(hidden=hidden, caches=caches, states=states, overflow=overflow, trace=traced)
+
+    def new_draft(self, params: Params, *, max_requests: int, **sizes: Any) -> Draft | None:
+        """What the draft layer begins with; None if the parameters have no draft layer.
+
+        Args:
+          params: the model's.
+          max_requests: rows of the request tables.
+          sizes: num_pages, num_swa_pages and bf16, as of `new_caches`.
+        """
+        if params.draft is None:
+            return None
+        cache, states = self._module.new_draft(self.config, params, max_requests=max_requests, **sizes)
+        return Draft(cache=cache, states=states, tokens=jnp.zeros(max_requests, jnp.int32))
+
+    def draft(
+        self,
+        params: Params,
+        cache: Caches,
+        batch: ForwardBatch,
+        tables: RequestTables,
+        tokens: jax.Array,
+        positions: jax.Array,
+        states: jax.Array,
+        *,
+        gathered: bool | None = None,
+        backend: str | None = None,
+    ) -> ForwardOutput:
+        """One step of the draft layer, which predicts two tokens ahead (multi-token prediction, arXiv 2412.19437).
+
+        Args:
+          cache: `Draft.cache`.
+          tokens: int32 `[T]`, the token *behind* each position: the model has chosen it from the position's row.
+          states: `[T, …]`, `ForwardOutput.states` of the positions; of the draft layer itself, of the position before,
+            where the model has not been there yet.
+          params, batch, tables, positions, gathered, backend: as in `forward`.
+
+        Returns:
+          As `forward`: `logits` of `hidden` are those of the token behind `tokens`.
+        """
+        options = {"gathered": gathered, "backend": backend}
+        hidden, states, cache, overflow = self._module.draft(
+            self.config, params, cache, batch, tables, tokens, positions, states, **options
+        )
+        return ForwardOutput(hidden=hidden, caches=cache, states=states, overflow=overflow)
 
     def attention(
         self,
@@ -211,12 +274,16 @@ class Model:
         return matmul(hidden, weights)
 
 
-def load(folder: str | os.PathLike[str]) -> tuple[Model, Params]:
+def load(folder: str | os.PathLike[str], *, draft_layer: bool = True) -> tuple[Model, Params]:
     """The model and parameters of a checkpoint folder: `config.json` and safetensors.
+
+    Args:
+      folder: the checkpoint's.
+      draft_layer: whether to read the draft layer too, if there is one; it is as large as a layer.
 
     Raises:
       FileNotFoundError: no such folder, or a file that is missing in it.
       ValueError: what `Model.from_config` raises; tensors that are missing, unknown or of a wrong shape, by name.
     """
-    config, params = checkpoint.load_folder(folder)
+    config, params = checkpoint.load_folder(folder, draft_layer=draft_layer)
     return Model(config), params

@@ -19,18 +19,21 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.compressor import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
-from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
+from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import SamplingArrays, greedy, sample
 from jax_sparse_mla.serving.scheduler import StepPlan
 
 
 @pytree_dataclass
 class State:
-    """What a step changes: caches of the model, request tables, and the latest token of each of their rows `[rows]`."""
+    """What a step changes: caches of the model, request tables, the latest token of each of their rows `[rows]`, and
+    what a draft layer keeps, where one drafts."""
 
     caches: Caches
     tables: RequestTables
     last_tokens: jax.Array
+    draft: Draft | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Program:
       num_requests, num_rows: of the padded batch. num_rows is `num_requests · (drafts + 1)` but in EXTEND.
       max_seq_len: width of the page tables, in tokens.
       num_changes: pages that the step can map.
-      drafts: draft tokens of each request, which the model's first layer makes in the same program.
+      drafts: draft tokens of each request, which the draft layer or the model's first layer makes in the same program.
+      draft_layer: whether a draft layer follows the model in this step.
       draws: whether any request has a temperature; else the most likely tokens are taken.
       gathered, backend, trace: as in `Model.forward`.
       logits: whether to return the logits that tokens were chosen from.
@@ -56,6 +60,7 @@ class Program:
     max_seq_len: int
     num_changes: int
     drafts: int = 0
+    draft_layer: bool = False
     draws: bool = False
     gathered: bool | None = None
     backend: str | None = None
@@ -69,7 +74,8 @@ class Program:
         requests: rows of the tables (padding: any past the last), first positions, number of positions (padding: 0),
         and of draws also the seeds and the bits of temperature and top_p. changes: `RequestPool.take_changes`,
         padded with rows past the last. tokens: −1 is the row's latest token. rows: (position, row of the tables) of
-        each query row of a chunk. proposals: drafts that replace the model's own, or −1.
+        each query row of a chunk. behind: for a draft layer, the token behind each request's chunk; −1 is the one that
+        the step chooses. proposals: drafts that replace the model's own, or −1.
         """
         fields = {
             "requests": (6 if self.draws else 3, self.num_requests),
@@ -78,6 +84,8 @@ class Program:
         }
         if self.mode is ForwardMode.EXTEND:
             fields["rows"] = (2, self.num_rows)
+            if self.draft_layer:
+                fields["behind"] = (self.num_requests,)
         if self.drafts:
             fields["proposals"] = (self.num_requests, self.drafts)
         return fields
@@ -110,11 +118,21 @@ def pack(
         parts["tokens"][: len(tokens)] = tokens
         parts["rows"][0, : len(tokens)] = plan.positions()
         parts["rows"][1, : len(tokens)] = np.repeat(plan.rows, plan.counts)
+        if program.draft_layer:
+            ends = (plan.starts + plan.counts).tolist()
+            behind = [-1 if s else _token_at(r, end) for r, end, s in zip(plan.requests, ends, plan.samples)]
+            parts["behind"][:n] = behind
     else:
         parts["tokens"][:n] = tokens[:: program.drafts + 1]
     if proposals is not None:
         parts["proposals"][:n] = proposals
     return packed
+
+
+def _token_at(request: Request, position: int) -> int:
+    """A token of a request that has so many: its tokens need not be joined for one of them."""
+    length = len(request.prompt)
+    return request.prompt[position] if position < length else request.output[position - length]
 
 
 def following(program: Program, packed: jax.Array, num_table_rows: int) -> jax.Array | None:
@@ -187,29 +205,25 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
     state = dataclasses.replace(
         state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(chosen, mode="drop")
     )
+    if program.draft_layer:
+        behind = jnp.where(parts["behind"] < 0, chosen, parts["behind"])
+        ends = jnp.where(counts > 0, last_rows, program.num_rows)
+        shifted = jnp.roll(tokens, -1).at[ends].set(behind, mode="drop")
+        state = _follow(program, params, state, batch, shifted, positions, out.states, rows, last_rows)
     result = _pack_result(chosen, margins, jnp.zeros_like(rows), out.overflow)
     after = following(program, packed, num_table_rows)
     return state, result, after, out.trace, logits if program.logits else None
 
 
 def _draft_and_verify(program, params, state, rows, starts, counts, tokens, parts):
-    """K draft steps of the model's first layer, then the whole model over the last token and the drafts.
+    """K drafts, then the whole model over the last token and the drafts.
 
-    The first layer's keys hang on the tokens only, so drafts write the same rows that the verify step writes. Rejected
-    tokens need no clean-up: rows behind a request's length are never read, and the next round writes them again.
+    Rejected tokens need no clean-up: rows behind a request's length are never read, and the next round writes them
+    again.
     """
     steps, live = program.drafts, counts > 0
-    drafted = [tokens]
-    for i in range(steps):
-        positions = starts + i
-        slots = _slots(state.tables, rows, positions)
-        batch = _batch(program, ForwardMode.DECODE, rows, jnp.where(live, positions + 1, 0), slots, None)
-        out = _forward(program, params, state, batch, drafted[-1], positions, layers=1)
-        state = dataclasses.replace(state, caches=out.caches)
-        own = greedy(program.model.logits(params, out.hidden))[0]
-        proposed = parts["proposals"][:, i]
-        drafted.append(jnp.where(proposed >= 0, proposed, own))
-    drafts = jnp.stack(drafted, 1)
+    make = _draft_with_layer if program.draft_layer else _draft_with_first_layer
+    state, drafts = make(program, params, state, rows, starts, live, tokens, parts["proposals"])
     positions = (starts[:, None] + jnp.arange(steps + 1)).reshape(-1)
     slots = _slots(state.tables, jnp.repeat(rows, steps + 1), positions)
     # The mode adds the drafts to the lengths; a request of length 0 would be padding, but its prompt has been read.
@@ -222,8 +236,79 @@ def _draft_and_verify(program, params, state, rows, starts, counts, tokens, part
     accepted = jnp.cumprod((drafts[:, 1:] == chosen[:, :-1]).astype(jnp.int32), 1).sum(1)
     last = jnp.take_along_axis(chosen, accepted[:, None], 1)[:, 0]
     state = dataclasses.replace(state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(last, mode="drop"))
+    if program.draft_layer:
+        last_rows = jnp.arange(len(rows)) * (steps + 1) + accepted
+        state = _follow(program, params, state, batch, chosen.reshape(-1), positions, out.states, rows, last_rows)
     result = _pack_result(chosen.reshape(-1), margins, accepted, out.overflow)
     return state, result, None, out.trace, logits if program.logits else None
+
+
+def _draft_with_first_layer(program: Program, params, state: State, rows, starts, live, tokens, proposals):
+    """K draft steps of the model's first layer: the state, and `[requests, K + 1]`, the last token and the drafts.
+
+    The first layer's keys hang on the tokens only, so drafts write the same rows that the verify step writes.
+    """
+    drafted = [tokens]
+    for i in range(program.drafts):
+        batch, positions = _one_row_each(program, state, rows, starts + i, live)
+        out = _forward(program, params, state, batch, drafted[-1], positions, layers=1)
+        state = dataclasses.replace(state, caches=out.caches)
+        drafted.append(_proposed(program, params, out.hidden, proposals[:, i]))
+    return state, jnp.stack(drafted, 1)
+
+
+def _draft_with_layer(program: Program, params, state: State, rows, starts, live, tokens, proposals):
+    """As `_draft_with_first_layer`: the first draft is there, and the draft layer makes the others of its own states.
+
+    It writes the rows of positions where the model has not been; `_follow` writes them again.
+    """
+    own = state.draft.tokens.at[rows].get(mode="fill", fill_value=0)
+    states = state.draft.states.at[rows].get(mode="fill", fill_value=0)
+    drafted = [tokens, jnp.where(proposals[:, 0] >= 0, proposals[:, 0], own)]
+    for i in range(1, program.drafts):
+        batch, positions = _one_row_each(program, state, rows, starts + i - 1, live)
+        state, out = _draft(program, params, state, batch, drafted[-1], positions, states)
+        states = out.states
+        drafted.append(_proposed(program, params, out.hidden, proposals[:, i]))
+    return state, jnp.stack(drafted, 1)
+
+
+def _one_row_each(program: Program, state: State, rows, positions, live) -> tuple[ForwardBatch, jax.Array]:
+    slots = _slots(state.tables, rows, positions)
+    return _batch(program, ForwardMode.DECODE, rows, jnp.where(live, positions + 1, 0), slots, None), positions
+
+
+def _proposed(program: Program, params, hidden, proposals):
+    return jnp.where(proposals >= 0, proposals, greedy(program.model.logits(params, hidden))[0])
+
+
+def _follow(program: Program, params, state: State, batch, behind, positions, states, rows, last_rows) -> State:
+    """The draft layer over the rows of a step: `behind` are the tokens behind them, `last_rows` each request's last row
+    that counts, from which the first draft of the next round is made."""
+    state, out = _draft(program, params, state, batch, behind, positions, states)
+    tokens = greedy(program.model.logits(params, out.hidden[last_rows]))[0]
+    draft = dataclasses.replace(
+        state.draft,
+        states=state.draft.states.at[rows].set(out.states[last_rows], mode="drop"),
+        tokens=state.draft.tokens.at[rows].set(tokens, mode="drop"),
+    )
+    return dataclasses.replace(state, draft=draft)
+
+
+def _draft(program: Program, params, state: State, batch, tokens, positions, states) -> tuple[State, ForwardOutput]:
+    live = _live_rows(batch)
+    out = program.model.draft(
+        params,
+        state.draft.cache,
+        batch,
+        state.tables,
+        jnp.where(live, tokens, 0),
+        jnp.where(live, positions, 0),
+        states,
+        gathered=program.gathered if batch.mode is ForwardMode.EXTEND else None,
+        backend=program.backend,
+    )
+    return dataclasses.replace(state, draft=dataclasses.replace(state.draft, cache=out.caches)), out
 
 
 def _forward(program: Program, params, state: State, batch, tokens, positions, layers: int | None = None):
@@ -293,7 +378,14 @@ def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> R
 
 
 def new_state(
-    caches: Caches, *, max_requests: int, max_len: int, num_pages: int, page_size: int, window: bool
+    caches: Caches,
+    draft: Draft | None,
+    *,
+    max_requests: int,
+    max_len: int,
+    num_pages: int,
+    page_size: int,
+    window: bool,
 ) -> State:
     """Empty tables around a model's caches."""
     full_to_swa = None
@@ -301,7 +393,8 @@ def new_state(
         full_to_swa = jnp.full(num_pages * page_size + 1, -1, jnp.int32)
         full_to_swa = full_to_swa.at[:page_size].set(jnp.arange(page_size, dtype=jnp.int32))
     tables = RequestTables(req_to_token=jnp.full((max_requests, max_len), -1, jnp.int32), full_to_swa=full_to_swa)
-    return State(caches=caches, tables=tables, last_tokens=jnp.zeros(max_requests, jnp.int32))
+    last_tokens = jnp.zeros(max_requests, jnp.int32)
+    return State(caches=caches, tables=tables, last_tokens=last_tokens, draft=draft)
 
 
 def copy_states(caches: Caches, pairs: jax.Array) -> Caches:

@@ -1,5 +1,6 @@
 """Checkpoints: what transformers saves, released names and FP8 blocks, several files, state dicts, what is refused."""
 
+import dataclasses
 import json
 import re
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from support.draft_layers import named_draft, new_draft_layer
 from support.serving_models import jax_model, torch_model
 from support.serving_steps import named_arrays
 
@@ -100,8 +102,9 @@ V4_RELEASED = (
 def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
     """Released names, experts one by one, weights in FP8 blocks, a draft layer: the parameters of the same values."""
     module = torch_model(name, torch.bfloat16)
+    draft = new_draft_layer(module.config).to(torch.bfloat16)
     plain, stored = {}, {}
-    for tensor_name, x in named_arrays(module).items():
+    for tensor_name, x in (named_arrays(module) | named_draft(draft)).items():
         parts = {tensor_name: x}
         if ".experts." in tensor_name:
             prefix, which = tensor_name.rsplit(".", 1)
@@ -115,8 +118,17 @@ def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
                 wide = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)[: part.shape[0], : part.shape[1]]
                 plain[part_name] = (values.astype(np.float32) * wide).astype(part.dtype)
                 stored |= {part_name: values, f"{part_name}_scale_inv": scale}
-    draft = "mtp.0.e_proj.weight" if name == "v4" else f"model.layers.{module.config.num_hidden_layers}.eh_proj.weight"
-    stored[draft] = np.zeros((2, 2), np.int8)
+    # What a draft layer shares with the model, and a second one.
+    for left_out in (
+        ("mtp.0.head.weight", "mtp.1.e_proj.weight")
+        if name == "v4"
+        else (
+            f"{draft.prefix}embed_tokens.weight",
+            f"{draft.prefix}shared_head.head.weight",
+            f"model.layers.{module.config.num_hidden_layers + 1}.eh_proj.weight",
+        )
+    ):
+        stored[left_out] = np.zeros((2, 2), np.int8)
     config = json.loads(module.config.to_json_string()) | {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
     }
@@ -127,9 +139,16 @@ def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
         assert {"embed.weight", "layers.0.attn.wq_a.scale", "layers.1.attn.indexer.compressor.wgate.weight"} <= set(
             stored
         )
+        assert {"mtp.0.e_proj.scale", "mtp.0.attn.wq_a.scale", "mtp.0.hc_head_fn", "mtp.0.ffn.gate.bias"} <= set(stored)
         assert {"layers.1.ffn.experts.3.w2.scale", "layers.2.hc_attn_fn", "layers.1.attn.compressor.ape"} <= set(stored)
-    model, params = load(write(tmp_path / name, config, stored))
+    folder = write(tmp_path / name, config, stored)
+    model, params = load(folder)
     same(params, from_named_arrays(model.config, plain))
+    without = dataclasses.replace(params, draft=None)
+    same(load(folder, draft_layer=False)[1], without)
+    # A drafter of another form is none.
+    del plain[draft.prefix + ("e_proj.weight" if name == "v4" else "eh_proj.weight")]
+    same(from_named_arrays(model.config, plain | {f"{draft.prefix}main_proj.weight": np.zeros(2)}), without)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", ["v32", "drafts_and_prefixes"])
+@pytest.mark.parametrize("case", ["v32", "drafts_and_prefixes", "draft_layers"])
 def test_other_models_and_steps_over_a_mesh(case):
     (failure,) = results(start(case, devices=4)).values()
     assert failure == "", failure

@@ -62,6 +62,9 @@ class ToyModel:
         sizes |= {"bf16": bf16, "max_draft_tokens": max_draft_tokens}
         return [layers.V4LayerCache.zeros(self.spec, ratio, **sizes) for ratio in self.ratios]
 
+    def new_draft(self, params, **sizes):
+        return None
+
     def forward(self, params, caches, batch, tables, tokens, positions, *, gathered=None, backend=None,
                 trace=False, **options):  # fmt: skip
         first = options.get("layers")
