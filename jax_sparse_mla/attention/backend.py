@@ -57,6 +57,7 @@ class Call:
       dtype: of the queries (and of the workspace).
       chunk: whether the rows are a prefill chunk's, so that a workspace of what they see could be gathered instead.
       batch_invariant: whether a row's result must not depend on the other rows.
+      extra_layout: of the second cache's rows; None: `layout`, or there is no second one.
     """
 
     phase: str
@@ -68,6 +69,7 @@ class Call:
     dtype: str = "bfloat16"
     chunk: bool = False
     batch_invariant: bool = False
+    extra_layout: KVLayout | None = None
 
 
 Capability = tuple[int, int]
@@ -139,11 +141,11 @@ class Backend(shared.Backend):
         known = self.layouts.get(call.phase, ())
         if not known:
             return f"it has no {call.phase}, only {' and '.join(self.layouts)}"
-        if call.layout in known:
+        unknown = [layout for layout in (call.layout, call.extra_layout) if layout is not None and layout not in known]
+        if not unknown:
             return None
         names = " and ".join(layout.name for layout in known)
-        kind = "fp8" if call.layout.fp8_dim else "bf16"
-        return f"its {call.phase} reads rows of {names}, got {call.layout.name} ({kind})"
+        return f"its {call.phase} reads rows of {names}, got {unknown[0].name} ({unknown[0].kind})"
 
 
 def _flashmla_rows(device: DeviceInfo) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import UINT8, ArgumentChecks
+from jax_sparse_mla._checks import FLOAT32, UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
@@ -25,6 +25,8 @@ class PagedKV(LayerPool):
       page_size: tokens per page (static).
       num_layers: how many layers' pages `data` holds, one layer after the other (static).
       layer_index: the layer of a view; None for all of them (static).
+      scale: float32 `[num_layers]`, what a value of each layer stands for one of, where `layout.has_tensor_scale`;
+        else None.
 
     A slot is `page * page_size + offset`, and counts the layer's own pages.
     """
@@ -34,16 +36,19 @@ class PagedKV(LayerPool):
     page_size: int = static()
     num_layers: int = static(default=1)
     layer_index: int | None = static(default=None)
+    scale: jax.Array | None = None
 
     @classmethod
     def zeros(cls, layout: KVLayout, num_pages: int, page_size: int, *, num_layers: int = 1) -> PagedKV:
-        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers."""
+        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers; the scale of a tensor is 1."""
         check = ArgumentChecks("PagedKV.zeros")
         if not isinstance(layout, KVLayout):
             raise TypeError(f"PagedKV.zeros: layout must be a KVLayout, got {type(layout).__name__}")
         page_size = check.static_int("page_size", page_size, minimum=1)
         shape = layer_shape(check, num_layers, ("num_pages", num_pages), layout.page_bytes(page_size))
-        return cls(data=jnp.zeros(shape, jnp.uint8), layout=layout, page_size=page_size, num_layers=num_layers)
+        scale = jnp.ones(num_layers, jnp.float32) if layout.has_tensor_scale else None
+        data = jnp.zeros(shape, jnp.uint8)
+        return cls(data=data, layout=layout, page_size=page_size, num_layers=num_layers, scale=scale)
 
     @property
     def num_pages(self) -> int:
@@ -65,6 +70,11 @@ class PagedKV(LayerPool):
         """uint8 `[num_pages, page_bytes]`, the layer's share of `data`; JAX copies it if there are more layers."""
         return self.share_of(self.data)
 
+    @property
+    def tensor_scale(self) -> jax.Array | None:
+        """float32 `[1]`, the layer's scale; None without one."""
+        return None if self.scale is None else self.share_of(self.scale)
+
 
 def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
     """Refuses what is not a PagedKV of one layer whose bytes fit its layout and page size."""
@@ -76,3 +86,19 @@ def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
     page_size = check.static_int(f"{name}.page_size", cache.page_size, minimum=1)
     check(f"{name}.data", cache.data, (None, cache.layout.page_bytes(page_size)), UINT8)
     cache.check_view(check, name, cache.data.shape[0])
+    if cache.layout.has_tensor_scale:
+        check(f"{name}.scale", cache.scale, (cache.num_layers,), FLOAT32)
+    elif cache.scale is not None:
+        raise check.fail(f"{name}.scale was given, but {cache.layout.name} keeps its scales in its pages")
+
+
+def check_caches(check: ArgumentChecks, names: tuple[str, str], cache: PagedKV, extra: PagedKV | None) -> None:
+    """Refuses what attention cannot read: a first cache that only a second one may be, and layouts that do not pair."""
+    check_cache(check, names[0], cache)
+    if cache.layout.extra_only:
+        raise check.fail(f"{names[0]} has layout {cache.layout}, which can be {names[1]}'s alone")
+    if extra is not None:
+        check_cache(check, names[1], extra)
+        if extra.layout not in cache.layout.beside:
+            known = " or ".join(map(repr, cache.layout.beside))
+            raise check.fail(f"{names[1]} must have {names[0]}'s layout {known}, got {extra.layout}")

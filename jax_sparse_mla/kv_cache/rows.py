@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import sharding
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.dispatch import dispatch, shared
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
@@ -26,20 +27,25 @@ from jax_sparse_mla.kv_cache.windows import (
 from jax_sparse_mla.xla.triton_call import launching
 
 
-def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
+def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array, *, quantizer: str | None = None) -> PagedKV:
     """Writes K rows into the cache, quantised as its layout says.
 
     Rows are rounded to bfloat16 first, and a finite value that would round to infinity becomes the largest
-    finite bfloat16. Each group of the fp8 part is then divided by a power of two and rounded to float8_e4m3fn
-    (nearest even); with `amax` the group's largest magnitude, the power is
+    finite bfloat16. Each group of the quantised part is then divided by its scale and rounded to nearest even; with
+    `amax` the group's largest magnitude, the scale is
 
     * V4 (SGLang's plain store): `max(amax, 1e-4) / 448` rounded up to a power of two, as a UE8M0 byte behind
       the page's rows. Of the eight scale bytes of a token the last is left as it was.
-    * V3.2 (FlashMLA's own quantiser): `2^ceil(log2(max(amax / 448, 1e-4)))` as float32 inside the row.
+    * V3.2 and rows without rope (FlashMLA's own quantiser): `2^ceil(log2(max(amax / 448, 1e-4)))` as float32 inside the
+      row; V4.1's e4m3 rows have the same as a UE8M0 byte. The row without rope in one scale has `cache.scale`.
+    * V4.1's e2m1 rows: `clip(amax / 6, 2^-9, 448)` as e4m3. Larger values than 6 scales become 6 scales.
 
-    Values of the fp8 part beyond `240 * 2^120` (1.875 * 2^127) are clipped to it, because e4m3 would round
+    Engines differ for small rows: `quantizer` names the one whose bytes are wanted.
+
+    Values of an e4m3 part beyond `240 * 2^120` (1.875 * 2^127) are clipped to it, because e4m3 would round
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
-    clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
+    clipped likewise in the quantised part and kept in the bfloat16 part; a NaN stays one (all 16 values of an e2m1
+    group become NaN, which has none itself).
 
     Over explicit mesh axes every device writes all rows into its own copy of the cache. Under plain `jit` the cache may
     be sharded by pages: each device writes the rows of its own.
@@ -52,41 +58,48 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
       slots: int32 `[n]`. A negative or out-of-range slot skips its row. If a slot is given twice, it is not defined
         which row it holds; on a GPU it may hold bytes of both.
       kv: bfloat16 or float32 `[n, qk_dim]`.
+      quantizer: "flashmla", "sglang" or "vllm": whose scales, of those in `cache.layout.quantizers`; None: the layout's
+        own, as above. Static.
 
     Returns:
       The cache with the rows written. Padding bytes and all other slots keep their bytes.
 
     Raises:
       TypeError: a wrong dtype, or cache is no PagedKV.
-      ValueError: a wrong shape.
+      ValueError: a wrong shape, or a quantizer that does not write the layout.
     """
     check = ArgumentChecks("write_kv")
     check_cache(check, "cache", cache)
+    cache.layout.least_exponent("write_kv", quantizer)
     slots = check("slots", slots, ("n",), INT32)
     kv = check("kv", kv, ("n", cache.layout.qk_dim), FLOATS)
     sharding.refuse_sharded(check, cache=cache)
     # Every device writes all rows into its own copy of the cache.
-    return _write_kv(cache, *sharding.replicated(slots, kv))
+    return _write_kv(cache, *sharding.replicated(slots, kv), quantizer=quantizer)
 
 
-@jax.jit
-def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
+@functools.partial(jax.jit, static_argnames="quantizer")
+def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array, quantizer: str | None) -> PagedKV:
     if cache.data.size == 0 or slots.size == 0:
         return cache
 
     def plain(cache, slots, kv):
-        return write_rows_reference(cache, slots, kv).data
+        return write_rows_reference(cache, slots, kv, quantizer).data
 
     pages = _pages_cut(cache)
-    shares = sharding.Shares((pages, P(), P()), pages, across=write_own_pages)
-    return dataclasses.replace(cache, data=_dispatch("write_kv", plain, cache, slots, kv, shares=shares))
+    shares = sharding.Shares((_of_cache(cache, pages), P(), P()), pages, across=write_own_pages)
+    if cache.layout.least_exponent("write_kv", quantizer) is None:  # a rule that the kernel has not
+        data = shared(plain, shares)(cache, slots, kv)
+    else:
+        data = _dispatch("write_kv", plain, cache, slots, kv, shares=shares, quantizer=quantizer)
+    return dataclasses.replace(cache, data=data)
 
 
-def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
+def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array, quantizer: str | None = None) -> PagedKV:
     """`write_kv` in plain JAX: what a kernel must do bit by bit."""
     layout = cache.layout
     _, page, offset = _locate(cache, slots)
-    rows, scales = encode_rows(layout, kv)
+    rows, scales = encode_rows(layout, kv, quantizer=quantizer, tensor_scale=cache.tensor_scale)
     data = scatter_windows(cache.data, page, offset * layout.data_bytes, rows)
     if layout.footer_scale_bytes:
         data = scatter_windows(data, page, _footer_start(cache, offset), scales)
@@ -94,9 +107,9 @@ def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> Pag
 
 
 def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
-    """Gathers K rows as bfloat16: `bfloat16(float32(e4m3) * scale)`, and the bfloat16 part bit by bit.
+    """Gathers K rows as bfloat16: `bfloat16(float32(code) * scale)`, and the bfloat16 part bit by bit.
 
-    A UE8M0 scale byte b is `2^(b - 127)`; 0 is 2^-127 and 255 is NaN.
+    A code is an e4m3 or an e2m1 number. A UE8M0 scale byte b is `2^(b - 127)`; 0 is 2^-127 and 255 is NaN.
 
     Args:
       cache: the cache.
@@ -135,7 +148,7 @@ def _gather_shares(cache: PagedKV) -> sharding.Shares:
         pairs = lax.bitcast_convert_type(rows.reshape(len(slots), -1, 2), jnp.int32)
         return lax.bitcast_convert_type(lax.psum(pairs, axes), rows.dtype).reshape(rows.shape)
 
-    return sharding.Shares((_pages_cut(cache), P("rows")), P("rows"), across)
+    return sharding.Shares((_of_cache(cache, _pages_cut(cache)), P("rows")), P("rows"), across)
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -188,8 +201,8 @@ def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
     rows = gather_windows(cache.data, page, offset * layout.data_bytes, layout.data_bytes)
     scales = jnp.zeros((slots.shape[0], 0), jnp.uint8)
     if layout.footer_scale_bytes:
-        scales = gather_windows(cache.data, page, _footer_start(cache, offset), layout.num_groups)
-    bits = jnp.where(valid[:, None], decode_rows(layout, rows, scales), jnp.uint16(0))
+        scales = gather_windows(cache.data, page, _footer_start(cache, offset), layout.scale_bytes)
+    bits = jnp.where(valid[:, None], decode_rows(layout, rows, scales, cache.tensor_scale), jnp.uint16(0))
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
@@ -217,8 +230,8 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
     data = cache.pages
     rows = data[:, :footer].reshape(pages, tokens, layout.data_bytes)
     scales = data[:, footer : footer + tokens * layout.footer_scale_bytes]
-    scales = scales.reshape(pages, tokens, layout.footer_scale_bytes)[..., : layout.num_groups]
-    bits = decode_rows(layout, rows, scales).reshape(cache.num_slots, layout.qk_dim)
+    scales = scales.reshape(pages, tokens, layout.footer_scale_bytes)[..., : layout.scale_bytes]
+    bits = decode_rows(layout, rows, scales, cache.tensor_scale).reshape(cache.num_slots, layout.qk_dim)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
@@ -230,12 +243,17 @@ def _dispatch(name: str, plain, *args: Any, shares: sharding.Shares | None = Non
 
     def kernel(*args):
         cache = cache_of(args)  # maybe a device's share, with fewer pages
-        pages = cache.first_page, cache.num_pages
-        return launching(f"kv_cache.{name}", layout=cache.layout, page_size=cache.page_size, pages=pages, **static)(
-            *args
-        )
+        facts = {"layout": cache.layout, "page_size": cache.page_size, "pages": (cache.first_page, cache.num_pages)}
+        arrays = [x.data if isinstance(x, PagedKV) else x for x in args]
+        scale = [] if cache.scale is None else [cache.tensor_scale]
+        return launching(f"kv_cache.{name}", **facts, **static)(*arrays, *scale)
 
     return dispatch(kernel, plain, *args, shares=shares) if cache_of(args).layout in KERNEL_LAYOUTS else plain(*args)
+
+
+def _of_cache(cache: PagedKV, pages: P) -> Any:
+    """The names of a cache's dimensions: a scale is whole on every device."""
+    return pages if cache.scale is None else dataclasses.replace(cache, data=pages, scale=P())
 
 
 def _pages_cut(cache: PagedKV) -> P:

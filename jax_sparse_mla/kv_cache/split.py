@@ -31,8 +31,9 @@ def split_pages(
       page_size: tokens of a new page; divides `cache.page_size`. Static.
       slots: int32, any shape: only the pages of `cache` that these slots touch are copied. Negative and
         out-of-range slots touch nothing. None: all pages.
-      out: where to copy to: same layout, the new page size, `cache.num_pages * r` pages. Its other pages and
-        its padding keep their bytes. Under `jit` with `out` donated it is written in place. None: zeros.
+      out: where to copy to: same layout (and scale, if it has one), the new page size, `cache.num_pages * r` pages.
+        Its other pages and its padding keep their bytes. Under `jit` with `out` donated it is written in place. None:
+        zeros.
 
     Returns:
       The cache at the new page size.
@@ -61,7 +62,7 @@ def split_pages(
 
 @functools.partial(jax.jit, static_argnames="page_size")
 def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: PagedKV | None) -> PagedKV:
-    ratio = cache.page_size // page_size
+    ratio, scale = cache.page_size // page_size, cache.tensor_scale
     num_pages = cache.num_pages * ratio
     first_page = 0 if out is None else out.first_page
     data = jnp.zeros((num_pages, cache.layout.page_bytes(page_size)), jnp.uint8) if out is None else out.data
@@ -77,9 +78,10 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
             return split_touched_reference(data, cache, page_size, slots, first_page)
 
         known = cache.layout in KERNEL_LAYOUTS
+        cache = dataclasses.replace(cache, scale=None)  # the kernel takes the arrays that it copies
         data = dispatch(kernel, plain, data, cache, slots) if known else plain(data, cache, slots)
     if out is None:
-        return PagedKV(data=data, layout=cache.layout, page_size=page_size)
+        return PagedKV(data=data, layout=cache.layout, page_size=page_size, scale=scale)
     return dataclasses.replace(out, data=data)
 
 
