@@ -52,7 +52,9 @@ def sparse_mla_decode(
     """
     empty_lse = float("inf") if empty_lse_is_inf else -float("inf")
     more = {"keeps_memory": False, "kv_layout": kv_layout}
-    options = decode.Options("sparse_mla_decode", softmax_scale, empty_lse, batch_invariant, assume_valid_indices, **more)
+    options = decode.Options(
+        "sparse_mla_decode", softmax_scale, empty_lse, batch_invariant, assume_valid_indices, **more
+    )
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices, extra_topk_length, attn_sink)
     with torch.cuda.device_of(q):
         out, lse = decode.prepare(options, *tensors).run(*tensors, Schedule(), None)

@@ -25,7 +25,7 @@ from jax_sparse_mla.attention.route import Plan, plan_call
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
-from jax_sparse_mla.kv_cache.paged import check_caches
+from jax_sparse_mla.kv_cache.paged import check_first_cache, check_second_cache
 
 __all__ = ["calls_of", "installed_backends", "installed_for", "plan_here", "sparse_mla_decode", "sparse_mla_prefill"]
 
@@ -159,7 +159,8 @@ def sparse_mla_decode(
         backend that cannot serve the call.
     """
     check = ArgumentChecks("sparse_mla_decode")
-    check_caches(check, ("cache", "extra_cache"), cache, extra_cache)
+    caches = ("cache", "extra_cache")
+    check_first_cache(check, caches, cache)
     layout = cache.layout
     q = check("q", q, ("batch", "q_len", "heads", layout.qk_dim), FLOATS)
     indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
@@ -169,6 +170,7 @@ def sparse_mla_decode(
             if value is not None:
                 raise check.fail(f"{name} was given without extra_cache")
     else:
+        check_second_cache(check, caches, cache, extra_cache)
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
         lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
         tables.append(IndexTable(extra_cache, extra_indices, lengths))

@@ -94,7 +94,9 @@ def plan_attention(
     for name, (value, minimum) in sizes.items():
         check.static_int(name, value, minimum=minimum)
     if spec.kv_layout.extra_only:
-        raise check.fail(f"spec.kv_layout must be that of the first cache; {spec.kv_layout.name} is an extra cache's alone")
+        raise check.fail(
+            f"spec.kv_layout must be that of the first cache; {spec.kv_layout.name} is an extra cache's alone"
+        )
     layout = spec.kv_layout if kv_dtype == "fp8" else bf16_layout(spec.kv_layout)
     layout = workspace_layout(layout.qk_dim) if phase == "prefill" else layout
     call = Call(phase, layout, num_q_tokens, num_heads, device, topk, batch_invariant=batch_invariant)

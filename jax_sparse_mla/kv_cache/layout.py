@@ -115,6 +115,12 @@ class KVLayout:
         """Bytes of one token, its scales included and the page's padding not."""
         return self.data_bytes + self.footer_scale_bytes
 
+    def scale_place(self, page_size: int) -> tuple[int, int]:
+        """`(start, stride)`: the scales of token i of a page begin at its byte `start + i * stride`."""
+        if self.footer_scale_bytes:
+            return page_size * self.data_bytes, self.footer_scale_bytes
+        return self.quantised_bytes, self.data_bytes
+
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page of `page_size` tokens, padding included."""
         if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
@@ -216,11 +222,11 @@ _named(
     min_scale_exponent=-13,
     quantizers=((_FLASHMLA, -13), (_SGLANG, None)),
 )
-_named("NOPE_FP8_TENSOR", **_NOPE, fp8_dim=512, group=512, scale_format="tensor", quantizers=((_SGLANG, 0), (_VLLM, 0)))
+_named("NOPE_FP8_TENSOR", **_NOPE, fp8_dim=512, group=512, scale_format="tensor")
 
-# What the kernels of `kernels/triton/kv_cache.py` were written for: they move 64 values or 8 bytes at a time, which
-# would leave out the rest of another layout's parts. Plain JAX serves every layout.
-KERNEL_LAYOUTS = (KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16, KVLayout.NOPE_BF16)
+# What the kernels of `kernels/triton/kv_cache.py` were written for, all with a name: they move 64 values or 8 bytes at a
+# time, which would leave out the rest of another layout's parts. Plain JAX serves every layout.
+KERNEL_LAYOUTS = tuple(layout for layout in vars(KVLayout).values() if isinstance(layout, KVLayout))
 
 
 def bf16_layout(layout: KVLayout) -> KVLayout:

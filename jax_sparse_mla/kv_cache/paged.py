@@ -92,13 +92,16 @@ def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
         raise check.fail(f"{name}.scale was given, but {cache.layout.name} keeps its scales in its pages")
 
 
-def check_caches(check: ArgumentChecks, names: tuple[str, str], cache: PagedKV, extra: PagedKV | None) -> None:
-    """Refuses what attention cannot read: a first cache that only a second one may be, and layouts that do not pair."""
+def check_first_cache(check: ArgumentChecks, names: tuple[str, str], cache: PagedKV) -> None:
+    """As `check_cache` of what attention reads first; names are the arguments', the second cache's too."""
     check_cache(check, names[0], cache)
     if cache.layout.extra_only:
         raise check.fail(f"{names[0]} has layout {cache.layout}, which can be {names[1]}'s alone")
-    if extra is not None:
-        check_cache(check, names[1], extra)
-        if extra.layout not in cache.layout.beside:
-            known = " or ".join(map(repr, cache.layout.beside))
-            raise check.fail(f"{names[1]} must have {names[0]}'s layout {known}, got {extra.layout}")
+
+
+def check_second_cache(check: ArgumentChecks, names: tuple[str, str], cache: PagedKV, extra: PagedKV) -> None:
+    """As `check_cache` of a cache that attention reads beside another; refuses layouts that do not go together."""
+    check_cache(check, names[1], extra)
+    if extra.layout not in cache.layout.beside:
+        known = " or ".join(map(repr, cache.layout.beside))
+        raise check.fail(f"{names[1]} must have {names[0]}'s layout {known}, got {extra.layout}")

@@ -163,14 +163,16 @@ def layout_of(function: str, name: str, k_cache: torch.Tensor, kv_layout: str | 
         names = " or ".join(repr(x.name) for x in NAMED_LAYOUTS.values() if x.bytes_per_token == width)
         hint = f": name it as kv_layout, {names}" if names else ""
         raise ValueError(
-            f"{function}: {name} must be [pages, page_size, 1, bytes], bytes one of {', '.join(map(str, LAYOUTS))}, "
+            f"{function}: {name} must have {', '.join(map(str, LAYOUTS))} bytes a token, [pages, page_size, 1, bytes], "
             f"got {list(k_cache.shape)}{hint}"
         )
     if kv_layout not in NAMED_LAYOUTS:
         raise ValueError(f"{function}: kv_layout must be one of {', '.join(NAMED_LAYOUTS)}, got {kv_layout!r}")
     layout = NAMED_LAYOUTS[kv_layout]
     if layout.bytes_per_token != width:
-        raise ValueError(f"{function}: {name} has {width} bytes a token, kv_layout {kv_layout} {layout.bytes_per_token}")
+        raise ValueError(
+            f"{function}: {name} has {width} bytes a token, kv_layout {kv_layout} {layout.bytes_per_token}"
+        )
     return layout
 
 
@@ -191,7 +193,9 @@ def _check(function, kv_layout, q, k_cache, indices, lengths, extra_k_cache, ext
     scopes = [_check_table(function, "", layout, k_cache, indices, lengths, shape, q)]
     if extra_k_cache is not None:
         check_strided(function, "extra_k_cache", extra_k_cache, (None, None, 1, None), q, CACHE_DTYPES)
-        extra_layout = extra_layout_of(layout, extra_k_cache) or layout_of(function, "extra_k_cache", extra_k_cache, None)
+        extra_layout = extra_layout_of(layout, extra_k_cache) or layout_of(
+            function, "extra_k_cache", extra_k_cache, None
+        )
         tables = extra_layout, extra_k_cache, extra_indices, extra_lengths
         scopes.append(_check_table(function, "extra_", *tables, shape, q))
     elif extra_indices is not None or extra_lengths is not None:

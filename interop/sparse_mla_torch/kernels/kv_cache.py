@@ -17,30 +17,36 @@ from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla.kernels.triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
-from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_strided, check_tensor
+from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_strided, check_tensor
 from sparse_mla_torch.kernels.launch import executor
 
 
-def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
+def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor, *, quantizer: str | None = None) -> PagedKV:
     """Writes K rows into the cache in place, as `jax_sparse_mla.write_kv`.
 
     Args:
       cache: the cache, of torch's memory.
       slots: int32 `[n]`. A negative or out-of-range slot skips its row.
       kv: bfloat16 or float32 `[n, qk_dim]`.
+      quantizer: the engine whose scales are written, as in `jax_sparse_mla.write_kv`.
 
     Returns:
       The same cache.
 
     Raises:
       TypeError: a wrong dtype.
-      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
+      ValueError: a wrong shape, a tensor that is not contiguous or on another device, or a quantizer whose scales are
+        no powers of two, which the kernel does not make.
     """
-    data, static = _check_pages("write_kv", cache)
+    data, scale, static = _check_pages("write_kv", cache)
+    if cache.layout.least_exponent("write_kv", quantizer) is None:
+        raise ValueError(
+            f"write_kv: quantizer {quantizer!r} of {cache.layout.name} is served by jax_sparse_mla.write_kv only"
+        )
     n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
     check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
-        kernels.write_kv(executor(data.device), data, slots, kv, **static)
+        kernels.write_kv(executor(data.device), data, slots, kv, scale, **static, quantizer=quantizer)
     return cache
 
 
@@ -63,7 +69,7 @@ def gather_kv(
       TypeError: a wrong dtype.
       ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
     """
-    data, static = _check_pages("gather_kv", cache)
+    data, scale, static = _check_pages("gather_kv", cache)
     n = check_tensor("gather_kv", "slots", slots, (None,), data)[0]
     if out is None:
         out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
@@ -71,7 +77,8 @@ def gather_kv(
     if not 0 <= out_start <= out.shape[0] - n:
         raise ValueError(f"gather_kv: out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
     if n:
-        kernels.gather_kv(executor(data.device), data, slots, **static, rows=out.shape[0], start=out_start, out=out)
+        more = {"rows": out.shape[0], "start": out_start, "out": out}
+        kernels.gather_kv(executor(data.device), data, slots, scale, **static, **more)
     return out
 
 
@@ -114,8 +121,8 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
       TypeError: a wrong dtype.
       ValueError: another geometry, pages that are not dense, or a tensor on another device.
     """
-    data, static = _check_pages("split_pages", cache)
-    out_data, out_static = _check_pages("split_pages", out, "out", like=data)
+    data, _, static = _check_pages("split_pages", cache)
+    out_data, _, out_static = _check_pages("split_pages", out, "out", like=data)
     if out.layout != cache.layout or cache.page_size % out.page_size or out.num_slots != cache.num_slots:
         raise ValueError(
             f"split_pages: out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
@@ -143,8 +150,8 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
 
 def _check_pages(
     function: str, cache: PagedKV, name: str = "cache", like: torch.Tensor | None = None
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The cache's data, and what the kernels know of it; page_bytes from one page's start to the next one's."""
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+    """The cache's data and scale, and what the kernels know of it; page_bytes from one page's start to the next's."""
     if cache.layout not in KERNEL_LAYOUTS:
         names = ", ".join(layout.name for layout in KERNEL_LAYOUTS)
         raise ValueError(f"{function}: {name}.layout must be one of {names}, got {cache.layout}")
@@ -158,4 +165,7 @@ def _check_pages(
             f"{function}: {name}.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
             f"shape {list(data.shape)}, strides {list(data.stride())}"
         )
-    return data, {"layout": cache.layout, "page_size": cache.page_size, "page_bytes": stride}
+    scale = cache.tensor_scale
+    if cache.layout.has_tensor_scale:
+        check_tensor(function, f"{name}.scale", scale, (1,), data, FLOAT32)
+    return data, scale, {"layout": cache.layout, "page_size": cache.page_size, "page_bytes": stride}
