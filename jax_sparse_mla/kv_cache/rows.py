@@ -59,7 +59,8 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array, *, quantizer: str 
         which row it holds; on a GPU it may hold bytes of both.
       kv: bfloat16 or float32 `[n, qk_dim]`.
       quantizer: "flashmla", "sglang" or "vllm": whose scales, of those in `cache.layout.quantizers`; None: the layout's
-        own, as above. Static.
+        own, as above. Static. SGLang's of rows without rope are `amax / 448` as they are: what is no normal float32
+        number counts as 0 there, and so does a group of zeros, of which SGLang's kernel makes a NaN. In plain JAX only.
 
     Returns:
       The cache with the rows written. Padding bytes and all other slots keep their bytes.
