@@ -12,6 +12,7 @@ same names.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -98,17 +99,17 @@ def write_kv(
     kv_layout: str | None = None,
     quantizer: str | None = None,
 ) -> None:
-    """As `jax_sparse_mla.write_kv`, in place."""
+    """As `jax_sparse_mla.write_kv`, in place; `quantizer` is the engine of `KVLayout.written_by`."""
     if not k_cache.is_cuda:
-        cache = _host_cache("write_kv", k_cache, kv_layout)
-        data = call(jax_sparse_mla.write_kv, cache, slots.contiguous(), kv.contiguous(), quantizer=quantizer).data
+        cache = _written_by(quantizer, _host_cache("write_kv", k_cache, kv_layout))
+        data = call(jax_sparse_mla.write_kv, cache, slots.contiguous(), kv.contiguous()).data
         k_cache.view(torch.uint8).copy_(decode.pages_of(data, cache.layout, cache.page_size))
         return
     from sparse_mla_torch.kernels import kv_cache as kernels
 
     with torch.cuda.device_of(k_cache):
-        cache = _device_cache("write_kv", k_cache, kv_layout)
-        kernels.write_kv(cache, slots.contiguous(), kv.contiguous(), quantizer=quantizer)
+        cache = _written_by(quantizer, _device_cache("write_kv", k_cache, kv_layout))
+        kernels.write_kv(cache, slots.contiguous(), kv.contiguous())
 
 
 write_kv.register_fake(lambda *arguments, **options: None)
@@ -225,6 +226,10 @@ def _(topk_indices, *requests_and_options, **names):
 def _layout(function: str, k_cache: torch.Tensor, kv_layout: str | None) -> KVLayout:
     check_strided(function, "k_cache", k_cache, (None, None, 1, None), k_cache, decode.CACHE_DTYPES)
     return decode.layout_of(function, "k_cache", k_cache, kv_layout)
+
+
+def _written_by(engine: str | None, cache: PagedKV) -> PagedKV:
+    return cache if engine is None else dataclasses.replace(cache, layout=cache.layout.written_by(engine))
 
 
 def _host_cache(function: str, k_cache: torch.Tensor, kv_layout: str | None) -> PagedKV:

@@ -141,7 +141,7 @@ class Backend(shared.Backend):
         known = self.layouts.get(call.phase, ())
         if not known:
             return f"it has no {call.phase}, only {' and '.join(self.layouts)}"
-        unknown = [layout for layout in (call.layout, call.extra_layout) if layout is not None and layout not in known]
+        unknown = [layout for layout in (call.layout, call.extra_layout) if layout and layout.read_as not in known]
         if not unknown:
             return None
         names = " and ".join(layout.name for layout in known)

@@ -32,8 +32,9 @@ class KVLayout:
       min_scale_exponent: the writer's smallest scale is `2^min_scale_exponent`, so that an all-zero group has
         a scale too. V4 floors amax at 1e-4 (SGLang); the scale of that rounds up to 2^-22. V3.2 and V4.1 floor the
         scale itself at 1e-4 (FlashMLA's quantisers), which rounds up to 2^-13.
-      quantizers: by an engine's name, the smallest exponent of its writer's scales, for `write_kv(…, quantizer=name)`.
-        None: its scales are `amax / 448` as they are, no powers of two.
+      quantizers: by an engine's name, the smallest exponent of its writer's scales, for `written_by`. None: its scales
+        are `amax / 448` as they are, no powers of two.
+      writer: the engine of `written_by`; None: `min_scale_exponent` says how rows are quantised.
       extra_only: whether decode kernels read it as the second cache alone, beside a layout that names it in `extras`.
       extras: names of the other layouts that a second cache may have beside this one.
     """
@@ -51,6 +52,7 @@ class KVLayout:
     fp4_dim: int = 0
     scale_format: str | None = None
     quantizers: tuple[tuple[str, int | None], ...] = ()
+    writer: str | None = None
     extra_only: bool = False
     extras: tuple[str, ...] = ()
 
@@ -127,30 +129,38 @@ class KVLayout:
             raise ValueError(f"page_bytes: page_size must be an int >= 1, got {page_size!r}")
         return -(-page_size * self.bytes_per_token // self.page_align) * self.page_align
 
-    def least_exponent(self, function: str, quantizer: str | None) -> int | None:
-        """The smallest exponent of a writer's scales, by its name in `quantizers`; None names the layout's own.
+    @property
+    def least_exponent(self) -> int | None:
+        """The smallest exponent of the writer's scales; None where they are no powers of two."""
+        return self.min_scale_exponent if self.writer is None else dict(self.quantizers)[self.writer]
 
-        Returns:
-          None where that writer's scales are no powers of two.
+    def written_by(self, engine: str) -> KVLayout:
+        """The same layout, whose rows are quantised as an engine does it, one of `quantizers`; readers see no other.
+
+        >>> cache = PagedKV.zeros(KVLayout.V41_FP8.written_by("vllm"), num_pages, page_size)
 
         Raises:
-          ValueError: no engine of this name writes the layout; the message begins with `function`.
+          ValueError: no engine of this name writes the layout.
         """
-        if quantizer is None:
-            return self.min_scale_exponent
         known = dict(self.quantizers)
-        if quantizer not in known:
-            names = " or ".join(map(repr, known)) or "None"
-            raise ValueError(f"{function}: quantizer of {self.name} must be {names}, got {quantizer!r}")
-        return known[quantizer]
+        if engine not in known:
+            names = " or ".join(map(repr, known)) or "nobody"
+            raise ValueError(f"written_by: engine of {self.name} must be {names}, got {engine!r}")
+        is_own = known[engine] == self.min_scale_exponent
+        return dataclasses.replace(self, writer=None if is_own else engine)
+
+    @property
+    def read_as(self) -> KVLayout:
+        """The layout whoever wrote it, which is what readers compare."""
+        return self if self.writer is None else dataclasses.replace(self, writer=None)
 
     @property
     def beside(self) -> tuple[KVLayout, ...]:
-        """The layouts that a second cache may have beside this one, this one among them."""
-        return self, *(getattr(KVLayout, name) for name in self.extras)
+        """The layouts that a second cache may have beside this one, this one among them, whoever wrote them."""
+        return self.read_as, *(getattr(KVLayout, name) for name in self.extras)
 
     def __repr__(self) -> str:
-        return f"KVLayout.{self.name}"
+        return f"KVLayout.{self.name}" + (f".written_by({self.writer!r})" if self.writer else "")
 
 
 # The formats of scales, and the bytes of one: UE8M0 byte b is 2^(b − 127), 255 is NaN.
@@ -224,8 +234,8 @@ _named(
 )
 _named("NOPE_FP8_TENSOR", **_NOPE, fp8_dim=512, group=512, scale_format="tensor")
 
-# What the kernels of `kernels/triton/kv_cache.py` were written for, all with a name: they move 64 values or 8 bytes at a
-# time, which would leave out the rest of another layout's parts. Plain JAX serves every layout.
+# What the kernels of `kernels/triton/kv_cache.py` were written for: they move 64 values or 8 bytes at a time, and would
+# leave out the rest of another layout's parts. Plain JAX serves every layout.
 KERNEL_LAYOUTS = tuple(layout for layout in vars(KVLayout).values() if isinstance(layout, KVLayout))
 
 

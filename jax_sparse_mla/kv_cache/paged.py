@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -25,8 +27,6 @@ class PagedKV(LayerPool):
       page_size: tokens per page (static).
       num_layers: how many layers' pages `data` holds, one layer after the other (static).
       layer_index: the layer of a view; None for all of them (static).
-      scale: float32 `[num_layers]`, what a value of each layer stands for one of, where `layout.has_tensor_scale`;
-        else None.
 
     A slot is `page * page_size + offset`, and counts the layer's own pages.
     """
@@ -36,19 +36,19 @@ class PagedKV(LayerPool):
     page_size: int = static()
     num_layers: int = static(default=1)
     layer_index: int | None = static(default=None)
-    scale: jax.Array | None = None
+
+    scale = None  # a field of `ScaledPagedKV` alone
 
     @classmethod
     def zeros(cls, layout: KVLayout, num_pages: int, page_size: int, *, num_layers: int = 1) -> PagedKV:
-        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers; the scale of a tensor is 1."""
+        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers; a layer's scale, if it has one, is 1."""
         check = ArgumentChecks("PagedKV.zeros")
         if not isinstance(layout, KVLayout):
             raise TypeError(f"PagedKV.zeros: layout must be a KVLayout, got {type(layout).__name__}")
         page_size = check.static_int("page_size", page_size, minimum=1)
         shape = layer_shape(check, num_layers, ("num_pages", num_pages), layout.page_bytes(page_size))
-        scale = jnp.ones(num_layers, jnp.float32) if layout.has_tensor_scale else None
-        data = jnp.zeros(shape, jnp.uint8)
-        return cls(data=data, layout=layout, page_size=page_size, num_layers=num_layers, scale=scale)
+        facts = {"layout": layout, "page_size": page_size, "num_layers": num_layers}
+        return paged(jnp.zeros(shape, jnp.uint8), jnp.ones(num_layers) if layout.has_tensor_scale else None, **facts)
 
     @property
     def num_pages(self) -> int:
@@ -74,6 +74,22 @@ class PagedKV(LayerPool):
     def tensor_scale(self) -> jax.Array | None:
         """float32 `[1]`, the layer's scale; None without one."""
         return None if self.scale is None else self.share_of(self.scale)
+
+
+@pytree_dataclass
+class ScaledPagedKV(PagedKV):
+    """A cache of a layout with one scale for all values of a layer, which stands beside the pages.
+
+    Attributes:
+      scale: float32 `[num_layers]`, positive: what a stored value of each layer is multiplied by.
+    """
+
+    scale: jax.Array | None = None
+
+
+def paged(data: Any, scale: Any | None, **facts: Any) -> PagedKV:
+    """A `PagedKV`, or a `ScaledPagedKV` where there is a scale."""
+    return PagedKV(data=data, **facts) if scale is None else ScaledPagedKV(data=data, scale=scale, **facts)
 
 
 def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
@@ -102,6 +118,6 @@ def check_first_cache(check: ArgumentChecks, names: tuple[str, str], cache: Page
 def check_second_cache(check: ArgumentChecks, names: tuple[str, str], cache: PagedKV, extra: PagedKV) -> None:
     """As `check_cache` of a cache that attention reads beside another; refuses layouts that do not go together."""
     check_cache(check, names[1], extra)
-    if extra.layout not in cache.layout.beside:
+    if extra.layout.read_as not in cache.layout.beside:
         known = " or ".join(map(repr, cache.layout.beside))
         raise check.fail(f"{names[1]} must have {names[0]}'s layout {known}, got {extra.layout}")

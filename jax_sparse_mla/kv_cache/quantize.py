@@ -100,22 +100,17 @@ def quantize_groups(x: jax.Array, group: int, min_exponent: int) -> tuple[jax.Ar
     return _to_e4m3(grouped * power_of_two(-exponents)[..., None]).reshape(x.shape), exponents
 
 
-def quantize_ue8m0(
-    x: jax.Array, group: int, *, min_scale_exponent: int = KVLayout.V4_FP8.min_scale_exponent
-) -> tuple[jax.Array, jax.Array]:
-    """Quantises groups of values to float8_e4m3fn with UE8M0 scales, by default by DeepSeek-V4's rule.
+def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+    """Quantises groups of values to float8_e4m3fn with UE8M0 scales, by DeepSeek-V4's rule.
 
-    Per group, `amax / 448` is rounded up to a power of two, `2^(byte - 127)`, at least `2^min_scale_exponent`, and each
-    value is `e4m3(clip(x * 2^(127 - byte), -448, 448))`, rounded to nearest even. The default, −22, is what an amax
-    floored at 1e-4 comes to, as in SGLang's V4 writers and in vLLM's; −13 is a scale floored at 1e-4, as in FlashMLA's
-    V4.1 quantiser and in SGLang's.
+    Per group, `s = max(amax, 1e-4) / 448` is rounded up to a power of two, `2^(byte - 127)`, and each value
+    is `e4m3(clip(x * 2^(127 - byte), -448, 448))`, rounded to nearest even. SGLang's V4 writers do the same.
 
     Values from 248 * 2^120 on round up to 2^128, which reads back as infinity; `write_kv` clips them.
 
     Args:
       x: bfloat16 or float32 `[..., d]`; float32 is quantised as it is, not rounded to bfloat16 first.
-      group: values per scale (64 in V4, 32 in V4.1); must divide d. Static.
-      min_scale_exponent: from −126 to 120. Static.
+      group: values per scale (64 in V4); must divide d. Static.
 
     Returns:
       `(values, scales)`: float8_e4m3fn `[..., d]` and uint8 `[..., d // group]`. An all-zero group has zeros
@@ -125,17 +120,13 @@ def quantize_ue8m0(
       TypeError: x is of another dtype, or group is no int.
       ValueError: x has no dimension, or group does not divide its last one.
     """
-    check = ArgumentChecks("quantize_ue8m0")
-    x, group = _check_groups(check, x, group)
-    least = check.static_int("min_scale_exponent", min_scale_exponent, minimum=-126)
-    if least > 120:
-        raise check.fail(f"min_scale_exponent must be at most 120, got {least}")
-    return _quantize_ue8m0(x, group, least)
+    x, group = _check_groups(ArgumentChecks("quantize_ue8m0"), x, group)
+    return _quantize_ue8m0(x, group)
 
 
-@functools.partial(jax.jit, static_argnames=("group", "least"))
-def _quantize_ue8m0(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array]:
-    values, exponents = quantize_groups(x.astype(jnp.float32), group, least)
+@functools.partial(jax.jit, static_argnames="group")
+def _quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+    values, exponents = quantize_groups(x.astype(jnp.float32), group, KVLayout.V4_FP8.min_scale_exponent)
     return values, (exponents + _EXPONENT_BIAS).astype(jnp.uint8)
 
 
@@ -181,17 +172,14 @@ def _quantize_e2m1(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     return codes, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
 
 
-def encode_rows(
-    layout: KVLayout, kv: jax.Array, *, quantizer: str | None = None, tensor_scale: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def encode_rows(layout: KVLayout, kv: jax.Array, tensor_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The bytes of K rows.
 
     Args:
       layout: the byte layout.
       kv: bfloat16 or float32 `[n, qk_dim]`. Rows are rounded to bfloat16 first; finite values that would
         round to infinity become the largest bfloat16, and what is quantised is clipped to `MAX_QUANTISED`.
-      quantizer: the engine whose writer chooses the scales, one of the layout's; None: the layout's own rule.
-      tensor_scale: float32 `[]`, of layouts that have it.
+      tensor_scale: float32 `[1]`, of layouts that have it.
 
     Returns:
       `(rows, scales)`: uint8 `[n, data_bytes]` and the footer scales, uint8 `[n, scale_bytes]` (`[n, 0]` for layouts
@@ -204,8 +192,7 @@ def encode_rows(
         if layout.has_tensor_scale:
             codes = _by_tensor_scale(x, tensor_scale)
         else:
-            least = layout.least_exponent("encode_rows", quantizer)
-            codes, scales = _WRITERS[layout.scales](x, layout.group, least)
+            codes, scales = _WRITERS[layout.scales](x, layout.group, layout.least_exponent)
         parts.append(codes)
         if layout.inline_scale_bytes:
             parts.append(scales)
@@ -270,7 +257,7 @@ def decode_rows(
       layout: the byte layout.
       rows: uint8 `[..., data_bytes]`.
       scales: footer scales, uint8 `[..., scale_bytes]`; ignored for layouts without a footer.
-      tensor_scale: float32 `[]`, of layouts that have it.
+      tensor_scale: float32 `[1]`, of layouts that have it.
 
     Returns:
       uint16 `[..., qk_dim]`: bits, so that masking or moving them changes no NaN and no subnormal number.

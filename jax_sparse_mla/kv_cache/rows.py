@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from jax_sparse_mla.kv_cache.windows import (
 from jax_sparse_mla.xla.triton_call import launching
 
 
-def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array, *, quantizer: str | None = None) -> PagedKV:
+def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     """Writes K rows into the cache, quantised as its layout says.
 
     Rows are rounded to bfloat16 first, and a finite value that would round to infinity becomes the largest
@@ -40,7 +39,9 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array, *, quantizer: str 
       row; V4.1's e4m3 rows have the same as a UE8M0 byte. The row without rope in one scale has `cache.scale`.
     * V4.1's e2m1 rows: `clip(amax / 6, 2^-9, 448)` as e4m3. Larger values than 6 scales become 6 scales.
 
-    Engines differ for small rows: `quantizer` names the one whose bytes are wanted.
+    Engines differ for small rows: `cache.layout.written_by` names the one whose bytes are wanted. SGLang's of rows
+    without rope have scales of `amax / 448` as they are: what is no normal float32 number counts as 0 there, and so
+    does a group of zeros, of which SGLang's kernel makes a NaN.
 
     Values of an e4m3 part beyond `240 * 2^120` (1.875 * 2^127) are clipped to it, because e4m3 would round
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
@@ -58,49 +59,43 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array, *, quantizer: str 
       slots: int32 `[n]`. A negative or out-of-range slot skips its row. If a slot is given twice, it is not defined
         which row it holds; on a GPU it may hold bytes of both.
       kv: bfloat16 or float32 `[n, qk_dim]`.
-      quantizer: "flashmla", "sglang" or "vllm": whose scales, of those in `cache.layout.quantizers`; None: the layout's
-        own, as above. Static. SGLang's of rows without rope are `amax / 448` as they are: what is no normal float32
-        number counts as 0 there, and so does a group of zeros, of which SGLang's kernel makes a NaN. In plain JAX only.
 
     Returns:
       The cache with the rows written. Padding bytes and all other slots keep their bytes.
 
     Raises:
       TypeError: a wrong dtype, or cache is no PagedKV.
-      ValueError: a wrong shape, or a quantizer that does not write the layout.
+      ValueError: a wrong shape.
     """
     check = ArgumentChecks("write_kv")
     check_cache(check, "cache", cache)
-    cache.layout.least_exponent("write_kv", quantizer)
     slots = check("slots", slots, ("n",), INT32)
     kv = check("kv", kv, ("n", cache.layout.qk_dim), FLOATS)
     sharding.refuse_sharded(check, cache=cache)
     # Every device writes all rows into its own copy of the cache.
-    return _write_kv(cache, *sharding.replicated(slots, kv), quantizer=quantizer)
+    return _write_kv(cache, *sharding.replicated(slots, kv))
 
 
-@functools.partial(jax.jit, static_argnames="quantizer")
-def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array, quantizer: str | None) -> PagedKV:
+@jax.jit
+def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     if cache.data.size == 0 or slots.size == 0:
         return cache
 
     def plain(cache, slots, kv):
-        return write_rows_reference(cache, slots, kv, quantizer).data
+        return write_rows_reference(cache, slots, kv).data
 
     pages = _pages_cut(cache)
     shares = sharding.Shares((_of_cache(cache, pages), P(), P()), pages, across=write_own_pages)
-    if cache.layout.least_exponent("write_kv", quantizer) is None:  # a rule that the kernel has not
-        data = shared(plain, shares)(cache, slots, kv)
-    else:
-        data = _dispatch("write_kv", plain, cache, slots, kv, shares=shares, quantizer=quantizer)
-    return dataclasses.replace(cache, data=data)
+    if cache.layout.least_exponent is None:  # a rule that the kernel has not
+        return dataclasses.replace(cache, data=shared(plain, shares)(cache, slots, kv))
+    return dataclasses.replace(cache, data=_dispatch("write_kv", plain, cache, slots, kv, shares=shares))
 
 
-def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array, quantizer: str | None = None) -> PagedKV:
+def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     """`write_kv` in plain JAX: what a kernel must do bit by bit."""
     layout = cache.layout
     _, page, offset = _locate(cache, slots)
-    rows, scales = encode_rows(layout, kv, quantizer=quantizer, tensor_scale=cache.tensor_scale)
+    rows, scales = encode_rows(layout, kv, cache.tensor_scale)
     data = scatter_windows(cache.data, page, offset * layout.data_bytes, rows)
     if layout.footer_scale_bytes:
         data = scatter_windows(data, page, _footer_start(cache, offset), scales)
@@ -249,7 +244,11 @@ def _dispatch(name: str, plain, *args: Any, shares: sharding.Shares | None = Non
         scale = [] if cache.scale is None else [cache.tensor_scale]
         return launching(f"kv_cache.{name}", **facts, **static)(*arrays, *scale)
 
-    return dispatch(kernel, plain, *args, shares=shares) if cache_of(args).layout in KERNEL_LAYOUTS else plain(*args)
+    return (
+        dispatch(kernel, plain, *args, shares=shares)
+        if cache_of(args).layout.read_as in KERNEL_LAYOUTS
+        else plain(*args)
+    )
 
 
 def _of_cache(cache: PagedKV, pages: P) -> Any:

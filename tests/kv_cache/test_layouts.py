@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_oracle import BF16, BF16_MAX, CLIP, E4M3, HOSTILE, assert_same_bf16, bits
+from kv_oracle import BF16, CLIP, HOSTILE, assert_same_bf16, bits
 from layout_oracle import E2M1, RECORDS, TENSOR_SCALE, page_bytes, place, put_token, tokens_of, values_of
 
 from jax_sparse_mla.kv_cache import (
@@ -23,11 +23,11 @@ from jax_sparse_mla.kv_cache import (
     dequantize_kv,
     gather_kv,
     quantize_e2m1,
-    quantize_ue8m0,
     split_pages,
     write_kv,
 )
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, bf16_layout
+from jax_sparse_mla.kv_cache.paged import paged
 
 torch = pytest.importorskip("torch")
 
@@ -48,10 +48,10 @@ ROWS, PAGE, PAGES = 24, 8, 4
 PROPERTY = settings(max_examples=8, deadline=None)
 
 
-def cache_of(name: str, data: np.ndarray, page_size: int = PAGE) -> PagedKV:
+def cache_of(name: str, data: np.ndarray, page_size: int = PAGE, writer: str | None = None) -> PagedKV:
     layout = getattr(KVLayout, name)
-    scale = jnp.full(1, TENSOR_SCALE) if name == "NOPE_FP8_TENSOR" else None
-    return PagedKV(data=jax.device_put(data), layout=layout, page_size=page_size, scale=scale)
+    facts = {"layout": layout if writer is None else layout.written_by(writer), "page_size": page_size}
+    return paged(jax.device_put(data), jnp.full(1, TENSOR_SCALE) if name == "NOPE_FP8_TENSOR" else None, **facts)
 
 
 def poisoned(name: str, pages: int = PAGES, page_size: int = PAGE) -> np.ndarray:
@@ -176,13 +176,16 @@ def test_every_byte_is_torch_s(name, seed, dtype):
         for slot, values, scales in zip(slots, *tokens_in_torch(name, kv, quantizer)):
             if 0 <= slot < PAGE * PAGES:
                 put_token(expected, name, PAGE, slot, values, scales)
-        cache = write_kv(cache_of(name, poisoned(name)), jax.device_put(slots), given_rows, quantizer=quantizer)
+        cache = cache_of(name, poisoned(name), writer=quantizer)
+        cache = write_kv(cache, jax.device_put(slots), given_rows)
         np.testing.assert_array_equal(np.asarray(cache.data), expected)
         read = gather_kv(cache, jax.device_put(slots))
         assert np.isfinite(np.asarray(read, np.float32)).all()
         valid = (slots >= 0) & (slots < PAGE * PAGES)
-        stored = values_of(name, *tokens_of(name, PAGE, expected))
-        np.testing.assert_array_equal(np.asarray(read, np.float64)[valid], stored[slots[valid]])
+        stored = values_of(name, *tokens_of(name, PAGE, expected))[slots[valid]]
+        # XLA's products on a CPU are no subnormal numbers; those of writers' own powers of two never are.
+        normal = (np.abs(stored) >= 2.0**-126) | (stored == 0) | (quantizer != "sglang")
+        np.testing.assert_array_equal(np.asarray(read, np.float64)[valid][normal], stored[normal])
         assert not bits(read)[~valid].any()
 
 
@@ -192,14 +195,14 @@ def test_engines_floors_differ_for_small_rows_only():
     for name in ("V41_FP8", "V41_FP8_SPLIT"):
         for rows, same in ((small, False), (small * 1.01, True)):
             data = [
-                np.asarray(write_kv(cache_of(name, poisoned(name)), slots, rows, quantizer=quantizer).data)
-                for quantizer in ("flashmla", "sglang", "vllm")
+                np.asarray(write_kv(cache_of(name, poisoned(name), writer=writer), slots, rows).data)
+                for writer in ("flashmla", "sglang", "vllm")
             ]
             np.testing.assert_array_equal(data[0], data[1])
             assert (data[0] == data[2]).all() == same
     zeros = write_kv(cache_of("V41_FP8", poisoned("V41_FP8")), slots, 0 * small)
     assert set(np.asarray(zeros.data)[0, 512:528]) == {114}
-    zeros = write_kv(cache_of("V41_FP8", poisoned("V41_FP8")), slots, 0 * small, quantizer="vllm")
+    zeros = write_kv(cache_of("V41_FP8", poisoned("V41_FP8"), writer="vllm"), slots, 0 * small)
     assert set(np.asarray(zeros.data)[0, 512:528]) == {105}
 
 
@@ -321,15 +324,17 @@ def test_the_ties_of_e2m1_go_to_the_even_code():
     assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 10, 12, 12, 14, 14, 15]
 
 
-def test_quantize_ue8m0_takes_the_smallest_scale():
-    x = jnp.asarray(hostile_rows(7), jnp.bfloat16)
-    for name, least in (("flashmla", -13), ("vllm", -22)):
-        values, scales = quantize_ue8m0(jnp.clip(x, -CLIP, CLIP), 32, min_scale_exponent=least)
-        rows = torch.from_numpy(np.array(x).view(np.int16)).view(torch.bfloat16)
-        codes, expected = tokens_in_torch("V41_FP8", rows, name)
-        np.testing.assert_array_equal(np.asarray(scales), expected)
-        np.testing.assert_array_equal(np.asarray(values).view(np.uint8), codes)
-    assert np.asarray(values).dtype == E4M3 and BF16_MAX > CLIP
+def test_a_writer_is_not_another_layout():
+    """Programs tell the writers apart, readers do not."""
+    own, vllm = KVLayout.V41_FP8, KVLayout.V41_FP8.written_by("vllm")
+    assert own.written_by("flashmla") is not vllm and own.written_by("flashmla") == own.written_by("sglang") == own
+    assert vllm != own and vllm.read_as == own and vllm.beside == own.beside
+    assert repr(vllm) == "KVLayout.V41_FP8.written_by('vllm')"
+    assert KVLayout.V4_FP8.written_by("vllm") == KVLayout.V4_FP8
+    slots, rows = jnp.arange(4, dtype=jnp.int32), hostile_rows(1)[:4]
+    cache = write_kv(cache_of("V41_FP8", poisoned("V41_FP8"), writer="vllm"), slots, rows)
+    out = split_pages(cache, 2, out=PagedKV.zeros(own, 4 * PAGES, 2))
+    np.testing.assert_array_equal(gather_kv(cache, slots), gather_kv(out, slots))
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -338,12 +343,12 @@ def test_quantize_ue8m0_takes_the_smallest_scale():
 def test_refusals_name_the_argument():
     slots, kv = jnp.arange(2, dtype=jnp.int32), jnp.zeros((2, 512), jnp.bfloat16)
     cache = cache_of("NOPE_FP8", poisoned("NOPE_FP8"))
-    with pytest.raises(ValueError, match=r"write_kv: quantizer of NOPE_FP8 must be 'flashmla' or 'sglang', got 'vllm'"):
-        write_kv(cache, slots, kv, quantizer="vllm")
-    with pytest.raises(ValueError, match="write_kv: quantizer of V4_BF16 must be None, got 'sglang'"):
-        write_kv(PagedKV.zeros(KVLayout.V4_BF16, 1, 8), slots, kv, quantizer="sglang")
+    for name, engine, known in (("NOPE_FP8", "vllm", "'flashmla' or 'sglang'"), ("V4_BF16", "sglang", "nobody")):
+        with pytest.raises(ValueError, match=f"written_by: engine of {name} must be {known}, got '{engine}'"):
+            getattr(KVLayout, name).written_by(engine)
+    scaled = paged(cache.data, jnp.ones(1), layout=cache.layout, page_size=PAGE)
     with pytest.raises(ValueError, match=r"cache\.scale was given, but NOPE_FP8 keeps its scales in its pages"):
-        gather_kv(dataclasses.replace(cache, scale=jnp.ones(1)), slots)
+        gather_kv(scaled, slots)
     tensor = PagedKV.zeros(KVLayout.NOPE_FP8_TENSOR, 1, 8)
     with pytest.raises(TypeError, match=r"gather_kv: cache\.scale must be float32 \[1\], got None"):
         gather_kv(dataclasses.replace(tensor, scale=None), slots)
@@ -353,5 +358,3 @@ def test_refusals_name_the_argument():
         quantize_e2m1(jnp.zeros((2, 16), jnp.float32))
     with pytest.raises(ValueError, match="quantize_e2m1: group must be even, got 3"):
         quantize_e2m1(jnp.zeros((2, 6), jnp.bfloat16), 3)
-    with pytest.raises(ValueError, match="quantize_ue8m0: min_scale_exponent must be at most 120, got 121"):
-        quantize_ue8m0(kv, 32, min_scale_exponent=121)

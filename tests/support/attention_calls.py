@@ -24,6 +24,7 @@ from jax_sparse_mla.attention import DeviceInfo, api, plan_attention, sparse_mla
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.kernels.sm90 import decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.kv_cache.paged import paged
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
 H200 = DeviceInfo("cuda", (9, 0), 132, 232_448)
@@ -86,7 +87,7 @@ def device_cache(host: HostCache | None) -> PagedKV | None:
         return None
     layout = getattr(KVLayout, host.layout)
     scale = jnp.full(1, TENSOR_SCALE) if layout.has_tensor_scale else None
-    return PagedKV(data=device_array(host.data), layout=layout, page_size=host.page_size, scale=scale)
+    return paged(device_array(host.data), scale, layout=layout, page_size=host.page_size)
 
 
 def device_array(x: np.ndarray | None) -> jax.Array | None:

@@ -105,8 +105,5 @@ def some_token(name: str, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     groups = wide.reshape(16 if kind == "ue8m0" else 4, -1)
     exponents = np.ceil(np.log2(np.maximum(np.abs(groups).max(-1) / 448, 1e-4)))
     codes = np.clip(groups / np.exp2(exponents)[:, None], -448, 448).astype(np.float32).astype(E4M3)
-    if kind == "ue8m0":
-        scales = (exponents + 127).astype(np.uint8)
-    else:
-        scales = np.exp2(exponents).astype("<f4").view(np.uint8)
-    return codes.reshape(512).view(np.uint8), scales
+    scales = (exponents + 127).astype(np.uint8) if kind == "ue8m0" else np.exp2(exponents).astype("<f4")
+    return codes.reshape(512).view(np.uint8), scales.view(np.uint8)

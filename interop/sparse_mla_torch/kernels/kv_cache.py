@@ -21,32 +21,29 @@ from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_stride
 from sparse_mla_torch.kernels.launch import executor
 
 
-def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor, *, quantizer: str | None = None) -> PagedKV:
+def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
     """Writes K rows into the cache in place, as `jax_sparse_mla.write_kv`.
 
     Args:
       cache: the cache, of torch's memory.
       slots: int32 `[n]`. A negative or out-of-range slot skips its row.
       kv: bfloat16 or float32 `[n, qk_dim]`.
-      quantizer: the engine whose scales are written, as in `jax_sparse_mla.write_kv`.
 
     Returns:
       The same cache.
 
     Raises:
       TypeError: a wrong dtype.
-      ValueError: a wrong shape, a tensor that is not contiguous or on another device, or a quantizer whose scales are
-        no powers of two, which the kernel does not make.
+      ValueError: a wrong shape, a tensor that is not contiguous or on another device, or a writer whose scales are no
+        powers of two, which the kernel does not make.
     """
     data, scale, static = _check_pages("write_kv", cache)
-    if cache.layout.least_exponent("write_kv", quantizer) is None:
-        raise ValueError(
-            f"write_kv: quantizer {quantizer!r} of {cache.layout.name} is served by jax_sparse_mla.write_kv only"
-        )
+    if cache.layout.least_exponent is None:
+        raise ValueError(f"write_kv: cache.layout is {cache.layout}, which jax_sparse_mla.write_kv alone writes")
     n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
     check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
-        kernels.write_kv(executor(data.device), data, slots, kv, scale, **static, quantizer=quantizer)
+        kernels.write_kv(executor(data.device), data, slots, kv, scale, **static)
     return cache
 
 
@@ -152,7 +149,7 @@ def _check_pages(
     function: str, cache: PagedKV, name: str = "cache", like: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
     """The cache's data and scale, and what the kernels know of it; page_bytes from one page's start to the next's."""
-    if cache.layout not in KERNEL_LAYOUTS:
+    if cache.layout.read_as not in KERNEL_LAYOUTS:
         names = ", ".join(layout.name for layout in KERNEL_LAYOUTS)
         raise ValueError(f"{function}: {name}.layout must be one of {names}, got {cache.layout}")
     cache.check_view(ArgumentChecks(function), name, cache.data.shape[0])

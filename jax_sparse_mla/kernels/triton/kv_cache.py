@@ -441,13 +441,12 @@ def write_kv(
     page_size: int,
     page_bytes: int | None = None,
     pages: tuple[int, int] | None = None,
-    quantizer: str | None = None,
 ) -> Any:
     """`data`, uint8 `[pages, page_bytes]`, with the rows written, by a rule whose scales are powers of two."""
     n, (first_page, num_pages) = slots.shape[0], pages or (0, data.shape[0])
     constants = {
         **layout_constants(layout, page_size, page_bytes),
-        "MIN_SCALE_EXPONENT": layout.least_exponent("write_kv", quantizer),
+        "MIN_SCALE_EXPONENT": layout.least_exponent,
         "HARDWARE_CASTS": execute.device.hardware_fp8,
         **WRITE_OPTIONS,
     }
