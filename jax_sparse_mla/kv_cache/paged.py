@@ -41,7 +41,7 @@ class PagedKV(LayerPool):
 
     @classmethod
     def zeros(cls, layout: KVLayout, num_pages: int, page_size: int, *, num_layers: int = 1) -> PagedKV:
-        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers; a layer's scale, if it has one, is 1."""
+        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers; their scales, if any, are 1."""
         check = ArgumentChecks("PagedKV.zeros")
         if not isinstance(layout, KVLayout):
             raise TypeError(f"PagedKV.zeros: layout must be a KVLayout, got {type(layout).__name__}")
