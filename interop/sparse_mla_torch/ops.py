@@ -224,7 +224,11 @@ def _(topk_indices, *requests_and_options, **names):
 
 
 def _layout(function: str, k_cache: torch.Tensor, kv_layout: str | None) -> KVLayout:
-    check_strided(function, "k_cache", k_cache, (None, None, 1, None), k_cache, decode.CACHE_DTYPES)
+    width = check_strided(function, "k_cache", k_cache, (None, None, 1, None), k_cache, decode.CACHE_DTYPES)[-1]
+    if kv_layout is None and width not in decode.LAYOUTS:
+        raise ValueError(
+            f"{function}: k_cache must have {', '.join(map(str, decode.LAYOUTS))} bytes, got {width}, or a kv_layout"
+        )
     return decode.layout_of(function, "k_cache", k_cache, kv_layout)
 
 

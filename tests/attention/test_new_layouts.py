@@ -174,6 +174,13 @@ def read_by(backend: str) -> set[str]:
     return {layout.name for layout in BACKENDS[backend].layouts["decode"]}
 
 
+def test_which_kernels_read_which():
+    """What each kernel was written for, once more: a record must not promise what no kernel reads."""
+    served = {name: read_by(name) & set(RECORDS) for name in BACKENDS if name != "reference"}
+    triton = {"V41_FP8", "V41_FP8_SPLIT", "NOPE_BF16", "NOPE_FP8"}  # `triton_attention_cases.every_layout`
+    assert served == {"hopper": set(), "flashmla": set(), "flashinfer": set(), "triton": triton}
+
+
 @OF_PAIRS
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_a_kernel_refuses_by_name_what_it_was_not_written_for(backend, layout, extra, monkeypatch):

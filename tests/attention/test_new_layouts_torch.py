@@ -1,4 +1,4 @@
-"""Layouts that share their bytes per token, on torch tensors: named by `kv_layout`, served by the reference alone."""
+"""Layouts that share their bytes per token, on torch tensors: named by `kv_layout`, served by whose record names them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_bytes_that_are_those_of_several_must_be_named():
     q, cache, indices, _, extra, extra_indices, *_ = tensors_of(a_case("V41_FP8", "V41_FP4"))
     first = (q, cache, indices, 0.1)
     names = "'V41_FP8' or 'V41_FP8_SPLIT' or 'NOPE_FP8'"
-    with pytest.raises(ValueError, match=rf"k_cache must have 656, .* bytes a token.*: name it as kv_layout, {names}"):
+    with pytest.raises(ValueError, match=rf"k_cache must be .*, bytes one of 656, .*: name it as kv_layout, {names}"):
         OPS.sparse_mla_decode(*first)
     with pytest.raises(ValueError, match=r"kv_layout must be one of .*V41_FP8, .* got 'V41'"):
         OPS.sparse_mla_decode(*first, kv_layout="V41")
@@ -121,7 +121,7 @@ def test_bytes_that_are_those_of_several_must_be_named():
     with pytest.raises(ValueError, match="k_cache has layout V41_FP4, which can be extra_k_cache's alone"):
         OPS.sparse_mla_decode(q, extra, extra_indices, 0.1, kv_layout="V41_FP4")
     extras = {"extra_k_cache": extra, "extra_indices": extra_indices}
-    with pytest.raises(ValueError, match=r"extra_k_cache must have 656, .*: name it as kv_layout, 'V41_FP4'"):
+    with pytest.raises(ValueError, match=r"extra_k_cache must be .*: name it as kv_layout, 'V41_FP4'"):
         OPS.sparse_mla_decode(*first, **extras, kv_layout="NOPE_FP8")
     four = torch.zeros(2, 4, 1, 584, dtype=torch.uint8)
     with pytest.raises(ValueError, match="caches of 528 and 584 bytes per token do not go"):
@@ -133,7 +133,7 @@ def test_flash_mla_s_module_refuses_them():
     q, cache, indices, *_ = tensors_of(a_case("V41_FP8", "V41_FP4"))
     metadata, splits = flash_mla.get_mla_metadata()
     call = (q, cache, None, None, 512, metadata, splits)
-    with pytest.raises(ValueError, match=r"k_cache must have 656, 584, .*got"):
+    with pytest.raises(ValueError, match=r"k_cache must be .*, bytes one of 656, 584, .*got"):
         flash_mla.flash_mla_with_kvcache(*call, indices=indices)
     for kv_format in ("V41", "V32_NO_ROPE"):
         with pytest.raises(ValueError, match=f"kv_format '{kv_format}' is not what k_cache's 528 bytes per token are"):

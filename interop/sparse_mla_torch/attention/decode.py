@@ -163,7 +163,7 @@ def layout_of(function: str, name: str, k_cache: torch.Tensor, kv_layout: str | 
         names = " or ".join(repr(x.name) for x in NAMED_LAYOUTS.values() if x.bytes_per_token == width)
         hint = f": name it as kv_layout, {names}" if names else ""
         raise ValueError(
-            f"{function}: {name} must have {', '.join(map(str, LAYOUTS))} bytes a token, [pages, page_size, 1, bytes], "
+            f"{function}: {name} must be [pages, page_size, 1, bytes], bytes one of {', '.join(map(str, LAYOUTS))}, "
             f"got {list(k_cache.shape)}{hint}"
         )
     if kv_layout not in NAMED_LAYOUTS:
