@@ -16,6 +16,7 @@ import numpy as np
 INT32 = (jnp.int32,)
 UINT8 = (jnp.uint8,)
 FLOAT32 = (jnp.float32,)
+BF16 = (jnp.bfloat16,)
 FLOATS = (jnp.bfloat16, jnp.float32)  # what a row of activations may be given as
 INT_MAX = 2**31 - 1
 

@@ -93,6 +93,7 @@ def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, k
     `kernel.__name__`.
     """
 
+    plain = jax.jit(plain)  # traced once, for its shapes and as the other branch
     launched = functools.partial(varying, kernel, plain)
     guarded = _batched_as(launched, launched if kernel_batches else plain)
     return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)

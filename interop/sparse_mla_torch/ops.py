@@ -4,13 +4,15 @@ Each has a fake implementation, so graphs that contain it are traced without a d
 declare the argument that they write. None has a gradient.
 
 Caches have FlashMLA's shape, uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`. The last size
-selects the layout (656: V3.2, 584: V4; 1152 and 1024 in bfloat16). Conventions are those of `jax_sparse_mla` (lse −inf
+selects the layout (656: V3.2, 584: V4; 1152 and 1024 in bfloat16), or `kv_layout` names it: 528 and 288 bytes are
+those of several. Conventions are those of `jax_sparse_mla` (lse −inf
 on a row without a key). CUDA tensors go to the kernels, on the current stream; CPU tensors to the JAX functions of the
 same names.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -41,15 +43,19 @@ def sparse_mla_decode(
     batch_invariant: bool = False,
     assume_valid_indices: bool = False,
     empty_lse_is_inf: bool = False,
+    kv_layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `jax_sparse_mla.sparse_mla_decode`: out `[batch, q_len, heads, 512]`, lse float32 `[batch, q_len, heads]`.
 
     `batch_invariant` and `assume_valid_indices` as in `flash_mla.flash_mla_with_kvcache`; `empty_lse_is_inf` takes
-    FlashMLA's lse of a row without a key.
+    FlashMLA's lse of a row without a key. `kv_layout` names the layout of k_cache, such as "V41_FP8"; the extra cache
+    then has the same one, or the one of its bytes that goes beside it.
     """
     empty_lse = float("inf") if empty_lse_is_inf else -float("inf")
-    flags = (batch_invariant, assume_valid_indices)
-    options = decode.Options("sparse_mla_decode", softmax_scale, empty_lse, *flags, keeps_memory=False)
+    more = {"keeps_memory": False, "kv_layout": kv_layout}
+    options = decode.Options(
+        "sparse_mla_decode", softmax_scale, empty_lse, batch_invariant, assume_valid_indices, **more
+    )
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices, extra_topk_length, attn_sink)
     with torch.cuda.device_of(q):
         out, lse = decode.prepare(options, *tensors).run(*tensors, Schedule(), None)
@@ -86,40 +92,50 @@ def _(q, kv, indices, softmax_scale, *args, **kwargs):
 
 
 @torch.library.custom_op("jax_sparse_mla::write_kv", mutates_args=("k_cache",))
-def write_kv(k_cache: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
-    """As `jax_sparse_mla.write_kv`, in place."""
+def write_kv(
+    k_cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv: torch.Tensor,
+    kv_layout: str | None = None,
+    quantizer: str | None = None,
+) -> None:
+    """As `jax_sparse_mla.write_kv`, in place; `quantizer` is the engine of `KVLayout.written_by`."""
     if not k_cache.is_cuda:
-        cache = _host_cache("write_kv", k_cache)
+        cache = _written_by(quantizer, _host_cache("write_kv", k_cache, kv_layout))
         data = call(jax_sparse_mla.write_kv, cache, slots.contiguous(), kv.contiguous()).data
         k_cache.view(torch.uint8).copy_(decode.pages_of(data, cache.layout, cache.page_size))
         return
     from sparse_mla_torch.kernels import kv_cache as kernels
 
     with torch.cuda.device_of(k_cache):
-        kernels.write_kv(_device_cache("write_kv", k_cache), slots.contiguous(), kv.contiguous())
+        cache = _written_by(quantizer, _device_cache("write_kv", k_cache, kv_layout))
+        kernels.write_kv(cache, slots.contiguous(), kv.contiguous())
 
 
-write_kv.register_fake(lambda *arguments: None)
+write_kv.register_fake(lambda *arguments, **options: None)
 
 
 @torch.library.custom_op("jax_sparse_mla::gather_kv", mutates_args=())
-def gather_kv(k_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def gather_kv(k_cache: torch.Tensor, slots: torch.Tensor, kv_layout: str | None = None) -> torch.Tensor:
     """As `jax_sparse_mla.gather_kv`: bfloat16 `[n, qk_dim]`, zeros for an invalid slot."""
     if not k_cache.is_cuda:
-        return call(jax_sparse_mla.gather_kv, _host_cache("gather_kv", k_cache), slots.contiguous()).clone()
+        return call(jax_sparse_mla.gather_kv, _host_cache("gather_kv", k_cache, kv_layout), slots.contiguous()).clone()
     from sparse_mla_torch.kernels import kv_cache as kernels
 
     with torch.cuda.device_of(k_cache):
-        return kernels.gather_kv(_device_cache("gather_kv", k_cache), slots.contiguous())
+        return kernels.gather_kv(_device_cache("gather_kv", k_cache, kv_layout), slots.contiguous())
 
 
 @gather_kv.register_fake
-def _(k_cache, slots):
-    return k_cache.new_empty((slots.shape[0], decode.LAYOUTS[int(k_cache.shape[-1])].qk_dim), dtype=torch.bfloat16)
+def _(k_cache, slots, kv_layout=None):
+    layout = decode.LAYOUTS[int(k_cache.shape[-1])] if kv_layout is None else decode.NAMED_LAYOUTS[kv_layout]
+    return k_cache.new_empty((slots.shape[0], layout.qk_dim), dtype=torch.bfloat16)
 
 
 @torch.library.custom_op("jax_sparse_mla::split_pages", mutates_args=("out",))
-def split_pages(k_cache: torch.Tensor, out: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+def split_pages(
+    k_cache: torch.Tensor, out: torch.Tensor, slots: torch.Tensor | None = None, kv_layout: str | None = None
+) -> None:
     """As `jax_sparse_mla.split_pages`, into `out`, in place: `[pages · r, page_size / r, 1, bytes_per_token]`.
 
     Slots are int32 of any shape: the pages that they touch are copied; None: all pages.
@@ -128,17 +144,18 @@ def split_pages(k_cache: torch.Tensor, out: torch.Tensor, slots: torch.Tensor | 
         slots = torch.arange(0, k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]).to(k_cache.device, torch.int32)
     slots = slots.contiguous()
     if not k_cache.is_cuda:
-        cache, split = _host_cache("split_pages", k_cache), _host_cache("split_pages", out)
+        cache, split = (_host_cache("split_pages", x, kv_layout) for x in (k_cache, out))
         data = call(jax_sparse_mla.split_pages, cache, split.page_size, slots=slots, out=split).data
         out.view(torch.uint8).copy_(decode.pages_of(data, split.layout, split.page_size))
         return
     from sparse_mla_torch.kernels import kv_cache as kernels
 
     with torch.cuda.device_of(k_cache):
-        kernels.split_pages(_device_cache("split_pages", k_cache), _device_cache("split_pages", out), slots)
+        cache, split = (_device_cache("split_pages", x, kv_layout) for x in (k_cache, out))
+        kernels.split_pages(cache, split, slots)
 
 
-split_pages.register_fake(lambda *arguments: None)
+split_pages.register_fake(lambda *arguments, **options: None)
 
 
 @torch.library.custom_op("jax_sparse_mla::merge_attention", mutates_args=())
@@ -206,22 +223,28 @@ def _(topk_indices, *requests_and_options, **names):
     return _merged(topk_indices, merged_width(topk + window))
 
 
-def _layout(function: str, k_cache: torch.Tensor) -> KVLayout:
+def _layout(function: str, k_cache: torch.Tensor, kv_layout: str | None) -> KVLayout:
     width = check_strided(function, "k_cache", k_cache, (None, None, 1, None), k_cache, decode.CACHE_DTYPES)[-1]
-    if width not in decode.LAYOUTS:
-        raise ValueError(f"{function}: k_cache must have {', '.join(map(str, decode.LAYOUTS))} bytes, got {width}")
-    return decode.LAYOUTS[width]
+    if kv_layout is None and width not in decode.LAYOUTS:
+        raise ValueError(
+            f"{function}: k_cache must have {', '.join(map(str, decode.LAYOUTS))} bytes, got {width}, or a kv_layout"
+        )
+    return decode.layout_of(function, "k_cache", k_cache, kv_layout)
 
 
-def _host_cache(function: str, k_cache: torch.Tensor) -> PagedKV:
+def _written_by(engine: str | None, cache: PagedKV) -> PagedKV:
+    return cache if engine is None else dataclasses.replace(cache, layout=cache.layout.written_by(engine))
+
+
+def _host_cache(function: str, k_cache: torch.Tensor, kv_layout: str | None) -> PagedKV:
     """The cache for JAX: a copy if its pages are not padded as the layout says."""
-    layout = _layout(function, k_cache)
+    layout = _layout(function, k_cache, kv_layout)
     return PagedKV(data=decode.page_rows(k_cache, layout), layout=layout, page_size=k_cache.shape[1])
 
 
-def _device_cache(function: str, k_cache: torch.Tensor) -> PagedKV:
+def _device_cache(function: str, k_cache: torch.Tensor, kv_layout: str | None) -> PagedKV:
     """The same memory, each page a row of bytes."""
-    layout, (pages, page_size, _, width) = _layout(function, k_cache), k_cache.shape
+    layout, (pages, page_size, _, width) = _layout(function, k_cache, kv_layout), k_cache.shape
     rows = k_cache.view(torch.uint8).as_strided((pages, page_size * width), (k_cache.stride(0), 1))
     if k_cache.stride(3) != 1 or (page_size > 1 and k_cache.stride(1) != width):
         raise ValueError(f"{function}: k_cache's pages must each be dense, got strides {list(k_cache.stride())}")

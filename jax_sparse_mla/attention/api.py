@@ -25,7 +25,7 @@ from jax_sparse_mla.attention.route import Plan, plan_call
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
-from jax_sparse_mla.kv_cache.paged import check_cache
+from jax_sparse_mla.kv_cache.paged import check_first_cache, check_second_cache
 
 __all__ = ["calls_of", "installed_backends", "installed_for", "plan_here", "sparse_mla_decode", "sparse_mla_prefill"]
 
@@ -82,11 +82,12 @@ def plan_here(
     chunk: bool = False,
     backend: str | None = None,
     batch_invariant: bool = False,
+    extra_layout: KVLayout | None = None,
 ) -> Plan:
     """The plan of a call on this machine's GPU; the environment's overrides are read.
 
     Args:
-      phase, layout, topk, chunk, batch_invariant: as those of `Call`.
+      phase, layout, topk, chunk, batch_invariant, extra_layout: as those of `Call`.
       rows, heads: query rows, and heads on this rank.
       dtype: of the queries.
       backend: the name of the backend that must serve the call; by default JAX_SPARSE_MLA_DECODE_BACKEND or
@@ -95,7 +96,7 @@ def plan_here(
     Raises:
       ValueError: the named backend is unknown or cannot serve the call, with the reason.
     """
-    facts = DeviceInfo.current(), topk, np.dtype(dtype).name, chunk, batch_invariant
+    facts = DeviceInfo.current(), topk, np.dtype(dtype).name, chunk, batch_invariant, extra_layout
     call = Call(phase, layout, rows, max(heads, 1), *facts)
     return plan_call(call, unable=missing_for(phase), override=backend or override_of(phase))
 
@@ -136,8 +137,9 @@ def sparse_mla_decode(
         counts twice.
       softmax_scale: what q·k is multiplied by (a static number).
       topk_length: int32 `[batch]` or `[batch, q_len]`, how many leading columns are scanned; None scans all.
-      extra_cache: a second cache of the same layout (V4: the compressed one), with `extra_indices` int32
-        `[batch, q_len, extra_topk]` and `extra_topk_length` as above.
+      extra_cache: a second cache (V4: the compressed one) of the same layout or, beside V4.1's FP8, of the FP4 one in
+        the same order of bytes; with `extra_indices` int32 `[batch, q_len, extra_topk]` and `extra_topk_length` as
+        above.
       attn_sink: float32 `[heads]`, a logit per head in the denominator only; not scaled.
       assume_valid_indices: a promise (static) that every entry within a length is −1 or a slot, every one beyond it
         −1, every length from 0 to the columns, and no finite sink below −2e38: spares FlashMLA, which checks nothing,
@@ -157,7 +159,8 @@ def sparse_mla_decode(
         backend that cannot serve the call.
     """
     check = ArgumentChecks("sparse_mla_decode")
-    check_cache(check, "cache", cache)
+    caches = ("cache", "extra_cache")
+    check_first_cache(check, caches, cache)
     layout = cache.layout
     q = check("q", q, ("batch", "q_len", "heads", layout.qk_dim), FLOATS)
     indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
@@ -167,9 +170,7 @@ def sparse_mla_decode(
             if value is not None:
                 raise check.fail(f"{name} was given without extra_cache")
     else:
-        check_cache(check, "extra_cache", extra_cache)
-        if extra_cache.layout != layout:
-            raise check.fail(f"extra_cache must have cache's layout {layout}, got {extra_cache.layout}")
+        check_second_cache(check, caches, cache, extra_cache)
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
         lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
         tables.append(IndexTable(extra_cache, extra_indices, lengths))
@@ -181,7 +182,11 @@ def sparse_mla_decode(
     tables = [table for table in tables if table.indices.shape[-1] and table.cache.num_slots]
     batch, q_len, heads, _ = q.shape
     columns = sum(table.indices.shape[-1] for table in tables)
-    route = _route(check, "decode", layout, batch * q_len, heads, columns, q.dtype, backend, batch_invariant)
+    extra_layout = None if extra_cache is None else extra_cache.layout
+    route = _route(
+        *(check, "decode", layout, batch * q_len, heads, columns, q.dtype, backend, batch_invariant),
+        extra_layout=extra_layout,
+    )
     if q.size == 0 or not tables:
         return _nothing(q, layout.v_dim)
     return _serve(check, route, (q, tuple(tables), attn_sink), **static)
@@ -268,10 +273,20 @@ def _nothing(q: jax.Array, v_dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _route(
-    check: ArgumentChecks, phase: str, layout: KVLayout, rows, heads, topk, dtype, backend, batch_invariant
+    check: ArgumentChecks,
+    phase: str,
+    layout: KVLayout,
+    rows,
+    heads,
+    topk,
+    dtype,
+    backend,
+    batch_invariant,
+    extra_layout: KVLayout | None = None,
 ) -> _Route:
     """What serves the call on this machine's GPU; errors name the function."""
     facts = {"rows": rows, "heads": heads, "topk": topk, "dtype": dtype, "batch_invariant": bool(batch_invariant)}
+    facts["extra_layout"] = extra_layout
     try:
         plan = plan_here(phase, layout, **facts, backend=backend)
     except ValueError as error:

@@ -57,6 +57,7 @@ class Call:
       dtype: of the queries (and of the workspace).
       chunk: whether the rows are a prefill chunk's, so that a workspace of what they see could be gathered instead.
       batch_invariant: whether a row's result must not depend on the other rows.
+      extra_layout: of the second cache's rows; None: `layout`, or there is no second one.
     """
 
     phase: str
@@ -68,6 +69,7 @@ class Call:
     dtype: str = "bfloat16"
     chunk: bool = False
     batch_invariant: bool = False
+    extra_layout: KVLayout | None = None
 
 
 Capability = tuple[int, int]
@@ -139,11 +141,11 @@ class Backend(shared.Backend):
         known = self.layouts.get(call.phase, ())
         if not known:
             return f"it has no {call.phase}, only {' and '.join(self.layouts)}"
-        if call.layout in known:
+        unknown = [layout for layout in (call.layout, call.extra_layout) if layout and layout.read_as not in known]
+        if not unknown:
             return None
         names = " and ".join(layout.name for layout in known)
-        kind = "fp8" if call.layout.fp8_dim else "bf16"
-        return f"its {call.phase} reads rows of {names}, got {call.layout.name} ({kind})"
+        return f"its {call.phase} reads rows of {names}, got {unknown[0].name} ({unknown[0].kind})"
 
 
 def _flashmla_rows(device: DeviceInfo) -> int:
@@ -157,6 +159,7 @@ def _flashmla_rows(device: DeviceInfo) -> int:
 
 _FP8 = (KVLayout.V32_FP8, KVLayout.V4_FP8)
 _BF16 = (KVLayout.V32_BF16, KVLayout.V4_BF16)  # a workspace's rows too
+_NEWER = (KVLayout.V41_FP8, KVLayout.V41_FP8_SPLIT, KVLayout.NOPE_BF16, KVLayout.NOPE_FP8)
 _SM90, _SM100, _SM120 = ((9, 0), (9, 0)), ((10, 0), (10, 9)), ((12, 0), (12, 9))
 _TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
 _JAX_TVM_FFI = Need(("jax-tvm-ffi",), ("jax_tvm_ffi",), frameworks=("jax",))
@@ -211,7 +214,7 @@ _RECORDS = (
     Backend(
         name="triton",
         module="jax_sparse_mla.attention.backends.triton",
-        layouts={"decode": (*_FP8, *_BF16), "prefill": _BF16},
+        layouts={"decode": (*_FP8, *_BF16, *_NEWER), "prefill": _BF16},
         devices=(((8, 0), (99, 9)),),
         device_names="SM80 and up",
         needs=(_TRITON, Need(("jax-tvm-ffi", "jax-triton"), ("jax_tvm_ffi", "jax_triton"), frameworks=("jax",))),

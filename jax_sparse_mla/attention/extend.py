@@ -9,7 +9,7 @@ from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import sparse_mla_prefill, static_scale
 from jax_sparse_mla.indices import combine_topk_swa_indices
 from jax_sparse_mla.kv_cache import PagedKV
-from jax_sparse_mla.kv_cache.paged import check_cache
+from jax_sparse_mla.kv_cache.paged import check_first_cache, check_second_cache
 from jax_sparse_mla.kv_cache.rows import gather_kv_as_workspace, gather_kv_into
 from jax_sparse_mla.metadata.prefill_plan import PrefillPlan
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
@@ -37,7 +37,8 @@ def sparse_mla_extend(
       q: bfloat16 `[T, heads, qk_dim]`, the chunk's queries, requests in order; rows past the last one are padding.
       plan: `build_prefill_plan` of the layer's compress ratio, shared by all its layers.
       swa_cache: the sliding-window cache, this chunk's rows already written.
-      compressed_cache: the compressed cache, this chunk's rows already written; None where the ratio is 0.
+      compressed_cache: the compressed cache, this chunk's rows already written, of a layout that may stand beside
+        swa_cache's as in `sparse_mla_decode`; None where the ratio is 0.
       topk_positions: int32 `[T, ≥ plan.topk]`, the compressed positions that the indexer chose, local to the
         request, −1 padded (ratio 4). None attends to every complete entry (ratio 128), or to none (ratio 0).
       softmax_scale: what q·k is multiplied by (a static number).
@@ -58,7 +59,8 @@ def sparse_mla_extend(
     check = ArgumentChecks("sparse_mla_extend")
     if not isinstance(plan, PrefillPlan):
         raise TypeError(f"{check.function}: plan must be a PrefillPlan, got {type(plan).__name__}")
-    check_cache(check, "swa_cache", swa_cache)
+    caches = ("swa_cache", "compressed_cache")
+    check_first_cache(check, caches, swa_cache)
     layout = swa_cache.layout
     q = check("q", q, ("T", "heads", layout.qk_dim), FLOATS)
     _check_plan(check, plan)
@@ -72,9 +74,7 @@ def sparse_mla_extend(
         raise check.fail(f"compressed_cache must be None exactly when the plan's ratio is 0; got {given}, "
                          f"ratio {plan.compress_ratio}")  # fmt: skip
     if compressed_cache is not None:
-        check_cache(check, "compressed_cache", compressed_cache)
-        if compressed_cache.layout != layout:
-            raise check.fail(f"compressed_cache must have swa_cache's layout {layout}, got {compressed_cache.layout}")
+        check_second_cache(check, caches, swa_cache, compressed_cache)
     if topk_positions is None:
         if plan.compress_ratio == INDEXED_RATIO:
             raise check.fail(f"topk_positions must be given for ratio {INDEXED_RATIO}, got None")

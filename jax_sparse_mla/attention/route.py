@@ -93,6 +93,10 @@ def plan_attention(
     sizes = {"num_q_tokens": (num_q_tokens, 0), "num_heads": (num_heads, 1), "topk": (0 if topk is None else topk, 0)}
     for name, (value, minimum) in sizes.items():
         check.static_int(name, value, minimum=minimum)
+    if spec.kv_layout.extra_only:
+        raise check.fail(
+            f"spec.kv_layout must be that of the first cache; {spec.kv_layout.name} is an extra cache's alone"
+        )
     layout = spec.kv_layout if kv_dtype == "fp8" else bf16_layout(spec.kv_layout)
     layout = workspace_layout(layout.qk_dim) if phase == "prefill" else layout
     call = Call(phase, layout, num_q_tokens, num_heads, device, topk, batch_invariant=batch_invariant)

@@ -65,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-steps",
         type=positive_int,
         metavar="K",
-        help="draft K tokens at a time with the model's first layer, verify them in one step (default: plain decoding)",
+        help="draft K tokens at a time with the checkpoint's draft layer (JAX engine) or the model's first layer, "
+        "verify them in one step (default: plain decoding)",
     )
     parser.add_argument(
         "--draft-oracle",
@@ -158,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_check:
             status = report.check(setup, engine, plain)
         oracle = DraftOracle(plain, args.draft_oracle, args.seed) if args.draft_oracle else None
-        print(f"decoding   speculative, {args.speculative_steps} draft tokens by the first layer" + (
+        print(f"decoding   speculative, {args.speculative_steps} draft tokens by the {engine.drafter}" + (
             f", plain decoding's token with probability {args.draft_oracle}" if oracle else ""))  # fmt: skip
         report.print_accepted(_serve(setup, engine, requests, args.speculative_steps, oracle))
         if not args.no_check:

@@ -107,6 +107,9 @@ def check(setup: Any, engine: Any, requests: list[Request]) -> int:
     )
     print("layer  kind                     cosine    worst row   overlap  (rows that drop entries)")
     ok = True
+    agreeing = None
+    if not any(request.sampling.temperature for request in requests):
+        agreeing = comparison.TRANSFORMERS.submit(comparison.count_agreeing_tokens, setup.torch_model, requests)
     for report in comparison.compare_layers(setup.traced_run(engine), requests):
         passed = report.passes(cache)
         ok &= passed
@@ -115,9 +118,8 @@ def check(setup: Any, engine: Any, requests: list[Request]) -> int:
             f"{report.layer:5}  {report.kind:22}  {report.cosine:.6f}   {report.worst_row:.6f}   {overlap}  "
             f"({report.dropping_rows}){'' if passed else '  FAILED'}"
         )
-    if not any(request.sampling.temperature for request in requests):
-        agree, total = comparison.count_agreeing_tokens(setup.torch_model, requests)
-        print(f"tokens     {agree} of {total} are transformers' own choice too")
+    if agreeing is not None:
+        print("tokens     {} of {} are transformers' own choice too".format(*agreeing.result()))
     print("check      passed" if ok else "check      FAILED")
     return 0 if ok else 1
 

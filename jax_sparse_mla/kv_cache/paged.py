@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import UINT8, ArgumentChecks
+from jax_sparse_mla._checks import FLOAT32, UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
@@ -35,15 +37,18 @@ class PagedKV(LayerPool):
     num_layers: int = static(default=1)
     layer_index: int | None = static(default=None)
 
+    scale = None  # a field of `ScaledPagedKV` alone
+
     @classmethod
     def zeros(cls, layout: KVLayout, num_pages: int, page_size: int, *, num_layers: int = 1) -> PagedKV:
-        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers."""
+        """A cache of `num_pages` zeroed pages, for each of `num_layers` layers; their scales, if any, are 1."""
         check = ArgumentChecks("PagedKV.zeros")
         if not isinstance(layout, KVLayout):
             raise TypeError(f"PagedKV.zeros: layout must be a KVLayout, got {type(layout).__name__}")
         page_size = check.static_int("page_size", page_size, minimum=1)
         shape = layer_shape(check, num_layers, ("num_pages", num_pages), layout.page_bytes(page_size))
-        return cls(data=jnp.zeros(shape, jnp.uint8), layout=layout, page_size=page_size, num_layers=num_layers)
+        facts = {"layout": layout, "page_size": page_size, "num_layers": num_layers}
+        return paged(jnp.zeros(shape, jnp.uint8), jnp.ones(num_layers) if layout.has_tensor_scale else None, **facts)
 
     @property
     def num_pages(self) -> int:
@@ -65,6 +70,27 @@ class PagedKV(LayerPool):
         """uint8 `[num_pages, page_bytes]`, the layer's share of `data`; JAX copies it if there are more layers."""
         return self.share_of(self.data)
 
+    @property
+    def tensor_scale(self) -> jax.Array | None:
+        """float32 `[1]`, the layer's scale; None without one."""
+        return None if self.scale is None else self.share_of(self.scale)
+
+
+@pytree_dataclass
+class ScaledPagedKV(PagedKV):
+    """A cache of a layout with one scale for all values of a layer, which stands beside the pages.
+
+    Attributes:
+      scale: float32 `[num_layers]`, positive: what a stored value of each layer is multiplied by.
+    """
+
+    scale: jax.Array | None = None
+
+
+def paged(data: Any, scale: Any | None, **facts: Any) -> PagedKV:
+    """A `PagedKV`, or a `ScaledPagedKV` where there is a scale."""
+    return PagedKV(data=data, **facts) if scale is None else ScaledPagedKV(data=data, scale=scale, **facts)
+
 
 def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
     """Refuses what is not a PagedKV of one layer whose bytes fit its layout and page size."""
@@ -76,3 +102,22 @@ def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
     page_size = check.static_int(f"{name}.page_size", cache.page_size, minimum=1)
     check(f"{name}.data", cache.data, (None, cache.layout.page_bytes(page_size)), UINT8)
     cache.check_view(check, name, cache.data.shape[0])
+    if cache.layout.has_tensor_scale:
+        check(f"{name}.scale", cache.scale, (cache.num_layers,), FLOAT32)
+    elif cache.scale is not None:
+        raise check.fail(f"{name}.scale was given, but {cache.layout.name} keeps its scales in its pages")
+
+
+def check_first_cache(check: ArgumentChecks, names: tuple[str, str], cache: PagedKV) -> None:
+    """As `check_cache` of what attention reads first; names are the arguments', the second cache's too."""
+    check_cache(check, names[0], cache)
+    if cache.layout.extra_only:
+        raise check.fail(f"{names[0]} has layout {cache.layout}, which can be {names[1]}'s alone")
+
+
+def check_second_cache(check: ArgumentChecks, names: tuple[str, str], cache: PagedKV, extra: PagedKV) -> None:
+    """As `check_cache` of a cache that attention reads beside another; refuses layouts that do not go together."""
+    check_cache(check, names[1], extra)
+    if extra.layout.read_as not in cache.layout.beside:
+        known = " or ".join(map(repr, cache.layout.beside))
+        raise check.fail(f"{names[1]} must have {names[0]}'s layout {known}, got {extra.layout}")

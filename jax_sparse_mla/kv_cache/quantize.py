@@ -14,10 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_sparse_mla._checks import FLOATS, ArgumentChecks
+from jax_sparse_mla._checks import BF16, FLOATS, ArgumentChecks
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 E4M3_MAX = 448.0  # 1.75 * 2^8, the largest float8_e4m3fn
+E2M1_MAX = 6.0
+
+# Halfway between neighbouring e2m1 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6, and whether the one above has the even code.
+_E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_E4M3_NAN = 0x7F
 
 # The largest number that a writer quantises. From 248 * 2^120 on (the largest bfloat16 is 255 * 2^120) a
 # value rounds to 256 units of 2^120, which reads back as infinity; 240 is the next smaller e4m3 number.
@@ -90,12 +95,9 @@ def quantize_groups(x: jax.Array, group: int, min_exponent: int) -> tuple[jax.Ar
       `(values, exponents)`: float8_e4m3fn `[..., d]` and int32 `[..., d // group]`; a value stands for
       `value * 2^exponent`. Infinite values become +-448 units; a NaN stays one.
     """
-    grouped = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    amax_bits = jnp.max(float32_bits(grouped) & _MAGNITUDE_MASK, axis=-1)
+    grouped, amax_bits = _groups(x, group)
     exponents = scale_exponent(amax_bits, min_exponent)
-    scaled = grouped * power_of_two(-exponents)[..., None]
-    values = jnp.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    return values.reshape(x.shape), exponents
+    return _to_e4m3(grouped * power_of_two(-exponents)[..., None]).reshape(x.shape), exponents
 
 
 def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
@@ -118,13 +120,7 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
       TypeError: x is of another dtype, or group is no int.
       ValueError: x has no dimension, or group does not divide its last one.
     """
-    check = ArgumentChecks("quantize_ue8m0")
-    x = check("x", x, (None,) * check.rank("x", x), FLOATS)
-    group = check.static_int("group", group, minimum=1)
-    if x.ndim == 0:
-        raise check.fail("x must have shape [..., d], got []")
-    if x.shape[-1] % group:
-        raise check.fail(f"group must divide the last dimension of x, {x.shape[-1]}, got {group}")
+    x, group = _check_groups(ArgumentChecks("quantize_ue8m0"), x, group)
     return _quantize_ue8m0(x, group)
 
 
@@ -134,58 +130,204 @@ def _quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     return values, (exponents + _EXPONENT_BIAS).astype(jnp.uint8)
 
 
-def encode_rows(layout: KVLayout, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_e2m1(x: jax.Array, group: int = KVLayout.V41_FP4.group) -> tuple[jax.Array, jax.Array]:
+    """Quantises groups of values to e2m1 (FP4) with e4m3 scales, by DeepSeek-V4.1's rule.
+
+    Per group the scale is `e4m3(clip(amax / 6, 2^-9, 448))`, to nearest even, and each value the e2m1 number nearest to
+    `x / scale`: 0, 0.5, 1, 1.5, 2, 3, 4 or 6 of either sign, ties to the even code, at most ±6. FlashMLA, SGLang and
+    vLLM write the same bytes.
+
+    Args:
+      x: bfloat16 `[..., d]`.
+      group: values per scale; even, and must divide d. Static.
+
+    Returns:
+      `(packed, scales)`: uint8 `[..., d // 2]`, value 2i in the low nibble of byte i, and float8_e4m3fn
+      `[..., d // group]`. A group with a NaN has a NaN for its scale and zeros.
+
+    Raises:
+      TypeError: x is of another dtype, or group is no int.
+      ValueError: x has no dimension, group is odd, or group does not divide its last one.
+    """
+    check = ArgumentChecks("quantize_e2m1")
+    x, group = _check_groups(check, x, group, BF16)
+    if group % 2:
+        raise check.fail(f"group must be even, got {group}")
+    return _quantize_e2m1(x, group)
+
+
+def _check_groups(check: ArgumentChecks, x: jax.Array, group: int, dtypes=FLOATS) -> tuple[jax.Array, int]:
+    x = check("x", x, (None,) * check.rank("x", x), dtypes)
+    group = check.static_int("group", group, minimum=1)
+    if x.ndim == 0:
+        raise check.fail("x must have shape [..., d], got []")
+    if x.shape[-1] % group:
+        raise check.fail(f"group must divide the last dimension of x, {x.shape[-1]}, got {group}")
+    return x, group
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def _quantize_e2m1(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+    codes, scales = _by_e4m3(x.astype(jnp.float32), group, KVLayout.V41_FP4.min_scale_exponent)
+    return codes, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
+
+
+def encode_rows(layout: KVLayout, kv: jax.Array, tensor_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The bytes of K rows.
 
     Args:
       layout: the byte layout.
       kv: bfloat16 or float32 `[n, qk_dim]`. Rows are rounded to bfloat16 first; finite values that would
         round to infinity become the largest bfloat16, and what is quantised is clipped to `MAX_QUANTISED`.
+      tensor_scale: float32 `[1]`, of layouts that have it.
 
     Returns:
-      `(rows, scales)`: uint8 `[n, data_bytes]` and the UE8M0 footer scales, uint8 `[n, num_groups]` (`[n, 0]`
-      for layouts without a footer).
+      `(rows, scales)`: uint8 `[n, data_bytes]` and the footer scales, uint8 `[n, scale_bytes]` (`[n, 0]` for layouts
+      without a footer).
     """
     bf16 = _finite_bfloat16_bits(kv)
-    parts = []
-    scales = jnp.zeros((kv.shape[0], 0), jnp.uint8)
-    if layout.fp8_dim:
-        x = jnp.clip(bits_to_float32(bf16[:, : layout.fp8_dim] << 16), -MAX_QUANTISED, MAX_QUANTISED)
-        values, exponents = quantize_groups(x, layout.group, layout.min_scale_exponent)
-        parts.append(lax.bitcast_convert_type(values, jnp.uint8))
-        if layout.inline_scale_bytes:
-            parts.append(_to_bytes(power_of_two(exponents)))
+    parts, scales = [], jnp.zeros((kv.shape[0], 0), jnp.uint8)
+    if layout.quantised_dim:
+        x = jnp.clip(bits_to_float32(bf16[:, : layout.quantised_dim] << 16), -MAX_QUANTISED, MAX_QUANTISED)
+        if layout.has_tensor_scale:
+            codes = _by_tensor_scale(x, tensor_scale)
         else:
-            scales = (exponents + _EXPONENT_BIAS).astype(jnp.uint8)
-    parts.append(_to_bytes(bf16[:, layout.fp8_dim :].astype(jnp.uint16)))
-    return jnp.concatenate(parts, axis=-1), scales
+            codes, scales = _WRITERS[layout.scales](x, layout.group, layout.least_exponent)
+        parts.append(codes)
+        if layout.inline_scale_bytes:
+            parts.append(scales)
+    parts.append(_to_bytes(bf16[:, layout.quantised_dim :].astype(jnp.uint16)))
+    return jnp.concatenate(parts, axis=-1), scales if layout.footer_scale_bytes else scales[:, :0]
 
 
-def decode_rows(layout: KVLayout, rows: jax.Array, scales: jax.Array) -> jax.Array:
-    """The K rows of bytes, as bfloat16 bits: values are `bfloat16(float32(e4m3) * scale)`.
+def _by_ue8m0(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array]:
+    """`(codes, scales)` of float32 `[..., d]`, uint8 as a row holds them; `least` is `KVLayout.least_exponent`'s."""
+    values, exponents = quantize_groups(x, group, least)
+    return _to_bytes(values), (exponents + _EXPONENT_BIAS).astype(jnp.uint8)
+
+
+def _by_float32(x: jax.Array, group: int, least: int | None) -> tuple[jax.Array, jax.Array]:
+    """As `_by_ue8m0`, with float32 scales: powers of two, or `amax / 448` where `least` is None."""
+    if least is not None:
+        values, exponents = quantize_groups(x, group, least)
+        return _to_bytes(values), _to_bytes(power_of_two(exponents))
+    grouped, amax_bits = _groups(x, group)
+    scales = bits_to_float32(_over_448(amax_bits))
+    # SGLang's has no floor: the scale of an all-zero group is 0, and 0 · (1 / 0) a NaN, which we do not make.
+    inverse = jnp.where(scales == 0, 0.0, 1.0 / scales)[..., None]
+    return _to_bytes(_to_e4m3(grouped * inverse).reshape(x.shape)), _to_bytes(scales)
+
+
+def _by_e4m3(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array]:
+    """As `_by_ue8m0`: e2m1 values, two a byte, with e4m3 scales `clip(amax / 6, 2^least, 448)`, to nearest even.
+
+    A group with a NaN has a NaN for its scale and codes of 0: e2m1 has none.
+    """
+    grouped, amax_bits = _groups(x, group)
+    amax = bits_to_float32(jnp.minimum(amax_bits, _F32_INF))
+    # By multiplication: the quotient's e4m3 number for every bfloat16 amax, which tests go through.
+    scales = jnp.clip(amax * np.float32(1 / E2M1_MAX), 2.0**least, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    is_nan = amax_bits > _F32_INF
+    units = scales.astype(jnp.float32)[..., None]
+    magnitude, codes = jnp.abs(grouped), 0
+    # For bfloat16 x the products are exact and a quotient never rounds to a midpoint, so this is the quotient's code.
+    for midpoint, even_above in _E2M1_MIDPOINTS:
+        above = magnitude >= units * midpoint if even_above else magnitude > units * midpoint
+        codes += above.astype(jnp.int32)
+    codes = jnp.where(is_nan[..., None], 0, codes | (lax.shift_right_logical(float32_bits(grouped), 31) << 3))
+    pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    packed = pairs[..., 0] | (pairs[..., 1] << 4)
+    return packed.astype(jnp.uint8), jnp.where(is_nan, jnp.uint8(_E4M3_NAN), _to_bytes(scales))
+
+
+def _by_tensor_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """The bytes of `e4m3(x / scale)`, clipped to ±448."""
+    return _to_bytes(_to_e4m3(x / scale))
+
+
+_WRITERS = {"ue8m0": _by_ue8m0, "float32": _by_float32, "e4m3": _by_e4m3}
+
+
+def decode_rows(
+    layout: KVLayout, rows: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None = None
+) -> jax.Array:
+    """The K rows of bytes, as bfloat16 bits: values are `bfloat16(float32(code) * scale)`.
 
     Args:
       layout: the byte layout.
       rows: uint8 `[..., data_bytes]`.
-      scales: UE8M0 footer scales, uint8 `[..., num_groups]`; ignored for layouts without a footer.
+      scales: footer scales, uint8 `[..., scale_bytes]`; ignored for layouts without a footer.
+      tensor_scale: float32 `[1]`, of layouts that have it.
 
     Returns:
       uint16 `[..., qk_dim]`: bits, so that masking or moving them changes no NaN and no subnormal number.
     """
-    fp8_end, scale_end = layout.fp8_dim, layout.fp8_dim + layout.inline_scale_bytes
+    end, scale_end = layout.quantised_bytes, layout.quantised_bytes + layout.inline_scale_bytes
     bf16 = _from_bytes(rows[..., scale_end:], jnp.uint16)
-    if not layout.fp8_dim:
+    if not layout.quantised_dim:
         return bf16
     batch = rows.shape[:-1]
-    values = lax.bitcast_convert_type(rows[..., :fp8_end], jnp.float8_e4m3fn).astype(jnp.float32)
+    values = (_e2m1_values if layout.fp4_dim else _e4m3_values)(rows[..., :end])
     values = values.reshape(*batch, layout.num_groups, layout.group)
-    if layout.inline_scale_bytes:
-        inline = _from_bytes(rows[..., fp8_end:scale_end], jnp.float32)
-        bits = float32_bits(values * inline[..., None])
+    if layout.has_tensor_scale:
+        bits = float32_bits(values * tensor_scale)
     else:
-        bits = _times_ue8m0(values, scales[..., None])
-    quantised = bfloat16_bits(bits).astype(jnp.uint16).reshape(*batch, layout.fp8_dim)
+        scales = scales if layout.footer_scale_bytes else rows[..., end : end + layout.scale_bytes]
+        bits = _READERS[layout.scales](values, scales)
+    quantised = bfloat16_bits(bits).astype(jnp.uint16).reshape(*batch, layout.quantised_dim)
     return jnp.concatenate([quantised, bf16], axis=-1)
+
+
+def _e4m3_values(codes: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _e2m1_values(packed: jax.Array) -> jax.Array:
+    """The float32 values of bytes that hold two e2m1 numbers each, the even one in the low nibble."""
+    codes = jnp.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    # Moved into the exponent and mantissa of e4m3 the number is 2^-6 of itself, 0.5 included.
+    return _e4m3_values(((codes & 7) << 2) | ((codes & 8) << 4)) * 64.0
+
+
+def _times_float32(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """The float32 bits of values `[..., groups, group]` times scales, the bytes of `[..., groups]`."""
+    return float32_bits(values * _from_bytes(scales, jnp.float32)[..., None])
+
+
+def _times_e4m3(values: jax.Array, scales: jax.Array) -> jax.Array:
+    return float32_bits(values * _e4m3_values(scales)[..., None])
+
+
+_READERS = {
+    "ue8m0": lambda values, scales: _times_ue8m0(values, scales[..., None]),
+    "float32": _times_float32,
+    "e4m3": _times_e4m3,
+}
+
+
+def _groups(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+    """`[..., groups, group]`, and the bits (int32) of each group's largest magnitude; a NaN is the largest."""
+    grouped = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+    return grouped, jnp.max(float32_bits(grouped) & _MAGNITUDE_MASK, axis=-1)
+
+
+def _to_e4m3(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+
+def _over_448(amax_bits: jax.Array) -> jax.Array:
+    """The bits of `amax / 448`, rounded to nearest, of the bits of non-negative bfloat16 numbers as float32.
+
+    In integers, since XLA would multiply by the reciprocal. 448 is `7 * 2^6`; a quotient that is no normal number is 0.
+    """
+    mantissa = ((amax_bits & _MANTISSA_MASK) | _IMPLICIT_ONE) >> 16  # 8 bits, in [128, 255]
+    # Shifted so that the quotient by 7 has 24 bits: 224 / 7 = 32. An odd divisor leaves no tie.
+    shift = jnp.where(mantissa >= 224, 18, 19)
+    quotient, rest = (mantissa << shift) // 7, (mantissa << shift) % 7
+    quotient += (rest > 3).astype(jnp.int32)
+    exponent = lax.shift_right_logical(amax_bits, _MANTISSA_BITS) - 7 - 6 - shift + _MANTISSA_BITS
+    bits = (exponent << _MANTISSA_BITS) | (quotient & _MANTISSA_MASK)
+    return jnp.where(amax_bits > _F32_INF, _F32_NAN, jnp.where(exponent > 0, bits, 0))
 
 
 def _finite_bfloat16_bits(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import sharding
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.dispatch import dispatch, shared
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
@@ -30,16 +30,23 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     """Writes K rows into the cache, quantised as its layout says.
 
     Rows are rounded to bfloat16 first, and a finite value that would round to infinity becomes the largest
-    finite bfloat16. Each group of the fp8 part is then divided by a power of two and rounded to float8_e4m3fn
-    (nearest even); with `amax` the group's largest magnitude, the power is
+    finite bfloat16. Each group of the quantised part is then divided by its scale and rounded to nearest even; with
+    `amax` the group's largest magnitude, the scale is
 
     * V4 (SGLang's plain store): `max(amax, 1e-4) / 448` rounded up to a power of two, as a UE8M0 byte behind
       the page's rows. Of the eight scale bytes of a token the last is left as it was.
-    * V3.2 (FlashMLA's own quantiser): `2^ceil(log2(max(amax / 448, 1e-4)))` as float32 inside the row.
+    * V3.2 and rows without rope (FlashMLA's own quantiser): `2^ceil(log2(max(amax / 448, 1e-4)))` as float32 inside the
+      row; V4.1's e4m3 rows have the same as a UE8M0 byte. The row without rope in one scale has `cache.scale`.
+    * V4.1's e2m1 rows: `clip(amax / 6, 2^-9, 448)` as e4m3. Larger values than 6 scales become 6 scales.
 
-    Values of the fp8 part beyond `240 * 2^120` (1.875 * 2^127) are clipped to it, because e4m3 would round
+    Engines differ for small rows: `cache.layout.written_by` names the one whose bytes are wanted. SGLang's of rows
+    without rope have scales of `amax / 448` as they are: what is no normal float32 number counts as 0 there, and so
+    does a group of zeros, of which SGLang's kernel makes a NaN.
+
+    Values of an e4m3 part beyond `240 * 2^120` (1.875 * 2^127) are clipped to it, because e4m3 would round
     them up to 2^128, which reads back as infinity: no finite input makes an infinity or a NaN. An infinity is
-    clipped likewise in the fp8 part and kept in the bfloat16 part; a NaN stays one.
+    clipped likewise in the quantised part and kept in the bfloat16 part; a NaN stays one (all 16 values of an e2m1
+    group become NaN, which has none itself).
 
     Over explicit mesh axes every device writes all rows into its own copy of the cache. Under plain `jit` the cache may
     be sharded by pages: each device writes the rows of its own.
@@ -78,7 +85,9 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
         return write_rows_reference(cache, slots, kv).data
 
     pages = _pages_cut(cache)
-    shares = sharding.Shares((pages, P(), P()), pages, across=write_own_pages)
+    shares = sharding.Shares((_of_cache(cache, pages), P(), P()), pages, across=write_own_pages)
+    if cache.layout.least_exponent is None:  # a rule that the kernel has not
+        return dataclasses.replace(cache, data=shared(plain, shares)(cache, slots, kv))
     return dataclasses.replace(cache, data=_dispatch("write_kv", plain, cache, slots, kv, shares=shares))
 
 
@@ -86,7 +95,7 @@ def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> Pag
     """`write_kv` in plain JAX: what a kernel must do bit by bit."""
     layout = cache.layout
     _, page, offset = _locate(cache, slots)
-    rows, scales = encode_rows(layout, kv)
+    rows, scales = encode_rows(layout, kv, cache.tensor_scale)
     data = scatter_windows(cache.data, page, offset * layout.data_bytes, rows)
     if layout.footer_scale_bytes:
         data = scatter_windows(data, page, _footer_start(cache, offset), scales)
@@ -94,9 +103,9 @@ def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> Pag
 
 
 def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
-    """Gathers K rows as bfloat16: `bfloat16(float32(e4m3) * scale)`, and the bfloat16 part bit by bit.
+    """Gathers K rows as bfloat16: `bfloat16(float32(code) * scale)`, and the bfloat16 part bit by bit.
 
-    A UE8M0 scale byte b is `2^(b - 127)`; 0 is 2^-127 and 255 is NaN.
+    A code is an e4m3 or an e2m1 number. A UE8M0 scale byte b is `2^(b - 127)`; 0 is 2^-127 and 255 is NaN.
 
     Args:
       cache: the cache.
@@ -135,7 +144,7 @@ def _gather_shares(cache: PagedKV) -> sharding.Shares:
         pairs = lax.bitcast_convert_type(rows.reshape(len(slots), -1, 2), jnp.int32)
         return lax.bitcast_convert_type(lax.psum(pairs, axes), rows.dtype).reshape(rows.shape)
 
-    return sharding.Shares((_pages_cut(cache), P("rows")), P("rows"), across)
+    return sharding.Shares((_of_cache(cache, _pages_cut(cache)), P("rows")), P("rows"), across)
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -188,8 +197,8 @@ def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
     rows = gather_windows(cache.data, page, offset * layout.data_bytes, layout.data_bytes)
     scales = jnp.zeros((slots.shape[0], 0), jnp.uint8)
     if layout.footer_scale_bytes:
-        scales = gather_windows(cache.data, page, _footer_start(cache, offset), layout.num_groups)
-    bits = jnp.where(valid[:, None], decode_rows(layout, rows, scales), jnp.uint16(0))
+        scales = gather_windows(cache.data, page, _footer_start(cache, offset), layout.scale_bytes)
+    bits = jnp.where(valid[:, None], decode_rows(layout, rows, scales, cache.tensor_scale), jnp.uint16(0))
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
@@ -217,8 +226,8 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
     data = cache.pages
     rows = data[:, :footer].reshape(pages, tokens, layout.data_bytes)
     scales = data[:, footer : footer + tokens * layout.footer_scale_bytes]
-    scales = scales.reshape(pages, tokens, layout.footer_scale_bytes)[..., : layout.num_groups]
-    bits = decode_rows(layout, rows, scales).reshape(cache.num_slots, layout.qk_dim)
+    scales = scales.reshape(pages, tokens, layout.footer_scale_bytes)[..., : layout.scale_bytes]
+    bits = decode_rows(layout, rows, scales, cache.tensor_scale).reshape(cache.num_slots, layout.qk_dim)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
@@ -230,12 +239,21 @@ def _dispatch(name: str, plain, *args: Any, shares: sharding.Shares | None = Non
 
     def kernel(*args):
         cache = cache_of(args)  # maybe a device's share, with fewer pages
-        pages = cache.first_page, cache.num_pages
-        return launching(f"kv_cache.{name}", layout=cache.layout, page_size=cache.page_size, pages=pages, **static)(
-            *args
-        )
+        facts = {"layout": cache.layout, "page_size": cache.page_size, "pages": (cache.first_page, cache.num_pages)}
+        arrays = [x.data if isinstance(x, PagedKV) else x for x in args]
+        scale = [] if cache.scale is None else [cache.tensor_scale]
+        return launching(f"kv_cache.{name}", **facts, **static)(*arrays, *scale)
 
-    return dispatch(kernel, plain, *args, shares=shares) if cache_of(args).layout in KERNEL_LAYOUTS else plain(*args)
+    return (
+        dispatch(kernel, plain, *args, shares=shares)
+        if cache_of(args).layout.read_as in KERNEL_LAYOUTS
+        else plain(*args)
+    )
+
+
+def _of_cache(cache: PagedKV, pages: P) -> Any:
+    """The names of a cache's dimensions: a scale is whole on every device."""
+    return pages if cache.scale is None else dataclasses.replace(cache, data=pages, scale=P())
 
 
 def _pages_cut(cache: PagedKV) -> P:

@@ -12,7 +12,7 @@ from jax import lax
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, KVLayout
-from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
+from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache, paged
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
 from jax_sparse_mla.xla.triton_call import launching
 
@@ -31,8 +31,9 @@ def split_pages(
       page_size: tokens of a new page; divides `cache.page_size`. Static.
       slots: int32, any shape: only the pages of `cache` that these slots touch are copied. Negative and
         out-of-range slots touch nothing. None: all pages.
-      out: where to copy to: same layout, the new page size, `cache.num_pages * r` pages. Its other pages and
-        its padding keep their bytes. Under `jit` with `out` donated it is written in place. None: zeros.
+      out: where to copy to: same layout (and scale, if it has one), the new page size, `cache.num_pages * r` pages.
+        Its other pages and its padding keep their bytes. Under `jit` with `out` donated it is written in place. None:
+        zeros.
 
     Returns:
       The cache at the new page size.
@@ -51,7 +52,7 @@ def split_pages(
         slots = check("slots", slots, (None,) * check.rank("slots", slots), INT32)
     if out is not None:
         check_cache(check, "out", out)
-        if (out.layout, out.page_size, out.num_pages) != (cache.layout, page_size, num_pages):
+        if (out.layout.read_as, out.page_size, out.num_pages) != (cache.layout.read_as, page_size, num_pages):
             raise check.fail(
                 f"out must have layout {cache.layout}, page size {page_size} and {num_pages} pages, got "
                 f"{out.layout}, page size {out.page_size} and {out.num_pages} pages"
@@ -71,15 +72,18 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
     elif cache.num_pages and slots.size:
         pages = cache.first_page, cache.num_pages
         static = {"layout": cache.layout, "page_size": cache.page_size, "pages": pages}
-        kernel = launching("kv_cache.split_pages", out_page_size=page_size, out_first_page=first_page, **static)
+        launch = launching("kv_cache.split_pages", out_page_size=page_size, out_first_page=first_page, **static)
+
+        def kernel(data, cache, slots):
+            return launch(data, cache.data, slots)
 
         def plain(data, cache, slots):
             return split_touched_reference(data, cache, page_size, slots, first_page)
 
-        known = cache.layout in KERNEL_LAYOUTS
+        known = cache.layout.read_as in KERNEL_LAYOUTS
         data = dispatch(kernel, plain, data, cache, slots) if known else plain(data, cache, slots)
     if out is None:
-        return PagedKV(data=data, layout=cache.layout, page_size=page_size)
+        return paged(data, cache.tensor_scale, layout=cache.layout, page_size=page_size)
     return dataclasses.replace(out, data=data)
 
 

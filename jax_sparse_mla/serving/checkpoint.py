@@ -256,17 +256,19 @@ class _Stored:
 
     def __call__(self, name: str, shape: Shape, dtype: Any) -> jax.Array:
         if name in self.stored or not _is_stacked(name):
-            return self._on_device([name], dtype).reshape(shape)
-        joined = [self._on_device(names, dtype) for names in _parts(name, shape[0])]
+            return self._on_device([name], dtype, shape)
+        parts = _parts(name, shape[0])
+        joined = [self._on_device(names, dtype, (shape[0], shape[1] // len(parts), shape[2])) for names in parts]
         return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=1)
 
-    def _on_device(self, names: list[str], dtype: Any) -> jax.Array:
+    def _on_device(self, names: list[str], dtype: Any, shape: Shape) -> jax.Array:
         """The arrays of these names, stacked."""
         if self.stored[names[0]].dtype != FP8:
-            return jnp.asarray(_stack([self.stored[name].astype(dtype) for name in names]))
+            # No `jnp` here, and the host gives the shape: each shape would be a program of its own.
+            return jax.device_put(_stack([self.stored[name].astype(dtype) for name in names]).reshape(shape))
         values = _stack([self.stored[name] for name in names])
         scales = _stack([self.stored[_scale_of(name)].astype(np.float32) for name in names])
-        return dequantised(jnp.asarray(values), jnp.asarray(scales), dtype=dtype)
+        return dequantised(jnp.asarray(values), jnp.asarray(scales), dtype=dtype).reshape(shape)
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:

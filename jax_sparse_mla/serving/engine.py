@@ -57,12 +57,12 @@ class TracedStep:
 
     def hidden(self, layer: int) -> np.ndarray:
         """float32 `[n, hidden]`."""
-        return np.asarray(self.layers[layer][0][: len(self.positions)].astype(np.float32))
+        return np.asarray(self.layers[layer][0])[: len(self.positions)].astype(np.float32)
 
     def selected(self, layer: int) -> np.ndarray | None:
         """int32 `[n, k]`, in a layer that selects."""
         selected = self.layers[layer][1]
-        return None if selected is None else np.asarray(selected[: len(self.positions)])
+        return None if selected is None else np.asarray(selected)[: len(self.positions)]
 
     def chosen(self) -> list[tuple[int, np.ndarray]]:
         """`id(request)` and logits float32 `[vocab]` of each token that a step of plain decoding chose."""

@@ -1,4 +1,4 @@
-"""The command `jax-sparse-mla`: exit statuses, what is printed, and the real presets end to end."""
+"""The command `jax-sparse-mla`: exit statuses, and what is printed. test_presets.py has the real presets end to end."""
 
 import collections
 import importlib.util
@@ -21,7 +21,6 @@ from jax_sparse_mla.cli import doctor, generate, main, report
 from jax_sparse_mla.serving import presets as texts
 from jax_sparse_mla.serving.speculative import Difference
 
-COMPILING = "OPTIMISED"  # see conftest.py
 HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 needs_models = pytest.mark.skipif(not HAS_MODELS, reason="needs torch and transformers")
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="describes a machine without a GPU")
@@ -530,27 +529,3 @@ def test_default_prompt_is_long_enough_for_every_selection():
     prompt = texts.ByteTokenizer().encode(texts.default_prompt())
     assert len(prompt) // 4 > 512 and len(prompt) > 2048 and len(prompt) // 128 >= 20
     assert texts.ByteTokenizer().decode(prompt) == texts.default_prompt()
-
-
-def long_prompt(folder):
-    """Options: a prompt of 2,148 tokens, which two chunks hold."""
-    (folder / "prompt.txt").write_text(texts.default_prompt()[:2148], encoding="utf-8")
-    return ["--prompt-file", f"{folder}/prompt.txt", "--chunk-size", "1074"]
-
-
-@needs_models
-def test_v4_preset_end_to_end(capsys, tmp_path):
-    """A hundred tokens more than those whose entries are all selected."""
-    status, out, _ = run(capsys, "generate", *long_prompt(tmp_path), "--max-new-tokens", "4")
-    assert status == 0 and out.endswith("check      passed\n")
-    assert "V4_FP8" in out and "2148 prompt tokens" in out
-    assert re.search(r"C4 top-512 +0\.999\d+ +0\.99\d+ +0\.9[89]\d+ +\(100\)", out)
-
-
-@needs_models
-def test_v32_preset_end_to_end(capsys, tmp_path):
-    """A hundred tokens more than are selected."""
-    args = ["--preset", "v32", *long_prompt(tmp_path), "--max-new-tokens", "3"]
-    status, out, _ = run(capsys, "generate", *args)
-    assert status == 0 and out.endswith("check      passed\n")
-    assert "V32_FP8" in out and len(re.findall(r"^ +\d  top-2048 .*\(102\)$", out, re.M)) == 2

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from hf_models import DEVICE, MODELS, new_engine, serve, served, small_model, small_v4_config, small_v32_config
 from sparse_mla_torch.hf import layers as hf_layers
-from sparse_mla_torch.hf.comparison import TorchRun, compare_layer, compare_layers
+from sparse_mla_torch.hf.comparison import TorchRun, compare_layers
 from sparse_mla_torch.hf.engine import Request
 from sparse_mla_torch.hf.presets import random_model
 from sparse_mla_torch.hf.replace import selected_indices
@@ -120,7 +120,8 @@ def test_the_comparison_notices_a_wrong_parameter():
         params = layer.params
         layer.params = dataclasses.replace(params, **changes)
         try:
-            return not as_close_as_bf16_is(compare_layer(TorchRun(engine), engine.layers.index(layer), run.requests))
+            (report,) = compare_layers(TorchRun(engine), run.requests, [engine.layers.index(layer)])
+            return not as_close_as_bf16_is(report)
         finally:
             layer.params = params
 

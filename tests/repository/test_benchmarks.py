@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from benchmarks import flashmla_from_jit, hopper_decode, memcheck, plots, record, run
+from benchmarks import flashmla_from_jit, hopper_decode, memcheck, number_formats, plots, record, run
 from benchmarks.ops import attention
 from benchmarks.timing import Case, Operation, Run
 from jax_sparse_mla import sparse_mla_decode
@@ -189,3 +189,10 @@ def test_the_sm90_bench_has_the_rows_of_flashmla_s_table():
     assert {case.is_v4 for case in cases if case.model.startswith("V4")} == {True}
     recorded = json.loads((record.RESULTS / "hopper_decode.json").read_text())["rows"]
     assert {row["case"] for row in recorded} == {case.name for case in cases}
+
+
+def test_number_formats_are_ordered_by_their_roundings():
+    found = number_formats.errors(number_formats.MODELS["V4"]._replace(topk=128), seeds=1)
+    output, bfloat16, float16, fp8_queries, two_parts, fp8_weights, all_fp8 = found.values()
+    assert 1e-3 < output <= float16 < bfloat16 < two_parts < 3e-3
+    assert 1e-2 < fp8_weights < fp8_queries < all_fp8 < 0.2

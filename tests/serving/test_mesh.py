@@ -39,11 +39,12 @@ def of_four_devices():
 
 @pytest.mark.parametrize("case", ["refusals", "v4"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
+    """Requests over four devices, and requests and heads over two each."""
     assert of_four_devices[case] == "", of_four_devices[case]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", ["v32", "drafts_and_prefixes"])
+@pytest.mark.parametrize("case", ["v4_heads", "v32", "drafts_and_prefixes", "draft_layers"])
 def test_other_models_and_steps_over_a_mesh(case):
     (failure,) = results(start(case, devices=4)).values()
     assert failure == "", failure

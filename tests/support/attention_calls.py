@@ -18,11 +18,13 @@ from attention_oracle import (
     prefill_oracle,
     unpack_cache,
 )
+from layout_oracle import RECORDS, TENSOR_SCALE, put_token
 
 from jax_sparse_mla.attention import DeviceInfo, api, plan_attention, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.kernels.sm90 import decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.kv_cache.paged import paged
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
 H200 = DeviceInfo("cuda", (9, 0), 132, 232_448)
@@ -84,7 +86,8 @@ def device_cache(host: HostCache | None) -> PagedKV | None:
     if host is None:
         return None
     layout = getattr(KVLayout, host.layout)
-    return PagedKV(data=device_array(host.data), layout=layout, page_size=host.page_size)
+    scale = jnp.full(1, TENSOR_SCALE) if layout.has_tensor_scale else None
+    return paged(device_array(host.data), scale, layout=layout, page_size=host.page_size)
 
 
 def device_array(x: np.ndarray | None) -> jax.Array | None:
@@ -183,7 +186,11 @@ def with_unused_bytes(host: HostCache, byte: int) -> HostCache:
     assert unused.any()
     for slot in np.flatnonzero(unused):
         page, offset = divmod(int(slot), host.page_size)
-        if host.layout == "V4_FP8":
+        if host.layout in RECORDS:
+            record = RECORDS[host.layout]
+            values, scales = (np.full(n, byte, np.uint8) for n in (record.value_bytes, record.scale_bytes))
+            put_token(data, host.layout, host.page_size, slot, values, scales)
+        elif host.layout == "V4_FP8":
             data[page, offset * 576 : (offset + 1) * 576] = byte
             data[page, host.page_size * 576 + offset * 8 :][:8] = byte
         else:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import layout_oracle
 import ml_dtypes
 import numpy as np
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 V_DIM = 512
-QK_DIM = {"V32_FP8": 576, "V4_FP8": 512, "V32_BF16": 576, "V4_BF16": 512}
+QK_DIM = {"V32_FP8": 576, "V4_FP8": 512, "V32_BF16": 576, "V4_BF16": 512} | dict.fromkeys(layout_oracle.RECORDS, 512)
 
 # (abs, rel, cos): an element passes if its absolute or relative error is below; cos_diff judges the whole.
 TOLERANCES = {
@@ -159,6 +160,8 @@ class HostCache:
 
 
 def page_bytes(layout: str, page_size: int) -> int:
+    if layout in layout_oracle.RECORDS:
+        return layout_oracle.page_bytes(layout, page_size)
     if layout == "V4_FP8":
         return -(-page_size * 584 // 576) * 576
     return page_size * {"V32_FP8": 656, "V32_BF16": 1152, "V4_BF16": 1024}[layout]
@@ -182,6 +185,9 @@ def pack_cache(layout: str, page_size: int, rows: np.ndarray, live: np.ndarray) 
     for slot in np.flatnonzero(live):
         page, offset = divmod(int(slot), page_size)
         row = rows[slot].astype(BF16)
+        if layout in layout_oracle.RECORDS:
+            layout_oracle.put_token(data, layout, page_size, slot, *layout_oracle.some_token(layout, row))
+            continue
         wide = row.astype(np.float64)[None]
         if layout == "V32_FP8":  # 512 e4m3 | 4 float32 scales, one per 128 values | 64 bfloat16
             values, exponents = _quantise(wide[:, :512], 128)
@@ -205,6 +211,8 @@ def pack_cache(layout: str, page_size: int, rows: np.ndarray, live: np.ndarray) 
 def unpack_cache(layout: str, page_size: int, data: np.ndarray) -> np.ndarray:
     """float64 `[slots, d]` of the bytes: `bfloat16(e4m3 · scale)`, and the bfloat16 values as they are."""
     pages = len(data)
+    if layout in layout_oracle.RECORDS:
+        return layout_oracle.values_of(layout, *layout_oracle.tokens_of(layout, page_size, data))
     if layout in ("V32_BF16", "V4_BF16"):
         return data.view(BF16).reshape(pages * page_size, -1).astype(np.float64)
     if layout == "V32_FP8":
@@ -377,7 +385,7 @@ def decode_case(rng: np.random.Generator, name: str, setting: dict) -> DecodeCas
     )
     if setting["extra"] is not None:
         columns, page_size = setting["extra"]
-        extra, live = _host_cache(rng, layout, page_size, columns)
+        extra, live = _host_cache(rng, setting.get("extra_layout", layout), page_size, columns)
         styles = _styles(rng, setting["rows"], (batch, q_len))
         lengths = _lengths(rng, setting["extra_lengths"], batch, q_len, columns)
         case.extra_cache, case.extra_topk_length = extra, lengths

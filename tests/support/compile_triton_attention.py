@@ -16,6 +16,7 @@ from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, spar
 from jax_sparse_mla.kernels.triton.sparse_mla.launch import launches
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
+NEWER_LAYOUTS = (80, 90)  # of each tile one capability: to compile for all of them takes half a minute
 TYPES = {"q": "*bf16", "sink": "*fp32", "qk_scale": "fp32", "lse": "*fp32", "max_logits": "*fp32"}
 TYPES |= {name: "*i32" for name in ("indices", "lengths", "extra_indices", "extra_lengths")}
 TYPES |= {"partial": "*fp32", "partial_lse": "*fp32"}
@@ -51,6 +52,7 @@ def describe(name: str, num_heads: int, kernel) -> dict:
         "cubin_bytes": len(kernel.asm["cubin"]),
         "e4m3": "e4m3x2" in ptx,
         "wgmma": "wgmma" in ptx,
+        "wide_loads": "ld.global.v4" in ptx,
         "wide_copies": any("cp.async" in line and "0x10" in line for line in ptx.splitlines()),
     }
 
@@ -59,7 +61,8 @@ def main() -> None:
     facts = []
     for number in map(int, sys.argv[1].split(",")):
         capability, rows = divmod(number, 10), []
-        for name, num_heads in (("V4_FP8", 64), ("V32_FP8", 128)):
+        newer = [("V41_FP8", 64)] if number in NEWER_LAYOUTS else []
+        for name, num_heads in (("V4_FP8", 64), ("V32_FP8", 128), *newer):
             kernel, _ = compiled_attention(getattr(KVLayout, name), num_heads, capability, prefill=False)
             rows.append(describe(name, num_heads, kernel))
         kernel, _ = compiled_attention(workspace_layout(576), 16, capability, prefill=True)

@@ -16,8 +16,14 @@ def cases(capability):
         return {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
 
     data = {"data_ptr": "*u8", "data_in_ptr": "*u8", "out_in_ptr": "*u8", "slots_ptr": "*i32"}
-    for layout, kv in ((KVLayout.V4_FP8, "*bf16"), (KVLayout.V32_FP8, "*fp32")):
+    names = ("V41_FP8", "V41_FP4_SPLIT", "NOPE_FP8_TENSOR")
+    layouts = [(getattr(KVLayout, name), "*bf16") for name in ("V4_FP8", *names)]
+    for layout, kv in (*layouts, (KVLayout.V32_FP8, "*fp32")):
         constants = kv_cache.layout_constants(layout, 64) | {"HARDWARE_CASTS": capability >= 89}
+        if layout.has_tensor_scale:
+            data = data | {"scale_ptr": "*fp32"}
+        else:
+            constants |= {"scale_ptr": None}
         write = constants | {"MIN_SCALE_EXPONENT": layout.min_scale_exponent} | kv_cache.WRITE_OPTIONS
         yield f"write {layout.name}", kv_cache.write_kv_kernel, data | {"kv_ptr": kv}, write
         gather = constants | kv_cache.GATHER_OPTIONS

@@ -141,6 +141,8 @@ def _randomise(module: torch.nn.Module, seed: int, echo: float) -> None:
             x.data.normal_(std=x.shape[-1] ** -0.5, generator=generator)
             if echo and name.endswith(("o_b_proj.weight", "o_proj.weight", "down_proj", "down_proj.weight")):
                 x.data *= echo
+        else:
+            x.data.normal_(generator=generator)
     for name, x in module.named_buffers():
         if name.endswith("e_score_correction_bias"):
             x.normal_(std=0.1, generator=generator)

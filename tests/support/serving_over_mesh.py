@@ -121,7 +121,11 @@ def layouts(config, shapes):
 
 
 def v4():
-    layouts(V4, [(4, 1), (2, 2), (1, 4)])
+    layouts(V4, [(4, 1), (2, 2)])
+
+
+def v4_heads():
+    layouts(V4, [(1, 4)])
 
 
 def v32():
@@ -150,6 +154,19 @@ def drafts_and_prefixes():
     assert sum(engine.accepted.values()) > 0
 
 
+def draft_layers():
+    """Cut over heads and experts, a draft layer keeps what it keeps on one device."""
+    options = dataclasses.replace(OPTIONS, speculative_steps=2)
+    for config in (WINDOWS, V32):
+        model = Model.from_config(config)
+        params = model.init_params(seed=0, dtype=jnp.float32, draft_layer=True)
+        one, cut = Engine(model, params, options), over(model, params, mesh_of(1, 4), options)
+        assert [r.output for r in served(cut, requests(2))] == [r.output for r in served(one, requests(2))]
+        states, wanted = np.asarray(cut.state.draft.states), np.asarray(one.state.draft.states)
+        assert wanted.std() > 0.1
+        np.testing.assert_allclose(states, wanted, atol=0.01 * wanted.std())
+
+
 def refusals():
     model = Model.from_config(V4)
     params = jax.eval_shape(lambda: model.init_params(seed=0))
@@ -168,7 +185,7 @@ def refusals():
             raise AssertionError(words)
 
 
-CASES = {case.__name__: case for case in (v4, v32, drafts_and_prefixes, refusals)}
+CASES = {case.__name__: case for case in (v4, v4_heads, v32, drafts_and_prefixes, draft_layers, refusals)}
 
 
 def over_processes(index, port):

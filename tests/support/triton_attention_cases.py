@@ -20,6 +20,7 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 import triton_interpreter  # noqa: F401
+from attention_calls import with_unused_bytes
 from attention_oracle import (
     E4M3,
     INT_MAX,
@@ -164,6 +165,13 @@ def every_layout():
     for seed, layout in enumerate(("V4_FP8", "V32_FP8", "V4_BF16", "V32_BF16")):
         case = small_decode(seed, layout=layout, page_size=(64, 61, 2, 64)[seed])
         check_decode(case, run_decode(case, 1))
+    newer = ("V41_FP8", "V41_FP8_SPLIT", "NOPE_FP8", "NOPE_BF16")
+    for seed, layout in enumerate(newer):
+        case = small_decode(seed, layout=layout, page_size=(64, 61, 2, 64)[seed], extra=(24, 2))
+        check_decode(case, run_decode(case, 1))
+        if layout.startswith("V41"):
+            case.cache = with_unused_bytes(case.cache, 0)
+            check_decode(case, run_decode(case, 2, native_fp8=False))
 
 
 @check

@@ -19,10 +19,12 @@ from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
 from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
 
+# Those that a cache's bytes per token tell. The others share theirs (528: three, 288: two), and are asked for by name.
 LAYOUTS = {
     layout.bytes_per_token: layout
     for layout in (KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16)
 }
+NAMED_LAYOUTS = {x.name: x for x in vars(KVLayout).values() if isinstance(x, KVLayout) and not x.has_tensor_scale}
 CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
@@ -53,6 +55,7 @@ class Options(NamedTuple):
       beside_flashmla: the caller has FlashMLA's functions, and leaves to them what they do sooner: see `route.plan`.
       keeps_memory: False if the call must let go of all that it allocates, since a compiled graph may give it memory
         that is the graph's.
+      kv_layout: the name of the caches' layout, of `NAMED_LAYOUTS`; None: the one of `LAYOUTS` with k_cache's bytes.
     """
 
     function: str
@@ -62,6 +65,7 @@ class Options(NamedTuple):
     assume_valid_indices: bool = False
     beside_flashmla: bool = False
     keeps_memory: bool = True
+    kv_layout: str | None = None
 
 
 def prepare(
@@ -97,7 +101,7 @@ def prepare(
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
-    layout, scopes = _check(options.function, *tensors)
+    layout, extra_layout, scopes = _check(options.function, options.kv_layout, *tensors)
     scale = layout.qk_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     options = options._replace(softmax_scale=check_scale(options.function, scale))
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
@@ -105,7 +109,10 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     device = route.device_info(q.device)
     kept = [scope for scope in scopes if scope.topk and scope.num_slots]
     topk = sum(scope.topk for scope in kept)
-    call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, batch_invariant=options.batch_invariant)
+    if kept and extra_layout != layout:
+        kept = list(scopes)  # an extra layout cannot stand alone
+    facts = {"batch_invariant": options.batch_invariant, "extra_layout": extra_layout}
+    call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, **facts)
     facts = options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device
     try:
         plan = route.plan(call, *facts, beside_flashmla=options.beside_flashmla)
@@ -141,34 +148,75 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     return Prepared(run, plan, backend.WRITES_INTO and not empty, shape)
 
 
-def _check(function, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
-    """The caches' layout and the tables' facts; raises what the call cannot be served for."""
+def layout_of(function: str, name: str, k_cache: torch.Tensor, kv_layout: str | None) -> KVLayout:
+    """The layout of a cache in FlashMLA's shape; a ValueError where its bytes are another's, or tell none.
+
+    Args:
+      function, name: what the error names.
+      k_cache: `[pages, page_size, 1, bytes_per_token]`.
+      kv_layout: the layout's name; None: the bytes tell it.
+    """
+    width = k_cache.shape[-1]
+    if kv_layout is None:
+        if width in LAYOUTS:
+            return LAYOUTS[width]
+        names = " or ".join(repr(x.name) for x in NAMED_LAYOUTS.values() if x.bytes_per_token == width)
+        hint = f": name it as kv_layout, {names}" if names else ""
+        raise ValueError(
+            f"{function}: {name} must be [pages, page_size, 1, bytes], bytes one of {', '.join(map(str, LAYOUTS))}, "
+            f"got {list(k_cache.shape)}{hint}"
+        )
+    if kv_layout not in NAMED_LAYOUTS:
+        raise ValueError(f"{function}: kv_layout must be one of {', '.join(NAMED_LAYOUTS)}, got {kv_layout!r}")
+    layout = NAMED_LAYOUTS[kv_layout]
+    if layout.bytes_per_token != width:
+        raise ValueError(
+            f"{function}: {name} has {width} bytes a token, kv_layout {kv_layout} {layout.bytes_per_token}"
+        )
+    return layout
+
+
+def extra_layout_of(layout: KVLayout, extra_k_cache: torch.Tensor) -> KVLayout | None:
+    """The layout of the second cache beside one of `layout`, by its bytes per token; None: it can have none of them."""
+    width = extra_k_cache.shape[-1]
+    return next((x for x in layout.beside if x.bytes_per_token == width), None)
+
+
+def _check(function, kv_layout, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
+    """The caches' layouts and the tables' facts; raises what the call cannot be served for."""
     *shape, heads, qk_dim = check_strided(function, "q", q, (None,) * 4, q, BF16)
-    tables = [_check_table(function, "", k_cache, indices, lengths, shape, q)]
+    check_strided(function, "k_cache", k_cache, (None, None, 1, None), q, CACHE_DTYPES)
+    layout = layout_of(function, "k_cache", k_cache, kv_layout)
+    if layout.extra_only:
+        raise ValueError(f"{function}: k_cache has layout {layout.name}, which can be extra_k_cache's alone")
+    extra_layout = layout
+    scopes = [_check_table(function, "", layout, k_cache, indices, lengths, shape, q)]
     if extra_k_cache is not None:
-        tables.append(_check_table(function, "extra_", extra_k_cache, extra_indices, extra_lengths, shape, q))
+        check_strided(function, "extra_k_cache", extra_k_cache, (None, None, 1, None), q, CACHE_DTYPES)
+        extra_layout = extra_layout_of(layout, extra_k_cache) or layout_of(
+            function, "extra_k_cache", extra_k_cache, None
+        )
+        tables = extra_layout, extra_k_cache, extra_indices, extra_lengths
+        scopes.append(_check_table(function, "extra_", *tables, shape, q))
     elif extra_indices is not None or extra_lengths is not None:
         raise ValueError(f"{function}: extra indices or lengths were given without an extra cache")
-    layouts, scopes = zip(*tables)
-    if any(layout != layouts[0] or layout.qk_dim != qk_dim for layout in layouts):
+    if extra_layout not in layout.beside or layout.qk_dim != qk_dim:
+        widths = [str(x.bytes_per_token) for x in (layout, extra_layout)][: len(scopes)]
         raise ValueError(
-            f"{function}: caches of {' and '.join(str(x.bytes_per_token) for x in layouts)} bytes per token do not go "
+            f"{function}: caches of {' and '.join(widths)} bytes per token do not go "
             f"with queries of {qk_dim} values: 656 (bfloat16: 1152) go with 576, 584 (bfloat16: 1024) with 512"
         )
     if attn_sink is not None:
         check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
-    return layouts[0], scopes
+    return layout, extra_layout, tuple(scopes)
 
 
-def _check_table(function, prefix, k_cache, indices, lengths, shape, like) -> tuple[KVLayout, Scope]:
+def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, like) -> Scope:
     name = f"{prefix}k_cache"
-    pages, page_size, _, width = check_strided(function, name, k_cache, (None, None, 1, None), like, CACHE_DTYPES)
-    if width not in LAYOUTS or page_size < 1:
-        raise ValueError(
-            f"{function}: {name} must be [pages, page_size, 1, bytes], bytes one of {', '.join(map(str, LAYOUTS))}, "
-            f"got {list(k_cache.shape)}"
-        )
-    page_bytes = k_cache.stride(0) if pages > 1 else LAYOUTS[width].page_bytes(page_size)
+    pages, page_size, _, width = k_cache.shape
+    if page_size < 1:
+        raise ValueError(f"{function}: {name} must have a page_size of 1 or more, got shape {list(k_cache.shape)}")
+    page_bytes = k_cache.stride(0) if pages > 1 else layout.page_bytes(page_size)
     dense = k_cache.stride(3) == 1 and (page_size == 1 or k_cache.stride(1) == width)
     if not dense or page_bytes < page_size * width or page_bytes % 8 or k_cache.data_ptr() % 8:
         raise ValueError(
@@ -182,7 +230,7 @@ def _check_table(function, prefix, k_cache, indices, lengths, shape, like) -> tu
         expected = shape[:1] if per_request else shape
         check_strided(function, f"{prefix}topk_length", lengths, tuple(expected), like)
         shared = shape[1] if per_request else 1
-    return LAYOUTS[width], Scope(topk, shared, pages * page_size, page_size, page_bytes, stride=_row_stride(indices))
+    return Scope(topk, shared, pages * page_size, page_size, page_bytes, stride=_row_stride(indices))
 
 
 def _row_stride(indices: torch.Tensor) -> int:

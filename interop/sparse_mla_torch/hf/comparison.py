@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import torch
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from jax_sparse_mla.serving.comparison import layer_kind
 from jax_sparse_mla.serving.engine import Engine as JaxEngine
-from jax_sparse_mla.serving.model import Model
+from jax_sparse_mla.serving.engine import TracedStep as JaxTracedStep
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED
 from sparse_mla_torch.hf.engine import Engine, TracedStep
@@ -25,6 +26,10 @@ MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
 # The bound of a single row: one wrong row in a thousand hardly changes the cosine of the whole layer.
 MIN_ROW_COSINE = {"fp8": 0.99, "bf16": 0.999}
 MIN_OVERLAP = 0.97
+
+# The thread in which transformers runs, so that XLA compiles meanwhile: one after the other, since `eager` replaces
+# functions of its classes.
+TRANSFORMERS = ThreadPoolExecutor(1, "transformers")
 
 
 @dataclasses.dataclass
@@ -59,18 +64,23 @@ class TorchRun:
     def __init__(self, engine: Engine):
         self.engine, self.layers, self.model = engine, engine.layers, engine.model
 
-    def again(self, index: int) -> Callable[[TracedStep, np.ndarray | None], torch.Tensor]:
-        """A function that runs a layer again, step by step, over caches of its own: of a traced step and index scores
-        `[rows, columns]` (None: the indexer's), it returns the attention's output `[n, hidden]`."""
-        cache = self.engine.new_cache(index)
+    def again(self, layers: Sequence[int]) -> Replay:
+        """A function that runs layers again, step by step, over caches of their own: of a traced step and for each of
+        them index scores `[rows, columns]` (None: the indexer's), it returns their attention's outputs `[n, hidden]`.
+        """
+        caches = {index: self.engine.new_cache(index) for index in layers}
 
-        def run(traced: TracedStep, scores: np.ndarray | None) -> torch.Tensor:
-            nonlocal cache
-            embeddings = _position_embeddings(self.model, self.engine.is_v4, traced.hidden(index), traced.positions)
-            scores = None if scores is None else jnp.asarray(scores)
-            hidden = traced.hidden(index)[None]
-            out, cache, _ = self.layers[index](cache, hidden, embeddings, traced.step, index_scores=scores)
-            return out[0]
+        def run(traced: TracedStep, scores: Sequence[np.ndarray | None]) -> list[torch.Tensor]:
+            outputs = []
+            for index, given in zip(layers, scores, strict=True):
+                hidden = traced.hidden(index)
+                embeddings = _position_embeddings(self.model, self.engine.is_v4, hidden, traced.positions)
+                given = None if given is None else jnp.asarray(given)
+                out, caches[index], _ = self.layers[index](
+                    caches[index], hidden[None], embeddings, traced.step, index_scores=given
+                )
+                outputs.append(out[0])
+            return outputs
 
         return run
 
@@ -84,71 +94,130 @@ class JaxRun:
         modules = [layer.self_attn for layer in model.model.layers]
         self.layers = [layer_type(module, engine.spec, ratio) for module, ratio in zip(modules, engine.model.ratios)]
 
-    def again(self, index: int) -> Callable[[Any, np.ndarray | None], torch.Tensor]:
-        """As `TorchRun.again`."""
-        engine, caches = self.engine, self.engine.new_caches()
-        attention = _attention(engine.model, index, engine.prefill_backend == GATHERED, engine.options.backend)
+    def again(self, layers: Sequence[int]) -> Replay:
+        """As `TorchRun.again`; the layers are one program for each shape of a step, compiled here."""
+        engine = self.engine
+        attend = functools.partial(
+            _attend,
+            model=engine.model,
+            layers=tuple(layers),
+            gathered=engine.prefill_backend == GATHERED,
+            backend=engine.options.backend,
+        )
+        attend = jax.jit(attend, donate_argnums=1)
+        caches, programs = engine.new_caches(), {}
 
-        def run(traced, scores: np.ndarray | None) -> torch.Tensor:
-            nonlocal caches
-            (num_rows,) = traced.batch.out_cache_loc.shape
-            positions = np.zeros(num_rows, np.int32)
+        def arguments(traced: JaxTracedStep, scores: Sequence[np.ndarray | None]) -> tuple:
+            positions = np.zeros(_num_rows(traced), np.int32)
             positions[: len(traced.positions)] = traced.positions
-            x = traced.layers[index][0]
-            out, caches = attention(
-                engine.params, caches, traced.batch, traced.tables, x, positions, index_scores=scores
-            )
-            return torch.from_numpy(np.array(out[: len(traced.positions)].astype(np.float32))).to(_device(self.model))
+            rows = [traced.layers[index][0] for index in layers]
+            return traced.batch, traced.tables, rows, positions, list(scores)
+
+        for traced in engine.trace:
+            if (key := _shape(traced)) not in programs:
+                scores = [_no_scores(traced, engine.spec) if self.layers[i].has_indexer else None for i in layers]
+                programs[key] = attend.lower(engine.params, caches, *arguments(traced, scores)).compile()
+
+        def run(traced: JaxTracedStep, scores: Sequence[np.ndarray | None]) -> list[torch.Tensor]:
+            nonlocal caches
+            outputs, caches = programs[_shape(traced)](engine.params, caches, *arguments(traced, scores))
+            return [_as_torch(np.asarray(out)[: len(traced.positions)], self.model, torch.float32) for out in outputs]
 
         return run
 
 
-@functools.cache
-def _attention(model: Model, layer: int, gathered: bool, backend: str | None):
-    return jax.jit(
-        functools.partial(model.attention, layers=(layer,), gathered=gathered, backend=backend), donate_argnums=1
-    )
+Replay: TypeAlias = Callable[[Any, Sequence[np.ndarray | None]], list[torch.Tensor]]
 
 
-def compare_layers(run: TorchRun | JaxRun, requests: list[Request]) -> list[LayerReport]:
-    """Runs each layer again, with fresh caches and the same steps (chunks, batches, padding and slots), but with the
-    entries that eager selects on the same inputs, and compares the outputs with eager's.
+def _attend(params, caches, batch, tables, rows, positions, scores, *, model, layers, gathered, backend):
+    """Each layer's attention on its own rows: their outputs, and the caches."""
+    outputs = []
+    for index, x, given in zip(layers, rows, scores, strict=True):
+        options = {"layers": (index,), "gathered": gathered, "backend": backend, "index_scores": given}
+        out, caches = model.attention(params, caches, batch, tables, x, positions, **options)
+        outputs.append(out)
+    return outputs, caches
+
+
+def _num_rows(traced: TracedStep | JaxTracedStep) -> int:
+    return traced.batch.out_cache_loc.shape[0]
+
+
+def _shape(traced: JaxTracedStep) -> tuple:
+    """What selects the program of a step."""
+    return traced.batch.mode, _num_rows(traced), traced.batch.seq_lens.shape, traced.batch.max_seq_len
+
+
+@dataclasses.dataclass
+class EagerLayer:
+    """A layer by transformers: by request (`id`), its output `[tokens, hidden]` and the entries that it selects."""
+
+    out: dict[int, torch.Tensor]
+    selected: dict[int, np.ndarray | None]
+
+
+def compare_layers(
+    run: TorchRun | JaxRun, requests: list[Request], layers: Sequence[int] | None = None
+) -> list[LayerReport]:
+    """Runs layers (all by default) again, with fresh caches and the same steps (chunks, batches, padding and slots),
+    but with the entries that eager selects on the same inputs, and compares the outputs with eager's.
 
     The run must be plain decoding, since drafts run the first layer only and rejected tokens are in no sequence.
     """
-    return [compare_layer(run, index, requests) for index in range(len(run.layers))]
+    layers = range(len(run.layers)) if layers is None else layers
+    done: dict[int, EagerLayer] = {}
+    eager = [TRANSFORMERS.submit(_run_eager, run, index, requests, done) for index in layers]
+    again = run.again(layers)
+    eager = [layer.result() for layer in eager]
+    ours = [[] for _ in layers]
+    with torch.no_grad():
+        for traced in run.engine.trace:
+            scores = [
+                _as_scores(traced, _rows_of(traced, of_eager.selected), run.engine.spec)
+                if run.layers[index].has_indexer
+                else None
+                for index, of_eager in zip(layers, eager)
+            ]
+            for outputs, out in zip(ours, again(traced, scores), strict=True):
+                outputs.append(out)
+        return [_report(run, *of_layer) for of_layer in zip(layers, ours, eager)]
 
 
 @torch.no_grad()
-def compare_layer(run: TorchRun | JaxRun, index: int, requests: list[Request]) -> LayerReport:
-    """As `compare_layers`, for one layer."""
-    engine, layer = run.engine, run.layers[index]
+def _run_eager(run: TorchRun | JaxRun, index: int, requests: list[Request], done: dict[int, EagerLayer]) -> EagerLayer:
+    """A layer by transformers, kept in `done`; one that shares takes what the last layer with an indexer selects on its
+    own rows."""
+    if index in done:
+        return done[index]
+    layer, shared = run.layers[index], {}
+    if layer.shares:
+        owner = max(i for i in range(index) if not run.layers[i].shares)
+        shared = _run_eager(run, owner, requests, done).selected
+    rows = [_as_torch(traced.hidden(index), run.model, run.model.dtype) for traced in run.engine.trace]
     expected, selected = {}, {}
     for request in requests:
-        key, shared = id(request), ()
-        if layer.shares:  # what eager's last layer with an indexer selects on its own inputs
-            owner = max(i for i in range(index) if not run.layers[i].shares)
-            shared = (run.layers[owner].eager(_hidden(run, owner, key), run.model)[1],)
-        out, chosen = layer.eager(_hidden(run, index, key), run.model, *shared)
-        expected[key], selected[key] = out[0], chosen
+        key = id(request)
+        hidden = torch.cat([x[np.flatnonzero(traced.requests == key)] for x, traced in zip(rows, run.engine.trace)])
+        out, selected[key] = layer.eager(hidden[None], run.model, shared.get(key))
+        expected[key] = out[0]
+    done[index] = EagerLayer(expected, selected)
+    return done[index]
 
-    again = run.again(index)
-    ours_all, eager_all, overlaps = [], [], []
-    for traced in engine.trace:
-        scores = None
-        if layer.has_indexer:
-            chosen = _rows_of(traced, selected)
+
+def _report(run: TorchRun | JaxRun, index: int, ours: list[torch.Tensor], eager: EagerLayer) -> LayerReport:
+    """Of a layer's outputs `[n, hidden]`, step by step."""
+    layer, trace, overlaps = run.layers[index], run.engine.trace, []
+    if layer.has_indexer:
+        for traced in trace:
             visible = (traced.positions + 1) // max(layer.ratio, 1)
-            overlaps += _overlaps(traced.selected(index), chosen, visible)
-            scores = _as_scores(traced, chosen, engine.spec)
-        ours_all.append(again(traced, scores).double())
-        eager_all.append(torch.stack([expected[r][p] for r, p in zip(traced.requests, traced.positions)]).double())
-    ours, eager = torch.cat(ours_all), torch.cat(eager_all)
-    cosines = torch.nn.functional.cosine_similarity(ours, eager, dim=-1)
+            overlaps += _overlaps(traced.selected(index), _rows_of(traced, eager.selected), visible)
+    rows = [eager.out[r][p] for traced in trace for r, p in zip(traced.requests, traced.positions)]
+    ours, expected = torch.cat(ours).double(), torch.stack(rows).double()
+    cosines = torch.nn.functional.cosine_similarity(ours, expected, dim=-1)
     return LayerReport(
         layer=index,
-        kind=layer_kind(engine.spec, layer.ratio) + (", shared" if layer.shares else ""),
-        cosine=float(torch.nn.functional.cosine_similarity(ours.flatten(), eager.flatten(), dim=0)),
+        kind=layer_kind(run.engine.spec, layer.ratio) + (", shared" if layer.shares else ""),
+        cosine=float(torch.nn.functional.cosine_similarity(ours.flatten(), expected.flatten(), dim=0)),
         worst_row=float(cosines.min()),
         overlap=float(np.mean(overlaps)) if overlaps else None,
         dropping_rows=len(overlaps),
@@ -171,17 +240,11 @@ def _device(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _hidden(run: TorchRun | JaxRun, index: int, key: int) -> torch.Tensor:
-    """`[1, n, hidden]`, a layer's input rows of one request."""
-    steps = [(traced.hidden(index), np.flatnonzero(traced.requests == key)) for traced in run.engine.trace]
-    return torch.cat([_as_torch(rows, run.model)[own] for rows, own in steps])[None]
-
-
-def _as_torch(rows: torch.Tensor | np.ndarray, model: torch.nn.Module) -> torch.Tensor:
-    """Rows in the model's dtype, on its device."""
+def _as_torch(rows: torch.Tensor | np.ndarray, model: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """Rows on the model's device; a tensor is there, and has its dtype."""
     if isinstance(rows, torch.Tensor):
         return rows
-    return torch.from_numpy(np.array(rows)).to(_device(model), model.dtype)
+    return torch.from_numpy(rows.astype(np.float32)).to(_device(model), dtype)
 
 
 def _rows_of(traced, selected: dict) -> list[np.ndarray]:
@@ -201,13 +264,18 @@ def _overlaps(positions: np.ndarray, chosen: list[np.ndarray], visible: np.ndarr
 
 def _as_scores(traced, chosen: list[np.ndarray], spec: ModelSpec) -> np.ndarray:
     """Index scores for which our selection is exactly these entries."""
-    batch, (_, width) = traced.batch, traced.tables.req_to_token.shape
-    pages = -(-min(batch.max_seq_len, width) // spec.page_size)
-    entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else 1)
-    scores = np.zeros((batch.out_cache_loc.shape[0], pages * entries), np.float32)
+    scores = _no_scores(traced, spec)
     for row, of_row in enumerate(chosen):
         scores[row, of_row] = 1
     return scores
+
+
+def _no_scores(traced, spec: ModelSpec) -> np.ndarray:
+    """Zeros, as index scores of a step."""
+    _, width = traced.tables.req_to_token.shape
+    pages = -(-min(traced.batch.max_seq_len, width) // spec.page_size)
+    entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else 1)
+    return np.zeros((_num_rows(traced), pages * entries), np.float32)
 
 
 def _position_embeddings(model: torch.nn.Module, is_v4: bool, hidden: torch.Tensor, positions: np.ndarray):

@@ -96,10 +96,13 @@ class Engine:
       prefill_backend: what its prefill steps attend to, one of PREFILL_BACKENDS.
       routes: `{(mode, compress ratio, bucket): (phase, backend)}`, the attention that each kind of layer called, read
         from the programs that ran.
+      drafter: what makes drafts, in words.
 
     Raises:
       ValueError: another model type, options that it does not have, or a device that JAX does not have here.
     """
+
+    drafter = "first layer"
 
     def __init__(self, model: torch.nn.Module, options: EngineOptions):
         if options.reuse_points:

@@ -153,7 +153,7 @@ class V4Layer:
             score=_pad(indexer.gate_proj(hidden)[0], step),
         )
 
-    def eager(self, hidden, model) -> tuple[torch.Tensor, np.ndarray | None]:
+    def eager(self, hidden, model, shared: None = None) -> tuple[torch.Tensor, np.ndarray | None]:
         """transformers' own attention on one whole sequence, and the compressed positions that it selects."""
         position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         embeddings = {

@@ -17,7 +17,7 @@ from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla.kernels.triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
-from sparse_mla_torch.kernels.checks import FLOATS, UINT8, check_strided, check_tensor
+from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_strided, check_tensor
 from sparse_mla_torch.kernels.launch import executor
 
 
@@ -34,13 +34,16 @@ def write_kv(cache: PagedKV, slots: torch.Tensor, kv: torch.Tensor) -> PagedKV:
 
     Raises:
       TypeError: a wrong dtype.
-      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
+      ValueError: a wrong shape, a tensor that is not contiguous or on another device, or a writer whose scales are no
+        powers of two, which the kernel does not make.
     """
-    data, static = _check_pages("write_kv", cache)
+    data, scale, static = _check_pages("write_kv", cache)
+    if cache.layout.least_exponent is None:
+        raise ValueError(f"write_kv: cache.layout is {cache.layout}, which jax_sparse_mla.write_kv alone writes")
     n = check_tensor("write_kv", "slots", slots, (None,), data)[0]
     check_tensor("write_kv", "kv", kv, (n, cache.layout.qk_dim), data, FLOATS)
     if n and cache.num_pages:
-        kernels.write_kv(executor(data.device), data, slots, kv, **static)
+        kernels.write_kv(executor(data.device), data, slots, kv, scale, **static)
     return cache
 
 
@@ -63,7 +66,7 @@ def gather_kv(
       TypeError: a wrong dtype.
       ValueError: a wrong shape, rows that do not fit `out`, or a tensor that is not contiguous or on another device.
     """
-    data, static = _check_pages("gather_kv", cache)
+    data, scale, static = _check_pages("gather_kv", cache)
     n = check_tensor("gather_kv", "slots", slots, (None,), data)[0]
     if out is None:
         out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
@@ -71,7 +74,8 @@ def gather_kv(
     if not 0 <= out_start <= out.shape[0] - n:
         raise ValueError(f"gather_kv: out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
     if n:
-        kernels.gather_kv(executor(data.device), data, slots, **static, rows=out.shape[0], start=out_start, out=out)
+        more = {"rows": out.shape[0], "start": out_start, "out": out}
+        kernels.gather_kv(executor(data.device), data, slots, scale, **static, **more)
     return out
 
 
@@ -114,8 +118,8 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
       TypeError: a wrong dtype.
       ValueError: another geometry, pages that are not dense, or a tensor on another device.
     """
-    data, static = _check_pages("split_pages", cache)
-    out_data, out_static = _check_pages("split_pages", out, "out", like=data)
+    data, _, static = _check_pages("split_pages", cache)
+    out_data, _, out_static = _check_pages("split_pages", out, "out", like=data)
     if out.layout != cache.layout or cache.page_size % out.page_size or out.num_slots != cache.num_slots:
         raise ValueError(
             f"split_pages: out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
@@ -143,9 +147,9 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: torch.Tensor, *, scratch: S
 
 def _check_pages(
     function: str, cache: PagedKV, name: str = "cache", like: torch.Tensor | None = None
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The cache's data, and what the kernels know of it; page_bytes from one page's start to the next one's."""
-    if cache.layout not in KERNEL_LAYOUTS:
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+    """The cache's data and scale, and what the kernels know of it; page_bytes from one page's start to the next's."""
+    if cache.layout.read_as not in KERNEL_LAYOUTS:
         names = ", ".join(layout.name for layout in KERNEL_LAYOUTS)
         raise ValueError(f"{function}: {name}.layout must be one of {names}, got {cache.layout}")
     cache.check_view(ArgumentChecks(function), name, cache.data.shape[0])
@@ -158,4 +162,7 @@ def _check_pages(
             f"{function}: {name}.data must be {tokens} bytes or more a page, with pages at multiples of 8 bytes, got "
             f"shape {list(data.shape)}, strides {list(data.stride())}"
         )
-    return data, {"layout": cache.layout, "page_size": cache.page_size, "page_bytes": stride}
+    scale = cache.tensor_scale
+    if cache.layout.has_tensor_scale:
+        check_tensor(function, f"{name}.scale", scale, (1,), data, FLOAT32)
+    return data, scale, {"layout": cache.layout, "page_size": cache.page_size, "page_bytes": stride}

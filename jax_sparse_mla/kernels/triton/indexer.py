@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from jax_sparse_mla.kernels.launch import Executor, Launch, Output
-from jax_sparse_mla.kernels.triton.kv_cache import _float32_to_e4m3, _locate, at_page
+from jax_sparse_mla.kernels.triton.kv_cache import _locate, at_page
+from jax_sparse_mla.kernels.triton.number_formats import float32_to_e4m3
 
 _DIM = tl.constexpr(128)  # values of a key
 TOKEN_BYTES = 132
@@ -111,7 +112,7 @@ def _quantize(x, HARDWARE_FP8: tl.constexpr):
     scale = tl.div_rn(amax, tl.zeros_like(amax) + _E4M3_MAX)
     value = x * tl.div_rn(tl.zeros_like(amax) + 1.0, scale)[:, None]
     value = tl.where(value > _E4M3_MAX, _E4M3_MAX, tl.where(value < -_E4M3_MAX, -_E4M3_MAX, value))
-    return _float32_to_e4m3(value, HARDWARE_FP8), scale
+    return float32_to_e4m3(value, HARDWARE_FP8), scale
 
 
 @triton.jit

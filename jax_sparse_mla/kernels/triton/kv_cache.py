@@ -4,10 +4,9 @@ The rules are those of `jax_sparse_mla.kv_cache`, bit by bit. A layout reaches a
 `layout_constants`; byte offsets of pages are 64-bit, since a cache may exceed 2 GiB. An output that is aliased to an
 input is the last pointer, and only it is used. The launches are at the end.
 
-A group of the fp8 part is one row of a tile, [tokens * groups, values of a group], so that the largest magnitude of
-a group is a reduction along a row. Eight neighbouring values belong to a thread: 16 bytes of bfloat16, 8 of fp8.
-HARDWARE_CASTS says whether numbers are converted by the GPU's own instructions, which know e4m3 from SM89 on, or in
-integer arithmetic: for SM80, and for Triton's interpreter, which truncates.
+A group of the quantised part is one row of a tile, [tokens * groups, values of a group], so that the largest magnitude
+of a group is a reduction along a row. Eight neighbouring values belong to a thread: 16 bytes of bfloat16, 8 of fp8.
+HARDWARE_CASTS is `number_formats`'.
 """
 
 from __future__ import annotations
@@ -20,19 +19,23 @@ import triton
 import triton.language as tl
 
 from jax_sparse_mla.kernels.launch import Executor, Launch, Output
+from jax_sparse_mla.kernels.triton.number_formats import (
+    E4M3_SCALES,
+    F32_INF,
+    FLOAT32_SCALES,
+    MAGNITUDE_MASK,
+    SCALE_KINDS,
+    TENSOR_SCALE,
+    bfloat16_bits,
+    e2m1_to_float32,
+    e4m3_to_float32,
+    float32_to_e4m3,
+    quantise_by_tensor,
+    quantise_e2m1,
+    quantise_groups,
+    ue8m0_to_float32,
+)
 from jax_sparse_mla.kv_cache.layout import KVLayout
-
-_MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
-_MANTISSA_MASK = tl.constexpr(0x007FFFFF)
-_MANTISSA_OF_1_75 = tl.constexpr(0x00600000)
-_F32_INF = tl.constexpr(0x7F800000)
-_F32_NAN = tl.constexpr(0x7FC00000)
-_F32_TWO_POW_MINUS_127 = tl.constexpr(0x00400000)  # a UE8M0 byte of 0, subnormal
-_F32_MAX_QUANTISED = tl.constexpr(0x7F700000)  # 240 * 2^120, the largest magnitude that is quantised
-_TWO_POW_120 = tl.constexpr(2.0**120)
-_TWO_POW_14 = tl.constexpr(16384.0)  # its last place is 2^-9, that of e4m3's subnormal numbers
-_TWO_POW_14_BITS = tl.constexpr(0x46800000)
-_E4M3_MIN_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
 
 # Values of the bfloat16 part that one row of a tile holds: it divides 64, 512 and 576.
 _CHUNK = tl.constexpr(64)
@@ -44,18 +47,21 @@ def layout_constants(layout: KVLayout, page_size: int, page_bytes: int | None = 
 
     `page_bytes` are the bytes from one page's start to the next one's; None stands for the layout's own.
     """
-    chunks = (layout.qk_dim - layout.fp8_dim) // _CHUNK.value
+    chunks = (layout.qk_dim - layout.quantised_dim) // _CHUNK.value
+    scale_start, scale_stride = layout.scale_place(page_size)
     return {
         "PAGE_SIZE": page_size,
         "PAGE_BYTES": layout.page_bytes(page_size) if page_bytes is None else page_bytes,
         "DATA_BYTES": layout.data_bytes,
-        "FOOTER_BYTES": layout.footer_scale_bytes,
+        "SCALE_START": scale_start,
+        "SCALE_STRIDE": scale_stride,
+        "SCALES": SCALE_KINDS[layout.scales],
         "QK_DIM": layout.qk_dim,
-        "FP8_DIM": layout.fp8_dim,
+        "QUANT_DIM": layout.quantised_dim,
         "GROUP": layout.group,
         "GROUPS_POW2": triton.next_power_of_2(layout.num_groups) if layout.group else 0,
-        "INLINE_BYTES": layout.inline_scale_bytes,
-        "CHUNKS_POW2": triton.next_power_of_2(chunks),
+        "BF16_START": layout.quantised_bytes + layout.inline_scale_bytes,
+        "CHUNKS_POW2": triton.next_power_of_2(chunks) if chunks else 0,
     }
 
 
@@ -100,69 +106,15 @@ def _locate(slot, num_pages, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_to_float32(byte, HARDWARE_CASTS: tl.constexpr):
-    if HARDWARE_CASTS:
-        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    byte = byte.to(tl.int32)
-    magnitude = byte & 0x7F
-    # Moved into a float32's exponent and mantissa the number is 2^-120 of itself, subnormal numbers included.
-    value = (magnitude << 20).to(tl.float32, bitcast=True) * _TWO_POW_120
-    bits = value.to(tl.int32, bitcast=True)
-    bits = tl.where(magnitude == 0x7F, _F32_NAN, bits) | ((byte & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _float32_to_e4m3(value, HARDWARE_CASTS: tl.constexpr):
-    """The e4m3 byte of float32 numbers of magnitude at most 448 or NaN, to nearest even."""
-    if HARDWARE_CASTS:
-        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & _MAGNITUDE_MASK
-    # 960 = (127 - 7) << 3 is the difference of the exponents' biases.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-    # The addition rounds to multiples of 2^-9.
-    shifted = magnitude.to(tl.float32, bitcast=True) + _TWO_POW_14
-    subnormal = shifted.to(tl.int32, bitcast=True) - _TWO_POW_14_BITS
-    byte = tl.where(magnitude < _E4M3_MIN_NORMAL_BITS, subnormal, normal)
-    byte = tl.where(magnitude > _F32_INF, 0x7F, byte)
-    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _bfloat16_bits(bits):
-    """float32 bits rounded to the nearest bfloat16, ties to even: int32 in [0, 65535]."""
-    high = (bits >> 16) & 0xFFFF
-    low = bits & 0xFFFF
-    round_up = (low > 0x8000) | ((low == 0x8000) & ((high & 1) == 1))
-    is_nan = (bits & _MAGNITUDE_MASK) > _F32_INF
-    return tl.where(is_nan, high | 0x40, high + round_up.to(tl.int32))
-
-
-@triton.jit
 def load_bfloat16_bits(pointer, mask):
     """Rounded to bfloat16 as int32 in [0, 65535]; no finite float32 becomes infinite."""
     if pointer.dtype.element_ty == tl.float32:
         bits = tl.load(pointer, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-        rounded = _bfloat16_bits(bits)
-        became_inf = ((rounded & 0x7FFF) == 0x7F80) & ((bits & _MAGNITUDE_MASK) < _F32_INF)
+        rounded = bfloat16_bits(bits)
+        became_inf = ((rounded & 0x7FFF) == 0x7F80) & ((bits & MAGNITUDE_MASK) < F32_INF)
         return rounded - became_inf.to(tl.int32)
     else:
         return tl.load(pointer, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
-def _quantise_groups(bits, MIN_SCALE_EXPONENT: tl.constexpr):
-    """(what is stored as e4m3, float32; exponents of the scales, int32) of float32 bits, a group a row."""
-    magnitude = bits & _MAGNITUDE_MASK
-    clipped = (magnitude > _F32_MAX_QUANTISED) & (magnitude <= _F32_INF)
-    magnitude = tl.where(clipped, _F32_MAX_QUANTISED, magnitude)
-    # ceil(log2(amax / 448)) with 448 = 1.75 * 2^8, on bits: exact.
-    amax = tl.max(magnitude, axis=1)
-    above = ((amax & _MANTISSA_MASK) > _MANTISSA_OF_1_75).to(tl.int32)
-    exponent = tl.maximum((amax >> 23) - (127 + 8) + above, MIN_SCALE_EXPONENT)
-    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (magnitude | (bits & ~_MAGNITUDE_MASK)).to(tl.float32, bitcast=True) * inverse[:, None], exponent
 
 
 @triton.jit
@@ -186,10 +138,10 @@ def store_row(
     column = tl.arange(0, _CHUNK)[None, :]
     start = page * PAGE_BYTES + offset * DATA_BYTES
     if FP8_DIM > 0:
-        value, exponent = _quantise_groups(bits << 16, MIN_SCALE_EXPONENT)
+        value, exponent = quantise_groups(bits << 16, MIN_SCALE_EXPONENT)
         is_fp8 = valid & (chunk < FP8_DIM // _CHUNK)
         target = (start + chunk * _CHUNK)[:, None] + column
-        tl.store(data_ptr + target, _float32_to_e4m3(value, HARDWARE_CASTS), mask=is_fp8[:, None])
+        tl.store(data_ptr + target, float32_to_e4m3(value, HARDWARE_CASTS), mask=is_fp8[:, None])
         footer = page * PAGE_BYTES + PAGE_SIZE * DATA_BYTES + offset * FOOTER_BYTES + chunk
         tl.store(data_ptr + footer, (exponent + 127).to(tl.uint8), mask=is_fp8)
     is_bf16 = valid & (chunk >= FP8_DIM // _CHUNK)
@@ -201,6 +153,7 @@ def store_row(
 def write_kv_kernel(
     slots_ptr,  # int32 [n]
     kv_ptr,  # bfloat16 or float32 [n, QK_DIM]
+    scale_ptr,  # float32 [1] of a TENSOR_SCALE, or None
     data_in_ptr,  # the same buffer as data_ptr
     n,
     num_pages,  # of the cache, which begins with the page first_page of the buffer
@@ -209,12 +162,14 @@ def write_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
-    FOOTER_BYTES: tl.constexpr,
+    SCALE_START: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    SCALES: tl.constexpr,
     QK_DIM: tl.constexpr,
-    FP8_DIM: tl.constexpr,
+    QUANT_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS_POW2: tl.constexpr,
-    INLINE_BYTES: tl.constexpr,
+    BF16_START: tl.constexpr,
     CHUNKS_POW2: tl.constexpr,
     MIN_SCALE_EXPONENT: tl.constexpr,
     HARDWARE_CASTS: tl.constexpr,
@@ -222,47 +177,57 @@ def write_kv_kernel(
 ):
     data_ptr = at_page(data_ptr, first_page, PAGE_BYTES)
     first = tl.program_id(0) * TOKENS
-    if FP8_DIM > 0:
+    if QUANT_DIM > 0:
         row = tl.arange(0, TOKENS * GROUPS_POW2)
         token = first + row // GROUPS_POW2
         group = row % GROUPS_POW2
         slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
         valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
-        valid = valid & (group < FP8_DIM // GROUP)
+        valid = valid & (group < QUANT_DIM // GROUP)
         column = tl.arange(0, GROUP)[None, :]
         source = kv_ptr + (token.to(tl.int64) * QK_DIM + group * GROUP)[:, None] + column
         bits = load_bfloat16_bits(source, valid[:, None]) << 16
-        value, exponent = _quantise_groups(bits, MIN_SCALE_EXPONENT)
         start = page * PAGE_BYTES + offset * DATA_BYTES
-        # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
-        target = (start + group * GROUP)[:, None] + tl.max_contiguous(column, (1, 8))
-        tl.store(data_ptr + target, _float32_to_e4m3(value, HARDWARE_CASTS), mask=valid[:, None])
-        if INLINE_BYTES > 0:
-            scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-            inline_ptr = (data_ptr + start + FP8_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
-            tl.store(inline_ptr + group, scale, mask=valid)
+        scales = data_ptr + page * PAGE_BYTES + SCALE_START + offset * SCALE_STRIDE
+        if SCALES == E4M3_SCALES:
+            byte, scale = quantise_e2m1(bits, MIN_SCALE_EXPONENT, HARDWARE_CASTS)
+            target = (start + group * (GROUP // 2))[:, None] + tl.arange(0, GROUP // 2)[None, :]
+            tl.store(data_ptr + target, byte, mask=valid[:, None])
+            tl.store(scales + group, scale, mask=valid)
         else:
-            footer = page * PAGE_BYTES + PAGE_SIZE * DATA_BYTES + offset * FOOTER_BYTES + group
-            tl.store(data_ptr + footer, (exponent + 127).to(tl.uint8), mask=valid)
+            # Limits a thread's vector to the 8 values that it loaded: 16 would send all of them through shared memory.
+            target = (start + group * GROUP)[:, None] + tl.max_contiguous(column, (1, 8))
+            if SCALES == TENSOR_SCALE:
+                value = quantise_by_tensor(bits, tl.load(scale_ptr))
+            else:
+                value, exponent = quantise_groups(bits, MIN_SCALE_EXPONENT)
+            tl.store(data_ptr + target, float32_to_e4m3(value, HARDWARE_CASTS), mask=valid[:, None])
+            if SCALES == FLOAT32_SCALES:
+                scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+                tl.store(scales.to(tl.pointer_type(tl.float32), bitcast=True) + group, scale, mask=valid)
+            elif SCALES != TENSOR_SCALE:
+                tl.store(scales + group, (exponent + 127).to(tl.uint8), mask=valid)
 
-    row = tl.arange(0, TOKENS * CHUNKS_POW2)
-    token = first + row // CHUNKS_POW2
-    chunk = row % CHUNKS_POW2
-    slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
-    valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
-    valid = (valid & (chunk < (QK_DIM - FP8_DIM) // _CHUNK))[:, None]
-    column = tl.arange(0, _CHUNK)[None, :]
-    source = kv_ptr + (token.to(tl.int64) * QK_DIM + FP8_DIM + chunk * _CHUNK)[:, None] + column
-    bits = load_bfloat16_bits(source, valid)
-    start = page * PAGE_BYTES + offset * DATA_BYTES + (FP8_DIM + INLINE_BYTES) + chunk * (2 * _CHUNK)
-    target = (data_ptr + start).to(tl.pointer_type(tl.int16), bitcast=True)
-    tl.store(target[:, None] + column, bits.to(tl.int16), mask=valid)
+    if QUANT_DIM < QK_DIM:
+        row = tl.arange(0, TOKENS * CHUNKS_POW2)
+        token = first + row // CHUNKS_POW2
+        chunk = row % CHUNKS_POW2
+        slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
+        valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
+        valid = (valid & (chunk < (QK_DIM - QUANT_DIM) // _CHUNK))[:, None]
+        column = tl.arange(0, _CHUNK)[None, :]
+        source = kv_ptr + (token.to(tl.int64) * QK_DIM + QUANT_DIM + chunk * _CHUNK)[:, None] + column
+        bits = load_bfloat16_bits(source, valid)
+        start = page * PAGE_BYTES + offset * DATA_BYTES + BF16_START + chunk * (2 * _CHUNK)
+        target = (data_ptr + start).to(tl.pointer_type(tl.int16), bitcast=True)
+        tl.store(target[:, None] + column, bits.to(tl.int16), mask=valid)
 
 
 @triton.jit
 def gather_kv_kernel(
     slots_ptr,  # int32 [n]
     data_ptr,  # uint8 [pages, PAGE_BYTES]
+    scale_ptr,  # float32 [1] of a TENSOR_SCALE, or None
     n,
     num_pages,
     first_page,
@@ -271,66 +236,75 @@ def gather_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
-    FOOTER_BYTES: tl.constexpr,
+    SCALE_START: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    SCALES: tl.constexpr,
     QK_DIM: tl.constexpr,
-    FP8_DIM: tl.constexpr,
+    QUANT_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS_POW2: tl.constexpr,
-    INLINE_BYTES: tl.constexpr,
+    BF16_START: tl.constexpr,
     CHUNKS_POW2: tl.constexpr,
     HARDWARE_CASTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     data_ptr = at_page(data_ptr, first_page, PAGE_BYTES)
     first = tl.program_id(0) * TOKENS
-    if FP8_DIM > 0:
+    if QUANT_DIM > 0:
         row = tl.arange(0, TOKENS * GROUPS_POW2)
         token = first + row // GROUPS_POW2
         group = row % GROUPS_POW2
-        in_out = (token < n) & (group < FP8_DIM // GROUP)
+        in_out = (token < n) & (group < QUANT_DIM // GROUP)
         slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
         valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
         valid = valid & in_out
         column = tl.arange(0, GROUP)[None, :]
         start = page * PAGE_BYTES + offset * DATA_BYTES
-        # 8 values a thread, as the store takes them: 16 would send all of them through shared memory.
-        source = (start + group * GROUP)[:, None] + tl.max_contiguous(column, (1, 8))
-        byte = tl.load(data_ptr + source, mask=valid[:, None], other=0)
-        if INLINE_BYTES > 0:
-            inline_ptr = (data_ptr + start + FP8_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
-            scale = tl.load(inline_ptr + group, mask=valid, other=1.0)
+        scales = data_ptr + page * PAGE_BYTES + SCALE_START + offset * SCALE_STRIDE
+        if SCALES == E4M3_SCALES:
+            source = (start + group * (GROUP // 2))[:, None] + tl.arange(0, GROUP // 2)[None, :]
+            value = e2m1_to_float32(tl.load(data_ptr + source, mask=valid[:, None], other=0), HARDWARE_CASTS)
+            scale = e4m3_to_float32(tl.load(scales + group, mask=valid, other=0), HARDWARE_CASTS)
         else:
-            footer = page * PAGE_BYTES + PAGE_SIZE * DATA_BYTES + offset * FOOTER_BYTES + group
-            ue8m0 = tl.load(data_ptr + footer, mask=valid, other=127).to(tl.int32)
-            bits = tl.where(ue8m0 == 0, _F32_TWO_POW_MINUS_127, ue8m0 << 23)
-            scale = tl.where(ue8m0 == 255, _F32_NAN, bits).to(tl.float32, bitcast=True)
-        value = _e4m3_to_float32(byte, HARDWARE_CASTS) * scale[:, None]
+            # 8 values a thread, as the store takes them: 16 would send all of them through shared memory.
+            source = (start + group * GROUP)[:, None] + tl.max_contiguous(column, (1, 8))
+            value = e4m3_to_float32(tl.load(data_ptr + source, mask=valid[:, None], other=0), HARDWARE_CASTS)
+            if SCALES == FLOAT32_SCALES:
+                pointer = scales.to(tl.pointer_type(tl.float32), bitcast=True) + group
+                scale = tl.load(pointer, mask=valid, other=1.0)
+            elif SCALES == TENSOR_SCALE:
+                scale = tl.load(scale_ptr + tl.zeros_like(group), mask=valid, other=1.0)
+            else:
+                scale = ue8m0_to_float32(tl.load(scales + group, mask=valid, other=127).to(tl.int32))
+        value = value * scale[:, None]
         target = out_ptr + ((out_start + token).to(tl.int64) * QK_DIM + group * GROUP)[:, None] + column
         if HARDWARE_CASTS:
             rounded = value.to(tl.bfloat16)
         else:
-            rounded = _bfloat16_bits(value.to(tl.int32, bitcast=True)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            rounded = bfloat16_bits(value.to(tl.int32, bitcast=True)).to(tl.int16).to(tl.bfloat16, bitcast=True)
         tl.store(target, rounded, mask=in_out[:, None])
 
-    row = tl.arange(0, TOKENS * CHUNKS_POW2)
-    token = first + row // CHUNKS_POW2
-    chunk = row % CHUNKS_POW2
-    in_out = (token < n) & (chunk < (QK_DIM - FP8_DIM) // _CHUNK)
-    slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
-    valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
-    column = tl.arange(0, _CHUNK)[None, :]
-    start = page * PAGE_BYTES + offset * DATA_BYTES + (FP8_DIM + INLINE_BYTES) + chunk * (2 * _CHUNK)
-    source = (data_ptr + start).to(tl.pointer_type(tl.int16), bitcast=True)
-    bits = tl.load(source[:, None] + column, mask=(valid & in_out)[:, None], other=0)
-    target = out_ptr + (out_start + token).to(tl.int64) * QK_DIM + FP8_DIM + chunk * _CHUNK
-    target = target.to(tl.pointer_type(tl.int16), bitcast=True)
-    tl.store(target[:, None] + column, bits, mask=in_out[:, None])
+    if QUANT_DIM < QK_DIM:
+        row = tl.arange(0, TOKENS * CHUNKS_POW2)
+        token = first + row // CHUNKS_POW2
+        chunk = row % CHUNKS_POW2
+        in_out = (token < n) & (chunk < (QK_DIM - QUANT_DIM) // _CHUNK)
+        slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
+        valid, page, offset = _locate(slot, num_pages, PAGE_SIZE)
+        column = tl.arange(0, _CHUNK)[None, :]
+        start = page * PAGE_BYTES + offset * DATA_BYTES + BF16_START + chunk * (2 * _CHUNK)
+        source = (data_ptr + start).to(tl.pointer_type(tl.int16), bitcast=True)
+        bits = tl.load(source[:, None] + column, mask=(valid & in_out)[:, None], other=0)
+        target = out_ptr + (out_start + token).to(tl.int64) * QK_DIM + QUANT_DIM + chunk * _CHUNK
+        target = target.to(tl.pointer_type(tl.int16), bitcast=True)
+        tl.store(target[:, None] + column, bits, mask=in_out[:, None])
 
 
 @triton.jit
 def gather_kv_into_kernel(
     slots_ptr,
     data_ptr,
+    scale_ptr,
     out_in_ptr,  # the same buffer as out_ptr
     n,
     num_pages,
@@ -340,12 +314,14 @@ def gather_kv_into_kernel(
     PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
-    FOOTER_BYTES: tl.constexpr,
+    SCALE_START: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    SCALES: tl.constexpr,
     QK_DIM: tl.constexpr,
-    FP8_DIM: tl.constexpr,
+    QUANT_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS_POW2: tl.constexpr,
-    INLINE_BYTES: tl.constexpr,
+    BF16_START: tl.constexpr,
     CHUNKS_POW2: tl.constexpr,
     HARDWARE_CASTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -354,6 +330,7 @@ def gather_kv_into_kernel(
     gather_kv_kernel(
         slots_ptr,
         data_ptr,
+        scale_ptr,
         n,
         num_pages,
         first_page,
@@ -362,12 +339,14 @@ def gather_kv_into_kernel(
         PAGE_SIZE,
         PAGE_BYTES,
         DATA_BYTES,
-        FOOTER_BYTES,
+        SCALE_START,
+        SCALE_STRIDE,
+        SCALES,
         QK_DIM,
-        FP8_DIM,
+        QUANT_DIM,
         GROUP,
         GROUPS_POW2,
-        INLINE_BYTES,
+        BF16_START,
         CHUNKS_POW2,
         HARDWARE_CASTS,
         TOKENS,
@@ -447,6 +426,7 @@ def split_pages_kernel(
 
 
 # --- launches: sizes are not zero -----------------------------------------------------------------
+# `scale`: float32 [1], of a layout that has one for all values.
 # `pages` are the first page and the number of pages of the cache in its buffer; None: the buffer is the cache.
 
 
@@ -455,30 +435,32 @@ def write_kv(
     data,
     slots,
     kv,
+    scale=None,
     *,
     layout: KVLayout,
     page_size: int,
     page_bytes: int | None = None,
     pages: tuple[int, int] | None = None,
 ) -> Any:
-    """`data`, uint8 `[pages, page_bytes]`, with the rows written."""
+    """`data`, uint8 `[pages, page_bytes]`, with the rows written, by a rule whose scales are powers of two."""
     n, (first_page, num_pages) = slots.shape[0], pages or (0, data.shape[0])
     constants = {
         **layout_constants(layout, page_size, page_bytes),
-        "MIN_SCALE_EXPONENT": layout.min_scale_exponent,
+        "MIN_SCALE_EXPONENT": layout.least_exponent,
         "HARDWARE_CASTS": execute.device.hardware_fp8,
         **WRITE_OPTIONS,
     }
     grid = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),)
-    outputs = (Output(data.shape, "uint8", alias=2),)
+    outputs = (Output(data.shape, "uint8", alias=3),)
     launch = Launch(write_kv_kernel, "write_kv", grid, (n, num_pages, first_page), outputs, constants)
-    return execute(launch, (slots, kv, data))[0]
+    return execute(launch, (slots, kv, scale, data))[0]
 
 
 def gather_kv(
     execute: Executor,
     data,
     slots,
+    scale=None,
     *,
     layout: KVLayout,
     page_size: int,
@@ -494,7 +476,7 @@ def gather_kv(
     """
     constants = layout_constants(layout, page_size, page_bytes)
     output = Output((slots.shape[0] if rows is None else rows, layout.qk_dim), "bfloat16")
-    return _gather(execute, gather_kv_kernel, (slots, data), pages, start, output, constants, out)
+    return _gather(execute, gather_kv_kernel, (slots, data, scale), pages, start, output, constants, out)
 
 
 def gather_kv_into(
@@ -502,6 +484,7 @@ def gather_kv_into(
     workspace,
     data,
     slots,
+    scale=None,
     *,
     layout: KVLayout,
     page_size: int,
@@ -509,9 +492,9 @@ def gather_kv_into(
     pages: tuple[int, int] | None = None,
 ) -> Any:
     """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
-    output = Output(workspace.shape, "bfloat16", alias=2)
+    output = Output(workspace.shape, "bfloat16", alias=3)
     constants = layout_constants(layout, page_size)
-    return _gather(execute, gather_kv_into_kernel, (slots, data, workspace), pages, start, output, constants)
+    return _gather(execute, gather_kv_into_kernel, (slots, data, scale, workspace), pages, start, output, constants)
 
 
 def _gather(execute: Executor, kernel, inputs, pages, start: int, output: Output, constants, out=None) -> Any:

@@ -10,7 +10,7 @@ from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.kv_cache import PagedKV
 from sparse_mla_torch.attention.backends import in_base_2
 from sparse_mla_torch.attention.call_cache import Results
-from sparse_mla_torch.attention.decode import page_rows
+from sparse_mla_torch.attention.decode import extra_layout_of, page_rows
 from sparse_mla_torch.bridge import call
 
 WRITES_INTO = False
@@ -19,7 +19,7 @@ WRITES_INTO = False
 def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
 
-    def cache_of(k_cache, scope):
+    def cache_of(k_cache, scope, layout=layout):
         if k_cache is None:
             return None
         return PagedKV(data=page_rows(k_cache, layout), layout=layout, page_size=scope.page_size)
@@ -28,12 +28,13 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         arguments = {"topk_length": lengths, "attn_sink": attn_sink}
         arguments |= {"extra_indices": extra_indices, "extra_topk_length": extra_lengths}
         arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
+        extra_layout = layout if extra_k_cache is None else extra_layout_of(layout, extra_k_cache)
         out, lse = call(
             sparse_mla_decode,
             q.detach().contiguous(),
             cache_of(k_cache, scopes[0]),
             indices.contiguous(),
-            extra_cache=cache_of(extra_k_cache, scopes[-1]),
+            extra_cache=cache_of(extra_k_cache, scopes[-1], extra_layout),
             softmax_scale=options.softmax_scale,
             backend="reference",
             **arguments,

@@ -3,7 +3,7 @@
 A program takes one query row, one tile of heads and one share of the row's index blocks (a split). Per block of
 BLOCK_N indices it gathers and dequantises the rows once, as bfloat16, and uses them as K and as V. Tiles must be
 powers of two, so a row is read in segments: V4_FP8 in 256 | 128 | 64 e4m3 values and 64 of rope, all of them V; the
-others in 512 values that are V and, at 576, 64 of rope that are not.
+others in 512 values that are V (of V4.1 and of rows without rope the whole row) and, at 576, 64 of rope that are not.
 
 Scores and lse are in base 2 inside; what is written is natural. A bf16 workspace is a paged cache of one page.
 """
@@ -21,6 +21,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 BF16_ROW = tl.constexpr(0)
 FOOTER_SCALES = tl.constexpr(1)  # e4m3, then bf16; a UE8M0 byte per 64 values behind the page's rows
 INLINE_SCALES = tl.constexpr(2)  # e4m3, then a float32 per 128 values, then bf16
+BYTE_SCALES = tl.constexpr(3)  # e4m3 (V4.1); a UE8M0 byte per 32 values, inside the row or behind the page's rows
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def _bf16_segment(rows, valid, WIDTH: tl.constexpr):
 @triton.jit
 def _segment(
     rows,  # pointers to the rows' bytes, [BLOCK_N]
-    scales,  # packed UE8M0 bytes [BLOCK_N], or pointers to float32 [BLOCK_N], or unused
+    scales,  # packed UE8M0 bytes [BLOCK_N], or pointers to bytes or float32 [BLOCK_N], or unused
     valid,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -67,12 +68,15 @@ def _segment(
     if KIND == BF16_ROW:
         values = _bf16_segment(rows + START * 2, valid, WIDTH)
     else:
-        GROUP: tl.constexpr = 64 if KIND == FOOTER_SCALES else 128
+        GROUP: tl.constexpr = 64 if KIND == FOOTER_SCALES else (32 if KIND == BYTE_SCALES else 128)
         GROUPS: tl.constexpr = WIDTH // GROUP
         byte = tl.load((rows + START)[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0)
         groups = START // GROUP + tl.arange(0, GROUPS)
         if KIND == FOOTER_SCALES:
             exponent = (scales[:, None] >> (8 * groups)[None, :].to(tl.int64)) & 0xFF
+            scale = _ue8m0_to_float32(exponent.to(tl.int32))
+        elif KIND == BYTE_SCALES:
+            exponent = tl.load(scales[:, None] + groups[None, :], mask=valid[:, None], other=0)
             scale = _ue8m0_to_float32(exponent.to(tl.int32))
         else:
             scale = tl.load(scales[:, None] + groups[None, :], mask=valid[:, None], other=0.0)
@@ -222,7 +226,12 @@ def sparse_mla_kernel(
             at = (base + footer + (page_at + offset * 8)).to(tl.pointer_type(tl.int64))
             scales = tl.load(at, mask=valid, other=0)
         elif KIND == INLINE_SCALES:
-            scales = (rows + ROPE).to(tl.pointer_type(tl.float32))
+            scales = (rows + SEG_A).to(tl.pointer_type(tl.float32))
+        elif KIND == BYTE_SCALES and ROW_BYTES > SEG_A:
+            scales = rows + SEG_A
+        elif KIND == BYTE_SCALES:
+            footer = _either(second, PAGE_SIZE * ROW_BYTES, EXTRA_PAGE_SIZE * ROW_BYTES).to(tl.int64)
+            scales = base + footer + (page_at + offset * (SEG_A // 32))
         else:
             scales = rows
         k_a = _segment(rows, scales, valid, 0, SEG_A, KIND, NATIVE, BLOCK_N)

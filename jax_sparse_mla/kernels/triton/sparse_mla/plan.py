@@ -12,7 +12,7 @@ from jax_sparse_mla.kernels.launch import Device
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 # KIND of the kernel.
-BF16_ROW, FOOTER_SCALES, INLINE_SCALES = 0, 1, 2
+BF16_ROW, FOOTER_SCALES, INLINE_SCALES, BYTE_SCALES = 0, 1, 2, 3
 V_DIM = 512
 
 # In blocks of 64 keys, measured on an H200 (5 µs each, V4, 64 heads): what the combine costs, and what a program
@@ -56,6 +56,8 @@ def row_kind(layout: KVLayout) -> int:
     """How the kernel reads a row of this layout."""
     if layout.fp8_dim == 0:
         return BF16_ROW
+    if layout.group == 32:
+        return BYTE_SCALES
     return FOOTER_SCALES if layout.footer_scale_bytes else INLINE_SCALES
 
 

@@ -1,0 +1,210 @@
+"""Attention over V4.1's rows and rows without rope: the reference serves all of them, kernels those that they name.
+
+The oracle is `attention_oracle.py`; the bytes are `layout_oracle.py`'s, and what no call may read is poisoned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_calls import (
+    H200,
+    OVERRIDES,
+    assert_same,
+    check_decode,
+    decode_arguments,
+    pretend_installed,
+    run_decode,
+    small_decode,
+    with_unused_bytes,
+)
+from attention_oracle import BF16, INT_MAX, INT_MIN, attend
+from layout_oracle import RECORDS
+
+from jax_sparse_mla.attention import DeviceInfo, api, plan_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention.backend import BACKENDS, Call
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
+
+FP4 = {"V41_FP8": "V41_FP4", "V41_FP8_SPLIT": "V41_FP4_SPLIT"}
+FIRST = tuple(name for name in RECORDS if name not in FP4.values())
+PAIRS = [*((name, name) for name in FIRST), *FP4.items()]
+OF_PAIRS = pytest.mark.parametrize("layout, extra", PAIRS)
+
+
+def read_by(backend: str) -> set[str]:
+    """The names of the layouts that a backend's decode kernel was written for."""
+    return {layout.name for layout in BACKENDS[backend].layouts["decode"]}
+
+
+@pytest.fixture(autouse=True)
+def no_overrides(monkeypatch):
+    for name in OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def a_case(layout: str, extra: str, seed: int = 0, **setting):
+    setting = {"extra": (16, 2), "page_size": 16} | setting
+    return small_decode(seed, layout=layout, extra_layout=extra, **setting)
+
+
+def cache_of(name: str, num_pages: int = 2, page_size: int = 4) -> PagedKV:
+    return PagedKV.zeros(getattr(KVLayout, name), num_pages, page_size)
+
+
+# --- what the reference serves ---
+
+
+@OF_PAIRS
+def test_decode_equals_the_oracle(layout, extra):
+    """Holes, duplicates, hostile indices and lengths, empty rows, infinite and huge sinks: one shape, four draws."""
+    for seed in range(4):
+        case = a_case(layout, extra, seed, hot=seed == 3)
+        check_decode(case, run_decode(case))
+    alone = dataclasses.replace(case, extra_cache=None, extra_indices=None, extra_topk_length=None)
+    check_decode(alone, run_decode(alone))
+
+
+@OF_PAIRS
+def test_unused_bytes_change_nothing(layout, extra):
+    case = a_case(layout, extra)
+    expected = run_decode(case)
+    caches = {name: with_unused_bytes(getattr(case, name), 0) for name in ("cache", "extra_cache")}
+    assert_same(run_decode(dataclasses.replace(case, **caches)), expected)
+
+
+def test_the_extra_cache_alone_and_rows_without_a_key():
+    case = a_case("V41_FP8", "V41_FP4")
+    case.attn_sink = np.array([np.inf, -np.inf, 0.25, -3e38], np.float32)
+    first = dataclasses.replace(case, indices=case.indices[..., :0], topk_length=None)
+    check_decode(first, run_decode(first))
+    case.indices[:] = np.resize(np.array([-1, -7, INT_MIN, INT_MAX, len(case.cache.rows)], np.int32), (2, 16))
+    case.extra_topk_length = np.zeros((3, 2), np.int32)
+    case.q[2] = np.nan
+    out, lse = run_decode(case)
+    assert np.all(np.asarray(out, np.float32) == 0) and np.all(np.isneginf(lse))
+
+
+@OF_PAIRS
+def test_a_row_s_bits_are_its_own(layout, extra):
+    """With `batch_invariant` a request alone gives what it gives among others."""
+    case = a_case(layout, extra, lengths="row", extra_lengths="row")
+    names = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
+    alone = dataclasses.replace(case, **{name: getattr(case, name)[1:2] for name in names})
+    together = run_decode(case, batch_invariant=True)
+    assert_same(run_decode(alone, batch_invariant=True), [x[1:2] for x in together])
+
+
+@pytest.mark.parametrize("extra", ["V41_FP8", "V41_FP4"])
+def test_a_model_s_decode_is_within_5e_3_of_float64(extra):
+    """64 heads, 128 + 512 indices, written by `write_kv`; float64 over the rows as they read back."""
+    rng, arguments, keys = np.random.default_rng(0), {}, []
+    q = rng.standard_normal((1, 1, 64, 512)).astype(BF16)
+    sink = rng.standard_normal(64).astype(np.float32)
+    for name, layout, columns in (("", "V41_FP8", 128), ("extra_", extra, 512)):
+        rows = jnp.asarray(rng.standard_normal((1024, 512)).astype(BF16))
+        cache = write_kv(cache_of(layout, 16, 64), jnp.arange(1024, dtype=jnp.int32), rows)
+        indices = rng.integers(0, 1024, (1, 1, columns)).astype(np.int32)
+        arguments |= {f"{name}cache": cache, f"{name}indices": jnp.asarray(indices)}
+        keys.append(np.asarray(gather_kv(cache, jnp.asarray(indices[0, 0]))).astype(np.float64))
+    out, lse = sparse_mla_decode(q, **arguments, attn_sink=sink, softmax_scale=0.04)
+    expected_out, _, expected_lse = attend(q[0, 0], np.concatenate(keys), 0.04, sink)
+    error = np.linalg.norm(np.asarray(out, np.float64)[0, 0] - expected_out) / np.linalg.norm(expected_out)
+    assert error < 5e-3
+    np.testing.assert_allclose(lse[0, 0], expected_lse, atol=1e-3)
+
+
+def test_gradients_and_float32_queries():
+    case = a_case("V41_FP8", "V41_FP4", lengths="none", extra_lengths="none")
+    arguments = decode_arguments(case)
+    q = arguments.pop("q").astype(jnp.float32)
+    out, _ = sparse_mla_decode(q, **arguments)
+    assert out.dtype == jnp.float32
+    gradient = jax.grad(lambda q: sparse_mla_decode(q, **arguments)[0].sum())(q)
+    assert np.isfinite(np.asarray(gradient)).all() and np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_workspace_is_gathered_and_attended_to(name):
+    """Prefill from a cache's rows is decode over them: 512 values a row, whatever they were stored in."""
+    case = small_decode(layout=name, q_len=1, page_size=16)
+    rows = gather_kv(decode_arguments(case)["cache"], jnp.arange(len(case.cache.rows), dtype=jnp.int32))
+    lengths = case.topk_length[:, 0]
+    sink = case.attn_sink
+    facts = {"softmax_scale": case.softmax_scale, "topk_length": lengths, "attn_sink": sink}
+    out, _, lse = sparse_mla_prefill(case.q[:, 0], rows, case.indices[:, 0], **facts)
+    check_decode(case, (out[:, None], lse[:, None]))
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("name", FP4.values())
+def test_fp4_rows_are_an_extra_cache_s(name):
+    case = a_case("V41_FP8", "V41_FP4")
+    arguments = decode_arguments(case)
+    with pytest.raises(ValueError, match=f"cache has layout KVLayout.{name}, which can be extra_cache's alone"):
+        sparse_mla_decode(**arguments | {"cache": cache_of(name)})
+    spec = dataclasses.replace(DEEPSEEK_V4_FLASH, kv_layout=getattr(KVLayout, name))
+    with pytest.raises(ValueError, match=f"plan_attention: .*{name}"):
+        plan_attention("decode", spec, num_q_tokens=1, device=H200, installed={"triton"})
+
+
+@pytest.mark.parametrize(
+    "layout, extra",
+    [
+        ("V41_FP8", "V41_FP4_SPLIT"),
+        ("V41_FP8_SPLIT", "V41_FP4"),
+        ("V41_FP8", "V41_FP8_SPLIT"),
+        ("V41_FP8", "NOPE_FP8"),
+        ("NOPE_FP8", "V41_FP4"),
+        ("V4_FP8", "V41_FP4"),
+        ("V4_BF16", "NOPE_BF16"),
+    ],
+)
+def test_layouts_of_two_orders_do_not_go_together(layout, extra):
+    arguments = decode_arguments(a_case("V41_FP8", "V41_FP4"))
+    arguments |= {"cache": cache_of(layout), "extra_cache": cache_of(extra)}
+    known = " or ".join(f"KVLayout.{name}" for name in (layout, FP4.get(layout)) if name)
+    with pytest.raises(ValueError, match=f"extra_cache must have cache's layout {known}, got KVLayout.{extra}$"):
+        sparse_mla_decode(**arguments)
+
+
+def test_which_kernels_read_which():
+    """What each kernel was written for, once more: a record must not promise what no kernel reads."""
+    served = {name: read_by(name) & set(RECORDS) for name in BACKENDS if name != "reference"}
+    triton = {"V41_FP8", "V41_FP8_SPLIT", "NOPE_BF16", "NOPE_FP8"}  # `triton_attention_cases.every_layout`
+    assert served == {"hopper": set(), "flashmla": set(), "flashinfer": set(), "triton": triton}
+
+
+@pytest.mark.parametrize(
+    "backend, layout, extra",
+    [(x, *pair) for x in BACKENDS if x != "reference" for pair in PAIRS if not set(pair) <= read_by(x)],
+)
+def test_a_kernel_refuses_by_name_what_it_was_not_written_for(backend, layout, extra, monkeypatch):
+    """On each backend's own device, with all packages there: by its name it is refused, else the reference serves."""
+    device = dataclasses.replace(H200, compute_capability=BACKENDS[backend].devices[0][0])
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: device))
+    pretend_installed(monkeypatch, backend)
+    case = a_case(layout, extra)
+    given = decode_arguments(case)
+    static = {"softmax_scale": given.pop("softmax_scale")}
+    refused = extra if layout in read_by(backend) else layout
+    with pytest.raises(ValueError, match=f"'{backend}' cannot serve this decode call: .*got {refused} "):
+        sparse_mla_decode(**given, **static, backend=backend)
+    lowered = jax.jit(lambda given: sparse_mla_decode(**given, **static)).trace(given)
+    assert api.calls_of(lowered.lower(lowering_platforms=("cuda",))) == {("decode", "reference")}
+
+
+def test_a_record_is_asked_for_both_caches():
+    """A kernel that read V4.1's FP8 rows would not therefore read its FP4 rows."""
+    facts = {"layouts": {"decode": (KVLayout.V41_FP8,)}}
+    backend = dataclasses.replace(BACKENDS["triton"], **facts)
+    call = Call("decode", KVLayout.V41_FP8, 1, 64, H200, 640)
+    assert not backend.cannot(call)
+    (why,) = backend.cannot(dataclasses.replace(call, extra_layout=KVLayout.V41_FP4))
+    assert why == "its decode reads rows of V41_FP8, got V41_FP4 (fp4)"

@@ -1,0 +1,41 @@
+"""`jax-sparse-mla generate` with the real presets and their true top-k, checked by transformers, once each."""
+
+import re
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from jax_sparse_mla.cli import main
+from jax_sparse_mla.serving import presets
+
+COMPILING = "OPTIMISED"  # see conftest.py
+
+
+def run(capsys, *args):
+    """The exit status of `jax-sparse-mla generate *args`, and what it printed."""
+    status = main(["generate", *args])
+    return status, capsys.readouterr().out
+
+
+def long_prompt(folder):
+    """Options: a prompt of 2,148 tokens, which two chunks hold."""
+    (folder / "prompt.txt").write_text(presets.default_prompt()[:2148], encoding="utf-8")
+    return ["--prompt-file", f"{folder}/prompt.txt", "--chunk-size", "1074"]
+
+
+def test_v4_preset_end_to_end(capsys, tmp_path):
+    """A hundred tokens more than those whose entries are all selected."""
+    status, out = run(capsys, *long_prompt(tmp_path), "--max-new-tokens", "4")
+    assert status == 0 and out.endswith("check      passed\n")
+    assert "V4_FP8" in out and "2148 prompt tokens" in out
+    assert re.search(r"C4 top-512 +0\.999\d+ +0\.99\d+ +0\.9[89]\d+ +\(100\)", out)
+
+
+def test_v32_preset_end_to_end(capsys, tmp_path):
+    """A hundred tokens more than are selected."""
+    args = ["--preset", "v32", *long_prompt(tmp_path), "--max-new-tokens", "3"]
+    status, out = run(capsys, *args)
+    assert status == 0 and out.endswith("check      passed\n")
+    assert "V32_FP8" in out and len(re.findall(r"^ +\d  top-2048 .*\(102\)$", out, re.M)) == 2
