@@ -1,4 +1,4 @@
-"""`jax-sparse-mla generate`: a DeepSeek-V3.2 or V4 model generates text through this library."""
+"""`jax-sparse-mla generate`: a DeepSeek-V3.2, V4 or GLM-5 model generates text through this library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="jax: the whole step is one JAX program (default); torch: transformers' modules around our attention",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="a transformers checkpoint of a DeepSeek-V3.2 or V4 model")
+    source.add_argument("--model", metavar="DIR", help="a transformers checkpoint of a DeepSeek-V3.2, V4 or GLM-5 model")
     source.add_argument(
         "--preset", choices=PRESETS, help="a small random model with the true head dimensions (default: v4)"
     )

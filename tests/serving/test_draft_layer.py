@@ -21,8 +21,9 @@ from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
 COMPILING = "PLAIN"  # see conftest.py
-MODELS = ("v4", "v32")
+MODELS = ("v4", "v32", "glm5")
 VOCABULARY, CHUNK = 256, 112
+SELECTED = 256  # tokens, by an indexer of these models without a window
 # Chosen with the lengths below for tokens and drafts of clear margins: half a percent of the best logit.
 ECHO = 0.25
 
@@ -72,7 +73,9 @@ def test_float32_logits_are_transformers(name):
         wanted, _ = ours.predict(tokens[1:], states, options)
         rows = row_differences(got, wanted)
         # The others go to other experts, where a bfloat16 cache's rounding decides.
-        assert np.median(rows) < 0.004 and np.mean(rows < 0.01) > 0.9
+        assert np.median(rows) < 0.004 and np.mean(rows[: SELECTED if name == "glm5" else None] < 0.01) > 0.9
+        if name == "glm5" and len(rows) > SELECTED:  # three layers rank entries by FP8 keys
+            assert np.median(rows[SELECTED:]) < 0.05
 
 
 # A short text shows a wrong row; chunks end within a text, and hold two. Both need as many rounds: one program.

@@ -13,11 +13,12 @@ import re
 import numpy as np
 import torch
 from sparse_mla_torch.hf.presets import random_model
-from support.hf_models import small_v4_config, small_v32_config
+from support.hf_models import small_glm5_config, small_v4_config, small_v32_config
 from support.serving_steps import named_arrays
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from jax_sparse_mla.serving import Model
 
@@ -44,14 +45,22 @@ class V4DraftLayer(v4.DeepseekV4DecoderLayer):
         return self.norm(self.hc_head(streams)), streams
 
 
+class GlmLayer(glm.GlmMoeDsaDecoderLayer):
+    """Its rows alone, as a draft layer of transformers takes them."""
+
+    def forward(self, *args, **options):
+        return super().forward(*args, **options)[0]
+
+
 class V32DraftLayer(MtpLayer):
-    """transformers' own."""
+    """transformers' own, of V3.2 or GLM-5."""
 
     def __init__(self, config):
         self.prefix = f"model.layers.{config.num_hidden_layers}."
         config = copy.deepcopy(config)
-        config.mlp_layer_types = ["sparse"]
-        super().__init__(config, v32.DeepseekV32DecoderLayer, v32.DeepseekV32RMSNorm, 0)
+        config.mlp_layer_types, config.indexer_types = ["sparse"], ["full"]
+        layer = GlmLayer if config.model_type == "glm_moe_dsa" else v32.DeepseekV32DecoderLayer
+        super().__init__(config, layer, v32.DeepseekV32RMSNorm, 0)
 
     def forward(self, embedded, hidden, **options):
         hidden = super().forward(embedded, hidden, **options)
@@ -80,10 +89,10 @@ def named_draft(draft) -> dict[str, np.ndarray]:
 
 
 class Drafting:
-    """A float32 model of one layer with a draft layer.
+    """A float32 model of one layer with a draft layer; of GLM-5 of two layers, the second without an indexer.
 
     Args:
-      name: "v4" or "v32".
+      name: "v4", "v32" or "glm5".
       echo: 0, or how much is kept of what a layer adds to the rows. Then a token hangs mostly on the one before it, and
         the draft layer passes the embedding on: it predicts what the model does, where the rest does not decide.
     """
@@ -92,6 +101,8 @@ class Drafting:
         if name == "v4":
             only = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
             config = small_v4_config(num_hidden_layers=1, **only)
+        elif name == "glm5":
+            config = small_glm5_config(num_hidden_layers=2, indexer_types=["full", "shared"], index_topk=256)
         else:
             config = small_v32_config(num_hidden_layers=1, first_k_dense_replace=0, index_topk=256)
         self.name, self.module = name, random_model(config, seed=0).float()
