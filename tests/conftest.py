@@ -3,6 +3,7 @@
 import atexit
 import enum
 import functools
+import gc
 import os
 import shutil
 import sys
@@ -14,6 +15,12 @@ if sys.dont_write_bytecode:
     atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+# What programs free stays with the process for the next one, instead of being mapped anew page by page; glibc reads
+# these when xdist's workers and the processes of tests start.
+for _name, _bytes in (("MMAP_THRESHOLD", 2**28), ("TRIM_THRESHOLD", 2**30), ("TOP_PAD", 2**24)):
+    os.environ.setdefault(f"MALLOC_{_name}_", str(_bytes))
+gc.set_threshold(200_000, 50, 1000)  # a collection of all that JAX keeps takes seconds, and finds little
 
 import jax
 import pytest
