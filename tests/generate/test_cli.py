@@ -286,7 +286,9 @@ def repeat_without_running(monkeypatch, reports):
     monkeypatch.setattr(comparison, "count_agreeing_tokens", lambda *_: (0, 0))
 
 
-@pytest.mark.parametrize(("engine", "preset", "cache"), [("torch", "v4", "bf16"), ("jax", "v32", "fp8")])
+@pytest.mark.parametrize(
+    ("engine", "preset", "cache"), [pytest.param("torch", "v4", "bf16", marks=pytest.mark.long), ("jax", "v32", "fp8")]
+)
 def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch, engine, preset, cache):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     args = ["generate", "--engine", engine, *SHAPES, "--kv-cache", cache, "--no-check"]
@@ -338,8 +340,8 @@ def test_a_vocabulary_too_small_for_bytes(capsys, tmp_path, small_presets):
     ("engine", "preset", "cache", "backend"),
     [
         ("jax", "v4", "fp8", "flashmla_sparse"),
-        ("jax", "v32", "fp8", "flashmla_sparse"),
-        ("torch", "v4", "bf16", "flashmla_sparse"),
+        pytest.param("jax", "v32", "fp8", "flashmla_sparse", marks=pytest.mark.long),
+        pytest.param("torch", "v4", "bf16", "flashmla_sparse", marks=pytest.mark.long),
         ("torch", "v32", "fp8", "flashmla_kv"),
     ],
 )
@@ -370,7 +372,7 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, engine, preset,
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("engine", ["jax", "torch"])
+@pytest.mark.parametrize("engine", ["jax", pytest.param("torch", marks=pytest.mark.long)])
 def test_speculative_decoding(capsys, small_presets, monkeypatch, engine):
     """Both decodings, their comparison, and how many drafts were accepted."""
     args = [

@@ -83,7 +83,7 @@ def test_requests_generate_what_each_generates_alone(name, bf16):
     assert hf_layers._run_v4._cache_size() + hf_layers._run_v32._cache_size() == compilations
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "v4")) for name in MODELS])
 def test_a_run_can_be_repeated_to_the_bit(name):
     """In other pages, over what the first run has left behind: on a GPU no stream overtakes another."""
     engine = new_engine(name)
@@ -170,7 +170,7 @@ def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="prefill_backend must be one of flashmla_sparse, flashmla_kv, got 'triton'"):
         Engine(small_model("v32"), EngineOptions(prefill_backend="triton"))
     tiny = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    with pytest.raises(ValueError, match="model_type must be 'deepseek_v32' or 'deepseek_v4', got 'llama'"):
+    with pytest.raises(ValueError, match=r"model_type must be .*, got 'llama'"):
         Engine(LlamaForCausalLM(tiny), EngineOptions())
 
 

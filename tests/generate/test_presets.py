@@ -33,6 +33,7 @@ def test_v4_preset_end_to_end(capsys, tmp_path):
     assert re.search(r"C4 top-512 +0\.999\d+ +0\.99\d+ +0\.9[89]\d+ +\(100\)", out)
 
 
+@pytest.mark.long
 def test_v32_preset_end_to_end(capsys, tmp_path):
     """A hundred tokens more than are selected."""
     args = ["--preset", "v32", *long_prompt(tmp_path), "--max-new-tokens", "3"]

@@ -102,7 +102,12 @@ def speculated(name):
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("v4", 3), *(pytest.param("v32", steps, marks=pytest.mark.cpu) for steps in (3, 1))],  # see STEADY_MODELS
+    # cpu: see STEADY_MODELS
+    [
+        ("v4", 3),
+        pytest.param("v32", 3, marks=[pytest.mark.cpu, pytest.mark.long]),
+        pytest.param("v32", 1, marks=pytest.mark.cpu),
+    ],
 )
 def test_tokens_are_those_of_plain_decoding(name, steps):
     engine, expected = engine_of(name), plain(name)

@@ -11,6 +11,7 @@ from jax_sparse_mla.serving.request import Request
 PATH = Path(__file__).resolve().parents[2] / "examples" / "jax_server.py"
 
 
+@pytest.mark.long
 def test_the_server(capsys, monkeypatch):
     # Equal to the bit: a kernel that splits a row's keys by what else is in the batch would round its sums otherwise.
     monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "reference")

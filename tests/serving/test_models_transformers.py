@@ -44,7 +44,7 @@ def test_float32_logits_are_transformers(name):
     assert len(logits[0]) > all_seen + NEW
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "v4")) for name in MODELS])
 def test_bfloat16_logits_with_fp8_caches(name):
     """Where float32's prefill attends to the pages this one gathers a workspace, and the other way round."""
     steps = new_steps(name, torch.bfloat16, bf16=False)

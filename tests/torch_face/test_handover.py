@@ -112,6 +112,7 @@ def outputs_of_a_fresh_process():
     return json.loads(run.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fresh_process_continues_with_the_same_tokens(name):
     assert outputs_of_a_fresh_process()[name] == outputs(exported(name)[0])
@@ -138,6 +139,7 @@ def assert_same_tokens(requests, expected):
         assert at is None or (DEVICE.type == "cuda" and near_tie), (at, request, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STEADY_MODELS)
 def test_drafts_on_either_side(name):
     """To an engine that drafts, and from it to one that does not: rings of other lengths, rejected rows left behind."""
