@@ -75,7 +75,8 @@ def test_a_run_is_recorded_and_judged(pytester, monkeypatch):
     """A suite of its own, in one process and in xdist's workers."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of the plugins only xdist
     two_workers = ["-p", "xdist.plugin", "-n", "2"]
-    settings = {"testpaths": ["tests"], "markers": ["gpu: a GPU's"], "pythonpath": [str(SUPPORT)]}
+    settings = {"testpaths": ["tests"], "markers": ["gpu: a GPU's", "long: takes long"], "pythonpath": [str(SUPPORT)]}
+    settings["addopts"] = "-m 'not long'"  # what the settings leave out is no choice of a part
     settings = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
     pytester.makepyprojecttoml(f"[tool.pytest.ini_options]\n{settings}\n")
     tests, unrun = pytester.mkdir("tests"), pytester.path / "unrun.json"
@@ -95,4 +96,5 @@ def test_a_run_is_recorded_and_judged(pytester, monkeypatch):
     done = pytester.runpytest_subprocess(*two_workers)
     assert done.ret == 1
     done.stdout.fnmatch_lines(["tests/test_some.py::test_skips runs nowhere (a reason)"])
-    assert pytester.runpytest_subprocess("tests/test_some.py").ret == 0  # a part of the suite is not judged
+    for part in (["tests/test_some.py"], ["-m", "not gpu"]):  # a part of the suite is not judged
+        assert pytester.runpytest_subprocess(*part).ret == 0

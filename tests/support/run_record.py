@@ -161,8 +161,10 @@ class RunRecord:
                 terminalreporter.line(line)
 
     def _is_the_whole_suite(self) -> bool:
-        chosen = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
+        chosen = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
         given = any(self.config.getoption(name, None) for name in chosen)
+        # Without marks on the command line pyproject.toml's own leave out what takes long.
+        given |= self.config.getoption("markexpr", "") not in ("", *self.config.getini("addopts"))
         whole = self.config.args_source is not pytest.Config.ArgsSource.ARGS
         return whole and not given and bool(self.passed)
 
