@@ -43,7 +43,7 @@ def serve(engine, arriving):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a checkpoint folder of DeepSeek-V3.2 or V4")
+    parser.add_argument("--model", help="a checkpoint folder of DeepSeek-V3.2 or V4, or GLM-5")
     folder = parser.parse_args(argv).model
     start = time.perf_counter()
     if folder:

@@ -162,7 +162,7 @@ _V4_RULES: Rules = (
     (r"_proj\.scale$", "_proj.weight_scale_inv"),
 )
 # Further draft layers, what a draft layer shares with the model, and buffers that follow from the config.
-_LEFT_OUT = re.compile(r"^mtp\.|^draft\.(emb|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
+_LEFT_OUT = re.compile(r"^mtp\.|^draft\.(emb|embed|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
 # By this a draft layer of the form that is read is known.
 _DRAFT_LAYER_HAS = {V4Config: "draft.e_proj.weight", V32Config: "draft.eh_proj.weight"}
 

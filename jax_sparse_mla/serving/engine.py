@@ -222,7 +222,8 @@ class Engine:
     def step(self) -> StepPlan | None:
         """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read.
 
-        Where a step fails on the device, all requests are dropped. What an `on_token` raises is raised here when all
+        Where a step fails on the device, all requests are dropped; it may have taken the caches along, which it was
+        given to write: make a new engine then. What an `on_token` raises is raised here when all
         tokens of the step have been taken; its request is cancelled, and the others go on.
         """
         if self.drafts and self._unread:  # it has decoded plainly until now
@@ -294,11 +295,11 @@ class Engine:
         plan, program, packed = self._unread.popleft()
         try:
             result = self._unpack(program, plan, np.asarray(packed))
+            if result.overflow:
+                raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
         except BaseException:
             self.abort()
             raise
-        if result.overflow:
-            raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
         if plan.mode is not ForwardMode.TARGET_VERIFY:
             tokens, margins = result.tokens.tolist(), result.margins.tolist()
             self.scheduler.complete(plan, tokens, margins)
@@ -314,9 +315,11 @@ class Engine:
         ends = (result.accepted + 1).tolist()
         tokens = [row[:end] for row, end in zip(result.tokens.tolist(), ends)]
         margins = [row[:end] for row, end in zip(result.margins.tolist(), ends)]
-        self.scheduler.complete(plan, tokens, margins)
-        for request, start in zip(plan.requests, before):
-            self.accepted[len(request.output) - start - 1] += 1
+        try:
+            self.scheduler.complete(plan, tokens, margins)
+        finally:  # a callback may raise
+            for request, start in zip(plan.requests, before):
+                self.accepted[len(request.output) - start - 1] += 1
 
     def _proposals(self, plan: StepPlan) -> np.ndarray | None:
         if self.propose is None or plan.mode is not ForwardMode.TARGET_VERIFY:

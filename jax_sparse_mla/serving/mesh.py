@@ -215,12 +215,18 @@ class Schedulers:
     def complete(
         self, plan: JointPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
     ) -> list[Request]:
-        finished, start = [], 0
+        finished, start, failed = [], 0, None
         for share, part in zip(self.shares, plan.parts):
-            if part is not None:
-                own = slice(start, start + len(part.requests))
+            if part is None:
+                continue
+            own = slice(start, start + len(part.requests))
+            start = own.stop
+            try:
                 finished += share.complete(part, tokens[own], margins[own])
-                start = own.stop
+            except Exception as error:  # an `on_token` raised: the other shares take their tokens all the same
+                failed = failed or error
+        if failed is not None:
+            raise failed
         return finished
 
 

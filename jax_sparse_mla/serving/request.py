@@ -45,7 +45,7 @@ class Request:
         one's size; NaN for a token that was imported.
       row: in the request tables, while it is being served.
       computed: tokens whose K rows are cached, or will be by the steps that run.
-      sampling: how tokens are chosen.
+      sampling: how tokens are chosen; not to be changed once a step has served the request.
       eos_token_ids: tokens that end the request, and are its last; none by default.
       forced: tokens that it takes instead of its own choices, for comparisons; choices follow when they are used up.
       on_token: called with the request and each token as it is read.

@@ -1,4 +1,4 @@
-"""`jax-sparse-mla generate` with the real presets and their true top-k, checked by transformers, once each."""
+"""`jax-sparse-mla generate` with the presets of DeepSeek and their true top-k, checked by transformers, once each."""
 
 import re
 

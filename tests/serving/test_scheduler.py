@@ -362,15 +362,17 @@ def test_a_callback_that_raises_ends_its_own_request_alone():
     def fails(request, token):
         raise OSError("the client has gone")
 
-    scheduler = Scheduler(PLAIN, EngineOptions(max_batch=2, max_len=24), VOCABULARY)
-    requests = [Request([1, 2], 5, on_token=fails), Request([3], 5)]
-    for request in requests:
-        scheduler.submit(request)
-    plan = scheduler.plan()
-    with pytest.raises(OSError, match="the client has gone"):
-        scheduler.complete(plan, [[7], [8]], [[1.0], [1.0]])
-    assert [request.output for request in requests] == [[7], [8]]
-    assert scheduler.running == requests[1:] and scheduler.counters.cancelled == 1
+    alone = Scheduler(PLAIN, EngineOptions(max_batch=2, max_len=24), VOCABULARY)
+    shares = [Scheduler(PLAIN, EngineOptions(max_batch=1, max_len=24), VOCABULARY) for _ in range(2)]
+    for scheduler in (alone, Schedulers(shares)):
+        requests = [Request([1, 2], 5, on_token=fails), Request([3], 5)]
+        for request in requests:
+            scheduler.submit(request)
+        plan = scheduler.plan()
+        with pytest.raises(OSError, match="the client has gone"):
+            scheduler.complete(plan, [[7], [8]], [[1.0], [1.0]])
+        assert [request.output for request in requests] == [[7], [8]]
+        assert scheduler.plan().requests == requests[1:]
 
 
 @pytest.mark.parametrize("values", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.1}])

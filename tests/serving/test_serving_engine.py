@@ -1,5 +1,7 @@
 """The JAX engine over a model of two layers: what a request gets hangs on nobody else, and nothing moves or leaks."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -160,6 +162,16 @@ def test_everything_is_given_back_when_a_step_fails(engine, monkeypatch, phase):
     engine.step()
     monkeypatch.setattr(engine, phase, fails)
     with pytest.raises(RuntimeError, match="the device says no"):
+        while True:
+            engine.step()
+    assert everything_is_free(engine) and engine.idle
+
+
+def test_a_bucket_that_overflows_ends_all_requests(engine, monkeypatch):
+    unpack = engine._unpack
+    monkeypatch.setattr(engine, "_unpack", lambda *step: dataclasses.replace(unpack(*step), overflow=True))
+    engine.submit(new_requests()[0])
+    with pytest.raises(RuntimeError, match="overflowed its bucket"):
         while True:
             engine.step()
     assert everything_is_free(engine) and engine.idle

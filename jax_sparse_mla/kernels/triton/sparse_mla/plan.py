@@ -53,7 +53,13 @@ class Tile:
 
 
 def row_kind(layout: KVLayout) -> int:
-    """How the kernel reads a row of this layout."""
+    """How the kernel reads a row of this layout.
+
+    Raises:
+      ValueError: it does not; the backend's record has refused such a call by then.
+    """
+    if layout.fp4_dim or layout.has_tensor_scale:
+        raise ValueError(f"the Triton attention kernel does not read rows of {layout.name}")
     if layout.fp8_dim == 0:
         return BF16_ROW
     if layout.group == 32:
