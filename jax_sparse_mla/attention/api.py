@@ -183,10 +183,8 @@ def sparse_mla_decode(
     batch, q_len, heads, _ = q.shape
     columns = sum(table.indices.shape[-1] for table in tables)
     extra_layout = None if extra_cache is None else extra_cache.layout
-    route = _route(
-        *(check, "decode", layout, batch * q_len, heads, columns, q.dtype, backend, batch_invariant),
-        extra_layout=extra_layout,
-    )
+    facts = {"rows": batch * q_len, "heads": heads, "topk": columns, "dtype": q.dtype, "extra_layout": extra_layout}
+    route = _route(check, "decode", layout, backend=backend, batch_invariant=batch_invariant, **facts)
     if q.size == 0 or not tables:
         return _nothing(q, layout.v_dim)
     return _serve(check, route, (q, tuple(tables), attn_sink), **static)
@@ -239,7 +237,8 @@ def sparse_mla_prefill(
     q_len, heads, qk_dim = q.shape
     layout = workspace_layout(qk_dim)
     dtype = np.float32 if np.float32 in (q.dtype, kv.dtype) else q.dtype
-    route = _route(check, "prefill", layout, q_len, heads, indices.shape[1], dtype, backend, batch_invariant)
+    facts = {"rows": q_len, "heads": heads, "topk": indices.shape[1], "dtype": dtype}
+    route = _route(check, "prefill", layout, backend=backend, batch_invariant=batch_invariant, **facts)
     route = route._replace(deterministic_gradient=bool(deterministic_gradient))
     if 0 in (q.size, kv.size, indices.size):
         out, lse = _nothing(q, layout.v_dim)
@@ -273,20 +272,10 @@ def _nothing(q: jax.Array, v_dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _route(
-    check: ArgumentChecks,
-    phase: str,
-    layout: KVLayout,
-    rows,
-    heads,
-    topk,
-    dtype,
-    backend,
-    batch_invariant,
-    extra_layout: KVLayout | None = None,
+    check: ArgumentChecks, phase: str, layout: KVLayout, *, backend: str | None, batch_invariant: bool, **facts: Any
 ) -> _Route:
-    """What serves the call on this machine's GPU; errors name the function."""
-    facts = {"rows": rows, "heads": heads, "topk": topk, "dtype": dtype, "batch_invariant": bool(batch_invariant)}
-    facts["extra_layout"] = extra_layout
+    """What serves the call on this machine's GPU, by `plan_here`; errors name the function."""
+    facts["batch_invariant"] = bool(batch_invariant)
     try:
         plan = plan_here(phase, layout, **facts, backend=backend)
     except ValueError as error:

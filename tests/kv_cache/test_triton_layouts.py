@@ -6,22 +6,18 @@ Without a GPU they run in Triton's interpreter through the torch launchers. `tes
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-ON_GPU = jax.default_backend() == "gpu"
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides what @triton.jit makes
-
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from layout_oracle import RECORDS, TENSOR_SCALE
 from sparse_mla_torch.kernels import kv_cache as torch_kv
+from triton_device import DEVICE, tensor
 
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, split_pages, write_kv
 from jax_sparse_mla.kv_cache.paged import paged
@@ -32,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of infinities in the interpreter
 ]
 
-DEVICE = "cuda" if ON_GPU else "cpu"
 LAYOUTS = pytest.mark.parametrize("name", RECORDS)
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
 PAGES, ROWS = 3, 19
@@ -73,10 +68,6 @@ def caches(name: str, page_size: int, seed: int) -> tuple[PagedKV, PagedKV]:
         (jnp.full(1, TENSOR_SCALE), torch.full((1,), float(TENSOR_SCALE), device=DEVICE)) if tensor else (None, None)
     )
     return tuple(paged(x, s, **facts) for x, s in zip((jax.device_put(data), torch_data), scales))
-
-
-def tensor(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(x)).to(DEVICE)
 
 
 def assert_same_bf16(actual: torch.Tensor, expected: jax.Array) -> None:
