@@ -23,7 +23,7 @@ from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
-from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, float32_bits
+from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, divide, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows, write_own_pages
 from jax_sparse_mla.xla.triton_call import launching
 
@@ -39,9 +39,6 @@ MAX_KERNEL_HEADS = 64
 
 _MIN_AMAX = np.float32(1e-4)  # SGLang's floor: an all-zero key has a scale too
 
-_MANTISSA_BITS = 23
-_IMPLICIT_ONE = 1 << _MANTISSA_BITS
-_MANTISSA_MASK = _IMPLICIT_ONE - 1
 _MAGNITUDE_MASK = 0x7FFFFFFF
 _MAX_FINITE_BITS = 0x7F7FFFFF
 
@@ -412,51 +409,11 @@ def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
     amax_bits = jnp.max(float32_bits(x) & _MAGNITUDE_MASK, axis=-1, initial=0)
     floor = int(_MIN_AMAX.view(np.int32))
-    scale_bits = _divide_by_448(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS))  # an infinity is clipped
-    inverse = bits_to_float32(_reciprocal(scale_bits))
+    # An infinity is clipped.
+    scale_bits = divide(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS), np.float32(E4M3_MAX).view(np.int32))
+    inverse = bits_to_float32(divide(np.float32(1).view(np.int32), scale_bits))
     values = jnp.clip(x * inverse[..., None], -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return values, bits_to_float32(scale_bits)
-
-
-# Both quotients are computed in integers. XLA turns `x / 448` into `x * (1 / 448)`, may reorder a quotient of
-# quotients, and need not round a division correctly on a GPU. Each of these is sometimes off by a unit in the last
-# place, and the cache's bytes would then differ from those that torch and CUDA write.
-
-
-def _divide_by_448(bits: jax.Array) -> jax.Array:
-    """The bits of `x / 448`, rounded to nearest, for the bits of a finite float32 x >= 2^-117."""
-    exponent, mantissa = _exponent_and_mantissa(bits)
-    # 448 = 7 * 2^6. The quotient by 7 of the mantissa times 2^shift has the 24 bits of a float32; it is never
-    # halfway between two, because 7 is odd.
-    shift = jnp.where(mantissa >= 7 << 21, 2, 3)
-    numerator = mantissa << shift
-    quotient = numerator // 7
-    quotient += numerator - 7 * quotient >= 4
-    return ((exponent - 6 - shift) << _MANTISSA_BITS) + (quotient - _IMPLICIT_ONE)
-
-
-def _reciprocal(bits: jax.Array) -> jax.Array:
-    """The bits of `1 / x`, rounded to nearest, for the bits of a float32 x in [2^-126, 2^126]."""
-    exponent, mantissa = _exponent_and_mantissa(bits)
-    divisor = mantissa.astype(jnp.uint32)
-    # 2^47 / mantissa by long division, 8 bits at a time because uint32 holds no more: a quotient of 24 bits,
-    # or 2^24 where x is a power of two. It is never halfway between two: 2^48 has no odd divisor but 1.
-    quotient, remainder = _divide_with_remainder(jnp.uint32(1 << 31), divisor)
-    for _ in range(2):
-        digits, remainder = _divide_with_remainder(remainder << 8, divisor)
-        quotient = (quotient << 8) + digits
-    quotient = (quotient + (2 * remainder > divisor)).astype(jnp.int32)
-    return ((253 - exponent) << _MANTISSA_BITS) + (quotient - _IMPLICIT_ONE)
-
-
-def _divide_with_remainder(numerator: jax.Array, divisor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    quotient = numerator // divisor
-    return quotient, numerator - quotient * divisor
-
-
-def _exponent_and_mantissa(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A positive normal number is `mantissa * 2^(exponent - 150)` with a mantissa of 24 bits; both int32."""
-    return bits >> _MANTISSA_BITS, (bits & _MANTISSA_MASK) | _IMPLICIT_ONE
 
 
 def hadamard_transform(x: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ E2M1_MAX = 6.0
 # Halfway between neighbouring e2m1 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6, and whether the one above has the even code.
 _E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 _E4M3_NAN = 0x7F
+_E4M3_BIAS = 7
 
 # The largest number that a writer quantises. From 248 * 2^120 on (the largest bfloat16 is 255 * 2^120) a
 # value rounds to 256 units of 2^120, which reads back as infinity; 240 is the next smaller e4m3 number.
@@ -36,6 +37,8 @@ _IMPLICIT_ONE = 0x00800000
 _MANTISSA_OF_1_75 = 0x00600000
 _F32_INF = 0x7F800000
 _F32_NAN = 0x7FC00000
+_F32_ONE = 0x3F800000
+_F32_448 = 0x43E00000
 _BF16_INF = 0x7F80
 _UE8M0_NAN = 255
 
@@ -58,6 +61,37 @@ def bfloat16_bits(bits: jax.Array) -> jax.Array:
     round_up = (low > 0x8000) | ((low == 0x8000) & ((high & 1) == 1))
     is_nan = (bits & _MAGNITUDE_MASK) > _F32_INF
     return jnp.where(is_nan, high | 0x40, high + round_up.astype(jnp.int32))
+
+
+def divide(numerator: jax.Array, divisor: jax.Array | int) -> jax.Array:
+    """The bits of the float32 quotient, rounded to nearest, of the bits of two positive normal numbers.
+
+    Computed in integers: XLA turns a division by a constant into a product with its reciprocal, may reorder quotients,
+    and does not round a division correctly on a GPU. Each is sometimes off by a unit in the last place, and a cache's
+    bytes would then differ from those that torch and CUDA write.
+
+    Args:
+      numerator, divisor: int32, broadcast against each other.
+
+    Returns:
+      int32. A quotient that is no normal number is 0 or infinity; a numerator that is none gives 0, an infinity or NaN
+      gives NaN.
+    """
+    divisor = jnp.asarray(divisor, jnp.int32)
+    above, below = ((x & _MANTISSA_MASK) | _IMPLICIT_ONE for x in (numerator, divisor))
+    smaller = (above < below).astype(jnp.int32)
+    exponent = (numerator >> _MANTISSA_BITS) - (divisor >> _MANTISSA_BITS) + _EXPONENT_BIAS - smaller
+    # Both mantissas have 24 bits, and the quotient of `above * 2^smaller` lies in [1, 2). Long division finds 24 bits
+    # after the first, 8 at a time because uint32 holds no more. The last one rounds: no quotient of two float32 numbers
+    # is halfway between two others.
+    below = below.astype(jnp.uint32)
+    quotient, rest = jnp.uint32(1), (above << smaller).astype(jnp.uint32) - below
+    for _ in range(3):
+        digits = (rest << 8) // below
+        quotient, rest = (quotient << 8) + digits, (rest << 8) - digits * below
+    bits = ((exponent - 1) << _MANTISSA_BITS) + ((quotient + 1) >> 1).astype(jnp.int32)
+    bits = jnp.where((bits >= _IMPLICIT_ONE) & (numerator >= _IMPLICIT_ONE), bits, 0)
+    return jnp.where(numerator >= _F32_INF, _F32_NAN, jnp.where(exponent > 254, _F32_INF, bits))
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
@@ -212,10 +246,10 @@ def _by_float32(x: jax.Array, group: int, least: int | None) -> tuple[jax.Array,
         values, exponents = quantize_groups(x, group, least)
         return _to_bytes(values), _to_bytes(power_of_two(exponents))
     grouped, amax_bits = _groups(x, group)
-    scales = bits_to_float32(_over_448(amax_bits))
+    scales = divide(amax_bits, _F32_448)
     # SGLang's has no floor: the scale of an all-zero group is 0, and 0 · (1 / 0) a NaN, which we do not make.
-    inverse = jnp.where(scales == 0, 0.0, 1.0 / scales)[..., None]
-    return _to_bytes(_to_e4m3(grouped * inverse).reshape(x.shape)), _to_bytes(scales)
+    inverse = bits_to_float32(jnp.where(scales == 0, 0, divide(_F32_ONE, scales)))[..., None]
+    return _to_bytes(_to_e4m3(grouped * inverse).reshape(x.shape)), _to_bytes(bits_to_float32(scales))
 
 
 def _by_e4m3(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array]:
@@ -227,8 +261,8 @@ def _by_e4m3(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array
     amax = bits_to_float32(jnp.minimum(amax_bits, _F32_INF))
     # By multiplication: the quotient's e4m3 number for every bfloat16 amax, which tests go through.
     scales = jnp.clip(amax * np.float32(1 / E2M1_MAX), 2.0**least, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    is_nan = amax_bits > _F32_INF
-    units = scales.astype(jnp.float32)[..., None]
+    is_nan, scales = amax_bits > _F32_INF, _to_bytes(scales)
+    units = _scales_of_bytes(scales)[..., None]
     magnitude, codes = jnp.abs(grouped), 0
     # For bfloat16 x the products are exact and a quotient never rounds to a midpoint, so this is the quotient's code.
     for midpoint, even_above in _E2M1_MIDPOINTS:
@@ -237,12 +271,20 @@ def _by_e4m3(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array
     codes = jnp.where(is_nan[..., None], 0, codes | (lax.shift_right_logical(float32_bits(grouped), 31) << 3))
     pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     packed = pairs[..., 0] | (pairs[..., 1] << 4)
-    return packed.astype(jnp.uint8), jnp.where(is_nan, jnp.uint8(_E4M3_NAN), _to_bytes(scales))
+    return packed.astype(jnp.uint8), jnp.where(is_nan, jnp.uint8(_E4M3_NAN), scales)
+
+
+def _scales_of_bytes(scales: jax.Array) -> jax.Array:
+    """The float32 numbers of positive e4m3 bytes. On bits: a GPU's compiler drops a cast to e4m3 and back again."""
+    normal = (scales.astype(jnp.int32) + ((_EXPONENT_BIAS - _E4M3_BIAS) << 3)) << (_MANTISSA_BITS - 3)
+    return jnp.where(scales < 8, scales.astype(jnp.float32) * 2.0**-9, bits_to_float32(normal))
 
 
 def _by_tensor_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
     """The bytes of `e4m3(x / scale)`, clipped to ±448."""
-    return _to_bytes(_to_e4m3(x / scale))
+    bits = float32_bits(x)
+    quotient = divide(bits & _MAGNITUDE_MASK, float32_bits(scale)) | (bits & ~_MAGNITUDE_MASK)
+    return _to_bytes(_to_e4m3(bits_to_float32(quotient)))
 
 
 _WRITERS = {"ue8m0": _by_ue8m0, "float32": _by_float32, "e4m3": _by_e4m3}
@@ -313,21 +355,6 @@ def _groups(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
 
 def _to_e4m3(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-
-
-def _over_448(amax_bits: jax.Array) -> jax.Array:
-    """The bits of `amax / 448`, rounded to nearest, of the bits of non-negative bfloat16 numbers as float32.
-
-    In integers, since XLA would multiply by the reciprocal. 448 is `7 * 2^6`; a quotient that is no normal number is 0.
-    """
-    mantissa = ((amax_bits & _MANTISSA_MASK) | _IMPLICIT_ONE) >> 16  # 8 bits, in [128, 255]
-    # Shifted so that the quotient by 7 has 24 bits: 224 / 7 = 32. An odd divisor leaves no tie.
-    shift = jnp.where(mantissa >= 224, 18, 19)
-    quotient, rest = (mantissa << shift) // 7, (mantissa << shift) % 7
-    quotient += (rest > 3).astype(jnp.int32)
-    exponent = lax.shift_right_logical(amax_bits, _MANTISSA_BITS) - 7 - 6 - shift + _MANTISSA_BITS
-    bits = (exponent << _MANTISSA_BITS) | (quotient & _MANTISSA_MASK)
-    return jnp.where(amax_bits > _F32_INF, _F32_NAN, jnp.where(exponent > 0, bits, 0))
 
 
 def _finite_bfloat16_bits(x: jax.Array) -> jax.Array:

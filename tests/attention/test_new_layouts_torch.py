@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,11 +43,12 @@ def view_of(host) -> torch.Tensor:
     return decode.pages_of(torch.from_numpy(host.data.copy()), layout, host.page_size)
 
 
-def tensors_of(case) -> tuple:
+def tensors_of(case, device: str = "cpu") -> tuple:
     """In the order of `decode.prepare`."""
     tables = (view_of(case.cache), *map(tensor, (case.indices, case.topk_length)))
     extra = (view_of(case.extra_cache), *map(tensor, (case.extra_indices, case.extra_topk_length)))
-    return tensor(case.q), *tables, *extra, tensor(case.attn_sink)
+    tensors = tensor(case.q), *tables, *extra, tensor(case.attn_sink)
+    return tuple(x if x is None else x.to(device) for x in tensors)
 
 
 def a_case(layout: str, extra: str):
@@ -54,17 +56,20 @@ def a_case(layout: str, extra: str):
 
 
 @pytest.mark.parametrize("layout, extra", PAIRS)
-def test_decode_by_name_is_the_reference_s(layout, extra):
+def test_decode_by_name(layout, extra):
+    """As close to the oracle as JAX's call, on the same device; on a CPU it is the same computation."""
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     case = a_case(layout, extra)
-    q, cache, indices, lengths, *more = tensors_of(case)
+    q, cache, indices, lengths, *more = tensors_of(case, device)
     arguments = (q, cache, indices, case.softmax_scale, lengths, *more)
     out, lse = OPS.sparse_mla_decode(*arguments, kv_layout=layout)
     check_decode(case, (to_jax(out), to_jax(lse)))
     none = (q, cache, indices[..., :0], case.softmax_scale, None, *more)  # the extra cache alone
     case.indices, case.topk_length = case.indices[..., :0], None
     check_decode(case, tuple(map(to_jax, OPS.sparse_mla_decode(*none, kv_layout=layout))))
-    for a, b in zip(OPS.sparse_mla_decode(*none, kv_layout=layout), run_decode(case)):
-        torch.testing.assert_close(a, to_torch(b), rtol=0, atol=0)
+    if device == "cpu":
+        for a, b in zip(OPS.sparse_mla_decode(*none, kv_layout=layout), run_decode(case)):
+            torch.testing.assert_close(a, to_torch(b), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMED)

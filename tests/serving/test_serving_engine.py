@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_model import ToyModel
@@ -21,16 +22,20 @@ SIZES = [(300, 6), (40, 12), (520, 4), (7, 9), (130, 5), (64, 3)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reference_attention():
-    """Equal to the bit: a kernel that splits a row's keys by what else is in the batch rounds its sums otherwise."""
+def no_near_ties():
+    """A kernel that splits a row's keys by what else is in the batch rounds its sums otherwise, and so does a product
+    of more rows on a GPU: with the reference and in float32 the difference is too small for another token."""
+    precision = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_SPARSE_MLA_BACKEND", "reference")
         yield
+    jax.config.update("jax_default_matmul_precision", precision)
 
 
 @pytest.fixture(scope="module")
 def the_engine():
-    return Engine(MODEL, MODEL.init_params(0), OPTIONS)
+    return Engine(MODEL, MODEL.init_params(0, jnp.float32), OPTIONS)
 
 
 @pytest.fixture
