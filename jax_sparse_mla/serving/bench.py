@@ -26,7 +26,7 @@ from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.pages import RequestPool
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.scheduler import EngineOptions
 from jax_sparse_mla.serving.step import State
 
@@ -231,14 +231,15 @@ def decode(model: Model, params: Params, row: Row, new_tokens: int, seed: int) -
 def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed: int) -> None:
     """Opens requests at their length without reading a prompt: their pages are mapped, what they cached is random.
 
-    Their tokens are drawn beforehand instead of chosen. Random weights soon make the same token for all requests, and
+    Their tokens are drawn, all alike likely. Random weights soon make the same most likely token for all requests, and
     then the same few experts would serve them.
     """
     scheduler, rng = engine.scheduler, np.random.default_rng(seed)
     pool = scheduler.pool
     prompt = [0] * context  # never read
-    for tokens in rng.integers(0, engine.model.vocab_size, (count, new_tokens)).tolist():
-        request = Request(prompt, new_tokens, output=tokens[:1], forced=tuple(tokens), row=pool.open())
+    for index, token in enumerate(rng.integers(0, engine.model.vocab_size, count).tolist()):
+        sampling = Sampling(temperature=1e6, seed=seed + index)
+        request = Request(prompt, new_tokens, output=[token], sampling=sampling, row=pool.open())
         map_pages(pool, request.row, context)
         request.computed = context
         scheduler.submit(request)

@@ -18,6 +18,7 @@ from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.model import Caches, Draft, Model, Params
 from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan
 from jax_sparse_mla.serving.step import (
     Program,
@@ -335,9 +336,10 @@ class Engine:
     # Programs.
 
     def _bucket(self, plan: StepPlan) -> tuple:
-        """(mode, requests, rows, max_seq_len, changes, whether tokens are drawn) of a step's program."""
+        """(mode, requests, rows, max_seq_len, changes, choice) of a step's program."""
         options, page = self.options, self.spec.page_size
-        draws = any(request.sampling.temperature > 0 for request in plan.requests)
+        drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
+        choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
         if plan.mode is ForwardMode.EXTEND:
             requests, rows = options.max_batch, options.chunk_size
             changes = requests + -(-rows // page)
@@ -347,9 +349,9 @@ class Engine:
             changes = requests * (1 + -(-self.drafts // page))
         if len(plan.mapped) > changes:  # a long prefix that is reused
             changes = power_of_two(len(plan.mapped))
-        return plan.mode, requests, rows, plan.max_seq_len, changes, draws
+        return plan.mode, requests, rows, plan.max_seq_len, changes, choice
 
-    def _compile(self, mode: ForwardMode, requests: int, rows: int, width: int, changes: int, draws: bool):
+    def _compile(self, mode: ForwardMode, requests: int, rows: int, width: int, changes: int, choice: Choice):
         program = Program(
             model=self.model,
             mode=mode,
@@ -359,7 +361,7 @@ class Engine:
             num_changes=changes,
             drafts=self.drafts if mode is ForwardMode.TARGET_VERIFY else 0,
             draft_layer=self.state.draft is not None and mode is not ForwardMode.DECODE,
-            draws=draws,
+            choice=choice,
             gathered=self.prefill_backend == GATHERED,
             backend=self.options.backend,
             trace=self.options.trace,

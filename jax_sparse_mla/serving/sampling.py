@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import enum
+
 import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass
+
+
+class Choice(enum.IntEnum):
+    """How a step chooses its tokens, as its most demanding request needs it."""
+
+    GREEDY = 0  # the most likely tokens
+    DRAW = 1  # of the whole vocabulary, for requests that have a temperature
+    TOP_P = 2  # of what `top_p` leaves, which takes a sort of the vocabulary
 
 
 @pytree_dataclass
@@ -35,7 +45,9 @@ def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tokens, margins
 
 
-def sample(logits: jax.Array, positions: jax.Array, params: SamplingArrays) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits: jax.Array, positions: jax.Array, params: SamplingArrays, *, cut: bool = True
+) -> tuple[jax.Array, jax.Array]:
     """Tokens drawn for each request, or its most likely one where the temperature is 0.
 
     The draw is `jax.random.fold_in(key(seed), position)`'s: it depends on no other request, and drafts that are
@@ -45,19 +57,28 @@ def sample(logits: jax.Array, positions: jax.Array, params: SamplingArrays) -> t
       logits: float32 `[B, vocab]`.
       positions: int32 `[B]`, the position that each new token will have in its request.
       params: of the B requests.
+      cut: whether any top_p may be less than 1. Static; the tokens of requests that have 1 do not depend on it.
 
     Returns:
       As `greedy`; the margins are those of the logits, whatever was drawn.
     """
     best, margins = greedy(logits)
     scaled = logits / jnp.maximum(params.temperature, 1e-6)[:, None]
-    ordered = jnp.sort(scaled, axis=-1, descending=True)
-    probabilities = jax.nn.softmax(ordered, -1)
-    before = jnp.cumsum(probabilities, -1) - probabilities
-    kept = before < params.top_p[:, None]
-    # The first is always kept; logits that equal the last kept one are kept too.
-    lowest = jnp.min(jnp.where(kept.at[:, 0].set(True), ordered, jnp.inf), -1, keepdims=True)
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(params.seed, positions)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-    drawn = jnp.argmax(jnp.where(scaled >= lowest, scaled + noise, -jnp.inf), -1).astype(jnp.int32)
+    perturbed = scaled + noise
+    if cut:
+        perturbed = jnp.where(scaled >= _lowest_kept(scaled, params.top_p[:, None]), perturbed, -jnp.inf)
+    drawn = jnp.argmax(perturbed, -1).astype(jnp.int32)
     return jnp.where(params.temperature > 0, drawn, best), margins
+
+
+def _lowest_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The lowest of the logits that sum to `top_p`, at least the best one; those that equal it are kept too. `[B, 1]`,
+    -inf for a `top_p` of 1."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(ordered, -1)
+    before = jnp.cumsum(probabilities, -1) - probabilities
+    kept = (before < top_p).at[:, 0].set(True)
+    lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
+    return jnp.where(top_p < 1, lowest, -jnp.inf)

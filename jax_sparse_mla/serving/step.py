@@ -21,7 +21,7 @@ from jax_sparse_mla.compressor import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
 from jax_sparse_mla.serving.request import Request
-from jax_sparse_mla.serving.sampling import SamplingArrays, greedy, sample
+from jax_sparse_mla.serving.sampling import Choice, SamplingArrays, greedy, sample
 from jax_sparse_mla.serving.scheduler import StepPlan
 
 
@@ -48,7 +48,7 @@ class Program:
       num_changes: pages that the step can map.
       drafts: draft tokens of each request, which the draft layer or the model's first layer makes in the same program.
       draft_layer: whether a draft layer follows the model in this step.
-      draws: whether any request has a temperature; else the most likely tokens are taken.
+      choice: how tokens are chosen.
       gathered, backend, trace: as in `Model.forward`.
       logits: whether to return the logits that tokens were chosen from.
     """
@@ -61,7 +61,7 @@ class Program:
     num_changes: int
     drafts: int = 0
     draft_layer: bool = False
-    draws: bool = False
+    choice: Choice = Choice.GREEDY
     gathered: bool | None = None
     backend: str | None = None
     trace: bool = False
@@ -72,13 +72,13 @@ class Program:
         """The parts of the host's array, in order, and their shapes; all int32.
 
         requests: rows of the tables (padding: any past the last), first positions, number of positions (padding: 0),
-        and of draws also the seeds and the bits of temperature and top_p. changes: `RequestPool.take_changes`,
-        padded with rows past the last. tokens: −1 is the row's latest token. rows: (position, row of the tables) of
+        and for draws also the seeds and the bits of temperature and top_p. changes: `RequestPool.take_changes`, padded
+        with rows past the last. tokens: −1 is the row's latest token. rows: (position, row of the tables) of
         each query row of a chunk. behind: for a draft layer, the token behind each request's chunk; −1 is the one that
         the step chooses. proposals: drafts that replace the model's own, or −1.
         """
         fields = {
-            "requests": (6 if self.draws else 3, self.num_requests),
+            "requests": (3 if self.choice is Choice.GREEDY else 6, self.num_requests),
             "changes": (self.num_changes, 4),
             "tokens": (self.num_rows if self.mode is ForwardMode.EXTEND else self.num_requests,),
         }
@@ -107,7 +107,7 @@ def pack(
         return packed
     n = len(plan.requests)
     requests[0, :n], requests[1, :n], requests[2, :n] = plan.rows, plan.starts, plan.counts
-    if program.draws:
+    if program.choice is not Choice.GREEDY:
         sampling = [request.sampling for request in plan.requests]
         requests[3, :n] = np.array([s.seed & 0xFFFFFFFF for s in sampling], np.uint32).view(np.int32)
         requests[4, :n] = np.array([s.temperature for s in sampling], np.float32).view(np.int32)
@@ -353,10 +353,11 @@ def _slots(tables: RequestTables, rows: jax.Array, positions: jax.Array) -> jax.
 
 
 def _choose(program: Program, logits, positions, requests):
-    if not program.draws:
+    if program.choice is Choice.GREEDY:
         return greedy(logits)
     temperature, top_p = (lax.bitcast_convert_type(bits, jnp.float32) for bits in requests[4:6])
-    return sample(logits, positions, SamplingArrays(temperature=temperature, top_p=top_p, seed=requests[3]))
+    params = SamplingArrays(temperature=temperature, top_p=top_p, seed=requests[3])
+    return sample(logits, positions, params, cut=program.choice is Choice.TOP_P)
 
 
 def _pack_result(chosen, margins, accepted, overflow) -> jax.Array:

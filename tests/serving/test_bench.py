@@ -75,7 +75,17 @@ def test_requests_opened_unread_decode_behind_their_context():
     assert np.asarray(engine.state.caches.kv.data).any(axis=1).all()
     plan = engine.scheduler.plan()
     assert plan.starts.tolist() == [CONTEXT] * REQUESTS and plan.counts.tolist() == [1] * REQUESTS
-    assert plan.tokens.tolist() == [request.forced[0] for request in requests]
+    assert plan.tokens.tolist() == [request.output[0] for request in requests]
+
+
+def test_requests_opened_unread_take_different_tokens():
+    model = Model.from_config(TINY)
+    engine = Engine(model, model.init_params(0), EngineOptions(max_batch=REQUESTS, max_len=CONTEXT + 8))
+    bench.open_unread(engine, REQUESTS, CONTEXT, 8, seed=0)
+    requests = list(engine.scheduler.running)
+    while not engine.idle:
+        engine.step()
+    assert len({token for request in requests for token in request.output}) > 4 * REQUESTS
 
 
 def test_a_window_is_mapped_behind_a_long_context():

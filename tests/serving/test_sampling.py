@@ -15,7 +15,7 @@ draw = jax.jit(sample)
 def arrays(rows, temperature, top_p=1.0, seed=0):
     return SamplingArrays(
         temperature=jnp.full(rows, temperature, jnp.float32),
-        top_p=jnp.full(rows, top_p, jnp.float32),
+        top_p=jnp.broadcast_to(jnp.asarray(top_p, jnp.float32), (rows,)),
         seed=jnp.broadcast_to(jnp.asarray(seed, jnp.int32), (rows,)),
     )
 
@@ -54,6 +54,15 @@ def test_a_draw_depends_on_its_seed_and_position_alone():
     assert (np.asarray(other)[same] == np.asarray(first)[order[same]]).all()
     assert (np.asarray(other)[~same] != np.asarray(first)[order[~same]]).any()
     assert len(set(np.asarray(first).tolist())) > 4
+
+
+def test_the_whole_vocabulary_needs_no_sort():
+    """The same tokens as beside a request whose top_p cuts."""
+    logits, positions = jnp.tile(LOGITS, (64, 1)), jnp.arange(64)
+    params = arrays(64, 1.5, top_p=np.where(np.arange(64) % 2, 0.3, 1.0).astype(np.float32))
+    cut, _ = draw(logits, positions, params)
+    uncut, _ = jax.jit(lambda *given: sample(*given, cut=False))(logits, positions, params)
+    assert (cut == uncut)[::2].all() and (cut != uncut)[1::2].any()
 
 
 def test_a_temperature_of_zero_is_greedy():

@@ -11,6 +11,7 @@ from toy_model import ToyModel
 from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.request import Request, Sampling
+from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
 COMPILING = "PLAIN"  # see conftest.py
@@ -105,7 +106,7 @@ def test_a_batch_serves_each_request_as_if_it_were_alone(engine, expected):
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.state)] == before
     assert everything_is_free(engine)
     # One program for chunks; two for decode steps, of one and of two requests.
-    modes = [program.mode for program in engine.routes if not program.draws]
+    modes = [program.mode for program in engine.routes if program.choice is Choice.GREEDY]
     assert modes.count(ForwardMode.EXTEND) == 1 and modes.count(ForwardMode.DECODE) == 2
 
 
