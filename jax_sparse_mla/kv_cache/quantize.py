@@ -249,7 +249,10 @@ def _by_float32(x: jax.Array, group: int, least: int | None) -> tuple[jax.Array,
     scales = divide(amax_bits, _F32_448)
     # SGLang's has no floor: the scale of an all-zero group is 0, and 0 · (1 / 0) a NaN, which we do not make.
     inverse = bits_to_float32(jnp.where(scales == 0, 0, divide(_F32_ONE, scales)))[..., None]
-    return _to_bytes(_to_e4m3(grouped * inverse).reshape(x.shape)), _to_bytes(bits_to_float32(scales))
+    # A CPU takes subnormal numbers for zeros, a GPU does not: the bytes must not depend on it.
+    normal = (float32_bits(grouped) & _MAGNITUDE_MASK) >= _IMPLICIT_ONE
+    values = jnp.where(normal, grouped * inverse, jnp.copysign(0.0, grouped))
+    return _to_bytes(_to_e4m3(values).reshape(x.shape)), _to_bytes(bits_to_float32(scales))
 
 
 def _by_e4m3(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array]:
