@@ -1,11 +1,13 @@
 """The whole test suite on this machine, and which tests ran of it, for benchmarks/results/h200_tests.json.
 
 python -m benchmarks.suite [--workers 15] [PYTEST ARGUMENTS ...]
+python -m benchmarks.suite --merge RECORD RECORD ...    # of runs over different test files of one commit
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import subprocess
 import sys
@@ -21,7 +23,11 @@ RECORDED = ("machine", "python", "counts", "passed", "failed", "skipped")  # wha
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="RECORD")
     args, others = parser.parse_known_args()
+    if args.merge:
+        write_json(results_folder() / "h200_tests.json", merged([json.loads(path.read_text()) for path in args.merge]))
+        return 0
     # The checkout's own rules are tested by CI, which has its history.
     rules = ROOT / "tests" / "repository" / "test_repository.py"
     with tempfile.TemporaryDirectory() as folder:
@@ -48,6 +54,28 @@ def main() -> int:
     write_json(results_folder() / "h200_tests.json", content)
     print(found["counts"], f"in {seconds} s")
     return exit_code
+
+
+def merged(runs: list[dict]) -> dict:
+    """The record of several runs as if they were one.
+
+    Raises:
+      ValueError: they are of different code, devices or versions, or share a test file.
+    """
+    first, *others = runs
+    total = first | {"skipped": {reason: list(nodes) for reason, nodes in first["skipped"].items()}}
+    for run in others:
+        if different := [name for name in ("device", "versions", "code", "python") if run[name] != first[name]]:
+            raise ValueError(f"the runs differ in {', '.join(different)}")
+        if both := (total["passed"].keys() | total["failed"].keys()) & (run["passed"].keys() | run["failed"].keys()):
+            raise ValueError(f"more than one run has {', '.join(sorted(both))}")
+        for reason, nodes in run["skipped"].items():
+            total["skipped"].setdefault(reason, []).extend(nodes)
+        total |= {name: total[name] | run[name] for name in ("passed", "failed")}
+        counts = collections.Counter(total["counts"]) + collections.Counter(run["counts"])
+        total |= {"counts": {name: counts[name] for name in total["counts"]}}
+        total |= {"seconds": total["seconds"] + run["seconds"], "command": f"{total['command']} && {run['command']}"}
+    return total
 
 
 if __name__ == "__main__":

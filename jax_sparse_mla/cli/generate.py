@@ -136,14 +136,8 @@ def run(args: argparse.Namespace) -> int:
         for other in args.compare_backends:
             report.plans(setup.spec, options, other)
         engine = setup.new_engine(options)
-    except (OSError, ValueError) as error:
-        print(f"jax-sparse-mla generate: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"jax-sparse-mla generate: this needs torch and transformers (the extra [hf]): {error}", file=sys.stderr)
-        if args.engine == "jax" and not args.no_check:
-            print("--no-check goes without them", file=sys.stderr)
-        return 2
+    except (OSError, ValueError, ImportError) as error:
+        return _refused(args, error)
     report.print_header(setup, engine, requests, plans)
     if args.stream:
         requests[0].on_token = Stream(setup.tokenizer)
@@ -157,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
             print("decoding   plain")
             _serve(setup, engine, plain)
         if not args.no_check:
-            status = report.check(setup, engine, plain)
+            status = _check(args, setup, engine, plain)
         oracle = DraftOracle(plain, args.draft_oracle, args.seed) if args.draft_oracle else None
         print(f"decoding   speculative, {args.speculative_steps} draft tokens by the {engine.drafter}" + (
             f", plain decoding's token with probability {args.draft_oracle}" if oracle else ""))  # fmt: skip
@@ -166,10 +160,19 @@ def run(args: argparse.Namespace) -> int:
             status = max(status, report.check_tokens(lambda some: setup.serve(engine, some), requests, plain))
     else:
         _serve(setup, engine, requests)
-        status = 0 if args.no_check else report.check(setup, engine, requests)
+        status = 0 if args.no_check else _check(args, setup, engine, requests)
     if args.compare_backends:
         status = max(status, report.compare(engine, requests, args.compare_backends))
     return status
+
+
+def _refused(args: argparse.Namespace, error: Exception) -> int:
+    """Says why there is nothing to run; returns the exit status."""
+    what = "this needs torch and transformers (the extra [hf]): " if isinstance(error, ImportError) else ""
+    print(f"jax-sparse-mla generate: {what}{error}", file=sys.stderr)
+    if what and args.engine == "jax" and not args.no_check:
+        print("--no-check goes without them", file=sys.stderr)
+    return 2
 
 
 def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle: Any = None) -> Any:
@@ -182,6 +185,14 @@ def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle
         print(f"           tokens {request.output}")
     report.print_routes(setup, engine)
     return accepted
+
+
+def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any]) -> int:
+    try:
+        setup.torch_model  # noqa: B018 (it has been loading since the engine was made)
+    except (OSError, ValueError, ImportError) as error:
+        return _refused(args, error)
+    return report.check(setup, engine, requests)
 
 
 def _prompts(prompt: list[int], count: int) -> list[list[int]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib.util
+import importlib
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,11 +15,11 @@ import jax
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
-from jax_sparse_mla.serving.model import Model, Params, load
+from jax_sparse_mla.serving.model import Model, load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import DraftOracle
 
-HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+DEFAULT_PRESET = "v4"  # not argparse's default: naming it would not conflict with --model
 
 
 class JaxSetup:
@@ -26,40 +27,45 @@ class JaxSetup:
 
     Attributes:
       name: what is served, in words. device: in words.
-      model, params: of the JAX engine. torch_model: transformers' with the same weights, for the check; else None.
+      model, params: of the JAX engine.
       tokenizer: encodes and decodes. eos_token_ids: tokens that end a text; none for the tokenizer of bytes.
+
+    Raises:
+      OSError, ValueError: no such folder, device or model.
+      ImportError: torch or transformers are missing, or too old, and the check needs them.
     """
 
     def __init__(self, args: argparse.Namespace):
         self.device = choose_device(args.device)
-        self.torch_model: Any = None
+        if not args.no_check:
+            importlib.import_module("sparse_mla_torch.hf")
+        self._args, self._torch_model, preset = args, None, args.preset or DEFAULT_PRESET
         if args.model is not None:
             self.name = args.model
             if not os.path.isdir(args.model):
                 raise FileNotFoundError(f"no checkpoint folder {args.model}")
             self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
-            if not args.no_check:
-                from sparse_mla_torch.hf.presets import load_checkpoint
-
-                self.torch_model = load_checkpoint(args.model)
         else:
-            preset = args.preset or "v4"  # not argparse's default: naming it would not conflict with --model
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
-            self.model, self.params = self._preset(preset, args.seed, checked=not args.no_check)
+            self.model = Model.from_config(presets.CONFIGS[preset])
+            self.params = self.model.from_named_arrays(self.model.random_arrays(args.seed))
             self.tokenizer = presets.ByteTokenizer()
         bytes_only = isinstance(self.tokenizer, presets.ByteTokenizer)
         self.eos_token_ids = () if bytes_only else self.model.eos_token_ids
 
-    def _preset(self, preset: str, seed: int, *, checked: bool) -> tuple[Model, Params]:
-        if not checked and not HAS_TORCH:
-            self.name += ", JAX's own"
-            model = Model.from_config(presets.CONFIGS[preset])
-            return model, model.init_params(seed)
-        from sparse_mla_torch.hf.presets import build_preset, to_jax_model
+    def load_torch_model(self) -> Any:
+        """transformers' model with the same weights, for the check, where torch has the device that JAX has."""
+        from sparse_mla_torch.hf.presets import build_preset, load_checkpoint, on_the_device_of_jax
 
-        self.torch_model = build_preset(preset, seed)
-        return to_jax_model(self.torch_model)
+        preset, folder = self._args.preset or DEFAULT_PRESET, self._args.model
+        model = load_checkpoint(folder) if folder is not None else build_preset(preset, self._args.seed)
+        return on_the_device_of_jax(model)
+
+    @property
+    def torch_model(self) -> Any:
+        """What `load_torch_model` returns; it has run since the engine was made."""
+        return self._torch_model.result()
 
     @property
     def spec(self) -> ModelSpec:
@@ -71,6 +77,8 @@ class JaxSetup:
         return self.model.ratios
 
     def new_engine(self, options: EngineOptions) -> Engine:
+        if not self._args.no_check:  # its imports take as long as the first programs
+            self._torch_model = ThreadPoolExecutor(1).submit(self.load_torch_model)
         return Engine(self.model, self.params, options)
 
     def serve(

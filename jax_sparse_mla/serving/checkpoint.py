@@ -23,6 +23,7 @@ import numpy as np
 from jax_sparse_mla.serving import deepseek_v4, deepseek_v32
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK, V4Config, V32Config, read_config
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
+from jax_sparse_mla.serving.tensors import random_arrays as random_arrays_of
 
 DTYPES = {
     "F64": np.float64,
@@ -63,8 +64,7 @@ def from_named_arrays(config: V4Config | V32Config, arrays: Mapping[str, Any], *
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
     """
-    canonical = _v4_name if isinstance(config, V4Config) else _v32_name
-    stored = {name: array for given, array in arrays.items() if (name := canonical(given, config)) is not None}
+    stored = {name: array for given, array in arrays.items() if (name := canonical_name(given, config)) is not None}
     draft_layer = draft_layer and _DRAFT_LAYER_HAS[type(config)] in stored
     if not draft_layer:
         stored = {name: array for name, array in stored.items() if not name.startswith("draft.")}
@@ -81,6 +81,16 @@ def init_params(config: V4Config | V32Config, seed: int, dtype: Any, *, draft_la
     """Random parameters; see `Model.init_params`."""
     read = functools.partial(_read, config, draft_layer=draft_layer)
     return random_params(read, seed, dtype, config.moe.num_experts)
+
+
+def random_arrays(config: V4Config | V32Config, seed: int) -> dict[str, np.ndarray]:
+    """Random tensors; see `Model.random_arrays`."""
+    return random_arrays_of(functools.partial(_read, config, draft_layer=False), seed, config.moe.num_experts)
+
+
+def canonical_name(name: str, config: V4Config | V32Config) -> str | None:
+    """A tensor's name without "model.", and as transformers' modules have it; None for what is not read."""
+    return _v4_name(name, config) if isinstance(config, V4Config) else _v32_name(name, config)
 
 
 def _read(config: V4Config | V32Config, tensors: Tensors, *, draft_layer: bool) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
@@ -104,6 +105,10 @@ class Model:
     def init_params(self, seed: int, dtype: Any = jnp.bfloat16, *, draft_layer: bool = False) -> Params:
         """Random parameters from a seed, made on the device."""
         return checkpoint.init_params(self.config, seed, dtype, draft_layer=draft_layer)
+
+    def random_arrays(self, seed: int) -> dict[str, np.ndarray]:
+        """Random parameters of a small model from a seed, for `from_named_arrays`: bfloat16, made on the host."""
+        return checkpoint.random_arrays(self.config, seed)
 
     def from_named_arrays(self, arrays: Mapping[str, Any]) -> Params:
         """The parameters of numpy arrays by name, as a state dict of transformers' or a checkpoint has them.

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.moe import MoEParams
@@ -82,11 +84,7 @@ def shapes_of(read_params: Callable[[Tensors], Any]) -> dict[str, Shape]:
 
 
 def random_params(read_params: Callable[[Tensors], Any], seed: int, dtype: Any, num_experts: int) -> Any:
-    """Random parameters, made on the device: by jitted functions, one for each kind of layer.
-
-    Weights have unit gain, so that rows keep their size; norms are near 1; sinks and position biases are random too, so
-    that code which ignores one of them gives another result.
-    """
+    """Random parameters, made on the device: by jitted functions, one for each kind of layer."""
     first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
 
     def read_layer(read, config, i, kind):
@@ -110,18 +108,41 @@ def _random_layer(seed, read, config, i, dtype, num_experts):
 @functools.partial(jax.jit, static_argnames=("name", "shape", "dtype", "num_experts"))
 def _random(seed: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: int) -> jax.Array:
     seed = _mixed(seed ^ jnp.uint32(zlib.crc32(name.encode())))
-    if name.endswith("tid2eid"):  # different experts for each token
+    if _is_table(name):
         return jax.lax.top_k(_unit_variance(seed, (shape[0], num_experts)), shape[1])[1]
-    if name.endswith("scale"):
-        return jnp.ones(shape, dtype)
-    if name.endswith(("base", "bias")) and not name.endswith("position_bias"):
-        return jnp.zeros(shape, dtype)
-    values = _unit_variance(seed, shape)
-    if name.endswith("norm.weight"):
-        values = 1 + 0.1 * values
-    elif not name.endswith(("sinks", "position_bias", "embed_tokens.weight")):
-        values = values * shape[-1] ** -0.5
+    mean, deviation = _distribution(name, shape)
+    values = mean + deviation * _unit_variance(seed, shape) if deviation else jnp.full(shape, mean)
     return values.astype(dtype)
+
+
+def random_arrays(read_params: Callable[[Tensors], Any], seed: int, num_experts: int) -> dict[str, np.ndarray]:
+    """Random tensors by name, as a checkpoint in bfloat16 has them, for small models: made on the host."""
+    arrays = {}
+    for name, shape in shapes_of(read_params).items():
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        if _is_table(name):
+            arrays[name] = rng.random((shape[0], num_experts)).argsort(-1)[:, : shape[1]].astype(np.int32)
+            continue
+        mean, deviation = _distribution(name, shape)
+        arrays[name] = (mean + deviation * rng.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
+    return arrays
+
+
+def _is_table(name: str) -> bool:
+    """Whether a tensor names the experts of each token: different ones."""
+    return name.endswith("tid2eid")
+
+
+def _distribution(name: str, shape: Shape) -> tuple[float, float]:
+    """Mean and standard deviation of a random tensor: weights have unit gain, so that rows keep their size; norms are
+    near 1; sinks and position biases are random too, so that code which ignores one of them gives another result."""
+    if name.endswith("scale"):
+        return 1.0, 0.0
+    if name.endswith("norm.weight"):
+        return 1.0, 0.1
+    if name.endswith(("sinks", "position_bias", "embed_tokens.weight")):
+        return 0.0, 1.0
+    return 0.0, 0.0 if name.endswith(("base", "bias")) else shape[-1] ** -0.5
 
 
 def _unit_variance(seed: jax.Array, shape: Shape) -> jax.Array:

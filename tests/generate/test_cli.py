@@ -14,7 +14,7 @@ import jax
 import pytest
 from attention_calls import pretend_installed
 
-from jax_sparse_mla import DeviceInfo
+from jax_sparse_mla import DeviceInfo, _packages
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.cli import doctor, generate, main, report
@@ -144,12 +144,10 @@ def test_generate_without_torch_says_what_is_missing(engine):
 @needs_models
 def test_an_older_transformers_is_said(capsys, monkeypatch):
     """Not `KeyError: 'deepseek_sparse_attention'`, from somewhere within."""
-    import transformers
-
     for name in [name for name in sys.modules if name.startswith("sparse_mla_torch.hf")]:
         monkeypatch.delitem(sys.modules, name)  # else it is not imported again
     for version, engine in (("4.57.1", "jax"), ("5.22.9", "torch"), ("5.9.0.dev0", "torch")):
-        monkeypatch.setattr(transformers, "__version__", version)
+        monkeypatch.setattr(_packages, "version", lambda name, version=version: version)
         status, _, err = run(capsys, "generate", "--engine", engine)
         assert status == 2 and f"transformers {version} is installed" in err
         assert 'needs 5.23 or newer: pip install "transformers>=5.23"' in err
@@ -249,8 +247,8 @@ def small_presets(monkeypatch):
     import hf_models
     from sparse_mla_torch.hf import presets
 
-    monkeypatch.setattr(presets, "_v4_config", hf_models.small_v4_config)
-    monkeypatch.setattr(presets, "_v32_config", hf_models.small_v32_config)
+    monkeypatch.setitem(texts.CONFIGS, "v4", hf_models.as_preset(hf_models.small_v4_config()))
+    monkeypatch.setitem(texts.CONFIGS, "v32", hf_models.as_preset(hf_models.small_v32_config()))
     text = texts.default_prompt()[:470]
     monkeypatch.setattr(texts, "default_prompt", lambda: text)
     return presets
@@ -330,7 +328,7 @@ def test_text_is_streamed_by_whole_characters(capsys):
 def test_a_vocabulary_too_small_for_bytes(capsys, tmp_path, small_presets):
     import hf_models
 
-    small_presets.random_model(hf_models.small_v32_config(vocab_size=200), 0).save_pretrained(tmp_path)
+    hf_models.random_model(hf_models.small_v32_config(vocab_size=200), 0).save_pretrained(tmp_path)
     for engine in ("jax", "torch"):
         status, out, err = run(capsys, "generate", "--engine", engine, "--model", str(tmp_path))
         assert status == 2 and out == "" and "no tokenizer, and a vocabulary too small for bytes: 200" in err

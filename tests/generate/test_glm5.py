@@ -9,12 +9,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import hf_models
-from hf_models import DEVICE, new_engine, new_requests, random_tokens, served, small_model
+from hf_models import DEVICE, new_engine, new_requests, random_tokens, served, small_model, to_jax_model
 from safetensors.torch import load_file
 from sparse_mla_torch.handover import export_request, import_request
-from sparse_mla_torch.hf import presets
 from sparse_mla_torch.hf.comparison import TorchRun, compare_layers
-from sparse_mla_torch.hf.presets import to_jax_model
 from sparse_mla_torch.hf.replace import selected_indices
 
 from jax_sparse_mla.cli import main
@@ -83,7 +81,7 @@ def test_a_request_goes_from_torch_to_jax_and_back(tmp_path):
 
 @pytest.fixture
 def small_preset(monkeypatch):
-    monkeypatch.setattr(presets, "_glm5_config", hf_models.small_glm5_config)
+    monkeypatch.setitem(texts.CONFIGS, "glm5", hf_models.as_preset(hf_models.small_glm5_config()))
     text = texts.default_prompt()[:470]
     monkeypatch.setattr(texts, "default_prompt", lambda: text)
 

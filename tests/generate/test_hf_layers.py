@@ -9,11 +9,20 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import DEVICE, MODELS, new_engine, serve, served, small_model, small_v4_config, small_v32_config
+from hf_models import (
+    DEVICE,
+    MODELS,
+    new_engine,
+    random_model,
+    serve,
+    served,
+    small_model,
+    small_v4_config,
+    small_v32_config,
+)
 from sparse_mla_torch.hf import layers as hf_layers
 from sparse_mla_torch.hf.comparison import TorchRun, compare_layers
 from sparse_mla_torch.hf.engine import Request
-from sparse_mla_torch.hf.presets import random_model
 from sparse_mla_torch.hf.replace import selected_indices
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 

@@ -13,11 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import DEVICE, MODELS, random_tokens, small_model, small_v4_config, snapshot
+from hf_models import DEVICE, MODELS, random_model, random_tokens, small_model, small_v4_config, snapshot
 from sparse_mla_torch.hf import engine as hf_engine
 from sparse_mla_torch.hf import layers as hf_layers
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
-from sparse_mla_torch.hf.presets import random_model
 from sparse_mla_torch.hf.speculative import SpeculativeDecoder
 
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv

@@ -202,6 +202,29 @@ def test_every_file_of_results_has_a_part_and_every_part_a_module():
 # --- the suite and the peers -----------------------------------------------------------------------
 
 
+def test_runs_over_different_files_are_one_record():
+    same = {"device": "a GPU", "versions": {"jax": "0.11.2"}, "code": "abc", "python": "3.12"}
+
+    def run(file, failed, reason):
+        counts = {"passed": 1, "failed": len(failed), "skipped": 1}
+        skipped = {reason: [f"{file}::test_b"]}
+        names = {
+            "passed": {file: {"test_a": [""]}},
+            "failed": {file: {name: [""] for name in failed}} if failed else {},
+        }
+        return same | names | {"counts": counts, "skipped": skipped, "seconds": 10, "command": f"suite {file}"}
+
+    total = suite.merged([run("a.py", [], "no GPU"), run("b.py", ["test_c"], "no GPU"), run("c.py", [], "none")])
+    assert total["counts"] == {"passed": 3, "failed": 1, "skipped": 3} and total["seconds"] == 30
+    assert list(total["passed"]) == ["a.py", "b.py", "c.py"] and list(total["failed"]) == ["b.py"]
+    assert total["skipped"] == {"no GPU": ["a.py::test_b", "b.py::test_b"], "none": ["c.py::test_b"]}
+    assert total["command"] == "suite a.py && suite b.py && suite c.py"
+    with pytest.raises(ValueError, match="more than one run has a"):
+        suite.merged([run("a.py", [], "x"), run("a.py", [], "x")])
+    with pytest.raises(ValueError, match="the runs differ in code"):
+        suite.merged([run("a.py", [], "x"), run("b.py", [], "x") | {"code": "def"}])
+
+
 def test_the_suite_s_record_is_written_with_the_code(monkeypatch, tmp_path):
     run = {
         "device": "theirs",

@@ -12,8 +12,7 @@ import re
 
 import numpy as np
 import torch
-from sparse_mla_torch.hf.presets import random_model
-from support.hf_models import small_glm5_config, small_v4_config, small_v32_config
+from support.hf_models import random_model, small_glm5_config, small_v4_config, small_v32_config
 from support.serving_steps import named_arrays
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4

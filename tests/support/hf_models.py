@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from serving_steps import named_arrays
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 from sparse_mla_torch.hf.layers import Step
-from sparse_mla_torch.hf.presets import random_model
-from transformers.models.deepseek_v4 import DeepseekV4Config
-from transformers.models.deepseek_v32 import DeepseekV32Config
-from transformers.models.glm_moe_dsa import GlmMoeDsaConfig
+from sparse_mla_torch.hf.presets import in_bfloat16
+from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
+from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.pages import RequestPool
 
 # These models are too small for a second thread to help, and waiting for it costs much in parallel test runs.
@@ -103,6 +105,39 @@ def small_glm5_config(**changes) -> GlmMoeDsaConfig:
 
 
 CONFIGS = {"v4": small_v4_config, "v32": small_v32_config, "glm5": small_glm5_config}
+CLASSES = {x.config_class.model_type: x for x in (DeepseekV4ForCausalLM, DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM)}
+
+
+def as_preset(config) -> dict:
+    """The config as `jax_sparse_mla.serving.presets.CONFIGS` has those of presets."""
+    return config.to_diff_dict()
+
+
+def random_model(config, seed: int):
+    """A random model of this config in bfloat16, the same for the same seed.
+
+    transformers sets sinks, position biases and norm weights to constants. Here they are random too, so that code which
+    ignores one of them gives another result.
+    """
+    torch.manual_seed(seed)
+    model = CLASSES[config.model_type](config)
+    model.apply(model._init_weights)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("sinks", "position_bias")):
+                parameter.normal_()
+            elif "norm" in parameter_name and parameter_name.endswith("weight"):
+                parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
+            elif parameter.ndim == 2 and parameter_name.startswith("model.layers"):
+                # Unit gain, so that activations keep their size through a projection of this small width.
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return in_bfloat16(model)
+
+
+def to_jax_model(model):
+    """The same model for the JAX engine, and copies of its parameters."""
+    jax_model = Model.from_config(model.config.to_dict())
+    return jax_model, jax_model.from_named_arrays(named_arrays(model))
 
 
 @functools.cache

@@ -6,8 +6,7 @@ import functools
 
 import numpy as np
 import torch
-from sparse_mla_torch.hf.presets import random_model
-from support.hf_models import random_tokens, small_glm5_config, small_v4_config, small_v32_config
+from support.hf_models import random_model, random_tokens, small_glm5_config, small_v4_config, small_v32_config
 from support.serving_steps import named_arrays, torch_logits
 
 from jax_sparse_mla.serving import Model, Params

@@ -17,12 +17,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import DEVICE, MODELS, OPTIONS, STEADY_MODELS, new_engine, poison, random_tokens, small_model, snapshot
+from hf_models import (
+    DEVICE,
+    MODELS,
+    OPTIONS,
+    STEADY_MODELS,
+    new_engine,
+    poison,
+    random_tokens,
+    small_model,
+    snapshot,
+    to_jax_model,
+)
 from safetensors.torch import load_file, safe_open, save_file
 from sparse_mla_torch import handover
 from sparse_mla_torch.handover import export_request, import_request
 from sparse_mla_torch.hf.engine import Engine, Request
-from sparse_mla_torch.hf.presets import to_jax_model
 from sparse_mla_torch.hf.speculative import SpeculativeDecoder
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH

@@ -1,18 +1,21 @@
-"""transformers' models, built in memory from a seed or loaded from a checkpoint, and their weights for JAX."""
+"""transformers' models, built in memory from a seed or loaded from a checkpoint."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
-import ml_dtypes
+import jax
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
-from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
-from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from transformers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from transformers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
 
-from jax_sparse_mla.serving.model import Model, Params
+from jax_sparse_mla.serving import checkpoint
+from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.presets import CONFIGS, PRESETS
 
 _MODELS = {
@@ -22,53 +25,36 @@ _MODELS = {
 }
 
 
-def _v4_config() -> DeepseekV4Config:
-    return DeepseekV4Config(**_fields("v4"))
-
-
-def _v32_config() -> DeepseekV32Config:
-    return DeepseekV32Config(**_fields("v32"))
-
-
-def _glm5_config() -> GlmMoeDsaConfig:
-    return GlmMoeDsaConfig(**_fields("glm5"))
-
-
-def _fields(name: str) -> dict:
-    fields = {**CONFIGS[name], "attn_implementation": "eager"}
-    del fields["model_type"]
-    return fields
-
-
 def build_preset(name: str, seed: int) -> PreTrainedModel:
-    """A random model of one of PRESETS in bfloat16, the same for the same seed."""
-    configs = {"v4": _v4_config, "v32": _v32_config, "glm5": _glm5_config}
-    if name not in configs:
+    """The random model of one of PRESETS in bfloat16 that the JAX engine has from this seed."""
+    if name not in CONFIGS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
-    return random_model(configs[name](), seed)
+    return from_named_arrays(CONFIGS[name], Model.from_config(CONFIGS[name]).random_arrays(seed))
 
 
-def random_model(config: DeepseekV4Config | DeepseekV32Config | GlmMoeDsaConfig, seed: int) -> PreTrainedModel:
-    """A random model of this config in bfloat16, the same for the same seed.
+def from_named_arrays(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PreTrainedModel:
+    """A model in bfloat16 with eager attention.
 
-    transformers sets sinks, position biases and norm weights to constants. Here they are random too, so that code which
-    ignores one of them gives another result.
+    Args:
+      config: as `config.json` has it.
+      arrays: all tensors, by the names of `Model.random_arrays`.
     """
-    torch.manual_seed(seed)
-    model = _MODELS[config.model_type](config)
-    model.apply(model._init_weights)
+    names = checkpoint.read_config(config)
+    model_type = _MODELS[config["model_type"]]
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    model = in_bfloat16(model_type(model_type.config_class(**fields, attn_implementation="eager")))
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("sinks", "position_bias")):
-                parameter.normal_()
-            elif "norm" in parameter_name and parameter_name.endswith("weight"):
-                parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
-            elif parameter.ndim == 2 and parameter_name.startswith("model.layers"):
-                # Unit gain, so that activations keep their size through a projection of this small width.
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        for stored, tensor in model.state_dict().items():
+            if (name := checkpoint.canonical_name(stored, names)) is not None:
+                tensor.copy_(torch.from_numpy(arrays[name].astype(np.float32)))
+    return model
+
+
+def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, but for what transformers keeps in float32, in evaluation mode."""
     keep = tuple(model._keep_in_fp32_modules_strict or ())
-    for parameter_name, parameter in model.named_parameters():
-        if not any(part in parameter_name.split(".") for part in keep):
+    for name, parameter in model.named_parameters():
+        if not any(part in name.split(".") for part in keep):
             parameter.data = parameter.data.to(torch.bfloat16)
     return model.eval()
 
@@ -84,16 +70,6 @@ def load_checkpoint(path: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
 
 
-def to_jax_model(model: PreTrainedModel) -> tuple[Model, Params]:
-    """The same model for the JAX engine: copies of its parameters.
-
-    Raises:
-      ValueError: what `Model.from_config` and `Model.from_named_arrays` raise.
-    """
-    jax_model = Model.from_config(model.config.to_dict())
-    return jax_model, jax_model.from_named_arrays({name: _array(x) for name, x in model.state_dict().items()})
-
-
-def _array(x: torch.Tensor) -> np.ndarray:
-    x = x.detach().cpu().contiguous()
-    return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if x.dtype is torch.bfloat16 else x.numpy()
+def on_the_device_of_jax(model: PreTrainedModel) -> PreTrainedModel:
+    """The model on the GPU if JAX runs there and torch has it too, else as it is."""
+    return model.to("cuda") if jax.default_backend() == "gpu" and torch.cuda.is_available() else model
