@@ -34,6 +34,10 @@ from jax_sparse_mla.serving.step import (
 # Proposes drafts in the model's place: (request, how many drafts are before it) → a token, or −1 for the model's own.
 Propose = Callable[[Request, int], int]
 
+# Steps that are started before the tokens of one are read. With one, a GPU waits whenever the host is late by as little
+# as a step takes; a request that ends by a token of its own has so many steps more, whose results are dropped.
+STEPS_AHEAD = 2
+
 _copy_states = jax.jit(copy_states, donate_argnums=0)
 
 
@@ -221,7 +225,8 @@ class Engine:
         self.scheduler.abort()
 
     def step(self) -> StepPlan | None:
-        """Starts the next step, and reads the tokens of the one before; returns that one, None if none was read.
+        """Starts the next step, and reads the tokens of the one `STEPS_AHEAD` before, which it returns, None if none was
+        read.
 
         Where a step fails on the device, all requests are dropped; it may have taken the caches along, which it was
         given to write: make a new engine then. What an `on_token` raises is raised here when all
@@ -237,7 +242,7 @@ class Engine:
                 self.abort()
                 raise
         # Where it drafts, the next round begins where this one ends: the host must know first.
-        running = 1 if plan is not None and not self.drafts else 0
+        running = STEPS_AHEAD if plan is not None and not self.drafts else 0
         return self._read() if len(self._unread) > running else None
 
     @property
