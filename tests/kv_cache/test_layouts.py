@@ -28,6 +28,7 @@ from jax_sparse_mla.kv_cache import (
 )
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, bf16_layout
 from jax_sparse_mla.kv_cache.paged import paged
+from jax_sparse_mla.kv_cache.quantize import bits_to_float32, divide
 
 torch = pytest.importorskip("torch")
 
@@ -313,6 +314,20 @@ def test_fp4_scales_of_every_bfloat16_amax():
     np.testing.assert_array_equal(np.asarray(scales).view(np.uint8)[:, 0], expected.view(torch.uint8).numpy())
     quotient = torch.from_numpy(-magnitudes.astype(np.float64)) / expected.double()
     np.testing.assert_array_equal(np.asarray(packed)[:, 2] >> 4, e2m1_codes(quotient).numpy())
+
+
+def test_quotients_are_rounded_to_nearest():
+    """As numpy rounds them: any normal numbers, 1 / x, x / 448, results that are no normal numbers, and no operands."""
+    rng = np.random.default_rng(0)
+    above, below = rng.integers(0x00800000, 0x7F800000, (2, 200_000), dtype=np.int32)
+    above[:50_000] = 0x3F800000  # 1
+    below[50_000:100_000] = 0x43E00000  # 448
+    above[100_000:101_000] = below[100_000:101_000]
+    above[-4:], below[-4:] = (0, 0x7F800000, 0x7FC00000, 1), 0x3F800000
+    with np.errstate(over="ignore", under="ignore"):
+        expected = above.view(np.float32) / below.view(np.float32)
+    expected[expected < 2.0**-126], expected[-3] = 0, np.nan
+    np.testing.assert_array_equal(bits_to_float32(divide(jnp.asarray(above), jnp.asarray(below))), expected)
 
 
 def test_the_ties_of_e2m1_go_to_the_even_code():
