@@ -45,6 +45,9 @@ def test_v4_preset_end_to_end(capsys, tmp_path, monkeypatch, changes):
     status, out = run(capsys, *long_prompt(tmp_path), "--max-new-tokens", "4")
     assert status == 0 and out.endswith("check      passed\n")
     assert "V4_FP8" in out and "2148 prompt tokens" in out
+    kinds = "window; window + C4 top-512; window + C128"
+    for step in ("prefill", "decode"):
+        assert re.search(rf"^ran +{step}: \w+, {step} \({re.escape(kinds)}\)$", out, re.M)
     dropping = re.findall(r"C4 top-512 +0\.999\d+ +0\.99\d+ +0\.9[89]\d+ +\(100\)", out)
     assert len(dropping) == presets.CONFIGS["v4"]["layer_types"].count("compressed_sparse_attention")
 

@@ -31,7 +31,6 @@ from jax_sparse_mla.kv_cache.paged import paged
 
 torch = pytest.importorskip("torch")
 
-COMPILING = "PLAIN"  # see conftest.py: by the older emitters a product of float32 numbers is rounded otherwise
 pytestmark = pytest.mark.torch
 LAYOUTS = pytest.mark.parametrize("name", RECORDS)
 # Whose bytes a writer may be asked for; None is the layout's own rule.
