@@ -12,7 +12,7 @@ import functools
 
 import jax
 import pytest
-from compiled_facts import SHARED_MEMORY, compiled_facts
+from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 
 pytest.importorskip("triton")
 
@@ -108,25 +108,22 @@ class TestPlan:
         assert why.startswith("its prefill reads rows of ")
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory):
-    return compiled_facts("compile_triton_attention.py", tmp_path_factory.mktemp("triton"))
-
-
-@pytest.mark.no_gpu
-@pytest.mark.parametrize("capability", SHARED_MEMORY, ids="sm{}".format)
-def test_it_compiles_within_the_shared_memory(facts, capability):
+@ARCHITECTURES
+def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     """Compiled, not run."""
-    rows = [fact for fact in facts if fact["capability"] == capability]
-    newer = ["V41_FP8"] if capability in (80, 90) else []
-    assert [row["kernel"] for row in rows] == ["V4_FP8", "V32_FP8", *newer, "workspace 576", "combine"]
-    for row in rows:
-        assert row["cubin_bytes"] > 0
-        assert row["shared"] <= SHARED_MEMORY[capability], row
-        assert row["e4m3"] == (capability >= 89 and row["kernel"].endswith("FP8")), row
-        assert row["wgmma"] == (capability == 90 and row["num_heads"] >= 64), row
-        # Keys come 16 bytes at a time; on SM80 the e4m3 ones are no asynchronous copies.
-        assert row["wide_copies"] or row["kernel"] == "combine" or (row["kernel"] in newer and row["wide_loads"])
+    facts = compiled_facts("compile_triton_attention.py", tmp_path, capabilities)
+    for capability in capabilities:
+        rows = [fact for fact in facts if fact["capability"] == capability]
+        newer = ["V41_FP8"] if capability in (80, 90) else []
+        assert [row["kernel"] for row in rows] == ["V4_FP8", "V32_FP8", *newer, "workspace 576", "combine"]
+        for row in rows:
+            assert row["cubin_bytes"] > 0
+            assert row["shared"] <= SHARED_MEMORY[capability], row
+            assert row["e4m3"] == (capability >= 89 and row["kernel"].endswith("FP8")), row
+            assert row["wgmma"] == (capability == 90 and row["num_heads"] >= 64), row
+            # Keys come 16 bytes at a time; on SM80 the e4m3 ones are no asynchronous copies.
+            wide = row["wide_copies"] or (row["kernel"] in newer and row["wide_loads"])
+            assert wide or row["kernel"] == "combine", row
 
 
 @pytest.mark.gpu

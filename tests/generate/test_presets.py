@@ -10,7 +10,18 @@ pytest.importorskip("transformers")
 from jax_sparse_mla.cli import main
 from jax_sparse_mla.serving import presets
 
-COMPILING = "OPTIMISED"  # see conftest.py
+# A quarter of the heads, half of the channels and one layer of each kind, with the true head dimensions, window, ratios
+# and top-k: two fifths of the whole preset's time.
+NARROW = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "q_lora_rank": 64,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "num_hidden_layers": 3,
+    "layer_types": presets.CONFIGS["v4"]["layer_types"][:3],
+    "mlp_layer_types": presets.CONFIGS["v4"]["mlp_layer_types"][:3],
+}
 
 
 def run(capsys, *args):
@@ -25,12 +36,20 @@ def long_prompt(folder):
     return ["--prompt-file", f"{folder}/prompt.txt", "--chunk-size", "1074"]
 
 
-def test_v4_preset_end_to_end(capsys, tmp_path):
+@pytest.mark.parametrize(
+    "changes", [pytest.param(NARROW, id="narrow"), pytest.param({}, id="whole", marks=pytest.mark.long)]
+)
+def test_v4_preset_end_to_end(capsys, tmp_path, monkeypatch, changes):
     """A hundred tokens more than those whose entries are all selected."""
+    monkeypatch.setitem(presets.CONFIGS, "v4", {**presets.CONFIGS["v4"], **changes})
     status, out = run(capsys, *long_prompt(tmp_path), "--max-new-tokens", "4")
     assert status == 0 and out.endswith("check      passed\n")
     assert "V4_FP8" in out and "2148 prompt tokens" in out
-    assert re.search(r"C4 top-512 +0\.999\d+ +0\.99\d+ +0\.9[89]\d+ +\(100\)", out)
+    kinds = "window; window + C4 top-512; window + C128"
+    for step in ("prefill", "decode"):
+        assert re.search(rf"^ran +{step}: \w+, {step} \({re.escape(kinds)}\)$", out, re.M)
+    dropping = re.findall(r"C4 top-512 +0\.999\d+ +0\.99\d+ +0\.9[89]\d+ +\(100\)", out)
+    assert len(dropping) == presets.CONFIGS["v4"]["layer_types"].count("compressed_sparse_attention")
 
 
 @pytest.mark.long

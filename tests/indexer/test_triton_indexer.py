@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_facts import LEAST_SHARED_MEMORY, SHARED_MEMORY, compiled_facts
+from compiled_facts import ARCHITECTURES, LEAST_SHARED_MEMORY, SHARED_MEMORY, compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -298,9 +298,9 @@ def test_bad_tensors_are_refused_by_name():
 # --- compiled -------------------------------------------------------------------------------------
 
 
-@pytest.mark.no_gpu
-def test_kernels_compile_for_every_architecture_within_its_shared_memory(tmp_path):
-    for fact in compiled_facts("compile_triton_indexer.py", tmp_path):
+@ARCHITECTURES
+def test_kernels_compile_for_every_architecture_within_its_shared_memory(capabilities, tmp_path):
+    for fact in compiled_facts("compile_triton_indexer.py", tmp_path, capabilities):
         logits = fact["kernel"].startswith("logits")  # its stages follow the device's shared memory
         assert fact["shared"] <= (SHARED_MEMORY[fact["capability"]] if logits else LEAST_SHARED_MEMORY), fact
         # SM80 has no e4m3 type and multiplies float16 numbers.

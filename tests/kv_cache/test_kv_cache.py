@@ -476,10 +476,9 @@ def test_kernels_take_the_layouts_that_they_were_written_for(layout, monkeypatch
 
     for module in (rows_module, split_module):
         monkeypatch.setattr(module, "dispatch", dispatch)
-    slots, kv = jnp.arange(5, dtype=jnp.int32), jnp.ones((5, layout.qk_dim), jnp.bfloat16)
-    jax.clear_caches()
-    cache = write_kv(PagedKV.zeros(layout, 2, 8), slots, kv)
-    small = split_pages(cache, 4, slots=slots)
-    np.testing.assert_array_equal(np.asarray(gather_kv(small, slots), np.float32), np.ones((5, layout.qk_dim)))
+    # Shapes that no other test has: `dispatch` is called where a function is traced.
+    slots, kv = jnp.arange(23, dtype=jnp.int32), jnp.ones((23, layout.qk_dim), jnp.bfloat16)
+    cache = write_kv(PagedKV.zeros(layout, 3, 24), slots, kv)
+    small = split_pages(cache, 12, slots=slots)
+    np.testing.assert_array_equal(np.asarray(gather_kv(small, slots), np.float32), np.ones((23, layout.qk_dim)))
     assert len(taken) == (3 if layout == V4 else 0)
-    jax.clear_caches()

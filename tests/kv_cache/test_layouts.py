@@ -32,7 +32,6 @@ from jax_sparse_mla.kv_cache.quantize import bits_to_float32, divide
 
 torch = pytest.importorskip("torch")
 
-COMPILING = "PLAIN"  # see conftest.py: by the older emitters a product of float32 numbers is rounded otherwise
 pytestmark = pytest.mark.torch
 LAYOUTS = pytest.mark.parametrize("name", RECORDS)
 # Whose bytes a writer may be asked for; None is the layout's own rule.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_facts import LEAST_SHARED_MEMORY, compiled_facts
+from compiled_facts import ARCHITECTURES, LEAST_SHARED_MEMORY, compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -366,9 +366,9 @@ def test_merges_refuse_bad_tensors_by_name():
 # --- compilation and dispatch ---------------------------------------------------------------------
 
 
-@pytest.mark.no_gpu
-def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
-    facts = compiled_facts("compile_triton_kv.py", tmp_path)
+@ARCHITECTURES
+def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
+    facts = compiled_facts("compile_triton_kv.py", tmp_path, capabilities)
     for fact in facts:
         assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
         assert fact["wide_store"] or fact["kernel"] == "touched", fact

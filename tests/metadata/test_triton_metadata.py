@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_facts import compiled_facts
+from compiled_facts import ARCHITECTURES, compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from metadata_cases import DRAFTS, MAX_LEN, MODES, TINY_V4, make_batch, make_tables, to_jax
@@ -285,9 +285,9 @@ def test_bad_tensors_are_refused_by_name():
         build(batch, tables, out=small)
 
 
-@pytest.mark.no_gpu
-def test_kernels_compile_for_every_architecture_without_a_gpu(tmp_path):
-    facts = compiled_facts("compile_triton_metadata.py", tmp_path)
+@ARCHITECTURES
+def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
+    facts = compiled_facts("compile_triton_metadata.py", tmp_path, capabilities)
     for fact in facts:
         # However large the batch: its lengths stay in device memory.
         assert fact["shared"] <= 8192, fact

@@ -56,7 +56,7 @@ def test_without_a_peer_there_is_no_ratio():
     assert len(run._lines(row)) == 2
 
 
-def test_what_fails_costs_only_itself(monkeypatch, capsys):
+def test_what_fails_costs_only_itself(quick_collections, monkeypatch, capsys):
     def fails():
         raise RuntimeError("out of memory")
 

@@ -14,15 +14,15 @@ from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.presets import BENCH_CONFIGS, CONFIGS
 from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
 
-# One layer with experts, so that a program compiles in seconds.
-TINY = {**CONFIGS["v32"], "num_hidden_layers": 1, "first_k_dense_replace": 0, "hidden_size": 64,
+# One layer with experts, so that a program compiles in seconds, and few selected tokens, so that it runs in one.
+TINY = {**CONFIGS["v32"], "num_hidden_layers": 1, "index_topk": 64, "first_k_dense_replace": 0, "hidden_size": 64,
         "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "index_n_heads": 2}  # fmt: skip
 CONTEXT, REQUESTS, NEW = 100, 2, 5
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """The command sets a variable, which processes of later tests must not inherit."""
+def environment(monkeypatch, quick_collections):
+    """The command sets a variable, which processes of later tests must not inherit; it collects garbage."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
 
 

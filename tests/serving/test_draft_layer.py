@@ -21,7 +21,6 @@ from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
 COMPILING = "PLAIN"  # see conftest.py
-MODELS = ("v4", "v32", "glm5")
 VOCABULARY, CHUNK = 256, 112
 SELECTED = 256  # tokens, by an indexer of these models without a window
 # Chosen with the lengths below for tokens and drafts of clear margins: half a percent of the best logit.
@@ -57,7 +56,8 @@ def with_next(tokens):
     return [a + VOCABULARY * b for a, b in itertools.pairwise(tokens)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# GLM-5's draft layer is V3.2's behind another model, whose own logits test_models_transformers.py compares.
+@pytest.mark.parametrize("name", ["v4", "v32", pytest.param("glm5", marks=pytest.mark.long)])
 def test_float32_logits_are_transformers(name):
     """In chunks and token by token, of requests longer than a window, a page of V4, and what V3.2 selects."""
     ours, texts = Drafting(name), [random_tokens(n, n) for n in (301, 60)]

@@ -39,8 +39,15 @@ def of_four_devices():
 
 @pytest.mark.parametrize("case", ["refusals", "v4"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
-    """Requests over four devices, and requests and heads over two each."""
+    """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]
+
+
+@pytest.mark.long  # test_every_layout and test_two_processes cut requests too, over two devices
+def test_requests_over_four_devices():
+    """To the bit what one device makes, since each is an engine by itself."""
+    (failure,) = results(start("v4_requests", devices=4)).values()
+    assert failure == "", failure
 
 
 @pytest.mark.soak

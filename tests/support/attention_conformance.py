@@ -104,7 +104,7 @@ class SparseMLAConformance:
     @pytest.mark.parametrize("layout, heads, topk, extra_topk", [("V4_FP8", 64, 128, 512), ("V32_FP8", 128, 2048, 0)])
     @pytest.mark.parametrize("batch", [1, 64])
     def test_a_model_s_decode_is_within_5e_3_of_float64(self, backend, layout, heads, topk, extra_topk, batch):
-        if backend == "reference" and batch > 1:
+        if batch > 1 and (backend == "reference" or jax.default_backend() == "cpu"):  # the reference stands in there
             pytest.skip("a batch is many rows of the same to the reference")
         rng = np.random.default_rng(0)
         layout = getattr(KVLayout, layout)

@@ -121,7 +121,11 @@ def layouts(config, shapes):
 
 
 def v4():
-    layouts(V4, [(4, 1), (2, 2)])
+    layouts(V4, [(2, 2)])
+
+
+def v4_requests():
+    layouts(V4, [(4, 1)])
 
 
 def v4_heads():
@@ -185,7 +189,7 @@ def refusals():
             raise AssertionError(words)
 
 
-CASES = {case.__name__: case for case in (v4, v4_heads, v32, drafts_and_prefixes, draft_layers, refusals)}
+CASES = {case.__name__: case for case in (v4, v4_requests, v4_heads, v32, drafts_and_prefixes, draft_layers, refusals)}
 
 
 def over_processes(index, port):
