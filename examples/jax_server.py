@@ -35,7 +35,7 @@ def serve(engine, arriving):
     while arriving or not engine.idle:
         while arriving and arriving[0][1] <= number:
             engine.submit(arriving.pop(0)[0])
-        read = engine.step()  # starts a step, and reads the tokens of the one before
+        read = engine.step()  # starts a step, and reads the tokens of an earlier one
         if read is not None:
             print(f"step {number}: {read.mode.name} {read.num_tokens} tokens of {len(read.requests)} requests")
         number += 1

@@ -18,8 +18,8 @@ CPU_CASES = [1, 4], [512, 2048], 16
 
 NOTE = """\
 first token: one request alone, its whole prompt read, once compiled (median). Decode: the requests are opened at their
-context without reading it; their caches hold random rows, and their tokens are drawn, all alike likely. Per token: the
-time from one token of a request to its next. Attention: all layers' attention alone with its projections, over the
+context without reading it; their caches hold random rows, and their tokens are drawn, all equally likely. Per token:
+the time from one token of a request to its next. Attention: all layers' attention alone with its projections, over the
 step."""
 GPU_NOTE = "GPU: the part of a step in which the GPU works, by CUPTI through torch; attention is by GPU time then."
 

@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
       no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
-      without drafts, torch or transformers missing for what needs them.
+      without drafts, torch or transformers missing for what needs them; and if transformers cannot load the model that
+      it is to check.
     """
     from jax_sparse_mla.cli.setup import new_setup
     from jax_sparse_mla.serving.request import Request, Sampling
@@ -189,10 +190,11 @@ def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle
 
 def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any]) -> int:
     try:
-        setup.torch_model  # noqa: B018 (it has been loading since the engine was made)
+        model = setup.torch_model
     except (OSError, ValueError, ImportError) as error:
+        print("check      not done: transformers' model could not be loaded")
         return _refused(args, error)
-    return report.check(setup, engine, requests)
+    return report.check(setup, model, engine, requests)
 
 
 def _prompts(prompt: list[int], count: int) -> list[list[int]]:

@@ -95,8 +95,8 @@ def compare(engine: Any, requests: list[Request], names: list[str]) -> int:
     return 0 if ok else 1
 
 
-def check(setup: Any, engine: Any, requests: list[Request]) -> int:
-    """Compares the latest run with transformers; returns the exit status."""
+def check(setup: Any, model: Any, engine: Any, requests: list[Request]) -> int:
+    """Compares the latest run with transformers' model; returns the exit status."""
     from sparse_mla_torch.hf import comparison
 
     cache = "bf16" if engine.options.bf16_cache else "fp8"
@@ -109,7 +109,7 @@ def check(setup: Any, engine: Any, requests: list[Request]) -> int:
     ok = True
     agreeing = None
     if not any(request.sampling.temperature for request in requests):
-        agreeing = comparison.TRANSFORMERS.submit(comparison.count_agreeing_tokens, setup.torch_model, requests)
+        agreeing = comparison.TRANSFORMERS.submit(comparison.count_agreeing_tokens, model, requests)
     for report in comparison.compare_layers(setup.traced_run(engine), requests):
         passed = report.passes(cache)
         ok &= passed

@@ -7,7 +7,7 @@ import collections
 import importlib
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,8 +18,6 @@ from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.model import Model, load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import DraftOracle
-
-DEFAULT_PRESET = "v4"  # not argparse's default: naming it would not conflict with --model
 
 
 class JaxSetup:
@@ -39,7 +37,9 @@ class JaxSetup:
         self.device = choose_device(args.device)
         if not args.no_check:
             importlib.import_module("sparse_mla_torch.hf")
-        self._args, self._torch_model, preset = args, None, args.preset or DEFAULT_PRESET
+        self._args = args
+        self._loading: Future | None = None
+        self._preset = args.preset or presets.DEFAULT_PRESET  # argparse's own would not conflict with --model
         if args.model is not None:
             self.name = args.model
             if not os.path.isdir(args.model):
@@ -47,25 +47,28 @@ class JaxSetup:
             self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
         else:
-            self.name = f"preset {preset}, seed {args.seed} (random weights)"
-            self.model = Model.from_config(presets.CONFIGS[preset])
+            self.name = f"preset {self._preset}, seed {args.seed} (random weights)"
+            self.model = Model.from_config(presets.CONFIGS[self._preset])
             self.params = self.model.from_named_arrays(self.model.random_arrays(args.seed))
             self.tokenizer = presets.ByteTokenizer()
         bytes_only = isinstance(self.tokenizer, presets.ByteTokenizer)
         self.eos_token_ids = () if bytes_only else self.model.eos_token_ids
 
     def load_torch_model(self) -> Any:
-        """transformers' model with the same weights, for the check, where torch has the device that JAX has."""
-        from sparse_mla_torch.hf.presets import build_preset, load_checkpoint, on_the_device_of_jax
+        """transformers' model with the same weights, for the check.
 
-        preset, folder = self._args.preset or DEFAULT_PRESET, self._args.model
-        model = load_checkpoint(folder) if folder is not None else build_preset(preset, self._args.seed)
-        return on_the_device_of_jax(model)
+        A checkpoint's stays on the CPU: the JAX model may leave no room for it on the GPU.
+        """
+        from sparse_mla_torch.hf.presets import build_preset, load_checkpoint, on_device_of_jax
+
+        if self._args.model is not None:
+            return load_checkpoint(self._args.model)
+        return on_device_of_jax(build_preset(self._preset, self._args.seed))
 
     @property
     def torch_model(self) -> Any:
-        """What `load_torch_model` returns; it has run since the engine was made."""
-        return self._torch_model.result()
+        """What `load_torch_model` returns; it has run since the engine was made, and this waits for its end."""
+        return self._loading.result()
 
     @property
     def spec(self) -> ModelSpec:
@@ -77,9 +80,10 @@ class JaxSetup:
         return self.model.ratios
 
     def new_engine(self, options: EngineOptions) -> Engine:
+        engine = Engine(self.model, self.params, options)
         if not self._args.no_check:  # its imports take as long as the first programs
-            self._torch_model = ThreadPoolExecutor(1).submit(self.load_torch_model)
-        return Engine(self.model, self.params, options)
+            self._loading = ThreadPoolExecutor(1).submit(self.load_torch_model)
+        return engine
 
     def serve(
         self,

@@ -74,8 +74,8 @@ def divide(numerator: jax.Array, divisor: jax.Array | int) -> jax.Array:
       numerator, divisor: int32, broadcast against each other.
 
     Returns:
-      int32. A quotient that is no normal number is 0 or infinity; a numerator that is none gives 0, an infinity or NaN
-      gives NaN.
+      int32. A quotient that is no normal number is 0 or infinity; a numerator that is none gives 0. An infinity or NaN
+      on either side gives NaN.
     """
     divisor = jnp.asarray(divisor, jnp.int32)
     above, below = ((x & _MANTISSA_MASK) | _IMPLICIT_ONE for x in (numerator, divisor))
@@ -91,7 +91,8 @@ def divide(numerator: jax.Array, divisor: jax.Array | int) -> jax.Array:
         quotient, rest = (quotient << 8) + digits, (rest << 8) - digits * below
     bits = ((exponent - 1) << _MANTISSA_BITS) + ((quotient + 1) >> 1).astype(jnp.int32)
     bits = jnp.where((bits >= _IMPLICIT_ONE) & (numerator >= _IMPLICIT_ONE), bits, 0)
-    return jnp.where(numerator >= _F32_INF, _F32_NAN, jnp.where(exponent > 254, _F32_INF, bits))
+    bits = jnp.where(exponent > 254, _F32_INF, bits)
+    return jnp.where((numerator >= _F32_INF) | (divisor >= _F32_INF), _F32_NAN, bits)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
@@ -284,7 +285,7 @@ def _scales_of_bytes(scales: jax.Array) -> jax.Array:
 
 
 def _by_tensor_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """The bytes of `e4m3(x / scale)`, clipped to ±448."""
+    """The bytes of `e4m3(x / scale)`, clipped to ±448; scale is a positive normal number."""
     bits = float32_bits(x)
     quotient = divide(bits & _MAGNITUDE_MASK, float32_bits(scale)) | (bits & ~_MAGNITUDE_MASK)
     return _to_bytes(_to_e4m3(bits_to_float32(quotient)))

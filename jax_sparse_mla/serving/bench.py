@@ -231,8 +231,8 @@ def decode(model: Model, params: Params, row: Row, new_tokens: int, seed: int) -
 def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed: int) -> None:
     """Opens requests at their length without reading a prompt: their pages are mapped, what they cached is random.
 
-    Their tokens are drawn, all alike likely. Random weights soon make the same most likely token for all requests, and
-    then the same few experts would serve them.
+    Their tokens are drawn, all equally likely. Random weights soon make the same most likely token for all requests,
+    and then the same few experts would serve them.
     """
     scheduler, rng = engine.scheduler, np.random.default_rng(seed)
     pool = scheduler.pool

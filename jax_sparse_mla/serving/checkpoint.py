@@ -22,8 +22,7 @@ import numpy as np
 
 from jax_sparse_mla.serving import deepseek_v4, deepseek_v32
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK, V4Config, V32Config, read_config
-from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
-from jax_sparse_mla.serving.tensors import random_arrays as random_arrays_of
+from jax_sparse_mla.serving.tensors import Shape, Tensors, random_host_arrays, random_params, shapes_of
 
 DTYPES = {
     "F64": np.float64,
@@ -85,7 +84,7 @@ def init_params(config: V4Config | V32Config, seed: int, dtype: Any, *, draft_la
 
 def random_arrays(config: V4Config | V32Config, seed: int) -> dict[str, np.ndarray]:
     """Random tensors; see `Model.random_arrays`."""
-    return random_arrays_of(functools.partial(_read, config, draft_layer=False), seed, config.moe.num_experts)
+    return random_host_arrays(functools.partial(_read, config, draft_layer=False), seed, config.moe.num_experts)
 
 
 def canonical_name(name: str, config: V4Config | V32Config) -> str | None:

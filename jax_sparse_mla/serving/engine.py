@@ -1,4 +1,5 @@
-"""Serves requests with a model in JAX: a step is one program, and the host reads its tokens while the next one runs."""
+"""Serves requests with a model in JAX: a step is one program, and the host reads its tokens while
+the next ones run."""
 
 from __future__ import annotations
 
@@ -225,8 +226,9 @@ class Engine:
         self.scheduler.abort()
 
     def step(self) -> StepPlan | None:
-        """Starts the next step, and reads the tokens of the one `STEPS_AHEAD` before, which it returns, None if none was
-        read.
+        """Starts the next step, and reads the tokens of the one that is `STEPS_AHEAD` before it.
+
+        Returns the step whose tokens were read, None if none was.
 
         Where a step fails on the device, all requests are dropped; it may have taken the caches along, which it was
         given to write: make a new engine then. What an `on_token` raises is raised here when all

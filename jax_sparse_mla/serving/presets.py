@@ -81,6 +81,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 PRESETS = tuple(CONFIGS)
+DEFAULT_PRESET = "v4"
 
 # Four layers of DeepSeek-V4-Flash in their true size, with all experts: 51.1 GiB in bfloat16. They are of the kinds of
 # the small model; the first chooses its experts by the token, as the first layers of the released model do.

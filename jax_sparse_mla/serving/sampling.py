@@ -74,8 +74,10 @@ def sample(
 
 
 def _lowest_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The lowest of the logits that sum to `top_p`, at least the best one; those that equal it are kept too. `[B, 1]`,
-    -inf for a `top_p` of 1."""
+    """The lowest of the fewest most likely logits whose probabilities sum to `top_p`; those that equal it are kept too.
+
+    `[B, 1]`; -inf for a `top_p` of 1.
+    """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, -1)
     before = jnp.cumsum(probabilities, -1) - probabilities

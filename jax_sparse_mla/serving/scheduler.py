@@ -1,7 +1,7 @@
 """Continuous batching, without a framework: which requests a step serves, which positions, in which bucket.
 
 An engine repeats: `plan()` a step, run it, and `complete()` it with the tokens that it chose. A step may be planned
-before the one before it has been completed: its tokens are then still on the device, and −1 stands for them.
+before those before it have been completed: their tokens are then still on the device, and −1 stands for them.
 
 Prompts are read before any request decodes, in chunks. Where pages run out, new requests wait, and running ones are
 preempted, the latest first: their pages are given back, and their tokens are read again once there is room.

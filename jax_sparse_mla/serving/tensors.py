@@ -115,7 +115,7 @@ def _random(seed: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: i
     return values.astype(dtype)
 
 
-def random_arrays(read_params: Callable[[Tensors], Any], seed: int, num_experts: int) -> dict[str, np.ndarray]:
+def random_host_arrays(read_params: Callable[[Tensors], Any], seed: int, num_experts: int) -> dict[str, np.ndarray]:
     """Random tensors by name, as a checkpoint in bfloat16 has them, for small models: made on the host."""
     arrays = {}
     for name, shape in shapes_of(read_params).items():

@@ -18,6 +18,7 @@ from jax_sparse_mla import DeviceInfo, _packages
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.cli import doctor, generate, main, report
+from jax_sparse_mla.cli.setup import JaxSetup
 from jax_sparse_mla.serving import presets as texts
 from jax_sparse_mla.serving.speculative import Difference
 
@@ -370,8 +371,21 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, engine, preset,
     assert status == 1 and out.endswith("check      FAILED\n") and out.count("FAILED") == len(layers) + 1
 
 
+def test_a_model_that_transformers_cannot_load_is_said(capsys, small_presets, monkeypatch):
+    """It is loaded beside the first programs, so that the text has been made by then."""
+    repeat_without_running(monkeypatch, [])
+
+    def load(setup):
+        raise ValueError("an unknown quantisation")
+
+    monkeypatch.setattr(JaxSetup, "load_torch_model", load)
+    status, out, err = run(capsys, "generate", "--preset", "v32", "--max-new-tokens", "1")
+    assert status == 2 and out.endswith("check      not done: transformers' model could not be loaded\n")
+    assert err == "jax-sparse-mla generate: an unknown quantisation\n"
+
+
 @pytest.mark.cpu
-@pytest.mark.parametrize("engine", ["jax", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_speculative_decoding(capsys, small_presets, monkeypatch, engine):
     """Both decodings, their comparison, and how many drafts were accepted."""
     args = [

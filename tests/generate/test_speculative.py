@@ -104,7 +104,7 @@ def speculated(name):
     # cpu: see STEADY_MODELS
     [
         ("v4", 3),
-        pytest.param("v32", 3, marks=[pytest.mark.cpu, pytest.mark.long]),
+        pytest.param("v32", 3, marks=pytest.mark.cpu),
         pytest.param("v32", 1, marks=pytest.mark.cpu),
     ],
 )

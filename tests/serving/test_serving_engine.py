@@ -183,6 +183,25 @@ def test_a_bucket_that_overflows_ends_all_requests(engine, monkeypatch):
     assert everything_is_free(engine) and engine.idle
 
 
+def test_steps_run_ahead_of_the_tokens_that_are_read(engine, expected):
+    """A request that ends by a token of its own has two steps more, which nobody reads."""
+    prompt, tokens = new_requests()[1].prompt, expected[1]
+    request = Request(prompt, 12, eos_token_ids=(tokens[4],))
+    started = []
+    start = engine._start
+    engine._start = lambda plan: (started.append(plan), start(plan))
+    try:
+        engine.submit(request)
+        assert engine.step() is None and engine.step() is None and not request.output
+        assert engine.step() is started[0] and request.output == tokens[:1]
+        while not engine.idle:
+            engine.step()
+    finally:
+        del engine._start
+    ends = tokens.index(tokens[4]) + 1
+    assert request.output == tokens[:ends] and len(started) == ends + 2 and everything_is_free(engine)
+
+
 def test_forced_tokens_are_taken(engine, expected):
     """As comparisons replay them: what follows is chosen after them."""
     prompt, first = new_requests()[1].prompt, expected[1]

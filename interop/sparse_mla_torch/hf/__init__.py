@@ -16,8 +16,8 @@ OLDEST_TRANSFORMERS = (5, 23)  # as the extra `hf` asks for
 for _name in ("torch", "transformers"):
     if importlib.util.find_spec(_name) is None:
         raise ImportError(f"no package {_name}")
-_installed = version("transformers") or "of unknown version"
-if tuple(map(int, re.findall(r"\d+", _installed)[:2])) < OLDEST_TRANSFORMERS:
+_installed = version("transformers")  # None of one without metadata
+if _installed and tuple(map(int, re.findall(r"\d+", _installed)[:2])) < OLDEST_TRANSFORMERS:
     _oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
     raise ImportError(
         f"transformers {_installed} is installed, and sparse_mla_torch.hf needs {_oldest} or newer: "

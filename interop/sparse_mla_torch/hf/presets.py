@@ -70,6 +70,6 @@ def load_checkpoint(path: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
 
 
-def on_the_device_of_jax(model: PreTrainedModel) -> PreTrainedModel:
+def on_device_of_jax(model: PreTrainedModel) -> PreTrainedModel:
     """The model on the GPU if JAX runs there and torch has it too, else as it is."""
     return model.to("cuda") if jax.default_backend() == "gpu" and torch.cuda.is_available() else model

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import torch
 
-from jax_sparse_mla.serving.presets import ByteTokenizer, load_tokenizer
+from jax_sparse_mla.serving.presets import DEFAULT_PRESET, ByteTokenizer, load_tokenizer
 from jax_sparse_mla.serving.speculative import DraftOracle
 from sparse_mla_torch.hf import presets
 from sparse_mla_torch.hf.comparison import TorchRun
@@ -28,7 +28,7 @@ class TorchSetup:
             self.name, model = args.model, presets.load_checkpoint(args.model)
             self.tokenizer = load_tokenizer(args.model, model.config.vocab_size)
         else:
-            preset = args.preset or "v4"
+            preset = args.preset or DEFAULT_PRESET
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
             model, self.tokenizer = presets.build_preset(preset, args.seed), ByteTokenizer()
         self.torch_model = model.to(device)
