@@ -23,7 +23,7 @@ from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
-from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, bits_to_float32, divide, float32_bits
+from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, F32_448, F32_ONE, bits_to_float32, divide, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows, write_own_pages
 from jax_sparse_mla.xla.triton_call import launching
 
@@ -410,8 +410,8 @@ def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     amax_bits = jnp.max(float32_bits(x) & _MAGNITUDE_MASK, axis=-1, initial=0)
     floor = int(_MIN_AMAX.view(np.int32))
     # An infinity is clipped.
-    scale_bits = divide(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS), np.float32(E4M3_MAX).view(np.int32))
-    inverse = bits_to_float32(divide(np.float32(1).view(np.int32), scale_bits))
+    scale_bits = divide(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS), F32_448)
+    inverse = bits_to_float32(divide(F32_ONE, scale_bits))
     values = jnp.clip(x * inverse[..., None], -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return values, bits_to_float32(scale_bits)
 

@@ -37,8 +37,8 @@ _IMPLICIT_ONE = 0x00800000
 _MANTISSA_OF_1_75 = 0x00600000
 _F32_INF = 0x7F800000
 _F32_NAN = 0x7FC00000
-_F32_ONE = 0x3F800000
-_F32_448 = 0x43E00000
+F32_ONE = 0x3F800000
+F32_448 = 0x43E00000
 _BF16_INF = 0x7F80
 _UE8M0_NAN = 255
 
@@ -247,9 +247,9 @@ def _by_float32(x: jax.Array, group: int, least: int | None) -> tuple[jax.Array,
         values, exponents = quantize_groups(x, group, least)
         return _to_bytes(values), _to_bytes(power_of_two(exponents))
     grouped, amax_bits = _groups(x, group)
-    scales = divide(amax_bits, _F32_448)
+    scales = divide(amax_bits, F32_448)
     # SGLang's has no floor: the scale of an all-zero group is 0, and 0 · (1 / 0) a NaN, which we do not make.
-    inverse = bits_to_float32(jnp.where(scales == 0, 0, divide(_F32_ONE, scales)))[..., None]
+    inverse = bits_to_float32(jnp.where(scales == 0, 0, divide(F32_ONE, scales)))[..., None]
     # A CPU takes subnormal numbers for zeros, a GPU does not: the bytes must not depend on it.
     normal = (float32_bits(grouped) & _MAGNITUDE_MASK) >= _IMPLICIT_ONE
     values = jnp.where(normal, grouped * inverse, jnp.copysign(0.0, grouped))

@@ -1,5 +1,5 @@
-"""Serves requests with a model in JAX: a step is one program, and the host reads its tokens while
-the next ones run."""
+"""Serves requests with a model in JAX: a step is one program, and the host reads its tokens while the next
+ones run."""
 
 from __future__ import annotations
 

@@ -56,52 +56,44 @@ def small_v4_config(**changes) -> DeepseekV4Config:
     return DeepseekV4Config(**{**fields, **changes})
 
 
+# What the small V3.2 and GLM-5 models share.
+_LATENT = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 16,
+    "index_topk": 64,
+    "attn_implementation": "eager",
+}
+
+
 def small_v32_config(**changes) -> DeepseekV32Config:
     """64 tokens are selected."""
     yarn = {**_YARN, "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
     fields = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
         "num_hidden_layers": 2,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "n_routed_experts": 4,
         "n_group": 1,
         "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "index_n_heads": 16,
-        "index_topk": 64,
         "rope_parameters": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "attn_implementation": "eager",
     }
-    return DeepseekV32Config(**{**fields, **changes})
+    return DeepseekV32Config(**{**_LATENT, **fields, **changes})
 
 
 def small_glm5_config(**changes) -> GlmMoeDsaConfig:
     """The second of three layers shares the first one's selection; 64 tokens are selected."""
     fields = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
         "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
         "indexer_types": ["full", "shared", "full"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "index_n_heads": 16,
-        "index_topk": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "attn_implementation": "eager",
     }
-    return GlmMoeDsaConfig(**{**fields, **changes})
+    return GlmMoeDsaConfig(**{**_LATENT, **fields, **changes})
 
 
 CONFIGS = {"v4": small_v4_config, "v32": small_v32_config, "glm5": small_glm5_config}

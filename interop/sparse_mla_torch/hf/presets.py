@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
-from transformers.models.deepseek_v32 import DeepseekV32ForCausalLM
-from transformers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from jax_sparse_mla.serving import checkpoint
 from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.presets import CONFIGS, PRESETS
 
-_MODELS = {
-    "deepseek_v4": DeepseekV4ForCausalLM,
-    "deepseek_v32": DeepseekV32ForCausalLM,
-    "glm_moe_dsa": GlmMoeDsaForCausalLM,
-}
-
 
 def build_preset(name: str, seed: int) -> PreTrainedModel:
-    """The random model of one of PRESETS in bfloat16 that the JAX engine has from this seed."""
+    """The random model of one of PRESETS that the JAX engine has from this seed, in bfloat16 with eager attention."""
     if name not in CONFIGS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
-    return from_named_arrays(CONFIGS[name], Model.from_config(CONFIGS[name]).random_arrays(seed))
-
-
-def from_named_arrays(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PreTrainedModel:
-    """A model in bfloat16 with eager attention.
-
-    Args:
-      config: as `config.json` has it.
-      arrays: all tensors, by the names of `Model.random_arrays`.
-    """
-    names = checkpoint.read_config(config)
-    model_type = _MODELS[config["model_type"]]
-    fields = {name: value for name, value in config.items() if name != "model_type"}
-    model = in_bfloat16(model_type(model_type.config_class(**fields, attn_implementation="eager")))
+    of_jax = Model.from_config(CONFIGS[name])
+    arrays = of_jax.random_arrays(seed)
+    config = AutoConfig.for_model(**CONFIGS[name], attn_implementation="eager")
+    model = in_bfloat16(AutoModelForCausalLM.from_config(config))
     with torch.no_grad():
-        for stored, tensor in model.state_dict().items():
-            if (name := checkpoint.canonical_name(stored, names)) is not None:
-                tensor.copy_(torch.from_numpy(arrays[name].astype(np.float32)))
+        for given, tensor in model.state_dict().items():
+            if (stored := checkpoint.canonical_name(given, of_jax.config)) is not None:
+                tensor.copy_(torch.from_numpy(arrays[stored].astype(np.float32)))
     return model
 
 
