@@ -26,9 +26,10 @@ from jax_sparse_mla.attention.merge import sink_factor
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.kv_cache.rows import gather_rows_reference
 
-# What one chunk of query rows may take: its gathered keys (bf16 and float32) and scores. 128 MiB keeps 4,096
-# queries × 64 heads × topk 512 far under the 4 GiB that a small host has, and still fills the matrix units.
-CHUNK_BYTES = 128 << 20
+# What one chunk of query rows may take: its gathered keys (bf16 and float32) and scores. Several chunks are a loop, and
+# a loop's inputs exist in memory: of a single large chunk XLA's CPU compiler fuses all that makes the indices into the
+# gather, and computes each index again for every one of its row's 512 values.
+CHUNK_BYTES = 32 << 20
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))

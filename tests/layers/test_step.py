@@ -27,7 +27,6 @@ from small_engine import (
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
 
-COMPILING = "PLAIN"  # see conftest.py
 DECODE, EXTEND = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND
 RATIOS = (0, 4, 128, None)  # None: V3.2
 names = {0: "V4 window only", 4: "V4 ratio 4", 128: "V4 ratio 128", None: "V3.2"}

@@ -20,7 +20,6 @@ from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
-COMPILING = "PLAIN"  # see conftest.py
 VOCABULARY, CHUNK = 256, 112
 SELECTED = 256  # tokens, by an indexer of these models without a window
 # Chosen with the lengths below for tokens and drafts of clear margins: half a percent of the best logit.

@@ -14,7 +14,6 @@ from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
-COMPILING = "PLAIN"  # see conftest.py
 MODEL = ToyModel()
 # One engine for all tests, since each program takes seconds to compile: its pool just holds the requests below.
 OPTIONS = EngineOptions(chunk_size=256, max_batch=2, max_len=800, num_pages=6, reuse_points=3, speculative_steps=3)
