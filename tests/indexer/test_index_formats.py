@@ -1,4 +1,4 @@
-"""Index keys of DeepSeek-V4.1: FP4 pages of 68 bytes a key, and each engine's scales. The oracle is numpy in float64."""
+"""Index keys of DeepSeek-V4.1: FP4 pages of 68 bytes a key, and each engine's scales, against numpy in float64."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -164,7 +164,7 @@ def test_what_is_refused():
     assert repr(FP4["vllm"]) == "IndexFormat.FP4.written_by('vllm')" and FP4["sglang"] == IndexFormat.FP4
     with pytest.raises(ValueError, match="written_by: engine of FP4 index keys must be 'sglang' or 'vllm', got 'trt'"):
         IndexFormat.FP4.written_by("trt")
-    with pytest.raises(TypeError, match="IndexKeys.zeros: format must be an IndexFormat, got str"):
+    with pytest.raises(TypeError, match=r"IndexKeys\.zeros: format must be an IndexFormat, got str"):
         IndexKeys.zeros(1, 64, format="FP4")
     with pytest.raises(TypeError, match="quantize_index_q: format must be an IndexFormat, got str"):
         quantize_index_q(jnp.ones((1, 1, 128)), format="FP4")
