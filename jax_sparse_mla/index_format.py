@@ -121,7 +121,7 @@ def encode_keys(format: IndexFormat, k: jax.Array) -> tuple[jax.Array, jax.Array
     """
     if format.name == "FP8":
         values, scales = quantize_fp8(k, format)
-        return (lax.bitcast_convert_type(x, jnp.uint8) for x in (values, scales))
+        return lax.bitcast_convert_type(values, jnp.uint8), lax.bitcast_convert_type(scales, jnp.uint8)
     codes, scales = _quantize_fp4(k, format.least_exponent)
     if format.writer == "sglang":
         codes = jnp.where(codes == 8, 0, codes)

@@ -147,7 +147,7 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
     arguments = q, weights, index_cache, page_table, lengths
     # The kernels multiply FP8 numbers.
     empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
-    is_fp8 = q.dtype == jnp.float8_e4m3fn and _keys(index_cache).format.name == "FP8"
+    is_fp8 = q.dtype == jnp.float8_e4m3fn and as_index_keys(index_cache).format.name == "FP8"
     if not is_fp8 or q.shape[1] > MAX_KERNEL_HEADS or empty:
         return index_logits_reference(*arguments)
 
@@ -164,7 +164,7 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
 
 def index_logits_reference(q, weights, index_cache, page_table, lengths):
     """`index_logits` in plain JAX: what a kernel must do but for the order and the precision of its sums."""
-    keys = _keys(index_cache)
+    keys = as_index_keys(index_cache)
     start = jnp.broadcast_to(jnp.arange(page_table.shape[1], dtype=jnp.int32) * keys.page_size, page_table.shape)
     return logits_of_units(q, weights, keys, page_table, start, lengths, unit=keys.page_size)
 
@@ -295,7 +295,7 @@ def _check_write(function: str, index_cache: jax.Array | IndexKeys, slots: jax.A
 
 @functools.partial(jax.jit, static_argnames="hadamard")
 def _write_index_k(index_cache, slots, k, *, hadamard):
-    keys = _keys(index_cache)
+    keys = as_index_keys(index_cache)
     if keys.data.size == 0 or slots.size == 0:
         return index_cache
 
@@ -316,7 +316,7 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
 
 def write_index_k_reference(index_cache, slots, k, *, hadamard=False):
     """`write_index_k` in plain JAX: what a kernel must do byte by byte (but for the order of the transform's sums)."""
-    keys = _keys(index_cache)
+    keys = as_index_keys(index_cache)
     values, scales = encode_keys(keys.format, _hadamard_transform(k.astype(jnp.float32)) if hadamard else k)
     _, page, offset = _locate(keys, slots)
     width = keys.format.value_bytes
@@ -347,7 +347,7 @@ def gather_index_k(index_cache: jax.Array | IndexKeys, slots: jax.Array) -> tupl
 
 @jax.jit
 def _gather_index_k(index_cache, slots):
-    keys = _keys(index_cache)
+    keys = as_index_keys(index_cache)
     valid, page, offset = _locate(keys, slots)
     if keys.num_pages == 0:  # nothing to gather from: every slot is out of range
         keys = dataclasses.replace(keys, data=jnp.zeros((1, keys.data.shape[1]), jnp.uint8))
@@ -360,7 +360,7 @@ def _gather_index_k(index_cache, slots):
 
 def page_size_of(index_cache: jax.Array | IndexKeys) -> int:
     """Keys of a page."""
-    return _keys(index_cache).page_size
+    return as_index_keys(index_cache).page_size
 
 
 def check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys) -> jax.Array | IndexKeys:
@@ -370,7 +370,7 @@ def check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys)
         index_cache.check_view(check, "index_cache", data.shape[0])
     else:
         data = index_cache = check("index_cache", index_cache, ("num_pages", "page_bytes"), UINT8)
-    page_bytes, key_bytes = data.shape[1], _keys(index_cache).format.key_bytes
+    page_bytes, key_bytes = data.shape[1], as_index_keys(index_cache).format.key_bytes
     if page_bytes == 0 or page_bytes % key_bytes:
         raise check.fail(
             f"index_cache must have pages of page_size * {key_bytes} bytes, page_size >= 1, got shape "
@@ -379,14 +379,14 @@ def check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys)
     return index_cache
 
 
-def _keys(index_cache: jax.Array | IndexKeys) -> IndexKeys:
+def as_index_keys(index_cache: jax.Array | IndexKeys) -> IndexKeys:
     """The cache of one layer as IndexKeys."""
     return index_cache if isinstance(index_cache, IndexKeys) else IndexKeys(data=index_cache)
 
 
 def _pages(index_cache: jax.Array | IndexKeys) -> tuple[int, int]:
     """The cache's first page in its array, and how many pages it has."""
-    keys = _keys(index_cache)
+    keys = as_index_keys(index_cache)
     return keys.first_page, keys.num_pages
 
 
