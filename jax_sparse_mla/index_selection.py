@@ -123,8 +123,8 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
 
 
 def pages_of_rows(rows_of: dict[str, Any], page_table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row's pages, int32 `[rows, P]`, and its number of keys, int32 `[rows]`; a row whose request is not in the table
-    has none. The table has a request."""
+    """Each row's pages, int32 `[rows, P]`, and its number of keys, int32 `[rows]`. A row whose request is not in the
+    table has no keys; the table has a request at least."""
     request, requests = rows_of["request"], page_table.shape[0]
     known = (request >= 0) & (request < requests)
     pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
