@@ -38,10 +38,6 @@ class ModelSpec:
       window: tokens of the sliding window; None where the model has none.
       compress_ratios: the distinct compress ratios of the layers, ascending; 0 is a sliding-window layer.
       has_attn_sink: whether each head has an attention sink.
-      compressed_layout: the byte layout of a compressed row; None: kv_layout.
-      index_format: how the indexer's keys are stored.
-      candidate_blocks, candidate_block_size: the most blocks, and positions of a block, that V4.1's candidate source
-        leaves for later indexers to score; 0 without one.
     """
 
     name: str
@@ -59,10 +55,9 @@ class ModelSpec:
     window: int | None = None
     compress_ratios: tuple[int, ...] = ()
     has_attn_sink: bool = False
-    compressed_layout: KVLayout | None = None
-    index_format: IndexFormat = IndexFormat.FP8
-    candidate_blocks: int = 0
-    candidate_block_size: int = 0
+
+    compressed_layout = None  # fields of `V41Spec` alone
+    index_format = IndexFormat.FP8
 
     @classmethod
     def from_hf_config(cls, config: Any) -> ModelSpec:
@@ -87,9 +82,8 @@ class ModelSpec:
             return _v32_from_config(read)
         why = " (KPool: pools of index keys)" if model_type == "glm5_next" else ""
         raise ValueError(
-            "ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4' or 'deepseek_v41' or "
-            f"'glm_moe_dsa', got "
-            f"{model_type!r}{why}"
+            "ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa' or "
+            f"'deepseek_v41', got {model_type!r}{why}"
         )
 
 
@@ -234,6 +228,23 @@ _V41_PAGE_SIZE = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class V41Spec(ModelSpec):
+    """The attention constants of DeepSeek-V4.1: a `ModelSpec`, and what the other models do not have.
+
+    Attributes:
+      compressed_layout: the byte layout of a compressed row; None: kv_layout.
+      index_format: how the indexer's keys are stored.
+      candidate_blocks, candidate_block_size: the most blocks, and positions of a block, that the candidate source
+        leaves for later indexers to score; 0 without one.
+    """
+
+    compressed_layout: KVLayout | None = None
+    index_format: IndexFormat = IndexFormat.FP8
+    candidate_blocks: int = 0
+    candidate_block_size: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class V41Layer:
     """What a layer of DeepSeek-V4.1 owns, and of which layers it reads the rest; a static argument of `v41_layer`.
 
@@ -347,7 +358,7 @@ def v41_layers(config: Any) -> tuple[V41Layer, ...]:
     return tuple(layers)
 
 
-def _v41_from_config(config: Any) -> ModelSpec:
+def _v41_from_config(config: Any) -> V41Spec:
     read, layers = _v41_reader(config), v41_layers(config)
 
     def need(name: str) -> Any:
@@ -365,7 +376,7 @@ def _v41_from_config(config: Any) -> ModelSpec:
             "ModelSpec.from_hf_config: candidate_topk_blocks must be positive and candidate_block_size a divisor of "
             f"{_V41_PAGE_SIZE // max(V41_RATIOS)}, got {blocks} and {block_size}"
         )
-    return ModelSpec(
+    return V41Spec(
         name="deepseek_v41",
         num_heads=need("num_attention_heads"),
         qk_dim=head_dim,

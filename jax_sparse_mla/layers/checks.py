@@ -23,7 +23,7 @@ from jax_sparse_mla.indexer import IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
-from jax_sparse_mla.models import INDEXED_RATIO, V41_RATIOS, ModelSpec, V41Layer
+from jax_sparse_mla.models import INDEXED_RATIO, V41_RATIOS, ModelSpec, V41Layer, V41Spec
 
 
 def check_tables(function: str, tables: RequestTables) -> None:
@@ -145,7 +145,7 @@ def check_v41_layer(
     metadata: V4Metadata,
     plan: PrefillPlan | None,
     *,
-    spec: ModelSpec,
+    spec: V41Spec,
     layer: V41Layer,
     source: Any,
     selected: Any,
@@ -158,6 +158,8 @@ def check_v41_layer(
     """
     if not isinstance(layer, V41Layer):
         raise TypeError(f"v41_layer: layer must be a V41Layer, one of models.v41_layers, got {type(layer).__name__}")
+    if not isinstance(spec, V41Spec):
+        raise TypeError(f"v41_layer: spec must be a V41Spec, got {type(spec).__name__}")
     ratio, kind = layer.ratio, "a KV source" if layer.is_kv_source else "a layer that is no KV source"
     where = f"{kind} of compress ratio {ratio}"
     check, need = _needs("v41_layer", metadata, plan, ratio, where)

@@ -24,7 +24,7 @@ from jax_sparse_mla.layers.state import IndexKeyParams, IndexRows, V4LayerCache,
 from jax_sparse_mla.layers.v4 import attend, selected_positions
 from jax_sparse_mla.layers.write import Step, compress, slots_of_entries, step_of
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata
-from jax_sparse_mla.models import ModelSpec, V41Layer
+from jax_sparse_mla.models import V41Layer, V41Spec
 
 
 @pytree_dataclass
@@ -48,7 +48,7 @@ def v41_layer(
     metadata: V4Metadata,
     plan: PrefillPlan | None,
     *,
-    spec: ModelSpec,
+    spec: V41Spec,
     layer: V41Layer,
     source: V4LayerCache | None = None,
     selected: V41Selection | None = None,
@@ -138,7 +138,7 @@ def _select(
     metadata: V4Metadata,
     selected: V41Selection | None,
     *,
-    spec: ModelSpec,
+    spec: V41Spec,
     layer: V41Layer,
 ) -> V41Selection:
     """What an index source selects of the KV source's entries."""

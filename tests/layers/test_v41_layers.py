@@ -338,6 +338,11 @@ def test_what_is_refused():
     ):
         with pytest.raises(error, match=f"v41_layer: {message}"):
             traced(i, cache, **given)
+    _, batch, _ = make_step(DECODE, TOKENS[0], 2)
+    for error, name, value in ((TypeError, "layer", 4), (TypeError, "spec", mla.DEEPSEEK_V4_FLASH)):
+        options = {"spec": SPEC, "layer": LAYERS[4]} | {name: value}
+        with pytest.raises(error, match=f"v41_layer: {name} must be a V41"):
+            layers.v41_layer(of_1, None, None, batch, None, None, **options)
     with pytest.raises(ValueError, match="v4_layer: ratio must be V4's, got 2"):
         rows, batch, _ = make_step(DECODE, TOKENS[0], 2)
         _, params, tables = model()
