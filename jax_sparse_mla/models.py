@@ -233,12 +233,15 @@ class V41Spec(ModelSpec):
 
     Attributes:
       compressed_layout: the byte layout of a compressed row; None: kv_layout.
+      fp4_rows: whether compressed rows are rounded to FP4 before they are written in another layout, as SGLang does in
+        caches of 584 bytes and vLLM does not.
       index_format: how the indexer's keys are stored.
       candidate_blocks, candidate_block_size: the most blocks, and positions of a block, that the candidate source
         leaves for later indexers to score; 0 without one.
     """
 
     compressed_layout: KVLayout | None = None
+    fp4_rows: bool = False
     index_format: IndexFormat = IndexFormat.FP8
     candidate_blocks: int = 0
     candidate_block_size: int = 0

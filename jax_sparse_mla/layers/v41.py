@@ -18,7 +18,8 @@ from jax_sparse_mla.candidates import index_topk_and_blocks, index_topk_in_block
 from jax_sparse_mla.compressor import rope_interleaved, round_to_bfloat16
 from jax_sparse_mla.indexer import as_index_keys, quantize_index_q, write_index_k
 from jax_sparse_mla.indices.lookup import page_slot_or_minus_one
-from jax_sparse_mla.kv_cache import write_kv
+from jax_sparse_mla.kv_cache import KVLayout, write_kv
+from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.layers.state import IndexKeyParams, IndexRows, V4LayerCache, V4LayerParams, V4Rows
 from jax_sparse_mla.layers.v4 import attend, selected_positions
@@ -80,7 +81,8 @@ def v41_layer(
     arguments = cache, rows, params, batch, metadata, plan
     layer_checks.check_v41_layer(*arguments, spec=spec, layer=layer, source=source, selected=selected)
     step = step_of(batch, metadata, layer.ratio)
-    cache = _write(cache, rows, params, step, ratio=layer.ratio, compresses=layer.is_kv_source)
+    facts = {"ratio": layer.ratio, "compresses": layer.is_kv_source, "fp4_rows": spec.fp4_rows}
+    cache = _write(cache, rows, params, step, **facts)
     read = cache if layer.is_kv_source else source
     if layer.is_index_source:
         selected = _select(rows.index, read, metadata, selected, spec=spec, layer=layer)
@@ -97,9 +99,16 @@ def v41_layer(
     return attend(rows.q, seen, metadata, plan, positions, slots, **facts), cache, selected
 
 
-@partial(jax.jit, static_argnames=("ratio", "compresses"))
+@partial(jax.jit, static_argnames=("ratio", "compresses", "fp4_rows"))
 def _write(
-    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, ratio: int, compresses: bool
+    cache: V4LayerCache,
+    rows: V4Rows,
+    params: V4LayerParams,
+    step: Step,
+    *,
+    ratio: int,
+    compresses: bool,
+    fp4_rows: bool,
 ) -> V4LayerCache:
     """The layer's caches with the step's rows in them."""
     swa = write_kv(cache.swa, step.swa_slots, rows.kv)
@@ -111,9 +120,16 @@ def _write(
     )
     first = step.positions[jnp.maximum(entry_rows, 0)] - (ratio - 1)  # an entry stands at its first token
     slots = slots_of_entries(step, entry_rows)
-    compressed = write_kv(cache.compressed, slots, rope_interleaved(latents, first, inv_freq))
+    entries = rope_interleaved(latents, first, inv_freq)
+    compressed = write_kv(cache.compressed, slots, _rounded_to_fp4(entries) if fp4_rows else entries)
     index_k = write_index_k(cache.index_k, slots, _index_keys(latents, first, inv_freq, params.index_keys.alone()))
     return V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k)
+
+
+def _rounded_to_fp4(rows: jax.Array) -> jax.Array:
+    """bfloat16 rows as a cache of FP4 rows gives them back."""
+    read_back = decode_rows(KVLayout.V41_FP4, *encode_rows(KVLayout.V41_FP4, rows))
+    return lax.bitcast_convert_type(read_back, jnp.bfloat16)
 
 
 def _index_keys(latents: jax.Array, positions: jax.Array, inv_freq: jax.Array, params: IndexKeyParams) -> jax.Array:

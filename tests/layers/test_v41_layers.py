@@ -252,11 +252,14 @@ def test_paged_chunks_are_the_torch_forms():
 
 
 @pytest.mark.long
-def test_v4s_layouts_serve_v41():
-    """What engines keep on Hopper: rows of 584 bytes, index keys of 132."""
-    of_vllm = IndexFormat.FP8.written_by("vllm")
-    spec = dataclasses.replace(SPEC, kv_layout=KVLayout.V4_FP8, compressed_layout=None, index_format=of_vllm)
-    assert_served(serve(STEPS, spec=spec), "V4")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_v4s_layouts_serve_v41(engine):
+    """What engines keep on Hopper: rows of 584 bytes, with index keys of 132 (vLLM), or rounded to FP4 (SGLang)."""
+    spec = dataclasses.replace(SPEC, kv_layout=KVLayout.V4_FP8, compressed_layout=None)
+    if engine == "vllm":
+        spec = dataclasses.replace(spec, index_format=IndexFormat.FP8.written_by("vllm"))
+        return assert_served(serve(STEPS, spec=spec), "V4")
+    assert_served(serve(STEPS, spec=dataclasses.replace(spec, fp4_rows=True)), "V4_OF_SGLANG")
 
 
 def test_a_kv_source_is_written_in_place():

@@ -87,7 +87,8 @@ class Caches(NamedTuple):
 
 
 V41 = Caches(row_fp8, row_fp4, partial(index_fp4, floor=1e-4), partial(index_fp4, floor=2.0**-126))
-V4 = Caches(row_v4, row_v4, index_fp8, index_fp8)
+V4 = Caches(row_v4, row_v4, index_fp8, index_fp8)  # vLLM on SM90
+V4_OF_SGLANG = Caches(row_v4, lambda x: row_v4(row_fp4(x)), V41.keys, V41.queries)  # SGLang on SM90
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
