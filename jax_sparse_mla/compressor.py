@@ -1,4 +1,4 @@
-"""The compressor of DeepSeek-V4, which turns every `ratio` tokens into one row of a compressed cache.
+"""The compressor of DeepSeek-V4 and V4.1, which turns every `ratio` tokens into one row of a compressed cache.
 
 A token brings a kv row and a score row. The entry of the group of tokens that ends at position p (p + 1 is a
 multiple of ratio) is, per channel,
@@ -9,6 +9,9 @@ followed by RMSNorm and rope at the group's first position. The window of ratio 
 of ratio 4 overlap: rows are `[A | B]`, twice as wide, and a window has 8 tokens, the A halves of the group before and
 the B halves of the group itself. A request's first group has no group before it. (This is SGLang's V4 compressor;
 DeepSeek calls the two CSA and HCA.) The V4 indexer compresses its keys with the same function.
+
+V4.1 has ratios 1 and 2 and no ape. A group of ratio 1 is a token, which has no score: its kv is what is normed. V4.1's
+index keys are made of the entry before rope, so the layer passes no frequencies and rotates it afterwards.
 
 Groups may span steps, so each request carries its last tokens in a ring, `CompressorState`.
 """
@@ -23,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, INT_MAX, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
@@ -108,38 +111,41 @@ class _Tokens:
 
 
 def compress_kv(
-    state: CompressorState,
+    state: CompressorState | None,
     kv: jax.Array,
-    score: jax.Array,
+    score: jax.Array | None,
     *,
     positions: jax.Array,
     req_rows: jax.Array,
     query_start_loc: jax.Array,
-    ape: jax.Array,
+    ape: jax.Array | None,
     norm_weight: jax.Array,
     inv_freq: jax.Array,
     ratio: int,
     norm_eps: float = 1e-6,
-) -> tuple[jax.Array, jax.Array, CompressorState]:
+    round_pooled: bool = False,
+) -> tuple[jax.Array, jax.Array, CompressorState | None]:
     """Compresses the groups that this step's tokens complete, and carries the last tokens on.
 
     Any chunking of a request's tokens over steps gives the same entries. Arithmetic is float32. Under `jit`
     with the state donated it is updated in place.
 
     Args:
-      state: the carried tokens, of this ratio and head_dim.
+      state: the carried tokens, of this ratio and head_dim; None where score is: ratio 1 carries none.
       kv, score: bfloat16 or float32 `[T, coff * head_dim]`, one row per query token of B requests; the rows
-        of a request follow each other, their positions ascending by one.
+        of a request follow each other, their positions ascending by one. score may be None for ratio 1: no gate.
       positions: int32 `[T]`, each token's position in its request; negative on padding rows (canonical: −1).
       req_rows: int32 `[T]`, the row of each token's request in the state. A row outside the state makes the
-        token a padding row. No two requests of a step may share one.
+        token a padding row, without a state a negative one does. No two requests of a step may share one.
       query_start_loc: int32 `[B + 1]`, each request's first row. Rows from the last entry on are padding
         rows; B bounds the number of entries.
-      ape: float32 `[ratio, coff * head_dim]`, added to the score of a token by `position % ratio`.
+      ape: float32 `[ratio, coff * head_dim]`, added to the score of a token by `position % ratio`; None: nothing is.
       norm_weight: bfloat16 or float32 `[head_dim]`, of the RMSNorm.
-      inv_freq: float32 `[rope_dim / 2]`, inverse frequencies of the rope on the last rope_dim values.
+      inv_freq: float32 `[rope_dim / 2]`, inverse frequencies of the rope on the last rope_dim values; `[0]`: no rope.
       ratio: tokens per entry, at least 1 (static); 4 has overlap.
       norm_eps: of the RMSNorm (static).
+      round_pooled: rounds the weighted sum to bfloat16 before the norm, as SGLang's compressor of V4.1 does and
+        vLLM's does not (static).
 
     Returns:
       `(entries, rows, state)`: bfloat16 `[N, head_dim]`, int32 `[N]` and the updated state, with
@@ -151,61 +157,69 @@ def compress_kv(
       ValueError: shapes that do not agree with each other and with ratio.
     """
     check = ArgumentChecks("compress_kv")
-    if not isinstance(state, CompressorState):
-        raise TypeError(f"compress_kv: state must be a CompressorState, got {type(state).__name__}")
     ratio = check.static_int("ratio", ratio, minimum=1)
+    if ratio == 1 and score is None:
+        if state is not None or ape is not None:
+            raise check.fail("state and ape must be None where score is: a token of ratio 1 without a gate is an entry")
+    elif not isinstance(state, CompressorState):
+        raise TypeError(f"compress_kv: state must be a CompressorState, got {type(state).__name__}")
     coff, window = _coff(ratio), _coff(ratio) * ratio
     tokens = _Tokens(
         kv=check("kv", kv, ("T", "width"), FLOATS),
-        score=check("score", score, ("T", "width"), FLOATS),
+        score=None if state is None else check("score", score, ("T", "width"), FLOATS),
         positions=check("positions", positions, ("T",), INT32),
         req_rows=check("req_rows", req_rows, ("T",), INT32),
     )
     head_dim, odd = divmod(check.dims["width"], coff)
     if odd or head_dim == 0:
         raise check.fail(f"kv must have shape [T, {coff} * head_dim], got {list(tokens.kv.shape)}")
-    state = dataclasses.replace(
-        state,
-        kv=check("state.kv", state.kv, ("max_requests", "ring", "width"), FLOAT32),
-        score=check("state.score", state.score, ("max_requests", "ring", "width"), FLOAT32),
-    )
-    state.check_view(check, "state", state.kv.shape[0])
-    if check.dims["ring"] < window:
-        raise check.fail(f"state must keep at least {window} tokens per request, got {check.dims['ring']}")
+    if state is not None:
+        state = dataclasses.replace(
+            state,
+            kv=check("state.kv", state.kv, ("max_requests", "ring", "width"), FLOAT32),
+            score=check("state.score", state.score, ("max_requests", "ring", "width"), FLOAT32),
+        )
+        state.check_view(check, "state", state.kv.shape[0])
+        if check.dims["ring"] < window:
+            raise check.fail(f"state must keep at least {window} tokens per request, got {check.dims['ring']}")
     query_start_loc = check("query_start_loc", query_start_loc, (None,), INT32)
     if query_start_loc.shape[0] == 0:
         raise check.fail("query_start_loc must have shape [B + 1], got [0]")
-    ape = check("ape", ape, (ratio, "width"), FLOAT32)
+    ape = check.optional("ape", ape, (ratio, "width"), FLOAT32)
     norm_weight = check("norm_weight", norm_weight, (head_dim,), FLOATS)
     inv_freq = check("inv_freq", inv_freq, (None,), FLOAT32)
     if 2 * inv_freq.shape[0] > head_dim:
         raise check.fail(f"inv_freq must have at most {head_dim // 2} values, got {inv_freq.shape[0]}")
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float, np.floating)):
         raise TypeError(f"compress_kv: norm_eps must be a static float, got {type(norm_eps).__name__}")
-    return _compress_kv(
-        state, tokens, query_start_loc, ape, norm_weight, inv_freq, ratio=ratio, norm_eps=float(norm_eps)
-    )
+    if not isinstance(round_pooled, bool):
+        raise TypeError(f"compress_kv: round_pooled must be a static bool, got {type(round_pooled).__name__}")
+    static = {"ratio": ratio, "norm_eps": float(norm_eps), "round_pooled": round_pooled}
+    return _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, **static)
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "norm_eps"))
-def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, ratio, norm_eps):
+@functools.partial(jax.jit, static_argnames=("ratio", "norm_eps", "round_pooled"))
+def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, ratio, norm_eps, round_pooled):
     num_tokens, num_requests = tokens.positions.shape[0], query_start_loc.shape[0] - 1
-    head_dim, max_requests = norm_weight.shape[0], state.max_requests
+    head_dim, max_requests = norm_weight.shape[0], INT_MAX if state is None else state.max_requests
     num_entries = min(num_tokens, num_tokens // ratio + num_requests)
     if num_tokens == 0 or max_requests == 0:
         rows = jnp.full((num_entries,), -1, jnp.int32)
         return jnp.zeros((num_entries, head_dim), jnp.bfloat16), rows, state
-    requests = state.first_of(max_requests), max_requests
+    if ape is None:
+        ape = jnp.zeros((ratio, tokens.kv.shape[1]), jnp.float32)
+    requests = (0 if state is None else state.first_of(max_requests)), max_requests
     static = {"ratio": ratio, "norm_eps": norm_eps, "num_entries": num_entries, "requests": requests}
     step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
-    arguments = state.kv, state.score, *step, query_start_loc, ape, norm_weight, inv_freq
+    carried = (None, None) if state is None else (state.kv, state.score)
+    arguments = *carried, *step, query_start_loc, ape, norm_weight, inv_freq
 
     kernel = launching("compressor.compress", **static)
-    plain = functools.partial(compress_kv_reference, **static)
+    plain = functools.partial(compress_kv_reference, **static, round_pooled=round_pooled)
     # The kernel takes neighbouring values in pairs.
-    kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0]
+    kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0] and state is not None and not round_pooled
     entries, rows, kv, score = dispatch(kernel, plain, *arguments) if kernel_serves else plain(*arguments)
-    return entries, rows, dataclasses.replace(state, kv=kv, score=score)
+    return entries, rows, None if state is None else dataclasses.replace(state, kv=kv, score=score)
 
 
 def compress_kv_reference(
@@ -224,13 +238,14 @@ def compress_kv_reference(
     norm_eps,
     num_entries,
     requests=None,
+    round_pooled=False,
 ):
     """`(entries, rows, state_kv, state_score)` of `compress_kv` in plain JAX: what a kernel must do but for the order
     of its sums. There are tokens and requests.
 
     `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them.
     """
-    state = CompressorState(kv=state_kv, score=state_score)
+    state = None if state_kv is None else CompressorState(kv=state_kv, score=state_score)
     first_request, max_requests = requests or (0, state_kv.shape[0])
     num_tokens, head_dim = positions.shape[0], norm_weight.shape[0]
     live = (positions >= 0) & (req_rows >= 0) & (req_rows < max_requests)
@@ -242,17 +257,28 @@ def compress_kv_reference(
     rows = rows.astype(jnp.int32)
 
     def one_entry(row):
-        pooled = _pool_window(state, tokens, ape, row, ratio, head_dim)
+        if state is None:  # a token is the group
+            pooled = tokens.kv[jnp.maximum(row, 0)].astype(jnp.float32)
+        else:
+            pooled = _pool_window(state, tokens, ape, row, ratio, head_dim)
+        pooled = round_to_bfloat16(pooled) if round_pooled else pooled
         normed = pooled * lax.rsqrt(jnp.mean(pooled * pooled) + norm_eps) * norm_weight.astype(jnp.float32)
         first_position = tokens.positions[jnp.maximum(row, 0)] - (ratio - 1)
-        entry = rope_interleaved(normed, first_position, inv_freq).astype(jnp.bfloat16)
+        entry = round_to_bfloat16(rope_interleaved(normed, first_position, inv_freq)).astype(jnp.bfloat16)
         return jnp.where(row >= 0, entry, jnp.bfloat16(0))
 
     # Four float32 arrays [window, head_dim]: kv and score, from this step and from the state.
     window_bytes = 4 * 4 * _coff(ratio) * ratio * head_dim
     entries = lax.map(one_entry, rows, batch_size=max(1, CHUNK_BYTES // window_bytes))
+    if state is None:
+        return entries, rows, None, None
     state = _carry(state, tokens, live, _zero_after(entries))
     return entries, rows, state.kv, state.score
+
+
+def round_to_bfloat16(x: jax.Array) -> jax.Array:
+    """float32 x rounded to bfloat16, as float32: XLA may drop a cast to bfloat16 and back, and never this."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def _pool_window(

@@ -7,6 +7,8 @@ The logits of a prefill chunk over a long context are the largest array of a mod
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +105,7 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
         return jnp.full((rows, topk), -1, jnp.int32)
 
     def some(rows_of):
-        request = rows_of["request"]
-        known = (request >= 0) & (request < requests)
-        pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
-        lengths = jnp.where(known, rows_of["lengths"], 0)
+        pages, lengths = pages_of_rows(rows_of, page_table)
         arguments = rows_of["q"], rows_of["weights"], index_cache, pages, lengths
         logits = logits_of(*arguments, rows_of_call=rows, fill=False)  # the top-k reads nothing past a length
         return topk_transform(
@@ -116,18 +115,41 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
             method=method,
             page_table=kv_page_table,
             page_size=page_size,
-            row_to_request=request,
+            row_to_request=rows_of["request"],
             topk_indices_offset=rows_of["offset"],
         )
 
-    chunk = max(1, scratch_bytes // max(1, 4 * capacity))
+    return in_chunks(some, rows_of, capacity, scratch_bytes)
+
+
+def pages_of_rows(rows_of: dict[str, Any], page_table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row's pages, int32 `[rows, P]`, and its number of keys, int32 `[rows]`. A row whose request is not in the
+    table has no keys; the table has a request at least."""
+    request, requests = rows_of["request"], page_table.shape[0]
+    known = (request >= 0) & (request < requests)
+    pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
+    return pages, jnp.where(known, rows_of["lengths"], 0)
+
+
+def in_chunks(some: Callable[[Any], Any], rows_of: Any, width: int, scratch_bytes: int) -> Any:
+    """`some(rows_of)`, of so many rows at a time that float32 `[rows, width]` takes `scratch_bytes` at most.
+
+    Args:
+      some: takes a pytree of arrays `[n, …]` and returns one.
+      rows_of: arrays `[rows, …]`.
+    """
+    rows, chunk = jax.tree.leaves(rows_of)[0].shape[0], max(1, scratch_bytes // max(1, 4 * width))
     if rows <= chunk:
         return some(rows_of)
     chunks = -(-rows // chunk)
     # The last chunk begins earlier where the rows do not fill it; what it selects again is left out.
     first = jnp.minimum(jnp.arange(chunks, dtype=jnp.int32) * chunk, rows - chunk)
-    entries = lax.map(
+    found = lax.map(
         lambda start: some(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, chunk), rows_of)), first
     )
     rest = rows - (chunks - 1) * chunk
-    return jnp.concatenate([entries[:-1].reshape(-1, topk), entries[-1, chunk - rest :]])
+
+    def joined(x):
+        return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, chunk - rest :]])
+
+    return jax.tree.map(joined, found)

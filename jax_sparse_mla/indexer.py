@@ -1,9 +1,10 @@
-"""The indexer of both models: its key cache, its quantiser, and the logits from which the top-k selects.
+"""The indexer of the models: its key cache, its quantiser, and the logits from which the top-k selects.
 
 The index-K cache is a uint8 array `[num_pages, page_size * 132]`. A page holds `page_size * 128` bytes of
 float8_e4m3fn keys (token `offset` at `offset * 128`), then one little-endian float32 scale per token. This is
 SGLang's fp8 index-K page and what DeepGEMM's paged logits read. Slots are `page * page_size + offset`. `IndexKeys` has
-the pages of several layers in one array; each function takes the view of one layer where it takes a cache.
+the pages of several layers in one array, or keys of another format (`IndexFormat`: V4.1's FP4 keys of 68 bytes); each
+function takes the view of one layer where it takes a cache.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from jax_sparse_mla import sharding
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.dispatch import dispatch, shared
+from jax_sparse_mla.index_format import (
+    INDEX_DIM,
+    SCALE_BYTES,
+    IndexFormat,
+    decode_keys,
+    encode_keys,
+    keys_of_bytes,
+    quantize_fp8,
+    round_queries_to_fp4,
+)
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
-from jax_sparse_mla.kv_cache.quantize import E4M3_MAX, F32_448, F32_ONE, bits_to_float32, divide, float32_bits
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows, write_own_pages
 from jax_sparse_mla.xla.triton_call import launching
 
-INDEX_DIM = 128  # values of an index key, in both models
-SCALE_BYTES = 4
-INDEX_K_BYTES = INDEX_DIM + SCALE_BYTES  # per token
+INDEX_K_BYTES = IndexFormat.FP8.key_bytes  # per token
 
 # Bytes in one step of plain `index_logits`: the gathered keys, and every head's scores against them.
 CHUNK_BYTES = 32 << 20
@@ -37,33 +45,34 @@ CHUNK_BYTES = 32 << 20
 # Both models have 64; a kernel's accumulators grow with them.
 MAX_KERNEL_HEADS = 64
 
-_MIN_AMAX = np.float32(1e-4)  # SGLang's floor: an all-zero key has a scale too
-
-_MAGNITUDE_MASK = 0x7FFFFFFF
-_MAX_FINITE_BITS = 0x7F7FFFFF
-
 
 @pytree_dataclass
 class IndexKeys(LayerPool):
     """The index-K caches of several layers in one array; `layer(i)` is the view of one, see `PagedKV`.
 
     Attributes:
-      data: uint8 `[num_layers * num_pages, page_size * 132]`.
+      data: uint8 `[num_layers * num_pages, page_size * format.key_bytes]`.
       num_layers: how many layers' pages `data` holds, one layer after the other (static).
       layer_index: the layer of a view; None for all of them (static).
+      format: of the keys (static). A bare array has FP8 keys of 132 bytes.
     """
 
     data: jax.Array
     num_layers: int = static(default=1)
     layer_index: int | None = static(default=None)
+    format: IndexFormat = static(default=IndexFormat.FP8)
 
     @classmethod
-    def zeros(cls, num_pages: int, page_size: int, *, num_layers: int = 1) -> IndexKeys:
+    def zeros(
+        cls, num_pages: int, page_size: int, *, num_layers: int = 1, format: IndexFormat = IndexFormat.FP8
+    ) -> IndexKeys:
         """`num_pages` zeroed pages of `page_size` keys for each of `num_layers` layers."""
         check = ArgumentChecks("IndexKeys.zeros")
-        page_bytes = check.static_int("page_size", page_size, minimum=1) * INDEX_K_BYTES
+        if not isinstance(format, IndexFormat):
+            raise TypeError(f"IndexKeys.zeros: format must be an IndexFormat, got {type(format).__name__}")
+        page_bytes = check.static_int("page_size", page_size, minimum=1) * format.key_bytes
         shape = layer_shape(check, num_layers, ("num_pages", num_pages), page_bytes)
-        return cls(data=jnp.zeros(shape, jnp.uint8), num_layers=num_layers)
+        return cls(data=jnp.zeros(shape, jnp.uint8), num_layers=num_layers, format=format)
 
     @property
     def num_pages(self) -> int:
@@ -77,7 +86,7 @@ class IndexKeys(LayerPool):
 
     @property
     def page_size(self) -> int:
-        return self.data.shape[1] // INDEX_K_BYTES
+        return self.data.shape[1] // self.format.key_bytes
 
 
 # --- logits ----------------------------------------------------------------------------------------
@@ -95,13 +104,14 @@ def index_logits(
     The formula is that of SGLang and DeepGEMM (paged MQA logits). Products are exact, sums are float32, and an array
     `[rows, heads, columns]` is never made. On an NVIDIA GPU a kernel serves float8_e4m3fn queries on the FP8 tensor
     cores. Those of Hopper keep about 14 bits of a sum of products: the error is within 2^-12 of the sum of the
-    magnitudes of a logit's terms.
+    magnitudes of a logit's terms. FP4 keys are served by plain JAX.
 
     Args:
       q: float8_e4m3fn, bfloat16 or float32 `[rows, heads, 128]`, the query of each row.
       weights: float32 `[rows, heads]`; the caller multiplies `head_dim^-0.5`, `heads^-0.5` and the scale of q into
         them.
-      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys`.
+      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys` of any format; the values of FP4 keys
+        have their scales multiplied in, and k_scale is 1.
       page_table: int32 `[rows, P]`, the pages of each row's keys: column j is token `j % page_size` of page
         `page_table[t, j // page_size]`. Outside `[0, num_pages)` (canonical: −1) it is no page.
       lengths: int32 `[rows]`, keys of each row, clipped to `[0, P * page_size]`.
@@ -135,9 +145,10 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
       fill: False where nobody reads the columns from a row's length on; they may then hold anything.
     """
     arguments = q, weights, index_cache, page_table, lengths
-    # The kernel multiplies FP8 numbers; other queries are for comparisons.
+    # The kernels multiply FP8 numbers.
     empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
-    if q.dtype != jnp.float8_e4m3fn or q.shape[1] > MAX_KERNEL_HEADS or empty:
+    is_fp8 = q.dtype == jnp.float8_e4m3fn and as_index_keys(index_cache).format.name == "FP8"
+    if not is_fp8 or q.shape[1] > MAX_KERNEL_HEADS or empty:
         return index_logits_reference(*arguments)
 
     def kernel(*arguments):
@@ -153,47 +164,76 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
 
 def index_logits_reference(q, weights, index_cache, page_table, lengths):
     """`index_logits` in plain JAX: what a kernel must do but for the order and the precision of its sums."""
-    (rows, heads, _), pages = q.shape, page_table.shape[1]
-    index_cache = _keys(index_cache)
-    page_size, num_pages, first_page = index_cache.page_size, index_cache.num_pages, index_cache.first_page
-    capacity = pages * page_size
-    if rows == 0 or capacity == 0 or num_pages == 0:
-        return jnp.full((rows, capacity), -jnp.inf, jnp.float32)
+    keys = as_index_keys(index_cache)
+    start = jnp.broadcast_to(jnp.arange(page_table.shape[1], dtype=jnp.int32) * keys.page_size, page_table.shape)
+    return logits_of_units(q, weights, keys, page_table, start, lengths, unit=keys.page_size)
+
+
+def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: int):
+    """The logits of runs of keys, in plain JAX.
+
+    Args:
+      q, weights, lengths: as in `index_logits`.
+      page: int32 `[rows, n]`, the page of each of a row's runs; outside `[0, num_pages)` there is none.
+      start: int32 `[rows, n]`, the position of the run's first key in the row; its place in the page is
+        `start % page_size`.
+      unit: keys of a run, a divisor of the page size and of every start (static).
+
+    Returns:
+      float32 `[rows, n * unit]`; −inf where there is no page and from the row's length on.
+    """
+    (rows, heads, _), runs = q.shape, page.shape[1]
+    num_pages, first_page = keys.num_pages, keys.first_page
+    if rows == 0 or runs * unit == 0 or num_pages == 0:
+        return jnp.full((rows, runs * unit), -jnp.inf, jnp.float32)
     # bfloat16 holds every e4m3 number, and its products are exact in float32: the tensor cores' fast path.
     dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
-    blocks, pages_per_block, chunk = _blocking(rows, heads, pages, page_size, dtype)
-    block_columns = pages_per_block * page_size
+    blocks, per_block, chunk = _blocking(rows, heads, runs, unit, dtype)
 
-    padding = ((0, 0), (0, blocks * pages_per_block - pages))
-    tables = jnp.pad(page_table, padding, constant_values=-1).reshape(rows, blocks, pages_per_block)
-    lengths = jnp.clip(lengths, 0, capacity)
+    def by_block(x, filled):
+        return jnp.pad(x, ((0, 0), (0, blocks * per_block - runs)), constant_values=filled).reshape(rows, blocks, -1)
+
+    page, start = by_block(page, -1), by_block(start, 0)
+    lengths = jnp.maximum(lengths, 0)
 
     def one_block(task):
         row, block = task // blocks, task % blocks
-        page = tables[row, block]
-        is_page = (page >= 0) & (page < num_pages)
-        data = index_cache.data  # a page out of range is clamped, and masked below
-        data = gather_windows(data, page + first_page, jnp.zeros_like(page), data.shape[1])
-        keys, scales = _split_pages(data, page_size)
+        pages, starts = page[row, block], start[row, block]
+        is_page = (pages >= 0) & (pages < num_pages)
+        # A page out of range is clamped, and masked below.
+        values, scales = _gather_runs(keys, pages + first_page, starts % keys.page_size, unit)
+        values, scales = keys_of_bytes(keys.format, values, scales, dtype)
         scores = jnp.einsum(
             "hd,cd->hc",
             q[row].astype(dtype),
-            keys.reshape(block_columns, INDEX_DIM).astype(dtype),
+            values.reshape(per_block * unit, INDEX_DIM),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
         scores = jnp.where(scores <= 0, 0.0, scores)  # a maximum of NaN and 0 may be 0 on a CPU
         # A product and a sum rather than a second matrix product, whose float32 may be rounded to TF32.
-        logits = jnp.sum(scores * weights[row][:, None], axis=0) * scales.reshape(block_columns)
-        column = block * block_columns + jnp.arange(block_columns, dtype=jnp.int32)
-        valid = jnp.repeat(is_page, page_size) & (column < lengths[row])
+        logits = jnp.sum(scores * weights[row][:, None], axis=0) * scales.reshape(per_block * unit)
+        position = (starts[:, None] + jnp.arange(unit, dtype=jnp.int32)).reshape(per_block * unit)
+        valid = jnp.repeat(is_page, unit) & (position < lengths[row])
         return jnp.where(valid, logits, -jnp.inf)
 
     # Whole chunks only: what is over at the end computes the last block again and is cut off.
     tasks = rows * blocks
     task = jnp.minimum(jnp.arange(-(-tasks // chunk) * chunk, dtype=jnp.int32), tasks - 1)
     logits = lax.map(one_block, task, batch_size=chunk)[:tasks]
-    return logits.reshape(rows, blocks * block_columns)[:, :capacity]
+    return logits.reshape(rows, blocks * per_block * unit)[:, : runs * unit]
+
+
+def _gather_runs(keys: IndexKeys, page, first, unit: int) -> tuple[jax.Array, jax.Array]:
+    """The bytes of `unit` keys from `first [n]` on of pages `[n]` of `keys.data`: values `[n, unit, …]` and scales."""
+    value_bytes, values_end = keys.format.value_bytes, keys.page_size * keys.format.value_bytes
+    if unit == keys.page_size:
+        data = gather_windows(keys.data, page, jnp.zeros_like(page), keys.data.shape[1])
+        values, scales = data[:, :values_end], data[:, values_end:]
+    else:
+        values = gather_windows(keys.data, page, first * value_bytes, unit * value_bytes)
+        scales = gather_windows(keys.data, page, values_end + first * SCALE_BYTES, unit * SCALE_BYTES)
+    return values.reshape(-1, unit, value_bytes), scales.reshape(-1, unit, SCALE_BYTES)
 
 
 def _blocking(rows: int, heads: int, pages: int, page_size: int, dtype) -> tuple[int, int, int]:
@@ -216,16 +256,18 @@ def write_index_k(index_cache: jax.Array | IndexKeys, slots: jax.Array, k: jax.A
     """Writes index keys, quantised: `s = max(amax, 1e-4) / 448`, `e4m3(clip(k * (1 / s), -448, 448))`.
 
     This is SGLang's fused writer for V3.2 and V4: float32 scales that are not powers of two. Every operation
-    is correctly rounded, so the bytes do not depend on the device. Pass keys as they are scored: after norm and rope
-    and, for V4, after `hadamard_transform` (or use `write_transformed_index_k`).
+    is correctly rounded, so the bytes do not depend on the device. Keys of another `IndexFormat` are quantised by its
+    rule. Pass keys as they are scored: after norm and rope and, for V4, after `hadamard_transform` (or use
+    `write_transformed_index_k`).
 
     Under `jit` with the cache donated it writes in place.
 
     Args:
-      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys`.
+      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys` of any format.
       slots: int32 `[n]`. A negative or out-of-range slot skips its row. If a slot is given twice, it is not defined
         which row it holds.
-      k: bfloat16 or float32 `[n, 128]`. No finite key makes a NaN; an infinity is clipped.
+      k: bfloat16 or float32 `[n, 128]`. No finite key makes a NaN; an infinity is clipped. A NaN makes its FP4 group of
+        32 values NaN.
 
     Returns:
       The cache with the rows written, all other bytes unchanged.
@@ -253,7 +295,7 @@ def _check_write(function: str, index_cache: jax.Array | IndexKeys, slots: jax.A
 
 @functools.partial(jax.jit, static_argnames="hadamard")
 def _write_index_k(index_cache, slots, k, *, hadamard):
-    keys = _keys(index_cache)
+    keys = as_index_keys(index_cache)
     if keys.data.size == 0 or slots.size == 0:
         return index_cache
 
@@ -265,19 +307,21 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
 
     pages = P(sharding.PAGES) if keys.num_layers == 1 else P()  # those of several layers lie one after the other
     shares = sharding.Shares((pages, P(), P()), pages, across=write_own_pages)
-    data = dispatch(kernel, plain, keys, slots, k, shares=shares)
+    if keys.format == IndexFormat.FP8:
+        data = dispatch(kernel, plain, keys, slots, k, shares=shares)
+    else:  # the kernel writes SGLang's FP8 keys
+        data = shared(plain, shares)(keys, slots, k)
     return dataclasses.replace(index_cache, data=data) if isinstance(index_cache, IndexKeys) else data
 
 
 def write_index_k_reference(index_cache, slots, k, *, hadamard=False):
     """`write_index_k` in plain JAX: what a kernel must do byte by byte (but for the order of the transform's sums)."""
-    keys = _keys(index_cache)
-    values, scales = quantize_index_q_reference(k, hadamard=hadamard)
+    keys = as_index_keys(index_cache)
+    values, scales = encode_keys(keys.format, _hadamard_transform(k.astype(jnp.float32)) if hadamard else k)
     _, page, offset = _locate(keys, slots)
-    value_bytes = lax.bitcast_convert_type(values, jnp.uint8)
-    scale_bytes = lax.bitcast_convert_type(scales, jnp.uint8)
-    data = scatter_windows(keys.data, page, offset * INDEX_DIM, value_bytes)
-    data = scatter_windows(data, page, keys.page_size * INDEX_DIM + offset * SCALE_BYTES, scale_bytes)
+    width = keys.format.value_bytes
+    data = scatter_windows(keys.data, page, offset * width, values)
+    data = scatter_windows(data, page, keys.page_size * width + offset * SCALE_BYTES, scales)
     return dataclasses.replace(keys, data=data) if isinstance(index_cache, IndexKeys) else data
 
 
@@ -285,11 +329,12 @@ def gather_index_k(index_cache: jax.Array | IndexKeys, slots: jax.Array) -> tupl
     """Gathers index keys as they are stored; a key is `values * scale`.
 
     Args:
-      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys`.
+      index_cache: uint8 `[num_pages, page_size * 132]`, or a view of `IndexKeys` of any format.
       slots: int32 `[n]`. A negative or out-of-range slot gives zeros and scale 0.
 
     Returns:
-      `(values, scales)`: float8_e4m3fn `[n, 128]` and float32 `[n]`.
+      `(values, scales)`: float8_e4m3fn `[n, 128]` and float32 `[n]`. Of FP4 keys the e2m1 numbers, which e4m3 holds,
+      and `[n, 4]`, a scale for each 32 values.
 
     Raises:
       TypeError: a wrong dtype.
@@ -302,20 +347,20 @@ def gather_index_k(index_cache: jax.Array | IndexKeys, slots: jax.Array) -> tupl
 
 @jax.jit
 def _gather_index_k(index_cache, slots):
-    keys = _keys(index_cache)
-    if keys.num_pages == 0:  # nothing to gather from: every slot is out of range
-        return jnp.zeros((slots.shape[0], INDEX_DIM), jnp.float8_e4m3fn), jnp.zeros(slots.shape, jnp.float32)
+    keys = as_index_keys(index_cache)
     valid, page, offset = _locate(keys, slots)
-    values = gather_windows(keys.data, page, offset * INDEX_DIM, INDEX_DIM)
-    scales = gather_windows(keys.data, page, keys.page_size * INDEX_DIM + offset * SCALE_BYTES, SCALE_BYTES)
-    values = jnp.where(valid[:, None], values, jnp.uint8(0))
-    scales = jnp.where(valid[:, None], scales, jnp.uint8(0))
-    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn), lax.bitcast_convert_type(scales, jnp.float32)
+    if keys.num_pages == 0:  # nothing to gather from: every slot is out of range
+        keys = dataclasses.replace(keys, data=jnp.zeros((1, keys.data.shape[1]), jnp.uint8))
+    values, scales = decode_keys(keys.format, *(x[:, 0] for x in _gather_runs(keys, page, offset, 1)))
+    values = jnp.where(valid[:, None], lax.bitcast_convert_type(values, jnp.uint8), jnp.uint8(0))
+    scales = jnp.where(valid[:, None], scales, 0.0)
+    scales = scales[:, 0] if keys.format.group == INDEX_DIM else scales
+    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scales
 
 
 def page_size_of(index_cache: jax.Array | IndexKeys) -> int:
     """Keys of a page."""
-    return _keys(index_cache).page_size
+    return as_index_keys(index_cache).page_size
 
 
 def check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys) -> jax.Array | IndexKeys:
@@ -325,23 +370,23 @@ def check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys)
         index_cache.check_view(check, "index_cache", data.shape[0])
     else:
         data = index_cache = check("index_cache", index_cache, ("num_pages", "page_bytes"), UINT8)
-    page_bytes = data.shape[1]
-    if page_bytes == 0 or page_bytes % INDEX_K_BYTES:
+    page_bytes, key_bytes = data.shape[1], as_index_keys(index_cache).format.key_bytes
+    if page_bytes == 0 or page_bytes % key_bytes:
         raise check.fail(
-            f"index_cache must have pages of page_size * {INDEX_K_BYTES} bytes, page_size >= 1, got shape "
+            f"index_cache must have pages of page_size * {key_bytes} bytes, page_size >= 1, got shape "
             f"{list(data.shape)}"
         )
     return index_cache
 
 
-def _keys(index_cache: jax.Array | IndexKeys) -> IndexKeys:
+def as_index_keys(index_cache: jax.Array | IndexKeys) -> IndexKeys:
     """The cache of one layer as IndexKeys."""
     return index_cache if isinstance(index_cache, IndexKeys) else IndexKeys(data=index_cache)
 
 
 def _pages(index_cache: jax.Array | IndexKeys) -> tuple[int, int]:
     """The cache's first page in its array, and how many pages it has."""
-    keys = _keys(index_cache)
+    keys = as_index_keys(index_cache)
     return keys.first_page, keys.num_pages
 
 
@@ -351,28 +396,25 @@ def _locate(keys: IndexKeys, slots: jax.Array) -> tuple[jax.Array, jax.Array, ja
     return valid, jnp.where(valid, page + keys.first_page, keys.data.shape[0]), offset
 
 
-def _split_pages(data: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Pages `[n, page_bytes]` as e4m3 keys `[n, page_size, 128]` and float32 scales `[n, page_size]`."""
-    keys = data[:, : page_size * INDEX_DIM].reshape(-1, page_size, INDEX_DIM)
-    scales = data[:, page_size * INDEX_DIM :].reshape(-1, page_size, SCALE_BYTES)
-    return lax.bitcast_convert_type(keys, jnp.float8_e4m3fn), lax.bitcast_convert_type(scales, jnp.float32)
-
-
 # --- quantising ------------------------------------------------------------------------------------
 
 
-def quantize_index_q(q: jax.Array, *, hadamard: bool = False) -> tuple[jax.Array, jax.Array]:
+def quantize_index_q(
+    q: jax.Array, *, hadamard: bool = False, format: IndexFormat = IndexFormat.FP8
+) -> tuple[jax.Array, jax.Array]:
     """Quantises index queries by the keys' rule, with one scale per row and head.
 
     Multiply the scale into the weights to get the logits of q: `index_logits(values, weights * scale, …)`. SGLang does
-    so in its fused query kernel.
+    so in its fused query kernel. Queries of FP4 keys keep a scale for each 32 values: they are the products, which
+    bfloat16 holds, and their scale is 1.
 
     Args:
       q: bfloat16 or float32 `[rows, heads, dim]` (any leading axes).
       hadamard: q passes `hadamard_transform` first, in float32, as V4's does (static); dim is a power of two.
+      format: of the keys (static). FP4's are of 128 values; amax has the floor 6 · 2^−126, whoever wrote the keys.
 
     Returns:
-      `(values, scale)`: float8_e4m3fn `[rows, heads, dim]` and float32 `[rows, heads]`.
+      `(values, scale)`: float8_e4m3fn (FP4: bfloat16) `[rows, heads, dim]` and float32 `[rows, heads]`.
 
     Raises:
       TypeError: a wrong dtype.
@@ -384,13 +426,17 @@ def quantize_index_q(q: jax.Array, *, hadamard: bool = False) -> tuple[jax.Array
         raise TypeError(f"quantize_index_q: hadamard must be a static bool, got {type(hadamard).__name__}")
     if hadamard and q.shape[-1].bit_count() != 1:
         raise check.fail(f"q must have shape [..., dim] with dim a power of two, got {list(q.shape)}")
-    return _quantize_index_q(q, hadamard=hadamard)
+    if not isinstance(format, IndexFormat):
+        raise TypeError(f"quantize_index_q: format must be an IndexFormat, got {type(format).__name__}")
+    if format.name == "FP4" and q.shape[-1] != INDEX_DIM:
+        raise check.fail(f"q must have shape [..., {INDEX_DIM}] with FP4 keys, got {list(q.shape)}")
+    return _quantize_index_q(q, hadamard=hadamard, format=format)
 
 
-@functools.partial(jax.jit, static_argnames="hadamard")
-def _quantize_index_q(q, *, hadamard):
-    plain = functools.partial(quantize_index_q_reference, hadamard=hadamard)
-    if q.size == 0 or q.shape[-1] != INDEX_DIM:
+@functools.partial(jax.jit, static_argnames=("hadamard", "format"))
+def _quantize_index_q(q, *, hadamard, format):
+    plain = functools.partial(quantize_index_q_reference, hadamard=hadamard, format=format)
+    if q.size == 0 or q.shape[-1] != INDEX_DIM or format != IndexFormat.FP8:
         return plain(q)
 
     rows = P(*(f"rows{i}" for i in range(q.ndim - 1)))
@@ -398,22 +444,12 @@ def _quantize_index_q(q, *, hadamard):
     return dispatch(kernel, plain, q, shares=sharding.Shares((rows,), (rows, rows)))
 
 
-def quantize_index_q_reference(x, *, hadamard=False):
+def quantize_index_q_reference(x, *, hadamard=False, format=IndexFormat.FP8):
     """`quantize_index_q` in plain JAX: what a kernel must do bit by bit (but for the order of the transform's sums)."""
-    return _quantize(_hadamard_transform(x.astype(jnp.float32)) if hadamard else x)
-
-
-@jax.jit
-def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """e4m3 values `[..., d]` and a float32 scale per row of the last axis, `[...]`."""
-    x = x.astype(jnp.float32)
-    amax_bits = jnp.max(float32_bits(x) & _MAGNITUDE_MASK, axis=-1, initial=0)
-    floor = int(_MIN_AMAX.view(np.int32))
-    # An infinity is clipped.
-    scale_bits = divide(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS), F32_448)
-    inverse = bits_to_float32(divide(F32_ONE, scale_bits))
-    values = jnp.clip(x * inverse[..., None], -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    return values, bits_to_float32(scale_bits)
+    x = _hadamard_transform(x.astype(jnp.float32)) if hadamard else x
+    if format.name == "FP4":
+        return round_queries_to_fp4(x), jnp.ones(x.shape[:-1], jnp.float32)
+    return quantize_fp8(x, format)
 
 
 def hadamard_transform(x: jax.Array) -> jax.Array:

@@ -266,16 +266,24 @@ def _by_e4m3(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array
     # By multiplication: the quotient's e4m3 number for every bfloat16 amax, which tests go through.
     scales = jnp.clip(amax * np.float32(1 / E2M1_MAX), 2.0**least, E4M3_MAX).astype(jnp.float8_e4m3fn)
     is_nan, scales = amax_bits > _F32_INF, _to_bytes(scales)
-    units = _scales_of_bytes(scales)[..., None]
-    magnitude, codes = jnp.abs(grouped), 0
     # For bfloat16 x the products are exact and a quotient never rounds to a midpoint, so this is the quotient's code.
+    codes = jnp.where(is_nan[..., None], 0, e2m1_codes(grouped, _scales_of_bytes(scales)[..., None]))
+    return pack_e2m1(codes.reshape(x.shape)), jnp.where(is_nan, jnp.uint8(_E4M3_NAN), scales)
+
+
+def e2m1_codes(x: jax.Array, units: jax.Array) -> jax.Array:
+    """int32 codes of the e2m1 numbers nearest to `x / units` (float32), ties to the even code, at most ±6; −0 is 8."""
+    magnitude, codes = jnp.abs(x), 0
     for midpoint, even_above in _E2M1_MIDPOINTS:
         above = magnitude >= units * midpoint if even_above else magnitude > units * midpoint
         codes += above.astype(jnp.int32)
-    codes = jnp.where(is_nan[..., None], 0, codes | (lax.shift_right_logical(float32_bits(grouped), 31) << 3))
-    pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    packed = pairs[..., 0] | (pairs[..., 1] << 4)
-    return packed.astype(jnp.uint8), jnp.where(is_nan, jnp.uint8(_E4M3_NAN), scales)
+    return codes | (lax.shift_right_logical(float32_bits(x), 31) << 3)
+
+
+def pack_e2m1(codes: jax.Array) -> jax.Array:
+    """uint8 `[..., d / 2]` of codes `[..., d]`: the even one in the low nibble."""
+    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return (pairs[..., 0] | (pairs[..., 1] << 4)).astype(jnp.uint8)
 
 
 def _scales_of_bytes(scales: jax.Array) -> jax.Array:
@@ -313,7 +321,7 @@ def decode_rows(
     if not layout.quantised_dim:
         return bf16
     batch = rows.shape[:-1]
-    values = (_e2m1_values if layout.fp4_dim else _e4m3_values)(rows[..., :end])
+    values = e2m1_values(rows[..., :end]).astype(jnp.float32) if layout.fp4_dim else _e4m3_values(rows[..., :end])
     values = values.reshape(*batch, layout.num_groups, layout.group)
     if layout.has_tensor_scale:
         bits = float32_bits(values * tensor_scale)
@@ -328,11 +336,13 @@ def _e4m3_values(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
-def _e2m1_values(packed: jax.Array) -> jax.Array:
-    """The float32 values of bytes that hold two e2m1 numbers each, the even one in the low nibble."""
+def e2m1_values(packed: jax.Array) -> jax.Array:
+    """The numbers of bytes that hold two e2m1 numbers each, the even one in the low nibble, as float8_e4m3fn."""
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-    # Moved into the exponent and mantissa of e4m3 the number is 2^-6 of itself, 0.5 included.
-    return _e4m3_values(((codes & 7) << 2) | ((codes & 8) << 4)) * 64.0
+    magnitude = codes & 7
+    # 0.5 apart, e2m1 is subnormal; from 1 on its exponent and mantissa move into those of e4m3, whose bias is 6 more.
+    bits = jnp.where(magnitude < 2, magnitude * 0x30, (magnitude + 12) << 2)
+    return lax.bitcast_convert_type((bits | ((codes & 8) << 4)).astype(jnp.uint8), jnp.float8_e4m3fn)
 
 
 def _times_float32(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -345,7 +355,7 @@ def _times_e4m3(values: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 _READERS = {
-    "ue8m0": lambda values, scales: _times_ue8m0(values, scales[..., None]),
+    "ue8m0": lambda values, scales: times_ue8m0(values, scales[..., None]),
     "float32": _times_float32,
     "e4m3": _times_e4m3,
 }
@@ -371,7 +381,7 @@ def _finite_bfloat16_bits(x: jax.Array) -> jax.Array:
     return rounded - became_inf.astype(jnp.int32)  # one below infinity is the largest finite number
 
 
-def _times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
+def times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
     """The float32 bits of `values * 2^(scales - 127)`, exact for subnormal numbers too.
 
     Byte 0 is 2^-127, itself subnormal, and byte 255 is NaN. A device that flushes subnormal numbers would lose them

@@ -6,6 +6,7 @@ attend. They are plain JAX: jit them with the layer's cache donated, and the cac
 
 from jax_sparse_mla.layers.state import (
     CompressorParams,
+    IndexKeyParams,
     IndexRows,
     V4LayerCache,
     V4LayerParams,
@@ -16,9 +17,11 @@ from jax_sparse_mla.layers.state import (
 from jax_sparse_mla.layers.step import V4Step, gathers, prepare_v4_step
 from jax_sparse_mla.layers.v4 import v4_layer
 from jax_sparse_mla.layers.v32 import v32_layer
+from jax_sparse_mla.layers.v41 import V41Selection, v41_layer
 
 __all__ = [
     "CompressorParams",
+    "IndexKeyParams",
     "IndexRows",
     "V4LayerCache",
     "V4LayerParams",
@@ -26,8 +29,10 @@ __all__ = [
     "V4Step",
     "V32LayerCache",
     "V32Rows",
+    "V41Selection",
     "gathers",
     "prepare_v4_step",
     "v4_layer",
     "v32_layer",
+    "v41_layer",
 ]

@@ -10,6 +10,7 @@ are the page table's.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ import numpy as np
 
 from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla.compressor import CompressorState
-from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
+from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.indexer import IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import INDEXED_RATIO, V41_RATIOS, ModelSpec, V41Layer, V41Spec
 
 
 def check_tables(function: str, tables: RequestTables) -> None:
@@ -59,24 +61,9 @@ def check_v4_layer(
       TypeError: a cache, parameters or rows that this ratio needs are missing.
       ValueError: a ratio that the step has no metadata of, a plan of another ratio, or shapes that cannot be right.
     """
-    check = ArgumentChecks("v4_layer")
-    if ratio != 0 and ratio not in metadata.compressed:
-        ratios = ", ".join(map(str, sorted({0, *metadata.compressed})))
-        raise check.fail(f"ratio must be one that metadata was built for ({ratios}), got {ratio}")
-    if plan is not None and plan.compress_ratio != ratio:
-        raise check.fail(
-            f"plan must be of the layer's ratio {ratio}, got one of ratio {plan.compress_ratio}: V4Step.plans[{ratio}]"
-        )
-
-    def need(name: str, value: Any, kind: type | None = None) -> None:
-        if value is None or (kind is not None and not isinstance(value, kind)):
-            wanted = kind.__name__ if kind is not None else "given"
-            remedy = f"; V4LayerCache.zeros(spec, {ratio}, ...) makes it" if name.startswith("cache.") else ""
-            raise TypeError(
-                f"v4_layer: {name} must be {'a ' if kind else ''}{wanted} in a layer of compress ratio {ratio}, got "
-                f"{type(value).__name__}{remedy}"
-            )
-
+    check, need = _needs("v4_layer", metadata, plan, ratio, f"a layer of compress ratio {ratio}")
+    if ratio in V41_RATIOS:
+        raise check.fail(f"ratio must be V4's, got {ratio}: V4.1's layers are v41_layer's")
     need("cache.swa", cache.swa, PagedKV)
     _check_one_layer(check, "cache", cache)
     _check_one_layer(check, "params", params, itself=True)
@@ -96,11 +83,49 @@ def check_v4_layer(
         states["cache.index_state"] = cache.index_state
         entries = spec.page_size // ratio
         _check_index_k(check, cache.index_k, "cache.compressed", cache.compressed, entries, f"{ratio} tokens")
-    pool_tokens = metadata.compressed[ratio].pool_tokens
-    if (tokens := cache.compressed.num_slots * ratio) < (pool_tokens or 0):
+    _check_compressed(check, cache.compressed, states, batch, metadata, ratio)
+
+
+def _needs(
+    function: str, metadata: V4Metadata, plan: PrefillPlan | None, ratio: int, layer: str
+) -> tuple[ArgumentChecks, Callable[..., None]]:
+    """Refuses a step of other ratios. Returns `need(name, value, kind=None)`, which refuses what is missing."""
+    check = ArgumentChecks(function)
+    if ratio != 0 and ratio not in metadata.compressed:
+        ratios = ", ".join(map(str, sorted({0, *metadata.compressed})))
+        raise check.fail(f"ratio must be one that metadata was built for ({ratios}), got {ratio}")
+    if plan is not None and plan.compress_ratio != ratio:
         raise check.fail(
-            f"cache.compressed must have an entry for every {ratio} tokens of the pool, got "
-            f"{cache.compressed.num_pages} pages of {cache.compressed.page_size}, for {tokens} tokens, where the pool "
+            f"plan must be of the layer's ratio {ratio}, got one of ratio {plan.compress_ratio}: V4Step.plans[{ratio}]"
+        )
+
+    def need(name: str, value: Any, kind: type | None = None) -> None:
+        if value is None or (kind is not None and not isinstance(value, kind)):
+            wanted = kind.__name__ if kind is not None else "given"
+            remedy = f"; V4LayerCache.zeros(spec, {ratio}, ...) makes it" if name.startswith("cache.") else ""
+            raise TypeError(
+                f"{function}: {name} must be {'a ' if kind else ''}{wanted} in {layer}, got "
+                f"{type(value).__name__}{remedy}"
+            )
+
+    return check, need
+
+
+def _check_compressed(
+    check: ArgumentChecks,
+    compressed: PagedKV,
+    states: dict[str, CompressorState],
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    ratio: int,
+    name: str = "cache",
+) -> None:
+    """The compressed cache has an entry for each group of the pool's tokens, and states a row for each request."""
+    pool_tokens = metadata.compressed[ratio].pool_tokens
+    if (tokens := compressed.num_slots * ratio) < (pool_tokens or 0):
+        raise check.fail(
+            f"{name}.compressed must have an entry for every {ratio} tokens of the pool, got "
+            f"{compressed.num_pages} pages of {compressed.page_size}, for {tokens} tokens, where the pool "
             f"has {pool_tokens} (full_to_swa): make it with the pool's number of pages"
         )
     num_requests = batch.req_pool_indices.shape[0]
@@ -110,6 +135,73 @@ def check_v4_layer(
                 f"{name} must have a row for each of the batch's {num_requests} requests, got {state.max_requests}: "
                 "make it with max_requests, the rows of req_to_token"
             )
+
+
+def check_v41_layer(
+    cache: Any,
+    rows: Any,
+    params: Any,
+    batch: ForwardBatch,
+    metadata: V4Metadata,
+    plan: PrefillPlan | None,
+    *,
+    spec: V41Spec,
+    layer: V41Layer,
+    source: Any,
+    selected: Any,
+) -> None:
+    """Refuses what `v41_layer` cannot serve; its arguments under its names.
+
+    Raises:
+      TypeError: what this layer needs is missing. ValueError: what it does not have is given, a plan of another ratio,
+        or shapes that cannot be right.
+    """
+    if not isinstance(layer, V41Layer):
+        raise TypeError(f"v41_layer: layer must be a V41Layer, one of models.v41_layers, got {type(layer).__name__}")
+    if not isinstance(spec, V41Spec):
+        raise TypeError(f"v41_layer: spec must be a V41Spec, got {type(spec).__name__}")
+    ratio, kind = layer.ratio, "a KV source" if layer.is_kv_source else "a layer that is no KV source"
+    where = f"{kind} of compress ratio {ratio}"
+    check, need = _needs("v41_layer", metadata, plan, ratio, where)
+    owns, gated = layer.is_kv_source, layer.is_kv_source and ratio > 1
+    reads, follows = ratio > 0 and not layer.is_kv_source, ratio > 0 and not layer.is_index_source
+    for name, value, wanted, type_ in (
+        ("cache.swa", cache.swa, True, PagedKV),
+        ("cache.compressed", cache.compressed, owns, PagedKV),
+        ("cache.state", cache.state, gated, CompressorState),
+        ("cache.index_k", cache.index_k, owns, None),
+        ("rows.compressed_kv", rows.compressed_kv, owns, None),
+        ("rows.compressed_score", rows.compressed_score, gated, None),
+        ("rows.index", rows.index, layer.is_index_source, None),
+        ("params.compressor", params.compressor, owns, None),
+        ("params.index_keys", params.index_keys, owns, None),
+        ("source", source, reads, None),
+    ):
+        if wanted:
+            need(name, value, type_)
+        elif value is not None:
+            raise check.fail(f"{name} must be None in {where}{' without an indexer' * (name == 'rows.index')}")
+    if (follows or layer.among_candidates) and selected is None:
+        raise TypeError("v41_layer: selected must be given: what the layer before returned, got None")
+    if layer.among_candidates and selected.blocks is None:
+        raise TypeError(f"v41_layer: selected.blocks must be given in layer {layer.index}, which scores them, got None")
+    if follows:
+        check("selected.positions", selected.positions, (rows.q.shape[0], spec.index_topk), INT32)
+    _check_one_layer(check, "cache", cache)
+    _check_one_layer(check, "params", params, itself=True)
+    if ratio == 0:
+        return
+    name, read = ("cache", cache) if owns else ("source", source)
+    for part, value in (("compressed", read.compressed), ("index_k", read.index_k)):
+        if value is None:
+            raise TypeError(
+                f"v41_layer: {name}.{part} must be given: the caches of KV source {layer.kv_source}, got None"
+            )
+    _check_one_layer(check, name, read)
+    entries, unit = spec.page_size // ratio, f"{ratio} tokens"
+    _check_index_k(check, read.index_k, f"{name}.compressed", read.compressed, entries, unit, cache=name)
+    states = {"cache.state": cache.state} if gated else {}
+    _check_compressed(check, read.compressed, states, batch, metadata, ratio, name)
 
 
 def check_v32_layer(cache: Any, rows: Any, index_scores: Any, selected: Any, *, spec: ModelSpec) -> None:
@@ -175,23 +267,25 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
         )
 
 
-def _check_index_k(check: ArgumentChecks, index_k: Any, name: str, cache: PagedKV, entries: int, unit: str) -> None:
+def _check_index_k(
+    check: ArgumentChecks, index_k: Any, name: str, beside: PagedKV, entries: int, unit: str, *, cache: str = "cache"
+) -> None:
     """index_k has pages of `entries` keys, and as many keys as the cache beside it has slots."""
-    data = index_k.data if isinstance(index_k, IndexKeys) else index_k
+    data, format = (index_k.data, index_k.format) if isinstance(index_k, IndexKeys) else (index_k, IndexFormat.FP8)
     shape, dtype = getattr(data, "shape", ()), str(getattr(data, "dtype", type(data)))
     if dtype.removeprefix("torch.") != "uint8":
-        raise TypeError(f"{check.function}: cache.index_k must be uint8, got {dtype}")
+        raise TypeError(f"{check.function}: {cache}.index_k must be uint8, got {dtype}")
     if len(shape) != 2:
-        raise check.fail(f"cache.index_k must be [num_pages, page_bytes], got {list(shape)}")
+        raise check.fail(f"{cache}.index_k must be [num_pages, page_bytes], got {list(shape)}")
     pages, width = index_k.num_pages if isinstance(index_k, IndexKeys) else shape[0], shape[1]
-    if width != entries * INDEX_K_BYTES:
+    if width != entries * format.key_bytes:
         raise check.fail(
-            f"cache.index_k must have pages of {entries} keys of {INDEX_K_BYTES} bytes, {entries * INDEX_K_BYTES} in "
-            f"all, got {width} bytes (of {width / INDEX_K_BYTES:g} keys)"
+            f"{cache}.index_k must have pages of {entries} keys of {format.key_bytes} bytes, "
+            f"{entries * format.key_bytes} in all, got {width} bytes (of {width / format.key_bytes:g} keys)"
         )
-    if pages * entries != cache.num_slots:
+    if pages * entries != beside.num_slots:
         raise check.fail(
-            f"cache.index_k and {name} must both have an entry for every {unit} of the pool, got {pages} pages of "
-            f"{entries} keys and {cache.num_pages} pages of {cache.page_size}: make both with the pool's number of "
+            f"{cache}.index_k and {name} must both have an entry for every {unit} of the pool, got {pages} pages of "
+            f"{entries} keys and {beside.num_pages} pages of {beside.page_size}: make both with the pool's number of "
             "pages"
         )

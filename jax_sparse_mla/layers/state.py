@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.compressor import CompressorState, compressor_window
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import bf16_layout
 from jax_sparse_mla.kv_cache.pool import LayerPool
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import INDEXED_RATIO, V41_RATIOS, ModelSpec
 
 _Cache = TypeVar("_Cache", bound="_LayerCache")
 
@@ -26,17 +27,37 @@ class CompressorParams(LayerPool):
     """A compressor's parameters, or those of several layers in the same arrays; see `V4LayerParams.stack`.
 
     Attributes:
-      ape: float32 `[num_layers * ratio, coff * head_dim]`, coff 2 for ratio 4 and 1 otherwise.
+      ape: float32 `[num_layers * ratio, coff * head_dim]`, coff 2 for ratio 4 and 1 otherwise; None in V4.1.
       norm_weight: float32 `[num_layers * head_dim]`.
       inv_freq: float32 `[num_layers * rope_dim / 2]` of the layer's rotary embedding.
       norm_eps: of its RMSNorm (static).
+      round_pooled: V4.1: whether the sum of a pair is rounded before the norm, as in `compress_kv` (static).
       num_layers: how many layers' parameters the arrays hold, one layer after the other (static).
       layer_index: the layer of a view; None for all of them (static).
     """
 
-    ape: jax.Array
+    ape: jax.Array | None = None
     norm_weight: jax.Array
     inv_freq: jax.Array
+    norm_eps: float = static(default=1e-6)
+    round_pooled: bool = static(default=False)
+    num_layers: int = static(default=1)
+    layer_index: int | None = static(default=None)
+
+
+@pytree_dataclass
+class IndexKeyParams(LayerPool):
+    """How a KV source of V4.1 makes its index keys of the compressed rows; or those of several layers.
+
+    Attributes:
+      wk: bfloat16 or float32 `[num_layers * 128, 512]`, by which a row is multiplied before rope.
+      norm_weight: float32 `[num_layers * 128]`, of the RMSNorm behind it. Rope follows, with the compressor's inv_freq.
+      norm_eps: of that RMSNorm (static).
+      num_layers, layer_index: as in `CompressorParams` (static).
+    """
+
+    wk: jax.Array
+    norm_weight: jax.Array
     norm_eps: float = static(default=1e-6)
     num_layers: int = static(default=1)
     layer_index: int | None = static(default=None)
@@ -47,20 +68,22 @@ class IndexRows:
     """The projections of a V4 layer's indexer from T rows.
 
     q bfloat16 `[T, index_heads, index_dim]` after rope; weights float32 `[T, index_heads]`, scaled by
-    `index_dim^-0.5 · index_heads^-0.5`; kv and score `[T, 2 · index_dim]`, the input of its own compressor.
+    `index_dim^-0.5 · index_heads^-0.5`; kv and score `[T, 2 · index_dim]`, the input of its own compressor (V4; V4.1
+    has none).
     """
 
     q: jax.Array
     weights: jax.Array
-    kv: jax.Array
-    score: jax.Array
+    kv: jax.Array | None = None
+    score: jax.Array | None = None
 
 
 @pytree_dataclass
 class V4Rows:
     """The projections of a V4 layer from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
     compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0; coff is 2 for ratio 4, else
-    1); index (ratio 4)."""
+    1); index (ratio 4). In V4.1 a KV source has compressed_kv, and of ratio 2 compressed_score; an index source has
+    index."""
 
     q: jax.Array
     kv: jax.Array
@@ -77,12 +100,14 @@ class V4LayerParams(LayerPool):
       attn_sink: float32 `[num_layers * heads]`.
       compressor: of a layer that compresses (ratio > 0).
       index_compressor: the indexer's (ratio 4).
+      index_keys: of a KV source of V4.1.
       num_layers, layer_index: as in `CompressorParams` (static).
     """
 
     attn_sink: jax.Array
     compressor: CompressorParams | None = None
     index_compressor: CompressorParams | None = None
+    index_keys: IndexKeyParams | None = None
     num_layers: int = static(default=1)
     layer_index: int | None = static(default=None)
 
@@ -111,7 +136,7 @@ class V4LayerParams(LayerPool):
         return self._each(LayerPool.alone)
 
     def _each(self, function: Callable[[LayerPool], LayerPool]) -> V4LayerParams:
-        parts = {"compressor": self.compressor, "index_compressor": self.index_compressor}
+        parts = {name: getattr(self, name) for name in ("compressor", "index_compressor", "index_keys")}
         own = function(self)
         return dataclasses.replace(own, **{name: function(part) for name, part in parts.items() if part is not None})
 
@@ -140,9 +165,10 @@ class _LayerCache:
 
 @pytree_dataclass
 class V4LayerCache(_LayerCache):
-    """The caches and states of a V4 layer between steps; a ratio-0 layer has the sliding-window cache only.
+    """The caches and states of a V4 layer between steps; a ratio-0 layer has the sliding-window cache only, and so has
+    a layer of V4.1 that is no KV source.
 
-    `index_k` is uint8 `[num_pages, page_size * 132]` for one layer, and `IndexKeys` for several.
+    `index_k` is uint8 `[num_pages, page_size * 132]` for one layer, and `IndexKeys` for several layers or FP4 keys.
     """
 
     swa: PagedKV
@@ -172,6 +198,9 @@ class V4LayerCache(_LayerCache):
         `max_draft_tokens` is the most rows of a TARGET_VERIFY step per request: the compressor then keeps as many
         tokens more, so that rejected drafts do not replace what the next step still needs. `bf16` takes the
         unquantised layout.
+
+        Of ratios 1 and 2 these are the caches of a KV source of V4.1. Ratio 0 makes those of its other layers, whatever
+        their ratio.
         """
         layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
         layers = {"num_layers": num_layers}
@@ -179,9 +208,16 @@ class V4LayerCache(_LayerCache):
         if ratio == 0:
             return cls(swa=swa)
         entries = spec.page_size // ratio
+        if spec.compressed_layout is not None and not bf16:
+            layout = spec.compressed_layout
         compressed = PagedKV.zeros(layout, num_pages, entries, **layers)
         ring = compressor_window(ratio) + max_draft_tokens
-        state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring, **layers)
+        state = None
+        if ratio != 1:
+            state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring, **layers)
+        if ratio in V41_RATIOS:
+            keys = _index_keys(num_pages, entries, num_layers, spec.index_format)
+            return cls(swa=swa, compressed=compressed, state=state, index_k=keys)
         if ratio != INDEXED_RATIO:
             return cls(swa=swa, compressed=compressed, state=state)
         return cls(
@@ -193,10 +229,12 @@ class V4LayerCache(_LayerCache):
         )
 
 
-def _index_keys(num_pages: int, page_size: int, num_layers: int) -> jax.Array | IndexKeys:
-    """Empty index keys: an array for one layer."""
-    keys = IndexKeys.zeros(num_pages, page_size, num_layers=num_layers)
-    return keys.data if num_layers == 1 else keys
+def _index_keys(
+    num_pages: int, page_size: int, num_layers: int, format: IndexFormat = IndexFormat.FP8
+) -> jax.Array | IndexKeys:
+    """Empty index keys: an array for one layer of keys whose format needs no name."""
+    keys = IndexKeys.zeros(num_pages, page_size, num_layers=num_layers, format=format)
+    return keys.data if num_layers == 1 and format == IndexFormat.FP8 else keys
 
 
 @pytree_dataclass

@@ -1,4 +1,4 @@
-"""What all V4 layers of a step share, built once."""
+"""What all layers of a step of V4 or V4.1 share, built once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prepare_v4_step(
     gathered: bool | None = None,
     gathered_tokens: int | None = None,
 ) -> V4Step:
-    """Builds once what `v4_layer` needs in every layer of a step.
+    """Builds once what `v4_layer` and `v41_layer` need in every layer of a step.
 
     Args:
       spec: the model (static).
@@ -97,5 +97,6 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
     Other modes attend to the paged caches: their rows have no context in common.
     """
     topk = (spec.window or 0) + spec.index_topk
-    plan = plan_here("decode", spec.kv_layout, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
+    layouts = {"layout": spec.kv_layout, "extra_layout": spec.compressed_layout}
+    plan = plan_here("decode", **layouts, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
     return plan.kernel == "sparse_prefill"

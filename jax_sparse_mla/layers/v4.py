@@ -65,9 +65,43 @@ def v4_layer(
         if positions is None:
             positions = topk_positions(index_scores, lengths, spec.index_topk)
 
+    slots = None
+    if ratio == INDEXED_RATIO and plan is None:
+        slots = topk_transform(
+            index_scores,
+            metadata.compressed[ratio].lengths,
+            spec.index_topk,
+            method=TopkTransform.PAGED,
+            page_table=metadata.page_table,
+            page_size=spec.page_size // INDEXED_RATIO,
+        )
+    facts = {"spec": spec, "ratio": ratio, "attn_sink": attn_sink, "backend": backend}
+    return attend(rows.q, cache, metadata, plan, positions, slots, **facts), cache, positions
+
+
+def attend(
+    q: jax.Array,
+    cache: V4LayerCache,
+    metadata: V4Metadata,
+    plan: PrefillPlan | None,
+    positions: jax.Array | None,
+    slots: jax.Array | None,
+    *,
+    spec: ModelSpec,
+    ratio: int,
+    attn_sink: jax.Array,
+    backend: str | None,
+) -> jax.Array:
+    """`out [T, heads, 512]` of a layer whose caches are written.
+
+    Args:
+      cache: its window, and the compressed rows that it reads, whichever layer's.
+      positions, slots: int32 `[T, index_topk]`, what an indexed ratio has selected: positions with a plan, slots
+        without.
+    """
     if plan is not None:
         out, _ = sparse_mla_extend(
-            rows.q,
+            q,
             plan,
             cache.swa,
             cache.compressed,
@@ -76,21 +110,13 @@ def v4_layer(
             attn_sink=attn_sink,
             backend=backend,
         )
-        return out, cache, positions
+        return out
 
     extra = {}
     if ratio != 0:
         part = metadata.compressed[ratio]
         extra_indices = part.page_indices
-        if ratio == INDEXED_RATIO:
-            slots = topk_transform(
-                index_scores,
-                part.lengths,
-                spec.index_topk,
-                method=TopkTransform.PAGED,
-                page_table=metadata.page_table,
-                page_size=spec.page_size // INDEXED_RATIO,
-            )
+        if slots is not None:
             extra_indices = jnp.pad(slots, ((0, 0), (0, extra_indices.shape[1] - spec.index_topk)), constant_values=-1)
         extra = {
             "extra_cache": cache.compressed,
@@ -98,7 +124,7 @@ def v4_layer(
             "extra_topk_length": part.topk_lengths,
         }
     out, _ = sparse_mla_decode(
-        rows.q[:, None],
+        q[:, None],
         cache.swa,
         metadata.swa_page_indices[:, None],
         softmax_scale=spec.softmax_scale,
@@ -107,7 +133,7 @@ def v4_layer(
         backend=backend,
         **extra,
     )
-    return out[:, 0], cache, positions
+    return out[:, 0]
 
 
 def selected_positions(q, weights, index_k, page_table, lengths, *, topk: int, row_to_request=None) -> jax.Array:

@@ -112,26 +112,35 @@ def write_v4_layer_reference(
     swa, sink = write_kv(cache.swa, step.swa_slots, rows.kv), params.share_of(params.attn_sink)
     if ratio == 0:
         return Written(V4LayerCache(swa=swa), sink)
-    entries, slots, state = _compress(
+    entries, entry_rows, state = compress(
         cache.state, rows.compressed_kv, rows.compressed_score, params.compressor, step, ratio
     )
-    compressed = write_kv(cache.compressed, slots, entries)
+    compressed = write_kv(cache.compressed, slots_of_entries(step, entry_rows), entries)
     if ratio != INDEXED_RATIO:
         return Written(V4LayerCache(swa=swa, compressed=compressed, state=state), sink)
     index = rows.index
-    keys, slots, index_state = _compress(cache.index_state, index.kv, index.score, params.index_compressor, step, ratio)
-    index_k = write_transformed_index_k(cache.index_k, slots, keys)
+    keys, key_rows, index_state = compress(
+        cache.index_state, index.kv, index.score, params.index_compressor, step, ratio
+    )
+    index_k = write_transformed_index_k(cache.index_k, slots_of_entries(step, key_rows), keys)
     index_q, q_scale = quantize_index_q(index.q, hadamard=True)
     cache = V4LayerCache(swa=swa, compressed=compressed, state=state, index_k=index_k, index_state=index_state)
     return Written(cache, sink, index_q, index.weights * q_scale)
 
 
-def _compress(
-    state: CompressorState, kv: jax.Array, score: jax.Array, params: CompressorParams, step: Step, ratio: int
-) -> tuple[jax.Array, jax.Array, CompressorState]:
-    """The entries that this step completes, the slots they go to (−1 for unused ones), and the carried state."""
+def compress(
+    state: CompressorState | None,
+    kv: jax.Array,
+    score: jax.Array | None,
+    params: CompressorParams,
+    step: Step,
+    ratio: int,
+    *,
+    rope: bool = True,
+) -> tuple[jax.Array, jax.Array, CompressorState | None]:
+    """The entries that this step completes, with rope or before it, the rows that complete them, the carried state."""
     params = params.alone()
-    entries, rows, state = compress_kv(
+    return compress_kv(
         state,
         kv,
         score,
@@ -140,11 +149,16 @@ def _compress(
         query_start_loc=step.query_start_loc,
         ape=params.ape,
         norm_weight=params.norm_weight,
-        inv_freq=params.inv_freq,
+        inv_freq=params.inv_freq if rope else params.inv_freq[:0],
         ratio=ratio,
         norm_eps=params.norm_eps,
+        round_pooled=params.round_pooled,
     )
-    return entries, jnp.where(rows >= 0, step.entry_slots[jnp.maximum(rows, 0)], -1), state
+
+
+def slots_of_entries(step: Step, rows: jax.Array) -> jax.Array:
+    """The slots that the entries of these rows go to; −1 for row −1."""
+    return jnp.where(rows >= 0, step.entry_slots[jnp.maximum(rows, 0)], -1)
 
 
 def kernel_obstacle(
@@ -164,6 +178,8 @@ def kernel_obstacle(
             return f"index queries must have {INDEX_DIM} values, got {list(rows.index.q.shape)}"
     if len({(*state.kv.shape[:2], of.inv_freq.shape) for state, of in parts}) > 1:
         return "both compressors must have states of the same requests and as many frequencies"
+    if any(of.round_pooled or of.ape is None for _, of in parts):
+        return "it adds ape to scores, and rounds no sum before the norm"
     if cache.compressed.layout != cache.swa.layout:
         return f"both caches must have one layout, got {cache.swa.layout.name} and {cache.compressed.layout.name}"
     # A row takes the place in its ring of the token `ring` before it, which no other row's window may read.

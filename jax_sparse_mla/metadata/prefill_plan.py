@@ -18,8 +18,8 @@ from jax_sparse_mla.metadata.rows import (
     expand_rows,
     request_pages,
 )
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO, check_v4
-from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.metadata.v4 import check_v4
+from jax_sparse_mla.models import ModelSpec, is_indexed
 
 
 @pytree_dataclass
@@ -136,7 +136,7 @@ def _build_plan(spec, batch, tables, compress_ratio, swa_capacity, compressed_ca
         compressed_slots = jnp.zeros((0,), jnp.int32)
         compressed_base = jnp.zeros_like(rows.request_lens)
     else:
-        topk = spec.index_topk if compress_ratio == INDEXED_RATIO else max(tokens // compress_ratio, 1)
+        topk = spec.index_topk if is_indexed(compress_ratio) else max(tokens // compress_ratio, 1)
         pages = request_pages(tables, rows.request_rows, tokens, spec.page_size)
         compressed_slots, starts = _compressed_slots(
             pages, rows.request_lens // compress_ratio, spec.page_size // compress_ratio, compressed_capacity

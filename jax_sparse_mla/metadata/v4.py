@@ -1,4 +1,4 @@
-"""Attention metadata of DeepSeek-V4: sliding window and compressed caches, one entry per query row."""
+"""Attention metadata of DeepSeek-V4 and V4.1: sliding window and compressed caches, one entry per query row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_sparse_mla.indices.lookup import take_or_minus_one
 from jax_sparse_mla.indices.window import swa_slots_reference
 from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables, row_constants
 from jax_sparse_mla.metadata.rows import QueryRows, bucket, check_step, expand_rows, request_pages, round_up
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec, is_indexed
 from jax_sparse_mla.xla.triton_call import executor
 
 # FlashMLA's paged decode scans indices in blocks of 64.
@@ -32,8 +32,8 @@ class CompressedMetadata:
         completes none.
       lengths: `[T]`, complete entries before the row's end, `seq_len // r`; may be 0.
       topk_lengths: `[T]`, how many leading columns of the row's indices a kernel scans: `max(lengths, 1)`,
-        for the indexed ratio also at most `index_topk`.
-      page_indices: `[T, width]`, width a multiple of 64, slots of the compressed cache. The indexed ratio:
+        for an indexed ratio (V4's 4, V4.1's 1 and 2) also at most `index_topk`.
+      page_indices: `[T, width]`, width a multiple of 64, slots of the compressed cache. An indexed ratio:
         all −1, each layer's indexer fills it. Others: entry j of the request in column j < lengths, −1
         elsewhere.
       pool_tokens: slots of the full pool, against which the layers check their caches (static); `prepare_v4_step`
@@ -170,7 +170,8 @@ def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
 def has_v4_kernel(spec: ModelSpec) -> bool:
     """Whether the kernel serves the model's compress ratios: none, the indexed one, or that and one other."""
     ratios = {ratio for ratio in spec.compress_ratios if ratio}
-    return not ratios or (len(ratios) <= 2 and INDEXED_RATIO in ratios)
+    indexed = {ratio for ratio in ratios if is_indexed(ratio)}
+    return not ratios or (len(ratios) <= 2 and indexed == {INDEXED_RATIO})
 
 
 def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:
@@ -200,7 +201,7 @@ def _compressed(spec: ModelSpec, ratio: int, rows: QueryRows, page_table: jax.Ar
     completes_group = rows.live & (seq_lens % ratio == 0)
     lengths = seq_lens // ratio
     topk_lengths = jnp.where(rows.live, jnp.maximum(lengths, 1), 0)
-    if ratio == INDEXED_RATIO:
+    if is_indexed(ratio):
         topk_lengths = jnp.minimum(topk_lengths, spec.index_topk)
         width = round_up(spec.index_topk, INDEX_WIDTH_MULTIPLE)
         page_indices = jnp.full((seq_lens.shape[0], width), -1, jnp.int32)

@@ -177,6 +177,8 @@ def read_config(config: Mapping[str, Any]) -> V4Config | V32Config:
       ValueError: what `Model.from_config` says. KeyError never: a missing key is named in a ValueError.
     """
     spec = ModelSpec.from_hf_config(_without_draft_layers(config))  # refuses other model types
+    if spec.name == "deepseek_v41":
+        raise ValueError("Model.from_config: model_type 'deepseek_v41' is no whole model here, only layers.v41_layer")
     reader = _Reader(config)
     reader.only("hidden_act", "silu")
     reader.only("attention_bias", False)

@@ -302,7 +302,7 @@ def test_chunks_of_windows_give_the_same_entries(monkeypatch):
     kv, score = p.tokens(23, 57)
     want = one_shot(p, kv, score)
     monkeypatch.setattr(compressor, "CHUNK_BYTES", 3 * 4 * 4 * 8 * 16)
-    untraced = jax.jit(compressor._compress_kv.__wrapped__, static_argnames=("ratio", "norm_eps"))
+    untraced = jax.jit(compressor._compress_kv.__wrapped__, static_argnames=("ratio", "norm_eps", "round_pooled"))
     monkeypatch.setattr(compressor, "_compress_kv", untraced)
     state = CompressorState.zeros(2, ratio=4, head_dim=16)
     entries, rows, _ = call(p, state, kv, score, np.arange(57), [0] * 57, [0, 57])

@@ -88,6 +88,7 @@ OPTIONAL = {
     "sparse_mla_prefill": {"topk_length", "attn_sink"},
     "sparse_mla_extend": {"topk_positions", "attn_sink", "workspace"},
     "split_pages": {"slots"},
+    "compress_kv": {"ape"},
     "topk_positions": {"row_starts"},
     "topk_transform": {"row_starts", "page_table", "row_to_request", "topk_indices_offset"},
     "index_topk": {"kv_page_table", "row_to_request", "topk_indices_offset"},

@@ -1,11 +1,21 @@
 """ModelSpec: the constants of design, and configs read as a checkpoint ships them and as transformers holds them."""
 
 import math
+import types
 
 import pytest
 
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.kv_cache import KVLayout
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32, ModelSpec, v4_layer_ratios
+from jax_sparse_mla.models import (
+    DEEPSEEK_V4_FLASH,
+    DEEPSEEK_V4_PRO,
+    DEEPSEEK_V32,
+    ModelSpec,
+    V41Layer,
+    v4_layer_ratios,
+    v41_layers,
+)
 
 # The attention keys of the checkpoints' own config.json.
 V32_JSON = {
@@ -31,6 +41,36 @@ V4_JSON = {
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
+
+
+# The text_config of DeepSeek-V4.1-Flash, with its three draft layers behind the 40 of the model.
+V41_JSON = {
+    "model_type": "deepseek_v41",
+    "vision_config": {"num_hidden_layers": 24, "num_attention_heads": 16},
+    "text_config": {
+        "model_type": "deepseek_v41_text",
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "sliding_window": 128,
+        "compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0] * 3,
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "candidate_source_layer_id": 20,
+        "candidate_topk_blocks": 2048,
+        "candidate_block_size": 8,
+        "index_topk": 512,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "q_head_norm": False,
+    },
+}
+
+
+def v41_json(**changed):
+    text = {k: v for k, v in (V41_JSON["text_config"] | changed).items() if v is not None}
+    return {**V41_JSON, "text_config": text}
 
 
 def test_checkpoint_configs_give_the_constants():
@@ -77,3 +117,60 @@ def test_what_has_no_layout_is_refused():
         ModelSpec.from_hf_config({**V4_JSON, "head_dim": 256})
     with pytest.raises(ValueError, match="compress_ratios or layer_types"):
         ModelSpec.from_hf_config({k: v for k, v in V4_JSON.items() if k != "compress_ratios"})
+
+
+def test_v41_config():
+    spec = ModelSpec.from_hf_config(V41_JSON)
+    assert (spec.num_heads, spec.qk_dim, spec.v_dim, spec.nope_dim, spec.rope_dim) == (64, 512, 512, 448, 64)
+    assert (spec.softmax_scale, spec.window, spec.compress_ratios) == (512**-0.5, 128, (0, 1, 2))
+    assert (spec.index_heads, spec.index_topk, spec.has_attn_sink) == (32, 512, True)
+    assert (spec.kv_layout, spec.compressed_layout) == (KVLayout.V41_FP8, KVLayout.V41_FP4)
+    assert (spec.index_format, spec.candidate_blocks, spec.candidate_block_size) == (IndexFormat.FP4, 2048, 8)
+    # As an engine that reads the config flat has it, and as an object.
+    flat = {k: v for k, v in V41_JSON["text_config"].items() if k != "model_type"} | {"model_type": "deepseek_v41"}
+    assert ModelSpec.from_hf_config(flat) == spec
+    assert ModelSpec.from_hf_config(types.SimpleNamespace(**{**V41_JSON, "text_config": types.SimpleNamespace(**flat)}))
+    assert ModelSpec.from_hf_config(V41_JSON["text_config"]) == spec
+
+    layers = v41_layers(V41_JSON)
+    assert len(layers) == 40 and layers[:2] == (V41Layer(index=0), V41Layer(index=1))
+    assert [x.index for x in layers if x.is_kv_source] == [2, 8, 14, 20]
+    assert [x.index for x in layers if x.is_index_source] == [2, 8, 14, 20, 24, 28, 32, 36]
+    assert [layers[i].kv_source for i in (2, 7, 8, 19, 20, 39)] == [2, 2, 8, 14, 20, 20]
+    assert [layers[i].index_source for i in (2, 7, 23, 24, 27, 39)] == [2, 2, 20, 24, 24, 36]
+    assert [x.index for x in layers if x.publishes] == [20]
+    assert [x.index for x in layers if x.among_candidates] == [24, 28, 32, 36]
+    plain = ModelSpec.from_hf_config(v41_json(candidate_source_layer_id=-1, candidate_topk_blocks=None))
+    assert (plain.candidate_blocks, plain.candidate_block_size) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"compress_ratios": None}, "v41_layers: compress_ratios must name 40 layers, got None"),
+        ({"compress_ratios": [0, 1]}, "compress_ratios must name 40 layers"),
+        ({"compress_ratios": [0] * 2 + [4] * 38}, "compress_ratios must be of 0, 1, 2, got 4"),
+        ({"num_hidden_layers": None}, "the config has no num_hidden_layers"),
+        ({"kv_source_layer_ids": None}, "the config has no kv_source_layer_ids"),
+        ({"index_source_layer_ids": []}, "the config has no index_source_layer_ids"),
+        ({"kv_source_layer_ids": [0, 2, 20]}, "kv_source_layer_ids must name layers that compress, got 0"),
+        ({"index_source_layer_ids": [2, 20, 40]}, "index_source_layer_ids must name layers that compress, got 40"),
+        ({"kv_source_layer_ids": [2, 9, 20]}, "kv_source_layer_ids must be of index_source_layer_ids.*got 9"),
+        ({"kv_source_layer_ids": [8, 14, 20]}, "kv_source_layer_ids must have a layer at or below 2"),
+        (
+            {"kv_source_layer_ids": [2]},
+            "kv_source_layer_ids must be of their readers' ratio, got layer 20 of ratio 1 and 2",
+        ),
+        ({"candidate_source_layer_id": 21}, "candidate_source_layer_id must be -1 or one of index_source_layer_ids"),
+        ({"candidate_source_layer_id": 8}, "candidate_source_layer_id must be of the ratio of layer 20, 1, got 2"),
+        ({"candidate_topk_blocks": None}, "the deepseek_v41 config has no candidate_topk_blocks"),
+        ({"candidate_block_size": 7}, "candidate_block_size a divisor of 128, got 2048 and 7"),
+        ({"index_head_dim": 64}, "index_head_dim must be 128, got 64"),
+        ({"index_topk": None}, "the deepseek_v41 config has no index_topk"),
+        ({"head_dim": 256}, "no cache layout"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else "-".join(x),
+)
+def test_unknown_v41_configs_are_refused_by_name(changed, message):
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_hf_config(v41_json(**changed))

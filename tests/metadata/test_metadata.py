@@ -82,6 +82,15 @@ def test_the_real_models_under_jit(mode):
     assert_v32(DEEPSEEK_V32, mode, fields, table, 1400)
 
 
+def test_ratios_1_and_2():
+    """V4.1's: a token completes an entry of ratio 1 and every second one of ratio 2, and both are selected."""
+    spec = dataclasses.replace(TINY_V4, name="tiny V4.1", compress_ratios=(0, 1, 2))
+    for mode, hostile in ((ForwardMode.EXTEND, True), (ForwardMode.DECODE, False)):
+        rng = np.random.default_rng(4)
+        table, to_swa = make_tables(rng, page_size=spec.page_size, holes=hostile)
+        assert_v4(spec, mode, make_batch(rng, mode, hostile=hostile), table, to_swa, MAX_LEN)
+
+
 def test_ratios_are_properties_and_widths_are_the_models():
     rng = np.random.default_rng(2)
     table, to_swa = make_tables(rng, page_size=256, max_len=1024, pool=256 * 64)

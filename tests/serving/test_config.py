@@ -119,7 +119,22 @@ def test_frequencies_are_transformers():
         ("v32", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
         ("v32", {"n_group": 3}, "n_group must divide n_routed_experts, got 3 and 8"),
         ("v32", {"rope_parameters": {"rope_type": "linear"}}, "rope_type must be 'default' or 'yarn', got 'linear'"),
-        ("v32", {"model_type": "llama"}, "must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa', got 'llama'"),
+        (
+            "v32",
+            {"model_type": "llama"},
+            "must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa' or 'deepseek_v41', got 'llama'",
+        ),
+        (
+            "v4",
+            {
+                "model_type": "deepseek_v41",
+                "compress_ratios": [1] * 3,
+                "kv_source_layer_ids": [0],
+                "index_source_layer_ids": [0],
+                "qk_rope_head_dim": 64,
+            },
+            "model_type 'deepseek_v41' is no whole model here",
+        ),
         ("glm5", {"model_type": "glm5_next"}, "got 'glm5_next' .KPool: pools of index keys"),
         ("glm5", {"indexer_types": ["full", "half", "full"]}, "indexer_types must be of .*, got 'half'"),
         ("glm5", {"indexer_types": ["full"]}, r"indexer_types must name 3 layers, got \['full'\]"),

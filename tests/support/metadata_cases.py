@@ -173,8 +173,8 @@ def oracle_v4(spec, mode, fields, table, to_swa, bucket):
             fields_r["out_loc"].append((loc // r if loc >= 0 else -1) if boundary else 0)
             fields_r["lengths"].append(seq // r)
             scanned = max(seq // r, 1) if row else 0
-            fields_r["topk_lengths"].append(min(scanned, spec.index_topk) if r == 4 else scanned)
-            if r == 4:
+            fields_r["topk_lengths"].append(min(scanned, spec.index_topk) if r in (1, 2, 4) else scanned)
+            if r in (1, 2, 4):
                 entries = [-1] * ceil_to(spec.index_topk, 64)
             else:
                 e = spec.page_size // r
