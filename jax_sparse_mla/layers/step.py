@@ -96,6 +96,6 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
 
     Other modes attend to the paged caches: their rows have no context in common.
     """
-    topk = (spec.window or 0) + spec.index_topk
+    topk = (spec.window or 0) + spec.index_width
     plan = plan_here("decode", spec.kv_layout, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
     return plan.kernel == "sparse_prefill"
