@@ -115,7 +115,12 @@ def test_what_is_refused():
         (k, {}, TypeError, "state must be a CompressorState, got ndarray"),
         (new_state(2), {}, ValueError, "state holds 2 layers: pass the view of one"),
         (CompressorState.zeros(1, ratio=POOL, head_dim=DIM), {}, ValueError, r"state.kv must have shape .*128\]"),
-        (CompressorState.zeros(1, ratio=3, head_dim=DIM), {}, ValueError, "state must keep at least 4 tokens per request, got 3"),
+        (
+            CompressorState.zeros(1, ratio=3, head_dim=DIM),
+            {},
+            ValueError,
+            "state must keep at least 4 tokens per request, got 3",
+        ),
         (new_state(), {"ape": np.zeros((3, DIM), np.float32)}, ValueError, r"ape must have shape \[4, head_dim=128\]"),
         (new_state(), {"positions": np.zeros(3, np.int64)}, TypeError, "positions must be int32"),
         (new_state(), {"pool": 0}, ValueError, "pool must be >= 1, got 0"),

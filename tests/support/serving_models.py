@@ -6,7 +6,14 @@ import functools
 
 import numpy as np
 import torch
-from support.hf_models import random_model, random_tokens, small_glm5_config, small_v4_config, small_v32_config
+from support.hf_models import (
+    random_model,
+    random_tokens,
+    small_glm5_config,
+    small_glm53_config,
+    small_v4_config,
+    small_v32_config,
+)
 from support.serving_steps import named_arrays, torch_logits
 
 from jax_sparse_mla.serving import Model, Params
@@ -19,7 +26,7 @@ CHUNK = 112
 
 def config(name: str):
     """V4: each kind of layer, a hash layer and two with routers. V3.2: a dense layer and experts in groups. GLM-5: a
-    layer without an indexer between two with one.
+    layer without an indexer between two with one. GLM-5.3: a layer with pools of tokens between two of linear attention.
 
     The longest request has more C4 entries, and more tokens, than are selected.
     """
@@ -27,6 +34,8 @@ def config(name: str):
         return small_v4_config(mlp_layer_types=["hash_moe", "moe", "moe"], index_topk=96)
     if name == "glm5":
         return small_glm5_config(index_topk=256)
+    if name == "glm53":
+        return small_glm53_config(index_topk=256)
     return small_v32_config(n_routed_experts=8, n_group=4, topk_group=2, index_topk=256)
 
 

@@ -33,7 +33,7 @@ def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
     """The model, but for what transformers keeps in float32, in evaluation mode."""
     keep = tuple(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
-        if not any(part in name.split(".") for part in keep):
+        if not any(f".{part}." in f".{name}." for part in keep):
             parameter.data = parameter.data.to(torch.bfloat16)
     return model.eval()
 
