@@ -98,7 +98,7 @@ def small_glm5_config(**changes) -> GlmMoeDsaConfig:
 
 
 def small_glm53_config(**changes) -> Glm5NextConfig:
-    """A sparse layer between two of linear attention, the first of them dense; 64 tokens are selected, in pools of 4."""
+    """A sparse layer between two of linear attention, the first one dense; 64 tokens are selected, in pools of 4."""
     without_rope = {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
     text = {
         **without_rope,

@@ -26,7 +26,7 @@ CHUNK = 112
 
 def config(name: str):
     """V4: each kind of layer, a hash layer and two with routers. V3.2: a dense layer and experts in groups. GLM-5: a
-    layer without an indexer between two with one. GLM-5.3: a layer with pools of tokens between two of linear attention.
+    layer without an indexer between two with one. GLM-5.3: a layer with index pools between two of linear attention.
 
     The longest request has more C4 entries, and more tokens, than are selected.
     """
