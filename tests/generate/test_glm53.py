@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 from sparse_mla_torch import handover
 from sparse_mla_torch.hf.comparison import count_agreeing_tokens
 from sparse_mla_torch.hf.engine import Engine as TorchEngine
+from support import serving_models
+from support.serving_steps import Steps, prefill_and_decode
 
 from jax_sparse_mla.cli import main
 from jax_sparse_mla.serving import presets as texts
@@ -24,6 +26,15 @@ from jax_sparse_mla.serving.mesh import cut_model
 from jax_sparse_mla.serving.request import Request
 
 pytestmark = pytest.mark.torch
+
+
+def test_float32_logits_are_transformers():
+    """Prefill in parts that end within pools, and decode, of three requests; other models' are in tests/serving."""
+    model, params = serving_models.jax_model("glm53", torch.float32)
+    steps, requests = Steps(model, params, num_requests=3), serving_models.requests()
+    logits = prefill_and_decode(steps, requests, serving_models.NEW, serving_models.CHUNK - 1)
+    all_seen = serving_models.rows_that_see_all(model)
+    serving_models.assert_float32_logits(logits, serving_models.expected("glm53", torch.float32), all_seen)
 
 
 def test_generate(capsys, monkeypatch):

@@ -68,7 +68,8 @@ def serve(steps, backend, caches, hostile=False):
         batch, rows, owners = make_step(world(), mode, work, num_rows=num_rows, hostile=hostile)
         if mode is VERIFY:
             batch = dataclasses.replace(batch, num_draft_tokens=3, seq_lens=batch.seq_lens - 3)
-        out, caches, positions, metadata = step(caches, rows, world().params, batch, world().tables, backend=backend)
+        arguments = caches, rows, world().params, batch, world().tables
+        out, caches, positions, metadata = step(*arguments, backend=backend if mode is EXTEND else "flashmla_kv")
         out, positions, lengths = np.asarray(out, np.float32), np.asarray(positions), np.asarray(metadata.topk_lengths)
         assert positions.shape == (num_rows, SPEC.index_width) and not bool(metadata.overflow)
         np.testing.assert_array_equal(lengths, np.sum(positions >= 0, axis=1))
@@ -94,8 +95,8 @@ def whole():
 def test_any_chunking_selects_the_same():
     """Prompts in parts that end within pools, from the pages; drafts verified three at a time; hostile padding."""
     parts = [chunk((0, 0, 101), 3, (2, 0, 66)), chunk((1, 0, 134), (0, 101, 150)), chunk((0, 251, 11), 5)]
-    rest = [(VERIFY, [(2, 66, 3), (1, 134, 3)], 6), (DECODE, [(0, 262, 1), 1], 2)]
-    poisoned = jax.tree.map(lambda x: jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan), empty_caches())
+    rest = [(VERIFY, [(2, 66, 3), (1, 134, 3)], 6), (DECODE, [(0, 262, 1), 1, 1], 3)]
+    poisoned = jax.tree.map(lambda x: np.full_like(x, 255 if x.dtype == jnp.uint8 else np.nan), empty_caches())
     given = dataclasses.replace(poisoned, index_state=empty_caches(max_draft_tokens=3).index_state)
     found, caches = serve([*parts, *rest], "flashmla_kv", given, hostile=True)
     expected, whole_caches = whole()

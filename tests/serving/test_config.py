@@ -57,12 +57,12 @@ def test_released_glm53_keys():
     """The text model alone, or flat; what the released config says of its linear attention in one mapping."""
     whole = keys("glm53")
     text, wanted = whole["text_config"], read_config(whole)
-    assert wanted.linear == (True, False, True) and wanted.dense == (True, False, False)
+    assert wanted.linear == wanted.dense == (True, False)
     assert (wanted.kda.heads, wanted.kda.head_dim, wanted.kda.kernel, wanted.kda.lower_bound) == (2, 32, 4, -5.0)
     assert (wanted.spec.index_pool, wanted.spec.index_width, wanted.streams.streams) == (4, 259, 4)
     assert read_config(text) == read_config({**text, "model_type": "glm5_next"}) == wanted
     released = without(text, *(name for name in text if name.startswith("linear_"))) | {"model_type": "glm5_next"}
-    released["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
+    released["layer_types"] = ["linear_attention", "full_attention"]
     attention = {"num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4, "gate_lower_bound": None}
     assert read_config(released | {"linear_attn_config": attention}) == wanted
     unbounded = read_config(released | {"linear_attn_config": {**attention, "safe_gate": False}})
@@ -167,11 +167,11 @@ def test_unknown_values_are_refused(name, change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"layer_types": ["linear_attention"] * 3}, "layer_types must have an indexed_attention layer"),
-        ({"layer_types": ["linear_attention"]}, "layer_types must name 3 layers, got 1"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer_types must be of .*, got 'sliding_attention'"),
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types must have an indexed_attention layer"),
+        ({"layer_types": ["linear_attention"]}, "layer_types must name 2 layers, got 1"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types must be of .*, got 'sliding_attention'"),
         (
-            {"indexer_types": ["full", "full", "shared"]},
+            {"indexer_types": ["full", "shared"]},
             "indexer_types shares an indexer's entries, which only glm_moe",
         ),
         ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail must be True, got False"),
