@@ -75,7 +75,7 @@ def test_every_parameter_counts(name):
     def error(leaves):
         steps.params, steps.caches = tree.unflatten(leaves), jax.tree.map(jnp.copy, caches)
         out, _ = steps(ForwardMode.EXTEND, {0: (end - CHUNK, tokens[end - CHUNK :])}, CHUNK)
-        return np.median(row_differences(out, wanted))
+        return np.quantile(row_differences(out, wanted), 0.8)  # a bias of the router decides for few rows
 
     unchanged = error(leaves)
     assert unchanged < FLOAT32
