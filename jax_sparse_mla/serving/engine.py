@@ -107,8 +107,9 @@ class Engine:
     mesh: Mesh | None = None
 
     def __init__(self, model: Model, params: Params, options: EngineOptions):
-        for name in ("speculative_steps", "reuse_points") if model.is_recurrent else ():
-            if given := getattr(options, name):
+        is_recurrent = getattr(model, "is_recurrent", False)  # models of other projects may not say it
+        for name in ("speculative_steps", "reuse_points"):
+            if is_recurrent and (given := getattr(options, name)):
                 raise ValueError(
                     f"{name} must be 0 for {model.spec.name}, got {given}: its linear attention carries a state for "
                     "each request that cannot go back to an earlier token"
