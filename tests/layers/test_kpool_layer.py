@@ -73,6 +73,11 @@ def serve(steps, backend, caches, hostile=False):
         out, positions, lengths = np.asarray(out, np.float32), np.asarray(positions), np.asarray(metadata.topk_lengths)
         assert positions.shape == (num_rows, SPEC.index_width) and not bool(metadata.overflow)
         np.testing.assert_array_equal(lengths, np.sum(positions >= 0, axis=1))
+        pools, live = np.asarray(metadata.cache_seqlens) // POOL, list(owners.values())
+        starts = (np.cumsum(pools) - pools)[np.asarray(metadata.row_to_request)[live]]
+        np.testing.assert_array_equal(np.asarray(metadata.index_row_starts)[live], starts)
+        seen = [(position + 1) // POOL for _, position in owners]
+        np.testing.assert_array_equal(np.asarray(metadata.index_row_ends)[live] - starts, seen)
         for owner, row in owners.items():
             assert owner not in found
             found[owner] = out[row], positions[row]

@@ -105,6 +105,8 @@ def test_what_it_refuses():
     build = functools.partial(build_v32_metadata, DEEPSEEK_V32, **SPARSE)
     with pytest.raises(ValueError, match="spec must be a model without a sliding window"):
         build_v32_metadata(DEEPSEEK_V4_FLASH, batch, tables, **SPARSE)
+    with pytest.raises(ValueError, match=r"tokens have an index key each, got DeepSeek-V3.2 with pools of 4"):
+        build_v32_metadata(dataclasses.replace(DEEPSEEK_V32, index_pool=4), batch, tables, **SPARSE)
     with pytest.raises(ValueError, match=r"out_cache_loc must have 2 \* 1 entries in DECODE, got 6; cut a step"):
         build(dataclasses.replace(batch, out_cache_loc=tensor(range(6))), tables)
     with pytest.raises(TypeError, match=r"batch.seq_lens must be a torch.Tensor, int32 \[2\]"):
