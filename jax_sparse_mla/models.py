@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
@@ -25,13 +25,15 @@ class ModelSpec:
       softmax_scale: the factor of q·k.
       kv_layout: the byte layout of a cached row.
       page_size: tokens per page of the request's own cache (V4: the sliding-window cache).
-      index_topk: entries that the indexer keeps per query; with pools, tokens.
+      index_topk: entries that the indexer keeps per query.
       index_heads, index_dim: the indexer's heads and head dimension.
-      index_pool: tokens of an index key (KPool); 1: each token has its own.
       window: tokens of the sliding window; None where the model has none.
       compress_ratios: the distinct compress ratios of the layers, ascending; 0 is a sliding-window layer.
       has_attn_sink: whether each head has an attention sink.
+      index_pool: tokens of an index key: 1, each has its own; see `PooledModelSpec`.
     """
+
+    index_pool: ClassVar[int] = 1
 
     name: str
     num_heads: int
@@ -45,7 +47,6 @@ class ModelSpec:
     index_topk: int
     index_heads: int
     index_dim: int
-    index_pool: int = 1
     window: int | None = None
     compress_ratios: tuple[int, ...] = ()
     has_attn_sink: bool = False
@@ -61,8 +62,8 @@ class ModelSpec:
 
         Args:
           config: `model_type` must be `deepseek_v32`, `deepseek_v4`, `glm_moe_dsa` (GLM-5, 5.1, 5.2) or `glm5_next`
-            (GLM-5.3: of its layers with sparse attention; what is in `text_config`, if there is one). Both the
-            checkpoint's own keys (`compress_ratios`, `rope_scaling`) and transformers' (`layer_types`,
+            (GLM-5.3: a `PooledModelSpec` of its layers with sparse attention, from `text_config` if there is one). Both
+            the checkpoint's own keys (`compress_ratios`, `rope_scaling`) and transformers' (`layer_types`,
             `rope_parameters`) are read.
 
         Raises:
@@ -90,6 +91,17 @@ def text_config(config: Any) -> Any:
     """The part of a config that is the text model's: `text_config`, or all of it."""
     part = _reader(config)("text_config")
     return config if part is None else part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledModelSpec(ModelSpec):
+    """The constants of a model with an index key for each pool of tokens (KPool, GLM-5.3).
+
+    Attributes:
+      index_pool: tokens of an index key. `index_topk` counts tokens, in whole pools, and a page holds whole pools too.
+    """
+
+    index_pool: int = dataclasses.field()
 
 
 def _reader(config: Any) -> Callable[..., Any]:
@@ -158,7 +170,7 @@ def _glm53_from_config(read) -> ModelSpec:
         )
     if read("index_kpool_always_select_tail") is False:
         raise ValueError("ModelSpec.from_hf_config: index_kpool_always_select_tail must be True, got False")
-    return ModelSpec(
+    return PooledModelSpec(
         name="glm5_next",
         num_heads=read("num_attention_heads", 64),
         qk_dim=latent,

@@ -350,7 +350,7 @@ def _attend(
     metadata, of_rows = step
     if config.linear[i]:
         rows, gate = _project_linear(config, weights, x)
-        chunked = batch.mode is ForwardMode.EXTEND
+        chunked = batch.mode is not ForwardMode.DECODE
         out, cache = kda_layer(cache, rows, small, of_rows, config=config.kda, chunked=chunked)
         out = gated_norm(out, gate, small.o_norm, config.norm_eps)
     else:
