@@ -1,4 +1,4 @@
-"""The compressor of DeepSeek-V4 and V4.1, which turns every `ratio` tokens into one row of a compressed cache.
+"""The compressor of DeepSeek-V4 and V4.1, which turns every `ratio` tokens into one row of a cache, and KPool's.
 
 A token brings a kv row and a score row. The entry of the group of tokens that ends at position p (p + 1 is a
 multiple of ratio) is, per channel,
@@ -12,6 +12,8 @@ DeepSeek calls the two CSA and HCA.) The V4 indexer compresses its keys with the
 
 V4.1 has ratios 1 and 2 and no ape. A group of ratio 1 is a token, which has no score: its kv is what is normed. V4.1's
 index keys are made of the entry before rope, so the layer passes no frequencies and rotates it afterwards.
+
+GLM-5.3's KPool makes one index key of a group of tokens by the same sum, without overlap, norm and rope: `pool_keys`.
 
 Groups may span steps, so each request carries its last tokens in a ring, `CompressorState`.
 """
@@ -39,9 +41,9 @@ OVERLAP_RATIO = 4
 CHUNK_BYTES = 32 << 20
 
 
-def _coff(ratio: int) -> int:
+def _coff(ratio: int, overlap: bool | None = None) -> int:
     """Halves of a row, and groups of a window (DeepSeek's name)."""
-    return 2 if ratio == OVERLAP_RATIO else 1
+    return 2 if (ratio == OVERLAP_RATIO if overlap is None else overlap) else 1
 
 
 def compressor_window(ratio: int) -> int:
@@ -56,13 +58,13 @@ class CompressorState(LayerPool):
     It may hold the rings of several layers in one array each; `state.layer(i)` is the view of one, see `PagedKV`.
 
     Attributes:
-      kv, score: float32 `[num_layers * max_requests, ring, coff * head_dim]`, `coff` 2 for ratio 4 and 1 otherwise;
-        scores without ape.
+      kv, score: float32 `[num_layers * max_requests, ring, coff * head_dim]`, `coff` 2 where windows overlap and 1
+        otherwise; scores without ape.
       num_layers: how many layers' requests the arrays hold, one layer after the other (static).
       layer_index: the layer of a view; None for all of them (static).
 
-    If all tokens of a request pass `compress_kv` from position 0 on, what an earlier request left in the row is never
-    read. A request that starts later (a cached prefix) needs the ring of the request that it continues.
+    If all tokens of a request pass `compress_kv` or `pool_keys` from position 0 on, what an earlier request left in the
+    row is never read. A request that starts later (a cached prefix) needs the ring of the request that it continues.
     """
 
     kv: jax.Array
@@ -72,26 +74,35 @@ class CompressorState(LayerPool):
 
     @classmethod
     def zeros(
-        cls, max_requests: int, *, ratio: int, head_dim: int, ring: int | None = None, num_layers: int = 1
+        cls,
+        max_requests: int,
+        *,
+        ratio: int,
+        head_dim: int,
+        ring: int | None = None,
+        num_layers: int = 1,
+        overlap: bool | None = None,
     ) -> CompressorState:
         """A state of zeros.
 
         Args:
           max_requests: rows, one per request that lives at a time.
-          ratio: tokens per entry; 4 has overlap.
+          ratio: tokens per entry.
           head_dim: values of an entry.
-          ring: tokens kept per request, at least the window; None is the window, 8 for ratio 4 and ratio
+          ring: tokens kept per request, at least the window; None is the window: `2 * ratio` with overlap, ratio
             otherwise. Where up to D tokens of a step may be rejected afterwards (speculative decoding) it
             must be at least `window + D`, so that rejected tokens do not replace those that the next step still
             needs; SGLang doubles it.
           num_layers: layers, each with rings of its own.
+          overlap: whether windows overlap; None: those of ratio 4 do. KPool's (`pool_keys`) never do.
         """
         check = ArgumentChecks("CompressorState.zeros")
         ratio = check.static_int("ratio", ratio, minimum=1)
         head_dim = check.static_int("head_dim", head_dim, minimum=1)
-        window = compressor_window(ratio)
+        coff = _coff(ratio, overlap)
+        window = coff * ratio
         ring = window if ring is None else check.static_int("ring", ring, minimum=window)
-        shape = layer_shape(check, num_layers, ("max_requests", max_requests), ring, _coff(ratio) * head_dim)
+        shape = layer_shape(check, num_layers, ("max_requests", max_requests), ring, coff * head_dim)
         return cls(kv=jnp.zeros(shape, jnp.float32), score=jnp.zeros(shape, jnp.float32), num_layers=num_layers)
 
     @property
@@ -174,14 +185,7 @@ def compress_kv(
     if odd or head_dim == 0:
         raise check.fail(f"kv must have shape [T, {coff} * head_dim], got {list(tokens.kv.shape)}")
     if state is not None:
-        state = dataclasses.replace(
-            state,
-            kv=check("state.kv", state.kv, ("max_requests", "ring", "width"), FLOAT32),
-            score=check("state.score", state.score, ("max_requests", "ring", "width"), FLOAT32),
-        )
-        state.check_view(check, "state", state.kv.shape[0])
-        if check.dims["ring"] < window:
-            raise check.fail(f"state must keep at least {window} tokens per request, got {check.dims['ring']}")
+        state = _checked_state(check, state, "width", window)
     query_start_loc = check("query_start_loc", query_start_loc, (None,), INT32)
     if query_start_loc.shape[0] == 0:
         raise check.fail("query_start_loc must have shape [B + 1], got [0]")
@@ -260,7 +264,7 @@ def compress_kv_reference(
         if state is None:  # a token is the group
             pooled = tokens.kv[jnp.maximum(row, 0)].astype(jnp.float32)
         else:
-            pooled = _pool_window(state, tokens, ape, row, ratio, head_dim)
+            pooled = _pool_window(state, tokens, ape, row, ratio, _coff(ratio))
         pooled = round_to_bfloat16(pooled) if round_pooled else pooled
         normed = pooled * lax.rsqrt(jnp.mean(pooled * pooled) + norm_eps) * norm_weight.astype(jnp.float32)
         first_position = tokens.positions[jnp.maximum(row, 0)] - (ratio - 1)
@@ -281,11 +285,91 @@ def round_to_bfloat16(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
+def pool_keys(
+    state: CompressorState,
+    k: jax.Array,
+    score: jax.Array,
+    *,
+    positions: jax.Array,
+    req_rows: jax.Array,
+    ape: jax.Array,
+    pool: int,
+    num_requests: int,
+) -> tuple[jax.Array, jax.Array, CompressorState]:
+    """KPool (GLM-5.3): one index key for each `pool` tokens that this step's tokens complete.
+
+    Per channel `key = Σ_t softmax_t(score_t + ape_t) * k_t` over the tokens t of a pool, `pool` tokens from a multiple
+    of it on. Arithmetic is float32, and any chunking of a request's tokens over steps gives the same keys. transformers
+    rounds the weights and the sum to the keys' dtype. It is plain JAX on every device.
+
+    Args:
+      state: the carried tokens: `CompressorState.zeros(..., ratio=pool, overlap=False)`.
+      k, score: bfloat16 or float32 `[T, head_dim]`, after the keys' norm, and the gate's product; the rows of a request
+        follow each other, their positions ascending by one.
+      positions: int32 `[T]`, each token's position in its request; negative on padding rows (canonical: −1).
+      req_rows: int32 `[T]`, the row of each token's request in the state. A row outside the state makes the token a
+        padding row. No two requests of a step may share one.
+      ape: float32 `[pool, head_dim]`, added to the score of a token by `position % pool`.
+      pool: tokens of a key, at least 1 (static).
+      num_requests: the most requests that the rows may be of (static).
+
+    Returns:
+      `(keys, rows, state)`: float32 `[N, head_dim]`, int32 `[N]` and the updated state, with
+      `N = min(T, T // pool + num_requests)`. `rows[i]` is the row whose token completed key i, ascending; unused keys
+      come last, have row −1 and are 0.
+
+    Raises:
+      TypeError: a wrong dtype, or state is no CompressorState.
+      ValueError: shapes that do not agree with each other and with pool.
+    """
+    check = ArgumentChecks("pool_keys")
+    if not isinstance(state, CompressorState):
+        raise TypeError(f"pool_keys: state must be a CompressorState, got {type(state).__name__}")
+    pool = check.static_int("pool", pool, minimum=1)
+    tokens = _Tokens(
+        kv=check("k", k, ("T", "head_dim"), FLOATS),
+        score=check("score", score, ("T", "head_dim"), FLOATS),
+        positions=check("positions", positions, ("T",), INT32),
+        req_rows=check("req_rows", req_rows, ("T",), INT32),
+    )
+    state = _checked_state(check, state, "head_dim", pool)
+    ape = check("ape", ape, (pool, "head_dim"), FLOAT32)
+    num_requests = check.static_int("num_requests", num_requests, minimum=0)
+    return _pool_keys(state, tokens, ape, pool=pool, num_requests=num_requests)
+
+
+def _checked_state(check: ArgumentChecks, state: CompressorState, width: str, window: int) -> CompressorState:
+    """The state with its arrays as jax arrays: of one layer, rows of `width` values, a ring of at least the window."""
+    arrays = {name: (f"state.{name}", getattr(state, name)) for name in ("kv", "score")}
+    arrays = {name: check(*given, ("max_requests", "ring", width), FLOAT32) for name, given in arrays.items()}
+    state = dataclasses.replace(state, **arrays)
+    state.check_view(check, "state", state.kv.shape[0])
+    if check.dims["ring"] < window:
+        raise check.fail(f"state must keep at least {window} tokens per request, got {check.dims['ring']}")
+    return state
+
+
+@functools.partial(jax.jit, static_argnames=("pool", "num_requests"))
+def _pool_keys(state, tokens, ape, *, pool, num_requests):
+    (num_tokens, head_dim), max_requests = tokens.kv.shape, state.max_requests
+    num_keys = min(num_tokens, num_tokens // pool + num_requests)
+    if num_keys == 0 or max_requests == 0:
+        return jnp.zeros((num_keys, head_dim)), jnp.full((num_keys,), -1, jnp.int32), state
+    live = (tokens.positions >= 0) & (tokens.req_rows >= 0) & (tokens.req_rows < max_requests)
+    tokens = dataclasses.replace(tokens, req_rows=tokens.req_rows + state.first_of(max_requests))
+    (rows,) = jnp.nonzero(live & (tokens.positions % pool == pool - 1), size=num_keys, fill_value=-1)
+    rows = rows.astype(jnp.int32)
+    batch_size = max(1, CHUNK_BYTES // (4 * 4 * pool * head_dim))
+    keys = lax.map(lambda row: _pool_window(state, tokens, ape, row, pool, 1), rows, batch_size=batch_size)
+    carried = _carry(state, tokens, live, _zero_after(keys.astype(jnp.bfloat16)))
+    return keys, rows, dataclasses.replace(state, kv=carried.kv, score=carried.score)
+
+
 def _pool_window(
-    state: CompressorState, tokens: _Tokens, ape: jax.Array, row: jax.Array, ratio: int, head_dim: int
+    state: CompressorState, tokens: _Tokens, ape: jax.Array, row: jax.Array, ratio: int, coff: int
 ) -> jax.Array:
     """The weighted sum over the window that ends at query row `row`; 0 for row −1. float32 `[head_dim]`."""
-    coff, ring = _coff(ratio), state.kv.shape[1]
+    ring, head_dim = state.kv.shape[1], state.kv.shape[2] // coff
     window = coff * ratio
     last = jnp.maximum(row, 0)
     request = jnp.clip(tokens.req_rows[last], 0, state.kv.shape[0] - 1)

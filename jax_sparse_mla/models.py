@@ -38,6 +38,7 @@ class ModelSpec:
       window: tokens of the sliding window; None where the model has none.
       compress_ratios: the distinct compress ratios of the layers, ascending; 0 is a sliding-window layer.
       has_attn_sink: whether each head has an attention sink.
+      index_pool: tokens of an index key: 1, each has its own; see `PooledModelSpec`.
     """
 
     name: str
@@ -56,17 +57,25 @@ class ModelSpec:
     compress_ratios: tuple[int, ...] = ()
     has_attn_sink: bool = False
 
-    compressed_layout = None  # fields of `V41Spec` alone
+    # Fields of `V41Spec`, and of `PooledModelSpec`, alone.
+    compressed_layout = None
     index_format = IndexFormat.FP8
+    index_pool = 1
+
+    @property
+    def index_width(self) -> int:
+        """Columns of a row's selection: `index_topk`, and with pools the tokens of an unfinished one."""
+        return self.index_topk + self.index_pool - 1
 
     @classmethod
     def from_hf_config(cls, config: Any) -> ModelSpec:
         """The spec of a Hugging Face config: a checkpoint's `config.json` as a mapping, or a transformers config.
 
         Args:
-          config: `model_type` must be `deepseek_v32`, `deepseek_v4`, `deepseek_v41` or `glm_moe_dsa` (GLM-5, 5.1,
-            5.2). Both the checkpoint's own keys (`compress_ratios`, `rope_scaling`) and transformers' (`layer_types`,
-            `rope_parameters`) are read. Those of V4.1 may stand in its `text_config`.
+          config: `model_type` must be `deepseek_v32`, `deepseek_v4`, `deepseek_v41`, `glm_moe_dsa` (GLM-5, 5.1, 5.2) or
+            `glm5_next` (GLM-5.3: a `PooledModelSpec` of its layers with sparse attention). Both the checkpoint's own
+            keys (`compress_ratios`, `rope_scaling`) and transformers' (`layer_types`, `rope_parameters`) are read.
+            Those of V4.1 and GLM-5.3 may stand in its `text_config`.
 
         Raises:
           ValueError: another model type, dimensions for which no cache layout exists, or, of V4.1, what is missing or
@@ -80,11 +89,33 @@ class ModelSpec:
             return _v41_from_config(config)
         if model_type in _V32_SIZES:
             return _v32_from_config(read)
-        why = " (KPool: pools of index keys)" if model_type == "glm5_next" else ""
+        if model_type in GLM53_TYPES:
+            return _glm53_from_config(_reader(text_config(config)))
         raise ValueError(
             "ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa' or "
-            f"'deepseek_v41', got {model_type!r}{why}"
+            f"'deepseek_v41' or 'glm5_next', got {model_type!r}"
         )
+
+
+# GLM-5.3 with its vision tower, and its text model alone.
+GLM53_TYPES = ("glm5_next", "glm5_next_text")
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that is the text model's: `text_config`, or all of it."""
+    part = _reader(config)("text_config")
+    return config if part is None else part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledModelSpec(ModelSpec):
+    """The constants of a model with an index key for each pool of tokens (KPool, GLM-5.3).
+
+    Attributes:
+      index_pool: tokens of an index key. `index_topk` counts tokens, in whole pools, and a page holds whole pools too.
+    """
+
+    index_pool: int = dataclasses.field()
 
 
 def _reader(config: Any) -> Callable[..., Any]:
@@ -138,6 +169,35 @@ def _v32_from_config(read) -> ModelSpec:
         index_topk=read("index_topk", 2048),
         index_heads=read("index_n_heads", index_heads),
         index_dim=read("index_head_dim", 128),
+    )
+
+
+def _glm53_from_config(read) -> ModelSpec:
+    latent, rope_dim, pool = read("kv_lora_rank", 512), read("qk_rope_head_dim", 0), read("index_kpool", 16)
+    topk = read("index_topk", 2048)
+    if rope_dim:
+        raise ValueError(f"ModelSpec.from_hf_config: qk_rope_head_dim must be 0 in glm5_next, got {rope_dim}")
+    if not isinstance(pool, int) or pool < 2 or topk % pool:
+        raise ValueError(
+            "ModelSpec.from_hf_config: index_kpool must be an integer from 2 on that divides index_topk, got "
+            f"{pool!r} and {topk}"
+        )
+    if read("index_kpool_always_select_tail") is False:
+        raise ValueError("ModelSpec.from_hf_config: index_kpool_always_select_tail must be True, got False")
+    return PooledModelSpec(
+        name="glm5_next",
+        num_heads=read("num_attention_heads", 64),
+        qk_dim=latent,
+        v_dim=latent,
+        nope_dim=latent,
+        rope_dim=0,
+        softmax_scale=read("qk_nope_head_dim", 256) ** -0.5,
+        kv_layout=_layout("glm5_next", (KVLayout.NOPE_FP8,), latent, 0, latent),
+        page_size=64 * pool,  # so that a page has 64 index keys, as those of every model
+        index_topk=topk,
+        index_heads=read("index_n_heads", 32),
+        index_dim=read("index_head_dim", 128),
+        index_pool=pool,
     )
 
 

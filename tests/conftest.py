@@ -28,7 +28,9 @@ from jax._src import compiler
 from run_record import RunRecord
 
 # Failing assertions of these say as much as those of test modules do.
-pytest.register_assert_rewrite("attention_conformance", "compressor_engine", "metadata_cases", "topk_oracle")
+pytest.register_assert_rewrite(
+    "attention_conformance", "compressor_engine", "metadata_cases", "support.serving_models", "topk_oracle"
+)
 
 pytest_plugins = ["pytester"]
 

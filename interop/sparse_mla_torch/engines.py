@@ -270,7 +270,7 @@ def build_metadata(
 def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
     """What an EXTEND step attends to, by its rows; the other modes attend to the pages whatever this says."""
     rows, device = len(step.batch.out_cache_loc), route.device_info(step.batch.seq_lens.device)
-    call = Call("decode", spec.kv_layout, rows, spec.num_heads, device, spec.index_topk, chunk=True)
+    call = Call("decode", spec.kv_layout, rows, spec.num_heads, device, spec.index_width, chunk=True)
     return "flashmla_sparse" if route.plan(call).kernel == "sparse_prefill" else "flashmla_kv"
 
 

@@ -155,8 +155,9 @@ def export_request(engine: Engine | JaxEngine, request: Request, path: str | os.
     Call it between steps, as `Engine.run`'s `on_step` does. The engine continues the request as before.
 
     Raises:
-      ValueError: the request is not being served, or nothing of it is cached yet.
+      ValueError: the request is not being served, or nothing of it is cached yet; a model without a file format.
     """
+    _check_model("export_request", engine)
     if isinstance(engine, JaxEngine):
         engine.wait()  # all tokens but the last are cached, and the host must know which one that is
     if request.row is None or not request.computed:
@@ -189,6 +190,7 @@ def import_request(engine: Engine | JaxEngine, path: str | os.PathLike, max_new_
         engine's. Nothing has changed then.
       RuntimeError: the engine has no free row.
     """
+    _check_model("import_request", engine)
     facts, tensors = _read_file(path)
     for name, here in _cache_facts(engine).items():
         if (there := facts.get(name)) != here:
@@ -216,6 +218,12 @@ def import_request(engine: Engine | JaxEngine, path: str | os.PathLike, max_new_
         pool.close(request.row)
         raise
     return request
+
+
+def _check_model(function: str, engine: Engine | JaxEngine) -> None:
+    if engine.spec.index_pool > 1:
+        raise ValueError(f"{function}: the file has no place for the states of pools and linear attention, which "
+                         f"{engine.spec.name} carries")  # fmt: skip
 
 
 def _cache_facts(engine: Engine | JaxEngine) -> dict[str, Any]:

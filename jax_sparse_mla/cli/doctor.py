@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     for spec in (DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO):
         for phase in PHASES:
             layout = workspace_layout(spec.qk_dim) if phase == "prefill" else spec.kv_layout
-            columns = spec.index_topk + (spec.window or 0)
+            columns = spec.index_width + (spec.window or 0)
             call = Call(phase, layout, args.query_tokens, spec.num_heads, DeviceInfo.current(), columns)
             plan = plan_call(call, unable=missing[phase])
             print(f"\n{spec.name}, {phase}, {args.query_tokens} query rows, FP8 cache: {plan.backend} ({plan.kernel})")

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="jax: the whole step is one JAX program (default); torch: transformers' modules around our attention",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4 or GLM-5")
+    source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4, GLM-5 or 5.3")
     source.add_argument(
         "--preset", choices=PRESETS, help="a small random model with the true head dimensions (default: v4)"
     )

@@ -40,7 +40,7 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
             workspace_layout(spec.qk_dim) if phase == "prefill" else cached,
             rows=rows,
             heads=spec.num_heads,
-            topk=(spec.window or 0) + spec.index_topk,
+            topk=(spec.window or 0) + spec.index_width,
             backend=backend,
         )
         for step, phase, rows in steps

@@ -5,6 +5,7 @@ This package knows slots (page · page_size + offset), not bytes. Everywhere −
 
 from jax_sparse_mla.indices.merge import combine_swa_extra_indices, combine_topk_swa_indices
 from jax_sparse_mla.indices.ownership import Ownership, global_topk, local_candidates, select_candidates
+from jax_sparse_mla.indices.pools import expand_pools
 from jax_sparse_mla.indices.topk.api import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.indices.window import swa_gather_plan, swa_slots
 
@@ -13,6 +14,7 @@ __all__ = [
     "TopkTransform",
     "combine_swa_extra_indices",
     "combine_topk_swa_indices",
+    "expand_pools",
     "global_topk",
     "local_candidates",
     "select_candidates",

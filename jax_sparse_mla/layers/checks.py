@@ -204,12 +204,14 @@ def check_v41_layer(
     _check_compressed(check, read.compressed, states, batch, metadata, ratio, name)
 
 
-def check_v32_layer(cache: Any, rows: Any, index_scores: Any, selected: Any, *, spec: ModelSpec) -> None:
+def check_v32_layer(
+    cache: Any, rows: Any, index_scores: Any, selected: Any, index_ape: Any, *, spec: ModelSpec
+) -> None:
     """Refuses what `v32_layer` cannot serve; its arguments under its names.
 
     Raises:
-      TypeError: a cache is missing. ValueError: shapes that cannot be right, rows and caches of which one has an
-        indexer's part and the other has not, a layer that selects nothing and takes no selection.
+      TypeError: a cache is missing, or what pools need. ValueError: shapes that cannot be right, rows and caches of
+        which one has an indexer's part and the other has not, a layer that selects nothing and takes no selection.
     """
     check = ArgumentChecks("v32_layer")
     indexed = rows.index_k is not None
@@ -230,7 +232,7 @@ def check_v32_layer(cache: Any, rows: Any, index_scores: Any, selected: Any, *, 
         if indexed or index_scores is not None:
             other = "rows of a layer that selects for itself" if indexed else "index_scores"
             raise check.fail(f"selected must be None with {other}")
-        check("selected", selected, (rows.q.shape[0], spec.index_topk), INT32)
+        check("selected", selected, (rows.q.shape[0], spec.index_width), INT32)
     elif index_scores is None and not indexed:
         raise check.fail(
             "selected must be given in a layer without an indexer of its own: the positions that v32_layer returned "
@@ -243,8 +245,18 @@ def check_v32_layer(cache: Any, rows: Any, index_scores: Any, selected: Any, *, 
         own = getattr(cache.layer(cache.kv.layer_index).index_k, "layer_index", None)
         if (given := getattr(cache.index_k, "layer_index", None)) != own:
             raise check.fail(f"cache must be the view of one layer, cache.layer(i), got index_k's {given} for {own}")
+    if indexed and spec.index_pool > 1:
+        for name, value in (("rows.index_score", rows.index_score), ("index_ape", index_ape)):
+            if value is None:
+                raise TypeError(f"v32_layer: {name} must be given with pools of {spec.index_pool} tokens, got None")
+        if not isinstance(cache.index_state, CompressorState):
+            raise TypeError(
+                f"v32_layer: cache.index_state must be a CompressorState, got {type(cache.index_state).__name__}; "
+                "V32LayerCache.zeros(spec, ...) makes it"
+            )
     if indexed:
-        _check_index_k(check, cache.index_k, "cache.kv", cache.kv, spec.page_size, "token")
+        keys, unit = spec.page_size // spec.index_pool, "token" if spec.index_pool == 1 else "pool"
+        _check_index_k(check, cache.index_k, "cache.kv", cache.kv, keys, unit, tokens=spec.index_pool)
 
 
 def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: bool = False) -> None:
@@ -268,9 +280,17 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
 
 
 def _check_index_k(
-    check: ArgumentChecks, index_k: Any, name: str, beside: PagedKV, entries: int, unit: str, *, cache: str = "cache"
+    check: ArgumentChecks,
+    index_k: Any,
+    name: str,
+    beside: PagedKV,
+    entries: int,
+    unit: str,
+    *,
+    cache: str = "cache",
+    tokens: int = 1,
 ) -> None:
-    """index_k has pages of `entries` keys, and as many keys as the cache beside it has slots."""
+    """index_k has pages of `entries` keys, and a key for every `tokens` slots of the cache beside it."""
     data, format = (index_k.data, index_k.format) if isinstance(index_k, IndexKeys) else (index_k, IndexFormat.FP8)
     shape, dtype = getattr(data, "shape", ()), str(getattr(data, "dtype", type(data)))
     if dtype.removeprefix("torch.") != "uint8":
@@ -283,7 +303,7 @@ def _check_index_k(
             f"{cache}.index_k must have pages of {entries} keys of {format.key_bytes} bytes, "
             f"{entries * format.key_bytes} in all, got {width} bytes (of {width / format.key_bytes:g} keys)"
         )
-    if pages * entries != beside.num_slots:
+    if pages * entries * tokens != beside.num_slots:
         raise check.fail(
             f"{cache}.index_k and {name} must both have an entry for every {unit} of the pool, got {pages} pages of "
             f"{entries} keys and {beside.num_pages} pages of {beside.page_size}: make both with the pool's number of "

@@ -240,14 +240,17 @@ def _index_keys(
 @pytree_dataclass
 class V32LayerCache(_LayerCache):
     """The caches of a V3.2 layer between steps: kv, and the indexer's keys, uint8 `[num_pages, 64 · 132]` for one layer
-    and `IndexKeys` for several.
+    and `IndexKeys` for several; a page has 64 keys, of a token or of a pool each. With pools `index_state` carries the
+    tokens of the requests' unfinished ones.
 
-    Layers may share an indexer (IndexShare): `indexed` (static) then says which layers have one, and index_k has those
-    layers' keys only; it is None in the cache of a single layer without one. Empty, all layers have an indexer.
+    Layers may share an indexer (IndexShare): `indexed` (static) then says which layers have one, and index_k and
+    index_state are of those layers only; they are None in the cache of a single layer without one. Empty, all layers
+    have an indexer.
     """
 
     kv: PagedKV
     index_k: jax.Array | IndexKeys | None = None
+    index_state: CompressorState | None = None
     indexed: tuple[bool, ...] = static(default=())
 
     @classmethod
@@ -259,22 +262,32 @@ class V32LayerCache(_LayerCache):
         bf16: bool = False,
         num_layers: int = 1,
         indexed: Sequence[bool] | None = None,
+        max_requests: int | None = None,
+        max_draft_tokens: int = 0,
     ) -> V32LayerCache:
         """Empty caches for `num_pages` pages of `spec.page_size` tokens; `bf16` takes the unquantised layout.
 
         `num_layers` layers share the arrays, as those of `V4LayerCache.zeros` do. `indexed` says of each whether it has
-        an indexer of its own (`models.indexed_layers`); by default all have.
+        an indexer of its own (`models.indexed_layers`); by default all have. A model with pools of index keys needs
+        `max_requests`, the rows of the request tables; `max_draft_tokens` is as in `V4LayerCache.zeros`.
 
         Raises:
-          ValueError: `indexed` does not name each layer.
+          ValueError: `indexed` does not name each layer; pools, and no `max_requests`.
         """
         indexed = (True,) * num_layers if indexed is None else tuple(map(bool, indexed))
         if len(indexed) != num_layers:
             raise ValueError(f"V32LayerCache.zeros: indexed must name {num_layers} layers, got {len(indexed)}")
         layout, keys = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout, sum(indexed)
+        pool, index_state = spec.index_pool, None
+        if pool > 1 and keys:
+            if max_requests is None:
+                raise ValueError(f"V32LayerCache.zeros: max_requests must be given: {spec.name} has index pools")
+            sizes = {"head_dim": spec.index_dim, "ring": pool + max_draft_tokens, "num_layers": keys}
+            index_state = CompressorState.zeros(max_requests, ratio=pool, overlap=False, **sizes)
         return cls(
             kv=PagedKV.zeros(layout, num_pages, spec.page_size, num_layers=num_layers),
-            index_k=_index_keys(num_pages, spec.page_size, keys) if keys else None,
+            index_k=_index_keys(num_pages, spec.page_size // pool, keys) if keys else None,
+            index_state=index_state,
             indexed=() if all(indexed) or num_layers == 1 else indexed,
         )
 
@@ -286,15 +299,19 @@ class V32LayerCache(_LayerCache):
     def layer(self, index: int) -> V32LayerCache:
         if not self.indexed:
             return super().layer(index)
-        kv, keys = self.kv.layer(index), self.index_k
-        if isinstance(keys, IndexKeys):
-            keys = keys.layer(sum(self.indexed[:index])) if self.indexed[index] else keys.whole()
-        return dataclasses.replace(self, kv=kv, index_k=keys)
+
+        def of_index(part):
+            if not isinstance(part, LayerPool):
+                return part
+            return part.layer(sum(self.indexed[:index])) if self.indexed[index] else part.whole()
+
+        parts = {"index_k": of_index(self.index_k), "index_state": of_index(self.index_state)}
+        return dataclasses.replace(self, kv=self.kv.layer(index), **parts)
 
     def alone(self) -> V32LayerCache:
-        keys = self.index_k if self.has_index_k else None
-        keys = keys.alone() if isinstance(keys, IndexKeys) else keys
-        return dataclasses.replace(self, kv=self.kv.alone(), index_k=keys, indexed=())
+        parts = (self.index_k, self.index_state) if self.has_index_k else (None, None)
+        keys, state = (part.alone() if isinstance(part, LayerPool) else part for part in parts)
+        return dataclasses.replace(self, kv=self.kv.alone(), index_k=keys, index_state=state, indexed=())
 
 
 @pytree_dataclass
@@ -302,9 +319,10 @@ class V32Rows:
     """The projections of a V3.2 layer from T rows.
 
     q bfloat16 `[T, heads, 576]` (the no-rope part multiplied into the latent space) and kv bfloat16 `[T, 576]`,
-    both latent first and rope last; index_q bfloat16 `[T, index_heads, 128]` and index_k `[T, 128]` after rope;
-    index_weights float32 `[T, index_heads]`, scaled by `index_dim^-0.5 · index_heads^-0.5`. A layer without an indexer
-    of its own has no index_q, index_k and index_weights.
+    both latent first and rope last (GLM-5.3: 512, and no rope); index_q bfloat16 `[T, index_heads, 128]` and index_k
+    `[T, 128]` after rope; index_weights float32 `[T, index_heads]`, scaled by `index_dim^-0.5 · index_heads^-0.5`;
+    with pools index_score `[T, 128]`, what weighs the keys of a pool in each channel. A layer without an indexer of
+    its own has none of these four.
     """
 
     q: jax.Array
@@ -312,3 +330,4 @@ class V32Rows:
     index_q: jax.Array | None = None
     index_k: jax.Array | None = None
     index_weights: jax.Array | None = None
+    index_score: jax.Array | None = None

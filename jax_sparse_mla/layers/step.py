@@ -96,7 +96,7 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
 
     Other modes attend to the paged caches: their rows have no context in common.
     """
-    topk = (spec.window or 0) + spec.index_topk
+    topk = (spec.window or 0) + spec.index_width
     layouts = {"layout": spec.kv_layout, "extra_layout": spec.compressed_layout}
     plan = plan_here("decode", **layouts, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
     return plan.kernel == "sparse_prefill"

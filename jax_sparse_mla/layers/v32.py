@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.indexer import index_logits, quantize_index_q, write_index_k
-from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.compressor import pool_keys
+from jax_sparse_mla.indexer import hadamard_transform, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.indices import TopkTransform, expand_pools, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import checks as layer_checks
@@ -27,6 +29,7 @@ def v32_layer(
     spec: ModelSpec,
     index_scores: jax.Array | None = None,
     selected: jax.Array | None = None,
+    index_ape: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
     """One V3.2 layer's attention: with RAGGED metadata from a gathered bf16 workspace, with PAGED from the paged cache.
@@ -35,24 +38,33 @@ def v32_layer(
 
     A layer without an indexer of its own, whose rows and cache have no index keys, takes `selected`: the positions that
     the last layer with one returned (IndexShare, arXiv 2603.12201), or `index_scores`. It returns them again.
+
+    With pools (KPool, GLM-5.3) there is an index key for every `spec.index_pool` tokens, and `index_ape` float32
+    `[index_pool, 128]` is added to the scores that weigh a pool's keys. Keys and queries of pools pass a Hadamard
+    transform before they are quantised, as in SGLang and vLLM. Pools are selected whole, and every row attends to the
+    tokens of an unfinished one: positions are int32 `[T, spec.index_width]`. The columns of `index_scores` are pools.
     """
-    layer_checks.check_v32_layer(cache, rows, index_scores, selected, spec=spec)
+    layer_checks.check_v32_layer(cache, rows, index_scores, selected, index_ape, spec=spec)
     cache = dataclasses.replace(cache, kv=write_kv(cache.kv, metadata.out_cache_loc, rows.kv))
+    pool = spec.index_pool
     if rows.index_k is not None:
-        index_k = write_index_k(cache.index_k, metadata.out_cache_loc, rows.index_k)
-        cache = dataclasses.replace(cache, index_k=index_k)
-    lengths, positions = metadata.seqlens_expanded, selected
+        cache = _with_index_k(cache, rows, batch, metadata, index_ape, pool)
+    lengths, positions = metadata.seqlens_expanded // pool, selected
     ragged = metadata.topk_transform is TopkTransform.RAGGED
-    if index_scores is None and positions is None:
-        index_q, q_scale = quantize_index_q(rows.index_q)
-        queries = index_q, rows.index_weights * q_scale, cache.index_k
-        table, request = metadata.page_table, metadata.row_to_request
-        if ragged:  # a long chunk's logits would be the step's largest array
-            positions = selected_positions(*queries, table, lengths, topk=spec.index_topk, row_to_request=request)
-        else:
-            index_scores = index_logits(*queries, table[request], lengths)
-    if positions is None:
-        positions = topk_positions(index_scores, lengths, spec.index_topk)
+    if selected is None:
+        topk = spec.index_topk // pool
+        if index_scores is None:
+            index_q, q_scale = quantize_index_q(rows.index_q if pool == 1 else hadamard_transform(rows.index_q))
+            queries = index_q, rows.index_weights * q_scale, cache.index_k
+            table, request = metadata.page_table, metadata.row_to_request
+            if ragged:  # a long chunk's logits would be the step's largest array
+                positions = selected_positions(*queries, table, lengths, topk=topk, row_to_request=request)
+            else:
+                index_scores = index_logits(*queries, table[request], lengths)
+        if positions is None:
+            positions = topk_positions(index_scores, lengths, topk)
+        if pool > 1:
+            positions = expand_pools(positions, metadata.seqlens_expanded, pool)
 
     if ragged:
         indices = add_or_minus_one(positions, metadata.topk_indices_offset[:, None])
@@ -66,9 +78,9 @@ def v32_layer(
         )
         return out, cache, positions
 
-    if selected is not None or cache.indexed:
+    if selected is not None or cache.indexed or pool > 1:
         # Layers that share positions share these slots too: XLA computes them once. A top-k that gives slots would be
-        # a second one where the positions are wanted as well.
+        # a second one where the positions are wanted as well; that of pools gives no tokens.
         request = metadata.row_to_request[:, None]
         slots = page_slot_or_minus_one(metadata.page_table, request, positions, spec.page_size)
     else:
@@ -90,3 +102,31 @@ def v32_layer(
         backend=backend,
     )
     return out[:, 0], cache, positions
+
+
+def _with_index_k(
+    cache: V32LayerCache,
+    rows: V32Rows,
+    batch: ForwardBatch,
+    metadata: V32Metadata,
+    ape: jax.Array | None,
+    pool: int,
+) -> V32LayerCache:
+    """The cache with the index keys of the step's tokens, or of the pools that they finish."""
+    keys, slots = rows.index_k, metadata.out_cache_loc
+    if pool == 1:
+        return dataclasses.replace(cache, index_k=write_index_k(cache.index_k, slots, keys))
+    keys, of_rows, state = pool_keys(
+        cache.index_state,
+        keys,
+        rows.index_score,
+        positions=metadata.positions,
+        req_rows=batch.req_pool_indices[metadata.row_to_request],
+        ape=ape,
+        pool=pool,
+        num_requests=batch.seq_lens.shape[0],
+    )
+    # A page holds whole pools, so the slot of a pool's last token says where its key is.
+    slots = jnp.where(of_rows >= 0, slots[jnp.maximum(of_rows, 0)] // pool, -1)
+    keys = hadamard_transform(keys.astype(jnp.bfloat16))
+    return dataclasses.replace(cache, index_k=write_index_k(cache.index_k, slots, keys), index_state=state)

@@ -1,4 +1,4 @@
-"""Attention and indexer metadata of DeepSeek-V3.2."""
+"""Attention and indexer metadata of DeepSeek-V3.2, and of GLM-5.3, whose index keys stand for pools of tokens."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ class V32Metadata:
     Attributes:
       cache_seqlens: `[B]`, tokens of each request, this step's included (the drafts too in TARGET_VERIFY).
       seqlens_expanded: `[T]`, tokens that each query row attends to, its own included.
-      topk_lengths: `[T]`, `min(seqlens_expanded, index_topk)`: how many indices a kernel scans.
+      topk_lengths: `[T]`, `min(seqlens_expanded, index_topk)`: how many indices a kernel scans. With pools of P tokens
+        `min(p, index_topk) + seqlens_expanded % P`, p the tokens in finished pools.
       positions: `[T]`, `seqlens_expanded - 1`.
       out_cache_loc: `[T]`, the slot of the row's own token.
       cu_seqlens_q: where query rows start: `[B + 1]` by request in EXTEND (requests that pad the end of the
         batch have none), else `arange(T + 1)`, each row a query of its own.
       cu_seqlens_k: `[B + 1]`, exclusive sums of `cache_seqlens` (they stop at INT_MAX).
-      page_table: `[B, ⌈min(max_seq_len, max_len) / 64⌉]`, the request's pages of 64 tokens; −1 where the
-        request table holds no slot. `row_to_request` maps a query row to its row here.
+      page_table: `[B, ⌈min(max_seq_len, max_len) / page_size⌉]`, the request's pages of 64 tokens (with pools 64
+        pools); −1 where the request table holds no slot. `row_to_request` maps a query row to its row here.
       row_to_request: `[T]`, the row's request; 0 on padding rows.
       index_row_starts, index_row_ends: `[T]`, the columns of the row's request in index logits over the
-        concatenated keys of all requests: from `cu_seqlens_k` of its request, `seqlens_expanded` columns.
+        concatenated keys of all requests: from `cu_seqlens_k` of its request, `seqlens_expanded` columns. With pools
+        the keys are those of finished pools.
       overflow: bool scalar: a request is longer than the bucket (what the tables do not cover is −1), or an
         EXTEND batch has more rows than `out_cache_loc`.
       topk_transform: what the indexer's positions become (static).
@@ -107,21 +109,25 @@ def _build_v32(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, tran
     num_rows = rows.owner.shape[0]
     cu_seqlens_k = exclusive_cumsum(rows.request_lens)
     row_starts = jnp.where(rows.live, take_or_minus_one(cu_seqlens_k, rows.owner), 0)
+    pool, lengths, key_starts = spec.index_pool, rows.seq_lens_causal, row_starts
+    if pool > 1:
+        cu_keys = exclusive_cumsum(rows.request_lens // pool)
+        key_starts = jnp.where(rows.live, take_or_minus_one(cu_keys, rows.owner), 0)
     by_request = batch.mode is ForwardMode.EXTEND
     ragged = transform is TopkTransform.RAGGED
     return V32Metadata(
         cache_seqlens=rows.request_lens,
         seqlens_expanded=rows.seq_lens_causal,
-        topk_lengths=jnp.minimum(rows.seq_lens_causal, spec.index_topk),
+        topk_lengths=jnp.minimum(lengths - lengths % pool, spec.index_topk) + lengths % pool,
         positions=rows.seq_lens_causal - 1,
         out_cache_loc=rows.out_cache_loc,
         cu_seqlens_q=rows.query_start_loc if by_request else jnp.arange(num_rows + 1, dtype=jnp.int32),
         cu_seqlens_k=cu_seqlens_k,
         page_table=request_pages(tables, rows.request_rows, tokens, spec.page_size),
         row_to_request=rows.row_to_request,
-        index_row_starts=row_starts,
+        index_row_starts=key_starts,
         # Saturates like cu_seqlens_k.
-        index_row_ends=row_starts + jnp.minimum(rows.seq_lens_causal, INT_MAX - row_starts),
+        index_row_ends=key_starts + jnp.minimum(lengths // pool, INT_MAX - key_starts),
         overflow=rows.overflow | jnp.any(rows.request_lens > tokens),
         topk_transform=transform,
         topk_indices_offset=row_starts if ragged else None,

@@ -24,6 +24,7 @@ from jax_sparse_mla.kv_cache import PagedKV, write_kv
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.pages import RequestPool
 from jax_sparse_mla.serving.request import Request, Sampling
@@ -264,14 +265,14 @@ def map_pages(pool: RequestPool, row: int, length: int) -> None:
 def random_caches(caches: Any) -> Any:
     """Caches with quantised random rows in all pages, the same few pages over and over; takes a model's donated ones.
 
-    States of compressors stay as they are. The pages of all layers are the same ones.
+    States that requests carry stay as they are. The pages of all layers are the same ones.
     """
 
     def is_part(part: Any) -> bool:
-        return isinstance(part, (PagedKV, IndexKeys, CompressorState))
+        return isinstance(part, (PagedKV, IndexKeys, CompressorState, KDAState))
 
     def filled(part: Any) -> Any:
-        if isinstance(part, CompressorState):
+        if isinstance(part, (CompressorState, KDAState)):
             return part
         if isinstance(part, PagedKV):
             some = _random_kv(part.layout, part.page_size)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_sparse_mla.serving import deepseek_v4, deepseek_v32
-from jax_sparse_mla.serving.config import WEIGHT_BLOCK, V4Config, V32Config, read_config
+from jax_sparse_mla.serving import deepseek_v4, deepseek_v32, glm53
+from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config, read_config
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_host_arrays, random_params, shapes_of
 
 DTYPES = {
@@ -39,8 +39,11 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 NAMES_SHOWN = 6
 
+# The module of a config's model: its parameters and its step.
+MODULES = {V4Config: deepseek_v4, V32Config: deepseek_v32, Glm53Config: glm53}
 
-def load_folder(folder: str | os.PathLike[str], *, draft_layer: bool) -> tuple[V4Config | V32Config, Any]:
+
+def load_folder(folder: str | os.PathLike[str], *, draft_layer: bool) -> tuple[Config, Any]:
     """The config and parameters of a checkpoint folder; see `serving.load`."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -49,7 +52,7 @@ def load_folder(folder: str | os.PathLike[str], *, draft_layer: bool) -> tuple[V
     return config, from_named_arrays(config, _map_folder(folder), draft_layer=draft_layer)
 
 
-def from_named_arrays(config: V4Config | V32Config, arrays: Mapping[str, Any], *, draft_layer: bool = True) -> Any:
+def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer: bool = True) -> Any:
     """The parameters of arrays by name, as a state dict or a checkpoint has them.
 
     Args:
@@ -64,7 +67,8 @@ def from_named_arrays(config: V4Config | V32Config, arrays: Mapping[str, Any], *
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
     """
     stored = {name: array for given, array in arrays.items() if (name := canonical_name(given, config)) is not None}
-    draft_layer = draft_layer and _DRAFT_LAYER_HAS[type(config)] in stored
+    _join_convolutions(stored)
+    draft_layer = draft_layer and _DRAFT_LAYER_HAS.get(type(config)) in stored
     if not draft_layer:
         stored = {name: array for name, array in stored.items() if not name.startswith("draft.")}
     read = functools.partial(_read, config, draft_layer=draft_layer)
@@ -76,25 +80,26 @@ def from_named_arrays(config: V4Config | V32Config, arrays: Mapping[str, Any], *
     return read(Tensors(_Stored(stored), dtype))
 
 
-def init_params(config: V4Config | V32Config, seed: int, dtype: Any, *, draft_layer: bool) -> Any:
+def init_params(config: Config, seed: int, dtype: Any, *, draft_layer: bool) -> Any:
     """Random parameters; see `Model.init_params`."""
     read = functools.partial(_read, config, draft_layer=draft_layer)
     return random_params(read, seed, dtype, config.moe.num_experts)
 
 
-def random_arrays(config: V4Config | V32Config, seed: int) -> dict[str, np.ndarray]:
+def random_arrays(config: Config, seed: int) -> dict[str, np.ndarray]:
     """Random tensors; see `Model.random_arrays`."""
     return random_host_arrays(functools.partial(_read, config, draft_layer=False), seed, config.moe.num_experts)
 
 
-def canonical_name(name: str, config: V4Config | V32Config) -> str | None:
+def canonical_name(name: str, config: Config) -> str | None:
     """A tensor's name without "model.", and as transformers' modules have it; None for what is not read."""
+    if isinstance(config, Glm53Config):
+        return _glm53_name(name, config)
     return _v4_name(name, config) if isinstance(config, V4Config) else _v32_name(name, config)
 
 
-def _read(config: V4Config | V32Config, tensors: Tensors, *, draft_layer: bool) -> Any:
-    model = deepseek_v4 if isinstance(config, V4Config) else deepseek_v32
-    return model.read_params(config, tensors, draft_layer)
+def _read(config: Config, tensors: Tensors, *, draft_layer: bool) -> Any:
+    return MODULES[type(config)].read_params(config, tensors, draft_layer)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -170,6 +175,11 @@ _V4_RULES: Rules = (
     (r"\.w3\.", ".up_proj."),
     (r"_proj\.scale$", "_proj.weight_scale_inv"),
 )
+_GLM53_RULES: Rules = (
+    (r"^language_model\.", ""),
+    (r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)(?=$|\.)", r".self_attn.forget_gate.\1"),
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+)
 # Further draft layers, what a draft layer shares with the model, and buffers that follow from the config.
 _LEFT_OUT = re.compile(r"^mtp\.|^draft\.(emb|embed|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
 # By this a draft layer of the form that is read is known.
@@ -191,6 +201,25 @@ def _v32_name(name: str, config: V32Config) -> str | None:
     if layer and int(layer[1]) > config.num_layers:
         return None
     return None if _LEFT_OUT.search(name) or (config.tied and name == "lm_head.weight") else name
+
+
+def _glm53_name(name: str, config: Glm53Config) -> str | None:
+    """As `_v4_name`, of the text model; the vision tower and the draft layer behind the model's layers are left out."""
+    name = name.removeprefix("model.")
+    for pattern, replacement in _GLM53_RULES:
+        name = re.sub(pattern, replacement, name)
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if name.startswith("visual.") or (layer and int(layer[1]) >= config.num_layers):
+        return None
+    return None if config.tied and name == "lm_head.weight" else name
+
+
+def _join_convolutions(stored: dict[str, Any]) -> None:
+    """Saved linear attention has a convolution each for queries, keys and values; transformers' modules have one."""
+    for name in [name for name in stored if name.endswith(".q_conv1d.weight")]:
+        parts = [name.replace(".q_conv1d.", f".{x}_conv1d.") for x in "qkv"]
+        if all(isinstance(stored.get(part), np.ndarray) for part in parts):
+            stored[name.replace(".q_conv1d.", ".conv1d.")] = np.concatenate([stored.pop(part) for part in parts])
 
 
 def _parts(name: str, num_experts: int) -> list[list[str]]:
@@ -222,7 +251,7 @@ def _scale_of(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-def _check(expected: Mapping[str, Shape], stored: Mapping[str, Any], config: V4Config | V32Config) -> None:
+def _check(expected: Mapping[str, Shape], stored: Mapping[str, Any], config: Config) -> None:
     problems = []
     if missing := [name for name in expected if name not in stored]:
         problems.append(f"missing: {_some(missing)}")

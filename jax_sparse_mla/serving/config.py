@@ -9,16 +9,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from jax_sparse_mla.models import ModelSpec, indexed_layers, v4_layer_ratios, yarn_mscale
+from jax_sparse_mla.models import (
+    GLM53_TYPES,
+    ModelSpec,
+    indexed_layers,
+    text_config,
+    v4_layer_ratios,
+    yarn_mscale,
+)
 
 SCORES = ("sqrtsoftplus", "softmax", "sigmoid")
 V4_RATIOS = (0, 4, 128)
 V4_MLPS = ("hash_moe", "moe")
 V32_MLPS = ("dense", "sparse")
+# Whether layers of a kind have linear attention; the last name is that of released configs.
+GLM53_LAYERS = {"linear_attention": True, "indexed_attention": False, "full_attention": False}
 
 # FP8 weights have a scale for each block of so many rows and columns.
 WEIGHT_BLOCK = (128, 128)
@@ -95,8 +104,19 @@ class HyperConnections:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KDA:
+    """Linear attention (`serving.kda`): heads, values of one, tokens of the convolution, the decay's lower bound (None
+    without one)."""
+
+    heads: int
+    head_dim: int
+    kernel: int
+    lower_bound: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """What both models have.
+    """What all models have.
 
     Attributes:
       spec: the attention constants.
@@ -170,7 +190,34 @@ class V32Config(_Config):
         return (0,) * self.num_layers
 
 
-def read_config(config: Mapping[str, Any]) -> V4Config | V32Config:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm53Config(_Config):
+    """GLM-5.3-Flash: layers of linear attention, and of V3.2's with pools of index keys and without rope.
+
+    Attributes:
+      linear: whether a layer has linear attention. kda: its sizes.
+      dense, dense_width, nope_dim, v_dim: as in `V32Config`.
+      streams: the hyper-connections.
+    """
+
+    linear: tuple[bool, ...]
+    kda: KDA
+    dense: tuple[bool, ...]
+    dense_width: int
+    nope_dim: int
+    v_dim: int
+    streams: HyperConnections
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Zeros: no layer compresses what it attends to."""
+        return (0,) * self.num_layers
+
+
+Config: TypeAlias = V4Config | V32Config | Glm53Config
+
+
+def read_config(config: Mapping[str, Any]) -> Config:
     """The config of a `config.json` mapping.
 
     Raises:
@@ -179,13 +226,21 @@ def read_config(config: Mapping[str, Any]) -> V4Config | V32Config:
     spec = ModelSpec.from_hf_config(_without_draft_layers(config))  # refuses other model types
     if spec.name == "deepseek_v41":
         raise ValueError("Model.from_config: model_type 'deepseek_v41' is no whole model here, only layers.v41_layer")
-    reader = _Reader(config)
+    is_glm53 = config["model_type"] in GLM53_TYPES
+    reader = _Reader(_of_text(config) if is_glm53 else config)
     reader.only("hidden_act", "silu")
     reader.only("attention_bias", False)
     reader.only("mlp_bias", False)
     reader.only("expert_dtype", None, "fp8", "bf16")
     _check_quantization(config.get("quantization_config") or {})
-    return (_v4 if spec.window is not None else _v32)(reader, spec)
+    return (_glm53 if is_glm53 else _v4 if spec.window is not None else _v32)(reader, spec)
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a config, with what counts for it of the whole."""
+    part = text_config(config)
+    whole = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id") if config.get(name) is not None}
+    return {**part, **whole}
 
 
 def _without_draft_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -320,11 +375,7 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         hashed=tuple(mlp == "hash_moe" for mlp in mlps),
         o_groups=read("o_groups"),
         o_rank=read("o_lora_rank"),
-        streams=HyperConnections(
-            streams=read("hc_mult", default=4),
-            iterations=read("hc_sinkhorn_iters", default=20),
-            eps=float(read("hc_eps", default=1e-6)),
-        ),
+        streams=_streams(read),
         window_rope=window_rope,
         compress_rope=compress_rope,
         moe=MoE(
@@ -354,6 +405,68 @@ _V32_DEFAULTS = {
     "deepseek_v32": _V32Defaults(nope_dim=128, v_dim=128, groups=8, top_groups=4, norm_eps=1e-6),
     "glm_moe_dsa": _V32Defaults(nope_dim=192, v_dim=256, groups=1, top_groups=1, norm_eps=1e-5),
 }
+
+
+def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
+    read.only("scoring_func", "sigmoid")
+    read.only("topk_method", "noaux_tc")
+    read.only("moe_layer_freq", 1)
+    num_dense = read("first_k_dense_replace", default=3)
+    mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
+    kinds = read.per_layer("layer_types", GLM53_LAYERS, lambda i: list(GLM53_LAYERS)[i % 4 == 3])
+    linear = tuple(GLM53_LAYERS[kind] for kind in kinds)
+    if all(linear):
+        raise ValueError("Model.from_config: layer_types must have an indexed_attention layer")
+    indexed_layers(read.config)  # refuses layers that share an indexer's entries
+    experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=1)
+    if experts % groups:
+        raise ValueError(f"Model.from_config: n_group must divide n_routed_experts, got {groups} and {experts}")
+    width = read("moe_intermediate_size")
+    limit = float(read("swiglu_limit", default=10.0))
+    return Glm53Config(
+        **_common(read, spec, norm_eps=1e-5),
+        linear=linear,
+        kda=_kda(read),
+        dense=tuple(mlp == "dense" for mlp in mlps),
+        dense_width=read("intermediate_size"),
+        nope_dim=read("qk_nope_head_dim", default=256),
+        v_dim=read("v_head_dim", default=256),
+        streams=_streams(read),
+        moe=MoE(
+            num_experts=experts,
+            top_k=read("num_experts_per_tok"),
+            width=width,
+            shared_width=width * read("n_shared_experts", default=1),
+            score="sigmoid",
+            scale=float(read("routed_scaling_factor", default=2.5)),
+            normalised=bool(read.config.get("norm_topk_prob", True)),
+            groups=groups,
+            top_groups=read("topk_group", default=1),
+            limit=limit,
+        ),
+    )
+
+
+def _kda(read: _Reader) -> KDA:
+    """transformers' four keys, or the released `linear_attn_config`, which goes before them."""
+    released = _Reader(read("linear_attn_config", default={}))
+    bound = released.config.get("gate_lower_bound", read.config.get("linear_lower_bound", -5.0))
+    if bound is None and released.config and released.config.get("safe_gate", True):
+        bound = -5.0
+    return KDA(
+        heads=released("num_heads", default=read("linear_num_heads", default=64)),
+        head_dim=released("head_dim", default=read("linear_head_dim", default=128)),
+        kernel=released("short_conv_kernel_size", default=read("linear_conv_kernel_dim", default=4)),
+        lower_bound=None if bound is None else float(bound),
+    )
+
+
+def _streams(read: _Reader) -> HyperConnections:
+    return HyperConnections(
+        streams=read("hc_mult", default=4),
+        iterations=read("hc_sinkhorn_iters", default=20),
+        eps=float(read("hc_eps", default=1e-6)),
+    )
 
 
 def _v32(read: _Reader, spec: ModelSpec) -> V32Config:

@@ -89,6 +89,9 @@ class Engine:
       model, params: what is served.
       options: see `EngineOptions`.
 
+    Raises:
+      ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`).
+
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
       drafts: draft tokens of a round, at most `options.speculative_steps`; 0 decodes plainly.
@@ -104,6 +107,13 @@ class Engine:
     mesh: Mesh | None = None
 
     def __init__(self, model: Model, params: Params, options: EngineOptions):
+        is_recurrent = getattr(model, "is_recurrent", False)  # models of other projects may not say it
+        for name in ("speculative_steps", "reuse_points"):
+            if is_recurrent and (given := getattr(options, name)):
+                raise ValueError(
+                    f"{name} must be 0 for {model.spec.name}, got {given}: its linear attention carries a state for "
+                    "each request that cannot go back to an earlier token"
+                )
         self.model, self.options = model, options
         self.spec: ModelSpec = model.spec
         self.scheduler = self._new_scheduler()

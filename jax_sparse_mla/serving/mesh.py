@@ -66,7 +66,8 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
       mesh: with the axes REQUESTS and HEADS, and `AxisType.Auto`.
 
     Raises:
-      ValueError: other axes, or heads, output groups or experts that the devices cannot share evenly.
+      ValueError: other axes, or heads, output groups or experts that the devices cannot share evenly; a model with
+        linear attention, whose heads no device shares.
     """
     if set(mesh.axis_names) != {REQUESTS, HEADS}:
         raise ValueError(f"cut_model: the mesh must have the axes {REQUESTS} and {HEADS}, got {mesh.axis_names}")
@@ -74,6 +75,11 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
     if n == 1:
         return model, _placed(params, mesh)
     config = model.config
+    if model.is_recurrent:
+        raise ValueError(
+            f"cut_model: {n} devices cannot share the heads of {config.spec.name}, whose linear attention is not cut; "
+            f"give the mesh one device over {HEADS}"
+        )
     counts = {"heads": config.spec.num_heads, "experts": config.moe.num_experts}
     counts |= {"output groups": config.o_groups} if hasattr(config, "o_groups") else {}
     for what, count in counts.items():

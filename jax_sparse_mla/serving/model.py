@@ -15,8 +15,9 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving import checkpoint, deepseek_v4, deepseek_v32
-from jax_sparse_mla.serving.config import V4Config, V32Config, read_config
+from jax_sparse_mla.serving import checkpoint, glm53
+from jax_sparse_mla.serving.config import Config, Glm53Config, V32Config, read_config
+from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.layers import matmul
 
 # Pytrees of arrays; what is in them is the model's own affair.
@@ -31,7 +32,7 @@ class ForwardOutput:
     Attributes:
       hidden: `[T, hidden]`, each row after the final norm: what `Model.logits` takes, of the rows that are wanted.
       caches: the updated caches.
-      states: what a draft layer reads of each row: V4's streams `[T, n, hidden]`, V3.2's `hidden`.
+      states: what a draft layer reads of each row: V4's streams `[T, n, hidden]`, the others' `hidden`.
       overflow: bool scalar, a bucket was too small for the step and attention left something out; None where nothing
         can overflow.
       trace: with `trace=True` for each layer the attention's input `[T, hidden]` and the positions that its indexer
@@ -64,7 +65,7 @@ class Draft:
 class Model:
     """A model: hashable, a static argument of jitted functions. Its parameters and caches are pytrees of arrays."""
 
-    config: V4Config | V32Config
+    config: Config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Model:
@@ -82,7 +83,7 @@ class Model:
 
     @property
     def _module(self) -> Any:
-        return deepseek_v4 if isinstance(self.config, V4Config) else deepseek_v32
+        return checkpoint.MODULES[type(self.config)]
 
     @property
     def vocab_size(self) -> int:
@@ -94,8 +95,13 @@ class Model:
 
     @property
     def ratios(self) -> tuple[int, ...]:
-        """The compress ratio of each layer; zeros for V3.2, which does not compress."""
+        """The compress ratio of each layer; zeros for V3.2 and GLM, which do not compress."""
         return self.config.ratios
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers carry a state for each request that cannot go back: no drafts, no reuse of prefixes."""
+        return isinstance(self.config, Glm53Config) and any(self.config.linear)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -131,7 +137,7 @@ class Model:
     ) -> Caches:
         """Empty caches of all layers, a pytree that a step takes donated and returns; see `V4LayerCache.zeros`.
 
-        V3.2 has no window and no state: it takes `num_pages` only.
+        V3.2 has no window and no state: it takes `num_pages` only. GLM-5.3 has states, and no window.
         """
         return self._module.new_caches(
             self.config,
@@ -142,15 +148,19 @@ class Model:
             bf16=bf16,
         )
 
-    def layer_cache(self, caches: Caches, layer: int) -> V4LayerCache | V32LayerCache:
+    def layer_cache(self, caches: Caches, layer: int) -> V4LayerCache | V32LayerCache | KDAState:
         """The view of one layer's caches."""
+        if isinstance(self.config, Glm53Config):
+            return glm53.layer_cache(self.config, caches, layer)
         if isinstance(self.config, V32Config):
             return caches.layer(layer)
         ratio = self.ratios[layer]
         return caches[ratio].layer(self.ratios[:layer].count(ratio))
 
-    def with_layer_cache(self, caches: Caches, layer: int, cache: V4LayerCache | V32LayerCache) -> Caches:
+    def with_layer_cache(self, caches: Caches, layer: int, cache: V4LayerCache | V32LayerCache | KDAState) -> Caches:
         """The caches with what `layer_cache` gave, updated."""
+        if isinstance(self.config, Glm53Config):
+            return caches.replaced(cache)
         return cache.whole() if isinstance(self.config, V32Config) else caches | {self.ratios[layer]: cache.whole()}
 
     def forward(

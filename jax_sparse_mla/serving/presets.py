@@ -79,6 +79,36 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "index_n_heads": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    # GLM-5.3-Flash's order of linear and sparse attention, cut short, and its pools. transformers' model has a vision
+    # tower, which is as small as it can be and never runs.
+    "glm53": {
+        "model_type": "glm5_next",
+        "text_config": {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "linear_num_heads": 2,
+            "q_lora_rank": 128,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "index_n_heads": 16,
+            "index_kpool": 4,
+            "pad_token_id": None,
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 1,
+            "intermediate_size": 16,
+            "out_hidden_size": 256,
+            "projection_intermediate_size": 16,
+        },
+    },
 }
 PRESETS = tuple(CONFIGS)
 DEFAULT_PRESET = "v4"

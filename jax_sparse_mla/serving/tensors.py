@@ -140,8 +140,10 @@ def _distribution(name: str, shape: Shape) -> tuple[float, float]:
         return 1.0, 0.0
     if name.endswith("norm.weight"):
         return 1.0, 0.1
-    if name.endswith(("sinks", "position_bias", "embed_tokens.weight")):
+    if name.endswith(("sinks", "position_bias", "compress_ape", "embed_tokens.weight")):
         return 0.0, 1.0
+    if name.endswith("dt_bias"):  # so that linear attention forgets within tens of tokens, and not at once
+        return -4.0, 1.0
     return 0.0, 0.0 if name.endswith(("base", "bias")) else shape[-1] ** -0.5
 
 

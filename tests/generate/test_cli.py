@@ -222,7 +222,7 @@ def test_nothing_to_generate_from(capsys, tmp_path):
         (["--prompt-file", f"{tmp_path}/latin.txt"], "codec can't decode"),
         (["--model", f"{tmp_path}/none"], f"no checkpoint folder {tmp_path}/none"),
         (["--model", ""], "no checkpoint folder"),
-        (["--model", str(tmp_path)], "or 'deepseek_v4' or 'glm_moe_dsa' or 'deepseek_v41', got 'llama'"),
+        (["--model", str(tmp_path)], "or 'glm_moe_dsa' or 'deepseek_v41' or 'glm5_next', got 'llama'"),
         (["--engine", "torch", "--model", str(tmp_path)], "safetensors"),
         (["--draft-oracle", "0.5"], "--draft-oracle needs --speculative-steps"),
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),

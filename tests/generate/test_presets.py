@@ -53,6 +53,16 @@ def test_v4_preset_end_to_end(capsys, tmp_path, monkeypatch, changes):
 
 
 @pytest.mark.long
+def test_glm53_preset_end_to_end(capsys, tmp_path):
+    """A hundred tokens more than are selected, in pools that chunks cut."""
+    args = ["--preset", "glm53", *long_prompt(tmp_path), "--max-new-tokens", "3"]
+    status, out = run(capsys, *args)
+    assert status == 0 and out.endswith("check      passed\n")
+    assert "NOPE_FP8" in out and len(re.findall(r"^ +\d  linear attention ", out, re.M)) == 3
+    assert len(re.findall(r"^ +3  top-2048 in pools of 4 .*\(99\)$", out, re.M)) == 1
+
+
+@pytest.mark.long
 def test_v32_preset_end_to_end(capsys, tmp_path):
     """A hundred tokens more than are selected."""
     args = ["--preset", "v32", *long_prompt(tmp_path), "--max-new-tokens", "3"]

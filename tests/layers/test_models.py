@@ -103,6 +103,15 @@ def test_transformers_configs():
     assert glm == ModelSpec.from_hf_config({"model_type": "glm_moe_dsa"})
     assert (glm.num_heads, glm.index_heads, glm.index_topk, glm.softmax_scale) == (64, 32, 2048, 256**-0.5)
     assert (glm.kv_layout, glm.qk_dim, glm.v_dim, glm.window) == (KVLayout.V32_FP8, 576, 512, None)
+
+    glm53 = ModelSpec.from_hf_config(transformers.Glm5NextConfig(text_config={"index_kpool": 4}))
+    assert glm53 == ModelSpec.from_hf_config({"model_type": "glm5_next", "index_kpool": 4})
+    assert glm53 == ModelSpec.from_hf_config(transformers.Glm5NextTextConfig(index_kpool=4))
+    assert ModelSpec.from_hf_config(transformers.Glm5NextConfig()).index_pool == 16
+    assert (glm53.num_heads, glm53.index_heads, glm53.index_topk, glm53.softmax_scale) == (64, 32, 2048, 256**-0.5)
+    assert (glm53.kv_layout, glm53.qk_dim, glm53.v_dim, glm53.rope_dim) == (KVLayout.NOPE_FP8, 512, 512, 0)
+    assert (glm53.index_pool, glm53.page_size, glm53.index_width, glm.index_width) == (4, 256, 2051, 2048)
+
     assert ModelSpec.from_hf_config(transformers.DeepseekV32Config()).softmax_scale == 192**-0.5  # no yarn: no mscale
     config = transformers.DeepseekV4Config(num_hidden_layers=4, compress_ratios=[0, 4, 128, 4])
     v4 = ModelSpec.from_hf_config(config)
@@ -115,6 +124,15 @@ def test_what_has_no_layout_is_refused():
         ModelSpec.from_hf_config({"model_type": "llama"})
     with pytest.raises(ValueError, match="no cache layout"):
         ModelSpec.from_hf_config({**V4_JSON, "head_dim": 256})
+    for change, message in (
+        ({"index_kpool": 1}, "index_kpool must be an integer from 2 on that divides index_topk, got 1 and 2048"),
+        ({"index_kpool": 3}, "index_kpool must be an integer from 2 on that divides index_topk, got 3 and 2048"),
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim must be 0 in glm5_next, got 64"),
+        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail must be True, got False"),
+        ({"kv_lora_rank": 256}, "glm5_next with 256 . 0 K values and 256 V values has no cache layout"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelSpec.from_hf_config({"model_type": "glm5_next", **change})
     with pytest.raises(ValueError, match="compress_ratios or layer_types"):
         ModelSpec.from_hf_config({k: v for k, v in V4_JSON.items() if k != "compress_ratios"})
 

@@ -22,7 +22,7 @@ from sparse_mla_torch.kernels.metadata_v32 import allocate_v32_metadata, build_v
 from jax_sparse_mla import metadata
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ModelSpec
 
 pytestmark = pytest.mark.torch
 
@@ -105,6 +105,9 @@ def test_what_it_refuses():
     build = functools.partial(build_v32_metadata, DEEPSEEK_V32, **SPARSE)
     with pytest.raises(ValueError, match="spec must be a model without a sliding window"):
         build_v32_metadata(DEEPSEEK_V4_FLASH, batch, tables, **SPARSE)
+    pooled = ModelSpec.from_hf_config({"model_type": "glm5_next", "index_kpool": 4})
+    with pytest.raises(ValueError, match=r"tokens have an index key each, got glm5_next with pools of 4"):
+        build_v32_metadata(pooled, batch, tables, **SPARSE)
     with pytest.raises(ValueError, match=r"out_cache_loc must have 2 \* 1 entries in DECODE, got 6; cut a step"):
         build(dataclasses.replace(batch, out_cache_loc=tensor(range(6))), tables)
     with pytest.raises(TypeError, match=r"batch.seq_lens must be a torch.Tensor, int32 \[2\]"):

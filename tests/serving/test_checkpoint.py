@@ -42,7 +42,7 @@ def write(folder, config, tensors):
     return folder
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "glm53"])
 def test_what_transformers_saves(name, tmp_path):
     """In one file and in several: the same parameters as the module's state dict."""
     module = torch_model(name, torch.bfloat16)

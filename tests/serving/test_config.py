@@ -53,9 +53,28 @@ def test_released_glm5_keys():
     assert all(read_config(released | {"index_topk_freq": None}).indexed)
 
 
-@pytest.mark.parametrize("name", ["v32", "glm5"])
+def test_released_glm53_keys():
+    """The text model alone, or flat; what the released config says of its linear attention in one mapping."""
+    whole = keys("glm53")
+    text, wanted = whole["text_config"], read_config(whole)
+    assert wanted.linear == wanted.dense == (True, False)
+    assert (wanted.kda.heads, wanted.kda.head_dim, wanted.kda.kernel, wanted.kda.lower_bound) == (2, 32, 4, -5.0)
+    assert (wanted.spec.index_pool, wanted.spec.index_width, wanted.streams.streams) == (4, 259, 4)
+    assert read_config(text) == read_config({**text, "model_type": "glm5_next"}) == wanted
+    released = without(text, *(name for name in text if name.startswith("linear_"))) | {"model_type": "glm5_next"}
+    released["layer_types"] = ["linear_attention", "full_attention"]
+    attention = {"num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4, "gate_lower_bound": None}
+    assert read_config(released | {"linear_attn_config": attention}) == wanted
+    unbounded = read_config(released | {"linear_attn_config": {**attention, "safe_gate": False}})
+    assert unbounded.kda.lower_bound is None and unbounded.kda.heads == 2
+    assert read_config(text | {"linear_lower_bound": None}).kda.lower_bound is None
+    eos = read_config(whole | {"eos_token_id": [3, 5], "tie_word_embeddings": True})
+    assert eos.eos_token_ids == (3, 5) and eos.tied and not wanted.tied
+
+
+@pytest.mark.parametrize("name", ["v32", "glm5", "glm53"])
 def test_a_missing_key_is_transformers_default_or_named(name):
-    default = json.loads(type(config(name))().to_json_string())
+    default = json.loads(type(config(name).get_text_config())().to_json_string())
     named = set()
     for key in without(default, "eos_token_id"):  # without it nothing ends a sequence
         try:
@@ -71,6 +90,12 @@ def test_a_missing_key_is_transformers_default_or_named(name):
         "qk_nope_head_dim",
         "rms_norm_eps",
         "index_n_heads",
+        "index_kpool",
+        "linear_num_heads",
+        "linear_lower_bound",
+        "layer_types",
+        "swiglu_limit",
+        "hc_mult",
     }
     assert "num_hidden_layers" in named and not optional & named
 
@@ -119,11 +144,7 @@ def test_frequencies_are_transformers():
         ("v32", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
         ("v32", {"n_group": 3}, "n_group must divide n_routed_experts, got 3 and 8"),
         ("v32", {"rope_parameters": {"rope_type": "linear"}}, "rope_type must be 'default' or 'yarn', got 'linear'"),
-        (
-            "v32",
-            {"model_type": "llama"},
-            "must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa' or 'deepseek_v41', got 'llama'",
-        ),
+        ("v32", {"model_type": "llama"}, "or 'glm_moe_dsa' or 'deepseek_v41' or 'glm5_next', got 'llama'"),
         (
             "v4",
             {
@@ -135,7 +156,6 @@ def test_frequencies_are_transformers():
             },
             "model_type 'deepseek_v41' is no whole model here",
         ),
-        ("glm5", {"model_type": "glm5_next"}, "got 'glm5_next' .KPool: pools of index keys"),
         ("glm5", {"indexer_types": ["full", "half", "full"]}, "indexer_types must be of .*, got 'half'"),
         ("glm5", {"indexer_types": ["full"]}, r"indexer_types must name 3 layers, got \['full'\]"),
         ("glm5", {"indexer_types": ["shared", "full", "full"]}, "indexer_types must begin with a layer that has"),
@@ -153,3 +173,24 @@ def test_frequencies_are_transformers():
 def test_unknown_values_are_refused(name, change, message):
     with pytest.raises(ValueError, match=message):
         read_config(keys(name, **change))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types must have an indexed_attention layer"),
+        ({"layer_types": ["linear_attention"]}, "layer_types must name 2 layers, got 1"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types must be of .*, got 'sliding_attention'"),
+        (
+            {"indexer_types": ["full", "shared"]},
+            "indexer_types shares an indexer's entries, which only glm_moe",
+        ),
+        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail must be True, got False"),
+        ({"n_group": 3}, "n_group must divide n_routed_experts, got 3 and 4"),
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"hidden_size": None}, "the config has no hidden_size"),
+    ],
+)
+def test_unknown_values_of_glm53_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(keys("glm53")["text_config"] | change)

@@ -51,7 +51,7 @@ def test_requests_over_four_devices():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", ["v4_heads", "v32", "drafts_and_prefixes", "draft_layers"])
+@pytest.mark.parametrize("case", ["v4_heads", "v32", "glm53", "drafts_and_prefixes", "draft_layers"])
 def test_other_models_and_steps_over_a_mesh(case):
     (failure,) = results(start(case, devices=4)).values()
     assert failure == "", failure

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.serving_models import CHUNK, NEW, expected, jax_model, requests, row_differences
+from support.serving_models import (
+    CHUNK,
+    FLOAT32,
+    NEW,
+    assert_float32_logits,
+    expected,
+    jax_model,
+    requests,
+    row_differences,
+    rows_that_see_all,
+)
 from support.serving_steps import Steps, prefill_and_decode
 
 from jax_sparse_mla import ForwardMode
@@ -13,9 +23,8 @@ from jax_sparse_mla.layers import gathers
 
 COMPILING = "PLAIN"  # see conftest.py
 MODELS = ("v4", "v32", "glm5")
-# Root mean square of a row's difference, in standard deviations of the logits; medians measured 0.002 and 0.05. Float32
-# rows differ by what a bfloat16 cache rounds, where that does not send a row to another expert.
-FLOAT32, FP8 = 0.006, 0.12
+# As `serving_models.FLOAT32`, with FP8 caches; the median measured 0.05.
+FP8 = 0.12
 
 
 def new_steps(name, dtype=torch.float32, bf16=True):
@@ -23,42 +32,31 @@ def new_steps(name, dtype=torch.float32, bf16=True):
     return Steps(model, params, num_requests=3, bf16=bf16)
 
 
-def rows_that_see_all(model):
-    """The first rows of a request, of which nothing is left out of the attention."""
-    return model.spec.index_topk * (4 if model.spec.window else 1)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_logits_are_transformers(name):
     steps = new_steps(name)
     logits, all_seen = prefill_and_decode(steps, requests(), NEW, CHUNK), rows_that_see_all(steps.model)
-    for got, wanted in zip(logits, expected(name, torch.float32), strict=True):
-        assert got.shape == wanted.shape
-        rows = row_differences(got, wanted)
-        assert np.mean(rows[:all_seen] < FLOAT32) > 0.97
-        # FP8 index keys rank some entries otherwise than float32 ones.
-        assert len(got) <= all_seen or np.median(rows[all_seen:]) < 0.05
-        best = np.sort(wanted, axis=-1)
-        clear = (best[:, -1] - best[:, -2] > 0.1 * wanted.std()) & (rows < FLOAT32)
-        assert clear.mean() > 0.3 and (got.argmax(-1) == wanted.argmax(-1))[clear].all()
-    assert len(logits[0]) > all_seen + NEW
+    assert_float32_logits(logits, expected(name, torch.float32), all_seen)
 
 
 @pytest.mark.long  # test_presets.py compares each layer of V4 over FP8 caches in every run, and the tokens
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "glm53"])
 def test_bfloat16_logits_with_fp8_caches(name):
     """Where float32's prefill attends to the pages this one gathers a workspace, and the other way round."""
     steps = new_steps(name, torch.bfloat16, bf16=False)
     gathered = not gathers(steps.model.spec, CHUNK)
-    logits = prefill_and_decode(steps, requests(), NEW, CHUNK, gathered=gathered)
+    logits, all_rows = prefill_and_decode(steps, requests(), NEW, CHUNK, gathered=gathered), []
     for got, wanted in zip(logits, expected(name, torch.bfloat16), strict=True):
         rows = row_differences(got, wanted)
         assert np.median(rows) < FP8 and np.median(rows[-NEW:]) < 2 * FP8
-        assert np.mean(rows < 3 * FP8) > 0.95
+        all_rows.append(rows)
+    assert np.mean(np.concatenate(all_rows) < 3 * FP8) > 0.95  # a row that goes to another expert differs by more
 
 
-# V3.2's parameters are among GLM-5's.
-@pytest.mark.parametrize("name", ["v4", pytest.param("v32", marks=pytest.mark.long), "glm5"])
+# V3.2's parameters are among GLM-5's; those of GLM-5.3 are random in the test of its logits.
+@pytest.mark.parametrize(
+    "name", ["v4", *(pytest.param(name, marks=pytest.mark.long) for name in ("v32", "glm53")), "glm5"]
+)
 def test_every_parameter_counts(name):
     """A parameter that is set to zeros for the last chunk changes its logits by more than the tolerance; the program is
     the one above."""
@@ -77,7 +75,7 @@ def test_every_parameter_counts(name):
     def error(leaves):
         steps.params, steps.caches = tree.unflatten(leaves), jax.tree.map(jnp.copy, caches)
         out, _ = steps(ForwardMode.EXTEND, {0: (end - CHUNK, tokens[end - CHUNK :])}, CHUNK)
-        return np.median(row_differences(out, wanted))
+        return np.quantile(row_differences(out, wanted), 0.8)  # a bias of the router decides for few rows
 
     unchanged = error(leaves)
     assert unchanged < FLOAT32
@@ -88,7 +86,7 @@ def test_every_parameter_counts(name):
     }
     # What only ranks entries decides nothing while all are selected.
     ranking = [name for name in zeroed if "index" in name]
-    assert len(ranking) == (3 if name == "v4" else 1) and len(zeroed) > len(ranking) + 4
+    assert len(ranking) == {"v4": 3, "glm53": 2}.get(name, 1) and len(zeroed) > len(ranking) + 4
     assert [name for name, e in zeroed.items() if not e > 1.5 * unchanged and name not in ranking] == []
 
 

@@ -16,6 +16,7 @@ from sparse_mla_torch.hf.layers import Step
 from sparse_mla_torch.hf.presets import in_bfloat16
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers.models.glm5_next import Glm5NextConfig, Glm5NextForConditionalGeneration
 from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from jax_sparse_mla.serving.model import Model
@@ -96,8 +97,28 @@ def small_glm5_config(**changes) -> GlmMoeDsaConfig:
     return GlmMoeDsaConfig(**{**_LATENT, **fields, **changes})
 
 
-CONFIGS = {"v4": small_v4_config, "v32": small_v32_config, "glm5": small_glm5_config}
-CLASSES = {x.config_class.model_type: x for x in (DeepseekV4ForCausalLM, DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM)}
+def small_glm53_config(**changes) -> Glm5NextConfig:
+    """A sparse layer between two of linear attention, the first one dense; 64 tokens are selected, in pools of 4."""
+    without_rope = {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
+    text = {
+        **without_rope,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_kpool": 4,
+        "linear_head_dim": 32,
+        "linear_num_heads": 2,
+        "pad_token_id": None,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16, "out_hidden_size": 64}
+    vision["projection_intermediate_size"] = 16
+    parts = {"text_config": {**text, **changes}, "vision_config": vision}
+    return Glm5NextConfig(**parts, initializer_range=0.02, attn_implementation="eager")
+
+
+CONFIGS = {"v4": small_v4_config, "v32": small_v32_config, "glm5": small_glm5_config, "glm53": small_glm53_config}
+_CLASSES = (DeepseekV4ForCausalLM, DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, Glm5NextForConditionalGeneration)
+CLASSES = {x.config_class.model_type: x for x in _CLASSES}
 
 
 def as_preset(config) -> dict:
@@ -116,11 +137,13 @@ def random_model(config, seed: int):
     model.apply(model._init_weights)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("sinks", "position_bias")):
+            if parameter_name.endswith(("sinks", "position_bias", "compress_ape")):
                 parameter.normal_()
+            elif parameter_name.endswith("A_log"):
+                parameter.normal_(std=0.5)
             elif "norm" in parameter_name and parameter_name.endswith("weight"):
                 parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
-            elif parameter.ndim == 2 and parameter_name.startswith("model.layers"):
+            elif parameter.ndim == 2 and parameter_name.startswith(("model.layers", "model.language_model.layers")):
                 # Unit gain, so that activations keep their size through a projection of this small width.
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return in_bfloat16(model)

@@ -20,6 +20,7 @@ from jax_sparse_mla.serving.engine import TracedStep as JaxTracedStep
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED
 from sparse_mla_torch.hf.engine import Engine, TracedStep
+from sparse_mla_torch.hf.glm53 import Glm53Layer, decoder_layers
 from sparse_mla_torch.hf.layers import V4Layer, V32Layer
 
 MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
@@ -90,9 +91,10 @@ class JaxRun:
 
     def __init__(self, engine: JaxEngine, model: torch.nn.Module):
         self.engine, self.model = engine, model
-        layer_type = V4Layer if engine.spec.window is not None else V32Layer
-        modules = [layer.self_attn for layer in model.model.layers]
-        self.layers = [layer_type(module, engine.spec, ratio) for module, ratio in zip(modules, engine.model.ratios)]
+        spec = engine.spec
+        layer_type = V4Layer if spec.window is not None else Glm53Layer if spec.index_pool > 1 else V32Layer
+        modules = [layer.self_attn for layer in decoder_layers(model)]
+        self.layers = [layer_type(module, spec, ratio) for module, ratio in zip(modules, engine.model.ratios)]
 
     def again(self, layers: Sequence[int]) -> Replay:
         """As `TorchRun.again`; the layers are one program for each shape of a step, compiled here."""
@@ -216,12 +218,19 @@ def _report(run: TorchRun | JaxRun, index: int, ours: list[torch.Tensor], eager:
     cosines = torch.nn.functional.cosine_similarity(ours, expected, dim=-1)
     return LayerReport(
         layer=index,
-        kind=layer_kind(run.engine.spec, layer.ratio) + (", shared" if layer.shares else ""),
+        kind=_kind(run, layer),
         cosine=float(torch.nn.functional.cosine_similarity(ours.flatten(), expected.flatten(), dim=0)),
         worst_row=float(cosines.min()),
         overlap=float(np.mean(overlaps)) if overlaps else None,
         dropping_rows=len(overlaps),
     )
+
+
+def _kind(run: TorchRun | JaxRun, layer: V4Layer | V32Layer | Glm53Layer) -> str:
+    """What a layer attends to, in words."""
+    if run.engine.spec.window is None and not layer.has_indexer:
+        return "linear attention"
+    return layer_kind(run.engine.spec, layer.ratio) + (", shared" if layer.shares else "")
 
 
 def count_agreeing_tokens(model: torch.nn.Module, requests: list[Request]) -> tuple[int, int]:
@@ -266,7 +275,7 @@ def _as_scores(traced, chosen: list[np.ndarray], spec: ModelSpec) -> np.ndarray:
     """Index scores for which our selection is exactly these entries."""
     scores = _no_scores(traced, spec)
     for row, of_row in enumerate(chosen):
-        scores[row, of_row] = 1
+        scores[row, of_row // spec.index_pool] = 1
     return scores
 
 
@@ -274,7 +283,7 @@ def _no_scores(traced, spec: ModelSpec) -> np.ndarray:
     """Zeros, as index scores of a step."""
     _, width = traced.tables.req_to_token.shape
     pages = -(-min(traced.batch.max_seq_len, width) // spec.page_size)
-    entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else 1)
+    entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else spec.index_pool)
     return np.zeros((_num_rows(traced), pages * entries), np.float32)
 
 

@@ -111,6 +111,8 @@ class Engine:
         self.device = next(model.parameters()).device
         self._jax_device = jax_device(self.device)
         self.spec = ModelSpec.from_hf_config(model.config)
+        if self.spec.index_pool > 1:
+            raise ValueError(f"the torch engine does not serve {self.spec.name}: the JAX engine does (--engine jax)")
         self.is_v4 = self.spec.window is not None
         chosen = GATHERED if gathers(self.spec, options.chunk_size) else PAGED
         self.prefill_backend = options.prefill_backend or chosen

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from jax_sparse_mla.models import GLM53_TYPES
 from jax_sparse_mla.serving import checkpoint
 from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.presets import CONFIGS, PRESETS
@@ -21,7 +23,7 @@ def build_preset(name: str, seed: int) -> PreTrainedModel:
     of_jax = Model.from_config(CONFIGS[name])
     arrays = of_jax.random_arrays(seed)
     config = AutoConfig.for_model(**CONFIGS[name], attn_implementation="eager")
-    model = in_bfloat16(AutoModelForCausalLM.from_config(config))
+    model = in_bfloat16(_auto_class(config).from_config(config))
     with torch.no_grad():
         for given, tensor in model.state_dict().items():
             if (stored := checkpoint.canonical_name(given, of_jax.config)) is not None:
@@ -33,7 +35,7 @@ def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
     """The model, but for what transformers keeps in float32, in evaluation mode."""
     keep = tuple(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
-        if not any(part in name.split(".") for part in keep):
+        if not any(f".{part}." in f".{name}." for part in keep):
             parameter.data = parameter.data.to(torch.bfloat16)
     return model.eval()
 
@@ -46,7 +48,13 @@ def load_checkpoint(path: str) -> PreTrainedModel:
     """
     if not os.path.isdir(path):  # otherwise transformers would look for it on the Hub
         raise FileNotFoundError(f"no checkpoint folder {path}")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    auto_class = _auto_class(AutoConfig.from_pretrained(path))
+    return auto_class.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+
+
+def _auto_class(config: Any) -> type:
+    """GLM-5.3 has no class without its vision tower that makes logits."""
+    return AutoModelForImageTextToText if config.model_type in GLM53_TYPES else AutoModelForCausalLM
 
 
 def on_device_of_jax(model: PreTrainedModel) -> PreTrainedModel:

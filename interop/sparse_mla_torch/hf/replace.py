@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+from transformers.models.glm5_next import modeling_glm5_next as glm53
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 _REPLACED = (
@@ -21,7 +22,7 @@ _REPLACED = (
     glm.GlmMoeDsaAttention,
     glm.GlmMoeDsaIndexer,
 )
-_INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer)
+_INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer, glm53.Glm5NextTextIndexer)
 
 
 class AttentionReplacement:

@@ -26,13 +26,13 @@ class TorchSetup:
         self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         if args.model is not None:
             self.name, model = args.model, presets.load_checkpoint(args.model)
-            self.tokenizer = load_tokenizer(args.model, model.config.vocab_size)
+            self.tokenizer = load_tokenizer(args.model, model.config.get_text_config().vocab_size)
         else:
             preset = args.preset or DEFAULT_PRESET
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
             model, self.tokenizer = presets.build_preset(preset, args.seed), ByteTokenizer()
         self.torch_model = model.to(device)
-        eos = model.config.eos_token_id
+        eos = model.config.get_text_config().eos_token_id
         eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         self.eos_token_ids = () if isinstance(self.tokenizer, ByteTokenizer) else eos
         self._engine = Engine(self.torch_model, EngineOptions(max_len=2, max_batch=1))

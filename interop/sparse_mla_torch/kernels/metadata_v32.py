@@ -49,12 +49,18 @@ def build_v32_metadata(
 
     Raises:
       TypeError: a tensor that is not int32.
-      ValueError: a model with a window, a batch that does not fit its mode, an unknown `prefill_backend`, buffers of
-        another top-k transform, a tensor of another shape, not contiguous or on another device.
+      ValueError: a model with a window or with index pools, a batch that does not fit its mode, an unknown
+        `prefill_backend`, buffers of another top-k transform, a tensor of another shape, not contiguous or on another
+        device.
     """
     function, mode = "build_v32_metadata", batch.mode
     if spec.window is not None:
         raise ValueError(f"{function}: spec must be a model without a sliding window, got {spec.name}")
+    if spec.index_pool > 1:
+        raise ValueError(
+            f"{function}: spec must be a model whose tokens have an index key each, got {spec.name} with pools of "
+            f"{spec.index_pool}; jax_sparse_mla.build_v32_metadata serves it"
+        )
     transform = topk_transform_of(function, mode, fp8_kv_cache, prefill_backend)
     requests, rows, drafts = check_step(function, batch, tables)
     tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
