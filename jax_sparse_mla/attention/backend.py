@@ -159,7 +159,8 @@ def _flashmla_rows(device: DeviceInfo) -> int:
 
 _FP8 = (KVLayout.V32_FP8, KVLayout.V4_FP8)
 _BF16 = (KVLayout.V32_BF16, KVLayout.V4_BF16)  # a workspace's rows too
-_NEWER = (KVLayout.V41_FP8, KVLayout.V41_FP8_SPLIT, KVLayout.NOPE_BF16, KVLayout.NOPE_FP8)
+_V41 = (KVLayout.V41_FP8, KVLayout.V41_FP8_SPLIT, KVLayout.V41_FP4, KVLayout.V41_FP4_SPLIT)
+_NOPE = (KVLayout.NOPE_BF16, KVLayout.NOPE_FP8, KVLayout.NOPE_FP8_TENSOR)
 _SM90, _SM100, _SM120 = ((9, 0), (9, 0)), ((10, 0), (10, 9)), ((12, 0), (12, 9))
 _TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
 _JAX_TVM_FFI = Need(("jax-tvm-ffi",), ("jax_tvm_ffi",), frameworks=("jax",))
@@ -214,7 +215,7 @@ _RECORDS = (
     Backend(
         name="triton",
         module="jax_sparse_mla.attention.backends.triton",
-        layouts={"decode": (*_FP8, *_BF16, *_NEWER), "prefill": _BF16},
+        layouts={"decode": (*_FP8, *_BF16, *_V41, *_NOPE), "prefill": _BF16},
         devices=(((8, 0), (99, 9)),),
         device_names="SM80 and up",
         needs=(_TRITON, Need(("jax-tvm-ffi", "jax-triton"), ("jax_tvm_ffi", "jax_triton"), frameworks=("jax",))),

@@ -20,8 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from gradient_oracle import error, gradients
-from sparse_mla_torch.kernels.launch import executor as torch_executor
-from triton_device import ON_GPU, tensor
+from triton_device import ON_GPU, Interpreted
 
 from jax_sparse_mla.attention import gradient, sparse_mla_prefill, sparse_mla_prefill_probabilities
 from jax_sparse_mla.attention import probabilities as probabilities_module
@@ -36,22 +35,6 @@ CASES = {
     "no key at all": small_prefill(3, heads=2, sizes=(30, 16), q_len=2, rows="none"),
 }
 BOTH = pytest.mark.parametrize("deterministic", [False, True], ids=["float32", "fixed point"])
-
-
-class Interpreted:
-    """XLA's executor, by torch's in Triton's interpreter."""
-
-    def __init__(self):
-        self._execute = torch_executor(torch.device("cpu"))
-        self.device = self._execute.device
-
-    def __call__(self, launch, inputs):
-        given = [x if x is None else tensor(np.asarray(x)) for x in inputs]
-        return tuple(None if x is None else _array(x) for x in self._execute(launch, given))
-
-
-def _array(x) -> jax.Array:
-    return jnp.asarray(x.float().numpy(), jnp.bfloat16) if x.dtype is torch.bfloat16 else jnp.asarray(x.numpy())
 
 
 @pytest.fixture

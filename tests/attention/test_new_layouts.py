@@ -17,6 +17,7 @@ from attention_calls import (
     assert_same,
     check_decode,
     decode_arguments,
+    pretend_h200,
     pretend_installed,
     run_decode,
     small_decode,
@@ -140,18 +141,89 @@ def test_a_workspace_is_gathered_and_attended_to(name):
     check_decode(case, (out[:, None], lse[:, None]))
 
 
+# --- what the kernel serves ---
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """`sparse_mla_decode` by the Triton kernel: on a CPU in Triton's interpreter, which no other code stands in for."""
+    pytest.importorskip("torch"), pytest.importorskip("triton")
+    from triton_device import ON_GPU, Interpreted
+
+    from jax_sparse_mla.attention.backends import triton
+
+    if ON_GPU:
+        return lambda **arguments: sparse_mla_decode(**arguments, backend="triton")
+    pretend_h200(monkeypatch, "triton")
+    launched = []
+
+    class Counted(Interpreted):
+        def __call__(self, launch, inputs):
+            launched.append(launch.name)
+            return super().__call__(launch, inputs)
+
+    def decode(**arguments):
+        with monkeypatch.context() as patched, jax.disable_jit():
+            patched.setattr(triton, "executor", Counted)
+            launched.clear()
+            results = sparse_mla_decode(**arguments, backend="triton")
+        assert launched[0] == "sparse_mla"
+        return results
+
+    return decode
+
+
+KERNEL_PAIRS = [*FP4.items(), ("NOPE_FP8_TENSOR",) * 2]
+OF_KERNEL_PAIRS = pytest.mark.parametrize("layout, extra", KERNEL_PAIRS)
+
+
+@OF_KERNEL_PAIRS
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of NaN in the interpreter
+def test_the_triton_kernel_equals_the_oracle(by_triton, layout, extra):
+    """As its backend plans it: one row is split (by the plan for the interpreter), several are not."""
+    for seed, rows in enumerate(({"batch": 1, "q_len": 1}, {"batch": 3, "q_len": 2}, {"batch": 2, "q_len": 1})):
+        rows |= {"topk": 40, "page_size": 16, "extra": (40, 2), "hot": seed == 2}
+        case = small_decode(seed, layout=layout, extra_layout=extra, **rows)
+        arguments = decode_arguments(case)
+        check_decode(case, by_triton(**arguments, batch_invariant=seed == 1))
+    for prefix in ("", "extra_"):
+        dropped = arguments | {f"{prefix}indices": arguments[f"{prefix}indices"][..., :0], f"{prefix}topk_length": None}
+        setattr(alone := dataclasses.replace(case), f"{prefix}indices", np.asarray(dropped[f"{prefix}indices"]))
+        setattr(alone, f"{prefix}topk_length", None)
+        check_decode(alone, by_triton(**dropped))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_each_cache_s_own_scale_and_place(by_triton):
+    """The caches are layers of pools: the kernel takes the scale, and the pages, of the layer."""
+    case = a_case("NOPE_FP8_TENSOR", "NOPE_FP8_TENSOR", lengths="none", extra_lengths="none")
+    arguments = decode_arguments(case)
+    for name, layer, factor in (("cache", 1, 4.0), ("extra_cache", 0, 0.5)):
+        cache = arguments[name]
+        poison = jnp.full_like(cache.data, 0xFF)
+        data = jnp.concatenate([poison, cache.data] if layer else [cache.data, poison])
+        scale = cache.scale * jnp.where(jnp.arange(2) == layer, factor, jnp.nan)
+        arguments[name] = dataclasses.replace(cache, data=data, scale=scale, num_layers=2).layer(layer)
+        host = getattr(case, name)
+        setattr(case, name, dataclasses.replace(host, rows=host.rows * factor))
+    check_decode(case, by_triton(**arguments))
+
+
 # --- what is refused ---
 
 
 @pytest.mark.parametrize("name", FP4.values())
-def test_fp4_rows_are_an_extra_cache_s(name):
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_fp4_rows_are_an_extra_cache_s(name, backend, monkeypatch):
+    """Whatever would serve: as the first cache they are refused before any backend is asked."""
+    pretend_h200(monkeypatch, *BACKENDS)
     case = a_case("V41_FP8", "V41_FP4")
     arguments = decode_arguments(case)
     with pytest.raises(ValueError, match=f"cache has layout KVLayout.{name}, which can be extra_cache's alone"):
-        sparse_mla_decode(**arguments | {"cache": cache_of(name)})
+        sparse_mla_decode(**arguments | {"cache": cache_of(name)}, backend=backend)
     spec = dataclasses.replace(DEEPSEEK_V4_FLASH, kv_layout=getattr(KVLayout, name))
     with pytest.raises(ValueError, match=f"plan_attention: .*{name}"):
-        plan_attention("decode", spec, num_q_tokens=1, device=H200, installed={"triton"})
+        plan_attention("decode", spec, num_q_tokens=1, device=H200, installed=set(BACKENDS), override=backend)
 
 
 @pytest.mark.parametrize(
@@ -166,19 +238,21 @@ def test_fp4_rows_are_an_extra_cache_s(name):
         ("V4_BF16", "NOPE_BF16"),
     ],
 )
-def test_layouts_of_two_orders_do_not_go_together(layout, extra):
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_layouts_of_two_orders_do_not_go_together(layout, extra, backend, monkeypatch):
+    pretend_h200(monkeypatch, "triton")
     arguments = decode_arguments(a_case("V41_FP8", "V41_FP4"))
     arguments |= {"cache": cache_of(layout), "extra_cache": cache_of(extra)}
     known = " or ".join(f"KVLayout.{name}" for name in (layout, FP4.get(layout)) if name)
     with pytest.raises(ValueError, match=f"extra_cache must have cache's layout {known}, got KVLayout.{extra}$"):
-        sparse_mla_decode(**arguments)
+        sparse_mla_decode(**arguments, backend=backend)
 
 
 def test_which_kernels_read_which():
     """What each kernel was written for, once more: a record must not promise what no kernel reads."""
     served = {name: read_by(name) & set(RECORDS) for name in BACKENDS if name != "reference"}
-    triton = {"V41_FP8", "V41_FP8_SPLIT", "NOPE_BF16", "NOPE_FP8"}  # `triton_attention_cases.every_layout`
-    assert served == {"hopper": set(), "flashmla": set(), "flashinfer": set(), "triton": triton}
+    # `triton_attention_cases` has all of them: `every_layout`, `two_layouts_at_once`
+    assert served == {"hopper": set(), "flashmla": set(), "flashinfer": set(), "triton": set(RECORDS)}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -70,6 +71,39 @@ def test_decode_by_name(layout, extra):
     if device == "cpu":
         for a, b in zip(OPS.sparse_mla_decode(*none, kv_layout=layout), run_decode(case)):
             torch.testing.assert_close(a, to_torch(b), rtol=0, atol=0)
+
+
+def far_apart(view: torch.Tensor) -> torch.Tensor:
+    """The cache with 8 more bytes of 0xFF behind each page."""
+    pages, page_bytes = view.shape[0], view.stride(0)
+    data = torch.full((pages, page_bytes + 8), 0xFF, dtype=torch.uint8, device=view.device)
+    data[:, :page_bytes] = view.as_strided((pages, page_bytes), (page_bytes, 1))
+    return data.as_strided(view.shape, (page_bytes + 8, *view.stride()[1:]))
+
+
+@pytest.mark.parametrize("layout, extra", PAIRS[1:3])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of NaN in the interpreter
+def test_the_triton_kernel_reads_both_caches(layout, extra, monkeypatch):
+    """As torch's call plans and launches it; on a CPU in Triton's interpreter, which no other code stands in for."""
+    pytest.importorskip("triton")
+    from triton_device import DEVICE, ON_GPU
+
+    monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "triton")
+    if not ON_GPU:
+        monkeypatch.setattr(route, "device_info", lambda device: H200)
+        monkeypatch.setattr(route, "missing", lambda name, phase: None)
+    options = decode.Options("decode", None, -math.inf, kv_layout=layout)
+    for seed, shape in enumerate(({"batch": 1, "q_len": 1}, {"batch": 2, "q_len": 3, "lengths": "batch"})):
+        shape |= {"topk": 40, "extra": (40, 2), "page_size": 16}
+        case = small_decode(seed, layout=layout, extra_layout=extra, **shape)
+        q, cache, indices, lengths, extra_cache, *more = tensors_of(case, DEVICE)
+        for tables in ((indices, lengths), (indices[..., :0], None)):
+            tensors = q, far_apart(cache), *tables, far_apart(extra_cache), *more
+            prepared = decode._new(options, *tensors)
+            assert prepared.plan.backend == "triton"
+            out, lse = prepared.run(*tensors, None, None)
+            check_decode(case, (to_jax(out), to_jax(lse.transpose(1, 2))))
+            case = dataclasses.replace(case, indices=case.indices[..., :0], topk_length=None)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -33,7 +33,7 @@ def test_results_equal_the_oracle():
         pytest.skip("this torch has no CUDA")
     from triton_attention_cases import CHECKS
 
-    assert len(CHECKS) == 12
+    assert len(CHECKS) == 14
     for check in CHECKS:
         check()
 
@@ -88,6 +88,21 @@ class TestPlan:
         for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
             assert self.plan(1, capability=capability)[0].constants["NATIVE"]
 
+    def test_each_cache_s_layout_is_in_its_scope(self):
+        """One loop over both caches where rows are read in the same way, whoever wrote them; else a loop for each."""
+
+        def constants(first: KVLayout, second: KVLayout, extra_topk: int = 512) -> list[int]:
+            scopes = [planning.Scope(n, 0, 512, 64, 8, layout=x) for n, x in ((128, first), (extra_topk, second))]
+            made = launches(first, 3, 64, scopes, 0.1, True, Device((9, 0), 132))[0].constants
+            return [made[name] for name in ("KIND", "EXTRA_KIND", "ROW_BYTES", "EXTRA_ROW_BYTES")]
+
+        fp8, fp4 = KVLayout.V41_FP8, KVLayout.V41_FP4
+        same = [planning.BYTE_SCALES, planning.BYTE_SCALES, 528, 528]
+        assert constants(fp8, fp4) == [planning.BYTE_SCALES, planning.E2M1_PAIRS, 528, 288]
+        assert constants(fp8, fp8.written_by("vllm")) == same
+        assert constants(fp8, fp4, extra_topk=0) == same  # no loop that nothing goes through
+        assert constants(fp4, fp4) == [planning.E2M1_PAIRS, planning.E2M1_PAIRS, 288, 288]
+
     def test_pages_are_constants_of_the_kernel(self):
         names, device = ("PAGE_SIZE", "EXTRA_PAGE_SIZE", "PAGE_BYTES", "EXTRA_PAGE_BYTES"), Device((9, 0), 132)
 
@@ -114,12 +129,14 @@ def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     facts = compiled_facts("compile_triton_attention.py", tmp_path, capabilities)
     for capability in capabilities:
         rows = [fact for fact in facts if fact["capability"] == capability]
-        newer = ["V41_FP8"] if capability in (80, 90) else []
+        newer = ["V41_FP8", "V41_FP8+V41_FP4"]
+        if capability not in (80, 90):
+            newer = ["V41_FP8_SPLIT+V41_FP4_SPLIT", "NOPE_FP8_TENSOR"]
         assert [row["kernel"] for row in rows] == ["V4_FP8", "V32_FP8", *newer, "workspace 576", "combine"]
         for row in rows:
             assert row["cubin_bytes"] > 0
             assert row["shared"] <= SHARED_MEMORY[capability], row
-            assert row["e4m3"] == (capability >= 89 and row["kernel"].endswith("FP8")), row
+            assert row["e4m3"] == (capability >= 89 and "_FP8" in row["kernel"]), row
             assert row["wgmma"] == (capability == 90 and row["num_heads"] >= 64), row
             # Keys come 16 bytes at a time; on SM80 the e4m3 ones are no asynchronous copies.
             wide = row["wide_copies"] or (row["kernel"] in newer and row["wide_loads"])

@@ -16,8 +16,12 @@ from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, spar
 from jax_sparse_mla.kernels.triton.sparse_mla.launch import launches
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
-NEWER_LAYOUTS = (80, 90)  # of each tile one capability: to compile for all of them takes half a minute
-TYPES = {"q": "*bf16", "sink": "*fp32", "qk_scale": "fp32", "lse": "*fp32", "max_logits": "*fp32"}
+# What of the newer layouts is compiled, the second cache's behind a "+": of each tile one capability in every run, and
+# for the long test's capabilities the other ways to read rows.
+NEWER = dict.fromkeys((80, 90), ("V41_FP8", "V41_FP8+V41_FP4"))
+NEWER |= dict.fromkeys((89, 120), ("V41_FP8_SPLIT+V41_FP4_SPLIT", "NOPE_FP8_TENSOR"))
+TYPES = {"q": "*bf16", "qk_scale": "fp32"}
+TYPES |= {name: "*fp32" for name in ("sink", "scale", "extra_scale", "lse", "max_logits")}
 TYPES |= {name: "*i32" for name in ("indices", "lengths", "extra_indices", "extra_lengths")}
 TYPES |= {"partial": "*fp32", "partial_lse": "*fp32"}
 
@@ -28,9 +32,12 @@ def compiled(kernel, constants: dict, types: dict, capability: tuple[int, int], 
     return compile_kernel(kernel, types, constants, 10 * capability[0] + capability[1], **options)
 
 
-def compiled_attention(layout: KVLayout, num_heads: int, capability: tuple[int, int], *, prefill: bool, tile=None):
+def compiled_attention(
+    layout: KVLayout, num_heads: int, capability: tuple[int, int], *, prefill: bool, tile=None, extra_layout=None
+):
     """The kernel as it is launched, and its launch."""
-    sizes = [(0, 0), (0, 0)] if prefill else [(size, layout.page_bytes(size)) for size in (256, 64)]
+    layouts = layout, extra_layout or layout
+    sizes = [(0, 0, 0, 0)] * 2 if prefill else [(n, x.page_bytes(n), 0, 0, x) for n, x in zip((256, 64), layouts)]
     scopes = [planning.Scope(topk, 1, 16_384, *size) for topk, size in zip((128, 512), sizes)]
     shape = layout, 64, num_heads, scopes, 0.1, True, Device(capability, 132)
     launch, _ = launches(*shape, max_logits=prefill, may_split=not prefill, tile=tile)
@@ -38,6 +45,8 @@ def compiled_attention(layout: KVLayout, num_heads: int, capability: tuple[int, 
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     if not prefill:
         constants["max_logits"] = None
+    if not layout.has_tensor_scale:
+        constants |= {"scale": None, "extra_scale": None}
     cache = "*bf16" if prefill else "*u8"
     types = {"kv": cache, "extra_kv": cache, "out": "*fp32" if launch.grid[1] > 1 else "*bf16"}
     return compiled(sparse_mla_kernel, constants, types, capability, **options), launch
@@ -61,9 +70,10 @@ def main() -> None:
     facts = []
     for number in map(int, sys.argv[1].split(",")):
         capability, rows = divmod(number, 10), []
-        newer = [("V41_FP8", 64)] if number in NEWER_LAYOUTS else []
+        newer = [(name, 64) for name in NEWER[number]]
         for name, num_heads in (("V4_FP8", 64), ("V32_FP8", 128), *newer):
-            kernel, _ = compiled_attention(getattr(KVLayout, name), num_heads, capability, prefill=False)
+            layout, *extra = (getattr(KVLayout, x) for x in name.split("+"))
+            kernel, _ = compiled_attention(layout, num_heads, capability, prefill=False, extra_layout=(*extra, None)[0])
             rows.append(describe(name, num_heads, kernel))
         kernel, _ = compiled_attention(workspace_layout(576), 16, capability, prefill=True)
         rows.append(describe("workspace 576", 16, kernel))

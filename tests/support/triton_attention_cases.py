@@ -30,7 +30,9 @@ from attention_oracle import (
     decode_oracle,
     prefill_case,
     prefill_oracle,
+    unpack_cache,
 )
+from layout_oracle import TENSOR_SCALE
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention.backends.triton import Attention
 from sparse_mla_torch.attention.decode import pages_of
@@ -100,8 +102,9 @@ def table(cache, indices, lengths):
     layout = getattr(KVLayout, cache.layout)
     shared = 0 if lengths is None else indices.size // (indices.shape[-1] or 1) // lengths.size
     pages = cache.page_size, layout.page_bytes(cache.page_size)
-    scope = planning.Scope(indices.shape[-1], shared, len(cache.data) * cache.page_size, *pages)
-    return (tensor(cache.data), tensor(indices), tensor(lengths)), scope
+    scope = planning.Scope(indices.shape[-1], shared, len(cache.data) * cache.page_size, *pages, layout=layout)
+    scale = tensor(np.full(1, TENSOR_SCALE)) if layout.has_tensor_scale else None
+    return (tensor(cache.data), tensor(indices), tensor(lengths), scale), scope
 
 
 def attend(layout, case, tables, results, **options):
@@ -165,13 +168,52 @@ def every_layout():
     for seed, layout in enumerate(("V4_FP8", "V32_FP8", "V4_BF16", "V32_BF16")):
         case = small_decode(seed, layout=layout, page_size=(64, 61, 2, 64)[seed])
         check_decode(case, run_decode(case, 1))
-    newer = ("V41_FP8", "V41_FP8_SPLIT", "NOPE_FP8", "NOPE_BF16")
+    newer = ("V41_FP8", "V41_FP8_SPLIT", "NOPE_FP8", "NOPE_BF16", "NOPE_FP8_TENSOR")
     for seed, layout in enumerate(newer):
-        case = small_decode(seed, layout=layout, page_size=(64, 61, 2, 64)[seed], extra=(24, 2))
+        case = small_decode(seed, layout=layout, page_size=(64, 61, 2, 64, 61)[seed], extra=(24, 2))
         check_decode(case, run_decode(case, 1))
         if layout.startswith("V41"):
             case.cache = with_unused_bytes(case.cache, 0)
             check_decode(case, run_decode(case, 2, native_fp8=False))
+
+
+@check
+def two_layouts_at_once():
+    """Of 40 + 24 columns, in blocks of 16, splits begin and end in either cache, and have blocks of both."""
+    for seed, layout in enumerate(("V41_FP8", "V41_FP8_SPLIT")):
+        extra = layout.replace("FP8", "FP4")
+        case = small_decode(
+            seed, layout=layout, page_size=(64, 61)[seed], extra=(24, (2, 61)[seed]), extra_layout=extra
+        )
+        for splits in (1, 2):
+            check_decode(case, run_decode(case, splits))
+        for cache in ("cache", "extra_cache"):
+            setattr(case, cache, with_unused_bytes(getattr(case, cache), 0))
+        check_decode(case, run_decode(case, 5, native_fp8=False))
+        case.indices, case.topk_length = case.indices[..., :0], None
+        check_decode(case, run_decode(case, 1))
+    case.cache, case.indices, case.topk_length = case.extra_cache, case.extra_indices, case.extra_topk_length
+    case.extra_cache = case.extra_indices = case.extra_topk_length = None  # as JAX hands over an extra cache alone
+    check_decode(case, run_decode(case, 1))
+
+
+@check
+def every_pair_of_e2m1_numbers():
+    """One key a row, whose softmax weight is 1: the output is the key, with every byte and every scale in it."""
+    case = small_decode(20, layout="V41_FP8", extra_layout="V41_FP4", extra=(16, 8), heads=1, batch=1, q_len=9)
+    data = np.zeros_like(case.extra_cache.data)
+    tokens = data.reshape(-1, 288)  # of an interleaved page, which has no padding
+    tokens[:9, :256] = np.arange(9 * 256).reshape(9, 256) * 7 % 256
+    scales = np.arange(9 * 32) % 256
+    tokens[:9, 256:] = np.where((scales & 0x7F) == 0x7F, 0, scales).reshape(9, 32)
+    rows = unpack_cache("V41_FP4", 8, data)
+    case.extra_cache = dataclasses.replace(case.extra_cache, data=data, rows=rows)
+    case.q[:], case.indices[:] = 0, -1
+    case.extra_indices[:], case.extra_topk_length, case.attn_sink = -1, None, None
+    case.extra_indices[0, :, 5] = np.arange(9)
+    for native in (True, False):
+        out, _ = run_decode(case, 1, native_fp8=native)
+        np.testing.assert_array_equal(out[0, :, 0].float().numpy(), rows[:9].astype(np.float32))
 
 
 @check

@@ -6,10 +6,12 @@ Importing triton_attention_cases repairs what the interpreter (3.6) does to scal
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
 import triton_attention_cases  # noqa: F401
+from sparse_mla_torch.kernels.launch import executor
 
 ON_GPU = jax.default_backend() == "gpu"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -27,3 +29,19 @@ def tensor(x: np.ndarray) -> torch.Tensor:
         bits, dtype = _BY_BITS[x.dtype]
         return torch.tensor(x.view(bits), device=DEVICE).view(dtype)
     return torch.tensor(np.asarray(x), device=DEVICE)
+
+
+class Interpreted:
+    """XLA's executor, by torch's in Triton's interpreter: for JAX functions that call kernels, not traced."""
+
+    def __init__(self):
+        self._execute = executor(torch.device("cpu"))
+        self.device = self._execute.device
+
+    def __call__(self, launch, inputs):
+        given = [x if x is None else tensor(np.asarray(x)) for x in inputs]
+        return tuple(None if x is None else _array(x) for x in self._execute(launch, given))
+
+
+def _array(x: torch.Tensor) -> jax.Array:
+    return jnp.asarray(x.float().numpy(), jnp.bfloat16) if x.dtype is torch.bfloat16 else jnp.asarray(x.numpy())

@@ -230,7 +230,8 @@ def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, lik
         expected = shape[:1] if per_request else shape
         check_strided(function, f"{prefix}topk_length", lengths, tuple(expected), like)
         shared = shape[1] if per_request else 1
-    return Scope(topk, shared, pages * page_size, page_size, page_bytes, stride=_row_stride(indices))
+    place = pages * page_size, page_size, page_bytes
+    return Scope(topk, shared, *place, stride=_row_stride(indices), layout=layout)
 
 
 def _row_stride(indices: torch.Tensor) -> int:

@@ -1,7 +1,8 @@
 """The portable GPU backend: the Triton kernel of `kernels/triton/sparse_mla/`.
 
-SM80 and up, FP8 and BF16 caches, any head count and any topk. How many programs share a row's keys is chosen from the
-static shapes and the device's multiprocessors; lengths and indices stay data, so one compilation serves a bucket.
+SM80 and up, FP8 and BF16 caches, FP4 ones beside FP8, any head count and any topk. How many programs share a row's keys
+is chosen from the static shapes and the device's multiprocessors; lengths and indices stay data, so one compilation
+serves a bucket.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def _table(table: IndexTable) -> tuple[tuple, Scope]:
     """A table's arrays and its facts."""
     cache, indices, lengths = table
     pages = cache.page_size, cache.layout.page_bytes(cache.page_size), cache.first_page
-    scope = Scope(indices.shape[-1], int(lengths is not None), cache.num_slots, *pages)
-    return (cache.data, indices, lengths), scope
+    scope = Scope(indices.shape[-1], int(lengths is not None), cache.num_slots, *pages, layout=cache.layout)
+    return (cache.data, indices, lengths, cache.tensor_scale), scope
 
 
 def _attend(

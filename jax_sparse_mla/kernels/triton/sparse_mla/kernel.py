@@ -4,6 +4,7 @@ A program takes one query row, one tile of heads and one share of the row's inde
 BLOCK_N indices it gathers and dequantises the rows once, as bfloat16, and uses them as K and as V. Tiles must be
 powers of two, so a row is read in segments: V4_FP8 in 256 | 128 | 64 e4m3 values and 64 of rope, all of them V; the
 others in 512 values that are V (of V4.1 and of rows without rope the whole row) and, at 576, 64 of rope that are not.
+Two caches whose rows are read in the same way share one loop over blocks; V4.1's FP8 and FP4 rows have a loop each.
 
 Scores and lse are in base 2 inside; what is written is natural. A bf16 workspace is a paged cache of one page.
 """
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from jax_sparse_mla.kernels.triton.kv_cache import at_page
+from jax_sparse_mla.kernels.triton.number_formats import e2m1_words_to_float16
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -22,6 +24,8 @@ BF16_ROW = tl.constexpr(0)
 FOOTER_SCALES = tl.constexpr(1)  # e4m3, then bf16; a UE8M0 byte per 64 values behind the page's rows
 INLINE_SCALES = tl.constexpr(2)  # e4m3, then a float32 per 128 values, then bf16
 BYTE_SCALES = tl.constexpr(3)  # e4m3 (V4.1); a UE8M0 byte per 32 values, inside the row or behind the page's rows
+E2M1_PAIRS = tl.constexpr(4)  # e2m1, two a byte (V4.1); an e4m3 byte per 16 values, in one of the same two places
+ONE_SCALE = tl.constexpr(5)  # e4m3; one float32 for all values of the cache
 
 
 @triton.jit
@@ -56,7 +60,7 @@ def _bf16_segment(rows, valid, WIDTH: tl.constexpr):
 @triton.jit
 def _segment(
     rows,  # pointers to the rows' bytes, [BLOCK_N]
-    scales,  # packed UE8M0 bytes [BLOCK_N], or pointers to bytes or float32 [BLOCK_N], or unused
+    scales,  # packed UE8M0 bytes [BLOCK_N], or pointers to bytes or float32 [BLOCK_N], or one float32, or unused
     valid,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -67,6 +71,18 @@ def _segment(
     """Values START … START + WIDTH of each row, before its rope part; bfloat16 [BLOCK_N, WIDTH], 0 where invalid."""
     if KIND == BF16_ROW:
         values = _bf16_segment(rows + START * 2, valid, WIDTH)
+    elif KIND == ONE_SCALE:
+        byte = tl.load((rows + START)[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0)
+        values = (_e4m3_to_float32(byte, NATIVE) * scales).to(tl.bfloat16)
+    elif KIND == E2M1_PAIRS:
+        GROUPS: tl.constexpr = WIDTH // 16
+        at = (rows + START // 2).to(tl.pointer_type(tl.uint32))[:, None] + tl.arange(0, WIDTH // 8)[None, :]
+        wide = e2m1_words_to_float16(tl.load(at, mask=valid[:, None], other=0)).to(tl.float32)
+        groups = START // 16 + tl.arange(0, GROUPS)
+        byte = tl.load(scales[:, None] + groups[None, :], mask=valid[:, None], other=0)
+        scale = _e4m3_to_float32(byte, NATIVE) * 16384.0
+        wide = tl.reshape(wide, (BLOCK_N, GROUPS, 16)) * scale[:, :, None]
+        values = tl.reshape(wide, (BLOCK_N, WIDTH)).to(tl.bfloat16)
     else:
         GROUP: tl.constexpr = 64 if KIND == FOOTER_SCALES else (32 if KIND == BYTE_SCALES else 128)
         GROUPS: tl.constexpr = WIDTH // GROUP
@@ -106,6 +122,50 @@ def _either(second, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 
 @triton.jit
+def _find(
+    slot,  # uint32 [BLOCK_N], 0 where invalid
+    valid,
+    second,  # whether the slots are the extra cache's
+    base,  # pointer to the first byte of the cache at hand
+    scale,  # float32, of ONE_SCALE
+    extra_scale,
+    KIND: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    EXTRA_PAGE_SIZE: tl.constexpr,
+    EXTRA_PAGE_BYTES: tl.constexpr,
+):
+    """(pointers to the rows' bytes [BLOCK_N], their scales for `_segment`)."""
+    if PAGE_SIZE == 0:
+        rows = base + slot.to(tl.int64) * ROW_BYTES
+    else:
+        page = tl.where(second, slot // EXTRA_PAGE_SIZE, slot // PAGE_SIZE)
+        offset = (slot - page * _either(second, PAGE_SIZE, EXTRA_PAGE_SIZE)).to(tl.int64)
+        page_at = page.to(tl.int64) * _either(second, PAGE_BYTES, EXTRA_PAGE_BYTES).to(tl.int64)
+        rows = base + (page_at + offset * ROW_BYTES)
+    if KIND == FOOTER_SCALES:
+        footer = _either(second, PAGE_SIZE * ROW_BYTES, EXTRA_PAGE_SIZE * ROW_BYTES).to(tl.int64)
+        at = (base + footer + (page_at + offset * 8)).to(tl.pointer_type(tl.int64))
+        scales = tl.load(at, mask=valid, other=0)
+    elif KIND == INLINE_SCALES:
+        scales = (rows + 512).to(tl.pointer_type(tl.float32))
+    elif KIND == ONE_SCALE:
+        scales = tl.where(second, extra_scale, scale)
+    elif KIND == BF16_ROW:
+        scales = rows
+    else:
+        VALUE_BYTES: tl.constexpr = 256 if KIND == E2M1_PAIRS else 512
+        SCALE_BYTES: tl.constexpr = 32 if KIND == E2M1_PAIRS else 16
+        if ROW_BYTES > VALUE_BYTES:
+            scales = rows + VALUE_BYTES
+        else:
+            footer = _either(second, PAGE_SIZE * ROW_BYTES, EXTRA_PAGE_SIZE * ROW_BYTES).to(tl.int64)
+            scales = base + footer + (page_at + offset * SCALE_BYTES)
+    return rows, scales
+
+
+@triton.jit
 def _store(out, heads, live, values, START: tl.constexpr, WIDTH: tl.constexpr):
     columns = START + tl.arange(0, WIDTH)
     at = out + heads[:, None] * 512 + columns[None, :]
@@ -125,9 +185,11 @@ def sparse_mla_kernel(
     kv,  # bytes [pages, page_bytes], or bf16 [kv_len, QK_DIM]
     indices,  # int32 [rows, topk], rows `stride` apart
     lengths,  # int32 [rows / rows_per_length]
+    scale,  # float32 [1] of ONE_SCALE, or None
     extra_kv,
     extra_indices,  # int32 [rows, extra_topk]
     extra_lengths,
+    extra_scale,
     sink,  # float32 [heads], read if HAS_SINK and not SPLIT
     qk_scale,  # softmax_scale · log2 e
     num_heads,
@@ -145,6 +207,7 @@ def sparse_mla_kernel(
     lse,  # float32 [rows, heads], natural; SPLIT: [splits, rows, heads], base 2, −inf without a key
     max_logits,  # float32 [rows, heads], or None
     KIND: tl.constexpr,
+    EXTRA_KIND: tl.constexpr,  # KIND without a second cache
     NATIVE: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -155,6 +218,7 @@ def sparse_mla_kernel(
     EXTRA_PAGE_SIZE: tl.constexpr,
     EXTRA_PAGE_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    EXTRA_ROW_BYTES: tl.constexpr,
     QK_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -164,6 +228,7 @@ def sparse_mla_kernel(
     SEG_A: tl.constexpr = 256 if PARTS else 512
     ROPE: tl.constexpr = QK_DIM - 64
     HAS_ROPE: tl.constexpr = PARTS or QK_DIM > 512
+    APART: tl.constexpr = EXTRA_KIND != KIND
     # Row-wise offsets are 64-bit: rows · heads · dim and page · page_bytes both pass 2^31.
     tiles = (num_heads + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -200,67 +265,72 @@ def sparse_mla_kernel(
         acc_c = tl.zeros((BLOCK_H, 64), tl.float32)
         acc_r = tl.zeros((BLOCK_H, 64), tl.float32)
 
-    for block in range(begin, end):
-        second = block >= first_blocks if HAS_EXTRA else tl.full((), 0, tl.int1)
-        start = tl.where(second, block - first_blocks, block) * BLOCK_N
-        end_of_span = tl.where(second, extra_span, span)
-        lane = tl.arange(0, BLOCK_N)
-        # No value for the lanes past the span, and below another comparison: what the load's mask were needed for again
-        # after its asynchronous copy, each thread would carry from one block to the next, a predicate for each index.
-        at = tl.where(second, extra_table, table) + start + lane
-        slot = tl.load(at, mask=start + lane < end_of_span).to(tl.uint32)
-        # Unsigned, a negative slot is beyond the last one too, and the division below is the shorter one.
-        exists = slot < tl.where(second, extra_slots, num_slots).to(tl.uint32)
-        valid = exists & (lane < end_of_span - start)
-        slot = tl.where(valid, slot, 0)
-        base = tl.where(second, extra_cache, cache)
-        if PAGE_SIZE == 0:
-            rows = base + slot.to(tl.int64) * ROW_BYTES
-        else:
-            page = tl.where(second, slot // EXTRA_PAGE_SIZE, slot // PAGE_SIZE)
-            offset = (slot - page * _either(second, PAGE_SIZE, EXTRA_PAGE_SIZE)).to(tl.int64)
-            page_at = page.to(tl.int64) * _either(second, PAGE_BYTES, EXTRA_PAGE_BYTES).to(tl.int64)
-            rows = base + (page_at + offset * ROW_BYTES)
-        if KIND == FOOTER_SCALES:
-            footer = _either(second, PAGE_SIZE * ROW_BYTES, EXTRA_PAGE_SIZE * ROW_BYTES).to(tl.int64)
-            at = (base + footer + (page_at + offset * 8)).to(tl.pointer_type(tl.int64))
-            scales = tl.load(at, mask=valid, other=0)
-        elif KIND == INLINE_SCALES:
-            scales = (rows + SEG_A).to(tl.pointer_type(tl.float32))
-        elif KIND == BYTE_SCALES and ROW_BYTES > SEG_A:
-            scales = rows + SEG_A
-        elif KIND == BYTE_SCALES:
-            footer = _either(second, PAGE_SIZE * ROW_BYTES, EXTRA_PAGE_SIZE * ROW_BYTES).to(tl.int64)
-            scales = base + footer + (page_at + offset * (SEG_A // 32))
-        else:
-            scales = rows
-        k_a = _segment(rows, scales, valid, 0, SEG_A, KIND, NATIVE, BLOCK_N)
-        if PARTS:
-            k_b = _segment(rows, scales, valid, 256, 128, KIND, NATIVE, BLOCK_N)
-            k_c = _segment(rows, scales, valid, 384, 64, KIND, NATIVE, BLOCK_N)
-        if HAS_ROPE:
-            k_r = _bf16_segment(rows + (ROW_BYTES - 128), valid, 64)
+    if KIND == ONE_SCALE:
+        scale, extra_scale = tl.load(scale), tl.load(extra_scale)
+    # Of two loops the first is the extra cache's, usually the longer one, and nothing is hoisted out of either. SM90's
+    # products address shared memory by numbers that the second loop has in common registers, and in spilled ones if
+    # they are hoisted (seen in the SASS).
+    for part in tl.static_range(1 if APART else 0, -1, -1):
+        from_block, to_block = begin, end
+        if APART:
+            from_block = tl.maximum(begin, first_blocks) if part == 1 else begin
+            to_block = end if part == 1 else tl.minimum(end, first_blocks)
+        for block in tl.range(from_block, to_block, disable_licm=APART):
+            second = block >= first_blocks if HAS_EXTRA and not APART else tl.full((), part, tl.int1)
+            start = tl.where(second, block - first_blocks, block) * BLOCK_N
+            end_of_span = tl.where(second, extra_span, span)
+            lane = tl.arange(0, BLOCK_N)
+            # No value for the lanes past the span, and below another comparison: what the load's mask were needed for
+            # again after its asynchronous copy, each thread would carry from one block to the next, a predicate for
+            # each index.
+            at = tl.where(second, extra_table, table) + start + lane
+            slot = tl.load(at, mask=start + lane < end_of_span).to(tl.uint32)
+            # Unsigned, a negative slot is beyond the last one too, and the division of `_find` is the shorter one.
+            exists = slot < tl.where(second, extra_slots, num_slots).to(tl.uint32)
+            valid = exists & (lane < end_of_span - start)
+            slot = tl.where(valid, slot, 0)
+            base = tl.where(second, extra_cache, cache)
+            rows, scales = _find(
+                slot,
+                valid,
+                second,
+                base,
+                scale,
+                extra_scale,
+                EXTRA_KIND if part == 1 else KIND,
+                EXTRA_ROW_BYTES if part == 1 else ROW_BYTES,
+                PAGE_SIZE,
+                PAGE_BYTES,
+                EXTRA_PAGE_SIZE,
+                EXTRA_PAGE_BYTES,
+            )
+            k_a = _segment(rows, scales, valid, 0, SEG_A, EXTRA_KIND if part == 1 else KIND, NATIVE, BLOCK_N)
+            if PARTS:
+                k_b = _segment(rows, scales, valid, 256, 128, KIND, NATIVE, BLOCK_N)
+                k_c = _segment(rows, scales, valid, 384, 64, KIND, NATIVE, BLOCK_N)
+            if HAS_ROPE:
+                k_r = _bf16_segment(rows + (ROW_BYTES - 128), valid, 64)
 
-        scores = tl.dot(q_a, tl.trans(k_a))
-        if PARTS:
-            scores = tl.dot(q_b, tl.trans(k_b), scores)
-            scores = tl.dot(q_c, tl.trans(k_c), scores)
-        if HAS_ROPE:
-            scores = tl.dot(q_r, tl.trans(k_r), scores)
-        scores = tl.where(valid[None, :], scores * qk_scale, float("-inf"))
+            scores = tl.dot(q_a, tl.trans(k_a))
+            if PARTS:
+                scores = tl.dot(q_b, tl.trans(k_b), scores)
+                scores = tl.dot(q_c, tl.trans(k_c), scores)
+            if HAS_ROPE:
+                scores = tl.dot(q_r, tl.trans(k_r), scores)
+            scores = tl.where(valid[None, :], scores * qk_scale, float("-inf"))
 
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        keep = tl.exp2(top - shift)
-        total = total * keep + tl.sum(weights, 1)
-        top = new_top
-        weights = weights.to(tl.bfloat16)
-        acc_a = tl.dot(weights, k_a, acc_a * keep[:, None])
-        if PARTS:
-            acc_b = tl.dot(weights, k_b, acc_b * keep[:, None])
-            acc_c = tl.dot(weights, k_c, acc_c * keep[:, None])
-            acc_r = tl.dot(weights, k_r, acc_r * keep[:, None])
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - shift[:, None])
+            keep = tl.exp2(top - shift)
+            total = total * keep + tl.sum(weights, 1)
+            top = new_top
+            weights = weights.to(tl.bfloat16)
+            acc_a = tl.dot(weights, k_a, acc_a * keep[:, None])
+            if PARTS:
+                acc_b = tl.dot(weights, k_b, acc_b * keep[:, None])
+                acc_c = tl.dot(weights, k_c, acc_c * keep[:, None])
+                acc_r = tl.dot(weights, k_r, acc_r * keep[:, None])
 
     empty = top == float("-inf")
     lse_2 = tl.where(empty, float("-inf"), top + tl.log2(total))

@@ -35,9 +35,9 @@ def launches(
     sink, and writes out and lse.
 
     Args:
-      layout: of the cached rows (`workspace_layout` for prefill).
+      layout: of the first cache's rows (`workspace_layout` for prefill).
       rows, heads: query rows and heads, at least 1.
-      scopes: one or two.
+      scopes: one or two; the second may have another layout, which is read in a loop of its own.
       softmax_scale: what q·k is multiplied by.
       has_sink: whether the call has an attention sink.
       device: what runs it.
@@ -58,8 +58,10 @@ def launches(
     results = some = Output((rows, heads, V_DIM), "bfloat16"), lse
     if splits > 1:
         some = Output((splits, rows, heads, V_DIM), "float32"), Output((splits, rows, heads), "float32")
+    extra_layout = second.layout if second.topk and second.layout else layout
     constants = {
         "KIND": row_kind(layout),
+        "EXTRA_KIND": row_kind(extra_layout),
         "NATIVE": device.hardware_fp8 if native_fp8 is None else native_fp8,
         "HAS_SINK": has_sink and splits == 1,
         "SPLIT": splits > 1,
@@ -70,6 +72,7 @@ def launches(
         "EXTRA_PAGE_SIZE": second.page_size,
         "EXTRA_PAGE_BYTES": second.page_bytes,
         "ROW_BYTES": layout.data_bytes,
+        "EXTRA_ROW_BYTES": extra_layout.data_bytes,
         "QK_DIM": layout.qk_dim,
         "BLOCK_H": tile.block_h,
         "BLOCK_N": tile.block_n,
@@ -89,12 +92,13 @@ def launches(
     return attend, Launch(combine_kernel, "sparse_mla_combine", grid, scalars, results, constants)
 
 
-def inputs(q: Any, tables: Sequence[tuple[Any, Any, Any]], sink: Any) -> list[Any]:
+def inputs(q: Any, tables: Sequence[tuple[Any, ...]], sink: Any) -> list[Any]:
     """The kernel's inputs; tables are one or two `(cache, indices, lengths or None)`, the sink may be None.
 
-    What is absent is not read, but has a pointer all the same.
+    A table of a layout with one scale has it, float32 `[1]`, behind its lengths. What else is absent is not read, but
+    has a pointer all the same.
     """
     arrays = [q]
-    for cache, indices, lengths in (*tables, tables[0])[:2]:
-        arrays += (cache, indices, indices if lengths is None else lengths)
+    for cache, indices, lengths, *scale in (*tables, tables[0])[:2]:
+        arrays += (cache, indices, indices if lengths is None else lengths, *(scale or (None,)))
     return [*arrays, q if sink is None else sink]

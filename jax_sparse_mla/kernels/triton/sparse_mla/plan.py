@@ -12,7 +12,7 @@ from jax_sparse_mla.kernels.launch import Device
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 # KIND of the kernel.
-BF16_ROW, FOOTER_SCALES, INLINE_SCALES, BYTE_SCALES = 0, 1, 2, 3
+BF16_ROW, FOOTER_SCALES, INLINE_SCALES, BYTE_SCALES, E2M1_PAIRS, ONE_SCALE = range(6)
 V_DIM = 512
 
 # In blocks of 64 keys, measured on an H200 (5 µs each, V4, 64 heads): what the combine costs, and what a program
@@ -31,6 +31,7 @@ class Scope(NamedTuple):
       page_size, page_bytes: of the cache, bytes from one page's start to the next one's; 0 for a workspace.
       first_page: the cache's first page in its buffer.
       stride: entries from one row of indices to the next; 0: topk.
+      layout: of the cache's rows; None: that of the launch.
     """
 
     topk: int
@@ -40,6 +41,7 @@ class Scope(NamedTuple):
     page_bytes: int = 0
     first_page: int = 0
     stride: int = 0
+    layout: KVLayout | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +55,11 @@ class Tile:
 
 
 def row_kind(layout: KVLayout) -> int:
-    """How the kernel reads a row of this layout.
-
-    Raises:
-      ValueError: it does not; the backend's record has refused such a call by then.
-    """
-    if layout.fp4_dim or layout.has_tensor_scale:
-        raise ValueError(f"the Triton attention kernel does not read rows of {layout.name}")
+    """How the kernel reads a row of this layout, one of those that the backend's record names."""
+    if layout.fp4_dim:
+        return E2M1_PAIRS
+    if layout.has_tensor_scale:
+        return ONE_SCALE
     if layout.fp8_dim == 0:
         return BF16_ROW
     if layout.group == 32:
