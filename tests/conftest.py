@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 
 if sys.dont_write_bytecode:
     # Else each process compiles the sources of JAX, torch and transformers, for many seconds: all share a folder.
@@ -20,11 +21,13 @@ if sys.dont_write_bytecode:
 # these when xdist's workers and the processes of tests start.
 for _name, _bytes in (("MMAP_THRESHOLD", 2**28), ("TRIM_THRESHOLD", 2**30), ("TOP_PAD", 2**24)):
     os.environ.setdefault(f"MALLOC_{_name}_", str(_bytes))
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads wait for each other's products by spinning
 gc.set_threshold(200_000, 50, 1000)  # a collection of all that JAX keeps takes seconds, and finds little
 
 import jax
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 from run_record import RunRecord
 
 # Failing assertions of these say as much as those of test modules do.
@@ -56,6 +59,7 @@ def pytest_configure(config):
     if not ON_GPU:
         share_compiled_programs(config)
         give_options_to_all_programs()
+        keep_dialects()
         Compiling.QUICK.choose()
 
 
@@ -88,6 +92,20 @@ def give_options_to_all_programs() -> None:
         return get_options(*args, env_options_overrides=options, **kwargs)
 
     compiler.get_compile_options = with_ours
+
+
+def keep_dialects() -> None:
+    """JAX loads all of MLIR's dialects anew for each program that it lowers; here a thread does for each hundredth."""
+    make_context, kept = mlir.make_ir_context, threading.local()
+
+    @functools.wraps(make_context)
+    def make_or_reuse():
+        if getattr(kept, "uses", 100) == 100:
+            kept.context, kept.uses = make_context(), 0
+        kept.uses += 1
+        return kept.context
+
+    mlir.make_ir_context = make_or_reuse
 
 
 @pytest.fixture(autouse=True, scope="module")
