@@ -31,6 +31,7 @@ from jax_sparse_mla.indices.lookup import take_2d_or_minus_one
 from jax_sparse_mla.sharding import Shares
 
 BLOCK_SIZE = 8  # the published model's
+_NO_BLOCK = jnp.iinfo(jnp.int32).max
 
 
 def candidate_blocks(
@@ -165,7 +166,10 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
             pages, lengths = rows_of["pages"], rows_of["lengths"]
             blocks = rows_of["blocks"]
             capacity = pages.shape[1] * keys.page_size
-            blocks = jnp.where((blocks >= 0) & (blocks < capacity // block_size), blocks, -1)
+            # Blocks that do not exist go behind the others, where no column that counts is theirs.
+            exists = (blocks >= 0) & (blocks < capacity // block_size)
+            blocks = jnp.sort(jnp.where(exists, blocks, _NO_BLOCK), axis=1)
+            blocks = jnp.where(blocks == _NO_BLOCK, -1, blocks)
             start = jnp.maximum(blocks, 0) * block_size
             row = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
             page = take_2d_or_minus_one(pages, row, jnp.where(blocks >= 0, start // keys.page_size, -1))

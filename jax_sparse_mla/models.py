@@ -182,6 +182,9 @@ def _glm53_from_config(read) -> ModelSpec:
             "ModelSpec.from_hf_config: index_kpool must be an integer from 2 on that divides index_topk, got "
             f"{pool!r} and {topk}"
         )
+    if topk < 1 or (index_dim := read("index_head_dim", INDEX_DIM)) != INDEX_DIM:
+        name, wanted, value = ("index_topk", "positive", topk) if topk < 1 else ("index_head_dim", INDEX_DIM, index_dim)
+        raise ValueError(f"ModelSpec.from_hf_config: {name} must be {wanted} in glm5_next, got {value}")
     if read("index_kpool_always_select_tail") is False:
         raise ValueError("ModelSpec.from_hf_config: index_kpool_always_select_tail must be True, got False")
     return PooledModelSpec(
@@ -196,7 +199,7 @@ def _glm53_from_config(read) -> ModelSpec:
         page_size=64 * pool,  # so that a page has 64 index keys, as those of every model
         index_topk=topk,
         index_heads=read("index_n_heads", 32),
-        index_dim=read("index_head_dim", 128),
+        index_dim=index_dim,
         index_pool=pool,
     )
 
@@ -338,6 +341,10 @@ class V41Layer:
         return self.index_source == self.index
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _v41_reader(config: Any) -> Callable[..., Any]:
     """`read(key, default=None)` of a V4.1 config, whose keys may stand in its text_config; those outside win."""
     outer = _reader(config)
@@ -370,8 +377,10 @@ def v41_layers(config: Any) -> tuple[V41Layer, ...]:
 
     if (num_layers := read("num_hidden_layers")) is None:
         raise fail("the config has no num_hidden_layers")
+    if not _is_int(num_layers) or num_layers < 1:
+        raise fail(f"num_hidden_layers must be a positive integer, got {num_layers!r}")
     ratios = read("compress_ratios")
-    if ratios is None or len(ratios) < num_layers:
+    if not isinstance(ratios, (list, tuple)) or len(ratios) < num_layers:
         raise fail(f"compress_ratios must name {num_layers} layers, got {ratios!r}")
     if unknown := [ratio for ratio in ratios[:num_layers] if ratio not in (0, *V41_RATIOS)]:
         raise fail(f"compress_ratios must be of 0, 1, 2, got {unknown[0]!r}")
@@ -380,6 +389,8 @@ def v41_layers(config: Any) -> tuple[V41Layer, ...]:
         sources[name] = read(name)
         if not sources[name]:
             raise fail(f"the config has no {name}")
+        if not isinstance(sources[name], (list, tuple)) or not all(map(_is_int, sources[name])):
+            raise fail(f"{name} must be a list of integers, got {sources[name]!r}")
         if wrong := [i for i in sources[name] if not 0 <= i < num_layers or not ratios[i]]:
             raise fail(f"{name} must name layers that compress, got {wrong[0]!r}")
     kv_ids, index_ids = sources.values()
@@ -427,6 +438,8 @@ def _v41_from_config(config: Any) -> V41Spec:
     def need(name: str) -> Any:
         if (value := read(name)) is None:
             raise ValueError(f"ModelSpec.from_hf_config: the deepseek_v41 config has no {name}")
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"ModelSpec.from_hf_config: {name} must be a positive integer, got {value!r}")
         return value
 
     head_dim, rope_dim, index_dim = need("head_dim"), need("qk_rope_head_dim"), need("index_head_dim")
@@ -434,10 +447,10 @@ def _v41_from_config(config: Any) -> V41Spec:
         raise ValueError(f"ModelSpec.from_hf_config: index_head_dim must be {INDEX_DIM}, got {index_dim}")
     publishes = any(layer.publishes for layer in layers)
     blocks, block_size = (need(name) if publishes else 0 for name in ("candidate_topk_blocks", "candidate_block_size"))
-    if publishes and (blocks < 1 or block_size < 1 or (_V41_PAGE_SIZE // max(V41_RATIOS)) % block_size):
+    if publishes and (_V41_PAGE_SIZE // max(V41_RATIOS)) % block_size:
         raise ValueError(
-            "ModelSpec.from_hf_config: candidate_topk_blocks must be positive and candidate_block_size a divisor of "
-            f"{_V41_PAGE_SIZE // max(V41_RATIOS)}, got {blocks} and {block_size}"
+            "ModelSpec.from_hf_config: candidate_block_size must be a divisor of "
+            f"{_V41_PAGE_SIZE // max(V41_RATIOS)}, got {block_size}"
         )
     return V41Spec(
         name="deepseek_v41",

@@ -61,7 +61,7 @@ def check_v4_layer(
       TypeError: a cache, parameters or rows that this ratio needs are missing.
       ValueError: a ratio that the step has no metadata of, a plan of another ratio, or shapes that cannot be right.
     """
-    check, need = _needs("v4_layer", metadata, plan, ratio, f"a layer of compress ratio {ratio}")
+    check, need = _needs("v4_layer", metadata, plan, ratio, f"a layer of compress ratio {ratio}", ratio)
     if ratio in V41_RATIOS:
         raise check.fail(f"ratio must be V4's, got {ratio}: V4.1's layers are v41_layer's")
     need("cache.swa", cache.swa, PagedKV)
@@ -87,7 +87,7 @@ def check_v4_layer(
 
 
 def _needs(
-    function: str, metadata: V4Metadata, plan: PrefillPlan | None, ratio: int, layer: str
+    function: str, metadata: V4Metadata, plan: PrefillPlan | None, ratio: int, layer: str, cache_ratio: int
 ) -> tuple[ArgumentChecks, Callable[..., None]]:
     """Refuses a step of other ratios. Returns `need(name, value, kind=None)`, which refuses what is missing."""
     check = ArgumentChecks(function)
@@ -102,7 +102,7 @@ def _needs(
     def need(name: str, value: Any, kind: type | None = None) -> None:
         if value is None or (kind is not None and not isinstance(value, kind)):
             wanted = kind.__name__ if kind is not None else "given"
-            remedy = f"; V4LayerCache.zeros(spec, {ratio}, ...) makes it" if name.startswith("cache.") else ""
+            remedy = f"; V4LayerCache.zeros(spec, {cache_ratio}, ...) makes it" if name.startswith("cache.") else ""
             raise TypeError(
                 f"{function}: {name} must be {'a ' if kind else ''}{wanted} in {layer}, got "
                 f"{type(value).__name__}{remedy}"
@@ -162,7 +162,12 @@ def check_v41_layer(
         raise TypeError(f"v41_layer: spec must be a V41Spec, got {type(spec).__name__}")
     ratio, kind = layer.ratio, "a KV source" if layer.is_kv_source else "a layer that is no KV source"
     where = f"{kind} of compress ratio {ratio}"
-    check, need = _needs("v41_layer", metadata, plan, ratio, where)
+    check, need = _needs("v41_layer", metadata, plan, ratio, where, ratio if layer.is_kv_source else 0)
+    if layer.publishes and min(spec.candidate_blocks, spec.candidate_block_size) < 1:
+        raise check.fail(
+            f"spec must have candidate blocks for layer {layer.index}, which publishes them, got candidate_blocks "
+            f"{spec.candidate_blocks} and candidate_block_size {spec.candidate_block_size}"
+        )
     owns, gated = layer.is_kv_source, layer.is_kv_source and ratio > 1
     reads, follows = ratio > 0 and not layer.is_kv_source, ratio > 0 and not layer.is_index_source
     for name, value, wanted, type_ in (
@@ -180,7 +185,8 @@ def check_v41_layer(
         if wanted:
             need(name, value, type_)
         elif value is not None:
-            raise check.fail(f"{name} must be None in {where}{' without an indexer' * (name == 'rows.index')}")
+            without = " without an indexer" * (name == "rows.index")
+            raise check.fail(f"{name} must be None in {where}{without}, got {type(value).__name__}")
     if (follows or layer.among_candidates) and selected is None:
         raise TypeError("v41_layer: selected must be given: what the layer before returned, got None")
     if layer.among_candidates and selected.blocks is None:
@@ -199,7 +205,16 @@ def check_v41_layer(
             )
     _check_one_layer(check, name, read)
     entries, unit = spec.page_size // ratio, f"{ratio} tokens"
-    _check_index_k(check, read.index_k, f"{name}.compressed", read.compressed, entries, unit, cache=name)
+    _check_index_k(
+        check,
+        read.index_k,
+        f"{name}.compressed",
+        read.compressed,
+        entries,
+        unit,
+        cache=name,
+        format=spec.index_format,
+    )
     states = {"cache.state": cache.state} if gated else {}
     _check_compressed(check, read.compressed, states, batch, metadata, ratio, name)
 
@@ -289,9 +304,12 @@ def _check_index_k(
     *,
     cache: str = "cache",
     tokens: int = 1,
+    format: IndexFormat = IndexFormat.FP8,
 ) -> None:
-    """index_k has pages of `entries` keys, and a key for every `tokens` slots of the cache beside it."""
-    data, format = (index_k.data, index_k.format) if isinstance(index_k, IndexKeys) else (index_k, IndexFormat.FP8)
+    """index_k has pages of `entries` keys of this format, and a key for every `tokens` slots of the cache beside it."""
+    data, given = (index_k.data, index_k.format) if isinstance(index_k, IndexKeys) else (index_k, IndexFormat.FP8)
+    if given != format:
+        raise check.fail(f"{cache}.index_k must be of {format!r}, by which its layer quantises queries, got {given!r}")
     shape, dtype = getattr(data, "shape", ()), str(getattr(data, "dtype", type(data)))
     if dtype.removeprefix("torch.") != "uint8":
         raise TypeError(f"{check.function}: {cache}.index_k must be uint8, got {dtype}")
@@ -305,7 +323,7 @@ def _check_index_k(
         )
     if pages * entries * tokens != beside.num_slots:
         raise check.fail(
-            f"{cache}.index_k and {name} must both have an entry for every {unit} of the pool, got {pages} pages of "
+            f"{cache}.index_k must have a key for every {unit} that {name} has room for, got {pages} pages of "
             f"{entries} keys and {beside.num_pages} pages of {beside.page_size}: make both with the pool's number of "
             "pages"
         )

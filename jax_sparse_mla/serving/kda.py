@@ -123,7 +123,7 @@ def prepare(batch: ForwardBatch, metadata: V32Metadata) -> KDAStep:
     counts = jnp.zeros(requests, jnp.int32).at[jnp.where(live, owner, requests)].add(1, mode="drop")
     by_request = batch.mode is ForwardMode.EXTEND
     starts = metadata.cu_seqlens_q[:-1] if by_request else jnp.arange(requests, dtype=jnp.int32)
-    first = metadata.positions[jnp.minimum(starts, rows - 1)]
+    first = metadata.positions[jnp.minimum(starts, rows - 1)] if rows else jnp.full_like(starts, -1)
     chunks = exclusive_cumsum(-(-counts // CHUNK))
     chunk_request, number = split_ragged(chunks, min(rows, rows // CHUNK + requests))
     of_chunk = jnp.maximum(chunk_request, 0)

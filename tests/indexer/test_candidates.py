@@ -104,6 +104,17 @@ def test_hostile_blocks_select_nothing(served):
     assert (got == -1).all()
 
 
+def test_blocks_that_do_not_exist_are_skipped(served):
+    """Wherever they stand: no other block comes in their place, and none of the others is lost."""
+    blocks = np.full((ROWS, KEPT), -1, np.int32)
+    blocks[:, :2] = 1, 2
+    expected = np.asarray(index_topk_in_blocks(*served, TOPK, blocks))
+    assert (expected >= 0).any()
+    for holes in ((-1, 1, 2**31 - 1, 2), (-7, -1, 1, 2), (COLUMNS // 8, 1, 2, -(2**31))):
+        blocks[:, :4] = holes
+        np.testing.assert_array_equal(index_topk_in_blocks(*served, TOPK, blocks), expected)
+
+
 def test_what_is_refused(served):
     blocks = np.zeros((ROWS, KEPT), np.int32)
     with pytest.raises(

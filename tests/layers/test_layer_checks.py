@@ -13,7 +13,8 @@ import small_engine
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.indexer import INDEX_K_BYTES
+from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 
 WORK, ROWS = [(0, 0, 1), (1, 3, 1)], 2
@@ -102,7 +103,7 @@ def test_fewer_compressed_pages(ratio, pages):
         few = cache.compressed
         return dataclasses.replace(cache, compressed=PagedKV.zeros(few.layout, pages, few.page_size))
 
-    message = r"v4_layer: .*cache.compressed must .*have an entry for every \d+ tokens.* got "
+    message = r"v4_layer: cache.(compressed must have an entry|index_k must have a key) for every \d+ tokens.* got "
     with pytest.raises(ValueError, match=message):
         traced(ratio, change_cache=change)
 
@@ -113,9 +114,22 @@ def test_index_keys_of_another_dtype(ratio):
         traced(ratio, change_cache=lambda cache: dataclasses.replace(cache, index_k=cache.index_k.astype(jnp.int8)))
 
 
+@pytest.mark.parametrize("format", [IndexFormat.FP4, IndexFormat.FP8.written_by("vllm")], ids=repr)
+@pytest.mark.parametrize("ratio", [4, None])
+def test_index_keys_of_another_format(ratio, format):
+    """V4's kernel would write keys of 132 bytes into pages of 68, and these layers round queries as SGLang does."""
+
+    def change(cache):
+        keys = IndexKeys.zeros(len(cache.index_k), 64, format=format)
+        return dataclasses.replace(cache, index_k=keys)
+
+    with pytest.raises(ValueError, match=r"cache.index_k must be of IndexFormat.FP8, .* got IndexFormat.FP"):
+        traced(ratio, change_cache=change)
+
+
 @pytest.mark.parametrize("ratio", [4, None])
 def test_fewer_index_pages(ratio):
-    message = r"cache.index_k and cache.\w+ must both have an entry for every .* got 2 pages"
+    message = r"cache.index_k must have a key for every .* that cache.\w+ has room for, got 2 pages"
     with pytest.raises(ValueError, match=message):
         traced(ratio, change_cache=lambda cache: dataclasses.replace(cache, index_k=cache.index_k[:2]))
 

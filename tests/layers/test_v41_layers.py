@@ -308,7 +308,7 @@ def traced(i, cache, *, source=None, selected=None, rows=None, params=None, spec
     _, all_params, tables = model()
     own = dataclasses.replace(all_rows[i], **rows or {}), dataclasses.replace(all_params[i], **params or {})
     metadata = layers.prepare_v4_step(spec, batch, tables).metadata
-    options = {"spec": SPEC, "layer": LAYERS[i], "source": source, "selected": selected}
+    options = {"spec": spec, "layer": LAYERS[i], "source": source, "selected": selected}
     return layers.v41_layer(cache, *own, batch, metadata, None, **options)
 
 
@@ -320,7 +320,10 @@ def test_what_is_refused():
     wrong = layers.V41Selection(positions=positions[:, :4])
     small = mla.PagedKV.zeros(KVLayout.V41_FP4, NUM_PAGES - 1, 16, num_layers=2).layer(0)
     few, bare = change(of_2, compressed=small), change(of_1, index_k=of_1.index_k.data)
-    one_ratio = change(SPEC, compress_ratios=(0, 1))
+    one_ratio, no_blocks = change(SPEC, compress_ratios=(0, 1)), change(SPEC, candidate_block_size=0)
+    vllms = change(SPEC, index_format=IndexFormat.FP4.written_by("vllm"))
+    publisher = next(i for i, layer in enumerate(LAYERS) if layer.publishes)
+    assert publisher == 4
     source_of = r"source.compressed must be given: the caches of KV source 4"
     for error, message, i, cache, given in (
         (TypeError, "cache.compressed must be a PagedKV in a KV source of compress ratio 2", 1, window, {}),
@@ -335,9 +338,12 @@ def test_what_is_refused():
         (TypeError, "selected.blocks must be given in layer 6", 6, window, {"source": of_1, "selected": selected}),
         (TypeError, source_of, 5, window, {"source": window, "selected": selected}),
         (ValueError, r"selected.positions must have shape \[2, 16\]", 5, window, {"source": of_1, "selected": wrong}),
-        (ValueError, "cache.index_k must have pages of 32 keys of 132 bytes, 4224 in all, got 2176 ", 4, bare, {}),
-        (ValueError, "cache.index_k and cache.compressed must both have an entry for every 2 tokens", 1, few, {}),
+        (ValueError, "cache.index_k must be of IndexFormat.FP4, .* got IndexFormat.FP8$", 4, bare, {}),
+        (ValueError, "cache.index_k must have a key for every 2 tokens that cache.compressed has room for", 1, few, {}),
         (ValueError, r"ratio must be one that metadata was built for \(0, 1\), got 2", 1, of_2, {"spec": one_ratio}),
+        (ValueError, "spec must have candidate blocks for layer 4", 4, of_1, {"spec": no_blocks}),
+        (ValueError, "cache.index_k must be of .*vllm.*, got IndexFormat.FP4$", 4, of_1, {"spec": vllms}),
+        (TypeError, r"cache.swa must be .*zeros\(spec, 0, ", 5, change(window, swa=None), {"source": of_1}),
     ):
         with pytest.raises(error, match=f"v41_layer: {message}"):
             traced(i, cache, **given)

@@ -45,12 +45,12 @@ def test_bfloat16_logits_with_fp8_caches(name):
     """Where float32's prefill attends to the pages this one gathers a workspace, and the other way round."""
     steps = new_steps(name, torch.bfloat16, bf16=False)
     gathered = not gathers(steps.model.spec, CHUNK)
-    logits, all_rows = prefill_and_decode(steps, requests(), NEW, CHUNK, gathered=gathered), []
+    logits = prefill_and_decode(steps, requests(), NEW, CHUNK, gathered=gathered)
     for got, wanted in zip(logits, expected(name, torch.bfloat16), strict=True):
         rows = row_differences(got, wanted)
         assert np.median(rows) < FP8 and np.median(rows[-NEW:]) < 2 * FP8
-        all_rows.append(rows)
-    assert np.mean(np.concatenate(all_rows) < 3 * FP8) > 0.95  # a row that goes to another expert differs by more
+        # A row that goes to another expert differs by more.
+        assert np.sum(rows >= 3 * FP8) <= max(2, 0.05 * len(rows))
 
 
 # V3.2's parameters are among GLM-5's; those of GLM-5.3 are random in the test of its logits.

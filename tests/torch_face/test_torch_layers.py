@@ -165,7 +165,7 @@ def change(tree, path, function):
         ("params", "attn_sink", lambda x: x[:1], ValueError, "params.attn_sink must have shape"),
         ("params", "index_compressor.ape", lambda x: x.bfloat16(), TypeError, "params.index_compressor.ape must be"),
         ("cache", "swa.data", lambda x: x[:, :-8], ValueError, "cache.swa.data must have shape"),
-        ("cache", "index_k", lambda x: x[:2], ValueError, "cache.index_k and cache.compressed must both have"),
+        ("cache", "index_k", lambda x: x[:2], ValueError, "cache.index_k must have a key for every"),
         ("cache", "index_k", lambda x: x.view(torch.int8), TypeError, "cache.index_k must be"),
         ("cache", "state.score", lambda x: x[:, :4], ValueError, "cache.state.score must have shape"),
         ("cache", "state.kv", lambda x: x[:1], ValueError, "must have a row for each of the batch's 4 requests"),
