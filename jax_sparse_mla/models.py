@@ -38,7 +38,8 @@ class ModelSpec:
       window: tokens of the sliding window; None where the model has none.
       compress_ratios: the distinct compress ratios of the layers, ascending; 0 is a sliding-window layer.
       has_attn_sink: whether each head has an attention sink.
-      index_pool: tokens of an index key: 1, each has its own; see `PooledModelSpec`.
+
+    `index_pool`, `compressed_layout` and `index_format` are constants here, and fields of the classes below.
     """
 
     name: str
