@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla._checks import FLOATS, INT32, INT_MAX, ArgumentChecks
 from jax_sparse_mla.dispatch import shared
 from jax_sparse_mla.index_selection import SCRATCH_BYTES, in_chunks
 from jax_sparse_mla.indexer import (
-    INDEX_DIM,
     IndexKeys,
     as_index_keys,
-    check_index_cache,
+    check_logits,
     logits_of,
     logits_of_units,
     page_size_of,
@@ -31,7 +30,6 @@ from jax_sparse_mla.indices.lookup import take_2d_or_minus_one
 from jax_sparse_mla.sharding import Shares
 
 BLOCK_SIZE = 8  # the published model's
-_NO_BLOCK = jnp.iinfo(jnp.int32).max
 
 
 def candidate_blocks(
@@ -165,17 +163,16 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
         def some(rows_of):
             pages, lengths = rows_of["pages"], rows_of["lengths"]
             blocks = rows_of["blocks"]
-            capacity = pages.shape[1] * keys.page_size
+            of_table = pages.shape[1] * keys.page_size // block_size
             # Blocks that do not exist go behind the others, where no column that counts is theirs.
-            exists = (blocks >= 0) & (blocks < capacity // block_size)
-            blocks = jnp.sort(jnp.where(exists, blocks, _NO_BLOCK), axis=1)
-            blocks = jnp.where(blocks == _NO_BLOCK, -1, blocks)
-            start = jnp.maximum(blocks, 0) * block_size
+            blocks = jnp.sort(jnp.where((blocks >= 0) & (blocks < of_table), blocks, INT_MAX), axis=1)
+            exists = blocks < of_table
+            start = jnp.where(exists, blocks, 0) * block_size
             row = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
-            page = take_2d_or_minus_one(pages, row, jnp.where(blocks >= 0, start // keys.page_size, -1))
+            page = take_2d_or_minus_one(pages, row, jnp.where(exists, start // keys.page_size, -1))
             logits = logits_of_units(rows_of["q"], rows_of["weights"], keys, page, start, lengths, unit=block_size)
             # The blocks ascend and only the newest may be cut off, so what counts is a run of columns.
-            held = jnp.where(blocks >= 0, jnp.clip(lengths[:, None] - start, 0, block_size), 0)
+            held = jnp.where(exists, jnp.clip(lengths[:, None] - start, 0, block_size), 0)
             column = topk_positions(logits, jnp.sum(held, axis=1, dtype=jnp.int32), topk)
             first = take_2d_or_minus_one(start, row, column // block_size)  # −1 has a negative block
             return jnp.where(column >= 0, first + column % block_size, -1)
@@ -187,13 +184,8 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
 
 def _check(function, q, weights, index_cache, page_table, lengths):
     check = ArgumentChecks(function)
-    rows_of = {
-        "q": check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS)),
-        "weights": check("weights", weights, ("rows", "heads"), FLOAT32),
-        "pages": check("page_table", page_table, ("rows", None), INT32),
-        "lengths": check("lengths", lengths, ("rows",), INT32),
-    }
-    return check, rows_of, check_index_cache(check, index_cache)
+    q, weights, index_cache, pages, lengths = check_logits(check, q, weights, index_cache, page_table, lengths)
+    return check, {"q": q, "weights": weights, "pages": pages, "lengths": lengths}, index_cache
 
 
 def _check_block(check: ArgumentChecks, block_size: int, index_cache: jax.Array | IndexKeys) -> int:

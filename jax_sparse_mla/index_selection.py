@@ -105,7 +105,10 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
         return jnp.full((rows, topk), -1, jnp.int32)
 
     def some(rows_of):
-        pages, lengths = pages_of_rows(rows_of, page_table)
+        request = rows_of["request"]
+        known = (request >= 0) & (request < requests)
+        pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
+        lengths = jnp.where(known, rows_of["lengths"], 0)
         arguments = rows_of["q"], rows_of["weights"], index_cache, pages, lengths
         logits = logits_of(*arguments, rows_of_call=rows, fill=False)  # the top-k reads nothing past a length
         return topk_transform(
@@ -115,20 +118,11 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
             method=method,
             page_table=kv_page_table,
             page_size=page_size,
-            row_to_request=rows_of["request"],
+            row_to_request=request,
             topk_indices_offset=rows_of["offset"],
         )
 
     return in_chunks(some, rows_of, capacity, scratch_bytes)
-
-
-def pages_of_rows(rows_of: dict[str, Any], page_table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row's pages, int32 `[rows, P]`, and its number of keys, int32 `[rows]`. A row whose request is not in the
-    table has no keys; the table has a request at least."""
-    request, requests = rows_of["request"], page_table.shape[0]
-    known = (request >= 0) & (request < requests)
-    pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
-    return pages, jnp.where(known, rows_of["lengths"], 0)
 
 
 def in_chunks(some: Callable[[Any], Any], rows_of: Any, width: int, scratch_bytes: int) -> Any:

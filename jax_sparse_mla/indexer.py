@@ -124,13 +124,16 @@ def index_logits(
       TypeError: a wrong dtype.
       ValueError: shapes that do not agree, pages that are not a multiple of 132 bytes.
     """
-    check = ArgumentChecks("index_logits")
+    return logits_of(*check_logits(ArgumentChecks("index_logits"), q, weights, index_cache, page_table, lengths))
+
+
+def check_logits(check: ArgumentChecks, q, weights, index_cache, page_table, lengths) -> tuple:
+    """The arguments of `index_logits` as jax arrays."""
     q = check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS))
     weights = check("weights", weights, ("rows", "heads"), FLOAT32)
     index_cache = check_index_cache(check, index_cache)
     page_table = check("page_table", page_table, ("rows", None), INT32)
-    lengths = check("lengths", lengths, ("rows",), INT32)
-    return logits_of(q, weights, index_cache, page_table, lengths)
+    return q, weights, index_cache, page_table, check("lengths", lengths, ("rows",), INT32)
 
 
 _LOGITS_SHARES = sharding.Shares((P("rows"), P("rows"), P(), P("rows"), P("rows")), P("rows"))

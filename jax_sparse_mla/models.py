@@ -173,19 +173,32 @@ def _v32_from_config(read) -> ModelSpec:
     )
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(name: str, value: Any) -> int:
+    if not _is_int(value) or value < 1:
+        raise ValueError(f"ModelSpec.from_hf_config: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _index_dim(value: Any) -> int:
+    if value != INDEX_DIM:
+        raise ValueError(f"ModelSpec.from_hf_config: index_head_dim must be {INDEX_DIM}, got {value}")
+    return value
+
+
 def _glm53_from_config(read) -> ModelSpec:
     latent, rope_dim, pool = read("kv_lora_rank", 512), read("qk_rope_head_dim", 0), read("index_kpool", 16)
-    topk = read("index_topk", 2048)
+    topk, index_dim = _positive("index_topk", read("index_topk", 2048)), _index_dim(read("index_head_dim", INDEX_DIM))
     if rope_dim:
         raise ValueError(f"ModelSpec.from_hf_config: qk_rope_head_dim must be 0 in glm5_next, got {rope_dim}")
-    if not isinstance(pool, int) or pool < 2 or topk % pool:
+    if not _is_int(pool) or pool < 2 or topk % pool:
         raise ValueError(
             "ModelSpec.from_hf_config: index_kpool must be an integer from 2 on that divides index_topk, got "
             f"{pool!r} and {topk}"
         )
-    if topk < 1 or (index_dim := read("index_head_dim", INDEX_DIM)) != INDEX_DIM:
-        name, wanted, value = ("index_topk", "positive", topk) if topk < 1 else ("index_head_dim", INDEX_DIM, index_dim)
-        raise ValueError(f"ModelSpec.from_hf_config: {name} must be {wanted} in glm5_next, got {value}")
     if read("index_kpool_always_select_tail") is False:
         raise ValueError("ModelSpec.from_hf_config: index_kpool_always_select_tail must be True, got False")
     return PooledModelSpec(
@@ -342,10 +355,6 @@ class V41Layer:
         return self.index_source == self.index
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _v41_reader(config: Any) -> Callable[..., Any]:
     """`read(key, default=None)` of a V4.1 config, whose keys may stand in its text_config; those outside win."""
     outer = _reader(config)
@@ -439,13 +448,9 @@ def _v41_from_config(config: Any) -> V41Spec:
     def need(name: str) -> Any:
         if (value := read(name)) is None:
             raise ValueError(f"ModelSpec.from_hf_config: the deepseek_v41 config has no {name}")
-        if not _is_int(value) or value < 1:
-            raise ValueError(f"ModelSpec.from_hf_config: {name} must be a positive integer, got {value!r}")
-        return value
+        return _positive(name, value)
 
-    head_dim, rope_dim, index_dim = need("head_dim"), need("qk_rope_head_dim"), need("index_head_dim")
-    if index_dim != INDEX_DIM:
-        raise ValueError(f"ModelSpec.from_hf_config: index_head_dim must be {INDEX_DIM}, got {index_dim}")
+    head_dim, rope_dim, index_dim = need("head_dim"), need("qk_rope_head_dim"), _index_dim(need("index_head_dim"))
     publishes = any(layer.publishes for layer in layers)
     blocks, block_size = (need(name) if publishes else 0 for name in ("candidate_topk_blocks", "candidate_block_size"))
     if publishes and (_V41_PAGE_SIZE // max(V41_RATIOS)) % block_size:

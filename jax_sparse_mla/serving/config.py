@@ -407,9 +407,29 @@ _V32_DEFAULTS = {
 }
 
 
-def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
+def _experts_in_groups(read: _Reader, *, groups: int, top_groups: int, limit: float | None = None) -> MoE:
+    """The experts of V3.2 and GLM; groups and top_groups are for missing keys."""
     read.only("scoring_func", "sigmoid")
     read.only("topk_method", "noaux_tc")
+    experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=groups)
+    if experts % groups:
+        raise ValueError(f"Model.from_config: n_group must divide n_routed_experts, got {groups} and {experts}")
+    width = read("moe_intermediate_size")
+    return MoE(
+        num_experts=experts,
+        top_k=read("num_experts_per_tok"),
+        width=width,
+        shared_width=width * read("n_shared_experts", default=1),
+        score="sigmoid",
+        scale=float(read("routed_scaling_factor", default=2.5)),
+        normalised=bool(read.config.get("norm_topk_prob", True)),
+        groups=groups,
+        top_groups=read("topk_group", default=top_groups),
+        limit=limit,
+    )
+
+
+def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
     read.only("moe_layer_freq", 1)
     num_dense = read("first_k_dense_replace", default=3)
     mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
@@ -418,11 +438,6 @@ def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
     if all(linear):
         raise ValueError("Model.from_config: layer_types must have an indexed_attention layer")
     indexed_layers(read.config)  # refuses layers that share an indexer's entries
-    experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=1)
-    if experts % groups:
-        raise ValueError(f"Model.from_config: n_group must divide n_routed_experts, got {groups} and {experts}")
-    width = read("moe_intermediate_size")
-    limit = float(read("swiglu_limit", default=10.0))
     return Glm53Config(
         **_common(read, spec, norm_eps=1e-5),
         linear=linear,
@@ -432,18 +447,7 @@ def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
         nope_dim=read("qk_nope_head_dim", default=256),
         v_dim=read("v_head_dim", default=256),
         streams=_streams(read),
-        moe=MoE(
-            num_experts=experts,
-            top_k=read("num_experts_per_tok"),
-            width=width,
-            shared_width=width * read("n_shared_experts", default=1),
-            score="sigmoid",
-            scale=float(read("routed_scaling_factor", default=2.5)),
-            normalised=bool(read.config.get("norm_topk_prob", True)),
-            groups=groups,
-            top_groups=read("topk_group", default=1),
-            limit=limit,
-        ),
+        moe=_experts_in_groups(read, groups=1, top_groups=1, limit=float(read("swiglu_limit", default=10.0))),
     )
 
 
@@ -471,18 +475,12 @@ def _streams(read: _Reader) -> HyperConnections:
 
 def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
     is_glm, default = spec.name == "glm_moe_dsa", _V32_DEFAULTS[spec.name]
-    read.only("scoring_func", "sigmoid")
-    read.only("topk_method", "noaux_tc")
     read.only("moe_layer_freq", 1)
     read.only("rope_interleave", True)
     read.only("indexer_rope_interleave", is_glm)
     num_dense = read("first_k_dense_replace", default=3)
     mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
     parameters = read("rope_parameters", "rope_scaling", default={})
-    experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=default.groups)
-    if experts % groups:
-        raise ValueError(f"Model.from_config: n_group must divide n_routed_experts, got {groups} and {experts}")
-    width = read("moe_intermediate_size")
     return V32Config(
         **_common(read, spec, default.norm_eps),
         dense=tuple(mlp == "dense" for mlp in mlps),
@@ -492,15 +490,5 @@ def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
         rope=_rope(parameters, spec.rope_dim, read("rope_theta", default=10000.0)),
         index_interleaved=is_glm,
         indexed=indexed_layers(read.config),
-        moe=MoE(
-            num_experts=experts,
-            top_k=read("num_experts_per_tok"),
-            width=width,
-            shared_width=width * read("n_shared_experts", default=1),
-            score="sigmoid",
-            scale=float(read("routed_scaling_factor", default=2.5)),
-            normalised=bool(read.config.get("norm_topk_prob", True)),
-            groups=groups,
-            top_groups=read("topk_group", default=default.top_groups),
-        ),
+        moe=_experts_in_groups(read, groups=default.groups, top_groups=default.top_groups),
     )

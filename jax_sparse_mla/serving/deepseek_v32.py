@@ -199,6 +199,16 @@ def new_caches(
     return V32LayerCache.zeros(config.spec, num_pages=num_pages, bf16=bf16, **layers)
 
 
+def layer_cache(config: V32Config, caches: V32LayerCache, i: int) -> V32LayerCache:
+    """The view of layer i's cache."""
+    return caches.layer(i)
+
+
+def with_layer_cache(config: V32Config, caches: V32LayerCache, i: int, cache: V32LayerCache) -> V32LayerCache:
+    """The caches with what `layer_cache` gave, updated."""
+    return cache.whole()
+
+
 def forward(
     config: V32Config,
     params: V32Params,

@@ -263,6 +263,16 @@ def new_caches(config: V4Config, **sizes) -> V4Caches:
     }
 
 
+def layer_cache(config: V4Config, caches: V4Caches, i: int) -> V4LayerCache:
+    """The view of layer i's caches."""
+    return caches[config.ratios[i]].layer(_number(config, i))
+
+
+def with_layer_cache(config: V4Config, caches: V4Caches, i: int, cache: V4LayerCache) -> V4Caches:
+    """The caches with what `layer_cache` gave, updated."""
+    return caches | {config.ratios[i]: cache.whole()}
+
+
 def forward(
     config: V4Config,
     params: V4Params,
@@ -285,7 +295,7 @@ def forward(
     for i in range(layers):
         layer, ratio = _layer(config, params, i), config.ratios[i]
         options = {"positions": positions, "tokens": tokens, "backend": backend, "trace": trace}
-        streams, cache = _run(config, layer, _of_layer(config, caches, i), streams, batch, step, **options)
+        streams, cache = _run(config, layer, layer_cache(config, caches, i), streams, batch, step, **options)
         caches = caches | {ratio: cache.whole()}
     return _last(config, params, streams), streams, caches, step.overflow
 
@@ -341,7 +351,7 @@ def attention(
         layer = _layer(config, params, i)
         rows = _project(config, layer.ratio, layer.weights, layer.small, x, positions)
         options = {"backend": backend, "index_scores": index_scores}
-        out, cache, _ = _attend(config, layer, _of_layer(config, caches, i), rows, batch, step, **options)
+        out, cache, _ = _attend(config, layer, layer_cache(config, caches, i), rows, batch, step, **options)
         caches = caches | {layer.ratio: cache.whole()}
         x = _project_out(config, layer.ratio, layer.weights, out.astype(x.dtype), positions)
     return x, caches
@@ -360,11 +370,6 @@ def _layer(config: V4Config, params: V4Params, i: int) -> _Layer:
     ratio = config.ratios[i]
     small = jax.tree.map(lambda x: x[i], params.small)
     return _Layer(ratio, params.layers[i], small, params.attention[ratio].layer(_number(config, i)))
-
-
-def _of_layer(config: V4Config, caches: V4Caches, i: int) -> V4LayerCache:
-    """The view of layer i's caches."""
-    return caches[config.ratios[i]].layer(_number(config, i))
 
 
 def _number(config: V4Config, i: int) -> int:

@@ -9,6 +9,7 @@ verifies: a rejected token could not be taken back. Its draft layer is not read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -118,11 +119,6 @@ class Glm53Caches:
 
     sparse: V32LayerCache
     linear: KDAState | None
-
-    def replaced(self, of_layer: V32LayerCache | KDAState) -> Glm53Caches:
-        """With what a layer has returned."""
-        own = "linear" if isinstance(of_layer, KDAState) else "sparse"
-        return Glm53Caches(**{"sparse": self.sparse, "linear": self.linear} | {own: of_layer.whole()})
 
 
 # --- parameters ------------------------------------------------------------------------------------
@@ -259,6 +255,11 @@ def layer_cache(config: Glm53Config, caches: Glm53Caches, i: int) -> V32LayerCac
     return (caches.linear if config.linear[i] else caches.sparse).layer(_number(config, i))
 
 
+def with_layer_cache(config: Glm53Config, caches: Glm53Caches, i: int, cache: V32LayerCache | KDAState) -> Glm53Caches:
+    """The caches with what `layer_cache` gave, updated."""
+    return dataclasses.replace(caches, **{"linear" if config.linear[i] else "sparse": cache.whole()})
+
+
 def _number(config: Glm53Config, i: int) -> int:
     """A layer's number among those of its kind."""
     return config.linear[:i].count(config.linear[i])
@@ -358,7 +359,8 @@ def _attend(
         options = {"index_ape": small.index_ape, "index_scores": index_scores, "backend": backend}
         out, cache, selected = v32_layer(cache, rows, batch, metadata, spec=config.spec, **options)
         out = jnp.einsum("thl,hvl->thv", out.astype(x.dtype), weights.v_up)
-    return linear(out.reshape(out.shape[0], -1), weights.o_proj), caches.replaced(cache), selected
+    caches = with_layer_cache(config, caches, i, cache)
+    return linear(out.reshape(out.shape[0], -1), weights.o_proj), caches, selected
 
 
 def _project_linear(config: Glm53Config, weights: LinearWeights, x: jax.Array) -> tuple[KDARows, jax.Array]:

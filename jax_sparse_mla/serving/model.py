@@ -15,8 +15,8 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving import checkpoint, glm53
-from jax_sparse_mla.serving.config import Config, Glm53Config, V32Config, read_config
+from jax_sparse_mla.serving import checkpoint
+from jax_sparse_mla.serving.config import Config, Glm53Config, read_config
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.layers import matmul
 
@@ -150,18 +150,11 @@ class Model:
 
     def layer_cache(self, caches: Caches, layer: int) -> V4LayerCache | V32LayerCache | KDAState:
         """The view of one layer's caches."""
-        if isinstance(self.config, Glm53Config):
-            return glm53.layer_cache(self.config, caches, layer)
-        if isinstance(self.config, V32Config):
-            return caches.layer(layer)
-        ratio = self.ratios[layer]
-        return caches[ratio].layer(self.ratios[:layer].count(ratio))
+        return self._module.layer_cache(self.config, caches, layer)
 
     def with_layer_cache(self, caches: Caches, layer: int, cache: V4LayerCache | V32LayerCache | KDAState) -> Caches:
         """The caches with what `layer_cache` gave, updated."""
-        if isinstance(self.config, Glm53Config):
-            return caches.replaced(cache)
-        return cache.whole() if isinstance(self.config, V32Config) else caches | {self.ratios[layer]: cache.whole()}
+        return self._module.with_layer_cache(self.config, caches, layer, cache)
 
     def forward(
         self,

@@ -126,6 +126,8 @@ def test_what_has_no_layout_is_refused():
         ModelSpec.from_hf_config({**V4_JSON, "head_dim": 256})
     for change, message in (
         ({"index_kpool": 1}, "index_kpool must be an integer from 2 on that divides index_topk, got 1 and 2048"),
+        ({"index_topk": 0}, "index_topk must be a positive integer, got 0"),
+        ({"index_head_dim": 64}, "index_head_dim must be 128, got 64"),
         ({"index_kpool": 3}, "index_kpool must be an integer from 2 on that divides index_topk, got 3 and 2048"),
         ({"qk_rope_head_dim": 64}, "qk_rope_head_dim must be 0 in glm5_next, got 64"),
         ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail must be True, got False"),
