@@ -43,6 +43,8 @@ LAYERS = v41_layers(CONFIG)
 PLACES = ((0, 0), (2, 0), (2, 1), (0, 1), (1, 0), (0, 2), (0, 3))
 POOLS = {0: 4, 2: 2, 1: 1}  # how many layers
 LENGTHS, MAX_LEN, NUM_PAGES, REQUEST_ROWS, MAX_REQUESTS = (76, 41), 96, 7, (2, 0), 3
+# The kernels of a GPU round softmax's weights to bfloat16, the reference does not.
+TOLERANCE = {"rtol": 2**-7, "atol": 4e-3 if jax.default_backend() == "gpu" else 2e-3}
 INV_FREQ = (160000.0 ** -(np.arange(32) / 32)).astype(np.float32)
 DECODE, EXTEND = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND
 
@@ -231,7 +233,7 @@ def assert_served(found, caches="V41"):
                         assert gap < 1e-4
                         differing += 1
                         continue
-                np.testing.assert_allclose(outs[i][r, t], want_outs[i][r][t], rtol=2**-7, atol=2e-3)
+                np.testing.assert_allclose(outs[i][r, t], want_outs[i][r][t], **TOLERANCE)
     assert differing <= 0.01 * len(LAYERS) * sum(LENGTHS)
 
 

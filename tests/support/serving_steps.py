@@ -21,8 +21,8 @@ def named_arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
 
     def array(x):
         if x.dtype == torch.bfloat16:
-            return x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return x.detach().numpy()
+            return x.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return x.detach().cpu().numpy()
 
     return {name: array(x) for name, x in module.state_dict().items()}
 

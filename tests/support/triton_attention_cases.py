@@ -79,6 +79,7 @@ np.seterr(divide="ignore", invalid="ignore", over="ignore")
 
 # A launch with several blocks for each row of a small case.
 SMALL = {"tile": planning.Tile(block_h=16, block_n=16, num_warps=4, num_stages=1), "native_fp8": True}
+WITH_FP4 = planning.Tile(block_h=16, block_n=planning.MIN_FP4_BLOCK, num_warps=4, num_stages=1)
 CHECKS = []
 
 
@@ -131,7 +132,8 @@ def run_decode(case, num_splits=None, plan=True, **changes):
     tables = [table(case.cache, case.indices, case.topk_length)]
     if case.extra_cache is not None:
         tables.append(table(case.extra_cache, case.extra_indices, case.extra_topk_length))
-    attend(layout, case, tables, out, **({**SMALL, "num_splits": num_splits, **changes} if plan else {}))
+    tile = {"tile": WITH_FP4} if any(scope.layout.fp4_dim for _, scope in tables) else {}
+    attend(layout, case, tables, out, **({**SMALL, "num_splits": num_splits, **tile, **changes} if plan else {}))
     return tuple(x.cpu() for x in out)
 
 
@@ -179,12 +181,11 @@ def every_layout():
 
 @check
 def two_layouts_at_once():
-    """Of 40 + 24 columns, in blocks of 16, splits begin and end in either cache, and have blocks of both."""
+    """Of 80 + 48 columns, in blocks of 32, splits begin and end in either cache, and have blocks of both."""
     for seed, layout in enumerate(("V41_FP8", "V41_FP8_SPLIT")):
         extra = layout.replace("FP8", "FP4")
-        case = small_decode(
-            seed, layout=layout, page_size=(64, 61)[seed], extra=(24, (2, 61)[seed]), extra_layout=extra
-        )
+        sizes = {"topk": 80, "page_size": (64, 61)[seed], "extra": (48, (2, 61)[seed])}
+        case = small_decode(seed, layout=layout, extra_layout=extra, **sizes)
         for splits in (1, 2):
             check_decode(case, run_decode(case, splits))
         for cache in ("cache", "extra_cache"):

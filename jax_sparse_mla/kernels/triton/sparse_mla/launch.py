@@ -7,7 +7,15 @@ from typing import Any
 
 from jax_sparse_mla.kernels.launch import Device, Launch, Output
 from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope, Tile, choose_splits, choose_tile, row_kind
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import (
+    MIN_FP4_BLOCK,
+    V_DIM,
+    Scope,
+    Tile,
+    choose_splits,
+    choose_tile,
+    row_kind,
+)
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _LOG2_E = 1.4426950408889634
@@ -45,12 +53,18 @@ def launches(
       may_split: False computes each row by one program, in the same order whatever the batch; max_logits needs it.
       empty_is_inf: the lse of a row without a key is +inf, FlashMLA's convention, and not −inf.
       num_splits, tile, native_fp8: override what is chosen here (tests, tuning).
+
+    Raises:
+      ValueError: a tile with fewer keys than a block of FP4 rows may have.
     """
     # What is absent has the first cache's pages: the kernel divides by its page size.
     first, second = (*scopes, scopes[0]._replace(topk=0, rows_per_length=0, num_slots=0))[:2]
     columns = first.topk, second.topk
     facts = {"rows": rows, "num_heads": heads, "columns": columns, "device": device, "may_split": may_split}
     tile = tile or choose_tile(layout, **facts)
+    extra_layout = second.layout if second.topk and second.layout else layout
+    if tile.block_n < MIN_FP4_BLOCK and (layout.fp4_dim or extra_layout.fp4_dim):
+        raise ValueError(f"sparse_mla: blocks of FP4 rows have at least {MIN_FP4_BLOCK} keys, got {tile.block_n}")
     blocks = sum(-(-topk // tile.block_n) for topk in columns)
     programs = rows * -(-heads // tile.block_h)
     splits = num_splits or (choose_splits(programs, blocks, device.sm_count) if may_split else 1)
@@ -58,7 +72,6 @@ def launches(
     results = some = Output((rows, heads, V_DIM), "bfloat16"), lse
     if splits > 1:
         some = Output((splits, rows, heads, V_DIM), "float32"), Output((splits, rows, heads), "float32")
-    extra_layout = second.layout if second.topk and second.layout else layout
     constants = {
         "KIND": row_kind(layout),
         "EXTRA_KIND": row_kind(extra_layout),

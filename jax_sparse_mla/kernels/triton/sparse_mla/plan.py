@@ -15,6 +15,10 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 BF16_ROW, FOOTER_SCALES, INLINE_SCALES, BYTE_SCALES, E2M1_PAIRS, ONE_SCALE = range(6)
 V_DIM = 512
 
+# The fewest keys of a block with FP4 rows. Triton 3.6 lays the operands of the small products out for 8 values a load
+# and 4 threads along the keys; of 16 keys it then multiplies wrong ones (seen on an H200).
+MIN_FP4_BLOCK = 32
+
 # In blocks of 64 keys, measured on an H200 (5 µs each, V4, 64 heads): what the combine costs, and what a program
 # costs besides its blocks (query load, first gather, output).
 COMBINE_BLOCKS = 1
