@@ -1,4 +1,4 @@
-"""A V4 layer's attention in one decode step on torch tensors: `jax_sparse_mla.layers`, by the same kernels.
+"""A V4 or V3.2 layer's attention in one decode step on torch tensors: `jax_sparse_mla.layers`, by the same kernels.
 
 A step of a server, with caches and tables that are torch's own:
 
@@ -11,32 +11,51 @@ A step of a server, with caches and tables that are torch's own:
 Batch, tables, caches, rows and parameters are the dataclasses of `jax_sparse_mla`, of torch tensors. Caches are updated
 in place. Everything runs on torch's current stream, nothing waits for the host or is copied to it, no JAX backend is
 started: a CUDA graph captures the step, and a replay reads lengths, tables and rows again. What a step allocates is the
-graph's.
+graph's. V3.2's step is `kernels.metadata_v32.build_v32_metadata` once, then `v32_layer`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import torch
 
+from jax_sparse_mla.attention.route import Plan
 from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, sylvester
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kv_cache import PagedKV
-from jax_sparse_mla.layers import CompressorParams, V4LayerCache, V4LayerParams, V4Rows, V4Step
-from jax_sparse_mla.layers.checks import check_v4_layer
+from jax_sparse_mla.layers import (
+    CompressorParams,
+    V4LayerCache,
+    V4LayerParams,
+    V4Rows,
+    V4Step,
+    V32LayerCache,
+    V32Rows,
+)
+from jax_sparse_mla.layers.checks import check_v4_layer, check_v32_layer
 from jax_sparse_mla.layers.step import with_pool_tokens
 from jax_sparse_mla.layers.write import Step, kernel_obstacle, rows_each, step_of, write_by_kernel
-from jax_sparse_mla.metadata import ForwardBatch, RequestTables, V4Metadata
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4Metadata, V32Metadata
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from sparse_mla_torch.attention import decode
 from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_tensor
-from sparse_mla_torch.kernels.indexer import index_logits
+from sparse_mla_torch.kernels.indexer import index_logits, quantize_index_q, write_index_k
+from sparse_mla_torch.kernels.kv_cache import write_kv
 from sparse_mla_torch.kernels.launch import executor
 from sparse_mla_torch.kernels.metadata import build_v4_metadata
 from sparse_mla_torch.kernels.topk import topk_transform
+
+Cache = TypeVar("Cache", V4LayerCache, V32LayerCache)
+
+
+def torch_cache(shapes: Cache, device: torch.device | str) -> Cache:
+    """Empty caches of torch's memory, of the shapes that `jax.eval_shape` gives."""
+    return jax.tree.map(lambda x: torch.zeros(x.shape, dtype=getattr(torch, x.dtype.name), device=device), shapes)
 
 
 def v4_layer_cache(spec: ModelSpec, ratio: int, *, device: torch.device | str, **sizes: int) -> V4LayerCache:
@@ -44,8 +63,7 @@ def v4_layer_cache(spec: ModelSpec, ratio: int, *, device: torch.device | str, *
 
     An engine that has its own pools puts their tensors into a `V4LayerCache` itself.
     """
-    shapes = jax.eval_shape(functools.partial(V4LayerCache.zeros, spec, ratio, **sizes))
-    return jax.tree.map(lambda x: torch.zeros(x.shape, dtype=getattr(torch, x.dtype.name), device=device), shapes)
+    return torch_cache(jax.eval_shape(functools.partial(V4LayerCache.zeros, spec, ratio, **sizes)), device)
 
 
 def prepare_v4_step(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Step:
@@ -68,6 +86,7 @@ def v4_layer(
     *,
     spec: ModelSpec,
     ratio: int,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
 ) -> torch.Tensor:
     """One V4 layer's attention, of a step whose requests have a row each, or drafts; the caches are updated in place.
 
@@ -77,6 +96,7 @@ def v4_layer(
       params: the layer's parameters, or their view `params.layer(i)`.
       batch, metadata: the step's, shared by all layers, `metadata` of `prepare_v4_step`.
       spec: the model. ratio: the layer's compress ratio.
+      on_plan: called with the plan of the attention: which backend, and why.
 
     Returns:
       out bfloat16 `[T, heads, 512]`, rope not yet taken back.
@@ -105,9 +125,72 @@ def v4_layer(
                 slots = topk_transform(logits, part.lengths, spec.index_topk, method=TopkTransform.PAGED, **table)
             extra = _rows_of(cache.compressed), slots[:, None], part.topk_lengths
         window = _rows_of(cache.swa), metadata.swa_page_indices[:, None], metadata.swa_topk_lengths
-        options = decode.Options("v4_layer", spec.softmax_scale, -float("inf"))
-        tensors = rows.q[:, None], *window, *extra, written.attn_sink
-        out, _ = decode.prepare(options, *tensors).run(*tensors, Schedule(), None)
+        return _attend("v4_layer", spec, on_plan, rows.q[:, None], *window, *extra, written.attn_sink)
+
+
+def v32_layer(
+    cache: V32LayerCache,
+    rows: V32Rows,
+    batch: ForwardBatch,
+    metadata: V32Metadata,
+    *,
+    spec: ModelSpec,
+    slots: torch.Tensor | None = None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One V3.2 or GLM-5 layer's attention in a DECODE step; the caches are updated in place.
+
+    Args:
+      cache: the layer's caches, or their view `cache.layer(i)`.
+      rows: the projected rows of this step, contiguous, padded like the batch; q bfloat16.
+      batch, metadata: the step's, shared by all layers; `metadata` of
+        `sparse_mla_torch.kernels.metadata_v32.build_v32_metadata`.
+      spec: the model.
+      slots: int32 `[T, index_topk]`, what the last layer with an indexer returned; for a layer without one only.
+      on_plan: as in `v4_layer`.
+
+    Returns:
+      out bfloat16 `[T, heads, 512]`, in the latent space; and the slots that it attended to.
+
+    Raises:
+      TypeError: what the layer needs is missing, or a tensor of another dtype.
+      ValueError: a step that is not DECODE, a model with pools of index keys, a layer with both an indexer and `slots`
+        or with neither; a tensor of another shape, not contiguous or on another device.
+    """
+    function, like = "v32_layer", rows.q
+    if batch.mode is not ForwardMode.DECODE or spec.index_pool > 1:
+        raise ValueError(
+            f"{function}: serves DECODE steps of models whose tokens have an index key each, got {batch.mode.name} and "
+            f"pools of {spec.index_pool}: jax_sparse_mla.layers.v32_layer serves the others"
+        )
+    if (rows.index_k is None) != (slots is not None):
+        given = "neither" if slots is None else "both"
+        raise ValueError(f"{function}: needs rows of an indexer or slots, got {given}")
+    # Checks the caches too; that slots are given it knows as `index_scores`.
+    check_v32_layer(cache, rows, slots, None, None, spec=spec)
+    cache = cache.alone()
+    num_rows, *_ = check_tensor(function, "rows.q", like, (None, None, spec.qk_dim), like, (torch.bfloat16,))
+    with torch.cuda.device_of(like):
+        write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
+        if slots is None:
+            keys, lengths = _pages(cache.index_k), metadata.seqlens_expanded
+            heads = check_tensor(function, "rows.index_q", rows.index_q, (num_rows, None, INDEX_DIM), like, FLOATS)[1]
+            check_tensor(function, "rows.index_weights", rows.index_weights, (num_rows, heads), like, FLOAT32)
+            write_index_k(keys, metadata.out_cache_loc, rows.index_k)
+            index_q, scale = quantize_index_q(rows.index_q)
+            logits = index_logits(index_q, rows.index_weights * scale, keys, metadata.page_table, lengths)
+            table = {"page_table": metadata.page_table, "page_size": spec.page_size}
+            slots = topk_transform(logits, lengths, spec.index_topk, method=TopkTransform.PAGED, **table)
+        check_tensor(function, "slots", slots, (num_rows, spec.index_topk), like)
+        table = _rows_of(cache.kv), slots[:, None], metadata.topk_lengths
+        return _attend(function, spec, on_plan, like[:, None], *table, None, None, None, None), slots
+
+
+def _attend(function: str, spec: ModelSpec, on_plan: Callable[[Plan], None], *tensors: torch.Tensor | None):
+    """out `[T, heads, 512]` of what `decode.prepare` takes, one query of each row."""
+    prepared = decode.prepare(decode.Options(function, spec.softmax_scale, -float("inf")), *tensors)
+    on_plan(prepared.plan)
+    out, _ = prepared.run(*tensors, Schedule(), None)
     return out[:, 0]
 
 

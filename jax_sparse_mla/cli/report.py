@@ -67,7 +67,7 @@ def print_accepted(accepted: collections.Counter[int]) -> None:
 
 
 def print_routes(setup: Any, engine: Any) -> None:
-    """The attention that the programs called."""
+    """The attention that the programs called, and how the torch engine's decode steps ran."""
     modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
     calls = setup.calls(engine)
     for mode, step in modes.items():
@@ -77,6 +77,8 @@ def print_routes(setup: Any, engine: Any) -> None:
                 kinds.setdefault(f"{backend}, {phase}", {})[layer_kind(setup.spec, ratio)] = None
         for call, names in kinds.items():
             print(f"ran        {step}: {call} ({'; '.join(names)})")
+    if how := getattr(engine, "decode_steps", None):  # the torch engine's
+        print(f"decode     {how}")
 
 
 def compare(engine: Any, requests: list[Request], names: list[str]) -> int:

@@ -321,10 +321,10 @@ def test_the_comparison_goes_on_behind_a_difference():
 
 
 def test_margins_are_shares_of_the_best_logit():
-    chosen = [hf_engine.choose(torch.tensor(x, dtype=torch.bfloat16)) for x in ([4.0, 1.0, 5.0], [-2.0, -1.0, -2.0])]
+    chosen = hf_engine.choose(torch.tensor([[4.0, 1.0, 5.0], [-2.0, -1.0, -2.0]], dtype=torch.bfloat16))
     assert [token for token, _ in chosen] == [2, 1]
     assert [margin for _, margin in chosen] == pytest.approx([0.2, 1.0])
-    assert hf_engine.choose(torch.tensor([7.0, 7.0, 0.0]))[1] == 0
+    assert hf_engine.choose(torch.tensor([[7.0, 7.0, 0.0]]))[0][1] == 0
 
 
 def test_the_oracle_proposes_plain_tokens():

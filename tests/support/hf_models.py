@@ -234,7 +234,13 @@ def served(name: str, bf16: bool, prefill_backend: str = "flashmla_sparse") -> R
 
 def poison(engine: Engine) -> None:
     """Fills all caches and carried states with NaN bytes, as memory that others have used may be."""
-    engine.caches = jax.tree.map(lambda x: jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan), engine.caches)
+
+    def poisoned(x):
+        if isinstance(x, torch.Tensor):
+            return x.fill_(255 if x.dtype == torch.uint8 else torch.nan)
+        return jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan)
+
+    engine.caches = jax.tree.map(poisoned, engine.caches)
 
 
 def snapshot(pool: RequestPool):

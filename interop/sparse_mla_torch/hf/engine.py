@@ -3,6 +3,9 @@
 The model's token-wise parts run in torch over the real tokens of a step. Its attention runs in jax_sparse_mla, over the
 step padded to a bucket, so that each bucket compiles once.
 
+On a GPU the caches are torch's, and a decode step runs in torch alone, from a CUDA graph where the modules allow it
+(`graph`); `why_not_torch` says where not. Prefill then gives JAX the caches to read, and copies what it made of them back.
+
 The same requests get the same tokens in every run (docs/routing.md).
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,21 +29,41 @@ from jax_sparse_mla import (
     RequestTables,
     build_v32_metadata,
 )
+from jax_sparse_mla._packages import why_not
 from jax_sparse_mla.layers import gathers, prepare_v4_step
 from jax_sparse_mla.models import v4_layer_ratios
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, PREFILL_BACKENDS, EngineOptions, Scheduler, StepPlan
-from sparse_mla_torch.bridge import jax_device
-from sparse_mla_torch.hf.layers import Step, V4Layer, V32Layer
+from sparse_mla_torch.bridge import jax_device, to_jax
+from sparse_mla_torch.hf.graph import Capture, StepGraph
+from sparse_mla_torch.hf.layers import Step, TorchStep, V4Layer, V32Layer
 from sparse_mla_torch.hf.replace import AttentionReplacement
 
 __all__ = ["GATHERED", "PAGED", "PREFILL_BACKENDS", "Engine", "EngineOptions", "Request", "TracedStep"]
 
+log = logging.getLogger(__name__)
 
-def choose(logits: torch.Tensor) -> tuple[int, float]:
-    """The most likely token, and the distance of its logit from the second best, as a share of its own size."""
-    best, second = logits.float().topk(2).values.tolist()
-    return int(logits.float().argmax()), (best - second) / max(abs(best), torch.finfo(torch.float32).tiny)
+
+def choose(logits: torch.Tensor) -> list[tuple[int, float]]:
+    """Of each of the rows `[n, vocab]` the most likely token, and the distance of its logit from the second best, as a
+    share of its own size."""
+    logits = logits.float()
+    tokens, pairs = logits.argmax(-1).tolist(), logits.topk(2).values.tolist()
+    tiny = torch.finfo(torch.float32).tiny
+    return [(token, (best - second) / max(abs(best), tiny)) for token, (best, second) in zip(tokens, pairs)]
+
+
+def why_not_torch(device: torch.device, options: EngineOptions) -> str | None:
+    """Why decode steps go through JAX, over caches of its own; None if they run in torch."""
+    if device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    if options.trace:
+        return "a run that is to be checked keeps each layer's rows (--no-check: none)"
+    if options.speculative_steps:
+        return "drafts are verified in JAX, over the same caches"
+    if options.backend is not None:
+        return f"JAX is asked for the backend {options.backend}"
+    return why_not("triton")
 
 
 @dataclasses.dataclass
@@ -91,12 +115,19 @@ class Engine:
 
     It takes the most likely token only, and reuses no prefixes.
 
+    Args:
+      model: in evaluation mode.
+      options: the engine's.
+      capture: captures decode steps, as `graph.cuda_capture` does, which a GPU takes by default; given, decode steps run
+        in torch on any device.
+
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
       prefill_backend: what its prefill steps attend to, one of PREFILL_BACKENDS.
       routes: `{(mode, compress ratio, bucket): (phase, backend)}`, the attention that each kind of layer called, read
         from the programs that ran.
       drafter: what makes drafts, in words.
+      graph: runs decode steps in torch; None where they go through JAX.
 
     Raises:
       ValueError: another model type, options that it does not have, or a device that JAX does not have here.
@@ -104,7 +135,7 @@ class Engine:
 
     drafter = "first layer"
 
-    def __init__(self, model: torch.nn.Module, options: EngineOptions):
+    def __init__(self, model: torch.nn.Module, options: EngineOptions, *, capture: Capture | None = None):
         if options.reuse_points:
             raise ValueError("the torch engine reuses no prefixes: reuse_points must be 0")
         self.model, self.options = model, options
@@ -121,11 +152,16 @@ class Engine:
         ratios = v4_layer_ratios(model.config) if self.is_v4 else (0,) * len(modules)
         self.layers = [layer_type(module, self.spec, ratio) for module, ratio in zip(modules, ratios)]
         self.scheduler = Scheduler(self.spec, options, model.config.vocab_size)
-        self.caches = [self.new_cache(index) for index in range(len(self.layers))]
+        self.graph: StepGraph | None = None
+        self._capture, self._through_jax = capture, None if capture else why_not_torch(self.device, options)
+        if self._through_jax is None:
+            self._take_torch()
+        else:
+            self.caches = [self.new_cache(index) for index in range(len(self.layers))]
         self.routes: dict[tuple[ForwardMode, int, int], frozenset[tuple[str, str]]] = {}
         self.trace: list[TracedStep] = []
-        self._step: Step | None = None
-        self._selected: jax.Array | None = None  # what the latest layer of the step has selected
+        self._step: Step | TorchStep | None = None
+        self._selected: jax.Array | torch.Tensor | None = None  # what the latest layer of the step has selected
 
     @property
     def pool(self):
@@ -147,18 +183,50 @@ class Engine:
 
     def with_options(self, **changes: Any) -> Engine:
         """An engine of the same model with other options."""
-        return Engine(self.model, dataclasses.replace(self.options, **changes))
+        return Engine(self.model, dataclasses.replace(self.options, **changes), capture=self._capture)
+
+    @property
+    def decode_steps(self) -> str:
+        """How decode steps run, in words."""
+        reason = self._through_jax if self.graph is None else self.graph.reason
+        if reason is not None:
+            return f"eager: {reason}"
+        graph = self.graph
+        return f"one CUDA graph a step: {graph.replays} of {graph.steps} replayed, {len(graph.buckets)} captured"
 
     def new_cache(self, layer: int) -> Any:
-        """Empty caches for one layer."""
-        cache = self.layers[layer].new_cache(
+        """Empty caches for one layer, of JAX's arrays."""
+        # Committed to the device, as a step's results are; otherwise the second step would compile again.
+        return jax.device_put(self._zeros(layer), self._jax_device)
+
+    def _zeros(self, layer: int) -> Any:
+        return self.layers[layer].new_cache(
             pool=self.pool,
             max_requests=self.options.max_batch,
             max_draft_tokens=self.options.speculative_steps + 1 if self.options.speculative_steps else 0,
             bf16=self.options.bf16_cache,
         )
-        # Committed to the device, as a step's results are; otherwise the second step would compile again.
-        return jax.device_put(cache, self._jax_device)
+
+    def _take_torch(self) -> None:
+        """Makes what decode steps in torch need, whose addresses a graph keeps: caches, tables and the graph."""
+        from sparse_mla_torch.layers import torch_cache  # needs triton
+
+        shapes = [jax.eval_shape(functools.partial(self._zeros, index)) for index in range(len(self.layers))]
+        self.caches = [torch_cache(of_layer, self.device) for of_layer in shapes]
+        self._tables = RequestTables(
+            req_to_token=torch.from_numpy(self.pool.req_to_token).to(self.device, copy=True),
+            full_to_swa=torch.from_numpy(self.pool.full_to_swa).to(self.device, copy=True) if self.is_v4 else None,
+        )
+        self._tables_changed = False
+        sizes = {"max_rows": self.options.max_batch, "device": self.device}
+        self.graph = StepGraph(self._torch_step, **sizes, capture=self._capture)
+
+    def _leave_torch(self, reason: str) -> None:
+        """Gives JAX copies of the caches, with which all goes on there."""
+        log.warning("decode steps go through JAX: %s", reason)
+        self.graph, self._through_jax = None, reason
+        arrays = jax.tree.map(lambda x: jnp.array(to_jax(x), copy=True), self.caches)
+        self.caches = jax.device_put(arrays, self._jax_device)
 
     @torch.no_grad()
     def run(
@@ -202,13 +270,76 @@ class Engine:
 
     def run_plan(self, plan: StepPlan) -> Step:
         """Runs an EXTEND or DECODE step."""
-        step = self.new_step(self.new_batch(plan), plan)
-        last_rows = (np.cumsum(plan.counts) - 1).tolist()
-        chosen = [choose(logits) for logits in self.forward(step, plan.tokens.tolist(), last_rows)]
+        step, logits = self._decode(plan) or self._run_through_jax(plan)
+        chosen = choose(logits)
         if self.options.trace:
             self.trace[-1].samples = plan.samples
         self.scheduler.complete(plan, [[token] for token, _ in chosen], [[margin] for _, margin in chosen])
         return step
+
+    def _run_through_jax(self, plan: StepPlan) -> tuple[Step, torch.Tensor]:
+        step = self.new_step(self.new_batch(plan), plan)
+        last_rows = (np.cumsum(plan.counts) - 1).tolist()
+        return step, self.forward(step, plan.tokens.tolist(), last_rows)
+
+    def _decode(self, plan: StepPlan) -> tuple[Step, torch.Tensor] | None:
+        """Runs a DECODE step in torch; None where it goes through JAX, and for another step."""
+        if self.graph is None:
+            return None
+        self._tables_changed |= bool(len(plan.mapped))
+        if plan.mode is not ForwardMode.DECODE:
+            return None
+        if self._tables_changed:
+            self._tables.req_to_token.copy_(torch.from_numpy(self.pool.req_to_token))
+            if self.is_v4:
+                self._tables.full_to_swa.copy_(torch.from_numpy(self.pool.full_to_swa))
+            self._tables_changed = False
+        count = len(plan.requests)
+        batch = plan.forward_batch(self.pool, num_rows=count, num_requests=count)
+        inputs = np.stack([plan.tokens, batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc])
+        try:
+            logits = self.graph(inputs, plan.max_seq_len)
+        except (TypeError, ValueError) as error:  # what the kernels' checks refuse
+            self._leave_torch(str(error))
+            return None
+        step = Step(
+            batch=batch,
+            tables=None,
+            metadata=None,
+            plans={},
+            requests=np.array([id(request) for request in plan.requests]),
+            positions=plan.positions().astype(np.int64),
+            backend=None,
+            routes=self.routes,
+        )
+        return step, logits
+
+    def _torch_step(self, inputs: torch.Tensor, width: int) -> torch.Tensor:
+        """Runs the model over one token of each row, and caches K rows; what a graph captures.
+
+        Args:
+          inputs: int32 `[4, rows]`: tokens, rows of the request tables, lengths with the token, slots. Rows of zeros are
+            padding.
+          width: of the page tables, in tokens.
+
+        Returns:
+          logits `[rows, vocab]`.
+        """
+        tokens, requests, lengths, slots = inputs
+        batch = ForwardBatch(
+            mode=ForwardMode.DECODE,
+            max_seq_len=width,
+            req_pool_indices=requests,
+            seq_lens=lengths,
+            out_cache_loc=slots,
+        )
+        self._step = TorchStep.new(self.spec, batch, self._tables, self.routes)
+        return self.model(
+            input_ids=tokens.long()[None],
+            position_ids=(lengths - 1).clamp(min=0).long()[None],
+            attention_mask={"indexed_attention": None},
+            use_cache=False,
+        ).logits[0]
 
     def new_batch(self, plan: StepPlan) -> ForwardBatch:
         """The padded batch of a plan."""
@@ -259,6 +390,10 @@ class Engine:
 
     def _attend(self, index: int, hidden: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
         layer = self.layers[index]
+        if isinstance(self._step, TorchStep):
+            arguments = self.caches[index], hidden, position_embeddings, self._step
+            out, self._selected = layer.decode(*arguments, self._selected if layer.shares else None)
+            return out
         options = {"selected": self._selected} if layer.shares else {}
         arguments = self.caches[index], hidden, position_embeddings, self._step
         out, self.caches[index], positions = layer(*arguments, **options)

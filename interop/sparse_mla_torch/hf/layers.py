@@ -1,12 +1,14 @@
 """Attention layers of transformers' DeepSeek models, run through jax_sparse_mla's paged caches.
 
 A layer keeps the module's own projections, in torch. One jitted JAX function for each kind of layer and step shape
-replaces what is between them: cache writes, compression, indexing, selection and attention.
+replaces what is between them: cache writes, compression, indexing, selection and attention. `decode` does the same by
+torch's face of the library, over caches that torch owns: a CUDA graph can capture it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, ModelSpec, RequestTables
 from jax_sparse_mla.attention.api import calls_of
+from jax_sparse_mla.attention.route import Plan
 from jax_sparse_mla.layers import (
     CompressorParams,
     IndexRows,
@@ -31,12 +34,16 @@ from jax_sparse_mla.layers import (
     v32_layer,
 )
 from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
+from jax_sparse_mla.serving.scheduler import PAGED
 from sparse_mla_torch.bridge import to_jax, to_torch
 from sparse_mla_torch.hf.replace import selected_indices
 
-# One compilation for each kind of layer, step shape and bucket; all layers share it. The layer's cache is donated.
-_run_v4 = jax.jit(v4_layer, static_argnames=("spec", "ratio", "backend"), donate_argnums=0)
-_run_v32 = jax.jit(v32_layer, static_argnames=("spec", "backend"), donate_argnums=0)
+# One compilation for each kind of layer, step shape and bucket; all layers share it. The layer's cache is donated, but
+# for torch's: JAX may not write to that.
+_V4, _V32 = ("spec", "ratio", "backend"), ("spec", "backend")
+_run_v4 = jax.jit(v4_layer, static_argnames=_V4, donate_argnums=0)
+_run_v32 = jax.jit(v32_layer, static_argnames=_V32, donate_argnums=0)
+_KEEPING = {_run_v4: jax.jit(v4_layer, static_argnames=_V4), _run_v32: jax.jit(v32_layer, static_argnames=_V32)}
 
 
 @dataclasses.dataclass
@@ -44,7 +51,8 @@ class Step:
     """What all layers of a forward step share.
 
     Attributes:
-      batch, tables: as given to the metadata builders.
+      batch, tables: as given to the metadata builders; of a step that ran on torch's tables a batch of numpy arrays,
+        and None.
       metadata: V4Metadata or V32Metadata. plans: by compress ratio, of a V4 step that gathers a workspace.
       requests, positions: numpy `[n]`, each row's request and position; the rows behind these n are padding.
       backend: the attention backend's name, or None for the router's choice.
@@ -79,6 +87,36 @@ class Step:
         return len(self.positions)
 
 
+@dataclasses.dataclass
+class TorchStep:
+    """What all layers of a decode step on torch's tensors share.
+
+    Attributes:
+      batch, metadata: of torch tensors, as `sparse_mla_torch.layers` takes them.
+      routes: as those of `Step`.
+    """
+
+    batch: ForwardBatch
+    metadata: Any
+    routes: dict[tuple[ForwardMode, int, int], frozenset[tuple[str, str]]]
+
+    @classmethod
+    def new(cls, spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, routes: dict) -> TorchStep:
+        """The step of a batch and tables of torch tensors; its metadata are made here."""
+        # Both need triton.
+        from sparse_mla_torch.kernels.metadata_v32 import build_v32_metadata
+        from sparse_mla_torch.layers import prepare_v4_step
+
+        if spec.window is not None:
+            return cls(batch, prepare_v4_step(spec, batch, tables).metadata, routes)
+        paged = {"fp8_kv_cache": True, "prefill_backend": PAGED}  # which a decode step is, whatever the cache
+        return cls(batch, build_v32_metadata(spec, batch, tables, **paged), routes)
+
+    def take_route(self, ratio: int, plan: Plan) -> None:
+        """Writes down what attends in a layer of this ratio; its `on_plan`."""
+        self.routes[self.batch.mode, ratio, self.batch.max_seq_len] = frozenset({("decode", plan.backend)})
+
+
 class V4Layer:
     """A `DeepseekV4Attention` module with paged caches."""
 
@@ -88,11 +126,12 @@ class V4Layer:
         self.module, self.spec, self.ratio = module, spec, ratio
         self.has_indexer = ratio == INDEXED_RATIO
         compressor = module.compressor
-        self.params = V4LayerParams(
+        self._tensors = V4LayerParams(
             attn_sink=_param(module.sinks),
             compressor=_compressor_params(compressor) if ratio else None,
             index_compressor=_compressor_params(compressor.indexer) if self.has_indexer else None,
         )
+        self.params = jax.tree.map(to_jax, self._tensors)
 
     def new_cache(self, *, pool, max_requests: int, max_draft_tokens: int, bf16: bool) -> V4LayerCache:
         return V4LayerCache.zeros(
@@ -107,6 +146,35 @@ class V4Layer:
 
     def __call__(self, cache, hidden, position_embeddings, step: Step, index_scores=None):
         """hidden bfloat16 `[1, n, hidden]` → (output `[1, n, hidden]`, cache, selected positions or None)."""
+        out, cache, positions = _run(
+            _run_v4,
+            step,
+            self,
+            cache,
+            jax.tree.map(lambda x: _pad(x, step), self._rows(hidden, position_embeddings)),
+            self.params,
+            step.batch,
+            step.metadata,
+            step.plans.get(self.ratio),
+            spec=self.spec,
+            ratio=self.ratio,
+            index_scores=index_scores,
+            backend=step.backend,
+        )
+        return self._output(_unpad(out, step), hidden, position_embeddings), cache, positions
+
+    def decode(self, cache, hidden, position_embeddings, step: TorchStep, selected: None = None):
+        """As `__call__` in a decode step of n rows, over torch's cache, in place: (output, None)."""
+        from sparse_mla_torch import layers  # needs triton
+
+        rows = jax.tree.map(torch.Tensor.contiguous, self._rows(hidden, position_embeddings))
+        arguments = cache, rows, self._tensors, step.batch, step.metadata
+        on_plan = functools.partial(step.take_route, self.ratio)
+        out = layers.v4_layer(*arguments, spec=self.spec, ratio=self.ratio, on_plan=on_plan)
+        return self._output(out, hidden, position_embeddings), None
+
+    def _rows(self, hidden, position_embeddings) -> V4Rows:
+        """The projections of n rows."""
         module = self.module
         cos, sin = position_embeddings[module.rope_layer_type]
         q_residual = module.q_a_norm(module.q_a_proj(hidden))
@@ -117,40 +185,28 @@ class V4Layer:
         if self.ratio:
             rows["compressed_kv"] = module.compressor.kv_proj(hidden)
             rows["compressed_score"] = module.compressor.gate_proj(hidden)
-        rows = {name: _pad(x[0], step) for name, x in rows.items()}
-        if self.has_indexer:
-            rows["index"] = self._index_rows(hidden, q_residual, cos, sin, step)
-        out, cache, positions = _run(
-            _run_v4,
-            step,
-            self,
-            cache,
-            V4Rows(**rows),
-            self.params,
-            step.batch,
-            step.metadata,
-            step.plans.get(self.ratio),
-            spec=self.spec,
-            ratio=self.ratio,
-            index_scores=index_scores,
-            backend=step.backend,
-        )
-        out = _unpad(out, step)[None]
-        # V is K with its rope part, so the output is rotated back at the query's position.
-        out = v4.apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)
-        grouped = module.o_a_proj(out.reshape(*hidden.shape[:-1], module.config.o_groups, -1)).flatten(2)
-        return module.o_b_proj(grouped), cache, positions
+        rows = {name: x[0] for name, x in rows.items()}
+        return V4Rows(**rows, index=self._index_rows(hidden, q_residual, cos, sin) if self.has_indexer else None)
 
-    def _index_rows(self, hidden, q_residual, cos, sin, step: Step) -> IndexRows:
+    def _output(self, out, hidden, position_embeddings) -> torch.Tensor:
+        """`[1, n, hidden]` of the attention's out `[n, heads, 512]`."""
+        module = self.module
+        cos, sin = position_embeddings[module.rope_layer_type]
+        # V is K with its rope part, so the output is rotated back at the query's position.
+        out = v4.apply_rotary_pos_emb(out[None], cos, -sin, unsqueeze_dim=2)
+        grouped = module.o_a_proj(out.reshape(*hidden.shape[:-1], module.config.o_groups, -1)).flatten(2)
+        return module.o_b_proj(grouped)
+
+    def _index_rows(self, hidden, q_residual, cos, sin) -> IndexRows:
         indexer = self.module.compressor.indexer
         q = indexer.q_b_proj(q_residual).view(*hidden.shape[:-1], indexer.num_heads, indexer.head_dim)
         scorer = indexer.scorer
         weights = scorer.weights_proj(hidden).float() * (scorer.softmax_scale * scorer.weights_scaling)
         return IndexRows(
-            q=_pad(v4.apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0], step),
-            weights=_pad(weights[0], step),
-            kv=_pad(indexer.kv_proj(hidden)[0], step),
-            score=_pad(indexer.gate_proj(hidden)[0], step),
+            q=v4.apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0],
+            weights=weights[0],
+            kv=indexer.kv_proj(hidden)[0],
+            score=indexer.gate_proj(hidden)[0],
         )
 
     def eager(self, hidden, model, shared: None = None) -> tuple[torch.Tensor, np.ndarray | None]:
@@ -193,6 +249,32 @@ class V32Layer:
 
     def __call__(self, cache, hidden, position_embeddings, step: Step, index_scores=None, selected=None):
         """As `V4Layer.__call__`; `selected` as in `layers.v32_layer`."""
+        out, cache, positions = _run(
+            _run_v32,
+            step,
+            self,
+            cache,
+            jax.tree.map(lambda x: _pad(x, step), self._rows(hidden, position_embeddings)),
+            step.batch,
+            step.metadata,
+            spec=self.spec,
+            index_scores=index_scores,
+            selected=selected,
+            backend=step.backend,
+        )
+        return self._output(_unpad(out, step)), cache, positions
+
+    def decode(self, cache, hidden, position_embeddings, step: TorchStep, selected: torch.Tensor | None = None):
+        """As `V4Layer.decode`: (output, the slots that it attended to); `selected` are those of an earlier layer."""
+        from sparse_mla_torch import layers  # needs triton
+
+        rows = jax.tree.map(torch.Tensor.contiguous, self._rows(hidden, position_embeddings))
+        options = {"slots": selected, "on_plan": functools.partial(step.take_route, self.ratio)}
+        out, slots = layers.v32_layer(cache, rows, step.batch, step.metadata, spec=self.spec, **options)
+        return self._output(out), slots
+
+    def _rows(self, hidden, position_embeddings) -> V32Rows:
+        """The projections of n rows."""
         module = self.module
         cos, sin = position_embeddings
         heads = (*hidden.shape[:-1], -1, module.qk_head_dim)
@@ -208,21 +290,12 @@ class V32Layer:
         }
         if not self.shares:
             rows |= self._index_rows(hidden, q_residual, cos, sin)
-        out, cache, positions = _run(
-            _run_v32,
-            step,
-            self,
-            cache,
-            V32Rows(**{name: _pad(x[0], step) for name, x in rows.items()}),
-            step.batch,
-            step.metadata,
-            spec=self.spec,
-            index_scores=index_scores,
-            selected=selected,
-            backend=step.backend,
-        )
-        values = torch.einsum("thl,hvl->thv", _unpad(out, step), self._v_up)
-        return module.o_proj(values.flatten(1)[None]), cache, positions
+        return V32Rows(**{name: x[0] for name, x in rows.items()})
+
+    def _output(self, out) -> torch.Tensor:
+        """`[1, n, hidden]` of the attention's out `[n, heads, 512]`."""
+        values = torch.einsum("thl,hvl->thv", out, self._v_up)
+        return self.module.o_proj(values.flatten(1)[None])
 
     def _index_rows(self, hidden, q_residual, cos, sin) -> dict[str, torch.Tensor]:
         indexer = self.module.indexer
@@ -272,16 +345,28 @@ def _compressor_params(module) -> CompressorParams:
     )
 
 
-def _run(function: Callable[..., Any], step: Step, layer: V4Layer | V32Layer, *args: Any, **kwargs: Any) -> Any:
-    """Calls `function(*args, **kwargs)`; for new shapes, writes the program's attention into the step's routes."""
+def _run(
+    function: Callable[..., Any], step: Step, layer: V4Layer | V32Layer, cache: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls `function(cache, *args, **kwargs)`; for new shapes, writes the program's attention into the step's routes.
+
+    A cache of torch's stays where it is: JAX makes a new one of it, which is copied back.
+    """
+    given, of_torch = cache, isinstance(jax.tree.leaves(cache)[0], torch.Tensor)
+    if of_torch:
+        function, given = _KEEPING[function], jax.tree.map(to_jax, cache)
     program = step.mode, layer.ratio, step.batch.max_seq_len
     if program not in step.routes:
-        step.routes[program] = calls_of(function.lower(*args, **kwargs))
-    return function(*args, **kwargs)
+        step.routes[program] = calls_of(function.lower(given, *args, **kwargs))
+    out, updated, positions = function(given, *args, **kwargs)
+    if of_torch:
+        jax.tree.map(lambda mine, theirs: mine.copy_(to_torch(theirs)), cache, updated)
+        updated = cache
+    return out, updated, positions
 
 
-def _param(tensor: torch.Tensor) -> jax.Array:
-    return to_jax(tensor.detach().float().clone())  # a copy, since the model's own tensor may be written to
+def _param(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().float().clone()  # a copy, since the model's own tensor may be written to
 
 
 def _pad(x: torch.Tensor, step: Step) -> jax.Array:

@@ -63,7 +63,7 @@ class SpeculativeDecoder:
         step = engine.new_step(batch, plan)
         tokens = [token for r, draft in zip(plan.requests, drafts) for token in (r.tokens[-1], *draft)]
         logits = engine.forward(step, tokens, list(range(len(tokens))))
-        chosen = [[choose(row) for row in rows] for rows in logits.split(self.steps + 1)]
+        chosen = [choose(rows) for rows in logits.split(self.steps + 1)]
         self._accept(plan, drafts, chosen)
         return step
 
