@@ -4,7 +4,8 @@ The model's token-wise parts run in torch over the real tokens of a step. Its at
 step padded to a bucket, so that each bucket compiles once.
 
 On a GPU the caches are torch's, and a decode step runs in torch alone, from a CUDA graph where the modules allow it
-(`graph`); `why_not_torch` says where not. Prefill then gives JAX the caches to read, and copies what it made of them back.
+(`graph`); `why_not_torch` says where not. Prefill then gives JAX the caches to read, and copies what it made of them
+back.
 
 The same requests get the same tokens in every run (docs/routing.md).
 """
@@ -118,8 +119,8 @@ class Engine:
     Args:
       model: in evaluation mode.
       options: the engine's.
-      capture: captures decode steps, as `graph.cuda_capture` does, which a GPU takes by default; given, decode steps run
-        in torch on any device.
+      capture: captures decode steps, as `graph.cuda_capture` does, which a GPU takes by default. Where it is given,
+        decode steps run in torch on any device.
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
@@ -318,8 +319,8 @@ class Engine:
         """Runs the model over one token of each row, and caches K rows; what a graph captures.
 
         Args:
-          inputs: int32 `[4, rows]`: tokens, rows of the request tables, lengths with the token, slots. Rows of zeros are
-            padding.
+          inputs: int32 `[4, rows]`: tokens, rows of the request tables, lengths with the token, slots. A row of zeros
+            is padding.
           width: of the page tables, in tokens.
 
         Returns:

@@ -47,9 +47,9 @@ class _Bucket:
 class StepGraph:
     """Runs a step, from a CUDA graph where it can be captured.
 
-    A bucket's first step runs eagerly, is captured, and is replayed: its logits must be the eager step's, and so must be
-    those of the next step. A step can thus run twice over the same inputs: its writes must be the same ones. Where the
-    capture fails or logits differ, this step and all that follow are eager ones.
+    A bucket's first step runs eagerly, is captured, and is replayed: its logits must be the eager step's, and so must
+    those of the next step. A step thus runs several times over the same inputs: its writes must be the same ones. Where
+    the capture fails or logits differ, this step and all that follow are eager ones.
 
     Args:
       step: `step(inputs, width) -> logits [rows, vocab]`, of static inputs int32 `[fields, rows]` and a table width; it
@@ -142,17 +142,19 @@ class StepGraph:
 def cuda_capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """Captures `run`, which has run before on the current stream.
 
-    First it runs on the capture's stream, and whatever waits for the GPU raises there: a capture that breaks would leave
-    torch's allocator and generators behind as they are within one.
+    First it runs on the capture's stream, and whatever waits for the GPU raises there: a capture that breaks would
+    leave torch's allocator and generators behind as they are within one.
 
     Raises:
       RuntimeError: something that a graph cannot hold. What torch keeps of captures is put right again.
     """
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
-    with torch.cuda.stream(side), _waits_raise():
-        run()
-    current.wait_stream(side)
+    try:
+        with torch.cuda.stream(side), _waits_raise():
+            run()
+    finally:
+        current.wait_stream(side)
     generator = torch.cuda.default_generators[current.device_index]
     state, pool, graph = generator.clone_state(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     try:
@@ -162,8 +164,9 @@ def cuda_capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], t
     except BaseException:
         torch.cuda.set_stream(current)  # torch leaves the capture's stream only where the capture ends well
         generator.graphsafe_set_state(state)
-        with contextlib.suppress(RuntimeError, AttributeError):
+        with contextlib.suppress(RuntimeError, AttributeError):  # it has ended, and is the graph's
             torch._C._cuda_endAllocateToPool(current.device_index, pool)
+            torch._C._cuda_releasePool(current.device_index, pool)
         raise
     return graph.replay, logits
 
