@@ -24,6 +24,7 @@ import small_engine
 from small_engine import LAYERS, MIDDLE
 from sparse_mla_torch import layers as torch_layers
 from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.kernels.metadata_v32 import build_v32_metadata
 from triton_device import DEVICE, tensor
 
 import jax_sparse_mla as mla
@@ -62,7 +63,7 @@ def bf16_queries(rows):
 
 
 @functools.cache
-def prefilled(ratio: int, pooled: bool, max_draft_tokens: int = 0):
+def prefilled(ratio: int | None, pooled: bool, max_draft_tokens: int = 0):
     """Caches behind the prompts, of a layer alone or among others, and the layer's parameters."""
     world = small_engine.make_world(ratio)
     work, num_rows = [(i, 0, count) for i, count in enumerate(PROMPTS)], sum(PROMPTS)
@@ -78,7 +79,8 @@ def prefilled(ratio: int, pooled: bool, max_draft_tokens: int = 0):
         return whole.at[MIDDLE * rows : (MIDDLE + 1) * rows].set(alone)
 
     data = jax.tree.map(among_others, pool, jax.tree.unflatten(jax.tree.structure(pool), jax.tree.leaves(cache)))
-    return world, data.layer(MIDDLE), small_engine.stacked(world.params).layer(MIDDLE)
+    params = None if ratio is None else small_engine.stacked(world.params).layer(MIDDLE)
+    return world, data.layer(MIDDLE), params
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -103,6 +105,60 @@ def test_decode_steps_equal_jax_s(ratio, pooled):
         assert not np.delete(as_numpy(got.float()), live, axis=0).any()  # padding rows
         for (path, a), b in zip(jax.tree.leaves_with_path(torch_cache), jax.tree.leaves(cache), strict=True):
             np.testing.assert_array_equal(as_numpy(a), as_numpy(b), err_msg=f"{work} {jax.tree_util.keystr(path)}")
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_v32_decode_steps_equal_jax_s(pooled):
+    """And a layer without an indexer attends to the same slots, over keys of its own."""
+    world, cache, _ = prefilled(None, pooled)
+    torch_cache, tables = tensors(cache), tensors(world.tables)
+    shared_cache = dataclasses.replace(tensors(cache.alone()), index_k=None)
+    cache, step = jax.tree.map(jnp.copy, cache), small_engine.step_function(None, False)
+    for work in STEPS:
+        batch, rows, owners = small_engine.make_step(world, DECODE, work, num_rows=len(work), hostile=True)
+        rows = bf16_queries(rows)
+        (want, cache, positions), _ = step(cache, rows, None, batch, world.tables)
+        torch_batch, torch_rows, live = tensors(batch), tensors(rows), list(owners.values())
+        metadata = build_v32_metadata(world.spec, torch_batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_kv")
+        plans, of_step = [], (torch_batch, metadata)
+        got, slots = torch_layers.v32_layer(torch_cache, torch_rows, *of_step, spec=world.spec, on_plan=plans.append)
+        assert got.dtype is torch.bfloat16 and got.shape == want.shape and len(plans) == 1
+        np.testing.assert_allclose(got[live].float().cpu(), np.asarray(want, np.float32)[live], atol=4e-3, rtol=8e-3)
+        assert not np.delete(as_numpy(got.float()), live, axis=0).any()  # padding rows
+        for row in live:  # the selected slots are those of the selected positions
+            request = int(batch.req_pool_indices[row])
+            chosen = [int(world.tables.req_to_token[request, p]) for p in positions[row] if p >= 0]
+            assert sorted(x for x in slots[row].tolist() if x >= 0) == sorted(chosen)
+        for (path, a), b in zip(jax.tree.leaves_with_path(torch_cache), jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(as_numpy(a), as_numpy(b), err_msg=f"{work} {jax.tree_util.keystr(path)}")
+        without = dataclasses.replace(torch_rows, index_q=None, index_k=None, index_weights=None)
+        shared, again = torch_layers.v32_layer(shared_cache, without, *of_step, spec=world.spec, slots=slots)
+        assert again is slots and torch.equal(shared, got)
+
+
+def test_v32_steps_that_are_not_served():
+    world, cache, _ = prefilled(None, False)
+    batch, rows, _ = small_engine.make_step(world, DECODE, STEPS[0], num_rows=4)
+    cache, rows, batch, tables = map(tensors, (cache, bf16_queries(rows), batch, world.tables))
+    paged = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}
+    metadata, slots = build_v32_metadata(world.spec, batch, tables, **paged), torch.zeros(4, 16, dtype=torch.int32)
+    without = dataclasses.replace(rows, index_q=None, index_k=None, index_weights=None)
+    verify = dataclasses.replace(batch, mode=VERIFY, num_draft_tokens=1)
+    for given, of_batch, options, message in (
+        (rows, verify, {}, "serves DECODE steps .* got TARGET_VERIFY"),
+        (rows, batch, {"slots": slots.to(DEVICE)}, "needs rows of an indexer or slots, got both"),
+        (without, batch, {}, "needs rows of an indexer or slots, got neither"),
+        (without, batch, {"slots": slots.to(DEVICE)}, "rows without index_k and a cache with"),
+        (dataclasses.replace(rows, kv=rows.kv[:2]), batch, {}, "kv must have shape"),
+        (
+            dataclasses.replace(rows, index_weights=rows.index_weights[:, :1]),
+            batch,
+            {},
+            "index_weights must have shape",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch_layers.v32_layer(cache, given, of_batch, metadata, spec=world.spec, **options)
 
 
 def test_drafts_with_room_in_the_ring_and_without():
