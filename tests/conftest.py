@@ -64,6 +64,18 @@ def pytest_configure(config):
         Compiling.QUICK.choose()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def torch_without_slow_products(request):
+    """Some CPUs take minutes for transformers' bfloat16 products; modules that never import torch do not wait for it."""
+    if "torch" not in vars(request.module) and "transformers" not in sys.modules:
+        yield
+        return
+    from sparse_mla_torch.products import quick_products
+
+    with quick_products():
+        yield
+
+
 class Compiling(enum.Enum):
     """How XLA compiles CPU programs: a test module names one, as in `COMPILING = "PLAIN"`; QUICK is the default."""
 

@@ -178,8 +178,8 @@ def serve(engine, requests):
                 logits[id(request)].append(row)
         return step
 
-    engine.run_plan = recording
-    engine.run(requests, lambda step, _: rows.append(step.num_tokens) if step.mode is ForwardMode.DECODE else None)
+    with mock.patch.object(engine, "run_plan", recording):
+        engine.run(requests, lambda step, _: rows.append(step.num_tokens) if step.mode is ForwardMode.DECODE else None)
     assert all(len(logits[id(r)]) == len(r.output) == r.max_new_tokens for r in requests)
     return Served(engine, requests, [torch.stack(logits[id(r)]) for r in requests], rows)
 

@@ -22,6 +22,7 @@ from jax_sparse_mla.serving.scheduler import GATHERED
 from sparse_mla_torch.hf.engine import Engine, TracedStep
 from sparse_mla_torch.hf.glm53 import Glm53Layer, decoder_layers
 from sparse_mla_torch.hf.layers import V4Layer, V32Layer
+from sparse_mla_torch.products import quick_products
 
 MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
 # The bound of a single row: one wrong row in a thousand hardly changes the cosine of the whole layer.
@@ -158,6 +159,7 @@ class EagerLayer:
     selected: dict[int, np.ndarray | None]
 
 
+@quick_products()
 def compare_layers(
     run: TorchRun | JaxRun, requests: list[Request], layers: Sequence[int] | None = None
 ) -> list[LayerReport]:
@@ -185,6 +187,7 @@ def compare_layers(
         return [_report(run, *of_layer) for of_layer in zip(layers, ours, eager)]
 
 
+@quick_products()
 @torch.no_grad()
 def _run_eager(run: TorchRun | JaxRun, index: int, requests: list[Request], done: dict[int, EagerLayer]) -> EagerLayer:
     """A layer by transformers, kept in `done`; one that shares takes what the last layer with an indexer selects on its
@@ -233,6 +236,7 @@ def _kind(run: TorchRun | JaxRun, layer: V4Layer | V32Layer | Glm53Layer) -> str
     return layer_kind(run.engine.spec, layer.ratio) + (", shared" if layer.shares else "")
 
 
+@quick_products()
 def count_agreeing_tokens(model: torch.nn.Module, requests: list[Request]) -> tuple[int, int]:
     """`(agreeing, total)`: the generated tokens that transformers also chooses after the same tokens, and all."""
     agree = total = 0

@@ -39,6 +39,7 @@ from sparse_mla_torch.bridge import jax_device, to_jax
 from sparse_mla_torch.hf.graph import Capture, StepGraph
 from sparse_mla_torch.hf.layers import Step, TorchStep, V4Layer, V32Layer
 from sparse_mla_torch.hf.replace import AttentionReplacement
+from sparse_mla_torch.products import quick_products
 
 __all__ = ["GATHERED", "PAGED", "PREFILL_BACKENDS", "Engine", "EngineOptions", "Request", "TracedStep"]
 
@@ -373,6 +374,7 @@ class Engine:
             routes=self.routes,
         )
 
+    @quick_products()
     def forward(self, step: Step, tokens: list[int], keep: list[int]) -> torch.Tensor:
         """Runs the model over a step's tokens and caches K rows; returns the logits after the tokens `keep`."""
         self._step = step
