@@ -59,19 +59,31 @@ __device__ __forceinline__ int slot_of(const Call& call, Lengths lengths, int ro
   return at.column < at.length ? __ldg(at.index) : -1;
 }
 
-// A tile's scale, as in the cache.
+// A tile's scale, as in the cache; V4.1's two.
 template <Format kFormat>
 __device__ __forceinline__ auto load_scale(const uint8_t* scales, int tile) {
   if constexpr (kFormat == kV4) {
     return static_cast<uint32_t>(__ldg(scales + tile));
+  } else if constexpr (kFormat == kV41) {
+    return static_cast<uint32_t>(__ldg(reinterpret_cast<const uint16_t*>(scales) + tile));
   } else {
     return __ldg(reinterpret_cast<const float*>(scales) + tile / 2);
   }
 }
 
-// The scale in the form that `convert` takes.
-__device__ __forceinline__ uint32_t ready(uint32_t exponent) { return HalfScales<kV4>::of_exponent(exponent); }
-__device__ __forceinline__ float ready(float scale) { return scale; }
+// The scale in the form that `convert` takes; V4.1's two each in one half.
+template <Format kFormat, typename Scale>
+__device__ __forceinline__ Scale ready(Scale scale) {
+  if constexpr (kFormat == kV4) return PowersOfTwo::of_exponent(scale);
+  if constexpr (kFormat == kV41)
+    return __byte_perm(PowersOfTwo::of_exponent(scale & 255), PowersOfTwo::of_exponent(scale >> 8), 0x5410);
+  return scale;
+}
+
+// The scale of the `part`-th 16 values of a tile.
+__device__ __forceinline__ uint32_t for_part(uint32_t ready, int part) {
+  return __byte_perm(ready, 0, part < 2 ? 0x1010 : 0x3232);
+}
 
 // The work of a thread in its thread block's part of a row.
 template <Format kFormat, int kN>
@@ -133,9 +145,10 @@ struct PartOfRow {
 
   // Returns a mask of the warp's keys that exist.
   __device__ __forceinline__ unsigned find_rows(int block) {
-    const Table& table = call.tables[block >= lengths.first_blocks()];
+    bool second = block >= lengths.first_blocks();
+    const Table& table = call.tables[second];
     bool valid = is_slot(table, slot);
-    source = valid ? locate<kFormat>(table, slot) : Source{};
+    source = valid ? locate<kFormat>(table, call.places[second], slot) : Source{};
     return __ballot_sync(~0u, valid);
   }
 
@@ -157,7 +170,7 @@ struct PartOfRow {
   // Converts what was loaded. When it returns, the slice of all keys is complete.
   __device__ __forceinline__ void convert_keys() {
     uint32_t keys = sm90::shared_address(shared.keys) + token * 128;
-    if (slice == 3) {
+    if (L::kHasRope && slice == 3) {
       uint32_t to = keys + kRopeTile * kTileBytes + (piece ^ token % 8) * 16;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -166,11 +179,12 @@ struct PartOfRow {
         sm90::copy_async((to ^ i % 2 * 64) + i * 4 * 128, rope, from);
       }
     }
-    Scale own_scale = ready(scale);
+    Scale own_scale = ready<kFormat>(scale);
     uint32_t to = keys + tile * kTileBytes + (2 * piece % 8 ^ token % 8) * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       Scale of_tile = of_lane(own_scale, key + i * 4 + piece / 4 * 16);
+      if constexpr (kFormat == kV41) of_tile = for_part(of_tile, piece % 4);
       uint32_t at = (to ^ i % 2 * 64) + i * 4 * 128;
       if (has_values) convert<kFormat>(values[i].x, values[i].y, of_tile, at);
       if (has_values) convert<kFormat>(values[i].z, values[i].w, of_tile, at ^ 16);

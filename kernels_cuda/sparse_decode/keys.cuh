@@ -72,13 +72,17 @@ struct Source {
 };
 
 template <Format kFormat>
-__device__ __forceinline__ Source locate(const Table& table, int slot) {
+__device__ __forceinline__ Source locate(const Table& table, const Places& places, int slot) {
   constexpr int kRowBytes = Layout<kFormat>::kRowBytes;
   const uint8_t* zeros = reinterpret_cast<const uint8_t*>(zero_row);
   if (!is_slot(table, slot)) return {zeros, zeros};
   int page_size = table.page_size.divisor, page = table.page_size.quotient(slot);
   int offset = slot - page * page_size;
   const uint8_t* begin = table.data + page * table.page_bytes;
+  if constexpr (kFormat == kV41) {
+    return {begin + static_cast<int64_t>(offset) * places.row_stride,
+            begin + places.scales + static_cast<int64_t>(offset) * places.scale_stride};
+  }
   const uint8_t* row = begin + static_cast<int64_t>(offset) * kRowBytes;
   return {row, kFormat == kV4 ? begin + static_cast<int64_t>(page_size) * kRowBytes + offset * 8 : row + 512};
 }
@@ -102,13 +106,14 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
   int lane = fresh(threadIdx.x % 32), place = block % kAhead;
   sm90::wait(&shared.barriers.slots_full[place], block / kAhead & 1);
   const Table& table = call.tables[shared.seconds[place]];
+  const Places& places = call.places[shared.seconds[place]];
   sm90::wait(&shared.barriers.rows_empty[place], (block / kAhead & 1) ^ 1);
   unsigned valid[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int key = lane + i * 32, slot = shared.slots[place][key];
     valid[i] = __ballot_sync(~0u, is_slot(table, slot));
-    Source source = locate<kFormat>(table, slot);
+    Source source = locate<kFormat>(table, places, slot);
     shared.rows[place][key] = source.row;
     sm90::copy_async_small<Scales<kFormat>::kBytes>(sm90::shared_address(&shared.scales[place][key]), source.scales);
   }
@@ -151,14 +156,13 @@ __device__ __forceinline__ uint32_t rounded(float2 x) {
   return pair;
 }
 
-// Scales of the tiles of one half of V. Those of V4 are powers of two, so a product with one is exact in bfloat16.
+// A thread's scales of the tiles of one half of V; its 16 values of a tile are the `part`-th.
 template <Format kFormat>
 struct HalfScales;
 
-template <>
-struct HalfScales<kV4> {
+// Powers of two, so that a product with one is exact in bfloat16.
+struct PowersOfTwo {
   uint32_t exponents;
-  __device__ __forceinline__ HalfScales(const Scales<kV4>& scales, int half) : exponents(scales.exponents[half]) {}
   __device__ __forceinline__ static uint32_t of_exponent(uint32_t exponent) {
     uint32_t one = max(exponent << 7, 0x40u);  // 2^-127 is subnormal
     return one | one << 16;
@@ -172,10 +176,22 @@ struct HalfScales<kV4> {
 };
 
 template <>
+struct HalfScales<kV4> : PowersOfTwo {
+  __device__ __forceinline__ HalfScales(const Scales<kV4>& scales, int half, int)
+      : PowersOfTwo{scales.exponents[half]} {}
+};
+
+template <>
+struct HalfScales<kV41> : PowersOfTwo {
+  __device__ __forceinline__ HalfScales(const Scales<kV41>& scales, int half, int part)
+      : PowersOfTwo{__byte_perm(scales.exponents[half].x, scales.exponents[half].y, part < 2 ? 0x6420 : 0x7531)} {}
+};
+
+template <>
 struct HalfScales<kV32> {
   // A pointer to the scales: the scales themselves would take four registers too many.
   const float2& scales;
-  __device__ __forceinline__ HalfScales(const Scales<kV32>& scales, int half) : scales(scales.of_128[half]) {}
+  __device__ __forceinline__ HalfScales(const Scales<kV32>& scales, int half, int) : scales(scales.of_128[half]) {}
   __device__ __forceinline__ float of_tile(int tile) const { return tile < 2 ? scales.x : scales.y; }
   __device__ __forceinline__ static void scale_floats(float2 (&x)[4], float scale) {
 #pragma unroll
@@ -288,6 +304,8 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
 #pragma unroll
       for (int byte = 0; byte < L::kRowBytes - L::kHalfTiles * 64; byte += kPrefetched * 4)
         if (begin + byte + part * kPrefetched < end) sm90::prefetch(row + begin + byte + part * kPrefetched);
+      // V4.1's rows begin at any 16 bytes, so the last ones may be in 128 bytes more.
+      if (kFormat == kV41 && half == 1 && part == 3) sm90::prefetch(row + L::kRowBytes - 1);
     }
   };
   load(0);
@@ -309,7 +327,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     // The swizzled place of this thread's first 8 values of a tile; the other 8 are in the neighbouring 16 bytes.
     uint32_t chunk = (2 * part ^ lane / 4) * 16;
     uint32_t keys = sm90::shared_address(shared.keys[turn.buffer()]) + token * 128 + chunk;
-    if (half == 1) {
+    if (L::kHasRope && half == 1) {
       // The rope part's place may still hold weights, which the sums of the other half read too.
       if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
 #pragma unroll
@@ -322,7 +340,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     }
     sm90::wait(&shared.barriers.scales_full[place], n / kAhead & 1);
     auto* of_keys = &shared.scales[place][token];
-    const HalfScales<kFormat> scales[2] = {{of_keys[0], half}, {of_keys[32], half}};
+    const HalfScales<kFormat> scales[2] = {{of_keys[0], half, part}, {of_keys[32], half, part}};
     values.convert_to(keys + half * L::kHalfTiles * kTileBytes, scales, half);
     sm90::wait_copies();
     __syncwarp();
