@@ -115,5 +115,6 @@ struct Kernels;
 SPARSE_DECODE_KERNELS(sparse_decode_v4, kV4)
 SPARSE_DECODE_KERNELS(sparse_decode_v32, kV32)
 SPARSE_DECODE_KERNELS(sparse_decode_v41, kV41)
+SPARSE_DECODE_KERNELS(sparse_decode_v41_fp4, kV41Fp4)
 
 }  // namespace sparse_decode

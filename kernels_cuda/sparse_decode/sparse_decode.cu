@@ -57,6 +57,7 @@ Launch launch_of(int tile, bool by_lengths) {
 Launch launch_of(int format, int tile, bool by_lengths) {
   if (format == kV32) return launch_of<kV32>(tile, by_lengths);
   if (format == kV41) return launch_of<kV41>(tile, by_lengths);
+  if (format == kV41Fp4) return launch_of<kV41Fp4>(tile, by_lengths);
   return launch_of<kV4>(tile, by_lengths);
 }
 
