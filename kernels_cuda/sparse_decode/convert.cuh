@@ -127,14 +127,21 @@ __device__ __forceinline__ uint32_t pair_of_e4m3(uint32_t code) {
   return rounded({x, x});
 }
 
+// The bytes of a table of eight that four numbers of four bits, less than 8, name. `__byte_perm` would mask them.
+__device__ __forceinline__ uint32_t look_up(uint32_t first, uint32_t last, uint32_t numbers) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(last), "r"(numbers));
+  return bytes;
+}
+
 // bfloat16's bits of eight e2m1 codes. Their bytes are looked up: ±0, ½, 1, 1½, 2, 3, 4, 6.
 __device__ __forceinline__ void widen(uint32_t codes, uint32_t (&x)[4]) {
   uint32_t magnitudes = codes & 0x77777777;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     uint32_t signs = __byte_perm(codes << 4, codes, i ? 0x7362 : 0x5140) & 0x80808080;
-    uint32_t high = __byte_perm(0x3f3f3f00, 0x40404040, magnitudes >> 16 * i) | signs;
-    uint32_t low = __byte_perm(0xc0800000, 0xc0804000, magnitudes >> 16 * i);
+    uint32_t high = look_up(0x3f3f3f00, 0x40404040, magnitudes >> 16 * i) | signs;
+    uint32_t low = look_up(0xc0800000, 0xc0804000, magnitudes >> 16 * i);
     x[2 * i] = __byte_perm(low, high, 0x5140);
     x[2 * i + 1] = __byte_perm(low, high, 0x7362);
   }
