@@ -160,7 +160,6 @@ def _flashmla_rows(device: DeviceInfo) -> int:
 _FP8 = (KVLayout.V32_FP8, KVLayout.V4_FP8)
 _BF16 = (KVLayout.V32_BF16, KVLayout.V4_BF16)  # a workspace's rows too
 _V41 = (KVLayout.V41_FP8, KVLayout.V41_FP8_SPLIT, KVLayout.V41_FP4, KVLayout.V41_FP4_SPLIT)
-_V41_FP8 = (KVLayout.V41_FP8, KVLayout.V41_FP8_SPLIT)
 _NOPE = (KVLayout.NOPE_BF16, KVLayout.NOPE_FP8, KVLayout.NOPE_FP8_TENSOR)
 _SM90, _SM100, _SM120 = ((9, 0), (9, 0)), ((10, 0), (10, 9)), ((12, 0), (12, 9))
 _TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
@@ -171,7 +170,7 @@ _RECORDS = (
     Backend(
         name="hopper",
         module="jax_sparse_mla.attention.backends.hopper",
-        layouts={"decode": (*_FP8, *_V41_FP8), "prefill": _BF16},
+        layouts={"decode": (*_FP8, *_V41), "prefill": _BF16},
         devices=(_SM90,),
         device_names="SM90",
         needs=(

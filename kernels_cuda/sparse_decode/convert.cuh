@@ -64,8 +64,9 @@ struct HalfScales<kV4> : PowersOfTwo {
 
 template <>
 struct HalfScales<kV41> : PowersOfTwo {
-  __device__ __forceinline__ HalfScales(const Scales<kV41>& scales, int half, int part)
-      : PowersOfTwo{__byte_perm(scales.exponents[half].x, scales.exponents[half].y, part < 2 ? 0x6420 : 0x7531)} {}
+  __device__ __forceinline__ HalfScales(const Scales<kV41>& scales, int half, int part) {
+    exponents = __byte_perm(scales.exponents[half].x, scales.exponents[half].y, part < 2 ? 0x6420 : 0x7531);
+  }
 };
 
 template <>

@@ -174,8 +174,8 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
 // `tile` is the heads of a thread block. With 16 or 32 instead of 64 the cluster kernel runs: `groups` thread blocks,
 // from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. The caller validates sizes, dtypes
 // and the plan (tile, groups, cuts). `format` is one of Format. A table's last six numbers are those of a Shape, in its
-// order; those of Places are read for V4.1 alone.
-void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indices,
+// order; those of Places are read for V4.1 alone. FP4 rows are the second table's, also where there is no first one.
+void SparseDecode(ffi::TensorView q, ffi::Optional<ffi::TensorView> cache, ffi::Optional<ffi::TensorView> indices,
                   ffi::Optional<ffi::TensorView> lengths, ffi::Optional<ffi::TensorView> extra_cache,
                   ffi::Optional<ffi::TensorView> extra_indices, ffi::Optional<ffi::TensorView> extra_lengths,
                   ffi::Optional<ffi::TensorView> sink, int64_t format, int64_t num_slots, int64_t page_size,

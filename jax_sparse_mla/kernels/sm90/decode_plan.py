@@ -20,13 +20,15 @@ _ROW_COST, _JOIN_COST, _PARTS_JOINED = 1, 3, 44  # as the kernel's kRowCost, kJo
 _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, which has two at least
 
 NEVER, ALWAYS, AS_LENGTHS_SAY = 0, 1, 2  # the kernel's Cuts
-V4, V32, V41 = 0, 1, 2  # the kernel's Format
+V4, V32, V41, V41_FP4 = 0, 1, 2, 3  # the kernel's Format
 
 _FORMATS = {
     KVLayout.V4_FP8: V4,
     KVLayout.V32_FP8: V32,
     KVLayout.V41_FP8: V41,
     KVLayout.V41_FP8_SPLIT: V41,
+    KVLayout.V41_FP4: V41_FP4,
+    KVLayout.V41_FP4_SPLIT: V41_FP4,
 }
 
 
@@ -49,7 +51,7 @@ class DecodePlan:
 
 
 def decode_format(layouts: Iterable[KVLayout]) -> int:
-    """The kernel's Format for caches of these layouts."""
+    """The kernel's Format for a call's caches, of these layouts; V41_FP4 where the second cache has such rows."""
     return max(_FORMATS[layout.read_as] for layout in layouts)
 
 

@@ -1,4 +1,5 @@
-"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode/`: FP8 caches, any head count, any topk.
+"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode/`: FP8 caches, FP4 ones beside them, any head
+count, any topk.
 
 They are called through TVM FFI: XLA gives them results and scratch, and may record them in a command buffer. The
 launch is planned from static shapes; lengths and indices stay data.
@@ -56,7 +57,8 @@ def decode(
 
     q_buffer = operand(q)
     kernel_format = decode_format(table.cache.layout for table in tables)
-    tables = ([*tables, (None, None, None)])[:2]
+    alone = tables[0].cache.layout.extra_only  # what the kernel reads as second cache
+    tables = [*[(None, None, None)] * alone, *tables, (None, None, None)][:2]
     buffers = [operand(x) for table in tables for x in table]
     sink = operand(attn_sink)
     pages = [x for cache, *_ in tables for x in _pages(cache)]
