@@ -59,25 +59,40 @@ __device__ __forceinline__ int slot_of(const Call& call, Lengths lengths, int ro
   return at.column < at.length ? __ldg(at.index) : -1;
 }
 
-// A tile's scale, as in the cache.
+// A tile's scale, as in the cache; V4.1's two, or the four of an FP4 row.
 template <Format kFormat>
-__device__ __forceinline__ auto load_scale(const uint8_t* scales, int tile) {
+__device__ __forceinline__ auto load_scale(const uint8_t* scales, int tile, bool fp4) {
   if constexpr (kFormat == kV4) {
     return static_cast<uint32_t>(__ldg(scales + tile));
+  } else if constexpr (Layout<kFormat>::kIsV41) {
+    if (fp4) return __ldg(reinterpret_cast<const uint32_t*>(scales) + tile);
+    return static_cast<uint32_t>(__ldg(reinterpret_cast<const uint16_t*>(scales) + tile));
   } else {
     return __ldg(reinterpret_cast<const float*>(scales) + tile / 2);
   }
 }
 
-// The scale in the form that `convert` takes.
-__device__ __forceinline__ uint32_t ready(uint32_t exponent) { return HalfScales<kV4>::of_exponent(exponent); }
-__device__ __forceinline__ float ready(float scale) { return scale; }
+// The scale in the form that `convert` takes; V4.1's two each in one half. Those of an FP4 row stay as they are.
+template <Format kFormat, typename Scale>
+__device__ __forceinline__ Scale ready(Scale scale, bool fp4) {
+  if constexpr (kFormat == kV4) return PowersOfTwo::of_exponent(scale);
+  if constexpr (Layout<kFormat>::kIsV41) {
+    if (fp4) return scale;
+    return __byte_perm(PowersOfTwo::of_exponent(scale & 255), PowersOfTwo::of_exponent(scale >> 8), 0x5410);
+  }
+  return scale;
+}
+
+// The scale of the `part`-th 16 values of a tile.
+__device__ __forceinline__ uint32_t for_part(uint32_t ready, int part) {
+  return __byte_perm(ready, 0, part < 2 ? 0x1010 : 0x3232);
+}
 
 // The work of a thread in its thread block's part of a row.
 template <Format kFormat, int kN>
 struct PartOfRow {
   using L = Layout<kFormat>;
-  using Scale = decltype(load_scale<kFormat>(nullptr, 0));
+  using Scale = decltype(load_scale<kFormat>(nullptr, 0, false));
   static constexpr int kRopeTile = L::kTiles - 1, kOwnHeads = kN / 16, kPairs = kN / 2;
 
   const Call& call;
@@ -98,6 +113,7 @@ struct PartOfRow {
   bool has_values = tile < L::kFp8Tiles;
   int slot = -1;       // in the block after the one that was found
   Source source = {};  // in the block that was found; null if there is no key
+  bool fp4 = false;    // whether that block's rows are
   Scale scale;
   uint4 values[4];
 
@@ -133,9 +149,11 @@ struct PartOfRow {
 
   // Returns a mask of the warp's keys that exist.
   __device__ __forceinline__ unsigned find_rows(int block) {
-    const Table& table = call.tables[block >= lengths.first_blocks()];
+    bool second = block >= lengths.first_blocks();
+    fp4 = kFormat == kV41Fp4 && second;
+    const Table& table = call.tables[second];
     bool valid = is_slot(table, slot);
-    source = valid ? locate<kFormat>(table, slot) : Source{};
+    source = valid ? locate<kFormat>(table, call.places[second], slot) : Source{};
     return __ballot_sync(~0u, valid);
   }
 
@@ -145,11 +163,17 @@ struct PartOfRow {
 
   __device__ __forceinline__ void load() {
     scale = {};
-    if (source.row) scale = load_scale<kFormat>(source.scales, slice * 2 + lane / 16);
+    if (source.row) scale = load_scale<kFormat>(source.scales, slice * 2 + lane / 16, fp4);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint8_t* from = row_of(i);
       values[i] = {};
+      if (fp4) {
+        uint2 x = {};
+        if (from) x = __ldg(reinterpret_cast<const uint2*>(from + (slice * 64 + piece * 8)));
+        values[i].x = x.x, values[i].y = x.y;
+        continue;
+      }
       if (from && has_values) values[i] = __ldg(reinterpret_cast<const uint4*>(from + (slice * 128 + piece * 16)));
     }
   }
@@ -157,7 +181,7 @@ struct PartOfRow {
   // Converts what was loaded. When it returns, the slice of all keys is complete.
   __device__ __forceinline__ void convert_keys() {
     uint32_t keys = sm90::shared_address(shared.keys) + token * 128;
-    if (slice == 3) {
+    if (L::kHasRope && slice == 3) {
       uint32_t to = keys + kRopeTile * kTileBytes + (piece ^ token % 8) * 16;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -166,12 +190,20 @@ struct PartOfRow {
         sm90::copy_async((to ^ i % 2 * 64) + i * 4 * 128, rope, from);
       }
     }
-    Scale own_scale = ready(scale);
+    Scale own_scale = ready<kFormat>(scale, fp4);
     uint32_t to = keys + tile * kTileBytes + (2 * piece % 8 ^ token % 8) * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       Scale of_tile = of_lane(own_scale, key + i * 4 + piece / 4 * 16);
       uint32_t at = (to ^ i % 2 * 64) + i * 4 * 128;
+      if constexpr (kFormat == kV41Fp4) {
+        if (fp4) {
+          uint32_t of_16 = pair_of_e4m3(of_tile >> piece % 4 * 8);
+          convert_fp4(values[i].x, of_16, at), convert_fp4(values[i].y, of_16, at ^ 16);
+          continue;
+        }
+      }
+      if constexpr (L::kIsV41) of_tile = for_part(of_tile, piece % 4);
       if (has_values) convert<kFormat>(values[i].x, values[i].y, of_tile, at);
       if (has_values) convert<kFormat>(values[i].z, values[i].w, of_tile, at ^ 16);
     }

@@ -79,42 +79,42 @@ constexpr int shared_bytes() {
   return sizeof(Layout) + 1024;
 }
 
-// Two thread blocks of 16 heads on a multiprocessor, each with the 1024 bytes that the system keeps.
-static_assert(2 * (shared_bytes<ClusterShared<kV4, 16>>() + 1024) <= 233472);
-static_assert(2 * (shared_bytes<ClusterShared<kV32, 16>>() + 1024) <= 233472);
+struct Launch {
+  void (*kernel)(Call);
+  int bytes;  // of shared memory
+};
+
+// The kernels of a format: for many rows, without and with lengths, and for few rows with 16 or 32 heads.
+template <Format kFormat>
+struct Kernels;
 
 #define SPARSE_DECODE_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
+#define SPARSE_DECODE_KERNELS(name, kFormat)                                                      \
+  SPARSE_DECODE_KERNEL(1) name(const __grid_constant__ Call call) {                               \
+    attend<kFormat, false>(call, shared_memory<Shared<kFormat>>());                               \
+  }                                                                                               \
+  SPARSE_DECODE_KERNEL(1) name##_by_lengths(const __grid_constant__ Call call) {                  \
+    attend<kFormat, true>(call, shared_memory<Shared<kFormat>>());                                \
+  }                                                                                               \
+  SPARSE_DECODE_KERNEL(2) name##_few_16(const __grid_constant__ Call call) {                      \
+    PartOfRow<kFormat, 16>(call, shared_memory<ClusterShared<kFormat, 16>>()).attend();           \
+  }                                                                                               \
+  SPARSE_DECODE_KERNEL(1) name##_few_32(const __grid_constant__ Call call) {                      \
+    PartOfRow<kFormat, 32>(call, shared_memory<ClusterShared<kFormat, 32>>()).attend();           \
+  }                                                                                               \
+  template <>                                                                                     \
+  struct Kernels<kFormat> {                                                                       \
+    static constexpr int kBytes = shared_bytes<Shared<kFormat>>();                                \
+    static constexpr Launch kMany = {name, kBytes}, kByLengths = {name##_by_lengths, kBytes};     \
+    static constexpr Launch kFew16 = {name##_few_16, shared_bytes<ClusterShared<kFormat, 16>>()}; \
+    static constexpr Launch kFew32 = {name##_few_32, shared_bytes<ClusterShared<kFormat, 32>>()}; \
+    /* Two on a multiprocessor, each with the 1024 bytes that the system keeps. */                \
+    static_assert(2 * (kFew16.bytes + 1024) <= 233472);                                           \
+  };
 
-SPARSE_DECODE_KERNEL(1) sparse_decode_v4(const __grid_constant__ Call call) {
-  attend<kV4, false>(call, shared_memory<Shared<kV4>>());
-}
-
-SPARSE_DECODE_KERNEL(1) sparse_decode_v4_by_lengths(const __grid_constant__ Call call) {
-  attend<kV4, true>(call, shared_memory<Shared<kV4>>());
-}
-
-SPARSE_DECODE_KERNEL(1) sparse_decode_v32(const __grid_constant__ Call call) {
-  attend<kV32, false>(call, shared_memory<Shared<kV32>>());
-}
-
-SPARSE_DECODE_KERNEL(1) sparse_decode_v32_by_lengths(const __grid_constant__ Call call) {
-  attend<kV32, true>(call, shared_memory<Shared<kV32>>());
-}
-
-SPARSE_DECODE_KERNEL(2) sparse_decode_v4_few_16(const __grid_constant__ Call call) {
-  PartOfRow<kV4, 16>(call, shared_memory<ClusterShared<kV4, 16>>()).attend();
-}
-
-SPARSE_DECODE_KERNEL(1) sparse_decode_v4_few_32(const __grid_constant__ Call call) {
-  PartOfRow<kV4, 32>(call, shared_memory<ClusterShared<kV4, 32>>()).attend();
-}
-
-SPARSE_DECODE_KERNEL(2) sparse_decode_v32_few_16(const __grid_constant__ Call call) {
-  PartOfRow<kV32, 16>(call, shared_memory<ClusterShared<kV32, 16>>()).attend();
-}
-
-SPARSE_DECODE_KERNEL(1) sparse_decode_v32_few_32(const __grid_constant__ Call call) {
-  PartOfRow<kV32, 32>(call, shared_memory<ClusterShared<kV32, 32>>()).attend();
-}
+SPARSE_DECODE_KERNELS(sparse_decode_v4, kV4)
+SPARSE_DECODE_KERNELS(sparse_decode_v32, kV32)
+SPARSE_DECODE_KERNELS(sparse_decode_v41, kV41)
+SPARSE_DECODE_KERNELS(sparse_decode_v41_fp4, kV41Fp4)
 
 }  // namespace sparse_decode

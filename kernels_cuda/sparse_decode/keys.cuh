@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "convert.cuh"
 #include "shared.cuh"
 
 namespace sparse_decode {
@@ -72,13 +73,17 @@ struct Source {
 };
 
 template <Format kFormat>
-__device__ __forceinline__ Source locate(const Table& table, int slot) {
+__device__ __forceinline__ Source locate(const Table& table, const Places& places, int slot) {
   constexpr int kRowBytes = Layout<kFormat>::kRowBytes;
   const uint8_t* zeros = reinterpret_cast<const uint8_t*>(zero_row);
   if (!is_slot(table, slot)) return {zeros, zeros};
   int page_size = table.page_size.divisor, page = table.page_size.quotient(slot);
   int offset = slot - page * page_size;
   const uint8_t* begin = table.data + page * table.page_bytes;
+  if constexpr (Layout<kFormat>::kIsV41) {
+    return {begin + static_cast<int64_t>(offset) * places.row_stride,
+            begin + places.scales + static_cast<int64_t>(offset) * places.scale_stride};
+  }
   const uint8_t* row = begin + static_cast<int64_t>(offset) * kRowBytes;
   return {row, kFormat == kV4 ? begin + static_cast<int64_t>(page_size) * kRowBytes + offset * 8 : row + 512};
 }
@@ -101,17 +106,22 @@ template <Format kFormat>
 __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& shared, int block) {
   int lane = fresh(threadIdx.x % 32), place = block % kAhead;
   sm90::wait(&shared.barriers.slots_full[place], block / kAhead & 1);
-  const Table& table = call.tables[shared.seconds[place]];
+  int second = shared.seconds[place];
+  const Table& table = call.tables[second];
+  const Places& places = call.places[second];
   sm90::wait(&shared.barriers.rows_empty[place], (block / kAhead & 1) ^ 1);
   unsigned valid[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int key = lane + i * 32, slot = shared.slots[place][key];
     valid[i] = __ballot_sync(~0u, is_slot(table, slot));
-    Source source = locate<kFormat>(table, slot);
+    Source source = locate<kFormat>(table, places, slot);
     shared.rows[place][key] = source.row;
-    sm90::copy_async_small<Scales<kFormat>::kBytes>(sm90::shared_address(&shared.scales[place][key]), source.scales);
+    uint32_t to = sm90::shared_address(&shared.scales[place][key]);
+    sm90::copy_async_small<Scales<kFormat>::kBytes>(to, source.scales);
+    if (kFormat == kV41Fp4 && second) sm90::copy_async_small<16>(to + 16, source.scales + 16);
   }
+  if (kFormat == kV41Fp4 && lane == 0) shared.are_fp4[place] = second;
   if (lane == 0) *reinterpret_cast<uint2*>(shared.valid[block % kKnown]) = {valid[0], valid[1]};
   __syncwarp();
   sm90::arrive_warp(&shared.barriers.rows_full[place], lane);
@@ -119,86 +129,6 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
 }
 
 // --- conversion -------------------------------------------------------------------------------------------------
-
-// The steps are volatile, so they stay in the order in which they are written. Each works on eight values, which hides
-// its latency.
-
-__device__ __forceinline__ void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
-  asm volatile(
-      "{\n.reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(fp8));
-}
-
-__device__ __forceinline__ float2 two_floats(uint32_t halves) {
-  float2 x;
-  asm volatile(
-      "{\n.reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.f32.f16 %0, a;\n"
-      "cvt.f32.f16 %1, b;\n}"
-      : "=f"(x.x), "=f"(x.y)
-      : "r"(halves));
-  return x;
-}
-
-__device__ __forceinline__ uint32_t rounded(float2 x) {
-  uint32_t pair;
-  asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x.y), "f"(x.x));
-  return pair;
-}
-
-// Scales of the tiles of one half of V. Those of V4 are powers of two, so a product with one is exact in bfloat16.
-template <Format kFormat>
-struct HalfScales;
-
-template <>
-struct HalfScales<kV4> {
-  uint32_t exponents;
-  __device__ __forceinline__ HalfScales(const Scales<kV4>& scales, int half) : exponents(scales.exponents[half]) {}
-  __device__ __forceinline__ static uint32_t of_exponent(uint32_t exponent) {
-    uint32_t one = max(exponent << 7, 0x40u);  // 2^-127 is subnormal
-    return one | one << 16;
-  }
-  __device__ __forceinline__ uint32_t of_tile(int tile) const { return of_exponent(exponents >> 8 * tile & 255); }
-  __device__ __forceinline__ static void scale_floats(float2 (&)[4], uint32_t) {}
-  __device__ __forceinline__ static void scale_rounded(uint32_t (&x)[4], uint32_t scale) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) asm volatile("mul.bf16x2 %0, %0, %1;" : "+r"(x[i]) : "r"(scale));
-  }
-};
-
-template <>
-struct HalfScales<kV32> {
-  // A pointer to the scales: the scales themselves would take four registers too many.
-  const float2& scales;
-  __device__ __forceinline__ HalfScales(const Scales<kV32>& scales, int half) : scales(scales.of_128[half]) {}
-  __device__ __forceinline__ float of_tile(int tile) const { return tile < 2 ? scales.x : scales.y; }
-  __device__ __forceinline__ static void scale_floats(float2 (&x)[4], float scale) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = {x[i].x * scale, x[i].y * scale};
-  }
-  __device__ __forceinline__ static void scale_rounded(uint32_t (&)[4], float) {}
-};
-
-// Converts eight values.
-template <Format kFormat, typename Scale>
-__device__ __forceinline__ void convert(uint32_t low, uint32_t high, Scale scale, uint32_t to) {
-  uint32_t x[4];
-  two_halves(x[0], x[1], low);
-  two_halves(x[2], x[3], high);
-  float2 floats[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) floats[i] = two_floats(x[i]);
-  HalfScales<kFormat>::scale_floats(floats, scale);
-#pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = rounded(floats[i]);
-  HalfScales<kFormat>::scale_rounded(x, scale);
-  sm90::store(to, uint4{x[0], x[1], x[2], x[3]});
-}
 
 // A thread's values of its two keys of a block in one half of V: 16 values of each tile.
 template <Format kFormat>
@@ -211,11 +141,12 @@ struct Values {
     return L::kFp8Tiles == 2 * L::kHalfTiles || tile < L::kHalfTiles - 1 || half == 0;
   }
 
-  __device__ __forceinline__ void load(const uint8_t* row, int i, int half, int part) {
-    const uint8_t* from = row + (half * L::kHalfTiles * 64 + part * 16);
+  // Of an FP4 row, 32 values take the place of 16.
+  __device__ __forceinline__ void load(const uint8_t* row, int i, int half, int part, bool fp4) {
+    const uint8_t* from = row + (half * (fp4 ? 128 : L::kHalfTiles * 64) + part * 16);
 #pragma unroll
     for (int tile = 0; tile < L::kHalfTiles; tile++)
-      if (has(tile, half)) values[tile][i] = __ldg(reinterpret_cast<const uint4*>(from + tile * 64));
+      if (has(tile, half) && !(fp4 && tile >= 2)) values[tile][i] = __ldg(reinterpret_cast<const uint4*>(from + tile * 64));
   }
 
   // `to` is in the first of the half's tiles.
@@ -235,6 +166,27 @@ struct Values {
     }
   }
 };
+
+// Converts the values that a thread has of FP4 rows. They are half of a tile, twice; `keys` is in the first of the
+// half's tiles, at the row's begin. Threads of two tiles take their halves in another order, so that no two of them
+// store to the same banks.
+__device__ __forceinline__ void convert_fp4_to(uint32_t keys, const uint4 (&values)[4][2],
+                                               const HalfScalesFp4 (&scales)[2], int part, int token) {
+  bool swaps = part >= 2;
+  keys += part / 2 * kTileBytes + (part % 2 * 4 ^ swaps * 2 ^ token % 8) * 16;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4& x = values[j][i];
+      uint32_t to = keys + j * 2 * kTileBytes + i * 32 * 128;
+      convert_fp4(swaps ? x.z : x.x, scales[i].pairs[j * 2], to);
+      convert_fp4(swaps ? x.w : x.y, scales[i].pairs[j * 2], to ^ 16);
+      convert_fp4(swaps ? x.x : x.z, scales[i].pairs[j * 2 + 1], to ^ 32);
+      convert_fp4(swaps ? x.y : x.w, scales[i].pairs[j * 2 + 1], to ^ 48);
+    }
+  }
+}
 
 // --- the producer -----------------------------------------------------------------------------------------------
 
@@ -273,21 +225,26 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
   }
   if (warp == kRowWarp) find_rows(call, shared, 0);
   Values<kFormat> values;
+  auto are_fp4 = [&](int place) { return kFormat == kV41Fp4 && shared.are_fp4[place]; };
   auto load = [&](int block) {
     int place = block % kAhead;
     sm90::wait(&shared.barriers.rows_full[place], block / kAhead & 1);
+    bool fp4 = are_fp4(place);
 #pragma unroll
-    for (int i = 0; i < 2; i++) values.load(shared.rows[place][token + i * 32], i, half, part);
+    for (int i = 0; i < 2; i++) values.load(shared.rows[place][token + i * 32], i, half, part, fp4);
   };
   auto prefetch = [&](int block) {
     int place = block % kAhead, begin = half * L::kHalfTiles * 64, end = half ? L::kRowBytes : L::kHalfTiles * 64;
     sm90::wait(&shared.barriers.rows_full[place], block / kAhead & 1);
+    if (are_fp4(place)) begin /= 2, end /= 2;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint8_t* row = shared.rows[place][token + i * 32];
 #pragma unroll
       for (int byte = 0; byte < L::kRowBytes - L::kHalfTiles * 64; byte += kPrefetched * 4)
         if (begin + byte + part * kPrefetched < end) sm90::prefetch(row + begin + byte + part * kPrefetched);
+      // V4.1's rows begin at any 16 bytes, so the last ones may be in 128 bytes more.
+      if (L::kIsV41 && half == 1 && part == 3) sm90::prefetch(row + end - 1);
     }
   };
   load(0);
@@ -309,7 +266,7 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     // The swizzled place of this thread's first 8 values of a tile; the other 8 are in the neighbouring 16 bytes.
     uint32_t chunk = (2 * part ^ lane / 4) * 16;
     uint32_t keys = sm90::shared_address(shared.keys[turn.buffer()]) + token * 128 + chunk;
-    if (half == 1) {
+    if (L::kHasRope && half == 1) {
       // The rope part's place may still hold weights, which the sums of the other half read too.
       if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
 #pragma unroll
@@ -322,8 +279,15 @@ __device__ __forceinline__ void bring_keys(const Call& call, const Piece& piece,
     }
     sm90::wait(&shared.barriers.scales_full[place], n / kAhead & 1);
     auto* of_keys = &shared.scales[place][token];
-    const HalfScales<kFormat> scales[2] = {{of_keys[0], half}, {of_keys[32], half}};
-    values.convert_to(keys + half * L::kHalfTiles * kTileBytes, scales, half);
+    if (are_fp4(place)) {
+      if constexpr (kFormat == kV41Fp4) {
+        const HalfScalesFp4 scales[2] = {{of_keys[0], half, part}, {of_keys[32], half, part}};
+        convert_fp4_to(keys - chunk + half * L::kHalfTiles * kTileBytes, values.values, scales, part, token);
+      }
+    } else {
+      const HalfScales<kFormat> scales[2] = {{of_keys[0], half, part}, {of_keys[32], half, part}};
+      values.convert_to(keys + half * L::kHalfTiles * kTileBytes, scales, half);
+    }
     sm90::wait_copies();
     __syncwarp();
     sm90::arrive_warp(&shared.barriers.keys_full[turn.buffer()][half], lane);

@@ -86,6 +86,12 @@ struct Table {
   Divisor page_size, rows_per_length;
 };
 
+// Where the rows of a page are, and their scales, in bytes from its begin.
+struct Places {
+  int64_t scales;  // of its first row
+  int row_stride, scale_stride;
+};
+
 struct Call {
   const __nv_bfloat16* q;  // [rows, heads, 512 or 576]
   const float* sink;       // [heads] or null
@@ -102,6 +108,7 @@ struct Call {
   Deal deal;
   float scale_log2;  // softmax_scale · log2(e)
   float empty_lse;
+  Places places[2];  // of the tables, for V4.1, whose rows come in two orders of bytes
 };
 
 struct Lengths {

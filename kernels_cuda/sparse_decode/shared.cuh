@@ -10,15 +10,18 @@ namespace sparse_decode {
 using sm90::Barrier;
 using sm90::kTileBytes;
 
-enum Format { kV4, kV32 };
+// Of the caches of a call. kV41: V4.1's FP8 rows; kV41Fp4: its FP4 rows in the second cache.
+enum Format { kV4, kV32, kV41, kV41Fp4 };
 
 template <Format kFormat>
 struct Layout {
+  static constexpr bool kIsV41 = kFormat == kV41 || kFormat == kV41Fp4;
+  static constexpr bool kHasRope = !kIsV41;                 // in bfloat16; V4.1 quantises whole rows
   static constexpr int kFp8Tiles = kFormat == kV4 ? 7 : 8;  // of 64 values
-  static constexpr int kTiles = kFp8Tiles + 1;              // and the rope part
+  static constexpr int kTiles = kFp8Tiles + kHasRope;       // and the rope part
   static constexpr int kQkDim = 64 * kTiles;
   static constexpr int kHalfTiles = 4;  // of the first half of V; the second half has the rope part too
-  static constexpr int kRowBytes = kFormat == kV4 ? 576 : 656;
+  static constexpr int kRowBytes = kFormat == kV4 ? 576 : kFormat == kV32 ? 656 : 512;  // V4.1's without scales
   static constexpr int kRopeByte = kFormat == kV4 ? 448 : 528;
 };
 
@@ -34,6 +37,17 @@ template <>
 struct alignas(8) Scales<kV4> {
   static constexpr int kBytes = 8;
   uint32_t exponents[2];  // of four tiles each; the last byte is unused
+};
+
+template <>
+struct alignas(16) Scales<kV41> {
+  static constexpr int kBytes = 16;
+  uint2 exponents[2];  // of four tiles each, two of a tile
+};
+
+template <>
+struct Scales<kV41Fp4> : Scales<kV41> {
+  uint4 more;  // an FP4 row has 32 e4m3 scales, of 16 values each
 };
 
 template <>
@@ -66,6 +80,7 @@ struct Shared {
   alignas(8) uint8_t valid[kKnown][kBlock / 8];  // a bit for each key
   Barriers barriers;
   Plan plan;
+  int are_fp4[kAhead];  // with kV41Fp4: whether the block's rows are
 };
 
 // The n-th block's buffer, and the parity of the times that this has been filled.

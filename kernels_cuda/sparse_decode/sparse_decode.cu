@@ -30,6 +30,7 @@ void check_cuda(cudaError_t error) {
 struct Shape {
   int64_t topk, stride, rows_per_length;  // stride in indices; rows_per_length 0: no lengths
   int64_t num_slots, page_size, page_bytes;
+  int64_t row_stride, scales, scale_stride;  // as in Places
 };
 
 Table table_of(const Shape& shape) {
@@ -43,23 +44,21 @@ Table table_of(const Shape& shape) {
   return table;
 }
 
-using Kernel = void (*)(Call);
-
-struct Launch {
-  Kernel kernel;
-  int bytes;  // of shared memory
-};
+Places places_of(const Shape& shape) {
+  return {shape.scales, static_cast<int>(shape.row_stride), static_cast<int>(shape.scale_stride)};
+}
 
 template <Format kFormat>
 Launch launch_of(int tile, bool by_lengths) {
-  constexpr bool kIsV4 = kFormat == kV4;
-  if (tile == 16)
-    return {kIsV4 ? sparse_decode_v4_few_16 : sparse_decode_v32_few_16, shared_bytes<ClusterShared<kFormat, 16>>()};
-  if (tile == 32)
-    return {kIsV4 ? sparse_decode_v4_few_32 : sparse_decode_v32_few_32, shared_bytes<ClusterShared<kFormat, 32>>()};
-  Kernel by_shape = kIsV4 ? sparse_decode_v4 : sparse_decode_v32;
-  Kernel given_lengths = kIsV4 ? sparse_decode_v4_by_lengths : sparse_decode_v32_by_lengths;
-  return {by_lengths ? given_lengths : by_shape, shared_bytes<Shared<kFormat>>()};
+  using Of = Kernels<kFormat>;
+  return tile == 16 ? Of::kFew16 : tile == 32 ? Of::kFew32 : by_lengths ? Of::kByLengths : Of::kMany;
+}
+
+Launch launch_of(int format, int tile, bool by_lengths) {
+  if (format == kV32) return launch_of<kV32>(tile, by_lengths);
+  if (format == kV41) return launch_of<kV41>(tile, by_lengths);
+  if (format == kV41Fp4) return launch_of<kV41Fp4>(tile, by_lengths);
+  return launch_of<kV4>(tile, by_lengths);
 }
 
 constexpr int kPortableCluster = 8;  // thread blocks of the largest cluster that any device can run
@@ -80,7 +79,7 @@ cudaLaunchAttribute clusters_of(int parts) {
 bool has_room_for_all_clusters(int device) {
   static std::atomic<int> known[64];  // 1 + the answer
   if (device < 64 && known[device]) return known[device] > 1;
-  Launch largest = {sparse_decode_v32_few_32, shared_bytes<ClusterShared<kV32, 32>>()};
+  Launch largest = Kernels<kV32>::kFew32;
   allow(largest);
   cudaLaunchAttribute attribute = clusters_of(kMostParts);
   cudaLaunchConfig_t config = {};
@@ -109,7 +108,7 @@ enum Place { kQ, kCache, kIndices, kLengths, kExtraCache, kExtraIndices, kExtraL
 constexpr int kPlaces = kScratch + 1;
 
 // The device must be the current one: the kernel is allowed on it what it needs.
-Planned planned(int rows, int heads, int dim, const Shape& table, const Shape& extra, double softmax_scale,
+Planned planned(int rows, int heads, int format, const Shape& table, const Shape& extra, double softmax_scale,
                 double empty_lse, int tile, int groups, int cuts, int device) {
   Planned made = {};
   Call& call = made.call;
@@ -123,9 +122,11 @@ Planned planned(int rows, int heads, int dim, const Shape& table, const Shape& e
   call.empty_lse = static_cast<float>(empty_lse);
   call.tables[0] = table_of(table);
   call.tables[1] = table_of(extra);
+  call.places[0] = places_of(table);
+  call.places[1] = places_of(extra);
   call.deal = deal_of(rows, groups, call.tiles, most_blocks(call));
   bool by_lengths = table.rows_per_length || extra.rows_per_length;
-  made.what = dim == 512 ? launch_of<kV4>(tile, by_lengths) : launch_of<kV32>(tile, by_lengths);
+  made.what = launch_of(format, tile, by_lengths);
   allow(made.what);
   if (tile == kHeads) {
     made.grid[0] = groups * call.tiles, made.grid[1] = made.grid[2] = 1;
@@ -172,25 +173,29 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
 // one for each multiprocessor.
 // `tile` is the heads of a thread block. With 16 or 32 instead of 64 the cluster kernel runs: `groups` thread blocks,
 // from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. The caller validates sizes, dtypes
-// and the plan (tile, groups, cuts).
-void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indices,
+// and the plan (tile, groups, cuts). `format` is one of Format. A table's last six numbers are those of a Shape, in its
+// order; those of Places are read for V4.1 alone. FP4 rows are the second table's, also where there is no first one.
+void SparseDecode(ffi::TensorView q, ffi::Optional<ffi::TensorView> cache, ffi::Optional<ffi::TensorView> indices,
                   ffi::Optional<ffi::TensorView> lengths, ffi::Optional<ffi::TensorView> extra_cache,
                   ffi::Optional<ffi::TensorView> extra_indices, ffi::Optional<ffi::TensorView> extra_lengths,
-                  ffi::Optional<ffi::TensorView> sink, int64_t num_slots, int64_t page_size, int64_t page_bytes,
-                  int64_t extra_num_slots, int64_t extra_page_size, int64_t extra_page_bytes, double softmax_scale,
+                  ffi::Optional<ffi::TensorView> sink, int64_t format, int64_t num_slots, int64_t page_size,
+                  int64_t page_bytes, int64_t row_stride, int64_t scales, int64_t scale_stride,
+                  int64_t extra_num_slots, int64_t extra_page_size, int64_t extra_page_bytes,
+                  int64_t extra_row_stride, int64_t extra_scales, int64_t extra_scale_stride, double softmax_scale,
                   double empty_lse, int64_t tile, int64_t groups, int64_t cuts, ffi::TensorView out,
                   ffi::TensorView lse, ffi::Optional<ffi::TensorView> scratch) {
   using Given = ffi::Optional<ffi::TensorView>;
   int heads = static_cast<int>(q.size(q.ndim() - 2)), rows = static_cast<int>(lse.numel()) / heads;
-  auto shape_of = [&](const Given& given, const Given& its_lengths, int64_t slots, int64_t size, int64_t bytes) {
+  auto shape_of = [&](const Given& given, const Given& its_lengths, auto... numbers) {
     int64_t topk = given.has_value() ? given.value().size(given.value().ndim() - 1) : 0;
     int64_t rows_per_length = its_lengths.has_value() ? rows / its_lengths.value().numel() : 0;
-    return Shape{topk, topk, rows_per_length, slots, size, bytes};
+    return Shape{topk, topk, rows_per_length, numbers...};
   };
-  Shape table = shape_of(indices, lengths, num_slots, page_size, page_bytes);
-  Shape extra = shape_of(extra_indices, extra_lengths, extra_num_slots, extra_page_size, extra_page_bytes);
+  Shape table = shape_of(indices, lengths, num_slots, page_size, page_bytes, row_stride, scales, scale_stride);
+  Shape extra = shape_of(extra_indices, extra_lengths, extra_num_slots, extra_page_size, extra_page_bytes,
+                         extra_row_stride, extra_scales, extra_scale_stride);
   DLDevice device = q.device();
-  Planned made = planned(rows, heads, static_cast<int>(q.size(q.ndim() - 1)), table, extra, softmax_scale, empty_lse,
+  Planned made = planned(rows, heads, static_cast<int>(format), table, extra, softmax_scale, empty_lse,
                          static_cast<int>(tile), static_cast<int>(groups), static_cast<int>(cuts), device.device_id);
   uint64_t addresses[kPlaces];
   int count = 0;
@@ -203,11 +208,11 @@ void SparseDecode(ffi::TensorView q, ffi::TensorView cache, ffi::TensorView indi
 }
 
 // A call on the current device, for `sparse_decode_run`. Each table is the numbers of a Shape; the rest as above.
-ffi::Bytes SparseDecodePlan(int64_t rows, int64_t heads, int64_t dim, ffi::Array<int64_t> table,
+ffi::Bytes SparseDecodePlan(int64_t rows, int64_t heads, int64_t format, ffi::Array<int64_t> table,
                             ffi::Array<int64_t> extra_table, double softmax_scale, double empty_lse, int64_t tile,
                             int64_t groups, int64_t cuts, int64_t device) {
-  auto shape_of = [](const ffi::Array<int64_t>& x) { return Shape{x[0], x[1], x[2], x[3], x[4], x[5]}; };
-  Planned made = planned(static_cast<int>(rows), static_cast<int>(heads), static_cast<int>(dim), shape_of(table),
+  auto shape_of = [](const ffi::Array<int64_t>& x) { return Shape{x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8]}; };
+  Planned made = planned(static_cast<int>(rows), static_cast<int>(heads), static_cast<int>(format), shape_of(table),
                          shape_of(extra_table), softmax_scale, empty_lse, static_cast<int>(tile),
                          static_cast<int>(groups), static_cast<int>(cuts), static_cast<int>(device));
   return ffi::Bytes(reinterpret_cast<const char*>(&made), sizeof made);

@@ -24,13 +24,26 @@ from attention_calls import (
     run_decode,
     small_decode,
 )
+from layout_oracle import RECORDS, page_bytes, put_token, values_of
 
 from jax_sparse_mla.attention import sparse_mla_decode
 from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.kernels import build as cuda_build
 from jax_sparse_mla.kernels.sm90 import decode_plan as planning
-from jax_sparse_mla.kernels.sm90.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER, DecodePlan, decode_plan
+from jax_sparse_mla.kernels.sm90.decode_plan import (
+    ALWAYS,
+    AS_LENGTHS_SAY,
+    NEVER,
+    V4,
+    V32,
+    V41,
+    V41_FP4,
+    DecodePlan,
+    decode_format,
+    decode_plan,
+)
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
+from jax_sparse_mla.xla import tvm
 
 on_the_gpu = [
     pytest.mark.gpu,
@@ -117,6 +130,56 @@ class TestPlan:
             assert f"constexpr int k{name} = {value};" in text
         assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay \}", text)
         assert (NEVER, ALWAYS, AS_LENGTHS_SAY) == (0, 1, 2)
+        text = (cuda_build.source("sparse_decode").parent / "shared.cuh").read_text()
+        assert "enum Format { kV4, kV32, kV41, kV41Fp4 };" in text
+        assert (V4, V32, V41, V41_FP4) == (0, 1, 2, 3)
+
+
+V41_PAIRS = [("V41_FP8",) * 2, ("V41_FP8_SPLIT",) * 2, ("V41_FP8", "V41_FP4"), ("V41_FP8_SPLIT", "V41_FP4_SPLIT")]
+of_v41_pairs = pytest.mark.parametrize("layout, extra", V41_PAIRS)
+
+
+def test_a_call_s_format_is_that_of_both_caches():
+    for name, wanted in (("V4_FP8", V4), ("V32_FP8", V32), ("V41_FP8", V41), ("V41_FP8_SPLIT", V41)):
+        assert decode_format([getattr(KVLayout, name)]) == wanted
+    for first, extra in V41_PAIRS:
+        layouts = [getattr(KVLayout, first).written_by("vllm"), getattr(KVLayout, extra).written_by("vllm")]
+        assert decode_format(layouts) == (V41_FP4 if "FP4" in extra else V41)
+
+
+@of_v41_pairs
+@pytest.mark.parametrize("first", [True, False], ids=["both", "the extra cache alone"])
+def test_jax_hands_the_kernel_each_cache_in_its_place(layout, extra, first, monkeypatch):
+    """Buffers by the function's order of arguments, and where rows and scales are."""
+    handed = []
+
+    def call(module, function, arguments, results, *operands):
+        handed.append((arguments, [x.shape for x in operands]))
+        return [jnp.zeros(x.shape, x.dtype) for x in results]
+
+    pretend_h200(monkeypatch, "hopper")
+    monkeypatch.setattr(tvm, "call", call)
+    case = small_decode(layout=layout, extra_layout=extra, page_size=16, extra=(24, 2))
+    arguments = decode_arguments(case)
+    if not first:
+        arguments |= {"indices": arguments["indices"][..., :0], "topk_length": None}
+    sparse_mla_decode(**arguments, backend="hopper")
+    ((given, shapes),) = handed
+    places = {"V41_FP8": lambda size: (528, 512, 528), "V41_FP4": lambda size: (288, 256, 288)}
+    places |= {"V41_FP8_SPLIT": lambda size: (512, 512 * size, 16)}
+    places |= {"V41_FP4_SPLIT": lambda size: (256, 256 * size, 32)}
+    tables = []
+    for prefix, name, size in (("", layout, 16), ("extra_", extra, 2)):
+        data = arguments[f"{prefix}cache"].data
+        numbers = (len(data) * size, size, data.shape[1], *places[name](size))
+        tables.append(((data.shape, arguments[f"{prefix}indices"].shape), numbers))
+    nothing = ((None, None), (0, 1, 0, 0, 0, 0))
+    if not first:
+        tables = [nothing, tables[1]] if "FP4" in extra else [tables[1], nothing]
+    found = [shapes[x.index] if x else None for x in given[:8]]
+    assert [tuple(found[i : i + 2]) for i in (1, 4)] == [table[0] for table in tables]
+    assert given[8] == (V41_FP4 if "FP4" in extra else V41)
+    assert given[9:21] == (*tables[0][1], *tables[1][1])
 
 
 @pytest.mark.parametrize("sizes", [(0, 64, 8), (2, 0, 8), (2, 64, 0)], ids=["no rows", "no columns", "no slots"])
@@ -152,15 +215,25 @@ def test_it_compiles_within_its_registers(tmp_path):
     assert "serialized" not in run.stderr, run.stderr
 
 
-def arguments_of(layout: KVLayout, batch: int, q_len: int, heads: int, topk: int, extra_topk: int = 0, seed: int = 0):
+def arguments_of(
+    layout: KVLayout,
+    batch: int,
+    q_len: int,
+    heads: int,
+    topk: int,
+    extra_topk: int = 0,
+    seed: int = 0,
+    extra_layout: KVLayout | None = None,
+):
     """The arrays of a decode call at a model's size, some of the indices none of the cache's."""
     rng, slots = np.random.default_rng(seed), 8192
     arguments = {"q": jnp.asarray(rng.standard_normal((batch, q_len, heads, layout.qk_dim)), jnp.bfloat16)}
-    for name, columns, page_size in (("", topk, 64), ("extra_", extra_topk, 2)):
+    tables = (("", layout, topk, 64), ("extra_", extra_layout or layout, extra_topk, 2))
+    for name, of_cache, columns, page_size in tables:
         if not columns:
             continue
         rows = jnp.asarray(rng.standard_normal((slots, layout.qk_dim)) / 4, jnp.bfloat16)
-        cache = PagedKV.zeros(layout, slots // page_size, page_size)
+        cache = PagedKV.zeros(of_cache, slots // page_size, page_size)
         arguments[f"{name}cache"] = write_kv(cache, jnp.arange(slots, dtype=jnp.int32), rows)
         indices = rng.integers(-slots // 8, slots + slots // 8, (batch, q_len, columns))
         arguments[f"{name}indices"] = jnp.asarray(indices, jnp.int32)
@@ -198,9 +271,59 @@ class TestOnTheGPU:
             for given in (arguments, without_lengths(arguments)):
                 assert_agree(self.run(given), self.run(given, "triton"), "decode")
 
+    @pytest.mark.parametrize("batch, heads", [(1, 16), (20, 128), (67, 64), (150, 64)])
+    @of_v41_pairs
+    def test_any_share_of_v41_rows_equals_the_triton_kernel(self, batch, heads, layout, extra):
+        layouts = getattr(KVLayout, layout), getattr(KVLayout, extra)
+        arguments = arguments_of(layouts[0], batch, 2, heads, 77, 1030, extra_layout=layouts[1])
+        for given in (arguments, without_lengths(arguments)):
+            assert_agree(self.run(given), self.run(given, "triton"), "decode")
+
     @pytest.mark.parametrize("case", [small_decode(topk=1), small_decode(topk=130, heads=70, extra=(3, 2))])
     def test_odd_sizes_equal_the_oracle(self, case, kernel):
         check_decode(case, run_decode(case, "hopper"))
+
+    @pytest.mark.parametrize("sizes", [(1, 64, 4, (65, 2)), (130, 61, 70, (200, 3))])
+    @of_v41_pairs
+    def test_v41_s_rows_equal_the_oracle(self, sizes, layout, extra, kernel):
+        """Holes, duplicates, hostile indices and lengths, sinks; unused rows are NaN. Then either cache alone."""
+        topk, page_size, heads, extra_sizes = sizes
+        setting = {"topk": topk, "page_size": page_size, "heads": heads, "extra": extra_sizes}
+        case = small_decode(layout=layout, extra_layout=extra, **setting)
+        check_decode(case, run_decode(case, "hopper"))
+        for prefix in ("", "extra_"):
+            changes = {f"{prefix}indices": getattr(case, f"{prefix}indices")[..., :0], f"{prefix}topk_length": None}
+            alone = dataclasses.replace(case, **changes)
+            check_decode(alone, run_decode(alone, "hopper"))
+        alone = dataclasses.replace(case, extra_cache=None, extra_indices=None, extra_topk_length=None)
+        check_decode(alone, run_decode(alone, "hopper"))
+
+    @pytest.mark.parametrize("name", ["V41_FP8", "V41_FP8_SPLIT", "V41_FP4", "V41_FP4_SPLIT"])
+    def test_every_byte_of_v41_s_rows_converts_exactly(self, name, kernel):
+        """One key a row, whose weight is 1: the output is the key. All bytes of values, with all that scales can be."""
+        record, rows, page_size = RECORDS[name], 256, 8
+        at = np.arange(rows)[:, None]
+        values = ((np.arange(record.value_bytes) * 7 + at * 5) % 256).astype(np.uint8)
+        scales = ((np.arange(record.scale_bytes) * 9 + at) % 256).astype(np.uint8)
+        if record.scales == "ue8m0":  # products within bfloat16's normal numbers and infinity
+            values, scales = np.where((values & 0x7F) == 0x7F, 0, values), 20 + scales % 200
+        else:
+            scales = np.where((scales & 0x7F) == 0x7F, 0x7E, scales)
+        data = np.full((rows // page_size, page_bytes(name, page_size)), 0xFF, np.uint8)
+        for slot in range(rows):
+            put_token(data, name, page_size, slot, values[slot], scales[slot].astype(np.uint8))
+        wanted = values_of(name, values, scales.astype(np.uint8))
+        assert np.isfinite(wanted).all() and len({*values.flat}) > 250
+        cache = PagedKV(data=jnp.asarray(data), layout=getattr(KVLayout, name), page_size=page_size)
+        indices = jnp.asarray(np.where(np.arange(70) == at % 70, at, -1)[:, None], jnp.int32)
+        arguments = {"q": jnp.zeros((rows, 1, 3, 512), jnp.bfloat16), "cache": cache, "indices": indices}
+        if "FP4" in name:
+            first = PagedKV.zeros(getattr(KVLayout, name.replace("FP4", "FP8")), 1, page_size)
+            nothing = jnp.full((rows, 1, 3), -1, jnp.int32)
+            arguments |= {"cache": first, "indices": nothing, "extra_cache": cache, "extra_indices": indices}
+        out, lse = self.run(arguments)
+        np.testing.assert_array_equal(np.asarray(out, np.float64)[:, 0, 1], wanted)
+        assert not np.asarray(lse).any()
 
     @pytest.mark.parametrize("scale", [0.0, -0.05])
     def test_any_scale_equals_the_reference(self, scale, kernel):
@@ -252,7 +375,7 @@ class TestOnTheGPU:
         for _ in range(3):
             np.testing.assert_allclose(np.asarray(compiled(q, arguments)), expected, rtol=1e-6, atol=1e-5)
 
-    @pytest.mark.parametrize("layout", [KVLayout.V4_FP8, KVLayout.V32_FP8], ids=str)
+    @pytest.mark.parametrize("layout", [KVLayout.V4_FP8, KVLayout.V32_FP8, KVLayout.V41_FP8_SPLIT], ids=str)
     def test_the_last_slots_of_a_5_gib_cache(self, layout, kernel):
         case = small_decode(layout=layout.name, lengths="none")
         arguments = decode_arguments(case)

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.torch
 BACKEND = "hopper" if ON_GPU else "reference"
 
 BY_SHAPE = {"lengths": "none", "extra_lengths": "none"}
+V41 = {"layout": "V41_FP8", "extra_layout": "V41_FP4", "page_size": 61}
+V41_SPLIT = {"layout": "V41_FP8_SPLIT", "extra_layout": "V41_FP4_SPLIT"}
 ONE_HEAD = {"q_len": 1, "heads": 1}  # so that many rows cost the oracle little
 
 # By how an H200's thread blocks share the rows, where no cluster does; with lengths, which are hostile, the kernel
@@ -48,6 +50,11 @@ DECODES = {
     "lengths, dealt rows and a rest": ONE_HEAD | {"batch": 140, "topk": 2100, "page_size": 7},
     "lengths, few rows of many columns": {"batch": 3, "topk": 1500, "heads": 65},
     "no valid index": {"rows": "none", "topk": 100, "extra": (65, 2)},
+    "whole, V4.1": BY_SHAPE | {"layout": "V41_FP8_SPLIT", "topk": 130, "page_size": 7, "heads": 16},
+    "cut, V4.1, two caches": BY_SHAPE | V41 | {"topk": 130, "extra": (650, 3), "extra_layout": "V41_FP8", "heads": 70},
+    "cut, V4.1, FP4": BY_SHAPE | V41 | {"topk": 130, "extra": (650, 3), "heads": 70},
+    "lengths, V4.1, FP4": V41_SPLIT | {"topk": 67, "extra": (330, 5), "heads": 128},
+    "lengths, V4.1, FP4, more rows than groups": V41 | ONE_HEAD | {"batch": 139, "topk": 70, "extra": (2, 3)},
 }
 
 
@@ -75,6 +82,7 @@ FEW = [
     ("no valid index", (16, 7)),
     ("cut, V3.2, 128 heads, odd pages", (32, 15)),  # all parts have keys, and their values take most of the memory
     ("cut, two caches, 70 heads", (32, 14)),
+    *((name, cluster) for name in DECODES if "FP4" in name for cluster in ((16, 3), (32, 5))),
 ]
 
 
@@ -82,7 +90,11 @@ def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
     """By few rows' kernel in clusters as told, or by many rows'."""
     case, launched = case_of(name), attention_calls.by_decode_kernel(cluster, monkeypatch)
     with served_by(BACKEND, monkeypatch):
-        results = flash_mla_with_kvcache(**drop_in_calls.decode_arguments(case), **options)
+        if case.cache.layout.startswith("V41"):
+            results = drop_in_calls.decode_by_name(case, **options)
+        else:
+            options = {f"enable_{name}": value for name, value in options.items()}
+            results = flash_mla_with_kvcache(**drop_in_calls.decode_arguments(case), **options)
     drop_in_calls.check_decode(case, results)
     if ON_GPU:
         assert launched and {plan.tile for plan in launched} == {cluster[0] if cluster else 64}
@@ -94,7 +106,7 @@ def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
 )
 @pytest.mark.parametrize("name", DECODES)
 def test_decode(name, batch_invariant, monkeypatch):
-    check(name, None, monkeypatch, enable_batch_invariant=batch_invariant)
+    check(name, None, monkeypatch, batch_invariant=batch_invariant)
 
 
 @pytest.mark.gpu

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import H200, OVERRIDES, check_decode, run_decode, small_decode
+from hopper_stub import library
 from layout_oracle import RECORDS
 
 from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
 
 torch = pytest.importorskip("torch")
@@ -73,23 +75,27 @@ def test_decode_by_name(layout, extra):
             torch.testing.assert_close(a, to_torch(b), rtol=0, atol=0)
 
 
-def far_apart(view: torch.Tensor) -> torch.Tensor:
-    """The cache with 8 more bytes of 0xFF behind each page."""
+def far_apart(view: torch.Tensor, gap: int) -> torch.Tensor:
+    """The cache with so many more bytes of 0xFF behind each page."""
     pages, page_bytes = view.shape[0], view.stride(0)
-    data = torch.full((pages, page_bytes + 8), 0xFF, dtype=torch.uint8, device=view.device)
+    data = torch.full((pages, page_bytes + gap), 0xFF, dtype=torch.uint8, device=view.device)
     data[:, :page_bytes] = view.as_strided((pages, page_bytes), (page_bytes, 1))
-    return data.as_strided(view.shape, (page_bytes + 8, *view.stride()[1:]))
+    return data.as_strided(view.shape, (page_bytes + gap, *view.stride()[1:]))
 
 
-@pytest.mark.parametrize("layout, extra", PAIRS[1:3])
+@pytest.mark.parametrize("layout, extra", PAIRS[:3])
+@pytest.mark.parametrize("backend, gap", [("triton", 8), ("hopper", 16)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of NaN in the interpreter
-def test_the_triton_kernel_reads_both_caches(layout, extra, monkeypatch):
-    """As torch's call plans and launches it; on a CPU in Triton's interpreter, which no other code stands in for."""
+def test_a_kernel_reads_both_caches(backend, gap, layout, extra, monkeypatch):
+    """As torch's call plans and launches it; on a CPU in Triton's interpreter, or of `hopper` what it is handed."""
     pytest.importorskip("triton")
     from triton_device import DEVICE, ON_GPU
 
-    monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "triton")
+    monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", backend)
+    if ON_GPU and (why := route.missing(backend, "decode")):
+        pytest.skip(why)
     if not ON_GPU:
+        monkeypatch.setattr(build, "sparse_decode_module", library)
         monkeypatch.setattr(route, "device_info", lambda device: H200)
         monkeypatch.setattr(route, "missing", lambda name, phase: None)
     options = decode.Options("decode", None, -math.inf, kv_layout=layout)
@@ -98,9 +104,9 @@ def test_the_triton_kernel_reads_both_caches(layout, extra, monkeypatch):
         case = small_decode(seed, layout=layout, extra_layout=extra, **shape)
         q, cache, indices, lengths, extra_cache, *more = tensors_of(case, DEVICE)
         for tables in ((indices, lengths), (indices[..., :0], None)):
-            tensors = q, far_apart(cache), *tables, far_apart(extra_cache), *more
+            tensors = q, far_apart(cache, gap), *tables, far_apart(extra_cache, gap), *more
             prepared = decode._new(options, *tensors)
-            assert prepared.plan.backend == "triton"
+            assert prepared.plan.backend == backend
             out, lse = prepared.run(*tensors, None, None)
             check_decode(case, (to_jax(out), to_jax(lse.transpose(1, 2))))
             case = dataclasses.replace(case, indices=case.indices[..., :0], topk_length=None)
@@ -140,6 +146,7 @@ def test_a_kernel_refuses_by_name_what_it_was_not_written_for(backend, layout, e
     options = decode.Options("decode", 0.1, math.inf, kv_layout=layout)
     monkeypatch.setattr(route, "device_info", lambda device: H200)
     monkeypatch.setattr(route, "missing", lambda name, phase: None)
+    monkeypatch.setattr(build, "sparse_decode_module", library)  # which comes first
     plan = decode._new(options, *tensors).plan
     assert plan.backend != backend and backend in plan.rejected
     monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", backend)

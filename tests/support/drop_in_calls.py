@@ -20,8 +20,10 @@ import torch
 from attention_calls import H200, OVERRIDES, small_decode
 from attention_oracle import assert_close_flashmla, decode_oracle, prefill_oracle
 from hopper_stub import library
+from layout_oracle import RECORDS
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.attention import decode as torch_decode
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from triton_device import ON_GPU, tensor
 
@@ -30,6 +32,7 @@ from jax_sparse_mla.kernels import build
 BACKENDS = ("hopper", "triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
 ALL_BACKENDS = BACKENDS if ON_GPU else (*BACKENDS, "hopper")
 WIDTH = {"V32_FP8": 656, "V4_FP8": 584, "V32_BF16": 1152, "V4_BF16": 1024}
+WIDTH |= {name: record.value_bytes + record.scale_bytes for name, record in RECORDS.items()}
 
 
 @contextlib.contextmanager
@@ -120,6 +123,16 @@ def check_prefill(case, results) -> None:
 
 def decode(case, **changes):
     return flash_mla_with_kvcache(**decode_arguments(case) | changes)
+
+
+def decode_by_name(case, batch_invariant: bool = False):
+    """A case whose layout the bytes of its rows do not tell, with FlashMLA's lse."""
+    names = ("topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "attn_sink")
+    given = decode_arguments(case)
+    tensors = (given["q"], given["k_cache"], given["indices"], *(given[name] for name in names))
+    facts = {"batch_invariant": batch_invariant, "kv_layout": case.cache.layout}
+    options = torch_decode.Options("decode_by_name", case.softmax_scale, np.inf, **facts)
+    return torch_decode.prepare(options, *tensors).run(*tensors, None, None)
 
 
 def prefill(case, **changes):

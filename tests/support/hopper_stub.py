@@ -13,9 +13,27 @@ import numpy as np
 import torch
 from attention_oracle import attend, unpack_cache
 
+from jax_sparse_mla.kernels.sm90.decode_plan import V4, V32, V41, V41_FP4
+
 PLANNED: list[dict] = []
 RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p)
 STATUS = [0]  # what a launch answers
+# By the kernel's format: layouts of the first and of the second cache, of which a row's stride chooses one.
+LAYOUTS = {
+    V4: (["V4_FP8"],) * 2,
+    V32: (["V32_FP8"],) * 2,
+    V41: (["V41_FP8", "V41_FP8_SPLIT"],) * 2,
+    V41_FP4: (["V41_FP8", "V41_FP8_SPLIT"], ["V41_FP4", "V41_FP4_SPLIT"]),
+}
+# Of a layout, with a page size P: a row's stride, where scales begin, their stride, and a token's bytes.
+PLACES = {
+    "V4_FP8": lambda P: (576, 576 * P, 8, 584),
+    "V32_FP8": lambda P: (656, 512, 656, 656),
+    "V41_FP8": lambda P: (528, 512, 528, 528),
+    "V41_FP8_SPLIT": lambda P: (512, 512 * P, 16, 528),
+    "V41_FP4": lambda P: (288, 256, 288, 288),
+    "V41_FP4_SPLIT": lambda P: (256, 256 * P, 32, 288),
+}
 
 
 def memory(address: int, shape: tuple[int, ...], dtype, strides: tuple[int, ...] | None = None) -> np.ndarray:
@@ -31,24 +49,25 @@ def bf16(address: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(memory(address, shape, np.int16)).view(torch.bfloat16)
 
 
-def plan(rows, heads, dim, table, extra_table, scale, empty_lse, tile, groups, cuts, device) -> bytes:
-    names = ("rows", "heads", "dim", "tables", "scale", "empty_lse", "tile", "groups", "cuts", "device")
-    values = (rows, heads, dim, (list(table), list(extra_table)), scale, empty_lse, tile, groups, cuts, device)
+def plan(rows, heads, kind, table, extra_table, scale, empty_lse, tile, groups, cuts, device) -> bytes:
+    names = ("rows", "heads", "format", "tables", "scale", "empty_lse", "tile", "groups", "cuts", "device")
+    values = (rows, heads, kind, (list(table), list(extra_table)), scale, empty_lse, tile, groups, cuts, device)
     PLANNED.append(dict(zip(names, values)))
     made = pickle.dumps(PLANNED[-1])
     return len(made).to_bytes(8, "little") + made
 
 
-def keys_of(planned, row: int, table, data: int, indices: int, lengths: int) -> np.ndarray:
+def keys_of(planned, row: int, number: int, data: int, indices: int, lengths: int) -> np.ndarray:
     """Float64 rows of the cache that a query row reads in one table."""
-    topk, stride, rows_per_length, num_slots, page_size, page_bytes = table
+    topk, stride, rows_per_length, num_slots, page_size, page_bytes, *places = planned["tables"][number]
     assert bool(lengths) == (rows_per_length > 0)
     span = topk
     if lengths:
         every = memory(lengths, (planned["rows"] // rows_per_length,), np.int32)
         span = int(np.clip(every[row // rows_per_length], 0, topk))
     slots = memory(indices, (planned["rows"], topk), np.int32, (stride, 1))[row, :span]
-    width, layout = (656, "V32_FP8") if planned["dim"] == 576 else (584, "V4_FP8")
+    (layout,) = [x for x in LAYOUTS[planned["format"]][number] if list(PLACES[x](page_size)[:3]) == places]
+    width = PLACES[layout](page_size)[3]
     pages = memory(data, (num_slots // page_size, page_size * width), np.uint8, (page_bytes, 1))
     return unpack_cache(layout, page_size, pages)[slots[(slots >= 0) & (slots < num_slots)]]
 
@@ -62,12 +81,12 @@ def run(planned, addresses, stream) -> int:
     q, *tables, sink, out, lse, scratch = addresses[:11]
     rows, heads = planned["rows"], planned["heads"]
     assert bool(scratch) == (planned["cuts"] != 0)
-    queries = bf16(q, (rows, heads, planned["dim"])).double().numpy()
+    queries = bf16(q, (rows, heads, 576 if planned["format"] == V32 else 512)).double().numpy()
     sink = memory(sink, (heads,), np.float32) if sink else None
     out, lse = bf16(out, (rows, heads, 512)), memory(lse, (rows, heads), np.float32)
     for row in range(rows):
         keys = [
-            keys_of(planned, row, table, *tables[3 * i : 3 * i + 3])
+            keys_of(planned, row, i, *tables[3 * i : 3 * i + 3])
             for i, table in enumerate(planned["tables"])
             if table[0]
         ]

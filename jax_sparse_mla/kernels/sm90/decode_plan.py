@@ -9,6 +9,9 @@ before the launch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+
+from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _BLOCK = 64  # keys
 _HEADS = 64  # of a tile
@@ -17,6 +20,16 @@ _ROW_COST, _JOIN_COST, _PARTS_JOINED = 1, 3, 44  # as the kernel's kRowCost, kJo
 _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, which has two at least
 
 NEVER, ALWAYS, AS_LENGTHS_SAY = 0, 1, 2  # the kernel's Cuts
+V4, V32, V41, V41_FP4 = 0, 1, 2, 3  # the kernel's Format
+
+_FORMATS = {
+    KVLayout.V4_FP8: V4,
+    KVLayout.V32_FP8: V32,
+    KVLayout.V41_FP8: V41,
+    KVLayout.V41_FP8_SPLIT: V41,
+    KVLayout.V41_FP4: V41_FP4,
+    KVLayout.V41_FP4_SPLIT: V41_FP4,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +48,19 @@ class DecodePlan:
     groups: int
     cuts: int
     scratch_bytes: int
+
+
+def decode_format(layouts: Iterable[KVLayout]) -> int:
+    """The kernel's Format for a call's caches, of these layouts; V41_FP4 where the second cache has such rows."""
+    return max(_FORMATS[layout.read_as] for layout in layouts)
+
+
+def cache_numbers(layout: KVLayout, num_slots: int, page_size: int, page_bytes: int) -> tuple[int, ...]:
+    """Of a cache, what the kernel's Shape ends with: where slots, pages, rows and scales are."""
+    return num_slots, page_size, page_bytes, layout.data_bytes, *layout.scale_place(page_size)
+
+
+NO_CACHE = (0, 1, 0, 0, 0, 0)  # the same where there is none
 
 
 def decode_plan(

@@ -10,14 +10,15 @@ from collections.abc import Callable
 import torch
 
 from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90.decode_plan import V_DIM, decode_plan
+from jax_sparse_mla.kernels.sm90.decode_plan import NO_CACHE, V_DIM, cache_numbers, decode_format, decode_plan
+from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results
 from sparse_mla_torch.kernels import launcher
 
 WRITES_INTO = True
 _NUM_TENSORS = 11
-_NO_TABLE = [0, 0, 0, 0, 1, 0]
+_NO_TABLE = [0, 0, 0, *NO_CACHE]
 
 
 def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
@@ -26,6 +27,12 @@ def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
     if not aligned or any(scope.page_bytes % 16 for scope in scopes):
         return "its kernel reads 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
     return None
+
+
+def _numbers(scope: Scope) -> list[int]:
+    """The kernel's Shape of a table."""
+    places = cache_numbers(scope.layout, scope.num_slots, scope.page_size, scope.page_bytes)
+    return [scope.topk, scope.stride or scope.topk, scope.rows_per_length, *places]
 
 
 def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
@@ -39,10 +46,10 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         sm_count=route.device_info(q.device).sm_count,
         batch_invariant=options.batch_invariant,
     )
-    tables = [[x.topk, x.stride or x.topk, x.rows_per_length, x.num_slots, x.page_size, x.page_bytes] for x in scopes]
+    tables, kernel_format = [*map(_numbers, scopes), _NO_TABLE], decode_format(x.layout for x in scopes)
     library, shape = build.sparse_decode_module(), (batch, q_len, heads)
     bytes_of_it = library.sparse_decode_plan(
-        *(batch * q_len, heads, layout.qk_dim, tables[0], [*tables, _NO_TABLE][1]),
+        *(batch * q_len, heads, kernel_format, tables[0], tables[1]),
         *(options.softmax_scale, options.empty_lse, plan.tile, plan.groups, plan.cuts, q.get_device()),
     )
     launch = launcher.planned(library.sparse_decode_run(), bytes_of_it, _NUM_TENSORS)

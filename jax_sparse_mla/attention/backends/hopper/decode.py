@@ -1,4 +1,5 @@
-"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode/`: FP8 caches, any head count, any topk.
+"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode/`: FP8 caches, FP4 ones beside them, any head
+count, any topk.
 
 They are called through TVM FFI: XLA gives them results and scratch, and may record them in a command buffer. The
 launch is planned from static shapes; lengths and indices stay data.
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90.decode_plan import V_DIM, decode_plan
+from jax_sparse_mla.kernels.sm90.decode_plan import NO_CACHE, V_DIM, cache_numbers, decode_format, decode_plan
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer, pages_of
@@ -55,7 +56,9 @@ def decode(
         return pages_of(x, len(operands) - 1) if isinstance(x, PagedKV) else Buffer(len(operands) - 1)
 
     q_buffer = operand(q)
-    tables = ([*tables, (None, None, None)])[:2]
+    kernel_format = decode_format(table.cache.layout for table in tables)
+    alone = tables[0].cache.layout.extra_only  # what the kernel reads as second cache
+    tables = [*[(None, None, None)] * alone, *tables, (None, None, None)][:2]
     buffers = [operand(x) for table in tables for x in table]
     sink = operand(attn_sink)
     pages = [x for cache, *_ in tables for x in _pages(cache)]
@@ -63,12 +66,13 @@ def decode(
     if plan.scratch_bytes:
         results += (jax.ShapeDtypeStruct((plan.scratch_bytes,), jnp.uint8),)
     places = [Buffer(len(operands) + i) for i in range(len(results))] + [None] * (3 - len(results))
-    numbers = (*pages, softmax_scale, float("-inf"), plan.tile, plan.groups, plan.cuts)
+    numbers = (kernel_format, *pages, softmax_scale, float("-inf"), plan.tile, plan.groups, plan.cuts)
     arguments = (q_buffer, *buffers, sink, *numbers, *places)
     out, lse, *_ = tvm.call(build.sparse_decode_module, "sparse_decode", arguments, results, *operands)
     return out, lse
 
 
-def _pages(cache: PagedKV | None) -> tuple[int, int, int]:
-    """Number of slots, slots and bytes of a page."""
-    return (0, 1, 0) if cache is None else (cache.num_slots, cache.page_size, cache.data.shape[1])
+def _pages(cache: PagedKV | None) -> tuple[int, ...]:
+    if cache is None:
+        return NO_CACHE
+    return cache_numbers(cache.layout, cache.num_slots, cache.page_size, cache.data.shape[1])
