@@ -235,14 +235,14 @@ def record_selections(monkeypatch, stable):
     stable: ties go to the lower index, instead of where `torch.topk` puts them.
     """
     seen = {0: {}, 1: {}}
-    forward, topk = v32.DeepseekV32Indexer.forward, torch.Tensor.topk
+    forward = v32.DeepseekV32Indexer.forward
 
     def record(self, *args, **kwargs):
         def topk_of_scores(scores, k, dim):
             if stable:
                 values, indices = (x[..., :k] for x in scores.sort(dim=dim, descending=True, stable=True))
             else:
-                values, indices = topk(scores, k, dim=dim)
+                values, indices = torch.topk(scores, k, dim=dim)  # the method is patched
             for row, chosen in zip(scores[0], indices[0]):
                 position = len(seen[self.layer_idx])
                 seen[self.layer_idx][position] = Selection(row[: position + 1].clone(), set(chosen.tolist()))
