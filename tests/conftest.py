@@ -66,7 +66,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_without_slow_products(request):
-    """Some CPUs take minutes for transformers' bfloat16 products; modules that never import torch do not wait for it."""
+    """Some CPUs take minutes for transformers' bfloat16 products. Modules that import no torch do not wait for it."""
     if "torch" not in vars(request.module) and "transformers" not in sys.modules:
         yield
         return
