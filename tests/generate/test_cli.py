@@ -362,7 +362,7 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, engine, preset,
     kinds = "window; window + C4 top-16; window + C128" if preset == "v4" else "top-64"
     for step, attended in (("prefill", phase), ("decode", "decode")):
         assert re.search(rf"^ran +{step}: {ROUTED}, {attended} \({re.escape(kinds)}\)$", out, re.M)
-    assert ("\ndecode     eager: " in out) == (engine == "torch")
+    assert ("\ndecode     through JAX: " in out) == (engine == "torch")
     agreeing = int(re.search(r"^tokens +(\d) of 8 are", out, re.M)[1])
     assert agreeing >= 3 and "extend" in err  # near-ties go either way
 

@@ -142,8 +142,10 @@ def test_why_decode_steps_go_through_jax():
     assert why_not_torch(torch.device("cpu"), plain) == "CUDA graphs need a GPU"
     for change, why in (({"trace": True}, "--no-check"), ({"speculative_steps": 2}, "drafts"),
                         ({"backend": "triton"}, "backend triton")):  # fmt: skip
-        assert why in why_not_torch(cuda, dataclasses.replace(plain, **change))
+        for capture in (None, run_again):
+            assert why in why_not_torch(cuda, dataclasses.replace(plain, **change), capture)
     assert why_not_torch(cuda, plain) is None
+    assert why_not_torch(torch.device("cpu"), plain, run_again) is None
 
 
 # Engines. Requests come and go, in batches of one to three rows, whose bucket has four.
@@ -213,7 +215,7 @@ def test_decode_steps_in_torch_give_jax_s_logits(name, bf16):
     assert graph.reason is None and [rows for rows, _ in graph.buckets] == [1, 2, 4]
     assert graph.steps == len(served.rows) and graph.replays == graph.steps - CHECKED_REPLAYS * 3 > 0
     assert served.engine.decode_steps.startswith(f"one CUDA graph a step: {graph.replays} of {graph.steps} replayed, 3")
-    assert through_jax.engine.decode_steps == "eager: CUDA graphs need a GPU"
+    assert through_jax.engine.decode_steps == "through JAX: CUDA graphs need a GPU"
     assert_close(served, through_jax, 0.03)
 
 
@@ -232,8 +234,8 @@ def test_what_torch_does_not_serve_goes_through_jax(monkeypatch, caplog):
     engine.graph._step = refuse
     served = serve(engine, new_requests())
     expected = serve(engine_of(small_model("v32")), new_requests())
-    assert engine.graph is None and engine.decode_steps == "eager: a kernel was not written for this"
-    assert "go through JAX: a kernel was not written" in caplog.text
+    assert engine.graph is None and engine.decode_steps == "through JAX: ValueError: a kernel was not written for this"
+    assert "go through JAX: ValueError: a kernel was not written" in caplog.text
     assert_close(served, expected, 0.03)
 
 
@@ -322,6 +324,9 @@ def test_generate_says_how_decode_steps_ran(capsys):
     from jax_sparse_mla.cli import main
 
     args = ["generate", "--engine", "torch", "--preset", "v4", "--requests", "2", "--max-new-tokens", "12"]
-    for more, line in (([], r"eager: a run that is to be checked"), (["--no-check"], r"one CUDA graph a step: [1-9]")):
+    for more, line in (
+        ([], r"through JAX: a run that is to be checked"),
+        (["--no-check"], r"one CUDA graph a step: [1-9]"),
+    ):
         assert main([*args, *more]) == 0
         assert re.search(rf"^decode     {line}", capsys.readouterr().out, re.M)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,9 +56,10 @@ def choose(logits: torch.Tensor) -> list[tuple[int, float]]:
     return [(token, (best - second) / max(abs(best), tiny)) for token, (best, second) in zip(tokens, pairs)]
 
 
-def why_not_torch(device: torch.device, options: EngineOptions) -> str | None:
-    """Why decode steps go through JAX, over caches of its own; None if they run in torch."""
-    if device.type != "cuda":
+def why_not_torch(device: torch.device, options: EngineOptions, capture: Capture | None = None) -> str | None:
+    """Why decode steps go through JAX, over caches of its own; None if they run in torch. A capture that is given needs
+    no GPU."""
+    if capture is None and device.type != "cuda":
         return "CUDA graphs need a GPU"
     if options.trace:
         return "a run that is to be checked keeps each layer's rows (--no-check: none)"
@@ -65,7 +67,7 @@ def why_not_torch(device: torch.device, options: EngineOptions) -> str | None:
         return "drafts are verified in JAX, over the same caches"
     if options.backend is not None:
         return f"JAX is asked for the backend {options.backend}"
-    return why_not("triton")
+    return None if capture else why_not("triton")
 
 
 @dataclasses.dataclass
@@ -121,7 +123,7 @@ class Engine:
       model: in evaluation mode.
       options: the engine's.
       capture: captures decode steps, as `graph.cuda_capture` does, which a GPU takes by default. Where it is given,
-        decode steps run in torch on any device.
+        decode steps run in torch on any device, if the options allow it.
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
@@ -155,7 +157,7 @@ class Engine:
         self.layers = [layer_type(module, self.spec, ratio) for module, ratio in zip(modules, ratios)]
         self.scheduler = Scheduler(self.spec, options, model.config.vocab_size)
         self.graph: StepGraph | None = None
-        self._capture, self._through_jax = capture, None if capture else why_not_torch(self.device, options)
+        self._capture, self._through_jax = capture, why_not_torch(self.device, options, capture)
         if self._through_jax is None:
             self._take_torch()
         else:
@@ -190,10 +192,11 @@ class Engine:
     @property
     def decode_steps(self) -> str:
         """How decode steps run, in words."""
-        reason = self._through_jax if self.graph is None else self.graph.reason
-        if reason is not None:
-            return f"eager: {reason}"
         graph = self.graph
+        if graph is None:
+            return f"through JAX: {self._through_jax}"
+        if graph.reason is not None:
+            return f"eager: {graph.reason}"
         return f"one CUDA graph a step: {graph.replays} of {graph.steps} replayed, {len(graph.buckets)} captured"
 
     def new_cache(self, layer: int) -> Any:
@@ -221,12 +224,13 @@ class Engine:
         )
         self._tables_changed = False
         sizes = {"max_rows": self.options.max_batch, "device": self.device}
-        self.graph = StepGraph(self._torch_step, **sizes, capture=self._capture)
+        engine = weakref.ref(self)  # else caches and graphs would outlive the engine until Python collects cycles
+        self.graph = StepGraph(lambda *args: engine()._torch_step(*args), **sizes, capture=self._capture)
 
     def _leave_torch(self, reason: str) -> None:
         """Gives JAX copies of the caches, with which all goes on there."""
         log.warning("decode steps go through JAX: %s", reason)
-        self.graph, self._through_jax = None, reason
+        self.graph, self._tables, self._through_jax = None, None, reason
         arrays = jax.tree.map(lambda x: jnp.array(to_jax(x), copy=True), self.caches)
         self.caches = jax.device_put(arrays, self._jax_device)
 
@@ -302,7 +306,7 @@ class Engine:
         try:
             logits = self.graph(inputs, plan.max_seq_len)
         except (TypeError, ValueError) as error:  # what the kernels' checks refuse
-            self._leave_torch(str(error))
+            self._leave_torch(f"{type(error).__name__}: {error}")
             return None
         step = Step(
             batch=batch,

@@ -20,8 +20,8 @@ from jax_sparse_mla.serving.comparison import MAX_LOGIT_DIFFERENCE
 # Runs a step once more if need be, captures it, and returns its replay and what that writes into.
 Capture: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 
-# So many replays of a bucket are compared with eager steps: one at the inputs of the capture, one at others, which a
-# number that was captured instead of a buffer does not follow.
+# So many replays of a bucket are compared with eager steps: one at the inputs of the capture, one at others. Logits are
+# compared, as those of two backends are; caches, which the eager step has just written, are not.
 CHECKED_REPLAYS = 2
 _ALIGNED = 8  # a bucket's rows of inputs are 32 bytes apart, or more: kernels are compiled for one alignment
 
@@ -120,7 +120,8 @@ class StepGraph:
         """Captures the step if that has not been done, and compares a replay with the eager step's logits."""
         try:
             if bucket.replay is None:
-                bucket.replay, bucket.logits = self._capture(lambda: self._step(bucket.inputs, width))
+                with torch.cuda.device_of(bucket.inputs):
+                    bucket.replay, bucket.logits = self._capture(lambda: self._step(bucket.inputs, width))
             bucket.logits.fill_(float("nan"))  # what a replay leaves alone
             bucket.replay()
         except RuntimeError as error:
