@@ -54,6 +54,7 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     Raises:
       TypeError: not a tensor, or a 64-bit dtype, which JAX would narrow.
       ValueError: a tensor that requires a gradient or is not contiguous, or on a GPU not 16-byte aligned.
+      RuntimeError: torch captures a CUDA graph on this stream.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"to_jax: {name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -74,6 +75,9 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         raise ValueError(
             f"to_jax: {name} starts at {tensor.data_ptr():#x}, not {_ALIGNMENT}-byte aligned: pass .clone()"
         )
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        # JAX's stream would wait for an event of the capture, and so become part of it.
+        raise RuntimeError(f"to_jax: {name} is handed over while a CUDA graph is captured, which JAX cannot be part of")
     array = jax.dlpack.from_dlpack(tensor)
     # Lives as long as the array: XLA donates no buffer that something else refers to.
     weakref.finalize(array, lambda _: None, array.__dlpack__()).atexit = False

@@ -111,6 +111,16 @@ def test_unaligned_memory_is_refused():
     assert to_jax(torch.ones(8, device="cuda")[4:]).tolist() == [1] * 4
 
 
+def test_jax_is_kept_out_of_captures(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    tensor = torch.zeros(64)
+    assert to_jax(tensor[:0]).size == 0
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 0)
+    with pytest.raises(RuntimeError, match="to_jax: rows is handed over while a CUDA graph is captured"):
+        to_jax(tensor, "rows")
+
+
 def test_devices_have_jax_s_names():
     assert jax_device(torch.device("cpu")) == jax.devices("cpu")[0]
     for device in (torch.device("meta"), torch.device("cuda", 99)):
