@@ -119,7 +119,7 @@ PARTS = (
         60,
     ),
     Part("arguments", "arguments.json", "arguments", 30),
-    Part("serving", "serving.json", "serving", 150),
+    Part("serving", "serving.json", "serving", 420),
     Part("peer_step", "peer_step.json", "peer_step", 180),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),

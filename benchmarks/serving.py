@@ -1,9 +1,10 @@
 """`jax-sparse-mla bench` of the presets on this machine's GPU, as a record.
 
-    python -m benchmarks.serving [--new-tokens 64]
+    python -m benchmarks.serving [--new-tokens 64] [--presets v4 v4-flash-slice] [--contexts 2048 8192 ...]
 
-The small V4 model at the prompt length of `generate`, and the true-size slice of V4-Flash at 8,192 tokens; 51 GiB of
-weights. Each is a process of its own. Writes serving.json to $OUT or benchmarks/results after each.
+The small V4 model, at the prompt length of `generate` too, and the true-size slice of V4-Flash, 51 GiB of weights, which
+takes about 100 s a context. Each context is a process of its own. Writes serving.json to $OUT or benchmarks/results after
+each.
 """
 
 from __future__ import annotations
@@ -17,20 +18,26 @@ from pathlib import Path
 
 from benchmarks.record import environment, results_folder, write_json
 
-RUNS = (
-    ("--preset", "v4", "--requests", "1,8,64", "--contexts", "2734"),
-    ("--preset", "v4-flash-slice", "--requests", "1,8,64", "--contexts", "8192"),
-)
+CONTEXTS = {"v4": (2048, 2734, 8192, 131_072), "v4-flash-slice": (2048, 8192, 131_072)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--presets", nargs="*", choices=CONTEXTS, default=list(CONTEXTS))
+    parser.add_argument("--contexts", nargs="*", type=int, help="of those above; all by default")
     args = parser.parse_args()
+    chosen = [
+        (preset, context)
+        for preset in args.presets
+        for context in CONTEXTS[preset]
+        if not args.contexts or context in args.contexts
+    ]
     content, failed = environment() | {"runs": []}, 0
     call = [sys.executable, "-c", "import sys; from jax_sparse_mla.cli import main; sys.exit(main())", "bench"]
-    for run in RUNS:
-        arguments = [*run, "--new-tokens", str(args.new_tokens)]
+    for preset, context in chosen:
+        arguments = ["--preset", preset, "--requests", "1,8,64", "--contexts", str(context)]
+        arguments += ["--new-tokens", str(args.new_tokens)]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "bench.json")
             code = subprocess.run([*call, *arguments, "--json", str(path)]).returncode
