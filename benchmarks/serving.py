@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving [--new-tokens 64] [--presets v4 v4-flash-slice] [--contexts 2048 8192 ...]
 
-The small V4 model, at the prompt length of `generate` too, and the true-size slice of V4-Flash, 51 GiB of weights, which
-takes about 100 s a context. Each context is a process of its own. Writes serving.json to $OUT or benchmarks/results after
-each.
+The small V4 model, at the prompt length of `generate` too, and the true-size slice of V4-Flash, 51 GiB of weights,
+which takes about 100 s a context. Each context is a process of its own. Writes serving.json to $OUT or
+benchmarks/results after each.
 """
 
 from __future__ import annotations
