@@ -3,8 +3,8 @@
     python -m benchmarks.serving [--new-tokens 64] [--presets v4 v4-flash-slice] [--contexts 2048 8192 ...]
 
 The small V4 model, at the prompt length of `generate` too, and the true-size slice of V4-Flash, 51 GiB of weights,
-which takes about 100 s a context. Each context is a process of its own. Writes serving.json to $OUT or
-benchmarks/results after each.
+which takes about 100 s a context (131,072 tokens: longer). Each context is a process of its own. After each, writes
+serving.json to $OUT or benchmarks/results, beside the runs of other contexts, each with its commit, that stand there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.record import environment, results_folder, write_json
+from benchmarks.record import environment, latest, results_folder, write_json
 
 CONTEXTS = {"v4": (2048, 2734, 8192, 131_072), "v4-flash-slice": (2048, 8192, 131_072)}
 
@@ -33,7 +33,8 @@ def main() -> int:
         for context in CONTEXTS[preset]
         if not args.contexts or context in args.contexts
     ]
-    content, failed = environment() | {"runs": []}, 0
+    content, failed = environment(), 0
+    runs = {run["command"]: run for run in latest("serving.json").get("runs", [])}
     call = [sys.executable, "-c", "import sys; from jax_sparse_mla.cli import main; sys.exit(main())", "bench"]
     for preset, context in chosen:
         arguments = ["--preset", preset, "--requests", "1,8,64", "--contexts", str(context)]
@@ -46,8 +47,8 @@ def main() -> int:
                 continue
             found = json.loads(path.read_text())
         command = f"jax-sparse-mla bench {' '.join(arguments)}"
-        content["runs"].append({"commit": content["commit"], "command": command} | found)
-        write_json(results_folder() / "serving.json", content)
+        runs[command] = {"commit": content["commit"], "command": command} | found
+        write_json(results_folder() / "serving.json", content | {"runs": list(runs.values())})
     return failed
 
 
