@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,6 @@ def run(args: argparse.Namespace) -> int:
         sampling = [Sampling(args.temperature, args.top_p, args.seed + i) for i in range(args.requests)]
         text = _prompt_text(args)
         keep_programs()
-        # Torch's large tensors get pages of 2 MiB: the check makes many, and clearing small pages takes half a minute.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         setup = new_setup(args)
         prompts = _prompts(setup.tokenizer.encode(text), args.requests)
         requests = [

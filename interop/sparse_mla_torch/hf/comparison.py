@@ -19,6 +19,7 @@ from jax_sparse_mla.serving.engine import Engine as JaxEngine
 from jax_sparse_mla.serving.engine import TracedStep as JaxTracedStep
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED
+from sparse_mla_torch.hf.eager import eager_in_blocks
 from sparse_mla_torch.hf.engine import Engine, TracedStep
 from sparse_mla_torch.hf.glm53 import Glm53Layer, decoder_layers
 from sparse_mla_torch.hf.layers import V4Layer, V32Layer
@@ -188,6 +189,7 @@ def compare_layers(
 
 
 @quick_products()
+@eager_in_blocks()
 @torch.no_grad()
 def _run_eager(run: TorchRun | JaxRun, index: int, requests: list[Request], done: dict[int, EagerLayer]) -> EagerLayer:
     """A layer by transformers, kept in `done`; one that shares takes what the last layer with an indexer selects on its
@@ -237,6 +239,7 @@ def _kind(run: TorchRun | JaxRun, layer: V4Layer | V32Layer | Glm53Layer) -> str
 
 
 @quick_products()
+@eager_in_blocks()
 def count_agreeing_tokens(model: torch.nn.Module, requests: list[Request]) -> tuple[int, int]:
     """`(agreeing, total)`: the generated tokens that transformers also chooses after the same tokens, and all."""
     agree = total = 0
