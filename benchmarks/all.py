@@ -78,6 +78,13 @@ def _cases(backend: str, least: int, seconds: int) -> Part:
     return Part(f"cases {backend}", f"cases_{backend}.json", command, seconds, whole, by_case=True)
 
 
+def _serving(preset: str, count: int, seconds: int) -> Part:
+    def whole(found: dict) -> bool:
+        return sum(run["preset"] == preset and run["commit"] == found["commit"] for run in found["runs"]) >= count
+
+    return Part(f"serving {preset}", "serving.json", f"serving --presets {preset}", seconds, whole)
+
+
 def _memcheck_whole(found: dict) -> bool:
     from benchmarks.memcheck import groups
 
@@ -119,7 +126,9 @@ PARTS = (
         60,
     ),
     Part("arguments", "arguments.json", "arguments", 30),
-    Part("serving", "serving.json", "serving", 420),
+    _serving("v4", 4, 250),
+    _serving("v4-flash-slice", 3, 420),
+    Part("attention_part", "attention_part.json", "attention_part", 110),
     Part("peer_step", "peer_step.json", "peer_step", 180),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),

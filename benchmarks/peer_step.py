@@ -15,9 +15,9 @@ table, add one to the lengths, make their metadata, and give each layer's keys o
 
 Of each variant a case is only timed after `benchmarks.sglang.guards` has compared it with our reference; what fails has
 no times, and the exit code is 1. A step of theirs also normalises and rotates the key and rotates the index query. Ours
-is measured by `python -m benchmarks.step` in a process of its own, before. Per case: wall time of a step among 8 that
-are launched back to back, the time in which the GPU is busy, from the first operation to the last, operations, and what
-the host takes to enqueue one. Prints a table and writes peer_step.json to $OUT or benchmarks/results.
+is measured by `python -m benchmarks.step` in a process of its own, before. Per case: wall time of a step among up to 50
+that are launched back to back, the time in which the GPU is busy, from the first operation to the last, operations, and
+what the host takes to enqueue one. Prints a table and writes peer_step.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The figures in README, written from benchmarks/results/*.json between their markers.
+"""The figures in README and docs/serving.md, written from benchmarks/results/*.json between their markers.
 
-    python -m benchmarks.tables            # rewrites README
-    python -m benchmarks.tables --check    # exit code 1 where README says anything else
+    python -m benchmarks.tables            # rewrites them
+    python -m benchmarks.tables --check    # exit code 1 where one of them says anything else
 
 A block stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`. Rows in which a peer is faster are
 printed as all others are; what a file has no measurement of is printed as not measured.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from benchmarks.record import RESULTS, ROOT
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "serving.md")
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _PEERS = {
     "flash_mla": "FlashMLA",
@@ -325,6 +325,49 @@ def drop_in() -> str:
     )
 
 
+def served() -> str:
+    """The whole model's decode steps, by preset, context and requests."""
+    found = result("serving")
+    if not found:
+        return "Not measured."
+    lines = [
+        "| model | context | requests | first token | tokens/s | per token p50 | step: wall, GPU | wall / GPU "
+        "| attention |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in found["runs"]:
+        for row in run["rows"]:
+            case = f"| {run['preset']} | {row['context']:,} | {row['requests']} |"
+            if row["problem"]:
+                lines.append(f"{case} {row['problem']} | – | – | – | – | – |")
+                continue
+            wall, gpu = row["step_ms"], row["step_gpu_ms"]
+            lines.append(
+                f"{case} {number(row['first_token_ms']['p50'])} | {row['tokens_per_s']:,.0f} "
+                f"| {row['token_ms']['p50']:.2f} | {wall:.2f}, {gpu:.2f} "
+                f"| {ratio(wall / gpu)} | {row['attention_share']:.0%} |"
+            )
+    commits = ", ".join(sorted({run["commit"] for run in found["runs"]}))
+    return "\n".join([*lines, "", f"Commits {commits}."])
+
+
+def attention_part() -> str:
+    """The library's kernels within the model's step, beside the step benchmark's."""
+    found = result("attention_part")
+    if not found:
+        return "Not measured."
+    lines = [
+        "| requests | step benchmark, µs | in the model, µs | model / benchmark | the model's step, µs |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        alone, model, step = (row[name] for name in ("step_benchmark_us", "model_us", "model_step_us"))
+        lines.append(
+            f"| {row['requests']} | {number(alone)} | {number(model)} | {ratio(model / alone)} | {number(step)} |"
+        )
+    return "\n".join([*lines, "", f"{found['context']:,} tokens; {made_by('attention_part')}."])
+
+
 # --- numbers and blocks ----------------------------------------------------------------------------
 
 
@@ -342,7 +385,10 @@ def ratio(value: float | None) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
-    for block in (operations, means, steps, torch_steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in)
+    for block in (
+        *(operations, means, steps, torch_steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in),
+        *(served, attention_part),
+    )
 }
 
 
@@ -355,16 +401,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
-    text = README.read_text()
-    if (new := rewritten(text)) == text:
-        print("README says what the results do")
-        return 0
-    if args.check:
-        print("README differs from benchmarks/results: run python -m benchmarks.tables")
-        return 1
-    README.write_text(new)
-    print("README is rewritten")
-    return 0
+    old = {path: path.read_text() for path in PAGES}
+    stale = {path: new for path, text in old.items() if (new := rewritten(text)) != text}
+    for path, text in stale.items():
+        if args.check:
+            print(f"{path.name} differs from benchmarks/results: run python -m benchmarks.tables")
+        else:
+            path.write_text(text)
+            print(f"{path.name} is rewritten")
+    if not stale:
+        print("README and docs/serving.md say what the results do")
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ from benchmarks import peers, record, suite, tables
 # --- README ----------------------------------------------------------------------------------------
 
 
-def test_readme_s_figures_are_those_of_the_results():
-    text = tables.README.read_text()
-    assert tables.rewritten(text) == text, "run python -m benchmarks.tables"
-    assert set(tables._BLOCK.findall(text)) and {name for _, name, _ in tables._BLOCK.findall(text)} == set(
-        tables.BLOCKS
-    )
+def test_the_documents_figures_are_those_of_the_results():
+    texts = [path.read_text() for path in tables.PAGES]
+    assert [tables.rewritten(text) for text in texts] == texts, "run python -m benchmarks.tables"
+    shown = [name for text in texts for _, name, _ in tables._BLOCK.findall(text)]
+    assert sorted(shown) == sorted(tables.BLOCKS)
 
 
 @pytest.fixture
@@ -55,6 +54,26 @@ def test_a_row_says_who_is_faster_and_what_was_not_measured(results, monkeypatch
         "| four | not measured | not measured | – |",
     ]
     assert lines[-1] == "Of commit abc; SGLang 0.5.23."
+
+
+def test_a_served_row_says_what_was_measured_or_why_not(results):
+    percentiles = {"p50": 5.04}
+    row = {
+        "requests": 8,
+        "context": 2048,
+        "first_token_ms": percentiles,
+        "tokens_per_s": 1234.5,
+        "token_ms": percentiles,
+    }
+    row |= {"step_ms": 6.0, "step_gpu_ms": 4.0, "attention_share": 0.25, "problem": None}
+    failed = dict.fromkeys(row) | {"requests": 64, "context": 2048, "problem": "does not fit"}
+    results("serving", runs=[{"preset": "v4", "commit": "def", "rows": [row, failed]}])
+    assert tables.served().splitlines()[2:] == [
+        "| v4 | 2,048 | 8 | 5.0 | 1,234 | 5.04 | 6.00, 4.00 | 1.50 | 25% |",
+        "| v4 | 2,048 | 64 | does not fit | – | – | – | – | – |",
+        "",
+        "Commits def.",
+    ]
 
 
 def test_every_block_can_do_without_results(results):
