@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, INT_MAX, ArgumentChecks
+from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
@@ -273,7 +274,7 @@ def compress_kv_reference(
 
     # Four float32 arrays [window, head_dim]: kv and score, from this step and from the state.
     window_bytes = 4 * 4 * _coff(ratio) * ratio * head_dim
-    entries = lax.map(one_entry, rows, batch_size=max(1, CHUNK_BYTES // window_bytes))
+    entries = map_rows(one_entry, rows, CHUNK_BYTES // window_bytes)
     if state is None:
         return entries, rows, None, None
     state = _carry(state, tokens, live, _zero_after(entries))
@@ -359,8 +360,8 @@ def _pool_keys(state, tokens, ape, *, pool, num_requests):
     tokens = dataclasses.replace(tokens, req_rows=tokens.req_rows + state.first_of(max_requests))
     (rows,) = jnp.nonzero(live & (tokens.positions % pool == pool - 1), size=num_keys, fill_value=-1)
     rows = rows.astype(jnp.int32)
-    batch_size = max(1, CHUNK_BYTES // (4 * 4 * pool * head_dim))
-    keys = lax.map(lambda row: _pool_window(state, tokens, ape, row, pool, 1), rows, batch_size=batch_size)
+    at_most = CHUNK_BYTES // (4 * 4 * pool * head_dim)
+    keys = map_rows(lambda row: _pool_window(state, tokens, ape, row, pool, 1), rows, at_most)
     carried = _carry(state, tokens, live, _zero_after(keys.astype(jnp.bfloat16)))
     return keys, rows, dataclasses.replace(state, kv=carried.kv, score=carried.score)
 

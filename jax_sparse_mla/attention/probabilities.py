@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import dispatch, sharding
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla.attention.api import static_scale
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.reference import rows_at_once, valid_columns
@@ -95,4 +96,4 @@ def _plain(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.Arr
 
     if 0 in (q.size, kv.size, indices.size):
         return jnp.zeros(indices.shape, jnp.float32)
-    return jax.lax.map(one_row, (q, indices, topk_length, lse), batch_size=rows_at_once(indices.shape[1], *q.shape[1:]))
+    return map_rows(one_row, (q, indices, topk_length, lse), rows_at_once(indices.shape[1], *q.shape[1:]))

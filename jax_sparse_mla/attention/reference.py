@@ -21,6 +21,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import sink_factor
 from jax_sparse_mla.kv_cache.layout import workspace_layout
@@ -126,7 +127,7 @@ def _map_rows(function, rows, columns: int, heads: int, qk_dim: int, *, alone: b
             rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), rows)
         results = jax.lax.map(jax.checkpoint(function), rows)
         return jax.tree.map(lambda x: x[:count], results)
-    return jax.lax.map(jax.checkpoint(function), rows, batch_size=rows_at_once(columns, heads, qk_dim))
+    return map_rows(jax.checkpoint(function), rows, rows_at_once(columns, heads, qk_dim))
 
 
 def rows_at_once(columns: int, heads: int, qk_dim: int) -> int:
