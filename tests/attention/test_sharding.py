@@ -11,578 +11,36 @@ import os
 import pathlib
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
 DEVICES = 4
 SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 
-PREAMBLE = """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-    import dataclasses
-    import re
-    from unittest import mock
-
-    import jax_sparse_mla as mla
-    from jax_sparse_mla import index_selection, layers, sharding, write_index_k
-    from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
-    from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
-    from small_engine import V4, V32, make_step, make_world
-
-    assert len(jax.devices()) == 4
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    BATCH, Q_LEN, HEADS, TOPK, EXTRA_TOPK, PAGES, PAGE = 8, 2, 4, 24, 16, 8, 16
-    SLOTS = PAGES * PAGE
-    rng = np.random.default_rng(0)
-
-    def filled(page_size, pages):
-        cache = PagedKV.zeros(KVLayout.V4_FP8, pages, page_size)
-        slots = page_size * pages
-        rows = rng.standard_normal((slots, 512)).astype(np.float32) / 10
-        return write_kv(cache, jnp.arange(slots, dtype=jnp.int32), jnp.asarray(rows))
-
-    def index_table(columns, slots):
-        table = rng.integers(-2, slots + 2, (BATCH, Q_LEN, columns)).astype(np.int32)
-        table[0] = -1  # a request without keys
-        return jnp.asarray(table)
-
-    cache, extra_cache = filled(PAGE, PAGES), filled(2, 64)
-    q = jnp.asarray(rng.standard_normal((BATCH, Q_LEN, HEADS, 512)), jnp.float32)
-    indices, extra_indices = index_table(TOPK, SLOTS), index_table(EXTRA_TOPK, 128)
-    extra_indices = extra_indices.at[1].set(-1)
-    lengths = jnp.asarray(rng.integers(0, TOPK + 1, (BATCH, Q_LEN)), jnp.int32)
-    sink = jnp.asarray([np.inf, -np.inf, 0.3, 2.0], jnp.float32)
-    kv = jnp.asarray(rng.standard_normal((SLOTS, 512)) / 10, jnp.float32)
-    COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-
-    def run_sharded(f, in_specs, out_specs, *args, mesh=mesh):
-        \"\"\"Results of f under jit and shard_map, and the collectives in its compiled text.\"\"\"
-        mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-        args = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(in_specs, args)]
-        compiled = mapped.lower(*args).compile()
-        text = compiled.as_text()
-        return compiled(*args), [name for name in COLLECTIVES if name in text]
-
-    def run_plain(f, specs, *args, mesh=mesh):
-        \"\"\"As run_sharded, but under plain jit: the partitioner decides.\"\"\"
-        args = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(specs, args)]
-        compiled = jax.jit(f).lower(*args).compile()
-        text = compiled.as_text()
-        return compiled(*args), [name for name in COLLECTIVES if name in text]
-
-    def assert_close(actual, expected, tolerance):
-        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-            a, b = np.asarray(a), np.asarray(b)
-            assert np.array_equal(np.isneginf(a), np.isneginf(b)) and not np.isnan(a).any()
-            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-    def decode(q, cache, indices, lengths, extra_cache, extra_indices, sink):
-        return sparse_mla_decode(
-            q, cache, indices, softmax_scale=0.3, topk_length=lengths,
-            extra_cache=extra_cache, extra_indices=extra_indices, attn_sink=sink,
-        )
-
-    def prefill(q, kv, indices, lengths, sink):
-        return sparse_mla_prefill(q, kv, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
-
-    def check_steps(ratio, mode, work, num_rows):
-        \"\"\"A whole step of a layer under shard_map equals the step on one device: to the bit over requests.\"\"\"
-        world, chunk = make_world(ratio), mode is mla.ForwardMode.EXTEND
-        spec = dataclasses.replace(world.spec, num_heads=4)
-        batch, rows, _ = make_step(world, mode, work, num_rows=num_rows)
-        rows = dataclasses.replace(rows, q=jnp.concatenate([rows.q, -rows.q], 1).astype(jnp.bfloat16))
-        params = world.params and dataclasses.replace(world.params, attn_sink=jnp.arange(4.0))
-
-        def step(cache, rows, params, batch, tables):
-            if ratio is None:
-                options = {"fp8_kv_cache": True, "prefill_backend": "flashmla_sparse" if chunk else "flashmla_kv"}
-                metadata = mla.build_v32_metadata(spec, batch, tables, **options)
-                return layers.v32_layer(cache, rows, batch, metadata, spec=spec)
-            prepared = layers.prepare_v4_step(spec, batch, tables, gathered=chunk)
-            plan = prepared.plans.get(ratio)
-            return layers.v4_layer(cache, rows, params, batch, prepared.metadata, plan, spec=spec, ratio=ratio)
-
-        def run(args, in_specs, out_specs):
-            mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
-            compiled = mapped.lower(*args).compile()
-            assert not [name for name in COLLECTIVES if name in compiled.as_text()]
-            out, _, positions = compiled(*args)
-            return np.asarray(out, np.float32), positions
-
-        cache, rest = world.empty_cache(), (rows, params, batch, world.tables)
-        out, after, positions = jax.jit(step)(cache, *rest)
-        if ratio is None and not chunk:
-            check_plain_step(step, (cache, *rest), (out, after, positions))
-        out = np.asarray(out, np.float32)
-
-        # Each device has the caches of its own requests, and no device needs another's.
-        four = jax.tree.map(lambda x: jnp.concatenate([x] * 4), cache)
-        own_out, own_positions = run((four, *rest), (P("x"), P("x"), P(), P("x"), P()), P("x"))
-        np.testing.assert_array_equal(own_out, out)
-        np.testing.assert_array_equal(own_positions, positions)
-
-        of_rows = dataclasses.replace(jax.tree.map(lambda _: P(), rows), q=P(None, "x"))
-        of_params = params and dataclasses.replace(jax.tree.map(lambda _: P(), params), attn_sink=P("x"))
-        own_out, own_positions = run((cache, *rest), (P(), of_rows, of_params, P(), P()), (P(None, "x"), P(), P()))
-        assert_close(own_out, out, 2**-7)
-        np.testing.assert_array_equal(own_positions, positions)
-
-    def check_plain_step(step, args, expected):
-        \"\"\"The partitioner cuts the rows of attention and selection, and moves no cache.\"\"\"
-        whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
-        args = [jax.device_put(x, sharding) for sharding, x in zip((whole, rows, whole, rows, whole), args)]
-        compiled = jax.jit(step).lower(*args).compile()
-        got = compiled(*args)
-        assert got[0].sharding.spec[0] == got[2].sharding.spec[0] == "x"
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(a, b)
-        moved = [line for line in compiled.as_text().splitlines() if any(f" {name}(" in line for name in COLLECTIVES)]
-        assert moved and not [line for line in moved if "u8[" in line or ",4,576]" in line], moved  # caches, queries
-
-    decode_args = (q, cache, indices, lengths, extra_cache, extra_indices, sink)
-    prefill_args = (q[:, 0], kv, indices[:, 0], lengths[:, 0], sink)
-"""
-
-BODIES = {
-    "decode_over_heads": """
-        specs = (P(None, None, "x"), P(), P(), P(), P(), P(), P("x"))
-        sharded, collectives = run_sharded(decode, specs, P(None, None, "x"), *decode_args)
-        assert collectives == [], collectives
-        assert sharded[0].sharding.spec[2] == "x"
-        assert_close(sharded, decode(*decode_args), 1e-6)
-    """,
-    "decode_over_tokens": """
-        specs = (P("x"), P(), P("x"), P("x"), P(), P("x"), P())
-        sharded, collectives = run_sharded(decode, specs, P("x"), *decode_args)
-        assert collectives == [], collectives
-        assert_close(sharded, decode(*decode_args), 1e-6)
-    """,
-    "prefill_over_heads": """
-        specs = (P(None, "x"), P(), P(), P(), P("x"))
-        sharded, collectives = run_sharded(prefill, specs, P(None, "x"), *prefill_args)
-        assert collectives == [], collectives
-        assert_close(sharded, prefill(*prefill_args), 1e-6)
-    """,
-    "prefill_over_tokens": """
-        specs = (P("x"), P(), P("x"), P("x"), P())
-        sharded, collectives = run_sharded(prefill, specs, P("x"), *prefill_args)
-        assert collectives == [], collectives
-        assert_close(sharded, prefill(*prefill_args), 1e-6)
-    """,
-    "bfloat16_over_both": """
-        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-        args = (decode_args[0].astype(jnp.bfloat16), *decode_args[1:])
-        specs = (P("x", None, "y"), P(), P("x"), P("x"), P(), P("x"), P("y"))
-        sharded, collectives = run_sharded(decode, specs, P("x", None, "y"), *args, mesh=square)
-        assert collectives == [], collectives
-        expected = decode(*args)
-        assert sharded[0].dtype == jnp.bfloat16
-        assert_close(sharded[1], expected[1], 1e-6)
-        assert_close(sharded[0].astype(jnp.float32), expected[0].astype(jnp.float32), 2**-8)
-    """,
-    "gradients_over_tokens": """
-        def loss(q, kv, indices, lengths, sink):
-            out, _, lse = prefill(q, kv, indices, lengths, sink)
-            return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse))
-
-        def by_q(*args):
-            return jax.grad(loss)(*args)
-
-        specs = (P("x"), P(), P("x"), P("x"), P())
-        sharded, _ = run_sharded(by_q, specs, P("x"), *prefill_args)
-        assert_close(sharded, by_q(*prefill_args), 1e-5)
-    """,
-    "gradients_through_kernels": """
-        # The backward kernel is the reference's gradient here: what is tested is who adds up what. Heads are cut, too.
-        from jax_sparse_mla.attention import gradient, reference
-
-        def by_kernel(*args, softmax_scale, deterministic):
-            return gradient.by_reference(*args, softmax_scale=softmax_scale)
-
-        def on_kernel(kernel, plain, *args):
-            return gradient.dispatch.varying(kernel, plain, *args)
-
-        def forward(*args):
-            return reference.prefill(*args, softmax_scale=0.3)
-
-        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-        through = gradient.differentiable(forward, name="prefill", softmax_scale=0.3, deterministic=False)
-        specs = (P("x", "y"), P(), P("x"), P("x"), P("y"))
-
-        def loss_of(prefill):
-            def loss(*args):
-                out, _, lse = prefill(*args)
-                return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse))
-
-            return loss
-
-        def by_all(*args, of=through):
-            return jax.grad(loss_of(of), (0, 1, 4))(*args)
-
-        def of_mapped(*args):
-            mapped = jax.shard_map(through, mesh=square, in_specs=specs, out_specs=(P("x", "y"),) * 3)
-            return by_all(*args, of=mapped)
-
-        expected = by_all(*prefill_args, of=prefill)
-        patched = mock.patch("jax_sparse_mla.dispatch.on_cuda", on_kernel)
-        with mock.patch.object(gradient, "by_kernel", by_kernel), patched:
-            assert_close(jax.jit(of_mapped)(*prefill_args), expected, 1e-5)
-            inside = jax.jit(jax.shard_map(by_all, mesh=square, in_specs=specs, out_specs=(specs[0], P(), P("y"))))
-            assert_close(inside(*prefill_args), expected, 1e-5)
-            found, collectives = run_plain(by_all, specs, *prefill_args, mesh=square)
-            assert collectives == ["all-reduce"], collectives
-            assert_close(found, expected, 1e-5)
-    """,
-    "context_parallel": """
-        # Each device holds a quarter of the pages and keeps the indices into them: global slot to local slot.
-        def local_part(q, cache, indices, lengths):
-            first = jax.lax.axis_index("x") * cache.num_slots
-            mine = (indices >= first) & (indices < first + cache.num_slots)
-            local = jnp.where(mine, indices - first, -1)
-            return sparse_mla_decode(q, cache, local, softmax_scale=0.3, topk_length=lengths)
-
-        def stacked(*args):
-            return jax.tree.map(lambda x: x[None], local_part(*args))
-
-        # Requests 2 and 3 have all their keys on the first and on the last device.
-        quarter = SLOTS // 4
-        run = jnp.arange(TOPK) % quarter
-        indices = indices.at[2].set(run).at[3].set(SLOTS - 1 - run)
-        args, specs = (q, cache, indices, lengths), (P(), P("x"), P(), P())
-        whole = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, topk_length=lengths)
-        assert np.isneginf(whole[1][0]).all() and np.isfinite(whole[1]).any()
-
-        (outs, lses), collectives = run_sharded(stacked, specs, P("x"), *args)
-        assert collectives == [], collectives
-        assert outs.shape == (4, *q.shape) and np.isneginf(lses[1:, 2]).all()
-        assert_close(merge_attention(outs, lses), whole, 1e-5)
-    """,
-    "context_parallel_decode": """
-        from jax_sparse_mla.attention import context_parallel_decode, cut_pages, own_slots
-
-        # Request 2 has all its keys on device 1 in either cache, request 3 none in the first cache.
-        of_one = (jnp.arange(TOPK) % 2 * 4 + 1) * PAGE + jnp.arange(TOPK) % PAGE
-        indices = indices.at[2].set(of_one).at[3].set(-1)
-        extra_indices = extra_indices.at[2].set((4 * jnp.arange(EXTRA_TOPK) + 1) * 2)
-        lengths = lengths.at[2].set(TOPK)
-        extra_lengths = jnp.asarray(rng.integers(0, EXTRA_TOPK + 1, BATCH), jnp.int32).at[2].set(EXTRA_TOPK)
-
-        def over_pages(q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink, **options):
-            return context_parallel_decode(
-                q, cache, indices, axis_name="x", softmax_scale=0.3, topk_length=lengths, extra_cache=extra_cache,
-                extra_indices=extra_indices, extra_topk_length=extra_lengths, attn_sink=sink, **options,
-            )
-
-        def whole(q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink):
-            return sparse_mla_decode(
-                q, cache, indices, softmax_scale=0.3, topk_length=lengths, extra_cache=extra_cache,
-                extra_indices=extra_indices, extra_topk_length=extra_lengths, attn_sink=sink,
-            )
-
-        args = [q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink]
-        expected = whole(*args)
-        empty = np.isneginf(expected[1])
-        assert empty[0].all() and not empty[2].any()
-
-        def cut(args, n):
-            return [*args[:1], cut_pages(args[1], n), *args[2:4], cut_pages(args[4], n), *args[5:]]
-
-        specs, heads = (P(), P("x"), P(), P(), P("x"), P(), P(), P("x")), P(None, None, "x")
-        results, collectives = run_sharded(over_pages, specs, heads, *cut(args, 4))
-        assert collectives == ["all-to-all"], collectives
-        assert results[0].sharding.spec == heads
-        assert_close(results, expected, 1e-5)
-
-        # bfloat16, one cache, no lengths, no sink: requests over one axis, pages over the other.
-        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("y", "x"))
-        bf16 = q.astype(jnp.bfloat16)
-        plain = lambda q, cache, indices: context_parallel_decode(q, cache, indices, axis_name="x", softmax_scale=0.3)
-        specs = P("y"), P("x"), P("y")
-        results, _ = run_sharded(plain, specs, P("y", None, "x"), bf16, cut_pages(cache, 2), indices, mesh=square)
-        expected = sparse_mla_decode(bf16, cache, indices, softmax_scale=0.3)
-        assert results[0].dtype == jnp.bfloat16
-        assert_close(results[1], expected[1], 1e-5)
-        assert_close(results[0].astype(jnp.float32), expected[0].astype(jnp.float32), 2**-7)
-
-        # To the bit, whatever the other rows of the call.
-        def invariant(q, cache, indices):
-            return context_parallel_decode(
-                q, cache, indices, axis_name="x", softmax_scale=0.3, batch_invariant=True
-            )
-
-        specs, pages = (P(), P("x"), P()), cut_pages(cache, 4)
-        together, _ = run_sharded(invariant, specs, heads, bf16, pages, indices)
-        alone, _ = run_sharded(invariant, specs, heads, bf16[4:5], pages, indices[4:5])
-        for a, b in zip(together, alone):
-            np.testing.assert_array_equal(np.asarray(a[4:5]), np.asarray(b))
-
-        # Each device writes the rows of its own pages, here of both layers' views of one array.
-        layers_of = dataclasses.replace(cache, num_layers=2).layer(1)
-        slots, new = jnp.asarray([0, 5, 17, 63, 33, -1, 64, 4000], jnp.int32), q[:, 0, 0]
-        write = lambda cache, slots, new: write_kv(cache, own_slots(slots, cache, "x"), new)
-        written, collectives = run_sharded(write, (P("x"), P(), P()), P("x"), cut_pages(layers_of, 4), slots, new)
-        assert collectives == [], collectives
-        np.testing.assert_array_equal(written.data, cut_pages(write_kv(layers_of, slots, new), 4).data)
-
-        # Index keys that are shared out, too: each device has the logits of its own tokens, and all choose alike.
-        from jax_sparse_mla.indices import Ownership, global_topk, topk_positions
-
-        rule, counts = Ownership(4, 2), jnp.asarray([37, 3, 0, 40], jnp.int32)
-        logits = jnp.round(2 * jax.random.normal(jax.random.key(5), (4, 40)))
-        by_owner = jnp.argsort(rule.owner(jnp.arange(40)), stable=True)
-
-        def choose(logits, counts):
-            chosen = global_topk(logits, counts, 6, ownership=rule, axis_name="x")
-            return chosen[None], rule.pack(chosen, jax.lax.axis_index("x"))[1][None]
-
-        (chosen, parts), collectives = run_sharded(choose, (P(None, "x"), P()), P("x"), logits[:, by_owner], counts)
-        assert collectives == ["all-gather"], collectives
-        expected = topk_positions(logits, counts, 6)
-        np.testing.assert_array_equal(chosen, jnp.broadcast_to(expected, (4, *expected.shape)))
-        np.testing.assert_array_equal(parts.sum(0), (expected >= 0).sum(1))
-
-        for call, words in (
-            (lambda: cut_pages(cache, 3), "3 devices cannot share 8 pages"),
-            (lambda: run_sharded(plain, (P(), P("x"), P()), heads, bf16[:, :, :3], pages, indices), "3 heads"),
-        ):
-            try:
-                call()
-            except ValueError as error:
-                assert words in str(error), error
-            else:
-                raise AssertionError(words)
-    """,
-    "context_parallel_prefill": """
-        def local_part(q, kv, indices):
-            first = jax.lax.axis_index("x") * kv.shape[0]
-            mine = (indices >= first) & (indices < first + kv.shape[0])
-            out, _, lse = sparse_mla_prefill(q, kv, jnp.where(mine, indices - first, -1), softmax_scale=0.3)
-            return out[None], lse[None]
-
-        q, indices = q[:, 0], indices[:, 0]
-        parts, collectives = run_sharded(local_part, (P(), P("x"), P()), P("x"), q, kv, indices)
-        assert collectives == [], collectives
-        out, _, lse = sparse_mla_prefill(q, kv, indices, softmax_scale=0.3)
-        assert_close(merge_attention(*parts), (out, lse), 1e-5)
-    """,
-    "plain_jit": """
-        from jax_sparse_mla.attention import reference
-
-        # A loop over chunks of rows is as opaque as a kernel: without a rule all devices compute all rows.
-        patched = mock.patch.object(reference, "CHUNK_BYTES", 200_000)
-        square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-        rows, heads = P("x"), P("y")
-        args = (*prefill_args[:3], None, prefill_args[4])  # traced anew, since the size of a chunk is no argument
-        expected = prefill(*prefill_args[:3], None, prefill_args[4])
-        with patched:
-            jax.clear_caches()
-            specs = (P("x", None, "y"), P(), rows, rows, P(), rows, heads)
-            results, collectives = run_plain(decode, specs, *decode_args, mesh=square)
-            assert collectives == [] and results[0].sharding.spec == P("x", None, "y"), collectives
-            assert_close(results, decode(*decode_args), 1e-6)
-            assert "CustomSPMDPartitioning" not in jax.jit(decode).lower(*decode_args).as_text()  # of one device
-
-            specs = (P("x", "y"), P(), rows, P(), heads)
-            for shardy in (True, False):
-                jax.config.update("jax_use_shardy_partitioner", shardy)
-                results, collectives = run_plain(prefill, specs, *args, mesh=square)
-                assert collectives == [] and results[2].sharding.spec == P("x", "y"), collectives
-                assert_close(results, expected, 1e-6)
-            jax.config.update("jax_use_shardy_partitioner", True)
-
-            results, collectives = run_plain(prefill, (P("x", "y"), P("x"), P(), P(), P()), *args, mesh=square)
-            assert collectives == ["all-gather"] and results[2].sharding.spec == P("x", "y")  # of the keys alone
-            assert_close(results, expected, 1e-6)
-
-            def gradient(q, kv, indices, lengths, sink):
-                return jax.grad(lambda q, sink: prefill(q, kv, indices, lengths, sink)[0].sum(), (0, 1))(q, sink)
-
-            assert_close(run_plain(gradient, specs, *args, mesh=square)[0], gradient(*args), 1e-5)
-            mapped = jax.vmap(lambda q, sink: prefill(q, *args[1:4], sink))
-            twice = jnp.stack([args[0], -args[0]]), jnp.stack([args[4], args[4] + 1])
-            results, _ = run_plain(mapped, (P(None, "x"), P()), *twice)
-            assert_close(jax.tree.map(lambda x: x[0], results), expected, 1e-6)
-
-        # Programs on disk are found by their text, which must differ where what is called does.
-        over = jax.device_put(q, NamedSharding(mesh, rows))
-        attend = (lambda q, s=s: sparse_mla_decode(q, cache, indices, softmax_scale=s) for s in (0.3, 0.3, 0.4))
-        lowered = [re.sub('backend_config = "[0-9]+"', "", jax.jit(f).lower(over).as_text()) for f in attend]
-        assert lowered[0] == lowered[1] != lowered[2] and "CustomSPMDPartitioning" in lowered[0]
-    """,
-    "plain_jit_of_a_kernel": """
-        import pytest
-        from attention_calls import pretend_h200
-        from jax_sparse_mla.attention import api, reference
-        from jax_sparse_mla.attention.backend import BACKENDS
-
-        seen = []
-
-        def kernel(q, *args, **static):
-            seen.append(q.shape)
-            return reference.prefill(q, *args, **static)
-
-        def attend(*args, backend="triton"):
-            q, kv, indices, lengths, sink = args
-            options = {"topk_length": lengths, "attn_sink": sink, "backend": backend}
-            return sparse_mla_prefill(q, kv, indices, softmax_scale=0.3, **options)
-
-        bf16 = [x.astype(jnp.bfloat16) for x in prefill_args[:2]]
-        args, specs = (*bf16, *prefill_args[2:]), (P("x"), P(), P("x"), P("x"), P())
-        with pytest.MonkeyPatch.context() as patch:
-            pretend_h200(patch, "triton")
-            patch.setattr(type(BACKENDS["triton"]), "function", lambda self, phase: kernel)
-            results, collectives = run_plain(attend, specs, *args)
-            assert collectives == [] and seen[-1] == (BATCH // 4, HEADS, 512), (collectives, seen)
-            assert_close(results[2], prefill(*args)[2], 1e-6)
-
-            # Where it is not asked for by name, the program for CUDA calls it too.
-            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(specs, args)]
-            unnamed = jax.jit(lambda *args: attend(*args, backend=None)).trace(*placed)
-            lowered = unnamed.lower(lowering_platforms=("cuda",))
-            assert api.calls_of(lowered) == {("prefill", "triton")} and "sdy.sharding_rule" in lowered.as_text()
-    """,
-    "caches_under_plain_jit": """
-        from jax_sparse_mla.kv_cache import rows as functions
-
-        pages, rows, whole = P("x"), P("x"), P()
-        slots = jnp.arange(8, dtype=jnp.int32) * 18 - 2  # on every device's pages, and one on none
-        new = q[:, 0, 0].at[1, :2].set(-0.0)
-        written = write_kv(cache, slots, new)
-        gathered = gather_kv(written, slots)
-        seen = []  # by what stands for a kernel: the pages and rows that a device works on
-
-        def noting(function):
-            def noted(cache, slots, *args):
-                seen.append((cache.num_pages, len(slots)))
-                return function(cache, slots, *args)
-
-            return mock.patch.object(functions, function.__name__, noted)
-
-        jax.clear_caches()
-        with noting(functions.write_rows_reference), noting(functions.gather_rows_reference):
-            for of_cache, of_rows, moved, share in (
-                (pages, whole, [], (PAGES // 4, 8)),
-                (whole, rows, ["all-gather"], (PAGES, 8)),
-                (pages, rows, ["all-gather"], (PAGES // 4, 8)),  # of slots and rows, never of the cache
-            ):
-                got, collectives = run_plain(write_kv, (of_cache, of_rows, of_rows), cache, slots, new)
-                assert collectives == moved and share in seen and got.data.sharding.spec == of_cache, collectives
-                np.testing.assert_array_equal(got.data, written.data)
-            for of_cache, of_rows, moved, share in (
-                (whole, rows, [], (PAGES, 2)),
-                (pages, whole, ["all-reduce"], (PAGES // 4, 8)),
-                (pages, rows, ["all-gather", "all-reduce"], (PAGES // 4, 8)),
-            ):
-                got, collectives = run_plain(gather_kv, (of_cache, of_rows), written, slots)
-                assert collectives == moved and share in seen and got.sharding.spec == of_rows, collectives
-                np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16) for x in (got, gathered)))
-
-        keys, k = jnp.zeros((PAGES, PAGE * 132), jnp.uint8), q[:, 0, 0, :128]
-        got, collectives = run_plain(write_index_k, (pages, rows, rows), keys, slots, k)
-        assert collectives == ["all-gather"] and got.sharding.spec == pages, collectives
-        np.testing.assert_array_equal(got, write_index_k(keys, slots, k))
-        jax.clear_caches()
-    """,
-    "explicit_axes": """
-        square = jax.make_mesh((2, 2), ("x", "y"))  # explicit axes are its default
-        assert set(square.axis_types) == {jax.sharding.AxisType.Explicit}
-
-        def run_explicit(f, specs, *args):
-            sharded = [jax.device_put(x, NamedSharding(square, spec)) for spec, x in zip(specs, args)]
-            with jax.set_mesh(square):
-                compiled = jax.jit(f).lower(*sharded).compile()
-                results = compiled(*sharded)
-            return results, [name for name in COLLECTIVES if name in compiled.as_text()]
-
-        rows, both = P("x"), P("x", None, "y")
-        specs = (both, P(), rows, rows, P(), rows, P("y"))
-        results, collectives = run_explicit(decode, specs, *decode_args)
-        assert collectives == [] and results[0].sharding.spec == P("x", None, "y", None), collectives
-        assert_close(results, decode(*decode_args), 1e-6)
-
-        specs = (P("x", "y"), P(), rows, rows, P("y"))
-        results, collectives = run_explicit(prefill, specs, *prefill_args)
-        assert collectives == [] and results[2].sharding.spec == P("x", "y"), collectives
-        assert_close(results, prefill(*prefill_args), 1e-6)
-        results, _ = run_explicit(prefill, (P("x", "y"), P(), P(), P(), P()), *prefill_args)  # the rest follows q
-        assert_close(results, prefill(*prefill_args), 1e-6)
-
-        slots, new = jnp.arange(8, dtype=jnp.int32) * 3 - 2, q[:, 0, 0]
-        written, _ = run_explicit(write_kv, (P(), rows, rows), cache, slots, new)
-        np.testing.assert_array_equal(written.data, write_kv(cache, slots, new).data)
-        gathered, collectives = run_explicit(gather_kv, (P(), rows), cache, slots)
-        assert collectives == [] and gathered.sharding.spec[0] == "x"
-
-        # Eager calls, of arrays that are on no mesh too; the second of two compiles nothing.
-        over = jax.device_put(q, NamedSharding(square, rows))
-        counts = []
-        for _ in range(2):
-            results = sparse_mla_decode(over, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
-            counts.append(sharding._on_own_shares._cache_size())
-        assert counts[0] == counts[1]
-        expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
-        assert_close(results, expected, 1e-6)
-        pages = jax.device_put(cache, NamedSharding(square, P("x")))
-        for call in (lambda: gather_kv(pages, slots), lambda: sparse_mla_decode(q, pages, indices, softmax_scale=1.0)):
-            try:
-                call()
-            except ValueError as error:
-                assert "cache is sharded over explicit mesh axes" in str(error)
-            else:
-                raise AssertionError("a sharded cache was copied to every device")
-        assert_close(gathered.astype(jnp.float32), gather_kv(cache, slots).astype(jnp.float32), 0)
-    """,
-    "chunks_of_a_selection": """
-        # More than one chunk of rows, whose carry must vary as the rows do.
-        index_selection.SCRATCH_BYTES = 4 * 64 * 2
-        rows = q[:, :, :, :128].reshape(64, 128)
-        keys = write_index_k(jnp.zeros((4, 16 * 132), jnp.uint8), jnp.arange(64, dtype=jnp.int32), rows)
-        index_q = q[:, 0, :2, :128].astype(jnp.float8_e4m3fn)
-        table = jnp.tile(jnp.arange(4, dtype=jnp.int32), (8, 1))
-
-        def select(q, keys, table, lengths):
-            options = {"method": mla.TopkTransform.PAGED, "kv_page_table": table, "page_size": 16}
-            return mla.index_topk(q, jnp.ones((len(q), 2)), keys, table, lengths, 8, **options)
-
-        args, specs = (index_q, keys, table, jnp.full(8, 60, jnp.int32)), (P("x"), P(), P("x"), P("x"))
-        sharded, collectives = run_sharded(select, specs, P("x"), *args)
-        assert collectives == [], collectives
-        np.testing.assert_array_equal(sharded, select(*args))
-        sharded, collectives = run_plain(select, (P("x"), P(), P(), P("x")), *args)
-        assert collectives == [] and sharded.sharding.spec[0] == "x", collectives
-        np.testing.assert_array_equal(sharded, select(*args))
-    """,
-    "decode_steps": """
-        check_steps(None, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
-    """,
-    "chunks": """
-        check_steps(4, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
-    """,
-}
-# The same of the other model; each of its parts is cut by the bodies above too.
-LONG_BODIES = {
-    "decode_steps_of_v4": """
-        check_steps(4, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
-    """,
-    "chunks_of_v32": """
-        check_steps(None, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
-    """,
-}
-
-
-def run_bodies(bodies: dict[str, str]) -> dict[str, str]:
+# The functions of `sharded_bodies`, which is not imported here: it needs four devices.
+NAMES = (
+    "decode_over_heads",
+    "decode_over_tokens",
+    "prefill_over_heads",
+    "prefill_over_tokens",
+    "bfloat16_over_both",
+    "gradients_over_tokens",
+    "gradients_through_kernels",
+    "context_parallel",
+    "context_parallel_decode",
+    "context_parallel_prefill",
+    "plain_jit",
+    "plain_jit_of_a_kernel",
+    "caches_under_plain_jit",
+    "explicit_axes",
+    "chunks_of_a_selection",
+    "decode_steps",
+    "chunks",
+)
+
+
+def run_bodies(*arguments: str) -> dict[str, str]:
     """Every body's traceback, empty where it passed: one process for all, as starting one costs seconds."""
-    script = textwrap.dedent(PREAMBLE) + "\nimport json, traceback\nresults = {}\n"
-    for name, body in bodies.items():
-        run = f"try:\n    exec(compile({textwrap.dedent(body)!r}, {name!r}, 'exec'), dict(globals()))\n"
-        script += run + f"except Exception:\n    results[{name!r}] = traceback.format_exc()\n"
-        script += f"else:\n    results[{name!r}] = ''\n"
-    script += "print('RESULTS' + json.dumps(results))\n"
     # No accelerator, and no backend that a caller's environment asks for.
     dropped = (
         "JAX_SPARSE_MLA_BACKEND",
@@ -597,7 +55,7 @@ def run_bodies(bodies: dict[str, str]) -> dict[str, str]:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}",
     }
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-m", "sharded_bodies", *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -611,15 +69,19 @@ def run_bodies(bodies: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
-    return run_bodies(BODIES)
+    return run_bodies()
 
 
 @pytest.mark.long
 def test_steps_of_the_other_model():
-    failures = {name: error for name, error in run_bodies(LONG_BODIES).items() if error}
+    failures = {name: error for name, error in run_bodies("long").items() if error}
     assert not failures, "\n".join(failures.values())
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_sharded_equals_one_device(results, name):
     assert results[name] == "", results[name]
+
+
+def test_every_body_is_named(results):
+    assert list(results) == list(NAMES)
