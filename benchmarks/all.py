@@ -80,7 +80,7 @@ def _cases(backend: str, least: int, seconds: int) -> Part:
 
 def _serving(preset: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
-        return sum(run["preset"] == preset and run["commit"] == found["commit"] for run in found["runs"]) >= count
+        return sum(run["preset"] == preset and run["code"] == found["code"] for run in found["runs"]) >= count
 
     return Part(f"serving {preset}", "serving.json", f"serving --presets {preset}", seconds, whole)
 

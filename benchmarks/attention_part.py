@@ -4,8 +4,8 @@
 
 The model is the true-size slice of V4-Flash (51 GiB of weights), served by the JAX engine; the step benchmark
 (`benchmarks.step`) runs the attention of the same four layers without projections and experts. Both decode towards the
-same length. A kernel is the library's if the step benchmark runs it and XLA did not generate it. Prints µs a step of
-each kernel and writes attention_part.json to $OUT or benchmarks/results.
+same length. Prints µs a step of each of the library's kernels and writes attention_part.json to $OUT or
+benchmarks/results; the exit code is 1 where a kernel runs on one side alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
+import re
+import sys
 
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.stack import Stack, fill
@@ -24,29 +26,32 @@ from jax_sparse_mla.serving.presets import BENCH_CONFIGS
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
 WARM_UP, STEPS = 8, 24
+# The library's kernels of a decode step; XLA's own and those of projections and experts have other names.
+OURS = re.compile(
+    r"sparse_decode|topk_|index_logits|v4_layer|v4_metadata|write_kv|index_q|index_k|entries_kernel|carry_kernel"
+)
 
 
 def by_name(operations: list[Operation], steps: int) -> dict[str, float]:
-    """µs a step of each kernel, by its name."""
+    """µs a step of each of the library's kernels, by its name."""
     total = collections.Counter()
     for operation in operations:
-        total[operation.name] += (operation.end - operation.start) / steps / 1e3
+        if OURS.search(operation.name):
+            total[operation.name] += (operation.end - operation.start) / steps / 1e3
     return dict(total)
 
 
 def of_the_step_benchmark(ratios: tuple[int, ...], requests: int, context: int) -> dict[str, float]:
-    """µs a step of the library's kernels where nothing but attention runs."""
+    """µs a step of the library's kernels where little but attention runs."""
     program = Program(Stack(ratios=ratios, batch=requests, max_len=context), "decode", requests).lower().compile()
     steps = Steps(program, fill(program.stack, program.stack.empty_caches()))
     steps.start(decode_start(program.stack, staggered=False))
     steps(WARM_UP)
-    operations = device_operations(lambda: steps(STEPS))
-    generated = program.operation_names()
-    return by_name([o for o in operations if o.name not in generated and not o.name.startswith("Mem")], STEPS)
+    return by_name(device_operations(lambda: steps(STEPS)), STEPS)
 
 
 def of_the_model(model: Model, params, requests: int, context: int) -> tuple[dict[str, float], float]:
-    """µs a step of every kernel of the model's decode step, and of the GPU in all."""
+    """µs of the library's kernels in the model's decode step, and of the whole step on the GPU."""
     engine = Engine(model, params, EngineOptions(max_batch=requests, max_len=context))
     open_unread(engine, requests, context - ROOM, WARM_UP + STEPS + 2, seed=0)
 
@@ -60,32 +65,36 @@ def of_the_model(model: Model, params, requests: int, context: int) -> tuple[dic
     return by_name(operations, STEPS), busy_time(operations) / STEPS / 1e3
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--context", type=int, default=8192)
     arguments = parser.parse_args()
     model = Model.from_config(BENCH_CONFIGS["v4-flash-slice"])
-    content = environment() | {"context": arguments.context, "rows": []}
-    alone = {n: of_the_step_benchmark(model.ratios, n, arguments.context) for n in arguments.requests}
+    content, status = environment() | {"context": arguments.context, "rows": []}, 0
+    benchmark = {n: of_the_step_benchmark(model.ratios, n, arguments.context) for n in arguments.requests}
     params = model.init_params(0)
-    for requests in arguments.requests:
+    for requests, alone in benchmark.items():
         gc.collect()
         served, step = of_the_model(model, params, requests, arguments.context)
         kernels = {
-            name: {"step_benchmark_us": us, "model_us": served.get(name)} for name, us in alone[requests].items()
+            name: {"step_benchmark_us": alone.get(name), "model_us": served.get(name)}
+            for name in sorted(alone | served, key=lambda name: -served.get(name, 0.0))
         }
-        shared = [name for name in alone[requests] if name in served]
-        totals = [sum(of[name] for name in shared) for of in (alone[requests], served)]
-        row = {"requests": requests, "step_benchmark_us": totals[0], "model_us": totals[1], "model_step_us": step}
-        content["rows"].append(row | {"kernels": kernels})
+        row = {"requests": requests, "step_benchmark_us": sum(alone.values()), "model_us": sum(served.values())}
+        content["rows"].append(row | {"model_step_us": step, "kernels": kernels})
         write_json(results_folder() / "attention_part.json", content)
         print(
-            f"{requests} requests: {totals[0]:.1f} us alone, {totals[1]:.1f} in the model, of a step of {step:.1f} us"
+            f"{requests} requests, µs: {row['step_benchmark_us']:.1f} in the step benchmark, {row['model_us']:.1f} in"
         )
-        for name, us in sorted(alone[requests].items(), key=lambda item: -item[1]):
-            print(f"    {us:8.1f} {served.get(name, float('nan')):8.1f}  {name[:110]}")
+        print(f"    the model, whose step takes the GPU {step:.1f}")
+        for name, times in kernels.items():
+            print("   ", *(f"{'–' if us is None else f'{us:.1f}':>8}" for us in times.values()), name[:100])
+        if one_sided := sorted(alone.keys() ^ served.keys()):
+            status = 1
+            print(f"    on one side alone: {', '.join(one_sided)}")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,12 +17,14 @@ Of each variant a case is only timed after `benchmarks.sglang.guards` has compar
 no times, and the exit code is 1. A step of theirs also normalises and rotates the key and rotates the index query. Ours
 is measured by `python -m benchmarks.step` in a process of its own, before. Per case: wall time of a step among up to 50
 that are launched back to back, the time in which the GPU is busy, from the first operation to the last, operations, and
-what the host takes to enqueue one. Prints a table and writes peer_step.json to $OUT or benchmarks/results.
+what one takes the host, of four behind an idle GPU. Prints a table and writes peer_step.json to $OUT or
+benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib
 import json
@@ -46,7 +48,7 @@ from benchmarks.sglang.prepare import modules, prepare, use_compiled
 from benchmarks.sglang.state import State
 from benchmarks.sglang.step import STREAM_ROWS, VARIANTS, Graph, Step
 from benchmarks.stack import V4_FLASH_RATIOS, Stack
-from benchmarks.step import ROOM, STEPS, decode_start, device_operations, summary
+from benchmarks.step import ROOM, STEPS, decode_start, device_operations, host_us, summary
 
 DECODE = "1x8192,8x8192,64x8192,64x131072"
 
@@ -75,8 +77,8 @@ def times(state: State, graph: Graph, repeats: int, staggered: bool) -> dict:
     count = min((ROOM - 1) // (repeats + 1), STEPS)
     state.lens.copy_(torch.from_numpy(decode_start(state.stack, staggered)))
     run(graph, 1)
-    enqueue, wall = (statistics.median(column) for column in zip(*(run(graph, count) for _ in range(repeats))))
-    return {"steps": count, "wall_us": wall / count * 1e6, "enqueue_us": enqueue / count * 1e6}
+    wall = statistics.median(run(graph, count)[1] for _ in range(repeats))
+    return {"steps": count, "wall_us": wall / count * 1e6, "host_us": host_us(functools.partial(run, graph))}
 
 
 def profiled(graph: Graph, steps: int) -> dict:
@@ -154,7 +156,7 @@ def not_measured(file: str, reason: peers.NotMeasured) -> int:
 
 # --- report ----------------------------------------------------------------------------------------
 
-COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "enqueue_us")
+COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "host_us")
 
 
 def table(results: dict[str, dict[str, dict]]) -> str:

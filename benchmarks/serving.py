@@ -3,8 +3,9 @@
     python -m benchmarks.serving [--new-tokens 64] [--presets v4 v4-flash-slice] [--contexts 2048 8192 ...]
 
 The small V4 model, at the prompt length of `generate` too, and the true-size slice of V4-Flash, 51 GiB of weights,
-which takes about 100 s a context (131,072 tokens: longer). Each context is a process of its own. After each, writes
-serving.json to $OUT or benchmarks/results, beside the runs of other contexts, each with its commit, that stand there.
+which takes about 100 s a context (131,072 tokens: 190). Each context is a process of its own. After each, writes
+serving.json to $OUT or benchmarks/results, beside the runs of other contexts that stand there, of the same device and
+versions. Each run has its own commit and digest of the code.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def main() -> int:
         for context in CONTEXTS[preset]
         if not args.contexts or context in args.contexts
     ]
-    content, failed = environment(), 0
-    runs = {run["command"]: run for run in latest("serving.json").get("runs", [])}
+    here, before, failed = environment(), latest("serving.json"), 0
+    same = all(before.get(name) == here[name] for name in ("device", "versions"))
+    runs = {(run["preset"], run["context"]): run for run in before["runs"]} if same else {}
     call = [sys.executable, "-c", "import sys; from jax_sparse_mla.cli import main; sys.exit(main())", "bench"]
     for preset, context in chosen:
         arguments = ["--preset", preset, "--requests", "1,8,64", "--contexts", str(context)]
@@ -46,9 +48,9 @@ def main() -> int:
                 failed = code
                 continue
             found = json.loads(path.read_text())
-        command = f"jax-sparse-mla bench {' '.join(arguments)}"
-        runs[command] = {"commit": content["commit"], "command": command} | found
-        write_json(results_folder() / "serving.json", content | {"runs": list(runs.values())})
+        own = {"commit": here["commit"], "code": here["code"], "context": context}
+        runs[preset, context] = own | {"command": f"jax-sparse-mla bench {' '.join(arguments)}"} | found
+        write_json(results_folder() / "serving.json", here | {"runs": list(runs.values())})
     return failed
 
 

@@ -216,14 +216,14 @@ def steps() -> str:
     if not found:
         return "A step beside SGLang's: not measured."
     lines = [
-        "| requests × tokens | SGLang: wall, GPU, ms | operations | ours: wall, GPU, ms | operations | host to enqueue "
-        "it, ms | SGLang / ours |",
+        "| requests × tokens | SGLang: wall, GPU, ms | operations | ours: wall, GPU, ms | operations | host, ms "
+        "| SGLang / ours |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case, times in found["results"].items():
         ours, peer = times["ours"], times["B"]
         both = [f"{x['wall_us'] / 1e3:.2f}, {x['gpu_us'] / 1e3:.2f} | {x['operations']:.0f}" for x in (peer, ours)]
-        last = f"{ours['enqueue_us'] / 1e3:.2f} | {ratio(peer['wall_us'] / ours['wall_us'])}"
+        last = f"{_ms(ours.get('host_us'))} | {ratio(peer['wall_us'] / ours['wall_us'])}"
         lines.append(f"| {_sizes(case)} | {' | '.join(both)} | {last} |")
     count = next(iter(found["results"].values()))["ours"]["steps"]
     return "\n".join([*lines, "", f"Medians of runs of {count} steps; {made_by('peer_step')}."])
@@ -235,20 +235,19 @@ def torch_steps() -> str:
     if not found:
         return "The step from torch: not measured."
     lines = [
-        "| requests × tokens | JAX: wall, GPU, host to enqueue it, ms | torch: wall, GPU, host, ms "
-        "| GPU, torch / JAX |",
+        "| requests × tokens | JAX: wall, GPU, host, ms | torch: wall, GPU, host, ms | GPU, torch / JAX |",
         "| --- | --- | --- | --- |",
     ]
     for case, times in found["results"].items():
         both = [
-            ", ".join(f"{times[framework][f'{what}_us'] / 1e3:.2f}" for what in ("wall", "gpu", "enqueue"))
+            ", ".join(_ms(times[framework].get(f"{what}_us")) for what in ("wall", "gpu", "host"))
             for framework in ("jax", "torch")
         ]
         lines.append(
             f"| {_sizes(case)} | {' | '.join(both)} | {ratio(times['torch']['gpu_us'] / times['jax']['gpu_us'])} |"
         )
     count = next(iter(found["results"].values()))["jax"]["steps"]
-    return "\n".join([*lines, "", f"Medians of runs of {count} steps; {made_by('torch_step')}."])
+    return "\n".join([*lines, "", f"Medians of runs of {count} steps; commit {found['commit']}."])
 
 
 def suite() -> str:
@@ -306,11 +305,9 @@ def host() -> str:
     found = result("peer_step").get("results", {}).get("8x8192", {}).get("ours")
     if not found:
         return "* What a decode step costs the host: not measured."
-    wall, enqueue, gpu = (found[name] / 1e3 for name in ("wall_us", "enqueue_us", "gpu_us"))
-    return (
-        f"* A decode step of 8 requests takes {wall:.2f} ms, of which the GPU works {gpu:.2f}; the host needs "
-        f"{enqueue:.2f} ms to enqueue it."
-    )
+    wall, gpu, of_host = (_ms(found.get(name)) for name in ("wall_us", "gpu_us", "host_us"))
+    measured = "what it takes the host was not measured" if of_host == "–" else f"it takes the host {of_host} ms"
+    return f"* A decode step of 8 requests takes {wall} ms, of which the GPU works {gpu}; {measured}."
 
 
 def drop_in() -> str:
@@ -347,8 +344,12 @@ def served() -> str:
                 f"| {row['token_ms']['p50']:.2f} | {wall:.2f}, {gpu:.2f} "
                 f"| {ratio(wall / gpu)} | {row['attention_share']:.0%} |"
             )
-    commits = ", ".join(sorted({run["commit"] for run in found["runs"]}))
-    return "\n".join([*lines, "", f"Commits {commits}."])
+    of = {}
+    for run in found["runs"]:
+        of.setdefault(run["commit"], []).append(f"{run['preset']} at {run['context']:,}")
+    most = max(of, key=lambda commit: len(of[commit]))
+    others = "".join(f"; {', '.join(runs)}: {commit}" for commit, runs in of.items() if commit != most)
+    return "\n".join([*lines, "", f"Commit {most}{others}."])
 
 
 def attention_part() -> str:
@@ -365,7 +366,7 @@ def attention_part() -> str:
         lines.append(
             f"| {row['requests']} | {number(alone)} | {number(model)} | {ratio(model / alone)} | {number(step)} |"
         )
-    return "\n".join([*lines, "", f"{found['context']:,} tokens; {made_by('attention_part')}."])
+    return "\n".join([*lines, "", f"{found['context']:,} tokens; commit {found['commit']}."])
 
 
 # --- numbers and blocks ----------------------------------------------------------------------------
@@ -375,6 +376,10 @@ def number(us: float | None) -> str:
     if us is None:
         return "not measured"
     return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def _ms(us: float | None) -> str:
+    return "–" if us is None else f"{us / 1e3:.2f}"
 
 
 def ratio(value: float | None) -> str:

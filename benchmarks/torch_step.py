@@ -8,8 +8,8 @@ bytes, rows and parameters, the same kernels. Both first take three steps from t
 difference of their outputs is printed, which is to be 0. Then each is timed twice and profiled after either time, so
 that both have a second time behind a profiler; the second one counts. Per case and framework: wall time of a step among
 those called back to back, the time in which the GPU is busy, from the first operation to the last, operations, and what
-the host takes to enqueue a step. The last columns are torch over JAX. Prints a table and writes torch_step.json to $OUT
-or benchmarks/results.
+a step takes the host, of four behind an idle GPU. The last columns are torch over JAX. Prints a table and writes
+torch_step.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jax_sparse_mla import ForwardBatch, ForwardMode
 from jax_sparse_mla.layers import V4LayerCache
 
 DECODE = "1x8192,8x8192,64x8192,64x131072"
-COLUMNS = ("wall_us", "gpu_us", "layers_us", "span_us", "operations", "enqueue_us")
+COLUMNS = ("wall_us", "gpu_us", "layers_us", "span_us", "operations", "host_us")
 CHAIN = re.compile(r"^loop_add_fusion|CUDAFunctor_add<c10::BFloat16>")  # the additions, by XLA's name and by torch's
 COMPARED_STEPS = 3
 

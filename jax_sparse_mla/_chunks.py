@@ -1,4 +1,4 @@
-"""Functions of rows, mapped over many rows in chunks that fit in memory."""
+"""Functions of a row, mapped over many rows in chunks that fit in memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def map_rows(function: Callable[[Any], Any], rows: Any, at_most: int) -> Any:
     """`jax.lax.map` of a pytree of arrays `[n, …]`, with no more than `at_most` (at least 1) rows in a chunk.
 
-    A chunk size that divides n leaves no rest, which XLA would compile as a second copy of the function. So the largest
-    divisor is taken, unless it is less than half of `at_most`.
+    All chunks have one size; the first rows are taken again where the last chunk is not full. `jax.lax.map` alone would
+    treat a rest by itself, and XLA compile the function twice. Its gradient costs what that of `jax.lax.map` costs.
     """
     count, at_most = jax.tree.leaves(rows)[0].shape[0], max(1, at_most)
-    divides = (size for size in range(at_most, (at_most - 1) // 2, -1) if count % size == 0)
-    return jax.lax.map(function, rows, batch_size=next(divides, at_most) if count > at_most else at_most)
+    if count <= at_most:
+        return jax.lax.map(function, rows, batch_size=at_most)
+    chunks = -(-count // at_most)
+    size = -(-count // chunks)
+    if missing := chunks * size - count:
+        rows = jax.tree.map(lambda x: jnp.concatenate([x, x[:missing]]), rows)
+    found = jax.lax.map(function, rows, batch_size=size)
+    return jax.tree.map(lambda x: x[:count], found) if missing else found

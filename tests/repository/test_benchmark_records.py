@@ -67,12 +67,14 @@ def test_a_served_row_says_what_was_measured_or_why_not(results):
     }
     row |= {"step_ms": 6.0, "step_gpu_ms": 4.0, "attention_share": 0.25, "problem": None}
     failed = dict.fromkeys(row) | {"requests": 64, "context": 2048, "problem": "does not fit"}
-    results("serving", runs=[{"preset": "v4", "commit": "def", "rows": [row, failed]}])
+    run = {"preset": "v4", "context": 2048, "commit": "def", "rows": [row, failed]}
+    runs = [run, *({"preset": "v32", "context": 2048, "commit": commit, "rows": []} for commit in ("def", "abc"))]
+    results("serving", runs=runs)
     assert tables.served().splitlines()[2:] == [
         "| v4 | 2,048 | 8 | 5.0 | 1,234 | 5.04 | 6.00, 4.00 | 1.50 | 25% |",
         "| v4 | 2,048 | 64 | does not fit | – | – | – | – | – |",
         "",
-        "Commits def.",
+        "Commit def; v32 at 2,048: abc.",
     ]
 
 

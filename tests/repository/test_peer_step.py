@@ -35,7 +35,7 @@ def test_a_case_is_a_stack():
 
 
 def test_the_table_compares_variants_that_do_what_ours_does():
-    times = {"steps": 8, "wall_us": 1000.0, "gpu_us": 900.0, "operations": 444.0, "enqueue_us": 30.0, "moved": False}
+    times = {"steps": 8, "wall_us": 1000.0, "gpu_us": 900.0, "operations": 444.0, "host_us": 30.0, "moved": False}
     theirs = times | {"wall_us": 1500.0, "span_us": 1400.0}
     ours = {"8x8192": times, "8x8192@a=1&b=2": times, "1x8192": times}
     results = {"8x8192": {"A": theirs, "B": theirs, "C": theirs}, "1x8192": {"B": theirs}}

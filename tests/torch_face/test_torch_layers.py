@@ -297,7 +297,7 @@ def test_a_captured_step_equals_jax_s_to_the_bit(backend, batch, monkeypatch):
 
 def test_the_benchmark_s_table_has_torch_over_jax():
     times = {"wall_us": 1000.0, "gpu_us": 800.0, "layers_us": 750.0, "span_us": 900.0}
-    times |= {"operations": 175.0, "enqueue_us": 300.0}
+    times |= {"operations": 175.0, "host_us": 300.0}
     lines = torch_step.table({"8x8192": {"jax": times, "torch": times | {"gpu_us": 820.0}}}).splitlines()
     assert lines[1].split() == ["8x8192", "jax", "1,000", "800", "750", "900", "175", "300"]
     assert lines[2].split()[-4:] == ["1.000", "1.025", "1.000", "1.000"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,21 +17,35 @@ BLOCK = 256
 
 @contextlib.contextmanager
 def eager_in_blocks() -> Iterator[None]:
-    """Within it, and as a decorator, transformers' eager attention takes `BLOCK` query rows at a time.
+    """Within it, in all threads, transformers' eager attention takes `BLOCK` query rows at a time. Also a decorator.
 
     Eager attention multiplies each query with each key, and then masks most scores: of 3,400 keys a row of V4's window
     layers sees 128. Of a block's rows only the keys that one of them sees are multiplied; a key that no row sees adds
     exactly zero. The functions that compute are transformers' own. Attention weights are not returned.
     """
-    before = ALL_ATTENTION_FUNCTIONS.get("eager")
-    ALL_ATTENTION_FUNCTIONS["eager"] = _attend
+    _Entered.change(1)
     try:
         yield
     finally:
-        if before is None:
-            ALL_ATTENTION_FUNCTIONS.pop("eager", None)
-        else:
-            ALL_ATTENTION_FUNCTIONS["eager"] = before
+        _Entered.change(-1)
+
+
+class _Entered:
+    """How many have entered, and the function that transformers had for "eager" before the first of them, if any."""
+
+    lock, count, before = threading.Lock(), 0, None
+
+    @classmethod
+    def change(cls, by: int) -> None:
+        with cls.lock:
+            if cls.count == 0:
+                cls.before = ALL_ATTENTION_FUNCTIONS.get("eager")
+                ALL_ATTENTION_FUNCTIONS["eager"] = _attend
+            cls.count += by
+            if cls.count == 0:
+                del ALL_ATTENTION_FUNCTIONS["eager"]
+                if cls.before is not None:
+                    ALL_ATTENTION_FUNCTIONS["eager"] = cls.before
 
 
 def _attend(
@@ -44,11 +59,13 @@ def _attend(
     """The module's own eager attention of queries `[batch, heads, rows, d]`, with an additive mask, by blocks."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     rows = query.shape[2]
-    if query.device.type != "cpu" or rows <= BLOCK or attention_mask is None or attention_mask.dtype == torch.bool:
+    whole = rows <= BLOCK or query.device.type != "cpu" or attention_mask is None or attention_mask.dtype == torch.bool
+    if whole or attention_mask.shape[2:] != (rows, key.shape[2]):
         return eager(module, query, key, value, attention_mask, **options)
-    seen = (attention_mask > torch.finfo(attention_mask.dtype).min).any(1)
+    seen = attention_mask > torch.finfo(attention_mask.dtype).min
     if not seen.any(-1).all():  # softmax gives a row that sees nothing equal parts of all keys
         return eager(module, query, key, value, attention_mask, **options)
+    seen = seen.any(1)
     outputs = []
     for start in range(0, rows, BLOCK):
         block = slice(start, start + BLOCK)
