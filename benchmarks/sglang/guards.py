@@ -106,7 +106,9 @@ def check_chunk(state: State, seen: dict[int, Seen | None], rows: int) -> Report
         layer = state.layers[number]
         owned, where = Request.of(state, layer, 0), f"layer {number} of ratio {layer.ratio}"
         try:
-            found = compare(state, number, 0, owned, owned, found, rows - 2, state.stack.max_len - 1)
+            # SGLang leaves C128's state alone where a chunk ends with a whole group: nothing reads it then.
+            length, with_state = state.stack.max_len - 1, layer.ratio == INDEXED_RATIO
+            found = compare(state, number, 0, owned, owned, found, rows - 2, length, with_state=with_state)
             share = _check_entries(state, number, owned)
         except GuardError as error:
             failures.append(f"{where}: {error}")
@@ -214,6 +216,7 @@ def compare(
     seen: Seen,
     row: int | None = None,
     length: int | None = None,
+    with_state: bool = True,
 ) -> Report:
     """One layer and request against `v4_layer`.
 
@@ -222,6 +225,7 @@ def compare(
       before, after: what the request owns. seen: what SGLang's step gave and made.
       row: the request's in the step's inputs and outputs, by default `request`.
       length: of the request, with the step's token; by default all that its table holds.
+      with_state: whether the compressors' states are compared, too.
     """
     stack, layer = state.stack, state.layers[number]
     row, length = request if row is None else row, stack.max_len if length is None else length
@@ -245,7 +249,7 @@ def compare(
         share = _selected(np.asarray(logits[0]), chosen, stack.spec.index_topk)
     actual = _cache(mini, layer.ratio, after, pages, swa_pages)
     try:
-        changed = _check_caches(mini, layer.ratio, position, expected, actual, tables)
+        changed = _check_caches(mini, layer.ratio, position, expected, actual, tables, with_state)
     except GuardError as reason:
         raise GuardError(f"{reason} (selected {share:.4f}, output error {error:.2g})") from None
     return Report(share, error, changed, 0.0)
@@ -355,7 +359,7 @@ def _selected(logits: np.ndarray, chosen: np.ndarray, topk: int) -> float:
     return float(np.mean(logits[chosen] >= last - LOGIT_ERROR * np.abs(logits).max()))
 
 
-def _check_caches(mini: Stack, ratio: int, position: int, expected, actual, tables) -> float:
+def _check_caches(mini: Stack, ratio: int, position: int, expected, actual, tables, with_state: bool) -> float:
     """The share of different bytes in the rows written.
 
     Raises:
@@ -367,7 +371,7 @@ def _check_caches(mini: Stack, ratio: int, position: int, expected, actual, tabl
     if ratio:
         shares.append(_check_kv(mini, expected.compressed, actual.compressed, slot // ratio))
         for ours, theirs in zip(jax.tree.leaves(expected.state), jax.tree.leaves(actual.state), strict=True):
-            if not np.array_equal(ours, theirs):
+            if with_state and not np.array_equal(ours, theirs):
                 raise GuardError(f"the compressor's state differs in a layer of ratio {ratio}")
     if ratio == INDEXED_RATIO:
         shares.append(_check_index_k(expected.index_k, actual.index_k, slot // ratio))
@@ -417,8 +421,13 @@ def _near(ours: np.ndarray, theirs: np.ndarray, step: float, what: str) -> None:
     scale = np.maximum(np.abs(ours), np.abs(theirs))
     # Among the smallest numbers of a format steps no longer shrink with the value.
     most = np.maximum(step * scale, 2**-9 * scale.max(-1, keepdims=True))
-    if not (np.abs(ours - theirs) <= most).all():
-        raise GuardError(f"{what} differ by up to {np.abs(ours - theirs).max():.3g} of {scale.max():.3g}")
+    apart = np.abs(ours - theirs)
+    if not (apart <= most).all():
+        worst = np.unravel_index(np.argmax(apart - most), apart.shape)
+        raise GuardError(
+            f"{(~(apart <= most)).sum()} of {apart.size} {what} differ by more than a step, the worst are "
+            f"{ours[worst]:.4g} and {theirs[worst]:.4g} in a row whose largest is {scale[worst[:-1]].max():.4g}"
+        )
 
 
 def _bf16(x: torch.Tensor) -> jax.Array:
