@@ -48,7 +48,7 @@ from benchmarks.sglang.prepare import modules, prepare, use_compiled
 from benchmarks.sglang.state import State
 from benchmarks.sglang.step import STREAM_ROWS, VARIANTS, Graph, Step
 from benchmarks.stack import V4_FLASH_RATIOS, Stack
-from benchmarks.step import ROOM, STEPS, decode_start, device_operations, host_us, summary
+from benchmarks.step import ROOM, decode_start, device_operations, host_us, summary, timed_steps
 
 DECODE = "1x8192,8x8192,64x8192,64x131072"
 
@@ -73,8 +73,8 @@ class Case(NamedTuple):
 
 
 def times(state: State, graph: Graph, repeats: int, staggered: bool) -> dict:
-    """Times `repeats` runs of STEPS steps each, on ever longer requests as `benchmarks.step` does."""
-    count = min((ROOM - 1) // (repeats + 1), STEPS)
+    """Times `repeats` runs, on ever longer requests as `benchmarks.step` does."""
+    count = timed_steps(repeats)
     state.lens.copy_(torch.from_numpy(decode_start(state.stack, staggered)))
     run(graph, 1)
     wall = statistics.median(run(graph, count)[1] for _ in range(repeats))

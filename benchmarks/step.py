@@ -46,8 +46,8 @@ LONG = "393216/8192"
 # A decode case starts so many tokens before its bucket is full, and times runs of so many steps.
 ROOM = 320
 STEPS = 50
-# Steps enqueued behind an idle device: so few that the host does not wait for the device.
-BURST = 4
+# Steps enqueued behind an idle device, so few that the host does not wait for the device; and how often.
+BURST, BURSTS = 4, 3
 
 
 def decode_start(stack: Stack, staggered: bool) -> np.ndarray:
@@ -257,9 +257,14 @@ class Steps:
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.caches)]
 
 
+def timed_steps(repeats: int) -> int:
+    """How many steps a run has, so that `measure` of so many runs ends before the bucket is full."""
+    return min((ROOM - 1 - BURSTS * BURST) // (repeats + 1), STEPS)
+
+
 def host_us(run: Callable[[int], tuple[float, float]], steps: int = BURST) -> float:
     """What a step takes the host, in microseconds; `run(steps)` as `Steps`, which waits for the device at its end."""
-    return statistics.median(run(steps)[0] for _ in range(3)) / steps * 1e6
+    return statistics.median(run(steps)[0] for _ in range(BURSTS)) / steps * 1e6
 
 
 def measure(
@@ -293,9 +298,8 @@ def measure(
 
 def decode_case(program: Program, repeats: int, staggered: bool) -> tuple[dict, list[Operation]]:
     caches = fill(program.stack, program.stack.empty_caches())
-    count = (ROOM - 1) // (repeats + 1)
     start = decode_start(program.stack, staggered)
-    return measure(Steps(program, caches), start, min(count, STEPS), repeats, rewind=False)
+    return measure(Steps(program, caches), start, timed_steps(repeats), repeats, rewind=False)
 
 
 def prefill_case(program: Program, prompt: int, repeats: int) -> tuple[dict, list[Operation]]:

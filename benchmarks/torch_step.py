@@ -29,7 +29,7 @@ from sparse_mla_torch.layers import prepare_v4_step, v4_layer
 
 from benchmarks.record import environment, results_folder, write_json
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
-from benchmarks.step import ROOM, STEPS, Program, Steps, busy_time, by_kind, compile_all, decode_start, measure
+from benchmarks.step import Program, Steps, busy_time, by_kind, compile_all, decode_start, measure, timed_steps
 from jax_sparse_mla import ForwardBatch, ForwardMode
 from jax_sparse_mla.layers import V4LayerCache
 
@@ -125,7 +125,7 @@ def measure_case(program: Program, repeats: int, kinds: int) -> dict:
         steps(COMPARED_STEPS)
     outs = np.asarray(both["jax"].state[2].astype(np.float32)), of_torch.out.float().cpu().numpy()
     found = {"difference": float(np.abs(outs[0] - outs[1]).max()), "largest": float(np.abs(outs[0]).max())}
-    count = min((ROOM - 1) // (repeats + 1), STEPS)
+    count = timed_steps(repeats)
     for _ in range(2):
         for name, steps in both.items():
             found[name], operations = measure(steps, start, count, repeats, rewind=False)

@@ -182,3 +182,31 @@ def test_staggered_requests_differ_in_length():
     assert step.decode_start(small, True).tolist() == [first, first - 1, first - 2]
     lengths = Program(small, "decode", 3).state([], step.decode_start(small, True))[1]
     assert lengths.dtype == jnp.int32 and lengths.tolist() == [first, first - 1, first - 2]
+
+
+@pytest.mark.parametrize("repeats", [1, 5, 9, 30])
+def test_a_case_ends_before_its_bucket_is_full(repeats, monkeypatch):
+    """And the host's time is that of steps behind an idle device: in longer runs it waits."""
+
+    class Steps:
+        done = 0
+
+        def start(self, tokens):
+            self.done = 0
+
+        def __call__(self, count):
+            self.done += count
+            return count * 30e-6 if count <= step.BURST else count * 900e-6, count * 1e-3
+
+        def moved(self):
+            return False
+
+    def operations(run):
+        run()
+        return [step.Operation("kernel", 0, 500, 1)]
+
+    monkeypatch.setattr(step, "device_operations", operations)
+    steps = Steps()
+    found, _ = step.measure(steps, 0, step.timed_steps(repeats), repeats, rewind=False)
+    assert steps.done <= step.ROOM and found["steps"] == min(50, (320 - 13) // (repeats + 1))
+    assert found["host_us"] == pytest.approx(30) and found["wall_us"] == pytest.approx(1000)
