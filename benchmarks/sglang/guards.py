@@ -106,7 +106,7 @@ def check_chunk(state: State, seen: dict[int, Seen | None], rows: int) -> Report
         layer = state.layers[number]
         owned, where = Request.of(state, layer, 0), f"layer {number} of ratio {layer.ratio}"
         try:
-            # SGLang leaves C128's state alone where a chunk ends with a whole group: nothing reads it then.
+            # Where a chunk ends with a whole group, nothing of C128's state is read before it is written again.
             length, with_state = state.stack.max_len - 1, layer.ratio == INDEXED_RATIO
             found = compare(state, number, 0, owned, owned, found, rows - 2, length, with_state=with_state)
             share = _check_entries(state, number, owned)

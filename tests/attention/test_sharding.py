@@ -6,16 +6,8 @@ The bodies run in another process, which has four virtual CPU devices; this one 
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
-
-DEVICES = 4
-SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
+import virtual_devices
 
 # The functions of `sharded_bodies`, which is not imported here: it needs four devices.
 NAMES = (
@@ -39,32 +31,9 @@ NAMES = (
 )
 
 
-def run_bodies(*arguments: str) -> dict[str, str]:
+def run_bodies(*names: str) -> dict[str, str]:
     """Every body's traceback, empty where it passed: one process for all, as starting one costs seconds."""
-    # No accelerator, and no backend that a caller's environment asks for.
-    dropped = (
-        "JAX_SPARSE_MLA_BACKEND",
-        "JAX_SPARSE_MLA_DECODE_BACKEND",
-        "JAX_SPARSE_MLA_PREFILL_BACKEND",
-    )
-    environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), SUPPORT])
-    environment |= {
-        "PYTHONPATH": path,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "sharded_bodies", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS")]
-    assert done.returncode == 0 and lines, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return json.loads(lines[-1].removeprefix("RESULTS"))
+    return virtual_devices.results(virtual_devices.start("sharded_bodies", *names, devices=4), timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +43,7 @@ def results() -> dict[str, str]:
 
 @pytest.mark.long
 def test_steps_of_the_other_model():
-    failures = {name: error for name, error in run_bodies("long").items() if error}
+    failures = {name: error for name, error in run_bodies("decode_steps_of_v4", "chunks_of_v32").items() if error}
     assert not failures, "\n".join(failures.values())
 
 

@@ -1,35 +1,13 @@
 """The engine over meshes of devices against the engine on one: in processes of their own, with virtual CPU devices."""
 
-import json
-import os
-import pathlib
+import functools
 import socket
-import subprocess
-import sys
 
 import pytest
+import virtual_devices
+from virtual_devices import results
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "serving_over_mesh.py"
-
-
-def start(*arguments, devices):
-    """The script in a process of so many virtual devices; no backend that a caller's environment asks for."""
-    dropped = [f"JAX_SPARSE_MLA_{name}BACKEND" for name in ("", "DECODE_", "PREFILL_")]
-    environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def results(process, timeout=900):
-    try:
-        out, error = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    lines = [line for line in out.splitlines() if line.startswith("RESULTS")]
-    assert process.returncode == 0 and lines, f"exit {process.returncode}\n{out}\n{error}"
-    return json.loads(lines[-1].removeprefix("RESULTS"))
+start = functools.partial(virtual_devices.start, "serving_over_mesh")
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,8 @@ python serving_over_mesh.py --process I PORT     process I of two, each with two
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
-import traceback
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from toy_model import ToyModel
+from virtual_devices import assert_refused, report, run_cases
 
 from jax_sparse_mla.attention import context_parallel_decode, cut_pages, sparse_mla_decode
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
@@ -198,12 +197,7 @@ def refusals():
         (lambda: cut_model(Model(dataclasses.replace(model.config, o_groups=2)), params, mesh_of(1, 4)), "2 output"),
         (lambda: MeshEngine(model, params, dataclasses.replace(OPTIONS, trace=True), mesh_of(4, 1)), "trace"),
     ):
-        try:
-            call()
-        except ValueError as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError(words)
+        assert_refused(call, words)
 
 
 CASES = {
@@ -242,7 +236,7 @@ def over_processes(index, port):
     mine = served(over(model, params, mesh_of(2, 2)), requests(4))
     if index == 0:
         assert_same_tokens(mine, served(Engine(model, params, OPTIONS), requests(4)))
-    print("RESULTS" + json.dumps([request.output for request in mine]), flush=True)
+    report([request.output for request in mine])
     # Both have said what they have. Now and then jaxlib's coordination service aborts where it is shut down in order.
     multihost_utils.sync_global_devices("both have printed")
     os._exit(0)
@@ -252,16 +246,7 @@ def main(arguments):
     if arguments[:1] == ["--process"]:
         return over_processes(*map(int, arguments[1:]))
     assert len(jax.devices()) == 4
-    results = {}
-    for name in arguments or CASES:
-        try:
-            CASES[name]()
-        except Exception:
-            results[name] = traceback.format_exc()
-        else:
-            results[name] = ""
-        print(name, results[name] or "passed", file=sys.stderr, flush=True)
-    print("RESULTS" + json.dumps(results))
+    run_cases(CASES, arguments or CASES)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What runs over four devices, by name: `python -m sharded_bodies [long]` runs all and prints their tracebacks.
+"""What runs over four devices and is compared with one; tests/attention/test_sharding.py starts the process.
 
-Each is compared with one device. The process needs four devices: see `test_sharding`.
+python sharded_bodies.py [NAME ...]     all but the long ones by default
 """
 
 import dataclasses
-import json
+import functools
 import re
 import sys
-import traceback
 from unittest import mock
 
 import jax
@@ -25,6 +24,7 @@ from sharded_world import (
     SLOTS,
     TOPK,
     assert_close,
+    attend,
     cache,
     check_steps,
     decode,
@@ -43,6 +43,7 @@ from sharded_world import (
     run_sharded,
     sink,
 )
+from virtual_devices import assert_refused, run_cases
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import index_selection, sharding, write_index_k
@@ -203,34 +204,8 @@ def context_parallel_decode():
     own_lengths = lengths.at[2].set(TOPK)
     extra_lengths = jnp.asarray(rng.integers(0, EXTRA_TOPK + 1, BATCH), jnp.int32).at[2].set(EXTRA_TOPK)
 
-    def over_pages(q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink, **options):
-        return context_parallel_decode(
-            q,
-            cache,
-            indices,
-            axis_name="x",
-            softmax_scale=0.3,
-            topk_length=lengths,
-            extra_cache=extra_cache,
-            extra_indices=extra_indices,
-            extra_topk_length=extra_lengths,
-            attn_sink=sink,
-            **options,
-        )
-
-    def whole(q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink):
-        return sparse_mla_decode(
-            q,
-            cache,
-            indices,
-            softmax_scale=0.3,
-            topk_length=lengths,
-            extra_cache=extra_cache,
-            extra_indices=extra_indices,
-            extra_topk_length=extra_lengths,
-            attn_sink=sink,
-        )
-
+    over_pages = functools.partial(attend, context_parallel_decode, axis_name="x")
+    whole = functools.partial(attend, sparse_mla_decode)
     args = [q, cache, spread, own_lengths, extra_cache, extra_spread, extra_lengths, sink]
     expected = whole(*args)
     empty = np.isneginf(expected[1])
@@ -301,12 +276,7 @@ def context_parallel_decode():
         (lambda: cut_pages(cache, 3), "3 devices cannot share 8 pages"),
         (lambda: run_sharded(plain, (P(), P("x"), P()), heads, bf16[:, :, :3], pages, spread), "3 heads"),
     ):
-        try:
-            call()
-        except ValueError as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError(words)
+        assert_refused(call, words)
 
 
 @body
@@ -542,18 +512,5 @@ def chunks_of_v32():
     check_steps(None, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
 
 
-def main() -> None:
-    """Prints every body's traceback, empty where it passed."""
-    errors = {}
-    for name, function in (LONG_BODIES if "long" in sys.argv[1:] else BODIES).items():
-        try:
-            function()
-        except Exception:
-            errors[name] = traceback.format_exc()
-        else:
-            errors[name] = ""
-    print("RESULTS" + json.dumps(errors))
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(BODIES | LONG_BODIES, sys.argv[1:] or BODIES)

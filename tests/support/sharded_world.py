@@ -68,8 +68,9 @@ def assert_close(actual, expected, tolerance):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def decode(q, cache, indices, lengths, extra_cache, extra_indices, sink):
-    return sparse_mla_decode(
+def attend(function, q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths=None, sink=None, **options):
+    """Calls a decode function of two caches. The arrays are positional, so that a mesh can cut them."""
+    return function(
         q,
         cache,
         indices,
@@ -77,8 +78,14 @@ def decode(q, cache, indices, lengths, extra_cache, extra_indices, sink):
         topk_length=lengths,
         extra_cache=extra_cache,
         extra_indices=extra_indices,
+        extra_topk_length=extra_lengths,
         attn_sink=sink,
+        **options,
     )
+
+
+def decode(q, cache, indices, lengths, extra_cache, extra_indices, sink):
+    return attend(sparse_mla_decode, q, cache, indices, lengths, extra_cache, extra_indices, None, sink)
 
 
 def prefill(q, kv, indices, lengths, sink):
