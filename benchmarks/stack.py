@@ -233,8 +233,13 @@ def decode_step(stack: Stack, state, rows, params, tables):
         seq_lens=seq_lens + 1,
         out_cache_loc=tables.req_to_token[requests, seq_lens],
     )
-    caches, out = _layers(stack, caches, rows, params, batch, tables, gathered=False)
+    caches, out = decode_layers(stack, caches, rows, params, batch, tables)
     return caches, batch.seq_lens, out
+
+
+def decode_layers(stack: Stack, caches, rows, params, batch: ForwardBatch, tables):
+    """`(caches, out)` after all layers of any decode step over the stack's tables."""
+    return _layers(stack, caches, rows, params, batch, tables, gathered=False)
 
 
 def _prefill(stack: Stack, state, rows, params, tables, end):

@@ -221,6 +221,12 @@ def by_kind(program: Program, operations: list[Operation], steps: int) -> list[K
     return sorted(kinds, reverse=True)
 
 
+@functools.partial(jax.jit, donate_argnums=(0, 1), keep_unused=True)
+def _restarted(count: jax.Array, out: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`count` and `out` as `Program.state` makes them, in the same buffers."""
+    return jnp.broadcast_to(tokens, count.shape).astype(count.dtype), jnp.zeros_like(out)
+
+
 class Steps:
     """Calls of a program, each with the state that the last one returned."""
 
@@ -234,8 +240,14 @@ class Steps:
         return self.state[0]
 
     def start(self, tokens: int | np.ndarray) -> None:
-        """The next call finds so many tokens done; the caches stay as they are."""
-        self.state = jax.block_until_ready(self.program.state(self.caches, tokens))
+        """The next call finds so many tokens done; the caches stay as they are, and every buffer where it is: XLA
+        records a CUDA graph anew for one that moved."""
+        caches, *rest = self.state
+        if not rest:
+            self.state = self.program.state(caches, tokens)
+        else:
+            self.state = (caches, *_restarted(*rest, tokens))
+        jax.block_until_ready(self.state)
 
     def __call__(self, steps: int) -> tuple[float, float]:
         """Seconds until all calls are enqueued, and until their results are there. Nothing may wait for the device

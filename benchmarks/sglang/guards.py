@@ -140,7 +140,8 @@ def _check_entries(state: State, number: int, owned: Request) -> float:
         entries, slots = _entries(stack, layer.ratio, layer.index_compressor, params.index_compressor, tables)
         ours = write_transformed_index_k(jnp.zeros_like(actual.index_k), slots, entries)
         keys = [_keys(np.asarray(data), np.asarray(slots)) for data in (ours, actual.index_k)]
-        _near(*keys, E4M3_STEP, "index keys' values")
+        # A key is rounded to bfloat16 in other places before its transform, which spreads each error over the row.
+        _near(*keys, E4M3_STEP, "index keys' values", of_row=BF16_STEP)
         shares.append((keys[0] != keys[1]).mean())
     return float(max(shares))
 
@@ -416,11 +417,13 @@ def _only_there_differ(ours: np.ndarray, theirs: np.ndarray, page: int, written:
     return float(share)
 
 
-def _near(ours: np.ndarray, theirs: np.ndarray, step: float, what: str) -> None:
-    """Within one step of the format: values that lie on either side of a rounding boundary."""
+def _near(ours: np.ndarray, theirs: np.ndarray, step: float, what: str, of_row: float = 0.0) -> None:
+    """Within one step of the format, values that lie on either side of a rounding boundary, and `of_row` of the row's
+    largest."""
     scale = np.maximum(np.abs(ours), np.abs(theirs))
     # Among the smallest numbers of a format steps no longer shrink with the value.
-    most = np.maximum(step * scale, 2**-9 * scale.max(-1, keepdims=True))
+    largest = scale.max(-1, keepdims=True)
+    most = np.maximum(step * scale, 2**-9 * largest) + of_row * largest
     apart = np.abs(ours - theirs)
     if not (apart <= most).all():
         worst = np.unravel_index(np.argmax(apart - most), apart.shape)

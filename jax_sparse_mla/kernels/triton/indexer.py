@@ -34,8 +34,9 @@ _E4M3_MAX = tl.constexpr(448.0)
 
 _FILL = tl.constexpr(2048)  # columns that one store fills
 
-# As many lines as the kernel of a layer takes: the order of the transform's sums is theirs, and so are the bits.
-QUANTIZE_OPTIONS = {"LINES": 32, "num_warps": 4}
+# The kernel of a layer takes fewer lines at a time; the bits are the same.
+QUANTIZE_OPTIONS = {"LINES": 64, "STAGES": 3, "num_warps": 4}
+QUANTIZE_PROGRAMS_PER_SM = 2
 WRITE_OPTIONS = {"TOKENS": 16, "num_warps": 4}
 DECODE_OPTIONS = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
 PREFILL_OPTIONS = {"ROWS": 4, "COLUMNS": 4096, "BLOCK": 64, "STAGES": 3, "num_warps": 4}
@@ -124,11 +125,11 @@ def quantize_index_q_kernel(
     HADAMARD: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     LINES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    first = tl.program_id(0) * LINES
     if HADAMARD:
         signs = _sylvester()
-    while first < n:
+    for first in tl.range(tl.program_id(0) * LINES, n, tl.num_programs(0) * LINES, num_stages=STAGES):
         line = first + tl.arange(0, LINES)
         inside = line < n
         at = line.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
@@ -136,7 +137,6 @@ def quantize_index_q_kernel(
         values, scale = _quantize(_hadamard(q, signs) if HADAMARD else q.to(tl.float32), HARDWARE_FP8)
         tl.store(values_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + at, values, mask=inside[:, None])
         tl.store(scale_ptr + line, scale, mask=inside)
-        first += tl.num_programs(0) * LINES
 
 
 @triton.jit
@@ -471,7 +471,8 @@ def quantize_index_q(execute: Executor, q, *, hadamard: bool, out: Sequence[Any]
     shape = tuple(q.shape)
     lines = math.prod(shape[:-1])
     # Programs share the lines out, and each makes the transform's matrix once.
-    grid = (min(triton.cdiv(lines, QUANTIZE_OPTIONS["LINES"]), 4 * execute.device.sm_count),)
+    most = QUANTIZE_PROGRAMS_PER_SM * execute.device.sm_count
+    grid = (min(triton.cdiv(lines, QUANTIZE_OPTIONS["LINES"]), most),)
     outputs = Output(shape, "float8_e4m3fn"), Output(shape[:-1], "float32")
     constants = {"HADAMARD": hadamard, "HARDWARE_FP8": execute.device.hardware_fp8, **QUANTIZE_OPTIONS}
     return execute(Launch(quantize_index_q_kernel, "quantize_index_q", grid, (lines,), outputs, constants), (q,), out)

@@ -25,7 +25,6 @@ from jax_sparse_mla.kernels.triton.compressor import (
 from jax_sparse_mla.kernels.triton.indexer import (
     _DIM,
     _TOKEN_BYTES,
-    QUANTIZE_OPTIONS,
     TOKEN_BYTES,
     _hadamard,
     _quantize,
@@ -35,6 +34,8 @@ from jax_sparse_mla.kernels.triton.kv_cache import at_page, load_bfloat16_bits, 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _CHUNK = tl.constexpr(64)
+
+QUANTIZED_LINES = 32  # of index queries that a program takes
 
 
 @triton.jit
@@ -346,7 +347,7 @@ def v4_layer(
     (layers, layer), (params_layers, params_layer) = facts.layers, facts.params
     has_index, sinks = indexer.kv is not None, attn_sink.shape[0] // params_layers if params_layers > 1 else 0
     caches = swa, compressor.cache, *compressor[5:7], indexer.cache, *indexer[5:7]
-    index_heads, lines = queries[0].shape[1] if has_index else 1, QUANTIZE_OPTIONS["LINES"]
+    index_heads, lines = queries[0].shape[1] if has_index else 1, QUANTIZED_LINES
     constants, requests = _compressor_constants(compressor, facts)
     constants |= {
         "INDEXED": has_index,
