@@ -44,10 +44,10 @@ PREFILL = "5602/8192,13302/8192,30352/8192,5602/32768,13302/32768,30352/32768"
 LONG = "393216/8192"
 
 # A decode case starts so many tokens before its bucket is full, and times runs of so many steps.
-ROOM = 320
+ROOM = 360
 STEPS = 50
 # Steps enqueued behind an idle device, so few that the host does not wait for the device; and how often.
-BURST, BURSTS = 4, 3
+BURST, BURSTS = 4, 9
 
 
 def decode_start(stack: Stack, staggered: bool) -> np.ndarray:

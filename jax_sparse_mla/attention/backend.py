@@ -163,7 +163,6 @@ _V41 = (KVLayout.V41_FP8, KVLayout.V41_FP8_SPLIT, KVLayout.V41_FP4, KVLayout.V41
 _NOPE = (KVLayout.NOPE_BF16, KVLayout.NOPE_FP8, KVLayout.NOPE_FP8_TENSOR)
 _SM90, _SM100, _SM120 = ((9, 0), (9, 0)), ((10, 0), (10, 9)), ((12, 0), (12, 9))
 _TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
-_JAX_TVM_FFI = Need(("jax-tvm-ffi",), ("jax_tvm_ffi",), frameworks=("jax",))
 _TRITON = Need(("triton",), ("triton",))
 
 _RECORDS = (
@@ -175,7 +174,6 @@ _RECORDS = (
         device_names="SM90",
         needs=(
             dataclasses.replace(_TVM_FFI, phases=("decode",)),
-            dataclasses.replace(_JAX_TVM_FFI, phases=("decode",)),
             Need(("absl-py",), ("absl",), frameworks=("jax",), phases=("prefill",)),  # Mosaic GPU imports it
         ),
         unready="jax_sparse_mla.attention.backends.hopper:unready",
@@ -209,7 +207,7 @@ _RECORDS = (
         device_names="SM120 and SM121",
         max_heads=128,
         batch_dependent={"decode": "its kernel and its split of a row's keys depend on the batch"},
-        needs=(Need(("flashinfer-python",), ("flashinfer",)), _TVM_FFI, _JAX_TVM_FFI),
+        needs=(Need(("flashinfer-python",), ("flashinfer",)), _TVM_FFI),
         unready="jax_sparse_mla.attention.backends.flashinfer:unready",
     ),
     Backend(
@@ -218,7 +216,7 @@ _RECORDS = (
         layouts={"decode": (*_FP8, *_BF16, *_V41, *_NOPE), "prefill": _BF16},
         devices=(((8, 0), (99, 9)),),
         device_names="SM80 and up",
-        needs=(_TRITON, Need(("jax-tvm-ffi", "jax-triton"), ("jax_tvm_ffi", "jax_triton"), frameworks=("jax",))),
+        needs=(_TRITON, Need(("apache-tvm-ffi", "jax-triton"), ("tvm_ffi", "jax_triton"), frameworks=("jax",))),
         unready="jax_sparse_mla.dispatch:unready",
         gradients=("prefill",),
         torch=PHASES,

@@ -91,13 +91,20 @@ def binder() -> native.Library:
     """What XLA calls the kernels through; `xla/tvm.py` loads it."""
     return native.Library(
         name="tvm_bind",
-        sources=(_PACKAGE / "xla" / "tvm_bind.cc", _PACKAGE / "xla" / "kernel_launch.h"),
+        sources=tuple(_PACKAGE / "xla" / name for name in ("tvm_bind.cc", "kernel_launch.h", "xla_call.h")),
         compiler="c++",
         flags=("-std=c++17", "-O2"),
-        includes=_tvm_headers,
-        packages=("apache-tvm-ffi",),
+        includes=_binder_headers,
+        packages=("apache-tvm-ffi", "jaxlib"),
         carried=folder(),
     )
+
+
+def _binder_headers() -> list[str]:
+    """TVM-FFI's headers and XLA's."""
+    import jax
+
+    return [*_tvm_headers(), jax.ffi.include_dir()]
 
 
 def _tvm_headers() -> list[str]:

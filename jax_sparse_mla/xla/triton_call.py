@@ -66,7 +66,7 @@ class Executor:
 @functools.cache
 def own_launcher() -> bool:
     """Whether `triton_launch` can launch: its packages are there, and its C++."""
-    if why_not("tvm_ffi") or why_not("jax_tvm_ffi"):
+    if why_not("tvm_ffi"):
         return False
     try:
         tvm.binder()

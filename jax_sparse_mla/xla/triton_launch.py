@@ -108,7 +108,7 @@ def _lower(ctx: Any, *operands: Any, kernel: tuple, grid, parameters, zeroed, al
     compiled = compile_kernel(*kernel)
     launch = (*grid, compiled.threads, compiled.shared_bytes), parameters, zeroed
     target = tvm.target(compiled.name, (compiled.digest, *launch), _bind, compiled, *launch)
-    return jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases))(ctx, *operands)
+    return jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases))(ctx, *operands, key=target.key)
 
 
 for _platform in ("cuda", "cpu"):  # on a CPU, for the test's own driver

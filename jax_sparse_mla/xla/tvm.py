@@ -1,8 +1,9 @@
 """XLA custom calls into functions of TVM-FFI modules, which write into the buffers they are given.
 
-Nothing here imports tvm_ffi until a call is traced. A few lines of C++ (`tvm_bind.cc`) bind each function to its
-argument list: no Python and no lock runs with the kernel, and numbers do not travel as XLA attributes, of which
-jax-tvm-ffi loses some bytes at every call. `native` has them from the package, or from the machine's C++ compiler.
+Nothing here imports tvm_ffi until a call is traced. Our C++ (`tvm_bind.cc`) binds each function to its argument list and
+calls it from XLA, so that no Python runs with the kernel. `native` has it from the package, or from the machine's C++
+compiler. One handler serves all targets, and an attribute says which function is called: jax-tvm-ffi, whose handlers
+are one a function, has 1,024 of them in a process, which are eight programs of a model with 43 layers.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_sparse_mla import native
 from jax_sparse_mla.kernels import build
 
-__all__ = ["Buffer", "binder", "call", "pages_of", "target"]
+__all__ = ["Buffer", "Target", "binder", "call", "pages_of", "target"]
 
 _lock = threading.Lock()
 _targets: dict[str, tuple] = {}  # by name: what is bound
@@ -72,12 +74,20 @@ def call(
       operands: the arrays that it reads.
     """
     arguments = tuple(arguments)
-    name = target(function, (module.__module__, module.__qualname__, arguments), _bound, module, function, arguments)
-    return tuple(jax.ffi.ffi_call(name, tuple(results))(*operands))
+    meaning = module.__module__, module.__qualname__, arguments
+    name, key = target(function, meaning, _bound, module, function, arguments)
+    return tuple(jax.ffi.ffi_call(name, tuple(results))(*operands, key=key))
 
 
-def target(what: str, meaning: tuple, bind: Callable[..., Any], *facts: Any) -> str:
-    """The name of a target that calls `bind(*facts)`, a function of XLA's buffers.
+class Target(NamedTuple):
+    """What an XLA custom call names, and its attribute `key`."""
+
+    name: str
+    key: np.int64
+
+
+def target(what: str, meaning: tuple, bind: Callable[..., Any], *facts: Any) -> Target:
+    """The target that calls `bind(*facts)`, a function of XLA's buffers.
 
     The name is made of `what` and of `meaning`, which says what is bound, since XLA keeps programs on disk by their
     text: another process may run this one's, and a name must mean the same in both.
@@ -86,21 +96,21 @@ def target(what: str, meaning: tuple, bind: Callable[..., Any], *facts: Any) -> 
 
 
 @functools.cache
-def _target(what: str, meaning: tuple, bind: Callable[..., Any], facts: tuple, platform: str) -> str:
-    import jax_tvm_ffi
-
-    key, digest = (bind, facts, platform), hashlib.sha256(repr((meaning, platform)).encode()).hexdigest()[:16]
+def _target(what: str, meaning: tuple, bind: Callable[..., Any], facts: tuple, platform: str) -> Target:
+    bound_to, digest = (bind, facts, platform), hashlib.sha256(repr((meaning, platform)).encode()).hexdigest()[:16]
     first = name = f"jax_sparse_mla.{what}.{digest}"
     with _lock:
         for number in itertools.count(2):
-            if _targets.setdefault(name, key) == key:
+            if _targets.setdefault(name, bound_to) == bound_to:
                 break
             name = f"{first}.{number}"  # two modules of one name
+        key = int.from_bytes(hashlib.sha256(f"{name} {platform}".encode()).digest()[:8], "little", signed=True)
         if name not in _registered:
-            bound = bind(*facts)
-            jax_tvm_ffi.register_ffi_target(name, bound, platform=platform, allow_cuda_graph=platform == "gpu")
+            binder().add(key, bind(*facts))
+            handler = jax.ffi.pycapsule(binder().handler(platform == "gpu"))
+            jax.ffi.register_ffi_target(name, handler, platform="CUDA" if platform == "gpu" else "cpu")
             _registered.add(name)
-    return name
+    return Target(name, np.int64(key))
 
 
 def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
@@ -111,7 +121,7 @@ def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
 
 @functools.cache
 def binder() -> Any:
-    """The module of `tvm_bind.cc`."""
+    """The module of `tvm_bind.cc`: `bind`, `bind_kernel`; `add` and `handler`, which call what they made from XLA."""
     import tvm_ffi
 
     return native.load(build.binder(), lambda path: tvm_ffi.load_module(str(path)))

@@ -1,7 +1,7 @@
 // Binds a TVM-FFI function to a fixed argument list, so that XLA's buffers are all a call passes.
 //
 // XLA hands a custom call its inputs, then its results. Vendor functions want them in another order, with numbers and
-// absent optionals between them, and numbers passed as XLA attributes would leak at every call of jax-tvm-ffi.
+// absent optionals between them.
 
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernel_launch.h"
+#include "xla_call.h"
 
 namespace {
 
@@ -94,3 +95,5 @@ ffi::Function Bind(ffi::Function function, ffi::Array<ffi::Any> arguments) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind, Bind);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind_kernel, kernel_launch::Bind);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(add, xla_call::Add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(handler, xla_call::Handler);

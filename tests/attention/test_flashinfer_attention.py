@@ -23,7 +23,7 @@ from jax_sparse_mla.attention.backends import flashinfer
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.xla.tvm import Buffer
 
-pytest.importorskip("jax_tvm_ffi")
+pytest.importorskip("tvm_ffi")
 pytestmark = pytest.mark.cpu
 
 RTX = DeviceInfo("cuda", (12, 0), 188, 101_376)

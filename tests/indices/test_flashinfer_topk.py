@@ -13,7 +13,7 @@ from jax_sparse_mla.indices import topk_positions
 from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
 from jax_sparse_mla.indices.topk.route import TOPK_BACKENDS
 
-pytest.importorskip("jax_tvm_ffi")
+pytest.importorskip("tvm_ffi")
 
 EXAMPLES = settings(max_examples=30, deadline=None)
 SHAPES = [(7, 50, 8), (7, 50, 1), (4, 130, 64), (3, 64, 64)]

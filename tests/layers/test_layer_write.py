@@ -15,7 +15,7 @@ from jax_sparse_mla.layers import write
 from jax_sparse_mla.xla import triton_call
 
 pytest.importorskip("triton")
-pytest.importorskip("jax_tvm_ffi")
+pytest.importorskip("tvm_ffi")
 
 DECODE, EXTEND, VERIFY = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND, mla.ForwardMode.TARGET_VERIFY
 WORK = [(0, 7, 1), (1, 3, 1)]

@@ -24,8 +24,8 @@ GPU_RUN = ROOT / "benchmarks" / "results" / "h200_tests.json"
 UNRUN = ROOT / "tests" / "unrun.json"
 # Without one of these, tests are skipped that do run elsewhere.
 TOOLS = ("nvcc", "g++")
-MODULES = ("torch", "transformers", "triton", "tvm_ffi", "jax_tvm_ffi")
-PACKAGES = ("jax", "jaxlib", "torch", "triton", "jax-triton", "jax-tvm-ffi", "apache-tvm-ffi", "transformers")
+MODULES = ("torch", "transformers", "triton", "tvm_ffi")
+PACKAGES = ("jax", "jaxlib", "torch", "triton", "jax-triton", "apache-tvm-ffi", "transformers")
 PACKAGES += ("sgl-flash-mla", "flashinfer-python")
 
 

@@ -15,7 +15,7 @@ import tvm_stub
 from jax_sparse_mla.xla import tvm
 from jax_sparse_mla.xla.tvm import Buffer
 
-pytest.importorskip("jax_tvm_ffi")
+pytest.importorskip("tvm_ffi")
 pytestmark = pytest.mark.cpu
 
 SIX = jax.ShapeDtypeStruct((6,), jnp.int32)
@@ -127,3 +127,23 @@ def test_a_target_s_name_says_what_is_bound(tmp_path):
         )
     assert sorted(lines[0]) == sorted(lines[1]) and len(set(lines[0])) == 3  # with the empty last one
     assert "1 [1 2 3]" in lines[0][0] and "2 [2 3 4]" in lines[1][0] and "add." in lines[0][0]
+
+
+def test_more_functions_than_a_thousand():
+    """A program of a model with 43 layers calls about 130, and a server has many programs."""
+    module, x = tvm_stub.module(add=lambda x, n, out: np.add(x, n, out=out)), jnp.arange(6, dtype=jnp.int32)
+
+    def chain(x):
+        for n in range(1500):
+            (x,) = tvm.call(module, "add", (Buffer(0), n, Buffer(1)), [SIX], x)
+        return x
+
+    np.testing.assert_array_equal(jax.jit(chain)(x), np.arange(6) + 1500 * 1499 // 2)
+
+
+def test_a_key_without_a_function_is_an_error():
+    call(lambda x, out: None, (Buffer(0), Buffer(1)), X)
+    name, _ = tvm.target("function", ("a test",), lambda: lambda *_: None)
+    unknown = jax.ffi.ffi_call(name, SIX)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no function has the key 7"):
+        jax.block_until_ready(jax.jit(lambda x: unknown(x, key=np.int64(7)))(X))

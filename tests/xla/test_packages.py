@@ -69,7 +69,7 @@ def test_an_import_leaves_triton_s_cache_where_it_was(package, monkeypatch, befo
     assert _packages.why_not("empties_it") is None and os.environ.get("TRITON_CACHE_DIR") == before
 
 
-@pytest.mark.parametrize("name", ["tvm_ffi", "jax_tvm_ffi", "triton", "flashinfer", "torch"])
+@pytest.mark.parametrize("name", ["tvm_ffi", "triton", "flashinfer", "torch"])
 def test_what_a_backend_needs(package, name):
     """Its record says why it cannot be used; the distribution where nothing is installed."""
     package(name, "raise ImportError('another version')")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("jax_tvm_ffi")
+pytest.importorskip("tvm_ffi")
 triton = pytest.importorskip("triton")
 tl = triton.language
 

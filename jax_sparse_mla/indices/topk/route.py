@@ -52,25 +52,25 @@ class Engine(shared.Backend):
         return [self.not_on_reason] if call.capability in self.not_on else []
 
 
-_TVM = (Need(("apache-tvm-ffi",), ("tvm_ffi",)), Need(("jax-tvm-ffi",), ("jax_tvm_ffi",)))
+_TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
 
 _RECORDS = (
     Engine(
         name="cuda",
         function="jax_sparse_mla.indices.topk.kernels:topk_cuda",
-        needs=_TVM,
+        needs=(_TVM_FFI,),
         unready="jax_sparse_mla.indices.topk.route:cuda_unready",
     ),
     Engine(
         name="triton",
         function="jax_sparse_mla.indices.topk.kernels:topk_triton",
-        needs=(Need(("triton",), ("triton",)), Need(("jax-tvm-ffi", "jax-triton"), ("jax_tvm_ffi", "jax_triton"))),
+        needs=(Need(("triton",), ("triton",)), Need(("apache-tvm-ffi", "jax-triton"), ("tvm_ffi", "jax_triton"))),
         unready="jax_sparse_mla.dispatch:unready",
     ),
     Engine(
         name="flashinfer",
         function="jax_sparse_mla.indices.topk.flashinfer:topk_flashinfer",
-        needs=(Need(("flashinfer-python",), ("flashinfer",)), *_TVM),
+        needs=(Need(("flashinfer-python",), ("flashinfer",)), _TVM_FFI),
         most_topk=2048,
         not_on=((8, 6), (8, 9)),  # 100 KB a multiprocessor; on 12.x, where it is no more, its CUB kernel serves
         not_on_reason="needs 128 KiB of shared memory a multiprocessor",
