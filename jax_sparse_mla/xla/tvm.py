@@ -1,9 +1,9 @@
 """XLA custom calls into functions of TVM-FFI modules, which write into the buffers they are given.
 
-Nothing here imports tvm_ffi until a call is traced. Our C++ (`tvm_bind.cc`) binds each function to its argument list and
-calls it from XLA, so that no Python runs with the kernel. `native` has it from the package, or from the machine's C++
-compiler. One handler serves all targets, and an attribute says which function is called: jax-tvm-ffi, whose handlers
-are one a function, has 1,024 of them in a process, which are eight programs of a model with 43 layers.
+Nothing here imports tvm_ffi until a call is traced. Our C++ (`tvm_bind.cc`) binds each function to its argument list
+and calls it from XLA, so that no Python runs with the kernel. `native` has it from the package, or from the machine's
+C++ compiler. One handler serves all targets, and an attribute says which function it calls. jax-tvm-ffi has a handler
+for each function and 1,024 of them in a process, which eight programs of a model with 43 layers use up.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Schedule:
 
 
 def step_of(stack: Stack, count: int):
-    """`(state, rows, params, tables, pool, lens) -> state`, state `(caches, number of the step, sums of the outputs)`."""
+    """`(state, rows, params, tables, pool, lens) -> state`, state `(caches, number of steps, sums of outputs)`."""
 
     def step(state, rows, params, tables, pool, lens):
         caches, number, sums = state
