@@ -30,10 +30,10 @@ def cases(capability):
     fp8 = {"HARDWARE_FP8": hardware_fp8}
     for hadamard in (True, False):
         constants = fp8 | {"HADAMARD": hadamard}
-        for dtype in ("*bf16", "*fp32"):
+        for dtype, of in (("*bf16", "bfloat16"), ("*fp32", "float32")):
             kernel = indexer.quantize_index_q_kernel
             pointers = types(kernel, q_ptr=dtype, values_ptr=e4m3)
-            yield f"quantise q {dtype} {hadamard}", kernel, pointers, constants | indexer.QUANTIZE_OPTIONS
+            yield f"quantise q {dtype} {hadamard}", kernel, pointers, constants | indexer.QUANTIZE_OPTIONS[of]
             kernel = indexer.write_index_k_kernel
             write = constants | {"PAGE_SIZE": 64} | indexer.WRITE_OPTIONS
             yield f"write k {dtype} {hadamard}", kernel, types(kernel, k_ptr=dtype), write

@@ -114,8 +114,8 @@ def test_the_command_puts_all_that_a_wheel_carries_into_the_package(kernels, mon
     add_compiler(monkeypatch, tmp_path)
     monkeypatch.setattr(cuda_build, "_CARRIED", {"some": ("80", "90a")})
     (kernels.parent / "xla").mkdir()
-    (kernels.parent / "xla" / "tvm_bind.cc").touch()
-    (kernels.parent / "xla" / "kernel_launch.h").touch()
+    for name in ("tvm_bind.cc", "kernel_launch.h", "xla_call.h"):
+        (kernels.parent / "xla" / name).touch()
     monkeypatch.setattr("sys.argv", ["build"])
     (kernels / "some-sm80-of-before.so").touch()
     cuda_build.main()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jax_sparse_mla.kernels.launch import Executor, Launch, Output
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output, dtype_of
 from jax_sparse_mla.kernels.triton.kv_cache import _locate, at_page
 from jax_sparse_mla.kernels.triton.number_formats import float32_to_e4m3
 
@@ -34,8 +34,11 @@ _E4M3_MAX = tl.constexpr(448.0)
 
 _FILL = tl.constexpr(2048)  # columns that one store fills
 
-# The kernel of a layer takes fewer lines at a time; the bits are the same.
-QUANTIZE_OPTIONS = {"LINES": 64, "STAGES": 3, "num_warps": 4}
+# By the queries' dtype. The kernel of a layer takes other lines at a time; the bits are the same.
+QUANTIZE_OPTIONS = {
+    "bfloat16": {"LINES": 64, "STAGES": 3, "num_warps": 4},
+    "float32": {"LINES": 32, "STAGES": 3, "num_warps": 4},
+}
 QUANTIZE_PROGRAMS_PER_SM = 2
 WRITE_OPTIONS = {"TOKENS": 16, "num_warps": 4}
 DECODE_OPTIONS = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
@@ -471,10 +474,10 @@ def quantize_index_q(execute: Executor, q, *, hadamard: bool, out: Sequence[Any]
     shape = tuple(q.shape)
     lines = math.prod(shape[:-1])
     # Programs share the lines out, and each makes the transform's matrix once.
-    most = QUANTIZE_PROGRAMS_PER_SM * execute.device.sm_count
-    grid = (min(triton.cdiv(lines, QUANTIZE_OPTIONS["LINES"]), most),)
+    options = QUANTIZE_OPTIONS[dtype_of(q)]
+    grid = (min(triton.cdiv(lines, options["LINES"]), QUANTIZE_PROGRAMS_PER_SM * execute.device.sm_count),)
     outputs = Output(shape, "float8_e4m3fn"), Output(shape[:-1], "float32")
-    constants = {"HADAMARD": hadamard, "HARDWARE_FP8": execute.device.hardware_fp8, **QUANTIZE_OPTIONS}
+    constants = {"HADAMARD": hadamard, "HARDWARE_FP8": execute.device.hardware_fp8, **options}
     return execute(Launch(quantize_index_q_kernel, "quantize_index_q", grid, (lines,), outputs, constants), (q,), out)
 
 
