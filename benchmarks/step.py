@@ -240,8 +240,8 @@ class Steps:
         return self.state[0]
 
     def start(self, tokens: int | np.ndarray) -> None:
-        """The next call finds so many tokens done; the caches stay as they are, and every buffer where it is: XLA
-        records a CUDA graph anew for one that moved."""
+        """The next call finds so many tokens done; the caches stay as they are, and from the second start on
+        every buffer stays where it is: XLA records a CUDA graph anew for one that moved."""
         caches, *rest = self.state
         if not rest:
             self.state = self.program.state(caches, tokens)

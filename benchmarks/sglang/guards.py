@@ -395,7 +395,7 @@ def _check_index_k(ours, theirs, slot: int) -> float:
     written = [*range(values, values + 128), *range(scale, scale + 4)]
     pages = [np.asarray(ours), np.asarray(theirs)]
     share = _only_there_differ(*pages, slot // 64, written, "the index keys")
-    _near(*(_keys(data, np.asarray([slot])) for data in pages), E4M3_STEP, "an index key's values")
+    _near(*(_keys(data, np.asarray([slot])) for data in pages), E4M3_STEP, "an index key's values", of_row=BF16_STEP)
     return share
 
 

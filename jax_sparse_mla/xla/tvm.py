@@ -2,8 +2,8 @@
 
 Nothing here imports tvm_ffi until a call is traced. Our C++ (`tvm_bind.cc`) binds each function to its argument list
 and calls it from XLA, so that no Python runs with the kernel. `native` has it from the package, or from the machine's
-C++ compiler. One handler serves all targets, and an attribute says which function it calls. jax-tvm-ffi has a handler
-for each function and 1,024 of them in a process, which eight programs of a model with 43 layers use up.
+C++ compiler. One handler a platform serves all targets, and an attribute says which function it calls. jax-tvm-ffi has
+a handler for each function and 1,024 of them in a process, which eight programs of a model with 43 layers use up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -124,4 +125,14 @@ def binder() -> Any:
     """The module of `tvm_bind.cc`: `bind`, `bind_kernel`; `add` and `handler`, which call what they made from XLA."""
     import tvm_ffi
 
-    return native.load(build.binder(), lambda path: tvm_ffi.load_module(str(path)))
+    def opened(path: Path) -> Any:
+        module = tvm_ffi.load_module(str(path))
+        # XLA refuses a handler that was compiled against the headers of a newer jaxlib than it runs with.
+        probe = f"jax_sparse_mla.probe.{path.stem}"
+        try:
+            jax.ffi.register_ffi_target(probe, jax.ffi.pycapsule(module.handler(False)), platform="cpu")
+        except Exception as error:
+            raise RuntimeError(f"XLA does not take the handlers of {path.name}: {error}") from error
+        return module
+
+    return native.load(build.binder(), opened)

@@ -1,8 +1,8 @@
 // XLA custom calls into TVM-FFI functions: two handlers, for a CPU and for a GPU, serve any number of functions.
 //
-// The call's attribute `key` says which function; Python has put it into the table before a program can run. A function
-// gets the inputs and then the results as DLTensors; on a GPU TVM-FFI's current stream is XLA's. The handlers may be
-// captured into a CUDA graph, so a function must only launch kernels on that stream.
+// The call's attribute `key` says which function; Python puts it into the table when the call is lowered. A function gets
+// the inputs and then the results as DLTensors; on a GPU TVM-FFI's current stream is XLA's. The handlers may be captured
+// into a CUDA graph, so a function must only launch kernels on that stream.
 
 #pragma once
 
@@ -84,7 +84,7 @@ struct Tensors {
 
   xla::Error Add(const xla::AnyBuffer& buffer) {
     const auto type = TypeOf(buffer.element_type());
-    if (!type) return xla::Error::InvalidArgument("jax_sparse_mla: a buffer of a type that DLPack does not have");
+    if (!type) return xla::Error::InvalidArgument("jax_sparse_mla: a buffer of a type that is not passed on");
     const auto sizes = buffer.dimensions();
     auto& shape = numbers.emplace_back(sizes.begin(), sizes.end());
     auto& strides = numbers.emplace_back(shape.size(), 1);
@@ -100,17 +100,20 @@ struct Tensors {
 class Stream {
  public:
   Stream(DLDevice device, void* stream) : device_(device) {
-    if (device.device_type == kDLCUDA) TVMFFIEnvSetStream(kDLCUDA, device.device_id, stream, &before_);
+    if (device.device_type != kDLCUDA) return;
+    is_set_ = TVMFFIEnvSetStream(kDLCUDA, device.device_id, stream, &before_) == 0;
   }
   ~Stream() {
-    if (device_.device_type == kDLCUDA) TVMFFIEnvSetStream(kDLCUDA, device_.device_id, before_, nullptr);
+    if (is_set_ && device_.device_type == kDLCUDA) TVMFFIEnvSetStream(kDLCUDA, device_.device_id, before_, nullptr);
   }
+  bool is_set() const { return is_set_; }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
  private:
   DLDevice device_;
   void* before_ = nullptr;
+  bool is_set_ = true;
 };
 
 inline xla::Error Run(DLDevice device, void* stream, xla::RemainingArgs inputs, xla::RemainingRets results,
@@ -129,6 +132,7 @@ inline xla::Error Run(DLDevice device, void* stream, xla::RemainingArgs inputs, 
     if (auto error = buffers.Add(**buffer); error.failure()) return error;
   }
   const Stream current(device, stream);
+  if (!current.is_set()) return xla::Error::Internal("jax_sparse_mla: TVM-FFI does not take XLA's stream");
   try {
     tvm::Any result;
     function->CallPacked(buffers.views.data(), static_cast<int32_t>(buffers.views.size()), &result);
@@ -136,6 +140,8 @@ inline xla::Error Run(DLDevice device, void* stream, xla::RemainingArgs inputs, 
     return xla::Error::Internal(error.kind() + ": " + error.message());
   } catch (const std::exception& error) {
     return xla::Error::Internal(error.what());
+  } catch (...) {
+    return xla::Error::Internal("jax_sparse_mla: an unknown exception");
   }
   return xla::Error::Success();
 }
