@@ -33,8 +33,9 @@ struct View {
   DLTensor tensor;
 
   View(const DLTensor& whole, const Place& place)
-      : shape(whole.shape, whole.shape + whole.ndim), strides(whole.ndim, 1), tensor(whole) {
-    for (int i = whole.ndim - 2; i >= 0; --i) strides[i] = strides[i + 1] * shape[i + 1];
+      : shape(whole.shape, whole.shape + whole.ndim),
+        strides(whole.strides, whole.strides + whole.ndim),
+        tensor(whole) {
     if (place.pages != 0) {
       TVM_FFI_CHECK(whole.ndim > 0 && place.first >= 0 && place.pages > 0 && place.first + place.pages <= shape[0],
                     ValueError)

@@ -33,7 +33,7 @@ def kernel(
     tl.store(sums + i, tl.load(x + i) * scale + n + far)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process keeps the launches of its first driver
 def driver(tmp_path_factory):
     path = tmp_path_factory.mktemp("driver") / "libdriver.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-w", SOURCE, "-o", path], check=True)
