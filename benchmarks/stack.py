@@ -1,10 +1,10 @@
 """The attention part of DeepSeek-V4-Flash as an engine runs it: all layers in one jitted step, caches donated.
 
 What is outside the attention (projections, experts) is left out: every layer gets the same projected rows, with one
-head of the previous layer's output added to its keys (and one value of it to what its compressors take, where functions
-of their own write that). So no layer can run or write before the one below it has read, as in a model, and an
-optimization barrier keeps XLA from sharing work between them. The layers of a ratio share their arrays: a write that
-did not depend on the last read would copy them.
+head of the previous layer's output added to its keys (and one value of it to its compressors' position biases, where
+functions of their own write what these make). So no layer can run or write before the one below it has read, as in a
+model, and an optimization barrier keeps XLA from sharing work between them. The layers of a ratio share their arrays:
+a write that did not depend on the last read would copy them.
 """
 
 from __future__ import annotations
@@ -198,29 +198,31 @@ def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):
     step = prepare_v4_step(stack.spec, batch, tables, gathered=gathered)
     caches, out = dict(caches), None
     for i, ratio in enumerate(stack.ratios):
-        layer_rows = rows[ratio]
+        number = stack.ratios[:i].count(ratio)  # among the layers of its ratio
+        cache, layer_rows, layer_params = caches[ratio].layer(number), rows[ratio], params[ratio].layer(number)
         if out is not None:
             one_kernel = use_triton() and not gathered and layer_rows.kv.shape[0] <= MAX_ROWS
-            layer_rows = jax.lax.optimization_barrier(_after(out, layer_rows, keys_alone=one_kernel))
-        number = stack.ratios[:i].count(ratio)  # among the layers of its ratio
-        cache, layer_params = caches[ratio].layer(number), params[ratio].layer(number)
+            layer_rows, layer_params = _after(out, layer_rows, layer_params, keys_alone=one_kernel)
         arguments = cache, layer_rows, layer_params, batch, step.metadata, step.plans.get(ratio)
         out, caches[ratio], _ = v4_layer(*arguments, spec=stack.spec, ratio=ratio)
     return {ratio: cache.whole() for ratio, cache in caches.items()}, out
 
 
-def _after(out: jax.Array, rows: V4Rows, *, keys_alone: bool) -> V4Rows:
-    """The rows, which now depend on the output of the layer below.
+def _after(out: jax.Array, rows: V4Rows, params: V4LayerParams, *, keys_alone: bool) -> tuple[V4Rows, V4LayerParams]:
+    """The rows and parameters, which now depend on the output of the layer below.
 
     Where one kernel writes all that a layer stores, its keys alone are enough.
     """
-    rows, value = dataclasses.replace(rows, kv=rows.kv + out[:, 0]), out[:, 0, :1]
-    if rows.compressed_kv is None or keys_alone:
-        return rows
-    index = rows.index
-    if index is not None:
-        index = dataclasses.replace(index, kv=index.kv + value)
-    return dataclasses.replace(rows, compressed_kv=rows.compressed_kv + value, index=index)
+    rows = jax.lax.optimization_barrier(dataclasses.replace(rows, kv=rows.kv + out[:, 0]))
+    if params.compressor is None or keys_alone:
+        return rows, params
+    params, value = params.alone(), out[0, 0, 0].astype(jnp.float32)
+
+    def depending(of: CompressorParams | None) -> CompressorParams | None:
+        return None if of is None else dataclasses.replace(of, ape=of.ape + value)
+
+    index_compressor = depending(params.index_compressor)
+    return rows, dataclasses.replace(params, compressor=depending(params.compressor), index_compressor=index_compressor)
 
 
 def decode_step(stack: Stack, state, rows, params, tables):

@@ -4,7 +4,8 @@
 // floats (-0.0 is +0.0, NaN is below every number). The lower half is the complement of the logit's place, so ties go
 // to the lower place and no two entries are equal. The selection is a radix select with 11 bits a round; the few
 // entries that are left at the end are ranked one against another.
-// - A short row stays in registers, and only those few become entries.
+// - A short row stays in registers, and only those few become entries. Few rows are loaded before their lengths are
+//   known; of many rows, only the logits within their lengths.
 // - A row that fits in shared memory is loaded as entries.
 // - Of a longer row, a single pass collects the entries that reach a threshold, which comes from a sample of the row.
 //   If the sample misled (too few or too many entries: ties), the selection reads the row itself.
@@ -23,8 +24,9 @@
 
 namespace {
 
-constexpr int kHeld = 4;  // logits of a short row in a thread's registers
-constexpr int kShortThreads = 1024;
+constexpr int kShort = 4096;        // logits of a row that fit in registers
+constexpr int kFewThreads = 1024;   // for a short row where rows are few: the least time for one of them
+constexpr int kManyThreads = 256;   // where they are many: the fewest instructions for a row
 constexpr int kPiece = 8;  // consecutive logits of a sample: a sector of 32 bytes
 
 enum Method { kPositions, kPaged, kRagged };
@@ -306,94 +308,113 @@ __device__ __forceinline__ unsigned order_of(float low, float high) {
   return halves ^ (~negative_halves(halves) & 0x7FFF7FFFu);
 }
 
-// The column of held[j]: each warp holds columns that stand side by side.
-__device__ __forceinline__ int column_of(int j) { return threadIdx.x / 32 * (32 * kHeld) + j * 32 + threadIdx.x % 32; }
+// A short row in the registers of kThreads threads.
+template <int kThreads>
+struct Short {
+  static constexpr int kWarps = kThreads / 32, kHeld = kShort / kThreads, kOfWarp = 32 * kHeld;
+  static constexpr int kStarts = kThreads == kFewThreads ? kThreads : 0;
+  unsigned chosen[kWarps][kHeld];  // a bit for each column
+  int starts[kStarts + 1];         // the first index of each of the first pages, in a thread each
+
+  // The column of a thread's j-th logit: each warp holds columns that stand side by side.
+  static __device__ __forceinline__ int column(int j) { return threadIdx.x / 32 * kOfWarp + j * 32 + threadIdx.x % 32; }
+};
 
 // The columns of a short row's k largest entries, ascending, in shared.bins: the `above` for which is_above(j) holds of
-// held[j], and the largest of the `ties` for which is_tie(j) does. `chosen` gets a bit for each column.
-template <typename T, typename Above, typename Tie>
-__device__ __forceinline__ void collect(Shared& shared, unsigned (&chosen)[kShortThreads / 32][kHeld], const T* values,
-                                        int wanted, int ties, Above is_above, Tie is_tie) {
+// a thread's j-th logit, and the largest of the `ties` for which is_tie(j) does.
+template <int kThreads, typename T, typename Above, typename Tie>
+__device__ __forceinline__ void collect(Shared& shared, Short<kThreads>& row, const T* values, int wanted, int ties,
+                                        Above is_above, Tie is_tie) {
+  using S = Short<kThreads>;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = 0;
-  for (int j = 0; j < kHeld; j++) {
+#pragma unroll
+  for (int j = 0; j < S::kHeld; j++) {
     unsigned word = __ballot_sync(~0u, is_above(j));
-    if (lane == 0) chosen[warp][j] = word;
+    if (lane == 0) row.chosen[warp][j] = word;
     count += __popc(word);
     if (is_tie(j))
-      shared.ties[atomicAdd(&shared.num_ties, 1)] = entry_of(to_float(values[column_of(j)]), column_of(j));
+      shared.ties[atomicAdd(&shared.num_ties, 1)] = entry_of(to_float(values[S::column(j)]), S::column(j));
   }
   if (lane == 0) shared.sums[warp] = count;
   __syncthreads();
   take_ties(shared, ties, wanted, [&](int, int tie) {
     int column = place_of(shared.ties[tie]);
-    atomicOr(&chosen[0][column / 32], 1u << column % 32);
-    atomicAdd(&shared.sums[column / (32 * kHeld)], 1);
+    atomicOr(&row.chosen[0][column / 32], 1u << column % 32);
+    atomicAdd(&shared.sums[column / S::kOfWarp], 1);
   });
   __syncthreads();
   int slot = sum_before(shared);
-  for (int j = 0; j < kHeld; j++) {
-    unsigned word = chosen[warp][j];
-    if (word >> lane & 1) shared.bins[slot + bits_before(word, lane)] = column_of(j);
+  for (int j = 0; j < S::kHeld; j++) {
+    unsigned word = row.chosen[warp][j];
+    if (word >> lane & 1) shared.bins[slot + bits_before(word, lane)] = S::column(j);
     slot += __popc(word);
   }
   __syncthreads();
 }
 
-// topk_kernel for rows that fit in registers, with topk at most kBins. The instructions for each logit are the limit.
-template <typename T>
-__global__ void __launch_bounds__(kShortThreads, 2) topk_short_kernel(const Call call) {
+// topk_kernel for rows of at most kShort logits, with topk at most kBins. The instructions for each logit are the
+// limit where rows are few, and those for each warp where they are many.
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 6) topk_short_kernel(const Call call) {
+  using S = Short<kThreads>;
+  constexpr bool kFew = kThreads == kFewThreads;
   __shared__ Shared shared;
-  __shared__ int starts[kShortThreads];  // the first index of each of the first pages
-  __shared__ unsigned chosen[kShortThreads / 32][kHeld];
+  __shared__ S held_row;
   const float kLowest = -65504, kOutside = __int_as_float(0xFF800000);
   int row = blockIdx.x, thread = threadIdx.x;
   const T* values = static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns;
-  float held[kHeld];
-  for (int j = 0; j < kHeld; j++) {
-    int column = column_of(j);
-    held[j] = column < call.columns ? to_float(values[column]) : 0;
-  }
-  starts[thread] = page_start(call, row, thread);
+  float held[S::kHeld];
+  if (kFew)  // before the window is known
+    for (int j = 0; j < S::kHeld; j++) {
+      int column = S::column(j);
+      held[j] = column < call.columns ? to_float(values[column]) : 0;
+    }
+  if (kFew) held_row.starts[thread] = page_start(call, row, thread);
   Window window = window_of(call, row);
-  reinterpret_cast<uint2*>(shared.bins)[thread] = make_uint2(0, 0);
+  for (int i = thread; i < kBins / 2; i += kThreads) reinterpret_cast<uint2*>(shared.bins)[i] = make_uint2(0, 0);
   if (thread == 0) shared.num_ties = 0;
+  auto inside = [&](int j) { return static_cast<unsigned>(S::column(j) - window.first) < window.n; };
+  if (!kFew && window.n > call.topk) {
+#pragma unroll
+    for (int j = 0; j < S::kHeld; j++) held[j] = inside(j) ? to_float(values[S::column(j)]) : 0;
+  }
   __syncthreads();
   if (window.n <= call.topk) {
-    write_all(call, window, row, thread, kShortThreads);
+    write_all(call, window, row, thread, kThreads);
     return;
   }
 
   // Logits outside the window become -inf, in a bin below all others. NaN and numbers below all halves become the
   // lowest half.
-  for (int j = 0; j < kHeld; j++) {
-    bool inside = static_cast<unsigned>(column_of(j) - window.first) < window.n;
-    held[j] = inside ? fmaxf(held[j], kLowest) + 0.0f : kOutside;  // -0.0 + 0.0 is +0.0
-  }
-  unsigned orders[kHeld];  // in the upper 16 bits
-  for (int j = 0; j < kHeld; j += 2) {
+#pragma unroll
+  for (int j = 0; j < S::kHeld; j++) held[j] = inside(j) ? fmaxf(held[j], kLowest) + 0.0f : kOutside;  // no -0.0
+  unsigned orders[S::kHeld];  // in the upper 16 bits
+#pragma unroll
+  for (int j = 0; j < S::kHeld; j += 2) {
     orders[j + 1] = order_of(held[j], held[j + 1]);
     orders[j] = orders[j + 1] << 16;
   }
-  for (int j = 0; j < kHeld; j++) atomicAdd(&shared.bins[orders[j] >> (32 - kBinBits)], 1u);
+#pragma unroll
+  for (int j = 0; j < S::kHeld; j++)
+    if (kFew || inside(j)) atomicAdd(&shared.bins[orders[j] >> (32 - kBinBits)], 1u);
   __syncthreads();
   find_bin(shared, call.topk);
   if (shared.in_bin <= kTies) {
     constexpr unsigned kWidth = 1u << (32 - kBinBits);
     unsigned bound = shared.bin * kWidth;
-    collect(shared, chosen, values, call.topk - shared.above, shared.in_bin,
+    collect(shared, held_row, values, call.topk - shared.above, shared.in_bin,
             [&](int j) { return orders[j] < bound; }, [&](int j) { return orders[j] - bound < kWidth; });
   } else {
     Cut cut = select(shared, Entries<1, T>{values + window.first, window.n}, call.topk, kTies);
     auto reaches = [&](int j, Entry least) {
-      int place = column_of(j) - window.first;
-      return static_cast<unsigned>(place) < window.n && read_entry(values + window.first, place) >= least;
+      return inside(j) && read_entry(values + window.first, S::column(j) - window.first) >= least;
     };
-    collect(shared, chosen, values, call.topk - cut.above, cut.within, [&](int j) { return reaches(j, cut.upper); },
+    collect(shared, held_row, values, call.topk - cut.above, cut.within, [&](int j) { return reaches(j, cut.upper); },
             [&](int j) { return reaches(j, cut.lower) && !reaches(j, cut.upper); });
   }
-  for (int i = thread; i < call.topk; i += kShortThreads) {
+  for (int i = thread; i < call.topk; i += kThreads) {
     int position = static_cast<int>(shared.bins[i]) - window.first + window.shift, at = page_of(call, position);
-    int start = at < kShortThreads ? starts[at] : page_start(call, row, at);
+    int start = at < S::kStarts ? held_row.starts[at] : page_start(call, row, at);
     call.out[static_cast<int64_t>(row) * call.topk + i] = index_in(call, start, position, at);
   }
 }

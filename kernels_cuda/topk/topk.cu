@@ -37,8 +37,11 @@ template <typename T>
 void launch(Call call, int rows, int device, cudaStream_t stream) {
   int sms = attribute(cudaDevAttrMultiProcessorCount, device);
   int most = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - static_cast<int>(sizeof(Shared)) - 1024) / 8;
-  if (call.columns <= kHeld * kShortThreads && call.topk <= kBins) {
-    topk_short_kernel<T><<<rows, kShortThreads, 0, stream>>>(call);
+  if (call.columns <= kShort && call.topk <= kBins) {
+    if (rows <= 2 * sms)  // all at once
+      topk_short_kernel<T, kFewThreads><<<rows, kFewThreads, 0, stream>>>(call);
+    else
+      topk_short_kernel<T, kManyThreads><<<rows, kManyThreads, 0, stream>>>(call);
     check_cuda(cudaGetLastError());
     return;
   }

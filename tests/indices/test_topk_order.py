@@ -49,10 +49,11 @@ def test_every_engine_gives_one_result(name, shape, monkeypatch):
 
 # --- CUDA thread blocks on the host ---------------------------------------------------------------
 
-SHORT = 0  # the capacity that stands for the kernel of short rows
+SHORT = 0  # the capacity that stands for the kernels of short rows: for few of them by 1,024 threads, for many by 256
 # (columns, topk, threads of a block, entries that its shared memory holds).
 BLOCKS = (
-    *((50, 8, 0, SHORT), (301, 1, 0, SHORT), (4096, 2048, 0, SHORT), (4096, 512, 0, SHORT)),
+    *((50, 8, 1024, SHORT), (301, 1, 1024, SHORT), (4096, 2048, 1024, SHORT), (4096, 512, 1024, SHORT)),
+    *((50, 8, 256, SHORT), (301, 1, 256, SHORT), (4096, 2048, 256, SHORT), (3327, 512, 256, SHORT)),
     *((50, 8, 64, 50), (1024, 512, 256, 1024), (5000, 2048, 64, 5000), (8192, 3000, 256, 8192)),  # in order
     *((8196, 512, 256, 5632), (20_001, 2048, 64, 5632), (20_001, 512, 1024, 8192), (40_000, 4096, 256, 6000)),  # lists
     (200_000, 1000, 64, 4200),  # whose segments do not fit
@@ -91,7 +92,7 @@ def test_cuda_thread_blocks_give_ascending_positions(block, on_the_host):
 @pytest.mark.no_gpu
 def test_cuda_thread_blocks_on_clumps_and_ties(on_the_host):
     """All that is chosen stands side by side; all logits are equal; the window begins late and ends early."""
-    for columns, threads, capacity in ((4096, 0, SHORT), (4096, 128, 4096), (20_000, 128, 5632)):
+    for columns, threads, capacity in ((4096, 1024, SHORT), (4096, 256, SHORT), (4096, 128, 4096), (20_000, 128, 5632)):
         logits = np.zeros((3, columns), np.float32)
         logits[0, columns // 2 : columns // 2 + 700] = 1
         logits[1, -600:] = np.arange(600)

@@ -214,6 +214,7 @@ def carry_row(
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EAGER: tl.constexpr,  # loads do not wait for what decides of the row
 ):
     """Copies a row into its request's ring, unless a later row of the step has the same place."""
     live, request, position = load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests)
@@ -224,9 +225,10 @@ def carry_row(
     target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
     for start in tl.static_range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        inside = (column < WIDTH) & (row < num_rows)  # loads do not wait for what decides of the row
-        kv = tl.load(kv_ptr + source + column, mask=inside, other=0.0)
-        score = tl.load(score_ptr + source + column, mask=inside, other=0.0)
+        inside = (column < WIDTH) & (row < num_rows)
+        loaded = inside if EAGER else inside & carried
+        kv = tl.load(kv_ptr + source + column, mask=loaded, other=0.0)
+        score = tl.load(score_ptr + source + column, mask=loaded, other=0.0)
         tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside & carried)
         tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside & carried)
 
@@ -322,6 +324,7 @@ def carry_kernel(
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EAGER: tl.constexpr,
 ):
     """A row per program."""
     carry_row(
@@ -339,6 +342,7 @@ def carry_kernel(
         RING,
         WIDTH,
         COLUMNS,
+        EAGER,
     )
 
 
@@ -407,5 +411,6 @@ def carry(
     scalars = num_rows, num_requests, max_requests, first_request
     outputs = tuple(Output(state_kv.shape, "float32", alias=alias) for alias in (6, 7))
     constants = {"RING": state_kv.shape[1], "WIDTH": state_kv.shape[2], **CARRY_OPTIONS}
+    constants["EAGER"] = num_rows <= SEARCHED_ROWS  # of many rows, few are carried
     launch = Launch(carry_kernel, "compress_carry", (num_rows,), scalars, outputs, constants)
     return execute(launch, (kv, score, positions, req_rows, query_start_loc, after, state_kv, state_score))

@@ -141,6 +141,7 @@ def v4_layer_kernel(
                 RING,
                 OVERLAP * _DIM,
                 OVERLAP * _DIM,
+                True,
             )
             live, _, position = load_live(positions_ptr, req_rows_ptr, task, num_rows, limit, max_requests)
             if live & (position % RATIO == RATIO - 1):
@@ -196,6 +197,7 @@ def v4_layer_kernel(
                 RING,
                 OVERLAP * QK_DIM,
                 COLUMNS,
+                True,
             )
             live, _, position = load_live(positions_ptr, req_rows_ptr, task, num_rows, limit, max_requests)
             if live & (position % RATIO == RATIO - 1):

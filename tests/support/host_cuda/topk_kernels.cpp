@@ -28,16 +28,27 @@ inline unsigned negative_halves(unsigned halves) {
 #include "kernel.cuh"
 
 template <typename T>
-static void run(Call call, int rows, int threads, bool is_short) {
+static void run_row(Call call) {
+  if (call.capacity)
+    topk_kernel<T>(call);
+  else if (blockDim.x == kFewThreads)
+    topk_short_kernel<T, kFewThreads>(call);
+  else
+    topk_short_kernel<T, kManyThreads>(call);
+}
+
+template <typename T>
+static void run(Call call, int rows, int threads) {
   for (int row = 0; row < rows; row++) {
     blockIdx.x = row;
-    blockDim.x = is_short ? kShortThreads : threads;
+    blockDim.x = threads;
     memory.assign(shared_entries(call), 0xABABABABABABABAB);
-    host::run(blockDim.x, [&] { is_short ? topk_short_kernel<T>(call) : topk_kernel<T>(call); });
+    host::run(threads, [&] { run_row<T>(call); });
   }
 }
 
-// As topk.cu's launch, with these threads and this capacity; a capacity of 0 runs the kernel of short rows.
+// As topk.cu's launch, with these threads and this capacity; a capacity of 0 runs a kernel of short rows, the one with
+// so many threads.
 extern "C" void topk(const void* logits, int is_bfloat16, const int* lengths, const int* row_starts,
                      const int* page_table, const int* row_to_request, const int* offsets, int rows, int columns,
                      int topk, int page_size, int requests, int pages, int threads, int capacity, int* out) {
@@ -48,5 +59,5 @@ extern "C" void topk(const void* logits, int is_bfloat16, const int* lengths, co
   call.method = page_table ? kPaged : offsets ? kRagged : kPositions;
   call.page_shift = !page_table ? 31 : page_size & (page_size - 1) ? -1 : __builtin_ctz(page_size);
   call.last_page = kIntMax / page_size;
-  is_bfloat16 ? run<__nv_bfloat16>(call, rows, threads, !capacity) : run<float>(call, rows, threads, !capacity);
+  is_bfloat16 ? run<__nv_bfloat16>(call, rows, threads) : run<float>(call, rows, threads);
 }
