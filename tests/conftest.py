@@ -1,6 +1,7 @@
 """What all tests share: which are skipped where, the cache of compiled programs, and the record of a run."""
 
 import atexit
+import collections
 import enum
 import functools
 import gc
@@ -150,7 +151,9 @@ def share_compiled_programs(config):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked `long`
 def pytest_collection_modifyitems(items):
+    mark_other_cases_long(items)
     for item in items:
         if "gpu" in item.keywords and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()}"))
@@ -158,3 +161,25 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="is done once, where there is no GPU"))
         if "cpu" in item.keywords and ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs JAX's CPU backend: JAX_PLATFORMS=cpu"))
+
+
+def mark_other_cases_long(items: list[pytest.Item]) -> None:
+    """`always(4)`: four cases of a test, spread evenly, are in every run; `always("a", "b")`: those with these ids."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("always"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for test, cases in tests.items():
+        chosen = cases[0].get_closest_marker("always").args
+        count = chosen[0] if isinstance(chosen[0], int) else len(chosen)
+        if len(cases) <= count:
+            continue  # as if each had been asked for by its name
+        if isinstance(chosen[0], int):
+            kept = [cases[i * len(cases) // count] for i in range(count)]
+        else:
+            kept = [case for case in cases if case.callspec.id in chosen]
+            if len(kept) != len(chosen):
+                raise pytest.UsageError(f"{test} has no cases {chosen}")
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.long)

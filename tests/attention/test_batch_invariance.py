@@ -39,6 +39,7 @@ def check(attend, rows: int, sizes) -> None:
                 np.testing.assert_array_equal(np.asarray(alone), np.asarray(together[part]))
 
 
+@pytest.mark.always(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", SERVING)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

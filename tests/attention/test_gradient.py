@@ -74,6 +74,7 @@ def check_gradients(case, found) -> None:
         assert not np.any(x[exact == 0]) or name == "attn_sink", name  # rows that nobody reads, NaN in kv
 
 
+@pytest.mark.always(3)
 @BOTH
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_s_gradient_is_float64_s(interpreted, name, deterministic):
@@ -180,6 +181,7 @@ class TestRoute:
             self.lowered("cuda")
 
 
+@pytest.mark.long
 @ARCHITECTURES
 def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     """Compiled, not run."""

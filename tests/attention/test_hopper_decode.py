@@ -197,6 +197,7 @@ def test_without_work_the_results_are_of_the_same_dtypes(sizes, monkeypatch):
     assert not np.asarray(out, np.float32).any() and np.isneginf(lse).all()
 
 
+@pytest.mark.long
 @pytest.mark.no_gpu
 def test_it_compiles_within_its_registers(tmp_path):
     """Compiled, not run."""

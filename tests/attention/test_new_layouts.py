@@ -90,6 +90,7 @@ def test_the_extra_cache_alone_and_rows_without_a_key():
     assert np.all(np.asarray(out, np.float32) == 0) and np.all(np.isneginf(lse))
 
 
+@pytest.mark.always(3)
 @OF_PAIRS
 def test_a_row_s_bits_are_its_own(layout, extra):
     """With `batch_invariant` a request alone gives what it gives among others."""

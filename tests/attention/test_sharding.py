@@ -6,6 +6,9 @@ The bodies run in another process, which has four virtual CPU devices; this one 
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import virtual_devices
 
@@ -28,29 +31,24 @@ NAMES = (
     "chunks_of_a_selection",
     "decode_steps",
     "chunks",
+    "decode_steps_of_v4",
+    "chunks_of_v32",
 )
 
 
-def run_bodies(*names: str) -> dict[str, str]:
-    """Every body's traceback, empty where it passed: one process for all, as starting one costs seconds."""
-    return virtual_devices.results(virtual_devices.start("sharded_bodies", *names, devices=4), timeout=600)
-
-
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    return run_bodies()
+def results(request) -> dict[str, str]:
+    """Every body's traceback, empty where it passed."""
+    chosen = virtual_devices.chosen_cases(request, "test_sharded_equals_one_device", "name")
+    return virtual_devices.results(virtual_devices.start("sharded_bodies", *chosen, devices=4), timeout=600)
 
 
-@pytest.mark.long
-def test_steps_of_the_other_model():
-    failures = {name: error for name, error in run_bodies("decode_steps_of_v4", "chunks_of_v32").items() if error}
-    assert not failures, "\n".join(failures.values())
-
-
+@pytest.mark.always("decode_over_heads", "prefill_over_tokens", "plain_jit", "explicit_axes", "decode_steps")
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_equals_one_device(results, name):
     assert results[name] == "", results[name]
 
 
-def test_every_body_is_named(results):
-    assert list(results) == list(NAMES)
+def test_every_body_is_named():
+    text = Path(virtual_devices.SUPPORT, "sharded_bodies.py").read_text()
+    assert tuple(re.findall(r"^@body\ndef (\w+)", text, re.MULTILINE)) == NAMES

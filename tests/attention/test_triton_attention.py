@@ -123,6 +123,7 @@ class TestPlan:
         assert why.startswith("its prefill reads rows of ")
 
 
+@pytest.mark.long
 @ARCHITECTURES
 def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     """Compiled, not run."""

@@ -285,6 +285,7 @@ def repeat_without_running(monkeypatch, reports):
     monkeypatch.setattr(comparison, "count_agreeing_tokens", lambda *_: (0, 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "preset", "cache"), [pytest.param("torch", "v4", "bf16", marks=pytest.mark.long), ("jax", "v32", "fp8")]
 )
@@ -301,6 +302,7 @@ def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monk
     assert "check" not in out
 
 
+@pytest.mark.long
 def test_a_folder_is_served_without_torch(tmp_path, small_presets, capsys):
     """By the JAX engine: torch and transformers cannot be imported."""
     small_presets.build_preset("v32", 3).save_pretrained(tmp_path)
@@ -385,6 +387,7 @@ def test_a_model_that_transformers_cannot_load_is_said(capsys, small_presets, mo
     assert err == "jax-sparse-mla generate: an unknown quantisation\n"
 
 
+@pytest.mark.long
 @pytest.mark.cpu
 @pytest.mark.parametrize("engine", ["jax", "torch"])
 def test_speculative_decoding(capsys, small_presets, monkeypatch, engine):
@@ -499,6 +502,7 @@ def test_a_gpu_that_only_torch_has(capsys, monkeypatch, engine):
     assert status == 2 and out == "" and f"--device cuda: JAX {jax.__version__} has no GPU here" in err
 
 
+@pytest.mark.long
 @pytest.mark.cpu
 @needs_models
 @pytest.mark.parametrize("engine", ["jax", "torch"])

@@ -91,6 +91,7 @@ def test_transformers_is_as_before_when_all_have_left():
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
 
 
+@pytest.mark.long
 @pytest.mark.cpu
 def test_the_check_runs_in_blocks(shapes):
     model = copy.deepcopy(small_model("v4")).cpu()

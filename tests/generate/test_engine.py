@@ -58,6 +58,7 @@ def assert_same(request, logits, expected_request, expected_logits):
 # Requests in a continuous batch.
 
 
+@pytest.mark.always("v32-True")
 @pytest.mark.parametrize(
     ("name", "bf16"),
     [
@@ -85,6 +86,7 @@ def test_requests_generate_what_each_generates_alone(name, bf16):
     assert hf_layers._run_v4._cache_size() + hf_layers._run_v32._cache_size() == compilations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "v4")) for name in MODELS])
 def test_a_run_can_be_repeated_to_the_bit(name):
     """In other pages, over what the first run has left behind: on a GPU no stream overtakes another."""
@@ -130,6 +132,7 @@ def test_short_requests_match_transformers(name):
     assert [step.mode for step in run.steps].count(ForwardMode.DECODE) == 3  # those of two requests at once
 
 
+@pytest.mark.long
 @pytest.mark.cpu  # see STEADY_MODELS
 def test_one_row_a_chunk():
     run = serve(

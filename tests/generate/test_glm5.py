@@ -44,6 +44,7 @@ def test_the_oracle_is_what_transformers_runs():
         assert (positions is before) == layer.shares
 
 
+@pytest.mark.long
 def test_layers_match_eager():
     run = served("glm5", False)
     reports = compare_layers(TorchRun(run.engine), run.requests)
@@ -86,6 +87,7 @@ def small_preset(monkeypatch):
 
 
 # Drafts of a model's first layer are V3.2's in test_cli.py.
+@pytest.mark.long
 @pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_generate(capsys, small_preset, drafts):
     """Plain decoding is compared with transformers, and drafts of the first layer with plain decoding."""

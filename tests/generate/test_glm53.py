@@ -28,6 +28,7 @@ from jax_sparse_mla.serving.request import Request
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.long
 def test_float32_logits_are_transformers():
     """Prefill in parts that end within pools, and decode, of three requests; other models' are in tests/serving."""
     model, params = serving_models.jax_model("glm53", torch.float32)
@@ -37,6 +38,7 @@ def test_float32_logits_are_transformers():
     serving_models.assert_float32_logits(logits, serving_models.expected("glm53", torch.float32), all_seen)
 
 
+@pytest.mark.long
 def test_generate(capsys, monkeypatch):
     """The second request takes the row of the first one's states. Prompts are read in parts that end within pools."""
     monkeypatch.setitem(texts.CONFIGS, "glm53", hf_models.as_preset(hf_models.small_glm53_config()))

@@ -99,6 +99,7 @@ def test_the_oracle_is_what_transformers_runs(name):
             assert positions is None
 
 
+@pytest.mark.always("v4-True")
 @pytest.mark.parametrize(("name", "bf16"), [("v4", True), ("v32", True), ("v32", False)])
 def test_layers_match_eager(name, bf16):
     """Chunked prefill and decode of a continuous batch, layer by layer, given eager's selection.
@@ -142,6 +143,7 @@ def test_the_comparison_notices_a_wrong_parameter():
             assert fails(layer, compressor=dataclasses.replace(layer.params.compressor, **changed)), field
 
 
+@pytest.mark.always("v32")
 @pytest.mark.cpu  # see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_and_decode_equal_one_prefill(name):
@@ -165,6 +167,7 @@ def test_chunks_and_decode_equal_one_prefill(name):
 
 
 # V3.2: either way is compared with transformers, in test_layers_match_eager and in test_cli.py.
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "bf16"), [("v4", True), pytest.param("v32", False, marks=pytest.mark.long)])
 def test_prefill_backends_agree(name, bf16):
     """Prefill from a gathered bf16 workspace, and from the paged cache. Decode is the same in both."""

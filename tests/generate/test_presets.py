@@ -36,6 +36,7 @@ def long_prompt(folder):
     return ["--prompt-file", f"{folder}/prompt.txt", "--chunk-size", "1074"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes", [pytest.param(NARROW, id="narrow"), pytest.param({}, id="whole", marks=pytest.mark.long)]
 )

@@ -99,6 +99,7 @@ def speculated(name):
     return speculate(name, 3, EveryLength(plain(name), 3))
 
 
+@pytest.mark.always("v32-1")
 @pytest.mark.parametrize(
     ("name", "steps"),
     # cpu: see STEADY_MODELS
@@ -132,6 +133,7 @@ def test_tokens_are_those_of_plain_decoding(name, steps):
         compiled = compilations()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["compressed_sparse_attention", "heavily_compressed_attention"])
 def test_a_first_layer_that_compresses(first):
     """Drafts then pass through its compressor's ring, and complete groups. As in V4-Pro.

@@ -204,6 +204,7 @@ def assert_close(served, expected, atol):
                 break
 
 
+@pytest.mark.long
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(("name", "bf16"), [("v4", True), ("v32", False), ("glm5", True)])
 def test_decode_steps_in_torch_give_jax_s_logits(name, bf16):
@@ -219,6 +220,7 @@ def test_decode_steps_in_torch_give_jax_s_logits(name, bf16):
     assert_close(served, through_jax, 0.03)
 
 
+@pytest.mark.long
 @pytest.mark.no_gpu
 def test_what_torch_does_not_serve_goes_through_jax(monkeypatch, caplog):
     """With all that the caches hold: the next step is JAX's, of the same requests."""

@@ -39,6 +39,7 @@ def test_the_calls_that_it_serves(monkeypatch):
     assert not sm90.serves((9, 0), 256, 64, 64)
 
 
+@pytest.mark.long
 @pytest.mark.no_gpu
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_its_products_are_not_serialised(tmp_path):

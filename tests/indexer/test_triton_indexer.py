@@ -298,6 +298,7 @@ def test_bad_tensors_are_refused_by_name():
 # --- compiled -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_within_its_shared_memory(capabilities, tmp_path):
     for fact in compiled_facts("compile_triton_indexer.py", tmp_path, capabilities):

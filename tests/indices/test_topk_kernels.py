@@ -146,6 +146,7 @@ def test_small_cases(name):
     check(dict(small_cases())[name])
 
 
+@pytest.mark.always(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(2, 9_001, 512), (2, 20_000, 2048)])
 @pytest.mark.parametrize("split", [True, False])
@@ -160,6 +161,7 @@ def test_long_rows_of_every_kind(kind, shape, split, monkeypatch):
         check(TopkCase(logits, np.array([columns, columns - 5], np.int32), topk, row_starts=starts))
 
 
+@pytest.mark.always(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_short_rows_of_every_kind(kind, dtype):
@@ -261,12 +263,14 @@ def test_nothing_to_select():
 # --- compilation and dispatch ---------------------------------------------------------------------
 
 
+@pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
     for fact in compiled_facts("compile_topk_kernels.py", tmp_path, capabilities):
         assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
 
 
+@pytest.mark.long
 @ARCHITECTURES
 def test_the_cuda_kernel_compiles_for_every_architecture_without_a_gpu(capabilities, tmp_path):
     tvm_ffi = pytest.importorskip("tvm_ffi")

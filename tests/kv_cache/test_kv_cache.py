@@ -187,6 +187,7 @@ def test_quantize_ue8m0_refuses(x, group, error, message):
 # --- write_kv -------------------------------------------------------------------------------------
 
 
+@pytest.mark.always(8)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_write_kv_bytes(layout, page_size):
@@ -369,6 +370,7 @@ def test_gather_v32_scales_need_not_be_powers_of_two():
     np.testing.assert_array_equal(bits(got[:, 512:]), rope)  # NaN payloads too
 
 
+@pytest.mark.always(6)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_gather_is_dequantize(layout, page_size):

@@ -128,6 +128,7 @@ def plain_split(data, cache, page_size, slots):
 # --- cache bytes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.always(6)
 @LAYOUTS
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_write_equals_plain_jax_byte_by_byte(layout, page_size):
@@ -177,6 +178,7 @@ def test_a_nan_stays_one_and_harms_no_other_row(layout):
     assert_same_bf16(read, plain_gather(expected, jax.device_put(slots)))
 
 
+@pytest.mark.always(6)
 @LAYOUTS
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_gather_equals_plain_jax_bit_by_bit(layout, page_size):
@@ -227,6 +229,7 @@ def test_gathers_fill_one_workspace(layout):
     assert workspace[:2].isnan().all() and workspace[23:].isnan().all()
 
 
+@pytest.mark.always(5)
 @LAYOUTS
 @pytest.mark.parametrize(("page_size", "small"), [(256, 64), (64, 64), (6, 3), (4, 1)])
 def test_split_copies_the_touched_pages_and_no_other_byte(layout, page_size, small):
@@ -366,6 +369,7 @@ def test_merges_refuse_bad_tensors_by_name():
 # --- compilation and dispatch ---------------------------------------------------------------------
 
 
+@pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
     facts = compiled_facts("compile_triton_kv.py", tmp_path, capabilities)

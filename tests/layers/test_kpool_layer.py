@@ -97,6 +97,7 @@ def whole():
     return serve([*prompts, *tokens], "flashmla_sparse", empty_caches())
 
 
+@pytest.mark.long
 def test_any_chunking_selects_the_same():
     """Prompts in parts that end within pools, from the pages; drafts verified three at a time; hostile padding."""
     parts = [chunk((0, 0, 101), 3, (2, 0, 66)), chunk((1, 0, 134), (0, 101, 150)), chunk((0, 251, 11), 5)]

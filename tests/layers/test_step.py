@@ -162,6 +162,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.always("V4 ratio 4-paged chunks", "V4 ratio 128-chunks", "V3.2-chunks")
 @pytest.mark.parametrize("ratio, how", WAYS, ids=[f"{names[ratio]}-{how}" for ratio, how in WAYS])
 def test_chunks_and_single_tokens_equal_the_whole_prompt(ratio, how):
     (want, want_cache), (got, cache) = served(ratio, "whole"), served(ratio, how)
@@ -297,6 +298,7 @@ def stale(tables):
 
 
 class TestRowsThatMustNotMatter:
+    @pytest.mark.always("V4 ratio 4", "V3.2")
     @all_layers
     def test_padding_is_inert(self, ratio):
         """NaN, INT_MIN, INT_MAX in padding rows and requests instead of zeros: nothing changes but page 0."""

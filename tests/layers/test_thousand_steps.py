@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.stack import Stack, decode_layers, fill
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, ForwardBatch, ForwardMode
@@ -75,6 +76,7 @@ def bytes_in_use() -> int:
     return stats.get("bytes_in_use", 0)
 
 
+@pytest.mark.long
 def test_a_thousand_steps_of_requests_that_come_and_go():
     stack = Stack(spec=SPEC, ratios=(0, 4, 128, 4), batch=max(BUCKETS), max_len=LENGTH, window_pages=LENGTH // 256)
     params, tables = stack.params(), stack.tables()

@@ -237,6 +237,7 @@ def assert_served(found, caches="V41"):
     assert differing <= 0.01 * len(LAYERS) * sum(LENGTHS)
 
 
+@pytest.mark.long
 def test_chunks_and_decode_steps_are_the_torch_forms():
     found = serve(STEPS)
     assert_served(found)

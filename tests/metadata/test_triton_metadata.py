@@ -122,6 +122,7 @@ def test_a_schedule_equals_plain_jax(shape, main, extra, seed):
     assert_same(torch_schedule(*lengths, *sizes), plain_schedule_of(*lengths, *sizes))
 
 
+@pytest.mark.always(4)
 @pytest.mark.parametrize("split_kv", [256, 1])
 @pytest.mark.parametrize(
     "contexts",
@@ -155,6 +156,7 @@ def torch_v4(spec, batch, tables):
     return out
 
 
+@pytest.mark.always("ForwardMode.DECODE", "ForwardMode.TARGET_VERIFY")
 @PROPERTY
 @given(
     model=st.sampled_from([(TINY_V4, 37), (TINY_V4, 1000), (DRAFT_LAYER, MAX_LEN), (INDEXED_ONLY, MAX_LEN)]),
@@ -285,6 +287,7 @@ def test_bad_tensors_are_refused_by_name():
         build(batch, tables, out=small)
 
 
+@pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
     facts = compiled_facts("compile_triton_metadata.py", tmp_path, capabilities)

@@ -48,6 +48,7 @@ def launched(spec, batch, tables, prefill):
     return out
 
 
+@pytest.mark.always("ForwardMode.DECODE", "ForwardMode.EXTEND")
 @PROPERTY
 @given(
     max_seq_len=st.sampled_from([MAX_LEN, 37, 1000]),
@@ -79,6 +80,7 @@ def large_step(mode, requests, rows, columns, drafts=None):
     return dataclasses.replace(batch, num_draft_tokens=drafts), tables
 
 
+@pytest.mark.always("ForwardMode.TARGET_VERIFY-70-210-200-3", "ForwardMode.DECODE-3-3-17000-None")
 @pytest.mark.parametrize(
     ("mode", "requests", "rows", "columns", "drafts"),
     [

@@ -20,6 +20,8 @@ def test_what_passed_on_a_gpu_does_not_run_nowhere():
     assert run_nowhere(skipped, {A, B}, {}) == {C: "no nvcc", MODULE: "no package"}  # a record without names
     gpu_run = {"passed": names({A, f"{MODULE}::test_z"})}
     assert run_nowhere(skipped, {A, B}, gpu_run) == {B: "no GPU", C: "no nvcc"}
+    long_run = {"passed": names({C}), "skipped": {"its own reason": [B]}}
+    assert run_nowhere(skipped, {A, B}, gpu_run, long_run) == {B: "its own reason"}
 
 
 def test_the_list_is_neither_shorter_nor_longer():
@@ -57,6 +59,8 @@ def test_passes(x): pass
 def test_skips(): pytest.skip("a reason")
 @pytest.mark.gpu
 def test_gpu(): pytest.skip("no GPU")
+@pytest.mark.long
+def test_long(): pass
 """
 
 
@@ -66,7 +70,7 @@ import run_record
 run_record.missing_tools = lambda: []
 def pytest_addoption(parser): parser.addoption("--record")
 def pytest_configure(config):
-    files = dict(gpu_run=Path("gpu.json"), unrun=Path("unrun.json"))
+    files = dict(gpu_run=Path("gpu.json"), long_run=Path("long.json"), unrun=Path("unrun.json"))
     config.pluginmanager.register(run_record.RunRecord(config, "cpu", **files))
 """
 
@@ -85,6 +89,11 @@ def test_a_run_is_recorded_and_judged(pytester, monkeypatch):
     (tests / "test_module.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
     module = {"a package": ["tests/test_module.py"]}
     unrun.write_text(json.dumps(module | {"a reason": ["tests/test_some.py::test_skips"]}))
+    for workers in ([], two_workers):
+        done = pytester.runpytest_subprocess(*workers)
+        assert done.ret == 1
+        done.stdout.fnmatch_lines(["tests/test_some.py::test_long runs nowhere (takes long)"])
+    assert pytester.runpytest_subprocess("-m", "long", "--record=long.json").ret == 0
     for workers in ([], two_workers):
         assert pytester.runpytest_subprocess(*workers, "--record=record.json").ret == 0
         record = json.loads((pytester.path / "record.json").read_text())

@@ -39,6 +39,7 @@ def run(capsys, *args):
     return status, *capsys.readouterr()
 
 
+@pytest.mark.long
 def test_the_command(capsys, tiny, monkeypatch, tmp_path):
     """A case, and one whose caches are larger than the device."""
     model = Model.from_config(TINY)

@@ -11,17 +11,19 @@ start = functools.partial(virtual_devices.start, "serving_over_mesh")
 
 
 @pytest.fixture(scope="module")
-def of_four_devices():
-    return results(start("refusals", "v4", devices=4))
+def of_four_devices(request):
+    chosen = virtual_devices.chosen_cases(request, "test_every_layout_gives_the_tokens_of_one_device", "case")
+    return results(start(*chosen, devices=4))
 
 
+@pytest.mark.always("refusals")
 @pytest.mark.parametrize("case", ["refusals", "v4"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
     """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]
 
 
-@pytest.mark.long  # test_every_layout and test_two_processes cut requests too, over two devices
+@pytest.mark.long  # test_two_processes cuts requests too, over two devices
 def test_requests_over_four_devices():
     """To the bit what one device makes, since each is an engine by itself."""
     (failure,) = results(start("v4_requests", devices=4)).values()

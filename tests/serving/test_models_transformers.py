@@ -32,6 +32,7 @@ def new_steps(name, dtype=torch.float32, bf16=True):
     return Steps(model, params, num_requests=3, bf16=bf16)
 
 
+@pytest.mark.always("v4")
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_logits_are_transformers(name):
     steps = new_steps(name)
@@ -54,6 +55,7 @@ def test_bfloat16_logits_with_fp8_caches(name):
 
 
 # V3.2's parameters are among GLM-5's; those of GLM-5.3 are random in the test of its logits.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["v4", *(pytest.param(name, marks=pytest.mark.long) for name in ("v32", "glm53")), "glm5"]
 )

@@ -74,6 +74,7 @@ def everything_is_free(engine):
     return scheduler.idle and pages == pool.num_pages - 1 and pool.free_rows == engine.options.max_batch
 
 
+@pytest.mark.long
 def test_most_steps_take_no_array_from_the_host(engine, expected, monkeypatch):
     """What the device expects of the next step is what the host would say: both count on in the same way."""
     counted_on, kept = engine._counted_on, []
@@ -109,6 +110,7 @@ def test_a_batch_serves_each_request_as_if_it_were_alone(engine, expected):
     assert modes.count(ForwardMode.EXTEND) == 1 and modes.count(ForwardMode.DECODE) == 2
 
 
+@pytest.mark.long
 def test_reused_prefixes_change_no_token(engine, expected):
     """Whole prompts again, and prompts that leave a known one within its second page: a model with a window has a
     reuse point there only after one request has left it there."""
@@ -144,6 +146,7 @@ def test_requests_that_end_early(engine, expected):
     assert everything_is_free(engine)
 
 
+@pytest.mark.long
 def test_everything_is_given_back_when_a_run_raises(engine, expected):
     def on_step(plan, _):
         if plan.mode is ForwardMode.DECODE:
@@ -223,6 +226,7 @@ def test_a_small_pool_preempts_and_changes_no_token(engine):
         assert serve(engine, [request]) == [output]
 
 
+@pytest.mark.long
 def test_drafts_change_no_token(engine, expected):
     """The model's own, and those of an oracle that is right for 0, 1, 2 or 3 drafts in turn; prefixes are reused."""
     engine.drafts = 3
@@ -245,6 +249,7 @@ def test_drafts_change_no_token(engine, expected):
     assert everything_is_free(engine)
 
 
+@pytest.mark.long
 def test_drawn_tokens_hang_on_seed_and_position_only(engine):
     def drawn(seed):
         return new_requests(SIZES[1:2], sampling=Sampling(temperature=30.0, seed=seed))[0]

@@ -57,11 +57,13 @@ def numbered(cases: list):
 class SparseMLAConformance:
     """What every backend must do."""
 
+    @pytest.mark.always(6)
     @numbered(decode_cases())
     def test_decode_equals_the_oracle(self, backend, number, case):
         skip_most_of_plain_jax_on_a_gpu(backend, number)
         check_decode(case, run_decode(case, backend))
 
+    @pytest.mark.always(5)
     @numbered(prefill_cases())
     def test_prefill_equals_the_oracle(self, backend, number, case):
         skip_most_of_plain_jax_on_a_gpu(backend, number)

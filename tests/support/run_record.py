@@ -1,8 +1,9 @@
 """Which tests of a run passed, failed or were skipped and why, as a file; and which run nowhere.
 
 `pytest --record=FILE` writes the file (with the `=`: pytest takes a FILE that exists for a test otherwise). On an H200
-that is `benchmarks/results/h200_tests.json`, `GPU_RUN`. A complete run without a GPU compares the tests that it skips
-with the ones that passed there: what neither ran must be what `UNRUN` lists, with the reason, or the run fails. Until
+that is `benchmarks/results/h200_tests.json`, `GPU_RUN`; of the tests marked `long`, on a machine without a GPU,
+`benchmarks/results/long_tests.json`, `LONG_RUN`. README's command compares the tests that it skips or leaves out with
+the ones that passed there: what no run ran must be what `UNRUN` lists, with the reason, or the command fails. Until
 `GPU_RUN` names tests, those marked `gpu` count as run there. Where a tool is missing that CI has, nothing is compared.
 """
 
@@ -21,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GPU_RUN = ROOT / "benchmarks" / "results" / "h200_tests.json"
+LONG_RUN = ROOT / "benchmarks" / "results" / "long_tests.json"
 UNRUN = ROOT / "tests" / "unrun.json"
 # Without one of these, tests are skipped that do run elsewhere.
 TOOLS = ("nvcc", "g++")
@@ -56,18 +58,22 @@ def by_reason(skipped: dict[str, str]) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def run_nowhere(skipped: dict[str, str], marked_gpu: set[str], gpu_run: dict) -> dict[str, str]:
-    """Of the tests that a run without a GPU skipped, by reason, those that did not pass in the run on a GPU either.
+def run_nowhere(skipped: dict[str, str], marked_gpu: set[str], *records: dict) -> dict[str, str]:
+    """Of the tests that a run skipped or left out, by reason, those that passed in none of the recorded runs either.
 
-    A module that is skipped as a whole has run there if any test of it has.
+    The first record is that of the run on a GPU. A module that is skipped as a whole has run where any test of it has.
+    A test that another run was to run, and skipped, has the reason of that.
     """
+    gpu_run, *others = records
+    passed = set[str]().union(*(nodes(record.get("passed", {})) for record in records))
     if "passed" not in gpu_run:
-        return {node: reason for node, reason in skipped.items() if node not in marked_gpu}
-    passed = nodes(gpu_run["passed"])
+        passed |= marked_gpu
+    modules = {file for record in records for file in record.get("passed", {})}
+    reasons = {node: why for record in others for why, some in record.get("skipped", {}).items() for node in some}
     return {
-        node: reason
+        node: reasons.get(node, reason)
         for node, reason in skipped.items()
-        if node not in passed and not ("::" not in node and node in gpu_run["passed"])
+        if node not in passed and not ("::" not in node and node in modules)
     }
 
 
@@ -100,11 +106,21 @@ def _commit() -> str | None:
 class RunRecord:
     """A plugin of the process that starts the tests and of each of xdist's workers."""
 
-    def __init__(self, config: pytest.Config, device: str, *, gpu_run: Path = GPU_RUN, unrun: Path = UNRUN):
-        self.config, self.device, self.gpu_run, self.unrun = config, device, gpu_run, unrun
+    def __init__(
+        self,
+        config: pytest.Config,
+        device: str,
+        *,
+        gpu_run: Path = GPU_RUN,
+        long_run: Path = LONG_RUN,
+        unrun: Path = UNRUN,
+    ):
+        self.config, self.device, self.unrun = config, device, unrun
+        self.records = gpu_run, long_run
         self.passed: set[str] = set()
         self.failed: set[str] = set()
         self.skipped: dict[str, str] = {}
+        self.left_out: set[str] = set()  # for being marked `long`
         self.marked_gpu: set[str] = set()
         self.wrong: list[str] = []
 
@@ -126,14 +142,19 @@ class RunRecord:
         if report.skipped:
             self._skip(report.nodeid, report.longrepr)
 
+    def pytest_deselected(self, items) -> None:
+        self.left_out |= {item.nodeid for item in items if "long" in item.keywords and "soak" not in item.keywords}
+
     def _skip(self, node: str, longrepr) -> None:
         reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
         self.skipped[node] = reason.removeprefix("Skipped: ")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node, error) -> None:
-        """xdist forwards reports of tests, not those of modules that are skipped."""
-        self.skipped |= getattr(node, "workeroutput", {}).get("skipped_modules", {})
+        """xdist forwards reports of tests, not those of modules that are skipped and of tests that are left out."""
+        found = getattr(node, "workeroutput", {})
+        self.skipped |= found.get("skipped_modules", {})
+        self.left_out |= set(found.get("left_out", ()))
 
     # --- at the end ---
 
@@ -141,21 +162,23 @@ class RunRecord:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if hasattr(self.config, "workerinput"):
             self.config.workeroutput["skipped_modules"] = {n: why for n, why in self.skipped.items() if "::" not in n}
+            self.config.workeroutput["left_out"] = sorted(self.left_out)
             return
         if path := self.config.getoption("--record"):
             Path(path).write_text(self.as_json())
         if self._is_the_whole_suite() and self.device == "cpu" and not missing_tools():
-            gpu_run = json.loads(self.gpu_run.read_text()) if self.gpu_run.exists() else {}
-            unrun = run_nowhere(self.skipped, self.marked_gpu, gpu_run)
+            records = [json.loads(path.read_text()) if path.exists() else {} for path in self.records]
+            not_run = self.skipped | dict.fromkeys(self.left_out, "takes long")
+            unrun = run_nowhere(not_run, self.marked_gpu, *records)
             self.wrong = differences(unrun, json.loads(self.unrun.read_text()))
-            # A run on a GPU in which tests failed is not complete: it is compared, and fails nothing.
-            complete = not gpu_run.get("counts", {}).get("failed", 0)
+            # A recorded run in which tests failed is not complete: it is compared, and fails nothing.
+            complete = not any(record.get("counts", {}).get("failed", 0) for record in records)
             if self.wrong and complete and exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if self.wrong:
-            title = f"{self.unrun.name} is not what neither this run nor the one on a GPU ran"
+            title = f"{self.unrun.name} is not what neither this run nor a recorded one ran"
             terminalreporter.section(title, red=True)
             for line in self.wrong:
                 terminalreporter.line(line)

@@ -50,17 +50,11 @@ from jax_sparse_mla import index_selection, sharding, write_index_k
 from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 
-BODIES, LONG_BODIES = {}, {}
+BODIES = {}
 
 
 def body(function):
     BODIES[function.__name__] = function
-    return function
-
-
-def long_body(function):
-    """Of the other model; each of its parts is cut by the other bodies too."""
-    LONG_BODIES[function.__name__] = function
     return function
 
 
@@ -502,15 +496,15 @@ def chunks():
     check_steps(4, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
 
 
-@long_body
+@body
 def decode_steps_of_v4():
     check_steps(4, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
 
 
-@long_body
+@body
 def chunks_of_v32():
     check_steps(None, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
 
 
 if __name__ == "__main__":
-    run_cases(BODIES | LONG_BODIES, sys.argv[1:] or BODIES)
+    run_cases(BODIES, sys.argv[1:] or BODIES)

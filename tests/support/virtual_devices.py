@@ -12,7 +12,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 SUPPORT = pathlib.Path(__file__).parent
 
@@ -36,6 +39,12 @@ def results(process: subprocess.Popen, timeout: float = 900) -> Any:
     lines = [line for line in out.splitlines() if line.startswith("RESULTS")]
     assert process.returncode == 0 and lines, f"exit {process.returncode}\n{out}\n{error}"
     return json.loads(lines[-1].removeprefix("RESULTS"))
+
+
+def chosen_cases(request: pytest.FixtureRequest, test: str, parameter: str) -> list[str]:
+    """The cases of a module's test that are in this run: one process has them all, as starting one takes seconds."""
+    items = [item for item in request.session.items if item.path == request.path and item.originalname == test]
+    return [item.callspec.params[parameter] for item in items]
 
 
 def report(found: Any) -> None:

@@ -45,6 +45,7 @@ class FlashMLASchedMeta:
         self.tile_scheduler_metadata = self.num_splits = None
 
 
+@pytest.mark.always(2)
 def test_out_alone(backend):
     """The caller's tensor is written, a part of a larger buffer as a rank's rows are; the rest is allocated."""
     case = per_request(heads=64, extra=(40, 2))
@@ -120,6 +121,7 @@ def test_index_rows_that_stand_apart_are_read_where_they_are(backend, monkeypatc
 PAGES = {"vLLM": (64, 37_440), "SGLang": (256, 149_760), "C128": (2, 1_728)}
 
 
+@pytest.mark.always(4)
 @pytest.mark.parametrize("engine", PAGES)
 def test_the_engines_pages(backend, engine):
     page_size, page_bytes = PAGES[engine]

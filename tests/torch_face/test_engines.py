@@ -320,6 +320,7 @@ def assert_rest_is_padding(made, requests, spec):
     assert all((x[requests:] == -1).all() for x in (*indices, made.positions, made.page_table))
 
 
+@pytest.mark.always(4)
 @pytest.mark.parametrize("size", BUCKETS)
 @pytest.mark.parametrize("spec", [DRAFT_V4, TINY_V32], ids=lambda spec: spec.name)
 def test_padded_buckets_hold_the_eager_metadata(spec, size):
@@ -405,6 +406,7 @@ def vllm_case(spec, rng, query_lens, *, padding=1, blocks=8):
     return arguments, np.concatenate(slots), RequestTables(req_to_token=i32(table), full_to_swa=i32(to_swa))
 
 
+@pytest.mark.always(5)
 @pytest.mark.parametrize("build", sorted(BUILDS))
 @pytest.mark.parametrize("spec", [TINY_V4, TINY_V32], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(
@@ -479,5 +481,6 @@ assert not xla_bridge.backends_are_initialized()
 """
 
 
+@pytest.mark.long
 def test_the_kernels_path_initialises_no_jax_backend():
     subprocess.run([sys.executable, "-c", NO_JAX], check=True, timeout=120)

@@ -113,6 +113,7 @@ DECODES = {
 }
 
 
+@pytest.mark.always(8)
 @pytest.mark.parametrize("name", DECODES)
 def test_decode_equals_the_oracle(backend, name):
     if backend == "flashmla" and name == "v32 two caches":
@@ -145,6 +146,7 @@ def published(shape, device):
     return case_data.compare(call, cases.through_the_drop_in(call))[1]
 
 
+@pytest.mark.always(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.id)
 def test_small_cases_of_flashmlas_kind(backend, shape):
     assert not published(shape, "cuda" if ON_GPU else "cpu")

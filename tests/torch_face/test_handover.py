@@ -133,6 +133,7 @@ def test_a_fresh_process_continues_with_the_same_tokens(name):
     assert outputs_of_a_fresh_process()[name] == outputs(exported(name)[0])
 
 
+@pytest.mark.always("v32")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_moment_can_be_continued(name):
     """In the middle of a prompt, one token before a C4 and a C128 group end, and behind them."""
@@ -363,6 +364,7 @@ def test_what_fails_midway_leaves_nothing_behind(monkeypatch):
     assert snapshot(engine.pool) == free
 
 
+@pytest.mark.always("v32")
 @pytest.mark.cpu  # see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_from_engine_to_engine(name):

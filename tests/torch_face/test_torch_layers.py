@@ -83,6 +83,7 @@ def prefilled(ratio: int | None, pooled: bool, max_draft_tokens: int = 0):
     return world, data.layer(MIDDLE), params
 
 
+@pytest.mark.always("4-True", "0-True")
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_decode_steps_equal_jax_s(ratio, pooled):
@@ -107,6 +108,7 @@ def test_decode_steps_equal_jax_s(ratio, pooled):
             np.testing.assert_array_equal(as_numpy(a), as_numpy(b), err_msg=f"{work} {jax.tree_util.keystr(path)}")
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("pooled", [False, True])
 def test_v32_decode_steps_equal_jax_s(pooled):
     """And a layer without an indexer attends to the same slots, over keys of its own."""
@@ -161,6 +163,7 @@ def test_v32_steps_that_are_not_served():
             torch_layers.v32_layer(cache, given, of_batch, metadata, spec=world.spec, **options)
 
 
+@pytest.mark.long
 def test_drafts_with_room_in_the_ring_and_without():
     ratio, work = 4, [(0, 200, 3), (1, 126, 3)]
     for room in (0, 2):
@@ -258,6 +261,7 @@ def both(stack: Stack, start) -> tuple[Steps, TorchSteps]:
     return of_jax, of_torch
 
 
+@pytest.mark.long
 @pytest.mark.no_gpu
 def test_layers_that_share_their_tensors(monkeypatch):
     """Each layer's keys come out of the layer below, as in the benchmark."""
