@@ -208,5 +208,5 @@ def test_a_case_ends_before_its_bucket_is_full(repeats, monkeypatch):
     monkeypatch.setattr(step, "device_operations", operations)
     steps = Steps()
     found, _ = step.measure(steps, 0, step.timed_steps(repeats), repeats, rewind=False)
-    assert steps.done <= step.ROOM and found["steps"] == min(50, (360 - 37) // (repeats + 1))
+    assert steps.done <= step.ROOM and found["steps"] == min(50, (360 - 51) // (repeats + 1))
     assert found["host_us"] == pytest.approx(30) and found["wall_us"] == pytest.approx(1000)
