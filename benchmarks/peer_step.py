@@ -17,7 +17,7 @@ Of each variant a case is only timed after `benchmarks.sglang.guards` has compar
 no times, and the exit code is 1. A step of theirs also normalises and rotates the key and rotates the index query. Ours
 is measured by `python -m benchmarks.step` in a process of its own, before. Per case: wall time of a step among up to 50
 that are launched back to back, the time in which the GPU is busy, from the first operation to the last, operations, and
-what one takes the host, of four behind an idle GPU. Prints a table and writes peer_step.json to $OUT or
+what one takes the host, of ten behind an idle GPU. Prints a table and writes peer_step.json to $OUT or
 benchmarks/results.
 """
 
