@@ -13,6 +13,7 @@ from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla.attention import reference
 
 
+@pytest.mark.long
 @given(count=st.integers(0, 70), at_most=st.integers(0, 90))
 @settings(max_examples=40, deadline=None)
 def test_each_row_is_mapped_once(count, at_most):

@@ -184,6 +184,7 @@ def calls(draw):
     return groups, topks, lengths, requests * rows_per_length, rows_per_length
 
 
+@pytest.mark.long
 @given(call=calls(), cuts=st.sampled_from([NEVER, ALWAYS, AS_LENGTHS_SAY]), tiles=st.sampled_from([1, 2, 3]))
 @settings(max_examples=100, deadline=None)
 def test_rows_of_any_lengths(schedule_and_cuts, call, cuts, tiles):
@@ -239,6 +240,7 @@ def test_equal_lengths_are_as_none(schedule, rows):
     assert pieces[0].joins == wanted[0].joins == (plan.cuts == ALWAYS)
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("requests", [64, 74, 128, 256, 600])
 def test_the_rows_of_a_model_with_compressed_keys_are_spread_evenly(schedule, heads, requests):

@@ -194,6 +194,7 @@ def no_overrides(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_chunk_equals_attention_by_position(ratio, seed):
@@ -207,6 +208,7 @@ def test_a_chunk_equals_attention_by_position(ratio, seed):
     assert np.all(np.isfinite(result[1][:real])) and np.all(np.isneginf(result[1][real:]))
 
 
+@pytest.mark.long
 def test_without_jit_and_without_a_sink():
     chunk = shared_chunk()
     arguments = arguments_of(chunk, 4) | {"attn_sink": None}
@@ -214,6 +216,7 @@ def test_without_jit_and_without_a_sink():
     check(result, oracle(chunk, 4, sink=None))
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_workspace_changes_nothing(ratio):
     """Whatever stands in it: the rows that the plan fills are overwritten, the others never read."""
@@ -241,6 +244,7 @@ def paged_arguments(chunk: Chunk, ratio: int) -> dict:
     return arguments | {"attn_sink": jax.device_put(SINK)}
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize(
     "backend",
     [
@@ -350,6 +354,7 @@ def window_order(chunk: Chunk) -> dict[tuple[int, int], int]:
     return {token: place for place, token in enumerate(tokens)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ratio, capacity", [(0, 321), (4, 200), (128, 1)])
 def test_window_rows_that_do_not_fit_are_skipped(ratio, capacity):
     chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, swa_capacity=capacity)
@@ -360,6 +365,7 @@ def test_window_rows_that_do_not_fit_are_skipped(ratio, capacity):
     check(result, oracle(chunk, ratio, window_kept=lambda *token: order[token] < capacity))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ratio, capacity", [(4, 249), (4, 0), (128, 6)])
 def test_requests_whose_compressed_rows_do_not_fit_go_without(ratio, capacity):
     chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, compressed_capacity=capacity)
@@ -379,6 +385,7 @@ def test_exact_capacities_suffice(ratio):
     check(extend(plan, arguments_of(chunk, ratio)), oracle(chunk, ratio))
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_bucket_below_the_longest_request_makes_no_nan(ratio):
     chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, bucket=512)

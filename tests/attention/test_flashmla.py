@@ -100,6 +100,7 @@ class TestOverSglangKernel:
     def namespace(self) -> str:
         return "stub_sgl_kernel"
 
+    @pytest.mark.long
     @pytest.mark.parametrize("seed", range(2))
     def test_it_equals_the_oracle(self, seed):
         for case in (small_decode(seed), small_decode(seed, extra=(16, 2)), small_decode(seed, layout="V32_FP8")):
@@ -109,6 +110,7 @@ class TestOverSglangKernel:
 
 
 class TestDecode:
+    @pytest.mark.always(2)
     @pytest.mark.parametrize("heads", [1, 63, 64, 65, 127, 128])
     def test_heads_are_padded_to_64_or_128(self, heads):
         case = small_decode(heads=heads, extra=(16, 2))

@@ -83,6 +83,7 @@ def launch(rows: int, tables, sink):
     return [x.cpu().numpy() for x in outputs], widths
 
 
+@pytest.mark.long
 @given(
     rows=st.sampled_from([1, 5, 9]),
     topk=st.sampled_from([1, 64, 100, 300]),

@@ -74,7 +74,7 @@ def check_gradients(case, found) -> None:
         assert not np.any(x[exact == 0]) or name == "attn_sink", name  # rows that nobody reads, NaN in kv
 
 
-@pytest.mark.always(3)
+@pytest.mark.always(2)
 @BOTH
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_s_gradient_is_float64_s(interpreted, name, deterministic):

@@ -101,7 +101,7 @@ def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
 
 
 # Which of the two makes no difference to the reference.
-@pytest.mark.always(6)
+@pytest.mark.always(3)
 @pytest.mark.parametrize(
     "batch_invariant", [False, True] if ON_GPU else [False], ids=lambda x: "invariant" if x else ""
 )

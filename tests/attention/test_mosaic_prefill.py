@@ -54,7 +54,7 @@ def scaled(arguments: dict):
 # --- without a GPU -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.always(3)
+@pytest.mark.long
 @pytest.mark.parametrize("qk_dim", [512, 576])
 @pytest.mark.parametrize("heads, topk, given", [(1, 1, True), (64, 2048, False), (100, 200, True), (128, 1024, False)])
 def test_it_lowers_for_cuda_on_any_machine(heads, topk, given, qk_dim):

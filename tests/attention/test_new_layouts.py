@@ -60,6 +60,7 @@ def cache_of(name: str, num_pages: int = 2, page_size: int = 4) -> PagedKV:
 # --- what the reference serves ---
 
 
+@pytest.mark.always(2)
 @OF_PAIRS
 def test_decode_equals_the_oracle(layout, extra):
     """Holes, duplicates, hostile indices and lengths, empty rows, infinite and huge sinks: one shape, four draws."""

@@ -112,6 +112,7 @@ def test_a_kernel_reads_both_caches(backend, gap, layout, extra, monkeypatch):
             case = dataclasses.replace(case, indices=case.indices[..., :0], topk_length=None)
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("name", NAMED)
 def test_caches_are_written_and_gathered_by_name(name):
     layout, rng = getattr(KVLayout, name), np.random.default_rng(0)

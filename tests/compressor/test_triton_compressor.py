@@ -112,6 +112,7 @@ def test_compress(seed, shape, bfloat16, searched):
     assert_compressed(got, plain_compress(*arguments, **static, norm_eps=1e-6))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ratio, cuts", [(4, (9, 10, 22)), (128, (1, 100, 257))])
 def test_steps_of_any_size_give_the_same_bits(ratio, cuts):
     """A prompt of one request, at once and cut into steps: tokens come from the step's rows or from the ring."""

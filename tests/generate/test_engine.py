@@ -58,7 +58,7 @@ def assert_same(request, logits, expected_request, expected_logits):
 # Requests in a continuous batch.
 
 
-@pytest.mark.always("v32-True")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "bf16"),
     [
@@ -95,6 +95,7 @@ def test_a_run_can_be_repeated_to_the_bit(name):
     assert all(torch.equal(a, b) for a, b in zip(first.logits, again.logits, strict=True))
 
 
+@pytest.mark.long
 def test_requests_join_as_others_leave():
     run = served("v4", True)
     seen = [sorted(set(run.index_of(step))) for step in run.steps]
@@ -218,6 +219,7 @@ def test_transformers_attention_raises_during_a_run(name):
         assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]], device=DEVICE), use_cache=False).logits).all()
 
 
+@pytest.mark.long
 def test_everything_is_given_back_when_a_run_raises():
     engine, model = new_engine("v4", bf16_cache=True), small_model("v4")
     forwards, pool = [cls.forward for cls in REPLACED], engine.pool

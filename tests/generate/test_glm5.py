@@ -57,6 +57,7 @@ def test_layers_match_eager():
         np.testing.assert_array_equal(traced.selected(1), traced.selected(0))
 
 
+@pytest.mark.long
 def test_a_request_goes_from_torch_to_jax_and_back(tmp_path):
     """Its files are the same, without index keys of the layer that shares, and the tokens go on as they would have."""
     engine, files = new_engine("glm5", trace=False), [tmp_path / "torch", tmp_path / "jax"]

@@ -99,7 +99,7 @@ def test_the_oracle_is_what_transformers_runs(name):
             assert positions is None
 
 
-@pytest.mark.always("v4-True")
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "bf16"), [("v4", True), ("v32", True), ("v32", False)])
 def test_layers_match_eager(name, bf16):
     """Chunked prefill and decode of a continuous batch, layer by layer, given eager's selection.
@@ -120,6 +120,7 @@ def test_layers_match_eager(name, bf16):
             assert report.dropping_rows > 300 and report.overlap > 0.97
 
 
+@pytest.mark.long
 def test_the_comparison_notices_a_wrong_parameter():
     """Each parameter that transformers does not apply itself, replaced by its neutral value."""
     run = served("v4", True)
@@ -143,7 +144,7 @@ def test_the_comparison_notices_a_wrong_parameter():
             assert fails(layer, compressor=dataclasses.replace(layer.params.compressor, **changed)), field
 
 
-@pytest.mark.always("v32")
+@pytest.mark.long
 @pytest.mark.cpu  # see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_and_decode_equal_one_prefill(name):

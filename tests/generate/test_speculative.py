@@ -99,7 +99,7 @@ def speculated(name):
     return speculate(name, 3, EveryLength(plain(name), 3))
 
 
-@pytest.mark.always("v32-1")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "steps"),
     # cpu: see STEADY_MODELS
@@ -152,6 +152,7 @@ def test_a_first_layer_that_compresses(first):
     assert all(decoder.accepted.values()), decoder.accepted
 
 
+@pytest.mark.long
 @pytest.mark.cpu  # eager's steps have other sizes: see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_are_those_of_the_first_layer_and_the_head(name):
@@ -247,6 +248,7 @@ def poison_rejected(engine, step, rejected):
         engine.caches[index] = dataclasses.replace(cache, **changes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_slots_of_rejected_tokens_are_used_again_and_never_read(name):
     """NaN in their place changes no bit of any later choice."""

@@ -161,7 +161,7 @@ def test_long_rows_of_every_kind(kind, shape, split, monkeypatch):
         check(TopkCase(logits, np.array([columns, columns - 5], np.int32), topk, row_starts=starts))
 
 
-@pytest.mark.always(5)
+@pytest.mark.always(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_short_rows_of_every_kind(kind, dtype):
@@ -192,6 +192,7 @@ def test_what_is_outside_the_windows_does_not_matter():
             assert_selected(run_torch(case), case)
 
 
+@pytest.mark.long
 def test_the_candidates_of_a_random_row_fit(engine):
     """The filter, not the fallback, serves rows of every length: the sample's estimate holds."""
     if engine == "cuda":

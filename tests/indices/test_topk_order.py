@@ -79,7 +79,7 @@ def on_the_host(tmp_path_factory):
     return run
 
 
-@pytest.mark.always(7)
+@pytest.mark.always(3)
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_cuda_thread_blocks_give_ascending_positions(block, on_the_host):

@@ -181,6 +181,7 @@ def split_by_hand(data, layout, old, new, pages=None, out=None):
     return result
 
 
+@pytest.mark.always(2)
 @MAYBE_JIT
 @pytest.mark.parametrize("layout", [V4, V32, V4_BF16], ids=repr)
 @pytest.mark.parametrize("old, new", [(256, 64), (64, 2), (6, 3), (8, 8), (4, 1)])

@@ -160,6 +160,7 @@ def test_v41_s_compressed_cache_is_half_of_v4_s():
 # --- the writer -----------------------------------------------------------------------------------
 
 
+@pytest.mark.always(2)
 @LAYOUTS
 @PROPERTY
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float32", "bfloat16"]))
@@ -278,7 +279,7 @@ def test_every_code_times_every_scale(name):
     assert_same_bf16(jnp.where(magnitude == 0, jnp.abs(read), read), np.where(magnitude == 0, 0, expected).astype(BF16))
 
 
-@pytest.mark.always(3)
+@pytest.mark.always(2)
 @LAYOUTS
 def test_pages_of_every_size(name):
     """What is written at one page size is there after a split; all readers agree; padding stays as it was."""

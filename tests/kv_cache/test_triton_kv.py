@@ -128,7 +128,7 @@ def plain_split(data, cache, page_size, slots):
 # --- cache bytes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.always(6)
+@pytest.mark.always(2)
 @LAYOUTS
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_write_equals_plain_jax_byte_by_byte(layout, page_size):

@@ -78,7 +78,7 @@ def assert_same_bf16(actual: torch.Tensor, expected: jax.Array) -> None:
     np.testing.assert_array_equal(actual[~nan], expected[~nan])
 
 
-@pytest.mark.always(4)
+@pytest.mark.always(2)
 @LAYOUTS
 def test_the_kernels_equal_plain_jax(name):
     """Written, gathered and split: every byte and every bit, for either dtype and each engine's rule."""

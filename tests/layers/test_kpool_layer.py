@@ -122,6 +122,7 @@ def test_any_chunking_selects_the_same():
             assert keys_[of_page[:, None], columns].any(axis=1).all()
 
 
+@pytest.mark.long
 def test_the_formula():
     """Attention over the selected rows of the cache; the selection is nearly that of unquantised keys."""
     found, caches = whole()

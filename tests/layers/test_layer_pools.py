@@ -98,6 +98,7 @@ def test_all_layers_where_one_is_wanted():
 # ---- each function ----
 
 
+@pytest.mark.long
 @LAYOUTS
 def test_cache_functions(layout):
     alone = random_cache(layout, 5, 4)
@@ -193,7 +194,7 @@ def test_stacked_parameters():
         pool.layer(3)
 
 
-@pytest.mark.always("ratio 128", "V3.2")
+@pytest.mark.always("V3.2")
 @pytest.mark.parametrize("ratio", [0, 4, 128, None], ids=["window", "ratio 4", "ratio 128", "V3.2"])
 def test_a_layer_s_steps(ratio):
     """Outputs and bytes of a view are those of a layer alone."""

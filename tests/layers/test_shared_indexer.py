@@ -45,7 +45,7 @@ def step(pool, rows, batch, tables, *, indexed, backend):
     return outs, pool.whole()
 
 
-@pytest.mark.always("flashmla_kv")
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["flashmla_sparse", "flashmla_kv"])
 def test_a_shared_selection_is_that_of_the_same_indexer(backend):
     """Where every layer has the first one's index rows, sharing them changes no bit: of outputs, selections, caches."""

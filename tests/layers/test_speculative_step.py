@@ -42,7 +42,7 @@ def verify(world, cache, start, rng):
     return step_function(world.ratio, False)(cache, rows, world.params, batch, world.tables)[0]
 
 
-@pytest.mark.always("128-120-9")
+@pytest.mark.long
 @pytest.mark.parametrize("ratio, start, steps", [(4, 10, 14), (128, 120, 9)])
 def test_rejected_drafts_leave_no_trace(ratio, start, steps):
     world, rng = make_world(ratio), np.random.default_rng(ratio)

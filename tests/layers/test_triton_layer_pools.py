@@ -86,6 +86,7 @@ def test_cache_kernels(layout):
     assert_ours_alone(got, want, among_others(out))
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("rows", [2, 70])
 def test_index_kernels(hadamard, rows):

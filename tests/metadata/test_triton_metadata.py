@@ -109,6 +109,7 @@ def plain_schedule_of(main, extra, *sizes):
     return plain_schedule(array(main), array(extra), **dict(zip(_SCHEDULE, sizes)))
 
 
+@pytest.mark.long
 @PROPERTY
 @given(
     shape=st.sampled_from(SCHEDULES),
@@ -156,7 +157,7 @@ def torch_v4(spec, batch, tables):
     return out
 
 
-@pytest.mark.always("ForwardMode.DECODE", "ForwardMode.TARGET_VERIFY")
+@pytest.mark.always("ForwardMode.DECODE")
 @PROPERTY
 @given(
     model=st.sampled_from([(TINY_V4, 37), (TINY_V4, 1000), (DRAFT_LAYER, MAX_LEN), (INDEXED_ONLY, MAX_LEN)]),

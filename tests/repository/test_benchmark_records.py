@@ -180,6 +180,7 @@ def parts(monkeypatch, tmp_path):
 PARTS = (("first", 0, 0), ("slow", 60, 0), ("failing", 0, 3))
 
 
+@pytest.mark.long
 def test_a_second_call_goes_on_where_the_first_stopped(parts, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(everything, "MARGIN", 0)
     assert parts("--budget-seconds", "4") == 1

@@ -120,6 +120,7 @@ def theirs(stack):
     return state.State(stack, "cpu")
 
 
+@pytest.mark.long
 def test_the_state_is_the_stacks(stack, theirs):
     ours, tables, rows = fill(stack, stack.empty_caches()), stack.tables(), stack.rows(stack.batch)
     for name in ("swa", "compressed"):

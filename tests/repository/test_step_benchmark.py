@@ -84,6 +84,7 @@ def test_a_copy_is_told_by_its_shape(line, copies):
     assert step.count_copies(line, arrays) == copies
 
 
+@pytest.mark.long
 def test_no_layer_is_dead(decode):
     """Every layer's sink reaches the step's output: XLA cannot have dropped its attention."""
     rows, params, tables = decode.inputs()
@@ -102,6 +103,7 @@ def test_no_layer_is_dead(decode):
             assert (output(changed) != before).any(), (ratio, layer)
 
 
+@pytest.mark.long
 def test_prefill_counts_its_tokens():
     stack = Stack(spec=SMALL, ratios=(0, 128), max_len=512, window_pages=2)
     program = Program(stack, "prefill", 256).lower().compile()

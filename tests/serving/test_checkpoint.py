@@ -191,6 +191,7 @@ def test_missing_files_are_named(tmp_path):
             load(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_random_parameters(name):
     """The shapes and dtypes of a loaded model, unit gain, and other values for another seed and layer."""

@@ -56,7 +56,7 @@ def with_next(tokens):
 
 
 # GLM-5's draft layer is V3.2's behind another model, whose own logits test_models_transformers.py compares.
-@pytest.mark.always("v4")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["v4", "v32", pytest.param("glm5", marks=pytest.mark.long)])
 def test_float32_logits_are_transformers(name):
     """In chunks and token by token, of requests longer than a window, a page of V4, and what V3.2 selects."""
@@ -79,7 +79,7 @@ def test_float32_logits_are_transformers(name):
 
 
 # A short text shows a wrong row; chunks end within a text, and hold two. Both need as many rounds: one program.
-@pytest.mark.always("v4-3-sizes0")
+@pytest.mark.long
 @pytest.mark.parametrize("name, count, sizes", [("v4", 3, ((144, 12), (10, 13))), ("v32", 2, ((30, 16),))])
 def test_an_engine_drafts_by_it(name, count, sizes):
     """What the layer keeps, what is drafted, how many drafts each round keeps; and tokens are transformers'."""

@@ -93,6 +93,7 @@ def serve(lower_bound, steps):
     return [np.concatenate(part) if part else None for part in found], state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 def test_chunks_and_tokens_are_transformers(lower_bound):
     """Parts of several requests in a step, shorter than the convolution and longer than a chunk; then single tokens."""

@@ -92,6 +92,7 @@ def test_every_parameter_counts(name):
     assert [name for name, e in zeroed.items() if not e > 1.5 * unchanged and name not in ranking] == []
 
 
+@pytest.mark.long
 def test_trace_and_fewer_layers():
     """A trace has each layer's input and selection; a draft of fewer layers leaves the other layers' caches alone."""
     tokens, steps = requests()[1][:CHUNK], new_steps("v4")

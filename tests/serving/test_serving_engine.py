@@ -132,6 +132,7 @@ def test_reused_prefixes_change_no_token(engine, expected):
     assert everything_is_free(engine)
 
 
+@pytest.mark.long
 def test_requests_that_end_early(engine, expected):
     """By a token of theirs, by a callback that cancels; others get what they get anyway."""
     requests = new_requests()
@@ -215,6 +216,7 @@ def test_forced_tokens_are_taken(engine, expected):
     assert forced.output == other + alone.output
 
 
+@pytest.mark.long
 def test_a_small_pool_preempts_and_changes_no_token(engine):
     """Two requests of three pages, and five pages in all."""
     sizes, preempted = [(505, 20), (500, 20), (30, 4)], engine.scheduler.counters.preempted

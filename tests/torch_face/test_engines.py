@@ -86,6 +86,7 @@ def sglang(mode, fields, table, to_swa, **changes):
     return sglang_step(mode, **{**tensors, **changes})
 
 
+@pytest.mark.long
 @settings(max_examples=6, deadline=None)
 @given(
     spec=st.sampled_from([TINY_V4, TINY_V32]),
@@ -406,7 +407,7 @@ def vllm_case(spec, rng, query_lens, *, padding=1, blocks=8):
     return arguments, np.concatenate(slots), RequestTables(req_to_token=i32(table), full_to_swa=i32(to_swa))
 
 
-@pytest.mark.always(5)
+@pytest.mark.always(2)
 @pytest.mark.parametrize("build", sorted(BUILDS))
 @pytest.mark.parametrize("spec", [TINY_V4, TINY_V32], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(

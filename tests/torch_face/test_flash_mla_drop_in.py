@@ -152,6 +152,7 @@ def test_small_cases_of_flashmlas_kind(backend, shape):
     assert not published(shape, "cuda" if ON_GPU else "cpu")
 
 
+@pytest.mark.long
 @pytest.mark.cpu
 @pytest.mark.parametrize("table", ("decode", "prefill"))
 def test_published_cases_on_the_cpu(table, monkeypatch):
@@ -219,6 +220,7 @@ def test_pages_that_stand_apart(backend):
     check_decode(case, decode(case, k_cache=apart[:, :page_size]))
 
 
+@pytest.mark.always(2)
 def test_results_are_written_into_out(backend):
     case = per_request(heads=64, q_len=2)
     out, lse = (torch.full_like(x, torch.nan).contiguous() for x in decode(case))

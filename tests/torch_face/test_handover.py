@@ -133,7 +133,7 @@ def test_a_fresh_process_continues_with_the_same_tokens(name):
     assert outputs_of_a_fresh_process()[name] == outputs(exported(name)[0])
 
 
-@pytest.mark.always("v32")
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_every_moment_can_be_continued(name):
     """In the middle of a prompt, one token before a C4 and a C128 group end, and behind them."""
@@ -170,6 +170,7 @@ def test_drafts_on_either_side(name):
     assert_same_tokens(again, drafted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_is_as_documented(name):
     """Names, dtypes and shapes; and past a request's tokens nothing of what the poisoned pages held."""
@@ -364,7 +365,7 @@ def test_what_fails_midway_leaves_nothing_behind(monkeypatch):
     assert snapshot(engine.pool) == free
 
 
-@pytest.mark.always("v32")
+@pytest.mark.long
 @pytest.mark.cpu  # see STEADY_MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_from_engine_to_engine(name):

@@ -83,7 +83,7 @@ def prefilled(ratio: int | None, pooled: bool, max_draft_tokens: int = 0):
     return world, data.layer(MIDDLE), params
 
 
-@pytest.mark.always("4-True", "0-True")
+@pytest.mark.always("0-True")
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_decode_steps_equal_jax_s(ratio, pooled):
@@ -108,7 +108,7 @@ def test_decode_steps_equal_jax_s(ratio, pooled):
             np.testing.assert_array_equal(as_numpy(a), as_numpy(b), err_msg=f"{work} {jax.tree_util.keystr(path)}")
 
 
-@pytest.mark.always("True")
+@pytest.mark.long
 @pytest.mark.parametrize("pooled", [False, True])
 def test_v32_decode_steps_equal_jax_s(pooled):
     """And a layer without an indexer attends to the same slots, over keys of its own."""

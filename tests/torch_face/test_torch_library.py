@@ -108,7 +108,7 @@ def every_call(device: str) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.always(4)
+@pytest.mark.long
 @pytest.mark.parametrize("name", every_call("cpu"))
 def test_opcheck(device, name):
     torch.library.opcheck(getattr(OPS, name).default, every_call(device)[name])
@@ -227,6 +227,7 @@ def step_arguments(device: str):
     return torch.ones(2, 1, 3, 512, dtype=torch.bfloat16, device=device), view, slots, kv, indices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("compiler", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
 def test_a_compiled_graph_has_no_break(device, compiler, dynamic):
     if compiler == "inductor" and device == "cpu":

@@ -61,6 +61,7 @@ def test_a_part_of_a_buffer():
     np.testing.assert_array_equal(result, expected)
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -100,6 +101,7 @@ def test_threads_that_trace_at_once():
     assert not failures
 
 
+@pytest.mark.long
 def test_a_target_s_name_says_what_is_bound(tmp_path):
     """XLA's cache on disk gives one process's programs to another, which may have traced other calls first."""
     source = """if True:

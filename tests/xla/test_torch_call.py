@@ -155,6 +155,7 @@ class TestHostCode:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         return tmp_path / "jax_sparse_mla"
 
+    @pytest.mark.long
     def test_it_is_compiled_once(self, monkeypatch, cache):
         torch_operator._load()
         assert len(list(cache.iterdir())) == 1
@@ -168,6 +169,7 @@ class TestHostCode:
         with pytest.raises(RuntimeError, match=r"torch_call has to be compiled, and none of c\+\+, .* name it in CXX"):
             torch_operator._load()
 
+    @pytest.mark.long
     def test_another_machine_s_file_does_not_matter(self, cache):
         cache.mkdir(mode=0o700)
         (cache / native._file_name(torch_operator._HOST_CODE)).write_bytes(b"not a library")
