@@ -355,7 +355,7 @@ __device__ __forceinline__ void collect(Shared& shared, Short<kThreads>& row, co
 // topk_kernel for rows of at most kShort logits, with topk at most kBins. The instructions for each logit are the
 // limit where rows are few, and those for each warp where they are many.
 template <typename T, int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 6) topk_short_kernel(const Call call) {
+__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 5) topk_short_kernel(const Call call) {
   using S = Short<kThreads>;
   constexpr bool kFew = kThreads == kFewThreads;
   __shared__ Shared shared;

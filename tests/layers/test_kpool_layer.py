@@ -43,8 +43,9 @@ def world() -> World:
         index_weights=normal(SPEC.index_heads, scale=(128 * SPEC.index_heads) ** -0.5),
         index_score=normal(128, dtype=jnp.bfloat16),
     )
-    ape = jnp.asarray(rng.standard_normal((POOL, 128)), jnp.float32)
-    tables = mla.RequestTables(req_to_token=jnp.asarray(table))
+    with jax.ensure_compile_time_eval():  # the first caller may be tracing
+        ape = jnp.asarray(rng.standard_normal((POOL, 128)), jnp.float32)
+        tables = mla.RequestTables(req_to_token=jnp.asarray(table))
     return World(spec=SPEC, ratio=None, rows=rows, params=ape, tables=tables, num_pages=1 + len(LENGTHS) * pages)
 
 
