@@ -206,6 +206,7 @@ def test_rows_of_any_lengths(schedule_and_cuts, call, cuts, tiles):
         assert groups > 1 or not pieces[0].joins
 
 
+@pytest.mark.long
 @given(
     rows=st.sampled_from([1, 2, 5, 16, 33, 100, 1000]),
     groups=st.sampled_from([1, 2, 16, 66, 132]),

@@ -122,7 +122,7 @@ def decode(case, **kwargs):
     return sparse_mla_decode(**decode_arguments(case) | kwargs, backend="flashinfer")
 
 
-@pytest.mark.always(4)
+@pytest.mark.always(2)
 @pytest.mark.parametrize("case", [c for c in decode_cases() if c.cache.layout in ROW_BYTES], ids=lambda c: c.name)
 def test_strata(case, stub):
     check_decode(case, decode(case))

@@ -117,6 +117,7 @@ class TestDecode:
         check_decode(case, run_decode(case, "flashmla"))
         assert [("decode", (6, 1, 64 if heads <= 64 else 128, 512))] == stub.CALLS
 
+    @pytest.mark.always(2)
     @pytest.mark.parametrize("extra", [None, (200, 2)])
     @pytest.mark.parametrize("lengths", ["none", "row"])
     @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8"])
@@ -129,6 +130,7 @@ class TestDecode:
         check_decode(case, run_decode(case, "flashmla"))
         assert len(stub.CALLS) == 2
 
+    @pytest.mark.long
     def test_more_rows_than_the_accumulators_hold_go_through_in_parts(self, monkeypatch, traced_anew):
         case = small_decode(batch=5, extra=(16, 2))
         expected = jax.block_until_ready(run_decode(case, "flashmla"))

@@ -63,6 +63,7 @@ def case_of(name: str):
     return attention_calls.small_decode(**{"lengths": "batch", "extra_lengths": "batch"} | DECODES[name])
 
 
+@pytest.mark.always(7)
 @pytest.mark.parametrize("name", DECODES)
 def test_rows_are_shared_as_the_name_says(name):
     case = case_of(name)

@@ -58,6 +58,7 @@ def a_case(layout: str, extra: str):
     return small_decode(layout=layout, extra_layout=extra, extra=(16, 2), page_size=16)
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("layout, extra", PAIRS)
 def test_decode_by_name(layout, extra):
     """As close to the oracle as JAX's call, on the same device; on a CPU it is the same computation."""

@@ -221,6 +221,7 @@ def metadata_of(kind, batch):
     return build_v32_metadata(DEEPSEEK_V32, batch, TABLES, fp8_kv_cache=True, prefill_backend="flashmla_sparse")
 
 
+@pytest.mark.always(2)
 @WAYS
 @pytest.mark.parametrize(
     "kind, row",

@@ -87,7 +87,7 @@ def test_requests_generate_what_each_generates_alone(name, bf16):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "v4")) for name in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_run_can_be_repeated_to_the_bit(name):
     """In other pages, over what the first run has left behind: on a GPU no stream overtakes another."""
     engine = new_engine(name)
@@ -114,6 +114,7 @@ def test_requests_join_as_others_leave():
         assert seen == list(range(len(request.prompt) + request.max_new_tokens - 1))
 
 
+@pytest.mark.always("v32")
 @pytest.mark.parametrize("name", MODELS)
 def test_short_requests_match_transformers(name):
     """A prompt of one token, prompts shorter than window and top-k, and requests without a decode step: all entries

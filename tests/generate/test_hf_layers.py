@@ -197,6 +197,7 @@ def one_c128_layer(**changes):
     return small_v4_config(**layers, **changes)
 
 
+@pytest.mark.long
 def test_the_compressor_takes_the_model_s_epsilon():
     run = served("v4", True)
     layer = run.engine.layers[2]

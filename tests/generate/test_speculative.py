@@ -177,6 +177,7 @@ def test_drafts_are_those_of_the_first_layer_and_the_head(name):
     assert seen > 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_use_the_slots_of_the_verify_step(name):
     steps = [step for step, *_ in speculated(name).steps if step.mode is not ForwardMode.EXTEND]

@@ -187,7 +187,7 @@ def test_quantize_ue8m0_refuses(x, group, error, message):
 # --- write_kv -------------------------------------------------------------------------------------
 
 
-@pytest.mark.always(8)
+@pytest.mark.always(4)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_write_kv_bytes(layout, page_size):

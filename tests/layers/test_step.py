@@ -204,6 +204,7 @@ def compressed_entries(params, kv, score, ratio):
     return np.array(entries).reshape(-1, head_dim).astype(jnp.bfloat16).astype(np.float64)
 
 
+@pytest.mark.always(1)
 @all_layers
 def test_the_whole_prompt_equals_dense_attention(ratio):
     """The layer's formula in numpy: last 128 keys, the compressed entries, the sink; V3.2: the selected keys."""
@@ -315,6 +316,7 @@ class TestRowsThatMustNotMatter:
         assert_same(got, want, atol=1e-3)
         assert_caches_agree(cache, want_cache, skip_page_0=True)
 
+    @pytest.mark.always(1)
     @all_layers
     def test_unused_cache_rows_never_reach_an_output(self, ratio):
         world, (want, _) = make_world(ratio), served_once(ratio)

@@ -155,6 +155,7 @@ def test_the_rope_table_is_the_compressors_rope():
 # --- the guards ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_layer_is_itself_and_not_another(stack, theirs):
     """A sliding-window layer run by our reference in SGLang's place, with a byte or an output changed."""
     layer, kv = theirs.layers[0], theirs.kv

@@ -79,6 +79,7 @@ def test_requests_opened_unread_decode_behind_their_context():
     assert plan.tokens.tolist() == [request.output[0] for request in requests]
 
 
+@pytest.mark.long
 def test_requests_opened_unread_take_different_tokens():
     model = Model.from_config(TINY)
     engine = Engine(model, model.init_params(0), EngineOptions(max_batch=REQUESTS, max_len=CONTEXT + 8))

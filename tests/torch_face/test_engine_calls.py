@@ -64,6 +64,7 @@ def test_out_alone(backend):
     check_prefill(small, results)
 
 
+@pytest.mark.always(2)
 def test_an_engines_schedule_keeps_ours(backend):
     case = per_request(heads=64)
     theirs = FlashMLASchedMeta()
@@ -95,6 +96,7 @@ def apart(x: torch.Tensor, more: int, token: int = 0) -> torch.Tensor:
     return room[:, :q_len, :topk]
 
 
+@pytest.mark.always(2)
 def test_index_rows_that_stand_apart_are_read_where_they_are(backend, monkeypatch):
     """vLLM's C128 indices are part of a wider table. Rows that are not evenly apart are copied."""
     case = per_request(extra=(40, 2), lengths="none", extra_lengths="none")

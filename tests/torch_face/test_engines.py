@@ -321,7 +321,7 @@ def assert_rest_is_padding(made, requests, spec):
     assert all((x[requests:] == -1).all() for x in (*indices, made.positions, made.page_table))
 
 
-@pytest.mark.always(4)
+@pytest.mark.always(2)
 @pytest.mark.parametrize("size", BUCKETS)
 @pytest.mark.parametrize("spec", [DRAFT_V4, TINY_V32], ids=lambda spec: spec.name)
 def test_padded_buckets_hold_the_eager_metadata(spec, size):

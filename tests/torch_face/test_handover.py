@@ -235,6 +235,7 @@ ROWS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_torch_caches_hold_the_same_as_jax_ones(name):
     """`write_cache` then `read_cache` give the file again, wherever the request lies; torch tensors are kept."""

@@ -270,6 +270,7 @@ def attend_arguments(device: str):
     return q, view, indices, kv, lengths.to(device), sink.to(device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("log2", [None, True, False])
 def test_the_drop_in_compiles(device, log2):
     arguments = attend_arguments(device)
