@@ -251,18 +251,26 @@ def torch_steps() -> str:
 
 
 def suite() -> str:
-    found = result("h200_tests")
+    found, long = result("h200_tests"), result("long_tests")
     if "counts" not in found:
         return "The whole suite on an H200: not measured."
-    counts = " ".join(f"{found['counts'][name]:,} {name}," for name in ("passed", "failed", "skipped"))
     words = found.get("command", "").split()  # of several runs, which name what the others ignore
     ignored = [word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
     left_out = [path.removeprefix("tests/") for path in ignored if path not in words]
-    without = f"\nIt left out: {', '.join(left_out)}." if left_out else ""
-    return (
-        f"The last recorded run on an H200, of commit {found['commit']}: {counts}\n"
-        f"in {found['seconds']} s; `benchmarks/results/h200_tests.json` names them.{without}"
-    )
+    lines = [f"The last recorded run on an H200, of commit {found['commit']}: {_counts(found)}"]
+    lines.append(f"in {found['seconds']} s; `benchmarks/results/h200_tests.json` names them.")
+    if failed := [f"`{name}`" for functions in found["failed"].values() for name in functions]:
+        lines.append(f"What failed: {', '.join(failed)}.")
+    if left_out:
+        lines.append(f"It left out: {', '.join(left_out)}.")
+    if "counts" in long:
+        lines.append(f"The last recorded run of the long tests on a CPU, of commit {long['commit']}:")
+        lines.append(f"{_counts(long)[:-1]}.")
+    return "\n".join(lines)
+
+
+def _counts(record: dict) -> str:
+    return " ".join(f"{record['counts'][name]:,} {name}," for name in ("passed", "failed", "skipped"))
 
 
 def cases() -> str:

@@ -8,7 +8,7 @@ bytes, rows and parameters, the same kernels. Both first take three steps from t
 difference of their outputs is printed, which is to be 0. Then each is timed twice and profiled after either time, so
 that both have a second time behind a profiler; the second one counts. Per case and framework: wall time of a step among
 those called back to back, the time in which the GPU is busy, from the first operation to the last, operations, and what
-a step takes the host, of four behind an idle GPU. The last columns are torch over JAX. Prints a table and writes
+a step takes the host, of ten behind an idle GPU. The last columns are torch over JAX. Prints a table and writes
 torch_step.json to $OUT or benchmarks/results.
 """
 

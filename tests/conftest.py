@@ -152,8 +152,7 @@ def share_compiled_programs(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked `long`
-def pytest_collection_modifyitems(items):
-    mark_other_cases_long(items)
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()}"))
@@ -161,21 +160,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="is done once, where there is no GPU"))
         if "cpu" in item.keywords and ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs JAX's CPU backend: JAX_PLATFORMS=cpu"))
+    if not any("::" in argument for argument in config.args):  # tests that are named on the command line are meant
+        mark_other_cases_long(items)
 
 
 def mark_other_cases_long(items: list[pytest.Item]) -> None:
-    """`always(4)`: four cases of a test, spread evenly, are in every run; `always("a", "b")`: those with these ids."""
+    """`always(4)`: four cases of a test are in every run; `always("a", "b")`: those with these ids."""
     tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("always"):
+        if item.get_closest_marker("always") and "long" not in item.keywords:
             tests[item.nodeid.partition("[")[0]].append(item)
     for test, cases in tests.items():
         chosen = cases[0].get_closest_marker("always").args
-        count = chosen[0] if isinstance(chosen[0], int) else len(chosen)
-        if len(cases) <= count:
-            continue  # as if each had been asked for by its name
         if isinstance(chosen[0], int):
-            kept = [cases[i * len(cases) // count] for i in range(count)]
+            kept = varied([case for case in cases if not case.get_closest_marker("skip")], chosen[0])
         else:
             kept = [case for case in cases if case.callspec.id in chosen]
             if len(kept) != len(chosen):
@@ -183,3 +181,15 @@ def mark_other_cases_long(items: list[pytest.Item]) -> None:
         for case in cases:
             if case not in kept:
                 case.add_marker(pytest.mark.long)
+
+
+def varied(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of the cases, each with the most parameters that none before it has; of equal ones, spread over all."""
+    order = sorted(range(len(cases)), key=lambda i: i * 0.618 % 1)
+    left, kept, seen = [cases[i] for i in order], [], set()
+    while left and len(kept) < count:
+        best = max(left, key=lambda case: len(case.callspec.indices.items() - seen))
+        seen |= best.callspec.indices.items()
+        left.remove(best)
+        kept.append(best)
+    return kept

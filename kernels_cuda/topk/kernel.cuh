@@ -352,8 +352,8 @@ __device__ __forceinline__ void collect(Shared& shared, Short<kThreads>& row, co
   __syncthreads();
 }
 
-// topk_kernel for rows of at most kShort logits, with topk at most kBins. The instructions for each logit are the
-// limit where rows are few, and those for each warp where they are many.
+// topk_kernel for rows of at most kShort logits, with topk at most kBins. Where rows are few, the instructions for each
+// logit are the limit. Where they are many, the instructions that each warp has for a row are.
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 5) topk_short_kernel(const Call call) {
   using S = Short<kThreads>;
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 5) top
       int column = S::column(j);
       held[j] = column < call.columns ? to_float(values[column]) : 0;
     }
-  if (kFew) held_row.starts[thread] = page_start(call, row, thread);
+  if constexpr (kFew) held_row.starts[thread] = page_start(call, row, thread);
   Window window = window_of(call, row);
   for (int i = thread; i < kBins / 2; i += kThreads) reinterpret_cast<uint2*>(shared.bins)[i] = make_uint2(0, 0);
   if (thread == 0) shared.num_ties = 0;

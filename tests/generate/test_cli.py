@@ -340,7 +340,6 @@ def test_a_vocabulary_too_small_for_bytes(capsys, tmp_path, small_presets):
 @pytest.mark.parametrize(
     ("engine", "preset", "cache", "backend"),
     [
-        # test_presets.py has its layers and lines in every run, the last case here what follows the comparison.
         pytest.param("jax", "v4", "fp8", "flashmla_sparse", marks=pytest.mark.long),
         pytest.param("jax", "v32", "fp8", "flashmla_sparse", marks=pytest.mark.long),
         pytest.param("torch", "v4", "bf16", "flashmla_sparse", marks=pytest.mark.long),

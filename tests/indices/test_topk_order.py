@@ -21,8 +21,9 @@ METHODS = (None, *TopkTransform)
 
 # --- engines on a GPU -----------------------------------------------------------------------------
 
-# (rows, columns, topk): short rows, rows in shared memory, candidates by one thread block and by clusters.
+# (rows, columns, topk): short rows (few and many), rows in shared memory, candidates by one block and by clusters.
 GPU_SHAPES = (
+    *((300, 50, 8), (300, 3327, 512), (300, 4096, 2048)),
     *((5, 50, 8), (9, 300, 1), (3, 6, 70), (200, 4096, 512), (7, 4096, 2048), (5, 4096, 4096)),
     *((4, 8192, 2048), (300, 5000, 2048), (300, 8192, 700), (3, 16_384, 512), (1, 32_768, 512), (64, 32_768, 2048)),
     *((1, 131_072, 2048), (300, 131_072, 512), (3, 262_145, 4096), (2, 1 << 20, 2048), (1, 1_800_001, 512)),

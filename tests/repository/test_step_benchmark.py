@@ -84,7 +84,6 @@ def test_a_copy_is_told_by_its_shape(line, copies):
     assert step.count_copies(line, arrays) == copies
 
 
-@pytest.mark.long
 def test_no_layer_is_dead(decode):
     """Every layer's sink reaches the step's output: XLA cannot have dropped its attention."""
     rows, params, tables = decode.inputs()

@@ -40,7 +40,7 @@ def test_float32_logits_are_transformers(name):
     assert_float32_logits(logits, expected(name, torch.float32), all_seen)
 
 
-@pytest.mark.long  # test_presets.py compares each layer of V4 over FP8 caches in every run, and the tokens
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*MODELS, "glm53"])
 def test_bfloat16_logits_with_fp8_caches(name):
     """Where float32's prefill attends to the pages this one gathers a workspace, and the other way round."""
