@@ -259,7 +259,7 @@ def suite() -> str:
     left_out = [path.removeprefix("tests/") for path in ignored if path not in words]
     lines = [f"The last recorded run on an H200, of commit {found['commit']}: {_counts(found)}"]
     lines.append(f"in {found['seconds']} s; `benchmarks/results/h200_tests.json` names them.")
-    if failed := [f"`{name}`" for functions in found["failed"].values() for name in functions]:
+    if failed := [f"`{name}`" for functions in found.get("failed", {}).values() for name in functions]:
         lines.append(f"What failed: {', '.join(failed)}.")
     if left_out:
         lines.append(f"It left out: {', '.join(left_out)}.")

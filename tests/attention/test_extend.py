@@ -216,7 +216,7 @@ def test_without_jit_and_without_a_sink():
     check(result, oracle(chunk, 4, sink=None))
 
 
-@pytest.mark.always(2)
+@pytest.mark.always(1)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_workspace_changes_nothing(ratio):
     """Whatever stands in it: the rows that the plan fills are overwritten, the others never read."""
@@ -244,7 +244,7 @@ def paged_arguments(chunk: Chunk, ratio: int) -> dict:
     return arguments | {"attn_sink": jax.device_put(SINK)}
 
 
-@pytest.mark.always(2)
+@pytest.mark.always(1)
 @pytest.mark.parametrize(
     "backend",
     [
@@ -385,7 +385,7 @@ def test_exact_capacities_suffice(ratio):
     check(extend(plan, arguments_of(chunk, ratio)), oracle(chunk, ratio))
 
 
-@pytest.mark.always(2)
+@pytest.mark.always(1)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_bucket_below_the_longest_request_makes_no_nan(ratio):
     chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, bucket=512)

@@ -43,7 +43,7 @@ def results(request) -> dict[str, str]:
     return virtual_devices.results(virtual_devices.start("sharded_bodies", *chosen, devices=4), timeout=600)
 
 
-@pytest.mark.always("decode_over_heads", "prefill_over_tokens", "plain_jit", "explicit_axes", "decode_steps")
+@pytest.mark.always("prefill_over_tokens", "plain_jit", "decode_steps")
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_equals_one_device(results, name):
     assert results[name] == "", results[name]

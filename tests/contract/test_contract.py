@@ -217,6 +217,7 @@ def split_static(kwargs):
     return {k: v for k, v in kwargs.items() if k in traced}, {k: v for k, v in kwargs.items() if k not in traced}
 
 
+@pytest.mark.always(15)
 @pytest.mark.parametrize("name", GOOD)
 def test_jit_equals_eager(name):
     function, kwargs = function_of(name), GOOD[name]()

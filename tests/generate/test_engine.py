@@ -114,7 +114,7 @@ def test_requests_join_as_others_leave():
         assert seen == list(range(len(request.prompt) + request.max_new_tokens - 1))
 
 
-@pytest.mark.always("v32")
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_short_requests_match_transformers(name):
     """A prompt of one token, prompts shorter than window and top-k, and requests without a decode step: all entries

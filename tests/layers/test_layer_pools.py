@@ -157,6 +157,7 @@ def test_compressor_states(ratio):
     assert_only_this_layer(got_state, pool, state)
 
 
+@pytest.mark.always(1)
 @LAYOUTS
 def test_decode(layout):
     rng = np.random.default_rng(4)
@@ -194,7 +195,7 @@ def test_stacked_parameters():
         pool.layer(3)
 
 
-@pytest.mark.always("V3.2")
+@pytest.mark.long
 @pytest.mark.parametrize("ratio", [0, 4, 128, None], ids=["window", "ratio 4", "ratio 128", "V3.2"])
 def test_a_layer_s_steps(ratio):
     """Outputs and bytes of a view are those of a layer alone."""

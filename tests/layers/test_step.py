@@ -299,7 +299,7 @@ def stale(tables):
 
 
 class TestRowsThatMustNotMatter:
-    @pytest.mark.always("V3.2")
+    @pytest.mark.long
     @all_layers
     def test_padding_is_inert(self, ratio):
         """NaN, INT_MIN, INT_MAX in padding rows and requests instead of zeros: nothing changes but page 0."""

@@ -89,10 +89,9 @@ def test_a_run_is_recorded_and_judged(pytester, monkeypatch):
     (tests / "test_module.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
     module = {"a package": ["tests/test_module.py"]}
     unrun.write_text(json.dumps(module | {"a reason": ["tests/test_some.py::test_skips"]}))
-    for workers in ([], two_workers):
-        done = pytester.runpytest_subprocess(*workers)
-        assert done.ret == 1
-        done.stdout.fnmatch_lines(["tests/test_some.py::test_long runs nowhere (takes long)"])
+    done = pytester.runpytest_subprocess(*two_workers)
+    assert done.ret == 1
+    done.stdout.fnmatch_lines(["tests/test_some.py::test_long runs nowhere (takes long)"])
     assert pytester.runpytest_subprocess("-m", "long", "--record=long.json").ret == 0
     for workers in ([], two_workers):
         assert pytester.runpytest_subprocess(*workers, "--record=record.json").ret == 0

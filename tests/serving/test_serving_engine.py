@@ -216,6 +216,7 @@ def test_forced_tokens_are_taken(engine, expected):
     assert forced.output == other + alone.output
 
 
+@pytest.mark.long
 def test_a_small_pool_preempts_and_changes_no_token(engine):
     """Two requests of three pages, and five pages in all."""
     sizes, preempted = [(505, 20), (500, 20), (30, 4)], engine.scheduler.counters.preempted

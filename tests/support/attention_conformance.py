@@ -103,6 +103,7 @@ class SparseMLAConformance:
             jitted(arguments)
         assert len(traces) == 1
 
+    @pytest.mark.long
     @pytest.mark.parametrize("layout, heads, topk, extra_topk", [("V4_FP8", 64, 128, 512), ("V32_FP8", 128, 2048, 0)])
     @pytest.mark.parametrize("batch", [1, 64])
     def test_a_model_s_decode_is_within_5e_3_of_float64(self, backend, layout, heads, topk, extra_topk, batch):

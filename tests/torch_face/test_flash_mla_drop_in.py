@@ -113,7 +113,7 @@ DECODES = {
 }
 
 
-@pytest.mark.always(8)
+@pytest.mark.always(4)
 @pytest.mark.parametrize("name", DECODES)
 def test_decode_equals_the_oracle(backend, name):
     if backend == "flashmla" and name == "v32 two caches":
@@ -541,6 +541,7 @@ assert not xla_bridge._backends
 """
 
 
+@pytest.mark.long
 @pytest.mark.cpu
 def test_importing_is_light_and_initialises_no_jax_backend():
     """The package and its plugins, which engines load into each process, import neither torch nor JAX until asked."""

@@ -212,7 +212,7 @@ def change(tree, path, function):
     return dataclasses.replace(tree, **{name: change(value, rest, function) if rest else function(value)})
 
 
-@pytest.mark.always(5)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("which", "path", "wrong", "error", "message"),
     [
