@@ -286,9 +286,7 @@ def repeat_without_running(monkeypatch, reports):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("engine", "preset", "cache"), [pytest.param("torch", "v4", "bf16", marks=pytest.mark.long), ("jax", "v32", "fp8")]
-)
+@pytest.mark.parametrize(("engine", "preset", "cache"), [("torch", "v4", "bf16"), ("jax", "v32", "fp8")])
 def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch, engine, preset, cache):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     args = ["generate", "--engine", engine, *SHAPES, "--kv-cache", cache, "--no-check"]

@@ -87,9 +87,8 @@ def small_preset(monkeypatch):
     monkeypatch.setattr(texts, "default_prompt", lambda: text)
 
 
-# Drafts of a model's first layer are V3.2's in test_cli.py.
 @pytest.mark.long
-@pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("drafts", [0, 2])
 def test_generate(capsys, small_preset, drafts):
     """Plain decoding is compared with transformers, and drafts of the first layer with plain decoding."""
     sizes = ["--max-new-tokens", "4", "--chunk-size", "112"] + ["--speculative-steps", str(drafts)] * bool(drafts)

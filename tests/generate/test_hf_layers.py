@@ -167,9 +167,8 @@ def test_chunks_and_decode_equal_one_prefill(name):
         assert whole.requests[i].output == request.output[-1:] or margin < 0.02
 
 
-# V3.2: either way is compared with transformers, in test_layers_match_eager and in test_cli.py.
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "bf16"), [("v4", True), pytest.param("v32", False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("name", "bf16"), [("v4", True), ("v32", False)])
 def test_prefill_backends_agree(name, bf16):
     """Prefill from a gathered bf16 workspace, and from the paged cache. Decode is the same in both."""
     sparse, paged = served(name, bf16), served(name, bf16, "flashmla_kv")

@@ -37,9 +37,7 @@ def long_prompt(folder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "changes", [pytest.param(NARROW, id="narrow"), pytest.param({}, id="whole", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("changes", [pytest.param(NARROW, id="narrow"), pytest.param({}, id="whole")])
 def test_v4_preset_end_to_end(capsys, tmp_path, monkeypatch, changes):
     """A hundred tokens more than those whose entries are all selected."""
     monkeypatch.setitem(presets.CONFIGS, "v4", {**presets.CONFIGS["v4"], **changes})

@@ -55,7 +55,6 @@ def with_next(tokens):
     return [a + VOCABULARY * b for a, b in itertools.pairwise(tokens)]
 
 
-# GLM-5's draft layer is V3.2's behind another model, whose own logits test_models_transformers.py compares.
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["v4", "v32", "glm5"])
 def test_float32_logits_are_transformers(name):

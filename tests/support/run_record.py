@@ -176,11 +176,9 @@ class RunRecord:
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if self.left_out:
-            commits = [json.loads(path.read_text()).get("commit") for path in self.records if path.exists()]
-            count = len(self.left_out)
-            terminalreporter.line(
-                f"{count} tests marked long were left out; recorded runs: commits {', '.join(commits)}"
-            )
+            commits = [str(json.loads(path.read_text()).get("commit")) for path in self.records if path.exists()]
+            line = f"{len(self.left_out)} tests marked long were left out; recorded runs: commits {', '.join(commits)}"
+            terminalreporter.line(line)
         if self.wrong:
             title = f"{self.unrun.name} is not what neither this run nor a recorded one ran"
             terminalreporter.section(title, red=True)
