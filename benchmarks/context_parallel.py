@@ -11,7 +11,7 @@ a program over CALLS:
     gathered   own keys, whole outputs gathered on every device and merged there: what the exchange replaces
 
 Sent bytes are those that each device sends for a layer. Before anything is timed, outputs are compared with those of
-one device. Writes context_parallel.json to $OUT or benchmarks/results.
+one device. Writes the section context_parallel of two_gpus.json, in $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.record import environment, results_folder, write_json
+from benchmarks.record import add_sections, earlier
 from benchmarks.two_gpus import COLLECTIVES
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ModelSpec, PagedKV, write_kv
 from jax_sparse_mla.attention import (
@@ -228,7 +228,7 @@ def main() -> None:
     devices = jax.devices()
     if len(devices) < 2:
         raise SystemExit(f"two or more devices are needed, JAX has {len(devices)} here")
-    results = {}
+    results = earlier("two_gpus.json").get("context_parallel", {})
     for name in arguments.layers.split(","):
         for context in map(int, arguments.contexts.split(",")):
             started = time.perf_counter()
@@ -242,8 +242,7 @@ def main() -> None:
                 f"{found['gathered_sent_bytes'] / 1e6:.2f} MB; case {time.perf_counter() - started:.0f} s",
                 flush=True,
             )
-            written = environment() | {"unit": "us of a layer's attention", "cases": results}
-            write_json(results_folder() / "context_parallel.json", written)
+            add_sections("two_gpus.json", {"context_parallel": results})
 
 
 if __name__ == "__main__":

@@ -82,6 +82,11 @@ def earlier(name: str) -> dict:
     return found if found.get("code") == code_digest() else {}
 
 
+def add_sections(name: str, sections: dict) -> None:
+    """Writes these sections into a file of results, beside those that earlier runs of this very code left there."""
+    write_json(results_folder() / name, earlier(name) | environment() | sections)
+
+
 def write_json(path: Path, content: dict) -> None:
     """One line for each row or case; whole or not at all, since a run may be stopped at any time."""
     partial = path.with_suffix(".partial")

@@ -1,38 +1,52 @@
-"""The engine over all devices against the engine on one: tokens per second, and where tokens differ.
+"""The engine over all devices against the engine on one: prefill and decode speed, and where tokens differ.
 
-    python -m benchmarks.serving_mesh [--preset v4] [--layouts 2x1,1x2] [--requests 64] [--prompt 200] [--new 64]
+    python -m benchmarks.serving_mesh [--preset v4-flash-slice] [--layouts 2x1,1x2] [--requests 64] [--prompt 512]
+    python -m benchmarks.serving_mesh --preset v4 --dtype float32
 
 A layout is SHARESxDEVICES: shares of the requests, and devices that share heads and experts. Each engine serves the
-requests twice, and the second time is measured, with compiled programs. A request is compared with that of one device
-up to its first other token; the margin there says how close the two best logits were (README's rounding). Random
-weights in bfloat16. Writes serving_mesh.json to $OUT or benchmarks/results.
+requests greedily, and a request is compared with that of one device up to its first other token; the margin there says
+how close the two best logits were (README's rounding). Then it serves them twice with drawn tokens, all equally likely,
+since random weights soon choose the same token, and so the same few experts, for all requests; the second time is
+measured, with compiled programs. Prefill ends when the last request has its first token. Weights are random. In float32
+only the order of sums differs between layouts; bfloat16 also rounds what lies between the layers. Writes a section of
+two_gpus.json, in $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import os
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks.record import environment, results_folder, write_json
+from benchmarks.record import add_sections
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model
-from jax_sparse_mla.serving.presets import CONFIGS
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.presets import BENCH_CONFIGS
+from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
 
-def served(engine: Engine, prompts: list[list[int]], new: int) -> tuple[list[Request], float]:
-    """The requests and the seconds that they took."""
-    requests = [Request(prompt, new) for prompt in prompts]
+def served(engine: Engine, prompts: list[list[int]], new: int, drawn: bool) -> tuple[list[Request], float, float]:
+    """The requests, the seconds until all had their first token, and those from there to the end."""
+    draws = [Sampling(temperature=1e6, seed=seed) if drawn else Sampling() for seed in range(len(prompts))]
+    requests = [Request(prompt, new, sampling=how) for prompt, how in zip(prompts, draws)]
+    first = []
+
+    def on_step(_, requests):
+        if not first and all(request.output for request in requests):
+            first.append(time.perf_counter())
+
     started = time.perf_counter()
-    engine.run(requests)
-    return requests, time.perf_counter() - started
+    engine.run(requests, on_step)
+    return requests, first[0] - started, time.perf_counter() - first[0]
 
 
 def differences(found: list[Request], wanted: list[Request]) -> list[float]:
@@ -45,17 +59,20 @@ def differences(found: list[Request], wanted: list[Request]) -> list[float]:
 
 
 def main() -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # one device has all weights, and its share of them
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="v4", choices=CONFIGS)
+    parser.add_argument("--preset", default="v4-flash-slice", choices=BENCH_CONFIGS)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights")
     parser.add_argument("--layouts", help="by default all devices over requests, then all over heads")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens to make for each request")
     arguments = parser.parse_args()
     count, devices = arguments.requests, jax.devices()
     layouts = arguments.layouts or f"{len(devices)}x1,1x{len(devices)}"
-    model = Model.from_config(CONFIGS[arguments.preset])
-    params = model.init_params(seed=0)
+    model = Model.from_config(BENCH_CONFIGS[arguments.preset])
+    params = model.init_params(seed=0, dtype=jnp.dtype(arguments.dtype))
+    name = f"serving {arguments.preset} {arguments.dtype}, {count} x {arguments.prompt}"
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, model.vocab_size, (count, arguments.prompt)).tolist()
     chunk = min(1024, count * arguments.prompt)
@@ -69,19 +86,26 @@ def main() -> None:
             mesh = Mesh(np.array(devices).reshape(shape), (REQUESTS, HEADS))
             share = dataclasses.replace(options, max_batch=-(-count // shape[0]))
             engine = MeshEngine(*cut_model(model, params, mesh), share, mesh)
-        found, _ = served(engine, prompts, arguments.new)
+        found, _, _ = served(engine, prompts, arguments.new, drawn=False)
         wanted = wanted or found
-        _, seconds = served(engine, prompts, arguments.new)
+        served(engine, prompts, arguments.new, drawn=True)
+        _, prefill, decode = served(engine, prompts, arguments.new, drawn=True)
         margins = differences(found, wanted)
-        results[layout] = {
-            "tokens_per_second": count * arguments.new / seconds,
+        results[layout] = own = {
+            "prefill_tokens_per_second": count * arguments.prompt / prefill,
+            "decode_step_ms": decode / (arguments.new - 1) * 1e3,
             "compile_seconds": engine.compile_seconds,
             "attention": sorted({f"{phase} {backend}" for route in engine.routes.values() for phase, backend in route}),
             "requests_with_another_token": len(margins),
             "largest_margin_there": max(margins, default=0.0),
         }
-        print(f"{layout:5} {results[layout]}", flush=True)
-        write_json(results_folder() / "serving_mesh.json", environment() | {"layouts": results})
+        one = results["one"]
+        own["prefill_speedup"] = own["prefill_tokens_per_second"] / one["prefill_tokens_per_second"]
+        own["decode_speedup"] = one["decode_step_ms"] / own["decode_step_ms"]
+        print(f"{layout:5} {own}", flush=True)
+        add_sections("two_gpus.json", {name: results})
+        del engine
+        gc.collect()  # an engine may be part of a cycle, and holds its caches
 
 
 if __name__ == "__main__":

@@ -150,12 +150,13 @@ def count_copies(hlo: str, arrays: list[jax.ShapeDtypeStruct]) -> int:
 
 
 class Operation(NamedTuple):
-    """A kernel, copy or fill on the device; nanoseconds. All that one launch of a CUDA graph runs has its id."""
+    """A kernel, copy or fill on a device; nanoseconds. All that one launch of a CUDA graph runs has its id."""
 
     name: str
     start: int
     end: int
     launch: int
+    device: int = 0
 
 
 def device_operations(run) -> list[Operation]:
@@ -166,7 +167,7 @@ def device_operations(run) -> list[Operation]:
         run()
     events = profiler.profiler.kineto_results.events()
     found = [
-        Operation(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
+        Operation(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id(), e.device_index())
         for e in events
         if "CUDA" in str(e.device_type())
     ]

@@ -1,12 +1,14 @@
 """A decode step of DeepSeek-V4-Flash's attention on several GPUs, each with requests of its own.
 
-    python -m benchmarks.two_gpus [--cases 1x8192,8x8192,64x8192,64x131072] [--layers 43]
+    python -m benchmarks.two_gpus [--cases 1x8192,8x8192,64x8192,1x131072,8x131072,64x131072] [--layers 43]
+    python -m benchmarks.two_gpus --process 0 & python -m benchmarks.two_gpus --process 1   # a process for each GPU
 
 A case is REQUESTSxCONTEXT, requests of one device. The step of `benchmarks.step` runs on one device, then under
 `jax.shard_map` on all of them: every device has the caches, tables and rows of its own requests. Before it is timed,
-its output and every byte of its caches are compared with those of one device for the same requests, and its program is
-searched for collectives. Weak scaling is the wall time on one device over the wall time on all. Writes two_gpus.json
-to $OUT or benchmarks/results.
+its output and every byte of its caches are compared with those that one device has for the same requests, and its
+program is searched for collectives. Weak scaling is the wall time on one device over the wall time on all. The time in
+which each GPU works is CUPTI's, of other steps behind those that are timed. Writes two_gpus.json to $OUT or
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import functools
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +28,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.record import earlier, environment, results_folder, write_json
+from benchmarks.record import add_sections, earlier
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, decode_step, fill
-from benchmarks.step import ROOM, STEPS
+from benchmarks.step import ROOM, STEPS, busy_time, device_operations
 
-CASES = "1x8192,8x8192,64x8192,64x131072"
+CASES = "1x8192,8x8192,64x8192,1x131072,8x131072,64x131072"
+PROFILED = 8  # steps
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 AXIS = "requests"
+COORDINATOR = "127.0.0.1:9876"
 
 
 def own_arrays(stack: Stack, device: jax.Device, seed: int) -> tuple[Any, Any]:
@@ -43,10 +48,10 @@ def own_arrays(stack: Stack, device: jax.Device, seed: int) -> tuple[Any, Any]:
 
 
 def joined(mesh: Mesh, trees: Sequence[Any]) -> Any:
-    """The devices' arrays as arrays over the mesh, one device's behind the other's."""
+    """The arrays of this process's devices as arrays over the mesh, one device's behind the other's."""
 
     def join(*shards):
-        shape = len(shards) * shards[0].shape[0], *shards[0].shape[1:]
+        shape = mesh.size * shards[0].shape[0], *shards[0].shape[1:]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P(AXIS)), shards)
 
     return jax.tree.map(join, *trees)
@@ -76,6 +81,21 @@ def timed(call, state: Any, inputs: Sequence[Any], repeats: int) -> tuple[Any, f
     return state, statistics.median(seconds)
 
 
+def gpu_times(call, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[float]]:
+    """The state after PROFILED steps, and the microseconds of a step in which each GPU of this process works."""
+
+    def run():
+        nonlocal state
+        for _ in range(PROFILED):
+            state = call(state, *inputs)
+        jax.block_until_ready(state)
+
+    by_device: dict[int, list] = {}
+    for operation in device_operations(run):
+        by_device.setdefault(operation.device, []).append(operation)
+    return state, [busy_time(by_device[device]) / PROFILED / 1e3 for device in sorted(by_device)]
+
+
 @jax.jit
 def fingerprint(x: jax.Array) -> jax.Array:
     """uint32 that hangs on every bit and its place: caches of many GB are compared where they lie."""
@@ -95,36 +115,55 @@ def compare(state: Any, alone: Sequence[Any]) -> None:
 def case(stack: Stack, devices: Sequence[jax.Device], repeats: int) -> dict:
     """Compares and times one case."""
     mesh = Mesh(np.array(devices), (AXIS,))
+    own_devices = [device for device in devices if device.process_index == jax.process_index()]
     params = stack.params()
     call = stack.decode()
-    alone, one_device = [], 0.0
-    for seed, device in enumerate(devices):  # one after the other: the other devices rest
-        state, (rows, tables) = own_arrays(stack, device, seed)
-        inputs = rows, jax.device_put(params, device), tables
+    alone = []
+    for device in own_devices:  # the first of them makes what each has, so that one program is compiled
+        state, (rows, tables) = own_arrays(stack, own_devices[0], devices.index(device))
+        inputs = rows, jax.device_put(params, own_devices[0]), tables
         state = jax.block_until_ready(call(state, *inputs))
         alone.append(jax.tree.map(lambda x: int(fingerprint(x)), state))
-        if seed == 0:
-            _, one_device = timed(call, state, inputs, repeats)
+        if device is own_devices[0]:
+            state, one_device = timed(call, state, inputs, repeats)
+            state, gpu_alone = gpu_times(call, state, inputs)
         del state
 
-    own = [own_arrays(stack, device, seed) for seed, device in enumerate(devices)]
+    own = [own_arrays(stack, device, devices.index(device)) for device in own_devices]
     state = joined(mesh, [of_device for of_device, _ in own])
     rows, tables = joined(mesh, [of_device for _, of_device in own])
     del own
-    inputs = rows, jax.device_put(params, NamedSharding(mesh, P())), tables
+    inputs = rows, on_all(mesh, params), tables
     sharded = sharded_step(stack, mesh).lower(state, *inputs).compile()
     found = [name for name in COLLECTIVES if re.search(rf"\b{name}", sharded.as_text())]
     state = jax.block_until_ready(sharded(state, *inputs))
     compare(state, alone)
-    _, together = timed(sharded, state, inputs, repeats)
+    state, together = timed(sharded, state, inputs, repeats)
+    state, gpu_together = gpu_times(sharded, state, inputs)
     return {
         "devices": len(devices),
+        "processes": jax.process_count(),
         "one_device_us": one_device * 1e6,
         "all_devices_us": together * 1e6,
         "weak_scaling": one_device / together,
+        "one_device_gpu_us": gpu_alone[0],
+        "all_devices_gpu_us": gpu_together,
         "collectives": found,
         "equal_to_the_bit": True,  # `compare` raised otherwise
     }
+
+
+def gpus() -> int:
+    """How many this machine has; JAX may not be asked before its processes know of each other."""
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+def on_all(mesh: Mesh, tree: Any) -> Any:
+    """The same arrays whole on every device of the mesh."""
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, NamedSharding(mesh, P()), lambda index: np.asarray(x)[index]),
+        tree,
+    )
 
 
 def main() -> None:
@@ -132,21 +171,28 @@ def main() -> None:
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--process", type=int, help="of as many as there are GPUs, each with one")
     arguments = parser.parse_args()
+    if arguments.process is not None:
+        jax.distributed.initialize(COORDINATOR, gpus(), arguments.process, local_device_ids=[arguments.process])
     if len(jax.devices()) < 2:
         raise SystemExit(f"two or more devices are needed, JAX has {len(jax.devices())} here")
-    results = earlier("two_gpus.json").get("step_over_requests", {})
+    section = "step_over_requests" if arguments.process is None else "step_over_requests_by_processes"
+    results = earlier("two_gpus.json").get(section, {})
     for name in arguments.cases.split(","):
         batch, context = map(int, name.split("x"))
         stack = Stack(batch=batch, max_len=context, ratios=V4_FLASH_RATIOS[: arguments.layers])
         results[name] = result = case(stack, jax.devices(), arguments.repeats)
+        if jax.process_index():
+            continue
         print(
-            f"{name:12} one device {result['one_device_us']:8.0f} us, {result['devices']} devices "
-            f"{result['all_devices_us']:8.0f} us, weak scaling {result['weak_scaling']:.2f}, "
-            f"collectives: {', '.join(result['collectives']) or 'none'}",
+            f"{name:12} one device {result['one_device_us']:8.0f} us (GPU {result['one_device_gpu_us']:.0f}), "
+            f"{result['devices']} devices {result['all_devices_us']:8.0f} us "
+            f"(GPU {', '.join(f'{us:.0f}' for us in result['all_devices_gpu_us'])}), "
+            f"weak scaling {result['weak_scaling']:.2f}, collectives: {', '.join(result['collectives']) or 'none'}",
             flush=True,
         )
-        write_json(results_folder() / "two_gpus.json", environment() | {"step_over_requests": results})
+        add_sections("two_gpus.json", {section: results})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -148,3 +149,137 @@ def test_a_call_runs_on_its_tensors_device(backend, monkeypatch):
         for x, y in zip(engine.step(engine.caches), expected):
             assert x.device.index == 1 and torch.equal(x.cpu(), y.cpu())
         assert torch.cuda.current_device() == 0
+
+
+class Pair:
+    """An engine on each of two GPUs with equal tables and values, and inputs for some steps."""
+
+    def __init__(self, requests: int, steps: int):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs a second GPU")
+        first, rng = Engine(requests), np.random.default_rng(3)
+        self.inputs = []
+        for _ in range(steps):
+            first.fill(rng)
+            given = (*first.batch.values(), first.q, first.kv, first.compressed_kv)
+            self.inputs.append([x.cpu() for x in given])
+        self.engines = first, on_device(first, "cuda:1")
+
+    def give(self, engine: Engine, step: int) -> None:
+        given = (*engine.batch.values(), engine.q, engine.kv, engine.compressed_kv)
+        for x, value in zip(given, self.inputs[step]):
+            x.copy_(value)
+
+    def alone(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every step's results on the first GPU, with copies of its caches."""
+        engine, results = self.engines[0], []
+        caches = [copy_of(cache) for cache in engine.caches]
+        for step in range(len(self.inputs)):
+            self.give(engine, step)
+            results.append(tuple(x.clone().cpu() for x in engine.step(caches)))
+        return results
+
+    def together(self, run) -> list:
+        """`run(index, engine)` for both engines at the same time, each in a thread with its GPU as the current one."""
+
+        def work(index: int):
+            with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
+                result = run(index, self.engines[index])
+                torch.cuda.current_stream().synchronize()
+                return result
+
+        with ThreadPoolExecutor(2) as threads:
+            return [future.result() for future in [threads.submit(work, index) for index in range(2)]]
+
+
+def on_device(engine: Engine, device: str) -> Engine:
+    """A copy of the engine there; pages lie as far apart as the engine's own."""
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+    moved = object.__new__(Engine)
+    vars(moved).update(torch.utils._pytree.tree_map_only(torch.Tensor, move, vars(engine)))
+    return moved
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_threads_call_two_gpus(backend, monkeypatch):
+    """Eager steps of the same shapes at the same time: bit by bit what one GPU gives, on the GPU of the tensors."""
+    with served_by(backend, monkeypatch):
+        pair = Pair(requests=5, steps=50)
+        expected = pair.alone()
+
+        def run(index, engine):
+            results = []
+            for step in range(len(pair.inputs)):
+                pair.give(engine, step)
+                results.append(tuple(x.clone() for x in engine.step(engine.caches)))
+            return results
+
+        for index, results in enumerate(pair.together(run)):
+            for found, wanted in zip(results, expected, strict=True):
+                for x, y in zip(found, wanted, strict=True):
+                    assert x.device.index == index and torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graphs_of_two_gpus_are_replayed_at_once(backend, monkeypatch):
+    """Each GPU's step is captured on it; two threads replay with changing inputs, bit by bit what one GPU gives."""
+    with served_by(backend, monkeypatch):
+        pair = Pair(requests=3, steps=100)
+        expected, graphs = pair.alone(), []
+        for index, engine in enumerate(pair.engines):
+            with torch.cuda.device(index):
+                engine.step([copy_of(cache) for cache in engine.caches])  # compiles
+                torch.cuda.synchronize()
+                graphs.append(capture(lambda engine=engine: engine.step(engine.caches)))
+
+        def run(index, engine):
+            (graph, results), found = graphs[index], []
+            for step in range(len(pair.inputs)):
+                pair.give(engine, step)
+                for x in results:
+                    x.fill_(torch.nan)
+                graph.replay()
+                found.append(tuple(x.clone() for x in results))
+            return found
+
+        for index, results in enumerate(pair.together(run)):
+            for found, wanted in zip(results, expected, strict=True):
+                for x, y in zip(found, wanted, strict=True):
+                    assert x.device.index == index and torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nccl_joins_the_heads_of_two_gpus(backend, monkeypatch):
+    """Each GPU attends with half of the heads; NCCL adds up outputs that are zero elsewhere, step after step."""
+    half = HEADS // 2
+    with served_by(backend, monkeypatch):
+        pair = Pair(requests=4, steps=20)
+        first, second = pair.engines
+
+        def step(engine: Engine, caches, which: int):
+            """All heads' outputs, zero but for half of them."""
+            heads = slice(which * half, (which + 1) * half)
+            own = object.__new__(Engine)
+            vars(own).update(vars(engine) | {"q": engine.q[:, :, heads].contiguous(), "sink": engine.sink[heads]})
+            out, _ = own.step(caches)
+            whole = torch.zeros((*out.shape[:2], HEADS, out.shape[-1]), dtype=torch.float32, device=out.device)
+            whole[:, :, heads] = out.float()
+            return whole
+
+        wanted = []
+        caches = [[copy_of(cache) for cache in first.caches] for _ in range(2)]
+        for number in range(len(pair.inputs)):
+            pair.give(first, number)
+            wanted.append(sum(step(first, caches[which], which) for which in range(2)).cpu())
+        for number, expected in enumerate(wanted):
+            outs = []
+            for which, engine in enumerate((first, second)):
+                with torch.cuda.device(which):
+                    pair.give(engine, number)
+                    outs.append(step(engine, engine.caches, which))
+            torch.cuda.nccl.all_reduce(outs)
+            for out in outs:
+                assert torch.equal(out.cpu(), expected)
