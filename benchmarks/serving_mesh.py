@@ -85,7 +85,8 @@ def main() -> None:
             shape = tuple(map(int, layout.split("x")))
             mesh = Mesh(np.array(devices).reshape(shape), (REQUESTS, HEADS))
             share = dataclasses.replace(options, max_batch=-(-count // shape[0]))
-            engine = MeshEngine(*cut_model(model, params, mesh), share, mesh)
+            cut = cut_model(model, params, mesh, donate=layout == layouts.split(",")[-1])
+            engine = MeshEngine(*cut, share, mesh)
         found, _, _ = served(engine, prompts, arguments.new, drawn=False)
         wanted = wanted or found
         served(engine, prompts, arguments.new, drawn=True)

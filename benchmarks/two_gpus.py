@@ -6,9 +6,9 @@
 A case is REQUESTSxCONTEXT, requests of one device. The step of `benchmarks.step` runs on one device, then under
 `jax.shard_map` on all of them: every device has the caches, tables and rows of its own requests. Before it is timed,
 its output and every byte of its caches are compared with those that one device has for the same requests, and its
-program is searched for collectives. Weak scaling is the wall time on one device over the wall time on all. The time in
-which each GPU works is CUPTI's, of other steps behind those that are timed. Writes two_gpus.json to $OUT or
-benchmarks/results.
+program is searched for collectives. Weak scaling is the wall time on one device over the wall time on all. The same
+thread also starts each device's own program in turn ("apart"). The time in which each GPU works is CUPTI's, of other
+steps behind those that are timed. Writes two_gpus.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -130,6 +130,17 @@ def case(stack: Stack, devices: Sequence[jax.Device], repeats: int) -> dict:
         del state
 
     own = [own_arrays(stack, device, devices.index(device)) for device in own_devices]
+    own_params = [jax.device_put(params, device) for device in own_devices]
+
+    def of_each(states, inputs):
+        return [call(state, *of_device) for state, of_device in zip(states, inputs)]
+
+    states = [state for state, _ in own]
+    each = [(rows, given, tables) for (_, (rows, tables)), given in zip(own, own_params)]
+    states, apart = timed(of_each, jax.block_until_ready(of_each(states, each)), (each,), repeats)
+    del own, states, each
+
+    own = [own_arrays(stack, device, devices.index(device)) for device in own_devices]
     state = joined(mesh, [of_device for of_device, _ in own])
     rows, tables = joined(mesh, [of_device for _, of_device in own])
     del own
@@ -146,6 +157,8 @@ def case(stack: Stack, devices: Sequence[jax.Device], repeats: int) -> dict:
         "one_device_us": one_device * 1e6,
         "all_devices_us": together * 1e6,
         "weak_scaling": one_device / together,
+        "apart_us": apart * 1e6,
+        "apart_weak_scaling": one_device / apart,
         "one_device_gpu_us": gpu_alone[0],
         "all_devices_gpu_us": gpu_together,
         "collectives": found,
@@ -189,7 +202,8 @@ def main() -> None:
             f"{name:12} one device {result['one_device_us']:8.0f} us (GPU {result['one_device_gpu_us']:.0f}), "
             f"{result['devices']} devices {result['all_devices_us']:8.0f} us "
             f"(GPU {', '.join(f'{us:.0f}' for us in result['all_devices_gpu_us'])}), "
-            f"weak scaling {result['weak_scaling']:.2f}, collectives: {', '.join(result['collectives']) or 'none'}",
+            f"weak scaling {result['weak_scaling']:.3f}, apart {result['apart_weak_scaling']:.3f}, "
+            f"collectives: {', '.join(result['collectives']) or 'none'}",
             flush=True,
         )
         add_sections("two_gpus.json", {section: results})

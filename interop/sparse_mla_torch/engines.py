@@ -280,7 +280,8 @@ def _launch(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
         from sparse_mla_torch.kernels.metadata_v32 import build_v32_metadata as build
     else:
         from sparse_mla_torch.kernels.metadata import build_v4_metadata as build
-    return build(spec, *step, **options, out=out)
+    with torch.cuda.device_of(step.batch.seq_lens):
+        return build(spec, *step, **options, out=out)
 
 
 def _build_by_jax(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
