@@ -13,9 +13,25 @@ def positive_int(text: str) -> int:
     return value
 
 
+def natural(text: str) -> int:
+    """An argparse type."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
 def positive_ints(text: str) -> list[int]:
     """An argparse type: numbers between commas."""
     return [positive_int(part) for part in text.split(",")]
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    """An argparse type: two numbers with an x between them."""
+    shares, x, devices = text.partition("x")
+    if not x:
+        raise argparse.ArgumentTypeError(f"must be SHARESxDEVICES, for instance 2x1, got {text!r}")
+    return positive_int(shares), positive_int(devices)
 
 
 def probability(text: str) -> float:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jax_sparse_mla.cli.arguments import positive_int, positive_ints
+from jax_sparse_mla.cli.arguments import mesh_shape, positive_int, positive_ints
 
 # (requests, contexts, timed tokens of each request) of a device: a CPU should be done in about two minutes.
 GPU_CASES = [1, 8, 64], [2048, 8192, 131072], 128
@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=positive_int, metavar="N", help=f"timed, of each request ({default(2)})")
     parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
+    parser.add_argument(
+        "--mesh",
+        type=mesh_shape,
+        metavar="SHARESxDEVICES",
+        help="over several devices: so many shares of the requests, heads and experts of each over so many devices",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the tokens and the page order")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draws it (needs matplotlib, the extra [bench])")
@@ -65,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints.
 
     Returns:
-      0, or 2 if there is nothing to run: no such device, weights that are larger than its memory, a file that cannot
-      be written, no matplotlib for a plot.
+      0, or 2 if there is nothing to run: no such device, weights that are larger than its memory, devices that cannot
+      share the model, a file that cannot be written, no matplotlib for a plot.
     """
     # Nobody shares the device: JAX may take more of it than its default.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
@@ -75,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from jax_sparse_mla.cli.generate import keep_programs
     from jax_sparse_mla.cli.setup import choose_device
     from jax_sparse_mla.serving import bench
+    from jax_sparse_mla.serving.mesh import init_cut_params, model_of_a_device, new_mesh
     from jax_sparse_mla.serving.model import Model
     from jax_sparse_mla.serving.presets import BENCH_CONFIGS
 
@@ -86,8 +93,13 @@ def run(args: argparse.Namespace) -> int:
                 raise FileNotFoundError(f"no folder {path.parent}")
         device = choose_device(args.device)
         model = Model.from_config(BENCH_CONFIGS[args.preset])
-        weights = bench.weight_bytes(model)
-        bench.check_memory(f"the weights of preset {args.preset} need", weights)
+        weights, mesh = bench.weight_bytes(model), None
+        of_a_device = weights
+        if args.mesh is not None:
+            mesh = new_mesh(*args.mesh)
+            model_of_a_device(model, mesh)  # which refuses
+            device, of_a_device = f"{mesh.size} x {device}", bench.weight_bytes(model, mesh)
+        bench.check_memory(f"the weights of preset {args.preset} need", of_a_device)
         keep_programs()
     except (OSError, ValueError) as error:
         print(f"jax-sparse-mla bench: {error}", file=sys.stderr)
@@ -108,17 +120,25 @@ def run(args: argparse.Namespace) -> int:
     print(f"device     {device}, {measured['memory_bytes'] / 2**30:.1f} GiB, jax {jax.__version__}")
     print(f"model      preset {args.preset}, seed {args.seed} (random weights, {weights / 2**30:.2f} GiB): "
           f"{model.num_layers} layers, {model.spec.num_heads} heads")  # fmt: skip
+    if mesh is None:
+        params = model.init_params(args.seed)
+    else:
+        measured |= {"mesh": "{}x{}".format(*args.mesh), "weight_bytes_of_a_device": of_a_device}
+        print(f"mesh       {args.mesh[0]} shares of the requests, heads and experts over {args.mesh[1]} devices, "
+              f"{of_a_device / 2**30:.2f} GiB of weights on each")  # fmt: skip
+        model, params = init_cut_params(model, args.seed, mesh)
     print(f"decode     {measured['new_tokens']} tokens of each request; prefill in chunks of {args.chunk_size} rows")
     print("times in milliseconds\n")
     print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
     rows = bench.measure(
         model,
-        model.init_params(args.seed),
+        params,
         args.requests or requests,
         args.contexts or contexts,
         new_tokens=measured["new_tokens"],
         chunk_size=args.chunk_size,
         seed=args.seed,
+        mesh=mesh,
     )
     for row in rows:
         measured["rows"].append(row.to_json())
@@ -185,6 +205,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
         axes.grid(True, alpha=0.3)
     if decoded:
         rate.legend(fontsize=8)
-    figure.suptitle(f"preset {measured['preset']} on {measured['device']}", fontsize=11)
+    over = f", mesh {measured['mesh']}" if "mesh" in measured else ""
+    figure.suptitle(f"preset {measured['preset']} on {measured['device']}{over}", fontsize=11)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

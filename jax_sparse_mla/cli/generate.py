@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_sparse_mla.attention.route import BACKENDS
-from jax_sparse_mla.cli import report
-from jax_sparse_mla.cli.arguments import positive_int, probability
+from jax_sparse_mla.cli import processes, report
+from jax_sparse_mla.cli.arguments import mesh_shape, positive_int, probability
 from jax_sparse_mla.cli.progress import Progress, Stream
 
 ENGINES = ("jax", "torch")
@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once"
     )
-    parser.add_argument("--max-batch", type=positive_int, default=8, metavar="N", help="requests served at once")
+    parser.add_argument(
+        "--max-batch", type=positive_int, default=8, metavar="N", help="served at once; with --mesh by a share"
+    )
     parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
     parser.add_argument("--kv-cache", choices=("bf16", "fp8"), default="fp8")
     parser.add_argument(
@@ -78,8 +80,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-check",
         action="store_true",
-        help="skip the comparison with transformers' eager attention, and of speculative with plain decoding",
+        help="skip the comparison with transformers' eager attention (with --mesh: with one device's tokens), and of "
+        "speculative with plain decoding",
     )
+    parser.add_argument(
+        "--mesh",
+        type=mesh_shape,
+        metavar="SHARESxDEVICES",
+        help="over several devices (JAX engine): so many shares of the requests, heads and experts of each over so "
+        "many devices. 2x1: requests over two devices, 1x2: heads and experts over two",
+    )
+    processes.add_arguments(parser)
 
 
 def backend_names(text: str) -> list[str]:
@@ -101,8 +112,16 @@ def run(args: argparse.Namespace) -> int:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
       no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
       without drafts, torch or transformers missing for what needs them; and if transformers cannot load the model that
-      it is to check.
+      it is to check. With several processes it ends the process.
     """
+    try:
+        together = processes.are_several(args)
+    except ValueError as error:
+        return _refused(args, error)
+    return processes.run_as_one(args, lambda: _run(args)) if together else _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from jax_sparse_mla.cli.setup import new_setup
     from jax_sparse_mla.serving.request import Request, Sampling
     from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -113,6 +132,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--draft-oracle needs --speculative-steps")
         if args.engine == "torch" and args.temperature:
             raise ValueError("--temperature needs --engine jax: the torch engine takes the most likely token only")
+        if args.mesh is not None and args.engine == "torch":
+            raise ValueError("--mesh needs --engine jax: the torch engine serves on one device")
+        if args.mesh is not None and args.compare_backends:
+            raise ValueError("--compare-backends compares logits of one device: leave out --mesh")
         sampling = [Sampling(args.temperature, args.top_p, args.seed + i) for i in range(args.requests)]
         text = _prompt_text(args)
         keep_programs()
@@ -122,14 +145,15 @@ def run(args: argparse.Namespace) -> int:
             Request(prompt, args.max_new_tokens, sampling=how, eos_token_ids=setup.eos_token_ids)
             for prompt, how in zip(prompts, sampling)
         ]
+        shares = args.mesh[0] if args.mesh else 1
         options = EngineOptions(
             bf16_cache=args.kv_cache == "bf16",
             prefill_backend=args.prefill_backend,
             chunk_size=args.chunk_size,
-            max_batch=min(args.max_batch, args.requests),
+            max_batch=min(args.max_batch, -(-args.requests // shares)),
             max_len=len(prompts[0]) + args.max_new_tokens,
             seed=args.seed,
-            trace=not args.no_check,
+            trace=not args.no_check and args.mesh is None,
             speculative_steps=args.speculative_steps or 0,
             backend=args.backend,
         )
@@ -145,9 +169,7 @@ def run(args: argparse.Namespace) -> int:
 
     status = 0
     if args.speculative_steps:
-        plain = [
-            Request(r.prompt, r.max_new_tokens, sampling=r.sampling, eos_token_ids=r.eos_token_ids) for r in requests
-        ]
+        plain = [_again(request) for request in requests]
         if args.draft_oracle or not args.no_check:
             print("decoding   plain")
             _serve(setup, engine, plain)
@@ -188,7 +210,18 @@ def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle
     return accepted
 
 
+def _again(request: Any) -> Any:
+    """The request before it was served."""
+    options = {"sampling": request.sampling, "eos_token_ids": request.eos_token_ids}
+    return type(request)(request.prompt, request.max_new_tokens, **options)
+
+
 def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any]) -> int:
+    if args.mesh is not None:
+        print("decoding   on one device, for the check")
+        one, again = setup.new_engine_of_one_device(engine), [_again(request) for request in requests]
+        setup.serve(one, again)
+        return report.check_tokens(lambda some: setup.serve(one, some), requests, again, "one device")
     try:
         model = setup.torch_model
     except (OSError, ValueError, ImportError) as error:

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+import jax
+
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving.request import Request
 
@@ -17,6 +19,7 @@ class Progress:
 
     def __init__(self, engine: Any, requests: list[Request]):
         self._engine = engine
+        self._prints = jax.process_index() == 0
         self._total = sum(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
         self._start = self._last = time.perf_counter()
         self._compiled = self._compile_seconds()
@@ -39,6 +42,8 @@ class Progress:
             self._warm[step.mode][0] += tokens
             self._warm[step.mode][1] += seconds
         self._seen.add(bucket)
+        if not self._prints:
+            return
         if sys.stderr.isatty():
             filled = round(self.WIDTH * count / max(self._total, 1))
             bar = "█" * filled + "░" * (self.WIDTH - filled)

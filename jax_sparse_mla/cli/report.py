@@ -50,7 +50,8 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
 def print_header(setup: Any, engine: Any, requests: list[Request], planned: dict[str, Plan]) -> None:
     spec, options = setup.spec, engine.options
     print(f"device     {setup.device}")
-    print(f"model      {setup.name}: {len(setup.ratios)} layers, {spec.num_heads} heads")
+    heads = f"{spec.num_heads} heads{'' if getattr(engine, 'mesh', None) is None else ' on each device'}"
+    print(f"model      {setup.name}: {len(setup.ratios)} layers, {heads}")
     lengths = ", ".join(str(len(r.prompt)) for r in requests)
     print(f"requests   {len(requests)} with {lengths} prompt tokens, {requests[0].max_new_tokens} new tokens each")
     print(f"KV cache   {'BF16' if options.bf16_cache else spec.kv_layout.name}, paged, {spec.page_size} tokens a page")
@@ -126,11 +127,13 @@ def check(setup: Any, model: Any, engine: Any, requests: list[Request]) -> int:
     return 0 if ok else 1
 
 
-def check_tokens(serve: Callable[[list[Request]], Any], requests: list[Request], plain: list[Request]) -> int:
-    """Compares speculative with plain decoding, which `serve` does; returns the exit status."""
+def check_tokens(
+    serve: Callable[[list[Request]], Any], requests: list[Request], plain: list[Request], whose: str = "plain decoding"
+) -> int:
+    """Compares tokens with those of plain decoding, which `serve` does; returns the exit status."""
     differences = compare_with_plain(serve, requests, plain)
     total = sum(len(r.output) for r in requests)
-    print(f"tokens     {total - len(differences)} of {total} are plain decoding's, after the same tokens before them")
+    print(f"tokens     {total - len(differences)} of {total} are {whose}'s, after the same tokens before them")
     for difference in differences:
         where = f"request {difference.request}, token {difference.index}"
         print(f"           {where} differs, under a top-2 margin of {difference.margin:.4f} of the best logit")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import importlib
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import jax
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
+from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
 from jax_sparse_mla.serving.model import Model, load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import DraftOracle
@@ -35,7 +37,7 @@ class JaxSetup:
 
     def __init__(self, args: argparse.Namespace):
         self.device = choose_device(args.device)
-        if not args.no_check:
+        if args.mesh is None and not args.no_check:
             importlib.import_module("sparse_mla_torch.hf")
         self._args = args
         self._loading: Future | None = None
@@ -115,6 +117,45 @@ class JaxSetup:
         return JaxRun(engine, self.torch_model)
 
 
+class MeshSetup(JaxSetup):
+    """A model for the JAX engine over a mesh of devices; its check compares with one device, and needs no torch.
+
+    Attributes:
+      mesh: of all devices that serve. `spec` is that of one of them, with its heads.
+      whole: the model and parameters of one device, for the check; None without one.
+
+    Raises:
+      OSError, ValueError: as `JaxSetup`; too few devices, or a model that they cannot share.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        choose_device(args.device)
+        self.mesh = new_mesh(*args.mesh)
+        with jax.default_device(_host()):  # no device needs room for the whole model, but for the check
+            super().__init__(args)
+            self.whole = None if args.no_check else (self.model, self.params)
+            self.model, self.params = cut_model(self.model, self.params, self.mesh)
+        shares, devices = self.mesh.shape[REQUESTS], self.mesh.shape[HEADS]
+        self.device += f", a mesh of {shares} shares of the requests and {devices} devices over heads and experts"
+        if jax.process_count() > 1:
+            self.device += f", in {jax.process_count()} processes"
+
+    def new_engine(self, options: EngineOptions) -> Engine:
+        return MeshEngine(self.model, self.params, options, self.mesh)
+
+    def new_engine_of_one_device(self, engine: Engine) -> Engine:
+        """With the options of a share, but no drafts."""
+        return Engine(*self.whole, dataclasses.replace(engine.options, speculative_steps=0))
+
+
+def _host() -> jax.Device | None:
+    """JAX's device for the host's memory; None where it was started without."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
 def new_setup(args: argparse.Namespace) -> Any:
     """The setup of the engine that the arguments name.
 
@@ -125,7 +166,7 @@ def new_setup(args: argparse.Namespace) -> Any:
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.engine == "jax":
-        return JaxSetup(args)
+        return JaxSetup(args) if args.mesh is None else MeshSetup(args)
     from sparse_mla_torch.hf.setup import TorchSetup
 
     return TorchSetup(args)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jax_sparse_mla.compressor import CompressorState
 from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES, IndexKeys, write_index_k
@@ -25,6 +26,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.kda import KDAState
+from jax_sparse_mla.serving.mesh import REQUESTS, MeshEngine, parameter_specs
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.pages import RequestPool
 from jax_sparse_mla.serving.request import Request, Sampling
@@ -61,8 +63,10 @@ class Row:
       first_token_ms: from the submission of one request with this context to its first token, nobody else served.
       tokens_per_s: of all requests together, while they decode.
       token_ms: the time from one token of a request to its next.
-      step_ms: the mean wall time of a decode step. step_gpu_ms: the part in which the GPU works; needs torch there.
-      attention_ms: wall time of the attention of all layers alone, with its projections. attention_gpu_ms: of the GPU.
+      step_ms: the mean wall time of a decode step. step_gpu_ms: the part in which the GPU works, of several the busiest
+        one; needs torch there.
+      attention_ms: wall time of the attention of all layers alone, with its projections; not over a mesh.
+        attention_gpu_ms: of the GPU.
       attention_share: attention over the step, by GPU time where it is known.
       problem: why something is missing.
     """
@@ -97,6 +101,7 @@ def measure(
     new_tokens: int,
     chunk_size: int,
     seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> Iterator[Row]:
     """A row for each context and number of requests, as it is measured; one that does not fit says so.
 
@@ -104,12 +109,13 @@ def measure(
       new_tokens: timed tokens of each request.
       chunk_size: query rows of a prefill step.
       seed: of the tokens, the cached rows and the page order.
+      mesh: the devices that serve, for a model and parameters of `cut_model`; None: JAX's first.
     """
     for context in contexts:
-        first, problem = _fitting(lambda context=context: first_token(model, params, context, chunk_size, seed))
+        first, problem = _fitting(lambda context=context: first_token(model, params, context, chunk_size, seed, mesh))
         for count in requests:
             row = Row(requests=count, context=context, first_token_ms=first, problem=problem)
-            _, failed = _fitting(lambda row=row: decode(model, params, row, new_tokens, seed))
+            _, failed = _fitting(lambda row=row: decode(model, params, row, new_tokens, seed, mesh))
             row.problem = failed or problem
             yield row
 
@@ -157,17 +163,27 @@ def size_of(arrays: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
-def weight_bytes(model: Model) -> int:
-    """Of the random parameters; none are made."""
-    return size_of(jax.eval_shape(lambda: model.init_params(0)))
+def weight_bytes(model: Model, mesh: Mesh | None = None) -> int:
+    """Of the random parameters, or of what each device of a mesh has of them; none are made."""
+    params = jax.eval_shape(lambda: model.init_params(0))
+    return size_of(params) if mesh is None else _bytes_of_a_device(params, mesh)
 
 
-class _Engine(Engine):
+def _bytes_of_a_device(params: Params, mesh: Mesh) -> int:
+    """What each device has of parameters that `cut_model` places."""
+
+    def cut(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+
+    return size_of(jax.tree.map(cut, params, parameter_specs(params, mesh)))
+
+
+class _RefusesCaches:
     """An engine that refuses caches which do not fit beside the weights, before they are allocated."""
 
-    def __init__(self, model: Model, params: Params, options: EngineOptions):
-        self._weight_bytes = size_of(params)
-        super().__init__(model, params, options)
+    def __init__(self, model: Model, params: Params, options: EngineOptions, *mesh: Mesh):
+        self._weight_bytes = _bytes_of_a_device(params, *mesh) if mesh else size_of(params)
+        super().__init__(model, params, options, *mesh)
 
     def new_caches(self):
         caches = size_of(jax.eval_shape(super().new_caches))
@@ -175,13 +191,27 @@ class _Engine(Engine):
         return super().new_caches()
 
 
+class _OneDevice(_RefusesCaches, Engine):
+    pass
+
+
+class _OverMesh(_RefusesCaches, MeshEngine):
+    pass
+
+
+def _new_engine(model: Model, params: Params, options: EngineOptions, mesh: Mesh | None) -> Engine:
+    return _OneDevice(model, params, options) if mesh is None else _OverMesh(model, params, options, mesh)
+
+
 # --- prefill ---------------------------------------------------------------------------------------
 
 
-def first_token(model: Model, params: Params, context: int, chunk_size: int, seed: int) -> Percentiles:
+def first_token(
+    model: Model, params: Params, context: int, chunk_size: int, seed: int, mesh: Mesh | None = None
+) -> Percentiles:
     """The time to the first token of one request that nobody shares the device with, once compiled."""
     options = EngineOptions(max_batch=1, max_len=context + 1, chunk_size=min(chunk_size, context), seed=seed)
-    engine = _Engine(model, params, options)
+    engine = _new_engine(model, params, options, mesh)
     prompt = np.random.default_rng(seed).integers(0, model.vocab_size, context).tolist()
 
     def seconds() -> float:
@@ -199,11 +229,12 @@ def first_token(model: Model, params: Params, context: int, chunk_size: int, see
 # --- decode ----------------------------------------------------------------------------------------
 
 
-def decode(model: Model, params: Params, row: Row, new_tokens: int, seed: int) -> None:
+def decode(model: Model, params: Params, row: Row, new_tokens: int, seed: int, mesh: Mesh | None = None) -> None:
     """Fills in what is measured of decode steps."""
     total = WARM_UP + new_tokens + PROFILED + 2  # the token before the first step, and one that is not read
-    options = EngineOptions(max_batch=row.requests, max_len=row.context + total, seed=seed)
-    engine = _Engine(model, params, options)
+    shares = 1 if mesh is None else mesh.shape[REQUESTS]
+    options = EngineOptions(max_batch=-(-row.requests // shares), max_len=row.context + total, seed=seed)
+    engine = _new_engine(model, params, options, mesh)
     open_unread(engine, row.requests, row.context, total, seed)
 
     def steps(count: int) -> list[float]:
@@ -219,14 +250,17 @@ def decode(model: Model, params: Params, row: Row, new_tokens: int, seed: int) -
     engine.wait()
     row.token_ms, row.step_ms = Percentiles.of(seconds), float(seconds.mean()) * 1e3
     row.tokens_per_s = row.requests / float(seconds.mean())
-    attend = attention_steps(engine)
-    attend(WARM_UP)
-    start = time.perf_counter()
-    attend(new_tokens)
-    row.attention_ms = (time.perf_counter() - start) / new_tokens * 1e3
+    attend = None
+    if mesh is None:
+        attend = attention_steps(engine)
+        attend(WARM_UP)
+        start = time.perf_counter()
+        attend(new_tokens)
+        row.attention_ms = (time.perf_counter() - start) / new_tokens * 1e3
     # A profiler slows the host: it comes behind what is timed there.
     row.step_gpu_ms = gpu_ms(lambda: (steps(PROFILED), engine.wait()), PROFILED)
-    row.attention_gpu_ms = gpu_ms(lambda: attend(PROFILED), PROFILED)
+    if attend is not None:
+        row.attention_gpu_ms = gpu_ms(lambda: attend(PROFILED), PROFILED)
 
 
 def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed: int) -> None:
@@ -235,25 +269,30 @@ def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed:
     Their tokens are drawn, all equally likely. Random weights soon make the same most likely token for all requests,
     and then the same few experts would serve them.
     """
-    scheduler, rng = engine.scheduler, np.random.default_rng(seed)
-    pool = scheduler.pool
+    rng = np.random.default_rng(seed)
+    shares = getattr(engine.scheduler, "shares", [engine.scheduler])  # those of a mesh
     prompt = [0] * context  # never read
     for index, token in enumerate(rng.integers(0, engine.model.vocab_size, count).tolist()):
+        scheduler = shares[index % len(shares)]
+        pool = scheduler.pool
         sampling = Sampling(temperature=1e6, seed=seed + index)
         request = Request(prompt, new_tokens, output=[token], sampling=sampling, row=pool.open())
         map_pages(pool, request.row, context)
         request.computed = context
         scheduler.submit(request)
-    pool.take_changes()  # the tables go to the device whole
-    state = State(
+    for scheduler in shares:
+        scheduler.pool.take_changes()  # the tables go to the device whole
+    tables = RequestTables(
+        req_to_token=np.concatenate([scheduler.pool.req_to_token for scheduler in shares]),
+        full_to_swa=None
+        if engine.spec.window is None
+        else np.concatenate([scheduler.pool.full_to_swa for scheduler in shares]),
+    )
+    engine.state = State(
         caches=random_caches(engine.state.caches),
-        tables=RequestTables(
-            req_to_token=jnp.asarray(pool.req_to_token),
-            full_to_swa=None if pool.window is None else jnp.asarray(pool.full_to_swa),
-        ),
+        tables=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), tables, engine.state.tables),
         last_tokens=engine.state.last_tokens,
     )
-    engine.state = jax.device_put(state, jax.devices()[0])
 
 
 def map_pages(pool: RequestPool, row: int, length: int) -> None:
@@ -299,10 +338,17 @@ def _random_index_keys(page_bytes: int) -> jax.Array:
     return write_index_k(some, jnp.arange(len(keys), dtype=jnp.int32), keys)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def _fill(pages: jax.Array, some: jax.Array) -> jax.Array:
     """`some` pages over and over, in the place of `pages`."""
-    return some[jnp.arange(pages.shape[0], dtype=jnp.int32) % some.shape[0]]
+    return _filling(pages.sharding)(pages, some)
+
+
+@functools.cache
+def _filling(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def fill(pages: jax.Array, some: jax.Array) -> jax.Array:
+        return some[jnp.arange(pages.shape[0], dtype=jnp.int32) % some.shape[0]]
+
+    return jax.jit(fill, donate_argnums=0, out_shardings=sharding)
 
 
 # --- attention -------------------------------------------------------------------------------------
@@ -346,7 +392,7 @@ def attention_steps(engine: Engine) -> Callable[[int], None]:
 
 
 def gpu_ms(run: Callable[[], Any], steps: int) -> float | None:
-    """Milliseconds a step in which a GPU does something while `run()` runs `steps`, which must wait for them.
+    """Milliseconds a step in which the busiest GPU does something while `run()` runs `steps`, which must wait for them.
 
     CUPTI tells, by torch's profiler; None without torch, or without a GPU.
     """
@@ -360,9 +406,12 @@ def gpu_ms(run: Callable[[], Any], steps: int) -> float | None:
         return None
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
-    events = [e for e in profiler.profiler.kineto_results.events() if "CUDA" in str(e.device_type())]
-    spans = [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]
-    return busy(spans) / steps / 1e6 or None
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for event in profiler.profiler.kineto_results.events():
+        if "CUDA" in str(event.device_type()):
+            span = event.start_ns(), event.start_ns() + event.duration_ns()
+            spans.setdefault(event.device_index(), []).append(span)
+    return max(map(busy, spans.values()), default=0) / steps / 1e6 or None
 
 
 def busy(spans: Sequence[tuple[int, int]]) -> int:

@@ -44,6 +44,21 @@ _CUT = {
 }
 
 
+def new_mesh(shares: int, devices: int) -> Mesh:
+    """A mesh of the first `shares * devices` devices: shares of the requests, and devices that share heads and experts.
+
+    With several processes it has all their devices, in the order of the processes.
+
+    Raises:
+      ValueError: there are fewer, or with several processes more.
+    """
+    wanted, have = shares * devices, jax.device_count()
+    if wanted > have or (wanted < have and jax.process_count() > 1):
+        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        raise ValueError(f"a mesh of {shares}x{devices} takes {wanted} devices, JAX has {have}{processes}")
+    return Mesh(np.array(jax.devices()[:wanted]).reshape(shares, devices), (REQUESTS, HEADS))
+
+
 # --- parameters ------------------------------------------------------------------------------------
 
 
@@ -69,11 +84,33 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
       ValueError: other axes, or heads, output groups or experts that the devices cannot share evenly; a model with
         linear attention, whose heads no device shares.
     """
+    own = model_of_a_device(model, mesh)
+    return own, _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
+
+
+def init_cut_params(model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Model, Params]:
+    """As `cut_model` of `model.init_params(seed, dtype)`: each device makes its own part, and none has the whole.
+
+    Raises:
+      ValueError: as `cut_model`.
+    """
+    own = model_of_a_device(model, mesh)
+
+    def make(seed: jax.Array) -> Params:
+        return _by_device(model, model.init_params(seed, dtype), mesh.shape[HEADS])
+
+    seed = np.uint32(seed)  # an argument, so that XLA does not fold all that hangs on it
+    specs = parameter_specs(jax.eval_shape(make, seed), mesh)
+    return own, jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))(seed)
+
+
+def model_of_a_device(model: Model, mesh: Mesh) -> Model:
+    """The model as each device of the mesh sees it; raises what `cut_model` raises."""
     if set(mesh.axis_names) != {REQUESTS, HEADS}:
         raise ValueError(f"cut_model: the mesh must have the axes {REQUESTS} and {HEADS}, got {mesh.axis_names}")
     n = mesh.shape[HEADS]
     if n == 1:
-        return model, _placed(params, mesh)
+        return model
     config = model.config
     if model.is_recurrent:
         raise ValueError(
@@ -87,7 +124,7 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
             raise ValueError(f"cut_model: {n} devices cannot share {count} {what} evenly")
     own = {"spec": dataclasses.replace(config.spec, num_heads=config.spec.num_heads // n), "axis_name": HEADS}
     own |= {"o_groups": config.o_groups // n} if hasattr(config, "o_groups") else {}
-    return Model(dataclasses.replace(config, **own)), _placed(_by_device(model, params, n), mesh)
+    return Model(dataclasses.replace(config, **own))
 
 
 def _placed(params: Params, mesh: Mesh) -> Params:
@@ -102,6 +139,8 @@ def _by_device(model: Model, params: Params, n: int) -> Params:
     Rows of the queries' heads are followed by those of the indexer, which every device has whole. The sinks of several
     layers are one array.
     """
+    if n == 1:
+        return params
     config, spec = model.config, model.spec
     head_dim = spec.qk_dim if isinstance(config, V4Config) else config.nope_dim + spec.rope_dim
 

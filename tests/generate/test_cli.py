@@ -210,6 +210,9 @@ def test_generate_refuses_bad_arguments(capsys, args):
     assert exit_.value.code == 2 and "error: " in capsys.readouterr().err
 
 
+PROCESS = ["--coordinator", "127.0.0.1:1", "--num-processes", "2"]
+
+
 @needs_models
 def test_nothing_to_generate_from(capsys, tmp_path):
     (tmp_path / "empty.txt").write_text("")
@@ -228,9 +231,22 @@ def test_nothing_to_generate_from(capsys, tmp_path):
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
         (["--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
         (["--engine", "torch", "--temperature", "1"], "--temperature needs --engine jax"),
+        (["--engine", "torch", "--mesh", "1x1"], "--mesh needs --engine jax"),
+        (["--mesh", "1x1", "--compare-backends", "reference"], "leave out --mesh"),
+        (["--mesh", "99x99"], "a mesh of 99x99 takes 9801 devices, JAX has "),
+        (["--mesh", "2x1", "--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
+        ([*PROCESS, "--process-id", "0"], "--coordinator needs --mesh"),
+        ([*PROCESS, "--process-id", "2", "--mesh", "2x1"], "--process-id must be below --num-processes 2, got 2"),
     ):
         status, out, err = run(capsys, "generate", *args)
         assert status == 2 and out == "" and message in err, (args, err)
+
+
+def test_bad_meshes(capsys):
+    for command, text in (("generate", "2"), ("bench", "2"), ("generate", "0x2"), ("bench", "2xa")):
+        with pytest.raises(SystemExit) as exit_:
+            main([command, "--mesh", text])
+        assert exit_.value.code == 2 and "--mesh" in capsys.readouterr().err
 
 
 # generate: runs of small models. Their shapes are those of hf_models.OPTIONS, so that layers compile once.

@@ -23,7 +23,15 @@ from jax_sparse_mla.attention import context_parallel_decode, cut_pages, sparse_
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, parameter_specs
+from jax_sparse_mla.serving.mesh import (
+    HEADS,
+    REQUESTS,
+    MeshEngine,
+    cut_model,
+    init_cut_params,
+    new_mesh,
+    parameter_specs,
+)
 from jax_sparse_mla.serving.presets import CONFIGS
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -187,6 +195,20 @@ def draft_layers():
         np.testing.assert_allclose(states, wanted, atol=0.01 * wanted.std())
 
 
+def made_cut():
+    """Random parameters that each device makes for itself are those of one device, cut; none has one whole that is."""
+    mesh = mesh_of(2, 2)
+    for config in (WINDOWS, V32):
+        model = Model.from_config(config)
+        own, params = init_cut_params(model, 3, mesh, jnp.float32)
+        expected_own, expected = cut_model(model, model.init_params(3, jnp.float32), mesh)
+        assert own == expected_own and jax.tree.structure(params) == jax.tree.structure(expected)
+        assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(params))
+        for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected)):
+            assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
 def refusals():
     model = Model.from_config(V4)
     params = jax.eval_shape(lambda: model.init_params(seed=0))
@@ -196,12 +218,14 @@ def refusals():
         (lambda: cut_model(Model(dataclasses.replace(model.config, spec=ten)), params, mesh_of(1, 4)), "10 heads"),
         (lambda: cut_model(Model(dataclasses.replace(model.config, o_groups=2)), params, mesh_of(1, 4)), "2 output"),
         (lambda: MeshEngine(model, params, dataclasses.replace(OPTIONS, trace=True), mesh_of(4, 1)), "trace"),
+        (lambda: new_mesh(3, 2), "a mesh of 3x2 takes 6 devices, JAX has 4"),
     ):
         assert_refused(call, words)
 
 
 CASES = {
-    case.__name__: case for case in (v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, refusals)
+    case.__name__: case
+    for case in (v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, refusals)
 }
 
 

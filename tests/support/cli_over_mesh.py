@@ -1,0 +1,157 @@
+"""The command over meshes of virtual CPU devices, in processes that tests/serving/test_cli_over_mesh.py starts.
+
+python cli_over_mesh.py [CASE ...]               four devices; prints RESULTS and a JSON object, case → traceback
+python cli_over_mesh.py --run BREAK ARGUMENT…    the command itself with these arguments; BREAK: none, or the engine
+                                                 raises or stops for ever in its fourth step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import sys
+import tempfile
+
+import jax
+import numpy as np
+from serving_over_mesh import V32, WINDOWS
+from virtual_devices import run_cases
+
+from jax_sparse_mla.cli import generate, main
+from jax_sparse_mla.cli.setup import MeshSetup
+from jax_sparse_mla.serving import bench, presets
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.mesh import MeshEngine
+
+presets.CONFIGS = presets.BENCH_CONFIGS = {**presets.BENCH_CONFIGS, "v4": WINDOWS, "v32": V32}
+generate.keep_programs = lambda: None
+bench.PREFILLS = 1
+GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32"]
+BENCH = ["bench", "--preset", "v4", "--contexts", "100", "--new-tokens", "3"]
+
+
+def run(*args):
+    """The exit status of `jax-sparse-mla *args`, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main([*map(str, args)])
+    return status, out.getvalue(), err.getvalue()
+
+
+def generated(out):
+    return re.findall(r"tokens \[(.*)\]", out)
+
+
+def with_the_check():
+    """Requests and heads over two devices each; and a check that fails, as one device has other parameters."""
+    args = [*GENERATE, "--requests", 4, "--mesh", "2x2"]
+    status, out, _ = run(*args)
+    assert status == 0, out
+    assert "a mesh of 2 shares of the requests and 2 devices over heads" in out and "4 heads on each device" in out
+    assert re.search(r"^tokens +16 of 16 are one device's", out, re.M) or "differs, under a top-2 margin" in out
+    assert "check      passed" in out and len(generated(out)) == 4
+
+    real = MeshSetup.new_engine_of_one_device
+
+    def of_other_parameters(setup, engine):
+        model, params = setup.whole
+        setup.whole = model, jax.tree.map(lambda x: -x if x.ndim == 3 else x, params)
+        return real(setup, engine)
+
+    MeshSetup.new_engine_of_one_device = of_other_parameters
+    try:
+        status, failed, _ = run(*args)
+    finally:
+        MeshSetup.new_engine_of_one_device = real
+    assert status == 1 and "check      FAILED" in failed and generated(failed) == generated(out)
+
+    _, plain, _ = run(*args, "--no-check")
+    assert generated(plain) == generated(out) and "check" not in plain and "one device" not in plain
+
+
+def speculative():
+    """Drafts over two devices: compared with plain decoding there, which is compared with one device."""
+    status, out, _ = run(*GENERATE, "--requests", 2, "--mesh", "2x1", "--speculative-steps", 2, "--draft-oracle", 0.7)
+    assert status == 0 and out.count("check      passed") == 2, out
+    assert re.search(r"are one device's.*are plain decoding's", out, re.S)
+
+
+def benchmark():
+    """Rows of a mesh; a device's part of the weights and caches is what must fit."""
+    engines, real = [], bench.open_unread
+
+    def opened(engine, *args):
+        real(engine, *args)
+        engines.append(engine)
+        tables = np.asarray(engine.state.tables.req_to_token)
+        rows = np.split(tables, len(engine.scheduler.shares))
+        for share, own in zip(engine.scheduler.shares, rows):
+            np.testing.assert_array_equal(own, share.pool.req_to_token)
+            assert [request.computed for request in share.running] == [100] * len(share.running)
+        for pages in jax.tree.leaves(engine.state.caches):
+            if pages.dtype == np.uint8:
+                assert np.asarray(pages).any(axis=tuple(range(1, pages.ndim))).all()
+            assert len(pages.sharding.device_set) == 4
+
+    bench.open_unread = opened
+    file = pathlib.Path(tempfile.mkdtemp()) / "bench.json"
+    status, out, err = run(*BENCH, "--requests", "1,3", "--mesh", "2x2", "--json", file)
+    bench.open_unread = real
+    assert status == 0 and not err and "heads and experts over 2 devices" in out, (out, err)
+    measured = json.loads(file.read_text())
+    assert measured["mesh"] == "2x2" and measured["device"] == "4 x CPU"
+    assert measured["weight_bytes"] / 2 < measured["weight_bytes_of_a_device"] < measured["weight_bytes"]
+    for row, engine, counts in zip(measured["rows"], engines, ([1, 0], [2, 1]), strict=True):
+        assert row["problem"] is None and row["first_token_ms"]["p50"] > 0 and row["tokens_per_s"] > 0
+        assert row["attention_ms"] is None and row["attention_share"] is None
+        assert isinstance(engine, MeshEngine) and engine.options.max_batch == max(counts)
+    assert re.search(r"^ +3 +100 .* – +–$", out, re.M)
+
+    whole, bench.device_memory = bench.device_memory, lambda: measured["weight_bytes_of_a_device"] + 1
+    try:
+        status, out, _ = run(*BENCH, "--requests", 1, "--mesh", "2x2")
+        assert status == 0 and "does not fit: weights and caches need" in out
+        bench.device_memory = lambda: measured["weight_bytes_of_a_device"] - 1
+        assert run(*BENCH, "--requests", 1, "--mesh", "2x2")[0] == 2
+    finally:
+        bench.device_memory = whole
+
+
+def refusals():
+    for args, words in (
+        ([*GENERATE, "--mesh", "3x2"], "a mesh of 3x2 takes 6 devices, JAX has 4"),
+        ([*GENERATE, "--mesh", "1x3"], "3 devices cannot share 8 heads evenly"),
+        ([*BENCH, "--mesh", "4x2"], "a mesh of 4x2 takes 8 devices, JAX has 4"),
+        ([*BENCH, "--mesh", "1x3"], "3 devices cannot share 8 heads evenly"),
+    ):
+        status, out, err = run(*args)
+        assert status == 2 and out == "" and words in err, (args, out, err)
+
+
+CASES = {case.__name__: case for case in (with_the_check, speculative, benchmark, refusals)}
+
+
+def break_at_the_fourth_step(how):
+    steps, real = [], Engine.step
+
+    def step(engine):
+        steps.append(engine)
+        if len(steps) == 4 and how == "raise":
+            raise KeyError("a failure of one process")
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(engine)
+
+    Engine.step = step
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        if sys.argv[2] != "none":
+            break_at_the_fourth_step(sys.argv[2])
+        sys.exit(main(sys.argv[3:]))
+    run_cases(CASES, sys.argv[1:] or CASES)
