@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from benchmarks.record import add_sections
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model
+from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, init_cut_params
 from jax_sparse_mla.serving.presets import BENCH_CONFIGS
 from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -59,7 +59,7 @@ def differences(found: list[Request], wanted: list[Request]) -> list[float]:
 
 
 def main() -> None:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # one device has all weights, and its share of them
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # nobody shares the devices
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="v4-flash-slice", choices=BENCH_CONFIGS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights")
@@ -71,7 +71,7 @@ def main() -> None:
     count, devices = arguments.requests, jax.devices()
     layouts = arguments.layouts or f"{len(devices)}x1,1x{len(devices)}"
     model = Model.from_config(BENCH_CONFIGS[arguments.preset])
-    params = model.init_params(seed=0, dtype=jnp.dtype(arguments.dtype))
+    dtype = jnp.dtype(arguments.dtype)
     name = f"serving {arguments.preset} {arguments.dtype}, {count} x {arguments.prompt}"
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, model.vocab_size, (count, arguments.prompt)).tolist()
@@ -80,13 +80,12 @@ def main() -> None:
     results, wanted = {}, None
     for layout in ["one", *layouts.split(",")]:
         if layout == "one":
-            engine = Engine(model, params, options)
+            engine = Engine(model, model.init_params(0, dtype), options)
         else:
             shape = tuple(map(int, layout.split("x")))
             mesh = Mesh(np.array(devices).reshape(shape), (REQUESTS, HEADS))
             share = dataclasses.replace(options, max_batch=-(-count // shape[0]))
-            cut = cut_model(model, params, mesh, donate=layout == layouts.split(",")[-1])
-            engine = MeshEngine(*cut, share, mesh)
+            engine = MeshEngine(*init_cut_params(model, 0, mesh, dtype), share, mesh)
         found, _, _ = served(engine, prompts, arguments.new, drawn=False)
         wanted = wanted or found
         served(engine, prompts, arguments.new, drawn=True)
