@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.record import add_sections, earlier
+from benchmarks.record import section, write_section
 from benchmarks.two_gpus import COLLECTIVES
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ModelSpec, PagedKV, write_kv
 from jax_sparse_mla.attention import (
@@ -236,7 +236,7 @@ def main() -> None:
     devices = jax.devices()
     if len(devices) < 2:
         raise SystemExit(f"two or more devices are needed, JAX has {len(devices)} here")
-    results = earlier("two_gpus.json").get("context_parallel", {})
+    results = section("two_gpus.json", "context_parallel")
     for name in arguments.layers.split(","):
         for context in map(int, arguments.contexts.split(",")):
             started = time.perf_counter()
@@ -250,7 +250,7 @@ def main() -> None:
                 f"{found['gathered_sent_bytes'] / 1e6:.2f} MB; case {time.perf_counter() - started:.0f} s",
                 flush=True,
             )
-            add_sections("two_gpus.json", {"context_parallel": results})
+            write_section("two_gpus.json", "context_parallel", results)
 
 
 if __name__ == "__main__":

@@ -82,9 +82,20 @@ def earlier(name: str) -> dict:
     return found if found.get("code") == code_digest() else {}
 
 
-def add_sections(name: str, sections: dict) -> None:
-    """Writes these sections into a file of results, beside those that earlier runs of this very code left there."""
-    write_json(results_folder() / name, earlier(name) | environment() | sections)
+def section(name: str, title: str) -> dict:
+    """The rows of a section of a file of results, as far as this very code made them on such a device."""
+    found = latest(name).get(title, {})
+    return found["rows"] if all(found.get(key) == value for key, value in _made_by().items()) else {}
+
+
+def write_section(name: str, title: str, rows: dict) -> None:
+    """Writes a section beside the others of a file; each says of which device, commit and command it is."""
+    made = _made_by() | {"commit": commit(), "command": environment()["command"]}
+    write_json(results_folder() / name, latest(name) | environment() | {title: made | {"rows": rows}})
+
+
+def _made_by() -> dict:
+    return {key: value for key, value in environment().items() if key in ("device", "versions", "code")}
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks.record import add_sections
+from benchmarks.record import write_section
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, init_cut_params
@@ -103,7 +103,7 @@ def main() -> None:
         own["prefill_speedup"] = own["prefill_tokens_per_second"] / one["prefill_tokens_per_second"]
         own["decode_speedup"] = one["decode_step_ms"] / own["decode_step_ms"]
         print(f"{layout:5} {own}", flush=True)
-        add_sections("two_gpus.json", {name: results})
+        write_section("two_gpus.json", name, results)
         del engine
         gc.collect()  # an engine may be part of a cycle, and holds its caches
 

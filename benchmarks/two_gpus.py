@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.record import add_sections, earlier
+from benchmarks.record import section, write_section
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, decode_step, fill
 from benchmarks.step import ROOM, STEPS, busy_time, device_operations
 
@@ -190,8 +190,8 @@ def main() -> None:
         jax.distributed.initialize(COORDINATOR, gpus(), arguments.process, local_device_ids=[arguments.process])
     if len(jax.devices()) < 2:
         raise SystemExit(f"two or more devices are needed, JAX has {len(jax.devices())} here")
-    section = "step_over_requests" if arguments.process is None else "step_over_requests_by_processes"
-    results = earlier("two_gpus.json").get(section, {})
+    title = "step_over_requests" if arguments.process is None else "step_over_requests_by_processes"
+    results = section("two_gpus.json", title)
     for name in arguments.cases.split(","):
         batch, context = map(int, name.split("x"))
         stack = Stack(batch=batch, max_len=context, ratios=V4_FLASH_RATIOS[: arguments.layers])
@@ -206,7 +206,7 @@ def main() -> None:
             f"collectives: {', '.join(result['collectives']) or 'none'}",
             flush=True,
         )
-        add_sections("two_gpus.json", {section: results})
+        write_section("two_gpus.json", title, results)
 
 
 if __name__ == "__main__":

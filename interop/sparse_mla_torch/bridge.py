@@ -11,6 +11,7 @@ host does not wait. JAX keeps a tensor alive until its programs are done with it
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,20 @@ _NARROWED = {
 }
 
 
+@contextlib.contextmanager
+def torch_device_kept() -> Iterator[None]:
+    """Puts torch's current GPU back afterwards: JAX leaves the one current that it used last, at its start the last."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    device = torch.cuda.current_device()
+    try:
+        yield
+    finally:
+        torch.cuda.set_device(device)
+
+
+@torch_device_kept()
 def jax_device(device: torch.device) -> jax.Device:
     """The JAX device of a torch device.
 
@@ -40,6 +55,7 @@ def jax_device(device: torch.device) -> jax.Device:
         raise ValueError(f"jax_device: JAX has no {device} here: {error}") from None
 
 
+@torch_device_kept()
 def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     """The same memory as a JAX array.
 
@@ -129,6 +145,7 @@ def _popped(entries: collections.deque) -> Iterator[tuple]:
             return
 
 
+@torch_device_kept()
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a JAX function with torch tensors anywhere in its arguments, and gives its arrays back as tensors.
 

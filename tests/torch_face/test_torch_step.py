@@ -238,7 +238,8 @@ def test_graphs_of_two_gpus_are_replayed_at_once(backend, monkeypatch):
             with torch.cuda.device(index):
                 engine.step([copy_of(cache) for cache in engine.caches])  # compiles
                 torch.cuda.synchronize()
-                graphs.append(capture(lambda engine=engine: engine.step(engine.caches)))
+                stream = torch.cuda.Stream()  # torch's own for captures is of one GPU
+                graphs.append(capture(lambda engine=engine: engine.step(engine.caches), stream=stream))
 
         def run(index, engine):
             (graph, results), found = graphs[index], []
