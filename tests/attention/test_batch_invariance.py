@@ -17,7 +17,6 @@ ROWS, SLOTS = 9, 512
 H200 = DeviceInfo("cuda", (9, 0), 132, 232_448)
 # (layout, heads, columns): the second one's rows are summed otherwise alone than together where nothing prevents it.
 SHAPES = ((KVLayout.V4_FP8, 8, 64), (KVLayout.V32_FP8, 16, 130), (KVLayout.V4_FP8, 64, 512))
-SHAPES += ((KVLayout.V32_BF16, 16, 130), (KVLayout.V4_BF16, 64, 512))
 ON_GPU = jax.default_backend() == "gpu"
 SERVING = [pytest.param(name, marks=pytest.mark.cpu if name == "reference" else pytest.mark.gpu) for name in BACKENDS]
 
