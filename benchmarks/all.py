@@ -100,6 +100,7 @@ _SIX_LAYERS = "--layers 6 --prefill '' --long ''"
 PARTS = (
     Part("hopper_decode", "hopper_decode.json", "hopper_decode", 90),
     Part("v41_decode", "v41_decode.json", "v41_decode", 60),
+    Part("bf16_decode", "bf16_decode.json", "bf16_decode", 60),
     Part("backward", "backward.json", "backward", 90),
     Part("attention", "attention.json", "run --op attention", 150),
     Part("indexer", "indexer.json", "run --op indexer", 110),

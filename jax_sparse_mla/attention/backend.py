@@ -169,7 +169,7 @@ _RECORDS = (
     Backend(
         name="hopper",
         module="jax_sparse_mla.attention.backends.hopper",
-        layouts={"decode": (*_FP8, *_V41), "prefill": _BF16},
+        layouts={"decode": (*_FP8, *_V41, *_BF16, KVLayout.NOPE_BF16), "prefill": _BF16},
         devices=(_SM90,),
         device_names="SM90",
         needs=(

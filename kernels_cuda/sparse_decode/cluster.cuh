@@ -14,7 +14,8 @@ namespace sparse_decode {
 constexpr int kMostParts = 16;  // thread blocks of a cluster
 
 // Each of the four warpgroups has a slice of 128 columns of the keys (the last one V3.2's rope part too). It converts
-// them, and computes its part of the scores and its rows of the transposed output from them alone.
+// them (bfloat16 rows are copied), and computes its part of the scores and its rows of the transposed output from them
+// alone.
 template <Format kFormat, int kN>
 struct ClusterShared {
   using L = Layout<kFormat>;
@@ -108,7 +109,9 @@ struct PartOfRow {
 
   // A warp loads its slice's columns of 16 keys. Two lanes find each key's row, and each of the two loads the scale of
   // one tile. Values are loaded 16 at once, by four lanes for a key's tile.
-  int key = lane / 16 * 2 + lane / 4 % 2, piece = lane % 4 + lane / 8 % 2 * 4, tile = slice * 2 + piece / 4;
+  // Of bfloat16 rows, eight lanes copy a key's tile.
+  int key = L::kIsBf16 ? lane / 8 : lane / 16 * 2 + lane / 4 % 2;
+  int piece = L::kIsBf16 ? lane % 8 : lane % 4 + lane / 8 % 2 * 4, tile = slice * 2 + piece / 4;
   int token = warp % 4 * 16 + key;  // the first of four, four apart
   bool has_values = tile < L::kFp8Tiles;
   int slot = -1;       // in the block after the one that was found
@@ -161,7 +164,15 @@ struct PartOfRow {
     return reinterpret_cast<const uint8_t*>(of_lane(reinterpret_cast<uint64_t>(source.row), key + i * 4));
   }
 
+  // Prefetches them into the L2: there are no registers for them.
+  __device__ __forceinline__ void prefetch_bf16() {
+    if (!source.row) return;
+    sm90::prefetch(source.row + slice * 256 + lane / 16 * 128);
+    if (L::kHasRope && slice == 3 && lane < 16) sm90::prefetch(source.row + L::kRopeByte);
+  }
+
   __device__ __forceinline__ void load() {
+    if constexpr (L::kIsBf16) return prefetch_bf16();
     scale = {};
     if (source.row) scale = load_scale<kFormat>(source.scales, slice * 2 + lane / 16, fp4);
 #pragma unroll
@@ -178,8 +189,21 @@ struct PartOfRow {
     }
   }
 
+  __device__ __forceinline__ void copy_bf16() {
+    uint32_t to = sm90::shared_address(shared.keys[slice * 2]) + token * 128 + (piece ^ token % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint8_t* row = row_of(i);
+      const uint8_t* from = (row ? row : call.tables[0].data) + slice * 256 + piece * 16;
+#pragma unroll
+      for (int t = 0; t < 2; t++)
+        sm90::copy_async((to ^ i % 2 * 64) + t * kTileBytes + i * 4 * 128, from + t * 128, row);
+    }
+  }
+
   // Converts what was loaded. When it returns, the slice of all keys is complete.
   __device__ __forceinline__ void convert_keys() {
+    if constexpr (L::kIsBf16) copy_bf16();
     uint32_t keys = sm90::shared_address(shared.keys) + token * 128;
     if (L::kHasRope && slice == 3) {
       uint32_t to = keys + kRopeTile * kTileBytes + (piece ^ token % 8) * 16;
@@ -190,6 +214,13 @@ struct PartOfRow {
         sm90::copy_async((to ^ i % 2 * 64) + i * 4 * 128, rope, from);
       }
     }
+    if constexpr (!L::kIsBf16) convert_values(keys);
+    sm90::wait_copies();
+    sm90::fence_matrix_reads();
+    sync_slice();
+  }
+
+  __device__ __forceinline__ void convert_values(uint32_t keys) {
     Scale own_scale = ready<kFormat>(scale, fp4);
     uint32_t to = keys + tile * kTileBytes + (2 * piece % 8 ^ token % 8) * 16;
 #pragma unroll
@@ -207,9 +238,6 @@ struct PartOfRow {
       if (has_values) convert<kFormat>(values[i].x, values[i].y, of_tile, at);
       if (has_values) convert<kFormat>(values[i].z, values[i].w, of_tile, at ^ 16);
     }
-    sm90::wait_copies();
-    sm90::fence_matrix_reads();
-    sync_slice();
   }
 
   // Starts Sᵀ = K Qᵀ over the slice's columns.
@@ -224,7 +252,7 @@ struct PartOfRow {
     };
     sm90::begin_products();
     add(slice * 2, 8, false);
-    if (kFormat == kV32 && slice == 3) add(kRopeTile, 4, true);
+    if (L::kTiles > 8 && slice == 3) add(kRopeTile, 4, true);
     sm90::commit_products();
   }
 

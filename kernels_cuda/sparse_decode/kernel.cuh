@@ -12,6 +12,7 @@
 #include "cluster.cuh"
 #include "join.cuh"
 #include "keys.cuh"
+#include "rows_bf16.cuh"
 #include "shared.cuh"
 
 namespace sparse_decode {
@@ -27,10 +28,11 @@ __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp)
   static_assert(sizeof(Shared<kFormat>::barriers) == (kWarps + 11) * sizeof(Barrier));
   Barrier* mine = reinterpret_cast<Barrier*>(&shared.barriers) + warp;
   // Arrivals: slots_full a warp's copies and the warp; rows_full a warp; scales_full a warp's copies; rows_empty the
-  // eight producer warps.
+  // eight producer warps; keys_full four of them, or, of bfloat16 rows, the copies of their threads.
   constexpr int kOnce = sm90::kArrivalsOfWarp;
   sm90::init(mine, warp < 4 ? 32 + kOnce : warp < 8 ? kOnce : warp < 12 ? 32 : 8 * kOnce);
-  if (warp < 11) sm90::init(mine + kWarps, (warp < 10 ? 4 : 8) * kOnce);
+  constexpr int kFull = Layout<kFormat>::kIsBf16 ? 128 : 4 * kOnce;
+  if (warp < 11) sm90::init(mine + kWarps, warp < 4 ? kFull : (warp < 10 ? 4 : 8) * kOnce);
 }
 
 template <Format kFormat, bool kByLengths>
@@ -47,7 +49,11 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
   if (piece.blocks > 0) {  // registers move between warpgroups only where all have work
     if (warpgroup < 2) {
       sm90::shrink_registers<kKeyRegisters>();
-      bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
+      if constexpr (Layout<kFormat>::kIsBf16) {
+        bring_bf16_keys<kFormat>(call, piece, shared, tile, warpgroup);
+      } else {
+        bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
+      }
       sm90::sync_threads(kEndBarrier, kThreads);
       sm90::grow_registers<128>();
     } else {
@@ -116,5 +122,7 @@ SPARSE_DECODE_KERNELS(sparse_decode_v4, kV4)
 SPARSE_DECODE_KERNELS(sparse_decode_v32, kV32)
 SPARSE_DECODE_KERNELS(sparse_decode_v41, kV41)
 SPARSE_DECODE_KERNELS(sparse_decode_v41_fp4, kV41Fp4)
+SPARSE_DECODE_KERNELS(sparse_decode_v4_bf16, kV4Bf16)
+SPARSE_DECODE_KERNELS(sparse_decode_v32_bf16, kV32Bf16)
 
 }  // namespace sparse_decode

@@ -117,15 +117,17 @@ __device__ __forceinline__ void find_rows(const Call& call, Shared<kFormat>& sha
     valid[i] = __ballot_sync(~0u, is_slot(table, slot));
     Source source = locate<kFormat>(table, places, slot);
     shared.rows[place][key] = source.row;
-    uint32_t to = sm90::shared_address(&shared.scales[place][key]);
-    sm90::copy_async_small<Scales<kFormat>::kBytes>(to, source.scales);
-    if (kFormat == kV41Fp4 && second) sm90::copy_async_small<16>(to + 16, source.scales + 16);
+    if constexpr (!Layout<kFormat>::kIsBf16) {
+      uint32_t to = sm90::shared_address(&shared.scales[place][key]);
+      sm90::copy_async_small<Scales<kFormat>::kBytes>(to, source.scales);
+      if (kFormat == kV41Fp4 && second) sm90::copy_async_small<16>(to + 16, source.scales + 16);
+    }
   }
   if (kFormat == kV41Fp4 && lane == 0) shared.are_fp4[place] = second;
   if (lane == 0) *reinterpret_cast<uint2*>(shared.valid[block % kKnown]) = {valid[0], valid[1]};
   __syncwarp();
   sm90::arrive_warp(&shared.barriers.rows_full[place], lane);
-  sm90::arrive_after_copies(&shared.barriers.scales_full[place]);
+  if (!Layout<kFormat>::kIsBf16) sm90::arrive_after_copies(&shared.barriers.scales_full[place]);
 }
 
 // --- conversion -------------------------------------------------------------------------------------------------

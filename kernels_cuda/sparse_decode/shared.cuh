@@ -10,19 +10,22 @@ namespace sparse_decode {
 using sm90::Barrier;
 using sm90::kTileBytes;
 
-// Of the caches of a call. kV41: V4.1's FP8 rows; kV41Fp4: its FP4 rows in the second cache.
-enum Format { kV4, kV32, kV41, kV41Fp4 };
+// Of the caches of a call. kV41: V4.1's FP8 rows; kV41Fp4: its FP4 rows in the second cache. The last two: bfloat16 rows.
+enum Format { kV4, kV32, kV41, kV41Fp4, kV4Bf16, kV32Bf16 };
 
 template <Format kFormat>
 struct Layout {
   static constexpr bool kIsV41 = kFormat == kV41 || kFormat == kV41Fp4;
-  static constexpr bool kHasRope = !kIsV41;                 // in bfloat16; V4.1 quantises whole rows
-  static constexpr int kFp8Tiles = kFormat == kV4 ? 7 : 8;  // of 64 values
+  static constexpr bool kIsBf16 = kFormat == kV4Bf16 || kFormat == kV32Bf16;
+  // Behind the other tiles, in bfloat16. V4.1 quantises whole rows, and V4's bfloat16 rows are all alike.
+  static constexpr bool kHasRope = !kIsV41 && kFormat != kV4Bf16;
+  static constexpr int kFp8Tiles = kFormat == kV4 ? 7 : 8;  // of 64 values; without rope, where none are FP8
   static constexpr int kTiles = kFp8Tiles + kHasRope;       // and the rope part
   static constexpr int kQkDim = 64 * kTiles;
   static constexpr int kHalfTiles = 4;  // of the first half of V; the second half has the rope part too
-  static constexpr int kRowBytes = kFormat == kV4 ? 576 : kFormat == kV32 ? 656 : 512;  // V4.1's without scales
-  static constexpr int kRopeByte = kFormat == kV4 ? 448 : 528;
+  static constexpr int kRowBytes =
+      kIsBf16 ? kQkDim * 2 : kFormat == kV4 ? 576 : kFormat == kV32 ? 656 : 512;  // V4.1's without scales
+  static constexpr int kRopeByte = kIsBf16 ? 1024 : kFormat == kV4 ? 448 : 528;
 };
 
 constexpr int kWeightTile = 8;
@@ -55,6 +58,16 @@ struct alignas(16) Scales<kV32> {
   static constexpr int kBytes = 16;
   float2 of_128[2];  // of 128 values each
 };
+
+struct NoScales {
+  static constexpr int kBytes = 0;
+};
+
+template <>
+struct Scales<kV4Bf16> : NoScales {};
+
+template <>
+struct Scales<kV32Bf16> : NoScales {};
 
 struct Barriers {
   Barrier slots_full[kAhead], rows_full[kAhead], scales_full[kAhead], rows_empty[kAhead];

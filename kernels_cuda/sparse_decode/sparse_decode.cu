@@ -58,6 +58,8 @@ Launch launch_of(int format, int tile, bool by_lengths) {
   if (format == kV32) return launch_of<kV32>(tile, by_lengths);
   if (format == kV41) return launch_of<kV41>(tile, by_lengths);
   if (format == kV41Fp4) return launch_of<kV41Fp4>(tile, by_lengths);
+  if (format == kV4Bf16) return launch_of<kV4Bf16>(tile, by_lengths);
+  if (format == kV32Bf16) return launch_of<kV32Bf16>(tile, by_lengths);
   return launch_of<kV4>(tile, by_lengths);
 }
 

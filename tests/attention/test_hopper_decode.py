@@ -35,7 +35,9 @@ from jax_sparse_mla.kernels.sm90.decode_plan import (
     AS_LENGTHS_SAY,
     NEVER,
     V4,
+    V4_BF16,
     V32,
+    V32_BF16,
     V41,
     V41_FP4,
     DecodePlan,
@@ -131,23 +133,27 @@ class TestPlan:
         assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay \}", text)
         assert (NEVER, ALWAYS, AS_LENGTHS_SAY) == (0, 1, 2)
         text = (cuda_build.source("sparse_decode").parent / "shared.cuh").read_text()
-        assert "enum Format { kV4, kV32, kV41, kV41Fp4 };" in text
-        assert (V4, V32, V41, V41_FP4) == (0, 1, 2, 3)
+        assert "enum Format { kV4, kV32, kV41, kV41Fp4, kV4Bf16, kV32Bf16 };" in text
+        assert (V4, V32, V41, V41_FP4, V4_BF16, V32_BF16) == (0, 1, 2, 3, 4, 5)
 
 
 V41_PAIRS = [("V41_FP8",) * 2, ("V41_FP8_SPLIT",) * 2, ("V41_FP8", "V41_FP4"), ("V41_FP8_SPLIT", "V41_FP4_SPLIT")]
 of_v41_pairs = pytest.mark.parametrize("layout, extra", V41_PAIRS)
+BF16_ROWS = [KVLayout.V4_BF16, KVLayout.V32_BF16, KVLayout.NOPE_BF16]
+of_bf16 = pytest.mark.parametrize("layout", BF16_ROWS, ids=str)
 
 
 def test_a_call_s_format_is_that_of_both_caches():
-    for name, wanted in (("V4_FP8", V4), ("V32_FP8", V32), ("V41_FP8", V41), ("V41_FP8_SPLIT", V41)):
-        assert decode_format([getattr(KVLayout, name)]) == wanted
+    of_one = {"V4_FP8": V4, "V32_FP8": V32, "V41_FP8": V41, "V41_FP8_SPLIT": V41}
+    of_one |= {"V4_BF16": V4_BF16, "V32_BF16": V32_BF16, "NOPE_BF16": V4_BF16}
+    for name, wanted in of_one.items():
+        assert decode_format([getattr(KVLayout, name)]) == decode_format([getattr(KVLayout, name)] * 2) == wanted
     for first, extra in V41_PAIRS:
         layouts = [getattr(KVLayout, first).written_by("vllm"), getattr(KVLayout, extra).written_by("vllm")]
         assert decode_format(layouts) == (V41_FP4 if "FP4" in extra else V41)
 
 
-@of_v41_pairs
+@pytest.mark.parametrize("layout, extra", [*V41_PAIRS, ("V4_BF16",) * 2, ("V32_BF16",) * 2])
 @pytest.mark.parametrize("first", [True, False], ids=["both", "the extra cache alone"])
 def test_jax_hands_the_kernel_each_cache_in_its_place(layout, extra, first, monkeypatch):
     """Buffers by the function's order of arguments, and where rows and scales are."""
@@ -168,6 +174,7 @@ def test_jax_hands_the_kernel_each_cache_in_its_place(layout, extra, first, monk
     places = {"V41_FP8": lambda size: (528, 512, 528), "V41_FP4": lambda size: (288, 256, 288)}
     places |= {"V41_FP8_SPLIT": lambda size: (512, 512 * size, 16)}
     places |= {"V41_FP4_SPLIT": lambda size: (256, 256 * size, 32)}
+    places |= {"V4_BF16": lambda size: (1024, 0, 1024), "V32_BF16": lambda size: (1152, 0, 1152)}
     tables = []
     for prefix, name, size in (("", layout, 16), ("extra_", extra, 2)):
         data = arguments[f"{prefix}cache"].data
@@ -178,7 +185,8 @@ def test_jax_hands_the_kernel_each_cache_in_its_place(layout, extra, first, monk
         tables = [nothing, tables[1]] if "FP4" in extra else [tables[1], nothing]
     found = [shapes[x.index] if x else None for x in given[:8]]
     assert [tuple(found[i : i + 2]) for i in (1, 4)] == [table[0] for table in tables]
-    assert given[8] == (V41_FP4 if "FP4" in extra else V41)
+    formats = {"V4_BF16": V4_BF16, "V32_BF16": V32_BF16}
+    assert given[8] == (V41_FP4 if "FP4" in extra else formats.get(layout, V41))
     assert given[9:21] == (*tables[0][1], *tables[1][1])
 
 
@@ -280,6 +288,59 @@ class TestOnTheGPU:
         for given in (arguments, without_lengths(arguments)):
             assert_agree(self.run(given), self.run(given, "triton"), "decode")
 
+    @of_bf16
+    @pytest.mark.parametrize("batch, heads", [(1, 16), (20, 8), (67, 64), (150, 128)])
+    def test_any_share_of_bf16_rows_equals_the_triton_kernel(self, batch, heads, layout):
+        for topks in ((128, 512), (77, 1030), (2048,)):
+            arguments = arguments_of(layout, batch, 2, heads, *topks)
+            for given in (arguments, without_lengths(arguments)):
+                assert_agree(self.run(given), self.run(given, "triton"), "decode")
+
+    @of_bf16
+    @pytest.mark.parametrize("sizes", [(1, 64, 4, (65, 2)), (130, 61, 70, (200, 3)), (590, 7, 129, (2, 1))], ids=str)
+    def test_bf16_rows_equal_the_oracle(self, sizes, layout, kernel):
+        """Holes, duplicates, hostile indices and lengths, sinks; unused rows are NaN. Then either cache alone."""
+        topk, page_size, heads, extra = sizes
+        case = small_decode(layout=layout.name, topk=topk, page_size=page_size, heads=heads, extra=extra)
+        check_decode(case, run_decode(case, "hopper"))
+        changes = {"indices": case.indices[..., :0], "topk_length": None}
+        for alone in (changes, {"extra_cache": None, "extra_indices": None, "extra_topk_length": None}):
+            one = dataclasses.replace(case, **alone)
+            check_decode(one, run_decode(one, "hopper"))
+
+    @of_bf16
+    def test_every_number_of_bf16_rows_is_copied_to_its_place(self, layout, kernel):
+        """One key a row, whose weight is 1: the output is the key. All bfloat16 numbers that are normal, and 0."""
+        numbers = np.arange(1 << 16, dtype=np.uint16)
+        exponents = numbers >> 7 & 0xFF
+        numbers = numbers[((exponents > 0) & (exponents < 0xFF)) | (numbers == 0)]
+        rows, page_size, width = 128, 8, layout.qk_dim
+        values = np.resize(numbers, (rows, width)).view(jnp.bfloat16)
+        assert len({*values[:, :512].view(np.uint16).flat}) > 65_000 * (width == 512)
+        data = np.full((2 * rows // page_size, layout.page_bytes(page_size)), 0xFF, np.uint8)  # each second page is NaN
+        data[::2] = values.view(np.uint8).reshape(rows // page_size, -1)
+        cache = PagedKV(data=jnp.asarray(data), layout=layout, page_size=page_size)
+        at = np.arange(rows)[:, None]
+        slots = at // page_size * 2 * page_size + at % page_size
+        indices = jnp.asarray(np.where(np.arange(130) == at, slots, -1)[:, None], jnp.int32)
+        q = jnp.zeros((rows, 1, 3, width), jnp.bfloat16)
+        out, lse = self.run({"q": q, "cache": cache, "indices": indices})
+        np.testing.assert_array_equal(np.asarray(out)[:, 0, 1].view(np.uint16), values[:, :512].view(np.uint16))
+        assert not np.asarray(lse).any()
+
+    @of_bf16
+    def test_each_number_of_a_bf16_row_meets_its_number_of_the_query(self, layout, kernel):
+        """Row i is 2 at its i-th number, query head h is 1 at its h-th: the key that a head finds is row h."""
+        width, batch = layout.qk_dim, -(-layout.qk_dim // 64)
+        rows = jnp.asarray(2 * np.eye(width), jnp.bfloat16)
+        cache = write_kv(PagedKV.zeros(layout, width // 64, 64), jnp.arange(width, dtype=jnp.int32), rows)
+        q = jnp.asarray(np.eye(width).reshape(batch, 1, 64, width), jnp.bfloat16)
+        indices = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, 1, width))
+        out, lse = sparse_mla_decode(q, cache, indices, softmax_scale=128.0, backend="hopper")
+        found = np.asarray(out, np.float32).reshape(width, 512)
+        np.testing.assert_array_equal(found, 2 * np.eye(width)[:, :512])
+        np.testing.assert_allclose(np.asarray(lse), 256, rtol=1e-5)
+
     @pytest.mark.parametrize("case", [small_decode(topk=1), small_decode(topk=130, heads=70, extra=(3, 2))])
     def test_odd_sizes_equal_the_oracle(self, case, kernel):
         check_decode(case, run_decode(case, "hopper"))
@@ -352,7 +413,14 @@ class TestOnTheGPU:
 
     @pytest.mark.parametrize("batch", [1, 40, 149])
     def test_a_hundred_runs_give_the_same_bits(self, batch):
-        arguments = arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512)
+        self.check_runs(arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512))
+
+    @of_bf16
+    @pytest.mark.parametrize("batch", [1, 40, 149, 300])
+    def test_a_hundred_runs_over_bf16_rows_give_the_same_bits(self, batch, layout):
+        self.check_runs(arguments_of(layout, batch, 1, 64, 128, 512))
+
+    def check_runs(self, arguments: dict) -> None:
         call = jax.jit(lambda arguments: self.run(arguments))
         first = jax.tree.map(np.asarray, call(arguments))
         for _ in range(100):
@@ -376,7 +444,9 @@ class TestOnTheGPU:
         for _ in range(3):
             np.testing.assert_allclose(np.asarray(compiled(q, arguments)), expected, rtol=1e-6, atol=1e-5)
 
-    @pytest.mark.parametrize("layout", [KVLayout.V4_FP8, KVLayout.V32_FP8, KVLayout.V41_FP8_SPLIT], ids=str)
+    @pytest.mark.parametrize(
+        "layout", [KVLayout.V4_FP8, KVLayout.V32_FP8, KVLayout.V41_FP8_SPLIT, *BF16_ROWS[:2]], ids=str
+    )
     def test_the_last_slots_of_a_5_gib_cache(self, layout, kernel):
         case = small_decode(layout=layout.name, lengths="none")
         arguments = decode_arguments(case)
@@ -424,7 +494,14 @@ class TestOnTorch:
 
     @pytest.mark.parametrize("batch", [1, 150])
     def test_a_cuda_graph_captures_it(self, batch, monkeypatch):
-        arguments = without_lengths(arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512))
+        self.check_capture(without_lengths(arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512)), monkeypatch)
+
+    @pytest.mark.parametrize("layout", BF16_ROWS[:2], ids=str)
+    @pytest.mark.parametrize("batch", [1, 150])
+    def test_a_cuda_graph_captures_a_call_of_bf16_rows(self, batch, layout, monkeypatch):
+        self.check_capture(without_lengths(arguments_of(layout, batch, 1, 64, 128, 512)), monkeypatch)
+
+    def check_capture(self, arguments: dict, monkeypatch) -> None:
         torch, call = self.call(arguments, monkeypatch)
         from torch_graphs import capture
 
@@ -440,8 +517,15 @@ class TestOnTorch:
         assert all(torch.equal(a, b) for a, b in zip(captured, expected))
 
     def test_a_row_s_result_need_not_depend_on_the_batch(self, monkeypatch):
+        self.check_invariance(KVLayout.V4_FP8, monkeypatch)
+
+    @pytest.mark.parametrize("layout", BF16_ROWS[:2], ids=str)
+    def test_a_row_s_result_over_bf16_rows_need_not_depend_on_the_batch(self, layout, monkeypatch):
+        self.check_invariance(layout, monkeypatch)
+
+    def check_invariance(self, layout: KVLayout, monkeypatch) -> None:
         # 11 blocks each: the second row of a thread block begins at an odd one, the other warpgroup's.
-        arguments = without_lengths(arguments_of(KVLayout.V4_FP8, 149, 1, 64, 128, 513))
+        arguments = without_lengths(arguments_of(layout, 149, 1, 64, 128, 513))
         _, call = self.call(arguments, monkeypatch, enable_batch_invariant=True)
         out, lse = call()
         for rows in (slice(0, 1), slice(17, 34), slice(70, 75)):

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.torch
 BACKEND = "hopper" if ON_GPU else "reference"
 
 BY_SHAPE = {"lengths": "none", "extra_lengths": "none"}
+BF16 = {"layout": "V4_BF16"}
 V41 = {"layout": "V41_FP8", "extra_layout": "V41_FP4", "page_size": 61}
 V41_SPLIT = {"layout": "V41_FP8_SPLIT", "extra_layout": "V41_FP4_SPLIT"}
 ONE_HEAD = {"q_len": 1, "heads": 1}  # so that many rows cost the oracle little
@@ -55,6 +56,12 @@ DECODES = {
     "cut, V4.1, FP4": BY_SHAPE | V41 | {"topk": 130, "extra": (650, 3), "heads": 70},
     "lengths, V4.1, FP4": V41_SPLIT | {"topk": 67, "extra": (330, 5), "heads": 128},
     "lengths, V4.1, FP4, more rows than groups": V41 | ONE_HEAD | {"batch": 139, "topk": 70, "extra": (2, 3)},
+    "whole, bfloat16": BY_SHAPE | BF16 | {"topk": 130, "page_size": 7, "heads": 16},
+    "cut, bfloat16": BY_SHAPE | BF16 | {"topk": 130, "extra": (650, 3), "heads": 70},
+    "cut, V3.2 in bfloat16, 128 heads, odd pages": BY_SHAPE
+    | {"layout": "V32_BF16", "topk": 950, "heads": 128, "page_size": 7},
+    "lengths, bfloat16, more rows than groups": BF16 | ONE_HEAD | {"batch": 139, "topk": 70, "extra": (2, 3)},
+    "lengths, V3.2 in bfloat16, two caches": {"layout": "V32_BF16", "topk": 590, "extra": (33, 5), "heads": 70},
 }
 
 
@@ -78,12 +85,13 @@ def test_rows_are_shared_as_the_name_says(name):
 # Clusters of any size serve any call: (heads, thread blocks).
 CLUSTERS = [(16, 2), (32, 3), (16, 8), (32, 16), (16, 11), (32, 2)]
 FEW = [
-    *zip(DECODES, itertools.cycle(CLUSTERS)),
+    *zip((name for name in DECODES if "bfloat16" not in name), itertools.cycle(CLUSTERS)),
     ("lengths, V3.2, two caches", (16, 5)),
     ("no valid index", (16, 7)),
     ("cut, V3.2, 128 heads, odd pages", (32, 15)),  # all parts have keys, and their values take most of the memory
     ("cut, two caches, 70 heads", (32, 14)),
     *((name, cluster) for name in DECODES if "FP4" in name for cluster in ((16, 3), (32, 5))),
+    *((name, cluster) for name in DECODES if "bfloat16" in name for cluster in ((16, 11), (32, 3), (16, 2))),
 ]
 
 
@@ -102,7 +110,7 @@ def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
 
 
 # Which of the two makes no difference to the reference.
-@pytest.mark.always("lengths, few rows of many columns-", "no valid index-", "cut, V4.1, FP4-")
+@pytest.mark.always("lengths, few rows of many columns-", "no valid index-", "cut, V4.1, FP4-", "cut, bfloat16-")
 @pytest.mark.parametrize(
     "batch_invariant", [False, True] if ON_GPU else [False], ids=lambda x: "invariant" if x else ""
 )

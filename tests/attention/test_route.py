@@ -60,7 +60,7 @@ def plan(phase="decode", spec=DEEPSEEK_V4_FLASH, *, device=CPU, installed=OPTION
 def able(device: str, phase: str, kv_dtype: str) -> list[str]:
     names = list(SERVED_BY[device])
     if phase == "decode" and kv_dtype == "bf16":  # only these read bf16 caches
-        names = [name for name in names if name in ("triton", "reference")]
+        names = [name for name in names if name in ("hopper", "triton", "reference")]
     if phase == "prefill":  # FlashInfer's sparse MLA attends to packed FP8 caches only
         names = [name for name in names if name != "flashinfer"]
     return names
@@ -158,9 +158,19 @@ def test_a_workspace_of_other_rows_is_the_references():
     assert chosen.backend == "reference" and "a workspace of 192 values" in chosen.rejected["hopper"]
 
 
-def test_bf16_caches_are_triton_s_alone():
-    for spec in (DEEPSEEK_V32, DEEPSEEK_V4_FLASH):
-        assert plan(spec=spec, device=DEVICES["sm90"], kv_dtype="bf16").backend == "triton"
+@pytest.mark.parametrize("layout", [KVLayout.V32_BF16, KVLayout.V4_BF16, KVLayout.NOPE_BF16], ids=str)
+def test_bf16_caches_are_our_own_kernels(layout):
+    """At any size `hopper` goes first on SM90, then `triton`, which goes first elsewhere."""
+    call = Call("decode", layout, 1, 16, DEVICES["sm90"], 640)
+    for rows, heads, topk in ((1, 16, 640), (1024, 128, 2048), (256, 64, None)):
+        of_size = dataclasses.replace(call, num_q_tokens=rows, num_heads=heads, topk=topk)
+        chosen = plan_call(of_size, unable={})
+        assert chosen.backend == "hopper" and "preferred" in chosen.rejected["triton"]
+        assert f"got {layout.name} (bf16)" in chosen.rejected["flashmla"]
+        assert plan_call(of_size, unable={"hopper": "not built"}).backend == "triton"
+        assert plan_call(dataclasses.replace(of_size, device=DEVICES["sm100"]), unable={}).backend == "triton"
+    both = dataclasses.replace(call, extra_layout=layout, batch_invariant=True)
+    assert plan_call(both, unable={}).backend == "hopper"
 
 
 # --- paged decode or sparse prefill ---

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from attention_oracle import attend, unpack_cache
 
-from jax_sparse_mla.kernels.sm90.decode_plan import V4, V32, V41, V41_FP4
+from jax_sparse_mla.kernels.sm90.decode_plan import V4, V4_BF16, V32, V32_BF16, V41, V41_FP4
 
 PLANNED: list[dict] = []
 RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p)
@@ -24,6 +24,8 @@ LAYOUTS = {
     V32: (["V32_FP8"],) * 2,
     V41: (["V41_FP8", "V41_FP8_SPLIT"],) * 2,
     V41_FP4: (["V41_FP8", "V41_FP8_SPLIT"], ["V41_FP4", "V41_FP4_SPLIT"]),
+    V4_BF16: (["V4_BF16"],) * 2,
+    V32_BF16: (["V32_BF16"],) * 2,
 }
 # Of a layout, with a page size P: a row's stride, where scales begin, their stride, and a token's bytes.
 PLACES = {
@@ -33,6 +35,8 @@ PLACES = {
     "V41_FP8_SPLIT": lambda P: (512, 512 * P, 16, 528),
     "V41_FP4": lambda P: (288, 256, 288, 288),
     "V41_FP4_SPLIT": lambda P: (256, 256 * P, 32, 288),
+    "V4_BF16": lambda P: (1024, 0, 1024, 1024),
+    "V32_BF16": lambda P: (1152, 0, 1152, 1152),
 }
 
 
@@ -81,7 +85,7 @@ def run(planned, addresses, stream) -> int:
     q, *tables, sink, out, lse, scratch = addresses[:11]
     rows, heads = planned["rows"], planned["heads"]
     assert bool(scratch) == (planned["cuts"] != 0)
-    queries = bf16(q, (rows, heads, 576 if planned["format"] == V32 else 512)).double().numpy()
+    queries = bf16(q, (rows, heads, 576 if planned["format"] in (V32, V32_BF16) else 512)).double().numpy()
     sink = memory(sink, (heads,), np.float32) if sink else None
     out, lse = bf16(out, (rows, heads, 512)), memory(lse, (rows, heads), np.float32)
     for row in range(rows):

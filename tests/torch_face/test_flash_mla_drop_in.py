@@ -122,6 +122,16 @@ def test_decode_equals_the_oracle(backend, name):
     check_decode(case, decode(case))
 
 
+@pytest.mark.parametrize("setting", [{"layout": "V4_BF16", "extra": (24, 61)}, {"layout": "V32_BF16"}], ids=str)
+def test_decode_from_bfloat16_rows_equals_the_oracle(backend, setting):
+    case = per_request(**setting)
+    if backend == "flashmla":
+        with pytest.raises(ValueError, match=r"reads rows of V32_FP8 and V4_FP8, got V\d+_BF16"):
+            decode(case)
+    else:
+        check_decode(case, decode(case))
+
+
 PREFILLS = [{}, {"topk": 128, "heads": 64}, {"topk": 100, "heads": 3}, {"rows": "none"}, {"dim": 576}]
 
 

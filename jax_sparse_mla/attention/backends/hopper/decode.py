@@ -1,5 +1,5 @@
-"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode/`: FP8 caches, FP4 ones beside them, any head
-count, any topk.
+"""Decode on SM90 by our own CUDA kernels, `kernels_cuda/sparse_decode/`: FP8 and bfloat16 caches, FP4 ones beside FP8
+ones, any head count, any topk.
 
 They are called through TVM FFI: XLA gives them results and scratch, and may record them in a command buffer. The
 launch is planned from static shapes; lengths and indices stay data.
