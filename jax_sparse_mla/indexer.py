@@ -148,13 +148,20 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
       fill: False where nobody reads the columns from a row's length on; they may then hold anything.
     """
     arguments = q, weights, index_cache, page_table, lengths
-    # The kernels multiply FP8 numbers.
+    # The kernels multiply FP8 numbers; over FP4 keys bfloat16 numbers too.
     empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
-    is_fp8 = q.dtype == jnp.float8_e4m3fn and as_index_keys(index_cache).format.name == "FP8"
-    if not is_fp8 or q.shape[1] > MAX_KERNEL_HEADS or empty:
+    fp4 = as_index_keys(index_cache).format.name == "FP4"
+    served = q.dtype == jnp.float8_e4m3fn or (fp4 and q.dtype == jnp.bfloat16)
+    if not served or q.shape[1] > MAX_KERNEL_HEADS or empty:
         return index_logits_reference(*arguments)
 
-    def kernel(*arguments):
+    def kernel(q, *others):
+        if fp4:
+            launch = launching("indexer.index_logits", fp4=True, pages=_pages(index_cache))
+            return launch(q.astype(jnp.bfloat16), *others)
+        return of_fp8(q, *others)
+
+    def of_fp8(*arguments):
         from jax_sparse_mla.kernels.sm90 import index_logits as sm90
 
         pages, capability = _pages(index_cache), DeviceInfo.current().compute_capability

@@ -37,8 +37,8 @@ class Launch(NamedTuple):
       grid: up to three numbers of programs.
       scalars: numbers, known when the program is traced.
       outputs: None where the kernel's parameter is None.
-      constants: by name, with Triton's options (num_warps, num_stages). A parameter that is no `tl.constexpr` may be
-        among them: it is a constant to XLA, and an argument to torch.
+      constants: by name, with Triton's options (num_warps, num_stages, maxnreg). A parameter that is no `tl.constexpr`
+        may be among them: it is a constant to XLA, and an argument to torch.
     """
 
     kernel: Any

@@ -44,7 +44,7 @@ def compiled(cases: Callable[[int], Iterable[tuple]]) -> Iterator[tuple]:
             if capability == WHOLE or kernel not in seen or usual[name] != (types, constants):
                 seen.add(kernel)
                 constants = dict(constants)
-                options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+                options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
                 yield capability, name, compile_kernel(kernel, types, constants, capability, **options)
 
 

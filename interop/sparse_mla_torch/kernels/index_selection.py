@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.index_selection import SCRATCH_BYTES
 from jax_sparse_mla.indices import TopkTransform
 from sparse_mla_torch.kernels.checks import check_tensor, output_or_new
@@ -24,15 +25,17 @@ def index_topk(
     page_size: int = 1,
     row_to_request: torch.Tensor | None = None,
     topk_indices_offset: torch.Tensor | None = None,
+    format: IndexFormat = IndexFormat.FP8,
     out: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `jax_sparse_mla.index_topk`; tensors contiguous.
 
     Args:
-      q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads.
+      q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads; bfloat16 over FP4 keys.
       page_table: int32 `[rows, P]`, with `row_to_request` `[R, P]`.
       kv_page_table: int32 `[rows, K]`, with `row_to_request` `[R, K]`; needed by PAGED.
+      format: of the keys.
       out: int32 `[rows, topk]` to write into; allocated by default.
       scratch: float32, for the logits of at least one row; more of it takes more rows at a time. By default 256 MiB are
         allocated, or what all rows need.
@@ -47,7 +50,9 @@ def index_topk(
     """
     function = "index_topk"
     requests = None if row_to_request is None else page_table.shape[0]
-    rows, capacity = check_logits(function, q, weights, index_cache, page_table, lengths, requests=requests)
+    rows, capacity = check_logits(
+        function, q, weights, index_cache, page_table, lengths, format=format, requests=requests
+    )
     if row_to_request is not None:
         check_tensor(function, "row_to_request", row_to_request, (rows,), index_cache)
     if not isinstance(method, TopkTransform):
@@ -80,7 +85,7 @@ def index_topk(
         if not index_cache.numel():
             logits.fill_(float("-inf"))
         elif capacity:
-            launch_logits(*arrays, logits, rows_of_call=rows, fill=False)
+            launch_logits(*arrays, logits, rows_of_call=rows, fill=False, format=format)
         tables = {}
         if method is TopkTransform.PAGED:
             of_rows = row_to_request is None

@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import MAX_KERNEL_HEADS
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90 import index_logits as sm90
@@ -79,16 +80,18 @@ def index_logits(
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     *,
+    format: IndexFormat = IndexFormat.FP8,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What the top-k selects by, as `jax_sparse_mla.index_logits`.
 
     Args:
-      q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads.
+      q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads; bfloat16 over FP4 keys.
       weights: float32 `[rows, heads]`.
-      index_cache: uint8 `[num_pages, page_size * 132]`.
+      index_cache: uint8 `[num_pages, page_size * 132]`; of FP4 keys `[num_pages, page_size * 68]`.
       page_table: int32 `[rows, P]`.
       lengths: int32 `[rows]`.
+      format: of the keys.
       out: float32 `[rows, P * page_size]` to write into; allocated by default.
 
     Returns:
@@ -99,19 +102,22 @@ def index_logits(
       ValueError: a wrong shape, more heads, or a tensor that is not contiguous or on another device.
     """
     function = "index_logits"
-    rows, capacity = check_logits(function, q, weights, index_cache, page_table, lengths)
+    rows, capacity = check_logits(function, q, weights, index_cache, page_table, lengths, format=format)
     out = output_or_new(function, "out", out, (rows, capacity), index_cache, torch.float32)
     if not index_cache.numel():
         return out.fill_(float("-inf"))
     if out.numel():
-        launch_logits(q, weights, index_cache, page_table, lengths, out, rows_of_call=rows, fill=True)
+        launch_logits(q, weights, index_cache, page_table, lengths, out, rows_of_call=rows, fill=True, format=format)
     return out
 
 
-def check_logits(function: str, q, weights, index_cache, page_table, lengths, *, requests=None) -> tuple[int, int]:
+def check_logits(
+    function: str, q, weights, index_cache, page_table, lengths, *, format: IndexFormat, requests: int | None = None
+) -> tuple[int, int]:
     """Checks what logits are made of; `requests` rows of the table, one per row by default. (rows, columns)."""
-    page_size = _page_size(function, index_cache)
-    rows, heads, _ = check_tensor(function, "q", q, (None, None, 128), index_cache, (torch.float8_e4m3fn,))
+    page_size = _page_size(function, index_cache, format.key_bytes)
+    dtype = torch.float8_e4m3fn if format.name == "FP8" else torch.bfloat16
+    rows, heads, _ = check_tensor(function, "q", q, (None, None, 128), index_cache, (dtype,))
     if not 0 < heads <= MAX_KERNEL_HEADS:
         raise ValueError(f"{function}: q must have 1 to {MAX_KERNEL_HEADS} heads, got {heads}")
     check_tensor(function, "weights", weights, (rows, heads), index_cache, (torch.float32,))
@@ -122,8 +128,13 @@ def check_logits(function: str, q, weights, index_cache, page_table, lengths, *,
     return rows, pages * page_size
 
 
-def launch_logits(q, weights, index_cache, page_table, lengths, out, *, rows_of_call: int, fill: bool) -> None:
+def launch_logits(
+    q, weights, index_cache, page_table, lengths, out, *, rows_of_call: int, fill: bool, format: IndexFormat
+) -> None:
     """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits_of`."""
+    if format.name == "FP4":
+        kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, fp4=True, out=out)
+        return
     page_size = index_cache.shape[1] // kernels.TOKEN_BYTES
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, weights, index_cache, out))  # for bulk copies and wide stores
     if q.is_cuda and aligned and sm90.serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
@@ -141,15 +152,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _page_size(function: str, index_cache: torch.Tensor) -> int:
+def _page_size(function: str, index_cache: torch.Tensor, key_bytes: int = kernels.TOKEN_BYTES) -> int:
     _, page_bytes = check_tensor(function, "index_cache", index_cache, (None, None), index_cache, UINT8)
-    if page_bytes == 0 or page_bytes % kernels.TOKEN_BYTES:
+    if page_bytes == 0 or page_bytes % key_bytes:
         raise ValueError(
-            f"{function}: index_cache must have pages of page_size * {kernels.TOKEN_BYTES} bytes, page_size >= 1, "
+            f"{function}: index_cache must have pages of page_size * {key_bytes} bytes, page_size >= 1, "
             f"got {page_bytes}"
         )
-    if index_cache.data_ptr() % 4:  # a page's last bytes are float32 scales
+    if index_cache.data_ptr() % 4:  # a page's last bytes are scales, read by words
         raise ValueError(
             f"{function}: index_cache must begin at a multiple of 4 bytes, got {index_cache.data_ptr():#x}"
         )
-    return page_bytes // kernels.TOKEN_BYTES
+    return page_bytes // key_bytes

@@ -1,9 +1,7 @@
 """Triton kernels of the indexer: its quantisers, for queries and into the key cache, and the logits.
 
-The rules are those of `jax_sparse_mla.indexer`. Logits are products of FP8 tensor cores: a key is a row of the first
-operand, a query's head a row of the second, so that relu, weights and the sum over heads stay within a few lanes.
-HARDWARE_FP8 says whether the GPU multiplies and converts e4m3 numbers (SM89 and up); elsewhere, and in Triton's
-interpreter, they become float16 in integer arithmetic, exactly.
+The rules are those of `jax_sparse_mla.indexer`. HARDWARE_FP8 says whether the GPU multiplies and converts e4m3 numbers
+(SM89 and up). The quantisers' rules are those of FP8 keys; logits are of FP8 and of FP4 keys (`index_scores`).
 
 Two kernels walk over the columns. Decode: every program takes an equal share of all rows' blocks, whatever the lengths.
 Prefill: a tile of rows that share their pages scores a block of keys at once; rows of a tile that do not share them are
@@ -20,12 +18,13 @@ import triton
 import triton.language as tl
 
 from jax_sparse_mla.kernels.launch import Executor, Launch, Output, dtype_of
+from jax_sparse_mla.kernels.triton.index_scores import FP4_BYTES, FP8_BYTES, score
 from jax_sparse_mla.kernels.triton.kv_cache import _locate, at_page
 from jax_sparse_mla.kernels.triton.number_formats import float32_to_e4m3
 
 _DIM = tl.constexpr(128)  # values of a key
-TOKEN_BYTES = 132
-_TOKEN_BYTES = tl.constexpr(TOKEN_BYTES)
+TOKEN_BYTES = FP8_BYTES
+_TOKEN_BYTES, _FP4_BYTES = tl.constexpr(TOKEN_BYTES), tl.constexpr(FP4_BYTES)
 
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _F32_MAX_BITS = tl.constexpr(0x7F7FFFFF)
@@ -43,6 +42,9 @@ QUANTIZE_PROGRAMS_PER_SM = 2
 WRITE_OPTIONS = {"TOKENS": 16, "num_warps": 4}
 DECODE_OPTIONS = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
 PREFILL_OPTIONS = {"ROWS": 4, "COLUMNS": 4096, "BLOCK": 64, "STAGES": 3, "num_warps": 4}
+# Fewer registers than the compiler would take, so that four programs fit on a multiprocessor.
+FP4_DECODE_OPTIONS = {"BLOCK": 128, "STAGES": 3, "num_warps": 4, "maxnreg": 128}
+FP4_PREFILL_OPTIONS = PREFILL_OPTIONS
 
 # Programs of the decode kernel per multiprocessor: as many as fit beside each other, for their loads in flight.
 DECODE_PROGRAMS_PER_SM = 4
@@ -58,15 +60,15 @@ class LogitsPlan(NamedTuple):
     constants: dict[str, int]
 
 
-def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int) -> LogitsPlan:
+def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int, *, fp4: bool = False) -> LogitsPlan:
     """For `[rows, heads, 128]` queries over `pages` pages each; no size is zero."""
     capacity = pages * page_size  # no constant of the kernels: an eager engine's page tables grow from step to step
-    constants = {"PAGE_SIZE": page_size, "HEADS": heads}
+    constants = {"PAGE_SIZE": page_size, "HEADS": heads, "FP4": fp4}
     constants["HEADS_POW2"] = max(triton.next_power_of_2(heads), 16)  # what a tensor core's operand has at least
     if rows < PREFILL_ROWS:
-        constants |= DECODE_OPTIONS | {"ROWS_POW2": triton.next_power_of_2(rows)}
+        constants |= (FP4_DECODE_OPTIONS if fp4 else DECODE_OPTIONS) | {"ROWS_POW2": triton.next_power_of_2(rows)}
         return LogitsPlan(index_logits_decode_kernel, DECODE_PROGRAMS_PER_SM * sm_count, constants)
-    constants |= PREFILL_OPTIONS
+    constants |= FP4_PREFILL_OPTIONS if fp4 else PREFILL_OPTIONS
     tiles, columns = triton.cdiv(rows, constants["ROWS"]), constants["COLUMNS"]
     # Enough programs that the last ones to end are few; two run side by side on a multiprocessor.
     while columns > 512 and tiles * triton.cdiv(capacity, columns) < 8 * sm_count:
@@ -189,96 +191,6 @@ def write_index_k_kernel(
 
 
 @triton.jit
-def _operand(byte, HARDWARE_FP8: tl.constexpr):
-    """Bytes as what the tensor cores multiply: e4m3, or float16 numbers 2^-8 of the e4m3 ones."""
-    if HARDWARE_FP8:
-        return byte.to(tl.float8e4nv, bitcast=True)
-    else:
-        bits = byte.to(tl.int32)
-        # A NaN stays one; moved into a float16's exponent and mantissa its bits would be a number.
-        magnitude = tl.where((bits & 0x7F) == 0x7F, 0x7E00, (bits & 0x7F) << 7)
-        return (magnitude | ((bits & 0x80) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _load_queries(
-    q_ptr,
-    weights_ptr,
-    row,
-    rows,
-    HEADS: tl.constexpr,
-    HEADS_POW2: tl.constexpr,
-    ROWS: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-):
-    """(operand [128, ROWS * HEADS_POW2], weights [ROWS * HEADS_POW2]) of ROWS rows from `row` on."""
-    index = tl.arange(0, ROWS * HEADS_POW2)
-    head = index % HEADS_POW2
-    row = row + index // HEADS_POW2
-    inside = (head < HEADS) & (row < rows)
-    line = row.to(tl.int64) * HEADS + head
-    byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    byte = tl.load(byte_ptr + line[:, None] * _DIM + tl.arange(0, _DIM)[None, :], mask=inside[:, None], other=0)
-    weights = tl.load(weights_ptr + line, mask=inside, other=0.0)
-    if not HARDWARE_FP8:
-        weights *= 65536.0  # both operands are 2^-8 of their numbers
-    return tl.trans(_operand(byte, HARDWARE_FP8)), weights
-
-
-@triton.jit
-def _load_pages(table_ptr, first, stop, capacity, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The page of a block's columns, or the pages of each of them where a block is no part of a page."""
-    if PAGE_SIZE % BLOCK == 0:
-        return tl.load(table_ptr + first // PAGE_SIZE, mask=first < stop, other=-1)
-    else:
-        column = first + tl.arange(0, BLOCK)
-        return tl.load(table_ptr + column // PAGE_SIZE, mask=column < tl.minimum(stop, capacity), other=-1)
-
-
-@triton.jit
-def _score(
-    queries,  # [128, ROWS * HEADS_POW2]
-    weights,  # [ROWS * HEADS_POW2]
-    cache_ptr,
-    num_pages,
-    table_ptr,  # the pages of these rows
-    limit,  # [ROWS], the rows' lengths
-    out_ptr,  # [ROWS] pointers to their column 0
-    stored,  # [ROWS], whether to write the row
-    start,  # a multiple of BLOCK
-    stop,
-    capacity,
-    PAGE_SIZE: tl.constexpr,
-    HEADS_POW2: tl.constexpr,
-    ROWS: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Columns start ... of ROWS rows that read the same pages, in whole blocks up to `stop`; -inf past a length."""
-    dim = tl.arange(0, _DIM)[None, :]
-    # The pages of a block are known one block ahead, so that the pipeline of keys does not wait for them.
-    page = _load_pages(table_ptr, start, stop, capacity, PAGE_SIZE, BLOCK)
-    for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
-        column = first + tl.arange(0, BLOCK)
-        # A page of whole blocks gives addresses that differ by constants.
-        offset = first % PAGE_SIZE + tl.arange(0, BLOCK) if PAGE_SIZE % BLOCK == 0 else column % PAGE_SIZE
-        is_page = (page >= 0) & (page < num_pages)
-        start_of_page = tl.where(is_page, page, 0).to(tl.int64) * (PAGE_SIZE * _TOKEN_BYTES)
-        is_key = is_page & (column < capacity)
-        byte = tl.load(cache_ptr + (start_of_page + offset * _DIM)[:, None] + dim, mask=is_key[:, None], other=0)
-        scale_ptr = (cache_ptr + start_of_page + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
-        scale = tl.load(scale_ptr + offset, mask=is_key, other=0.0)
-        scores = tl.dot(_operand(byte, HARDWARE_FP8), queries, out_dtype=tl.float32)
-        # A key with a NaN has no number for a logit, as in the plain function.
-        scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
-        logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2) * scale[:, None]
-        logits = tl.where(is_key[:, None] & (column[:, None] < limit[None, :]), logits, float("-inf"))
-        tl.store(out_ptr[None, :] + column[:, None], logits, mask=stored[None, :] & (column[:, None] < capacity))
-        page = _load_pages(table_ptr, first + BLOCK, stop, capacity, PAGE_SIZE, BLOCK)
-
-
-@triton.jit
 def _fill(out_ptr, start, stop):
     """-inf in columns start ... stop - 1 of a row."""
     for first in range(start // 4 * 4, stop, _FILL):
@@ -294,9 +206,9 @@ def _blocks_end(length, BLOCK: tl.constexpr):
 
 @triton.jit
 def index_logits_decode_kernel(
-    q_ptr,  # e4m3 [rows, HEADS, 128]
+    q_ptr,  # [rows, HEADS, 128], e4m3 for FP8 keys, bfloat16 for FP4 keys
     weights_ptr,  # float32 [rows, HEADS]
-    cache_ptr,  # uint8 [pages, PAGE_SIZE * 132]
+    cache_ptr,  # uint8 [pages, PAGE_SIZE * 132], or 68 for FP4 keys
     page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
     lengths_ptr,  # int32 [rows]
     rows,
@@ -308,11 +220,12 @@ def index_logits_decode_kernel(
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS_POW2: tl.constexpr,
+    FP4: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _TOKEN_BYTES)
+    cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * (_FP4_BYTES if FP4 else _TOKEN_BYTES))
     program, programs = tl.program_id(0), tl.num_programs(0)
     pieces = tl.cdiv(capacity, _FILL)
     piece = program
@@ -341,10 +254,11 @@ def index_logits_decode_kernel(
         begin = end - tl.sum(tl.where(row == current, blocks, 0), axis=0)
         limit = tl.sum(tl.where(row == current, length, 0), axis=0)
         stop = tl.minimum(end, last)
-        queries, weights = _load_queries(q_ptr, weights_ptr, current, rows, HEADS, HEADS_POW2, 1, HARDWARE_FP8)
-        _score(
-            queries,
-            weights,
+        score(
+            q_ptr,
+            weights_ptr,
+            current,
+            rows,
             cache_ptr,
             num_pages,
             page_table_ptr + current.to(tl.int64) * (capacity // PAGE_SIZE),
@@ -355,8 +269,10 @@ def index_logits_decode_kernel(
             (stop - begin) * BLOCK,
             capacity,
             PAGE_SIZE,
+            HEADS,
             HEADS_POW2,
             1,
+            FP4,
             HARDWARE_FP8,
             BLOCK,
             STAGES,
@@ -366,9 +282,9 @@ def index_logits_decode_kernel(
 
 @triton.jit
 def index_logits_prefill_kernel(
-    q_ptr,  # e4m3 [rows, HEADS, 128]
+    q_ptr,  # [rows, HEADS, 128], e4m3 for FP8 keys, bfloat16 for FP4 keys
     weights_ptr,  # float32 [rows, HEADS]
-    cache_ptr,  # uint8 [pages, PAGE_SIZE * 132]
+    cache_ptr,  # uint8 [pages, PAGE_SIZE * 132], or 68 for FP4 keys
     page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
     lengths_ptr,  # int32 [rows]
     rows,
@@ -380,13 +296,14 @@ def index_logits_prefill_kernel(
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     SLOTS_POW2: tl.constexpr,  # at least the pages that COLUMNS columns touch
+    FP4: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _TOKEN_BYTES)
+    cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * (_FP4_BYTES if FP4 else _TOKEN_BYTES))
     # Programs that run at the same time share their rows: the queries are read once, the keys stay in the L2.
     chunks = tl.cdiv(capacity, COLUMNS)
     table_width = capacity // PAGE_SIZE
@@ -411,10 +328,11 @@ def index_logits_prefill_kernel(
         own = tl.load(page_table_ptr + row.to(tl.int64)[:, None] * table_width + page, mask=read, other=-1)
         differ = tl.max(tl.max((read & (own != theirs)).to(tl.int32), axis=1), axis=0)
         if differ == 0:
-            queries, weights = _load_queries(q_ptr, weights_ptr, first_row, rows, HEADS, HEADS_POW2, ROWS, HARDWARE_FP8)
-            _score(
-                queries,
-                weights,
+            score(
+                q_ptr,
+                weights_ptr,
+                first_row,
+                rows,
                 cache_ptr,
                 num_pages,
                 page_table_ptr + leader.to(tl.int64) * table_width,
@@ -425,8 +343,10 @@ def index_logits_prefill_kernel(
                 scored,
                 capacity,
                 PAGE_SIZE,
+                HEADS,
                 HEADS_POW2,
                 ROWS,
+                FP4,
                 HARDWARE_FP8,
                 BLOCK,
                 STAGES,
@@ -435,13 +355,14 @@ def index_logits_prefill_kernel(
             one = tl.arange(0, 1)
             single = first_row
             while single < tl.minimum(first_row + ROWS, rows):
-                queries, weights = _load_queries(q_ptr, weights_ptr, single, rows, HEADS, HEADS_POW2, 1, HARDWARE_FP8)
                 limit = tl.sum(tl.where(row == single, length, 0), axis=0)
                 end = tl.maximum(tl.minimum(_blocks_end(limit, BLOCK), scored), start)
                 _fill(out_ptr + single.to(tl.int64) * capacity, end, scored)
-                _score(
-                    queries,
-                    weights,
+                score(
+                    q_ptr,
+                    weights_ptr,
+                    single,
+                    rows,
                     cache_ptr,
                     num_pages,
                     page_table_ptr + single.to(tl.int64) * table_width,
@@ -452,8 +373,10 @@ def index_logits_prefill_kernel(
                     end,
                     capacity,
                     PAGE_SIZE,
+                    HEADS,
                     HEADS_POW2,
                     1,
+                    FP4,
                     HARDWARE_FP8,
                     BLOCK,
                     STAGES,
@@ -506,13 +429,14 @@ def index_logits(
     page_table,
     lengths,
     *,
+    fp4: bool = False,
     pages: tuple[int, int] | None = None,
     out=None,
 ) -> Any:
-    """float32 `[rows, capacity]`, for float8_e4m3fn q."""
+    """float32 `[rows, capacity]`, for float8_e4m3fn q over FP8 keys and bfloat16 q over FP4 keys."""
     (rows, heads, _), (first_page, num_pages) = q.shape, pages or (0, index_cache.shape[0])
-    width, page_size = page_table.shape[1], index_cache.shape[1] // TOKEN_BYTES
-    plan, capacity = plan_logits(rows, heads, width, page_size, execute.device.sm_count), width * page_size
+    width, page_size = page_table.shape[1], index_cache.shape[1] // (FP4_BYTES if fp4 else TOKEN_BYTES)
+    plan, capacity = plan_logits(rows, heads, width, page_size, execute.device.sm_count, fp4=fp4), width * page_size
     constants = {"capacity": capacity, "HARDWARE_FP8": execute.device.hardware_fp8, **plan.constants}
     outputs = (Output((rows, capacity), "float32"),)
     scalars = rows, num_pages, first_page

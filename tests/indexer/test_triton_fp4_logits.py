@@ -1,0 +1,236 @@
+"""The logits of FP4 index keys by Triton's kernels, against float64 and the plain function.
+
+Without a GPU they run in Triton's interpreter through the torch launchers. On a GPU the same tests launch them for
+real, and those marked `gpu` go through JAX's dispatch.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import ml_dtypes
+from sparse_mla_torch.kernels import indexer as torch_indexer
+from test_triton_indexer import DECODE_SHAPES, HOSTILE, PROPERTY, TILE_SHAPES, assert_logits
+from triton_device import DEVICE, ON_GPU, tensor
+
+from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.indexer import IndexKeys, gather_index_k, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.kernels.triton import index_scores
+from jax_sparse_mla.kernels.triton import indexer as kernels
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of infinities and NaN in the interpreter
+]
+
+DIM = 128
+NUM_PAGES = 11
+WRITERS = ("sglang", "vllm")
+
+# Exponents of the keys' scales: those that e5m2 holds, and others, for which a run is scored in bfloat16.
+MODERATE, WILD = (-8, 8), (-60, 60)
+
+
+def keys_of(data: np.ndarray, writer: str = "sglang") -> IndexKeys:
+    return IndexKeys(data=jnp.asarray(data), format=IndexFormat.FP4.written_by(writer))
+
+
+def logits_case(rng, rows, heads, pages, page_size, *, shared=False, writer="sglang", exponents=MODERATE, wild_q=False):
+    """q, weights, cache, table, lengths: NaN scales wherever no row may look, holes and hostile numbers in the tables.
+
+    With `shared`, neighbouring rows belong to one request of three: the same pages, lengths that grow by one. Groups of
+    a key have magnitudes of their own, some are zero. Queries are on the FP4 grid; with `wild_q` some are not.
+    """
+    capacity = pages * page_size
+    owner = np.arange(rows) * 3 // rows if shared else np.arange(rows)
+    table = rng.integers(0, NUM_PAGES, (rows, pages)).astype(np.int32)
+    table[rng.random((rows, pages)) < 0.15] = rng.choice(np.array([*HOSTILE, NUM_PAGES], np.int32))
+    table = table[np.searchsorted(owner, owner)]  # that of the request's first row
+    lengths = rng.integers(0, capacity + 1, rows).astype(np.int32)
+    if shared:
+        lengths = np.minimum(lengths[np.searchsorted(owner, owner)] // 2 + np.arange(rows, dtype=np.int32), capacity)
+        unread = -(-lengths // page_size)  # what lies past a row's length is not its business
+        table = np.where(np.arange(pages) < unread[:, None], table, rng.integers(-3, 20, table.shape)).astype(np.int32)
+    lengths[rng.random(rows) < 0.1] = rng.choice(np.array([-3, 0, capacity, capacity + 1, *HOSTILE], np.int32))
+
+    column = np.arange(capacity)
+    page = table[:, column // page_size]
+    read = (column < lengths[:, None]) & (page >= 0) & (page < NUM_PAGES)
+    slots = np.unique((page * page_size + column % page_size)[read])
+    keys = rng.standard_normal((len(slots), 4, DIM // 4)) * np.exp2(rng.integers(*exponents, (len(slots), 4, 1)))
+    keys[rng.random((len(slots), 4)) < 0.05] = 0
+    keys = keys.reshape(-1, DIM).astype(np.float32)
+    cache = np.full((NUM_PAGES, page_size * 68), 0xFF, np.uint8)
+    cache = np.array(write_index_k(keys_of(cache, writer), slots.astype(np.int32), keys).data)
+    return (
+        queries(rng, rows, heads, wild_q),
+        rng.standard_normal((rows, heads)).astype(np.float32),
+        cache,
+        table,
+        lengths,
+    )
+
+
+def queries(rng, rows, heads, wild):
+    q = rng.standard_normal((rows, heads, 4, DIM // 4)) * np.exp2(rng.integers(-5, 5, (rows, heads, 4, 1)))
+    q = np.array(quantize_index_q(q.reshape(rows, heads, DIM).astype(np.float32), format=IndexFormat.FP4)[0])
+    if wild:
+        q[::2, :, ::3] = (3e5 * rng.standard_normal(q[::2, :, ::3].shape)).astype(ml_dtypes.bfloat16)
+        q[1::3, -1] *= ml_dtypes.bfloat16(2.0**-100)
+    return q
+
+
+def exact_logits(q, weights, cache, table, lengths):
+    """(logits, the sum of the magnitudes of their terms) in float64, −inf where there is none."""
+    page_size = cache.shape[1] // 68
+    values, scales = gather_index_k(keys_of(cache), np.arange(len(cache) * page_size, dtype=np.int32))
+    keys = np.asarray(values).astype(np.float64) * np.repeat(np.asarray(scales).astype(np.float64), 32, axis=1)
+    q, weights = q.astype(np.float64), weights.astype(np.float64)
+    column = np.arange(table.shape[1] * page_size)
+    page = table[:, column // page_size]
+    valid = (column < lengths[:, None]) & (page >= 0) & (page < len(cache))
+    keys = np.where(valid[..., None], keys[np.where(valid, page * page_size + column % page_size, 0)], 0)
+    logits = np.einsum("rch,rh->rc", np.maximum(np.einsum("rhd,rcd->rch", q, keys), 0), weights)
+    magnitude = np.einsum("rch,rh->rc", np.einsum("rhd,rcd->rch", np.abs(q), np.abs(keys)), np.abs(weights))
+    return np.where(valid, logits, -np.inf), magnitude
+
+
+def torch_logits(q, weights, cache, table, lengths):
+    """By the kernels, into a poisoned result."""
+    out = torch.full((len(q), table.shape[1] * (cache.shape[1] // 68)), float("nan"), device=DEVICE)
+    arguments = bfloat16(q), *map(tensor, (weights, cache, table, lengths))
+    assert torch_indexer.index_logits(*arguments, format=IndexFormat.FP4, out=out) is out
+    return out
+
+
+def bfloat16(x):
+    return tensor(np.asarray(x).view(np.int16)).view(torch.bfloat16)
+
+
+@PROPERTY
+@given(
+    st.integers(0, 10**6), st.sampled_from(DECODE_SHAPES), st.sampled_from(WRITERS), st.sampled_from((MODERATE, WILD))
+)
+def test_decode_logits(seed, shape, writer, exponents):
+    case = logits_case(np.random.default_rng(seed), *shape, writer=writer, exponents=exponents)
+    assert_logits(torch_logits(*case), *exact_logits(*case))
+
+
+@PROPERTY
+@given(st.integers(0, 10**6), st.sampled_from(DECODE_SHAPES))
+def test_queries_of_any_number(seed, shape):
+    case = logits_case(np.random.default_rng(seed), *shape, wild_q=True)
+    assert_logits(torch_logits(*case), *exact_logits(*case))
+
+
+@PROPERTY
+@given(st.integers(0, 10**6), st.sampled_from(TILE_SHAPES), st.booleans(), st.booleans())
+def test_prefill_logits(seed, shape, shared, wild_q):
+    case = logits_case(np.random.default_rng(seed), *shape, shared=shared, wild_q=wild_q)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "PREFILL_ROWS", 1)
+        # More than one chunk of columns, the last one cut off.
+        patch.setitem(kernels.FP4_PREFILL_OPTIONS, "COLUMNS", 64)
+        assert_logits(torch_logits(*case), *exact_logits(*case))
+
+
+@pytest.mark.skipif(ON_GPU, reason="replaces a device function, in the interpreter")
+@pytest.mark.parametrize("named", ["_fp4_fast", "_fp4_slow"])
+def test_what_e5m2_holds_is_scored_once(named, monkeypatch):
+    """Keys of moderate scales and queries on the grid take the first way alone; others the second, which is enough."""
+    rng = np.random.default_rng(3)
+    usual = logits_case(rng, 4, 2, 3, 64)
+    monkeypatch.setattr(index_scores, named, (lambda *_: 0) if named == "_fp4_fast" else None)
+    assert_logits(torch_logits(*usual), *exact_logits(*usual))
+    if named == "_fp4_slow":
+        for wild in ({"exponents": WILD}, {"wild_q": True}):
+            with pytest.raises(Exception, match="NoneType"):
+                torch_logits(*logits_case(rng, 4, 2, 3, 64, **wild))
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("page_size", [64, 128, 16])
+def test_products_and_sums_of_small_numbers_are_exact(tiles, page_size, monkeypatch):
+    """Every partial sum has few bits, so neither the order nor the precision of the sums matters."""
+    if tiles:
+        monkeypatch.setattr(kernels, "PREFILL_ROWS", 1)
+    rng = np.random.default_rng(5)
+    q = rng.choice(np.array([-1, 0, 0.5, 1, 1.5]), (4, 32, DIM)).astype(ml_dtypes.bfloat16)
+    weights = rng.integers(-4, 5, (4, 32)).astype(np.float32)
+    cache = rng.integers(0, 256, (384 // page_size, page_size * 68), dtype=np.uint8)
+    cache[:, page_size * 64 :] = 127 + rng.integers(-1, 2, (384 // page_size, page_size * 4))
+    table = np.tile(rng.permutation(384 // page_size).astype(np.int32), (4, 1))
+    case = q, weights, cache, table, np.array([384, 200, 64, 1], np.int32)
+    np.testing.assert_array_equal(torch_logits(*case).cpu().numpy(), exact_logits(*case)[0].astype(np.float32))
+
+
+def test_a_nan_scale_makes_its_key_nan_and_no_other():
+    rng = np.random.default_rng(6)
+    q, weights, cache, table, _ = logits_case(rng, 2, 4, 3, 64)
+    cache[:, 64 * 64 :] = 127
+    table, lengths = np.array([[3, 1, 2], [2, 4, 5]], np.int32), np.array([192, 192], np.int32)
+    cache[1, 64 * 64 + 4 * 7 + 2] = 255
+    got = torch_logits(q, weights, cache, table, lengths).cpu().numpy()
+    plain = np.asarray(index_logits(*map(jnp.asarray, (q, weights)), keys_of(cache), table, lengths))
+    assert list(np.argwhere(np.isnan(plain)).ravel()) == list(np.argwhere(np.isnan(got)).ravel()) == [0, 64 + 7]
+    np.testing.assert_allclose(got, plain, rtol=0, atol=0.1)
+
+
+def test_bad_tensors_are_refused_by_name():
+    q, weights, cache, table, lengths = logits_case(np.random.default_rng(7), 2, 4, 3, 64)
+    others = [tensor(x) for x in (weights, cache, table, lengths)]
+    with pytest.raises(TypeError, match="index_logits: q must be"):
+        torch_indexer.index_logits(tensor(q.astype(np.float32)), *others, format=IndexFormat.FP4)
+    with pytest.raises(ValueError, match="page_size \\* 132 bytes"):
+        torch_indexer.index_logits(bfloat16(q), *others)
+    with pytest.raises(ValueError, match="page_size \\* 68 bytes"):
+        others[1] = others[1][:, :100].contiguous()
+        torch_indexer.index_logits(bfloat16(q), *others, format=IndexFormat.FP4)
+
+
+# --- through JAX, on a GPU ------------------------------------------------------------------------
+
+
+def memcheck_cases():
+    """Launches the kernels once over small shapes with holes and hostile indices (for compute-sanitizer)."""
+    rng = np.random.default_rng(9)
+    for shape in DECODE_SHAPES:
+        for wild in (False, True):
+            torch_logits(*logits_case(rng, *shape, wild_q=wild))
+    torch_logits(*logits_case(rng, 301, 32, 9, 64, shared=True))
+    torch_logits(*logits_case(rng, 301, 3, 9, 11))
+
+
+@pytest.mark.gpu
+def test_every_kernel_runs_over_small_shapes():
+    memcheck_cases()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 32, 9, 64), (64, 64, 5, 128), (301, 32, 9, 64), (5, 33, 3, 16)], ids=str)
+@pytest.mark.parametrize("wild", [{}, {"wild_q": True}, {"exponents": WILD}], ids=str)
+def test_jax_logits(shape, wild):
+    case = logits_case(np.random.default_rng(10), *shape, shared=True, **wild)
+    q, weights, cache, table, lengths = case
+    arguments = jnp.asarray(q), weights, keys_of(cache), table, lengths
+    assert "jax_sparse_mla.index_logits" in jax.jit(index_logits).lower(*arguments).as_text()
+    assert_logits(index_logits(*arguments), *exact_logits(*case))
+
+
+@pytest.mark.gpu
+def test_jax_logits_of_e4m3_queries_in_a_view_of_a_layer():
+    q, *others = logits_case(np.random.default_rng(11), 7, 32, 5, 64)
+    q = q.astype(ml_dtypes.float8_e4m3fn)
+    weights, cache, table, lengths = others
+    layers = np.concatenate([np.full_like(cache, 0xFF), cache, np.full_like(cache, 0xFF)])
+    keys = IndexKeys(data=jnp.asarray(layers), num_layers=3, format=IndexFormat.FP4).layer(1)
+    assert_logits(index_logits(jnp.asarray(q), weights, keys, table, lengths), *exact_logits(q, *others))
