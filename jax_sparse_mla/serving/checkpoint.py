@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,17 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
     return read(Tensors(_Stored(stored), dtype))
 
 
-def init_params(config: Config, seed: int, dtype: Any, *, draft_layer: bool) -> Any:
-    """Random parameters; see `Model.init_params`."""
+def init_params(
+    config: Config,
+    seed: int,
+    dtype: Any,
+    *,
+    draft_layer: bool,
+    shardings: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Random parameters; see `Model.init_params` and `random_params`."""
     read = functools.partial(_read, config, draft_layer=draft_layer)
-    return random_params(read, seed, dtype, config.moe.num_experts)
+    return random_params(read, seed, dtype, config.moe.num_experts, shardings)
 
 
 def random_arrays(config: Config, seed: int) -> dict[str, np.ndarray]:

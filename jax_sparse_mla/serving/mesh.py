@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.layers import V4LayerParams
+from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.model import Caches, Model, Params
@@ -96,12 +97,11 @@ def init_cut_params(model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat
     """
     own = model_of_a_device(model, mesh)
 
-    def make(seed: jax.Array) -> Params:
-        return _by_device(model, model.init_params(seed, dtype), mesh.shape[HEADS])
+    def shardings(layer: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(layer, mesh))
 
-    seed = np.uint32(seed)  # an argument, so that XLA does not fold all that hangs on it
-    specs = parameter_specs(jax.eval_shape(make, seed), mesh)
-    return own, jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))(seed)
+    params = init_params(model.config, seed, dtype, draft_layer=False, shardings=shardings)
+    return own, _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
 
 
 def model_of_a_device(model: Model, mesh: Mesh) -> Model:

@@ -83,14 +83,26 @@ def shapes_of(read_params: Callable[[Tensors], Any]) -> dict[str, Shape]:
     return shapes
 
 
-def random_params(read_params: Callable[[Tensors], Any], seed: int, dtype: Any, num_experts: int) -> Any:
-    """Random parameters, made on the device: by jitted functions, one for each kind of layer."""
-    first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
+def random_params(
+    read_params: Callable[[Tensors], Any],
+    seed: int,
+    dtype: Any,
+    num_experts: int,
+    shardings: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Random parameters, made on the device: by jitted functions, one for each kind of layer.
+
+    Args:
+      shardings: the shardings of a layer's arrays, from the arrays' shapes; by default they are on one device.
+    """
+    made: dict[Hashable, Callable] = {}  # by the kind of a layer, what makes each of them
 
     def read_layer(read, config, i, kind):
-        of_layer = _mixed(seed + jnp.uint32(1 + i))
-        options = {"read": read, "config": config, "i": first.setdefault(kind, i)}
-        return _random_layer(of_layer, **options, dtype=dtype, num_experts=num_experts)
+        if kind not in made:
+            make = functools.partial(_random_layer, read, config, i, dtype, num_experts)
+            placed = None if shardings is None else shardings(jax.eval_shape(make, seed))
+            made[kind] = jax.jit(make, out_shardings=placed)
+        return made[kind](_mixed(seed + jnp.uint32(1 + i)))
 
     seed = _mixed(jnp.uint32(seed))
     return read_params(dataclasses.replace(_random_tensors(seed, dtype, num_experts), read_layer=read_layer))
@@ -100,8 +112,7 @@ def _random_tensors(seed: jax.Array, dtype: Any, num_experts: int) -> Tensors:
     return Tensors(lambda name, shape, dtype: _random(seed, name, shape, dtype, num_experts), dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("read", "config", "i", "dtype", "num_experts"))
-def _random_layer(seed, read, config, i, dtype, num_experts):
+def _random_layer(read, config, i, dtype, num_experts, seed):
     return read(config, i, _random_tensors(seed, dtype, num_experts))
 
 
