@@ -1,4 +1,4 @@
-"""The figures in README and docs/serving.md, written from benchmarks/results/*.json between their markers.
+"""The figures in README and two pages of docs/, written from benchmarks/results/*.json between their markers.
 
     python -m benchmarks.tables            # rewrites them
     python -m benchmarks.tables --check    # exit code 1 where one of them says anything else
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from benchmarks.record import RESULTS, ROOT
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "serving.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "serving.md", ROOT / "docs" / "sharding.md")
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _PEERS = {
     "flash_mla": "FlashMLA",
@@ -377,6 +377,71 @@ def attention_part() -> str:
     return "\n".join([*lines, "", f"{found['context']:,} tokens; commit {found['commit']}."])
 
 
+# --- two GPUs --------------------------------------------------------------------------------------
+
+
+def _sections(start: str) -> dict[str, dict]:
+    return {title: made for title, made in result("two_gpus").items() if title.startswith(start)}
+
+
+def _made(sections: Iterable[dict]) -> str:
+    return "; ".join(dict.fromkeys(f"{made['device']}, commit {made['commit']}" for made in sections)) + "."
+
+
+def two_gpus_step() -> str:
+    """The attention step of all layers with requests of its own on each GPU."""
+    sections = _sections("step_over_requests")
+    lines = [
+        "| requests a GPU × tokens | processes | one GPU, µs | two GPUs, µs (each works) | one / two |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for made in sections.values():
+        for case, row in made["rows"].items():
+            works = ", ".join(map(number, row["all_devices_gpu_us"]))
+            lines.append(
+                f"| {case.replace('x', ' × ')} | {row['processes']} | {number(row['one_device_us'])} "
+                f"| {number(row['all_devices_us'])} ({works}) | {ratio(row['weak_scaling'])} |"
+            )
+    return "\n".join([*lines, "", _made(sections.values())]) if sections else "Not measured."
+
+
+def two_gpus_context() -> str:
+    """A layer's attention over pages that two GPUs share."""
+    sections = _sections("context_parallel")
+    lines = [
+        "| layer | tokens | one GPU, µs | own keys | with exchange | whole outputs gathered | one / with exchange "
+        "| sent, MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for made in sections.values():
+        for case, row in made["rows"].items():
+            layer, tokens = case.split()
+            times = " | ".join(number(row[name]) for name in ("one_us", "own_keys_us", "parallel_us", "gathered_us"))
+            lines.append(
+                f"| {layer} | {int(tokens):,} | {times} | {ratio(row['speedup'])} "
+                f"| {row['parallel_sent_bytes'] / 1e6:.1f} |"
+            )
+    return "\n".join([*lines, "", _made(sections.values())]) if sections else "Not measured."
+
+
+def two_gpus_serving() -> str:
+    """The engine over two GPUs."""
+    sections = _sections("serving")
+    lines = [
+        "| model, requests × prompt | layout | prefill, tokens/s | decode step, ms | prefill, decode: times one GPU "
+        "| requests with another token, largest margin there |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for title, made in sections.items():
+        for layout, row in made["rows"].items():
+            lines.append(
+                f"| {title.removeprefix('serving ')} | {layout} | {row['prefill_tokens_per_second']:,.0f} "
+                f"| {row['decode_step_ms']:.2f} | {ratio(row['prefill_speedup'])}, {ratio(row['decode_speedup'])} "
+                f"| {row['requests_with_another_token']}, {row['largest_margin_there']:.3f} |"
+            )
+    return "\n".join([*lines, "", _made(sections.values())]) if sections else "Not measured."
+
+
 # --- numbers and blocks ----------------------------------------------------------------------------
 
 
@@ -400,7 +465,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         *(operations, means, steps, torch_steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in),
-        *(served, attention_part),
+        *(served, attention_part, two_gpus_step, two_gpus_context, two_gpus_serving),
     )
 }
 
@@ -423,7 +488,7 @@ def main() -> int:
             path.write_text(text)
             print(f"{path.name} is rewritten")
     if not stale:
-        print("README and docs/serving.md say what the results do")
+        print("The documents say what the results do")
     return int(args.check and bool(stale))
 
 
