@@ -215,8 +215,8 @@ def _fp8(
     STAGES: tl.constexpr,
 ):
     byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    byte = tl.load(byte_ptr + line[:, None] * _DIM + tl.arange(0, _DIM)[None, :], mask=inside[:, None], other=0)
-    queries = tl.trans(_operand(byte, HARDWARE_FP8))
+    q_byte = tl.load(byte_ptr + line[:, None] * _DIM + tl.arange(0, _DIM)[None, :], mask=inside[:, None], other=0)
+    queries = tl.trans(_operand(q_byte, HARDWARE_FP8))
     if not HARDWARE_FP8:
         weights *= 65536.0  # both operands are 2^-8 of their numbers
     dim = tl.arange(0, _DIM)[None, :]
