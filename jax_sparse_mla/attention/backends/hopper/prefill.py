@@ -29,7 +29,9 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
     del batch_invariant  # a row's result never depends on the others
+    from jax_sparse_mla.kernels.sm90.prefill.few_heads import MOST_HEADS, sparse_prefill_few_heads
     from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
 
     sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT
-    return sparse_prefill(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale, sm_count=sm_count)
+    attend = sparse_prefill_few_heads if q.shape[1] <= MOST_HEADS else sparse_prefill
+    return attend(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale, sm_count=sm_count)
