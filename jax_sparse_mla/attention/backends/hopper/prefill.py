@@ -29,7 +29,7 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
     del batch_invariant  # a row's result never depends on the others
-    from jax_sparse_mla.kernels.sm90.prefill.few_heads import MOST_HEADS, sparse_prefill_few_heads
+    from jax_sparse_mla.kernels.sm90.prefill.few_heads.kernel import MOST_HEADS, sparse_prefill_few_heads
     from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
 
     sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT
