@@ -38,10 +38,6 @@ from jax_sparse_mla.kernels.sm90.prefill.few_heads.team import (
     scratch,
 )
 
-# A thread has 128 registers at launch; the consumers take what the producers give up.
-_PRODUCER_REGISTERS = 40
-_CONSUMER_REGISTERS = 216
-
 _LOG2_E = math.log2(math.e)
 
 
@@ -88,12 +84,12 @@ def sparse_prefill_few_heads(
 
         @pl.when(role < TEAMS)
         def _consumer():
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(shape.consumer_registers, action="increase")
             each(functools.partial(consume, shape, out_refs, shared, softmax_scale * _LOG2_E), role)
 
         @pl.when(role >= TEAMS)
         def _producer():
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(shape.producer_registers, action="decrease")
             each(functools.partial(produce, shape, q_ref, kv_ref, indices_ref, shared), role - TEAMS)
 
     statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)

@@ -73,6 +73,15 @@ class Shape:
     def state_type(self):
         return plgpu.ShapeDtypeStruct(self.state_layout.args[0], jnp.float32, self.state_layout)
 
+    # A thread has 128 registers at launch; the consumers take what the producers give up.
+    @property
+    def producer_registers(self) -> int:
+        return 56 if self.heads < MOST_HEADS else 40
+
+    @property
+    def consumer_registers(self) -> int:
+        return 256 - self.producer_registers
+
     # Barriers of a team.
     @property
     def full(self) -> int:
