@@ -1,9 +1,9 @@
 """Prefill on SM90 by our kernels in Pallas Mosaic GPU: `kernels/sm90/prefill/`, docs/kernels.md.
 
-One serves at most 32 heads, the other any number. JAX compiles them itself, when the program is compiled: a program that
-uses them needs no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list of
-stable ones), and shards under `shard_map`. Any head count and any topk; lengths and indices are data, so one compilation
-serves a bucket.
+One serves at most 32 heads, the other any number. JAX compiles them itself, when the program is compiled: a program
+that uses them needs no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list
+of stable ones), and shards under `shard_map`. Any head count and any topk; lengths and indices are data, so one
+compilation serves a bucket.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ PAIR = 2 * BLOCK
 HALF = V_DIM // 2  # columns of the output that one warpgroup owns
 _TAIL = 64  # columns that are no part of V
 
-_AHEAD = 2  # pairs: so far ahead of its copies a pair is asked for in the L2
+_AHEAD = 0  # pairs: so far ahead of its copies a pair is asked for in the L2
 
 # A thread has 168 registers at launch; the consumers take what the producer gives up.
 _PRODUCER_REGISTERS = 72

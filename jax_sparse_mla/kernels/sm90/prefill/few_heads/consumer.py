@@ -170,7 +170,7 @@ def _weigh(team: Team, block: ir.Value, scores: list[ir.Value], state: _State) -
 
     ptx.barrier_wait_at(team.barrier(shape.weights_empty), ptx.previous(block))
     sums = weights(state.reference)
-    rises = ptx.warpgroup_any(team.named_barrier, arith.cmpi(arith.CmpIPredicate.ne, over, ptx.i32(0)))
+    rises = ptx.warpgroup_any(team.vote_barrier, arith.cmpi(arith.CmpIPredicate.ne, over, ptx.i32(0)))
     kept = [*sums, *state.packed()]
     branch = scf.IfOp(rises, [x.type for x in kept], has_else=True)
     with ir.InsertionPoint(branch.then_block):
@@ -181,7 +181,7 @@ def _weigh(team: Team, block: ir.Value, scores: list[ir.Value], state: _State) -
             reference.append(arith.select(above, new, old))
             factors.append(ptx.exp2(arith.subf(old, reference[-1])))
         sums_again = weights(reference)
-        ptx.warpgroup_sync(team.named_barrier)
+        ptx.warpgroup_sync(team.sync_barrier)
         acc = [[arith.mulf(x, factors[head_of(i)]) for i, x in enumerate(part)] for part in state.acc]
         total = [arith.mulf(x, factor) for x, factor in zip(state.total, factors)]
         scf.yield_([*sums_again, *_State(acc, reference, total, state.maximum).packed()])
@@ -243,7 +243,7 @@ def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: 
         team, t = Team(shape, refs, scalar(team)), scalar(t)
         state = _State.unpacked(shape, tiles.from_per_thread(state))
         total = team.over_warps(state.total, arith.addf)
-        ptx.warpgroup_sync(team.named_barrier)
+        ptx.warpgroup_sync(team.sync_barrier)
         maximum = team.over_warps(state.maximum, arith.maximumf)
         _, heads, _ = ir.MemRefType(out.type).shape
         ours = thread_heads(shape)

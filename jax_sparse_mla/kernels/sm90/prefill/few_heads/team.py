@@ -26,7 +26,7 @@ V_SLICES = V_DIM // SLICE
 WARPS = 4  # of a warpgroup
 
 _SHARED_BYTES = 232_448  # that a thread block can have
-_FIRST_NAMED_BARRIER = 6  # one for each team; Mosaic's own are 0 to 4
+_FIRST_NAMED_BARRIER = 6  # two for each team, to synchronise and to reduce; Mosaic's own are 0 to 4
 
 REF = plgpu.RefType()
 TILES = plgpu.RefType(TILED)
@@ -158,7 +158,8 @@ class Team:
     def __init__(self, shape: Shape, refs, team: ir.Value):
         self.shape, self.team = shape, team
         self._refs = Shared(*refs)
-        self.named_barrier = arith.addi(team, ptx.i32(_FIRST_NAMED_BARRIER))
+        self.sync_barrier = arith.addi(team, ptx.i32(_FIRST_NAMED_BARRIER))
+        self.vote_barrier = arith.addi(team, ptx.i32(_FIRST_NAMED_BARRIER + TEAMS))
 
     def _address(self, ref: ir.Value, nbytes: int) -> ir.Value:
         return arith.addi(ptx.shared_address(ref), arith.muli(self.team, ptx.i32(nbytes)))
@@ -228,7 +229,7 @@ class Team:
         with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, ptx.i32(4))):
             for head, value in zip(heads, values):
                 memref.store(value, self._refs.exchange, [team, ptx.index(warp), head])
-        ptx.warpgroup_sync(self.named_barrier)
+        ptx.warpgroup_sync(self.sync_barrier)
         found = []
         for head in heads:
             parts = [memref.load(self._refs.exchange, [team, ptx.index(ptx.i32(w)), head]) for w in range(WARPS)]
