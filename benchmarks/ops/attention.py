@@ -80,6 +80,8 @@ PREFILLS = [
     Prefill("V4 Pro", 128, 512, 1024, 65_536),
     Prefill("V3.2", 128, 576, 2048, 8_192),
     Prefill("V3.2", 128, 576, 2048, 65_536),
+    *(Prefill("V4 sharded", heads, 512, 512, kv_len) for heads in (16, 32) for kv_len in (8_192, 65_536)),
+    *(Prefill("V3.2 sharded", heads, 576, 2048, 8_192) for heads in (16, 32)),
 ]
 
 
@@ -137,7 +139,7 @@ def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
     on_torch = {name: _torch(x) for name, x in arrays.items()}
     keys = shape.q_len * shape.topk
     ours = _on_triton(lambda: _prefill_call(drop_in, on_torch))
-    theirs = _flashmla(lambda wheel: _prefill_call(wheel, on_torch))
+    theirs = _flashmla(lambda wheel: _prefill_call(wheel, on_torch, heads=64))
     return Case(
         shape.name,
         ours=_jitted("prefill", sparse_mla_prefill, arrays, 0.5) | {"torch": ours},
@@ -183,10 +185,8 @@ def _difference(ours: Run, theirs: Run) -> float:
 
 def _decode_call(package, arrays: dict, scale: float, heads: int = 1) -> Callable:
     """Of FlashMLA or the drop-in, which has its functions; padded to a multiple of `heads`."""
-    q, indices, sink = arrays["q"], arrays["indices"], arrays.get("attn_sink")
-    if more := -q.shape[2] % heads:
-        q = torch.nn.functional.pad(q, (0, 0, 0, more))
-        sink = None if sink is None else torch.nn.functional.pad(sink, (0, more))
+    q, sink = _padded(arrays["q"], arrays.get("attn_sink"), heads)
+    indices = arrays["indices"]
     extra_indices, extra_lengths = arrays.get("extra_indices"), arrays.get("extra_topk_length")
     if extra_lengths is not None and q.shape[1] > 1:  # it knows one length a request: every row is one
         q, indices, extra_indices = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, indices, extra_indices))
@@ -205,9 +205,19 @@ def _decode_call(package, arrays: dict, scale: float, heads: int = 1) -> Callabl
     )
 
 
-def _prefill_call(package, arrays: dict) -> Callable:
-    given = arrays["q"], arrays["kv"][:, None], arrays["indices"][:, None], 0.5
-    return functools.partial(package.flash_mla_sparse_fwd, *given, attn_sink=arrays["attn_sink"], use_legacy=True)
+def _prefill_call(package, arrays: dict, heads: int = 1) -> Callable:
+    """As `_decode_call`."""
+    q, sink = _padded(arrays["q"], arrays["attn_sink"], heads)
+    given = q, arrays["kv"][:, None], arrays["indices"][:, None], 0.5
+    return functools.partial(package.flash_mla_sparse_fwd, *given, attn_sink=sink, use_legacy=True)
+
+
+def _padded(q: torch.Tensor, sink: torch.Tensor | None, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Query heads and sinks, padded to a multiple of `heads`."""
+    if more := -q.shape[-2] % heads:
+        q = torch.nn.functional.pad(q, (0, 0, 0, more))
+        sink = None if sink is None else torch.nn.functional.pad(sink, (0, more))
+    return q, sink
 
 
 def _pages(cache: PagedKV | None) -> torch.Tensor | None:

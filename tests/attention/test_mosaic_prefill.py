@@ -5,6 +5,7 @@ its own shapes and roles can get wrong. What every backend must do is in `test_s
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_sparse_mla.attention import reference, sparse_mla_prefill
 from jax_sparse_mla.attention.backends.hopper.prefill import prefill
+from jax_sparse_mla.kernels.sm90.prefill.few_heads import team
+from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
 
 KERNEL = "@mosaic_gpu_v2"
 
@@ -65,12 +68,42 @@ def test_it_lowers_for_cuda_on_any_machine(heads, topk, given, qk_dim):
         assert operation not in text, "heads and columns are padded inside the kernel"
 
 
+@pytest.mark.parametrize("qk_dim", [512, 576])
+@pytest.mark.parametrize("heads, columns", [(1, 8), (8, 8), (9, 16), (16, 16), (24, 32), (32, 32)])
+def test_few_heads_are_the_columns_of_a_product(heads, columns, qk_dim):
+    text = program(scaled, shapes(heads=heads, qk_dim=qk_dim, lengths=heads > 8, sink=heads < 24))
+    assert text.count(KERNEL) == 1
+    assert set(re.findall(r"m64n(\d+)k16", text)) == {str(columns)}
+    for operation in ("stablehlo.pad", "stablehlo.slice", "stablehlo.transpose"):
+        assert operation not in text, "heads and columns are padded inside the kernel"
+
+
+@pytest.mark.parametrize("heads", [33, 64, 128])
+def test_more_heads_are_the_rows(heads):
+    assert set(re.findall(r"m64n(\d+)k16", program(scaled, shapes(heads=heads)))) == {"64", "256"}
+
+
+@pytest.mark.parametrize("qk_dim", [512, 576])
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_the_ring_of_slots(heads, qk_dim):
+    """A block's mask is written again once a slice of V of the block two before is released: it must have been read."""
+    shape = team.Shape(heads, qk_dim)
+    assert shape.slices <= shape.slots <= 2 * shape.slices - shape.tails
+    assert len(shape.arrivals) == shape.weights_empty + 1
+
+
 @pytest.mark.always(1)
 @pytest.mark.parametrize("given", [True, False])
 def test_it_lowers_where_64_bits_are_enabled(given):
     """Python's numbers are int64 there, which `lax` does not mix with int32."""
     with jax.enable_x64(True):
         assert program(scaled, shapes(lengths=given, sink=given)).count(KERNEL) == 1
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_few_heads_lower_where_64_bits_are_enabled(given):
+    with jax.enable_x64(True):
+        assert program(scaled, shapes(heads=16, lengths=given, sink=given)).count(KERNEL) == 1
 
 
 @pytest.mark.parametrize("shared_kv", [True, False])
@@ -157,7 +190,7 @@ class TestOnHopper:
         if jax.devices()[0].compute_capability != "9.0":
             pytest.skip("the kernel is SM90's")
 
-    @pytest.mark.parametrize("heads", [8, 63, 65, 100, 128, 200])
+    @pytest.mark.parametrize("heads", [1, 5, 8, 9, 16, 24, 32, 33, 63, 65, 100, 128, 200])
     @pytest.mark.parametrize("qk_dim", [512, 576])
     def test_any_head_count(self, heads, qk_dim):
         """The last tile's missing heads are neither read nor written: the heads after it in memory are intact."""
@@ -168,6 +201,40 @@ class TestOnHopper:
     def test_any_topk(self, topk):
         case = small_prefill(sizes=(200, topk))
         check_prefill(case, call(prefill_arguments(case)))
+
+    @pytest.mark.parametrize("topk", [1, 64, 65, 128, 129, 193, 1000])
+    def test_any_topk_of_64_heads(self, topk):
+        case = small_prefill(heads=64, sizes=(200, topk))
+        check_prefill(case, call(prefill_arguments(case)))
+
+    @pytest.mark.parametrize("qk_dim", [512, 576])
+    @pytest.mark.parametrize("heads", [8, 16, 32])
+    def test_more_items_than_teams(self, heads, qk_dim):
+        """`test_more_items_than_multiprocessors` of the kernel of few heads."""
+        arguments = random_arguments(heads, tokens=1500, heads=heads, qk_dim=qk_dim)
+        lengths = jax.random.randint(jax.random.key(9), (1500,), -3, 300, jnp.int32)
+        arguments["topk_length"] = lengths.at[200:540].set(0)
+        results = call(arguments)
+        assert_agree(results, call(arguments, reference.prefill), "prefill")
+        for _ in range(20):
+            assert all(jnp.array_equal(a, b) for a, b in zip(call(arguments), results, strict=True))
+
+    @pytest.mark.parametrize("heads", [8, 16, 32, 64])
+    def test_scores_that_rise(self, heads):
+        """The reference rises in many blocks, of some heads and not of others, and sums so far are multiplied."""
+        arguments = random_arguments(heads, tokens=300, heads=heads, kv_len=1024, topk=1024)
+        position = jnp.arange(1024)
+        q = arguments["q"].at[..., 0].set(8.0)
+        arguments["q"] = q.at[..., 1].set(jnp.arange(heads)[None] % 3)
+        kv = arguments["kv"].at[:, 0].set(position / 256)
+        arguments["kv"] = kv.at[:, 1].set(8 * jnp.sin(position / 40))
+        arguments["indices"] = jnp.broadcast_to(jnp.arange(1024, dtype=jnp.int32), (300, 1024))
+        assert_agree(call(arguments), call(arguments, reference.prefill), "prefill")
+
+    @pytest.mark.parametrize("heads", [5, 16, 32])
+    def test_both_kernels_agree(self, heads):
+        arguments = random_arguments(tokens=200, heads=heads, qk_dim=576, topk=500)
+        assert_agree(call(arguments), call(arguments, sparse_prefill), "prefill")
 
     def test_more_items_than_multiprocessors(self):
         """Every block of threads takes several items, of lengths 0 to topk in any order."""
@@ -221,6 +288,27 @@ class TestOnHopper:
             few = arguments | {name: arguments[name][part] for name in ("q", "indices")}
             assert_same([x[part] for x in results], call(few))
             assert_agree([x[part] for x in results], call(few, reference.prefill), "prefill")
+
+    def test_results_of_more_than_two_gib_of_few_heads(self):
+        arguments = random_arguments(tokens=140_000, heads=16, topk=64)
+        results = call(arguments)
+        assert results[0].nbytes > 1 << 31
+        for part in (slice(0, 3), slice(131_070, 131_073), slice(139_997, 140_000)):
+            few = arguments | {name: arguments[name][part] for name in ("q", "indices")}
+            assert_same([x[part] for x in results], call(few))
+            assert_agree([x[part] for x in results], call(few, reference.prefill), "prefill")
+
+    @pytest.mark.parametrize("heads", [8, 16, 32, 64])
+    def test_a_query_of_nan_stays_in_its_head(self, heads):
+        case = small_prefill(heads=heads, lengths=False, sizes=(200, 150))
+        expected = call(prefill_arguments(case))
+        case = dataclasses.replace(case, q=case.q.copy())
+        case.q[2, 3] = np.nan
+        found = [np.asarray(x, np.float32) for x in call(prefill_arguments(case))]
+        others = np.ones((6, heads), bool)
+        others[2, 3] = False
+        assert_same([x[others] for x in found], [np.asarray(x, np.float32)[others] for x in expected])
+        assert np.isnan(found[0][2, 3]).all() and np.isnan(found[2][2, 3])
 
     def test_a_query_of_nan_stays_in_its_row(self):
         case = small_prefill(lengths=False)

@@ -6,6 +6,7 @@ Every function emits code at the current MLIR insertion point, inside a function
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
@@ -91,13 +92,46 @@ def barrier_wait(ref: ir.Value, index: int, phase: ir.Value) -> None:
     asm(loop % (8 * index), "r,r", shared_address(ref), parity)
 
 
+def barrier_wait_at(address: ir.Value, phase: ir.Value) -> None:
+    """`barrier_wait` by a barrier's address in the shared window."""
+    loop = "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @done bra GO; bra WAIT; GO: }"
+    asm(loop, "r,r", address, arith.andi(phase, i32(1)))
+
+
 def barrier_arrive(ref: ir.Value, index: int) -> None:
     asm(f"mbarrier.arrive.shared.b64 _, [$0 + {8 * index}];", "r", shared_address(ref))
+
+
+def barrier_arrive_at(address: ir.Value) -> None:
+    asm("mbarrier.arrive.shared.b64 _, [$0];", "r", address)
+
+
+def barrier_arrive_by_warp(address: ir.Value) -> None:
+    """One thread of each warp arrives."""
+    lane = arith.andi(mgpu_utils.thread_idx(), i32(31))
+    text = "{ .reg .pred first; setp.eq.b32 first, $1, 0; @first mbarrier.arrive.shared.b64 _, [$0]; }"
+    asm(text, "r,r", address, lane)
 
 
 def barrier_arrive_after_copies(ref: ir.Value, index: int) -> None:
     """The calling thread arrives when all copies that it has issued have arrived; it does not wait for them."""
     asm(f"cp.async.mbarrier.arrive.noinc.shared.b64 [$0 + {8 * index}];", "r", shared_address(ref))
+
+
+def barrier_arrive_after_copies_at(address: ir.Value) -> None:
+    asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", address)
+
+
+def warpgroup_sync(number: ir.Value) -> None:
+    """All threads of a warpgroup wait for each other; `number` is a named barrier that nobody else uses."""
+    asm(f"barrier.sync $0, {WARPGROUP};", "r", number)
+
+
+def warpgroup_any(number: ir.Value, condition: ir.Value) -> ir.Value:
+    """`warpgroup_sync` that tells whether the condition holds in any thread."""
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; barrier.red.or.pred p, $2, {WARPGROUP}, p; selp.b32 $0, 1, 0, p; }}"
+    found = asm(text, "=r,r,r", arith.extui(i32_type(), condition), number, result=i32_type())
+    return arith.cmpi(arith.CmpIPredicate.ne, found, i32(0))
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -114,9 +148,51 @@ def copy_16(target: ir.Value, offset: int, source: ir.Value, source_offset: int,
     asm(text, "r,l,r", target, source, nbytes)
 
 
+def prefetch_l2(address: ir.Value, offset: int, condition: ir.Value) -> None:
+    """Asks the L2 for a line of global memory."""
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0 + {offset}]; }}"
+    asm(text, "l,r", address, arith.extui(i32_type(), condition))
+
+
 def store_16(address: ir.Value, offset: int, words: Sequence[ir.Value]) -> None:
     """Stores four 32-bit words to global memory."""
     asm(f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};", "l,r,r,r,r", address, *words)
+
+
+def store_transposed(address: ir.Value, words: Sequence[ir.Value]) -> None:
+    """Stores matrices of 8 x 8, one word (two columns of a row) a thread each, by column, 16 bytes a column.
+
+    Lane 8 i + j has the address of column j of matrix i.
+    """
+    places = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [$0], {{{places}}};"
+    asm(text, ",".join("r" * (len(words) + 1)), address, *words)
+
+
+# --- registers -----------------------------------------------------------------------------------------------------
+
+
+def _pure(text: str, constraints: str, *operands: ir.Value, result: ir.Type) -> ir.Value:
+    """A statement without effects, which LLVM may move."""
+    return llvm.inline_asm(result, list(operands), text, constraints, has_side_effects=False, asm_dialect=0)
+
+
+def exp2(x: ir.Value) -> ir.Value:
+    return _pure("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, result=ir.F32Type.get())
+
+
+def log2(x: ir.Value) -> ir.Value:
+    return _pure("lg2.approx.ftz.f32 $0, $1;", "=f,f", x, result=ir.F32Type.get())
+
+
+def bfloat16_pair(low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two float32 values, rounded, as one word."""
+    return _pure("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", low, high, result=i32_type())
+
+
+def transposed(word: ir.Value) -> ir.Value:
+    """A matrix of 8 x 8, one word (two columns of a row) a thread, becomes its transpose."""
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word, result=i32_type())
 
 
 # --- wgmma ---------------------------------------------------------------------------------------------------------
@@ -169,6 +245,44 @@ def wgmma(
         + f"{int(transpose_b)}; }}"
     )
     return _through(text, acc, [*operands, b], ["l" if from_shared else "r"] * len(operands) + ["l"])
+
+
+class Operand(NamedTuple):
+    """A matrix in shared memory: the low word of its descriptor, the high word, and whether wgmma transposes it."""
+
+    low: ir.Value
+    high: int
+    transposed: bool
+
+    @classmethod
+    def at(cls, address: ir.Value, leading: int, stride: int, transposed: bool = False) -> Operand:
+        """As `wgmma_descriptor`, of an address in the shared window."""
+        low = arith.ori(arith.andi(arith.shrui(address, i32(4)), i32(0x3FFF)), i32((leading >> 4) << 16))
+        return cls(low, _SWIZZLE_128 >> 32 | stride >> 4, transposed)
+
+
+def wgmma_shared(
+    acc: Sequence[ir.Value] | None, a: Operand, b: Operand, *, n: int, a_offset: int, b_offset: int
+) -> list[ir.Value]:
+    """As `wgmma`, both operands from shared memory at addresses that change, whose high words are constants.
+
+    Args:
+      acc: float32 scalars, n / 2 of them; None: the product alone.
+      n: columns of b.
+      a_offset, b_offset: bytes.
+    """
+    accumulate = acc is not None
+    acc = acc if accumulate else [llvm.UndefOp(ir.F32Type.get()).result] * (n // 2)
+    results = ", ".join(f"${i}" for i in range(len(acc)))
+    text = (
+        "{ .reg .pred keep; .reg .b32 la, lb; .reg .b64 da, db; "
+        f"setp.ne.b32 keep, {int(accumulate)}, 0; "
+        f"add.u32 la, ${2 * len(acc)}, {a_offset >> 4}; mov.b64 da, {{la, {a.high}}}; "
+        f"add.u32 lb, ${2 * len(acc) + 1}, {b_offset >> 4}; mov.b64 db, {{lb, {b.high}}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{results}}}, da, db, keep, 1, 1, "
+        f"{int(a.transposed)}, {int(b.transposed)}; }}"
+    )
+    return _through(text, acc, [a.low, b.low], ["r", "r"])
 
 
 def _through(text: str, acc: Sequence[ir.Value], operands: Sequence[ir.Value] = (), constraints: Sequence[str] = ()):

@@ -26,6 +26,8 @@ TILE_COLUMNS = 64
 TILE_BYTES = 1024
 ROWS_PER_THREAD = 4
 _ROW_STEP = 16  # between the rows of one thread
+_THREADS_OF_ROW = 8
+_LINE_BYTES = 128
 
 TILED = (plgpu.TilingTransform((8, TILE_COLUMNS)), plgpu.SwizzleTransform(128))
 FRAGMENT = plgpu.Layout.WGMMA
@@ -63,12 +65,21 @@ def thread_rows() -> list[ir.Value]:
 
 def tile_address(ref: ir.Value, columns: int) -> ir.Value:
     """Where the calling thread's chunk of its first row goes."""
+    offset = _tile_offset(columns)
+    return arith.addi(ptx.shared_address(ref), offset)
+
+
+def tile_address_at(address: ir.Value, columns: int) -> ir.Value:
+    """`tile_address` by the array's address in the shared window."""
+    return arith.addi(address, _tile_offset(columns))
+
+
+def _tile_offset(columns: int) -> ir.Value:
     row, chunk = _thread_row_and_chunk()
     row_in_tile = arith.andi(row, ptx.i32(7))
     offset = arith.muli(arith.shrui(row, ptx.i32(3)), ptx.i32(row_stride(columns)))
     offset = arith.addi(offset, arith.muli(row_in_tile, ptx.i32(128)))
-    offset = arith.addi(offset, arith.muli(arith.xori(row_in_tile, chunk), ptx.i32(16)))
-    return arith.addi(ptx.shared_address(ref), offset)
+    return arith.addi(offset, arith.muli(arith.xori(row_in_tile, chunk), ptx.i32(16)))
 
 
 def source_address(ref: ir.Value, row: ir.Value) -> ir.Value:
@@ -97,6 +108,22 @@ def copy_rows(
             ptx.copy_16(target, offset, source, (first_source_tile + tile) * 2 * TILE_COLUMNS, nbytes)
 
 
+def prefetch_row(ref: ir.Value, row: ir.Value, columns: int) -> None:
+    """Asks the L2 for a row of a row-major array, 128 bytes a thread; a negative row is not read."""
+    _, chunk = _thread_row_and_chunk()
+    exists = arith.cmpi(arith.CmpIPredicate.sge, row, ptx.i32(0))
+    offset = arith.addi(
+        arith.muli(ptx.extend(row), ptx.i64(2 * columns)), ptx.extend(arith.muli(chunk, ptx.i32(_LINE_BYTES)))
+    )
+    address = arith.addi(ptx.global_address(ref), offset)
+    lines = -(-2 * columns // _LINE_BYTES)
+    for first in range(0, lines, _THREADS_OF_ROW):
+        here = exists
+        if first + _THREADS_OF_ROW > lines:
+            here = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ult, chunk, ptx.i32(lines - first)))
+        ptx.prefetch_l2(address, first * _LINE_BYTES, here)
+
+
 def load_index(indices: ir.Value, t: ir.Value, column: ir.Value, limit: ir.Value, num_rows: int) -> ir.Value:
     """Entry `[t, column]` if the column is below the limit and the entry names a row, else −1."""
     inside = arith.cmpi(arith.CmpIPredicate.slt, column, limit)
@@ -115,6 +142,13 @@ def per_thread(values: Sequence[ir.Value]) -> fa.FragmentedArray:
     one = ir.VectorType.get((1,), ptx.i32_type())
     registers = np.array([vector.broadcast(one, value) for value in values], dtype=object)
     return fa.FragmentedArray(_registers=registers, _layout=per_thread_layout(len(values)).to_mgpu(), _is_signed=True)
+
+
+def per_thread_floats(values: Sequence[ir.Value]) -> fa.FragmentedArray:
+    """`per_thread` of float32 values."""
+    one = ir.VectorType.get((1,), ir.F32Type.get())
+    registers = np.array([vector.broadcast(one, value) for value in values], dtype=object)
+    return fa.FragmentedArray(_registers=registers, _layout=per_thread_layout(len(values)).to_mgpu(), _is_signed=None)
 
 
 def per_thread_layout(count: int):
@@ -160,7 +194,7 @@ def fragment_words(x: fa.FragmentedArray) -> list[ir.Value]:
     return [llvm.extractelement(vector.bitcast(one, register), ptx.i32(0)) for register in x.registers.flat]
 
 
-def _fragment_rows() -> tuple[ir.Value, ir.Value]:
+def fragment_rows() -> tuple[ir.Value, ir.Value]:
     """The two rows of which the calling thread holds a part."""
     thread = ptx.thread_in_warpgroup()
     warp, lane = arith.shrui(thread, ptx.i32(5)), arith.andi(thread, ptx.i32(31))
@@ -177,17 +211,17 @@ def store_columns(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head:
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     words = np.array(fragment_words(x), dtype=object).reshape(-1, 2)  # [eight columns, row]
     base = arith.addi(ptx.global_address(out), ptx.extend(arith.muli(lane, ptx.i32(16))))
-    for row, row_words in zip(_fragment_rows(), words.T):
+    for row, row_words in zip(fragment_rows(), words.T):
         head = arith.addi(first_head, row)
         number = arith.addi(arith.muli(ptx.extend(t), ptx.i64(heads)), ptx.extend(head))
         address = arith.addi(base, arith.muli(number, ptx.i64(2 * columns)))
-        quads = [_transposed(row_words[i : i + 4], lane) for i in range(0, len(row_words), 4)]
+        quads = [transposed(row_words[i : i + 4], lane) for i in range(0, len(row_words), 4)]
         with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))):
             for i, quad in enumerate(quads):
                 ptx.store_16(address, 2 * first_column + 64 * i, quad)
 
 
-def _transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
+def transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
     """Word i of lane j becomes word j of lane i, among four neighbouring lanes."""
     words = list(words)
     for distance in (1, 2):
@@ -208,7 +242,7 @@ def store_by_row(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: 
     _, heads = ir.MemRefType(out.type).shape
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     writes = arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.i32(0))
-    for row, value in zip(_fragment_rows(), row_values(x)):
+    for row, value in zip(fragment_rows(), row_values(x)):
         head = arith.addi(first_head, row)
         exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
         with mgpu_utils.when(arith.andi(writes, exists)):
@@ -221,7 +255,7 @@ def load_by_row(ref: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
     layout = fa.WGMMA_LAYOUT.reduce([1])
     one = ir.VectorType.get((1,), ir.F32Type.get())
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
-    for i, row in enumerate(_fragment_rows()):
+    for i, row in enumerate(fragment_rows()):
         head = arith.minsi(arith.addi(first_head, row), ptx.i32(heads - 1))
         registers.flat[i] = vector.broadcast(one, memref.load(ref, [ptx.index(head)]))
     return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
