@@ -19,6 +19,7 @@ from jax_sparse_mla.serving import Model, load
 from jax_sparse_mla.serving.checkpoint import from_named_arrays
 
 MODELS = ("v4", "v32")
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; bit 3 is the sign
 
 
 def same(a, b):
@@ -98,26 +99,82 @@ V4_RELEASED = (
 )
 
 
-@pytest.mark.parametrize("name, scale_dtype", [("v4", ml_dtypes.float8_e8m0fnu), ("v32", np.float32)])
-def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
-    """Released names, experts one by one, weights in FP8 blocks, a draft layer: the parameters of the same values."""
+def to_fp4(x):
+    """Two e2m1 values a byte, the even one in the low nibble, and a power of two for each 32 values of a row."""
+    groups = x.reshape(len(x), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(groups).max(axis=-1) / 6)).astype(int)
+    away = np.abs(np.abs(groups / 2.0 ** exponents[..., None])[..., None] - E2M1)
+    codes = (away.argmin(axis=-1) + 8 * np.signbit(groups)).reshape(x.shape)
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).astype(np.uint8)
+    return packed.view(np.int8), (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+
+
+def from_fp4(packed, scales):
+    """float64, which holds every product."""
+    packed, scales = packed.view(np.uint8), scales.view(np.uint8).astype(int)
+    codes = np.stack([packed % 16, packed // 16], axis=-1).reshape(len(packed), -1)
+    signs = np.where(codes >= 8, -1.0, 1.0)
+    powers = np.where(scales == 255, np.nan, 2.0 ** (scales - 127.0))
+    return signs * E2M1[codes % 8] * np.repeat(powers, 32, axis=1)
+
+
+def one_by_one(arrays):
+    """The same tensors with each expert's by itself."""
+    parts = {}
+    for name, x in arrays.items():
+        prefix, _, which = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            parts[name] = x
+            continue
+        joined = np.split(x, 2, axis=1) if which == "gate_up_proj" else [x]
+        names = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
+        parts |= {f"{prefix}.{e}.{n}.weight": part[e] for n, part in zip(names, joined) for e in range(len(part))}
+    return parts
+
+
+def quantised(arrays, scale_dtype, *, fp4_experts=False):
+    """A checkpoint's tensors, and those of the same values without FP8 or FP4."""
+    plain, stored = {}, {}
+    for name, x in one_by_one(arrays).items():
+        plain[name] = stored[name] = x
+        if fp4_experts and ".experts." in name:
+            values, scale = to_fp4(x.astype(np.float32))
+            plain[name] = from_fp4(values, scale).astype(x.dtype)
+        elif re.search(r"(proj|wk|wq_b|with_mqa)\.weight$", name) and "compressor" not in name:
+            values, scale = to_fp8(x.astype(np.float32), scale_dtype)
+            wide = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)[: x.shape[0], : x.shape[1]]
+            plain[name] = (values.astype(np.float32) * wide).astype(x.dtype)
+        else:
+            continue
+        stored |= {name: values, f"{name}_scale_inv": scale}
+    return plain, stored
+
+
+def released_v4(stored):
+    """The released names."""
+    for pattern, replacement in V4_RELEASED:
+        stored = {re.sub(pattern, replacement, n): x for n, x in stored.items()}
+    return {n.replace(".weight_scale_inv", ".scale"): x for n, x in stored.items()}
+
+
+FP8_CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+FP4_CONFIG = FP8_CONFIG | {"expert_dtype": "fp4"}
+
+
+@pytest.mark.parametrize(
+    "name, scale_dtype, fp4_experts",
+    [
+        ("v4", ml_dtypes.float8_e8m0fnu, False),
+        ("v32", np.float32, False),
+        ("v4", ml_dtypes.float8_e8m0fnu, True),
+    ],
+)
+def test_released_checkpoint(name, scale_dtype, fp4_experts, tmp_path):
+    """Released names, experts one by one, weights in FP8 blocks or FP4, a draft layer: the parameters of the same
+    values."""
     module = torch_model(name, torch.bfloat16)
     draft = new_draft_layer(module.config).to(torch.bfloat16)
-    plain, stored = {}, {}
-    for tensor_name, x in (named_arrays(module) | named_draft(draft)).items():
-        parts = {tensor_name: x}
-        if ".experts." in tensor_name:
-            prefix, which = tensor_name.rsplit(".", 1)
-            split = np.split(x, 2, axis=1) if which == "gate_up_proj" else [x]
-            names = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
-            parts = {f"{prefix}.{e}.{n}.weight": part[e] for n, part in zip(names, split) for e in range(len(part))}
-        for part_name, part in parts.items():
-            plain[part_name] = stored[part_name] = part
-            if re.search(r"(proj|wk|wq_b|with_mqa)\.weight$", part_name) and "compressor" not in part_name:
-                values, scale = to_fp8(part.astype(np.float32), scale_dtype)
-                wide = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)[: part.shape[0], : part.shape[1]]
-                plain[part_name] = (values.astype(np.float32) * wide).astype(part.dtype)
-                stored |= {part_name: values, f"{part_name}_scale_inv": scale}
+    plain, stored = quantised(named_arrays(module) | named_draft(draft), scale_dtype, fp4_experts=fp4_experts)
     # What a draft layer shares with the model, and a second one.
     for left_out in (
         ("mtp.0.head.weight", "mtp.0.embed.weight", "mtp.1.e_proj.weight")
@@ -129,18 +186,16 @@ def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
         )
     ):
         stored[left_out] = np.zeros((2, 2), np.int8)
-    config = json.loads(module.config.to_json_string()) | {
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    }
+    config = json.loads(module.config.to_json_string()) | (FP4_CONFIG if fp4_experts else FP8_CONFIG)
     if name == "v4":
-        for pattern, replacement in V4_RELEASED:
-            stored = {re.sub(pattern, replacement, n): x for n, x in stored.items()}
-        stored = {n.replace(".weight_scale_inv", ".scale"): x for n, x in stored.items()}
+        stored = released_v4(stored)
         assert {"embed.weight", "layers.0.attn.wq_a.scale", "layers.1.attn.indexer.compressor.wgate.weight"} <= set(
             stored
         )
         assert {"mtp.0.e_proj.scale", "mtp.0.attn.wq_a.scale", "mtp.0.hc_head_fn", "mtp.0.ffn.gate.bias"} <= set(stored)
         assert {"layers.1.ffn.experts.3.w2.scale", "layers.2.hc_attn_fn", "layers.1.attn.compressor.ape"} <= set(stored)
+        experts = {x.dtype.name for n, x in stored.items() if ".experts." in n and n.endswith(".weight")}
+        assert experts == {"int8" if fp4_experts else "float8_e4m3fn"}
     folder = write(tmp_path / name, config, stored)
     model, params = load(folder)
     same(params, from_named_arrays(model.config, plain))
