@@ -99,6 +99,13 @@ def test_released_checkpoint(name, scale_dtype, fp4_experts, tmp_path):
             {"lm_head.weight": np.zeros((256, 64), ml_dtypes.float8_e4m3fn)},
             r"needs .*scale_inv of shape \[2, 1\], got n",
         ),
+        (
+            {
+                "lm_head.weight": np.zeros((256, 64), ml_dtypes.float8_e4m3fn),
+                "lm_head.weight_scale_inv": np.ones((2, 1), np.uint8),
+            },
+            "lm_head.weight_scale_inv of FP8 must be of .*, float8_e8m0fnu, got uint8",
+        ),
         ({"model.layers.0.mlp.gate.tid2eid": np.zeros((256, 2))}, "tid2eid must be an integer array, got float64"),
         ({"model.embed_tokens.weight": np.zeros((256, 64), np.float16)}, "must be bfloat16 or float32, got float16"),
     ],

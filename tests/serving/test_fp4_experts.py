@@ -12,6 +12,7 @@ from support.hf_models import random_model, random_tokens, small_v4_config
 from support.released_checkpoints import FP4_CONFIG, from_fp4, quantised, released_v4, to_fp4, write
 from support.serving_models import config, row_differences, torch_model
 from support.serving_steps import Steps, named_arrays, torch_logits
+from transformers import FineGrainedFP8Config
 from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 
@@ -56,14 +57,15 @@ def test_no_more_than_one_expert_is_held_in_float32():
 
 
 def test_a_checkpoint_against_transformers_loader(tmp_path, monkeypatch):
-    """Released names, FP4 experts, FP8 in the rest: transformers' parameters. It asks for accelerate, which it does not
-    use on a CPU."""
+    """Released names, FP4 experts, FP8 in the rest: transformers' parameters. It asks for accelerate, which it does
+    not use here."""
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *_: True)
     module = torch_model("v4", torch.bfloat16)
     keys = json.loads(module.config.to_json_string())
     _, stored = quantised(named_arrays(module), E8M0, fp4_experts=True)
     folder = write(tmp_path / "fp4", keys | FP4_CONFIG, released_v4(stored))
-    theirs = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    options = {"dtype": torch.bfloat16, "quantization_config": FineGrainedFP8Config(dequantize=True)}
+    theirs = DeepseekV4ForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
     model, params = load(folder)
     arrays, before = named_arrays(theirs), named_arrays(module)
     jax.tree.map(np.testing.assert_array_equal, params, from_named_arrays(model.config, arrays))
