@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 
+from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
 from jax_sparse_mla.serving import deepseek_v4, deepseek_v32, glm53
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config, read_config
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_host_arrays, random_params, shapes_of
@@ -33,8 +35,11 @@ DTYPES = {
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "I64": np.int64,
     "I32": np.int32,
+    "I8": np.int8,
 }
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+# Routed experts can be FP4: two e2m1 values a byte, the even one in the low nibble, and a scale for so many of a row.
+FP4, FP4_SCALE, FP4_GROUP = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e8m0fnu), 32
 # What a weight's dtype may be; routers' tables are integers.
 WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 NAMES_SHOWN = 6
@@ -59,7 +64,9 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
       config: the model's.
       arrays: numpy arrays, bfloat16 and FP8 of `ml_dtypes`. Weights get the embedding's dtype, bfloat16 or float32;
         what the model keeps in float32 becomes float32. An FP8 weight `x` has a scale for each block of 128 x 128
-        values, `x_scale_inv` (released V4: `….scale` beside `….weight`).
+        values, `x_scale_inv` (released V4: `….scale` beside `….weight`). A routed expert's weight may be FP4: int8
+        `[out, in / 2]`, two e2m1 values a byte with the even one in the low nibble, and float8_e8m0fnu scales
+        `[out, in / 32]` of the same name.
       draft_layer: whether to read the draft layer if there is one. A second one is left out, and so are drafters of
         another form. What the config says of them does not count: transformers says one and saves none.
 
@@ -237,8 +244,17 @@ def _parts(name: str, num_experts: int) -> list[list[str]]:
     return [[f"{experts}.{e}.{weight}.weight" for e in range(num_experts)] for weight in weights]
 
 
+# An expert that is stored by itself.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
 def _is_stacked(name: str) -> bool:
     return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
+def _is_fp4(name: str, array: Any) -> bool:
+    """Whether a stored tensor holds a routed expert's weights, or all experts', two values a byte."""
+    return array.dtype == FP4 and (_is_stacked(name) or _EXPERT.search(name) is not None)
 
 
 def _stored_shapes(shapes: Mapping[str, Shape], stored: Mapping[str, Any]) -> dict[str, Shape]:
@@ -265,23 +281,53 @@ def _check(expected: Mapping[str, Shape], stored: Mapping[str, Any], config: Con
     allowed = set(expected) | {_scale_of(name) for name in expected}
     if unknown := sorted(set(stored) - allowed):
         problems.append(f"unknown: {_some(unknown)}")
+    of_experts: dict[str, Any] = {}
     for name in [name for name in expected if name in stored]:
-        array, shape = stored[name], expected[name]
-        if tuple(array.shape) != shape:
-            problems.append(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
-        elif name.endswith("tid2eid"):
-            if getattr(array.dtype, "kind", "") not in "iu":
-                problems.append(f"{name} must be an integer array, got {array.dtype}")
-        elif array.dtype == FP8:
-            blocks = tuple(-(-n // block) for n, block in zip(shape[-2:], WEIGHT_BLOCK))
-            wanted, scale = (*shape[:-2], *blocks), stored.get(_scale_of(name))
-            if scale is None or tuple(scale.shape) != wanted:
-                got = "none" if scale is None else list(scale.shape)
-                problems.append(f"{name} is FP8 and needs {_scale_of(name)} of shape {list(wanted)}, got {got}")
-        elif array.dtype not in WEIGHTS:
-            problems.append(f"{name} must be of {', '.join(map(str, (*WEIGHTS, FP8)))}, got {array.dtype}")
+        dtype = stored[name].dtype
+        first = of_experts.setdefault(_EXPERT.sub(".experts.*.", name), dtype)
+        if dtype != first and {dtype, first} & {FP8, FP4}:
+            problems.append(f"{name} must be {first} as the experts before it, got {dtype}")
+        elif problem := _problem(name, expected[name], stored):
+            problems.append(problem)
     if problems:
         raise ValueError(f"checkpoint of {config.spec.name}: {'; '.join(problems[:NAMES_SHOWN])}")
+
+
+def _problem(name: str, shape: Shape, stored: Mapping[str, Any]) -> str | None:
+    """What is wrong with a stored tensor of this shape, or with its scales."""
+    array = stored[name]
+    if _is_fp4(name, array):
+        packed, scales = (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // FP4_GROUP)
+        if shape[-1] % FP4_GROUP:
+            return f"{name} is FP4, whose rows must be of a multiple of {FP4_GROUP} values, got {shape[-1]}"
+        if tuple(array.shape) != packed:
+            return f"{name} is int8, two FP4 values a byte, and must have shape {list(packed)}, got {list(array.shape)}"
+        return _scale_problem(name, "FP4", scales, (FP4_SCALE,), stored)
+    if tuple(array.shape) != shape:
+        return f"{name} must have shape {list(shape)}, got {list(array.shape)}"
+    if name.endswith("tid2eid"):
+        is_integer = getattr(array.dtype, "kind", "") in "iu"
+        return None if is_integer else f"{name} must be an integer array, got {array.dtype}"
+    if array.dtype == FP8:
+        blocks = tuple(-(-n // block) for n, block in zip(shape[-2:], WEIGHT_BLOCK))
+        return _scale_problem(name, "FP8", (*shape[:-2], *blocks), (*WEIGHTS, FP4_SCALE), stored)
+    if array.dtype not in WEIGHTS:
+        return f"{name} must be of {', '.join(map(str, (*WEIGHTS, FP8)))}, got {array.dtype}"
+    return None
+
+
+def _scale_problem(
+    name: str, kind: str, shape: Shape, dtypes: tuple[np.dtype, ...], stored: Mapping[str, Any]
+) -> str | None:
+    """Without its scales, or with others, a quantised weight would be read as something else."""
+    scale_name = _scale_of(name)
+    scale = stored.get(scale_name)
+    if scale is None or tuple(scale.shape) != shape:
+        got = "none" if scale is None else list(scale.shape)
+        return f"{name} is {kind} and needs {scale_name} of shape {list(shape)}, got {got}"
+    if scale.dtype not in dtypes:
+        return f"{scale_name} of {kind} must be of {', '.join(map(str, dtypes))}, got {scale.dtype}"
+    return None
 
 
 def _some(names: Iterable[str]) -> str:
@@ -308,12 +354,17 @@ class _Stored:
 
     def _on_device(self, names: list[str], dtype: Any, shape: Shape) -> jax.Array:
         """The arrays of these names, stacked."""
-        if self.stored[names[0]].dtype != FP8:
+        arrays = [self.stored[name] for name in names]
+        is_fp4 = _is_fp4(names[0], arrays[0])
+        if not is_fp4 and arrays[0].dtype != FP8:
             # No `jnp` here, and the host gives the shape: each shape would be a program of its own.
-            return jax.device_put(_stack([self.stored[name].astype(dtype) for name in names]).reshape(shape))
-        values = _stack([self.stored[name] for name in names])
-        scales = _stack([self.stored[_scale_of(name)].astype(np.float32) for name in names])
-        return dequantised(jnp.asarray(values), jnp.asarray(scales), dtype=dtype).reshape(shape)
+            return jax.device_put(_stack([array.astype(dtype) for array in arrays]).reshape(shape))
+        scales = [self.stored[_scale_of(name)] for name in names]
+        if is_fp4:
+            packed, scales = (jnp.asarray(_stack(parts).view(np.uint8)) for parts in (arrays, scales))
+            return dequantised_fp4(packed, scales, dtype=dtype).reshape(shape)
+        scales = jnp.asarray(_stack([scale.astype(np.float32) for scale in scales]))
+        return dequantised(jnp.asarray(_stack(arrays)), scales, dtype=dtype).reshape(shape)
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:
@@ -327,3 +378,19 @@ def dequantised(values: jax.Array, scales: jax.Array, *, dtype: Any) -> jax.Arra
         scales = jnp.repeat(scales, block, axis=axis)
     scales = scales[..., : values.shape[-2], : values.shape[-1]]
     return (values.astype(jnp.float32) * scales).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def dequantised_fp4(packed: jax.Array, scales: jax.Array, *, dtype: Any) -> jax.Array:
+    """FP4 bytes, uint8 `[…, rows, columns / 2]`, times UE8M0 bytes, uint8 `[…, rows, columns / 32]`, in `dtype`.
+
+    Exact in bfloat16. One matrix after the other, so that nothing larger than one is held in between.
+    """
+
+    def matrix(parts: tuple[jax.Array, jax.Array]) -> jax.Array:
+        values, scales = e2m1_values(parts[0]).astype(jnp.float32), parts[1]
+        groups = bits_to_float32(times_ue8m0(values.reshape(*scales.shape, FP4_GROUP), scales[..., None]))
+        return groups.reshape(values.shape).astype(dtype)
+
+    out = lax.map(matrix, tuple(x.reshape(-1, *x.shape[-2:]) for x in (packed, scales)))
+    return out.reshape(*packed.shape[:-1], -1)

@@ -231,7 +231,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     reader.only("hidden_act", "silu")
     reader.only("attention_bias", False)
     reader.only("mlp_bias", False)
-    reader.only("expert_dtype", None, "fp8", "bf16")
+    reader.only("expert_dtype", None, "fp4", "fp8", "bf16")
     _check_quantization(config.get("quantization_config") or {})
     return (_glm53 if is_glm53 else _v4 if spec.window is not None else _v32)(reader, spec)
 
@@ -287,7 +287,7 @@ def _listed(values: Collection[Any]) -> str:
 
 
 def _check_quantization(config: Mapping[str, Any]) -> None:
-    """Refuses weights that are not FP8 in blocks."""
+    """Refuses weights that are not FP8 in blocks; experts may be FP4 beside them."""
     method, block = config.get("quant_method", "fp8"), config.get("weight_block_size", WEIGHT_BLOCK)
     if method != "fp8":
         raise ValueError(f"Model.from_config: quantization_config.quant_method must be 'fp8', got {method!r}")
@@ -295,7 +295,7 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"Model.from_config: quantization_config.weight_block_size must be {list(WEIGHT_BLOCK)}, got {block!r}"
         )
-    _Reader(config).only("expert_dtype", None, "fp8", "bf16")
+    _Reader(config).only("expert_dtype", None, "fp4", "fp8", "bf16")
 
 
 def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: float | None = None) -> Rope:

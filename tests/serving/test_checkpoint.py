@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from support.draft_layers import named_draft, new_draft_layer
+from support.released_checkpoints import FP4_CONFIG, FP8_CONFIG, quantised, released_v4, write
 from support.serving_models import jax_model, torch_model
 from support.serving_steps import named_arrays
 
@@ -23,23 +23,6 @@ MODELS = ("v4", "v32")
 
 def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def write(folder, config, tensors):
-    """A checkpoint of one file, written byte by byte: the package's numpy face writes no FP8."""
-    names = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
-    names |= {"int64": "I64", "int8": "I8", "float16": "F16"}
-    header, data = {}, b""
-    for name, x in tensors.items():
-        part = np.ascontiguousarray(x).tobytes()
-        offsets = [len(data), len(data) + len(part)]
-        header[name] = {"dtype": names[x.dtype.name], "shape": x.shape, "data_offsets": offsets}
-        data += part
-    text = json.dumps(header).encode()
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize("name", [*MODELS, "glm53"])
@@ -60,64 +43,20 @@ def test_what_transformers_saves(name, tmp_path):
     )
 
 
-def to_fp8(x, scale_dtype):
-    """Values and one power of two for each block of 128 x 128."""
-    rows, columns = (-(-n // 128) for n in x.shape)
-    padded = np.zeros((rows * 128, columns * 128), np.float32)
-    padded[: x.shape[0], : x.shape[1]] = x
-    blocks = padded.reshape(rows, 128, columns, 128)
-    scale = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(axis=(1, 3)) / 448))
-    values = (blocks / scale[:, None, :, None]).reshape(padded.shape)[: x.shape[0], : x.shape[1]]
-    return values.astype(ml_dtypes.float8_e4m3fn), scale.astype(scale_dtype)
-
-
-# From transformers' names to the released ones, as V4's checkpoints have them.
-V4_RELEASED = (
-    (r"^model\.", ""),
-    (r"^embed_tokens", "embed"),
-    (r"^lm_head", "head"),
-    (r"^hc_head\.hc_", "hc_head_"),
-    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
-    (r"\.input_layernorm\.", ".attn_norm."),
-    (r"\.post_attention_layernorm\.", ".ffn_norm."),
-    (r"\.scorer\.weights_proj", ".weights_proj"),
-    (r"\.compressor\.indexer\.(kv_proj|gate_proj|kv_norm|position_bias)", r".indexer.compressor.\1"),
-    (r"\.compressor\.indexer\.", ".indexer."),
-    (r"\.self_attn\.", ".attn."),
-    (r"\.compressor\.kv_norm\.", ".compressor.norm."),
-    (r"\.q_a_norm\.", ".q_norm."),
-    (r"\.sinks$", ".attn_sink"),
-    (r"\.position_bias", ".ape"),
-    (r"\.mlp\.gate\.e_score_correction_bias", ".mlp.gate.bias"),
-    (r"(experts.*)\.gate_proj", r"\1.w1"),
-    (r"(experts.*)\.down_proj", r"\1.w2"),
-    (r"(experts.*)\.up_proj", r"\1.w3"),
-    (r"\.mlp\.", ".ffn."),
-    (r"\.gate_proj\.", ".wgate."),
-    (r"\.(q_a|q_b|kv|o_a|o_b)_proj\.", r".w\1."),
+@pytest.mark.parametrize(
+    "name, scale_dtype, fp4_experts",
+    [
+        ("v4", ml_dtypes.float8_e8m0fnu, False),
+        ("v32", np.float32, False),
+        ("v4", ml_dtypes.float8_e8m0fnu, True),
+    ],
 )
-
-
-@pytest.mark.parametrize("name, scale_dtype", [("v4", ml_dtypes.float8_e8m0fnu), ("v32", np.float32)])
-def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
-    """Released names, experts one by one, weights in FP8 blocks, a draft layer: the parameters of the same values."""
+def test_released_checkpoint(name, scale_dtype, fp4_experts, tmp_path):
+    """Released names, experts one by one, weights in FP8 blocks or FP4, a draft layer: the parameters of the same
+    values."""
     module = torch_model(name, torch.bfloat16)
     draft = new_draft_layer(module.config).to(torch.bfloat16)
-    plain, stored = {}, {}
-    for tensor_name, x in (named_arrays(module) | named_draft(draft)).items():
-        parts = {tensor_name: x}
-        if ".experts." in tensor_name:
-            prefix, which = tensor_name.rsplit(".", 1)
-            split = np.split(x, 2, axis=1) if which == "gate_up_proj" else [x]
-            names = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
-            parts = {f"{prefix}.{e}.{n}.weight": part[e] for n, part in zip(names, split) for e in range(len(part))}
-        for part_name, part in parts.items():
-            plain[part_name] = stored[part_name] = part
-            if re.search(r"(proj|wk|wq_b|with_mqa)\.weight$", part_name) and "compressor" not in part_name:
-                values, scale = to_fp8(part.astype(np.float32), scale_dtype)
-                wide = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)[: part.shape[0], : part.shape[1]]
-                plain[part_name] = (values.astype(np.float32) * wide).astype(part.dtype)
-                stored |= {part_name: values, f"{part_name}_scale_inv": scale}
+    plain, stored = quantised(named_arrays(module) | named_draft(draft), scale_dtype, fp4_experts=fp4_experts)
     # What a draft layer shares with the model, and a second one.
     for left_out in (
         ("mtp.0.head.weight", "mtp.0.embed.weight", "mtp.1.e_proj.weight")
@@ -129,18 +68,16 @@ def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
         )
     ):
         stored[left_out] = np.zeros((2, 2), np.int8)
-    config = json.loads(module.config.to_json_string()) | {
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    }
+    config = json.loads(module.config.to_json_string()) | (FP4_CONFIG if fp4_experts else FP8_CONFIG)
     if name == "v4":
-        for pattern, replacement in V4_RELEASED:
-            stored = {re.sub(pattern, replacement, n): x for n, x in stored.items()}
-        stored = {n.replace(".weight_scale_inv", ".scale"): x for n, x in stored.items()}
+        stored = released_v4(stored)
         assert {"embed.weight", "layers.0.attn.wq_a.scale", "layers.1.attn.indexer.compressor.wgate.weight"} <= set(
             stored
         )
         assert {"mtp.0.e_proj.scale", "mtp.0.attn.wq_a.scale", "mtp.0.hc_head_fn", "mtp.0.ffn.gate.bias"} <= set(stored)
         assert {"layers.1.ffn.experts.3.w2.scale", "layers.2.hc_attn_fn", "layers.1.attn.compressor.ape"} <= set(stored)
+        experts = {x.dtype.name for n, x in stored.items() if ".experts." in n and n.endswith(".weight")}
+        assert experts == {"int8" if fp4_experts else "float8_e4m3fn"}
     folder = write(tmp_path / name, config, stored)
     model, params = load(folder)
     same(params, from_named_arrays(model.config, plain))
@@ -161,6 +98,13 @@ def test_released_fp8_checkpoint(name, scale_dtype, tmp_path):
         (
             {"lm_head.weight": np.zeros((256, 64), ml_dtypes.float8_e4m3fn)},
             r"needs .*scale_inv of shape \[2, 1\], got n",
+        ),
+        (
+            {
+                "lm_head.weight": np.zeros((256, 64), ml_dtypes.float8_e4m3fn),
+                "lm_head.weight_scale_inv": np.ones((2, 1), np.uint8),
+            },
+            "lm_head.weight_scale_inv of FP8 must be of .*, float8_e8m0fnu, got uint8",
         ),
         ({"model.layers.0.mlp.gate.tid2eid": np.zeros((256, 2))}, "tid2eid must be an integer array, got float64"),
         ({"model.embed_tokens.weight": np.zeros((256, 64), np.float16)}, "must be bfloat16 or float32, got float16"),

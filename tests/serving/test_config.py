@@ -135,7 +135,8 @@ def test_frequencies_are_transformers():
         ("v4", {"mlp_layer_types": ["moe", "dense", "moe"]}, "mlp_layer_types must be of .*, got 'dense'"),
         ("v4", {"mlp_layer_types": ["moe"]}, "mlp_layer_types must name 3 layers, got 1"),
         ("v4", {"compress_ratios": [0, 4, 8]}, r"must give 3 ratios of 0 or 4 or 128, got \[0, 4, 8\]"),
-        ("v4", {"expert_dtype": "fp4"}, "expert_dtype must be None or 'fp8' or 'bf16', got 'fp4'"),
+        ("v4", {"expert_dtype": "nvfp4"}, "expert_dtype must be None or 'fp4' or 'fp8' or 'bf16', got 'nvfp4'"),
+        ("v4", {"quantization_config": {"expert_dtype": "int4"}}, "expert_dtype must be None or 'fp4' .*, got 'int4'"),
         ("v4", {"quantization_config": {"quant_method": "awq"}}, "quant_method must be 'fp8', got 'awq'"),
         ("v4", {"quantization_config": {"weight_block_size": [64, 64]}}, r"must be \[128, 128\], got \[64, 64\]"),
         ("v4", {"hidden_size": None}, "the config has no hidden_size"),
@@ -194,3 +195,12 @@ def test_unknown_values_are_refused(name, change, message):
 def test_unknown_values_of_glm53_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config(keys("glm53")["text_config"] | change)
+
+
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
+def test_the_experts_dtype_is_not_the_models(expert_dtype):
+    """The tensors say what they are. transformers keeps the key beside those of the rest."""
+    said = {"expert_dtype": expert_dtype}
+    assert (
+        read_config(keys("v4", **said)) == read_config(keys("v4", quantization_config=said)) == read_config(keys("v4"))
+    )
