@@ -6,6 +6,8 @@ real, and those marked `gpu` go through JAX's dispatch.
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ pytest.importorskip("triton")
 import ml_dtypes
 from sparse_mla_torch.kernels import indexer as torch_indexer
 from test_triton_indexer import DECODE_SHAPES, HOSTILE, PROPERTY, TILE_SHAPES, assert_logits
+from triton_bounds import within
 from triton_device import DEVICE, ON_GPU, tensor
 
 from jax_sparse_mla.index_format import IndexFormat
@@ -37,6 +40,9 @@ WRITERS = ("sglang", "vllm")
 
 # Exponents of the keys' scales: those that e5m2 holds, and others, for which a run is scored in bfloat16.
 MODERATE, WILD = (-8, 8), (-60, 60)
+
+# Rows, heads, pages, page size: pages of half a block, of several, of a part, and of what divides none.
+BOUND_SHAPES = [(3, 2, 3, 64), (3, 2, 5, 32), (2, 3, 3, 128), (2, 2, 2, 256), (3, 2, 9, 11), (2, 2, 3, 100)]
 
 
 def keys_of(data: np.ndarray, writer: str = "sglang") -> IndexKeys:
@@ -156,6 +162,81 @@ def test_what_e5m2_holds_is_scored_once(named, monkeypatch):
                 torch_logits(*logits_case(rng, 4, 2, 3, 64, **wild))
 
 
+@pytest.mark.skipif(ON_GPU, reason="by the interpreter; compute-sanitizer looks on a GPU")
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("shape", BOUND_SHAPES, ids=str)
+def test_no_access_leaves_the_tensors(shape, tiles, monkeypatch):
+    """With hostile tables, odd numbers of pages, both ways of scoring, and all lengths that are near a boundary."""
+    if tiles:
+        monkeypatch.setattr(kernels, "PREFILL_ROWS", 1)
+        monkeypatch.setitem(kernels.FP4_PREFILL_OPTIONS, "COLUMNS", 64)
+    rows, _, pages, page_size = shape
+    capacity = pages * page_size
+    for wild in ({}, {"wild_q": True}, {"exponents": WILD}):
+        case = logits_case(np.random.default_rng(12), *shape, shared=True, **wild)
+        near = np.array([capacity, capacity - 1, 0, 1, page_size, capacity + 1, -1, *HOSTILE], np.int32)
+        given = [tensor(x) if x.dtype != ml_dtypes.bfloat16 else bfloat16(x) for x in case[:4]]
+        out = torch.empty((rows, capacity))
+        for lengths in (case[4], np.resize(near, rows), np.full(rows, capacity, np.int32)):
+            given[4:] = [tensor(lengths)]
+            with within(*given, out) as touched:
+                torch_indexer.index_logits(*given, format=IndexFormat.FP4, out=out)
+            assert sum(touched) >= rows * capacity
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("page_size", [64, 32, 16])
+@pytest.mark.parametrize("far", [0, 200, 383], ids="key {}".format)
+def test_one_key_that_e5m2_does_not_hold(far, page_size, tiles, monkeypatch):
+    """The run in which it lies is scored again, and every other key's logit is what it was; so is one that is NaN."""
+    if tiles:
+        monkeypatch.setattr(kernels, "PREFILL_ROWS", 1)
+    rng = np.random.default_rng(13)
+    pages = 384 // page_size
+    q, weights = queries(rng, 4, 4, False), rng.standard_normal((4, 4)).astype(np.float32)
+    cache = rng.integers(0, 256, (pages, page_size * 68), dtype=np.uint8)
+    cache[:, page_size * 64 :] = 127 + rng.integers(-13, 14, (pages, page_size * 4))
+    table = np.tile(rng.permutation(pages).astype(np.int32), (4, 1))
+    lengths = np.array([384, far + 1, far, 77], np.int32)
+    before = torch_logits(q, weights, cache, table, lengths).cpu().numpy()
+    for scale in (113, 141, 20, 230, 255):  # next to what is held on both sides, further away, and NaN
+        cache[table[0, far // page_size], page_size * 64 + far % page_size * 4 + 1] = scale
+        got = torch_logits(q, weights, cache, table, lengths).cpu().numpy()
+        want, magnitude = exact_logits(q, weights, cache, table, lengths)
+        others = np.arange(384) != far
+        assert_logits(got[:, others], want[:, others], magnitude[:, others])
+        assert_logits(before[:, others], want[:, others], magnitude[:, others])
+        if scale == 255:
+            assert np.isnan(got[:2, far]).all() and np.isneginf(got[2:, far]).sum() == 1 + (far >= 77)
+        else:
+            assert_logits(got, want, magnitude)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("wild_q", [False, True], ids=["fast", "slow"])
+def test_pages_beyond_two_gib(wild_q, tiles, monkeypatch):
+    """Byte offsets are 64-bit numbers. Of the pool's bytes only the few that are read are ever touched."""
+    if tiles:
+        monkeypatch.setattr(kernels, "PREFILL_ROWS", 1)
+    num_pages, used = (2**32 + 2**22) // (64 * 68), 3
+    few = logits_case(np.random.default_rng(14), 2, 4, used, 64, wild_q=wild_q)
+    q, weights, cache, _, _ = few
+    cache = cache[:used]
+    cache[:, 64 * 64 :] = 127
+    places = np.array([num_pages - 1, num_pages // 2 + 1, num_pages // 4 * 3], np.int32)
+    assert int(places.min()) * 64 * 68 > 2**31 and int(places.max()) * 64 * 68 > 2**32
+    pool = torch.empty((num_pages, 64 * 68), dtype=torch.uint8, device=DEVICE)
+    pool[:1] = 0xFF
+    pool[torch.from_numpy(places).to(DEVICE).long()] = tensor(cache)
+    lengths = np.array([192, 130], np.int32)
+    out = torch.full((2, 192), float("nan"), device=DEVICE)
+    given = bfloat16(q), tensor(weights), pool, tensor(np.tile(places, (2, 1))), tensor(lengths)
+    with contextlib.nullcontext() if ON_GPU else within(*given, out):
+        torch_indexer.index_logits(*given, format=IndexFormat.FP4, out=out)
+    table = np.tile(np.arange(used, dtype=np.int32), (2, 1))
+    assert_logits(out, *exact_logits(q, weights, cache, table, lengths))
+
+
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("page_size", [64, 128, 16])
 def test_products_and_sums_of_small_numbers_are_exact(tiles, page_size, monkeypatch):
@@ -191,6 +272,9 @@ def test_bad_tensors_are_refused_by_name():
         torch_indexer.index_logits(tensor(q.astype(np.float32)), *others, format=IndexFormat.FP4)
     with pytest.raises(ValueError, match="page_size \\* 132 bytes"):
         torch_indexer.index_logits(bfloat16(q), *others)
+    with pytest.raises(ValueError, match="FP4 keys must begin at a multiple of 16 bytes"):
+        cache = torch.cat([others[1].ravel(), others[1].ravel()[:4]])[4:].view_as(others[1])
+        torch_indexer.index_logits(bfloat16(q), others[0], cache, *others[2:], format=IndexFormat.FP4)
     with pytest.raises(ValueError, match="page_size \\* 68 bytes"):
         others[1] = others[1][:, :100].contiguous()
         torch_indexer.index_logits(bfloat16(q), *others, format=IndexFormat.FP4)

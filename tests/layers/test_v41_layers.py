@@ -46,7 +46,8 @@ LENGTHS, MAX_LEN, NUM_PAGES, REQUEST_ROWS, MAX_REQUESTS = (76, 41), 96, 7, (2, 0
 # The kernels of a GPU round softmax's weights to bfloat16, the reference does not.
 TOLERANCE = {"rtol": 2**-7, "atol": 4e-3 if jax.default_backend() == "gpu" else 2e-3}
 INV_FREQ = (160000.0 ** -(np.arange(32) / 32)).astype(np.float32)
-DECODE, EXTEND = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND
+DECODE, EXTEND, VERIFY = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND, mla.ForwardMode.TARGET_VERIFY
+DRAFTS = 5  # rows of a request in a verify step
 
 
 def bf16(x):
@@ -86,8 +87,8 @@ def model():
     return rows, params, tables
 
 
-def empty(spec=SPEC):
-    sizes = {"num_pages": NUM_PAGES, "num_swa_pages": NUM_PAGES, "max_requests": MAX_REQUESTS}
+def empty(spec=SPEC, **sizes):
+    sizes |= {"num_pages": NUM_PAGES, "num_swa_pages": NUM_PAGES, "max_requests": MAX_REQUESTS}
     return {r: layers.V4LayerCache.zeros(spec, r, num_layers=n, **sizes) for r, n in POOLS.items()}
 
 
@@ -116,15 +117,16 @@ def step(pools, rows, params, batch, tables, *, gathered, spec=SPEC):
     return found, {pool: cache.whole() for pool, cache in pools.items()}, shared.overflow
 
 
-def make_step(mode, work, num_rows):
+def make_step(mode, work, num_rows, rows=None):
     """Work is `(request, first token, tokens)` for each request; padding rows hold NaN. Also the place of each row."""
-    rows, _, tables = model()
+    usual, _, tables = model()
+    rows = rows or usual
     seq_lens, counts, loc, where = [], [], np.zeros(num_rows, np.int32), []
     table = np.asarray(tables.req_to_token)
     for request, start, count in work:
         loc[len(where) : len(where) + count] = table[REQUEST_ROWS[request], start : start + count]
         where += [(request, start + i) for i in range(count)]
-        seq_lens, counts = [*seq_lens, start + count], [*counts, count]
+        seq_lens, counts = [*seq_lens, start + count * (mode is not VERIFY)], [*counts, count]
     requests, tokens = np.array(where).T
 
     def pick(x):
@@ -139,6 +141,7 @@ def make_step(mode, work, num_rows):
         seq_lens=jnp.asarray(seq_lens, jnp.int32),
         out_cache_loc=jnp.asarray(loc),
         extend_lens=jnp.asarray(counts, jnp.int32) if mode is EXTEND else None,
+        num_draft_tokens=DRAFTS if mode is VERIFY else None,
     )
     return jax.tree.map(pick, rows), batch, where
 
@@ -148,14 +151,18 @@ PREFILL = [[(0, 0, 35), (1, 0, 5)], [(0, 35, 30), (1, 5, 17)], [(0, 65, 1), (1, 
 TOKENS = [[(0, 66 + i, 1), (1, 31 + i, 1)] for i in range(10)]
 
 
-def serve(steps, *, gathered=True, spec=SPEC):
-    """By layer, `[requests, tokens, …]` of outputs and selected positions; NaN and −9 where none came."""
+def serve(steps, *, gathered=True, spec=SPEC, **sizes):
+    """By layer, `[requests, tokens, …]` of outputs and selected positions; NaN and −9 where none came.
+
+    A step is its mode, its work, and maybe the rows that take the place of the model's.
+    """
     outs = [np.full((2, max(LENGTHS), 2, 512), np.nan, np.float32) for _ in LAYERS]
     chosen = [np.full((2, max(LENGTHS), SPEC.index_topk), -9) for _ in LAYERS]
     _, params, tables = model()
-    pools = empty(spec)
-    for mode, work in steps:
-        rows, batch, where = make_step(mode, work, 48 if mode is EXTEND else 2)
+    pools = empty(spec, **sizes)
+    for mode, work, *others in steps:
+        num_rows = 48 if mode is EXTEND else sum(count for *_, count in work)
+        rows, batch, where = make_step(mode, work, num_rows, *others)
         arguments = rows, params, batch, tables
         found, pools, overflow = step(pools, *arguments, gathered=gathered and mode is EXTEND, spec=spec)
         assert not overflow
@@ -263,6 +270,78 @@ def test_v4s_layouts_serve_v41(engine):
         spec = dataclasses.replace(spec, index_format=IndexFormat.FP8.written_by("vllm"))
         return assert_served(serve(STEPS, spec=spec), "V4")
     assert_served(serve(STEPS, spec=dataclasses.replace(spec, fp4_rows=True)), "V4_OF_SGLANG")
+
+
+def other_tokens(rng):
+    """The rows of all requests at all positions, each of some other token."""
+    rows, _, _ = model()
+    shuffled = rng.permutation(len(LENGTHS) * max(LENGTHS))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[shuffled].reshape(x.shape), rows)
+
+
+# The first rows that are verified, by request: one begins a pair, the other ends a pair and a page.
+VERIFIED = (66, 31)
+
+
+def verifying(at):
+    return VERIFY, [(r, start + at, DRAFTS) for r, start in enumerate(VERIFIED)]
+
+
+@functools.cache
+def by_decode_steps():
+    return serve(STEPS, max_draft_tokens=DRAFTS)
+
+
+def assert_as_by_decode_steps(found, parts):
+    """Rows and selections are the oracle's, and those of decode steps, with all bytes of these parts of the caches.
+
+    On a GPU the sums of a product may depend on how many rows it has, so that bytes may differ.
+    """
+    assert_served(found)
+    if jax.default_backend() == "gpu":
+        return
+    wanted = by_decode_steps()
+    for layer in LAYERS:
+        for r, start in enumerate(VERIFIED):
+            rows = r, slice(start, start + 2 * DRAFTS)
+            got, want = found[0][layer.index][rows], wanted[0][layer.index][rows]
+            assert np.isfinite(want).all()
+            np.testing.assert_allclose(got, want, **TOLERANCE)
+            got, want = found[1][layer.index][rows], wanted[1][layer.index][rows]
+            np.testing.assert_array_equal(got, want)
+            assert (want >= 0).any() == bool(layer.ratio)
+    for ratio in POOLS:
+        for name in parts:
+            caches = (jax.tree.leaves(getattr(pools[ratio], name)) for *_, pools in (found, wanted))
+            for got, want in zip(*caches, strict=True):
+                np.testing.assert_array_equal(got, want, err_msg=f"ratio {ratio}: {name}")
+
+
+@pytest.mark.long
+def test_a_verify_step_is_as_many_decode_steps():
+    """Every draft is accepted."""
+    found = serve([*STEPS[: len(PREFILL)], verifying(0), verifying(DRAFTS)], max_draft_tokens=DRAFTS)
+    assert_as_by_decode_steps(found, ("swa", "compressed", "index_k", "state"))
+
+
+@pytest.mark.long
+def test_rejected_drafts_leave_no_trace():
+    """Each step accepts its first row alone, or its first two: what follows it are rows of other tokens."""
+    steps, rng, at = STEPS[: len(PREFILL)], np.random.default_rng(1), 0
+    true, _, _ = model()
+    for accepted in (1, 2, 1, 1):
+        at += accepted
+
+        def mixed(x, y, at=at):
+            x = x.copy()
+            for r, start in enumerate(VERIFIED):
+                x[r, start + at :] = y[r, start + at :]
+            return x
+
+        steps = [*steps, (*verifying(at - accepted), jax.tree.map(mixed, true, other_tokens(rng)))]
+    assert at == DRAFTS
+    found = serve([*steps, verifying(at)], max_draft_tokens=DRAFTS)
+    assert_as_by_decode_steps(found, ("swa", "compressed", "index_k"))  # the states keep rejected rows, unread
 
 
 def test_a_kv_source_is_written_in_place():

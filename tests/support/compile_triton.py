@@ -15,6 +15,7 @@ from jax_sparse_mla.kernels.launch import Device, Launch
 
 _POINTERS = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
 
+OPTIONS = "num_warps", "num_stages", "maxnreg"  # Triton's, among a kernel's constants
 WHOLE = 90  # for this capability every case is compiled
 
 
@@ -44,7 +45,7 @@ def compiled(cases: Callable[[int], Iterable[tuple]]) -> Iterator[tuple]:
             if capability == WHOLE or kernel not in seen or usual[name] != (types, constants):
                 seen.add(kernel)
                 constants = dict(constants)
-                options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+                options = {name: constants.pop(name) for name in OPTIONS if name in constants}
                 yield capability, name, compile_kernel(kernel, types, constants, capability, **options)
 
 

@@ -38,8 +38,11 @@ def cases(capability):
             write = constants | {"PAGE_SIZE": 64} | indexer.WRITE_OPTIONS
             yield f"write k {dtype} {hadamard}", kernel, types(kernel, k_ptr=dtype), write
     for rows in (64, 8192):
-        plan = indexer.plan_logits(rows, 64, 512, 64, 132)
-        yield f"logits {rows}", plan.kernel, types(plan.kernel, q_ptr=e4m3, out_ptr="*fp32"), plan.constants | fp8
+        for fp4, heads, page_size in ((False, 64, 64), (False, 32, 64), (True, 32, 64), (True, 64, 11)):
+            plan = indexer.plan_logits(rows, heads, 512, page_size, 132, fp4=fp4)
+            pointers = types(plan.kernel, q_ptr="*bf16" if fp4 else e4m3, out_ptr="*fp32")
+            name = f"logits{' of FP4 keys' * fp4} {rows} {heads} {page_size}"
+            yield name, plan.kernel, pointers, plan.constants | fp8
     for ratio, head_dim, rows in ((4, 512, 64), (4, 128, 2048), (128, 512, 8192)):
         yield from launches(capability, f"{ratio} {head_dim}", compress, ratio, head_dim, rows)
     for ratio, rows, layers in ((0, 8, 1), (4, 8, 43), (128, 8, 43)):
@@ -91,5 +94,15 @@ def operand_widths(kernel):
     return sorted(set(re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])))
 
 
+def side_by_side(kernel):
+    """How many bytes of a key a thread holds side by side where inline assembly takes words of them; None without."""
+    text = kernel.asm["ttgir"]
+    layouts = set(re.findall(r"tt\.elementwise_inline_asm .*prmt.* -> tensor<\d+x64xi8, (#\w+)>", text))
+    layouts = [re.search(rf"^{name} = (.*)$", text, re.MULTILINE)[1] for name in layouts]
+    widths = [re.search(r"sizePerThread = \[1, (\d+)\].*order = \[1, 0\]", layout) for layout in layouts]
+    return min((int(width[1]) if width else 1 for width in widths), default=None)
+
+
 if __name__ == "__main__":
-    facts(cases, e4m3_products=in_ptx("e4m3.e4m3"), wgmma=in_ptx("wgmma"), operand_widths=operand_widths)
+    products = {f"{dtype}_products": in_ptx(f"{dtype}.{dtype}") for dtype in ("e4m3", "e5m2", "bf16")}
+    facts(cases, **products, wgmma=in_ptx("wgmma"), operand_widths=operand_widths, side_by_side=side_by_side)

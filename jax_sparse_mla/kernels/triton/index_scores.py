@@ -256,7 +256,8 @@ def _halves(packed, above, HARDWARE_FP8: tl.constexpr):
         # The e5m2 bytes of the magnitudes 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 with these exponents.
         small = above * 0x04040400 + 0x0A080400
         large = above * 0x04040404 + 0x12100E0C
-        # A nibble of a word selects one of those eight bytes; the signs are moved to where they belong.
+        # A nibble of a word selects one of those eight bytes; the signs are moved to where they belong. A word must be
+        # four bytes of one key, which a thread holds side by side: a cache aligned to 16 bytes makes it load them so.
         first, second = tl.inline_asm_elementwise(
             """
             {
@@ -424,6 +425,7 @@ def _fp4_slow(
     even_queries = tl.trans(_fp4_queries(q_ptr, line, inside, 0, False).to(tl.bfloat16))
     odd_queries = tl.trans(_fp4_queries(q_ptr, line, inside, 1, False).to(tl.bfloat16))
     dim = tl.arange(0, _PACKED)[None, :]
+    stop = tl.minimum(stop, capacity)  # whole blocks of the fast way may go further, this one's are shorter
     for first in tl.range(start, stop, BLOCK, num_stages=1):
         page = _load_pages(table_ptr, first, stop, capacity, PAGE_SIZE, BLOCK)
         column, offset, page, is_key = _locate_keys(page, num_pages, first, capacity, PAGE_SIZE, BLOCK)
