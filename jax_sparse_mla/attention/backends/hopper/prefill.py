@@ -1,6 +1,6 @@
 """Prefill on SM90 by our kernels in Pallas Mosaic GPU: `kernels/sm90/prefill/`, docs/kernels.md.
 
-One serves at most 32 heads, the other any number. JAX compiles them itself, when the program is compiled: a program
+One serves few heads, the other any number. JAX compiles them itself, when the program is compiled: a program
 that uses them needs no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list
 of stable ones), and shards under `shard_map`. Any head count and any topk; lengths and indices are data, so one
 compilation serves a bucket.
@@ -30,9 +30,9 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
     del batch_invariant  # a row's result never depends on the others
-    from jax_sparse_mla.kernels.sm90.prefill.few_heads.kernel import MOST_HEADS, sparse_prefill_few_heads
+    from jax_sparse_mla.kernels.sm90.prefill.few_heads.kernel import serves, sparse_prefill_few_heads
     from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
 
     sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT
-    attend = sparse_prefill_few_heads if q.shape[1] <= MOST_HEADS else sparse_prefill
+    attend = sparse_prefill_few_heads if serves(*q.shape[1:]) else sparse_prefill
     return attend(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale, sm_count=sm_count)

@@ -39,8 +39,6 @@ PAIR = 2 * BLOCK
 HALF = V_DIM // 2  # columns of the output that one warpgroup owns
 _TAIL = 64  # columns that are no part of V
 
-_AHEAD = 0  # pairs: so far ahead of its copies a pair is asked for in the L2
-
 # A thread has 168 registers at launch; the consumers take what the producer gives up.
 _PRODUCER_REGISTERS = 72
 _CONSUMER_REGISTERS = 216
@@ -476,33 +474,16 @@ def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, bloc
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
-def _prefetch_pair(row_numbers, kv_ref) -> None:
-    """Asks the L2 for a pair's rows, a line of each row for each of the eight threads that will copy it."""
-
-    @inline(_ROW_NUMBERS, _REF)
-    def emit(ctx, row_numbers, kv):
-        columns = ir.MemRefType(kv.type).shape[1]
-        for row in tiles.from_per_thread(row_numbers):
-            tiles.prefetch_row(kv, row, columns)
-
-    emit(row_numbers, kv_ref)
-
-
 def _produce(q_ref, kv_ref, indices_ref, shared: Shared, item: Item) -> None:
     _gather_queries(q_ref, shared, item.t, item.first_head, item.number)
     row_numbers = functools.partial(_row_numbers, indices_ref, item.t, limit=item.limit, kv_len=kv_ref.shape[0])
 
     def step(pair, rows):
-        following = row_numbers((pair + (_AHEAD + 1) - item.first_pair) * PAIR)
-        if _AHEAD:
-            _prefetch_pair(rows[-1], kv_ref)
-        _gather_pair(rows[0], kv_ref, shared, pair)
-        return *rows[1:], following
+        following = row_numbers((pair + 1 - item.first_pair) * PAIR)
+        _gather_pair(rows, kv_ref, shared, pair)
+        return following
 
-    rows = tuple(row_numbers(jnp.int32(i * PAIR)) for i in range(_AHEAD + 1))
-    for known in rows[1:-1]:
-        _prefetch_pair(known, kv_ref)
-    lax.fori_loop(item.first_pair, item.end_pair, step, rows)
+    lax.fori_loop(item.first_pair, item.end_pair, step, row_numbers(jnp.int32(0)))
 
 
 def _consume(half: int, refs, shared: Shared, scale: float, item: Item) -> None:

@@ -148,12 +148,6 @@ def copy_16(target: ir.Value, offset: int, source: ir.Value, source_offset: int,
     asm(text, "r,l,r", target, source, nbytes)
 
 
-def prefetch_l2(address: ir.Value, offset: int, condition: ir.Value) -> None:
-    """Asks the L2 for a line of global memory."""
-    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0 + {offset}]; }}"
-    asm(text, "l,r", address, arith.extui(i32_type(), condition))
-
-
 def store_16(address: ir.Value, offset: int, words: Sequence[ir.Value]) -> None:
     """Stores four 32-bit words to global memory."""
     asm(f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};", "l,r,r,r,r", address, *words)

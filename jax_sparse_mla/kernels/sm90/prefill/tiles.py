@@ -26,8 +26,6 @@ TILE_COLUMNS = 64
 TILE_BYTES = 1024
 ROWS_PER_THREAD = 4
 _ROW_STEP = 16  # between the rows of one thread
-_THREADS_OF_ROW = 8
-_LINE_BYTES = 128
 
 TILED = (plgpu.TilingTransform((8, TILE_COLUMNS)), plgpu.SwizzleTransform(128))
 FRAGMENT = plgpu.Layout.WGMMA
@@ -106,22 +104,6 @@ def copy_rows(
         for tile in tiles:
             offset = i * _ROW_STEP // 8 * row_stride(columns) + tile * TILE_BYTES
             ptx.copy_16(target, offset, source, (first_source_tile + tile) * 2 * TILE_COLUMNS, nbytes)
-
-
-def prefetch_row(ref: ir.Value, row: ir.Value, columns: int) -> None:
-    """Asks the L2 for a row of a row-major array, 128 bytes a thread; a negative row is not read."""
-    _, chunk = _thread_row_and_chunk()
-    exists = arith.cmpi(arith.CmpIPredicate.sge, row, ptx.i32(0))
-    offset = arith.addi(
-        arith.muli(ptx.extend(row), ptx.i64(2 * columns)), ptx.extend(arith.muli(chunk, ptx.i32(_LINE_BYTES)))
-    )
-    address = arith.addi(ptx.global_address(ref), offset)
-    lines = -(-2 * columns // _LINE_BYTES)
-    for first in range(0, lines, _THREADS_OF_ROW):
-        here = exists
-        if first + _THREADS_OF_ROW > lines:
-            here = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ult, chunk, ptx.i32(lines - first)))
-        ptx.prefetch_l2(address, first * _LINE_BYTES, here)
 
 
 def load_index(indices: ir.Value, t: ir.Value, column: ir.Value, limit: ir.Value, num_rows: int) -> ir.Value:

@@ -57,6 +57,15 @@ def _for_each_item(work, team, length_ref, *, tokens: int, topk: int, blocks: in
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
+def _shape(heads: int, qk_dim: int) -> Shape:
+    return Shape(next(n for n in (8, 16, MOST_HEADS) if n >= heads), qk_dim)
+
+
+def serves(heads: int, qk_dim: int) -> bool:
+    """Whether the kernel has room for so many heads: up to 32 of d 512, up to 16 of d 576."""
+    return heads <= MOST_HEADS and _shape(heads, qk_dim).fits
+
+
 def sparse_prefill_few_heads(
     q: jax.Array,  # bfloat16 [tokens, heads, qk_dim]
     kv: jax.Array,  # bfloat16 [kv_len, qk_dim]
@@ -67,9 +76,9 @@ def sparse_prefill_few_heads(
     softmax_scale: float,
     sm_count: int = 132,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`kernel.sparse_prefill` for at most 32 heads."""
+    """`kernel.sparse_prefill` for as few heads as this kernel `serves`."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
-    shape = Shape(next(n for n in (8, 16, MOST_HEADS) if n >= heads), qk_dim)
+    shape = _shape(heads, qk_dim)
     blocks = min(sm_count, tokens)
     given = [x for x in (topk_length, attn_sink) if x is not None]
 

@@ -23,7 +23,6 @@ from jax_sparse_mla.kernels.sm90.prefill.few_heads.team import (
 )
 from jax_sparse_mla.kernels.sm90.prefill.tiles import SPLAT, inline, scalar
 
-_AHEAD = 2  # blocks: so far ahead of its copies a block is asked for in the L2
 _ROW_NUMBERS = tiles.per_thread_layout(tiles.ROWS_PER_THREAD)  # of a block
 
 
@@ -96,18 +95,6 @@ def _store_valid(team: Team, block: ir.Value, rows: list[ir.Value]) -> None:
     ptx.barrier_arrive_at(barrier)
 
 
-def _prefetch_block(row_numbers, kv_ref) -> None:
-    """Asks the L2 for a block's rows, a line of each row for each of the eight threads that will copy it."""
-
-    @inline(_ROW_NUMBERS, REF)
-    def emit(ctx, row_numbers, kv):
-        columns = ir.MemRefType(kv.type).shape[1]
-        for row in tiles.from_per_thread(row_numbers):
-            tiles.prefetch_row(kv, row, columns)
-
-    emit(row_numbers, kv_ref)
-
-
 def produce(shape: Shape, q_ref, kv_ref, indices_ref, shared: Shared, team, item: Item) -> None:
     _gather_queries(shape, q_ref, shared, team, item)
 
@@ -115,13 +102,8 @@ def produce(shape: Shape, q_ref, kv_ref, indices_ref, shared: Shared, team, item
         return _row_numbers(indices_ref, item.t, (block - item.first_block) * BLOCK, item.limit, kv_ref.shape[0])
 
     def step(block, rows):
-        following = row_numbers(block + (_AHEAD + 1))
-        if _AHEAD:
-            _prefetch_block(rows[-1], kv_ref)
-        _gather_block(shape, rows[0], kv_ref, shared, team, block)
-        return *rows[1:], following
+        following = row_numbers(block + 1)
+        _gather_block(shape, rows, kv_ref, shared, team, block)
+        return following
 
-    rows = tuple(row_numbers(item.first_block + i) for i in range(_AHEAD + 1))
-    for known in rows[1:-1]:
-        _prefetch_block(known, kv_ref)
-    lax.fori_loop(item.first_block, item.end_block, step, rows)
+    lax.fori_loop(item.first_block, item.end_block, step, row_numbers(item.first_block))

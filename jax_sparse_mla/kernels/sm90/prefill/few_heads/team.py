@@ -25,7 +25,8 @@ SLICE_BYTES = BLOCK * SLICE * 2
 V_SLICES = V_DIM // SLICE
 WARPS = 4  # of a warpgroup
 
-_SHARED_BYTES = 232_448  # that a thread block can have
+# That the arrays may take: 227 KiB less what Mosaic needs beside them. An H200 refused a launch of all 227.
+_SHARED_BYTES = 226 * 1024
 _FIRST_NAMED_BARRIER = 6  # two for each team, to synchronise and to reduce; Mosaic's own are 0 to 4
 
 REF = plgpu.RefType()
@@ -50,9 +51,14 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Slots of a team's ring: what is left of its shared memory, at least one block and less than two."""
+        """Slots of a team's ring: what is left of its shared memory, less than two blocks."""
         queries, weights, rest = self.heads * self.qk_dim * 2, self.heads * BLOCK * 2, 2_048
-        return max((_SHARED_BYTES // TEAMS - queries - weights - rest) // SLICE_BYTES, self.slices)
+        return (_SHARED_BYTES // TEAMS - queries - weights - rest) // SLICE_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the ring holds a block of keys."""
+        return self.slots >= self.slices
 
     @property
     def per_thread(self) -> int:
