@@ -73,7 +73,8 @@ def context_parallel_decode(
     if extra_cache is not None and extra_indices is not None:
         check_cache(check, "extra_cache", extra_cache)
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
-        tables.append(IndexTable(extra_cache, extra_indices, row_lengths(check, "extra_topk_length", extra_topk_length)))
+        extra_lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
+        tables.append(IndexTable(extra_cache, extra_indices, extra_lengths))
     (indices, lengths), *extra = own_tables(tables, axis_name)
     if extra:
         ((extra_indices, extra_topk_length),) = extra
@@ -122,7 +123,7 @@ def cut_pages(cache: PagedKV, n: int) -> PagedKV:
 
 
 def own_tables(tables: Sequence[IndexTable], axis_name: AxisName) -> list[tuple[jax.Array, jax.Array]]:
-    """Of each table int32 `[batch, q_len, topk]`, the device's own slots in their order, then −1, and how many there are.
+    """Of each table the device's own slots in their order, then −1, and how many there are.
 
     Args:
       tables: one or two, of the device's own pages and slots of all pages; lengths are `[batch, q_len]`.

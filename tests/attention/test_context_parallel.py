@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_calls import pretend_h200
 from compiled_facts import ARCHITECTURES, LEAST_SHARED_MEMORY, compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 if jax.default_backend() != "gpu":
@@ -28,12 +29,19 @@ pytest.importorskip("triton")
 
 from triton_device import Interpreted
 
-from jax_sparse_mla.attention import apply_attn_sink, context_parallel_decode, merge_attention, sparse_mla_decode
-from jax_sparse_mla.attention import exchange
+from jax_sparse_mla import dispatch
+from jax_sparse_mla.attention import (
+    apply_attn_sink,
+    context_parallel_decode,
+    exchange,
+    merge_attention,
+    sparse_mla_decode,
+)
 from jax_sparse_mla.indices import Ownership
 from jax_sparse_mla.indices.ownership import Positions, _pack_rows_reference, pack_positions
 from jax_sparse_mla.kernels.triton import context_parallel as kernels
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
+from jax_sparse_mla.xla import triton_call
 
 pytestmark = [
     pytest.mark.torch,
@@ -56,16 +64,7 @@ def index_lists(rng, rows: int, width: int, end: int, *, has_lengths: bool) -> t
     return jnp.asarray(lists, jnp.int32), jnp.asarray(lengths, jnp.int32) if has_lengths else None
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    size=st.integers(1, 8),
-    widths=st.sampled_from([(1,), (24,), (128, 512), (3, 1), (300, 70), (4097, 5), (2048,)]),
-    interleaves=st.tuples(*[st.sampled_from([1, 2, 3, 64, 256])] * 2),
-    has_lengths=st.tuples(st.booleans(), st.booleans()),
-    all_slots=st.booleans(),
-)
-def test_packed_lists_are_those_of_plain_jax(seed, size, widths, interleaves, has_lengths, all_slots):
+def check_packed(seed: int, size: int, widths, interleaves, has_lengths, all_slots: bool) -> None:
     rng, rank, end = np.random.default_rng(seed), seed % size, 40 * size
     last = INT_MAX if all_slots else end - 1
     rows = [index_lists(rng, 3, width, end, has_lengths=given) for width, given in zip(widths, has_lengths)]
@@ -75,6 +74,34 @@ def test_packed_lists_are_those_of_plain_jax(seed, size, widths, interleaves, ha
     expected = _pack_rows_reference(rows, rank, facts)
     for actual, wanted in zip(found, jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (7, 2, (128, 512), (64, 16), (True, False), False),
+        (8, 3, (300, 24), (1, 3), (False, True), True),
+        (9, 4, (2048,), (64,), (False,), False),
+        (10, 3, (4097, 5), (2, 256), (True, True), False),  # more than one chunk of columns
+    ],
+    ids=lambda case: "+".join(map(str, case[2])),
+)
+def test_packed_lists_are_those_of_plain_jax(case):
+    check_packed(*case)
+
+
+@pytest.mark.long
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(1, 8),
+    widths=st.sampled_from([(1,), (24,), (128, 512), (3, 1), (300, 70), (4097, 5), (2048,), (128, 8320)]),
+    interleaves=st.tuples(*[st.sampled_from([1, 2, 3, 64, 256])] * 2),
+    has_lengths=st.tuples(st.booleans(), st.booleans()),
+    all_slots=st.booleans(),
+)
+def test_any_packed_lists_are_those_of_plain_jax(seed, size, widths, interleaves, has_lengths, all_slots):
+    check_packed(seed, size, widths, interleaves, has_lengths, all_slots)
 
 
 def test_every_index_is_somebody_s_once():
@@ -141,17 +168,7 @@ def test_the_exchange_is_merge_and_sink(dtype, has_sink):
         np.testing.assert_allclose(out.astype(jnp.float32), whole.astype(dtype).astype(jnp.float32), rtol=2**-8)
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    n=st.integers(1, 5),
-    rows=st.sampled_from([1, 2, 5]),
-    own=st.sampled_from([1, 3, 4]),
-    v_dim=st.sampled_from([512, 6, 32]),
-    dtype=st.sampled_from([jnp.bfloat16, jnp.float32]),
-    has_sink=st.booleans(),
-)
-def test_exchange_kernels_are_plain_jax(seed, n, rows, own, v_dim, dtype, has_sink):
+def check_exchange(seed: int, n: int, rows: int, own: int, v_dim: int, dtype, has_sink: bool) -> None:
     parts, device = attended(seed, n, (rows, 1), n * own, v_dim, dtype), seed % n
     items = rows * own
     used = items * (v_dim * jnp.dtype(dtype).itemsize // 4 + 1)
@@ -178,6 +195,27 @@ def assert_merged(found, expected, dtype) -> None:
     np.testing.assert_allclose(out, wanted, rtol=2**-7 if dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
 
 
+def test_exchange_kernels_are_plain_jax():
+    check_exchange(0, 2, 2, 4, 512, jnp.bfloat16, True)
+    check_exchange(1, 3, 5, 3, 32, jnp.bfloat16, False)
+    check_exchange(2, 4, 1, 3, 6, jnp.float32, True)
+
+
+@pytest.mark.long
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(1, 5),
+    rows=st.sampled_from([1, 2, 5]),
+    own=st.sampled_from([1, 3, 4]),
+    v_dim=st.sampled_from([512, 6, 32]),
+    dtype=st.sampled_from([jnp.bfloat16, jnp.float32]),
+    has_sink=st.booleans(),
+)
+def test_any_exchange_is_plain_jax(seed, n, rows, own, v_dim, dtype, has_sink):
+    check_exchange(seed, n, rows, own, v_dim, dtype, has_sink)
+
+
 def test_nan_stays_nan():
     """An lse that is NaN is no absent part: what is wrong must be seen."""
     words = jnp.full((2, 8), -1, jnp.int32).at[0].set(0)
@@ -197,6 +235,42 @@ def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_
     for fact in compiled_facts("compile_triton_context_parallel.py", tmp_path, capabilities):
         assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
         assert fact["wide_load"] and fact["wide_store"] == (not fact["kernel"].startswith("pack")), fact
+
+
+@pytest.mark.cpu
+def test_what_a_layer_launches(monkeypatch):
+    """On each of two GPUs: one launch packs both tables, attention follows, one launch sends and one merges."""
+    launched = []
+
+    def execute(self, launch, inputs):
+        launched.append(launch.name)
+        return tuple(None if x is None else jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
+
+    pretend_h200(monkeypatch, "triton")
+    monkeypatch.setattr(dispatch, "available", lambda: True)
+    monkeypatch.setattr(triton_call.Executor, "__call__", execute)
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def whole(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+
+    def layer(q, cache, extra_cache, indices, extra_indices, lengths, sink):
+        options = {"axis_name": "x", "softmax_scale": 0.04, "attn_sink": sink, "extra_topk_length": lengths}
+        options |= {"extra_cache": extra_cache, "extra_indices": extra_indices}
+        return context_parallel_decode(q, cache, indices, **options)
+
+    caches = PagedKV.zeros(KVLayout.V4_FP8, 8, 64), PagedKV.zeros(KVLayout.V4_FP8, 16, 16)
+    tables = jnp.zeros((4, 1, 128), jnp.int32), jnp.zeros((4, 1, 512), jnp.int32), jnp.zeros((4, 1), jnp.int32)
+    arguments = jnp.zeros((4, 1, 64, 512), jnp.bfloat16), *caches, *tables, jnp.zeros(64)
+    specs = {"in_specs": (P(), P("x"), P("x"), P(), P(), P(), P("x")), "out_specs": P(None, None, "x")}
+    program = jax.jit(jax.shard_map(layer, mesh=mesh, **specs)).trace(*jax.tree.map(whole, arguments))
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    # Attention's launches, and what is traced for the types of results, stand between these.
+    mine = [name for name in launched if name in ("pack_own", "send_parts", "merge_received")]
+    assert list(dict.fromkeys(mine)) == ["pack_own", "send_parts", "merge_received"] and len(mine) == 3, launched
+    assert text.count('"stablehlo.all_to_all"') == text.count("stablehlo.partition_id") == 1
+    for operation in ("scatter", "reduce_window", "concatenate", "slice", "transpose", "bitcast_convert"):
+        assert f"stablehlo.{operation}" not in text, operation
 
 
 @pytest.mark.gpu
@@ -235,7 +309,9 @@ def test_one_device_of_an_axis_is_one_device():
     """A layer's program has three launches of Triton beside its attention, and no scatter."""
     rng = np.random.default_rng(3)
     cache = PagedKV.zeros(KVLayout.V4_FP8, 8, 64)
-    cache = write_kv(cache, jnp.arange(512, dtype=jnp.int32), jnp.asarray(rng.standard_normal((512, 512)), jnp.bfloat16))
+    cache = write_kv(
+        cache, jnp.arange(512, dtype=jnp.int32), jnp.asarray(rng.standard_normal((512, 512)), jnp.bfloat16)
+    )
     q = jnp.asarray(rng.standard_normal((16, 1, 64, 512)), jnp.bfloat16)
     indices = jnp.asarray(rng.integers(-4, 520, (16, 1, 128)), jnp.int32).at[3].set(-1)
     sink = sinks(64)
