@@ -27,7 +27,7 @@ if jax.default_backend() != "gpu":
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from triton_device import Interpreted
+from triton_device import ON_GPU, Interpreted
 
 from jax_sparse_mla import dispatch
 from jax_sparse_mla.attention import (
@@ -48,6 +48,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of infinities in the interpreter
 ]
 
+EXECUTOR = triton_call.executor if ON_GPU else Interpreted
 INT_MAX = 2**31 - 1
 HOSTILE = (-1, -7, -(2**31), INT_MAX)
 
@@ -56,21 +57,23 @@ HOSTILE = (-1, -7, -(2**31), INT_MAX)
 
 
 def index_lists(rng, rows: int, width: int, end: int, *, has_lengths: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Indices below `end` and some beyond it, with hostile ones; all or none of a row may be somebody's."""
+    """Indices below `end` and some beyond it, with hostile ones; a row may be nobody's, and lengths are of any size."""
     lists = rng.integers(-2, end + 3, (rows, width))
     lists = np.where(rng.random(lists.shape) < 0.1, rng.choice([*HOSTILE, end - 1, end], lists.shape), lists)
     lists[::5] = -1
-    lengths = rng.choice([0, -3, width, width + 9, INT_MAX, -(2**31), width // 2, max(width - 1, 0)], rows)
+    lengths = rng.integers(0, width + 1, rows)
+    hostile = rng.choice([0, -3, width, width + 9, INT_MAX, -(2**31), width - 1], rows)
+    lengths = np.where(rng.random(rows) < 0.4, hostile, lengths)
     return jnp.asarray(lists, jnp.int32), jnp.asarray(lengths, jnp.int32) if has_lengths else None
 
 
 def check_packed(seed: int, size: int, widths, interleaves, has_lengths, all_slots: bool) -> None:
     rng, rank, end = np.random.default_rng(seed), seed % size, 40 * size
     last = INT_MAX if all_slots else end - 1
-    rows = [index_lists(rng, 3, width, end, has_lengths=given) for width, given in zip(widths, has_lengths)]
+    rows = [index_lists(rng, 9, width, end, has_lengths=given) for width, given in zip(widths, has_lengths)]
     facts = tuple((Ownership(size, interleave), last) for interleave, _ in zip(interleaves, widths))
     lists = [(rule.interleave, last, lengths is not None) for (rule, last), (_, lengths) in zip(facts, rows)]
-    found = kernels.pack(Interpreted(), jnp.int32(rank), *jax.tree.leaves(rows), size=size, lists=lists)
+    found = kernels.pack(EXECUTOR(), jnp.int32(rank), *jax.tree.leaves(rows), size=size, lists=lists)
     expected = _pack_rows_reference(rows, rank, facts)
     for actual, wanted in zip(found, jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(actual, wanted)
@@ -109,7 +112,7 @@ def test_every_index_is_somebody_s_once():
     rng, rule, lists = np.random.default_rng(0), Ownership(3, 4), []
     indices = jnp.asarray(rng.permutation(9000)[None], jnp.int32)
     for rank in range(3):
-        own, count = kernels.pack(Interpreted(), jnp.int32(rank), indices, size=3, lists=[(4, INT_MAX, False)])
+        own, count = kernels.pack(EXECUTOR(), jnp.int32(rank), indices, size=3, lists=[(4, INT_MAX, False)])
         assert not np.any(own[0, : count[0]] < 0) and np.all(own[0, count[0] :] == -1)
         lists.append(rule.position(np.asarray(own[0, : count[0]]), rank))
     np.testing.assert_array_equal(np.sort(np.concatenate(lists)), np.arange(9000))
@@ -175,13 +178,13 @@ def check_exchange(seed: int, n: int, rows: int, own: int, v_dim: int, dtype, ha
     sent = []
     for part in parts:
         expected = exchange.send_reference(*part, n)
-        words = kernels.send(Interpreted(), *part, words=expected.shape)
+        words = kernels.send(EXECUTOR(), *part, words=expected.shape)
         assert expected.shape[1] % 4 == 0 and 0 <= expected.shape[1] - used < 4
         np.testing.assert_array_equal(words[:, :used], expected[:, :used])
         sent.append(words.at[:, used:].set(-1))  # NaN in every dtype
     sink = sinks(own) if has_sink else None
     static = {"shape": (rows, 1, own, v_dim), "dtype": jnp.dtype(dtype).name}
-    found = kernels.merge_received(Interpreted(), received(sent, device), sink, **static)
+    found = kernels.merge_received(EXECUTOR(), received(sent, device), sink, **static)
     assert_merged(found, exchange.merge_received_reference(received(sent, device), sink, **static), dtype)
 
 
@@ -220,7 +223,7 @@ def test_nan_stays_nan():
     """An lse that is NaN is no absent part: what is wrong must be seen."""
     words = jnp.full((2, 8), -1, jnp.int32).at[0].set(0)
     for found in (
-        kernels.merge_received(Interpreted(), words, shape=(1, 1, 2), dtype="float32"),
+        kernels.merge_received(EXECUTOR(), words, shape=(1, 1, 2), dtype="float32"),
         exchange.merge_received_reference(words, None, (1, 1, 2), "float32"),
     ):
         assert np.isnan(found[1]).all() and np.isnan(found[0]).all()

@@ -33,10 +33,11 @@ def _pack_row(
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
     INTERLEAVE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scanned = TOPK
-    if lengths_ptr is not None:
+    if HAS_LENGTHS:
         scanned = tl.minimum(tl.load(lengths_ptr + row), TOPK)
     count = tl.zeros((), tl.int32)
     for start in range(0, scanned, COLUMNS):
@@ -59,9 +60,9 @@ def _pack_row(
 def pack_kernel(
     rank_ptr,  # int32 scalar
     indices_ptr,  # int32 [rows, TOPK]
-    lengths_ptr,  # int32 [rows], or None
-    extra_ptr,  # int32 [rows, EXTRA_TOPK], or None: there is one list a row
-    extra_lengths_ptr,  # int32 [rows], or None
+    lengths_ptr,  # int32 [rows]; not read without HAS_LENGTHS
+    extra_ptr,  # int32 [rows, EXTRA_TOPK]; not read where EXTRA_TOPK is 0: there is one list a row
+    extra_lengths_ptr,  # int32 [rows]; not read without EXTRA_HAS_LENGTHS
     last,  # the last index that a device has, as the next one
     extra_last,
     out_ptr,  # int32 [rows, TOPK]
@@ -71,16 +72,20 @@ def pack_kernel(
     TOPK: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two
     INTERLEAVE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
     EXTRA_TOPK: tl.constexpr,
     EXTRA_COLUMNS: tl.constexpr,
     EXTRA_INTERLEAVE: tl.constexpr,
+    EXTRA_HAS_LENGTHS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """One list of one row: what is the rank's own, by the rank's own numbers and in its order, then -1."""
     rank = tl.load(rank_ptr)
     if tl.program_id(1) == 0:
-        _pack_row(rank, indices_ptr, lengths_ptr, last, out_ptr, counts_ptr, TOPK, COLUMNS, SIZE, INTERLEAVE)
-    elif extra_ptr is not None:
+        _pack_row(
+            rank, indices_ptr, lengths_ptr, last, out_ptr, counts_ptr, TOPK, COLUMNS, SIZE, INTERLEAVE, HAS_LENGTHS
+        )
+    elif EXTRA_TOPK > 0:
         _pack_row(
             rank,
             extra_ptr,
@@ -92,6 +97,7 @@ def pack_kernel(
             EXTRA_COLUMNS,
             SIZE,
             EXTRA_INTERLEAVE,
+            EXTRA_HAS_LENGTHS,
         )
 
 
@@ -127,7 +133,7 @@ def send_kernel(
 @triton.jit
 def merge_received_kernel(
     words_ptr,  # int32 [PARTS, quads · 4]: as send_kernel writes them
-    sink_ptr,  # float32 [OWN], or None
+    sink_ptr,  # float32 [OWN], read if HAS_SINK
     rows,
     quads,
     out_ptr,  # bf16 or float32 [rows, OWN, V_DIM]
@@ -137,6 +143,7 @@ def merge_received_kernel(
     COLUMNS: tl.constexpr,  # a power of two, at least V_DIM
     IN_WORD: tl.constexpr,  # values of out in a word
     PARTS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
     """Heads of rows: the parts' outputs weighted by their lse, summed in the parts' order, and the sink."""
@@ -156,7 +163,7 @@ def merge_received_kernel(
     factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
     merged = tl.where(empty, float("-inf"), shift + tl.log(tl.where(empty, 1.0, total)))
     tl.store(lse_ptr + item, merged, mask=inside)
-    if sink_ptr is not None:
+    if HAS_SINK:
         sink = tl.load(sink_ptr + item % OWN)
         factor = tl.where(empty, 0.0, factor / (1.0 + tl.exp(sink - merged)))
 
@@ -214,9 +221,11 @@ def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int,
         "TOPK": indices.shape[1],
         "COLUMNS": columns[0],
         "INTERLEAVE": first.interleave,
+        "HAS_LENGTHS": first.has_lengths,
         "EXTRA_TOPK": 0 if extra is None else extra.shape[1],
         "EXTRA_COLUMNS": columns[-1],
         "EXTRA_INTERLEAVE": second.interleave,
+        "EXTRA_HAS_LENGTHS": second.has_lengths,
         "SIZE": size,
         "num_warps": min(max(max(columns) // 256, 4), 16),
     }
@@ -247,7 +256,7 @@ def merge_received(execute: Executor, words, sink=None, *, shape: tuple[int, ...
     constants = {"OWN": own, "V_DIM": v_dim, "COLUMNS": triton.next_power_of_2(v_dim), "IN_WORD": in_word}
     grid, scalars = (triton.cdiv(rows * own, MERGE_OPTIONS["ITEMS"]),), (rows, stride // 4)
     outputs = Output(shape, dtype), Output(shape[:-1], "float32")
-    constants |= {"PARTS": parts, **MERGE_OPTIONS}
+    constants |= {"PARTS": parts, "HAS_SINK": sink is not None, **MERGE_OPTIONS}
     launch = Launch(merge_received_kernel, "merge_received", grid, scalars, outputs, constants)
     return execute(launch, (words, sink))
 
