@@ -36,6 +36,7 @@ def exchanged(
     return merge_received(words, attn_sink, (*leading, heads // len(words), v_dim), out.dtype)
 
 
+@partial(jax.jit, static_argnames="n")
 def send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
     """int32 `[n, words]`: for each device out's bits of its heads, those of lse, and what fills 16 bytes."""
     if out.size == 0:
@@ -59,6 +60,7 @@ def send_reference(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
     return jnp.pad(words, ((0, 0), (0, _words(items, v_dim, out.dtype) - words.shape[1])))
 
 
+@partial(jax.jit, static_argnames=("shape", "dtype"))
 def merge_received(
     words: jax.Array, attn_sink: jax.Array | None, shape: tuple[int, ...], dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
