@@ -41,7 +41,8 @@ from jax_sparse_mla.attention import (
     merge_attention,
     sparse_mla_decode,
 )
-from jax_sparse_mla.attention.context_parallel import own_table
+from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.attention.context_parallel import own_tables
 
 CALLS = 10
 AXIS = "pages"
@@ -121,10 +122,12 @@ def gathered(q, cache, indices, *, extra_cache=None, extra_indices=None, attn_si
 def own_keys(q, cache, indices, *, extra_cache=None, extra_indices=None, attn_sink=None, softmax_scale):
     """`context_parallel_decode` without its exchange: parts of all heads, as many as there are devices."""
     del attn_sink
-    indices, lengths = own_table(cache, indices, None, AXIS)
-    extra = {}
+    tables = [IndexTable(cache, indices, None)]
     if extra_cache is not None:
-        extra_indices, extra_lengths = own_table(extra_cache, extra_indices, None, AXIS)
+        tables.append(IndexTable(extra_cache, extra_indices, None))
+    (indices, lengths), *second = own_tables(tables, AXIS)
+    extra = {}
+    for extra_indices, extra_lengths in second:
         extra = {"extra_cache": extra_cache, "extra_indices": extra_indices, "extra_topk_length": extra_lengths}
     options = {"softmax_scale": softmax_scale, "topk_length": lengths, "assume_valid_indices": True}
     return sparse_mla_decode(q, cache, indices, **options, **extra)

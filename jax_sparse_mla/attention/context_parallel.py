@@ -7,6 +7,7 @@ and page numbers of a step stay those of one device; `own_slots` makes a device'
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from jax import lax
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import row_lengths, sparse_mla_decode
-from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.indices.ownership import AxisName, Ownership, packed
+from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.attention.exchange import exchanged
+from jax_sparse_mla.indices.ownership import AxisName, Ownership, Positions, pack_positions
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache
 
@@ -67,13 +69,15 @@ def context_parallel_decode(
         raise check.fail(f"q has {heads} heads, which {n} devices of axis {axis_name!r} cannot share evenly")
     attn_sink = check.optional("attn_sink", attn_sink, (heads // n,), FLOAT32)
     indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
-    lengths = row_lengths(check, "topk_length", topk_length)
-    indices, lengths = own_table(cache, indices, lengths, axis_name)
+    tables = [IndexTable(cache, indices, row_lengths(check, "topk_length", topk_length))]
     if extra_cache is not None and extra_indices is not None:
         check_cache(check, "extra_cache", extra_cache)
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
         extra_lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
-        extra_indices, extra_topk_length = own_table(extra_cache, extra_indices, extra_lengths, axis_name)
+        tables.append(IndexTable(extra_cache, extra_indices, extra_lengths))
+    (indices, lengths), *extra = own_tables(tables, axis_name)
+    if extra:
+        ((extra_indices, extra_topk_length),) = extra
     out, lse = sparse_mla_decode(
         q,
         cache,
@@ -83,12 +87,11 @@ def context_parallel_decode(
         extra_cache=extra_cache,
         extra_indices=extra_indices,
         extra_topk_length=extra_topk_length,
-        assume_valid_indices=True,  # as `own_table` makes them
+        assume_valid_indices=True,  # as `own_tables` makes them
         backend=backend,
         batch_invariant=batch_invariant,
     )
-    out, lse = merge_attention(*_parts_of_own_heads(out, lse, axis_name))
-    return (out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)), lse
+    return exchanged(out, lse, attn_sink, axis_name)
 
 
 def own_slots(slots: jax.Array, cache: PagedKV, axis_name: AxisName) -> jax.Array:
@@ -98,9 +101,8 @@ def own_slots(slots: jax.Array, cache: PagedKV, axis_name: AxisName) -> jax.Arra
     Args:
       slots: int32, any shape.
     """
-    n = lax.axis_size(axis_name)
-    there = jnp.where(slots < n * cache.num_slots, slots, -1)
-    return Ownership(n, cache.page_size).own(there, lax.axis_index(axis_name))
+    rule, last = _rule(cache, axis_name)
+    return rule.own(jnp.where(slots <= last, slots, -1), lax.axis_index(axis_name))
 
 
 def cut_pages(cache: PagedKV, n: int) -> PagedKV:
@@ -120,23 +122,17 @@ def cut_pages(cache: PagedKV, n: int) -> PagedKV:
     return dataclasses.replace(cache, data=jnp.moveaxis(pages, 2, 0).reshape(cache.data.shape))
 
 
-def own_table(
-    cache: PagedKV, indices: jax.Array, lengths: jax.Array | None, axis_name: AxisName
-) -> tuple[jax.Array, jax.Array]:
-    """int32 `[batch, q_len, topk]`, the device's own slots in their order, then −1, and how many there are."""
-    if lengths is not None:
-        indices = jnp.where(jnp.arange(indices.shape[-1], dtype=jnp.int32) < lengths[..., None], indices, -1)
-    return packed(own_slots(indices, cache, axis_name))
+def own_tables(tables: Sequence[IndexTable], axis_name: AxisName) -> list[tuple[jax.Array, jax.Array]]:
+    """Of each table the device's own slots in their order, then −1, and how many there are.
+
+    Args:
+      tables: one or two, of the device's own pages and slots of all pages; lengths are `[batch, q_len]`.
+    """
+    lists = [Positions(*_rule(cache, axis_name), indices, lengths) for cache, indices, lengths in tables]
+    return pack_positions(lists, lax.axis_index(axis_name))
 
 
-def _parts_of_own_heads(out: jax.Array, lse: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """`[n, batch, q_len, heads / n, …]`: what every device has of this device's heads, in one exchange of integers."""
-    bits = {2: jnp.uint16, 4: jnp.uint32}[out.dtype.itemsize]
-    words = [lax.bitcast_convert_type(x, bits) for x in (out, lse)]
-    packed = jnp.concatenate([words[0], words[1].reshape(*lse.shape, -1)], axis=-1)
-    n, (*leading, heads, width) = lax.axis_size(axis_name), packed.shape
-    packed = packed.reshape(*leading, n, heads // n, width)
-    packed = lax.all_to_all(packed, axis_name, split_axis=len(leading), concat_axis=0)
-    outs, lses = packed[..., : out.shape[-1]], packed[..., out.shape[-1] :]
-    lses = lses if bits is jnp.uint16 else lses[..., 0]
-    return lax.bitcast_convert_type(outs, out.dtype), lax.bitcast_convert_type(lses, jnp.float32)
+def _rule(cache: PagedKV, axis_name: AxisName) -> tuple[Ownership, int]:
+    """Which device has which slot, and the last one that there is."""
+    n = lax.axis_size(axis_name)
+    return Ownership(n, cache.page_size), min(n * cache.num_slots - 1, jnp.iinfo(jnp.int32).max)

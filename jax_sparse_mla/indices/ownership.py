@@ -9,17 +9,25 @@ the tokens that its peers chose by `global_topk` under `jax.shard_map`, or by it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.topk.api import OUTSIDE_KEY, ascending, ordered_keys, topk_positions
+from jax_sparse_mla.sharding import Shares
+from jax_sparse_mla.xla.triton_call import launching
 
 # One mesh axis, or several.
 AxisName = Hashable
+_LAST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +102,65 @@ class Ownership:
         Returns:
           int32 `[..., k]` and `[...]`.
         """
+        return pack_positions([Positions(self, _LAST, positions, lengths)], rank)[0]
+
+
+class Positions(NamedTuple):
+    """Index lists, and who has what of them.
+
+    Attributes:
+      rule: who has what.
+      last: the last position that there is; those beyond it are nobody's, as negative ones are.
+      positions, lengths: as in `Ownership.pack`.
+    """
+
+    rule: Ownership
+    last: int
+    positions: jax.Array
+    lengths: jax.Array | None
+
+
+def pack_positions(lists: Sequence[Positions], rank: jax.Array | int) -> list[tuple[jax.Array, jax.Array]]:
+    """`Ownership.pack` of one or two lists for each row, by rules of one size; on a GPU in one launch."""
+    results: list[Any] = [None] * len(lists)
+    facts, rows = [], []
+    for rule, last, positions, lengths in lists:
+        facts.append((rule, last))
+        rows.append((_rows(positions), lengths if lengths is None else lengths.reshape(-1)))
+    full = [i for i, (positions, _) in enumerate(rows) if positions.size]
+    for some, function in ((full, _pack_rows), ([i for i in range(len(rows)) if i not in full], _pack_rows_reference)):
+        if some:
+            found = function([rows[i] for i in some], jnp.asarray(rank, jnp.int32), tuple(facts[i] for i in some))
+            for i, (positions, counts) in zip(some, found):
+                shape = lists[i].positions.shape
+                results[i] = positions.reshape(shape), counts.reshape(shape[:-1])
+    return results
+
+
+@partial(jax.jit, static_argnames="facts")
+def _pack_rows(rows: list[tuple], rank: jax.Array, facts: tuple[tuple[Ownership, int], ...]) -> list[tuple]:
+    has_lengths = [lengths is not None for _, lengths in rows]
+    lists = tuple((rule.interleave, last, given) for (rule, last), given in zip(facts, has_lengths))
+
+    def kernel(rows, rank):
+        launch = launching("context_parallel.pack", size=facts[0][0].size, lists=lists)
+        found = iter(launch(rank, rows))
+        return list(zip(found, found))
+
+    plain = partial(_pack_rows_reference, facts=facts)
+    return dispatch(kernel, plain, rows, rank, shares=Shares((P("rows"), P()), P("rows")))
+
+
+def _pack_rows_reference(rows: list[tuple], rank: jax.Array, facts: tuple[tuple[Ownership, int], ...]) -> list[tuple]:
+    """`pack_positions` in plain JAX, of `[rows, k]`."""
+    found = []
+    for (positions, lengths), (rule, last) in zip(rows, facts):
         columns = jnp.arange(positions.shape[-1], dtype=jnp.int32)
+        there = positions <= last
         if lengths is not None:
-            positions = jnp.where(columns < lengths[..., None], positions, -1)
-        return packed(self.own(positions, rank))
+            there &= columns < lengths[:, None]
+        found.append(packed(rule.own(jnp.where(there, positions, -1), rank)))
+    return found
 
 
 def packed(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +169,7 @@ def packed(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Kernels read a list up to its length: holes would cost what keys cost.
     """
-    flat = indices.reshape(-1, indices.shape[-1])
+    flat = _rows(indices)
     columns, valid = jnp.arange(flat.shape[1], dtype=jnp.int32), flat >= 0
     count = jnp.cumsum(valid, axis=-1, dtype=jnp.int32)
     # Where each column goes: a permutation, for what is dropped goes to the end.
@@ -114,6 +177,11 @@ def packed(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
     row = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
     moved = jnp.full_like(flat, -1).at[row, column].set(jnp.where(valid, flat, -1), unique_indices=True)
     return moved.reshape(indices.shape), jnp.sum(valid, axis=-1, dtype=jnp.int32).reshape(indices.shape[:-1])
+
+
+def _rows(lists: jax.Array) -> jax.Array:
+    *leading, k = lists.shape
+    return lists.reshape(math.prod(leading), k)
 
 
 def local_candidates(

@@ -1,0 +1,97 @@
+"""The exchange of context parallel decode: what a device sends of its attention, and the merge of what it gets.
+
+A launch copies outputs and lse into one buffer, one all-to-all moves it, and a launch merges what came. NCCL sends each
+peer one block, so outputs of several rows have to be copied for it in any case; lse goes with them, because an exchange
+of its own would cost a second collective's launch and synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
+from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.indices.ownership import AxisName
+from jax_sparse_mla.xla.triton_call import launching
+
+# A device's words are a multiple of these: 16 bytes, so that every part is aligned as the first one is.
+_QUAD = 4
+
+
+def exchanged(
+    out: jax.Array, lse: jax.Array, attn_sink: jax.Array | None, axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    """out `[..., heads / n, v_dim]` and lse of the device's own heads, of what every device has of all heads.
+
+    Sums are float32 and in the devices' order; out is rounded to its dtype once, after the sink.
+    """
+    words = lax.all_to_all(send(out, lse, lax.axis_size(axis_name)), axis_name, 0, 0, tiled=True)
+    *leading, heads, v_dim = out.shape
+    return merge_received(words, attn_sink, (*leading, heads // len(words), v_dim), out.dtype)
+
+
+@partial(jax.jit, static_argnames="n")
+def send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
+    """int32 `[n, words]`: for each device out's bits of its heads, those of lse, and what fills 16 bytes."""
+    if out.size == 0:
+        return send_reference(out, lse, n)
+    *leading, heads, v_dim = out.shape
+    kernel = launching("context_parallel.send", words=(n, _words(math.prod(leading) * heads // n, v_dim, out.dtype)))
+    return dispatch(kernel, partial(send_reference, n=n), out, lse)
+
+
+def send_reference(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
+    """`send` in plain JAX."""
+    *leading, heads, v_dim = out.shape
+    rows, items = math.prod(leading), math.prod(leading) * heads // n
+    if out.dtype == jnp.bfloat16:
+        out = out.reshape(rows, heads, v_dim // 2, 2)
+    parts = []
+    for x in (out, lse):
+        bits = lax.bitcast_convert_type(x, jnp.int32).reshape(rows, n, heads // n, -1 if x.size else 0)
+        parts.append(jnp.moveaxis(bits, 1, 0).reshape(n, items * bits.shape[-1]))
+    words = jnp.concatenate(parts, axis=1)
+    return jnp.pad(words, ((0, 0), (0, _words(items, v_dim, out.dtype) - words.shape[1])))
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def merge_received(
+    words: jax.Array, attn_sink: jax.Array | None, shape: tuple[int, ...], dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """`merge_attention` of the parts that all devices sent, and `apply_attn_sink`.
+
+    Args:
+      words: int32 `[n, words]`, what each device sent by `send`.
+      attn_sink: float32, of the device's own heads.
+      shape, dtype: of out, `[..., own heads, v_dim]`.
+    """
+    static = {"shape": shape, "dtype": np.dtype(dtype).name}
+    plain = partial(merge_received_reference, **static)
+    if 0 in shape:
+        return plain(words, attn_sink)
+    return dispatch(launching("context_parallel.merge_received", **static), plain, words, attn_sink)
+
+
+def merge_received_reference(
+    words: jax.Array, attn_sink: jax.Array | None, shape: tuple[int, ...], dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """`merge_received` in plain JAX."""
+    items = math.prod(shape[:-1])
+    end = items * shape[-1] * np.dtype(dtype).itemsize // 4
+    outs = lax.bitcast_convert_type(words[:, :end], dtype).reshape(-1, *shape).astype(jnp.float32)
+    lses = lax.bitcast_convert_type(words[:, end : end + items], jnp.float32).reshape(-1, *shape[:-1])
+    out, lse = merge_attention(outs, lses)
+    out = out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)
+    return out.astype(dtype), lse
+
+
+def _words(items: int, v_dim: int, dtype: np.dtype) -> int:
+    """Words for a device that gets so many heads of rows."""
+    words = items * (v_dim * np.dtype(dtype).itemsize // 4 + 1)
+    return -(-words // _QUAD) * _QUAD

@@ -1,0 +1,265 @@
+"""Triton kernels of context parallel decode: a device's own part of index lists, and what goes around its exchange.
+
+The rules are those of `jax_sparse_mla.indices.ownership` and `jax_sparse_mla.attention.exchange`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from jax_sparse_mla.kernels.launch import Executor, Launch, Output, dtype_of
+
+# Columns of a list that are scanned at a time, at most; a thread has 8 of them.
+_MOST_COLUMNS = 4096
+# Heads of a program, which copies or merges their outputs.
+SEND_OPTIONS = {"ITEMS": 8, "num_warps": 4}
+MERGE_OPTIONS = {"ITEMS": 4, "num_warps": 4}
+
+
+@triton.jit
+def _pack_row(
+    rank,
+    indices_ptr,
+    lengths_ptr,
+    last,
+    out_ptr,
+    counts_ptr,
+    TOPK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scanned = TOPK
+    if HAS_LENGTHS:
+        scanned = tl.minimum(tl.load(lengths_ptr + row), TOPK)
+    count = tl.zeros((), tl.int32)
+    for start in range(0, scanned, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        # A mask that is the same for four neighbours keeps the loads 16 bytes wide.
+        inside = (column // 4 < (scanned + 3) // 4) & (column < TOPK)
+        index = tl.load(indices_ptr + row * TOPK + column, mask=inside, other=-1)
+        mine = (column < scanned) & (index >= 0) & (index <= last) & (index // INTERLEAVE % SIZE == rank)
+        own = index // (INTERLEAVE * SIZE) * INTERLEAVE + index % INTERLEAVE
+        place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(out_ptr + row * TOPK + place, own, mask=mine)
+        count += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts_ptr + row, count)
+    for start in range(count // COLUMNS * COLUMNS, TOPK, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        tl.store(out_ptr + row * TOPK + column, -1, mask=(column >= count) & (column < TOPK))
+
+
+@triton.jit
+def pack_kernel(
+    rank_ptr,  # int32 scalar
+    indices_ptr,  # int32 [rows, TOPK]
+    lengths_ptr,  # int32 [rows]; not read without HAS_LENGTHS
+    extra_ptr,  # int32 [rows, EXTRA_TOPK]; not read where EXTRA_TOPK is 0: there is one list a row
+    extra_lengths_ptr,  # int32 [rows]; not read without EXTRA_HAS_LENGTHS
+    last,  # the last index that a device has, as the next one
+    extra_last,
+    out_ptr,  # int32 [rows, TOPK]
+    counts_ptr,  # int32 [rows]
+    extra_out_ptr,  # int32 [rows, EXTRA_TOPK], or None
+    extra_counts_ptr,  # int32 [rows], or None
+    TOPK: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two
+    INTERLEAVE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    EXTRA_TOPK: tl.constexpr,
+    EXTRA_COLUMNS: tl.constexpr,
+    EXTRA_INTERLEAVE: tl.constexpr,
+    EXTRA_HAS_LENGTHS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One list of one row: what is the rank's own, by the rank's own numbers and in its order, then -1."""
+    rank = tl.load(rank_ptr)
+    if tl.program_id(1) == 0:
+        _pack_row(
+            rank, indices_ptr, lengths_ptr, last, out_ptr, counts_ptr, TOPK, COLUMNS, SIZE, INTERLEAVE, HAS_LENGTHS
+        )
+    elif EXTRA_TOPK > 0:
+        _pack_row(
+            rank,
+            extra_ptr,
+            extra_lengths_ptr,
+            extra_last,
+            extra_out_ptr,
+            extra_counts_ptr,
+            EXTRA_TOPK,
+            EXTRA_COLUMNS,
+            SIZE,
+            EXTRA_INTERLEAVE,
+            EXTRA_HAS_LENGTHS,
+        )
+
+
+@triton.jit
+def send_kernel(
+    out_ptr,  # bf16 or float32 [rows, HEADS, WORDS · 4 bytes]
+    lse_ptr,  # float32 [rows, HEADS]
+    rows,
+    quads,
+    words_ptr,  # int32 [HEADS // OWN, quads · 4]
+    HEADS: tl.constexpr,
+    OWN: tl.constexpr,  # heads of a device
+    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two, at least WORDS
+    ITEMS: tl.constexpr,
+):
+    """Heads of rows, copied to the part of the device that merges them: all of a part's outputs, then their lse."""
+    item = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    rows = tl.cast(rows, tl.int64)
+    inside = item < rows * HEADS
+    head = item % HEADS
+    part = words_ptr + head // OWN * (tl.cast(quads, tl.int64) * 4)
+    place = item // HEADS * OWN + head % OWN
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = inside[:, None] & (column < WORDS)
+    source = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    words = tl.load(source + item[:, None] * WORDS + column, mask=mask)
+    tl.store((part + place * WORDS)[:, None] + column, words, mask=mask)
+    source = lse_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(part + rows * OWN * WORDS + place, tl.load(source + item, mask=inside), mask=inside)
+
+
+@triton.jit
+def merge_received_kernel(
+    words_ptr,  # int32 [PARTS, quads · 4]: as send_kernel writes them
+    sink_ptr,  # float32 [OWN], read if HAS_SINK
+    rows,
+    quads,
+    out_ptr,  # bf16 or float32 [rows, OWN, V_DIM]
+    lse_ptr,  # float32 [rows, OWN]
+    OWN: tl.constexpr,
+    V_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two, at least V_DIM
+    IN_WORD: tl.constexpr,  # values of out in a word
+    PARTS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
+    """Heads of rows: the parts' outputs weighted by their lse, summed in the parts' order, and the sink."""
+    item = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    rows, stride = tl.cast(rows, tl.int64), tl.cast(quads, tl.int64) * 4
+    inside = item < rows * OWN
+    lses = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + rows * OWN * (V_DIM // IN_WORD) + item
+    top = tl.full((ITEMS,), float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        lse = tl.load(lses + part * stride, mask=inside, other=float("-inf"))
+        top = tl.maximum(top, lse, propagate_nan=tl.PropagateNan.ALL)
+    empty = top == float("-inf")
+    shift = tl.where(empty, 0.0, top)
+    total = tl.zeros((ITEMS,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.exp(tl.load(lses + part * stride, mask=inside, other=float("-inf")) - shift)
+    factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+    merged = tl.where(empty, float("-inf"), shift + tl.log(tl.where(empty, 1.0, total)))
+    tl.store(lse_ptr + item, merged, mask=inside)
+    if HAS_SINK:
+        sink = tl.load(sink_ptr + item % OWN)
+        factor = tl.where(empty, 0.0, factor / (1.0 + tl.exp(sink - merged)))
+
+    column = tl.arange(0, COLUMNS)[None, :]
+    outs = words_ptr.to(tl.pointer_type(out_ptr.dtype.element_ty), bitcast=True) + item[:, None] * V_DIM + column
+    mask = inside[:, None] & (column < V_DIM)
+    acc = tl.zeros((ITEMS, COLUMNS), tl.float32)
+    for part in tl.static_range(PARTS):
+        lse = tl.load(lses + part * stride, mask=inside, other=float("-inf"))
+        there = mask & (lse != float("-inf"))[:, None]  # what an absent part holds may be anything
+        values = tl.load(outs + part * (stride * IN_WORD), mask=there, other=0.0).to(tl.float32)
+        acc += values * (tl.exp(lse - shift) * factor)[:, None]
+    tl.store(out_ptr + item[:, None] * V_DIM + column, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# --- launches: no size is zero ---
+
+
+class Lists(NamedTuple):
+    """What is static of index lists.
+
+    Attributes:
+      interleave: indices of a turn.
+      last: the last index that a rank has; what is beyond it is nobody's.
+      has_lengths: whether int32 `[rows]` comes with them.
+    """
+
+    interleave: int
+    last: int
+    has_lengths: bool
+
+
+def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int, int, bool]]) -> tuple[Any, ...]:
+    """Own parts of one or two index lists int32 `[rows, k]` a row, and their lengths, as `Ownership.pack` makes them.
+
+    Args:
+      rank: int32 scalar.
+      arrays: of each of the lists the indices, then the lengths if it has any.
+      size: ranks.
+      lists: the fields of `Lists`.
+    """
+    given, left, lists = [], list(arrays), [Lists(*some) for some in lists]
+    for some in lists:
+        given.append((left.pop(0), left.pop(0) if some.has_lengths else None))
+    (indices, lengths), (extra, extra_lengths) = (*given, (None, None))[:2]
+    first, second = (*lists, Lists(1, -1, False))[:2]
+    outputs = []
+    for positions in (indices, extra):
+        if positions is None:
+            outputs += [None, None]
+        else:
+            outputs += [Output(tuple(positions.shape), "int32"), Output(tuple(positions.shape[:1]), "int32")]
+    columns = [min(triton.next_power_of_2(x.shape[1]), _MOST_COLUMNS) for x in (indices, extra) if x is not None]
+    constants = {
+        "TOPK": indices.shape[1],
+        "COLUMNS": columns[0],
+        "INTERLEAVE": first.interleave,
+        "HAS_LENGTHS": first.has_lengths,
+        "EXTRA_TOPK": 0 if extra is None else extra.shape[1],
+        "EXTRA_COLUMNS": columns[-1],
+        "EXTRA_INTERLEAVE": second.interleave,
+        "EXTRA_HAS_LENGTHS": second.has_lengths,
+        "SIZE": size,
+        "num_warps": min(max(max(columns) // 256, 4), 16),
+    }
+    grid, scalars = (indices.shape[0], len(lists)), (first.last, second.last)
+    launch = Launch(pack_kernel, "pack_own", grid, scalars, outputs, constants)
+    results = execute(launch, (rank, indices, lengths, extra, extra_lengths))
+    return tuple(x for x in results if x is not None)
+
+
+def send(execute: Executor, out, lse, *, words: tuple[int, int]) -> Any:
+    """The words that each device gets, int32 of the shape `words`; `exchange.words_to_send` says of what."""
+    *leading, heads, v_dim = out.shape
+    parts, stride = words
+    rows = math.prod(leading)
+    width = v_dim * _bytes(dtype_of(out)) // 4
+    constants = {"HEADS": heads, "OWN": heads // parts, "WORDS": width, "COLUMNS": triton.next_power_of_2(width)}
+    grid, scalars = (triton.cdiv(rows * heads, SEND_OPTIONS["ITEMS"]),), (rows, stride // 4)
+    outputs = (Output(words, "int32"),)
+    launch = Launch(send_kernel, "send_parts", grid, scalars, outputs, constants | SEND_OPTIONS)
+    return execute(launch, (out, lse))[0]
+
+
+def merge_received(execute: Executor, words, sink=None, *, shape: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
+    """out of the shape `[..., own heads, v_dim]` and its lse float32, of the words that all devices sent."""
+    *leading, own, v_dim = shape
+    parts, stride = words.shape
+    rows, in_word = math.prod(leading), 4 // _bytes(dtype)
+    constants = {"OWN": own, "V_DIM": v_dim, "COLUMNS": triton.next_power_of_2(v_dim), "IN_WORD": in_word}
+    grid, scalars = (triton.cdiv(rows * own, MERGE_OPTIONS["ITEMS"]),), (rows, stride // 4)
+    outputs = Output(shape, dtype), Output(shape[:-1], "float32")
+    constants |= {"PARTS": parts, "HAS_SINK": sink is not None, **MERGE_OPTIONS}
+    launch = Launch(merge_received_kernel, "merge_received", grid, scalars, outputs, constants)
+    return execute(launch, (words, sink))
+
+
+def _bytes(dtype: str) -> int:
+    return {"bfloat16": 2, "float32": 4}[dtype]
