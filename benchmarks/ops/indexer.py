@@ -1,7 +1,8 @@
 """The indexer and the compressor: logits, the key cache's writer, the queries' quantiser, compressed entries.
 
 Peers: DeepGEMM's logits, of pages in decode and, in a chunk, of keys gathered beforehand; SGLang's store of keys. Plain
-XLA stands beside the queries' quantiser and the compressor, which SGLang has only fused with norms or rope.
+XLA stands beside the queries' quantiser and the compressor, which SGLang has only fused with norms or rope, and beside
+the logits of FP4 keys, which DeepGEMM has for SM100 alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from sparse_mla_torch.kernels import indexer as torch_indexer
 from benchmarks import peers
 from benchmarks.timing import Case, Run, in_place
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference, compressor_window
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import (
     INDEX_DIM,
     INDEX_K_BYTES,
+    IndexKeys,
     index_logits,
+    index_logits_reference,
     quantize_index_q,
     quantize_index_q_reference,
     write_index_k,
@@ -34,7 +38,10 @@ PAGE_SIZE = 64
 DECODE = ((1, 32_768, "full"), (1, 131_072, "full"), (8, 32_768, "full"), (64, 8192, "full"), (64, 32_768, "full"))
 DECODE += ((64, 131_072, "full"), (64, 131_072, 2048))
 PREFILL = ((1024, 8192, "causal"), (8192, 32_768, "causal"), (8192, 98_304, "causal"))
+# Of V4.1's index heads, for keys of both formats.
+V41_DECODE, V41_HEADS = ((64, 32_768, "full"), (64, 131_072, "full")), 32
 LOGITS_DIFFER = 1e-5  # at most, of the largest logit: sums in another order
+FP4_LOGITS_DIFFER = 2.0**-10  # from float32 sums: the FP8 tensor cores keep about 14 bits of a sum of products
 
 # Tokens and requests; ratio and head_dim of V4's compressors.
 COMPRESS = ((64, 64), (8192, 1))
@@ -44,6 +51,9 @@ COMPRESSORS = ((4, 512), (4, 128), (128, 512))
 def cases(rng: np.random.Generator) -> Iterator[Case]:
     for shape in (*DECODE, *PREFILL):
         yield _logits(rng, *shape)
+    for shape in V41_DECODE:
+        for format in (IndexFormat.FP8, IndexFormat.FP4):
+            yield _logits(rng, *shape, heads=V41_HEADS, format=format)
     for n in (64, 65_536):
         yield _write(rng, n)
     for rows in (64, 8192):
@@ -67,12 +77,14 @@ def _tensor(x: jax.Array) -> torch.Tensor:
     return torch.from_dlpack(x)
 
 
-def _logits(rng, rows: int, columns: int, kind: str | int) -> Case:
+def _logits(
+    rng, rows: int, columns: int, kind: str | int, *, heads: int = HEADS, format: IndexFormat = IndexFormat.FP8
+) -> Case:
     pages = columns // PAGE_SIZE
     prefill = kind == "causal"
     tables = 1 if prefill else rows
     num_pages = tables * pages
-    keys = jnp.zeros((num_pages, PAGE_SIZE * INDEX_K_BYTES), jnp.uint8)
+    keys = IndexKeys.zeros(num_pages, PAGE_SIZE, format=format)
     for start in range(0, num_pages * PAGE_SIZE, 1 << 20):
         slots = jnp.arange(start, min(start + (1 << 20), num_pages * PAGE_SIZE), dtype=jnp.int32)
         keys = jax.jit(write_index_k, donate_argnums=0)(keys, slots, _normal(rng, slots.shape[0], INDEX_DIM))
@@ -80,30 +92,49 @@ def _logits(rng, rows: int, columns: int, kind: str | int) -> Case:
     lengths = np.full(rows, columns if kind == "full" else kind if not prefill else 0, np.int32)
     if prefill:  # C4 entries of a chunk that ends at the last column
         lengths = (columns - (rows - 1 - np.arange(rows)) // 4).astype(np.int32)
-    q, scale = quantize_index_q(_normal(rng, rows, HEADS, INDEX_DIM))
-    weights = _normal(rng, rows, HEADS, dtype=jnp.float32) * scale
+    q, scale = quantize_index_q(_normal(rng, rows, heads, INDEX_DIM), format=format)
+    weights = _normal(rng, rows, heads, dtype=jnp.float32) * scale
     args = q, weights, keys, jnp.asarray(np.broadcast_to(table, (rows, pages))), jnp.asarray(lengths)
     out = torch.empty((rows, columns), device="cuda")
-    given = [_tensor(jax.lax.bitcast_convert_type(q, jnp.uint8)).view(torch.float8_e4m3fn), *map(_tensor, args[1:])]
+    given = [_query_tensor(q), *map(_tensor, (weights, keys.data, *args[3:]))]
     read = int(lengths[-1]) if prefill else int(lengths.sum())
-    rival = _deep_gemm_chunk(*given) if prefill else _deep_gemm_pages(*given)
 
     def ours():
-        torch_indexer.index_logits(*given, out=out)
+        torch_indexer.index_logits(*given, format=format, out=out)
         return out
 
+    if format == IndexFormat.FP4:
+        peer, differ = "xla", FP4_LOGITS_DIFFER
+        rival = _jitted(index_logits_reference, *args)
+    else:
+        peer, differ = "deep_gemm", LOGITS_DIFFER
+        rival = _deep_gemm_chunk(*given) if prefill else _deep_gemm_pages(*given)
+
+    def check():
+        theirs = rival.call()
+        theirs = theirs if rival.framework == "torch" else _tensor(jax.block_until_ready(theirs))
+        return _largest_difference(ours(), theirs, given[-1], differ)
+
+    name = f"index_logits {rows} x {columns}" + ("" if kind == "full" else f", {kind}")
     return Case(
-        name=f"index_logits {rows} x {columns}" + ("" if kind == "full" else f", {kind}"),
+        name=name + ("" if heads == HEADS else f", {heads} heads, {format.name} keys"),
         ours={
             "jax": _jitted(index_logits, *args),
             "torch": Run(ours, "torch"),
         },
-        peers={"deep_gemm": rival},
-        bytes=read * INDEX_K_BYTES + q.size + 4 * rows * (columns + HEADS),
-        flop=2 * HEADS * INDEX_DIM * int(lengths.sum()),
+        peers={peer: rival},
+        bytes=read * format.key_bytes + q.nbytes + 4 * rows * (columns + heads),
+        flop=2 * heads * INDEX_DIM * int(lengths.sum()),
         flop_unit="fp8",
-        checks={"deep_gemm": lambda: _largest_difference(ours(), rival.call(), given[-1])},
+        checks={peer: check},
     )
+
+
+def _query_tensor(q: jax.Array) -> torch.Tensor:
+    """Torch takes no e4m3 numbers from JAX."""
+    if q.dtype == jnp.bfloat16:
+        return _tensor(q)
+    return _tensor(jax.lax.bitcast_convert_type(q, jnp.uint8)).view(torch.float8_e4m3fn)
 
 
 def _deep_gemm_pages(q, weights, keys, table, lengths) -> Run:
@@ -141,15 +172,15 @@ def _deep_gemm_chunk(q, weights, keys, table, lengths) -> Run:
     return Run(call, "torch")
 
 
-def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor, lengths: torch.Tensor) -> float:
-    """Over the columns that count, as a share of the largest logit; a piece of the rows at a time."""
+def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor, lengths: torch.Tensor, limit: float) -> float:
+    """Over the columns that count, as a share of the largest logit, at most `limit`; a piece of the rows at a time."""
     at, most, largest = torch.arange(ours.shape[1], device=ours.device), 0.0, 0.0
     for rows in torch.arange(len(ours), device=ours.device).split(512):
         counted = at < lengths[rows, None]
         wanted, found = ours[rows][counted], theirs[rows, : ours.shape[1]][counted]
         most = max(most, (wanted - found).abs().max().item())
         largest = max(largest, wanted.abs().max().item())
-    assert most <= LOGITS_DIFFER * largest, f"logits differ by {most:.3g}, the largest is {largest:.3g}"
+    assert most <= limit * largest, f"logits differ by {most:.3g}, the largest is {largest:.3g}"
     return most / largest
 
 

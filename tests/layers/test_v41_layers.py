@@ -43,8 +43,12 @@ LAYERS = v41_layers(CONFIG)
 PLACES = ((0, 0), (2, 0), (2, 1), (0, 1), (1, 0), (0, 2), (0, 3))
 POOLS = {0: 4, 2: 2, 1: 1}  # how many layers
 LENGTHS, MAX_LEN, NUM_PAGES, REQUEST_ROWS, MAX_REQUESTS = (76, 41), 96, 7, (2, 0), 3
+ON_GPU = jax.default_backend() == "gpu"
 # The kernels of a GPU round softmax's weights to bfloat16, the reference does not.
-TOLERANCE = {"rtol": 2**-7, "atol": 4e-3 if jax.default_backend() == "gpu" else 2e-3}
+TOLERANCE = {"rtol": 2**-7, "atol": 4e-3 if ON_GPU else 2e-3}
+# Logits that differ by less may change places: the FP8 tensor cores keep about 14 bits of a sum of products, and the
+# magnitudes of a logit's terms sum up to some 8 here. And the share of selections that may hang on it.
+TIE, MAY_DIFFER = (4e-3, 0.02) if ON_GPU else (1e-4, 0.01)
 INV_FREQ = (160000.0 ** -(np.arange(32) / 32)).astype(np.float32)
 DECODE, EXTEND, VERIFY = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND, mla.ForwardMode.TARGET_VERIFY
 DRAFTS = 5  # rows of a request in a verify step
@@ -237,11 +241,11 @@ def assert_served(found, caches="V41"):
                     positions, gap = want_chosen[i][r][t]
                     got = chosen[i][r, t]
                     if (got[: len(positions)] != positions).any() or (got[len(positions) :] != -1).any():
-                        assert gap < 1e-4
+                        assert gap < TIE
                         differing += 1
                         continue
                 np.testing.assert_allclose(outs[i][r, t], want_outs[i][r][t], **TOLERANCE)
-    assert differing <= 0.01 * len(LAYERS) * sum(LENGTHS)
+    assert differing <= MAY_DIFFER * len(LAYERS) * sum(LENGTHS)
 
 
 @pytest.mark.long
@@ -298,7 +302,7 @@ def assert_as_by_decode_steps(found, parts):
     On a GPU the sums of a product may depend on how many rows it has, so that bytes may differ.
     """
     assert_served(found)
-    if jax.default_backend() == "gpu":
+    if ON_GPU:
         return
     wanted = by_decode_steps()
     for layer in LAYERS:

@@ -129,29 +129,34 @@ def visible(length: int, ratio: int) -> torch.Tensor:
 
 
 def blocks_of(scores, lens, kept, size):
-    """For each token the set of its candidate blocks: the maxima, the newest at infinity."""
+    """For each token `(candidate blocks, gap)`: a set, of the maxima, the newest at infinity; a gap as of `select`."""
     found = []
     for row, n in zip(scores, lens.tolist()):
         if n == 0:
-            found.append(set())
+            found.append((set(), np.inf))
             continue
         padded = torch.nn.functional.pad(row[:n], (0, -n % size), value=-torch.inf).unflatten(0, (-1, size))
         top = padded.amax(-1)
         top[(n - 1) // size] = torch.inf
-        found.append(set(top.argsort(descending=True, stable=True)[:kept].tolist()))
+        order = top.argsort(descending=True, stable=True)
+        gap = float(top[order[kept - 1]] - top[order[kept]]) if len(order) > kept else np.inf
+        found.append((set(order[:kept].tolist()), gap))
     return found
 
 
 def select(scores, lens, topk, blocks=None, size=8):
-    """For each token `(positions, gap)`: the ascending top-k, and by how much the last one beats the next."""
+    """For each token `(positions, gap)`: the ascending top-k, and by how much the last one beats the next.
+
+    With `blocks` they are of these, and the gap is at most theirs.
+    """
     found = []
     for i, (row, n) in enumerate(zip(scores, lens.tolist())):
-        allowed = torch.tensor([p for p in range(n) if blocks is None or p // size in blocks[i]], dtype=torch.long)
+        allowed = torch.tensor([p for p in range(n) if blocks is None or p // size in blocks[i][0]], dtype=torch.long)
         order = row[allowed].argsort(descending=True, stable=True)  # ties, of logits of 0, go to the lower position
         chosen = allowed[order[:topk]].sort().values
         ranked = row[allowed][order]
         gap = float(ranked[topk - 1] - ranked[topk]) if len(ranked) > topk else np.inf
-        found.append((chosen.tolist(), gap))
+        found.append((chosen.tolist(), gap if blocks is None else min(gap, blocks[i][1])))
     return found
 
 
