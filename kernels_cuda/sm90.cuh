@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* x) {
 using Barrier = uint64_t;  // in shared memory
 
 __device__ __forceinline__ void init(Barrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void arrive(Barrier* barrier) {
