@@ -126,6 +126,9 @@ Planned planned(int rows, int heads, int format, const Shape& table, const Shape
   call.tables[1] = table_of(extra);
   call.places[0] = places_of(table);
   call.places[1] = places_of(extra);
+  // The schedule counts the blocks of all rows in 32 bits.
+  int64_t units = int64_t{rows} * (most_blocks(call) + kRowCost) + groups;
+  if (units > INT_MAX) TVM_FFI_THROW(ValueError) << "sparse_decode: " << rows << " rows have too many blocks of keys";
   call.deal = deal_of(rows, groups, call.tiles, most_blocks(call));
   bool by_lengths = table.rows_per_length || extra.rows_per_length;
   made.what = launch_of(format, tile, by_lengths);
@@ -187,7 +190,7 @@ void SparseDecode(ffi::TensorView q, ffi::Optional<ffi::TensorView> cache, ffi::
                   double empty_lse, int64_t tile, int64_t groups, int64_t cuts, ffi::TensorView out,
                   ffi::TensorView lse, ffi::Optional<ffi::TensorView> scratch) {
   using Given = ffi::Optional<ffi::TensorView>;
-  int heads = static_cast<int>(q.size(q.ndim() - 2)), rows = static_cast<int>(lse.numel()) / heads;
+  int heads = static_cast<int>(q.size(q.ndim() - 2)), rows = static_cast<int>(lse.numel() / heads);
   auto shape_of = [&](const Given& given, const Given& its_lengths, auto... numbers) {
     int64_t topk = given.has_value() ? given.value().size(given.value().ndim() - 1) : 0;
     int64_t rows_per_length = its_lengths.has_value() ? rows / its_lengths.value().numel() : 0;
