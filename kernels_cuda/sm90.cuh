@@ -248,10 +248,13 @@ __device__ __forceinline__ void multiply(float (&d)[64], const uint32_t (&a)[4],
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 
-// All threads of a cluster arrive, and then wait for the others. This orders no writes. A thread must have used what it
-// read before it arrives.
+// All threads of a cluster arrive, and then wait for the others. `arrive_in_cluster` orders nothing; after
+// `release_to_cluster` the others may write over what this thread has read.
 __device__ __forceinline__ void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void release_to_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

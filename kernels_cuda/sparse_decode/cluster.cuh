@@ -435,7 +435,7 @@ struct PartOfRow {
       if (more) sync_slice();
     }
     if (!any()) send_statistics();
-    sm90::arrive_in_cluster();
+    sm90::release_to_cluster();
     sm90::wait_cluster();  // the other blocks' shared memory is free for values
     if (any()) send_values();
     weigh_parts();
