@@ -7,8 +7,9 @@
 
 namespace sparse_decode {
 
-// Named barriers: one of the consumers, one of all threads once their work is done.
-constexpr int kSumBarrier = 1, kEndBarrier = 2;
+// Named barriers: one of the consumers, one of all threads once their work is done. 3 and 4 are those of the warps of one
+// consumer.
+constexpr int kSumBarrier = 1, kEndBarrier = 2, kScoreBarrier = 3;
 
 // --- scores -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,9 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       begin_scores<kFormat, 1>(shared, turn, scores);
       sm90::wait_products<1>();
       if (block > first) release(n - 1);
-      sm90::wait_products<0>();  // all four warps: V3.2's weights replace the rope part that they read
+      sm90::wait_products<0>();
+      // V3.2's weights replace the rope part, which the products of all four warps read.
+      if constexpr (Layout<kFormat>::kTiles > kWeightTile) sm90::sync_threads(kScoreBarrier + side, 128);
       if (block + 2 >= last) sm90::arrive_warp(&shared.barriers.queries_empty, lane);
       uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[n % kKnown]);
       float2 rescale = weigh(scores, valid, call.scale_log2, statistics);
