@@ -98,7 +98,7 @@ _GRAPHS = (
 )
 _SIX_LAYERS = "--layers 6 --prefill '' --long ''"
 PARTS = (
-    Part("hopper_decode", "hopper_decode.json", "hopper_decode", 90),
+    Part("hopper_decode", "hopper_decode.json", "hopper_decode", 330),
     Part("v41_decode", "v41_decode.json", "v41_decode", 60),
     Part("bf16_decode", "bf16_decode.json", "bf16_decode", 60),
     Part("backward", "backward.json", "backward", 90),

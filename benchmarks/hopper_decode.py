@@ -2,9 +2,11 @@
 
     python -m benchmarks.hopper_decode [--only "V4 Flash" ...]
 
-Both are called from torch, ours through the drop-in with `hopper` named, and timed by CUPTI with the L2 flushed, in one
-process: what a call does on the GPU, from its first kernel's start to its last one's end. Errors are those of four rows
-against float64, norm over norm. Writes hopper_decode.json to $OUT or benchmarks/results. Needs sgl-flash-mla.
+Both are called from torch, ours through the drop-in with `hopper` named, and timed by CUPTI, in one process: what a
+call does on the GPU, from its first kernel's start to its last one's end. Each case is timed with the L2 emptied in
+three ways (`timing.FLUSHES`); the row has the way in which ours does worst beside FlashMLA, and all three under
+`flushed`. Errors are those of all rows against float64, norm over norm. Writes hopper_decode.json to $OUT or
+benchmarks/results. Needs sgl-flash-mla.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.record import environment, results_folder, write_json
-from benchmarks.timing import Run, Timer
+from benchmarks.timing import FLUSHES, Run, Timer
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +39,7 @@ SLOTS = 1 << 20  # of each cache: ten times the L2
 LONG_ROW = 16384  # index columns
 FP8_NAN = 0x7F
 PRODUCTION, ONE_TOKEN, LONG = "production", "one token", "long rows"
+BATCHES = 1, 2, 4, 8, 16, 32, 64, 256  # of one token
 
 
 class Case(NamedTuple):
@@ -63,7 +66,7 @@ class Case(NamedTuple):
         if not self.is_v4:
             return "V3.2"
         if (extra := self.shape.extra) is None:
-            return "V4"
+            return "V4" if self.shape.cache.topk == LONG_ROW else "V4 window"
         return "V4 C128" if extra.lengths else {512: "V4 Flash", 1024: "V4 Pro"}[extra.topk]
 
     @property
@@ -76,13 +79,12 @@ def cases() -> Iterator[Case]:
     table = [shape for shape in decode_table() if shape.table == "performance"]
     of_model = {Case(shape).model: shape for shape in reversed(table)}
 
-    def one_token(model: str, heads: int, batch: int) -> Case:
-        return Case(dataclasses.replace(of_model[model], heads=heads, batch=batch, q_len=1))
-
-    for heads in (64, 32, 16):
-        yield from (one_token("V4 Flash", heads, batch) for batch in (1, 4, 16, 64, 256))
-    for batch in (1, 16, 64, 256):
-        yield from (one_token(model, heads, batch) for model, heads in (("V4 Pro", 128), ("V3.2", 128), ("V3.2", 64)))
+    of_model["V4 window"] = dataclasses.replace(of_model["V4 Flash"], extra=None)
+    for model in ("V4 Flash", "V4 Pro", "V4 C128", "V4 window", "V3.2"):
+        # Ranks of a tensor-parallel model have few heads.
+        for heads in (128, 64, 32, 16, 8) if model in ("V4 Flash", "V3.2") else (128, 64):
+            for batch in BATCHES:
+                yield Case(dataclasses.replace(of_model[model], heads=heads, batch=batch, q_len=1))
     yield from map(Case, table)
 
 
@@ -174,29 +176,35 @@ class Problem:
         return lambda: package.flash_mla_with_kvcache(q, pages, None, None, 512, schedule, **fixed)
 
     def error(self, out: torch.Tensor) -> float:
-        """Of the worst of four rows."""
-        count, worst = self.shape.batch * self.shape.q_len, 0.0
+        """Of all rows together."""
         call = case_data.Call(self.q, [], self.scale, self.sink)
-        for row in sorted({0, count // 3, count // 2, count - 1}):
-            at = divmod(row, self.shape.q_len)
-            slots = [indices[at].long() for _, indices in self.tables]
-            if self.lengths is not None:
-                slots[1] = slots[1][: int(self.lengths[at[0]])]
-            keys = torch.cat([cache.rows(x) for (cache, _), x in zip(self.tables, slots)])
-            valid = torch.ones((1, len(keys)), dtype=torch.bool, device=keys.device)
-            (wanted,), *_ = case_data.attend(self.q[at][None].double(), keys[None], valid, call)
-            got = out[at][: self.shape.heads].double()
-            worst = max(worst, ((got - wanted).norm() / wanted.norm()).item())
-        return worst
+        q, out = self.q.flatten(0, 1), out[..., : self.shape.heads, :].flatten(0, 1)
+        slots = [indices.flatten(0, 1).long() for _, indices in self.tables]
+        valid = [torch.ones_like(x, dtype=torch.bool) for x in slots]
+        if self.lengths is not None:
+            lengths = self.lengths.repeat_interleave(self.shape.q_len)
+            valid[1] = torch.arange(slots[1].shape[1], device=q.device) < lengths[:, None]
+        valid, count = torch.cat(valid, 1), max(1, case_data.CHUNK // (sum(x.shape[1] for x in slots) * q.shape[-1]))
+        wrong = whole = 0.0
+        for some in torch.arange(len(q), device=q.device).split(count):
+            keys = [
+                cache.rows(x[some].flatten()).view(len(some), x.shape[1], -1)
+                for (cache, _), x in zip(self.tables, slots)
+            ]
+            wanted, *_ = case_data.attend(q[some].double(), torch.cat(keys, 1), valid[some], call)
+            wrong += (out[some].double() - wanted).square().sum().item()
+            whole += wanted.square().sum().item()
+        return math.sqrt(wrong / whole)
 
 
-def measure(case: Case, caches: dict, timer: Timer, wheel) -> dict:
+def measure(case: Case, caches: dict, timers: Sequence[Timer], wheel) -> dict:
     problem, heads = Problem(case, caches), case.shape.heads
     calls = problem.call(wheel, -(-heads // 64) * 64, use_legacy=True), problem.call(ours, heads)
-    times = [timer(Run(call, "torch")) for call in calls]
+    flushed = {timer.flush: [round(timer(Run(call, "torch")), 1) for call in calls] for timer in timers}
+    worst = min(flushed, key=lambda way: flushed[way][0] / flushed[way][1])
     errors = [problem.error(call()[0]) for call in calls]
-    row = {"case": case.name, "table": case.table, "flash_mla_us": round(times[0], 1), "ours_us": round(times[1], 1)}
-    row |= {"ratio": round(times[0] / times[1], 2)}
+    row = {"case": case.name, "table": case.table, "flash_mla_us": flushed[worst][0], "ours_us": flushed[worst][1]}
+    row |= {"ratio": round(flushed[worst][0] / flushed[worst][1], 2), "flush": worst, "flushed": flushed}
     return row | {"flash_mla_error": float(f"{errors[0]:.3g}"), "error": float(f"{errors[1]:.3g}")}
 
 
@@ -223,11 +231,11 @@ def main() -> int:
     os.environ["JAX_SPARSE_MLA_DECODE_BACKEND"] = "hopper"
     import flash_mla as wheel
 
-    timer, caches, rows, ratios = Timer(repeats=9), {}, [], {}
+    timers, caches, rows, ratios = [Timer(7, flush) for flush in FLUSHES], {}, [], {}
     for case in cases():
         if not case.name.startswith(tuple(args.only)):
             continue
-        rows.append(measure(case, caches, timer, wheel))
+        rows.append(measure(case, caches, timers, wheel))
         ratios[case] = rows[-1]["flash_mla_us"] / rows[-1]["ours_us"]
         print(
             "  ".join(f"{key} {value}" if key != "case" else f"{value:36}" for key, value in rows[-1].items()),

@@ -19,6 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "kernel_backends", "matmul_rate"]
 
 FLUSH_BYTES = 512 << 20  # several times the 60 MB L2 of an H200
+# What empties the L2 before a call: sums over a buffer, which evict kernel code too; a memset, which does not; or a
+# product with 300 MB of weights, as stands between the attention of two layers of a model.
+READ, WRITE, STEP = FLUSHES = "read", "write", "step"
+_STEP_ROWS, _STEP_DIM, _STEP_WIDTH = 64, 4096, 36_864  # 302 MB of bfloat16
 
 
 class Run(NamedTuple):
@@ -64,11 +68,17 @@ class Timer:
 
     Flush, marker, call and marker follow each other on one framework's stream without a wait for the host, so the
     GPU neither idles nor slows its clocks before the call.
+
+    Args:
+      flush: one of FLUSHES; JAX's calls know READ alone.
     """
 
-    def __init__(self, repeats: int = 15):
+    def __init__(self, repeats: int = 15, flush: str = READ):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch allocates on the same GPU
-        self.repeats = repeats
+        self.repeats, self.flush = repeats, flush
+        if flush == STEP:
+            self._rows = torch.randn(_STEP_ROWS, _STEP_DIM, device="cuda", dtype=torch.bfloat16)
+            self._weights = torch.randn(_STEP_DIM, _STEP_WIDTH, device="cuda", dtype=torch.bfloat16)
         self.operations: list[Operation] = []
         self._torch_flush = torch.ones(FLUSH_BYTES // 4, device="cuda")
         self._torch_mark = torch.zeros(3, device="cuda")
@@ -104,11 +114,12 @@ class Timer:
 
     def _once(self, run: Run) -> None:
         if run.framework == "torch":
-            for _ in range(3):
-                self._torch_flush.sum()
+            self._flush_by_torch()
             self._torch_mark.cosh_()
             run.call()
             self._torch_mark.cosh_()
+        elif self.flush != READ:
+            raise ValueError(f"a call of JAX is timed behind {READ!r} alone, got {self.flush!r}")
         else:
             for _ in range(3):
                 self._jax_flush(self._jax_buffer)
@@ -116,6 +127,13 @@ class Timer:
             out = run.call()
             self._jax_mark(self._jax_marked)
             del out
+
+    def _flush_by_torch(self) -> None:
+        if self.flush == STEP:
+            self._rows @ self._weights
+            return
+        for _ in range(3):
+            self._torch_flush.zero_() if self.flush == WRITE else self._torch_flush.sum()
 
     def _wait(self) -> None:
         jax.block_until_ready(self._jax_flush(self._jax_buffer))

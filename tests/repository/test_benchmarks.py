@@ -187,8 +187,8 @@ def test_the_sm90_bench_has_the_rows_of_flashmla_s_table():
     assert len(table) == 32 and sum(case.model == "V3.2" for case in table) == 6
     assert all(any(map(belongs, cases)) for belongs in hopper_decode.GROUPS.values())
     assert {case.is_v4 for case in cases if case.model.startswith("V4")} == {True}
-    recorded = json.loads((record.RESULTS / "hopper_decode.json").read_text())["rows"]
-    assert {row["case"] for row in recorded} == {case.name for case in cases}
+    recorded = {row["case"] for row in json.loads((record.RESULTS / "hopper_decode.json").read_text())["rows"]}
+    assert {case.name for case in table} <= recorded <= {case.name for case in cases}
 
 
 def test_number_formats_are_ordered_by_their_roundings():
