@@ -198,6 +198,11 @@ class JointPlan(StepPlan):
             **joined,
         )
 
+    def follows(self, before: JointPlan) -> bool:
+        """As `StepPlan.follows`, in every share that has a step."""
+        counts, counts_before = ([part and len(part.requests) for part in plan.parts] for plan in (self, before))
+        return counts == counts_before and super().follows(before)
+
 
 class Schedulers:
     """The schedulers of all shares, behind the face of one.
@@ -306,19 +311,20 @@ class MeshEngine(Engine):
         new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
         return jax.jit(new_state)(), params
 
-    def _pack(self, program: Program, plan: JointPlan) -> np.ndarray:
+    def _pack(self, program: Program, plan: JointPlan) -> jax.Array:
         proposals, start, packed = self._proposals(plan), 0, []
         for part in plan.parts:
             own = slice(start, start + (len(part.requests) if part else 0))
             packed.append(pack(program, part, self.options.max_batch, None if proposals is None else proposals[own]))
             start = own.stop
-        return np.concatenate(packed)
+        return self._of_shares(np.concatenate(packed))
 
-    def _counted_on(self, program: Program, plan: JointPlan) -> None:
-        """Every step's array comes from the host: a compiled step takes it cut as the first one was."""
+    def _empty(self, program: Program) -> jax.Array:
+        return self._of_shares(np.tile(super()._empty(program), self.mesh.shape[REQUESTS]))
 
-    def _empty(self, program: Program) -> np.ndarray:
-        return np.tile(super()._empty(program), self.mesh.shape[REQUESTS])
+    def _of_shares(self, packed: np.ndarray) -> jax.Array:
+        """Cut as a step returns the array of the step that follows it; every process has the whole."""
+        return jax.make_array_from_callback(packed.shape, NamedSharding(self.mesh, P(REQUESTS)), packed.__getitem__)
 
     def _unpack(self, program: Program, plan: JointPlan, packed: np.ndarray) -> Result:
         shares = np.split(packed, len(plan.parts))

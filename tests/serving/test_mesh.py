@@ -37,7 +37,6 @@ def test_other_models_and_steps_over_a_mesh(case):
     assert failure == "", failure
 
 
-@pytest.mark.long
 def test_two_processes():
     """Context parallel decode and an engine over two processes: both know all tokens, and one checks them."""
     with socket.socket() as free:
