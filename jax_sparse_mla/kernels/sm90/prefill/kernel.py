@@ -39,6 +39,8 @@ PAIR = 2 * BLOCK
 HALF = V_DIM // 2  # columns of the output that one warpgroup owns
 _TAIL = 64  # columns that are no part of V
 
+_SCORED_BARRIER = 6  # a named barrier; Mosaic's own are 0 to 4
+
 # A thread has 168 registers at launch; the consumers take what the producer gives up.
 _PRODUCER_REGISTERS = 72
 _CONSUMER_REGISTERS = 216
@@ -256,6 +258,21 @@ def _scores(block: int, shared: Shared, pair) -> jax.Array:
     return emit(shared.queries, shared.keys.at[block], shared.weights.at[block], shared.barriers, pair)
 
 
+def _sync_scored(shared: Shared) -> None:
+    """Lets the right warpgroup replace its block's tail by weights: the products of all four warps have read it.
+
+    The left one's weights come after an answer of the right one, for which all of its threads arrived.
+    """
+    if shared.queries.shape[1] == V_DIM:
+        return
+
+    @inline()
+    def emit(ctx):
+        ptx.warpgroup_sync(ptx.i32(_SCORED_BARRIER))
+
+    emit()
+
+
 def _tile_steps(tile: int) -> list[int]:
     """Byte offsets of a tile's four groups of 16 columns."""
     return [tile * tiles.TILE_BYTES + 32 * i for i in range(tiles.TILE_COLUMNS // 16)]
@@ -395,6 +412,7 @@ def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> 
     weights = jnp.exp2(scores - _spread(both, scores))
     rounded = weights.astype(jnp.bfloat16)
     shared.references[1] = both
+    _sync_scored(shared)
     shared.weights[1] = rounded
     _arrive(shared, Barrier.WEIGHTS + 1, for_wgmma=True)
     shrink = jnp.exp2(state.reference - both)
