@@ -149,6 +149,36 @@ def slow():
     return lambda x: function(x, matrix)
 
 
+def test_torch_s_current_gpu_stays(monkeypatch):
+    """JAX leaves another one current, also where it raises."""
+    current = [0]
+
+    def function(x):
+        current[0] = 1
+        if x.shape[0] > 2:
+            raise ZeroDivisionError
+        return x
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    call(function, torch.ones(2))
+    assert current == [0]
+    with pytest.raises(ZeroDivisionError):
+        call(function, torch.ones(3))
+    assert current == [0]
+
+
+@pytest.mark.gpu
+def test_a_second_gpu_does_not_become_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a second GPU")
+    torch.cuda.set_device(0)
+    tensor = torch.ones(64, device="cuda:1")
+    assert call(lambda x: 2 * x, tensor).device.index == 1 and torch.cuda.current_device() == 0
+    assert torch.equal(to_torch(to_jax(tensor)).cpu(), tensor.cpu()) and torch.cuda.current_device() == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_each_waits_for_the_other_s_stream(slow, side_stream):
