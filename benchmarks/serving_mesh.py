@@ -23,12 +23,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from benchmarks.record import write_section
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, init_cut_params
+from jax_sparse_mla.serving.mesh import MeshEngine, init_cut_params, new_mesh
 from jax_sparse_mla.serving.presets import BENCH_CONFIGS
 from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -83,7 +82,7 @@ def main() -> None:
             engine = Engine(model, model.init_params(0, dtype), options)
         else:
             shape = tuple(map(int, layout.split("x")))
-            mesh = Mesh(np.array(devices).reshape(shape), (REQUESTS, HEADS))
+            mesh = new_mesh(*shape)
             share = dataclasses.replace(options, max_batch=-(-count // shape[0]))
             engine = MeshEngine(*init_cut_params(model, 0, mesh, dtype), share, mesh)
         found, _, _ = served(engine, prompts, arguments.new, drawn=False)

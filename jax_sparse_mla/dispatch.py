@@ -81,7 +81,7 @@ def shared(function: Callable[..., Any], shares: sharding.Shares) -> Callable[..
         if not sharding.may_be_partitioned(args):
             return function(*args)
         cut = functools.partial(sharding.partitioned, function, shares)
-        return _differentiated_as(_batched_as(cut, function), function)(*args)
+        return differentiated_as(_batched_as(cut, function), function)(*args)
 
     return either
 
@@ -124,7 +124,7 @@ def _batched_as(function: Callable[..., Any], other: Callable[..., Any]) -> Call
     return guarded
 
 
-def _differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with the derivatives of the other."""
     called = jax.custom_jvp(function)
 

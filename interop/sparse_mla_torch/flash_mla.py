@@ -264,7 +264,10 @@ def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> No
     if indices is None:
         raise ValueError(f"{name}: dense decode (indices=None) is not served here: call FlashMLA's own function for it")
     if is_fp8_kvcache is False:
-        raise ValueError(f"{name}: is_fp8_kvcache must be True: sparse decode reads FP8 caches")
+        raise ValueError(
+            f"{name}: is_fp8_kvcache must be True or None, got False: k_cache holds bytes here, and how many a token "
+            "has says whether they are FP8 (656, 584) or bfloat16 (1152, 1024)"
+        )
     for argument, value, expected in (
         ("head_dim_v", head_dim_v, 512),
         ("num_splits", None if isinstance(num_splits, torch.Tensor) else num_splits, None),

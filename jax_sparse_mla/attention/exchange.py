@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.dispatch import differentiated_as, dispatch, on_cuda, use_triton
 from jax_sparse_mla.indices.ownership import AxisName
 from jax_sparse_mla.xla.triton_call import launching
 
@@ -31,9 +31,22 @@ def exchanged(
 
     Sums are float32 and in the devices' order; out is rounded to its dtype once, after the sink.
     """
-    words = lax.all_to_all(send(out, lse, lax.axis_size(axis_name)), axis_name, 0, 0, tiled=True)
+    words = lax.all_to_all(_send(out, lse, lax.axis_size(axis_name)), axis_name, 0, 0, tiled=True)
     *leading, heads, v_dim = out.shape
     return merge_received(words, attn_sink, (*leading, heads // len(words), v_dim), out.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
+    return send(out, lse, n)
+
+
+@_send.defjvp
+def _refuse(n, primals, tangents):
+    raise NotImplementedError(
+        "context_parallel_decode: what devices exchange are bits, without a gradient; only attn_sink has one. "
+        "Differentiate sparse_mla_decode over whole caches"
+    )
 
 
 @partial(jax.jit, static_argnames="n")
@@ -73,9 +86,10 @@ def merge_received(
     """
     static = {"shape": shape, "dtype": np.dtype(dtype).name}
     plain = partial(merge_received_reference, **static)
-    if 0 in shape:
+    if 0 in shape or not use_triton():
         return plain(words, attn_sink)
-    return dispatch(launching("context_parallel.merge_received", **static), plain, words, attn_sink)
+    kernel = partial(on_cuda, launching("context_parallel.merge_received", **static), plain)
+    return differentiated_as(kernel, plain)(words, attn_sink)
 
 
 def merge_received_reference(

@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once"
     )
     parser.add_argument(
-        "--max-batch", type=positive_int, default=8, metavar="N", help="served at once; with --mesh by a share"
+        "--max-batch",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="requests served at once, with --mesh by each share",
     )
     parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
     parser.add_argument("--kv-cache", choices=("bf16", "fp8"), default="fp8")

@@ -15,6 +15,7 @@ import jax
 
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import presets
+from jax_sparse_mla.serving.bench import check_memory, size_of
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
 from jax_sparse_mla.serving.model import Model, load
@@ -141,7 +142,14 @@ class MeshSetup(JaxSetup):
             self.device += f", in {jax.process_count()} processes"
 
     def new_engine(self, options: EngineOptions) -> Engine:
-        return MeshEngine(self.model, self.params, options, self.mesh)
+        engine = MeshEngine(self.model, self.params, options, self.mesh)
+        if self.whole is not None:
+            held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((engine.params, engine.state)))
+            caches = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine.state))
+            check_memory(
+                "the check on one device, which --no-check leaves out, needs", held + caches + size_of(self.whole[1])
+            )
+        return engine
 
     def new_engine_of_one_device(self, engine: Engine) -> Engine:
         """With the options of a share, but no drafts."""

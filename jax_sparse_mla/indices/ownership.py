@@ -101,7 +101,13 @@ class Ownership:
 
         Returns:
           int32 `[..., k]` and `[...]`.
+
+        Raises:
+          TypeError, ValueError: other dtypes, or lengths that are not one for each list.
         """
+        check = ArgumentChecks("Ownership.pack")
+        positions = check("positions", positions, (*[None] * (check.rank("positions", positions) - 1), "k"), INT32)
+        lengths = check.optional("lengths", lengths, positions.shape[:-1], INT32)
         return pack_positions([Positions(self, _LAST, positions, lengths)], rank)[0]
 
 

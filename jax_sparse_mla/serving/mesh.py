@@ -56,7 +56,9 @@ def new_mesh(shares: int, devices: int) -> Mesh:
     wanted, have = shares * devices, jax.device_count()
     if wanted > have or (wanted < have and jax.process_count() > 1):
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        raise ValueError(f"a mesh of {shares}x{devices} takes {wanted} devices, JAX has {have}{processes}")
+        tried = f"; XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes as many of a CPU"
+        tried = tried if jax.default_backend() == "cpu" and jax.process_count() == 1 else ""
+        raise ValueError(f"a mesh of {shares}x{devices} takes {wanted} devices, JAX has {have}{processes}{tried}")
     return Mesh(np.array(jax.devices()[:wanted]).reshape(shares, devices), (REQUESTS, HEADS))
 
 

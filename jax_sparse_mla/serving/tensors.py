@@ -95,14 +95,15 @@ def random_params(
     Args:
       shardings: the shardings of a layer's arrays, from the arrays' shapes; by default they are on one device.
     """
-    made: dict[Hashable, Callable] = {}  # by the kind of a layer, what makes each of them
+    first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
+    placed: dict[Hashable, tuple] = {}  # of its kind, as `_layer_program` takes it
 
     def read_layer(read, config, i, kind):
-        if kind not in made:
-            make = functools.partial(_random_layer, read, config, i, dtype, num_experts)
-            placed = None if shardings is None else shardings(jax.eval_shape(make, seed))
-            made[kind] = jax.jit(make, out_shardings=placed)
-        return made[kind](_mixed(seed + jnp.uint32(1 + i)))
+        arguments = read, config, first.setdefault(kind, i), dtype, num_experts
+        if kind not in placed:
+            leaves, tree = jax.tree.flatten(shardings and shardings(jax.eval_shape(_random_layer(*arguments), seed)))
+            placed[kind] = tuple(leaves), tree
+        return _layer_program(*arguments, *placed[kind])(_mixed(seed + jnp.uint32(1 + i)))
 
     seed = _mixed(jnp.uint32(seed))
     return read_params(dataclasses.replace(_random_tensors(seed, dtype, num_experts), read_layer=read_layer))
@@ -112,8 +113,15 @@ def _random_tensors(seed: jax.Array, dtype: Any, num_experts: int) -> Tensors:
     return Tensors(lambda name, shape, dtype: _random(seed, name, shape, dtype, num_experts), dtype)
 
 
-def _random_layer(read, config, i, dtype, num_experts, seed):
-    return read(config, i, _random_tensors(seed, dtype, num_experts))
+def _random_layer(read, config, i, dtype, num_experts) -> Callable[[jax.Array], Any]:
+    return lambda seed: read(config, i, _random_tensors(seed, dtype, num_experts))
+
+
+@functools.cache
+def _layer_program(read, config, i, dtype, num_experts, shardings, tree) -> Callable[[jax.Array], Any]:
+    """The jitted function of a layer's seed; it is kept, so that a second model of the kind compiles nothing."""
+    make = _random_layer(read, config, i, dtype, num_experts)
+    return jax.jit(make, out_shardings=jax.tree.unflatten(tree, shardings))
 
 
 @functools.partial(jax.jit, static_argnames=("name", "shape", "dtype", "num_experts"))

@@ -89,7 +89,7 @@ def _by_jax_triton(launch: Launch, inputs, outputs, aliases, zeroed, capability)
     last = max((i for i, x in enumerate(outputs) if x is not None), default=-1)
     made = [_UNWRITTEN if x is None else x for x in outputs[: last + 1]]
     absent = dict.fromkeys(launch.kernel.arg_names[len(inputs) + last + 1 :][: len(outputs) - last - 1])
-    constants = {name: x for name, x in launch.constants.items() if name != "maxnreg"}  # an option that it has not
+    constants = {name: x for name, x in launch.constants.items() if name != "maxnreg"}  # jax-triton has no such option
     results = triton_call(
         *inputs,
         kernel=launch.kernel,

@@ -64,7 +64,7 @@ def call(
       grid: up to three numbers of programs.
       aliases: by output, the input whose buffer it has; both are indices into what was given.
       zeroed: outputs that the kernel expects zeros in.
-      constants: by name, with Triton's options (num_warps, num_stages).
+      constants: by name, with Triton's options (num_warps, num_stages, maxnreg).
       capability: compute capability of the GPU.
     """
     given = dict(zip((name for name in kernel.arg_names if name not in constants), (*inputs, *outputs), strict=True))

@@ -126,6 +126,14 @@ def test_lists_without_an_entry(shapes):
         np.testing.assert_array_equal(count, np.full(shape[:-1], shape[-1]))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (4,)])
+def test_there_is_a_length_for_each_list(shape):
+    """A kernel would read behind an array of fewer."""
+    positions = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
+    with pytest.raises(ValueError, match=r"Ownership.pack: lengths must have shape \[3\]"):
+        Ownership(2, 1).pack(positions, 0, jnp.zeros(shape, jnp.int32))
+
+
 # --- the exchange ---------------------------------------------------------------------------------
 
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
@@ -274,6 +282,25 @@ def test_what_a_layer_launches(monkeypatch):
     assert text.count('"stablehlo.all_to_all"') == text.count("stablehlo.partition_id") == 1
     for operation in ("scatter", "reduce_window", "concatenate", "slice", "transpose", "bitcast_convert"):
         assert f"stablehlo.{operation}" not in text, operation
+
+
+def test_the_sink_has_a_gradient_where_kernels_run(monkeypatch):
+    """That of the plain code; kernels have none."""
+    parts = attended(3, 2, (2, 1), 8, 16, jnp.float32)
+    words = received([exchange.send_reference(*part, 2) for part in parts], 0)
+    sink = jnp.linspace(-2, 2, 4)
+
+    def total(sink):
+        return jnp.sum(exchange.merge_received(words, sink, (2, 1, 4, 16), np.dtype("float32"))[0] ** 2)
+
+    expected = jax.grad(total)(sink)
+    pretend_h200(monkeypatch, "triton")
+    monkeypatch.setattr(dispatch, "available", lambda: True)
+    exchange.merge_received.clear_cache()
+    found = jax.grad(total)(sink)
+    exchange.merge_received.clear_cache()
+    assert float(jnp.abs(expected).max()) > 0
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.gpu

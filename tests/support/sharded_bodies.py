@@ -238,6 +238,27 @@ def context_parallel_decode():
     for a, b in zip(together, alone):
         np.testing.assert_array_equal(np.asarray(a[4:5]), np.asarray(b))
 
+    # The sink has a gradient, and what is exchanged as bits has none, by name.
+    def total(q, sink):
+        def local(q, cache, indices, sink):
+            return context_parallel_decode(q, cache, indices, axis_name="x", softmax_scale=0.3, attn_sink=sink)[0]
+
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x"), P(), P("x")), out_specs=heads)
+        return jnp.sum(jax.jit(sharded)(q, cut_pages(cache, 4), spread, sink) ** 2)
+
+    def total_of_one(sink):
+        return jnp.sum(sparse_mla_decode(q, cache, spread, softmax_scale=0.3, attn_sink=sink)[0] ** 2)
+
+    found, expected = jax.grad(total, 1)(q, sink), jax.grad(total_of_one)(sink)
+    assert float(jnp.abs(expected).max()) > 0
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+    try:
+        jax.grad(total)(q, sink)
+    except NotImplementedError as error:
+        assert "only attn_sink has one" in str(error)
+    else:
+        raise AssertionError("a gradient in q")
+
     # Each device writes the rows of its own pages, here of both layers' views of one array.
     layers_of = dataclasses.replace(cache, num_layers=2).layer(1)
     slots, new = jnp.asarray([0, 5, 17, 63, 33, -1, 64, 4000], jnp.int32), q[:, 0, 0]

@@ -394,7 +394,7 @@ def test_empty_calls(backend, setting):
     ("changes", "error", "message"),
     [
         ({"indices": None}, ValueError, "dense decode"),
-        ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache must be True"),
+        ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache must be True or None, got False"),
         ({"causal": True}, ValueError, "causal must be False"),
         ({"head_dim_v": 448}, ValueError, "head_dim_v must be 512"),
         ({"num_splits": 1}, ValueError, "num_splits must be None"),

@@ -236,7 +236,7 @@ def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int,
 
 
 def send(execute: Executor, out, lse, *, words: tuple[int, int]) -> Any:
-    """The words that each device gets, int32 of the shape `words`; `exchange.words_to_send` says of what."""
+    """The words that each device gets, int32 of the shape `words`; `exchange.send` says of what."""
     *leading, heads, v_dim = out.shape
     parts, stride = words
     rows = math.prod(leading)
