@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from benchmarks.record import RESULTS, ROOT
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "serving.md", ROOT / "docs" / "sharding.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("serving-speed.md", "sharding.md")))
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _PEERS = {
     "flash_mla": "FlashMLA",
