@@ -196,6 +196,13 @@ class Pair:
         with ThreadPoolExecutor(2) as threads:
             return [future.result() for future in [threads.submit(work, index) for index in range(2)]]
 
+    def check_together(self, run, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """`run` gives every step's results, on its own GPU: to the bit those expected."""
+        for index, results in enumerate(self.together(run)):
+            for found, wanted in zip(results, expected, strict=True):
+                for x, y in zip(found, wanted, strict=True):
+                    assert x.device.index == index and torch.equal(x.cpu(), y)
+
 
 def on_device(engine: Engine, device: str) -> Engine:
     """A copy of the engine there; pages lie as far apart as the engine's own."""
@@ -222,10 +229,7 @@ def test_two_threads_call_two_gpus(backend, monkeypatch):
                 results.append(tuple(x.clone() for x in engine.step(engine.caches)))
             return results
 
-        for index, results in enumerate(pair.together(run)):
-            for found, wanted in zip(results, expected, strict=True):
-                for x, y in zip(found, wanted, strict=True):
-                    assert x.device.index == index and torch.equal(x.cpu(), y)
+        pair.check_together(run, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -251,10 +255,7 @@ def test_graphs_of_two_gpus_are_replayed_at_once(backend, monkeypatch):
                 found.append(tuple(x.clone() for x in results))
             return found
 
-        for index, results in enumerate(pair.together(run)):
-            for found, wanted in zip(results, expected, strict=True):
-                for x, y in zip(found, wanted, strict=True):
-                    assert x.device.index == index and torch.equal(x.cpu(), y)
+        pair.check_together(run, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
