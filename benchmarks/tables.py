@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.record import RESULTS, ROOT
@@ -380,66 +380,52 @@ def attention_part() -> str:
 # --- two GPUs --------------------------------------------------------------------------------------
 
 
-def _sections(start: str) -> dict[str, dict]:
-    return {title: made for title, made in result("two_gpus").items() if title.startswith(start)}
-
-
-def _made(sections: Iterable[dict]) -> str:
-    return "; ".join(dict.fromkeys(f"{made['device']}, commit {made['commit']}" for made in sections)) + "."
+def _of_two_gpus(start: str, columns: Sequence[str], cells: Callable[[str, str, dict], Sequence[str]]) -> str:
+    """The sections whose titles begin so, a line for each row: `cells(title, case, row)`; and what made them."""
+    sections = {title: made for title, made in result("two_gpus").items() if title.startswith(start)}
+    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
+    for title, made in sections.items():
+        lines += ["| " + " | ".join(cells(title, case, row)) + " |" for case, row in made["rows"].items()]
+    made = "; ".join(dict.fromkeys(f"{made['device']}, commit {made['commit']}" for made in sections.values()))
+    return "\n".join([*lines, "", f"{made}."]) if sections else "Not measured."
 
 
 def two_gpus_step() -> str:
     """The attention step of all layers with requests of its own on each GPU."""
-    sections = _sections("step_over_requests")
-    lines = [
-        "| requests a GPU × tokens | processes | one GPU, µs | two GPUs, µs (each works) | one / two |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for made in sections.values():
-        for case, row in made["rows"].items():
-            works = ", ".join(map(number, row["all_devices_gpu_us"]))
-            lines.append(
-                f"| {case.replace('x', ' × ')} | {row['processes']} | {number(row['one_device_us'])} "
-                f"| {number(row['all_devices_us'])} ({works}) | {ratio(row['weak_scaling'])} |"
-            )
-    return "\n".join([*lines, "", _made(sections.values())]) if sections else "Not measured."
+
+    def cells(_, case, row):
+        works = ", ".join(map(number, row["all_devices_gpu_us"]))
+        one, two = number(row["one_device_us"]), f"{number(row['all_devices_us'])} ({works})"
+        return case.replace("x", " × "), str(row["processes"]), one, two, ratio(row["weak_scaling"])
+
+    columns = "requests a GPU × tokens", "processes", "one GPU, µs", "two GPUs, µs (each works)", "one / two"
+    return _of_two_gpus("step_over_requests", columns, cells)
 
 
 def two_gpus_context() -> str:
     """A layer's attention over pages that two GPUs share."""
-    sections = _sections("context_parallel")
-    lines = [
-        "| layer | tokens | one GPU, µs | own keys | with exchange | whole outputs gathered | one / with exchange "
-        "| sent, MB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for made in sections.values():
-        for case, row in made["rows"].items():
-            layer, tokens = case.split()
-            times = " | ".join(number(row[name]) for name in ("one_us", "own_keys_us", "parallel_us", "gathered_us"))
-            lines.append(
-                f"| {layer} | {int(tokens):,} | {times} | {ratio(row['speedup'])} "
-                f"| {row['parallel_sent_bytes'] / 1e6:.1f} |"
-            )
-    return "\n".join([*lines, "", _made(sections.values())]) if sections else "Not measured."
+
+    def cells(_, case, row):
+        layer, tokens = case.split()
+        times = (number(row[name]) for name in ("one_us", "own_keys_us", "parallel_us", "gathered_us"))
+        return layer, f"{int(tokens):,}", *times, ratio(row["speedup"]), f"{row['parallel_sent_bytes'] / 1e6:.1f}"
+
+    columns = ["layer", "tokens", "one GPU, µs", "own keys", "with exchange", "whole outputs gathered"]
+    return _of_two_gpus("context_parallel", [*columns, "one / with exchange", "sent, MB"], cells)
 
 
 def two_gpus_serving() -> str:
     """The engine over two GPUs."""
-    sections = _sections("serving")
-    lines = [
-        "| model, requests × prompt | layout | prefill, tokens/s | decode step, ms | prefill, decode: times one GPU "
-        "| requests with another token, largest margin there |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for title, made in sections.items():
-        for layout, row in made["rows"].items():
-            lines.append(
-                f"| {title.removeprefix('serving ')} | {layout} | {row['prefill_tokens_per_second']:,.0f} "
-                f"| {row['decode_step_ms']:.2f} | {ratio(row['prefill_speedup'])}, {ratio(row['decode_speedup'])} "
-                f"| {row['requests_with_another_token']}, {row['largest_margin_there']:.3f} |"
-            )
-    return "\n".join([*lines, "", _made(sections.values())]) if sections else "Not measured."
+
+    def cells(title, layout, row):
+        speeds = f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_step_ms']:.2f}"
+        times_one = f"{ratio(row['prefill_speedup'])}, {ratio(row['decode_speedup'])}"
+        others = f"{row['requests_with_another_token']}, {row['largest_margin_there']:.3f}"
+        return title.removeprefix("serving "), layout, *speeds, times_one, others
+
+    columns = ["model, requests × prompt", "layout", "prefill, tokens/s", "decode step, ms"]
+    columns += ["prefill, decode: times one GPU", "requests with another token, largest margin there"]
+    return _of_two_gpus("serving", columns, cells)
 
 
 # --- numbers and blocks ----------------------------------------------------------------------------
