@@ -38,6 +38,7 @@ import numpy as np
 from benchmarks.record import earlier, environment, results_folder, write_json
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
+from jax_sparse_mla.serving.bench import busy
 
 DECODE = "1x8192,4x8192,8x8192,64x8192,1x131072,4x131072,8x131072,64x131072"
 PREFILL = "5602/8192,13302/8192,30352/8192,5602/32768,13302/32768,30352/32768"
@@ -150,13 +151,12 @@ def count_copies(hlo: str, arrays: list[jax.ShapeDtypeStruct]) -> int:
 
 
 class Operation(NamedTuple):
-    """A kernel, copy or fill on a device; nanoseconds. All that one launch of a CUDA graph runs has its id."""
+    """A kernel, copy or fill on the device; nanoseconds. All that one launch of a CUDA graph runs has its id."""
 
     name: str
     start: int
     end: int
     launch: int
-    device: int = 0
 
 
 def device_operations(run) -> list[Operation]:
@@ -167,7 +167,7 @@ def device_operations(run) -> list[Operation]:
         run()
     events = profiler.profiler.kineto_results.events()
     found = [
-        Operation(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id(), e.device_index())
+        Operation(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
         for e in events
         if "CUDA" in str(e.device_type())
     ]
@@ -176,11 +176,7 @@ def device_operations(run) -> list[Operation]:
 
 def busy_time(operations: list[Operation]) -> int:
     """Nanoseconds in which at least one operation runs."""
-    busy = end = 0
-    for operation in operations:
-        busy += max(0, operation.end - max(operation.start, end))
-        end = max(end, operation.end)
-    return busy
+    return busy([(operation.start, operation.end) for operation in operations])
 
 
 def from_graphs(operations: list[Operation]) -> list[Operation]:

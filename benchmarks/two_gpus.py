@@ -30,7 +30,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.record import section, write_section
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, decode_step, fill
-from benchmarks.step import ROOM, STEPS, busy_time, device_operations
+from benchmarks.step import ROOM, STEPS
+from jax_sparse_mla.serving.bench import gpus_ms
 
 CASES = "1x8192,8x8192,64x8192,1x131072,8x131072,64x131072"
 PROFILED = 8  # steps
@@ -90,10 +91,8 @@ def gpu_times(call, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[float]
             state = call(state, *inputs)
         jax.block_until_ready(state)
 
-    by_device: dict[int, list] = {}
-    for operation in device_operations(run):
-        by_device.setdefault(operation.device, []).append(operation)
-    return state, [busy_time(by_device[device]) / PROFILED / 1e3 for device in sorted(by_device)]
+    milliseconds = gpus_ms(run, PROFILED)
+    return state, [each * 1e3 for each in milliseconds]
 
 
 @jax.jit

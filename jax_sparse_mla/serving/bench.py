@@ -394,16 +394,24 @@ def attention_steps(engine: Engine) -> Callable[[int], None]:
 def gpu_ms(run: Callable[[], Any], steps: int) -> float | None:
     """Milliseconds a step in which the busiest GPU does something while `run()` runs `steps`, which must wait for them.
 
-    CUPTI tells, by torch's profiler; None without torch, or without a GPU.
+    None without torch, or without a GPU.
+    """
+    return max(gpus_ms(run, steps), default=None)
+
+
+def gpus_ms(run: Callable[[], Any], steps: int) -> list[float]:
+    """`gpu_ms` of each GPU that does anything, in the order of their numbers; none without torch, or without a GPU.
+
+    CUPTI tells, by torch's profiler.
     """
     if jax.default_backend() != "gpu":
-        return None
+        return []
     try:
         from torch.profiler import ProfilerActivity, profile, supported_activities
     except ImportError:
-        return None
+        return []
     if ProfilerActivity.CUDA not in supported_activities():
-        return None
+        return []
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -411,7 +419,7 @@ def gpu_ms(run: Callable[[], Any], steps: int) -> float | None:
         if "CUDA" in str(event.device_type()):
             span = event.start_ns(), event.start_ns() + event.duration_ns()
             spans.setdefault(event.device_index(), []).append(span)
-    return max(map(busy, spans.values()), default=0) / steps / 1e6 or None
+    return [busy(spans[device]) / steps / 1e6 for device in sorted(spans)]
 
 
 def busy(spans: Sequence[tuple[int, int]]) -> int:

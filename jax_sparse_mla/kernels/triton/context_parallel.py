@@ -63,8 +63,8 @@ def pack_kernel(
     lengths_ptr,  # int32 [rows]; not read without HAS_LENGTHS
     extra_ptr,  # int32 [rows, EXTRA_TOPK]; not read where EXTRA_TOPK is 0: there is one list a row
     extra_lengths_ptr,  # int32 [rows]; not read without EXTRA_HAS_LENGTHS
-    last,  # the last index that a device has, as the next one
-    extra_last,
+    last,  # the last index of the first list that any device has
+    extra_last,  # and of the second list
     out_ptr,  # int32 [rows, TOPK]
     counts_ptr,  # int32 [rows]
     extra_out_ptr,  # int32 [rows, EXTRA_TOPK], or None

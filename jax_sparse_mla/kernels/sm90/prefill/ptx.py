@@ -184,7 +184,7 @@ def bfloat16_pair(low: ir.Value, high: ir.Value) -> ir.Value:
     return _pure("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", low, high, result=i32_type())
 
 
-def transposed(word: ir.Value) -> ir.Value:
+def transposed_matrix(word: ir.Value) -> ir.Value:
     """A matrix of 8 x 8, one word (two columns of a row) a thread, becomes its transpose."""
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word, result=i32_type())
 

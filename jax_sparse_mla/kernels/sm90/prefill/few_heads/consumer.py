@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import arith, memref, scf
 from jax_sparse_mla.kernels.sm90.prefill import ptx, tiles
 from jax_sparse_mla.kernels.sm90.prefill.few_heads.team import (
     BLOCK,
+    LOG2_E,
     REF,
     SHARED_TYPES,
     SLICE,
@@ -30,7 +31,6 @@ from jax_sparse_mla.kernels.sm90.prefill.few_heads.team import (
 )
 from jax_sparse_mla.kernels.sm90.prefill.tiles import SPLAT, inline, scalar
 
-_LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
 _LEAST = -1e30  # the first reference: finite, so that exp2(−inf − reference) is 0
 _SCORE_SUMS = 2  # of a score
@@ -253,7 +253,7 @@ def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: 
             denominator = x
             if sinks is not None:
                 sink = memref.load(sinks, [ptx.index(arith.minsi(head, ptx.i32(heads - 1)))])
-                sink = ptx.exp2(arith.subf(arith.mulf(sink, _f32(_LOG2_E)), reference))
+                sink = ptx.exp2(arith.subf(arith.mulf(sink, _f32(LOG2_E)), reference))
                 denominator = arith.addf(denominator, sink)
             shares.append(arith.select(nothing, _f32(0.0), arith.divf(_f32(1.0), denominator)))
         for i, part in enumerate(state.acc):
@@ -288,7 +288,7 @@ def _store_output(shape: Shape, out: ir.Value, t: ir.Value, acc: list[list[ir.Va
         words = []  # of eight columns each
         for values in acc:
             four = values[4 * i : 4 * i + 4]
-            words += [ptx.transposed(ptx.bfloat16_pair(*four[j : j + 2])) for j in (0, 2)]
+            words += [ptx.transposed_matrix(ptx.bfloat16_pair(*four[j : j + 2])) for j in (0, 2)]
         quads = [tiles.transposed(words[j : j + 4], part) for j in range(0, len(words), 4)]
         with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))):
             for j, quad in enumerate(quads):

@@ -16,7 +16,6 @@ they are put together at the item's end.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from jax_sparse_mla.kernels.sm90.prefill.few_heads.consumer import consume
 from jax_sparse_mla.kernels.sm90.prefill.few_heads.producer import produce
 from jax_sparse_mla.kernels.sm90.prefill.few_heads.team import (
     BLOCK,
+    LOG2_E,
     MOST_HEADS,
     TEAMS,
     V_DIM,
@@ -37,8 +37,6 @@ from jax_sparse_mla.kernels.sm90.prefill.few_heads.team import (
     init_barriers,
     scratch,
 )
-
-_LOG2_E = math.log2(math.e)
 
 
 def _for_each_item(work, team, length_ref, *, tokens: int, topk: int, blocks: int) -> None:
@@ -94,7 +92,7 @@ def sparse_prefill_few_heads(
         @pl.when(role < TEAMS)
         def _consumer():
             plgpu.set_max_registers(shape.consumer_registers, action="increase")
-            each(functools.partial(consume, shape, out_refs, shared, softmax_scale * _LOG2_E), role)
+            each(functools.partial(consume, shape, out_refs, shared, softmax_scale * LOG2_E), role)
 
         @pl.when(role >= TEAMS)
         def _producer():

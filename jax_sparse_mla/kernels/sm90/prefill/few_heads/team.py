@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ SLICE = tiles.TILE_COLUMNS
 SLICE_BYTES = BLOCK * SLICE * 2
 V_SLICES = V_DIM // SLICE
 WARPS = 4  # of a warpgroup
+LOG2_E = math.log2(math.e)
 
 # That the arrays may take: 227 KiB less what Mosaic needs beside them. An H200 refused a launch of all 227.
 _SHARED_BYTES = 226 * 1024
