@@ -7,7 +7,8 @@
 Needs an NVIDIA GPU. Each part is a command of its own, in the order of its worth; all.json remembers which are made, by
 which code. A part is left while its file is missing or of other code, so that one folder ends up being of one code;
 files of other code that stand in $OUT are only replaced with --replace. A copy of the checkout without its history
-takes the commit from $COMMIT.
+takes the commit from $COMMIT. On a machine with several GPUs a part runs on each at the same time; then come the parts
+that use all of them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks import plots
@@ -30,6 +32,7 @@ from benchmarks.record import (
     commit,
     earlier,
     environment,
+    gpu_names,
     latest,
     results_folder,
     write_json,
@@ -48,6 +51,7 @@ class Part(NamedTuple):
       seconds: it takes about so many on one H200 with 16 cores; a recorded run's count instead.
       whole: of a part that goes on where it was stopped, whether its file is complete.
       by_case: it goes on case by case: any time is enough for some.
+      all_gpus: it uses every GPU of the machine; the others use one.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Part(NamedTuple):
     seconds: int
     whole: Callable[[dict], bool] | None = None
     by_case: bool = False
+    all_gpus: bool = False
 
     @property
     def takes(self) -> float:
@@ -85,6 +90,13 @@ def _serving(preset: str, count: int, seconds: int) -> Part:
     return Part(f"serving {preset}", "serving.json", f"serving --presets {preset}", seconds, whole)
 
 
+def _two_gpus(section: str, module: str, seconds: int) -> Part:
+    def whole(found: dict) -> bool:
+        return found.get(section, {}).get("code") == found["code"]
+
+    return Part(module.partition(" ")[0], "two_gpus.json", module, seconds, whole, all_gpus=True)
+
+
 def _memcheck_whole(found: dict) -> bool:
     from benchmarks.memcheck import groups
 
@@ -109,7 +121,7 @@ PARTS = (
     Part("indices", "indices.json", "run --op indices", 30),
     Part("metadata", "metadata.json", "run --op metadata", 60),
     _step("decode", 8, "--prefill '' --long '' --workers 8", 110),
-    Part("suite", "h200_tests.json", f"suite --workers {_WORKERS + 1}", 290),
+    Part("suite", "h200_tests.json", "suite", 800, all_gpus=True),
     Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole),
     _cases("hopper", 3868, 100),
     _cases("triton", 600, 50),
@@ -133,7 +145,11 @@ PARTS = (
     Part("peer_step", "peer_step.json", "peer_step", 180),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
-    Part("two_gpus", "two_gpus.json", "two_gpus", 240),  # fails by name where there is one GPU
+    # These fail by name where there is one GPU.
+    _two_gpus("step_over_requests", "two_gpus", 600),
+    _two_gpus("context_parallel", "context_parallel", 240),
+    _two_gpus("serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 300),
+    _two_gpus("faults", "mesh_processes", 300),
 )
 
 
@@ -160,12 +176,17 @@ class Ledger:
         return f"of other code, {found['commit']}" if (found := latest(part.file)).get("commit") else "left"
 
 
-def run(part: Part, limit: float) -> tuple[int | None, float]:
-    """The exit code, None where the part had to be stopped, and the seconds that it took; output goes to a log."""
+def run(part: Part, limit: float, gpu: str | None = None) -> tuple[int | None, float]:
+    """The exit code, None where the part had to be stopped, and the seconds that it took; output goes to a log.
+
+    Args:
+      gpu: the only one that the part sees; None: all.
+    """
     command = shlex.split(part.module.format(left=int(limit - MARGIN)))
     path = results_folder() / f"all_{part.name.replace(' ', '_')}.log"
     started = time.monotonic()
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "interop"), *_python_path()])}
+    environ |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
     with path.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", f"benchmarks.{command[0]}", *command[1:]],
@@ -213,6 +234,50 @@ def foreign() -> list[str]:
     return [part.file for part in PARTS if (folder / part.file).exists() and not earlier(part.file)]
 
 
+def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[str]) -> None:
+    """Runs the parts that fit before the deadline: one at a time on each of several GPUs, or one after the other."""
+    waiting, writes, turn = list(parts), set(), threading.Condition()
+
+    def next_part() -> tuple[Part, float] | None:
+        """The first that fits and whose file no other part is writing."""
+        with turn:
+            while waiting:
+                for part in [part for part in waiting if part.file not in writes]:
+                    waiting.remove(part)
+                    left = deadline - time.monotonic() - MARGIN
+                    # The first part of a call runs in any case: none is put off for ever.
+                    if left < (PIECE if part.by_case else part.takes) and part is not parts[0]:
+                        needs = f"takes about {part.takes:.0f} s, {max(0, left):.0f} s are left"
+                        print(f"{part.name}: {needs}: the next call runs it")
+                        continue
+                    writes.add(part.file)
+                    return part, left
+                if waiting:
+                    turn.wait()
+        return None
+
+    def work(gpu: str | None) -> None:
+        while found := next_part():
+            part, left = found
+            print(f"{part.name}: about {part.takes:.0f} s ...", flush=True)
+            exit_code, seconds = run(part, min(left, 86_400), gpu)
+            word = "stopped" if exit_code is None else f"exit code {exit_code}"
+            print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
+            with turn:
+                if exit_code is not None or part.whole is not None:
+                    ledger.add(part, seconds, -1 if exit_code is None else exit_code)
+                writes.remove(part.file)
+                turn.notify_all()
+
+    if len(gpus) < 2:
+        return work(None)
+    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="print the parts and what there is, and run nothing")
@@ -232,18 +297,8 @@ def main() -> int:
         print(f"{results_folder()} has files of other code: {', '.join(others)}. Name another folder or add --replace.")
         return 2
     chosen = [part for part in PARTS if (part.name in args.part if args.part else not ledger.made(part))]
-    for number, part in enumerate(chosen):
-        left = deadline - time.monotonic() - MARGIN
-        # The first part of a call runs in any case: none is put off for ever.
-        if left < (PIECE if part.by_case else part.takes) and number:
-            print(f"{part.name}: takes about {part.takes:.0f} s, {max(0, left):.0f} s are left: the next call runs it")
-            continue
-        print(f"{part.name}: about {part.takes:.0f} s ...", flush=True)
-        exit_code, seconds = run(part, min(left, 86_400))
-        word = "stopped" if exit_code is None else f"exit code {exit_code}"
-        print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
-        if exit_code is not None or part.whole is not None:
-            ledger.add(part, seconds, -1 if exit_code is None else exit_code)
+    make([part for part in chosen if not part.all_gpus], ledger, deadline, gpu_names())
+    make([part for part in chosen if part.all_gpus], ledger, deadline, [])
     draw()
     print(table(ledger))
     return int(not all(ledger.made(part) for part in PARTS))

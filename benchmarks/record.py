@@ -47,6 +47,14 @@ def environment() -> dict:
     }
 
 
+def gpu_names() -> list[str]:
+    """Of the GPUs that programs see, what CUDA_VISIBLE_DEVICES calls each."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    return [str(number) for number in range(len((_output("nvidia-smi", "-L") or "").splitlines()))]
+
+
 @functools.cache
 def commit() -> str | None:
     """$COMMIT, for a copy of the checkout without its history; else the last commit that touched the code."""

@@ -1,6 +1,6 @@
 """The whole test suite on this machine, and which tests ran of it, for benchmarks/results/h200_tests.json.
 
-python -m benchmarks.suite [--workers 15] [PYTEST ARGUMENTS ...]
+python -m benchmarks.suite [--workers 15] [PYTEST ARGUMENTS ...]    # 15 workers for each GPU
 python -m benchmarks.suite --merge RECORD RECORD ...    # of runs over different test files of one commit
 """
 
@@ -15,14 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.record import ROOT, environment, results_folder, write_json
+from benchmarks.record import ROOT, environment, gpu_names, results_folder, write_json
 
 RECORDED = ("machine", "python", "counts", "passed", "failed", "skipped")  # what `pytest --record` writes of a run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--workers", type=int, default=15, help="for each GPU")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="RECORD")
     args, others = parser.parse_known_args()
     if args.merge:
@@ -38,7 +38,7 @@ def main() -> int:
             "pytest",
             "-q",
             "-n",
-            str(args.workers),
+            str(args.workers * max(1, len(gpu_names()))),
             "--dist",
             "worksteal",
             "-m",

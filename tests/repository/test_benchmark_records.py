@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
+import time
 import types
 
 import pytest
@@ -205,6 +207,45 @@ def test_files_of_other_code_are_replaced_only_when_told(parts, monkeypatch, cap
     assert json.loads((tmp_path / "out" / "first.json").read_text())["code"] == record.code_digest()
 
 
+@pytest.mark.parametrize("same_file", [False, True])
+def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
+    running, most, seen, lock = set(), 0, [], threading.Lock()
+
+    def run(part, limit, gpu=None):
+        nonlocal most
+        with lock:
+            assert gpu not in running
+            running.add(gpu)
+            most = max(most, len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(gpu)
+            seen.append((part.name, gpu))
+        return 0, 1.0
+
+    monkeypatch.setattr(everything, "run", run)
+    ledger = types.SimpleNamespace(add=lambda *_: None)
+    parts = [everything.Part(str(n), "same.json" if same_file else f"{n}.json", "module", 1) for n in range(6)]
+    everything.make(parts, ledger, float("inf"), ["0", "1"])
+    assert most == (1 if same_file else 2) and sorted(name for name, _ in seen) == [part.name for part in parts]
+    seen.clear()
+    everything.make(parts, ledger, float("inf"), ["0"])
+    assert seen == [(part.name, None) for part in parts]
+    seen.clear()
+    everything.make(parts, ledger, -float("inf"), ["0", "1"])
+    assert [name for name, _ in seen] == ["0"]  # the first one runs in any case
+
+
+def test_gpus_are_those_that_programs_see(monkeypatch):
+    monkeypatch.setattr(record, "_output", lambda *command: "GPU 0: H200\nGPU 1: H200")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert record.gpu_names() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-abc")
+    assert record.gpu_names() == ["1", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert record.gpu_names() == []
+
+
 def test_without_history_the_commit_has_to_be_given(parts, monkeypatch, capsys):
     monkeypatch.delenv("COMMIT")
     monkeypatch.setattr(record, "_output", lambda *command: None)
@@ -256,12 +297,14 @@ def test_the_suite_s_record_is_written_with_the_code(monkeypatch, tmp_path):
     }
 
     def pytest_run(command, **options):
+        assert command[command.index("-n") + 1] == "6"
         path = next(part.removeprefix("--record=") for part in command if part.startswith("--record="))
         record.write_json(type(tmp_path)(path), run)
         return types.SimpleNamespace(returncode=1)
 
     monkeypatch.setattr(suite.subprocess, "run", pytest_run)
     monkeypatch.setattr(suite, "environment", lambda: {"device": "a GPU", "code": "abc"})
+    monkeypatch.setattr(suite, "gpu_names", lambda: ["0", "1"])
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["suite", "--workers", "3"])
     assert suite.main() == 1
