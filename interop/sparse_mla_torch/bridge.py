@@ -94,7 +94,8 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         # JAX's stream would wait for an event of the capture, and so become part of it.
         raise RuntimeError(f"to_jax: {name} is handed over while a CUDA graph is captured, which JAX cannot be part of")
-    array = jax.dlpack.from_dlpack(tensor)
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
+        array = jax.dlpack.from_dlpack(tensor)  # torch exports only from its current GPU
     # Lives as long as the array: XLA donates no buffer that something else refers to.
     weakref.finalize(array, lambda _: None, array.__dlpack__()).atexit = False
     return array

@@ -15,7 +15,7 @@ import jax
 
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import presets
-from jax_sparse_mla.serving.bench import check_memory, size_of
+from jax_sparse_mla.serving.bench import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
 from jax_sparse_mla.serving.model import Model, load
@@ -144,10 +144,10 @@ class MeshSetup(JaxSetup):
     def new_engine(self, options: EngineOptions) -> Engine:
         engine = MeshEngine(self.model, self.params, options, self.mesh)
         if self.whole is not None:
-            held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((engine.params, engine.state)))
-            caches = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine.state))
+            weights, caches = map(bytes_of_a_device, (engine.params, engine.state))
             check_memory(
-                "the check on one device, which --no-check leaves out, needs", held + caches + size_of(self.whole[1])
+                "the check on one device, which --no-check leaves out, needs",
+                weights + 2 * caches + size_of(self.whole[1]),
             )
         return engine
 

@@ -163,26 +163,32 @@ def size_of(arrays: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
+def bytes_of_a_device(arrays: Any) -> int:
+    """What each device has of a pytree of arrays with shardings, or of their shapes."""
+
+    def part(x: Any) -> jax.ShapeDtypeStruct:  # `addressable_shards` raises for arrays of processes in JAX 0.11.2
+        return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+
+    return size_of(jax.tree.map(part, arrays))
+
+
 def weight_bytes(model: Model, mesh: Mesh | None = None) -> int:
     """Of the random parameters, or of what each device of a mesh has of them; none are made."""
     params = jax.eval_shape(lambda: model.init_params(0))
-    return size_of(params) if mesh is None else _bytes_of_a_device(params, mesh)
+    if mesh is None:
+        return size_of(params)
 
+    def placed(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-def _bytes_of_a_device(params: Params, mesh: Mesh) -> int:
-    """What each device has of parameters that `cut_model` places."""
-
-    def cut(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
-
-    return size_of(jax.tree.map(cut, params, parameter_specs(params, mesh)))
+    return bytes_of_a_device(jax.tree.map(placed, params, parameter_specs(params, mesh)))
 
 
 class _RefusesCaches:
     """An engine that refuses caches which do not fit beside the weights, before they are allocated."""
 
     def __init__(self, model: Model, params: Params, options: EngineOptions, *mesh: Mesh):
-        self._weight_bytes = _bytes_of_a_device(params, *mesh) if mesh else size_of(params)
+        self._weight_bytes = bytes_of_a_device(params) if mesh else size_of(params)
         super().__init__(model, params, options, *mesh)
 
     def new_caches(self):
