@@ -144,7 +144,7 @@ class NotEnoughMemory(ValueError):
 
 def device_memory() -> int:
     """Bytes that JAX may take of its device, or of the machine for a CPU."""
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
