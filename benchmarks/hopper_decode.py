@@ -3,27 +3,29 @@
     python -m benchmarks.hopper_decode [--only "V4 Flash" ...]
 
 Both are called from torch, ours through the drop-in with `hopper` named, and timed by CUPTI, in one process: what a
-call does on the GPU, from its first kernel's start to its last one's end. Each case is timed with the L2 emptied in
-three ways (`timing.FLUSHES`); the row has the way in which ours does worst beside FlashMLA, and all three under
-`flushed`. Errors are those of all rows against float64, norm over norm. Writes hopper_decode.json to $OUT or
-benchmarks/results. Needs sgl-flash-mla.
+call does on the GPU, from its first kernel's start to its last one's end. On a machine with several GPUs each has a
+process with cases of its own. Each case is timed with the L2 emptied in three ways (`timing.FLUSHES`); the row has the
+way in which ours does worst beside FlashMLA, and all three under `flushed`. Errors are those of all rows against
+float64, norm over norm. Writes hopper_decode.json to $OUT or benchmarks/results. Needs sgl-flash-mla.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
+import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.record import environment, results_folder, write_json
+from benchmarks.record import environment, gpu_names, results_folder, write_json
 from benchmarks.timing import FLUSHES, Run, Timer
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
@@ -197,10 +199,25 @@ class Problem:
         return math.sqrt(wrong / whole)
 
 
-def measure(case: Case, caches: dict, timers: Sequence[Timer], wheel) -> dict:
+def start_at(gpus: multiprocessing.Queue) -> None:
+    """Begins a worker process, which has a GPU of its own."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": gpus.get(), "JAX_SPARSE_MLA_DECODE_BACKEND": "hopper"}
+
+
+@functools.cache
+def of_this_process() -> tuple[list[Timer], dict]:
+    """Timers, and caches of random bytes by layout and page size."""
+    return [Timer(7, flush) for flush in FLUSHES], {}
+
+
+def measure(case: Case) -> dict:
+    import flash_mla as wheel
+
+    timers, caches = of_this_process()
     problem, heads = Problem(case, caches), case.shape.heads
     calls = problem.call(wheel, -(-heads // 64) * 64, use_legacy=True), problem.call(ours, heads)
-    flushed = {timer.flush: [round(timer(Run(call, "torch")), 1) for call in calls] for timer in timers}
+    runs = [Run(call, "torch") for call in calls]
+    flushed = {timer.flush: [round(us, 1) for us in timer.in_turn(runs)] for timer in timers}
     worst = min(flushed, key=lambda way: flushed[way][0] / flushed[way][1])
     errors = [problem.error(call()[0]) for call in calls]
     row = {"case": case.name, "table": case.table, "flash_mla_us": flushed[worst][0], "ours_us": flushed[worst][1]}
@@ -228,23 +245,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose names begin so")
     args = parser.parse_args()
-    os.environ["JAX_SPARSE_MLA_DECODE_BACKEND"] = "hopper"
-    import flash_mla as wheel
-
-    timers, caches, rows, ratios = [Timer(7, flush) for flush in FLUSHES], {}, [], {}
-    for case in cases():
-        if not case.name.startswith(tuple(args.only)):
-            continue
-        rows.append(measure(case, caches, timers, wheel))
-        ratios[case] = rows[-1]["flash_mla_us"] / rows[-1]["ours_us"]
-        print(
-            "  ".join(f"{key} {value}" if key != "case" else f"{value:36}" for key, value in rows[-1].items()),
-            flush=True,
-        )
+    chosen, rows = [case for case in cases() if case.name.startswith(tuple(args.only))], []
+    spawn, gpus = multiprocessing.get_context("spawn"), gpu_names()
+    names = spawn.Queue()
+    for name in gpus:
+        names.put(name)
+    with spawn.Pool(len(gpus), start_at, (names,)) as pool:
+        for row in pool.imap(measure, chosen):
+            rows.append(row)
+            print(
+                "  ".join(f"{key} {value}" if key != "case" else f"{value:36}" for key, value in row.items()),
+                flush=True,
+            )
+    ratios = {case: row["flash_mla_us"] / row["ours_us"] for case, row in zip(chosen, rows)}
     means = {}
     for name, belongs in GROUPS.items():
-        if chosen := [ratio for case, ratio in ratios.items() if belongs(case)]:
-            means[name] = round(math.exp(statistics.mean(map(math.log, chosen))), 3)
+        if found := [ratio for case, ratio in ratios.items() if belongs(case)]:
+            means[name] = round(math.exp(statistics.mean(map(math.log, found))), 3)
     if production := [ratio for case, ratio in ratios.items() if case.table == PRODUCTION]:
         means["least of the production rows"] = round(min(production), 3)
     print(means)

@@ -249,8 +249,7 @@ def torch_steps() -> str:
     count = next(iter(found["results"].values()))["jax"]["steps"]
     lines += [
         "",
-        "The last column leaves out the 42 additions by which the benchmark chains the layers: torch's take longer than "
-        "XLA's.",
+        "The last column leaves out the 42 additions by which the benchmark chains the layers: torch's take longer.",
         f"Medians of runs of {count} steps; commit {found['commit']}.",
     ]
     return "\n".join(lines)

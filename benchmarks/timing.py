@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -89,12 +89,18 @@ class Timer:
 
     def __call__(self, run: Run) -> float:
         """The median in microseconds; the device operations of the last repeat stay in `operations`."""
-        for _ in range(3):
-            self._once(run)
+        return self.in_turn([run])[0]
+
+    def in_turn(self, runs: Sequence[Run]) -> list[float]:
+        """The median of each in microseconds, of repeats that take turns; `operations` are the last one's."""
+        for run in runs:
+            for _ in range(3):
+                self._once(run)
         self._wait()
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
             for _ in range(self.repeats):
-                self._once(run)
+                for run in runs:
+                    self._once(run)
             self._wait()
         events = prof.profiler.kineto_results.events()
         events = sorted((e for e in events if "CUDA" in str(e.device_type())), key=lambda e: e.start_ns())
@@ -106,11 +112,13 @@ class Timer:
                     spans.append([])
             elif inside:
                 spans[-1].append((event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
-        if len(spans) != self.repeats or inside or not all(spans):
-            raise RuntimeError(f"the profiler saw {len(spans)} calls of {self.repeats}")
+        count = self.repeats * len(runs)
+        if len(spans) != count or inside or not all(spans):
+            raise RuntimeError(f"the profiler saw {len(spans)} calls of {count}")
         first = spans[-1][0][1]
         self.operations = [Operation(name[:90], (s - first) / 1e3, (e - s) / 1e3) for name, s, e in spans[-1]]
-        return statistics.median((max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans)
+        times = [(max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans]
+        return [statistics.median(times[i :: len(runs)]) for i in range(len(runs))]
 
     def _once(self, run: Run) -> None:
         if run.framework == "torch":
