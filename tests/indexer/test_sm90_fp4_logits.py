@@ -1,7 +1,7 @@
 """The logits of FP4 index keys on SM90 (`kernels_cuda/index_logits/fp4.cuh`).
 
-Without a GPU the kernel is compiled for the host, where the threads of a block take turns and asynchronous copies and
-products happen as late as they may (`support/host_cuda/sm90_host.h`). On a GPU the same cases are launched through torch.
+Without a GPU the kernel is compiled for the host, where the threads of a block take turns, and asynchronous copies and
+products happen as late as they may (`support/host_cuda/sm90_host.h`). On a GPU the same cases are launched by torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from test_triton_indexer import HOSTILE, assert_logits
 from triton_device import DEVICE, ON_GPU, tensor
 
 from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.indexer import IndexKeys, index_logits
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90 import index_logits as sm90
 
@@ -213,3 +216,15 @@ def test_a_row_s_bits_do_not_depend_on_the_others(logits):
     for rows in (slice(0, 1), slice(3, 17), slice(100, 200), slice(None, None, -1)):
         some = [np.ascontiguousarray(x[rows]) if i != 2 else x for i, x in enumerate(case)]
         np.testing.assert_array_equal(logits(some).view(np.int32), together[rows].view(np.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_layer_of_a_pool_through_jax(way, logits):
+    case = logits_case(np.random.default_rng(30), 11, 32, 7, 64, **way)
+    q, weights, cache, table, lengths = case
+    poison = np.full_like(cache, 0xFF)
+    pool = IndexKeys(data=jnp.asarray(np.concatenate([poison, cache, poison])), num_layers=3, format=IndexFormat.FP4)
+    arguments = jnp.asarray(q), jnp.asarray(weights), pool.layer(1), jnp.asarray(table), jnp.asarray(lengths)
+    assert "jax_sparse_mla.index_logits_fp4" in jax.jit(index_logits).lower(*arguments).as_text()
+    np.testing.assert_array_equal(np.asarray(index_logits(*arguments)), logits(case))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
@@ -52,6 +53,8 @@ def test_its_products_are_not_serialised(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Performance Loss" not in done.stderr and "warpgroup.wait is injected" not in done.stderr, done.stderr
+    spills = re.findall(r"Function properties for \S*fp4_logits\S*\s+(.*)", done.stderr)
+    assert spills == ["0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"] * 3, done.stderr
 
 
 def native(case, *, fill=True, rows_of_call=256):

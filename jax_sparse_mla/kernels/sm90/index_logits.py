@@ -1,4 +1,4 @@
-"""The indexer's logits on SM90 (`kernels_cuda/index_logits/`): the calls that its kernels serve, and how XLA calls them."""
+"""The indexer's logits on SM90 (`kernels_cuda/index_logits/`): what its kernels serve, and how XLA calls them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def serves_fp4(capability: tuple[int, int] | None, rows: int, heads: int, page_s
     return fits and build.index_logits_module() is not None
 
 
-def index_logits(q, weights, index_cache, page_table, lengths, *, pages: tuple[int, int] | None, fill: bool, fp4=False) -> Any:
+def index_logits(
+    q, weights, index_cache, page_table, lengths, *, pages: tuple[int, int] | None, fill: bool, fp4=False
+) -> Any:
     """float32 `[rows, capacity]`.
 
     Args:
