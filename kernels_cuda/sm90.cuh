@@ -25,6 +25,13 @@ __device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t y, uint32_t sel
   return bytes;
 }
 
+// The products of two pairs of bfloat16 numbers.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+  uint32_t products;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(x), "r"(y));
+  return products;
+}
+
 // --- barriers ---------------------------------------------------------------------------------------------------
 
 using Barrier = uint64_t;  // in shared memory

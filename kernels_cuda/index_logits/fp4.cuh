@@ -79,6 +79,10 @@ struct Shared {
 template <int kHeads>
 constexpr int kSharedBytes = sizeof(Shared<kHeads>) + 1024;  // queries begin at a multiple of 1024 bytes
 
+// Where a step of the thread block lies in the ring, and which of its barriers' phases are this step's.
+__device__ __forceinline__ int slot_of(unsigned step) { return step % kStages; }
+__device__ __forceinline__ int parity_of(unsigned step) { return step / kStages % 2; }
+
 // --- the work ---------------------------------------------------------------------------------------------------
 
 // Lengths and the sums of their steps.
@@ -169,10 +173,10 @@ __device__ void produce(const Call& call, Shared<kHeads>& shared) {
       if (first + kLookedUp < runs.end) next = source_of(call, runs.row, length, column += kLookedUp * kStep);
       int bytes = mine.count ? static_cast<int>(sizeof(Tile)) : 0;
       bytes += __shfl_xor_sync(~0u, bytes, 1);
-      int my_step = first + lane / kTiles, slot = my_step % kStages;
+      int my_step = first + lane / kTiles, slot = slot_of(my_step);
       for (int step = first; step < min(first + kLookedUp, runs.end); step += kAtOnce) {
         int stop = min(step + kAtOnce, runs.end);
-        for (int i = step; i < stop; i++) wait(&shared.empty[i % kStages], 1 - i / kStages % 2);
+        for (int i = step; i < stop; i++) wait(&shared.empty[slot_of(i)], 1 - parity_of(i));
         bool copies = my_step >= step && my_step < stop;
         if (copies) shared.counts[slot][tile] = mine.count;
         __syncwarp();
@@ -266,24 +270,25 @@ __device__ __forceinline__ bool load_keys(uint32_t (&operands)[4][4], const Tile
 
 template <int kScores>
 __device__ __forceinline__ void start_products(float (&scores)[kScores], const uint32_t (&keys)[4][4],
-                                               uint32_t queries) {
+                                               uint64_t queries) {
   begin_products();
 #pragma unroll
-  for (int step = 0; step < 4; step++) multiply_e5m2(scores, keys[step], by_rows(queries + step * 32), step > 0);
+  for (int step = 0; step < 4; step++) multiply_e5m2(scores, keys[step], advance(queries, step * 32), step > 0);
   commit_products();
 }
 
 // The sum over half of the heads: lanes l and l ^ 2 together have all. Even lanes have that of the key `line`, odd lanes
 // that of line + 8.
-__device__ __forceinline__ float join(float low, float high) {
-  bool odd = threadIdx.x & 1;
+__device__ __forceinline__ float join(float low, float high, int part) {
+  bool odd = part & 1;
   float other = __shfl_xor_sync(~0u, odd ? low : high, 1);
   return (odd ? high : low) + other;
 }
 
 // Weights are halved: x + |x| is twice relu(x), and an addition takes half the time of a maximum.
 template <int kScores>
-__device__ __forceinline__ float sum_heads(const float (&scores)[kScores], const float2 (&weights)[kScores / 4]) {
+__device__ __forceinline__ float sum_heads(const float (&scores)[kScores], const float2 (&weights)[kScores / 4],
+                                           int part) {
   float low = 0, high = 0;
 #pragma unroll
   for (int i = 0; i < kScores / 4; i++) {
@@ -293,22 +298,18 @@ __device__ __forceinline__ float sum_heads(const float (&scores)[kScores], const
     low = fmaf(score[1] + fabsf(score[1]), weights[i].y, low);
     high = fmaf(score[3] + fabsf(score[3]), weights[i].y, high);
   }
-  return join(low, high);
+  return join(low, high, part);
 }
 
 // --- what e5m2 does not hold ------------------------------------------------------------------------------------
 
-// The e2m1 numbers of two nibbles of a word times a scale, as bfloat16 numbers, which hold them.
-__device__ __forceinline__ uint32_t bfloat16_pair(uint32_t code, float scale) {
-  uint32_t bits[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++, code >>= 4) {
-    uint32_t magnitude = code & 7;
-    // From 1 on exponent and mantissa move into those of float32, whose bias is 126 more.
-    uint32_t number = magnitude < 2 ? magnitude * 0x3F000000 : (magnitude + 252) << 22;
-    bits[i] = __float_as_int(__int_as_float(number | (code & 8) << 28) * scale);
-  }
-  return permute(bits[0], bits[1], 0x7632);
+// Four e2m1 numbers times a scale, which stands twice in `scales`, as bfloat16 numbers, which hold them.
+__device__ __forceinline__ void convert_exactly(uint32_t word, uint32_t scales, uint32_t& first, uint32_t& second) {
+  uint32_t codes = word & 0x7777;
+  uint32_t upper = permute(0x3F3F3F00, 0x40404040, codes) | (permute(word << 4, word, 0x5140) & 0x80808080);
+  uint32_t lower = permute(0xC0800000, 0xC0804000, codes);
+  first = multiply_pairs(permute(lower, upper, 0x5140), scales);
+  second = multiply_pairs(permute(lower, upper, 0x7362), scales);
 }
 
 __device__ __forceinline__ float relu(float x) { return x <= 0 ? 0 : x; }  // a NaN stays one
@@ -318,11 +319,11 @@ template <int kHeads>
 __device__ __forceinline__ float score_exactly(const Call& call, const Shared<kHeads>& shared, const Tile& tile, int row,
                                                int line, int part) {
   float scores[kHeads / 2] = {};
-  float scales[2];
+  uint32_t scales[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    int byte = tile.scales[line + 8 * i][part];
-    scales[i] = __int_as_float(byte == 0 ? 0x00400000 : byte == 255 ? 0x7FC00000 : byte << 23);
+    uint32_t byte = tile.scales[line + 8 * i][part];
+    scales[i] = (byte << 7 | (byte == 0 || byte == 255 ? 0x40 : 0)) * 0x10001;  // the ends are 2^-127 and NaN
   }
   int lane = threadIdx.x % 32;
   const uint16_t* queries = call.q + int64_t{row} * call.heads * kDim + part * kGroup;
@@ -332,7 +333,7 @@ __device__ __forceinline__ float score_exactly(const Call& call, const Shared<kH
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       uint32_t code = *reinterpret_cast<const uint16_t*>(&tile.values[line + 8 * i][part * 16 + step * 2]);
-      keys[i] = bfloat16_pair(code, scales[i]), keys[i + 2] = bfloat16_pair(code >> 8, scales[i]);
+      convert_exactly(code, scales[i], keys[i], keys[i + 2]);
     }
 #pragma unroll
     for (int i = 0; i < kHeads / 8; i++) {
@@ -352,7 +353,7 @@ __device__ __forceinline__ float score_exactly(const Call& call, const Shared<kH
       high = fmaf(relu(scores[i * 4 + j + 2]), weight, high);
     }
   }
-  return join(low, high);
+  return join(low, high, part);
 }
 
 // --- the consumers ----------------------------------------------------------------------------------------------
@@ -362,7 +363,7 @@ __device__ void consume(const Call& call, Shared<kHeads>& shared) {
   int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, line = warp % 4 * 16 + lane / 4, part = lane % 4;
   int key = line + part % 2 * 8;  // whose logit this lane writes: of the first tile, or of the second
   bool second = part >= 2;
-  uint32_t queries = shared_address(shared.queries);
+  uint64_t queries = by_rows(shared_address(shared.queries));
   int run = 0, step = warp / 4;
   for (Runs runs(call, shared); runs.next(); run++) {
     sync_threads(1, kConsumers<kHeads>);  // all have done with the last run's queries
@@ -377,8 +378,8 @@ __device__ void consume(const Call& call, Shared<kHeads>& shared) {
     int column = (runs.first - runs.begin) * kStep + second * kTile + key;  // that of step 0
     float* out = call.out + int64_t{runs.row} * call.capacity;
     for (; step < runs.end; step += kWarpgroups<kHeads>) {
-      int slot = step % kStages;
-      wait(&shared.full[slot], step / kStages % 2);
+      int slot = slot_of(step);
+      wait(&shared.full[slot], parity_of(step));
       const Tile(&tiles)[kTiles] = shared.keys[slot];
       int counts[kTiles] = {shared.counts[slot][0], shared.counts[slot][1]};
       float first = 0, last = 0;
@@ -391,9 +392,9 @@ __device__ void consume(const Call& call, Shared<kHeads>& shared) {
         outside[1] = load_keys(operands[1], tiles[1], line, part, counts[1]);
         start_products(scores[1], operands[1], queries);
         wait_products<1>();
-        first = sum_heads(scores[0], weights);
+        first = sum_heads(scores[0], weights, part);
         wait_products<0>();
-        last = sum_heads(scores[1], weights);
+        last = sum_heads(scores[1], weights, part);
       }
       if (__any_sync(~0u, outside[0])) first = score_exactly(call, shared, tiles[0], runs.row, line, part);
       if (__any_sync(~0u, outside[1])) last = score_exactly(call, shared, tiles[1], runs.row, line, part);

@@ -201,6 +201,22 @@ def test_what_nobody_reads_is_not_filled(logits):
     assert np.isnan(sparse[~written]).all() and np.isneginf(filled[~written]).all()
 
 
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_pages_beyond_two_gib(page_size, logits):
+    """Byte offsets are 64-bit numbers. Of the pool's bytes only the few that are read are ever touched."""
+    num_pages, used = (2**32 + 2**22) // (page_size * 68), 3
+    q, weights, cache, _, _ = logits_case(np.random.default_rng(31), 2, 4, used, page_size)
+    cache = cache[:used]
+    cache[:, page_size * 64 :] = 127
+    pool = np.empty((num_pages, page_size * 68), np.uint8)
+    places = np.array([num_pages - 1, num_pages // 2 + 1, num_pages // 4 * 3], np.int32)
+    pool[places] = cache
+    lengths = np.array([used * page_size, used * page_size - 70], np.int32)
+    got = logits((q, weights, pool, np.tile(places, (2, 1)), lengths))
+    table = np.tile(np.arange(used, dtype=np.int32), (2, 1))
+    assert_logits(got, *exact_logits(q, weights, cache, table, lengths))
+
+
 @pytest.mark.skipif(ON_GPU, reason="chooses the number of thread blocks")
 def test_a_row_s_bits_do_not_depend_on_the_share_of_a_block(logits):
     case = logits_case(np.random.default_rng(28), 9, 16, 5, 64)

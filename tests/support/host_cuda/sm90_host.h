@@ -91,6 +91,14 @@ inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
   return result;
 }
 
+inline float bfloat16(uint32_t bits) { return __int_as_float(static_cast<int>(bits << 16)); }
+
+// Of products that bfloat16 holds.
+inline uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+  float low = bfloat16(x & 0xFFFF) * bfloat16(y & 0xFFFF), high = bfloat16(x >> 16) * bfloat16(y >> 16);
+  return bits_as<uint32_t>(low) >> 16 | (bits_as<uint32_t>(high) & 0xFFFF0000);
+}
+
 // --- barriers ---------------------------------------------------------------------------------------------------
 
 constexpr int kArrivalsOfWarp = 1;
@@ -155,6 +163,8 @@ inline uint64_t by_rows(uint32_t address) {
   return uint64_t{address >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
+inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
+
 inline float e5m2(uint8_t byte) { return static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(byte << 8))); }
 
 // This lane's sums of a product of a warp's 16 rows: of rows l / 4 and l / 4 + 8 columns 2 (l % 4) and the next of 8.
@@ -192,8 +202,6 @@ void multiply_e5m2(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t 
   if (!add) std::fill(sums, sums + kSums, NAN);
   products[threadIdx.x].back().push_back({sums, kSums * 2, operand, matrix, add});
 }
-
-inline float bfloat16(uint32_t bits) { return __int_as_float(static_cast<int>(bits << 16)); }
 
 inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   float first[16][16], second[8][16];
