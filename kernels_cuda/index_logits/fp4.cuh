@@ -30,7 +30,7 @@ constexpr int kTile = 64;            // keys of a product, which lie in one page
 constexpr int kTiles = 2;            // of a step
 constexpr int kStep = kTiles * kTile;
 constexpr int kStages = 16;          // steps in shared memory
-constexpr int kMostRows = 256, kMostHeads = 64;
+constexpr int kMostRows = 256;
 constexpr unsigned kLeastScale = 114, kScales = 27;  // UE8M0 of 2^-13, and the number of scales from there on
 constexpr int kBias = 127, kLargestQuery = 14;       // the exponent of a head's largest query in e5m2
 constexpr int kQueryExponents = 40;                  // of a head's largest query, at most, either sign
@@ -110,7 +110,7 @@ __device__ void count_steps(const Call& call, Shared<kHeads>& shared) {
 // The runs of this thread block's steps, each of one row.
 struct Runs {
   const int* ends;
-  int rows, at, stop;                        // steps of all rows
+  int rows, at, stop;                          // steps of all rows
   int row = 0, first = 0, begin = 0, end = 0;  // the run: its row, its first step there, and its steps of this block
 
   template <int kHeads>
