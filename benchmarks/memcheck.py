@@ -35,7 +35,7 @@ _FILES = (
     "test_triton_*.py",
     "test_flashmla_sanitise.py",
     "test_hopper_memory.py",
-    "test_sm90_logits.py",
+    "test_sm90_*.py",
     "test_merge.py",
     "test_gradient.py",
 )

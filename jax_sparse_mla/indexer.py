@@ -157,18 +157,14 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
         return index_logits_reference(*arguments)
 
     def kernel(q, *others):
-        if fp4:
-            launch = launching("indexer.index_logits", fp4=True, pages=_pages(index_cache))
-            return launch(q.astype(jnp.bfloat16), *others)
-        return of_fp8(q, *others)
-
-    def of_fp8(*arguments):
         from jax_sparse_mla.kernels.sm90 import index_logits as sm90
 
         pages, capability = _pages(index_cache), DeviceInfo.current().compute_capability
-        if sm90.serves(capability, rows_of_call or q.shape[0], q.shape[1], page_size_of(index_cache)):
-            return sm90.index_logits(*jax.tree.leaves(arguments), pages=pages, fill=fill)
-        return launching("indexer.index_logits", pages=pages)(*arguments)
+        arguments = (q.astype(jnp.bfloat16) if fp4 else q), *others
+        serves = sm90.serves_fp4 if fp4 else sm90.serves
+        if serves(capability, rows_of_call or q.shape[0], q.shape[1], page_size_of(index_cache)):
+            return sm90.index_logits(*jax.tree.leaves(arguments), pages=pages, fill=fill, fp4=fp4)
+        return launching("indexer.index_logits", fp4=fp4, pages=pages)(*arguments)
 
     return dispatch(kernel, index_logits_reference, *arguments, shares=_LOGITS_SHARES)
 

@@ -12,6 +12,26 @@ __device__ __forceinline__ uint32_t shared_address(const void* x) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(x));
 }
 
+// A block's dynamic shared memory from the first multiple of 1024 bytes on, where tiles begin.
+__device__ __forceinline__ uint8_t* tiles_memory() {
+  extern __shared__ uint8_t memory[];
+  return memory + (1024 - shared_address(memory) % 1024) % 1024;
+}
+
+// Four of the eight bytes of x and y: each of the selector's four low nibbles names one, of x up to 3.
+__device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));
+  return bytes;
+}
+
+// The products of two pairs of bfloat16 numbers.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+  uint32_t products;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(x), "r"(y));
+  return products;
+}
+
 // --- barriers ---------------------------------------------------------------------------------------------------
 
 using Barrier = uint64_t;  // in shared memory
@@ -234,6 +254,48 @@ __device__ __forceinline__ void multiply(float (&d)[64], const uint32_t (&a)[4],
       "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}"
       : FLOATS_64(d)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// 64 x N += (64 x 32) · (32 x N) of e5m2, N of 16, 32 or 64, the first matrix in registers, the second by rows; = where
+// `add` is false.
+__device__ __forceinline__ void multiply_e5m2(float (&d)[8], const uint32_t (&a)[4], uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e5m2.e5m2 {" PLACES_8
+      "}, {%8, %9, %10, %11}, %12, p, 1, 1;\n}"
+      : FLOATS_8(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+__device__ __forceinline__ void multiply_e5m2(float (&d)[16], const uint32_t (&a)[4], uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e5m2 {" PLACES_16
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1;\n}"
+      : FLOATS_16(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+__device__ __forceinline__ void multiply_e5m2(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e5m2.e5m2 {" PLACES_32
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+      : FLOATS_32(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// 16 x 8 += (16 x 16) · (16 x 8) of bfloat16 numbers in the registers of one warp. Lane l has of the first matrix
+// columns 2 (l % 4) and the next of rows l / 4 and l / 4 + 8, then the same 8 columns further; of the second the same
+// rows of column l / 4; of the sums what it has of a warpgroup's.
+__device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 #undef FLOATS_8_FROM

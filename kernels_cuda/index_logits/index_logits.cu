@@ -1,4 +1,4 @@
-// The indexer's logits on SM90 as a TVM FFI function: one binary for XLA and torch. The kernel is in kernel.cuh.
+// The indexer's logits on SM90 as TVM FFI functions: one binary for XLA and torch. The kernels are in kernel.cuh and fp4.cuh.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "fp4.cuh"
 #include "kernel.cuh"
 
 namespace ffi = tvm::ffi;
@@ -87,6 +88,45 @@ void IndexLogits(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cac
   check_cuda(cudaGetLastError());
 }
 
+template <int kHeads>
+void launch_fp4(const fp4::Call& call, int blocks, cudaStream_t stream) {
+  constexpr int kBytes = fp4::kSharedBytes<kHeads>;
+  auto kernel = fp4::fp4_logits_kernel<kHeads>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  kernel<<<blocks, fp4::kThreads<kHeads>, kBytes, stream>>>(call);
+  check_cuda(cudaGetLastError());
+}
+
+// As IndexLogits, for at most 256 rows and 64 heads: q is bfloat16 [rows, heads, 128], cache uint8 [pages, page_size *
+// 68]. Without `fill` it writes the columns of the blocks of 128 that a row's length reaches into.
+void IndexLogitsFP4(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cache, ffi::TensorView page_table,
+                    ffi::TensorView lengths, int64_t num_pages, int64_t first_page, bool fill, ffi::TensorView out) {
+  fp4::Call call = {};
+  call.rows = static_cast<int>(q.size(0));
+  call.heads = static_cast<int>(q.size(1));
+  call.width = static_cast<int>(page_table.size(1));
+  call.page_bytes = cache.size(1);
+  call.page_size = static_cast<int>(call.page_bytes / fp4::kTokenBytes);
+  call.capacity = call.width * call.page_size;
+  call.num_pages = static_cast<int>(num_pages);
+  call.fill = fill;
+  call.q = static_cast<const uint16_t*>(q.data_ptr());
+  call.weights = static_cast<const float*>(weights.data_ptr());
+  call.cache = static_cast<const uint8_t*>(cache.data_ptr()) + first_page * call.page_bytes;
+  call.page_table = static_cast<const int*>(page_table.data_ptr());
+  call.lengths = static_cast<const int*>(lengths.data_ptr());
+  call.out = static_cast<float*>(out.data_ptr());
+
+  int device = q.device().device_id, sms = 0;
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  int64_t steps = int64_t{call.rows} * ((call.capacity + fp4::kStep - 1) / fp4::kStep);
+  int blocks = static_cast<int>(std::min<int64_t>(steps, sms));
+  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, device));
+  auto launch = call.heads > 32 ? launch_fp4<64> : call.heads > 16 ? launch_fp4<32> : launch_fp4<16>;
+  launch(call, blocks, stream);
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_logits, IndexLogits);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_logits_fp4, IndexLogitsFP4);

@@ -14,6 +14,7 @@
 #include <cuda.h>
 
 #include "../sm90.cuh"
+#include "rows.cuh"
 
 namespace index_logits {
 
@@ -88,14 +89,7 @@ __device__ __forceinline__ float relu(float x) {
   return x;
 }
 
-// Says that a warp's lanes have the same value.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-
 // --- the work ---------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ int length_of(const Call& call, int row) {
-  return row < call.rows ? min(max(call.lengths[row], 0), call.capacity) : 0;
-}
 
 __device__ __forceinline__ int units_of(const Call& call, int group) {
   int units = (call.rows + kRows - 1) / kRows;
@@ -368,28 +362,8 @@ __device__ void consume(const Call& call, Shared& shared) {
   }
 }
 
-// One warp writes -inf from the end of each row's last block on, in pieces of 2048 columns.
-__device__ void fill(const Call& call) {
-  constexpr int kPiece = 2048;
-  int lane = threadIdx.x % 32, pieces = (call.capacity + kPiece - 1) / kPiece;
-  int64_t count = int64_t{call.rows} * pieces;
-  for (int64_t first = blockIdx.x; first < count; first += int64_t{gridDim.x} * 32) {
-    int64_t mine = first + int64_t{lane} * gridDim.x;
-    int row = static_cast<int>(mine / pieces), column = static_cast<int>(mine - int64_t{row} * pieces) * kPiece;
-    int begin = mine < count ? max((length_of(call, row) + kBlock - 1) / kBlock * kBlock, column) : 0;
-    int end = mine < count ? min(column + kPiece, call.capacity) : 0;
-    for (int i = 0; i < 32; i++) {
-      int from = __shfl_sync(~0u, begin, i), to = __shfl_sync(~0u, end, i);
-      float* out = call.out + int64_t{__shfl_sync(~0u, row, i)} * call.capacity;
-      for (int at = from + lane * 4; at < to; at += 128)
-        *reinterpret_cast<float4*>(out + at) = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-    }
-  }
-}
-
 __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_constant__ Call call) {
-  extern __shared__ uint8_t memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
+  Shared& shared = *reinterpret_cast<Shared*>(tiles_memory());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kItems; i++) {
       init(&shared.planned[i], 1);
@@ -411,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
   int role = warp - kConsumers / 32;
   if (role == 0) Planner{call, shared}.run();
   if (role == 1 && threadIdx.x % 32 == 0) copy(call, shared);
-  if (role == 2 && call.fill) fill(call);
+  if (role == 2 && call.fill) fill<kBlock>(call);
 }
 
 }  // namespace index_logits

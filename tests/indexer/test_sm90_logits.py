@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
@@ -20,6 +21,7 @@ from test_triton_indexer import assert_logits, exact_logits, logits_case
 from triton_device import DEVICE, tensor
 
 import jax_sparse_mla as mla
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import IndexKeys, index_logits
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90 import index_logits as sm90
@@ -51,6 +53,8 @@ def test_its_products_are_not_serialised(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Performance Loss" not in done.stderr and "warpgroup.wait is injected" not in done.stderr, done.stderr
+    spills = re.findall(r"Function properties for \S*fp4_logits\S*\s+(.*)", done.stderr)
+    assert spills == ["0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"] * 3, done.stderr
 
 
 def native(case, *, fill=True, rows_of_call=256):
@@ -58,7 +62,8 @@ def native(case, *, fill=True, rows_of_call=256):
     q, weights, cache, table, lengths = map(tensor, case)
     out = torch.full((len(q), table.shape[1] * (cache.shape[1] // 132)), float("nan"), device=DEVICE)
     assert sm90.serves(torch.cuda.get_device_capability(), rows_of_call, q.shape[1], cache.shape[1] // 132)
-    torch_indexer.launch_logits(q, weights, cache, table, lengths, out, rows_of_call=rows_of_call, fill=fill)
+    options = {"rows_of_call": rows_of_call, "fill": fill, "format": IndexFormat.FP8}
+    torch_indexer.launch_logits(q, weights, cache, table, lengths, out, **options)
     return out.cpu().numpy()
 
 

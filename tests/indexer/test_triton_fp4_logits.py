@@ -26,6 +26,7 @@ from triton_device import DEVICE, ON_GPU, tensor
 
 from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import IndexKeys, gather_index_k, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.kernels.sm90 import index_logits as sm90
 from jax_sparse_mla.kernels.triton import index_scores
 from jax_sparse_mla.kernels.triton import indexer as kernels
 
@@ -43,6 +44,14 @@ MODERATE, WILD = (-8, 8), (-60, 60)
 
 # Rows, heads, pages, page size: pages of half a block, of several, of a part, and of what divides none.
 BOUND_SHAPES = [(3, 2, 3, 64), (3, 2, 5, 32), (2, 3, 3, 128), (2, 2, 2, 256), (3, 2, 9, 11), (2, 2, 3, 100)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_the_kernel_of_sm90():
+    """It has the same cases in `test_sm90_fp4_logits.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "serves_fp4", lambda *_: False)
+        yield
 
 
 def keys_of(data: np.ndarray, writer: str = "sglang") -> IndexKeys:

@@ -138,19 +138,19 @@ def launch_logits(
     q, weights, index_cache, page_table, lengths, out, *, rows_of_call: int, fill: bool, format: IndexFormat
 ) -> None:
     """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits_of`."""
-    if format.name == "FP4":
-        kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, fp4=True, out=out)
-        return
-    page_size = index_cache.shape[1] // kernels.TOKEN_BYTES
-    aligned = all(x.data_ptr() % 16 == 0 for x in (q, weights, index_cache, out))  # for bulk copies and wide stores
-    if q.is_cuda and aligned and sm90.serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
+    fp4 = format.name == "FP4"
+    page_size, serves = index_cache.shape[1] // format.key_bytes, sm90.serves_fp4 if fp4 else sm90.serves
+    wide = (q, index_cache, out) if fp4 else (q, weights, index_cache, out)  # read or written by 16 bytes
+    aligned = all(x.data_ptr() % 16 == 0 for x in wide)
+    if q.is_cuda and aligned and serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
         import tvm_ffi
 
-        arrays, pages = (q.view(torch.uint8), weights, index_cache, page_table, lengths), (index_cache.shape[0], 0)
+        module, pages = build.index_logits_module(), (index_cache.shape[0], 0)
+        function, q = (module.index_logits_fp4, q) if fp4 else (module.index_logits, q.view(torch.uint8))
         with tvm_ffi.use_torch_stream():
-            build.index_logits_module().index_logits(*arrays, *pages, fill, out)
+            function(q, weights, index_cache, page_table, lengths, *pages, fill, out)
     else:
-        kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, out=out)
+        kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, fp4=fp4, out=out)
 
 
 @functools.cache

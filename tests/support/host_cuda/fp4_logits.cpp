@@ -1,0 +1,31 @@
+// The logits of FP4 index keys as the thread blocks of the kernel would compute them, for tests.
+
+#include "sm90_host.h"
+
+#include "fp4.cuh"
+
+using namespace index_logits::fp4;
+
+template <int kHeads>
+static void run(const Call& call) {
+  for (unsigned i = 0; i < gridDim.x; i++) {
+    blockIdx.x = i;
+    sm90::begin_block(kThreads<kHeads>, kSharedBytes<kHeads> + 1024);
+    host::run(kThreads<kHeads>, [&] { fp4_logits_kernel<kHeads>(call); });
+    for (const auto& [barrier, state] : sm90::barriers)
+      sm90::require(state.copies.empty() && state.bytes == 0, "a copy that nobody has waited for");
+  }
+}
+
+// As index_logits.cu's launch, of so many thread blocks.
+extern "C" void fp4_logits(const uint16_t* q, const float* weights, const uint8_t* cache, const int* page_table,
+                           const int* lengths, int rows, int heads, int width, int page_size, int num_pages, int fill,
+                           int blocks, float* out) {
+  Call call = {q, weights, cache, page_table, lengths, out};
+  call.page_bytes = page_size * kTokenBytes;
+  call.rows = rows, call.heads = heads, call.width = width, call.page_size = page_size;
+  call.capacity = width * page_size, call.num_pages = num_pages, call.fill = fill;
+  sm90::readable = cache, sm90::readable_end = cache + num_pages * call.page_bytes;
+  gridDim.x = blocks;
+  heads > 32 ? run<64>(call) : heads > 16 ? run<32>(call) : run<16>(call);
+}
