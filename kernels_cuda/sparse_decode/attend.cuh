@@ -140,8 +140,21 @@ __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, i
       uint64_t columns = sm90::advance(v, i * 16 * 128 + j * 2 * kTileBytes);
       sm90::multiply_128(sums[j], sm90::advance(p, i * 32), columns, add || i > 0);
     }
+    if ((i + 1) % (kBlock / 16 / Layout<kFormat>::kParts) == 0) sm90::commit_products();
   }
-  sm90::commit_products();
+}
+
+// Releases a block's keys, part by part; the first part's sums are done. Behind the sums kBehind groups of products were
+// started.
+template <Format kFormat, int kBehind = 0, int kPart = 0>
+__device__ __forceinline__ void release_keys(Shared<kFormat>& shared, Turn turn, int side) {
+  constexpr int kLater = Layout<kFormat>::kParts - 1 - kPart;
+  __syncwarp();
+  sm90::arrive_warp(shared.keys_empty(turn.buffer(), side, kPart), threadIdx.x % 32);
+  if constexpr (kLater > 0) {
+    sm90::wait_products<kLater - 1 + kBehind>();
+    release_keys<kFormat, kBehind, kPart + 1>(shared, turn, side);
+  }
 }
 
 // The factor by which the sums of one of a thread's two heads are multiplied in the end; the sink is in base 2. The
@@ -216,6 +229,7 @@ __device__ __forceinline__ void store_part(const float (&sums)[2][64], const flo
 template <Format kFormat>
 __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
                                             int side) {
+  constexpr int kParts = Layout<kFormat>::kParts;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, tile_row = warp * 16 + lane / 4;
   int head = tile * kHeads + tile_row, n = 0, number = 0;  // n and number count blocks and rows
   float sinks[2];
@@ -223,10 +237,6 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
   for (int r = 0; r < 2; r++)
     sinks[r] = call.sink && head + 8 * r < call.heads ? call.sink[head + 8 * r] * kLog2E : -INFINITY;
   float sums[2][64];  // each of 128 columns
-  auto release = [&](int block) {
-    __syncwarp();
-    sm90::arrive_warp(&shared.barriers.keys_empty[block % 2][side], lane);
-  };
   for (Rows rows(call, piece); rows.any(); rows.advance(call), number++) {
     int first = rows.at.block, last = rows.last();
     Statistics statistics;
@@ -238,8 +248,8 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
         if (block + 1 < last) continue;  // it is summed beside the scores of the next
         begin_sums(shared, turn, side, block > first, sums);
         follow(shared, buffer, statistics);
-        sm90::wait_products<0>();
-        release(n);
+        sm90::wait_products<kParts - 1>();
+        release_keys(shared, turn, side);
         continue;
       }
       float scores[32];
@@ -251,8 +261,8 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
         sm90::commit_products();
       }
       begin_scores<kFormat, 1>(shared, turn, scores);
-      sm90::wait_products<1>();
-      if (block > first) release(n - 1);
+      sm90::wait_products<kParts>();
+      if (block > first) release_keys<kFormat, 1>(shared, {n - 1}, side);
       sm90::wait_products<0>();
       // V3.2's weights replace the rope part, which the products of all four warps read.
       if constexpr (Layout<kFormat>::kTiles > kWeightTile) sm90::sync_threads(kScoreBarrier + side, 128);
@@ -269,8 +279,8 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       __syncwarp();
       sm90::arrive_warp(&shared.barriers.weights_full[buffer], lane);
       begin_sums(shared, turn, side, block > first, sums);
-      sm90::wait_products<0>();
-      release(n);
+      sm90::wait_products<kParts - 1>();
+      release_keys(shared, turn, side);
     }
 
     // Both have summed all blocks. Each has the sums of weights of the blocks that it scored.

@@ -33,6 +33,8 @@ __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp)
   sm90::init(mine, warp < 4 ? 32 + kOnce : warp < 8 ? kOnce : warp < 12 ? 32 : 8 * kOnce);
   constexpr int kFull = Layout<kFormat>::kIsBf16 ? 128 : 4 * kOnce;
   if (warp < 11) sm90::init(mine + kWarps, warp < 4 ? kFull : (warp < 10 ? 4 : 8) * kOnce);
+  if constexpr (constexpr int kMore = Layout<kFormat>::kParts - 1; kMore > 0)
+    if (warp < kMore * 4) sm90::init(&shared.parts.keys_empty[0][0][0] + warp, 4 * kOnce);
 }
 
 template <Format kFormat, bool kByLengths>

@@ -66,6 +66,7 @@ template <Format kFormat>
 __device__ __forceinline__ void bring_bf16_keys(const Call& call, const Piece& piece, Shared<kFormat>& shared,
                                                 int tile, int half) {
   using L = Layout<kFormat>;
+  static_assert(L::kParts == 4 && kBlock / L::kParts == 16);  // each of a producer's warps has a part
   static_assert(kPrefetched * kMostLines == kHalfBytes && L::kHalfTiles * 128 == kHalfBytes);
   int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Blocks ahead(call, piece);
@@ -83,12 +84,12 @@ __device__ __forceinline__ void bring_bf16_keys(const Call& call, const Piece& p
     // Before this block's copies, for which the slots' barrier would wait too.
     if (warp == kSlotWarp) copy_slots(call, shared, ahead, n + kAhead);
     RowCopies<kFormat> copies(shared, place, turn.buffer(), half);
-    sm90::wait(&shared.barriers.keys_empty[turn.buffer()][half], turn.parity() ^ 1);
+    sm90::wait(shared.keys_empty(turn.buffer(), half, warp % 4), turn.parity() ^ 1);
 #pragma unroll
     for (int i = 0; i < L::kHalfTiles; i++) copies.start(i);
     if (L::kHasRope && half == 1) {
-      // The rope part's place may still hold weights, which the sums of the other half read too.
-      sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);
+      // The rope part's place may still hold weights, which the sums of both halves read to their end.
+      for (int i = 0; i < 2; i++) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][i], turn.parity() ^ 1);
       copies.start(L::kHalfTiles);
     }
     if (int row = shared.row_begun[n % kKnown]; row >= 0) {

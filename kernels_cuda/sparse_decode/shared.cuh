@@ -23,6 +23,7 @@ struct Layout {
   static constexpr int kTiles = kFp8Tiles + kHasRope;       // and the rope part
   static constexpr int kQkDim = 64 * kTiles;
   static constexpr int kHalfTiles = 4;  // of the first half of V; the second half has the rope part too
+  static constexpr int kParts = kIsBf16 ? 4 : 1;  // of a block's keys, whose places are free one after the other
   static constexpr int kRowBytes =
       kIsBf16 ? kQkDim * 2 : kFormat == kV4 ? 576 : kFormat == kV32 ? 656 : 512;  // V4.1's without scales
   static constexpr int kRopeByte = kIsBf16 ? 1024 : kFormat == kV4 ? 448 : 528;
@@ -71,9 +72,18 @@ struct Scales<kV32Bf16> : NoScales {};
 
 struct Barriers {
   Barrier slots_full[kAhead], rows_full[kAhead], scales_full[kAhead], rows_empty[kAhead];
-  Barrier keys_full[2][2], keys_empty[2][2];  // of either half of V
+  Barrier keys_full[2][2], keys_empty[2][2];  // of either half of V; where keys have parts, keys_empty is of the last
   Barrier weights_full[2], queries_empty;
 };
+
+// keys_empty of the parts before the last.
+template <int kParts>
+struct BarriersOfParts {
+  Barrier keys_empty[kParts - 1][2][2];
+};
+
+template <>
+struct BarriersOfParts<1> {};
 
 template <Format kFormat>
 struct Shared {
@@ -94,6 +104,13 @@ struct Shared {
   Barriers barriers;
   Plan plan;
   int are_fp4[kAhead];  // with kV41Fp4: whether the block's rows are
+  [[no_unique_address]] BarriersOfParts<L::kParts> parts;
+
+  __device__ __forceinline__ Barrier* keys_empty(int buffer, int half, int part) {
+    if constexpr (L::kParts > 1)
+      if (part < L::kParts - 1) return &parts.keys_empty[part][buffer][half];
+    return &barriers.keys_empty[buffer][half];
+  }
 };
 
 // The n-th block's buffer, and the parity of the times that this has been filled.
