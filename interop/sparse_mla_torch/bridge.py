@@ -101,6 +101,7 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     return array
 
 
+@torch_device_kept()
 def to_torch(array: jax.Array) -> torch.Tensor:
     """The same memory as a torch tensor. Read it only: JAX may share the buffer.
 

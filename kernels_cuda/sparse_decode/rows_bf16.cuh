@@ -8,7 +8,7 @@
 namespace sparse_decode {
 
 constexpr int kHalfBytes = kValues;  // of a row's 512 values of V; V3.2's rope part follows the second half
-constexpr int kMostLines = 4;        // of kPrefetched bytes, in a half of V
+constexpr int kLines = 8;            // of kPrefetched bytes, in a row's values of V
 
 // Where a thread copies to and from. Eight neighbouring threads copy 128 bytes of a key, a row of a tile; a warp has 16
 // keys of a block, four at once.
@@ -38,19 +38,19 @@ struct RowCopies {
   }
 };
 
-// Prefetches a half of a block's rows into the L2, and, where a row of queries begins with the block, that too.
+// Prefetches 32 of a block's rows into the L2, each whole, and, where a row of queries begins with the block, that too.
 template <Format kFormat>
 __device__ __forceinline__ void prefetch_block(const Call& call, Shared<kFormat>& shared, int tile, int half,
                                                int block) {
   using L = Layout<kFormat>;
-  int line = threadIdx.x % 4, token = threadIdx.x / 4 % 32, place = block % kAhead;
+  int line = threadIdx.x % kLines, token = half * 32 + threadIdx.x % 128 / kLines, place = block % kAhead;
   sm90::wait(&shared.barriers.rows_full[place], block / kAhead & 1);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const uint8_t* row = shared.rows[place][token + i * 32];
+    const uint8_t* row = shared.rows[place][token + i * 16];
     if (row == reinterpret_cast<const uint8_t*>(zero_row)) continue;
-    sm90::prefetch(row + half * kHalfBytes + line * kPrefetched);
-    if (L::kHasRope && half == 1 && line == 0) sm90::prefetch(row + L::kRopeByte);
+    sm90::prefetch(row + line * kPrefetched);
+    if (L::kHasRope && line == 0) sm90::prefetch(row + L::kRopeByte);
   }
   int row = shared.row_begun[block % kKnown];
   if (row < 0) return;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void bring_bf16_keys(const Call& call, const Piece& p
                                                 int tile, int half) {
   using L = Layout<kFormat>;
   static_assert(L::kParts == 4 && kBlock / L::kParts == 16);  // each of a producer's warps has a part
-  static_assert(kPrefetched * kMostLines == kHalfBytes && L::kHalfTiles * 128 == kHalfBytes);
+  static_assert(kPrefetched * kLines == 2 * kHalfBytes && L::kHalfTiles * 128 == kHalfBytes);
   int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Blocks ahead(call, piece);
   if (warp == kSlotWarp) {
@@ -105,9 +105,7 @@ __device__ __forceinline__ void bring_bf16_keys(const Call& call, const Piece& p
 #pragma unroll 1
       for (int block = n == 1 ? 2 : last; block <= last; block++) find_rows(call, shared, block);
     }
-#pragma unroll 1
-    for (int block = n == 1 ? 2 : n + 2; n && block <= n + 2 && block < piece.blocks; block++)
-      prefetch_block(call, shared, tile, half, block);
+    if (n && n + 1 < piece.blocks) prefetch_block(call, shared, tile, half, n + 1);
   }
 }
 
