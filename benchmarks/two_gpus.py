@@ -14,18 +14,19 @@ steps behind those that are timed. Writes two_gpus.json to $OUT or benchmarks/re
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import re
 import statistics
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.record import section, write_section
@@ -37,10 +38,11 @@ CASES = "1x8192,8x8192,64x8192,1x131072,8x131072,64x131072"
 PROFILED = 8  # steps
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 AXIS = "requests"
+COMPILERS = 16  # threads
 COORDINATOR = "127.0.0.1:9876"
 
 
-def own_arrays(stack: Stack, device: jax.Device, seed: int) -> tuple[Any, Any]:
+def own_arrays(stack: Stack, device: jax.Device | None, seed: int) -> tuple[Any, Any]:
     """What a device has of its requests: the state that a step donates, and `(rows, tables)`."""
     with jax.default_device(device):
         start = jnp.full(stack.batch, stack.max_len - ROOM, jnp.int32)
@@ -68,6 +70,47 @@ def sharded_step(stack: Stack, mesh: Mesh):
         out_specs=of_requests,
     )
     return jax.jit(step, donate_argnums=0, keep_unused=True)
+
+
+class Programs(NamedTuple):
+    """Of a case, compiled: the step on each device of this process by itself, and on all."""
+
+    alone: dict[jax.Device, Any]
+    together: Any
+
+
+def compile_all(stacks: Sequence[Stack], mesh: Mesh) -> list[Programs]:
+    """Several at once: each is lowered here and compiled in a thread, while the next one is lowered."""
+
+    def placed(tree, sharding, times=1):
+        def place(x):
+            shape = (times * x.shape[0], *x.shape[1:]) if times > 1 else x.shape
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, tree)
+
+    found = []
+    with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
+        for stack in stacks:
+            state, (rows, tables) = jax.eval_shape(functools.partial(own_arrays, stack, None, 0))
+            params = jax.eval_shape(stack.params)
+            step, alone = stack.decode(), {}
+            for device in own_devices(mesh):
+                arguments = placed((state, rows, params, tables), SingleDeviceSharding(device))
+                alone[device] = pool.submit(step.lower(*arguments).compile)
+            state, rows, tables = placed((state, rows, tables), NamedSharding(mesh, P(AXIS)), mesh.size)
+            params = placed(params, NamedSharding(mesh, P()))
+            together = sharded_step(stack, mesh).lower(state, rows, params, tables)
+            found.append(Programs(alone, pool.submit(together.compile)))
+        return [
+            Programs({device: x.result() for device, x in alone.items()}, together.result())
+            for alone, together in found
+        ]
+
+
+def own_devices(mesh: Mesh) -> list[jax.Device]:
+    """Those of this process."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def timed(call, state: Any, inputs: Sequence[Any], repeats: int) -> tuple[Any, float]:
@@ -111,40 +154,37 @@ def compare(state: Any, alone: Sequence[Any]) -> None:
                 raise ValueError(f"{shard.device}: an array {shard.data.shape} is not what one device has")
 
 
-def case(stack: Stack, devices: Sequence[jax.Device], repeats: int) -> dict:
+def case(stack: Stack, programs: Programs, mesh: Mesh, repeats: int) -> dict:
     """Compares and times one case."""
-    mesh = Mesh(np.array(devices), (AXIS,))
-    own_devices = [device for device in devices if device.process_index == jax.process_index()]
+    devices, own = mesh.devices.tolist(), own_devices(mesh)
     params = stack.params()
-    call = stack.decode()
     alone = []
-    for device in own_devices:  # the first of them makes what each has, so that one program is compiled
-        state, (rows, tables) = own_arrays(stack, own_devices[0], devices.index(device))
-        inputs = rows, jax.device_put(params, own_devices[0]), tables
+    for device in own:
+        state, (rows, tables) = own_arrays(stack, device, devices.index(device))
+        call, inputs = programs.alone[device], (rows, jax.device_put(params, device), tables)
         state = jax.block_until_ready(call(state, *inputs))
         alone.append(jax.tree.map(lambda x: int(fingerprint(x)), state))
-        if device is own_devices[0]:
+        if device is own[0]:
             state, one_device = timed(call, state, inputs, repeats)
             state, gpu_alone = gpu_times(call, state, inputs)
         del state
 
-    own = [own_arrays(stack, device, devices.index(device)) for device in own_devices]
-    own_params = [jax.device_put(params, device) for device in own_devices]
+    arrays = [own_arrays(stack, device, devices.index(device)) for device in own]
+    own_params = [jax.device_put(params, device) for device in own]
 
     def of_each(states, inputs):
-        return [call(state, *of_device) for state, of_device in zip(states, inputs)]
+        return [programs.alone[device](state, *its) for device, state, its in zip(own, states, inputs)]
 
-    states = [state for state, _ in own]
-    each = [(rows, given, tables) for (_, (rows, tables)), given in zip(own, own_params)]
+    states = [state for state, _ in arrays]
+    each = [(rows, given, tables) for (_, (rows, tables)), given in zip(arrays, own_params)]
     states, apart = timed(of_each, jax.block_until_ready(of_each(states, each)), (each,), repeats)
-    del own, states, each
+    del arrays, states, each
 
-    own = [own_arrays(stack, device, devices.index(device)) for device in own_devices]
-    state = joined(mesh, [of_device for of_device, _ in own])
-    rows, tables = joined(mesh, [of_device for _, of_device in own])
-    del own
-    inputs = rows, on_all(mesh, params), tables
-    sharded = sharded_step(stack, mesh).lower(state, *inputs).compile()
+    arrays = [own_arrays(stack, device, devices.index(device)) for device in own]
+    state = joined(mesh, [of_device for of_device, _ in arrays])
+    rows, tables = joined(mesh, [of_device for _, of_device in arrays])
+    del arrays
+    inputs, sharded = (rows, on_all(mesh, params), tables), programs.together
     found = [name for name in COLLECTIVES if re.search(rf"\b{name}", sharded.as_text())]
     state = jax.block_until_ready(sharded(state, *inputs))
     compare(state, alone)
@@ -184,17 +224,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--process", type=int, help="of as many as there are GPUs, each with one")
+    parser.add_argument("--compile-only", action="store_true", help="for a later run, by JAX_COMPILATION_CACHE_DIR")
     arguments = parser.parse_args()
     if arguments.process is not None:
         jax.distributed.initialize(COORDINATOR, gpus(), arguments.process, local_device_ids=[arguments.process])
     if len(jax.devices()) < 2:
         raise SystemExit(f"two or more devices are needed, JAX has {len(jax.devices())} here")
     title = "step_over_requests" if arguments.process is None else "step_over_requests_by_processes"
+    names, mesh = arguments.cases.split(","), Mesh(np.array(jax.devices()), (AXIS,))
+    sizes, ratios = [tuple(map(int, name.split("x"))) for name in names], V4_FLASH_RATIOS[: arguments.layers]
+    stacks = [Stack(batch=batch, max_len=context, ratios=ratios) for batch, context in sizes]
+    all_programs = compile_all(stacks, mesh)
+    if arguments.compile_only:
+        return
     results = section("two_gpus.json", title)
-    for name in arguments.cases.split(","):
-        batch, context = map(int, name.split("x"))
-        stack = Stack(batch=batch, max_len=context, ratios=V4_FLASH_RATIOS[: arguments.layers])
-        results[name] = result = case(stack, jax.devices(), arguments.repeats)
+    for name, stack, programs in zip(names, stacks, all_programs):
+        results[name] = result = case(stack, programs, mesh, arguments.repeats)
         if jax.process_index():
             continue
         print(
