@@ -1,6 +1,6 @@
 """SGLang's attention layer of DeepSeek-V4 and V3.2 with FlashMLA and with ours, by SGLang's own test kit, on one GPU.
 
-    python -m benchmarks.engines_sglang [--only TEXT ...]     # needs an H200, SGLang 0.5.23 and sgl-flash-mla
+    python -m benchmarks.engines_sglang [--part kit|graph|served] [--only TEXT]   # needs an H200, SGLang 0.5.23
     python -m benchmarks.engines_sglang --no-gpu              # what tests/engines runs on: stand-ins, no times
 
 SGLang's backends, metadata, caches, Triton kernels and kernels compiled at run time are its own. Each side is a process
@@ -18,7 +18,7 @@ Rows that begin with "graph:" follow SGLang's graph runner: its metadata functio
 another batch put in, and a replay; their times are of metadata, projections and the layer together. Rows that begin
 with "served" have sizes of serving. What was skipped, or failed, says why. Packages that SGLang imports and are not
 installed are listed under `stand_ins`; a case that calls one fails with its name. Writes engines_sglang.json to $OUT or
-benchmarks/results.
+benchmarks/results, beside the other rows that this very code left there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.record import ROOT, environment, results_folder, write_json
+from benchmarks.record import ROOT, earlier, environment, results_folder, write_json
+from benchmarks.sglang import kit
 
+RECORD = "engines_sglang.json"
 SIDES = {"theirs": "0", "ours": "1"}  # and JAX_SPARSE_MLA_SGLANG
 TIMES = ("graph_us", "eager_us", "host_us")
 ROW = ("error", "graph_error", *TIMES)
@@ -108,9 +110,11 @@ def version(package: str) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
+    parser.add_argument("--part", choices=kit.PARTS, action="append", default=[], help="some of the cases")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines; writes no record")
     arguments = parser.parse_args()
-    passed = [part for text in arguments.only for part in ("--only", text)] + ["--no-gpu"] * arguments.no_gpu
+    passed = [word for text in arguments.only for word in ("--only", text)] + ["--no-gpu"] * arguments.no_gpu
+    passed += [word for part in arguments.part for word in ("--part", part)]
     with tempfile.TemporaryDirectory() as folder:
         sides = ["ours"] if arguments.no_gpu else list(SIDES)  # FlashMLA has no kernel for a CPU
         found = dict.fromkeys(SIDES, NOTHING) | {side: run(side, Path(folder), passed) for side in sides}
@@ -120,7 +124,8 @@ def main() -> int:
         about = {"transformers": version("transformers"), "said": found["ours"]["said"], "not_run": NOT_RUN}
         about |= {"stand_ins": found["ours"]["stand_ins"]}
         about |= {"exit_status": {side: found[side]["exit_status"] for side in SIDES}}
-        write_json(results_folder() / "engines_sglang.json", environment() | about | {"rows": result})
+        before = [row for row in earlier(RECORD).get("rows", []) if row["case"] not in {row["case"] for row in result}]
+        write_json(results_folder() / RECORD, environment() | about | {"rows": before + result})
     bad = [row for row in result if "failed" in row] or [side for side in SIDES if found[side]["exit_status"]]
     return int(bool(bad) or not result)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
+PARTS = "kit", "graph", "served"  # also how the names of the last two begin
 
 
 class Case(NamedTuple):
@@ -23,6 +24,10 @@ class Case(NamedTuple):
     function: Callable
     case: Any
     options: dict[str, Any]
+
+    @property
+    def part(self) -> str:
+        return next((part for part in PARTS if self.name.startswith(part)), PARTS[0])
 
     @property
     def in_graph(self) -> bool:

@@ -205,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
+    parser.add_argument("--part", choices=kit.PARTS, action="append", help="some of the cases")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
     gpu, said, stand_ins = not arguments.no_gpu, list, list
@@ -231,6 +232,8 @@ def main() -> None:
     cases = [*kit.v4_cases(v4, modes), *kit.dsa_cases(dsa), *kit.graph_cases(graphs, v4, dsa, modes)]
     cases += [*kit.served_v4_cases(v4, modes), *kit.served_dsa_cases(dsa)]
     for case in cases:
+        if case.part not in (arguments.part or kit.PARTS):
+            continue
         if arguments.only and not any(text in case.name for text in arguments.only):
             continue
         start = time.perf_counter()

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from benchmarks import engines_sglang
+from benchmarks.sglang import kit
 from benchmarks.sglang.layer_calls import Captured, Recorder, difference
 from benchmarks.sglang.loaded import Absent, Missing
 
@@ -72,3 +73,13 @@ def test_a_case_that_fails_says_why_and_the_kit_s_tolerance_is_not_asked():
     found = Recorder(None).run(Case, "cpu")
     assert found["error"] == 1 and found["failed"] == "Missing: a kernel"
     assert difference(torch.full((3,), 2.0), torch.ones(3)) == 1
+
+
+def test_parts_go_by_the_names_of_cases():
+    names = {
+        "kit dsv4_swa_extend": "kit",
+        "decode, ratio 4": "kit",
+        "graph: decode": "graph",
+        "served 8x8192": "served",
+    }
+    assert {name: kit.Case(name, None, None, {}).part for name in names} == names
