@@ -16,11 +16,7 @@ import sys
 import types
 
 # Packages that SGLang's modules import and its FlashMLA attention on SM90 does not call.
-MAY_BE_ABSENT = (
-    *("flashinfer", "flash_attn", "tilelang", "cutlass", "cuda", "sgl_kernel", "torch_memory_saver", "deep_ep"),
-    *("torchaudio", "soundfile", "timm", "gguf", "kernels", "xgrammar", "llguidance", "openai_harmony", "pynvml"),
-    *("IPython", "uvloop", "mistral_common", "outlines", "av", "decord", "modelscope", "quack"),
-)
+MAY_BE_ABSENT = ("sgl_kernel", "IPython", "torchaudio", "soundfile", "timm", "gguf", "kernels")
 PLUGIN_LOG = "sglang.jax_sparse_mla"
 
 
