@@ -9,7 +9,6 @@ kernels run as they are (in Triton's interpreter); where its FlashMLA would be c
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -21,6 +20,8 @@ import sglang_without_gpu
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
+
+from benchmarks.sglang.kit import dsa_cases, v4_cases
 
 
 def report(case: str, **facts) -> None:
@@ -51,71 +52,18 @@ def run(name: str, function, *arguments, **options) -> None:
 def v4() -> None:
     from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention as kit
 
-    prepare_v4(kit)
-    cases = kit.make_dsv4_cases("dsv4")
-    for case in cases:
-        run(f"kit {case.name}", kit.run_dsv4_attention_case, case)
-    decode = {"forward_mode": ForwardMode.DECODE, "prefix_lens": (70, 200), "extend_lens": ()}
-    extend = {"prefix_lens": (100, 40), "extend_lens": (5, 9)}
-    for ratio in (0, 4, 128):
-        for name, changes, sparse in (("decode", decode, False), ("extend", extend, False), ("prefill", extend, True)):
-            changes = changes | {"compress_ratio": ratio, "attn_sink_value": 0.3, "name": name}
-            if ratio == 4 and sparse:  # the kit chooses positions of one request
-                changes |= {"prefix_lens": (100,), "extend_lens": (5,)}
-            case = dataclasses.replace(cases[0], **changes)
-            if ratio == 0:
-                run(f"{name}, ratio 0", kit.run_dsv4_attention_case, case)
-            else:
-                run(f"{name}, ratio {ratio}", kit.run_dsv4_compress_attention_case, case, sparse_prefill=sparse)
-    verify = {"forward_mode": ForwardMode.TARGET_VERIFY, "prefix_lens": (70, 200), "extend_lens": (3, 3)}
-    case = dataclasses.replace(cases[0], name="verify", **verify)
-    run("verify", kit.run_dsv4_target_verify_attention_case, case)
-
-
-def prepare_v4(kit) -> None:
-    import deep_gemm
-    import sglang.srt.layers.attention.deepseek_v4_backend as backend
-    import sglang.srt.layers.attention.dsv4.compressor_v2 as compressor
-
-    kit.quant_to_nope_fp8_rope_bf16_pack_triton = quantise
-    # The compressor's plan, made by a kernel that is compiled at run time and not read here.
-    backend.create_paged_compressor_data = compressor.create_paged_compressor_data = lambda *args, **kwargs: None
-    deep_gemm.get_num_sms = lambda: 132
-    importlib.import_module("sglang.kernels.ops.attention.dsv4.attn")  # to be given the stand-ins, too
-    sglang_without_gpu.put_run_time_kernels()
-
-
-def quantise(k: torch.Tensor):
-    """The kit's quantiser: Triton 3.6's interpreter rounds float32 to float8 otherwise than a GPU."""
-    from sglang.test.kernels.deepseek_v4 import k_cache_reference
-
-    groups = k[:, :448].float().view(-1, 7, 64)
-    exponents = torch.ceil(torch.log2((groups.abs().amax(-1) / 448).clamp_min(2.0**-22)))
-    values = (groups / torch.exp2(exponents)[..., None]).to(torch.float8_e4m3fn)
-    return k_cache_reference.NopeFp8RopeBf16Pack(
-        k_nope_fp8=values.view(-1, 448),
-        k_rope_bf16=k[:, 448:].contiguous(),
-        scale_k_nope_ue8m0=(exponents + 127).to(torch.uint8),
-    )
+    sglang_without_gpu.prepare_kit(kit)
+    for name, function, case, options in v4_cases(kit, ForwardMode):
+        run(name, function, case, **options)
 
 
 def dsa() -> None:
-    import deep_gemm
     from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
+    from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention
 
-    deep_gemm.get_num_sms = lambda: 132
-    deep_gemm.get_paged_mqa_logits_metadata = lambda *args, **kwargs: torch.zeros(133, 2, dtype=torch.int32)
-    sglang_without_gpu.put_run_time_kernels()
-    cases = kit.make_dsa_sparse_cases("dsa")
-    decodes = [("flashmla_kv", True), ("flashmla_sparse", False)]
-    prefills = [("flashmla_sparse", False), ("flashmla_sparse", True), ("flashmla_kv", True)]
-    for case in cases:
-        kind, kernels = ("decode", decodes) if case.forward_mode.is_decode() else ("prefill", prefills)
-        for kernel, fp8 in kernels:
-            options = {f"dsa_{kind}_backend": kernel, "fp8_kv_cache": fp8}
-            run(
-                f"{case.name}, {kernel}, {'fp8' if fp8 else 'bf16'}", kit.run_dsa_sparse_attention_case, case, **options
-            )
+    sglang_without_gpu.prepare_kit(dsv4_attention)
+    for name, function, case, options in dsa_cases(kit):
+        run(name, function, case, **options)
 
 
 def left() -> None:
@@ -144,7 +92,7 @@ def unset() -> None:
 def one_of_v4(name: str) -> None:
     from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention as kit
 
-    prepare_v4(kit)
+    sglang_without_gpu.prepare_kit(kit)
     decode = {"forward_mode": ForwardMode.DECODE, "prefix_lens": (70, 200), "extend_lens": (), "name": "decode"}
     run(name, kit.run_dsv4_attention_case, dataclasses.replace(kit.make_dsv4_cases("dsv4")[0], **decode))
 

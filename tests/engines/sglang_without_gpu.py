@@ -50,7 +50,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of these packages, in which there is whatever is asked for."""
 
     PACKAGES = (
-        *("torchvision", "torchaudio", "torchcodec", "soundfile", "timm", "gguf", "kernels", "cuda", "cutlass"),
+        *("torchvision", "torchaudio", "soundfile", "timm", "gguf", "kernels", "cuda", "cutlass"),
         *("tilelang", "deep_gemm", "sgl_kernel", "flashinfer", "flash_attn", "flash_mla", "torch_memory_saver"),
     )
 
@@ -100,6 +100,7 @@ def pretend_to_have_a_gpu() -> None:
         **{"get_device_capability": (9, 0), "get_device_name": PROPERTIES.name, "get_device_properties": PROPERTIES},
         **{"mem_get_info": (140 << 30, 141 << 30), "is_current_stream_capturing": False, "current_stream": Quiet()},
         **{"manual_seed_all": None, "synchronize": None, "set_rng_state": None, "empty_cache": None},
+        **{"set_device": None},
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
@@ -155,6 +156,35 @@ def put_run_time_kernels() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("sglang") and "load_jit" in vars(module):
             module.load_jit = lambda *names, **options: CompiledAtRunTime()
+
+
+def prepare_kit(kit) -> None:
+    """Puts stand-ins into the kit of V4, and into what both kits import."""
+    import deep_gemm
+    import sglang.srt.layers.attention.deepseek_v4_backend as backend
+    import sglang.srt.layers.attention.dsv4.compressor_v2 as compressor
+
+    kit.quant_to_nope_fp8_rope_bf16_pack_triton = quantise
+    # The compressor's plan, made by a kernel that is compiled at run time and not read here.
+    backend.create_paged_compressor_data = compressor.create_paged_compressor_data = lambda *args, **kwargs: None
+    deep_gemm.get_num_sms = lambda: 132
+    deep_gemm.get_paged_mqa_logits_metadata = lambda *args, **kwargs: torch.zeros(133, 2, dtype=torch.int32)
+    importlib.import_module("sglang.kernels.ops.attention.dsv4.attn")  # to be given the stand-ins, too
+    put_run_time_kernels()
+
+
+def quantise(k: torch.Tensor):
+    """The kit's quantiser: Triton 3.6's interpreter rounds float32 to float8 otherwise than a GPU."""
+    from sglang.test.kernels.deepseek_v4 import k_cache_reference
+
+    groups = k[:, :448].float().view(-1, 7, 64)
+    exponents = torch.ceil(torch.log2((groups.abs().amax(-1) / 448).clamp_min(2.0**-22)))
+    values = (groups / torch.exp2(exponents)[..., None]).to(torch.float8_e4m3fn)
+    return k_cache_reference.NopeFp8RopeBf16Pack(
+        k_nope_fp8=values.view(-1, 448),
+        k_rope_bf16=k[:, 448:].contiguous(),
+        scale_k_nope_ue8m0=(exponents + 127).to(torch.uint8),
+    )
 
 
 sys.meta_path.insert(0, Absent())

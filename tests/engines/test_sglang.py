@@ -7,8 +7,12 @@ pass, whose error here is 1.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
-from driver import reported, skip_without
+from driver import ROOT, reported, skip_without
 
 pytestmark = [pytest.mark.torch, pytest.mark.no_gpu, skip_without("sglang")]
 
@@ -77,3 +81,15 @@ def test_what_ours_refuses_is_sglangs():
     found = cases("left")
     assert found["left"]["served"] == {f"{DECODE} refused": 1} and found["left"]["error"] < V4
     assert found["log"].count(f"leaves {DECODE} to the engine: ours refuses this") == 1
+
+
+def test_the_graph_cases_of_the_gpu_form():
+    """Metadata as SGLang's graph runner makes it, with a call in the place of a replay."""
+    command = [sys.executable, "-m", "benchmarks.engines_sglang", "--no-gpu", "--only", "graph: decode, ratio"]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_SPARSE_MLA_PLUGIN_STRICT": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("graph: decode, ratio") and "{" in line]
+    errors = [float(line.split()[5]) for line in rows if line.endswith("3}")]
+    assert len(errors) == 3 and max(errors) < V4

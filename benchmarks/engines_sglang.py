@@ -1,0 +1,134 @@
+"""SGLang's attention layer of DeepSeek-V4 and V3.2 with FlashMLA and with ours, by SGLang's own test kit, on one GPU.
+
+    python -m benchmarks.engines_sglang [--part kit|graph|served] [--only TEXT]   # needs an H200, SGLang 0.5.23
+    python -m benchmarks.engines_sglang --no-gpu              # what tests/engines runs on: stand-ins, no times
+
+SGLang's backends, metadata, caches, Triton kernels and kernels compiled at run time are its own. Each side is a process
+that makes the same inputs from the kit's seeds: `theirs` is SGLang alone, `ours` is SGLang with
+JAX_SPARSE_MLA_SGLANG=1, which asks us first and may leave a call to FlashMLA. Rows have:
+
+    error            of each side against the kit's dense attention in torch over rows that were not quantised
+    apart            of the two sides' outputs; all three are relative, root mean square
+    served           how often our plugin served, or left or refused, the function that the row's first call took
+    *_us             one call of the layer's attention by CUPTI, L2 flushed: `eager`, and `graph`, replayed from a CUDA
+                     graph where SGLang itself has one; host_us is what an eager call takes the host
+    graph_error      the replayed output against the eager one
+
+Rows that begin with "graph:" follow SGLang's graph runner: its metadata functions before and inside of the capture,
+another batch put in, and a replay; their times are of metadata, projections and the layer together. Rows that begin
+with "served" have sizes of serving. What was skipped, or failed, says why. Packages that SGLang imports and are not
+installed are listed under `stand_ins`; a case that calls one fails with its name. Writes engines_sglang.json to $OUT or
+benchmarks/results, beside the other rows that this very code left there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.record import ROOT, earlier, environment, results_folder, write_json
+from benchmarks.sglang import kit
+
+RECORD = "engines_sglang.json"
+SIDES = {"theirs": "0", "ours": "1"}  # and JAX_SPARSE_MLA_SGLANG
+TIMES = ("graph_us", "eager_us", "host_us")
+ROW = ("error", "graph_error", *TIMES)
+NOTHING = {"results": {}, "said": [], "stand_ins": [], "exit_status": 0}
+NOT_RUN = (
+    "no server, scheduler, model or weights: the kit builds the attention backends, their caches and batches",
+    "the indexer: the kit gives the selection, so that DeepGEMM's logits and SGLang's top-k run in no row",
+    "SGLang's DecodeCudaGraphRunner itself: its order of calls is followed over torch.cuda.CUDAGraph",
+)
+
+
+def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+def rows(theirs: dict[str, dict], ours: dict[str, dict]) -> list[dict]:
+    """A row for each case of either side."""
+    return [_row(name, theirs.get(name, {}), ours.get(name, {})) for name in theirs | ours]
+
+
+def _row(name: str, theirs: dict, ours: dict) -> dict:
+    row = {"case": name, "served": ours.get("served", {})}
+    for key in ROW:
+        found = {side: result[key] for side, result in (("theirs", theirs), ("ours", ours)) if key in result}
+        if found:
+            row[key] = {side: float(f"{value:.4g}") for side, value in found.items()}
+    if "output" in theirs and "output" in ours:
+        row["apart"] = float(f"{relative_difference(ours['output'], theirs['output']):.4g}")
+    for why in ("skipped", "failed"):
+        found = {side: result[why] for side, result in (("theirs", theirs), ("ours", ours)) if why in result}
+        if found:
+            row[why] = found
+    if ours.get("kernels"):
+        row["kernels"] = {"theirs": theirs.get("kernels", []), "ours": ours["kernels"]}
+    return row
+
+
+def run(side: str, folder: Path, arguments: list[str]) -> dict:
+    """What a process of this side found; what it had found before it died, if it did."""
+    switches = {"JAX_SPARSE_MLA_SGLANG": SIDES[side], "SGLANG_DSA_FUSE_TOPK": "0"}
+    switches["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
+    file = folder / f"{side}.pt"
+    command = [sys.executable, "-m", "benchmarks.sglang.layer_calls", "--results", str(file), *arguments]
+    print(f"--- {side}", flush=True)
+    status = subprocess.run(command, cwd=ROOT, env=os.environ | switches | {"PYTHONPATH": paths}).returncode
+    found = torch.load(file) if file.exists() else NOTHING
+    return found | {"exit_status": status}
+
+
+def table(found: list[dict]) -> str:
+    """A line for each row: errors, and what SGLang would wait for, from its graph or eager."""
+    lines = [f"{'case':58} {'error theirs':>12} {'ours':>8} {'apart':>8} {'us theirs':>10} {'ours':>8}  served"]
+    for row in found:
+        time = next((row[key] for key in TIMES if key in row), {})
+        cells = [row.get("error", {}).get("theirs"), row.get("error", {}).get("ours"), row.get("apart")]
+        cells = [f"{value:.4f}" if value is not None else "–" for value in cells]
+        cells += [f"{time[side]:.1f}" if side in time else "–" for side in SIDES]
+        why = str(row.get("failed") or row.get("skipped") or row["served"])[:120]
+        lines.append(f"{row['case']:58} {cells[0]:>12} {cells[1]:>8} {cells[2]:>8} {cells[3]:>10} {cells[4]:>8}  {why}")
+    return "\n".join(lines)
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
+    parser.add_argument("--part", choices=kit.PARTS, action="append", default=[], help="some of the cases")
+    parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines; writes no record")
+    arguments = parser.parse_args()
+    passed = [word for text in arguments.only for word in ("--only", text)] + ["--no-gpu"] * arguments.no_gpu
+    passed += [word for part in arguments.part for word in ("--part", part)]
+    with tempfile.TemporaryDirectory() as folder:
+        sides = ["ours"] if arguments.no_gpu else list(SIDES)  # FlashMLA has no kernel for a CPU
+        found = dict.fromkeys(SIDES, NOTHING) | {side: run(side, Path(folder), passed) for side in sides}
+    result = rows(found["theirs"]["results"], found["ours"]["results"])
+    print(table(result))
+    if not arguments.no_gpu:
+        about = {"transformers": version("transformers"), "said": found["ours"]["said"], "not_run": NOT_RUN}
+        about |= {"stand_ins": found["ours"]["stand_ins"]}
+        about |= {"exit_status": {side: found[side]["exit_status"] for side in SIDES}}
+        before = [row for row in earlier(RECORD).get("rows", []) if row["case"] not in {row["case"] for row in result}]
+        write_json(results_folder() / RECORD, environment() | about | {"rows": before + result})
+    bad = [row for row in result if "failed" in row] or [side for side in SIDES if found[side]["exit_status"]]
+    return int(bool(bad) or not result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
