@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def main() -> int:
             "not soak",
         ]
         started = time.monotonic()
+        signal.signal(signal.SIGINT, lambda *_: None)  # which ends pytest: what ran until then is recorded
         exit_code = subprocess.run([*command, f"--ignore={rules}", f"--record={path}", *others], cwd=ROOT).returncode
         seconds = round(time.monotonic() - started)
         if not path.exists():
