@@ -163,6 +163,7 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setenv("COMMIT", "abc")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(everything, "draw", lambda: None)
+    monkeypatch.setattr(everything, "gpu_names", lambda: ["0"])
     popen = everything.subprocess.Popen
 
     def start(command, **options):
