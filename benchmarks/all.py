@@ -146,7 +146,7 @@ PARTS = (
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
     # These fail by name where there is one GPU.
-    _two_gpus("step_over_requests", "two_gpus", 600),
+    _two_gpus("step_over_requests", "two_gpus", 240),
     _two_gpus("context_parallel", "context_parallel", 240),
     _two_gpus("serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 300),
     _two_gpus("faults", "mesh_processes", 300),

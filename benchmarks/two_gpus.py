@@ -16,11 +16,14 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
+import multiprocessing
+import os
 import re
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +41,6 @@ CASES = "1x8192,8x8192,64x8192,1x131072,8x131072,64x131072"
 PROFILED = 8  # steps
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 AXIS = "requests"
-COMPILERS = 16  # threads
 COORDINATOR = "127.0.0.1:9876"
 
 
@@ -79,9 +81,7 @@ class Programs(NamedTuple):
     together: Any
 
 
-def compile_all(stacks: Sequence[Stack], mesh: Mesh) -> list[Programs]:
-    """Several at once: each is lowered here and compiled in a thread, while the next one is lowered."""
-
+def compile_case(stack: Stack, mesh: Mesh) -> Programs:
     def placed(tree, sharding, times=1):
         def place(x):
             shape = (times * x.shape[0], *x.shape[1:]) if times > 1 else x.shape
@@ -89,23 +89,17 @@ def compile_all(stacks: Sequence[Stack], mesh: Mesh) -> list[Programs]:
 
         return jax.tree.map(place, tree)
 
-    found = []
-    with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
-        for stack in stacks:
-            state, (rows, tables) = jax.eval_shape(functools.partial(own_arrays, stack, None, 0))
-            params = jax.eval_shape(stack.params)
-            step, alone = stack.decode(), {}
-            for device in own_devices(mesh):
-                arguments = placed((state, rows, params, tables), SingleDeviceSharding(device))
-                alone[device] = pool.submit(step.lower(*arguments).compile)
-            state, rows, tables = placed((state, rows, tables), NamedSharding(mesh, P(AXIS)), mesh.size)
-            params = placed(params, NamedSharding(mesh, P()))
-            together = sharded_step(stack, mesh).lower(state, rows, params, tables)
-            found.append(Programs(alone, pool.submit(together.compile)))
-        return [
-            Programs({device: x.result() for device, x in alone.items()}, together.result())
-            for alone, together in found
-        ]
+    state, (rows, tables) = jax.eval_shape(functools.partial(own_arrays, stack, None, 0))
+    params = jax.eval_shape(stack.params)
+    step, alone = stack.decode(), {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # each is lowered here, while others are compiled
+        for device in own_devices(mesh):
+            arguments = placed((state, rows, params, tables), SingleDeviceSharding(device))
+            alone[device] = pool.submit(step.lower(*arguments).compile)
+        state, rows, tables = placed((state, rows, tables), NamedSharding(mesh, P(AXIS)), mesh.size)
+        params = placed(params, NamedSharding(mesh, P()))
+        together = pool.submit(sharded_step(stack, mesh).lower(state, rows, params, tables).compile)
+        return Programs({device: x.result() for device, x in alone.items()}, together.result())
 
 
 def own_devices(mesh: Mesh) -> list[jax.Device]:
@@ -218,29 +212,62 @@ def on_all(mesh: Mesh, tree: Any) -> Any:
     )
 
 
+def in_this_process(name: str, layers: int, repeats: int, wait: Callable[[], None] = lambda: None) -> dict:
+    """Compiles a case, waits, and measures it."""
+    if len(jax.devices()) < 2:
+        raise SystemExit(f"two or more devices are needed, JAX has {len(jax.devices())} here")
+    batch, context = map(int, name.split("x"))
+    stack = Stack(batch=batch, max_len=context, ratios=V4_FLASH_RATIOS[:layers])
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    programs = compile_case(stack, mesh)
+    wait()
+    return case(stack, programs, mesh, repeats)
+
+
+def work(name: str, layers: int, repeats: int, channel: Connection) -> None:
+    """One case in a process of its own, which says when it has compiled and measures when it is told to."""
+
+    def wait():
+        channel.send("compiled")
+        channel.recv()
+
+    channel.send(in_this_process(name, layers, repeats, wait))
+
+
+def results_of(names: Sequence[str], layers: int, repeats: int) -> Iterator[dict]:
+    """All cases are traced and compiled at once, in a process each, and then measured one after the other."""
+    spawn, channels = multiprocessing.get_context("spawn"), []
+    for name in names:
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=work, args=(name, layers, repeats, theirs), daemon=True).start()
+        theirs.close()  # so that one that dies is noticed
+        channels.append(ours)
+    for channel in channels:
+        channel.recv()
+    for channel in channels:
+        channel.send("measure")
+        yield channel.recv()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--process", type=int, help="of as many as there are GPUs, each with one")
-    parser.add_argument("--compile-only", action="store_true", help="for a later run, by JAX_COMPILATION_CACHE_DIR")
     arguments = parser.parse_args()
-    if arguments.process is not None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the cases' processes share the GPUs
+    names, title = arguments.cases.split(","), "step_over_requests"
+    if arguments.process is None:
+        found = results_of(names, arguments.layers, arguments.repeats)
+    else:
+        title += "_by_processes"
         jax.distributed.initialize(COORDINATOR, gpus(), arguments.process, local_device_ids=[arguments.process])
-    if len(jax.devices()) < 2:
-        raise SystemExit(f"two or more devices are needed, JAX has {len(jax.devices())} here")
-    title = "step_over_requests" if arguments.process is None else "step_over_requests_by_processes"
-    names, mesh = arguments.cases.split(","), Mesh(np.array(jax.devices()), (AXIS,))
-    sizes, ratios = [tuple(map(int, name.split("x"))) for name in names], V4_FLASH_RATIOS[: arguments.layers]
-    stacks = [Stack(batch=batch, max_len=context, ratios=ratios) for batch, context in sizes]
-    all_programs = compile_all(stacks, mesh)
-    if arguments.compile_only:
-        return
+        found = (in_this_process(name, arguments.layers, arguments.repeats) for name in names)
     results = section("two_gpus.json", title)
-    for name, stack, programs in zip(names, stacks, all_programs):
-        results[name] = result = case(stack, programs, mesh, arguments.repeats)
-        if jax.process_index():
+    for name, result in zip(names, found):
+        results[name] = result
+        if arguments.process:
             continue
         print(
             f"{name:12} one device {result['one_device_us']:8.0f} us (GPU {result['one_device_gpu_us']:.0f}), "
