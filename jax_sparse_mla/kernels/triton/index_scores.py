@@ -40,16 +40,10 @@ def score(
     q_ptr,
     weights_ptr,
     row,  # the first of ROWS rows that read the same pages
-    rows,
-    cache_ptr,
-    num_pages,
-    table_ptr,  # the pages of these rows
-    limit,  # [ROWS], the rows' lengths
-    out_ptr,  # [ROWS] pointers to their column 0
-    stored,  # [ROWS], whether to write the row
-    start,  # a multiple of BLOCK
-    stop,
-    capacity,
+    num_rows,
+    keys,  # (the cache, its number of pages, pointer to the pages of these rows)
+    rows,  # (their lengths, pointers to their column 0, whether to write them), each [ROWS]
+    columns,  # (start, a multiple of BLOCK; stop; capacity)
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
@@ -60,72 +54,14 @@ def score(
     STAGES: tl.constexpr,
 ):
     """Columns start ... of rows, in whole blocks up to `stop`; -inf past a length."""
-    line, inside = _lines(row, rows, HEADS, HEADS_POW2, ROWS)
-    weights = tl.load(weights_ptr + line, mask=inside, other=0.0)
+    line, inside = _lines(row, num_rows, HEADS, HEADS_POW2, ROWS)
+    heads = line, inside, tl.load(weights_ptr + line, mask=inside, other=0.0)
     if FP4:
-        fits = _fp4_fast(
-            q_ptr,
-            line,
-            inside,
-            weights,
-            cache_ptr,
-            num_pages,
-            table_ptr,
-            limit,
-            out_ptr,
-            stored,
-            start,
-            stop,
-            capacity,
-            PAGE_SIZE,
-            HEADS_POW2,
-            ROWS,
-            HARDWARE_FP8,
-            BLOCK,
-            STAGES,
-        )
+        fits = _fp4_fast(q_ptr, heads, keys, rows, columns, PAGE_SIZE, HEADS_POW2, ROWS, HARDWARE_FP8, BLOCK, STAGES)
         if fits == 0:
-            _fp4_slow(
-                q_ptr,
-                line,
-                inside,
-                weights,
-                cache_ptr,
-                num_pages,
-                table_ptr,
-                limit,
-                out_ptr,
-                stored,
-                start,
-                stop,
-                capacity,
-                PAGE_SIZE,
-                HEADS_POW2,
-                ROWS,
-                64,
-            )
+            _fp4_slow(q_ptr, heads, keys, rows, columns, PAGE_SIZE, HEADS_POW2, ROWS, 64)
     else:
-        _fp8(
-            q_ptr,
-            line,
-            inside,
-            weights,
-            cache_ptr,
-            num_pages,
-            table_ptr,
-            limit,
-            out_ptr,
-            stored,
-            start,
-            stop,
-            capacity,
-            PAGE_SIZE,
-            HEADS_POW2,
-            ROWS,
-            HARDWARE_FP8,
-            BLOCK,
-            STAGES,
-        )
+        _fp8(q_ptr, heads, keys, rows, columns, PAGE_SIZE, HEADS_POW2, ROWS, HARDWARE_FP8, BLOCK, STAGES)
 
 
 @triton.jit
@@ -163,16 +99,9 @@ def _locate_keys(page, num_pages, first, capacity, PAGE_SIZE: tl.constexpr, BLOC
 
 
 @triton.jit
-def _store_logits(
-    logits,  # [BLOCK, ROWS]
-    is_key,
-    column,
-    limit,
-    out_ptr,
-    stored,
-    capacity,
-):
-    """-inf where there is no key, or none of the row's."""
+def _store_logits(logits, is_key, column, rows, capacity):
+    """Logits [BLOCK, ROWS]; -inf where there is no key, or none of the row's."""
+    limit, out_ptr, stored = rows
     logits = tl.where(is_key[:, None] & (column[:, None] < limit[None, :]), logits, float("-inf"))
     tl.store(out_ptr[None, :] + column[:, None], logits, mask=stored[None, :] & (column[:, None] < capacity))
 
@@ -195,18 +124,10 @@ def _operand(byte, HARDWARE_FP8: tl.constexpr):
 @triton.jit
 def _fp8(
     q_ptr,
-    line,
-    inside,
-    weights,
-    cache_ptr,
-    num_pages,
-    table_ptr,
-    limit,
-    out_ptr,
-    stored,
-    start,
-    stop,
-    capacity,
+    heads,
+    keys,
+    rows,
+    columns,
     PAGE_SIZE: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
@@ -214,6 +135,9 @@ def _fp8(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    line, inside, weights = heads
+    cache_ptr, num_pages, table_ptr = keys
+    start, stop, capacity = columns
     byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     q_byte = tl.load(byte_ptr + line[:, None] * _DIM + tl.arange(0, _DIM)[None, :], mask=inside[:, None], other=0)
     queries = tl.trans(_operand(q_byte, HARDWARE_FP8))
@@ -232,7 +156,7 @@ def _fp8(
         # A key with a NaN has no number for a logit, as in the plain function.
         scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
         logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2) * scale[:, None]
-        _store_logits(logits, is_key, column, limit, out_ptr, stored, capacity)
+        _store_logits(logits, is_key, column, rows, capacity)
         page = _load_pages(table_ptr, first + BLOCK, stop, capacity, PAGE_SIZE, BLOCK)
 
 
@@ -336,18 +260,10 @@ def _joined(page, second_page, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _fp4_fast(
     q_ptr,
-    line,
-    inside,
-    weights,
-    cache_ptr,
-    num_pages,
-    table_ptr,
-    limit,
-    out_ptr,
-    stored,
-    start,
-    stop,
-    capacity,
+    heads,
+    keys,
+    rows,
+    columns,
     PAGE_SIZE: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
@@ -356,6 +272,9 @@ def _fp4_fast(
     STAGES: tl.constexpr,
 ):
     """By FP8 products. 1 where they held all queries and keys, otherwise 0, and the logits are still to be made."""
+    line, inside, weights = heads
+    cache_ptr, num_pages, table_ptr = keys
+    start, stop, capacity = columns
     x, y = _fp4_queries(q_ptr, line, inside, 0, HARDWARE_FP8), _fp4_queries(q_ptr, line, inside, 1, HARDWARE_FP8)
     largest = tl.maximum(_exponents(x), _exponents(y))
     moderate = (largest == 0) | ((largest >= 127 - _QUERY_EXPONENTS) & (largest <= 127 + _QUERY_EXPONENTS))
@@ -369,7 +288,7 @@ def _fp4_fast(
     if fits != 0:
         dim = tl.arange(0, _PACKED)[None, :]
         shift = tl.arange(0, _PACKED)[None, :] // _GROUP_BYTES * 8
-        longest = tl.max(limit, axis=0)
+        longest = tl.max(rows[0], axis=0)
         outside = tl.zeros([BLOCK], tl.uint32)
         page, second_page = _pages_of(table_ptr, start, stop, capacity, PAGE_SIZE, BLOCK)
         for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
@@ -389,7 +308,7 @@ def _fp4_fast(
             scores = tl.dot(second_keys, second_queries, scores)
             scores = tl.maximum(scores, 0.0) * weights[None, :]
             logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2)
-            _store_logits(logits, is_key, column, limit, out_ptr, stored, capacity)
+            _store_logits(logits, is_key, column, rows, capacity)
             page, second_page = _pages_of(table_ptr, first + BLOCK, stop, capacity, PAGE_SIZE, BLOCK)
         fits = 1 - tl.max((outside != 0).to(tl.int32), axis=0)
     return fits
@@ -404,24 +323,19 @@ def _exponents(x):
 @triton.jit
 def _fp4_slow(
     q_ptr,
-    line,
-    inside,
-    weights,
-    cache_ptr,
-    num_pages,
-    table_ptr,
-    limit,
-    out_ptr,
-    stored,
-    start,
-    stop,
-    capacity,
+    heads,
+    keys,
+    rows,
+    columns,
     PAGE_SIZE: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """By bfloat16 products, which hold every query, and every key with its scale."""
+    line, inside, weights = heads
+    cache_ptr, num_pages, table_ptr = keys
+    start, stop, capacity = columns
     even_queries = tl.trans(_fp4_queries(q_ptr, line, inside, 0, False).to(tl.bfloat16))
     odd_queries = tl.trans(_fp4_queries(q_ptr, line, inside, 1, False).to(tl.bfloat16))
     dim = tl.arange(0, _PACKED)[None, :]
@@ -438,7 +352,7 @@ def _fp4_slow(
         scores = tl.dot(_bfloat16_of(code >> 4, scale), odd_queries, scores)
         scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
         logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2)
-        _store_logits(logits, is_key, column, limit, out_ptr, stored, capacity)
+        _store_logits(logits, is_key, column, rows, capacity)
 
 
 @triton.jit
