@@ -47,9 +47,15 @@ def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int) -> dict
     }
 
 
+# What the functions below share: `step` is the pointers of the rows' positions and requests, how many rows there are in
+# memory, from which row on they are padding, and how many requests; `rows` the pointers of the step's kv and scores;
+# `state` those of the ring's, and its row with which the layer's requests begin.
+
+
 @triton.jit
-def load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests):
-    """(live, request, position) of rows; num_rows bounds the memory, and rows from `limit` on are padding."""
+def load_live(step, row):
+    """(live, request, position) of rows."""
+    positions_ptr, req_rows_ptr, num_rows, limit, max_requests = step
     inside = row < num_rows
     position = tl.load(positions_ptr + row, mask=inside, other=-1)
     request = tl.load(req_rows_ptr + row, mask=inside, other=-1)
@@ -58,9 +64,9 @@ def load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests):
 
 
 @triton.jit
-def _completes(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests, RATIO: tl.constexpr):
+def _completes(step, row, RATIO: tl.constexpr):
     """Whether rows are live and the last ones of a group."""
-    live, _, position = load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests)
+    live, _, position = load_live(step, row)
     return live & (position % RATIO == RATIO - 1)
 
 
@@ -85,11 +91,12 @@ def find_rows_kernel(
 ):
     """The rows that complete a group, ascending, then -1; one program."""
     limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+    step = positions_ptr, req_rows_ptr, num_rows, limit, max_requests
     found = num_rows * 0
     start = num_rows * 0
     while start < limit:
         row = start + tl.arange(0, CHUNK)
-        completes = _completes(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests, RATIO)
+        completes = _completes(step, row, RATIO)
         index = found + tl.cumsum(completes.to(tl.int32), axis=0) - 1
         tl.store(rows_ptr + index, row, mask=completes & (index < num_entries))
         found += tl.sum(completes.to(tl.int32), axis=0)
@@ -112,18 +119,11 @@ def _load_token(step_ptr, ring_ptr, of_step, column, exists):
 
 @triton.jit
 def window_entry(
-    kv_ptr,  # bfloat16 or float32 [num_rows, OVERLAP * HEAD_DIM]
-    score_ptr,  # the same
-    state_kv_ptr,  # float32 [requests, RING, OVERLAP * HEAD_DIM]
-    state_score_ptr,  # the same
-    positions_ptr,  # int32 [num_rows]
-    req_rows_ptr,  # int32 [num_rows]
-    ape_ptr,  # float32 [RATIO, OVERLAP * HEAD_DIM]
-    norm_weight_ptr,  # bfloat16 or float32 [HEAD_DIM]
-    inv_freq_ptr,  # float32 [ROPE_DIM / 2]
+    rows,  # each bfloat16 or float32 [num_rows, OVERLAP * HEAD_DIM]
+    state,  # each float32 [requests, RING, OVERLAP * HEAD_DIM]
+    step,
+    params,  # (ape, float32 [RATIO, OVERLAP * HEAD_DIM]; norm weight [HEAD_DIM]; inv_freq [ROPE_DIM / 2]; norm_eps)
     row,  # the row that completes the entry
-    first_request,  # the row of the state with which the layer's requests begin
-    norm_eps,
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     WINDOW_POW2: tl.constexpr,
@@ -140,6 +140,10 @@ def window_entry(
     """
     window: tl.constexpr = OVERLAP * RATIO
     width: tl.constexpr = OVERLAP * HEAD_DIM
+    kv_ptr, score_ptr = rows
+    state_kv_ptr, state_score_ptr, first_request = state
+    positions_ptr, req_rows_ptr, _, _, _ = step
+    ape_ptr, norm_weight_ptr, inv_freq_ptr, norm_eps = params
     request = tl.load(req_rows_ptr + row)
     last_position = tl.load(positions_ptr + row)
     # Rows before may be another request's, or padding; those of this request follow each other.
@@ -200,26 +204,21 @@ def window_entry(
 
 @triton.jit
 def carry_row(
-    kv_ptr,  # bfloat16 or float32 [num_rows, WIDTH]
-    score_ptr,  # the same
-    positions_ptr,  # int32 [num_rows]
-    req_rows_ptr,  # int32 [num_rows]
-    state_kv_ptr,  # float32 [requests, RING, WIDTH]
-    state_score_ptr,  # the same
+    rows,  # each bfloat16 or float32 [num_rows, WIDTH]
+    state,  # each float32 [requests, RING, WIDTH]
+    step,
     row,
-    num_rows,
-    limit,  # rows from here on are padding
-    max_requests,
-    first_request,
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     EAGER: tl.constexpr,  # loads do not wait for what decides of the row
 ):
     """Copies a row into its request's ring, unless a later row of the step has the same place."""
-    live, request, position = load_live(positions_ptr, req_rows_ptr, row, num_rows, limit, max_requests)
-    later = row + RING
-    later_live, later_request, _ = load_live(positions_ptr, req_rows_ptr, later, num_rows, limit, max_requests)
+    kv_ptr, score_ptr = rows
+    state_kv_ptr, state_score_ptr, first_request = state
+    _, _, num_rows, _, _ = step
+    live, request, position = load_live(step, row)
+    later_live, later_request, _ = load_live(step, row + RING)
     carried = live & ((later_live == 0) | (later_request != request))
     source = row.to(tl.int64) * WIDTH
     target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
@@ -265,10 +264,11 @@ def entries_kernel(
 ):
     """An entry per program."""
     entry = tl.program_id(0)
+    limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+    step = positions_ptr, req_rows_ptr, num_rows, limit, max_requests
     if ROWS_POW2 > 0:
         candidate = tl.arange(0, ROWS_POW2)
-        limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
-        completes = _completes(positions_ptr, req_rows_ptr, candidate, num_rows, limit, max_requests, RATIO)
+        completes = _completes(step, candidate, RATIO)
         index = tl.cumsum(completes.to(tl.int32), axis=0) - 1
         row = tl.max(tl.where(completes & (index == entry), candidate, -1), axis=0)
     else:
@@ -279,18 +279,11 @@ def entries_kernel(
     target = entries_ptr + entry.to(tl.int64) * HEAD_DIM + channel
     if row >= 0:
         values = window_entry(
-            kv_ptr,
-            score_ptr,
-            state_kv_ptr,
-            state_score_ptr,
-            positions_ptr,
-            req_rows_ptr,
-            ape_ptr,
-            norm_weight_ptr,
-            inv_freq_ptr,
+            (kv_ptr, score_ptr),
+            (state_kv_ptr, state_score_ptr, first_request),
+            step,
+            (ape_ptr, norm_weight_ptr, inv_freq_ptr, norm_eps),
             row,
-            first_request,
-            norm_eps,
             RATIO,
             OVERLAP,
             WINDOW_POW2,
@@ -327,18 +320,13 @@ def carry_kernel(
     EAGER: tl.constexpr,
 ):
     """A row per program."""
+    row = tl.program_id(0)
+    limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
     carry_row(
-        kv_ptr,
-        score_ptr,
-        positions_ptr,
-        req_rows_ptr,
-        state_kv_ptr,
-        state_score_ptr,
-        tl.program_id(0),
-        num_rows,
-        num_live_rows(query_start_loc_ptr, num_rows, num_requests),
-        max_requests,
-        first_request,
+        (kv_ptr, score_ptr),
+        (state_kv_ptr, state_score_ptr, first_request),
+        (positions_ptr, req_rows_ptr, num_rows, limit, max_requests),
+        row,
         RING,
         WIDTH,
         COLUMNS,

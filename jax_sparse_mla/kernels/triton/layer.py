@@ -123,41 +123,36 @@ def v4_layer_kernel(
 ):
     task = tl.program_id(0)
     limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
+    step = positions_ptr, req_rows_ptr, num_rows, limit, max_requests
+    first_request = layer * max_requests
 
     if INDEXED:
         if task < num_rows:
+            rows = index_kv_ptr, index_score_ptr
             carry_row(
-                index_kv_ptr,
-                index_score_ptr,
-                positions_ptr,
-                req_rows_ptr,
-                index_state_kv_ptr,
-                index_state_score_ptr,
+                rows,
+                (index_state_kv_ptr, index_state_score_ptr, first_request),
+                step,
                 task,
-                num_rows,
-                limit,
-                max_requests,
-                layer * max_requests,
                 RING,
                 OVERLAP * _DIM,
                 OVERLAP * _DIM,
                 True,
             )
-            live, _, position = load_live(positions_ptr, req_rows_ptr, task, num_rows, limit, max_requests)
+            live, _, position = load_live(step, task)
             if live & (position % RATIO == RATIO - 1):
-                entry = window_entry(
-                    index_kv_ptr,
-                    index_score_ptr,
-                    index_state_kv_in_ptr,
-                    index_state_score_in_ptr,
-                    positions_ptr,
-                    req_rows_ptr,
+                params = (
                     index_ape_ptr + params_layer * (RATIO * OVERLAP * _DIM),
                     index_norm_weight_ptr + params_layer * _DIM,
                     index_inv_freq_ptr + params_layer * (ROPE_DIM // 2),
-                    task,
-                    layer * max_requests,
                     index_norm_eps,
+                )
+                entry = window_entry(
+                    rows,
+                    (index_state_kv_in_ptr, index_state_score_in_ptr, first_request),
+                    step,
+                    params,
+                    task,
                     RATIO,
                     OVERLAP,
                     WINDOW_POW2,
@@ -182,38 +177,31 @@ def v4_layer_kernel(
 
     if RATIO > 0:
         if (task >= 0) & (task < num_rows):
+            rows = compressed_kv_ptr, compressed_score_ptr
             carry_row(
-                compressed_kv_ptr,
-                compressed_score_ptr,
-                positions_ptr,
-                req_rows_ptr,
-                state_kv_ptr,
-                state_score_ptr,
+                rows,
+                (state_kv_ptr, state_score_ptr, first_request),
+                step,
                 task,
-                num_rows,
-                limit,
-                max_requests,
-                layer * max_requests,
                 RING,
                 OVERLAP * QK_DIM,
                 COLUMNS,
                 True,
             )
-            live, _, position = load_live(positions_ptr, req_rows_ptr, task, num_rows, limit, max_requests)
+            live, _, position = load_live(step, task)
             if live & (position % RATIO == RATIO - 1):
-                entry = window_entry(
-                    compressed_kv_ptr,
-                    compressed_score_ptr,
-                    state_kv_in_ptr,
-                    state_score_in_ptr,
-                    positions_ptr,
-                    req_rows_ptr,
+                params = (
                     ape_ptr + params_layer * (RATIO * OVERLAP * QK_DIM),
                     norm_weight_ptr + params_layer * QK_DIM,
                     inv_freq_ptr + params_layer * (ROPE_DIM // 2),
-                    task,
-                    layer * max_requests,
                     norm_eps,
+                )
+                entry = window_entry(
+                    rows,
+                    (state_kv_in_ptr, state_score_in_ptr, first_request),
+                    step,
+                    params,
+                    task,
                     RATIO,
                     OVERLAP,
                     WINDOW_POW2,
