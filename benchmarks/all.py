@@ -7,8 +7,8 @@
 Needs an NVIDIA GPU. Each part is a command of its own, in the order of its worth; all.json remembers which are made, by
 which code. A part is left while its file is missing or of other code, so that one folder ends up being of one code;
 files of other code that stand in $OUT are only replaced with --replace. A copy of the checkout without its history
-takes the commit from $COMMIT. On a machine with several GPUs a part runs on each at the same time; then come the parts
-that use all of them.
+takes the commit from $COMMIT. On a machine with several GPUs a part runs on each at the same time, first the parts that
+time the host, then those with many processes, and at last those that use all GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Literal, NamedTuple
 
 from benchmarks import plots
 from benchmarks.record import (
@@ -51,7 +52,7 @@ class Part(NamedTuple):
       seconds: it takes about so many on one H200 with 16 cores; a recorded run's count instead.
       whole: of a part that goes on where it was stopped, whether its file is complete.
       by_case: it goes on case by case: any time is enough for some.
-      all_gpus: it uses every GPU of the machine; the others use one.
+      takes_all: "cores", for its many processes: it runs beside no part that times the host. "gpus": it runs alone.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Part(NamedTuple):
     seconds: int
     whole: Callable[[dict], bool] | None = None
     by_case: bool = False
-    all_gpus: bool = False
+    takes_all: Literal["", "cores", "gpus"] = ""
 
     @property
     def takes(self) -> float:
@@ -80,7 +81,7 @@ def _cases(backend: str, least: int, seconds: int) -> Part:
         return sum(count for table in found["tables"].values() for count in table.values()) >= least
 
     command = f"cases --backend {backend} --limit {least} --workers {_WORKERS} --budget-seconds {{left}}"
-    return Part(f"cases {backend}", f"cases_{backend}.json", command, seconds, whole, by_case=True)
+    return Part(f"cases {backend}", f"cases_{backend}.json", command, seconds, whole, by_case=True, takes_all="cores")
 
 
 def _serving(preset: str, count: int, seconds: int) -> Part:
@@ -90,11 +91,12 @@ def _serving(preset: str, count: int, seconds: int) -> Part:
     return Part(f"serving {preset}", "serving.json", f"serving --presets {preset}", seconds, whole)
 
 
-def _two_gpus(section: str, module: str, seconds: int) -> Part:
+def _two_gpus(section: str, module: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
-        return found.get(section, {}).get("code") == found["code"]
+        made = found.get(section, {})
+        return made.get("code") == found["code"] and len(made["rows"]) >= count
 
-    return Part(module.partition(" ")[0], "two_gpus.json", module, seconds, whole, all_gpus=True)
+    return Part(module.partition(" ")[0], "two_gpus.json", module, seconds, whole, takes_all="gpus")
 
 
 def _memcheck_whole(found: dict) -> bool:
@@ -121,8 +123,8 @@ PARTS = (
     Part("indices", "indices.json", "run --op indices", 30),
     Part("metadata", "metadata.json", "run --op metadata", 60),
     _step("decode", 8, "--prefill '' --long '' --workers 8", 110),
-    Part("suite", "h200_tests.json", "suite", 800, all_gpus=True),
-    Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole),
+    Part("suite", "h200_tests.json", "suite", 800, takes_all="gpus"),
+    Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole, takes_all="cores"),
     _cases("hopper", 3868, 100),
     _cases("triton", 600, 50),
     _cases("drop_in", 1400, 50),
@@ -146,10 +148,10 @@ PARTS = (
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
     # These fail by name where there is one GPU.
-    _two_gpus("step_over_requests", "two_gpus", 240),
-    _two_gpus("context_parallel", "context_parallel", 240),
-    _two_gpus("serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 300),
-    _two_gpus("faults", "mesh_processes", 300),
+    _two_gpus("step_over_requests", "two_gpus", 6, 240),
+    _two_gpus("context_parallel", "context_parallel", 6, 80),
+    _two_gpus("serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 2, 300),
+    _two_gpus("faults", "mesh_processes", 2, 400),
 )
 
 
@@ -176,6 +178,16 @@ class Ledger:
         return f"of other code, {found['commit']}" if (found := latest(part.file)).get("commit") else "left"
 
 
+_running: set[subprocess.Popen] = set()
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends it with the processes that it started, if it has not ended by itself."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def run(part: Part, limit: float, gpu: str | None = None) -> tuple[int | None, float]:
     """The exit code, None where the part had to be stopped, and the seconds that it took; output goes to a log.
 
@@ -196,12 +208,14 @@ def run(part: Part, limit: float, gpu: str | None = None) -> tuple[int | None, f
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _running.add(process)
         try:
             exit_code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-            process.wait()
             exit_code = None
+        finally:
+            stop(process)
+            _running.discard(process)
     if exit_code == 0:
         path.unlink()
     else:
@@ -234,8 +248,12 @@ def foreign() -> list[str]:
     return [part.file for part in PARTS if (folder / part.file).exists() and not earlier(part.file)]
 
 
-def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[str]) -> None:
-    """Runs the parts that fit before the deadline: one at a time on each of several GPUs, or one after the other."""
+def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[str], first: Part | None) -> None:
+    """Runs the parts that fit before the deadline: one at a time on each of several GPUs, or one after the other.
+
+    Args:
+      first: the part that runs in any case, so that none is put off for ever.
+    """
     waiting, writes, turn = list(parts), set(), threading.Condition()
 
     def next_part() -> tuple[Part, float] | None:
@@ -245,8 +263,7 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
                 for part in [part for part in waiting if part.file not in writes]:
                     waiting.remove(part)
                     left = deadline - time.monotonic() - MARGIN
-                    # The first part of a call runs in any case: none is put off for ever.
-                    if left < (PIECE if part.by_case else part.takes) and part is not parts[0]:
+                    if left < (PIECE if part.by_case else part.takes) and part is not first:
                         needs = f"takes about {part.takes:.0f} s, {max(0, left):.0f} s are left"
                         print(f"{part.name}: {needs}: the next call runs it")
                         continue
@@ -259,23 +276,33 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
     def work(gpu: str | None) -> None:
         while found := next_part():
             part, left = found
-            print(f"{part.name}: about {part.takes:.0f} s ...", flush=True)
-            exit_code, seconds = run(part, min(left, 86_400), gpu)
-            word = "stopped" if exit_code is None else f"exit code {exit_code}"
-            print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
-            with turn:
-                if exit_code is not None or part.whole is not None:
-                    ledger.add(part, seconds, -1 if exit_code is None else exit_code)
-                writes.remove(part.file)
-                turn.notify_all()
+            try:
+                print(f"{part.name}: about {part.takes:.0f} s ...", flush=True)
+                exit_code, seconds = run(part, min(left, 86_400), gpu)
+                word = "stopped" if exit_code is None else f"exit code {exit_code}"
+                print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
+                with turn:
+                    if exit_code is not None or part.whole is not None:
+                        ledger.add(part, seconds, -1 if exit_code is None else exit_code)
+            except BaseException:
+                waiting.clear()
+                raise
+            finally:
+                with turn:
+                    writes.discard(part.file)
+                    turn.notify_all()
 
     if len(gpus) < 2:
         return work(None)
-    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        try:
+            for future in as_completed([pool.submit(work, gpu) for gpu in gpus]):
+                future.result()
+        except BaseException:
+            waiting.clear()
+            for process in list(_running):  # whose sessions are their own
+                stop(process)
+            raise
 
 
 def main() -> int:
@@ -297,8 +324,9 @@ def main() -> int:
         print(f"{results_folder()} has files of other code: {', '.join(others)}. Name another folder or add --replace.")
         return 2
     chosen = [part for part in PARTS if (part.name in args.part if args.part else not ledger.made(part))]
-    make([part for part in chosen if not part.all_gpus], ledger, deadline, gpu_names())
-    make([part for part in chosen if part.all_gpus], ledger, deadline, [])
+    first = chosen[0] if chosen else None
+    for kind, gpus in (("", gpu_names()), ("cores", gpu_names()), ("gpus", [])):
+        make([part for part in chosen if part.takes_all == kind], ledger, deadline, gpus, first)
     draw()
     print(table(ledger))
     return int(not all(ledger.made(part) for part in PARTS))

@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,11 +248,13 @@ def main() -> int:
     args = parser.parse_args()
     chosen, rows = [case for case in cases() if case.name.startswith(tuple(args.only))], []
     spawn, gpus = multiprocessing.get_context("spawn"), gpu_names()
+    if not gpus:
+        raise SystemExit("hopper_decode needs a GPU with compute capability 9.0, nvidia-smi lists none here")
     names = spawn.Queue()
     for name in gpus:
         names.put(name)
-    with spawn.Pool(len(gpus), start_at, (names,)) as pool:
-        for row in pool.imap(measure, chosen):
+    with ProcessPoolExecutor(len(gpus), spawn, start_at, (names,)) as pool:
+        for row in pool.map(measure, chosen):
             rows.append(row)
             print(
                 "  ".join(f"{key} {value}" if key != "case" else f"{value:36}" for key, value in row.items()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.record import ROOT, environment, gpu_names, results_folder, write_json
 
+INTERRUPTED = 2  # pytest's exit code
 RECORDED = ("machine", "python", "counts", "passed", "failed", "skipped")  # what `pytest --record` writes of a run
 
 
@@ -30,7 +32,7 @@ def main() -> int:
         write_json(results_folder() / "h200_tests.json", merged([json.loads(path.read_text()) for path in args.merge]))
         return 0
     # The checkout's own rules are tested by CI, which has its history.
-    rules = ROOT / "tests" / "repository" / "test_repository.py"
+    rules, gpus = ROOT / "tests" / "repository" / "test_repository.py", gpu_names()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
         command = [
@@ -39,20 +41,25 @@ def main() -> int:
             "pytest",
             "-q",
             "-n",
-            str(args.workers * max(1, len(gpu_names()))),
+            str(args.workers * max(1, len(gpus))),
             "--dist",
             "worksteal",
             "-m",
             "not soak",
         ]
         started = time.monotonic()
-        signal.signal(signal.SIGINT, lambda *_: None)  # which ends pytest: what ran until then is recorded
-        exit_code = subprocess.run([*command, f"--ignore={rules}", f"--record={path}", *others], cwd=ROOT).returncode
+        before = signal.signal(signal.SIGINT, lambda *_: None)  # it ends pytest: what ran until then is recorded
+        command += [f"--ignore={rules}", f"--record={path}", *others]
+        try:
+            exit_code = subprocess.run(command, cwd=ROOT, env=os.environ | {"GPUS_OF_TESTS": ",".join(gpus)}).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
         seconds = round(time.monotonic() - started)
         if not path.exists():
             return exit_code or 1
         found = json.loads(path.read_text())
-    content = environment() | {"seconds": seconds} | {name: found[name] for name in RECORDED if name in found}
+    content = environment() | {"gpus": len(gpus), "seconds": seconds, "interrupted": exit_code == INTERRUPTED}
+    content |= {name: found[name] for name in RECORDED if name in found}
     write_json(results_folder() / "h200_tests.json", content)
     print(found["counts"], f"in {seconds} s")
     return exit_code

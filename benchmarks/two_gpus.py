@@ -236,17 +236,27 @@ def work(name: str, layers: int, repeats: int, channel: Connection) -> None:
 
 def results_of(names: Sequence[str], layers: int, repeats: int) -> Iterator[dict]:
     """All cases are traced and compiled at once, in a process each, and then measured one after the other."""
-    spawn, channels = multiprocessing.get_context("spawn"), []
+    spawn, started = multiprocessing.get_context("spawn"), []
+
+    def answer(name, channel, process):
+        try:
+            return channel.recv()
+        except EOFError:
+            process.join()
+            raise RuntimeError(f"two_gpus: the case {name} ended with exit code {process.exitcode}") from None
+
     for name in names:
         ours, theirs = spawn.Pipe()
-        spawn.Process(target=work, args=(name, layers, repeats, theirs), daemon=True).start()
+        process = spawn.Process(target=work, args=(name, layers, repeats, theirs), daemon=True)
+        process.start()
         theirs.close()  # so that one that dies is noticed
-        channels.append(ours)
-    for channel in channels:
-        channel.recv()
-    for channel in channels:
+        started.append((name, ours, process))
+    for each in started:
+        answer(*each)
+    for name, channel, process in started:
         channel.send("measure")
-        yield channel.recv()
+        yield answer(name, channel, process)
+        process.join()  # its memory is the next one's
 
 
 def main() -> None:

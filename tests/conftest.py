@@ -5,7 +5,6 @@ import collections
 import enum
 import functools
 import gc
-import glob
 import os
 import shutil
 import sys
@@ -26,11 +25,11 @@ for _name, _bytes in (("MMAP_THRESHOLD", 2**28), ("TRIM_THRESHOLD", 2**30), ("TO
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads wait for each other's products by spinning
 gc.set_threshold(200_000, 50, 1000)  # a collection of all that JAX keeps takes seconds, and finds little
 
-# Where a machine has several GPUs, xdist's workers begin to count them at different ones, since tests use the first.
-if _worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    _gpus = [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
-    _first = int(_worker.removeprefix("gw")) % max(1, len(_gpus))
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(_gpus[_first:] + _gpus[:_first]))
+# Tests use the first GPU: xdist's workers begin to count those that `benchmarks.suite` names at different ones.
+_worker, _gpus = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("GPUS_OF_TESTS", "").split(",")
+if len(_gpus) > 1:
+    _first = int(_worker.removeprefix("gw")) % len(_gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus[_first:] + _gpus[:_first])
 
 import jax
 import pytest

@@ -34,6 +34,7 @@ constexpr int kMostRows = 256;
 constexpr unsigned kLeastScale = 114, kScales = 27;  // UE8M0 of 2^-13, and the number of scales from there on
 constexpr int kBias = 127, kLargestQuery = 14;       // the exponent of a head's largest query in e5m2
 constexpr int kQueryExponents = 40;                  // of a head's largest query, at most, either sign
+constexpr float kLeastNormal = 0x1p-126f;            // a scaled weight below it has lost bits
 
 // Warpgroups that compute, by the registers which their accumulators take.
 template <int kHeads>
@@ -228,9 +229,11 @@ __device__ bool write_queries(const Call& call, Shared<kHeads>& shared, int row)
     }
     held &= moderate;
     *reinterpret_cast<uint32_t*>(&shared.queries[head][(lane % 8 ^ head % 8) * 16 + lane / 8 * 4]) = bytes;
+    float scaled_weight = weight * power_of_two(-shift - 1);
+    held &= weight == 0 || (fabsf(scaled_weight) >= kLeastNormal && fabsf(scaled_weight) < INFINITY);
     if (lane == 0) {
       shared.weights[head] = weight;
-      shared.scaled_weights[head] = weight * power_of_two(-shift - 1);
+      shared.scaled_weights[head] = scaled_weight;
     }
   }
   return held;
@@ -348,7 +351,9 @@ __device__ __forceinline__ float score_exactly(const Call& call, const Shared<kH
   for (int i = 0; i < kHeads / 8; i++) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      float weight = shared.weights[i * 8 + part * 2 + j];
+      int head = i * 8 + part * 2 + j;
+      if (head >= call.heads) continue;  // a key may be infinite, and its product with 0 no number
+      float weight = shared.weights[head];
       low = fmaf(relu(scores[i * 4 + j]), weight, low);
       high = fmaf(relu(scores[i * 4 + j + 2]), weight, high);
     }

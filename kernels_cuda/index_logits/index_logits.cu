@@ -98,12 +98,16 @@ void launch_fp4(const fp4::Call& call, int blocks, cudaStream_t stream) {
 }
 
 // As IndexLogits, for at most 256 rows and 64 heads: q is bfloat16 [rows, heads, 128], cache uint8 [pages, page_size *
-// 68]. Without `fill` it writes the columns of the blocks of 128 that a row's length reaches into.
+// 68]. Weights may begin anywhere. Without `fill` it writes the columns of the blocks of 128 that a row's length reaches
+// into.
 void IndexLogitsFP4(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cache, ffi::TensorView page_table,
                     ffi::TensorView lengths, int64_t num_pages, int64_t first_page, bool fill, ffi::TensorView out) {
   fp4::Call call = {};
   call.rows = static_cast<int>(q.size(0));
   call.heads = static_cast<int>(q.size(1));
+  if (call.rows > fp4::kMostRows || call.heads > 64)
+    TVM_FFI_THROW(ValueError) << "index_logits_fp4: at most " << fp4::kMostRows << " rows and 64 heads, got " << call.rows
+                              << " and " << call.heads;
   call.width = static_cast<int>(page_table.size(1));
   call.page_bytes = cache.size(1);
   call.page_size = static_cast<int>(call.page_bytes / fp4::kTokenBytes);

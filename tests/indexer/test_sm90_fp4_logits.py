@@ -170,6 +170,34 @@ def test_weights_and_queries_of_any_magnitude(logits):
     np.testing.assert_array_equal(np.isnan(got[3]), np.isnan(want[3]))
 
 
+@pytest.mark.parametrize("heads", [4, 16, 33])
+def test_keys_beyond_bfloat16(heads, logits):
+    """Their logits are infinite, whatever stands in the place of heads that there are not."""
+    q, weights, cache, table, lengths = logits_case(np.random.default_rng(29), 3, heads, 3, 64)
+    q, weights = np.ones_like(q), np.ones_like(weights)
+    cache[:, : 64 * 64], cache[:, 64 * 64 :], lengths[:] = 0x77, 254, 192  # 6 * 2^127
+    table[:] = np.arange(3)
+    np.testing.assert_array_equal(logits((q, weights, cache, table, lengths)), np.inf)
+
+
+@pytest.mark.parametrize(("query", "weight"), [(40, 110), (-40, -100)])
+def test_weights_that_leave_float32_with_their_power_of_two(query, weight, logits):
+    q, weights, cache, table, lengths = logits_case(np.random.default_rng(30), 3, 8, 3, 64)
+    lengths[:] = 192
+    q = np.full_like(q, 2.0**query)
+    weights = np.full_like(weights, 2.0**weight)
+    cache[:, 64 * 64 :] = 127
+    if weight > 0:
+        cache[:, : 64 * 64] = 0  # the logits of other keys are infinite
+    case = q, weights, cache, table, lengths
+    assert_logits(logits(case), *exact_logits(*case))
+
+
+def test_the_source_has_room_for_what_it_serves():
+    source = (build.source("index_logits").parent / "fp4.cuh").read_text()
+    assert f"kMostRows = {sm90.FP4_MOST_ROWS};" in source
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_a_query_that_is_no_number_stays_in_its_row(number, logits):
     case = logits_case(np.random.default_rng(25), 4, 4, 3, 64)

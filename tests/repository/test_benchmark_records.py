@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -227,14 +228,35 @@ def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
     monkeypatch.setattr(everything, "run", run)
     ledger = types.SimpleNamespace(add=lambda *_: None)
     parts = [everything.Part(str(n), "same.json" if same_file else f"{n}.json", "module", 1) for n in range(6)]
-    everything.make(parts, ledger, float("inf"), ["0", "1"])
+    everything.make(parts, ledger, float("inf"), ["0", "1"], parts[0])
     assert most == (1 if same_file else 2) and sorted(name for name, _ in seen) == [part.name for part in parts]
     seen.clear()
-    everything.make(parts, ledger, float("inf"), ["0"])
+    everything.make(parts, ledger, float("inf"), ["0"], parts[0])
     assert seen == [(part.name, None) for part in parts]
     seen.clear()
-    everything.make(parts, ledger, -float("inf"), ["0", "1"])
-    assert [name for name, _ in seen] == ["0"]  # the first one runs in any case
+    everything.make(parts, ledger, -float("inf"), ["0", "1"], parts[0])
+    assert [name for name, _ in seen] == ["0"]  # the first one of a call runs in any case
+    seen.clear()
+    everything.make(parts, ledger, -float("inf"), ["0", "1"], everything.Part("of another kind", "", "", 1))
+    assert not seen
+
+
+@pytest.mark.parametrize("gpus", [[], ["0", "1"]], ids=str)
+def test_a_part_that_cannot_be_run_ends_the_call(monkeypatch, gpus):
+    begun = []
+
+    def run(part, limit, gpu=None):
+        begun.append(part.name)
+        if part.name == "0":
+            raise OSError("no space left")
+        time.sleep(0.05)
+        return 0, 1.0
+
+    monkeypatch.setattr(everything, "run", run)
+    parts = [everything.Part(str(n), "same.json" if n < 3 else f"{n}.json", "module", 1) for n in range(6)]
+    with pytest.raises(OSError, match="no space left"):
+        everything.make(parts, types.SimpleNamespace(add=lambda *_: None), float("inf"), gpus, parts[0])
+    assert len(begun) <= 2
 
 
 def test_gpus_are_those_that_programs_see(monkeypatch):
@@ -308,7 +330,8 @@ def test_the_suite_s_record_is_written_with_the_code(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "gpu_names", lambda: ["0", "1"])
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["suite", "--workers", "3"])
-    assert suite.main() == 1
+    handler = signal.getsignal(signal.SIGINT)
+    assert suite.main() == 1 and signal.getsignal(signal.SIGINT) is handler
     written = json.loads((tmp_path / "h200_tests.json").read_text())
     assert written["device"] == "a GPU" and written["code"] == "abc" and written["counts"] == {"passed": 1}
     assert written["passed"] == run["passed"] and written["skipped"] == run["skipped"]

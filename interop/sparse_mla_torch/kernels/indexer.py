@@ -140,7 +140,7 @@ def launch_logits(
     """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits_of`."""
     fp4 = format.name == "FP4"
     page_size, serves = index_cache.shape[1] // format.key_bytes, sm90.serves_fp4 if fp4 else sm90.serves
-    wide = (q, index_cache, out) if fp4 else (q, weights, index_cache, out)  # read or written by 16 bytes
+    wide = (q, index_cache, out) if fp4 else (q, weights, index_cache, out)  # by 16 bytes, FP4's q by 8
     aligned = all(x.data_ptr() % 16 == 0 for x in wide)
     if q.is_cuda and aligned and serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
         import tvm_ffi

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.xla import tvm
 
 HEADS = 64  # of both models; a warpgroup's product of a row
 TILE = 64  # keys of a copied tile, which lie in one page
-TOKEN_BYTES, FP4_BYTES = 132, 68
 FP4_MOST_HEADS = 64  # the kernel of FP4 keys has a specialisation for at most 16, 32 and 64
+FP4_MOST_ROWS = 256  # it has room for so many in shared memory
 
 # Rows from which it is ahead of Triton's kernels: a prefill chunk. Fewer are rows of different requests most likely,
 # which share no keys; the kernel of FP4 keys serves these.
@@ -28,8 +29,8 @@ def serves(capability: tuple[int, int] | None, rows: int, heads: int, page_size:
 
 def serves_fp4(capability: tuple[int, int] | None, rows: int, heads: int, page_size: int) -> bool:
     """As `serves`, for FP4 keys and bfloat16 queries."""
-    fits = capability == (9, 0) and rows < FROM_ROWS and heads <= FP4_MOST_HEADS and page_size % TILE == 0
-    return fits and build.index_logits_module() is not None
+    fits = rows < FROM_ROWS and rows <= FP4_MOST_ROWS and heads <= FP4_MOST_HEADS and page_size % TILE == 0
+    return fits and capability == (9, 0) and build.index_logits_module() is not None
 
 
 def index_logits(
@@ -42,7 +43,8 @@ def index_logits(
       fill: False leaves columns unwritten from the end of the block of 256 that holds a row's last key.
       fp4: for bfloat16 q over FP4 keys; blocks are of 128.
     """
-    rows, capacity = q.shape[0], page_table.shape[1] * (index_cache.shape[1] // (FP4_BYTES if fp4 else TOKEN_BYTES))
+    key_bytes = (IndexFormat.FP4 if fp4 else IndexFormat.FP8).key_bytes
+    rows, capacity = q.shape[0], page_table.shape[1] * (index_cache.shape[1] // key_bytes)
     first_page, num_pages = pages or (0, index_cache.shape[0])
     arguments = [*map(tvm.Buffer, range(5)), num_pages, first_page, fill, tvm.Buffer(5)]
     out = jax.ShapeDtypeStruct((rows, capacity), jnp.float32)
