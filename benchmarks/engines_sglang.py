@@ -48,10 +48,6 @@ NOT_RUN = (
 )
 
 
-def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
-
-
 def rows(theirs: dict[str, dict], ours: dict[str, dict]) -> list[dict]:
     """A row for each case of either side."""
     return [_row(name, theirs.get(name, {}), ours.get(name, {})) for name in theirs | ours]
@@ -64,7 +60,7 @@ def _row(name: str, theirs: dict, ours: dict) -> dict:
         if found:
             row[key] = {side: float(f"{value:.4g}") for side, value in found.items()}
     if "output" in theirs and "output" in ours:
-        row["apart"] = float(f"{relative_difference(ours['output'], theirs['output']):.4g}")
+        row["apart"] = float(f"{kit.difference(ours['output'], theirs['output']):.4g}")
     for why in ("skipped", "failed"):
         found = {side: result[why] for side, result in (("theirs", theirs), ("ours", ours)) if why in result}
         if found:

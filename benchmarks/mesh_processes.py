@@ -126,7 +126,7 @@ def killed(layout: str, arguments: Sequence[object], device: str, long: int, whi
         "both_were_running": running,
         "survivor": status,
         "seconds": round(seconds, 1),
-        "said": next((line[:200] for line in reversed(survivor.said.splitlines()) if re.search("rror|fail", line)), ""),
+        "said": next((line[:200] for line in survivor.said.splitlines() if re.search("rror|fail", line)), ""),
         "started_again": again,
     }
     result["holds"] = running and status not in (0, None) and seconds <= 2 * TIMEOUT and again == [0] * DEVICES

@@ -11,10 +11,18 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
 PARTS = "kit", "graph", "served"  # also how the names of the last two begin
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square, relative."""
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 class Case(NamedTuple):

@@ -22,15 +22,10 @@ import torch
 
 from benchmarks.record import ROOT
 from benchmarks.sglang import kit
+from benchmarks.sglang.kit import difference
 
 sys.path[:0] = [str(ROOT / "interop"), str(ROOT / "tests" / "engines")]
 WARM_UP, HOST_CALLS = 2, 20
-
-
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square, relative."""
-    actual, expected = actual.double(), expected.double()
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 class Captured:
@@ -129,10 +124,11 @@ class Recorder:
     # --- SGLang's graph runner ---------------------------------------------------------------------
 
     def replayed(self, testcase, case, *, adapter, build_kwargs, capture_batch_size, max_context_len, dtype, device):
-        """In the place of the kit's function of these arguments, which makes no CUDA graph.
+        """In the place of the kit's `_run_cuda_graph_decode_case`, which makes no CUDA graph.
 
-        What SGLang's runner does: metadata outside of the graph; two warm-ups and the capture of metadata and layer
-        inside; then another batch's metadata and tensors put into the captured one's, and a replay.
+        It makes that function's calls in the same order, as SGLang's graph runner does: metadata outside of the graph;
+        two warm-ups and the capture of metadata and layer inside; then another batch's metadata and tensors are put
+        into the captured one's, and the graph is replayed.
         """
         size = {"max_context_len": max_context_len, "device": device}
         more = {"disable_cuda_graph": False, "runner_batch_size": capture_batch_size}
@@ -197,7 +193,9 @@ def _put(held: dict[str, Any], fresh: dict[str, Any]) -> None:
     """Puts a batch's tensors into those that a graph has captured."""
     for name, tensor in held.items():
         other = fresh.get(name)
-        if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor) and tensor.shape == other.shape:
+        if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor):
+            if tensor.shape != other.shape:
+                raise ValueError(f"{name}: the graph was captured with {tuple(tensor.shape)}, not {tuple(other.shape)}")
             tensor.copy_(other)
 
 

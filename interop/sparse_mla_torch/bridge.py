@@ -91,10 +91,12 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         raise ValueError(
             f"to_jax: {name} starts at {tensor.data_ptr():#x}, not {_ALIGNMENT}-byte aligned: pass .clone()"
         )
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        # JAX's stream would wait for an event of the capture, and so become part of it.
-        raise RuntimeError(f"to_jax: {name} is handed over while a CUDA graph is captured, which JAX cannot be part of")
     with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            # JAX's stream would wait for an event of the capture, and so become part of it.
+            raise RuntimeError(
+                f"to_jax: {name} is handed over while a CUDA graph is captured, which JAX cannot be part of"
+            )
         array = jax.dlpack.from_dlpack(tensor)  # torch exports only from its current GPU
     # Lives as long as the array: XLA donates no buffer that something else refers to.
     weakref.finalize(array, lambda _: None, array.__dlpack__()).atexit = False

@@ -1,6 +1,7 @@
 """The DLPack bridge: shared memory both ways, and its hazards refused by name."""
 
 import collections
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,7 @@ def test_jax_is_kept_out_of_captures(monkeypatch):
     assert to_jax(tensor[:0]).size == 0
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(RuntimeError, match="to_jax: rows is handed over while a CUDA graph is captured"):
         to_jax(tensor, "rows")
 
