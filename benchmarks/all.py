@@ -38,6 +38,7 @@ from benchmarks.record import (
     results_folder,
     write_json,
 )
+from benchmarks.sglang import kit
 
 LEDGER = "all.json"
 MARGIN = 5  # seconds that stay for writing what was made
@@ -91,6 +92,13 @@ def _serving(preset: str, count: int, seconds: int) -> Part:
     return Part(f"serving {preset}", "serving.json", f"serving --presets {preset}", seconds, whole)
 
 
+def _sglang(part: str, count: int, seconds: int) -> Part:
+    def whole(found: dict) -> bool:
+        return sum(kit.part_of(row["case"]) == part for row in found["rows"]) >= count
+
+    return Part(f"sglang {part}", "engines_sglang.json", f"engines_sglang --part {part}", seconds, whole)
+
+
 def _two_gpus(section: str, module: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
         made = found.get(section, {})
@@ -115,6 +123,7 @@ PARTS = (
     Part("hopper_decode", "hopper_decode.json", "hopper_decode", 330),
     Part("v41_decode", "v41_decode.json", "v41_decode", 60),
     Part("bf16_decode", "bf16_decode.json", "bf16_decode", 60),
+    Part("counters", "counters.json", "counters", 300),
     Part("backward", "backward.json", "backward", 90),
     Part("attention", "attention.json", "run --op attention", 150),
     Part("indexer", "indexer.json", "run --op indexer", 110),
@@ -130,6 +139,9 @@ PARTS = (
     _cases("drop_in", 1400, 50),
     _cases("flashmla", 800, 50),
     Part("drop_in", "drop_in.json", "drop_in", 40),
+    _sglang("kit", 40, 300),
+    _sglang("graph", 14, 180),
+    _sglang("served", 10, 300),
     _step("long", 2, "--decode '' --prefill ''", 70),
     _step("prefill", 6, "--decode '' --long '' --workers 8", 60),
     Part("extend", "extend.json", "run --op extend", 60),

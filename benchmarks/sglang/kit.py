@@ -1,6 +1,6 @@
 """The cases of SGLang's own attention test kit that reach FlashMLA: DeepSeek-V4's, and V3.2's with FP8 and bfloat16.
 
-`benchmarks.engines_sglang` runs them on a GPU and `tests/engines` on the CPU. Nothing here imports SGLang.
+`benchmarks.engines_sglang` runs them on a GPU and `tests/engines` on the CPU. Nothing here imports SGLang or torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
@@ -25,6 +26,11 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
+def part_of(name: str) -> str:
+    """Of PARTS, the one that a case of this name belongs to."""
+    return next((part for part in PARTS if name.startswith(part)), PARTS[0])
+
+
 class Case(NamedTuple):
     """A call of the kit: `function(testcase, case, device=…, **options)`."""
 
@@ -35,7 +41,7 @@ class Case(NamedTuple):
 
     @property
     def part(self) -> str:
-        return next((part for part in PARTS if self.name.startswith(part)), PARTS[0])
+        return part_of(self.name)
 
     @property
     def in_graph(self) -> bool:

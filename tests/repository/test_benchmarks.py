@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from benchmarks import flashmla_from_jit, hopper_decode, memcheck, number_formats, plots, record, run
+from benchmarks import counters, flashmla_from_jit, hopper_decode, memcheck, number_formats, plots, record, run
 from benchmarks.ops import attention
 from benchmarks.timing import Case, Operation, Run
 from jax_sparse_mla import sparse_mla_decode
@@ -196,3 +197,52 @@ def test_number_formats_are_ordered_by_their_roundings():
     output, bfloat16, float16, fp8_queries, two_parts, fp8_weights, all_fp8 = found.values()
     assert 1e-3 < output <= float16 < bfloat16 < two_parts < 3e-3
     assert 1e-2 < fp8_weights < fp8_queries < all_fp8 < 0.2
+
+
+# --- counters --------------------------------------------------------------------------------------
+
+_NCU = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value","Rule Name"
+"0","7","void decode<(int)1>(Call)","GPU Speed Of Light Throughput","Duration","us","61.25",""
+"0","7","void decode<(int)1>(Call)","GPU Speed Of Light Throughput","Elapsed Cycles","cycle","107,184",""
+"0","7","void decode<(int)1>(Call)","","","","","SOLBottleneck"
+"1","7","join(Call)","GPU Speed Of Light Throughput","DRAM Throughput","%","3",""
+"""
+
+
+def test_counters_are_read_by_kernel():
+    first, second = counters.metrics(_NCU.splitlines())
+    assert first == {
+        "kernel": "void decode<(int)1>(Call)",
+        "metrics": {"Duration [us]": 61.25, "Elapsed Cycles [cycle]": 107184.0},
+    }
+    assert second["metrics"] == {"DRAM Throughput [%]": 3.0} and counters.metrics(["==ERROR== no permission"]) == []
+
+
+@pytest.mark.parametrize("how", ["absent", "denied", "counts"])
+def test_a_case_that_is_not_counted_says_why(how, tmp_path):
+    ncu = tmp_path / "ncu"
+    if how != "absent":
+        said = "==ERROR== ERR_NVGPUCTRPERM" if how == "denied" else _NCU
+        ncu.write_text(f"""#!{sys.executable}
+import sys
+open(sys.argv[sys.argv.index("--log-file") + 1], "w").write({said!r})
+sys.exit({int(how == "denied")})
+""")
+        ncu.chmod(0o755)
+    row = counters.counted("a case", str(ncu))
+    if how == "counts":
+        assert [kernel["kernel"] for kernel in row["kernels"]] == ["void decode<(int)1>(Call)", "join(Call)"]
+        assert "Duration [us] 61.25" in counters._shown(row)
+    else:
+        assert {"absent": "FileNotFoundError", "denied": "ERR_NVGPUCTRPERM"}[how] in row["failed"]
+
+
+def test_the_cases_that_are_counted_exist():
+    from benchmarks import bf16_decode
+
+    of_fp8 = {case.name for case in hopper_decode.cases()}
+    of_bf16 = {case.name for case in bf16_decode.CASES}
+    for name in counters.CASES:
+        kind, _, case = name.partition(": ")
+        assert case in {"decode, FP8": of_fp8, "decode, bfloat16": of_bf16}.get(kind, {case})
