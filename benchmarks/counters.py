@@ -35,7 +35,7 @@ def decode_of_fp8(name: str) -> Callable[[], object]:
     """A case of `benchmarks.hopper_decode`."""
     from benchmarks import hopper_decode
 
-    (case,) = [case for case in hopper_decode.cases() if case.name == name][:1]
+    case = next(case for case in hopper_decode.cases() if case.name == name)
     problem = hopper_decode.Problem(case, {})
     return problem.call(hopper_decode.ours, case.shape.heads)
 
@@ -44,7 +44,7 @@ def decode_of_bf16(name: str) -> Callable[[], object]:
     """A case of `benchmarks.bf16_decode`."""
     from benchmarks import bf16_decode
 
-    (case,) = [case for case in bf16_decode.CASES if case.name == name]
+    case = next(case for case in bf16_decode.CASES if case.name == name)
     caches = [bf16_decode.caches_of(case.layout, seed) for seed in range(len(case.columns))]
     return bf16_decode.Problem(case, caches).ours(case.layout)
 

@@ -24,7 +24,6 @@ benchmarks/results, beside the other rows that this very code left there.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.record import ROOT, earlier, environment, results_folder, write_json
+from benchmarks.record import ROOT, earlier, environment, results_folder, version, write_json
 from benchmarks.sglang import kit
 
 RECORD = "engines_sglang.json"
@@ -72,8 +71,7 @@ def _row(name: str, theirs: dict, ours: dict) -> dict:
 
 def run(side: str, folder: Path, arguments: list[str]) -> dict:
     """What a process of this side found; what it had found before it died, if it did."""
-    switches = {"JAX_SPARSE_MLA_SGLANG": SIDES[side], "SGLANG_DSA_FUSE_TOPK": "0"}
-    switches["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    switches = {"JAX_SPARSE_MLA_SGLANG": SIDES[side], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     paths = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
     file = folder / f"{side}.pt"
     command = [sys.executable, "-m", "benchmarks.sglang.layer_calls", "--results", str(file), *arguments]
@@ -94,13 +92,6 @@ def table(found: list[dict]) -> str:
         why = str(row.get("failed") or row.get("skipped") or row["served"])[:120]
         lines.append(f"{row['case']:58} {cells[0]:>12} {cells[1]:>8} {cells[2]:>8} {cells[3]:>10} {cells[4]:>8}  {why}")
     return "\n".join(lines)
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> int:

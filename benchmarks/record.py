@@ -40,7 +40,7 @@ def environment() -> dict:
     return {
         "device": device,
         "driver": driver,
-        "versions": {name: _version(name) for name in _PACKAGES + _PEERS},
+        "versions": {name: version(name) for name in _PACKAGES + _PEERS},
         "commit": commit(),
         "code": code_digest(),
         "command": " ".join(["python", *sys.orig_argv[1:]]),
@@ -128,7 +128,7 @@ def _output(*command: str) -> str | None:
         return None
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

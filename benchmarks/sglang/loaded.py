@@ -114,7 +114,7 @@ class SGLang:
 
     def __init__(self):
         absent = Absent(tuple(name for name in MAY_BE_ABSENT if not _installed(name)))
-        os.environ.setdefault("SGLANG_DSA_FUSE_TOPK", "0")  # the kit gives positions, and not slots
+        os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # the kit gives positions, and not slots
         sys.meta_path.append(absent)
         self._absent, self._said = absent, _Said()
         logging.getLogger(PLUGIN_LOG).addHandler(self._said)
