@@ -2,6 +2,7 @@
 
 #pragma once
 
+#ifndef SM90_DEVICE  // tests define it, and what stands for all of this on the host
 #include <cuda_bf16.h>
 
 #include <cstdint>
@@ -18,6 +19,8 @@ __device__ __forceinline__ uint8_t* tiles_memory() {
   return memory + (1024 - shared_address(memory) % 1024) % 1024;
 }
 
+// --- numbers ----------------------------------------------------------------------------------------------------
+
 // Four of the eight bytes of x and y: each of the selector's four low nibbles names one, of x up to 3.
 __device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t bytes;
@@ -30,6 +33,50 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   uint32_t products;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(x), "r"(y));
   return products;
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The next four are volatile, so they stay in the order in which they are written. A caller does each for several
+// numbers, which hides its latency.
+
+// Four e4m3 numbers, in float16.
+__device__ __forceinline__ void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
+  asm volatile(
+      "{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(fp8));
+}
+
+__device__ __forceinline__ float2 two_floats(uint32_t halves) {
+  float2 x;
+  asm volatile(
+      "{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.f32.f16 %0, a;\n"
+      "cvt.f32.f16 %1, b;\n}"
+      : "=f"(x.x), "=f"(x.y)
+      : "r"(halves));
+  return x;
+}
+
+// A pair of bfloat16 numbers, the first one in the low half.
+__device__ __forceinline__ uint32_t rounded(float2 x) {
+  uint32_t pair;
+  asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x.y), "f"(x.x));
+  return pair;
+}
+
+// Multiplies two pairs of bfloat16 numbers, as `multiply_pairs` does.
+__device__ __forceinline__ void scale_pair(uint32_t& x, uint32_t scale) {
+  asm volatile("mul.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(scale));
 }
 
 // --- barriers ---------------------------------------------------------------------------------------------------
@@ -358,3 +405,5 @@ __device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
 }
 
 }  // namespace sm90
+
+#endif

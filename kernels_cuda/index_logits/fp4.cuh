@@ -13,11 +13,9 @@
 
 #pragma once
 
-#ifndef SM90_DEVICE  // tests define it as what stands for these two on the host
 #include <cuda_fp16.h>
 
 #include "../sm90.cuh"
-#endif
 #include "rows.cuh"
 
 namespace index_logits::fp4 {

@@ -6,36 +6,9 @@
 
 namespace sparse_decode {
 
-// The steps are volatile, so they stay in the order in which they are written. Each works on eight values, which hides
-// its latency.
-
-__device__ __forceinline__ void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
-  asm volatile(
-      "{\n.reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(fp8));
-}
-
-__device__ __forceinline__ float2 two_floats(uint32_t halves) {
-  float2 x;
-  asm volatile(
-      "{\n.reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.f32.f16 %0, a;\n"
-      "cvt.f32.f16 %1, b;\n}"
-      : "=f"(x.x), "=f"(x.y)
-      : "r"(halves));
-  return x;
-}
-
-__device__ __forceinline__ uint32_t rounded(float2 x) {
-  uint32_t pair;
-  asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x.y), "f"(x.x));
-  return pair;
-}
+using sm90::rounded;
+using sm90::two_floats;
+using sm90::two_halves;
 
 // A thread's scales of the tiles of one half of V; its 16 values of a tile are the `part`-th.
 template <Format kFormat>
@@ -52,7 +25,7 @@ struct PowersOfTwo {
   __device__ __forceinline__ static void scale_floats(float2 (&)[4], uint32_t) {}
   __device__ __forceinline__ static void scale_rounded(uint32_t (&x)[4], uint32_t scale) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) asm volatile("mul.bf16x2 %0, %0, %1;" : "+r"(x[i]) : "r"(scale));
+    for (int i = 0; i < 4; i++) sm90::scale_pair(x[i], scale);
   }
 };
 
@@ -128,21 +101,14 @@ __device__ __forceinline__ uint32_t pair_of_e4m3(uint32_t code) {
   return rounded({x, x});
 }
 
-// The bytes of a table of eight that four numbers of four bits, less than 8, name. `__byte_perm` would mask them.
-__device__ __forceinline__ uint32_t look_up(uint32_t first, uint32_t last, uint32_t numbers) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(last), "r"(numbers));
-  return bytes;
-}
-
-// bfloat16's bits of eight e2m1 codes. Their bytes are looked up: ±0, ½, 1, 1½, 2, 3, 4, 6.
+// bfloat16's bits of eight e2m1 codes. Their bytes are looked up in tables of eight: ±0, ½, 1, 1½, 2, 3, 4, 6.
 __device__ __forceinline__ void widen(uint32_t codes, uint32_t (&x)[4]) {
   uint32_t magnitudes = codes & 0x77777777;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     uint32_t signs = __byte_perm(codes << 4, codes, i ? 0x7362 : 0x5140) & 0x80808080;
-    uint32_t high = look_up(0x3f3f3f00, 0x40404040, magnitudes >> 16 * i) | signs;
-    uint32_t low = look_up(0xc0800000, 0xc0804000, magnitudes >> 16 * i);
+    uint32_t high = sm90::permute(0x3f3f3f00, 0x40404040, magnitudes >> 16 * i) | signs;
+    uint32_t low = sm90::permute(0xc0800000, 0xc0804000, magnitudes >> 16 * i);
     x[2 * i] = __byte_perm(low, high, 0x5140);
     x[2 * i + 1] = __byte_perm(low, high, 0x7362);
   }
