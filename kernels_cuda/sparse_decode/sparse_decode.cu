@@ -10,10 +10,10 @@
 #include <tvm/ffi/string.h>
 
 #include <atomic>
-#include <cfloat>
 #include <cstring>
 #include <initializer_list>
 
+#include "call.cuh"
 #include "kernel.cuh"
 
 namespace ffi = tvm::ffi;
@@ -24,28 +24,6 @@ using namespace sparse_decode;
 
 void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "sparse_decode: " << cudaGetErrorString(error);
-}
-
-// A table's shape as XLA and torch give it.
-struct Shape {
-  int64_t topk, stride, rows_per_length;  // stride in indices; rows_per_length 0: no lengths
-  int64_t num_slots, page_size, page_bytes;
-  int64_t row_stride, scales, scale_stride;  // as in Places
-};
-
-Table table_of(const Shape& shape) {
-  Table table = {};
-  table.page_bytes = shape.page_bytes;
-  table.num_slots = static_cast<int>(shape.num_slots);
-  table.topk = static_cast<int>(shape.topk);
-  table.stride = shape.stride;
-  table.page_size = divisor_of(shape.page_size);
-  table.rows_per_length = divisor_of(shape.rows_per_length ? shape.rows_per_length : 1);
-  return table;
-}
-
-Places places_of(const Shape& shape) {
-  return {shape.scales, static_cast<int>(shape.row_stride), static_cast<int>(shape.scale_stride)};
 }
 
 template <Format kFormat>
@@ -113,23 +91,9 @@ constexpr int kPlaces = kScratch + 1;
 Planned planned(int rows, int heads, int format, const Shape& table, const Shape& extra, double softmax_scale,
                 double empty_lse, int tile, int groups, int cuts, int device) {
   Planned made = {};
-  Call& call = made.call;
-  call.rows = rows;
-  call.heads = heads;
-  call.tiles = (heads + tile - 1) / tile;
-  call.groups = groups;
-  call.cuts = cuts;
-  call.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
-  if (call.scale_log2 == 0) call.scale_log2 = FLT_MIN;  // nearly 0, but -inf times it is -inf, not NaN
-  call.empty_lse = static_cast<float>(empty_lse);
-  call.tables[0] = table_of(table);
-  call.tables[1] = table_of(extra);
-  call.places[0] = places_of(table);
-  call.places[1] = places_of(extra);
-  // The schedule counts the blocks of all rows in 32 bits.
-  int64_t units = int64_t{rows} * (most_blocks(call) + kRowCost) + groups;
-  if (units > INT_MAX) TVM_FFI_THROW(ValueError) << "sparse_decode: " << rows << " rows have too many blocks of keys";
-  call.deal = deal_of(rows, groups, call.tiles, most_blocks(call));
+  Call& call = made.call = call_of(rows, heads, table, extra, softmax_scale, empty_lse, tile, groups, cuts);
+  if (units_of(call) > INT_MAX)
+    TVM_FFI_THROW(ValueError) << "sparse_decode: " << rows << " rows have too many blocks of keys";
   bool by_lengths = table.rows_per_length || extra.rows_per_length;
   made.what = launch_of(format, tile, by_lengths);
   allow(made.what);
@@ -156,10 +120,7 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
     call.tables[i].indices = reinterpret_cast<const int*>(of_table[1]);
     call.tables[i].lengths = reinterpret_cast<const int*>(of_table[2]);
   }
-  size_t blocks = static_cast<size_t>(call.groups) * call.tiles;
-  call.part_values = reinterpret_cast<float*>(addresses[kScratch]);
-  call.part_sums = reinterpret_cast<float2*>(call.part_values + blocks * 2 * kHeads * kValues);
-  call.part_rows = reinterpret_cast<int2*>(call.part_sums + blocks * 2 * kHeads);
+  place_scratch(call, reinterpret_cast<void*>(addresses[kScratch]));
   cudaLaunchAttribute attribute = clusters_of(planned.parts);
   if (!planned.parts) attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = planned.waits;
   cudaLaunchConfig_t config = {};

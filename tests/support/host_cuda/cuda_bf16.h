@@ -1,5 +1,5 @@
-// As much of CUDA as the decode kernel's schedule and the top-k need, on the host: the threads of one thread block take
-// turns in one thread of the host, each until it waits for others of its warp or block.
+// As much of CUDA as our kernels need, on the host: the threads of a thread block, or of several that run together, take
+// turns in one thread of the host, each until it waits for others.
 
 #pragma once
 
@@ -9,9 +9,12 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <vector>
 
 #define __CUDACC__ 1
@@ -50,7 +53,7 @@ struct Meeting {
 
 struct Block {
   static constexpr int kStack = 64 << 10;
-  int threads, current = 0;
+  int number, threads, current = 0;
   ucontext_t start;
   jmp_buf scheduler;
   std::vector<std::array<jmp_buf, 1>> contexts;
@@ -58,10 +61,35 @@ struct Block {
   Meeting all;
   std::vector<Meeting> warps;
   std::function<void()> program;
+
+  Block(int number, int threads, std::function<void()> program)
+      : number(number), threads(threads), contexts(threads), begun(threads), ended(threads), warps(threads / 32),
+        program(std::move(program)) {
+    all.members = threads;
+    for (Meeting& warp : warps) warp.members = 32;
+  }
 };
 
-inline Block* block;
+inline Block* block;     // that has its turn
+inline int64_t news = 0;  // how often those who waited could go on
 inline std::vector<std::unique_ptr<char[]>> stacks;
+
+// Where all threads of all blocks that run together meet. A thread may do something else between its arrival and its
+// wait.
+struct Crossing {
+  int members = 0, arrived = 0, round = 0;
+  std::vector<int> rounds;  // of each thread's last arrival
+
+  void reset(int threads) { *this = {threads, 0, 0, std::vector<int>(threads)}; }
+  void arrive() {
+    rounds[me()] = round;
+    if (++arrived == members) arrived = 0, round++, news++;
+  }
+  void wait();
+  static int me() { return block->number * block->threads + threadIdx.x; }
+};
+
+inline Crossing grid;
 
 // Jumps, unlike swapcontext, leave the signal mask alone, which takes a system call.
 inline void give_way() {
@@ -73,7 +101,7 @@ inline void begin() {
   Block& here = *block;
   here.begun[here.current] = true;
   getcontext(&here.start);
-  here.start.uc_stack.ss_sp = stacks[here.current].get();
+  here.start.uc_stack.ss_sp = stacks[here.number * here.threads + here.current].get();
   here.start.uc_stack.ss_size = Block::kStack;
   makecontext(&here.start, [] {
     block->program();
@@ -98,6 +126,7 @@ inline const std::vector<int64_t>& meet(Meeting& meeting, int me, int64_t value)
   if (++meeting.arrived == meeting.members) {
     meeting.arrived = 0;
     meeting.round++;
+    news++;
   }
   while (meeting.round == round) give_way();
   return values;
@@ -108,29 +137,48 @@ inline const std::vector<int64_t>& meet_warp(int64_t value) {
   return meet(block->warps[threadIdx.x / 32], lane(), value);
 }
 
-// Runs a program in all threads of a thread block. A thread's turn ends where it waits.
-inline void run(int threads, std::function<void()> program) {
-  Block here;
-  block = &here;
-  here.threads = threads;
-  here.program = std::move(program);
-  here.contexts.resize(threads);
-  here.begun.resize(threads);
-  here.ended.resize(threads);
-  here.all.members = threads;
-  here.warps.resize(threads / 32);
-  for (Meeting& warp : here.warps) warp.members = 32;
-  while (static_cast<int>(stacks.size()) < threads) stacks.emplace_back(new char[Block::kStack]);
-  for (int left = threads; left;) {
-    left = 0;
-    for (int i = 0; i < threads; i++) {
-      if (here.ended[i]) continue;
-      here.current = i;
-      threadIdx.x = i;
-      resume();
-      left += !here.ended[i];
+inline void Crossing::wait() {
+  while (round == rounds[me()]) give_way();
+}
+inline void meet_all_blocks() {
+  grid.arrive();
+  grid.wait();
+}
+
+// Runs a program in all threads of some thread blocks; `enter` makes a block the current one. A thread's turn ends where
+// it waits. Warps have their turns in order, or, by another seed than 0, at random, so that some fall behind.
+inline void run_together(int blocks, int threads, std::function<void()> program, std::function<void(int)> enter,
+                         unsigned seed = 0) {
+  std::vector<std::unique_ptr<Block>> all;
+  for (int i = 0; i < blocks; i++) all.emplace_back(new Block(i, threads, program));
+  while (static_cast<int>(stacks.size()) < blocks * threads) stacks.emplace_back(new char[Block::kStack]);
+  grid.reset(blocks * threads);
+  std::minstd_rand random(seed);
+  int64_t known = news;
+  for (int left = blocks * threads, sweeps = 0; left; sweeps = news == known ? sweeps + 1 : 0, known = news) {
+    if (sweeps > 1000) {
+      fprintf(stderr, "%d thread blocks wait for each other for ever\n", blocks);
+      abort();
+    }
+    for (auto& here : all) {
+      block = here.get();
+      enter(here->number);
+      for (int i = 0; i < threads; i++) {
+        if (seed && i % 32 == 0 && random() % 3 == 0) {
+          i += 31;
+        } else if (!here->ended[i]) {
+          here->current = i;
+          threadIdx.x = i;
+          resume();
+          left -= here->ended[i];
+        }
+      }
     }
   }
+}
+
+inline void run(int threads, std::function<void()> program) {
+  run_together(1, threads, std::move(program), [](int) {});
 }
 
 }  // namespace host
@@ -146,6 +194,10 @@ T __shfl_up_sync(unsigned, T x, int step) {
 template <typename T>
 T __shfl_sync(unsigned, T x, int from) {
   return static_cast<T>(host::meet_warp(x)[from % 32]);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return static_cast<T>(host::meet_warp(x)[host::lane() ^ mask]);
 }
 inline int __reduce_max_sync(unsigned, int x) {
   const auto& values = host::meet_warp(x);
@@ -184,6 +236,12 @@ To bits_as(From x) {
 }
 inline int __float_as_int(float x) { return bits_as<int>(x); }
 inline float __int_as_float(int x) { return bits_as<float>(x); }
+inline float __shfl_sync(unsigned all, float x, int from) {
+  return __int_as_float(__shfl_sync(all, __float_as_int(x), from));
+}
+inline float __shfl_xor_sync(unsigned all, float x, int mask) {
+  return __int_as_float(__shfl_xor_sync(all, __float_as_int(x), mask));
+}
 inline float __bfloat162float(__nv_bfloat16 x) { return bits_as<float>(uint32_t{x.bits} << 16); }
 
 template <typename T>

@@ -8,13 +8,9 @@ using namespace index_logits::fp4;
 
 template <int kHeads>
 static void run(const Call& call) {
-  for (unsigned i = 0; i < gridDim.x; i++) {
-    blockIdx.x = i;
-    sm90::begin_block(kThreads<kHeads>, kSharedBytes<kHeads> + 1024);
-    host::run(kThreads<kHeads>, [&] { fp4_logits_kernel<kHeads>(call); });
-    for (const auto& [barrier, state] : sm90::barriers)
-      sm90::require(state.copies.empty() && state.bytes == 0, "a copy that nobody has waited for");
-  }
+  for (unsigned i = 0; i < gridDim.x; i++)
+    sm90::run(1, kThreads<kHeads>, kSharedBytes<kHeads> + 1024, [&] { fp4_logits_kernel<kHeads>(call); },
+              [i](int) { blockIdx.x = i; });
 }
 
 // As index_logits.cu's launch, of so many thread blocks.
@@ -25,7 +21,8 @@ extern "C" void fp4_logits(const uint16_t* q, const float* weights, const uint8_
   call.page_bytes = page_size * kTokenBytes;
   call.rows = rows, call.heads = heads, call.width = width, call.page_size = page_size;
   call.capacity = width * page_size, call.num_pages = num_pages, call.fill = fill;
-  sm90::readable = cache, sm90::readable_end = cache + num_pages * call.page_bytes;
+  sm90::readable.clear();
+  sm90::allow(cache, num_pages * call.page_bytes);
   gridDim.x = blocks;
   heads > 32 ? run<64>(call) : heads > 16 ? run<32>(call) : run<16>(call);
 }

@@ -1,85 +1,137 @@
 // What sm90.cuh has, on the host, as late as it may happen: a copy lands when somebody waits for it, and its place holds
-// 0xFF until then; products read their operands and write their sums when they are waited for.
+// 0xFF until then; products read their operands and write their sums when they are waited for. What is read of global
+// memory, but not by ordinary loads, must be in one of the ranges that the test allows.
 
 #pragma once
 
 #include "cuda_bf16.h"
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <deque>
-#include <map>
+#include <unordered_map>
 
 #define SM90_DEVICE
 #define __grid_constant__
 
-struct uint4 {
+struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-struct __half {
-  _Float16 value;
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
 };
-inline __half __float2half_rn(float x) { return {static_cast<_Float16>(x)}; }
-inline float __half2float(__half x) { return static_cast<float>(x.value); }
-inline uint16_t __half_as_ushort(__half x) { return bits_as<uint16_t>(x.value); }
-inline int __shfl_xor_sync(unsigned, int x, int mask) { return static_cast<int>(host::meet_warp(x)[host::lane() ^ mask]); }
-inline float __shfl_xor_sync(unsigned, float x, int mask) {
-  return __int_as_float(__shfl_xor_sync(~0u, __float_as_int(x), mask));
-}
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __log2f(float x) { return log2f(x); }
 
 namespace sm90 {
 
 using Barrier = uint64_t;
 
-struct Copy {
-  void* to;
-  const void* from;
-  int bytes;
-};
-struct State {
-  int arrivals = 0, missing = 0, bytes = 0, phase = 0;
-  std::vector<Copy> copies;
-};
-struct Product {
-  float* sums;
-  int columns;
-  const uint32_t* operand;
-  uint64_t matrix;
-  bool add;
-};
-
-// Of the thread block that runs.
-inline std::vector<uint64_t> arena;
-inline std::map<const Barrier*, State> barriers;
-inline std::map<int, host::Meeting> named;
-inline std::vector<std::deque<std::vector<Product>>> products;  // of each thread: groups, the last one open
-inline const uint8_t *readable, *readable_end;                  // what copies may read
-
 inline void require(bool holds, const char* what) {
   if (holds) return;
-  fprintf(stderr, "%s\n", what);
+  fprintf(stderr, "block %d, thread %d: %s\n", host::block->number, static_cast<int>(threadIdx.x), what);
   abort();
 }
 
-inline uint8_t* tiles_memory() {
-  uint8_t* begin = reinterpret_cast<uint8_t*>(arena.data());
-  return begin + (1024 - reinterpret_cast<uintptr_t>(begin) % 1024) % 1024;
+// --- memory -----------------------------------------------------------------------------------------------------
+
+struct Copy {
+  uint8_t* to;
+  const uint8_t* from;  // null: the value, or zeros
+  int bytes;
+  uint64_t value = 0;
+  bool landed = false;
+
+  void land() {
+    if (!landed) from ? memcpy(to, from, bytes) : bytes == 8 ? memcpy(to, &value, 8) : memset(to, 0, bytes);
+    landed = true;
+  }
+};
+using Copies = std::vector<std::shared_ptr<Copy>>;
+
+struct State {
+  int arrivals = 0, missing = 0, bytes = 0, phase = 0;
+  Copies copies;              // that count bytes
+  std::vector<Copies> later;  // of threads that arrive once these have landed
+};
+
+// A product of this thread's warpgroup: what writes the thread's sums, and what they were.
+struct Product {
+  std::function<void(const Product&)> write;
+  float* sums;
+  std::vector<float> before;
+};
+
+struct Memory {
+  std::vector<uint64_t> arena;
+  std::unordered_map<const Barrier*, State> barriers;
+  std::unordered_map<int, host::Meeting> named;
+  std::vector<std::deque<std::vector<Product>>> products;  // of each thread: groups, the last one open
+  std::vector<Copies> copies;                              // of each thread, not waited for
+
+  uint8_t* tiles() {
+    uint8_t* begin = reinterpret_cast<uint8_t*>(arena.data());
+    return begin + (1024 - reinterpret_cast<uintptr_t>(begin) % 1024) % 1024;
+  }
+};
+
+inline std::vector<Memory> memories;  // of the thread blocks that run together
+inline Memory* mine;                  // of the one that has its turn
+inline host::Crossing cluster;
+inline std::vector<std::pair<const uint8_t*, const uint8_t*>> readable;
+
+inline void allow(const void* begin, int64_t bytes) {
+  auto from = static_cast<const uint8_t*>(begin);
+  if (begin) readable.push_back({from, from + bytes});
 }
+inline void require_readable(const void* at, int bytes) {
+  auto from = static_cast<const uint8_t*>(at);
+  for (auto [begin, end] : readable)
+    if (from >= begin && from + bytes <= end) return require((from - begin) % bytes == 0, "a read that is not aligned");
+  require(false, "a read from outside what may be read");
+}
+
+// Runs a program in all threads of some thread blocks, which are one cluster, too; `enter` says which one is current.
+inline void run(int blocks, int threads, size_t shared_bytes, std::function<void()> program,
+                std::function<void(int)> enter, unsigned seed = 0) {
+  memories = std::vector<Memory>(blocks);
+  for (Memory& memory : memories) {
+    memory.arena.assign(shared_bytes / 8 + 1, ~uint64_t{0});
+    memory.products.assign(threads, {{}});
+    memory.copies.resize(threads);
+  }
+  cluster.reset(blocks * threads);
+  host::run_together(blocks, threads, program, [&](int block) {
+    mine = &memories[block];
+    enter(block);
+  }, seed);
+  for (Memory& memory : memories)
+    for (const auto& [barrier, state] : memory.barriers)
+      require(state.copies.empty() && state.bytes == 0, "bytes that nobody has waited for");
+}
+
+inline uint8_t* tiles_memory() { return mine->tiles(); }
 inline uint32_t shared_address(const void* x) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(x) - tiles_memory()) + 1024;
 }
+inline uint8_t* at_address(uint32_t address) { return tiles_memory() + address - 1024; }
 
-inline void begin_block(int threads, size_t shared_bytes) {
-  arena.assign(shared_bytes / 8 + 1, ~uint64_t{0});
-  barriers.clear();
-  named.clear();
-  products.assign(threads, {{}});
+inline void store(uint32_t to, uint4 x) { memcpy(at_address(to), &x, 16); }
+
+// Each lane writes row l % 8 of matrix l / 8, at the address that it gives.
+inline void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+  uint32_t row[4];
+  for (int i = 0; i < 4; i++) {
+    const auto& words = host::meet_warp(x[i]);
+    for (int j = 0; j < 4 && host::lane() / 8 == i; j++) row[j] = static_cast<uint32_t>(words[host::lane() % 8 * 4 + j]);
+  }
+  memcpy(at_address(to), row, 16);
 }
+
+// --- numbers ----------------------------------------------------------------------------------------------------
 
 inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t result = 0;
@@ -92,18 +144,48 @@ inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
 }
 
 inline float bfloat16(uint32_t bits) { return __int_as_float(static_cast<int>(bits << 16)); }
-
-// Of products that bfloat16 holds.
+inline uint32_t bits_of_bfloat16(float x) {
+  uint32_t bits = bits_as<uint32_t>(x);
+  return std::isnan(x) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t rounded(float2 x) { return bits_of_bfloat16(x.x) | bits_of_bfloat16(x.y) << 16; }
 inline uint32_t multiply_pairs(uint32_t x, uint32_t y) {
-  float low = bfloat16(x & 0xFFFF) * bfloat16(y & 0xFFFF), high = bfloat16(x >> 16) * bfloat16(y >> 16);
-  return bits_as<uint32_t>(low) >> 16 | (bits_as<uint32_t>(high) & 0xFFFF0000);
+  return rounded({bfloat16(x & 0xFFFF) * bfloat16(y & 0xFFFF), bfloat16(x >> 16) * bfloat16(y >> 16)});
+}
+inline void scale_pair(uint32_t& x, uint32_t scale) { x = multiply_pairs(x, scale); }
+
+inline float e5m2(uint8_t byte) { return static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(byte << 8))); }
+inline float e4m3(uint8_t byte) {
+  int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+  return (byte & 0x7F) == 0x7F ? NAN : byte & 0x80 ? -x : x;
+}
+inline void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
+  uint32_t x[4];
+  for (int i = 0; i < 4; i++) x[i] = bits_as<uint16_t>(static_cast<_Float16>(e4m3(fp8 >> 8 * i & 0xFF)));
+  low = x[0] | x[1] << 16, high = x[2] | x[3] << 16;
+}
+inline float2 two_floats(uint32_t halves) {
+  auto float_of = [](uint16_t bits) { return static_cast<float>(bits_as<_Float16>(bits)); };
+  return {float_of(halves & 0xFFFF), float_of(halves >> 16)};
+}
+inline float exp2_approx(float x) {
+  float y = exp2f(x);
+  return y < 0x1p-126f ? 0 : y;
 }
 
 // --- barriers ---------------------------------------------------------------------------------------------------
 
 constexpr int kArrivalsOfWarp = 1;
 
-inline void init(Barrier* barrier, int arrivals) { barriers[barrier] = {arrivals, arrivals}; }
+inline State& state_of(Memory& memory, const Barrier* barrier) {
+  auto found = memory.barriers.find(barrier);
+  require(found != memory.barriers.end(), "a barrier that is not initialised");
+  return found->second;
+}
+inline void init(Barrier* barrier, int arrivals) {
+  mine->barriers[barrier] = State{arrivals, arrivals};
+}
 inline void fence_barriers() {}
 inline void fence_matrix_reads() {}
 
@@ -111,9 +193,10 @@ inline void complete(State& state) {
   if (state.missing || state.bytes) return;
   state.phase++;
   state.missing = state.arrivals;
+  host::news++;
 }
 inline void arrive(Barrier* barrier) {
-  State& state = barriers.at(barrier);
+  State& state = state_of(*mine, barrier);
   require(state.missing > 0, "more arrivals than a barrier has");
   state.missing--;
   complete(state);
@@ -122,15 +205,21 @@ inline void arrive_warp(Barrier* barrier, int lane) {
   if (lane == 0) arrive(barrier);
 }
 inline void expect(Barrier* barrier, int bytes) {
-  barriers.at(barrier).bytes += bytes;
+  state_of(*mine, barrier).bytes += bytes;
   arrive(barrier);
 }
 inline void wait(Barrier* barrier, int parity) {
-  State& state = barriers.at(barrier);
-  for (int turns = 0; state.phase % 2 == parity; turns++) {
-    require(turns < 1000000, "nobody arrives");
-    if (state.missing == 0) {
-      for (const Copy& copy : state.copies) memcpy(copy.to, copy.from, copy.bytes), state.bytes -= copy.bytes;
+  State& state = state_of(*mine, barrier);
+  while (state.phase % 2 == parity) {
+    if (state.missing && state.missing <= static_cast<int>(state.later.size())) {
+      require(state.missing == static_cast<int>(state.later.size()), "more arrivals than a barrier has");
+      for (Copies& copies : state.later)
+        for (auto& copy : copies) copy->land();
+      state.later.clear();
+      state.missing = 0;
+      complete(state);
+    } else if (state.missing == 0 && !state.copies.empty()) {
+      for (auto& copy : state.copies) copy->land(), state.bytes -= copy->bytes;
       state.copies.clear();
       complete(state);
     } else {
@@ -139,17 +228,12 @@ inline void wait(Barrier* barrier, int parity) {
   }
 }
 inline void sync_threads(int barrier, int threads) {
-  host::Meeting& meeting = named[barrier];
+  host::Meeting& meeting = mine->named[barrier];
+  // Its members are whole warps, each in a place of its own.
   meeting.members = threads;
-  host::meet(meeting, threadIdx.x, 0);
-}
-
-inline void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
-  const uint8_t* begin = static_cast<const uint8_t*>(from);
-  require(begin >= readable && begin + bytes <= readable_end, "a copy from outside the cache");
-  require((begin - readable) % 16 == 0 && shared_address(to) % 16 == 0 && bytes % 16 == 0, "a copy that is not aligned");
-  memset(to, 0xFF, bytes);
-  barriers.at(barrier).copies.push_back({to, from, bytes});
+  int round = meeting.round;
+  if (++meeting.arrived == threads) meeting.arrived = 0, meeting.round++, host::news++;
+  while (meeting.round == round) host::give_way();
 }
 
 template <int kRegisters>
@@ -157,57 +241,147 @@ void grow_registers() {}
 template <int kRegisters>
 void shrink_registers() {}
 
+// --- copies -----------------------------------------------------------------------------------------------------
+
+inline std::shared_ptr<Copy> begun(uint8_t* to, const void* from, int bytes) {
+  if (from) require_readable(from, std::min(bytes, 16));
+  require(shared_address(to) % std::min(bytes, 16) == 0, "a copy to a place that is not aligned");
+  memset(to, 0xFF, bytes);
+  return std::make_shared<Copy>(Copy{to, static_cast<const uint8_t*>(from), bytes});
+}
+inline void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+  require(bytes % 16 == 0, "a copy of no multiple of 16 bytes");
+  require_readable(static_cast<const uint8_t*>(from) + bytes - 16, 16);
+  state_of(*mine, barrier).copies.push_back(begun(static_cast<uint8_t*>(to), from, bytes));
+}
+inline void copy_async(uint32_t to, const void* from, bool read) {
+  mine->copies[threadIdx.x].push_back(begun(at_address(to), read ? from : nullptr, 16));
+}
+template <int kBytes>
+void copy_async_small(uint32_t to, const void* from) {
+  mine->copies[threadIdx.x].push_back(begun(at_address(to), from, kBytes));
+}
+inline void wait_copies() {
+  for (auto& copy : mine->copies[threadIdx.x]) copy->land();
+  mine->copies[threadIdx.x].clear();
+}
+inline void arrive_after_copies(Barrier* barrier) {
+  state_of(*mine, barrier).later.push_back(mine->copies[threadIdx.x]);
+  std::erase_if(mine->copies[threadIdx.x], [](const auto& copy) { return copy->landed; });
+}
+inline void prefetch(const void*) {}
+
 // --- matrix products --------------------------------------------------------------------------------------------
+
+constexpr int kTileBytes = 8192;
 
 inline uint64_t by_rows(uint32_t address) {
   return uint64_t{address >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
-
+inline uint64_t by_columns(uint32_t address) {
+  return uint64_t{address >> 4} | uint64_t{kTileBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
 inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 
-inline float e5m2(uint8_t byte) { return static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(byte << 8))); }
+// What a matrix in shared memory has: of its `line`-th row (or column) the byte `byte`, of two of them for bfloat16; by
+// columns, the numbers of a line are rows apart.
+struct Matrix {
+  uint32_t start, first_stride, second_stride;
+  explicit Matrix(uint64_t bits)
+      : start((bits & 0x3FFF) << 4), first_stride((bits >> 16 & 0x3FFF) << 4), second_stride((bits >> 32 & 0x3FFF) << 4) {}
+  const uint8_t* at(uint32_t address) const { return at_address(address ^ (address >> 7 & 7) << 4); }
+  const uint8_t* of_row(int line, int byte) const { return at(start + line / 8 * second_stride + line % 8 * 128 + byte); }
+  float bfloat16_of(bool by_columns, int line, int k) const {
+    uint32_t columns = start + line / 64 * first_stride + line % 64 * 2 + k / 8 * second_stride + k % 8 * 128;
+    const uint8_t* from = by_columns ? at(columns) : of_row(line, k * 2);
+    return bfloat16(from[0] | from[1] << 8);
+  }
+};
 
-// This lane's sums of a product of a warp's 16 rows: of rows l / 4 and l / 4 + 8 columns 2 (l % 4) and the next of 8.
-inline void multiply(const Product& product) {
-  uint8_t rows[16][32];
-  for (int word = 0; word < 4; word++) {
-    std::vector<int64_t> words = host::meet_warp(product.operand[word]);
-    for (int lane = 0; lane < 32; lane++)
-      for (int byte = 0; byte < 4; byte++)
-        rows[lane / 4 + word % 2 * 8][word / 2 * 16 + lane % 4 * 4 + byte] = words[lane] >> 8 * byte & 0xFF;
-  }
-  uint32_t start = (product.matrix & 0x3FFF) << 4, stride = (product.matrix >> 32 & 0x3FFF) << 4;
-  for (int i = 0; i < product.columns / 2; i++) {
-    int row = host::lane() / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + host::lane() % 4 * 2 + i % 2;
-    float sum = product.add ? product.sums[i] : 0;
-    for (int k = 0; k < 32; k++) {
-      uint32_t at = start + column / 8 * stride + column % 8 * 128 + k;
-      at ^= (at >> 7 & 7) << 4;
-      sum += e5m2(rows[row][k]) * e5m2(tiles_memory()[at - 1024]);
-    }
-    product.sums[i] = sum;
-  }
-}
+// A lane has, of every 8 columns, columns 2 (l % 4) and the next of rows l / 4 and l / 4 + 8 of its warp's 16.
+inline int row_of(int i) { return host::lane() / 4 + i % 4 / 2 * 8; }
+inline int column_of(int i) { return i / 4 * 8 + host::lane() % 4 * 2 + i % 2; }
 
 inline void begin_products() {}
-inline void commit_products() { products[threadIdx.x].emplace_back(); }
+inline void commit_products() { mine->products[threadIdx.x].emplace_back(); }
 template <int kLeft>
 void wait_products() {
-  auto& groups = products[threadIdx.x];
+  auto& groups = mine->products[threadIdx.x];
   for (; groups.size() > kLeft + 1; groups.pop_front())
-    for (const Product& product : groups.front()) multiply(product);
+    for (const Product& product : groups.front()) {
+      std::copy(product.before.begin(), product.before.end(), product.sums);
+      product.write(product);
+    }
 }
+
+// The sums are NaN until they are waited for.
+template <int kSums>
+void begin_product(float (&sums)[kSums], bool add, std::function<void(const Product&)> write) {
+  Product product{std::move(write), sums, {}};
+  auto& groups = mine->products[threadIdx.x];
+  bool pending = false;
+  for (const auto& group : groups)
+    for (const Product& other : group) pending |= other.sums == sums;
+  if (!pending) {
+    if (add) product.before.assign(sums, sums + kSums);
+    std::fill(sums, sums + kSums, NAN);
+  }
+  groups.back().push_back(std::move(product));
+}
+
+// += (64 x 16) · (16 x 2 kSums) of bfloat16; = where `add` is false.
+template <int kSums>
+void multiply_bfloat16(float (&sums)[kSums], uint64_t a, bool a_by_columns, uint64_t b, bool b_by_columns, bool add) {
+  begin_product(sums, add, [=](const Product& product) {
+    Matrix first(a), second(b);
+    int first_row = threadIdx.x / 32 % 4 * 16;
+    float rows[2][16];
+    for (int i = 0; i < 4; i += 2)
+      for (int k = 0; k < 16; k++) rows[i / 2][k] = first.bfloat16_of(a_by_columns, first_row + row_of(i), k);
+    for (int i = 0; i < kSums; i++) {
+      if (i % 4 > 1) continue;
+      float sum[2] = {add ? product.sums[i] : 0, add ? product.sums[i + 2] : 0};
+      for (int k = 0; k < 16; k++) {
+        float x = second.bfloat16_of(b_by_columns, column_of(i), k);
+        sum[0] += rows[0][k] * x, sum[1] += rows[1][k] * x;
+      }
+      product.sums[i] = sum[0], product.sums[i + 2] = sum[1];
+    }
+  });
+}
+inline void multiply_64(float (&d)[32], uint64_t a, uint64_t b, bool add) { multiply_bfloat16(d, a, false, b, false, add); }
+inline void multiply_128(float (&d)[64], uint64_t a, uint64_t b, bool add) { multiply_bfloat16(d, a, false, b, true, add); }
+template <bool kByColumns, int kSums>
+void multiply(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
+  multiply_bfloat16(d, a, kByColumns, b, false, add);
+}
+
+// += (64 x 32) · (32 x 2 kSums) of e5m2, the first matrix in the registers of the warps, read at the last moment too.
 template <int kSums>
 void multiply_e5m2(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix, bool add) {
-  if (!add) std::fill(sums, sums + kSums, NAN);
-  products[threadIdx.x].back().push_back({sums, kSums * 2, operand, matrix, add});
+  const uint32_t* words = operand;
+  begin_product(sums, add, [=](const Product& product) {
+    uint8_t rows[16][32];
+    for (int word = 0; word < 4; word++) {
+      const auto& all = host::meet_warp(words[word]);
+      for (int lane = 0; lane < 32; lane++)
+        for (int byte = 0; byte < 4; byte++)
+          rows[lane / 4 + word % 2 * 8][word / 2 * 16 + lane % 4 * 4 + byte] = all[lane] >> 8 * byte & 0xFF;
+    }
+    Matrix second(matrix);
+    for (int i = 0; i < kSums; i++) {
+      float sum = add ? product.sums[i] : 0;
+      for (int k = 0; k < 32; k++) sum += e5m2(rows[row_of(i)][k]) * e5m2(*second.of_row(column_of(i), k));
+      product.sums[i] = sum;
+    }
+  });
 }
 
 inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   float first[16][16], second[8][16];
   const uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
   for (int word = 0; word < 6; word++) {
-    std::vector<int64_t> all = host::meet_warp(words[word]);
+    const auto& all = host::meet_warp(words[word]);
     for (int lane = 0; lane < 32; lane++)
       for (int i = 0; i < 2; i++) {
         float value = bfloat16(all[lane] >> 16 * i & 0xFFFF);
@@ -218,8 +392,36 @@ inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, u
       }
   }
   for (int i = 0; i < 4; i++)
-    for (int k = 0; k < 16; k++)
-      sums[i] += first[host::lane() / 4 + i / 2 * 8][k] * second[host::lane() % 4 * 2 + i % 2][k];
+    for (int k = 0; k < 16; k++) sums[i] += first[row_of(i)][k] * second[column_of(i)][k];
+}
+
+// --- clusters ---------------------------------------------------------------------------------------------------
+// An address in another thread block has the block's number and 1 in its highest byte.
+
+inline void arrive_in_cluster() { cluster.arrive(); }
+inline void release_to_cluster() { cluster.arrive(); }
+inline void wait_cluster() { cluster.wait(); }
+inline void wait_for_sent(Barrier* barrier, int parity) { wait(barrier, parity); }
+
+inline uint32_t address_of(const void* here, int rank) { return shared_address(here) | (rank + 1) << 24; }
+
+inline void send(uint32_t to, float2 x, uint32_t barrier) {
+  require(to >> 24 && to >> 24 == barrier >> 24 && (to >> 24) <= memories.size(), "sent to no thread block");
+  Memory& there = memories[(to >> 24) - 1];
+  auto place = [&](uint32_t address) { return there.tiles() + (address & 0xFFFFFF) - 1024; };
+  auto copy = std::make_shared<Copy>(Copy{place(to), nullptr, 8, bits_as<uint64_t>(x)});
+  memset(copy->to, 0xFF, 8);
+  state_of(there, reinterpret_cast<Barrier*>(place(barrier))).copies.push_back(copy);
 }
 
 }  // namespace sm90
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) { return sm90::permute(x, y, selector & 0x7777); }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return bits_as<__nv_bfloat162>(sm90::rounded({x, y}));
+}
+template <typename T>
+T __ldg(const T* from) {
+  sm90::require_readable(from, sizeof(T));
+  return *from;
+}

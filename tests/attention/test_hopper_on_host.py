@@ -1,0 +1,112 @@
+"""The code of the SM90 decode kernels, compiled for the host and compared with float64: which thread waits for what, and
+every number, without a GPU. `support/decode_on_host.py` says how."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import decode_on_host
+import pytest
+from decode_on_host import CACHES, case_of, check_on_host, few, many
+from host_build import compiled_for_the_host
+
+from jax_sparse_mla.kernels import build
+
+pytestmark = pytest.mark.no_gpu
+of_all_caches = pytest.mark.parametrize("layouts", CACHES, ids="+".join)
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory):
+    return compiled_for_the_host("sparse_decode", "sparse_decode", tmp_path_factory.mktemp("decode")).sparse_decode_on_host
+
+
+@pytest.mark.always(4)
+@of_all_caches
+@pytest.mark.parametrize(("groups", "heads", "seed"), [(1, 5, 0), (2, 64, 1), (3, 70, 2), (7, 17, 3)])
+def test_rows_of_lengths(layouts, groups, heads, seed, decode):
+    """Whole rows and parts of rows, as the lengths say."""
+    check_on_host(decode, case_of(*layouts, seed, heads=heads), many(groups), seed)
+
+
+@pytest.mark.always(3)
+@of_all_caches
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
+def test_rows_of_one_length(layouts, cut, decode):
+    case = case_of(*layouts, 4, lengths="none", extra_lengths="none", q_len=2, hot=cut)
+    check_on_host(decode, case, many(4, lengths=False, cut=cut), 4)
+
+
+@pytest.mark.always(4)
+@of_all_caches
+@pytest.mark.parametrize(("tile", "parts", "heads"), [(16, 2, 5), (16, 7, 17), (32, 3, 40), (32, 16, 32)])
+def test_clusters(layouts, tile, parts, heads, decode):
+    """Thread blocks without keys among them."""
+    check_on_host(decode, case_of(*layouts, parts, heads=heads, batch=2), few(tile, parts), parts)
+
+
+@pytest.mark.always(2)
+@of_all_caches
+def test_one_cache_and_rows_without_keys(layouts, decode):
+    for seed, setting in enumerate([{"rows": "none"}, {"lengths": "batch", "sink": False}, {"page_size": 1, "hot": True}]):
+        case = case_of(*layouts, seed, extra=None, topk=300, **setting)
+        for plan in (many(2), few(16, 4)):
+            check_on_host(decode, case, plan, seed + 1)
+
+
+# Of each file, something that makes a thread wait, or what it does in time.
+WAITS = {
+    "attend.cuh": [
+        "sm90::wait(&shared.barriers.weights_full[buffer], turn.parity());",
+        "sm90::wait(&shared.barriers.keys_full[turn.buffer()][kHalf], turn.parity());",
+        "if constexpr (Layout<kFormat>::kTiles > kWeightTile) sm90::sync_threads(kScoreBarrier + side, 128);",
+        "sm90::sync_threads(kSumBarrier, 256);",
+        "follow(shared, buffer ^ 1, statistics);",
+    ],
+    "keys.cuh": [
+        "sm90::wait(&shared.barriers.keys_empty[turn.buffer()][half], turn.parity() ^ 1);",
+        "if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);",
+        "sm90::wait(&shared.barriers.queries_empty, (number++ & 1) ^ 1);",
+        "sm90::wait_copies();",
+        "sm90::wait(&shared.barriers.scales_full[place], n / kAhead & 1);",
+        "sm90::wait(&shared.barriers.rows_empty[place], (block / kAhead & 1) ^ 1);",
+    ],
+    "rows_bf16.cuh": [
+        "sm90::wait(shared.keys_empty(turn.buffer(), half, warp % 4), turn.parity() ^ 1);",
+        "for (int i = 0; i < 2; i++) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][i], turn.parity() ^ 1);",
+    ],
+    "kernel.cuh": ["if (round == 1) cooperative_groups::this_grid().sync();"],
+    "cluster.cuh": [
+        "sm90::wait_cluster();  // the other blocks' shared memory is free for values",
+        "if (more) sync_slice();",
+        "sm90::wait_for_sent(&shared.statistics_full, 0);",
+        "sm90::wait_for_sent(&shared.shares_full, 0);",
+        "sm90::wait_copies();",
+    ],
+}
+
+
+def judged(library) -> subprocess.CompletedProcess:
+    command = [sys.executable, decode_on_host.__file__, library._name]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("file", "number"), [(file, i) for file, all in WAITS.items() for i in range(len(all))])
+def test_what_is_not_waited_for_is_noticed(file, number, tmp_path):
+    """These tests fail where a wait is missing, or threads wait for ever."""
+    kernels = shutil.copytree(build.source("sparse_decode").parents[1], tmp_path / "kernels")
+    changed, wait = kernels / "sparse_decode" / file, WAITS[file][number]
+    text = changed.read_text()
+    assert text.count(wait) == 1
+    changed.write_text(text.replace(wait, ""))
+    run = judged(compiled_for_the_host("sparse_decode", "sparse_decode", tmp_path, kernels))
+    assert run.returncode != 0 and ("off" in run.stderr or "misplaced" in run.stderr or "wait" in run.stderr), run.stderr
+
+
+@pytest.mark.long
+def test_the_kernels_as_they_are_pass_the_same(tmp_path):
+    run = judged(compiled_for_the_host("sparse_decode", "sparse_decode", tmp_path))
+    assert run.returncode == 0, run.stderr
