@@ -3,6 +3,7 @@
 #pragma once
 
 #ifndef SM90_DEVICE  // tests define it, and what stands for all of this on the host
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <cstdint>
@@ -79,6 +80,12 @@ __device__ __forceinline__ void scale_pair(uint32_t& x, uint32_t scale) {
   asm volatile("mul.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(scale));
 }
 
+// The larger of x and 0; a NaN stays one.
+__device__ __forceinline__ float rectified(float x) {
+  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return x;
+}
+
 // --- barriers ---------------------------------------------------------------------------------------------------
 
 using Barrier = uint64_t;  // in shared memory
@@ -147,6 +154,23 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
+}
+
+// Copy a box of a tensor of 3 or 5 axes, as its map says, and count its bytes at a barrier. The box begins with the axes'
+// first elements, but on the last axes at `line` and `page`, or at `row`.
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int line, int page, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      ::"r"(shared_address(to)), "l"(&map), "r"(0), "r"(line), "r"(page), "r"(shared_address(barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int row, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %2, %2, %2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(0), "r"(row), "r"(shared_address(barrier))
+      : "memory");
 }
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -75,13 +75,10 @@ void IndexLogits(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cac
   call.queries = tiles_of(q.data_ptr(), {2, 4, 8, call.rows}, {kDim, 16 * kDim, 2 * kDim, kHeads * kDim}, {2, 4, 8, 1});
   call.keys = tiles_of(call.cache, {call.page_size, num_pages}, {kDim, page_bytes}, {kTile, 1});
 
-  int units = (call.rows + kRows - 1) / kRows;
-  call.group = 16;
-  while ((units + call.group - 1) / call.group > kMostGroups) call.group *= 2;
-
+  call.group = group_of(call.rows);
   int device = q.device().device_id, sms = 0;
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  int64_t items = int64_t{units} * ((call.capacity + kBlock - 1) / kBlock);
+  int64_t items = int64_t{units_of(call.rows)} * ((call.capacity + kBlock - 1) / kBlock);
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, device));
   check_cuda(cudaFuncSetAttribute(index_logits_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   index_logits_kernel<<<static_cast<int>(std::min<int64_t>(items, sms)), kThreads, kSharedBytes, stream>>>(call);

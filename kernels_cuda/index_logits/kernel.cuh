@@ -11,8 +11,6 @@
 
 #pragma once
 
-#include <cuda.h>
-
 #include "../sm90.cuh"
 #include "rows.cuh"
 
@@ -65,35 +63,19 @@ struct Shared {
 
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // tiles begin at multiples of 1024 bytes
 
-// --- instructions -----------------------------------------------------------------------------------------------
+inline __host__ __device__ int units_of(int rows) { return (rows + kRows - 1) / kRows; }
 
-// Copy a tile of keys, or of a row's queries, its 16-byte chunks permuted, and count its bytes at a barrier.
-__device__ __forceinline__ void copy_keys(void* to, const CUtensorMap& map, int line, int page, Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-      ::"r"(shared_address(to)), "l"(&map), "r"(0), "r"(line), "r"(page), "r"(shared_address(barrier))
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_queries(void* to, const CUtensorMap& map, int row, Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %2, %2, %2, %3}], [%4];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(0), "r"(row), "r"(shared_address(barrier))
-      : "memory");
-}
-
-// The larger of x and 0; a NaN stays one.
-__device__ __forceinline__ float relu(float x) {
-  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
-  return x;
+// A call's `group`, so that there are few enough of them.
+inline int group_of(int rows) {
+  int group = 16;
+  while ((units_of(rows) + group - 1) / group > kMostGroups) group *= 2;
+  return group;
 }
 
 // --- the work ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int units_of(const Call& call, int group) {
-  int units = (call.rows + kRows - 1) / kRows;
-  return min(call.group, units - group * call.group);
+  return min(call.group, units_of(call.rows) - group * call.group);
 }
 
 __device__ __forceinline__ int num_groups(const Call& call) {
@@ -228,7 +210,7 @@ __device__ void copy(const Call& call, Shared& shared) {
     what.keys = keys, what.queries = queries;
     expect(full, bytes);
     if (new_queries) {
-      for (int i = 0; i < count; i++) copy_queries(shared.queries[queries][i], call.queries, row + i, full);
+      for (int i = 0; i < count; i++) copy_box(shared.queries[queries][i], call.queries, row + i, full);
       copy_bytes(shared.weights[queries], call.weights + int64_t{row} * kHeads, count * kWeightBytes, full);
     }
     if (new_keys) {
@@ -236,7 +218,7 @@ __device__ void copy(const Call& call, Shared& shared) {
       for (int i = 0; i < kTiles; i++) {
         auto [page, line] = sources[i];
         if (page < 0) continue;
-        copy_keys(shared.keys[keys][i], call.keys, line, page, full);
+        copy_box(shared.keys[keys][i], call.keys, line, page, full);
         const uint8_t* scales = call.cache + page * call.page_bytes + call.page_size * kDim + line * 4;
         copy_bytes(shared.scales[keys][i], scales, kScaleBytes, full);
       }
@@ -262,14 +244,14 @@ __device__ __forceinline__ float sum_heads(const float* scores, const float4 (&w
   for (int i = 0; i < 4; i++) {
     float4 weight = weights[i];
     const float* score = scores + i * 8;
-    low = fmaf(relu(score[0]), weight.x, low);
-    high = fmaf(relu(score[2]), weight.x, high);
-    low = fmaf(relu(score[1]), weight.y, low);
-    high = fmaf(relu(score[3]), weight.y, high);
-    low = fmaf(relu(score[4]), weight.z, low);
-    high = fmaf(relu(score[6]), weight.z, high);
-    low = fmaf(relu(score[5]), weight.w, low);
-    high = fmaf(relu(score[7]), weight.w, high);
+    low = fmaf(rectified(score[0]), weight.x, low);
+    high = fmaf(rectified(score[2]), weight.x, high);
+    low = fmaf(rectified(score[1]), weight.y, low);
+    high = fmaf(rectified(score[3]), weight.y, high);
+    low = fmaf(rectified(score[4]), weight.z, low);
+    high = fmaf(rectified(score[6]), weight.z, high);
+    low = fmaf(rectified(score[5]), weight.w, low);
+    high = fmaf(rectified(score[7]), weight.w, high);
   }
   bool odd = threadIdx.x & 1;
   float other = __shfl_xor_sync(~0u, odd ? low : high, 1);

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from attention_calls import plan_of_many
-from host_build import compiled_for_the_host
+from host_build import compiled_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,8 +59,7 @@ class CutRow(NamedTuple):
 @pytest.fixture(scope="module")
 def schedule_and_cuts(tmp_path_factory):
     """A function that returns the pieces of all groups, and the rows that are listed as cut."""
-    folder = tmp_path_factory.mktemp("schedule")
-    call = compiled_for_the_host("decode_schedule", "sparse_decode", folder).decode_schedule
+    call = compiled_once("decode_schedule", "sparse_decode", tmp_path_factory).decode_schedule
     call.restype = ctypes.c_int64
 
     def run(rows, groups, cuts, topks, lengths=(None, None), rows_per_length=1, tiles=1):

@@ -1,5 +1,5 @@
-"""The code of the SM90 decode kernels, compiled for the host and compared with float64: which thread waits for what, and
-every number, without a GPU. `support/decode_on_host.py` says how."""
+"""The code of the SM90 decode kernels, compiled for the host and compared with float64: which thread waits for what,
+and every number, without a GPU. `support/decode_on_host.py` says how."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import decode_on_host
 import pytest
 from decode_on_host import CACHES, case_of, check_on_host, few, many
-from host_build import compiled_for_the_host
+from host_build import compiled_for_the_host, compiled_once
 
 from jax_sparse_mla.kernels import build
 
@@ -20,10 +20,10 @@ of_all_caches = pytest.mark.parametrize("layouts", CACHES, ids="+".join)
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory):
-    return compiled_for_the_host("sparse_decode", "sparse_decode", tmp_path_factory.mktemp("decode")).sparse_decode_on_host
+    return compiled_once("sparse_decode", "sparse_decode", tmp_path_factory).sparse_decode_on_host
 
 
-@pytest.mark.always(4)
+@pytest.mark.always(7)
 @of_all_caches
 @pytest.mark.parametrize(("groups", "heads", "seed"), [(1, 5, 0), (2, 64, 1), (3, 70, 2), (7, 17, 3)])
 def test_rows_of_lengths(layouts, groups, heads, seed, decode):
@@ -39,7 +39,7 @@ def test_rows_of_one_length(layouts, cut, decode):
     check_on_host(decode, case, many(4, lengths=False, cut=cut), 4)
 
 
-@pytest.mark.always(4)
+@pytest.mark.always(7)
 @of_all_caches
 @pytest.mark.parametrize(("tile", "parts", "heads"), [(16, 2, 5), (16, 7, 17), (32, 3, 40), (32, 16, 32)])
 def test_clusters(layouts, tile, parts, heads, decode):
@@ -50,7 +50,9 @@ def test_clusters(layouts, tile, parts, heads, decode):
 @pytest.mark.always(2)
 @of_all_caches
 def test_one_cache_and_rows_without_keys(layouts, decode):
-    for seed, setting in enumerate([{"rows": "none"}, {"lengths": "batch", "sink": False}, {"page_size": 1, "hot": True}]):
+    for seed, setting in enumerate(
+        [{"rows": "none"}, {"lengths": "batch", "sink": False}, {"page_size": 1, "hot": True}]
+    ):
         case = case_of(*layouts, seed, extra=None, topk=300, **setting)
         for plan in (many(2), few(16, 4)):
             check_on_host(decode, case, plan, seed + 1)
@@ -67,7 +69,7 @@ WAITS = {
     ],
     "keys.cuh": [
         "sm90::wait(&shared.barriers.keys_empty[turn.buffer()][half], turn.parity() ^ 1);",
-        "if (L::kFp8Tiles == kWeightTile) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);",
+        "sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);",
         "sm90::wait(&shared.barriers.queries_empty, (number++ & 1) ^ 1);",
         "sm90::wait_copies();",
         "sm90::wait(&shared.barriers.scales_full[place], n / kAhead & 1);",
@@ -79,7 +81,7 @@ WAITS = {
     ],
     "kernel.cuh": ["if (round == 1) cooperative_groups::this_grid().sync();"],
     "cluster.cuh": [
-        "sm90::wait_cluster();  // the other blocks' shared memory is free for values",
+        "sm90::wait_cluster();  // the other blocks' shared memory is free for values\n",
         "if (more) sync_slice();",
         "sm90::wait_for_sent(&shared.statistics_full, 0);",
         "sm90::wait_for_sent(&shared.shares_full, 0);",
@@ -97,13 +99,11 @@ def judged(library) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(("file", "number"), [(file, i) for file, all in WAITS.items() for i in range(len(all))])
 def test_what_is_not_waited_for_is_noticed(file, number, tmp_path):
     """These tests fail where a wait is missing, or threads wait for ever."""
-    kernels = shutil.copytree(build.source("sparse_decode").parents[1], tmp_path / "kernels")
-    changed, wait = kernels / "sparse_decode" / file, WAITS[file][number]
-    text = changed.read_text()
+    changed = shutil.copytree(build.source("sparse_decode").parents[1], tmp_path / "kernels") / "sparse_decode"
+    text, wait = (changed / file).read_text(), WAITS[file][number]
     assert text.count(wait) == 1
-    changed.write_text(text.replace(wait, ""))
-    run = judged(compiled_for_the_host("sparse_decode", "sparse_decode", tmp_path, kernels))
-    assert run.returncode != 0 and ("off" in run.stderr or "misplaced" in run.stderr or "wait" in run.stderr), run.stderr
+    (changed / file).write_text(text.replace(wait, ";"))
+    assert judged(compiled_for_the_host("sparse_decode", "sparse_decode", tmp_path, changed)).returncode != 0
 
 
 @pytest.mark.long

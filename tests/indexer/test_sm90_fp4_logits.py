@@ -1,13 +1,9 @@
 """The logits of FP4 index keys on SM90 (`kernels_cuda/index_logits/fp4.cuh`).
 
-Without a GPU the kernel is compiled for the host, where the threads of a block take turns, and asynchronous copies and
-products happen as late as they may (`support/host_cuda/sm90_host.h`). On a GPU the same cases are launched by torch.
+The same cases run on a GPU and on the host: `support/logits_on_host.py`.
 """
 
 from __future__ import annotations
-
-import ctypes
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +16,10 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from host_build import compiled_for_the_host
-from sparse_mla_torch.kernels import indexer as torch_indexer
-from test_triton_fp4_logits import WILD, WRITERS, bfloat16, exact_logits, logits_case, queries
+from logits_on_host import logits_function
+from test_triton_fp4_logits import WILD, WRITERS, exact_logits, logits_case, queries
 from test_triton_indexer import HOSTILE, assert_logits
-from triton_device import DEVICE, ON_GPU, tensor
+from triton_device import ON_GPU
 
 from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import IndexKeys, index_logits
@@ -47,37 +42,9 @@ def test_the_calls_that_it_serves(monkeypatch):
     assert not sm90.serves_fp4((9, 0), 8, 32, 64)
 
 
-def on_the_device(case, *, fill=True):
-    q, weights, cache, table, lengths = case
-    given = bfloat16(q), *map(tensor, (weights, cache, table, lengths))
-    out = torch.full((len(q), table.shape[1] * (cache.shape[1] // 68)), float("nan"), device=DEVICE)
-    assert sm90.serves_fp4(torch.cuda.get_device_capability(), len(q), q.shape[1], cache.shape[1] // 68)
-    torch_indexer.launch_logits(*given, out, rows_of_call=len(q), fill=fill, format=IndexFormat.FP4)
-    return out.cpu().numpy()
-
-
-def on_the_host(function, case, *, fill=True, blocks=3):
-    q, weights, cache, table, lengths = (np.ascontiguousarray(x) for x in case)
-    page_size = cache.shape[1] // 68
-    out = np.full((len(q), table.shape[1] * page_size), np.nan, np.float32)
-    sizes = len(q), q.shape[1], table.shape[1], page_size, len(cache), fill, blocks
-    function(*map(_pointer, (q, weights, cache, table, lengths)), *sizes, _pointer(out))
-    return out
-
-
-def _pointer(x: np.ndarray) -> ctypes.c_void_p:
-    return x.ctypes.data_as(ctypes.c_void_p)
-
-
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory):
-    """The kernel as a function of a case, into a poisoned result."""
-    if ON_GPU:
-        if torch.cuda.get_device_capability() != (9, 0) or build.index_logits_module() is None:
-            pytest.skip("needs SM90, and the kernel's binary")
-        return on_the_device
-    function = compiled_for_the_host("fp4_logits", "index_logits", tmp_path_factory.mktemp("fp4")).fp4_logits
-    return functools.partial(on_the_host, function)
+    return logits_function(IndexFormat.FP4, tmp_path_factory)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -1,4 +1,7 @@
-"""The indexer's logits on SM90 (`kernels_cuda/index_logits`), and `index_topk` of torch."""
+"""The indexer's logits on SM90 (`kernels_cuda/index_logits`), and `index_topk` of torch.
+
+The kernel's cases run on a GPU and, smaller, on the host: `support/logits_on_host.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
+from logits_on_host import logits_function
 from sparse_mla_torch.kernels import indexer as torch_indexer
 from sparse_mla_torch.kernels.index_selection import index_topk
 from test_triton_indexer import assert_logits, exact_logits, logits_case
-from triton_device import DEVICE, tensor
+from triton_device import DEVICE, ON_GPU, tensor
 
 import jax_sparse_mla as mla
 from jax_sparse_mla.index_format import IndexFormat
@@ -29,6 +33,8 @@ from jax_sparse_mla.kernels.sm90 import index_logits as sm90
 pytestmark = pytest.mark.torch
 
 PAGED, RAGGED = mla.TopkTransform.PAGED, mla.TopkTransform.RAGGED
+# A call has as many rows, of which some may be computed at a time: what the kernel serves.
+MANY_ROWS = {"rows_of_call": 256} if ON_GPU else {}
 SHAPES = [(301, 64, 9, 64), (256, 64, 3, 320), (263, 64, 5, 128), (1000, 64, 2, 256), (257, 64, 1, 64)]
 
 
@@ -57,14 +63,9 @@ def test_its_products_are_not_serialised(tmp_path):
     assert spills == ["0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"] * 3, done.stderr
 
 
-def native(case, *, fill=True, rows_of_call=256):
-    """By the SM90 kernel, into a poisoned result."""
-    q, weights, cache, table, lengths = map(tensor, case)
-    out = torch.full((len(q), table.shape[1] * (cache.shape[1] // 132)), float("nan"), device=DEVICE)
-    assert sm90.serves(torch.cuda.get_device_capability(), rows_of_call, q.shape[1], cache.shape[1] // 132)
-    options = {"rows_of_call": rows_of_call, "fill": fill, "format": IndexFormat.FP8}
-    torch_indexer.launch_logits(q, weights, cache, table, lengths, out, **options)
-    return out.cpu().numpy()
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory):
+    return logits_function(IndexFormat.FP8, tmp_path_factory)
 
 
 @pytest.fixture
@@ -73,27 +74,40 @@ def on_sm90():
         pytest.skip("needs SM90, and the kernel's binary")
 
 
-@pytest.mark.gpu
+def sizes_here(rows: int, heads: int, pages: int, page_size: int) -> tuple[int, int, int, int]:
+    """Fewer rows on the host."""
+    return (rows if ON_GPU else rows % 17 + 5), heads, pages, page_size
+
+
+@pytest.mark.always(4)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_logits(shape, shared, on_sm90):
-    case = logits_case(np.random.default_rng(11), *shape, shared=shared)
-    assert_logits(native(case), *exact_logits(*case))
+def test_logits(shape, shared, logits):
+    case = logits_case(np.random.default_rng(11), *sizes_here(*shape), shared=shared)
+    assert_logits(logits(case, **MANY_ROWS), *exact_logits(*case))
 
 
-@pytest.mark.gpu
-def test_a_row_s_bits_do_not_depend_on_the_others(on_sm90):
-    case = logits_case(np.random.default_rng(12), 301, 64, 9, 64, shared=True)
-    together = native(case)
-    for rows in (slice(0, 1), slice(3, 17), slice(100, 301), slice(None, None, -1)):
-        some = [np.ascontiguousarray(x[rows]) if i != 2 else x for i, x in enumerate(case)]
-        np.testing.assert_array_equal(native(some).view(np.int32), together[rows].view(np.int32))
+@pytest.mark.skipif(ON_GPU, reason="chooses the number of thread blocks, and when warps have their turns")
+def test_neither_thread_blocks_nor_turns_change_a_bit(logits):
+    case = logits_case(np.random.default_rng(21), 19, 64, 9, 64, shared=True)
+    first = logits(case, blocks=1)
+    for blocks in (2, 5):
+        np.testing.assert_array_equal(logits(case, blocks=blocks, seed=blocks).view(np.int32), first.view(np.int32))
 
 
-@pytest.mark.gpu
-def test_what_nobody_reads_is_not_filled(on_sm90):
-    case = logits_case(np.random.default_rng(13), 301, 64, 9, 64)
-    filled, sparse, lengths = native(case), native(case, fill=False), case[4]
+def test_a_row_s_bits_do_not_depend_on_the_others(logits):
+    rows = 301 if ON_GPU else 21
+    case = logits_case(np.random.default_rng(12), rows, 64, 9, 64, shared=True)
+    together = logits(case, **MANY_ROWS)
+    for some in (slice(0, 1), slice(3, 17), slice(rows // 3, rows), slice(None, None, -1)):
+        others = [np.ascontiguousarray(x[some]) if i != 2 else x for i, x in enumerate(case)]
+        alone = logits(others, **MANY_ROWS)
+        np.testing.assert_array_equal(alone.view(np.int32), together[some].view(np.int32))
+
+
+def test_what_nobody_reads_is_not_filled(logits):
+    case = logits_case(np.random.default_rng(13), *sizes_here(301, 64, 9, 64))
+    filled, sparse, lengths = logits(case, **MANY_ROWS), logits(case, fill=False, **MANY_ROWS), case[4]
     end = -(-np.clip(lengths, 0, 9 * 64) // 256) * 256
     written = np.arange(9 * 64) < end[:, None]
     np.testing.assert_array_equal(sparse[written], filled[written])
@@ -101,13 +115,13 @@ def test_what_nobody_reads_is_not_filled(on_sm90):
 
 
 @pytest.mark.gpu
-def test_a_layer_of_a_pool_through_jax(on_sm90):
+def test_a_layer_of_a_pool_through_jax(logits):
     q, weights, cache, table, lengths = logits_case(np.random.default_rng(14), 301, 64, 9, 64, shared=True)
     poison = np.full_like(cache, 0xFF)
     pool = IndexKeys(data=jnp.asarray(np.concatenate([poison, cache, poison])), num_layers=3).layer(1)
     arguments = [jnp.asarray(x) for x in (q, weights)], [jnp.asarray(x) for x in (table, lengths)]
     got = jax.jit(index_logits)(*arguments[0], pool, *arguments[1])
-    np.testing.assert_array_equal(np.asarray(got), native((q, weights, cache, table, lengths)))
+    np.testing.assert_array_equal(np.asarray(got), logits((q, weights, cache, table, lengths), **MANY_ROWS))
 
 
 # --- torch's index_topk ---------------------------------------------------------------------------

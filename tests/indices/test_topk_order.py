@@ -10,7 +10,7 @@ import ctypes
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_build import compiled_for_the_host
+from host_build import compiled_once
 from topk_cases import INT_MAX, KINDS, TopkCase, assert_selected, make_case, run_jax
 
 from jax_sparse_mla.indices import TopkTransform
@@ -64,7 +64,7 @@ BLOCKS = (
 @pytest.fixture(scope="module")
 def on_the_host(tmp_path_factory):
     """A function that computes a case by thread blocks of the CUDA kernels."""
-    topk = compiled_for_the_host("topk_kernels", "topk", tmp_path_factory.mktemp("topk")).topk
+    topk = compiled_once("topk_kernels", "topk", tmp_path_factory).topk
 
     def run(case: TopkCase, threads: int, capacity: int) -> np.ndarray:
         out = np.full((len(case.logits), case.topk), -99, np.int32)

@@ -220,6 +220,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   for (int i = 0; i < 32; i++) which |= static_cast<unsigned>(values[i]) << i;
   return which;
 }
+inline bool __all_sync(unsigned, bool x) { return __ballot_sync(~0u, x) == ~0u; }
 inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "cuda.h"
 #include "cuda_bf16.h"
 
 #include <cmath>
@@ -131,6 +132,13 @@ inline void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   memcpy(at_address(to), row, 16);
 }
 
+// Each lane gives the address of row l % 8 of matrix l / 8, and gets numbers 2 (l % 4) and the next of row l / 4 of each.
+inline void load_matrices(uint32_t (&x)[4], uint32_t from) {
+  const auto& addresses = host::meet_warp(from);
+  for (int i = 0; i < 4; i++)
+    memcpy(&x[i], at_address(addresses[i * 8 + host::lane() / 4]) + host::lane() % 4 * 4, 4);
+}
+
 // --- numbers ----------------------------------------------------------------------------------------------------
 
 inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
@@ -155,10 +163,18 @@ inline uint32_t multiply_pairs(uint32_t x, uint32_t y) {
 inline void scale_pair(uint32_t& x, uint32_t scale) { x = multiply_pairs(x, scale); }
 
 inline float e5m2(uint8_t byte) { return static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(byte << 8))); }
-inline float e4m3(uint8_t byte) {
+inline float decoded_e4m3(uint8_t byte) {
   int exponent = byte >> 3 & 15, mantissa = byte & 7;
   float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
   return (byte & 0x7F) == 0x7F ? NAN : byte & 0x80 ? -x : x;
+}
+inline float e4m3(uint8_t byte) {
+  static const auto numbers = [] {
+    std::array<float, 256> all;
+    for (int i = 0; i < 256; i++) all[i] = decoded_e4m3(i);
+    return all;
+  }();
+  return numbers[byte];
 }
 inline void two_halves(uint32_t& low, uint32_t& high, uint32_t fp8) {
   uint32_t x[4];
@@ -169,6 +185,7 @@ inline float2 two_floats(uint32_t halves) {
   auto float_of = [](uint16_t bits) { return static_cast<float>(bits_as<_Float16>(bits)); };
   return {float_of(halves & 0xFFFF), float_of(halves >> 16)};
 }
+inline float rectified(float x) { return x <= 0 ? 0 : x; }
 inline float exp2_approx(float x) {
   float y = exp2f(x);
   return y < 0x1p-126f ? 0 : y;
@@ -271,6 +288,35 @@ inline void arrive_after_copies(Barrier* barrier) {
 }
 inline void prefetch(const void*) {}
 
+// A box's lines of 128 bytes, one behind the other, with their chunks of 16 bytes permuted as the address says; zeros
+// for what is outside the tensor.
+inline void copy_box(void* to, const CUtensorMap& map, std::array<int, 5> at, Barrier* barrier) {
+  require(shared_address(to) % 1024 == 0 && map.box[0] == 128, "a box whose place is not aligned");
+  int count = 1;
+  for (int axis = 1; axis < map.axes; axis++) count *= map.box[axis];
+  for (int line = 0; line < count; line++) {
+    const uint8_t* from = map.data;
+    bool inside = true;
+    for (int axis = 1, rest = line; axis < map.axes; rest /= map.box[axis++]) {
+      int64_t index = at[axis] + rest % map.box[axis];
+      inside &= index >= 0 && index < map.sizes[axis];
+      from += index * map.strides[axis];
+    }
+    for (int chunk = 0; chunk < 8; chunk++) {
+      uint8_t* place = static_cast<uint8_t*>(to) + line * 128 + (chunk ^ line % 8) * 16;
+      state_of(*mine, barrier).copies.push_back(begun(place, inside ? from + chunk * 16 : nullptr, 16));
+    }
+  }
+}
+inline void copy_box(void* to, const CUtensorMap& map, int line, int page, Barrier* barrier) {
+  require(map.axes == 3, "a tensor of three axes is expected");
+  copy_box(to, map, {0, line, page}, barrier);
+}
+inline void copy_box(void* to, const CUtensorMap& map, int row, Barrier* barrier) {
+  require(map.axes == 5, "a tensor of five axes is expected");
+  copy_box(to, map, {0, 0, 0, 0, row}, barrier);
+}
+
 // --- matrix products --------------------------------------------------------------------------------------------
 
 constexpr int kTileBytes = 8192;
@@ -356,25 +402,35 @@ void multiply(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
   multiply_bfloat16(d, a, kByColumns, b, false, add);
 }
 
-// += (64 x 32) · (32 x 2 kSums) of e5m2, the first matrix in the registers of the warps, read at the last moment too.
+// += (64 x 32) · (32 x 2 kSums) of FP8 numbers, the first matrix in the registers of the warps, read at the last moment
+// too.
 template <int kSums>
-void multiply_e5m2(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix, bool add) {
+void multiply_fp8(float (*number)(uint8_t), float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix,
+                  bool add) {
   const uint32_t* words = operand;
   begin_product(sums, add, [=](const Product& product) {
-    uint8_t rows[16][32];
+    float rows[16][32];
     for (int word = 0; word < 4; word++) {
       const auto& all = host::meet_warp(words[word]);
       for (int lane = 0; lane < 32; lane++)
         for (int byte = 0; byte < 4; byte++)
-          rows[lane / 4 + word % 2 * 8][word / 2 * 16 + lane % 4 * 4 + byte] = all[lane] >> 8 * byte & 0xFF;
+          rows[lane / 4 + word % 2 * 8][word / 2 * 16 + lane % 4 * 4 + byte] = number(all[lane] >> 8 * byte & 0xFF);
     }
     Matrix second(matrix);
     for (int i = 0; i < kSums; i++) {
       float sum = add ? product.sums[i] : 0;
-      for (int k = 0; k < 32; k++) sum += e5m2(rows[row_of(i)][k]) * e5m2(*second.of_row(column_of(i), k));
+      for (int k = 0; k < 32; k++) sum += rows[row_of(i)][k] * number(*second.of_row(column_of(i), k));
       product.sums[i] = sum;
     }
   });
+}
+template <int kSums>
+void multiply_e5m2(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix, bool add) {
+  multiply_fp8(e5m2, sums, operand, matrix, add);
+}
+template <int kSums>
+void multiply(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix, bool add) {
+  multiply_fp8(e4m3, sums, operand, matrix, add);
 }
 
 inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

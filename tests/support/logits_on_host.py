@@ -1,0 +1,63 @@
+"""The SM90 kernels of the indexer's logits, as functions of a case: launched by torch on a GPU of theirs, elsewhere
+compiled for the host, where the threads of a block take turns (`host_cuda/sm90_host.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from decode_on_host import aligned
+from host_build import compiled_once
+from sparse_mla_torch.kernels import indexer as torch_indexer
+from triton_device import ON_GPU, tensor
+
+from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.kernels.sm90 import index_logits as sm90
+
+
+def logits_function(index_format: IndexFormat, tmp_path_factory) -> Callable[..., np.ndarray]:
+    """`logits(case, *, fill=True)`: q, weights, cache, page table and lengths to logits, in a poisoned result. On the
+    host also `blocks` of the launch, and the `seed` of an order of warps."""
+    if ON_GPU:
+        if torch.cuda.get_device_capability() != (9, 0) or build.index_logits_module() is None:
+            pytest.skip("needs SM90, and the kernel's binary")
+        return lambda case, **options: _on_the_device(index_format, case, **options)
+    library = compiled_once("index_logits", "index_logits", tmp_path_factory)
+    return lambda case, **options: _on_the_host(library, index_format, case, **options)
+
+
+def _result(case: tuple, index_format: IndexFormat) -> np.ndarray:
+    q, _, cache, table, _ = case
+    page_size = cache.shape[1] // index_format.key_bytes
+    return np.full((len(q), table.shape[1] * page_size), np.nan, np.float32)
+
+
+def _on_the_device(index_format: IndexFormat, case: tuple, *, fill: bool = True, rows_of_call: int | None = None):
+    q, *others = case
+    fp4 = index_format == IndexFormat.FP4
+    q = tensor(np.asarray(q).view(np.int16)).view(torch.bfloat16) if fp4 else tensor(q)
+    rows, out = rows_of_call or len(q), tensor(_result(case, index_format))
+    serves = sm90.serves_fp4 if fp4 else sm90.serves
+    page_size = others[1].shape[1] // index_format.key_bytes
+    assert serves(torch.cuda.get_device_capability(), rows, q.shape[1], page_size)
+    torch_indexer.launch_logits(q, *map(tensor, others), out, rows_of_call=rows, fill=fill, format=index_format)
+    return out.cpu().numpy()
+
+
+def _on_the_host(
+    library: ctypes.CDLL, index_format: IndexFormat, case: tuple, *, fill: bool = True, blocks: int = 3, seed: int = 0
+) -> np.ndarray:
+    q, weights, cache, table, lengths = (aligned(x) for x in case)
+    out = aligned(_result(case, index_format))
+    fp4 = index_format == IndexFormat.FP4
+    page_size = cache.shape[1] // index_format.key_bytes
+    heads = [q.shape[1]] if fp4 else []
+    sizes = len(q), *heads, table.shape[1], page_size, len(cache), fill, blocks
+    function = library.fp4_logits_on_host if fp4 else library.index_logits_on_host
+    arrays = (ctypes.c_void_p(x.ctypes.data) for x in (q, weights, cache, table, lengths))
+    function(*arrays, *sizes, ctypes.c_uint(seed), ctypes.c_void_p(out.ctypes.data))
+    return out
