@@ -75,7 +75,7 @@ __device__ __forceinline__ uint32_t rounded(float2 x) {
   return pair;
 }
 
-// Multiplies two pairs of bfloat16 numbers, as `multiply_pairs` does.
+// Multiplies two pairs of bfloat16 numbers, in place. `multiply_pairs` does the same, and may be moved.
 __device__ __forceinline__ void scale_pair(uint32_t& x, uint32_t scale) {
   asm volatile("mul.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(scale));
 }

@@ -160,11 +160,11 @@ def share_compiled_programs(config):
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked `long`
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if "gpu" in item.keywords and not ON_GPU:
+        if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()}"))
-        if "no_gpu" in item.keywords and ON_GPU:
+        if item.get_closest_marker("no_gpu") and ON_GPU:
             item.add_marker(pytest.mark.skip(reason="is done once, where there is no GPU"))
-        if "cpu" in item.keywords and ON_GPU:
+        if item.get_closest_marker("cpu") and ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs JAX's CPU backend: JAX_PLATFORMS=cpu"))
     if not any("::" in argument for argument in config.args):  # tests that are named on the command line are meant
         mark_other_cases_long(items)
@@ -174,7 +174,7 @@ def mark_other_cases_long(items: list[pytest.Item]) -> None:
     """`always(4)`: four cases of a test are in every run; `always("a", "b")`: those with these ids."""
     tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("always") and "long" not in item.keywords:
+        if item.get_closest_marker("always") and not item.get_closest_marker("long"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for test, cases in tests.items():
         chosen = cases[0].get_closest_marker("always").args

@@ -32,22 +32,32 @@ Encode find_encode() {
   return reinterpret_cast<Encode>(function);
 }
 
-// How tiles of 64 lines of 128 bytes are copied: `sizes` and `strides` in bytes of the axes after a line's bytes, and
-// how much of each a tile has.
 template <int kAxes>
-CUtensorMap tiles_of(const void* data, const int64_t (&sizes)[kAxes], const int64_t (&strides)[kAxes],
-                     const int (&tile)[kAxes]) {
+CUtensorMap map_of(const Tiles<kAxes>& tiles) {
   static const Encode encode = find_encode();
-  cuuint64_t all_sizes[kAxes + 1] = {kDim}, all_strides[kAxes];
+  cuuint64_t sizes[kAxes + 1] = {kDim}, strides[kAxes];
   cuuint32_t box[kAxes + 1] = {kDim}, steps[kAxes + 1] = {1};
-  for (int i = 0; i < kAxes; i++) all_sizes[i + 1] = sizes[i], all_strides[i] = strides[i];
-  for (int i = 0; i < kAxes; i++) box[i + 1] = tile[i], steps[i + 1] = 1;
+  for (int i = 0; i < kAxes; i++) sizes[i + 1] = tiles.sizes[i], strides[i] = tiles.strides[i];
+  for (int i = 0; i < kAxes; i++) box[i + 1] = tiles.tile[i], steps[i + 1] = 1;
   CUtensorMap map;
-  CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kAxes + 1, const_cast<void*>(data), all_sizes,
-                           all_strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kAxes + 1, const_cast<void*>(tiles.data), sizes, strides,
+                           box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) TVM_FFI_THROW(RuntimeError) << "index_logits: no tensor map, error " << int(result);
   return map;
+}
+
+// The sizes and addresses of a call's tensors, but for its queries.
+template <typename Call>
+void fill_in(Call& call, ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cache, ffi::TensorView page_table,
+             ffi::TensorView lengths, int token_bytes, int64_t num_pages, int64_t first_page, bool fill,
+             ffi::TensorView out) {
+  set_sizes(call, q.size(0), page_table.size(1), cache.size(1), token_bytes, num_pages, fill);
+  call.weights = static_cast<const float*>(weights.data_ptr());
+  call.cache = static_cast<const uint8_t*>(cache.data_ptr()) + first_page * call.page_bytes;
+  call.page_table = static_cast<const int*>(page_table.data_ptr());
+  call.lengths = static_cast<const int*>(lengths.data_ptr());
+  call.out = static_cast<float*>(out.data_ptr());
 }
 
 // q is e4m3 [rows, 64, 128], weights float32 [rows, 64], cache uint8 [pages, page_size * 132] with page_size a multiple
@@ -57,24 +67,10 @@ CUtensorMap tiles_of(const void* data, const int64_t (&sizes)[kAxes], const int6
 void IndexLogits(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cache, ffi::TensorView page_table,
                  ffi::TensorView lengths, int64_t num_pages, int64_t first_page, bool fill,
                  ffi::TensorView out) {
-  int64_t page_bytes = cache.size(1);
   Call call = {};
-  call.rows = static_cast<int>(q.size(0));
-  call.width = static_cast<int>(page_table.size(1));
-  call.page_size = static_cast<int>(page_bytes / kTokenBytes);
-  call.capacity = call.width * call.page_size;
-  call.num_pages = static_cast<int>(num_pages);
-  call.fill = fill;
-  call.weights = static_cast<const float*>(weights.data_ptr());
-  call.page_bytes = page_bytes;
-  call.cache = static_cast<const uint8_t*>(cache.data_ptr()) + first_page * page_bytes;
-  call.page_table = static_cast<const int*>(page_table.data_ptr());
-  call.lengths = static_cast<const int*>(lengths.data_ptr());
-  call.out = static_cast<float*>(out.data_ptr());
-  // A lane's columns of a product, 8 i + 2 t and the next, are 16 consecutive heads.
-  call.queries = tiles_of(q.data_ptr(), {2, 4, 8, call.rows}, {kDim, 16 * kDim, 2 * kDim, kHeads * kDim}, {2, 4, 8, 1});
-  call.keys = tiles_of(call.cache, {call.page_size, num_pages}, {kDim, page_bytes}, {kTile, 1});
-
+  fill_in(call, q, weights, cache, page_table, lengths, kTokenBytes, num_pages, first_page, fill, out);
+  call.queries = map_of(tiles_of_queries(q.data_ptr(), call.rows));
+  call.keys = map_of(tiles_of_keys(call));
   call.group = group_of(call.rows);
   int device = q.device().device_id, sms = 0;
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
@@ -100,23 +96,12 @@ void launch_fp4(const fp4::Call& call, int blocks, cudaStream_t stream) {
 void IndexLogitsFP4(ffi::TensorView q, ffi::TensorView weights, ffi::TensorView cache, ffi::TensorView page_table,
                     ffi::TensorView lengths, int64_t num_pages, int64_t first_page, bool fill, ffi::TensorView out) {
   fp4::Call call = {};
-  call.rows = static_cast<int>(q.size(0));
   call.heads = static_cast<int>(q.size(1));
-  if (call.rows > fp4::kMostRows || call.heads > 64)
-    TVM_FFI_THROW(ValueError) << "index_logits_fp4: at most " << fp4::kMostRows << " rows and 64 heads, got " << call.rows
+  if (q.size(0) > fp4::kMostRows || call.heads > 64)
+    TVM_FFI_THROW(ValueError) << "index_logits_fp4: at most " << fp4::kMostRows << " rows and 64 heads, got " << q.size(0)
                               << " and " << call.heads;
-  call.width = static_cast<int>(page_table.size(1));
-  call.page_bytes = cache.size(1);
-  call.page_size = static_cast<int>(call.page_bytes / fp4::kTokenBytes);
-  call.capacity = call.width * call.page_size;
-  call.num_pages = static_cast<int>(num_pages);
-  call.fill = fill;
+  fill_in(call, q, weights, cache, page_table, lengths, fp4::kTokenBytes, num_pages, first_page, fill, out);
   call.q = static_cast<const uint16_t*>(q.data_ptr());
-  call.weights = static_cast<const float*>(weights.data_ptr());
-  call.cache = static_cast<const uint8_t*>(cache.data_ptr()) + first_page * call.page_bytes;
-  call.page_table = static_cast<const int*>(page_table.data_ptr());
-  call.lengths = static_cast<const int*>(lengths.data_ptr());
-  call.out = static_cast<float*>(out.data_ptr());
 
   int device = q.device().device_id, sms = 0;
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));

@@ -63,6 +63,24 @@ struct Shared {
 
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // tiles begin at multiples of 1024 bytes
 
+// How tiles of 64 lines of 128 bytes are copied: sizes and strides, in bytes, of the axes after a line's bytes, and how
+// much of each a tile has.
+template <int kAxes>
+struct Tiles {
+  const void* data;
+  int64_t sizes[kAxes], strides[kAxes];
+  int tile[kAxes];
+};
+
+// A lane's columns of a product, 8 i + 2 t and the next, are 16 consecutive heads.
+inline Tiles<4> tiles_of_queries(const void* q, int rows) {
+  return {q, {2, 4, 8, rows}, {kDim, 16 * kDim, 2 * kDim, kHeads * kDim}, {2, 4, 8, 1}};
+}
+
+inline Tiles<2> tiles_of_keys(const Call& call) {
+  return {call.cache, {call.page_size, call.num_pages}, {kDim, call.page_bytes}, {kTile, 1}};
+}
+
 inline __host__ __device__ int units_of(int rows) { return (rows + kRows - 1) / kRows; }
 
 // A call's `group`, so that there are few enough of them.

@@ -9,6 +9,19 @@ namespace index_logits {
 // Says that a warp's lanes have the same value.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+// Fills in the sizes of a call over pages of so many bytes. `fill` is of the call, too.
+template <typename Call>
+inline void set_sizes(Call& call, int64_t rows, int64_t width, int64_t page_bytes, int token_bytes, int64_t num_pages,
+                      bool fill) {
+  call.rows = static_cast<int>(rows);
+  call.width = static_cast<int>(width);
+  call.page_bytes = page_bytes;
+  call.page_size = static_cast<int>(page_bytes / token_bytes);
+  call.capacity = call.width * call.page_size;
+  call.num_pages = static_cast<int>(num_pages);
+  call.fill = fill;
+}
+
 template <typename Call>
 __device__ __forceinline__ int length_of(const Call& call, int row) {
   return row < call.rows ? min(max(call.lengths[row], 0), call.capacity) : 0;

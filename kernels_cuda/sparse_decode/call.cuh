@@ -1,4 +1,4 @@
-// What is filled in of a Call before its launch, but for the addresses of tensors.
+// What a Call has before its launch, but for the addresses of its arguments.
 
 #pragma once
 

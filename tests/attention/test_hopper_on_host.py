@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import decode_on_host
 import pytest
@@ -58,52 +59,90 @@ def test_one_cache_and_rows_without_keys(layouts, decode):
             check_on_host(decode, case, plan, seed + 1)
 
 
-# Of each file, something that makes a thread wait, or what it does in time.
-WAITS = {
+# Of each file, lines without which the kernels are wrong.
+NEEDED = {
     "attend.cuh": [
         "sm90::wait(&shared.barriers.weights_full[buffer], turn.parity());",
         "sm90::wait(&shared.barriers.keys_full[turn.buffer()][kHalf], turn.parity());",
         "if constexpr (Layout<kFormat>::kTiles > kWeightTile) sm90::sync_threads(kScoreBarrier + side, 128);",
         "sm90::sync_threads(kSumBarrier, 256);",
         "follow(shared, buffer ^ 1, statistics);",
+        "sm90::begin_products();\n#pragma unroll\n  for (int i = 4 * kFirst",
     ],
     "keys.cuh": [
+        "sm90::arrive_after_copies(&shared.barriers.slots_full[place]);",
+        "sm90::wait(&shared.barriers.slots_full[place], block / kAhead & 1);",
         "sm90::wait(&shared.barriers.keys_empty[turn.buffer()][half], turn.parity() ^ 1);",
         "sm90::wait(&shared.barriers.keys_empty[turn.buffer()][0], turn.parity() ^ 1);",
         "sm90::wait(&shared.barriers.queries_empty, (number++ & 1) ^ 1);",
         "sm90::wait_copies();",
         "sm90::wait(&shared.barriers.scales_full[place], n / kAhead & 1);",
         "sm90::wait(&shared.barriers.rows_empty[place], (block / kAhead & 1) ^ 1);",
+        "__syncwarp();\n    sm90::arrive_warp(&shared.barriers.keys_full[turn.buffer()][half], lane);",
     ],
     "rows_bf16.cuh": [
         "sm90::wait(shared.keys_empty(turn.buffer(), half, warp % 4), turn.parity() ^ 1);",
         "for (int i = 0; i < 2; i++) sm90::wait(&shared.barriers.keys_empty[turn.buffer()][i], turn.parity() ^ 1);",
     ],
-    "kernel.cuh": ["if (round == 1) cooperative_groups::this_grid().sync();"],
+    "kernel.cuh": [
+        "__syncthreads();\n  const Piece piece",
+        "if (round == 1) cooperative_groups::this_grid().sync();",
+    ],
     "cluster.cuh": [
+        "sm90::wait_cluster();  // all barriers are initialised\n",
         "sm90::wait_cluster();  // the other blocks' shared memory is free for values\n",
+        "sync_slice();\n  }",
+        "__syncthreads();\n      weigh();",
+        "__syncthreads();\n      begin_sums",
         "if (more) sync_slice();",
         "sm90::wait_for_sent(&shared.statistics_full, 0);",
         "sm90::wait_for_sent(&shared.shares_full, 0);",
         "sm90::wait_copies();",
     ],
 }
+AFTER_THE_PRODUCTS = [
+    ("begin_scores", "sm90::wait(&shared.barriers.keys_full[turn.buffer()][kHalf], turn.parity());"),
+    ("begin_sums", "sm90::wait(&shared.barriers.weights_full[buffer], turn.parity());"),
+]
 
 
-def judged(library) -> subprocess.CompletedProcess:
-    command = [sys.executable, decode_on_host.__file__, library._name]
+def is_wrong(changed: Path, folder: Path) -> bool:
+    """Whether the kernels of a changed folder give wrong numbers, or end the process."""
+    return judged(compiled_for_the_host("sparse_decode", "sparse_decode", folder, changed)).returncode != 0
+
+
+def judged(library: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, decode_on_host.__file__, str(library)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.fixture
+def changed(tmp_path):
+    """A copy of the kernel's folder."""
+    return shutil.copytree(build.source("sparse_decode").parents[1], tmp_path / "kernels") / "sparse_decode"
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("file", "number"), [(file, i) for file, all in WAITS.items() for i in range(len(all))])
-def test_what_is_not_waited_for_is_noticed(file, number, tmp_path):
-    """These tests fail where a wait is missing, or threads wait for ever."""
-    changed = shutil.copytree(build.source("sparse_decode").parents[1], tmp_path / "kernels") / "sparse_decode"
-    text, wait = (changed / file).read_text(), WAITS[file][number]
-    assert text.count(wait) == 1
-    (changed / file).write_text(text.replace(wait, ";"))
-    assert judged(compiled_for_the_host("sparse_decode", "sparse_decode", tmp_path, changed)).returncode != 0
+@pytest.mark.parametrize(("file", "number"), [(file, i) for file, all in NEEDED.items() for i in range(len(all))])
+def test_each_of_these_lines_is_needed(file, number, changed, tmp_path):
+    """Without it the kernels give wrong numbers, or the process ends; of several lines the first one is left out."""
+    first, *others = NEEDED[file][number].split("\n", 1)
+    text, line = (changed / file).read_text(), NEEDED[file][number]
+    assert text.count(line) == 1
+    (changed / file).write_text(text.replace(line, "\n".join([";", *others])))
+    assert is_wrong(changed, tmp_path), first
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("function", "wait"), AFTER_THE_PRODUCTS)
+def test_a_wait_after_the_products_began_is_too_late(function, wait, changed, tmp_path):
+    text = (changed / "attend.cuh").read_text()
+    begin = text.index(f" {function}(Shared<kFormat>& shared")
+    end = text.index("\n}\n", begin)
+    body = text[begin:end]
+    assert body.count(wait) == 1
+    (changed / "attend.cuh").write_text(text[:begin] + body.replace(wait, "") + f"\n  {wait}" + text[end:])
+    assert is_wrong(changed, tmp_path)
 
 
 @pytest.mark.long

@@ -79,7 +79,7 @@ def sizes_here(rows: int, heads: int, pages: int, page_size: int) -> tuple[int, 
     return (rows if ON_GPU else rows % 17 + 5), heads, pages, page_size
 
 
-@pytest.mark.always(4)
+@pytest.mark.always(10 if ON_GPU else 4)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits(shape, shared, logits):

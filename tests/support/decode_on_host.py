@@ -3,10 +3,9 @@ judges a library.
 
     python decode_on_host.py LIBRARY
 
-The threads of all thread blocks of a launch, or of a cluster, take turns. Asynchronous copies, stores to other thread
-blocks and matrix products happen as late as they may (`host_cuda/sm90_host.h`), so what reads too early reads NaN, and
-what overwrites too early is read. A process ends where threads wait for each other for ever, and where a kernel reads
-memory that is none of the call's.
+The threads of all thread blocks of a launch, or of a cluster, take turns; `host_cuda/sm90_host.h` says what happens
+when. A process ends where threads wait for each other for ever, where an operand changes while its product is under
+way, and where a copy or `__ldg` reads memory that is none of the call's.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 from attention_oracle import DecodeCase, HostCache, assert_close_flashmla, decode_case, decode_oracle
+from host_build import GUARD, aligned, poisoned
 
 from jax_sparse_mla.kernels.sm90.decode_plan import (
     ALWAYS,
@@ -32,7 +32,7 @@ from jax_sparse_mla.kernels.sm90.decode_plan import (
 )
 from jax_sparse_mla.kv_cache import KVLayout
 
-_SCRATCH_OF_BLOCK = 4 * (2 * 64 * (V_DIM + 2) + 2)
+_SCRATCH_OF_BLOCK = 2 * 64 * (V_DIM + 2) + 2  # 4-byte numbers, as place_scratch of call.cuh lays them out
 
 # Layouts of the two caches: every format of the kernels.
 CACHES = [
@@ -74,20 +74,21 @@ def run_on_host(function: Callable, case: DecodeCase, plan: DecodePlan, seed: in
         tables.append((case.extra_cache, case.extra_indices, case.extra_topk_length))
     kernel_format = decode_format(getattr(KVLayout, cache.layout) for cache, *_ in tables)
     tables = [*tables, (None, None, None)][:2]
-    out = aligned(np.full((rows, heads, V_DIM), 0x7FC0, np.uint16))
-    lse = aligned(np.full((rows, heads), np.nan, np.float32))
     blocks = plan.groups * -(-heads // 64)
-    scratch = aligned(np.full(blocks * _SCRATCH_OF_BLOCK // 4, np.nan, np.float32))
+    of_results = ((rows, heads, V_DIM), ml_dtypes.bfloat16), ((rows, heads), np.float32)
+    scratch = (blocks * _SCRATCH_OF_BLOCK,), np.float32
+    results, guards = zip(*(poisoned(*result) for result in (*of_results, scratch)))
     given = [case.q, *(x for cache, *rest in tables for x in (cache and cache.data, *rest)), case.attn_sink]
-    tensors = [None if x is None else aligned(x) for x in given] + [out, lse, scratch]
+    tensors = [*(None if x is None else aligned(x) for x in given), *results]
     shapes = (ctypes.c_int64 * 18)(*(x for table in tables for x in _shape(*table, rows)))
     addresses = (ctypes.c_void_p * 11)(*(None if x is None else x.ctypes.data for x in tensors))
     sizes = (ctypes.c_int64 * 11)(*(0 if x is None else x.nbytes for x in tensors))
     numbers = ctypes.c_double(case.softmax_scale), ctypes.c_double(-math.inf)
     how = plan.tile, plan.groups, plan.cuts
     function(rows, heads, kernel_format, shapes, *numbers, *how, addresses, sizes, ctypes.c_uint(seed))
-    found = out.view(ml_dtypes.bfloat16).astype(np.float32)
-    return found.reshape(batch, q_len, heads, V_DIM), lse.reshape(batch, q_len, heads)
+    assert all((guard == GUARD).all() for guard in guards), "something was written behind a result"
+    out, lse, _ = results
+    return out.astype(np.float32).reshape(batch, q_len, heads, V_DIM), lse.reshape(batch, q_len, heads)
 
 
 def check_on_host(function: Callable, case: DecodeCase, plan: DecodePlan, seed: int = 0) -> None:
@@ -97,17 +98,6 @@ def check_on_host(function: Callable, case: DecodeCase, plan: DecodePlan, seed: 
     assert_close_flashmla(lse, expected_lse, "decode.lse")
     assert_close_flashmla(out, expected_out, "decode.out")
     assert not np.any(out[np.isneginf(expected_lse)])
-
-
-def aligned(x: np.ndarray) -> np.ndarray:
-    """The array, or a copy that begins at a multiple of 16 bytes."""
-    if x.flags.c_contiguous and x.ctypes.data % 16 == 0:
-        return x
-    memory = np.empty(x.nbytes + 16, np.uint8)
-    begin = -memory.ctypes.data % 16
-    copy = memory[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
-    copy[...] = x
-    return copy
 
 
 def _shape(cache: HostCache | None, indices: np.ndarray | None, lengths: np.ndarray | None, rows: int) -> tuple:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_sparse_mla.kernels import build
 
 SOURCES = Path(__file__).parent / "host_cuda"
+GUARD = 0xA5
 
 
 def compiled_once(source: str, kernel: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
@@ -24,11 +27,11 @@ def compiled_once(source: str, kernel: str, tmp_path_factory: pytest.TempPathFac
     with open(folder / f"{source}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         library = folder / f"{source}.so"
-        return ctypes.CDLL(str(library)) if library.exists() else compiled_for_the_host(source, kernel, folder)
+        return ctypes.CDLL(str(library if library.exists() else compiled_for_the_host(source, kernel, folder)))
 
 
-def compiled_for_the_host(source: str, kernel: str, folder: Path, changed: Path | None = None) -> ctypes.CDLL:
-    """`host_cuda/{source}.cpp`, which includes files of `kernels_cuda/{kernel}/`, or of a copy of it."""
+def compiled_for_the_host(source: str, kernel: str, folder: Path, changed: Path | None = None) -> Path:
+    """The library of `host_cuda/{source}.cpp`, which includes files of `kernels_cuda/{kernel}/`, or of a copy of it."""
     if (compiler := shutil.which("g++")) is None:
         pytest.skip("needs g++")
     library = folder / f"{source}.so"
@@ -41,5 +44,28 @@ def compiled_for_the_host(source: str, kernel: str, folder: Path, changed: Path 
         [*command, "-o", made, SOURCES / f"{source}.cpp"], capture_output=True, text=True, check=False
     )
     assert built.returncode == 0 and not built.stderr, built.stderr[-3000:]
-    made.rename(library)
-    return ctypes.CDLL(str(library))
+    return made.rename(library)
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    """The array, or a copy that begins at a multiple of 16 bytes."""
+    if x.flags.c_contiguous and x.ctypes.data % 16 == 0:
+        return x
+    copy = _memory(x.nbytes)[: x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def poisoned(shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """An array of bytes 0xFF, NaN in floating-point numbers, and the bytes behind it, which are to stay `GUARD`."""
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = _memory(count + 4096)
+    memory[:count], memory[count:] = 0xFF, GUARD
+    return memory[:count].view(dtype).reshape(shape), memory[count:]
+
+
+def _memory(count: int) -> np.ndarray:
+    """So many bytes, from a multiple of 16 on."""
+    memory = np.empty(count + 16, np.uint8)
+    begin = -memory.ctypes.data % 16
+    return memory[begin : begin + count]

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from decode_on_host import aligned
-from host_build import compiled_once
+from host_build import GUARD, aligned, compiled_once, poisoned
 from sparse_mla_torch.kernels import indexer as torch_indexer
-from triton_device import ON_GPU, tensor
+from triton_device import DEVICE, ON_GPU, tensor
 
 from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.kernels import build
@@ -30,21 +29,17 @@ def logits_function(index_format: IndexFormat, tmp_path_factory) -> Callable[...
     return lambda case, **options: _on_the_host(library, index_format, case, **options)
 
 
-def _result(case: tuple, index_format: IndexFormat) -> np.ndarray:
+def _shape_of_logits(case: tuple, index_format: IndexFormat) -> tuple[int, int]:
     q, _, cache, table, _ = case
-    page_size = cache.shape[1] // index_format.key_bytes
-    return np.full((len(q), table.shape[1] * page_size), np.nan, np.float32)
+    return len(q), table.shape[1] * (cache.shape[1] // index_format.key_bytes)
 
 
 def _on_the_device(index_format: IndexFormat, case: tuple, *, fill: bool = True, rows_of_call: int | None = None):
-    q, *others = case
-    fp4 = index_format == IndexFormat.FP4
-    q = tensor(np.asarray(q).view(np.int16)).view(torch.bfloat16) if fp4 else tensor(q)
-    rows, out = rows_of_call or len(q), tensor(_result(case, index_format))
-    serves = sm90.serves_fp4 if fp4 else sm90.serves
-    page_size = others[1].shape[1] // index_format.key_bytes
-    assert serves(torch.cuda.get_device_capability(), rows, q.shape[1], page_size)
-    torch_indexer.launch_logits(q, *map(tensor, others), out, rows_of_call=rows, fill=fill, format=index_format)
+    q, _, cache, *_ = case
+    rows, out = rows_of_call or len(q), torch.full(_shape_of_logits(case, index_format), float("nan"), device=DEVICE)
+    serves = sm90.serves_fp4 if index_format == IndexFormat.FP4 else sm90.serves
+    assert serves(torch.cuda.get_device_capability(), rows, q.shape[1], cache.shape[1] // index_format.key_bytes)
+    torch_indexer.launch_logits(*map(tensor, case), out, rows_of_call=rows, fill=fill, format=index_format)
     return out.cpu().numpy()
 
 
@@ -52,7 +47,7 @@ def _on_the_host(
     library: ctypes.CDLL, index_format: IndexFormat, case: tuple, *, fill: bool = True, blocks: int = 3, seed: int = 0
 ) -> np.ndarray:
     q, weights, cache, table, lengths = (aligned(x) for x in case)
-    out = aligned(_result(case, index_format))
+    out, guard = poisoned(_shape_of_logits(case, index_format), np.float32)
     fp4 = index_format == IndexFormat.FP4
     page_size = cache.shape[1] // index_format.key_bytes
     heads = [q.shape[1]] if fp4 else []
@@ -60,4 +55,5 @@ def _on_the_host(
     function = library.fp4_logits_on_host if fp4 else library.index_logits_on_host
     arrays = (ctypes.c_void_p(x.ctypes.data) for x in (q, weights, cache, table, lengths))
     function(*arrays, *sizes, ctypes.c_uint(seed), ctypes.c_void_p(out.ctypes.data))
+    assert (guard == GUARD).all(), "something was written behind the logits"
     return out

@@ -143,7 +143,9 @@ class RunRecord:
             self._skip(report.nodeid, report.longrepr)
 
     def pytest_deselected(self, items) -> None:
-        self.left_out |= {item.nodeid for item in items if "long" in item.keywords and "soak" not in item.keywords}
+        # By markers, not by keywords, among which are the names of folders.
+        long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("soak")]
+        self.left_out |= {item.nodeid for item in long}
 
     def _skip(self, node: str, longrepr) -> None:
         reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)

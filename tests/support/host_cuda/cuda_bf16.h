@@ -72,16 +72,24 @@ struct Block {
 
 inline Block* block;     // that has its turn
 inline int64_t news = 0;  // how often those who waited could go on
+
+inline void require(bool holds, const char* what) {
+  if (holds) return;
+  if (block) fprintf(stderr, "block %d, thread %d: ", block->number, static_cast<int>(threadIdx.x));
+  fprintf(stderr, "%s\n", what);
+  abort();
+}
 inline std::vector<std::unique_ptr<char[]>> stacks;
 
 // Where all threads of all blocks that run together meet. A thread may do something else between its arrival and its
 // wait.
 struct Crossing {
   int members = 0, arrived = 0, round = 0;
-  std::vector<int> rounds;  // of each thread's last arrival
+  std::vector<int> rounds;  // of each thread's arrival, or -1 once it has waited
 
-  void reset(int threads) { *this = {threads, 0, 0, std::vector<int>(threads)}; }
+  void reset(int threads) { *this = {threads, 0, 0, std::vector<int>(threads, -1)}; }
   void arrive() {
+    require(rounds[me()] < 0, "a second arrival without a wait");
     rounds[me()] = round;
     if (++arrived == members) arrived = 0, round++, news++;
   }
@@ -139,6 +147,7 @@ inline const std::vector<int64_t>& meet_warp(int64_t value) {
 
 inline void Crossing::wait() {
   while (round == rounds[me()]) give_way();
+  rounds[me()] = -1;
 }
 inline void meet_all_blocks() {
   grid.arrive();
@@ -146,26 +155,35 @@ inline void meet_all_blocks() {
 }
 
 // Runs a program in all threads of some thread blocks; `enter` makes a block the current one. A thread's turn ends where
-// it waits. Warps have their turns in order, or, by another seed than 0, at random, so that some fall behind.
+// it waits. Threads have their turns in order, or, by another seed than 0, blocks begin late and warps fall behind at
+// random, from any of their lanes on: some seldom, some for most of the time.
 inline void run_together(int blocks, int threads, std::function<void()> program, std::function<void(int)> enter,
                          unsigned seed = 0) {
   std::vector<std::unique_ptr<Block>> all;
-  for (int i = 0; i < blocks; i++) all.emplace_back(new Block(i, threads, program));
+  std::minstd_rand random(seed);
+  std::vector<int> late(blocks), turns_of_16(blocks * threads / 32);
+  for (int& turns : turns_of_16) turns = !seed ? 16 : random() % 4 ? 12 : 2;
+  for (int i = 0; i < blocks; i++) {
+    all.emplace_back(new Block(i, threads, program));
+    late[i] = seed ? random() % 3 * 40 : 0;
+  }
   while (static_cast<int>(stacks.size()) < blocks * threads) stacks.emplace_back(new char[Block::kStack]);
   grid.reset(blocks * threads);
-  std::minstd_rand random(seed);
   int64_t known = news;
   for (int left = blocks * threads, sweeps = 0; left; sweeps = news == known ? sweeps + 1 : 0, known = news) {
-    if (sweeps > 1000) {
-      fprintf(stderr, "%d thread blocks wait for each other for ever\n", blocks);
-      abort();
-    }
+    require(sweeps < 1000, "thread blocks wait for each other for ever");
     for (auto& here : all) {
+      if (late[here->number]-- > 0) continue;
       block = here.get();
       enter(here->number);
+      int behind = 0;  // the first lane of a warp that does
       for (int i = 0; i < threads; i++) {
-        if (seed && i % 32 == 0 && random() % 3 == 0) {
-          i += 31;
+        if (i % 32 == 0) {
+          bool has_turn = static_cast<int>(random() % 16) < turns_of_16[(here->number * threads + i) / 32];
+          behind = has_turn ? i + 32 : i + static_cast<int>(random() % 32);
+        }
+        if (i >= behind) {
+          i |= 31;
         } else if (!here->ended[i]) {
           here->current = i;
           threadIdx.x = i;
@@ -175,6 +193,7 @@ inline void run_together(int blocks, int threads, std::function<void()> program,
       }
     }
   }
+  block = nullptr;
 }
 
 inline void run(int threads, std::function<void()> program) {

@@ -10,12 +10,18 @@ using namespace index_logits;
 template <typename Call>
 static void fill_in(Call& call, const float* weights, const uint8_t* cache, const int* page_table, const int* lengths,
                     int rows, int width, int page_size, int num_pages, int token_bytes, int fill, float* out) {
+  set_sizes(call, rows, width, page_size * token_bytes, token_bytes, num_pages, fill);
   call.weights = weights, call.cache = cache, call.page_table = page_table, call.lengths = lengths, call.out = out;
-  call.page_bytes = page_size * token_bytes;
-  call.rows = rows, call.width = width, call.page_size = page_size, call.capacity = width * page_size;
-  call.num_pages = num_pages, call.fill = fill;
   sm90::readable.clear();
   sm90::allow(cache, num_pages * call.page_bytes);
+}
+
+template <int kAxes>
+static CUtensorMap map_of(const Tiles<kAxes>& tiles) {
+  CUtensorMap map = {static_cast<const uint8_t*>(tiles.data), kAxes + 1, {kDim}, {1}, {kDim}};
+  for (int i = 0; i < kAxes; i++)
+    map.sizes[i + 1] = tiles.sizes[i], map.strides[i + 1] = tiles.strides[i], map.box[i + 1] = tiles.tile[i];
+  return map;
 }
 
 // As index_logits.cu's launches, of so many thread blocks. Here the queries are e4m3, of 64 heads.
@@ -26,8 +32,8 @@ extern "C" void index_logits_on_host(const uint8_t* q, const float* weights, con
   fill_in(call, weights, cache, page_table, lengths, rows, width, page_size, num_pages, kTokenBytes, fill, out);
   sm90::allow(q, int64_t{rows} * kHeads * kDim);
   sm90::allow(weights, int64_t{rows} * kHeads * 4);
-  call.queries = {q, 5, {kDim, 2, 4, 8, rows}, {1, kDim, 16 * kDim, 2 * kDim, kHeads * kDim}, {kDim, 2, 4, 8, 1}};
-  call.keys = {cache, 3, {kDim, page_size, num_pages}, {1, kDim, call.page_bytes}, {kDim, kTile, 1}};
+  call.queries = map_of(tiles_of_queries(q, rows));
+  call.keys = map_of(tiles_of_keys(call));
   call.group = group_of(rows);
   gridDim.x = blocks;
   for (int i = 0; i < blocks; i++)
@@ -37,7 +43,7 @@ extern "C" void index_logits_on_host(const uint8_t* q, const float* weights, con
 template <int kHeads>
 static void run_fp4(const fp4::Call& call, unsigned seed) {
   for (unsigned i = 0; i < gridDim.x; i++)
-    sm90::run(1, fp4::kThreads<kHeads>, fp4::kSharedBytes<kHeads> + 1024, [&] { fp4::fp4_logits_kernel<kHeads>(call); },
+    sm90::run(1, fp4::kThreads<kHeads>, fp4::kSharedBytes<kHeads>, [&] { fp4::fp4_logits_kernel<kHeads>(call); },
               [i](int) { blockIdx.x = i; }, seed);
 }
 

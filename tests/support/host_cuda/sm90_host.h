@@ -1,6 +1,7 @@
-// What sm90.cuh has, on the host, as late as it may happen: a copy lands when somebody waits for it, and its place holds
-// 0xFF until then; products read their operands and write their sums when they are waited for. What is read of global
-// memory, but not by ordinary loads, must be in one of the ranges that the test allows.
+// What sm90.cuh has, on the host, as late as it may happen: a copy lands when somebody waits for it, and the bytes of its
+// place are 0xFF until then; sums of products are there when somebody waits for them. Operands must stay as they are from
+// a product's start to its end. What is read of global memory, but not by ordinary loads, must be in one of the ranges
+// that the test allows.
 
 #pragma once
 
@@ -31,11 +32,7 @@ namespace sm90 {
 
 using Barrier = uint64_t;
 
-inline void require(bool holds, const char* what) {
-  if (holds) return;
-  fprintf(stderr, "block %d, thread %d: %s\n", host::block->number, static_cast<int>(threadIdx.x), what);
-  abort();
-}
+using host::require;
 
 // --- memory -----------------------------------------------------------------------------------------------------
 
@@ -62,16 +59,19 @@ struct State {
 // A product of this thread's warpgroup: what writes the thread's sums, and what they were.
 struct Product {
   std::function<void(const Product&)> write;
+  std::function<std::vector<float>()> operands;  // now
   float* sums;
-  std::vector<float> before;
+  std::vector<float> before, at_start;  // the sums, the operands
 };
 
 struct Memory {
+  size_t bytes;  // from the first tile on
   std::vector<uint64_t> arena;
   std::unordered_map<const Barrier*, State> barriers;
   std::unordered_map<int, host::Meeting> named;
   std::vector<std::deque<std::vector<Product>>> products;  // of each thread: groups, the last one open
   std::vector<Copies> copies;                              // of each thread, not waited for
+  std::vector<bool> may_multiply;                          // of each thread, since it has waited for products
 
   uint8_t* tiles() {
     uint8_t* begin = reinterpret_cast<uint8_t*>(arena.data());
@@ -100,9 +100,11 @@ inline void run(int blocks, int threads, size_t shared_bytes, std::function<void
                 std::function<void(int)> enter, unsigned seed = 0) {
   memories = std::vector<Memory>(blocks);
   for (Memory& memory : memories) {
+    memory.bytes = shared_bytes - 1024;
     memory.arena.assign(shared_bytes / 8 + 1, ~uint64_t{0});
     memory.products.assign(threads, {{}});
     memory.copies.resize(threads);
+    memory.may_multiply.resize(threads);
   }
   cluster.reset(blocks * threads);
   host::run_together(blocks, threads, program, [&](int block) {
@@ -118,7 +120,11 @@ inline uint8_t* tiles_memory() { return mine->tiles(); }
 inline uint32_t shared_address(const void* x) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(x) - tiles_memory()) + 1024;
 }
-inline uint8_t* at_address(uint32_t address) { return tiles_memory() + address - 1024; }
+// The place of so many bytes, of this thread block or of another.
+inline uint8_t* at_address(uint32_t address, int bytes = 16, Memory& memory = *mine) {
+  require(address >= 1024 && address + bytes - 1024 <= memory.bytes && address % bytes == 0, "no place of shared memory");
+  return memory.tiles() + address - 1024;
+}
 
 inline void store(uint32_t to, uint4 x) { memcpy(at_address(to), &x, 16); }
 
@@ -246,8 +252,6 @@ inline void wait(Barrier* barrier, int parity) {
 }
 inline void sync_threads(int barrier, int threads) {
   host::Meeting& meeting = mine->named[barrier];
-  // Its members are whole warps, each in a place of its own.
-  meeting.members = threads;
   int round = meeting.round;
   if (++meeting.arrived == threads) meeting.arrived = 0, meeting.round++, host::news++;
   while (meeting.round == round) host::give_way();
@@ -276,7 +280,8 @@ inline void copy_async(uint32_t to, const void* from, bool read) {
 }
 template <int kBytes>
 void copy_async_small(uint32_t to, const void* from) {
-  mine->copies[threadIdx.x].push_back(begun(at_address(to), from, kBytes));
+  require_readable(from, kBytes);
+  mine->copies[threadIdx.x].push_back(begun(at_address(to, kBytes), from, kBytes));
 }
 inline void wait_copies() {
   for (auto& copy : mine->copies[threadIdx.x]) copy->land();
@@ -335,7 +340,7 @@ struct Matrix {
   uint32_t start, first_stride, second_stride;
   explicit Matrix(uint64_t bits)
       : start((bits & 0x3FFF) << 4), first_stride((bits >> 16 & 0x3FFF) << 4), second_stride((bits >> 32 & 0x3FFF) << 4) {}
-  const uint8_t* at(uint32_t address) const { return at_address(address ^ (address >> 7 & 7) << 4); }
+  const uint8_t* at(uint32_t address) const { return at_address(address ^ (address >> 7 & 7) << 4, 1); }
   const uint8_t* of_row(int line, int byte) const { return at(start + line / 8 * second_stride + line % 8 * 128 + byte); }
   float bfloat16_of(bool by_columns, int line, int k) const {
     uint32_t columns = start + line / 64 * first_stride + line % 64 * 2 + k / 8 * second_stride + k % 8 * 128;
@@ -348,22 +353,33 @@ struct Matrix {
 inline int row_of(int i) { return host::lane() / 4 + i % 4 / 2 * 8; }
 inline int column_of(int i) { return i / 4 * 8 + host::lane() % 4 * 2 + i % 2; }
 
-inline void begin_products() {}
+// All of a warp's lanes execute these together.
+inline void begin_products() {
+  host::meet_warp(0);
+  mine->may_multiply[threadIdx.x] = true;
+}
 inline void commit_products() { mine->products[threadIdx.x].emplace_back(); }
 template <int kLeft>
 void wait_products() {
   auto& groups = mine->products[threadIdx.x];
   for (; groups.size() > kLeft + 1; groups.pop_front())
     for (const Product& product : groups.front()) {
+      std::vector<float> operands = product.operands();
+      bool same = !memcmp(operands.data(), product.at_start.data(), operands.size() * 4);
+      require(same, "an operand changes while its product is under way");
       std::copy(product.before.begin(), product.before.end(), product.sums);
       product.write(product);
     }
+  host::meet_warp(0);
+  mine->may_multiply[threadIdx.x] = false;
 }
 
 // The sums are NaN until they are waited for.
 template <int kSums>
-void begin_product(float (&sums)[kSums], bool add, std::function<void(const Product&)> write) {
-  Product product{std::move(write), sums, {}};
+void begin_product(float (&sums)[kSums], bool add, std::function<std::vector<float>()> operands,
+                   std::function<void(const Product&)> write) {
+  require(mine->may_multiply[threadIdx.x], "a product before begin_products");
+  Product product{std::move(write), operands, sums, {}, operands()};
   auto& groups = mine->products[threadIdx.x];
   bool pending = false;
   for (const auto& group : groups)
@@ -375,23 +391,28 @@ void begin_product(float (&sums)[kSums], bool add, std::function<void(const Prod
   groups.back().push_back(std::move(product));
 }
 
-// += (64 x 16) · (16 x 2 kSums) of bfloat16; = where `add` is false.
+// += (64 x 16) · (16 x 2 kSums) of bfloat16; = where `add` is false. A lane's operands: 16 numbers of two rows of the
+// first matrix, and of every column that it has of the second.
 template <int kSums>
 void multiply_bfloat16(float (&sums)[kSums], uint64_t a, bool a_by_columns, uint64_t b, bool b_by_columns, bool add) {
-  begin_product(sums, add, [=](const Product& product) {
+  auto operands = [=] {
     Matrix first(a), second(b);
-    int first_row = threadIdx.x / 32 % 4 * 16;
-    float rows[2][16];
+    std::vector<float> all;
     for (int i = 0; i < 4; i += 2)
-      for (int k = 0; k < 16; k++) rows[i / 2][k] = first.bfloat16_of(a_by_columns, first_row + row_of(i), k);
+      for (int k = 0; k < 16; k++)
+        all.push_back(first.bfloat16_of(a_by_columns, threadIdx.x / 32 % 4 * 16 + row_of(i), k));
+    for (int i = 0; i < kSums; i++)
+      for (int k = 0; i % 4 < 2 && k < 16; k++) all.push_back(second.bfloat16_of(b_by_columns, column_of(i), k));
+    return all;
+  };
+  begin_product(sums, add, operands, [=](const Product& product) {
+    const float *rows = product.at_start.data(), *column = rows + 32;
     for (int i = 0; i < kSums; i++) {
       if (i % 4 > 1) continue;
       float sum[2] = {add ? product.sums[i] : 0, add ? product.sums[i + 2] : 0};
-      for (int k = 0; k < 16; k++) {
-        float x = second.bfloat16_of(b_by_columns, column_of(i), k);
-        sum[0] += rows[0][k] * x, sum[1] += rows[1][k] * x;
-      }
+      for (int k = 0; k < 16; k++) sum[0] += rows[k] * column[k], sum[1] += rows[16 + k] * column[k];
       product.sums[i] = sum[0], product.sums[i + 2] = sum[1];
+      column += 16;
     }
   });
 }
@@ -402,13 +423,21 @@ void multiply(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
   multiply_bfloat16(d, a, kByColumns, b, false, add);
 }
 
-// += (64 x 32) · (32 x 2 kSums) of FP8 numbers, the first matrix in the registers of the warps, read at the last moment
-// too.
+// += (64 x 32) · (32 x 2 kSums) of FP8 numbers, the first matrix in the registers of the warps. A lane's operands: its
+// registers, as bits, and 32 numbers of every column that it has of the second matrix.
 template <int kSums>
-void multiply_fp8(float (*number)(uint8_t), float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix,
+void multiply_fp8(float (*number)(uint8_t), float (&sums)[kSums], const uint32_t (&registers)[4], uint64_t matrix,
                   bool add) {
-  const uint32_t* words = operand;
-  begin_product(sums, add, [=](const Product& product) {
+  const uint32_t* words = registers;
+  auto operands = [=] {
+    Matrix second(matrix);
+    std::vector<float> all;
+    for (int word = 0; word < 4; word++) all.push_back(__int_as_float(words[word]));
+    for (int i = 0; i < kSums; i++)
+      for (int k = 0; i % 4 < 2 && k < 32; k++) all.push_back(number(*second.of_row(column_of(i), k)));
+    return all;
+  };
+  begin_product(sums, add, operands, [=](const Product& product) {
     float rows[16][32];
     for (int word = 0; word < 4; word++) {
       const auto& all = host::meet_warp(words[word]);
@@ -416,11 +445,14 @@ void multiply_fp8(float (*number)(uint8_t), float (&sums)[kSums], const uint32_t
         for (int byte = 0; byte < 4; byte++)
           rows[lane / 4 + word % 2 * 8][word / 2 * 16 + lane % 4 * 4 + byte] = number(all[lane] >> 8 * byte & 0xFF);
     }
-    Matrix second(matrix);
+    const float* column = product.at_start.data() + 4;
     for (int i = 0; i < kSums; i++) {
-      float sum = add ? product.sums[i] : 0;
-      for (int k = 0; k < 32; k++) sum += rows[row_of(i)][k] * number(*second.of_row(column_of(i), k));
-      product.sums[i] = sum;
+      if (i % 4 > 1) continue;
+      float sum[2] = {add ? product.sums[i] : 0, add ? product.sums[i + 2] : 0};
+      for (int k = 0; k < 32; k++)
+        sum[0] += rows[row_of(i)][k] * column[k], sum[1] += rows[row_of(i + 2)][k] * column[k];
+      product.sums[i] = sum[0], product.sums[i + 2] = sum[1];
+      column += 32;
     }
   });
 }
@@ -464,7 +496,7 @@ inline uint32_t address_of(const void* here, int rank) { return shared_address(h
 inline void send(uint32_t to, float2 x, uint32_t barrier) {
   require(to >> 24 && to >> 24 == barrier >> 24 && (to >> 24) <= memories.size(), "sent to no thread block");
   Memory& there = memories[(to >> 24) - 1];
-  auto place = [&](uint32_t address) { return there.tiles() + (address & 0xFFFFFF) - 1024; };
+  auto place = [&](uint32_t address) { return at_address(address & 0xFFFFFF, 8, there); };
   auto copy = std::make_shared<Copy>(Copy{place(to), nullptr, 8, bits_as<uint64_t>(x)});
   memset(copy->to, 0xFF, 8);
   state_of(there, reinterpret_cast<Barrier*>(place(barrier))).copies.push_back(copy);
