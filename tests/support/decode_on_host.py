@@ -25,14 +25,13 @@ from jax_sparse_mla.kernels.sm90.decode_plan import (
     AS_LENGTHS_SAY,
     NEVER,
     NO_CACHE,
+    SCRATCH_OF_BLOCK,
     V_DIM,
     DecodePlan,
     cache_numbers,
     decode_format,
 )
 from jax_sparse_mla.kv_cache import KVLayout
-
-_SCRATCH_OF_BLOCK = 2 * 64 * (V_DIM + 2) + 2  # 4-byte numbers, as place_scratch of call.cuh lays them out
 
 # Layouts of the two caches: every format of the kernels.
 CACHES = [
@@ -76,7 +75,7 @@ def run_on_host(function: Callable, case: DecodeCase, plan: DecodePlan, seed: in
     tables = [*tables, (None, None, None)][:2]
     blocks = plan.groups * -(-heads // 64)
     of_results = ((rows, heads, V_DIM), ml_dtypes.bfloat16), ((rows, heads), np.float32)
-    scratch = (blocks * _SCRATCH_OF_BLOCK,), np.float32
+    scratch = (blocks * SCRATCH_OF_BLOCK,), np.uint8
     results, guards = zip(*(poisoned(*result) for result in (*of_results, scratch)))
     given = [case.q, *(x for cache, *rest in tables for x in (cache and cache.data, *rest)), case.attn_sink]
     tensors = [*(None if x is None else aligned(x) for x in given), *results]

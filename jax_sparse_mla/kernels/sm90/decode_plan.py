@@ -19,6 +19,10 @@ V_DIM = 512
 _ROW_COST, _JOIN_COST, _PARTS_JOINED = 1, 3, 44  # as the kernel's kRowCost, kJoinCost and kPartsJoined
 _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, which has two at least
 
+# Bytes of the two parts of 64 heads that each thread block may leave: float32 values, their maximum and sum; and the
+# parts' rows, int32. place_scratch of call.cuh says where each is.
+SCRATCH_OF_BLOCK = 4 * (2 * _HEADS * (V_DIM + 2) + 2)
+
 NEVER, ALWAYS, AS_LENGTHS_SAY = 0, 1, 2  # the kernel's Cuts
 V4, V32, V41, V41_FP4, V4_BF16, V32_BF16 = range(6)  # the kernel's Format
 
@@ -98,9 +102,7 @@ def _plan_of_many(
         groups, cuts = max(min(groups, rows), 1), NEVER
     else:
         cuts = AS_LENGTHS_SAY if has_lengths else _worth_cutting(rows, blocks, groups, tiles)
-    # For each thread block two parts of 64 heads: float32 values, their maximum and sum; and the parts' rows, int32.
-    of_block = 4 * (2 * _HEADS * (V_DIM + 2) + 2)
-    return DecodePlan(_HEADS, groups, cuts, 0 if cuts == NEVER else groups * tiles * of_block)
+    return DecodePlan(_HEADS, groups, cuts, 0 if cuts == NEVER else groups * tiles * SCRATCH_OF_BLOCK)
 
 
 def _tiles_and_groups(heads: int, sm_count: int) -> tuple[int, int]:

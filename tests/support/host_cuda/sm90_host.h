@@ -56,12 +56,12 @@ struct State {
   std::vector<Copies> later;  // of threads that arrive once these have landed
 };
 
-// A product of this thread's warpgroup: what writes the thread's sums, and what they were.
+// A product of this thread's warpgroup: what writes the thread's sums, its operands, and what both were at its start.
 struct Product {
   std::function<void(const Product&)> write;
-  std::function<std::vector<float>()> operands;  // now
+  std::function<std::vector<float>()> operands;  // as they are now
   float* sums;
-  std::vector<float> before, at_start;  // the sums, the operands
+  std::vector<float> before, at_start;  // the sums and the operands then
 };
 
 struct Memory {
@@ -264,6 +264,7 @@ void shrink_registers() {}
 
 // --- copies -----------------------------------------------------------------------------------------------------
 
+// From null it copies zeros.
 inline std::shared_ptr<Copy> begun(uint8_t* to, const void* from, int bytes) {
   if (from) require_readable(from, std::min(bytes, 16));
   require(shared_address(to) % std::min(bytes, 16) == 0, "a copy to a place that is not aligned");
@@ -280,7 +281,7 @@ inline void copy_async(uint32_t to, const void* from, bool read) {
 }
 template <int kBytes>
 void copy_async_small(uint32_t to, const void* from) {
-  require_readable(from, kBytes);
+  require(from, "a copy from nowhere");
   mine->copies[threadIdx.x].push_back(begun(at_address(to, kBytes), from, kBytes));
 }
 inline void wait_copies() {
