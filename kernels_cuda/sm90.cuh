@@ -75,6 +75,13 @@ __device__ __forceinline__ uint32_t rounded(float2 x) {
   return pair;
 }
 
+// The float16 numbers nearest to two values, the first one in the low half.
+__device__ __forceinline__ uint32_t rounded_to_halves(float2 x) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x.y), "f"(x.x));
+  return pair;
+}
+
 // Multiplies two pairs of bfloat16 numbers, in place. `multiply_pairs` does the same, and may be moved.
 __device__ __forceinline__ void scale_pair(uint32_t& x, uint32_t scale) {
   asm volatile("mul.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(scale));
@@ -381,13 +388,9 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 
-// All threads of a cluster arrive, and then wait for the others. `arrive_in_cluster` orders nothing; after
-// `release_to_cluster` the others may write over what this thread has read.
+// All threads of a cluster arrive, which orders nothing, and then wait for the others.
 __device__ __forceinline__ void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void release_to_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -426,6 +429,12 @@ __device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
                "f"(x.x), "f"(x.y), "r"(barrier)
                : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, uint4 x, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier)
+      : "memory");
 }
 
 }  // namespace sm90

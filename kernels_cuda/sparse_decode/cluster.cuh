@@ -13,6 +13,25 @@ namespace sparse_decode {
 
 constexpr int kMostParts = 16;  // thread blocks of a cluster
 
+// What a thread block sends another of its sums: eight of each of a warp's lanes, as float16 times a power of two. So
+// few bytes go between thread blocks, and any magnitude keeps float16's eleven bits.
+struct Unit {
+  uint4 values[32];
+  float2 scale;  // the power of two by which they are multiplied again, and nothing
+};
+static_assert(sizeof(Unit) % 16 == 0);
+constexpr int kUnitBytes = 32 * 16 + 8;  // that are sent
+
+// Places for so many units, dealt to any number of parts.
+constexpr int places_of(int units) {
+  int most = 0;
+  for (int parts = 1; parts <= kMostParts; parts++) {
+    int places = (units + parts - 1) / parts * parts;
+    most = places > most ? places : most;
+  }
+  return most;
+}
+
 // Each of the four warpgroups has a slice of 128 columns of the keys (the last one V3.2's rope part too). It converts
 // them (bfloat16 rows are copied), and computes its part of the scores and its rows of the transposed output from them
 // alone.
@@ -22,30 +41,20 @@ struct ClusterShared {
   uint8_t keys[L::kTiles][kTileBytes];     // of a block; rows are tokens
   float scores[4][kN][kBlock + 4];         // of a block, each warpgroup's part
   uint8_t queries[L::kTiles][kN * 128];    // rows are heads
-  union {
-    uint8_t weights[kN * 128];      // of a block; rows are heads
-    float factors[kMostParts][kN];  // of each part's values in the end
-  };
+  uint8_t weights[kN * 128];               // of a block; rows are heads
   float rescale[kN];                       // factors of the sums before a block is added
   float2 statistics[kMostParts][kN];       // of each part: base-2 maximum, and sum of the weights relative to it
   alignas(8) uint16_t valid[kBlock / 16];  // a bit for each key
-  Barrier statistics_full, shares_full;
+  Barrier statistics_full, units_full;
+  float factors[kMostParts][kN];  // of each part's values in the end
 
-  // Once all parts have summed their blocks, this memory from `keys` on holds their values of the pairs of heads that
-  // are added up here.
-  static constexpr int kPairs = kN / 2;
-  __device__ __forceinline__ float2* share(int pair_here, int parts, int part) {
-    return reinterpret_cast<float2*>(keys) + (pair_here * parts + part) * kThreads + threadIdx.x;
+  // What this thread block adds up, of each part one unit beside the other. Other thread blocks write here before this
+  // one has read all its scores, so nothing else may lie here.
+  static constexpr int kUnits = kN / 8 * (kThreads / 32);  // of all warps
+  Unit units[places_of(kUnits)];
+  __device__ __forceinline__ Unit* unit(int number_here, int parts, int part) {
+    return units + number_here * parts + part;
   }
-  static constexpr int share_bytes() {
-    int most = 0;
-    for (int parts = 1; parts <= kMostParts; parts++) {
-      int bytes = (kPairs + parts - 1) / parts * parts * kThreads * 8;
-      most = bytes > most ? bytes : most;
-    }
-    return most;
-  }
-  static_assert(share_bytes() <= sizeof(keys) + sizeof(scores) + sizeof(queries));
   static_assert((sizeof(keys) + sizeof(scores)) % 1024 == 0 && sizeof(queries) % 1024 == 0);  // tiles begin there
 };
 
@@ -93,11 +102,12 @@ __device__ __forceinline__ uint32_t for_part(uint32_t ready, int part) {
 template <Format kFormat, int kN>
 struct PartOfRow {
   using L = Layout<kFormat>;
+  using Memory = ClusterShared<kFormat, kN>;
   using Scale = decltype(load_scale<kFormat>(nullptr, 0, false));
   static constexpr int kRopeTile = L::kTiles - 1, kOwnHeads = kN / 16, kPairs = kN / 2;
 
   const Call& call;
-  ClusterShared<kFormat, kN>& shared;
+  Memory& shared;
   int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), slice = warp / 4;
   int row = blockIdx.z, first_head = blockIdx.y * kN, heads = call.heads - first_head;
   int rank = blockIdx.x, parts = call.deal.parts.divisor;
@@ -106,6 +116,7 @@ struct PartOfRow {
   Lengths lengths = lengths_of(call, row);
   int blocks = lengths.blocks(), blocks_of_part = Part(call, blocks, true, 0).last;
   Part own = Part(call, blocks, true, rank);
+  int used;  // parts that have keys
 
   // A warp loads its slice's columns of 16 keys. Two lanes find each key's row, and each of the two loads the scale of
   // one tile. Values are loaded 16 at once, by four lanes for a key's tile.
@@ -124,10 +135,11 @@ struct PartOfRow {
   float sinks[kOwnHeads], largest[kOwnHeads], weight_sums[kOwnHeads];
   float sums[2][kPairs];  // of 64 columns each
 
-  __device__ __forceinline__ PartOfRow(const Call& call, ClusterShared<kFormat, kN>& shared)
-      : call(call), shared(shared) {}
+  __device__ __forceinline__ PartOfRow(const Call& call, Memory& shared) : call(call), shared(shared) {
+    used = __popc(__ballot_sync(~0u, lane < parts && lane * blocks_of_part < blocks));
+  }
   __device__ __forceinline__ bool any() const { return own.first < own.last; }
-  __device__ __forceinline__ bool has_keys(int part) const { return part < parts && part * blocks_of_part < blocks; }
+  __device__ __forceinline__ bool has_keys(int part) const { return part < used; }
   __device__ __forceinline__ uint32_t offset(const void* x) const {
     return sm90::shared_address(x) - sm90::shared_address(&shared);
   }
@@ -317,14 +329,15 @@ struct PartOfRow {
     sm90::commit_products();
   }
 
+  // Units are dealt to the parts in turn, those of all warps one after the other.
+  __device__ __forceinline__ int units_here() const { return call.deal.parts.quotient(Memory::kUnits - 1 - rank) + 1; }
+
   // Sends all parts the maximum and the sum to which this part's values are relative.
   __device__ __forceinline__ void send_statistics() {
     sm90::wait_cluster();  // all barriers are initialised
     if (threadIdx.x == 0) {
-      int used = 0, pairs_here = rank < kPairs ? (kPairs - 1 - rank) / parts + 1 : 0;
-      while (has_keys(used)) used++;
       sm90::expect(&shared.statistics_full, used * kN * 8);
-      sm90::expect(&shared.shares_full, used * pairs_here * kThreads * 8);
+      sm90::expect(&shared.units_full, used * units_here() * kUnitBytes);
     }
     if (!any()) return;
 #pragma unroll
@@ -335,15 +348,26 @@ struct PartOfRow {
     }
   }
 
-  // Sends the values of each pair of heads to the part that adds them up. Pairs are dealt to the parts in turn.
+  // Sends the units to the parts that add them up.
   __device__ __forceinline__ void send_values() {
-    int part = 0, pair_there = 0;
 #pragma unroll
-    for (int pair = 0; pair < kPairs; pair++) {
-      const float* x = &sums[pair / (kPairs / 2)][pair % (kPairs / 2) * 2];
-      uint32_t to = of_lane(of_part, part);
-      sm90::send(to + offset(shared.share(pair_there, parts, rank)), {x[0], x[1]}, to + offset(&shared.shares_full));
-      if (++part == parts) part = 0, pair_there++;
+    for (int u = 0; u < kN / 8; u++) {
+      int number = u * (kThreads / 32) + warp, there = call.deal.parts.quotient(number);
+      uint32_t to_part = of_lane(of_part, number - there * parts);
+      const Unit* to = shared.unit(there, parts, rank);
+      const float* x = &sums[u / kOwnHeads][u % kOwnHeads * 8];
+      float top = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x[i]));
+      // The largest value becomes less than 2^15.
+      int exponent = min(max(__reduce_max_sync(~0u, __float_as_int(top)) >> 23, 15), 254);
+      float up = __int_as_float(268 - exponent << 23), down = __int_as_float(exponent - 14 << 23);
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] = sm90::rounded_to_halves({x[i * 2] * up, x[i * 2 + 1] * up});
+      uint32_t barrier = to_part + offset(&shared.units_full);
+      sm90::send(to_part + offset(&to->values[lane]), uint4{words[0], words[1], words[2], words[3]}, barrier);
+      if (lane == 0) sm90::send(to_part + offset(&to->scale), float2{down, 0}, barrier);
     }
   }
 
@@ -363,42 +387,57 @@ struct PartOfRow {
     __syncthreads();
   }
 
-  // Adds the parts in the order of the keys, not of arrival.
-  __device__ __forceinline__ void add_shares() {
-    sm90::wait_for_sent(&shared.shares_full, 0);
+  // Adds the parts in the order of the keys, not of arrival. A lane has two heads and, 8 further, two more, in two
+  // columns that are 8 apart.
+  __device__ __forceinline__ void add_units() {
+    sm90::wait_for_sent(&shared.units_full, 0);
     bool odd = lane / 4 % 2;
-    int pair_here = 0;
+    int here = units_here();
 #pragma unroll 1
-    for (int pair = rank; pair < kPairs; pair += parts, pair_here++) {
-      int head = pair / 2 % (kN / 8) * 8 + lane % 4 * 2;
-      int column = slice * 128 + pair / (kPairs / 2) * 64 + warp % 4 * 16 + pair % 2 * 8 + lane / 8 * 2;
-      const float2* shares = shared.share(pair_here, parts, 0);
-      float2 sum = {0, 0};
+    for (int i = warp; i < here; i += kThreads / 32) {
+      int number = rank + i * parts, u = number / 16, of_warp = number % 16;
+      int head = u % kOwnHeads * 16 + lane % 4 * 2;
+      int column = of_warp / 4 * 128 + u / kOwnHeads * 64 + of_warp % 4 * 16 + lane / 8 * 2;
+      const Unit* units = shared.unit(i, parts, 0);
+      float2 sum[4] = {};
 #pragma unroll
       for (int begin = 0; begin < kMostParts; begin += 4) {
         if (!has_keys(begin)) break;
-        float2 x[4], factors[4];
+        uint4 x[4];
+        float scale[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          int part = begin + i;
-          x[i] = has_keys(part) ? shares[part * kThreads] : float2{0, 0};
-          factors[i] = *reinterpret_cast<const float2*>(&shared.factors[part][head]);
+        for (int j = 0; j < 4; j++) {
+          bool has = has_keys(begin + j);
+          x[j] = has ? units[begin + j].values[lane] : uint4{0, 0, 0, 0};
+          scale[j] = has ? units[begin + j].scale.x : 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) sum.x += factors[i].x * x[i].x, sum.y += factors[i].y * x[i].y;
+        for (int j = 0; j < 4; j++) {
+          uint32_t words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            float2 factor = *reinterpret_cast<const float2*>(&shared.factors[begin + j][head + k / 2 * 8]);
+            float2 two = sm90::two_floats(words[k]);
+            sum[k].x += factor.x * scale[j] * two.x, sum[k].y += factor.y * scale[j] * two.y;
+          }
+        }
       }
       // Neighbours in columns exchange one of their two heads. Then each has two columns of one head.
-      float other = __shfl_xor_sync(~0u, odd ? sum.x : sum.y, 4);
-      auto out = odd ? __floats2bfloat162_rn(other, sum.y) : __floats2bfloat162_rn(sum.x, other);
-      head += odd;
-      if (head < heads) *reinterpret_cast<__nv_bfloat162*>(call.out + (out_row() + head) * kValues + column) = out;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float other = __shfl_xor_sync(~0u, odd ? sum[k].x : sum[k].y, 4);
+        auto out = odd ? __floats2bfloat162_rn(other, sum[k].y) : __floats2bfloat162_rn(sum[k].x, other);
+        int to_head = head + k / 2 * 8 + odd, to_column = column + k % 2 * 8;
+        if (to_head < heads)
+          *reinterpret_cast<__nv_bfloat162*>(call.out + (out_row() + to_head) * kValues + to_column) = out;
+      }
     }
   }
 
   __device__ __forceinline__ void attend() {
     find_slot(own.first);
     if (threadIdx.x == 0) {
-      sm90::init(&shared.statistics_full, 1), sm90::init(&shared.shares_full, 1);
+      sm90::init(&shared.statistics_full, 1), sm90::init(&shared.units_full, 1);
       sm90::fence_barriers();
     }
     sm90::arrive_in_cluster();
@@ -435,11 +474,9 @@ struct PartOfRow {
       if (more) sync_slice();
     }
     if (!any()) send_statistics();
-    sm90::release_to_cluster();
-    sm90::wait_cluster();  // the other blocks' shared memory is free for values
     if (any()) send_values();
     weigh_parts();
-    if (rank < kPairs) add_shares();
+    add_units();
   }
 };
 

@@ -96,18 +96,18 @@ struct Launch {
 template <Format kFormat>
 struct Kernels;
 
-#define SPARSE_DECODE_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
+#define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #define SPARSE_DECODE_KERNELS(name, kFormat)                                                      \
-  SPARSE_DECODE_KERNEL(1) name(const __grid_constant__ Call call) {                               \
+  SPARSE_DECODE_KERNEL name(const __grid_constant__ Call call) {                                  \
     attend<kFormat, false>(call, shared_memory<Shared<kFormat>>());                               \
   }                                                                                               \
-  SPARSE_DECODE_KERNEL(1) name##_by_lengths(const __grid_constant__ Call call) {                  \
+  SPARSE_DECODE_KERNEL name##_by_lengths(const __grid_constant__ Call call) {                     \
     attend<kFormat, true>(call, shared_memory<Shared<kFormat>>());                                \
   }                                                                                               \
-  SPARSE_DECODE_KERNEL(2) name##_few_16(const __grid_constant__ Call call) {                      \
+  SPARSE_DECODE_KERNEL name##_few_16(const __grid_constant__ Call call) {                         \
     PartOfRow<kFormat, 16>(call, shared_memory<ClusterShared<kFormat, 16>>()).attend();           \
   }                                                                                               \
-  SPARSE_DECODE_KERNEL(1) name##_few_32(const __grid_constant__ Call call) {                      \
+  SPARSE_DECODE_KERNEL name##_few_32(const __grid_constant__ Call call) {                         \
     PartOfRow<kFormat, 32>(call, shared_memory<ClusterShared<kFormat, 32>>()).attend();           \
   }                                                                                               \
   template <>                                                                                     \
@@ -116,8 +116,6 @@ struct Kernels;
     static constexpr Launch kMany = {name, kBytes}, kByLengths = {name##_by_lengths, kBytes};     \
     static constexpr Launch kFew16 = {name##_few_16, shared_bytes<ClusterShared<kFormat, 16>>()}; \
     static constexpr Launch kFew32 = {name##_few_32, shared_bytes<ClusterShared<kFormat, 32>>()}; \
-    /* Two on a multiprocessor, each with the 1024 bytes that the system keeps. */                \
-    static_assert(2 * (kFew16.bytes + 1024) <= 233472);                                           \
   };
 
 SPARSE_DECODE_KERNELS(sparse_decode_v4, kV4)

@@ -3,14 +3,18 @@ and every number, without a GPU. `support/decode_on_host.py` says how."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import decode_on_host
+import ml_dtypes
+import numpy as np
 import pytest
-from decode_on_host import CACHES, case_of, check_on_host, few, many
+from attention_oracle import assert_close_flashmla, decode_oracle
+from decode_on_host import CACHES, case_of, check_on_host, few, many, run_on_host
 from host_build import compiled_for_the_host, compiled_once
 
 from jax_sparse_mla.kernels import build
@@ -59,6 +63,23 @@ def test_one_cache_and_rows_without_keys(layouts, decode):
             check_on_host(decode, case, plan, seed + 1)
 
 
+@pytest.mark.parametrize("power", [-110, 110])
+def test_clusters_add_parts_of_any_magnitude(power, decode):
+    """What thread blocks send each other is float16, which would underflow or overflow without its power of two."""
+    case = case_of("V4_BF16", "V4_BF16", 5, heads=20, batch=2, extra=None, topk=300)
+    factor = 2.0**power
+    data = (case.cache.data.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(factor)).astype(ml_dtypes.bfloat16)
+    changed = dataclasses.replace(
+        case,
+        cache=dataclasses.replace(case.cache, data=data.view(np.uint8), rows=case.cache.rows * factor),
+        softmax_scale=case.softmax_scale / factor,
+    )
+    out, lse = run_on_host(decode, changed, few(16, 3))
+    expected_out, expected_lse = decode_oracle(case)
+    assert_close_flashmla(lse, expected_lse, "decode.lse")
+    assert_close_flashmla(out / factor, expected_out, "decode.out")
+
+
 # Of each file, lines without which the kernels are wrong.
 NEEDED = {
     "attend.cuh": [
@@ -90,13 +111,12 @@ NEEDED = {
     ],
     "cluster.cuh": [
         "sm90::wait_cluster();  // all barriers are initialised\n",
-        "sm90::wait_cluster();  // the other blocks' shared memory is free for values\n",
         "sync_slice();\n  }",
         "__syncthreads();\n      weigh();",
         "__syncthreads();\n      begin_sums",
         "if (more) sync_slice();",
         "sm90::wait_for_sent(&shared.statistics_full, 0);",
-        "sm90::wait_for_sent(&shared.shares_full, 0);",
+        "sm90::wait_for_sent(&shared.units_full, 0);",
         "sm90::wait_copies();",
     ],
 }

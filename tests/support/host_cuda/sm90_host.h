@@ -191,6 +191,10 @@ inline float2 two_floats(uint32_t halves) {
   auto float_of = [](uint16_t bits) { return static_cast<float>(bits_as<_Float16>(bits)); };
   return {float_of(halves & 0xFFFF), float_of(halves >> 16)};
 }
+inline uint32_t rounded_to_halves(float2 x) {
+  uint32_t low = bits_as<uint16_t>(static_cast<_Float16>(x.x)), high = bits_as<uint16_t>(static_cast<_Float16>(x.y));
+  return low | high << 16;
+}
 inline float rectified(float x) { return x <= 0 ? 0 : x; }
 inline float exp2_approx(float x) {
   float y = exp2f(x);
@@ -488,7 +492,6 @@ inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, u
 // An address in another thread block has the block's number and 1 in its highest byte.
 
 inline void arrive_in_cluster() { cluster.arrive(); }
-inline void release_to_cluster() { cluster.arrive(); }
 inline void wait_cluster() { cluster.wait(); }
 inline void wait_for_sent(Barrier* barrier, int parity) { wait(barrier, parity); }
 
@@ -496,11 +499,17 @@ inline uint32_t address_of(const void* here, int rank) { return shared_address(h
 
 inline void send(uint32_t to, float2 x, uint32_t barrier) {
   require(to >> 24 && to >> 24 == barrier >> 24 && (to >> 24) <= memories.size(), "sent to no thread block");
+  require(cluster.round > 0 && cluster.rounds[host::Crossing::me()] < 0, "sent before all thread blocks have begun");
   Memory& there = memories[(to >> 24) - 1];
   auto place = [&](uint32_t address) { return at_address(address & 0xFFFFFF, 8, there); };
   auto copy = std::make_shared<Copy>(Copy{place(to), nullptr, 8, bits_as<uint64_t>(x)});
   memset(copy->to, 0xFF, 8);
   state_of(there, reinterpret_cast<Barrier*>(place(barrier))).copies.push_back(copy);
+}
+inline void send(uint32_t to, uint4 x, uint32_t barrier) {
+  require(to % 16 == 0, "misaligned");
+  send(to, bits_as<float2>(uint64_t{x.y} << 32 | x.x), barrier);
+  send(to + 8, bits_as<float2>(uint64_t{x.w} << 32 | x.z), barrier);
 }
 
 }  // namespace sm90
