@@ -146,10 +146,10 @@ __device__ __forceinline__ Source source_of(const Call& call, int row, int lengt
 __device__ __forceinline__ void copy_tile(const Call& call, Tile& tile, int page, int line, Barrier* full) {
   const uint8_t* from = call.cache + page * call.page_bytes;
   if (call.page_size == kTile) {
-    copy_bytes(&tile, from, sizeof(Tile), full);
+    copy_bytes_once(&tile, from, sizeof(Tile), full);
   } else {
-    copy_bytes(tile.values, from + line * kKeyBytes, sizeof tile.values, full);
-    copy_bytes(tile.scales, from + call.page_size * kKeyBytes + line * kScaleBytes, sizeof tile.scales, full);
+    copy_bytes_once(tile.values, from + line * kKeyBytes, sizeof tile.values, full);
+    copy_bytes_once(tile.scales, from + call.page_size * kKeyBytes + line * kScaleBytes, sizeof tile.scales, full);
   }
 }
 
