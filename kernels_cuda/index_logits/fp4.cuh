@@ -63,7 +63,7 @@ struct Shared {
   Tile keys[kStages][kTiles];
   float scaled_weights[kHeads];  // half of the weights, each with the power of two that its head's queries lack
   float weights[kHeads];
-  int counts[kStages][kTiles];  // keys of each tile, from its first on
+  int counts[kStages][kTiles];  // keys of each tile, from its first on; -1 past the logits' capacity
   Barrier full[kStages], empty[kStages];
   int lengths[kMostRows], ends[kMostRows];  // of the rows; the steps of the rows up to each of them
   int unheld;                               // the last run whose queries e5m2 does not hold
@@ -132,11 +132,11 @@ struct Runs {
 // --- the producer -----------------------------------------------------------------------------------------------
 
 struct Source {
-  int page, line, count;  // the page, its key with which the tile begins, and how many keys of the tile the row has
+  int page, line, count;  // the page, the key in it with which the tile begins, and the count as in `Shared`
 };
 
 __device__ __forceinline__ Source source_of(const Call& call, int row, int length, int column) {
-  Source source = {0, 0, 0};
+  Source source = {0, 0, column < call.capacity ? 0 : -1};
   if (column >= length) return source;
   int at_page = column / call.page_size, page = call.page_table[int64_t{row} * call.width + at_page];
   if (page < 0 || page >= call.num_pages) return source;
@@ -164,7 +164,7 @@ __device__ void produce(const Call& call, Shared<kHeads>& shared) {
     for (int first = runs.begin; first < runs.end; first += kLookedUp) {
       Source mine = next;
       if (first + kLookedUp < runs.end) next = source_of(call, runs.row, length, column += kLookedUp * kStep);
-      int bytes = mine.count ? static_cast<int>(sizeof(Tile)) : 0;
+      int bytes = mine.count > 0 ? static_cast<int>(sizeof(Tile)) : 0;
       bytes += __shfl_xor_sync(~0u, bytes, 1);
       int my_step = first + lane / kTiles, slot = slot_of(my_step);
       for (int step = first; step < min(first + kLookedUp, runs.end); step += kAtOnce) {
@@ -175,7 +175,7 @@ __device__ void produce(const Call& call, Shared<kHeads>& shared) {
         __syncwarp();
         if (copies && tile == 0) expect(&shared.full[slot], bytes);
         __syncwarp();
-        if (copies && mine.count)
+        if (copies && mine.count > 0)
           copy_tile(call, shared.keys[slot][tile], mine.page, mine.line, &shared.full[slot]);
         __syncwarp();
       }
@@ -384,34 +384,39 @@ __device__ void consume(const Call& call, Shared<kHeads>& shared) {
       weights[i] = *reinterpret_cast<const float2*>(&shared.scaled_weights[i * 8 + part * 2]);
     int column = (runs.first - runs.begin) * kStep + second * kTile + key;  // that of step 0
     float* out = call.out + int64_t{runs.row} * call.capacity + column;
-    for (; step < runs.end; step += kWarpgroups) {
-      int slot = slot_of(step);
-      wait(&shared.full[slot], parity_of(step));
-      const Tile(&tiles)[kTiles] = shared.keys[slot];
-      const int(&counts)[kTiles] = shared.counts[slot];
-      float first = 0, last = 0;
-      unsigned furthest = kScales;
-      if (held) {  // one tile after the other, so that registers suffice for four warpgroups
-        uint32_t operands[4][4];
-        float scores[kHeads / 2];
-        furthest = load_keys(operands, tiles[0], line, part);
-        multiply_keys(scores, operands, queries);
-        first = sum_heads(scores, weights, part);
-        furthest = max(furthest, load_keys(operands, tiles[1], line, part));
-        multiply_keys(scores, operands, queries);
-        last = sum_heads(scores, weights, part);
-      }
-      int count = counts[second];
-      if (__any_sync(~0u, furthest >= kScales)) {
-        if (__any_sync(~0u, !held || is_outside(tiles[0], line, part, counts[0])))
-          first = score_exactly(call, shared, tiles[0], runs.row, line, part);
-        if (__any_sync(~0u, !held || is_outside(tiles[1], line, part, counts[1])))
-          last = score_exactly(call, shared, tiles[1], runs.row, line, part);
-      }
+    auto score = [&](const Tile& tile) { return score_exactly(call, shared, tile, runs.row, line, part); };
+    auto end_step = [&](int step, float first, float last) {
+      int slot = slot_of(step), count = shared.counts[slot][second];
       float logit = (second ? last : first) + __shfl_xor_sync(~0u, second ? first : last, 2);
-      if (column + step * kStep < call.capacity) out[step * kStep] = key < count ? logit : -INFINITY;
+      if (count >= 0) out[step * kStep] = key < count ? logit : -INFINITY;
       __syncwarp();
       arrive_warp(&shared.empty[slot], lane);
+    };
+    // Without a branch within the loop: all steps of the run in the first one, or in the second.
+    for (; !held && step < runs.end; step += kWarpgroups) {
+      const Tile(&tiles)[kTiles] = shared.keys[slot_of(step)];
+      wait(&shared.full[slot_of(step)], parity_of(step));
+      float first = score(tiles[0]), last = score(tiles[1]);
+      end_step(step, first, last);
+    }
+    for (; step < runs.end; step += kWarpgroups) {
+      int slot = slot_of(step);
+      const Tile(&tiles)[kTiles] = shared.keys[slot];
+      wait(&shared.full[slot], parity_of(step));
+      uint32_t operands[4][4];  // of one tile after the other, so that registers suffice for four warpgroups
+      float scores[kHeads / 2];
+      unsigned furthest = load_keys(operands, tiles[0], line, part);
+      multiply_keys(scores, operands, queries);
+      float first = sum_heads(scores, weights, part);
+      furthest = max(furthest, load_keys(operands, tiles[1], line, part));
+      multiply_keys(scores, operands, queries);
+      float last = sum_heads(scores, weights, part);
+      if (__any_sync(~0u, furthest >= kScales)) {
+        const int(&counts)[kTiles] = shared.counts[slot];
+        if (__any_sync(~0u, is_outside(tiles[0], line, part, counts[0]))) first = score(tiles[0]);
+        if (__any_sync(~0u, is_outside(tiles[1], line, part, counts[1]))) last = score(tiles[1]);
+      }
+      end_step(step, first, last);
     }
   }
 }
