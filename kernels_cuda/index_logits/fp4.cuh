@@ -34,16 +34,10 @@ constexpr int kBias = 127, kLargestQuery = 14;       // the exponent of a head's
 constexpr int kQueryExponents = 40;                  // of a head's largest query, at most, either sign
 constexpr float kLeastNormal = 0x1p-126f;            // a scaled weight below it has lost bits
 
-// Warpgroups that compute, by the registers which their accumulators take.
-template <int kHeads>
-constexpr int kWarpgroups = kHeads > 32 ? 3 : 4;
-template <int kHeads>
-constexpr int kConsumers = kWarpgroups<kHeads> * 128;
-template <int kHeads>
-constexpr int kThreads = kConsumers<kHeads> + 128;  // the last warpgroup: producer, filler
-template <int kHeads>
-constexpr int kConsumerRegisters = kHeads > 32 ? 152 : 104;  // of 128 or 96 that each thread begins with
-constexpr int kProducerRegisters = 56;
+constexpr int kWarpgroups = 4;  // that compute
+constexpr int kConsumers = kWarpgroups * 128;
+constexpr int kThreads = kConsumers + 128;  // the last warpgroup: producer, filler
+constexpr int kConsumerRegisters = 104, kProducerRegisters = 56;  // of 96 that each thread begins with
 
 struct Call {
   const uint16_t* q;      // bfloat16 [rows, heads, 128]
@@ -69,7 +63,7 @@ struct Shared {
   Tile keys[kStages][kTiles];
   float scaled_weights[kHeads];  // half of the weights, each with the power of two that its head's queries lack
   float weights[kHeads];
-  int counts[kStages][kTiles];  // keys of each tile, from its first on
+  int counts[kStages][kTiles];  // keys of each tile, from its first on; -1 past the logits' capacity
   Barrier full[kStages], empty[kStages];
   int lengths[kMostRows], ends[kMostRows];  // of the rows; the steps of the rows up to each of them
   int unheld;                               // the last run whose queries e5m2 does not hold
@@ -87,7 +81,7 @@ __device__ __forceinline__ int parity_of(unsigned step) { return step / kStages 
 // Lengths and the sums of their steps.
 template <int kHeads>
 __device__ void count_steps(const Call& call, Shared<kHeads>& shared) {
-  for (int row = threadIdx.x; row < call.rows; row += kThreads<kHeads>) shared.lengths[row] = length_of(call, row);
+  for (int row = threadIdx.x; row < call.rows; row += kThreads) shared.lengths[row] = length_of(call, row);
   __syncthreads();
   int lane = threadIdx.x % 32;
   if (threadIdx.x < 32) {
@@ -138,11 +132,11 @@ struct Runs {
 // --- the producer -----------------------------------------------------------------------------------------------
 
 struct Source {
-  int page, line, count;  // the page, its key with which the tile begins, and how many keys of the tile the row has
+  int page, line, count;  // the page, the key in it with which the tile begins, and the count as in `Shared`
 };
 
 __device__ __forceinline__ Source source_of(const Call& call, int row, int length, int column) {
-  Source source = {0, 0, 0};
+  Source source = {0, 0, column < call.capacity ? 0 : -1};
   if (column >= length) return source;
   int at_page = column / call.page_size, page = call.page_table[int64_t{row} * call.width + at_page];
   if (page < 0 || page >= call.num_pages) return source;
@@ -152,10 +146,10 @@ __device__ __forceinline__ Source source_of(const Call& call, int row, int lengt
 __device__ __forceinline__ void copy_tile(const Call& call, Tile& tile, int page, int line, Barrier* full) {
   const uint8_t* from = call.cache + page * call.page_bytes;
   if (call.page_size == kTile) {
-    copy_bytes(&tile, from, sizeof(Tile), full);
+    copy_bytes_once(&tile, from, sizeof(Tile), full);
   } else {
-    copy_bytes(tile.values, from + line * kKeyBytes, sizeof tile.values, full);
-    copy_bytes(tile.scales, from + call.page_size * kKeyBytes + line * kScaleBytes, sizeof tile.scales, full);
+    copy_bytes_once(tile.values, from + line * kKeyBytes, sizeof tile.values, full);
+    copy_bytes_once(tile.scales, from + call.page_size * kKeyBytes + line * kScaleBytes, sizeof tile.scales, full);
   }
 }
 
@@ -170,7 +164,7 @@ __device__ void produce(const Call& call, Shared<kHeads>& shared) {
     for (int first = runs.begin; first < runs.end; first += kLookedUp) {
       Source mine = next;
       if (first + kLookedUp < runs.end) next = source_of(call, runs.row, length, column += kLookedUp * kStep);
-      int bytes = mine.count ? static_cast<int>(sizeof(Tile)) : 0;
+      int bytes = mine.count > 0 ? static_cast<int>(sizeof(Tile)) : 0;
       bytes += __shfl_xor_sync(~0u, bytes, 1);
       int my_step = first + lane / kTiles, slot = slot_of(my_step);
       for (int step = first; step < min(first + kLookedUp, runs.end); step += kAtOnce) {
@@ -181,7 +175,7 @@ __device__ void produce(const Call& call, Shared<kHeads>& shared) {
         __syncwarp();
         if (copies && tile == 0) expect(&shared.full[slot], bytes);
         __syncwarp();
-        if (copies && mine.count)
+        if (copies && mine.count > 0)
           copy_tile(call, shared.keys[slot][tile], mine.page, mine.line, &shared.full[slot]);
         __syncwarp();
       }
@@ -200,7 +194,7 @@ template <int kHeads>
 __device__ bool write_queries(const Call& call, Shared<kHeads>& shared, int row) {
   int lane = threadIdx.x % 32;
   bool held = true;
-  for (int head = threadIdx.x / 32; head < kHeads; head += kConsumers<kHeads> / 32) {
+  for (int head = threadIdx.x / 32; head < kHeads; head += kConsumers / 32) {
     uint2 numbers = make_uint2(0, 0);
     float weight = 0;
     if (head < call.heads) {
@@ -248,16 +242,16 @@ __device__ __forceinline__ void convert(uint32_t word, uint32_t small, uint32_t 
   second = permute(small, large, codes >> 16) | (permute(shifted, word, 0x7362) & 0x80808080);
 }
 
-// This lane's part of a tile's keys as the operands of four products; whether it has a scale that e5m2 does not hold.
-// Of the keys line and line + 8 it has the numbers 32 part and on.
-__device__ __forceinline__ bool load_keys(uint32_t (&operands)[4][4], const Tile& tile, int line, int part, int count) {
-  bool outside = false;
+// This lane's part of a tile's keys as the operands of four products: of the keys line and line + 8 the numbers 32 part and
+// on. Returns kScales or more where e5m2 does not hold one of their two scales, be it of a key that is not read.
+__device__ __forceinline__ unsigned load_keys(uint32_t (&operands)[4][4], const Tile& tile, int line, int part) {
+  unsigned furthest = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int key = line + 8 * i;
     uint4 words = *reinterpret_cast<const uint4*>(&tile.values[key][part * 16]);
     uint32_t scale = tile.scales[key][part];
-    outside |= scale - kLeastScale >= kScales && key < count;
+    furthest = max(furthest, scale - kLeastScale);
     // Bytes of scales in range do not carry into each other.
     uint32_t small = scale * 0x04040400u + (0x0A080400u - kLeastScale * 0x04040400u);
     uint32_t large = scale * 0x04040404u + (0x12100E0Cu - kLeastScale * 0x04040404u);
@@ -266,16 +260,17 @@ __device__ __forceinline__ bool load_keys(uint32_t (&operands)[4][4], const Tile
     convert(words.z, small, large, operands[2][i], operands[2][i + 2]);
     convert(words.w, small, large, operands[3][i], operands[3][i + 2]);
   }
-  return outside;
+  return furthest;
 }
 
 template <int kScores>
-__device__ __forceinline__ void start_products(float (&scores)[kScores], const uint32_t (&keys)[4][4],
-                                               uint64_t queries) {
+__device__ __forceinline__ void multiply_keys(float (&scores)[kScores], const uint32_t (&keys)[4][4],
+                                              uint64_t queries) {
   begin_products();
 #pragma unroll
   for (int step = 0; step < 4; step++) multiply_e5m2(scores, keys[step], advance(queries, step * 32), step > 0);
   commit_products();
+  wait_products<0>();
 }
 
 // The sum over half of the heads: lanes l and l ^ 2 together have all. Even lanes have that of the key `line`, odd lanes
@@ -314,6 +309,15 @@ __device__ __forceinline__ void convert_exactly(uint32_t word, uint32_t scales, 
 }
 
 __device__ __forceinline__ float relu(float x) { return x <= 0 ? 0 : x; }  // a NaN stays one
+
+// Whether this lane has a scale of a key that is read that e5m2 does not hold.
+__device__ __forceinline__ bool is_outside(const Tile& tile, int line, int part, int count) {
+  bool outside = false;
+#pragma unroll
+  for (int key = line; key <= line + 8; key += 8)
+    outside |= tile.scales[key][part] - kLeastScale >= kScales && key < count;
+  return outside;
+}
 
 // As the products and `sum_heads`, for the 16 keys of a warp.
 template <int kHeads>
@@ -369,49 +373,56 @@ __device__ void consume(const Call& call, Shared<kHeads>& shared) {
   uint64_t queries = by_rows(shared_address(shared.queries));
   int run = 0, step = warp / 4;
   for (Runs runs(call, shared); runs.next(); run++) {
-    sync_threads(1, kConsumers<kHeads>);  // all have done with the last run's queries
+    sync_threads(1, kConsumers);  // all have done with the last run's queries
     if (!write_queries(call, shared, runs.row)) shared.unheld = run;
     fence_matrix_reads();
-    sync_threads(1, kConsumers<kHeads>);
+    sync_threads(1, kConsumers);
     bool held = uniform(shared.unheld) != run;
     float2 weights[kHeads / 8];
 #pragma unroll
     for (int i = 0; i < kHeads / 8; i++)
       weights[i] = *reinterpret_cast<const float2*>(&shared.scaled_weights[i * 8 + part * 2]);
     int column = (runs.first - runs.begin) * kStep + second * kTile + key;  // that of step 0
-    float* out = call.out + int64_t{runs.row} * call.capacity;
-    for (; step < runs.end; step += kWarpgroups<kHeads>) {
-      int slot = slot_of(step);
-      wait(&shared.full[slot], parity_of(step));
-      const Tile(&tiles)[kTiles] = shared.keys[slot];
-      int counts[kTiles] = {shared.counts[slot][0], shared.counts[slot][1]};
-      float first = 0, last = 0;
-      bool outside[kTiles] = {!held, !held};
-      if (held) {
-        uint32_t operands[kTiles][4][4];
-        float scores[kTiles][kHeads / 2];
-        outside[0] = load_keys(operands[0], tiles[0], line, part, counts[0]);
-        start_products(scores[0], operands[0], queries);
-        outside[1] = load_keys(operands[1], tiles[1], line, part, counts[1]);
-        start_products(scores[1], operands[1], queries);
-        wait_products<1>();
-        first = sum_heads(scores[0], weights, part);
-        wait_products<0>();
-        last = sum_heads(scores[1], weights, part);
-      }
-      if (__any_sync(~0u, outside[0])) first = score_exactly(call, shared, tiles[0], runs.row, line, part);
-      if (__any_sync(~0u, outside[1])) last = score_exactly(call, shared, tiles[1], runs.row, line, part);
+    float* out = call.out + int64_t{runs.row} * call.capacity + column;
+    auto score = [&](const Tile& tile) { return score_exactly(call, shared, tile, runs.row, line, part); };
+    auto end_step = [&](int step, float first, float last) {
+      int slot = slot_of(step), count = shared.counts[slot][second];
       float logit = (second ? last : first) + __shfl_xor_sync(~0u, second ? first : last, 2);
-      int at = column + step * kStep;
-      if (at < call.capacity) out[at] = key < (second ? counts[1] : counts[0]) ? logit : -INFINITY;
+      if (count >= 0) out[step * kStep] = key < count ? logit : -INFINITY;
       __syncwarp();
       arrive_warp(&shared.empty[slot], lane);
+    };
+    // Without a branch within the loop: all steps of the run in the first one, or in the second.
+    for (; !held && step < runs.end; step += kWarpgroups) {
+      const Tile(&tiles)[kTiles] = shared.keys[slot_of(step)];
+      wait(&shared.full[slot_of(step)], parity_of(step));
+      float first = score(tiles[0]), last = score(tiles[1]);
+      end_step(step, first, last);
+    }
+    for (; step < runs.end; step += kWarpgroups) {
+      int slot = slot_of(step);
+      const Tile(&tiles)[kTiles] = shared.keys[slot];
+      wait(&shared.full[slot], parity_of(step));
+      uint32_t operands[4][4];  // of one tile after the other, so that registers suffice for four warpgroups
+      float scores[kHeads / 2];
+      unsigned furthest = load_keys(operands, tiles[0], line, part);
+      multiply_keys(scores, operands, queries);
+      float first = sum_heads(scores, weights, part);
+      furthest = max(furthest, load_keys(operands, tiles[1], line, part));
+      multiply_keys(scores, operands, queries);
+      float last = sum_heads(scores, weights, part);
+      if (__any_sync(~0u, furthest >= kScales)) {
+        const int(&counts)[kTiles] = shared.counts[slot];
+        if (__any_sync(~0u, is_outside(tiles[0], line, part, counts[0]))) first = score(tiles[0]);
+        if (__any_sync(~0u, is_outside(tiles[1], line, part, counts[1]))) last = score(tiles[1]);
+      }
+      end_step(step, first, last);
     }
   }
 }
 
 template <int kHeads>
-__global__ void __launch_bounds__(kThreads<kHeads>, 1) fp4_logits_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kThreads, 1) fp4_logits_kernel(const __grid_constant__ Call call) {
   auto& shared = *reinterpret_cast<Shared<kHeads>*>(tiles_memory());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
@@ -422,9 +433,9 @@ __global__ void __launch_bounds__(kThreads<kHeads>, 1) fp4_logits_kernel(const _
     shared.unheld = -1;
   }
   count_steps(call, shared);
-  int role = uniform(threadIdx.x / 32) - kConsumers<kHeads> / 32;
+  int role = uniform(threadIdx.x / 32) - kConsumers / 32;
   if (role < 0) {
-    grow_registers<kConsumerRegisters<kHeads>>();
+    grow_registers<kConsumerRegisters>();
     consume(call, shared);
     return;
   }

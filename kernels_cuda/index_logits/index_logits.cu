@@ -86,7 +86,7 @@ void launch_fp4(const fp4::Call& call, int blocks, cudaStream_t stream) {
   constexpr int kBytes = fp4::kSharedBytes<kHeads>;
   auto kernel = fp4::fp4_logits_kernel<kHeads>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  kernel<<<blocks, fp4::kThreads<kHeads>, kBytes, stream>>>(call);
+  kernel<<<blocks, fp4::kThreads, kBytes, stream>>>(call);
   check_cuda(cudaGetLastError());
 }
 

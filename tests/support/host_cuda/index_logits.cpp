@@ -43,7 +43,7 @@ extern "C" void index_logits_on_host(const uint8_t* q, const float* weights, con
 template <int kHeads>
 static void run_fp4(const fp4::Call& call, unsigned seed) {
   for (unsigned i = 0; i < gridDim.x; i++)
-    sm90::run(1, fp4::kThreads<kHeads>, fp4::kSharedBytes<kHeads>, [&] { fp4::fp4_logits_kernel<kHeads>(call); },
+    sm90::run(1, fp4::kThreads, fp4::kSharedBytes<kHeads>, [&] { fp4::fp4_logits_kernel<kHeads>(call); },
               [i](int) { blockIdx.x = i; }, seed);
 }
 

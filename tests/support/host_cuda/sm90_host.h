@@ -280,6 +280,9 @@ inline void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) 
   require_readable(static_cast<const uint8_t*>(from) + bytes - 16, 16);
   state_of(*mine, barrier).copies.push_back(begun(static_cast<uint8_t*>(to), from, bytes));
 }
+inline void copy_bytes_once(void* to, const void* from, int bytes, Barrier* barrier) {
+  copy_bytes(to, from, bytes, barrier);
+}
 inline void copy_async(uint32_t to, const void* from, bool read) {
   mine->copies[threadIdx.x].push_back(begun(at_address(to), read ? from : nullptr, 16));
 }
