@@ -63,6 +63,13 @@ __device__ __forceinline__ T of_lane(T x, int lane) {
   return __shfl_sync(~0u, x, lane);
 }
 
+// The largest value of a warp's lanes. Their bits are compared as integers, which is one instruction; those of negative
+// numbers are turned round first, and again in the result.
+__device__ __forceinline__ int ordered(int bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
+__device__ __forceinline__ float largest_of_warp(float x) {
+  return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
+}
+
 // The slot of a key in a row's block, or -1.
 __device__ __forceinline__ int slot_of(const Call& call, Lengths lengths, int row, int block, int key) {
   Column at(call, lengths, row, block, key);
@@ -185,6 +192,7 @@ struct PartOfRow {
 
   __device__ __forceinline__ void load() {
     if constexpr (L::kIsBf16) return prefetch_bf16();
+    if (kFormat == kV4 && slice == 3 && lane < 16 && source.row) sm90::prefetch(source.row + L::kRopeByte);
     scale = {};
     if (source.row) scale = load_scale<kFormat>(source.scales, slice * 2 + lane / 16, fp4);
 #pragma unroll
@@ -295,7 +303,7 @@ struct PartOfRow {
     for (int h = 0; h < kOwnHeads; h++) {
       int head = warp + h * 16;
       float before = largest[h];
-      largest[h] = fmaxf(before, over_warp(fmaxf(x[h][0], x[h][1]), larger));
+      largest[h] = fmaxf(before, largest_of_warp(fmaxf(x[h][0], x[h][1])));
       float base = largest[h] == -INFINITY ? 0 : largest[h], factor = exp2_approx(before - base);
 #pragma unroll
       for (int i = 0; i < 2; i++) x[h][i] = exp2_approx(x[h][i] - base);
