@@ -248,9 +248,9 @@ def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_
         assert fact["wide_load"] and fact["wide_store"] == (not fact["kernel"].startswith("pack")), fact
 
 
-@pytest.fixture
-def layers(monkeypatch):
-    """A program of a layer over an axis of two GPUs, given further options, and the Triton kernels that it launches."""
+@pytest.mark.cpu
+def test_what_a_layer_launches(monkeypatch):
+    """On each of two GPUs: one launch packs both tables, attention follows, one launch sends and one merges."""
     launched = []
 
     def execute(self, launch, inputs):
@@ -260,38 +260,27 @@ def layers(monkeypatch):
     pretend_h200(monkeypatch, "triton")
     monkeypatch.setattr(dispatch, "available", lambda: True)
     monkeypatch.setattr(triton_call.Executor, "__call__", execute)
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
 
-    def program(mesh, **options):
-        def whole(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    def whole(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
 
-        def layer(q, cache, extra_cache, indices, extra_indices, lengths, sink):
-            given = {"axis_name": "x", "softmax_scale": 0.04, "attn_sink": sink, "extra_topk_length": lengths}
-            given |= {"extra_cache": extra_cache, "extra_indices": extra_indices, **options}
-            return context_parallel_decode(q, cache, indices, **given)
+    def layer(q, cache, extra_cache, indices, extra_indices, lengths, sink):
+        options = {"axis_name": "x", "softmax_scale": 0.04, "attn_sink": sink, "extra_topk_length": lengths}
+        options |= {"extra_cache": extra_cache, "extra_indices": extra_indices}
+        return context_parallel_decode(q, cache, indices, **options)
 
-        caches = PagedKV.zeros(KVLayout.V4_FP8, 8, 64), PagedKV.zeros(KVLayout.V4_FP8, 16, 16)
-        tables = jnp.zeros((4, 1, 128), jnp.int32), jnp.zeros((4, 1, 512), jnp.int32), jnp.zeros((4, 1), jnp.int32)
-        arguments = jnp.zeros((4, 1, 64, 512), jnp.bfloat16), *caches, *tables, jnp.zeros(64)
-        specs = {"in_specs": (P(), P("x"), P("x"), P(), P(), P(), P("x")), "out_specs": P(None, None, "x")}
-        traced = jax.jit(jax.shard_map(layer, mesh=mesh, **specs)).trace(*jax.tree.map(whole, arguments))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        # Attention's launches, and what is traced for the types of results, stand between these.
-        return text, [name for name in launched if name in ("pack_own", "send_parts", "merge_received")]
-
-    return program
-
-
-NO_OPERATIONS = ("scatter", "reduce_window", "concatenate", "slice", "transpose", "bitcast_convert")
-
-
-@pytest.mark.cpu
-def test_what_a_layer_launches(layers):
-    """On each of two GPUs: one launch packs both tables, attention follows, one launch sends and one merges."""
-    text, launched = layers(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,)))
-    assert list(dict.fromkeys(launched)) == ["pack_own", "send_parts", "merge_received"] and len(launched) == 3
+    caches = PagedKV.zeros(KVLayout.V4_FP8, 8, 64), PagedKV.zeros(KVLayout.V4_FP8, 16, 16)
+    tables = jnp.zeros((4, 1, 128), jnp.int32), jnp.zeros((4, 1, 512), jnp.int32), jnp.zeros((4, 1), jnp.int32)
+    arguments = jnp.zeros((4, 1, 64, 512), jnp.bfloat16), *caches, *tables, jnp.zeros(64)
+    specs = {"in_specs": (P(), P("x"), P("x"), P(), P(), P(), P("x")), "out_specs": P(None, None, "x")}
+    program = jax.jit(jax.shard_map(layer, mesh=mesh, **specs)).trace(*jax.tree.map(whole, arguments))
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    # Attention's launches, and what is traced for the types of results, stand between these.
+    mine = [name for name in launched if name in ("pack_own", "send_parts", "merge_received")]
+    assert list(dict.fromkeys(mine)) == ["pack_own", "send_parts", "merge_received"] and len(mine) == 3, launched
     assert text.count('"stablehlo.all_to_all"') == text.count("stablehlo.partition_id") == 1
-    for operation in NO_OPERATIONS:
+    for operation in ("scatter", "reduce_window", "concatenate", "slice", "transpose", "bitcast_convert"):
         assert f"stablehlo.{operation}" not in text, operation
 
 
