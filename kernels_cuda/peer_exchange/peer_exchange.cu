@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -98,7 +99,7 @@ class DeviceGuard {
 // How many blocks of any of the kernels run at once on the current device. It loads them too: loading one later may wait
 // for a launch that waits.
 int blocks_at_once(int device, int size) {
-  int sms = 0, least = peer::kPieces;
+  int sms = 0, least = std::numeric_limits<int>::max();
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   for (bool half : {false, true}) {
     cudaFuncAttributes facts;
@@ -135,7 +136,7 @@ int64_t Prepare(ffi::String name, ffi::Array<int64_t> devices, int64_t size) {
   const DeviceGuard guard;
   Domain domain;
   domain.size = size;
-  domain.most_blocks = peer::kPieces;
+  domain.most_blocks = std::numeric_limits<int>::max();
   for (int ordinal : ordinals) {
     check_cuda(cudaSetDevice(ordinal), "cudaSetDevice");
     domain.most_blocks = std::min(domain.most_blocks, blocks_at_once(ordinal, size));
