@@ -176,8 +176,8 @@ void check_trouble(const Domain& domain) {
   const volatile int* trouble = domain.trouble.get();
   TVM_FFI_CHECK(!trouble[0], RuntimeError)
       << "context parallel decode: device " << trouble[1] << " of the axis waited 10 seconds for device " << trouble[2]
-      << ", which did not come to the exchange (block " << trouble[3] << ", its " << static_cast<uint32_t>(trouble[4])
-      << "th). All devices must run the same exchanges in the same order";
+      << ", which did not come to the exchange (thread block " << trouble[3] << ", its chunk number "
+      << static_cast<uint32_t>(trouble[4]) << "). All devices must run the same exchanges in the same order";
 }
 
 // out [rows, heads, v_dim] bfloat16 or float32, lse float32 [rows, heads], sink float32 [heads / size]; merged
