@@ -161,7 +161,7 @@ PARTS = (
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
     # These fail by name where there is one GPU.
     _two_gpus("step_over_requests", "two_gpus", 6, 240),
-    _two_gpus("context_parallel", "context_parallel", 6, 80),
+    _two_gpus("context_parallel", "context_parallel", 6, 100),
     _two_gpus("serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 2, 300),
     _two_gpus("faults", "mesh_processes", 2, 400),
 )

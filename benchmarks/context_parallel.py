@@ -7,7 +7,9 @@ a program over CALLS:
 
     one        sparse_mla_decode on one device, which has all pages
     own keys   on every device, the packing of its own slots and attention to them with all heads: no exchange
-    parallel   context_parallel_decode: own keys, the exchange over heads, the merge, the sink
+    parallel   context_parallel_decode: own keys, the exchange over heads, the merge, the sink; with the mesh, so that
+               the exchange is one launch where the devices allow it
+    all-to-all the same without the mesh: the exchange is an all-to-all between two launches
     gathered   own keys, whole outputs gathered on every device and merged there: what the exchange replaces
 
 Sent bytes are those that each device sends for a layer. Before anything is timed, outputs are compared with those of
@@ -46,6 +48,7 @@ from jax_sparse_mla.attention.context_parallel import own_tables
 
 CALLS = 10
 AXIS = "pages"
+ONE_LAUNCH = "jax_sparse_mla.peer_exchange"  # in a program's text, where it does the exchange
 SOME = 64  # pages of random rows, which all pages repeat
 # How far outputs may be apart: a part is rounded to bfloat16 before it is merged, and the result after it.
 TOLERANCE = 2**-6
@@ -206,10 +209,12 @@ def case(layer: Layer, rows: int, context: int, devices: Sequence[jax.Device], c
 
     caches = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(), out_specs=P(AXIS)))()
     q, indices, sink = jax.device_put((q, indices, sink), NamedSharding(mesh, P()))
+    decode = functools.partial(context_parallel_decode, axis_name=AXIS)
     ways = {
         # Each device's own output, one after the other: of parts, and of what is the same on all devices.
         "own_keys": (own_keys, P(), P(AXIS)),
-        "parallel": (functools.partial(context_parallel_decode, axis_name=AXIS), P(AXIS), P(None, None, AXIS)),
+        "parallel": (functools.partial(decode, mesh=mesh), P(AXIS), P(None, None, AXIS)),
+        "all_to_all": (decode, P(AXIS), P(None, None, AXIS)),
         "gathered": (gathered, P(), P(AXIS)),
     }
     for name, (attend, of_sink, of_out) in ways.items():
@@ -221,6 +226,8 @@ def case(layer: Layer, rows: int, context: int, devices: Sequence[jax.Device], c
             compare(name, call(*arguments), wanted)
         result[f"{name}_us"] = timed(call, arguments, repeats) / calls
         text = call.as_text()
+        if name == "parallel":
+            result["one_launch"] = ONE_LAUNCH in text
         result[f"{name}_collectives"] = [x for x in COLLECTIVES if re.search(rf" {x}(-start)?\(", text)]
     each = rows * spec.num_heads * (2 * spec.v_dim + 4)
     result["parallel_sent_bytes"], result["gathered_sent_bytes"] = each * (n - 1) // n, each * (n - 1)
@@ -249,6 +256,8 @@ def main() -> None:
                 f"{name:5} {context:8}: one {found['one_us']:7.1f} us, {len(devices)} devices: own keys "
                 f"{found['own_keys_us']:7.1f}, "
                 f"parallel {found['parallel_us']:7.1f} ({found['speedup']:.2f} times one), "
+                f"{'by one launch' if found['one_launch'] else 'not by one launch'}, "
+                f"all-to-all {found['all_to_all_us']:7.1f}, "
                 f"gathered {found['gathered_us']:7.1f}; sent {found['parallel_sent_bytes'] / 1e6:.2f} and "
                 f"{found['gathered_sent_bytes'] / 1e6:.2f} MB; case {time.perf_counter() - started:.0f} s",
                 flush=True,

@@ -412,10 +412,13 @@ def two_gpus_context() -> str:
 
     def cells(_, case, row):
         layer, tokens = case.split()
-        times = (number(row[name]) for name in ("one_us", "own_keys_us", "parallel_us", "gathered_us"))
+        one, own, gathered = (number(row[name]) for name in ("one_us", "own_keys_us", "gathered_us"))
+        # The first records have the all-to-all alone.
+        one_launch = number(row["parallel_us"] if row.get("one_launch") else None)
+        times = one, own, one_launch, number(row.get("all_to_all_us", row["parallel_us"])), gathered
         return layer, f"{int(tokens):,}", *times, ratio(row["speedup"]), f"{row['parallel_sent_bytes'] / 1e6:.1f}"
 
-    columns = ["layer", "tokens", "one GPU, µs", "own keys", "with exchange", "whole outputs gathered"]
+    columns = ["layer", "tokens", "one GPU, µs", "own keys", "one launch", "all-to-all", "whole outputs gathered"]
     return _of_two_gpus("context_parallel", [*columns, "one / with exchange", "sent, MB"], cells)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "index_logits_module",
     "library",
     "module",
+    "peer_exchange_module",
     "source",
     "sparse_decode_module",
     "topk_module",
@@ -30,7 +31,12 @@ __all__ = [
 _PACKAGE = Path(__file__).parents[1]
 
 # The architectures for which a wheel carries binaries.
-_CARRIED = {"index_logits": ("90a",), "sparse_decode": ("90a",), "topk": ("80", "90", "100", "120")}
+_CARRIED = {
+    "index_logits": ("90a",),
+    "peer_exchange": ("90a",),
+    "sparse_decode": ("90a",),
+    "topk": ("80", "90", "100", "120"),
+}
 
 
 def folder() -> Path:
@@ -57,6 +63,11 @@ def sparse_decode_module() -> Any | None:
 def index_logits_module() -> Any | None:
     """The module with the function `index_logits` of index_logits.cu, for SM90, or None where there is none."""
     return module("index_logits", "90a")
+
+
+def peer_exchange_module() -> Any | None:
+    """The module with `prepare` and `peer_exchange` of peer_exchange.cu, for SM90, or None where there is none."""
+    return module("peer_exchange", "90a")
 
 
 @functools.cache

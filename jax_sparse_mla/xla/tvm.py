@@ -58,7 +58,7 @@ def pages_of(cache: Any, index: int, rows: int = 0, row_bytes: int = 0) -> Buffe
 def call(
     module: Callable[[], Any],
     function: str,
-    arguments: Sequence[Buffer | bool | int | float | None],
+    arguments: Sequence[Buffer | bool | int | float | str | None],
     results: Sequence[jax.ShapeDtypeStruct],
     *operands: jax.Array,
 ) -> tuple[jax.Array, ...]:

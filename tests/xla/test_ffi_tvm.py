@@ -28,11 +28,11 @@ def call(function, arguments, *operands, result=SIX):
 
 
 def test_arguments_come_in_the_function_s_order():
-    def function(out, number, absent, flag, fraction, x):
-        assert (number, absent, flag, fraction) == (-3, None, True, 0.25) and x.shape == (2, 12)
+    def function(out, number, absent, flag, fraction, name, x):
+        assert (number, absent, flag, fraction, name) == (-3, None, True, 0.25, "0,1;2,3") and x.shape == (2, 12)
         out[...] = x.sum()
 
-    result = call(function, (Buffer(1), -3, None, True, 0.25, Buffer(0)), X)
+    result = call(function, (Buffer(1), -3, None, True, 0.25, "0,1;2,3", Buffer(0)), X)
     np.testing.assert_array_equal(result, np.full(6, X.sum()))
 
 
