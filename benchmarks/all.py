@@ -120,9 +120,9 @@ _GRAPHS = (
 )
 _SIX_LAYERS = "--layers 6 --prefill '' --long ''"
 PARTS = (
-    Part("hopper_decode", "hopper_decode.json", "hopper_decode", 330),
-    Part("v41_decode", "v41_decode.json", "v41_decode", 60),
-    Part("bf16_decode", "bf16_decode.json", "bf16_decode", 60),
+    Part("hopper_decode", "hopper_decode.json", "hopper_decode", 100),
+    Part("v41_decode", "v41_decode.json", "v41_decode", 35),
+    Part("bf16_decode", "bf16_decode.json", "bf16_decode", 50),
     Part("counters", "counters.json", "counters", 300),
     Part("backward", "backward.json", "backward", 90),
     Part("attention", "attention.json", "run --op attention", 150),
@@ -160,8 +160,8 @@ PARTS = (
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
     # These fail by name where there is one GPU.
-    _two_gpus("step_over_requests", "two_gpus", 6, 240),
-    _two_gpus("context_parallel", "context_parallel", 6, 100),
+    _two_gpus("step_over_requests", "two_gpus", 6, 300),
+    _two_gpus("context_parallel", "context_parallel", 6, 50),
     _two_gpus("serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 2, 300),
     _two_gpus("faults", "mesh_processes", 2, 400),
 )

@@ -104,22 +104,32 @@ def test_strict_raises(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("phase", "layout", "heads", "rows", "backend", "is_left"),
+    ("phase", "layout", "heads", "rows", "topk", "backend", "is_left"),
     [
-        ("decode", "V4_FP8", 64, 64, "hopper", False),
-        ("decode", "V32_FP8", 128, 4, "hopper", True),  # 21.3 µs, and FlashMLA's kernel alone 19.4
-        ("decode", "V32_FP8", 16, 4, "hopper", False),
-        ("decode", "V32_FP8", 128, 64, "hopper", False),
-        ("decode", "V4_FP8", 64, 1, "triton", False),
-        ("decode", "V4_FP8", 64, 256, "triton", True),
-        ("decode", "V4_FP8", 192, 256, "triton", False),  # FlashMLA takes no such heads
-        ("decode", "V4_FP8", 64, 256, "flashmla", True),
-        ("prefill", "V4_BF16", 64, 256, "triton", True),
-        ("prefill", "V4_BF16", 64, 256, "hopper", False),
+        ("decode", "V4_FP8", 64, 64, 640, "hopper", False),
+        ("decode", "V32_FP8", 128, 4, 2048, "hopper", True),  # 22.3 µs, and FlashMLA's kernel alone 20.2
+        ("decode", "V32_FP8", 128, 1, 2048, "hopper", False),  # 12.4 and 18.0
+        ("decode", "V32_FP8", 128, 16, 2048, "hopper", False),  # 38.2 and 39.2
+        ("decode", "V32_FP8", 64, 8, 2048, "hopper", True),  # 22.5 and 21.7
+        ("decode", "V32_FP8", 64, 4, 2048, "hopper", False),  # 17.6 and 18.6
+        ("decode", "V32_FP8", 16, 4, 2048, "hopper", False),
+        ("decode", "V32_FP8", 128, 64, 2048, "hopper", False),
+        ("decode", "V4_FP8", 128, 8, 1152, "hopper", True),  # C128: 24.1 and 18.9
+        ("decode", "V4_FP8", 128, 4, 1152, "hopper", False),  # 14.0 and 16.3
+        ("decode", "V4_FP8", 128, 16, 640, "hopper", False),  # 21.6 and 22.4
+        ("decode", "V4_FP8", 64, 8, 1152, "hopper", False),  # 13.9 and 17.9
+        ("decode", "V4_FP8", 128, 32, 128, "hopper", True),  # window: 13.2 and 11.4
+        ("decode", "V4_FP8", 128, 256, 128, "hopper", False),  # 38.6 and 46.0
+        ("decode", "V4_FP8", 64, 1, 640, "triton", False),
+        ("decode", "V4_FP8", 64, 256, 640, "triton", True),
+        ("decode", "V4_FP8", 192, 256, 640, "triton", False),  # FlashMLA takes no such heads
+        ("decode", "V4_FP8", 64, 256, 640, "flashmla", True),
+        ("prefill", "V4_BF16", 64, 256, 640, "triton", True),
+        ("prefill", "V4_BF16", 64, 256, 640, "hopper", False),
     ],
 )
-def test_what_flashmla_alone_does_sooner_is_left_to_it(phase, layout, heads, rows, backend, is_left):
-    call = Call(phase, getattr(KVLayout, layout), rows, heads, H200, 640)
+def test_what_flashmla_alone_does_sooner_is_left_to_it(phase, layout, heads, rows, topk, backend, is_left):
+    call = Call(phase, getattr(KVLayout, layout), rows, heads, H200, topk)
     assert (why_flashmla_alone(call, backend) is not None) == is_left
 
 

@@ -127,9 +127,9 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
     return ALWAYS if whole > cut else NEVER
 
 
-# Microseconds on an H200, for FP8 caches: those of clusters are within 3% of 53 launches that were timed for V4, and up
-# to 10% too short for V3.2; those of the other kernel were fitted to 220 shapes. Calls of bfloat16 caches are planned by
-# the same times, which were not fitted to them.
+# Microseconds on an H200, for FP8 caches. Those of clusters are within 3% of 53 launches that were timed for V4, and up
+# to 10% too short for V3.2. Those of the other kernel were fitted to 220 shapes. Calls of bfloat16 caches are planned
+# by the same times, which were not fitted to them.
 
 
 def _time_in_clusters(rows: int, heads: int, blocks: int, sm_count: int) -> tuple[float, int, int]:
