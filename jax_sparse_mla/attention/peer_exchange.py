@@ -27,6 +27,12 @@ from jax_sparse_mla.xla import tvm
 MOST_DEVICES = 8
 LEAST_BYTES, MOST_BYTES = 128, 16_384
 
+# Flags by which XLA runs operations of a CUDA graph at once; the second is the older one.
+_LAUNCHES_AT_ONCE = (
+    "xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
+    "xla_gpu_graph_enable_concurrent_region=true",
+)
+
 
 class Groups(NamedTuple):
     """The GPUs of a mesh, in groups along an axis: each exchanges within its own.
@@ -49,6 +55,8 @@ class Groups(NamedTuple):
 def groups_of(mesh: Mesh, axis_name: AxisName) -> Groups | None:
     """The groups along one axis, or several; None where the mesh is not of SM90 GPUs of this process."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not set(axes) <= set(mesh.axis_names):  # an axis of `jax.vmap`
+        return None
     first = len(mesh.axis_names) - len(axes)
     places = [mesh.axis_names.index(axis) for axis in axes]
     devices = np.moveaxis(mesh.devices, places, range(first, first + len(axes)))
@@ -75,7 +83,8 @@ def runs_launches_at_once() -> bool:
 
     By default it runs them in the order of its schedule, which is the same on all devices, as the kernel needs it.
     """
-    return "xla_gpu_command_buffer_scheduling_mode=CONCURRENT" in os.environ.get("XLA_FLAGS", "")
+    flags = os.environ.get("XLA_FLAGS", "")
+    return any(flag in flags for flag in _LAUNCHES_AT_ONCE)
 
 
 @functools.cache

@@ -130,9 +130,11 @@ int64_t Prepare(ffi::String name, ffi::Array<int64_t> devices, int64_t size) {
   const std::vector<int> ordinals(devices.begin(), devices.end());
   TVM_FFI_CHECK(size >= 2 && size <= peer::kMostDevices && !ordinals.empty() && ordinals.size() % size == 0, ValueError)
       << "groups of " << size << " of " << ordinals.size() << " devices";
-  const std::lock_guard<std::mutex> lock(mutex);
+  // Launches take only the mutex of the domains: one may be what a GPU waits for while this thread waits for the GPU.
+  static std::mutex preparing;
+  const std::lock_guard<std::mutex> one_at_a_time(preparing);
   const std::string key(name.data(), name.size());
-  if (domains().count(key)) return 0;
+  if (const std::lock_guard<std::mutex> lock(mutex); domains().count(key)) return 0;
   const DeviceGuard guard;
   Domain domain;
   domain.size = size;
@@ -160,6 +162,7 @@ int64_t Prepare(ffi::String name, ffi::Array<int64_t> devices, int64_t size) {
              "cudaHostAlloc");
   domain.trouble.reset(trouble);
   std::fill(trouble, trouble + 16, 0);
+  const std::lock_guard<std::mutex> lock(mutex);
   domains().emplace(key, std::move(domain));
   return slots + (flags + domain.most_blocks) * 4;
 }

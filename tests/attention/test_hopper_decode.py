@@ -91,7 +91,7 @@ class TestPlan:
                 assert plan.tile in (16, 32)
                 assert 2 <= plan.groups <= min(16, max(2, sum(-(-k // 64) for k in topks)))
                 clusters = rows * -(-heads // plan.tile)
-                assert clusters * plan.groups <= sm_count * (2 if plan.tile == 16 else 1) and rows <= 65_535
+                assert clusters * plan.groups <= sm_count and rows <= 65_535
 
     def test_a_row_that_must_not_depend_on_the_batch_is_in_no_cluster(self):
         assert self.plan(1, few=True, batch_invariant=True).tile == 64
