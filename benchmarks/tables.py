@@ -412,10 +412,9 @@ def two_gpus_context() -> str:
 
     def cells(_, case, row):
         layer, tokens = case.split()
-        one, own, gathered = (number(row[name]) for name in ("one_us", "own_keys_us", "gathered_us"))
-        # The first records have the all-to-all alone.
-        one_launch = number(row["parallel_us"] if row.get("one_launch") else None)
-        times = one, own, one_launch, number(row.get("all_to_all_us", row["parallel_us"])), gathered
+        one_launch = row["parallel_us"] if row["one_launch"] else None
+        times = row["one_us"], row["own_keys_us"], one_launch, row["all_to_all_us"], row["gathered_us"]
+        times = map(number, times)
         return layer, f"{int(tokens):,}", *times, ratio(row["speedup"]), f"{row['parallel_sent_bytes'] / 1e6:.1f}"
 
     columns = ["layer", "tokens", "one GPU, µs", "own keys", "one launch", "all-to-all", "whole outputs gathered"]
