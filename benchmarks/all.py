@@ -134,7 +134,7 @@ PARTS = (
     _step("decode", 8, "--prefill '' --long '' --workers 8", 110),
     Part("suite", "h200_tests.json", "suite", 800, takes_all="gpus"),
     Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole, takes_all="cores"),
-    _cases("hopper", 3868, 100),
+    _cases("hopper", 5201, 250),
     _cases("triton", 600, 50),
     _cases("drop_in", 1400, 50),
     _cases("flashmla", 800, 50),

@@ -5,8 +5,8 @@
 The shapes are those of `tests/support/flashmla_cases.py` in an order of which every prefix covers all strata; data,
 oracle and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a
 compilation for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. `hopper` is
-both: torch launches its decode, its prefill is JAX's alone, and 60 shapes of that are run. `--backend drop_in` is
-torch's `flash_mla`, by whatever it picks. Worker processes share the GPU; one that a case ends is replaced. What passed
+both: torch launches its decode, its prefill is JAX's alone. `--backend drop_in` is torch's `flash_mla`, by whatever it
+picks. Worker processes share the GPU; one that a case ends is replaced. What passed
 is not run again, what failed is.
 """
 
@@ -58,13 +58,13 @@ def torch_launches(backend: str, shape: Shape) -> bool:
 def tasks_of(backend: str, shapes: list[Shape]) -> Iterator[Task]:
     """All tasks of a backend, in the shapes' order.
 
-    What torch launches it launches for all shapes; every fifth of the first 300 of these is also jitted. The others are
-    jitted: all, or the first 60 beside a phase that torch launches.
+    What torch launches it launches for all shapes; every fifth of the first 300 of these is also jitted. All others are
+    jitted.
     """
     by_torch, by_jax_alone = [], []
     for shape in shapes:
         (by_torch if torch_launches(backend, shape) else by_jax_alone).append(shape)
-    jitted = set(by_jax_alone[: JITTED_SHAPES if by_torch else None])
+    jitted = set(by_jax_alone)
     if backend != DROP_IN:
         jitted |= set(by_torch[: 5 * JITTED_SHAPES : 5])
     for shape in shapes:

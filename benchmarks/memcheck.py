@@ -28,7 +28,7 @@ TESTS = ROOT / "tests"
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 ERRORS_EXIT = 77
 
-# Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
+# Long tests run too. Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
 # launches the same kernels.
 _SKIPPED = "not gib and not compile and not graph"
 _FILES = (
@@ -55,7 +55,7 @@ def groups() -> dict[str, list[str]]:
     """What python runs, by group."""
     control = str(Path(__file__).with_name("memcheck_control.py"))
     found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
-    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak", "-k"]
     for path in sorted(path for pattern in _FILES for path in TESTS.rglob(pattern)):
         group = path.stem.removeprefix("test_").removeprefix("triton_")
         found[group] = [*options, _CHOSEN.get(path.name, _SKIPPED), str(path)]

@@ -1,5 +1,5 @@
 """What a described launch becomes in an XLA program without TVM FFI: the arguments of jax-triton's call. Importing that
-needs a GPU; `test_triton_launch` has what TVM FFI launches."""
+needs a GPU; `test_launch_of_triton` has what TVM FFI launches."""
 
 import types
 
