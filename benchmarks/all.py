@@ -7,8 +7,8 @@
 Needs an NVIDIA GPU. Each part is a command of its own, in the order of its worth; all.json remembers which are made, by
 which code. A part is left while its file is missing or of other code, so that one folder ends up being of one code;
 files of other code that stand in $OUT are only replaced with --replace. A copy of the checkout without its history
-takes the commit from $COMMIT. On a machine with several GPUs a part runs on each at the same time, first the parts that
-time the host, then those with many processes, and at last those that use all GPUs.
+takes the commit from $COMMIT. On a machine with several GPUs a part runs on each at the same time, with a share of the
+cores: first the parts that time the host, then those with many processes, and at last those that use all GPUs.
 """
 
 from __future__ import annotations
@@ -200,11 +200,12 @@ def stop(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def run(part: Part, limit: float, gpu: str | None = None) -> tuple[int | None, float]:
+def run(part: Part, limit: float, gpu: str | None = None, cores: Sequence[int] = ()) -> tuple[int | None, float]:
     """The exit code, None where the part had to be stopped, and the seconds that it took; output goes to a log.
 
     Args:
       gpu: the only one that the part sees; None: all.
+      cores: the only ones that it runs on; none: all.
     """
     command = shlex.split(part.module.format(left=int(limit - MARGIN)))
     path = results_folder() / f"all_{part.name.replace(' ', '_')}.log"
@@ -221,6 +222,8 @@ def run(part: Part, limit: float, gpu: str | None = None) -> tuple[int | None, f
             start_new_session=True,
         )
         _running.add(process)
+        if cores:
+            os.sched_setaffinity(process.pid, cores)
         try:
             exit_code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -263,6 +266,8 @@ def foreign() -> list[str]:
 def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[str], first: Part | None) -> None:
     """Runs the parts that fit before the deadline: one at a time on each of several GPUs, or one after the other.
 
+    Each GPU has its share of the cores: one part's compilations do not slow down the host's work that another times.
+
     Args:
       first: the part that runs in any case, so that none is put off for ever.
     """
@@ -285,12 +290,12 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
                     turn.wait()
         return None
 
-    def work(gpu: str | None) -> None:
+    def work(gpu: str | None, cores: Sequence[int] = ()) -> None:
         while found := next_part():
             part, left = found
             try:
                 print(f"{part.name}: about {part.takes:.0f} s ...", flush=True)
-                exit_code, seconds = run(part, min(left, 86_400), gpu)
+                exit_code, seconds = run(part, min(left, 86_400), gpu, cores)
                 word = "stopped" if exit_code is None else f"exit code {exit_code}"
                 print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
                 with turn:
@@ -306,9 +311,12 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
 
     if len(gpus) < 2:
         return work(None)
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // len(gpus)
     with ThreadPoolExecutor(len(gpus)) as pool:
         try:
-            for future in as_completed([pool.submit(work, gpu) for gpu in gpus]):
+            workers = [pool.submit(work, gpu, cores[i * each : (i + 1) * each]) for i, gpu in enumerate(gpus)]
+            for future in as_completed(workers):
                 future.result()
         except BaseException:
             waiting.clear()

@@ -28,8 +28,8 @@ TESTS = ROOT / "tests"
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 ERRORS_EXIT = 77
 
-# Long tests run too. Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
-# launches the same kernels.
+# Long tests run too. Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a graph
+# that was captured launches the same kernels.
 _SKIPPED = "not gib and not compile and not graph"
 _FILES = (
     "test_triton_*.py",

@@ -211,13 +211,15 @@ def test_files_of_other_code_are_replaced_only_when_told(parts, monkeypatch, cap
 
 @pytest.mark.parametrize("same_file", [False, True])
 def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
-    running, most, seen, lock = set(), 0, [], threading.Lock()
+    running, most, seen, lock, shares = set(), 0, [], threading.Lock(), {}
+    monkeypatch.setattr(everything.os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
 
-    def run(part, limit, gpu=None):
+    def run(part, limit, gpu=None, cores=()):
         nonlocal most
         with lock:
             assert gpu not in running
             running.add(gpu)
+            shares[gpu] = list(cores)
             most = max(most, len(running))
         time.sleep(0.05)
         with lock:
@@ -230,9 +232,10 @@ def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
     parts = [everything.Part(str(n), "same.json" if same_file else f"{n}.json", "module", 1) for n in range(6)]
     everything.make(parts, ledger, float("inf"), ["0", "1"], parts[0])
     assert most == (1 if same_file else 2) and sorted(name for name, _ in seen) == [part.name for part in parts]
+    assert shares in ({"0": [2, 3], "1": [5, 7]}, {"0": [2, 3]}, {"1": [5, 7]})
     seen.clear()
     everything.make(parts, ledger, float("inf"), ["0"], parts[0])
-    assert seen == [(part.name, None) for part in parts]
+    assert seen == [(part.name, None) for part in parts] and shares[None] == []
     seen.clear()
     everything.make(parts, ledger, -float("inf"), ["0", "1"], parts[0])
     assert [name for name, _ in seen] == ["0"]  # the first one of a call runs in any case
@@ -245,7 +248,7 @@ def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
 def test_a_part_that_cannot_be_run_ends_the_call(monkeypatch, gpus):
     begun = []
 
-    def run(part, limit, gpu=None):
+    def run(part, limit, gpu=None, cores=()):
         begun.append(part.name)
         if part.name == "0":
             raise OSError("no space left")
