@@ -266,7 +266,7 @@ def foreign() -> list[str]:
 def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[str], first: Part | None) -> None:
     """Runs the parts that fit before the deadline: one at a time on each of several GPUs, or one after the other.
 
-    Each GPU has its share of the cores: one part's compilations do not slow down the host's work that another times.
+    Each GPU has its share of the cores: one part's compilations take none of those on which another times the host.
 
     Args:
       first: the part that runs in any case, so that none is put off for ever.
@@ -312,7 +312,7 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
     if len(gpus) < 2:
         return work(None)
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // len(gpus)
+    each = len(cores) // max(1, min(len(gpus), len(parts)))
     with ThreadPoolExecutor(len(gpus)) as pool:
         try:
             workers = [pool.submit(work, gpu, cores[i * each : (i + 1) * each]) for i, gpu in enumerate(gpus)]

@@ -5,9 +5,9 @@
 The shapes are those of `tests/support/flashmla_cases.py` in an order of which every prefix covers all strata; data,
 oracle and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a
 compilation for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. `hopper` is
-both: torch launches its decode, its prefill is JAX's alone. `--backend drop_in` is torch's `flash_mla`, by whatever it
-picks. Worker processes share the GPU; one that a case ends is replaced. What passed
-is not run again, what failed is.
+both: torch launches its decode, `jax.jit` all of its prefill. `--backend drop_in` is torch's `flash_mla`, by whatever
+it picks. Worker processes share the GPU; one that a case ends is replaced. What passed is not run again; what failed
+is.
 """
 
 from __future__ import annotations

@@ -264,9 +264,9 @@ def main() -> int:
     means = {}
     for name, belongs in GROUPS.items():
         if found := [ratio for case, ratio in ratios.items() if belongs(case)]:
-            means[name] = round(math.exp(statistics.mean(map(math.log, found))), 3)
+            means[name] = math.exp(statistics.mean(map(math.log, found)))
     if production := [ratio for case, ratio in ratios.items() if case.table == PRODUCTION]:
-        means["least of the production rows"] = round(min(production), 3)
+        means["least of the production rows"] = min(production)
     print(means)
     ratio = "FlashMLA's time over ours"
     write_json(

@@ -28,8 +28,8 @@ TESTS = ROOT / "tests"
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 ERRORS_EXIT = 77
 
-# Long tests run too. Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a graph
-# that was captured launches the same kernels.
+# Caches of gigabytes are tested for what they hold, not here; compilation touches no GPU; a captured graph
+# launches the same kernels.
 _SKIPPED = "not gib and not compile and not graph"
 _FILES = (
     "test_triton_*.py",
@@ -55,6 +55,7 @@ def groups() -> dict[str, list[str]]:
     """What python runs, by group."""
     control = str(Path(__file__).with_name("memcheck_control.py"))
     found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
+    # With the long tests, which pyproject.toml leaves out.
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak", "-k"]
     for path in sorted(path for pattern in _FILES for path in TESTS.rglob(pattern)):
         group = path.stem.removeprefix("test_").removeprefix("triton_")
