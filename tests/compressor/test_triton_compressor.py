@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import ml_dtypes
 from sparse_mla_torch.kernels import compressor as torch_compressor
+from sparse_mla_torch.kernels.launch import executor
 from triton_device import DEVICE, tensor
 
 from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference
@@ -92,6 +93,7 @@ COMPRESS_SHAPES = [
     (4, 32, (1,) * 7, 0),
     (4, 16, (9, 0, 30, 3), 3),
     (128, 16, (1, 1, 260, 1), 0),
+    (128, 12, (1, 300, 130), 5),
     (3, 12, (10, 2, 1), 4),
     (1, 16, (3, 2), 0),
 ]
@@ -110,6 +112,22 @@ def test_compress(seed, shape, bfloat16, searched):
             patch.setattr(kernels, "SEARCHED_ROWS", 0)
         got = torch_compress(arguments, **static)
     assert_compressed(got, plain_compress(*arguments, **static, norm_eps=1e-6))
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_rows_beyond_the_entries_are_left_out(monkeypatch, searched):
+    """More rows complete a group than there are entries, as hostile positions can make it."""
+    monkeypatch.setattr(kernels, "SEARCHED_ROWS", 1024 if searched else 0)
+    arguments, _ = compress_case(np.random.default_rng(13), 4, 16, (1,) * 9)
+    state_kv, state_score, kv, score, positions, req_rows, *rest = map(tensor, arguments)
+    positions[:9], req_rows[:9] = 7, torch.arange(9, dtype=torch.int32, device=positions.device)
+    entries = torch.full((7, 16), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    rows = torch.full((7,), 77, dtype=torch.int32, device=DEVICE)
+    arrays = state_kv, state_score, kv, score, positions, req_rows, *rest
+    few = (entries[:4], rows[:4])
+    kernels.compress(executor(rows.device), *arrays, ratio=4, norm_eps=1e-6, num_entries=4, out=few)
+    assert rows.tolist() == [0, 1, 2, 3, 77, 77, 77]
+    assert not entries[:4].isnan().any() and entries[4:].isnan().all()
 
 
 @pytest.mark.long

@@ -4,8 +4,8 @@ First the entries: a program finds the row that completes its entry, pools the r
 step's rows or from the request's ring, and norms and rotates the result. Then the rings take this step's last tokens,
 which replace tokens that other programs of the first launch may still have read.
 
-A window is summed token by token, oldest first, in every channel by itself: an entry's bits do not depend on how a
-kernel shares out the channels, nor on how a prompt is cut into steps.
+A window is summed block by block of tokens, oldest first, in every channel by itself: an entry's bits do not depend on
+how a kernel shares out the channels, nor on how a prompt is cut into steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import triton.language as tl
 
 from jax_sparse_mla.kernels.launch import Executor, Launch, Output
 
-# Steps of at most so many rows are searched by every program; for longer ones a launch of one program does it once.
+# Steps of at most so many rows are searched by every program; for longer ones a launch of its own does it once.
 SEARCHED_ROWS = 1024
 
-FIND_OPTIONS = {"CHUNK": 8192, "num_warps": 16}
+FIND_OPTIONS = {"CHUNK": 1024, "COUNTED": 8192, "num_warps": 8}
 CARRY_OPTIONS = {"COLUMNS": 512, "num_warps": 4}
+CARRIED_ROWS = 4  # of a long step that a program looks at; few of them are carried
 
 
 def overlap_of(ratio: int) -> int:
@@ -31,19 +32,24 @@ def overlap_of(ratio: int) -> int:
     return 2 if ratio == 4 else 1
 
 
-def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int) -> dict[str, int]:
-    """The constexpr arguments of `window_entry`, with num_warps."""
+def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int, loaded: int = 32) -> dict[str, int]:
+    """The constexpr arguments of `window_entry`, with num_warps.
+
+    More tokens `loaded` together take less time and more registers: of a window of 128 tokens and 512 channels, a
+    thread has 76 registers with 8 tokens and 173 with 32.
+    """
     window = overlap_of(ratio) * ratio
     return {
         "RATIO": ratio,
         "OVERLAP": overlap_of(ratio),
         "WINDOW_POW2": triton.next_power_of_2(window),
         "UNROLL": math.gcd(window, 8),
+        "LOADED": math.gcd(window, loaded),
         "RING": ring,
         "HEAD_DIM": head_dim,
         "HEAD_POW2": triton.next_power_of_2(head_dim),
         "ROPE_DIM": rope_dim,
-        "num_warps": 4 if window <= 32 else 8,  # a long window's loads must be in flight together
+        "num_warps": 4 if window <= 32 else 8,
     }
 
 
@@ -88,33 +94,111 @@ def find_rows_kernel(
     rows_ptr,  # int32 [num_entries]
     RATIO: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,  # rows that are counted at a time
 ):
-    """The rows that complete a group, ascending, then -1; one program."""
+    """The rows that complete a group, ascending, then -1; a program per CHUNK rows, or entries where they are more.
+
+    Every program counts all live rows, so what is read grows with their square: 4 MB for 8,192 rows, from the L2.
+    """
     limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
     step = positions_ptr, req_rows_ptr, num_rows, limit, max_requests
-    found = num_rows * 0
+    row = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    completes = _completes(step, row, RATIO)
+    before = num_rows * 0
+    total = num_rows * 0
     start = num_rows * 0
     while start < limit:
-        row = start + tl.arange(0, CHUNK)
-        completes = _completes(step, row, RATIO)
-        index = found + tl.cumsum(completes.to(tl.int32), axis=0) - 1
-        tl.store(rows_ptr + index, row, mask=completes & (index < num_entries))
-        found += tl.sum(completes.to(tl.int32), axis=0)
-        start += CHUNK
-    while found < num_entries:
-        index = found + tl.arange(0, CHUNK)
-        tl.store(rows_ptr + index, -1, mask=index < num_entries)
-        found += CHUNK
+        other = start + tl.arange(0, COUNTED)
+        counts = _completes(step, other, RATIO).to(tl.int32)
+        before += tl.sum(tl.where(other < tl.program_id(0) * CHUNK, counts, 0), axis=0)
+        total += tl.sum(counts, axis=0)
+        start += COUNTED
+    index = before + tl.cumsum(completes.to(tl.int32), axis=0) - 1
+    tl.store(rows_ptr + index, row, mask=completes & (index < num_entries))
+    index = total + row
+    tl.store(rows_ptr + index, -1, mask=index < num_entries)
 
 
 @triton.jit
-def _load_token(step_ptr, ring_ptr, of_step, column, exists):
-    """float32 values of a token of this step or of the ring; 0 where it does not exist."""
-    if step_ptr.dtype.element_ty == tl.float32:
-        return tl.load(tl.where(of_step, step_ptr, ring_ptr) + column, mask=exists, other=0.0)
+def _load(ptr, mask, MASKED: tl.constexpr):
+    """float32 values; 0 where the mask says no. A mask that is known to say yes costs instructions."""
+    if MASKED:
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.load(ptr).to(tl.float32)
+
+
+@triton.jit
+def _load_token(step_ptr, ring_ptr, of_step, exists, SOURCE: tl.constexpr, MASKED: tl.constexpr):
+    """Values of a token of this step or of the ring, where SOURCE says "either"; 0 where it does not exist."""
+    if SOURCE == "step":
+        return _load(step_ptr, exists, MASKED)
+    elif SOURCE == "ring":
+        return _load(ring_ptr, exists, MASKED)
+    elif step_ptr.dtype.element_ty == tl.float32:
+        return _load(tl.where(of_step, step_ptr, ring_ptr), exists, MASKED)
     else:  # the one or the other is 0
-        values = tl.load(step_ptr + column, mask=exists & of_step, other=0.0).to(tl.float32)
-        return values + tl.load(ring_ptr + column, mask=exists & (of_step == 0), other=0.0)
+        return _load(step_ptr, exists & of_step, True) + _load(ring_ptr, exists & (of_step == 0), True)
+
+
+@triton.jit
+def _pool_tokens(
+    sums,  # (highest score, sum of the weights, sum of the weighted kv) of the tokens before
+    start,  # the first token
+    pointers,  # (kv, score) of the window's first token in the step, those of the state, ape; with the channels
+    window,  # (position of its first token, first row of the request's ring, how many tokens the ring has)
+    exists,  # channels
+    SOURCE: tl.constexpr,  # of the tokens' values: "ring", "step" or "either"
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LOADED: tl.constexpr,
+    RING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_POW2: tl.constexpr,
+):
+    """The sums with LOADED more tokens, UNROLL at a time; all their loads are in flight before the first sum."""
+    width: tl.constexpr = OVERLAP * HEAD_DIM
+    # Only a window that overlaps can begin before the request does.
+    MASKED: tl.constexpr = OVERLAP > 1 or HEAD_DIM < HEAD_POW2
+    # The tokens then lie side by side in the ring.
+    AHEAD: tl.constexpr = OVERLAP == 1 and RATIO % LOADED == 0 and RING % LOADED == 0
+    kv_ptr, score_ptr, state_kv_ptr, state_score_ptr, ape_ptr = pointers
+    first_position, ring, of_ring = window
+    top, total, pooled = sums
+    in_step = start * width
+    in_ring = (ring + (first_position + start) % RING) * width
+    kvs, scores = (), ()
+    for i in tl.static_range(LOADED):
+        token = start + i
+        half = token // RATIO * HEAD_DIM if OVERLAP > 1 else 0  # A of the group before, B of the last one
+        position = first_position + token
+        loaded = exists & (position >= 0) if OVERLAP > 1 else exists
+        if not AHEAD:
+            in_ring = (ring + position % RING) * width - i * width
+        of_step = token >= of_ring
+        at = i * width + half
+        kv = _load_token(kv_ptr + in_step + at, state_kv_ptr + in_ring + at, of_step, loaded, SOURCE, MASKED)
+        score = _load_token(score_ptr + in_step + at, state_score_ptr + in_ring + at, of_step, loaded, SOURCE, MASKED)
+        row = start * width + i * width if OVERLAP == 1 else token % RATIO * width + half
+        ape = _load(ape_ptr + row, loaded, MASKED)
+        if MASKED:
+            ape = tl.where(loaded, ape, float("-inf"))
+        kvs, scores = kvs + (kv,), scores + (score + ape,)  # noqa: RUF005  Triton knows no other way
+    for block in tl.static_range(0, LOADED, UNROLL):
+        higher = top
+        for i in tl.static_range(UNROLL):
+            higher = tl.maximum(higher, scores[block + i])
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - base)
+        total *= kept
+        pooled *= kept
+        for i in tl.static_range(UNROLL):
+            weight = tl.exp(scores[block + i] - base)
+            total += weight
+            pooled = tl.fma(weight, kvs[block + i], pooled)
+        top = higher
+    return top, total, pooled
 
 
 @triton.jit
@@ -127,7 +211,8 @@ def window_entry(
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     WINDOW_POW2: tl.constexpr,
-    UNROLL: tl.constexpr,  # tokens whose loads are in flight together; divides the window
+    UNROLL: tl.constexpr,  # tokens of a block; divides the window
+    LOADED: tl.constexpr,  # tokens whose loads are in flight together; divides the window
     RING: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # even
     HEAD_POW2: tl.constexpr,
@@ -155,39 +240,39 @@ def window_entry(
 
     channel = tl.arange(0, HEAD_POW2)
     in_head = channel < HEAD_DIM
-    ring = (request.to(tl.int64) + first_request) * RING
-    top = tl.full([HEAD_POW2], float("-inf"), tl.float32)
-    total = tl.zeros([HEAD_POW2], tl.float32)
-    pooled = tl.zeros([HEAD_POW2], tl.float32)
-    for start in range(0, window, UNROLL):
-        # All loads of a block are in flight before the first sum.
-        kvs, scores, apes = (), (), ()
-        for i in tl.static_range(UNROLL):
-            token = start + i
-            behind = window - 1 - token
-            position = last_position - behind
-            column = token // RATIO * HEAD_DIM + channel  # A of the group before, B of the last one
-            exists = in_head & (position >= 0)
-            of_step = behind < tokens_in_step
-            step_at = (row - behind).to(tl.int64) * width
-            ring_at = (ring + position % RING) * width
-            kv = _load_token(kv_ptr + step_at, state_kv_ptr + ring_at, of_step, column, exists)
-            score = _load_token(score_ptr + step_at, state_score_ptr + ring_at, of_step, column, exists)
-            kvs, scores = kvs + (kv,), scores + (score,)  # noqa: RUF005  Triton knows no other way
-            ape = tl.load(ape_ptr + token % RATIO * width + column, mask=exists, other=0.0)
-            apes = apes + (tl.where(exists, ape, float("-inf")),)  # noqa: RUF005
-        higher = top
-        for i in tl.static_range(UNROLL):
-            higher = tl.maximum(higher, scores[i] + apes[i])
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp(top - base)
-        total *= kept
-        pooled *= kept
-        for i in tl.static_range(UNROLL):
-            weight = tl.exp(scores[i] + apes[i] - base)
-            total += weight
-            pooled = tl.fma(weight, kvs[i], pooled)
-        top = higher
+    of_ring = window - tokens_in_step  # the oldest tokens; the newest are of this step
+    at_first = (row - (window - 1)).to(tl.int64) * width + channel
+    pointers = kv_ptr + at_first, score_ptr + at_first, state_kv_ptr + channel, state_score_ptr + channel
+    pointers = pointers + (ape_ptr + channel,)  # noqa: RUF005
+    first = last_position - (window - 1), (request.to(tl.int64) + first_request) * RING, of_ring
+    sums = tl.full([HEAD_POW2], float("-inf"), tl.float32), tl.zeros([HEAD_POW2], tl.float32)
+    sums = sums + (tl.zeros([HEAD_POW2], tl.float32),)  # noqa: RUF005
+    # fmt: off
+    if window == LOADED:
+        sums = _pool_tokens(
+            sums, row * 0, pointers, first, in_head,
+            "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
+        )
+    else:
+        ring_end = of_ring // LOADED * LOADED
+        step_begin = tl.cdiv(of_ring, LOADED) * LOADED
+        for start in tl.range(0, ring_end, LOADED):
+            sums = _pool_tokens(
+                sums, start, pointers, first, in_head,
+                "ring", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
+            )
+        if ring_end < step_begin:
+            sums = _pool_tokens(
+                sums, ring_end, pointers, first, in_head,
+                "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
+            )
+        for start in tl.range(step_begin, window, LOADED):
+            sums = _pool_tokens(
+                sums, start, pointers, first, in_head,
+                "step", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
+            )
+    _, total, pooled = sums
+    # fmt: on
     pooled = pooled / tl.where(total == 0, 1.0, total)
 
     scale = tl.rsqrt(tl.sum(tl.fma(pooled, pooled, 0.0), axis=0) / HEAD_DIM + norm_eps)
@@ -203,17 +288,17 @@ def window_entry(
 
 
 @triton.jit
-def carry_row(
+def carry_rows(
     rows,  # each bfloat16 or float32 [num_rows, WIDTH]
     state,  # each float32 [requests, RING, WIDTH]
     step,
-    row,
+    row,  # a block of rows
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EAGER: tl.constexpr,  # loads do not wait for what decides of the row
+    EAGER: tl.constexpr,  # loads do not wait for what decides of the rows
 ):
-    """Copies a row into its request's ring, unless a later row of the step has the same place."""
+    """Copies rows into their requests' rings, unless a later row of the step has the same place."""
     kv_ptr, score_ptr = rows
     state_kv_ptr, state_score_ptr, first_request = state
     _, _, num_rows, _, _ = step
@@ -224,12 +309,13 @@ def carry_row(
     target = ((request.to(tl.int64) + first_request) * RING + position % RING) * WIDTH
     for start in tl.static_range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        inside = (column < WIDTH) & (row < num_rows)
-        loaded = inside if EAGER else inside & carried
-        kv = tl.load(kv_ptr + source + column, mask=loaded, other=0.0)
-        score = tl.load(score_ptr + source + column, mask=loaded, other=0.0)
-        tl.store(state_kv_ptr + target + column, kv.to(tl.float32), mask=inside & carried)
-        tl.store(state_score_ptr + target + column, score.to(tl.float32), mask=inside & carried)
+        inside = (column < WIDTH)[None, :] & (row < num_rows)[:, None]
+        stored = inside & carried[:, None]
+        source_at, target_at = source[:, None] + column[None, :], target[:, None] + column[None, :]
+        kv = tl.load(kv_ptr + source_at, mask=inside if EAGER else stored, other=0.0)
+        score = tl.load(score_ptr + source_at, mask=inside if EAGER else stored, other=0.0)
+        tl.store(state_kv_ptr + target_at, kv.to(tl.float32), mask=stored)
+        tl.store(state_score_ptr + target_at, score.to(tl.float32), mask=stored)
 
 
 @triton.jit
@@ -256,6 +342,7 @@ def entries_kernel(
     OVERLAP: tl.constexpr,
     WINDOW_POW2: tl.constexpr,
     UNROLL: tl.constexpr,
+    LOADED: tl.constexpr,
     RING: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_POW2: tl.constexpr,
@@ -288,6 +375,7 @@ def entries_kernel(
             OVERLAP,
             WINDOW_POW2,
             UNROLL,
+            LOADED,
             RING,
             HEAD_DIM,
             HEAD_POW2,
@@ -316,13 +404,14 @@ def carry_kernel(
     state_score_ptr,  # the same
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EAGER: tl.constexpr,
 ):
-    """A row per program."""
-    row = tl.program_id(0)
+    """ROWS rows per program."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
-    carry_row(
+    carry_rows(
         (kv_ptr, score_ptr),
         (state_kv_ptr, state_score_ptr, first_request),
         (positions_ptr, req_rows_ptr, num_rows, limit, max_requests),
@@ -365,7 +454,8 @@ def compress(
     found, rows_output = positions if out[1] is None else out[1], Output((num_entries,), "int32")
     if num_rows > SEARCHED_ROWS:
         constants, scalars = {"RATIO": ratio, **FIND_OPTIONS}, (num_rows, num_requests, num_entries, max_requests)
-        find = Launch(find_rows_kernel, "compress_find_rows", (1,), scalars, (rows_output,), constants)
+        grid = (triton.cdiv(max(num_rows, num_entries), FIND_OPTIONS["CHUNK"]),)
+        find = Launch(find_rows_kernel, "compress_find_rows", grid, scalars, (rows_output,), constants)
         found = execute(find, step, (out[1],))[0]
     constants = entry_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring)
     constants["ROWS_POW2"] = triton.next_power_of_2(num_rows) if num_rows <= SEARCHED_ROWS else 0
@@ -399,6 +489,8 @@ def carry(
     scalars = num_rows, num_requests, max_requests, first_request
     outputs = tuple(Output(state_kv.shape, "float32", alias=alias) for alias in (6, 7))
     constants = {"RING": state_kv.shape[1], "WIDTH": state_kv.shape[2], **CARRY_OPTIONS}
-    constants["EAGER"] = num_rows <= SEARCHED_ROWS  # of many rows, few are carried
-    launch = Launch(carry_kernel, "compress_carry", (num_rows,), scalars, outputs, constants)
+    few = num_rows <= SEARCHED_ROWS
+    constants |= {"ROWS": 1 if few else CARRIED_ROWS, "EAGER": few}
+    grid = (triton.cdiv(num_rows, constants["ROWS"]),)
+    launch = Launch(carry_kernel, "compress_carry", grid, scalars, outputs, constants)
     return execute(launch, (kv, score, positions, req_rows, query_start_loc, after, state_kv, state_score))

@@ -16,7 +16,7 @@ import triton.language as tl
 from jax_sparse_mla.kernels.launch import Executor, Launch, Output, dtype_of
 from jax_sparse_mla.kernels.triton.compressor import (
     CARRY_OPTIONS,
-    carry_row,
+    carry_rows,
     entry_constants,
     load_live,
     num_live_rows,
@@ -102,6 +102,7 @@ def v4_layer_kernel(
     OVERLAP: tl.constexpr,
     WINDOW_POW2: tl.constexpr,
     UNROLL: tl.constexpr,
+    LOADED: tl.constexpr,
     RING: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     QK_DIM: tl.constexpr,  # a power of two
@@ -129,11 +130,11 @@ def v4_layer_kernel(
     if INDEXED:
         if task < num_rows:
             rows = index_kv_ptr, index_score_ptr
-            carry_row(
+            carry_rows(
                 rows,
                 (index_state_kv_ptr, index_state_score_ptr, first_request),
                 step,
-                task,
+                task + tl.arange(0, 1),
                 RING,
                 OVERLAP * _DIM,
                 OVERLAP * _DIM,
@@ -157,6 +158,7 @@ def v4_layer_kernel(
                     OVERLAP,
                     WINDOW_POW2,
                     UNROLL,
+                    LOADED,
                     RING,
                     _DIM,
                     _DIM,
@@ -178,11 +180,11 @@ def v4_layer_kernel(
     if RATIO > 0:
         if (task >= 0) & (task < num_rows):
             rows = compressed_kv_ptr, compressed_score_ptr
-            carry_row(
+            carry_rows(
                 rows,
                 (state_kv_ptr, state_score_ptr, first_request),
                 step,
-                task,
+                task + tl.arange(0, 1),
                 RING,
                 OVERLAP * QK_DIM,
                 COLUMNS,
@@ -206,6 +208,7 @@ def v4_layer_kernel(
                     OVERLAP,
                     WINDOW_POW2,
                     UNROLL,
+                    LOADED,
                     RING,
                     QK_DIM,
                     QK_DIM,
@@ -338,7 +341,10 @@ def v4_layer(
     has_index, sinks = indexer.kv is not None, attn_sink.shape[0] // params_layers if params_layers > 1 else 0
     caches = swa, compressor.cache, *compressor[5:7], indexer.cache, *indexer[5:7]
     index_heads, lines = queries[0].shape[1] if has_index else 1, QUANTIZED_LINES
-    constants, requests = _compressor_constants(compressor, facts)
+    grid = (num_rows * (1 + bool(ratio) + has_index) + triton.cdiv(num_rows * index_heads, lines) * has_index,)
+    # Where every program has a multiprocessor of its own, its registers are of no other use.
+    loaded = 32 if grid[0] <= execute.device.sm_count else 8
+    constants, requests = _compressor_constants(compressor, facts, loaded)
     constants |= {
         "INDEXED": has_index,
         "QK_DIM": qk_dim,
@@ -366,19 +372,17 @@ def v4_layer(
     ]
     pages = (0 if x is None else x.shape[0] // layers for x in (swa, compressor.cache, indexer.cache))
     scalars = num_rows, step.query_start_loc.shape[0] - 1, requests, layer, params_layer, *pages, *facts.norm_eps
-    blocks = triton.cdiv(num_rows * index_heads, lines) if has_index else 0
-    grid = (num_rows * (1 + bool(ratio) + has_index) + blocks,)
     inputs = (*step, kv, attn_sink, *compressor[:5], *indexer[:5], *queries, *caches)
     launch = Launch(v4_layer_kernel, "v4_layer", grid, scalars, outputs, constants)
     return execute(launch, inputs)
 
 
-def _compressor_constants(compressor: Compressing, facts: Facts) -> tuple[dict[str, int], int]:
+def _compressor_constants(compressor: Compressing, facts: Facts, loaded: int) -> tuple[dict[str, int], int]:
     """The constants of `window_entry`, and the requests of the state."""
     if not facts.ratio:
-        names = "RATIO", "OVERLAP", "WINDOW_POW2", "UNROLL", "RING", "ROPE_DIM"
+        names = "RATIO", "OVERLAP", "WINDOW_POW2", "UNROLL", "LOADED", "RING", "ROPE_DIM"
         return dict.fromkeys(names, 0) | {"num_warps": 4}, 0
     rope_dim = 2 * compressor.inv_freq.shape[0] // facts.params[0]
-    constants = entry_constants(facts.ratio, 0, rope_dim, compressor.state_kv.shape[1])
+    constants = entry_constants(facts.ratio, 0, rope_dim, compressor.state_kv.shape[1], loaded)
     del constants["HEAD_DIM"], constants["HEAD_POW2"]
     return constants, compressor.state_kv.shape[0] // facts.layers[0]
