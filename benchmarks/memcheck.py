@@ -15,6 +15,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,8 @@ _FILES = (
 )
 # The gradient's kernels run in Triton's interpreter in the other tests of its file; production sizes take minutes.
 _CHOSEN = {"test_gradient.py": "TestOnTheGPU and not production"}
+# Their long tests take 6 and over 14 minutes under the sanitizer; the quick ones launch the same kernels.
+_QUICK = ("test_triton_compressor.py", "test_triton_layer.py")
 # Run as scripts, which take a short list of cases: all their tests would not end under the sanitizer within minutes.
 _SCRIPTS = {
     "attention": "triton_attention_cases.py",
@@ -55,11 +58,12 @@ def groups() -> dict[str, list[str]]:
     """What python runs, by group."""
     control = str(Path(__file__).with_name("memcheck_control.py"))
     found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
-    # With the long tests, which pyproject.toml leaves out.
-    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak", "-k"]
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     for path in sorted(path for pattern in _FILES for path in TESTS.rglob(pattern)):
         group = path.stem.removeprefix("test_").removeprefix("triton_")
-        found[group] = [*options, _CHOSEN.get(path.name, _SKIPPED), str(path)]
+        # With the long tests, which pyproject.toml leaves out.
+        marked = "not soak and not long" if path.name in _QUICK else "not soak"
+        found[group] = [*options, "-m", marked, "-k", _CHOSEN.get(path.name, _SKIPPED), str(path)]
     return found | {group: [str(next(TESTS.rglob(name)))] for group, name in _SCRIPTS.items()}
 
 
@@ -87,7 +91,15 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.
     command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")
-    return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    return subprocess.Popen(
+        command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+    )
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends the sanitizer and the program under it, which outlives the sanitizer alone and holds the GPU's memory."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def verdict(log: str, exit_code: int | None) -> dict:
@@ -113,23 +125,31 @@ def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> Ite
     """Each group's verdict when its process ends; what has not ended within the limit is stopped."""
     started = time.monotonic()
     running = {group: start(group, arguments, sanitizer) for group, arguments in chosen.items()}
-    while running:
-        time.sleep(0.2)
-        late = time.monotonic() - started > limit
-        for group, process in list(running.items()):
-            exit_code = process.poll()
-            if exit_code is None and not late:
-                continue
-            if exit_code is None:
-                process.terminate()
-                process.wait()
-            del running[group]
-            path = sanitizer.log(group)
-            log = path.read_text(errors="replace")
-            judged = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
-            if judged["as_wanted"]:
-                path.unlink()
-            yield group, judged | {"seconds": round(time.monotonic() - started, 1)}
+    try:
+        while running:
+            time.sleep(0.2)
+            late = time.monotonic() - started > limit
+            for group, process in list(running.items()):
+                exit_code = process.poll()
+                if exit_code is None and not late:
+                    continue
+                if exit_code is None:
+                    stop(process)
+                del running[group]
+                yield group, judged(group, sanitizer, exit_code) | {"seconds": round(time.monotonic() - started, 1)}
+    finally:
+        for process in running.values():
+            stop(process)
+
+
+def judged(group: str, sanitizer: Sanitizer, exit_code: int | None) -> dict:
+    """The verdict of the group's log, which stays where something is to be read in it."""
+    path = sanitizer.log(group)
+    log = path.read_text(errors="replace")
+    found = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
+    if found["as_wanted"]:
+        path.unlink()
+    return found
 
 
 def main() -> int:

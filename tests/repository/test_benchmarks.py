@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -171,6 +172,16 @@ def test_memcheck_is_believed_when_its_control_is_found(kind):
     assert memcheck.control_verdict(log, f"control {kind}")["as_wanted"]
     assert not memcheck.control_verdict(log, f"control {other}")["as_wanted"]
     assert not memcheck.control_verdict("========= ERROR SUMMARY: 0 errors", f"control {kind}")["as_wanted"]
+
+
+def test_a_stopped_memcheck_leaves_no_process_behind():
+    """The program under the sanitizer holds the GPU's memory."""
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    child = int(process.stdout.readline())
+    memcheck.stop(process)
+    assert process.stdout.read() == ""  # until no process has its other end
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
 
 
 def test_memcheck_takes_every_file_of_kernel_tests():
