@@ -55,6 +55,12 @@ def gpu_names() -> list[str]:
     return [str(number) for number in range(len((_output("nvidia-smi", "-L") or "").splitlines()))]
 
 
+def gpu_memory() -> int | None:
+    """MiB of the smallest GPU, None without one."""
+    found = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return min(map(int, found.split())) if found else None
+
+
 @functools.cache
 def commit() -> str | None:
     """$COMMIT, for a copy of the checkout without its history; else the last commit that touched the code."""

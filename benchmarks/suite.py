@@ -1,6 +1,6 @@
 """The whole test suite on this machine, and which tests ran of it, for benchmarks/results/h200_tests.json.
 
-python -m benchmarks.suite [--workers 15] [PYTEST ARGUMENTS ...]    # 15 workers for each GPU
+python -m benchmarks.suite [--workers 15] [PYTEST ARGUMENTS ...]    # workers for each GPU, by its memory without it
 python -m benchmarks.suite --merge RECORD RECORD ...    # of runs over different test files of one commit
 """
 
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.record import ROOT, environment, gpu_names, results_folder, write_json
+from benchmarks.record import ROOT, environment, gpu_memory, gpu_names, results_folder, write_json
 
 INTERRUPTED = 2  # pytest's exit code
 RECORDED = ("machine", "python", "counts", "passed", "failed", "skipped")  # what `pytest --record` writes of a run
@@ -25,7 +25,7 @@ RECORDED = ("machine", "python", "counts", "passed", "failed", "skipped")  # wha
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=15, help="for each GPU")
+    parser.add_argument("--workers", type=int, help="for each GPU; by default 15 on an H200 and 8 on an H100")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="RECORD")
     args, others = parser.parse_known_args()
     if args.merge:
@@ -41,7 +41,7 @@ def main() -> int:
             "pytest",
             "-q",
             "-n",
-            str(args.workers * max(1, len(gpus))),
+            str((args.workers or workers_a_gpu(gpu_memory())) * max(1, len(gpus))),
             "--dist",
             "worksteal",
             "-m",
@@ -63,6 +63,11 @@ def main() -> int:
     write_json(results_folder() / "h200_tests.json", content)
     print(found["counts"], f"in {seconds} s")
     return exit_code
+
+
+def workers_a_gpu(memory: int | None) -> int:
+    """How many test processes fit a GPU of so many MiB: contexts of torch and JAX, and tests that take gigabytes."""
+    return 15 if memory is None else max(1, min(15, memory // 9_500))
 
 
 def merged(runs: list[dict]) -> dict:

@@ -94,6 +94,7 @@ COMPRESS_SHAPES = [
     (4, 16, (9, 0, 30, 3), 3),
     (128, 16, (1, 1, 260, 1), 0),
     (128, 12, (1, 300, 130), 5),
+    (128, 16, (1, 140, 5), 5),
     (3, 12, (10, 2, 1), 4),
     (1, 16, (3, 2), 0),
 ]
@@ -108,16 +109,35 @@ def test_compress(seed, shape, bfloat16, searched):
         np.random.default_rng(seed), ratio, head_dim, lengths, more_ring=more_ring, dtype=dtype
     )
     with pytest.MonkeyPatch.context() as patch:
-        if not searched:  # as for more rows
+        if not searched:  # as for more rows, and by several programs
             patch.setattr(kernels, "SEARCHED_ROWS", 0)
+            patch.setattr(kernels, "FIND_OPTIONS", {"CHUNK": 8, "COUNTED": 16, "num_warps": 1})
         got = torch_compress(arguments, **static)
     assert_compressed(got, plain_compress(*arguments, **static, norm_eps=1e-6))
+
+
+def test_zeros_keep_their_sign_wherever_a_step_begins():
+    """A negative sum that a high score multiplies by 0 is -0; what tokens that are -0 make of it is the same."""
+    kv = np.full((128, 16), -0.0, np.float32)
+    score = np.full((128, 16), 200, np.float32)
+    kv[0], score[:8] = -1, 0
+    parameters = np.zeros((128, 16), np.float32), np.ones(16, np.float32), np.zeros(4, np.float32)
+    found = []
+    for begin in (0, 40, 100):
+        state = [np.concatenate([x[:begin], np.full((128 - begin, 16), np.nan, np.float32)])[None] for x in (kv, score)]
+        step = [x[begin:].astype(ml_dtypes.bfloat16) for x in (kv, score)]
+        where = np.arange(begin, 128, dtype=np.int32), np.zeros(128 - begin, np.int32)
+        case = *state, *step, *where, np.array([0, 128 - begin], np.int32), *parameters
+        entries = torch_compress(case, ratio=128, num_entries=(128 - begin) // 128 + 1)[0]
+        found.append(entries[0].view(torch.int16).tolist())
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("searched", [True, False])
 def test_rows_beyond_the_entries_are_left_out(monkeypatch, searched):
     """More rows complete a group than there are entries, as hostile positions can make it."""
     monkeypatch.setattr(kernels, "SEARCHED_ROWS", 1024 if searched else 0)
+    monkeypatch.setattr(kernels, "FIND_OPTIONS", {"CHUNK": 8, "COUNTED": 16, "num_warps": 1})
     arguments, _ = compress_case(np.random.default_rng(13), 4, 16, (1,) * 9)
     state_kv, state_score, kv, score, positions, req_rows, *rest = map(tensor, arguments)
     positions[:9], req_rows[:9] = 7, torch.arange(9, dtype=torch.int32, device=positions.device)

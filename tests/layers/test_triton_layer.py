@@ -210,6 +210,12 @@ def test_decode(ratio, layout, layers):
     assert_same(make_case(ratio + layers, ratio, layout=layout, layers=layers))
 
 
+def test_more_tokens_loaded_together_give_the_same_bits(monkeypatch):
+    """As on a GPU with a multiprocessor for each program."""
+    monkeypatch.setattr(execute, "device", execute.device._replace(sm_count=132))
+    assert_same(make_case(5, 128))
+
+
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_drafts_with_room_in_the_ring(ratio):
     """Several rows a request, none of which takes the place of a token that another's window reads: one launch."""

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from benchmarks import counters, flashmla_from_jit, hopper_decode, memcheck, number_formats, plots, record, run
+from benchmarks import counters, flashmla_from_jit, hopper_decode, memcheck, number_formats, plots, record, run, suite
 from benchmarks.ops import attention
 from benchmarks.timing import Case, Operation, Run
 from jax_sparse_mla import sparse_mla_decode
@@ -257,3 +257,8 @@ def test_the_cases_that_are_counted_exist():
     for name in counters.CASES:
         kind, _, case = name.partition(": ")
         assert case in {"decode, FP8": of_fp8, "decode, bfloat16": of_bf16}.get(kind, {case})
+
+
+@pytest.mark.parametrize("memory, workers", [(143_771, 15), (81_559, 8), (5_000, 1), (None, 15)])
+def test_tests_share_a_gpus_memory(memory, workers):
+    assert suite.workers_a_gpu(memory) == workers

@@ -24,7 +24,7 @@ SEARCHED_ROWS = 1024
 
 FIND_OPTIONS = {"CHUNK": 1024, "COUNTED": 8192, "num_warps": 8}
 CARRY_OPTIONS = {"COLUMNS": 512, "num_warps": 4}
-CARRIED_ROWS = 4  # of a long step that a program looks at; few of them are carried
+CARRY_ROWS = 4  # A program of a long step looks at so many rows and carries few of them.
 
 
 def overlap_of(ratio: int) -> int:
@@ -35,8 +35,8 @@ def overlap_of(ratio: int) -> int:
 def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int, loaded: int = 32) -> dict[str, int]:
     """The constexpr arguments of `window_entry`, with num_warps.
 
-    More tokens `loaded` together take less time and more registers: of a window of 128 tokens and 512 channels, a
-    thread has 76 registers with 8 tokens and 173 with 32.
+    More tokens `loaded` together, a multiple of 8, take less time and more registers: with a window of 128 tokens of
+    512 channels a thread has 76 registers for 8 tokens and 173 for 32. The bits do not depend on it.
     """
     window = overlap_of(ratio) * ratio
     return {
@@ -98,7 +98,7 @@ def find_rows_kernel(
 ):
     """The rows that complete a group, ascending, then -1; a program per CHUNK rows, or entries where they are more.
 
-    Every program counts all live rows, so what is read grows with their square: 4 MB for 8,192 rows, from the L2.
+    Every program reads all live rows, so the reads grow with their square: 0.5 MB for 8,192 rows, 32 MB for 65,536.
     """
     limit = num_live_rows(query_start_loc_ptr, num_rows, num_requests)
     step = positions_ptr, req_rows_ptr, num_rows, limit, max_requests
@@ -137,7 +137,7 @@ def _load_token(step_ptr, ring_ptr, of_step, exists, SOURCE: tl.constexpr, MASKE
         return _load(ring_ptr, exists, MASKED)
     elif step_ptr.dtype.element_ty == tl.float32:
         return _load(tl.where(of_step, step_ptr, ring_ptr), exists, MASKED)
-    else:  # the one or the other is 0
+    else:  # the one or the other is 0; a sum takes fewer registers than a choice
         return _load(step_ptr, exists & of_step, True) + _load(ring_ptr, exists & (of_step == 0), True)
 
 
@@ -146,8 +146,8 @@ def _pool_tokens(
     sums,  # (highest score, sum of the weights, sum of the weighted kv) of the tokens before
     start,  # the first token
     pointers,  # (kv, score) of the window's first token in the step, those of the state, ape; with the channels
-    window,  # (position of its first token, first row of the request's ring, how many tokens the ring has)
-    exists,  # channels
+    place,  # (position of the window's first token, first row of the request's ring, how many tokens are in the ring)
+    in_head,  # channels
     SOURCE: tl.constexpr,  # of the tokens' values: "ring", "step" or "either"
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -158,32 +158,35 @@ def _pool_tokens(
     HEAD_POW2: tl.constexpr,
 ):
     """The sums with LOADED more tokens, UNROLL at a time; all their loads are in flight before the first sum."""
+    tl.static_assert(LOADED % UNROLL == 0)
     width: tl.constexpr = OVERLAP * HEAD_DIM
     # Only a window that overlaps can begin before the request does.
     MASKED: tl.constexpr = OVERLAP > 1 or HEAD_DIM < HEAD_POW2
-    # The tokens then lie side by side in the ring.
-    AHEAD: tl.constexpr = OVERLAP == 1 and RATIO % LOADED == 0 and RING % LOADED == 0
+    # AHEAD: the tokens lie side by side in the ring, since the window begins at a multiple of RATIO and so of LOADED.
+    AHEAD: tl.constexpr = OVERLAP == 1 and RING % LOADED == 0
     kv_ptr, score_ptr, state_kv_ptr, state_score_ptr, ape_ptr = pointers
-    first_position, ring, of_ring = window
+    first_position, ring, of_ring = place
     top, total, pooled = sums
-    in_step = start * width
-    in_ring = (ring + (first_position + start) % RING) * width
+    first_slot = ring + (first_position + start) % RING
     kvs, scores = (), ()
     for i in tl.static_range(LOADED):
         token = start + i
         half = token // RATIO * HEAD_DIM if OVERLAP > 1 else 0  # A of the group before, B of the last one
         position = first_position + token
-        loaded = exists & (position >= 0) if OVERLAP > 1 else exists
-        if not AHEAD:
-            in_ring = (ring + position % RING) * width - i * width
+        exists = in_head & (position >= 0) if OVERLAP > 1 else in_head
         of_step = token >= of_ring
+        # Constants are added last: they become part of the loads.
+        slot = first_slot + i if AHEAD else ring + position % RING
+        step_at, ring_at = start * width, slot * width
         at = i * width + half
-        kv = _load_token(kv_ptr + in_step + at, state_kv_ptr + in_ring + at, of_step, loaded, SOURCE, MASKED)
-        score = _load_token(score_ptr + in_step + at, state_score_ptr + in_ring + at, of_step, loaded, SOURCE, MASKED)
-        row = start * width + i * width if OVERLAP == 1 else token % RATIO * width + half
-        ape = _load(ape_ptr + row, loaded, MASKED)
+        kv = _load_token(kv_ptr + step_at + at, state_kv_ptr + ring_at + half, of_step, exists, SOURCE, MASKED)
+        if SOURCE != "either" and kv_ptr.dtype.element_ty != tl.float32:
+            kv += 0.0  # -0 becomes 0, as in the sum of either
+        score = _load_token(score_ptr + step_at + at, state_score_ptr + ring_at + half, of_step, exists, SOURCE, MASKED)
+        ape_at = start * width + i * width if OVERLAP == 1 else token % RATIO * width + half
+        ape = _load(ape_ptr + ape_at, exists, MASKED)
         if MASKED:
-            ape = tl.where(loaded, ape, float("-inf"))
+            ape = tl.where(exists, ape, float("-inf"))
         kvs, scores = kvs + (kv,), scores + (score + ape,)  # noqa: RUF005  Triton knows no other way
     for block in tl.static_range(0, LOADED, UNROLL):
         higher = top
@@ -207,11 +210,11 @@ def window_entry(
     state,  # each float32 [requests, RING, OVERLAP * HEAD_DIM]
     step,
     params,  # (ape, float32 [RATIO, OVERLAP * HEAD_DIM]; norm weight [HEAD_DIM]; inv_freq [ROPE_DIM / 2]; norm_eps)
-    row,  # the row that completes the entry
+    row,  # a live row that completes a group: without overlap its window begins at a multiple of RATIO, 0 or more
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     WINDOW_POW2: tl.constexpr,
-    UNROLL: tl.constexpr,  # tokens of a block; divides the window
+    UNROLL: tl.constexpr,  # tokens that are summed at a time; divides LOADED
     LOADED: tl.constexpr,  # tokens whose loads are in flight together; divides the window
     RING: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # even
@@ -241,16 +244,17 @@ def window_entry(
     channel = tl.arange(0, HEAD_POW2)
     in_head = channel < HEAD_DIM
     of_ring = window - tokens_in_step  # the oldest tokens; the newest are of this step
+    # These pointers may be before the arrays' begin; what lies there is not loaded.
     at_first = (row - (window - 1)).to(tl.int64) * width + channel
     pointers = kv_ptr + at_first, score_ptr + at_first, state_kv_ptr + channel, state_score_ptr + channel
     pointers = pointers + (ape_ptr + channel,)  # noqa: RUF005
-    first = last_position - (window - 1), (request.to(tl.int64) + first_request) * RING, of_ring
+    place = last_position - (window - 1), (request.to(tl.int64) + first_request) * RING, of_ring
     sums = tl.full([HEAD_POW2], float("-inf"), tl.float32), tl.zeros([HEAD_POW2], tl.float32)
     sums = sums + (tl.zeros([HEAD_POW2], tl.float32),)  # noqa: RUF005
     # fmt: off
-    if window == LOADED:
+    if window == LOADED:  # whose tokens come from either in general
         sums = _pool_tokens(
-            sums, row * 0, pointers, first, in_head,
+            sums, 0, pointers, place, in_head,
             "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
         )
     else:
@@ -258,21 +262,21 @@ def window_entry(
         step_begin = tl.cdiv(of_ring, LOADED) * LOADED
         for start in tl.range(0, ring_end, LOADED):
             sums = _pool_tokens(
-                sums, start, pointers, first, in_head,
+                sums, start, pointers, place, in_head,
                 "ring", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
             )
         if ring_end < step_begin:
             sums = _pool_tokens(
-                sums, ring_end, pointers, first, in_head,
+                sums, ring_end, pointers, place, in_head,
                 "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
             )
         for start in tl.range(step_begin, window, LOADED):
             sums = _pool_tokens(
-                sums, start, pointers, first, in_head,
+                sums, start, pointers, place, in_head,
                 "step", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
             )
-    _, total, pooled = sums
     # fmt: on
+    _, total, pooled = sums
     pooled = pooled / tl.where(total == 0, 1.0, total)
 
     scale = tl.rsqrt(tl.sum(tl.fma(pooled, pooled, 0.0), axis=0) / HEAD_DIM + norm_eps)
@@ -490,7 +494,7 @@ def carry(
     outputs = tuple(Output(state_kv.shape, "float32", alias=alias) for alias in (6, 7))
     constants = {"RING": state_kv.shape[1], "WIDTH": state_kv.shape[2], **CARRY_OPTIONS}
     few = num_rows <= SEARCHED_ROWS
-    constants |= {"ROWS": 1 if few else CARRIED_ROWS, "EAGER": few}
+    constants |= {"ROWS": 1 if few else CARRY_ROWS, "EAGER": few}
     grid = (triton.cdiv(num_rows, constants["ROWS"]),)
     launch = Launch(carry_kernel, "compress_carry", grid, scalars, outputs, constants)
     return execute(launch, (kv, score, positions, req_rows, query_start_loc, after, state_kv, state_score))
