@@ -8,12 +8,14 @@ A case is REQUESTSxCONTEXT, requests of one device. The step of `benchmarks.step
 its output and every byte of its caches are compared with those that one device has for the same requests, and its
 program is searched for collectives. Weak scaling is the wall time on one device over the wall time on all. The same
 thread also starts each device's own program in turn ("apart"). The time in which each GPU works is CUPTI's, of other
-steps behind those that are timed. Writes two_gpus.json to $OUT or benchmarks/results.
+steps behind those that are timed; so are the kernels whose times differ most between the two programs. Writes
+two_gpus.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import functools
 import multiprocessing
@@ -35,10 +37,11 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.record import section, write_section
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, decode_step, fill
 from benchmarks.step import ROOM, STEPS
-from jax_sparse_mla.serving.bench import gpus_ms
+from jax_sparse_mla.serving.bench import busy, gpu_work
 
 CASES = "1x8192,8x8192,64x8192,1x131072,8x131072,64x131072"
 PROFILED = 8  # steps
+SHOWN = 8  # kernels
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 AXIS = "requests"
 COORDINATOR = "127.0.0.1:9876"
@@ -119,8 +122,15 @@ def timed(call, state: Any, inputs: Sequence[Any], repeats: int) -> tuple[Any, f
     return state, statistics.median(seconds)
 
 
-def gpu_times(call, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[float]]:
-    """The state after PROFILED steps, and the microseconds of a step in which each GPU of this process works."""
+class Kernel(NamedTuple):
+    """Microseconds and launches of a step, of all kernels of a name."""
+
+    us: float = 0.0
+    launches: float = 0.0
+
+
+def gpu_times(call, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[float], dict[str, Kernel]]:
+    """The state after PROFILED steps, the microseconds of a step that each GPU works, and the first one's kernels."""
 
     def run():
         nonlocal state
@@ -128,8 +138,22 @@ def gpu_times(call, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[float]
             state = call(state, *inputs)
         jax.block_until_ready(state)
 
-    milliseconds = gpus_ms(run, PROFILED)
-    return state, [each * 1e3 for each in milliseconds]
+    work = gpu_work(run)
+    return state, [busy([span for span, _ in each]) / PROFILED / 1e3 for each in work], kernels(work[0])
+
+
+def kernels(work: Sequence[tuple[tuple[int, int], str]]) -> dict[str, Kernel]:
+    """Of one GPU's work in PROFILED steps, by name."""
+    spans = collections.defaultdict(list)
+    for (begin, end), name in work:
+        spans[name].append(end - begin)
+    return {name: Kernel(sum(each) / PROFILED / 1e3, len(each) / PROFILED) for name, each in spans.items()}
+
+
+def differences(one: dict[str, Kernel], other: dict[str, Kernel]) -> dict[str, list[Kernel]]:
+    """The SHOWN kernels whose times differ most, in the one program and in the other."""
+    pairs = {name: [one.get(name, Kernel()), other.get(name, Kernel())] for name in one | other}
+    return dict(sorted(pairs.items(), key=lambda item: -abs(item[1][0].us - item[1][1].us))[:SHOWN])
 
 
 @jax.jit
@@ -160,7 +184,7 @@ def case(stack: Stack, programs: Programs, mesh: Mesh, repeats: int) -> dict:
         alone.append(jax.tree.map(lambda x: int(fingerprint(x)), state))
         if device is own[0]:
             state, one_device = timed(call, state, inputs, repeats)
-            state, gpu_alone = gpu_times(call, state, inputs)
+            state, gpu_alone, kernels_alone = gpu_times(call, state, inputs)
         del state
 
     arrays = [own_arrays(stack, device, devices.index(device)) for device in own]
@@ -183,7 +207,7 @@ def case(stack: Stack, programs: Programs, mesh: Mesh, repeats: int) -> dict:
     state = jax.block_until_ready(sharded(state, *inputs))
     compare(state, alone)
     state, together = timed(sharded, state, inputs, repeats)
-    state, gpu_together = gpu_times(sharded, state, inputs)
+    state, gpu_together, kernels_together = gpu_times(sharded, state, inputs)
     return {
         "devices": len(devices),
         "processes": jax.process_count(),
@@ -194,6 +218,7 @@ def case(stack: Stack, programs: Programs, mesh: Mesh, repeats: int) -> dict:
         "apart_weak_scaling": one_device / apart,
         "one_device_gpu_us": gpu_alone[0],
         "all_devices_gpu_us": gpu_together,
+        "kernels_alone_and_together": differences(kernels_alone, kernels_together),
         "collectives": found,
         "equal_to_the_bit": True,  # `compare` raised otherwise
     }
@@ -287,6 +312,9 @@ def main() -> None:
             f"collectives: {', '.join(result['collectives']) or 'none'}",
             flush=True,
         )
+        for kernel, (one, other) in result["kernels_alone_and_together"].items():
+            counts = f"{one.launches:g} and {other.launches:g} times"
+            print(f"    {one.us:8.1f} and {other.us:8.1f} us, {counts}: {kernel[:70]}", flush=True)
         write_section("two_gpus.json", title, results)
 
 

@@ -406,9 +406,14 @@ def gpu_ms(run: Callable[[], Any], steps: int) -> float | None:
 
 
 def gpus_ms(run: Callable[[], Any], steps: int) -> list[float]:
-    """`gpu_ms` of each GPU that does anything, in the order of their numbers; none without torch, or without a GPU.
+    """`gpu_ms` of each GPU that does anything, in the order of their numbers; none without torch, or without a GPU."""
+    return [busy([span for span, _ in of_gpu]) / steps / 1e6 for of_gpu in gpu_work(run)]
 
-    CUPTI tells, by torch's profiler.
+
+def gpu_work(run: Callable[[], Any]) -> list[list[tuple[tuple[int, int], str]]]:
+    """Of each GPU that does anything while `run()` runs, (begin and end in ns, name) of all that it does.
+
+    CUPTI tells, by torch's profiler: none without torch, or without a GPU. `run` must wait for what it started.
     """
     if jax.default_backend() != "gpu":
         return []
@@ -420,12 +425,12 @@ def gpus_ms(run: Callable[[], Any], steps: int) -> list[float]:
         return []
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
-    spans: dict[int, list[tuple[int, int]]] = {}
+    found: dict[int, list[tuple[tuple[int, int], str]]] = {}
     for event in profiler.profiler.kineto_results.events():
         if "CUDA" in str(event.device_type()):
             span = event.start_ns(), event.start_ns() + event.duration_ns()
-            spans.setdefault(event.device_index(), []).append(span)
-    return [busy(spans[device]) / steps / 1e6 for device in sorted(spans)]
+            found.setdefault(event.device_index(), []).append((span, event.name()))
+    return [found[device] for device in sorted(found)]
 
 
 def busy(spans: Sequence[tuple[int, int]]) -> int:

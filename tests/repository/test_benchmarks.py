@@ -14,7 +14,18 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from benchmarks import counters, flashmla_from_jit, hopper_decode, memcheck, number_formats, plots, record, run, suite
+from benchmarks import (
+    counters,
+    flashmla_from_jit,
+    hopper_decode,
+    memcheck,
+    number_formats,
+    plots,
+    record,
+    run,
+    suite,
+    two_gpus,
+)
 from benchmarks.ops import attention
 from benchmarks.timing import Case, Operation, Run
 from jax_sparse_mla import sparse_mla_decode
@@ -262,3 +273,13 @@ def test_the_cases_that_are_counted_exist():
 @pytest.mark.parametrize("memory, workers", [(143_771, 15), (81_559, 8), (5_000, 1), (None, 15)])
 def test_tests_share_a_gpus_memory(memory, workers):
     assert suite.workers_a_gpu(memory) == workers
+
+
+def test_kernels_that_differ_most_are_shown():
+    work = [((0, 8_000), "a"), ((8_000, 16_000), "a"), ((20_000, 24_000), "b")]
+    one = two_gpus.kernels(work)
+    assert one == {"a": two_gpus.Kernel(2.0, 0.25), "b": two_gpus.Kernel(0.5, 0.125)}
+    other = two_gpus.kernels([((0, 24_000), "a"), ((30_000, 34_000), "b"), ((40_000, 48_000), "c")])
+    found = two_gpus.differences(one, other)
+    assert sorted(list(found)[:2]) == ["a", "c"] and found["b"] == [two_gpus.Kernel(0.5, 0.125)] * 2
+    assert found["c"] == [two_gpus.Kernel(), two_gpus.Kernel(1.0, 0.125)]
