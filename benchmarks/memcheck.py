@@ -12,6 +12,7 @@ run again unless it is named. Writes memcheck.json, or as the tool is called, to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -91,15 +92,21 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.
     command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")
-    return subprocess.Popen(
-        command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
-    )
+    return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
 def stop(process: subprocess.Popen) -> None:
     """Ends the sanitizer and the program under it, which outlives the sanitizer alone and holds the GPU's memory."""
-    os.killpg(process.pid, signal.SIGKILL)
+    for pid in (*descendants(process.pid), process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process started, and those that they started."""
+    children = [int(x) for path in Path(f"/proc/{pid}/task").glob("*/children") for x in path.read_text().split()]
+    return children + [each for child in children for each in descendants(child)]
 
 
 def verdict(log: str, exit_code: int | None) -> dict:
@@ -124,8 +131,10 @@ def control_verdict(log: str, group: str) -> dict:
 def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> Iterator[tuple[str, dict]]:
     """Each group's verdict when its process ends; what has not ended within the limit is stopped."""
     started = time.monotonic()
-    running = {group: start(group, arguments, sanitizer) for group, arguments in chosen.items()}
+    running: dict[str, subprocess.Popen] = {}
     try:
+        for group, arguments in chosen.items():
+            running[group] = start(group, arguments, sanitizer)
         while running:
             time.sleep(0.2)
             late = time.monotonic() - started > limit

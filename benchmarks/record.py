@@ -56,9 +56,9 @@ def gpu_names() -> list[str]:
 
 
 def gpu_memory() -> int | None:
-    """MiB of the smallest GPU, None without one."""
-    found = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    return min(map(int, found.split())) if found else None
+    """MiB of the machine's smallest GPU; None without one, or where the driver does not tell."""
+    found = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    return min((int(line) for line in found.splitlines() if line.strip().isdigit()), default=None)
 
 
 @functools.cache

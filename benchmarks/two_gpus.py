@@ -8,8 +8,8 @@ A case is REQUESTSxCONTEXT, requests of one device. The step of `benchmarks.step
 its output and every byte of its caches are compared with those that one device has for the same requests, and its
 program is searched for collectives. Weak scaling is the wall time on one device over the wall time on all. The same
 thread also starts each device's own program in turn ("apart"). The time in which each GPU works is CUPTI's, of other
-steps behind those that are timed; so are the kernels whose times differ most between the two programs. Writes
-two_gpus.json to $OUT or benchmarks/results.
+steps behind those that are timed. Its profile gives the kernels whose times differ most between the two programs.
+Writes two_gpus.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def gpu_times(call, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[float]
 
 
 def kernels(work: Sequence[tuple[tuple[int, int], str]]) -> dict[str, Kernel]:
-    """Of one GPU's work in PROFILED steps, by name."""
+    """Of one GPU's work in PROFILED steps, by name without the number that XLA gives it in a program."""
     spans = collections.defaultdict(list)
     for (begin, end), name in work:
-        spans[name].append(end - begin)
+        spans[re.sub(r"_\d+$", "", name)].append(end - begin)
     return {name: Kernel(sum(each) / PROFILED / 1e3, len(each) / PROFILED) for name, each in spans.items()}
 
 

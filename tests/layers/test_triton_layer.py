@@ -210,9 +210,10 @@ def test_decode(ratio, layout, layers):
     assert_same(make_case(ratio + layers, ratio, layout=layout, layers=layers))
 
 
-def test_more_tokens_loaded_together_give_the_same_bits(monkeypatch):
-    """As on a GPU with a multiprocessor for each program."""
-    monkeypatch.setattr(execute, "device", execute.device._replace(sm_count=132))
+@pytest.mark.parametrize("sm_count", [1, 132])
+def test_more_tokens_loaded_together_give_the_same_bits(monkeypatch, sm_count):
+    """On a GPU with a multiprocessor for each program, and on one with too few."""
+    monkeypatch.setattr(execute, "device", execute.device._replace(sm_count=sm_count))
     assert_same(make_case(5, 128))
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 import types
@@ -188,11 +192,15 @@ def test_memcheck_is_believed_when_its_control_is_found(kind):
 def test_a_stopped_memcheck_leaves_no_process_behind():
     """The program under the sanitizer holds the GPU's memory."""
     command = ["sh", "-c", "sleep 600 & echo $!; wait"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
-    memcheck.stop(process)
-    assert process.stdout.read() == ""  # until no process has its other end
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+    assert memcheck.descendants(process.pid) == [child]
+    try:
+        memcheck.stop(process)
+        assert select.select([process.stdout], [], [], 10)[0], "its child has the pipe's other end open"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def test_memcheck_takes_every_file_of_kernel_tests():
@@ -276,10 +284,13 @@ def test_tests_share_a_gpus_memory(memory, workers):
 
 
 def test_kernels_that_differ_most_are_shown():
-    work = [((0, 8_000), "a"), ((8_000, 16_000), "a"), ((20_000, 24_000), "b")]
+    work = [((0, 8_000), "a"), ((8_000, 16_000), "a"), ((20_000, 24_000), "b_12")]
     one = two_gpus.kernels(work)
     assert one == {"a": two_gpus.Kernel(2.0, 0.25), "b": two_gpus.Kernel(0.5, 0.125)}
-    other = two_gpus.kernels([((0, 24_000), "a"), ((30_000, 34_000), "b"), ((40_000, 48_000), "c")])
+    other = two_gpus.kernels([((0, 24_000), "a"), ((30_000, 34_000), "b_7"), ((40_000, 48_000), "c")])
     found = two_gpus.differences(one, other)
     assert sorted(list(found)[:2]) == ["a", "c"] and found["b"] == [two_gpus.Kernel(0.5, 0.125)] * 2
+    many = {f"kernel {i}": two_gpus.Kernel(float(i), 1.0) for i in range(2 * two_gpus.SHOWN)}
+    assert next(iter(two_gpus.differences(many, {}))) == f"kernel {len(many) - 1}"
+    assert len(two_gpus.differences(many, {})) == two_gpus.SHOWN
     assert found["c"] == [two_gpus.Kernel(), two_gpus.Kernel(1.0, 0.125)]
