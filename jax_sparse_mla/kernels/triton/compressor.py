@@ -252,7 +252,7 @@ def window_entry(
     sums = tl.full([HEAD_POW2], float("-inf"), tl.float32), tl.zeros([HEAD_POW2], tl.float32)
     sums = sums + (tl.zeros([HEAD_POW2], tl.float32),)  # noqa: RUF005
     # fmt: off
-    if window == LOADED:  # whose tokens come from either in general
+    if window == LOADED:  # One block is the whole window: its tokens may be in both.
         sums = _pool_tokens(
             sums, 0, pointers, place, in_head,
             "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
