@@ -80,6 +80,7 @@ class Sanitizer(NamedTuple):
 def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.Popen:
     # XLA's and torch's pools would hide a step over an array's end.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    alone = alone if sanitizer.tool == "memcheck" else {}  # the others are slower with it
     paths = [
         str(TESTS / "support"),
         str(TESTS / "metadata"),
@@ -88,7 +89,9 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.
         os.environ.get("PYTHONPATH", ""),
     ]
     environ = os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    # Python may take longer than the sanitizer waits by default, where many start at once.
     command = [sanitizer.program, "--tool", sanitizer.tool, "--target-processes", "application-only"]
+    command += ["--launch-timeout", "120"]
     command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")

@@ -227,7 +227,8 @@ def _after(out: jax.Array, rows: V4Rows, params: V4LayerParams, *, keys_alone: b
 
 def decode_step(stack: Stack, state, rows, params, tables):
     caches, seq_lens, _ = state
-    requests = jnp.arange(stack.batch, dtype=jnp.int32)
+    # An engine hands these in. Of a plain iota XLA would make one for each layer of a sharded step, a launch each.
+    requests = jax.lax.optimization_barrier(jnp.arange(stack.batch, dtype=jnp.int32))
     batch = ForwardBatch(
         mode=ForwardMode.DECODE,
         max_seq_len=stack.max_len,

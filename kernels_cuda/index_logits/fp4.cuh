@@ -174,6 +174,7 @@ __device__ void produce(const Call& call, Shared<kHeads>& shared) {
         if (copies) shared.counts[slot][tile] = mine.count;
         __syncwarp();
         if (copies && tile == 0) expect(&shared.full[slot], bytes);
+        if (copies && tile > 0 && kArrivalsOfWarp > 1) arrive(&shared.full[slot]);
         __syncwarp();
         if (copies && mine.count > 0)
           copy_tile(call, shared.keys[slot][tile], mine.page, mine.line, &shared.full[slot]);
@@ -426,7 +427,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp4_logits_kernel(const __grid_co
   auto& shared = *reinterpret_cast<Shared<kHeads>*>(tiles_memory());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      init(&shared.full[i], 1);
+      init(&shared.full[i], kArrivalsOfWarp == 1 ? 1 : kTiles);
       init(&shared.empty[i], 4 * kArrivalsOfWarp);
     }
     fence_barriers();

@@ -149,7 +149,11 @@ struct Planner {
           to.row = row, to.count = together ? kRows : 1, to.column = column, to.tiles = static_cast<int>(tiles);
       }
       __syncwarp();
-      if (emits && tile == 0) arrive(&shared.planned[item % kItems]);
+      if constexpr (kArrivalsOfWarp == 1) {
+        if (emits && tile == 0) arrive(&shared.planned[item % kItems]);
+      } else if (emits || together) {  // the lanes that write: all 32, or four for each item
+        for (int i = 0; i < (together ? 1 : 8); i++) arrive(&shared.planned[item % kItems]);
+      }
       planned += __popc(leaders);
     }
   }
@@ -171,7 +175,7 @@ struct Planner {
       int at = planned % kItems;
       wait(&shared.free[at], planned / kItems & 1 ^ 1);
       shared.items[at].count = 0;
-      arrive(&shared.planned[at]);
+      for (int i = 0; i < kArrivalsOfWarp; i++) arrive(&shared.planned[at]);
     }
   }
 };
@@ -366,7 +370,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
   Shared& shared = *reinterpret_cast<Shared*>(tiles_memory());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kItems; i++) {
-      init(&shared.planned[i], 1);
+      init(&shared.planned[i], kArrivalsOfWarp);
       init(&shared.full[i], 1);
       init(&shared.free[i], kConsumers / 32 * kArrivalsOfWarp);
     }
