@@ -4,7 +4,7 @@
 
 SGLang's kernels are launched one after the other, since it has no CUDA graph for a prefill; the rest is as in
 `benchmarks.peer_step`. The request's last chunk is compared with our reference before anything is timed. Per chunk:
-wall time, the time in which the GPU is busy, operations, and where the time goes. Prints tables and writes
+wall time, the time in which the GPU is busy, operations, and its parts, ours and theirs. Prints tables and writes
 peer_prefill.json to $OUT or benchmarks/results.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import re
 import statistics
 import sys
 import time
@@ -55,6 +56,26 @@ def kinds(operations: list[Operation]) -> list[tuple[str, float, int]]:
     return sorted(found, key=lambda kind: -kind[1])
 
 
+# By what stands in the names of their kernels, the first that fits; what fits none is the rest.
+PARTS = {
+    "attention": "sparse_attn_fwd|mosaic_gpu",
+    "index logits": "mqa_logits|index_logits|get_k_and_s",
+    "top-k and tables": "topk|swa_token_ids|swa_page_indices|combine_",
+    "index queries": "fused_q_indexer|index_q",
+    "compressors, window and index keys": "compress|flash_c|write_c|fused_.*norm_rope|entries|carry|find_rows|write_",
+    "keys for attention, in bfloat16": "dequantize|gather_",
+    "additions between the layers": "CUDAFunctor_add<c10|add_fusion",
+}
+
+
+def parts(kinds: list[tuple[str, float, int]]) -> dict[str, float]:
+    """Microseconds of a chunk's parts."""
+    found = dict.fromkeys((*PARTS, "rest"), 0.0)
+    for name, us, _ in kinds:
+        found[next((part for part, names in PARTS.items() if re.search(names, name)), "rest")] += us
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="where SGLang's compiled modules lie")
@@ -71,7 +92,7 @@ def main() -> int:
         missing = load(arguments.prepared)
     except peers.NotMeasured as reason:
         return not_measured("peer_prefill.json", reason)
-    case = ["--decode", "", "--prefill", arguments.prompt, "--layers", str(arguments.layers)]
+    case = ["--decode", "", "--prefill", arguments.prompt, "--layers", str(arguments.layers), "--operations", "200"]
     ours = measure_ours(case)[f"prefill {prompt} in {rows}"]
     stack = Stack(ratios=V4_FLASH_RATIOS[: arguments.layers], batch=1, max_len=prompt, window_pages=prompt // 256)
     state = State(stack, num_rows=rows)
@@ -83,7 +104,7 @@ def main() -> int:
     guards = check_chunk(state, seen, rows)
     print(f"prefill: {guards}", flush=True)
     del seen
-    results = {"ours": {key: ours[key] for key in ("steps", "wall_us", "gpu_us", "gpu_busy", "operations")}}
+    results = {"ours": {key: ours[key] for key in ("steps", "wall_us", "gpu_us", "gpu_busy", "operations", "kinds")}}
     for start in starts:
         found = results[f"SGLang, tokens {start} to {start + rows}"] = measure(chunk, start, arguments.repeats)
         for name, us, count in found["kinds"][: arguments.operations]:
@@ -91,6 +112,8 @@ def main() -> int:
     theirs = [result for name, result in results.items() if name != "ours"]
     for name, result in results.items():
         print(f"{name:32} {result['wall_us']:12,.0f} us wall {result['gpu_us']:12,.0f} us busy")
+        result["parts"] = parts(result["kinds"])
+        print("    " + ", ".join(f"{part} {us:,.0f}" for part, us in result["parts"].items()))
     ratio = statistics.mean(result["wall_us"] for result in theirs) / results["ours"]["wall_us"]
     print(f"a chunk of SGLang's takes {ratio:.2f} of the time of ours")
     found = {"compiled_here": missing, "guards": guards._asdict(), "results": results}

@@ -414,8 +414,10 @@ def main() -> None:
     def record(name, program, measured):
         results[name], operations = measured
         print(table({name: results[name]}).splitlines()[-1], flush=True)
-        kinds = by_kind(program, operations, results[name]["steps"]) if arguments.operations else []
-        for kind in kinds[: arguments.operations]:
+        kinds = by_kind(program, operations, results[name]["steps"])[: arguments.operations]
+        if kinds:
+            results[name]["kinds"] = [(kind.name[:120], kind.us, kind.count) for kind in kinds]
+        for kind in kinds:
             print(f"    {kind.us:9.1f} us {kind.count:7.1f} x {kind.captured:7.1f} in graphs  {kind.name[:150]}")
         save(arguments.record, results, used, where)
 

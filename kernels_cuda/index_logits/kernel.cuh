@@ -218,7 +218,8 @@ __device__ void copy(const Call& call, Shared& shared) {
       }
     }
     if (new_queries) {
-      // Items that are a ring behind are done, or this one would not have been planned.
+      // Items that are a ring behind are done, or this one would not have been planned; racecheck does not follow that.
+      if (kArrivalsOfWarp > 1) wait(&shared.free[at], item / kItems & 1 ^ 1);
       int before = last[kQuerySlots - 1];
       if (query_uses >= kQuerySlots && item - before < kItems) wait(&shared.free[before % kItems], before / kItems & 1);
 #pragma unroll

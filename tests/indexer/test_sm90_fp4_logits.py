@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from logits_on_host import logits_function
+from logits_on_host import logits_function, logits_on_host
 from test_triton_fp4_logits import WILD, WRITERS, exact_logits, logits_case, queries
 from test_triton_indexer import HOSTILE, assert_logits
 from triton_device import ON_GPU
@@ -52,6 +52,12 @@ def logits(tmp_path_factory):
 def test_logits(shape, way, logits):
     case = logits_case(np.random.default_rng(21), *shape, **way)
     assert_logits(logits(case), *exact_logits(*case))
+
+
+@pytest.mark.skipif(ON_GPU, reason="is compiled for the host")
+def test_the_build_for_racecheck_gives_the_same_logits(tmp_path_factory):
+    case = logits_case(np.random.default_rng(23), *SHAPES[0])
+    assert_logits(logits_on_host(IndexFormat.FP4, tmp_path_factory, "EVERY_LANE_ARRIVES")(case), *exact_logits(*case))
 
 
 @settings(max_examples=40 if ON_GPU else 6, deadline=None)

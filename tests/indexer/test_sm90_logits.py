@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
-from logits_on_host import logits_function
+from logits_on_host import logits_function, logits_on_host
 from sparse_mla_torch.kernels import indexer as torch_indexer
 from sparse_mla_torch.kernels.index_selection import index_topk
 from test_triton_indexer import assert_logits, exact_logits, logits_case
@@ -85,6 +85,14 @@ def sizes_here(rows: int, heads: int, pages: int, page_size: int) -> tuple[int, 
 def test_logits(shape, shared, logits):
     case = logits_case(np.random.default_rng(11), *sizes_here(*shape), shared=shared)
     assert_logits(logits(case, **MANY_ROWS), *exact_logits(*case))
+
+
+@pytest.mark.skipif(ON_GPU, reason="is compiled for the host")
+def test_the_build_for_racecheck_gives_the_same_logits(tmp_path_factory):
+    logits = logits_on_host(IndexFormat.FP8, tmp_path_factory, "EVERY_LANE_ARRIVES")
+    for shared in (True, False):
+        case = logits_case(np.random.default_rng(13), 21, 64, 9, 64, shared=shared)
+        assert_logits(logits(case), *exact_logits(*case))
 
 
 @pytest.mark.skipif(ON_GPU, reason="chooses the number of thread blocks, and when warps have their turns")

@@ -220,3 +220,15 @@ def test_without_sglang_the_reason_is_recorded(monkeypatch, tmp_path, capsys):
 def test_a_chunk_s_kernels_are_summed_by_name():
     operations = [Operation("a", 0, 1000, 1), Operation("b", 0, 5000, 2), Operation("a", 2000, 4000, 3)]
     assert peer_prefill.kinds(operations) == [("b", 5.0, 1), ("a", 3.0, 2)]
+
+
+def test_the_parts_of_a_chunk_are_those_of_both_sides_kernels():
+    both = {
+        "attention": ("legacy::sm90::prefill::sparse_fwd::sparse_attn_fwd_kernel<...>", "body_mosaic_gpu_kernel"),
+        "top-k and tables": ("_combine_topk_swa_indices_kernel", "(anonymous namespace)::topk_kernel<float>"),
+        "index queries": ("sglang::fused_q_indexer_rope_hadamard_quant<...>", "quantize_index_q_kernel"),
+        "rest": ("Memcpy HtoD (Pinned -> Device)", "v4_metadata_kernel"),
+    }
+    found = peer_prefill.parts([(name, 2.5, 1) for names in both.values() for name in names])
+    assert {part: us for part, us in found.items() if us} == dict.fromkeys(both, 5.0)
+    assert tuple(found) == (*peer_prefill.PARTS, "rest")

@@ -19,25 +19,36 @@ SOURCES = Path(__file__).parent / "host_cuda"
 GUARD = 0xA5
 
 
-def compiled_once(source: str, kernel: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def compiled_once(
+    source: str, kernel: str, tmp_path_factory: pytest.TempPathFactory, *, defined: tuple[str, ...] = ()
+) -> ctypes.CDLL:
     """`compiled_for_the_host`, by one of xdist's workers for all of them."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     with open(folder / f"{source}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        library = folder / f"{source}.so"
-        return ctypes.CDLL(str(library if library.exists() else compiled_for_the_host(source, kernel, folder)))
+        library = folder / _file_name(source, defined)
+        if not library.exists():
+            compiled_for_the_host(source, kernel, folder, defined=defined)
+        return ctypes.CDLL(str(library))
 
 
-def compiled_for_the_host(source: str, kernel: str, folder: Path, changed: Path | None = None) -> Path:
-    """The library of `host_cuda/{source}.cpp`, which includes files of `kernels_cuda/{kernel}/`, or of a copy of it."""
+def _file_name(source: str, defined: tuple[str, ...]) -> str:
+    return "-".join([source, *defined]) + ".so"
+
+
+def compiled_for_the_host(
+    source: str, kernel: str, folder: Path, changed: Path | None = None, *, defined: tuple[str, ...] = ()
+) -> Path:
+    """The library of `host_cuda/{source}.cpp`, which includes files of `kernels_cuda/{kernel}/`, or of a copy of it;
+    with macros `defined`."""
     if (compiler := shutil.which("g++")) is None:
         pytest.skip("needs g++")
-    library = folder / f"{source}.so"
+    library = folder / _file_name(source, defined)
     # A jump to another stack is an error to _FORTIFY_SOURCE. Sums are the same on every machine.
     flags = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
-    flags += ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare"]
+    flags += ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", *(f"-D{name}" for name in defined)]
     folders = [f"-I{SOURCES}", f"-I{changed or build.source(kernel).parent}"]
     command = [compiler, *flags, "-w" if changed else "-Wno-parentheses", "-shared", "-fPIC", *folders]
     made = library.with_suffix(".made")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,8 +26,13 @@ def logits_function(index_format: IndexFormat, tmp_path_factory) -> Callable[...
         if torch.cuda.get_device_capability() != (9, 0) or build.index_logits_module() is None:
             pytest.skip("needs SM90, and the kernel's binary")
         return lambda case, **options: _on_the_device(index_format, case, **options)
-    library = compiled_once("index_logits", "index_logits", tmp_path_factory)
-    return lambda case, **options: _on_the_host(library, index_format, case, **options)
+    return logits_on_host(index_format, tmp_path_factory)
+
+
+def logits_on_host(index_format: IndexFormat, tmp_path_factory, *defined: str) -> Callable[..., np.ndarray]:
+    """`logits_function` on the host, with macros defined."""
+    library = compiled_once("index_logits", "index_logits", tmp_path_factory, defined=defined)
+    return partial(_on_the_host, library, index_format)
 
 
 def _shape_of_logits(case: tuple, index_format: IndexFormat) -> tuple[int, int]:
