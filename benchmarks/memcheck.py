@@ -4,15 +4,17 @@
 
 A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`, or the
 short list of cases that such a file runs as a script; a control has errors that must be found. Each runs in a
-sanitised process of its own, all at once, with memory allocated one array at a time, so that a step past an array's
-end is outside of every allocation. racecheck sees shared memory alone. A group that this code left clean before is not
-run again unless it is named. Writes memcheck.json, or as the tool is called, to $OUT or benchmarks/results.
+sanitised process of its own, all at once, in turn on each GPU. For memcheck memory is allocated one array at a time, so
+that a step past an array's end is outside of every allocation. racecheck sees shared memory alone. A group that this
+code left clean before is not run again unless it is named. Writes memcheck.json, or as the tool is called, to $OUT or
+benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.record import ROOT, earlier, environment, results_folder, write_json
+from benchmarks.record import ROOT, earlier, environment, gpu_names, results_folder, write_json
 
 TESTS = ROOT / "tests"
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
@@ -81,10 +83,10 @@ class Sanitizer(NamedTuple):
         return results_folder() / f"{self.tool}_{group.replace(' ', '_')}.log"
 
 
-def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.Popen:
+def start(group: str, arguments: list[str], sanitizer: Sanitizer, gpu: str) -> subprocess.Popen:
     # XLA's and torch's pools would hide a step over an array's end.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    alone = alone if sanitizer.tool == "memcheck" else {}  # the others are slower with it
+    alone = alone if sanitizer.tool == "memcheck" else {}
     paths = [
         str(TESTS / "support"),
         str(TESTS / "metadata"),
@@ -92,14 +94,14 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer) -> subprocess.
         str(ROOT / "interop"),
         os.environ.get("PYTHONPATH", ""),
     ]
-    environ = os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": gpu}
     # Python may take longer than the sanitizer waits by default, where many start at once.
     command = [sanitizer.program, "--tool", sanitizer.tool, "--target-processes", "application-only"]
     command += ["--launch-timeout", "120"]
     command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")
-    return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    return subprocess.Popen(command, env=os.environ | alone | own, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -140,8 +142,8 @@ def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> Ite
     started = time.monotonic()
     running: dict[str, subprocess.Popen] = {}
     try:
-        for group, arguments in chosen.items():
-            running[group] = start(group, arguments, sanitizer)
+        for (group, arguments), gpu in zip(chosen.items(), itertools.cycle(gpu_names() or [""])):
+            running[group] = start(group, arguments, sanitizer, gpu)
         while running:
             time.sleep(0.2)
             late = time.monotonic() - started > limit
