@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla._checks import FLOATS, INT32, INT_MAX, ArgumentChecks
 from jax_sparse_mla.dispatch import shared
-from jax_sparse_mla.index_selection import SCRATCH_BYTES, in_chunks
+from jax_sparse_mla.index_selection import SCRATCH_BYTES, in_chunks, rows_at_once
 from jax_sparse_mla.indexer import (
     IndexKeys,
     as_index_keys,
@@ -117,7 +117,7 @@ def _both(rows_of, index_cache, *, topk, topk_blocks, block_size, scratch_bytes)
             positions = topk_positions(logits, rows_of["lengths"], topk)
             return positions, _candidate_blocks(logits, rows_of["lengths"], topk_blocks, block_size)
 
-        return in_chunks(some, rows_of, width, scratch_bytes)
+        return in_chunks(some, rows_of, rows_at_once(width, scratch_bytes))
 
     return _over_rows(select, rows_of, index_cache, (P("rows"), P("rows")))
 
@@ -177,7 +177,7 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
             first = take_2d_or_minus_one(start, row, column // block_size)  # −1 has a negative block
             return jnp.where(column >= 0, first + column % block_size, -1)
 
-        return in_chunks(some, rows_of, rows_of["blocks"].shape[1] * block_size, scratch_bytes)
+        return in_chunks(some, rows_of, rows_at_once(rows_of["blocks"].shape[1] * block_size, scratch_bytes))
 
     return _over_rows(select, rows_of, keys, P("rows"))
 

@@ -23,6 +23,8 @@ from jax_sparse_mla.sharding import Shares
 
 # Bytes of the logits that exist at a time; plain JAX keeps a few arrays of this size.
 SCRATCH_BYTES = 256 << 20
+# Rows at a time where none may depend on how many there are: fewer than those from which other kernels serve.
+INVARIANT_ROWS = 128
 
 
 def index_topk(
@@ -63,6 +65,28 @@ def index_topk(
       TypeError: a wrong dtype, a method that is not a TopkTransform.
       ValueError: shapes that do not agree, PAGED without `kv_page_table`, RAGGED without `topk_indices_offset`.
     """
+    tables = {"kv_page_table": kv_page_table, "row_to_request": row_to_request}
+    options = {"method": method, "page_size": page_size, "topk_indices_offset": topk_indices_offset}
+    return selected(q, weights, index_cache, page_table, lengths, topk, **tables, **options)
+
+
+def selected(
+    q: jax.Array,
+    weights: jax.Array,
+    index_cache: jax.Array | IndexKeys,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    topk: int,
+    *,
+    method: TopkTransform,
+    kv_page_table: jax.Array | None = None,
+    page_size: int = 1,
+    row_to_request: jax.Array | None = None,
+    topk_indices_offset: jax.Array | None = None,
+    batch_invariant: bool = False,
+) -> jax.Array:
+    """`index_topk`; `batch_invariant`: a row's logits do not depend, to the bit, on how many rows there are. Then never
+    more than `INVARIANT_ROWS` are computed together, by the kernels of a decode step, which takes longer for many."""
     check = ArgumentChecks("index_topk")
     rows_of = {
         "q": check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS)),
@@ -84,11 +108,11 @@ def index_topk(
         raise check.fail(f"{needed} is missing, and {method} needs it")
     if row_to_request is None:
         rows_of["request"] = jnp.arange(lengths.shape[0], dtype=jnp.int32)
-    static = {"topk": topk, "method": method, "page_size": page_size}
+    static = {"topk": topk, "method": method, "page_size": page_size, "batch_invariant": bool(batch_invariant)}
     return _index_topk(rows_of, index_cache, page_table, kv_page_table, **static, scratch_bytes=SCRATCH_BYTES)
 
 
-@functools.partial(jax.jit, static_argnames=("topk", "method", "page_size", "scratch_bytes"))
+@functools.partial(jax.jit, static_argnames=("topk", "method", "page_size", "batch_invariant", "scratch_bytes"))
 def _index_topk(rows_of, index_cache, page_table, kv_page_table, **static):
     def select(*arguments):
         return _by_chunks(*arguments, **static)
@@ -98,7 +122,9 @@ def _index_topk(rows_of, index_cache, page_table, kv_page_table, **static):
     return shared(select, shares)(rows_of, index_cache, page_table, kv_page_table)
 
 
-def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method, page_size, scratch_bytes):
+def _by_chunks(
+    rows_of, index_cache, page_table, kv_page_table, *, topk, method, page_size, batch_invariant, scratch_bytes
+):
     requests, width = page_table.shape
     (rows,), capacity = rows_of["lengths"].shape, width * page_size_of(index_cache)
     if requests == 0:
@@ -110,7 +136,8 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
         pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
         lengths = jnp.where(known, rows_of["lengths"], 0)
         arguments = rows_of["q"], rows_of["weights"], index_cache, pages, lengths
-        logits = logits_of(*arguments, rows_of_call=rows, fill=False)  # the top-k reads nothing past a length
+        of_call = None if batch_invariant else rows
+        logits = logits_of(*arguments, rows_of_call=of_call, fill=False)  # the top-k reads nothing past a length
         return topk_transform(
             logits,
             lengths,
@@ -122,17 +149,43 @@ def _by_chunks(rows_of, index_cache, page_table, kv_page_table, *, topk, method,
             topk_indices_offset=rows_of["offset"],
         )
 
-    return in_chunks(some, rows_of, capacity, scratch_bytes)
+    return in_chunks(some, rows_of, rows_at_once(capacity, scratch_bytes, batch_invariant))
 
 
-def in_chunks(some: Callable[[Any], Any], rows_of: Any, width: int, scratch_bytes: int) -> Any:
-    """`some(rows_of)`, of so many rows at a time that float32 `[rows, width]` takes `scratch_bytes` at most.
+def logits_at_once(
+    q: jax.Array,
+    weights: jax.Array,
+    index_cache: jax.Array | IndexKeys,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    batch_invariant: bool = False,
+) -> jax.Array | None:
+    """The logits of a decode step, for a top-k, which reads none past a row's length: there they may be anything.
+
+    Arguments are checked ones of `index_topk`, `page_table` with a row for each row. None where the logits are too many
+    for one array, or the rows too many to be computed together.
+    """
+    capacity = page_table.shape[1] * page_size_of(index_cache)
+    if q.shape[0] > rows_at_once(capacity, SCRATCH_BYTES, batch_invariant):
+        return None
+    return logits_of(q, weights, index_cache, page_table, lengths, fill=False)
+
+
+def rows_at_once(width: int, scratch_bytes: int, batch_invariant: bool = False) -> int:
+    """Rows of which float32 `[rows, width]` takes `scratch_bytes` at most, and that may be computed together."""
+    fit = max(1, scratch_bytes // max(1, 4 * width))
+    return min(fit, INVARIANT_ROWS) if batch_invariant else fit
+
+
+def in_chunks(some: Callable[[Any], Any], rows_of: Any, chunk: int) -> Any:
+    """`some(rows_of)`, of at most `chunk` rows at a time.
 
     Args:
       some: takes a pytree of arrays `[n, …]` and returns one.
       rows_of: arrays `[rows, …]`.
     """
-    rows, chunk = jax.tree.leaves(rows_of)[0].shape[0], max(1, scratch_bytes // max(1, 4 * width))
+    rows = jax.tree.leaves(rows_of)[0].shape[0]
     if rows <= chunk:
         return some(rows_of)
     chunks = -(-rows // chunk)

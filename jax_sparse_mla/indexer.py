@@ -166,7 +166,7 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
         # e5m2 holds hardly any e4m3 query, and what the CUDA kernel does then is slower than Triton's.
         if (q.dtype == jnp.bfloat16) == fp4 and serves(capability, *sizes):
             return sm90.index_logits(*jax.tree.leaves(arguments), pages=pages, fill=fill, fp4=fp4)
-        return launching("indexer.index_logits", fp4=fp4, pages=pages)(*arguments)
+        return launching("indexer.index_logits", fp4=fp4, pages=pages, fill=fill)(*arguments)
 
     return dispatch(kernel, index_logits_reference, *arguments, shares=_LOGITS_SHARES)
 

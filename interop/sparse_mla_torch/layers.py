@@ -44,11 +44,11 @@ from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from sparse_mla_torch.attention import decode
 from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_tensor
-from sparse_mla_torch.kernels.indexer import index_logits, quantize_index_q, write_index_k
+from sparse_mla_torch.kernels.index_selection import index_topk
+from sparse_mla_torch.kernels.indexer import quantize_index_q, write_index_k
 from sparse_mla_torch.kernels.kv_cache import write_kv
 from sparse_mla_torch.kernels.launch import executor
 from sparse_mla_torch.kernels.metadata import build_v4_metadata
-from sparse_mla_torch.kernels.topk import topk_transform
 
 Cache = TypeVar("Cache", V4LayerCache, V32LayerCache)
 
@@ -86,6 +86,7 @@ def v4_layer(
     *,
     spec: ModelSpec,
     ratio: int,
+    batch_invariant: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
 ) -> torch.Tensor:
     """One V4 layer's attention, of a step whose requests have a row each, or drafts; the caches are updated in place.
@@ -96,6 +97,7 @@ def v4_layer(
       params: the layer's parameters, or their view `params.layer(i)`.
       batch, metadata: the step's, shared by all layers, `metadata` of `prepare_v4_step`.
       spec: the model. ratio: the layer's compress ratio.
+      batch_invariant: as in `jax_sparse_mla.layers.v4_layer`.
       on_plan: called with the plan of the attention: which backend, and why.
 
     Returns:
@@ -119,13 +121,12 @@ def v4_layer(
             part = metadata.compressed[ratio]
             slots = part.page_indices
             if ratio == INDEXED_RATIO:
-                selecting = written.index_q, written.index_weights, _pages(cache.index_k)
-                logits = index_logits(*selecting, metadata.page_table, part.lengths)
-                table = {"page_table": metadata.page_table, "page_size": spec.page_size // ratio}
-                slots = topk_transform(logits, part.lengths, spec.index_topk, method=TopkTransform.PAGED, **table)
+                keys = written.index_q, written.index_weights, _pages(cache.index_k), metadata.page_table, part.lengths
+                slots = _selected(*keys, spec, spec.page_size // ratio, batch_invariant)
             extra = _rows_of(cache.compressed), slots[:, None], part.topk_lengths
         window = _rows_of(cache.swa), metadata.swa_page_indices[:, None], metadata.swa_topk_lengths
-        return _attend("v4_layer", spec, on_plan, rows.q[:, None], *window, *extra, written.attn_sink)
+        tensors = rows.q[:, None], *window, *extra, written.attn_sink
+        return _attend("v4_layer", spec, on_plan, batch_invariant, *tensors)
 
 
 def v32_layer(
@@ -136,6 +137,7 @@ def v32_layer(
     *,
     spec: ModelSpec,
     slots: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One V3.2 or GLM-5 layer's attention in a DECODE step; the caches are updated in place.
@@ -147,7 +149,7 @@ def v32_layer(
         `sparse_mla_torch.kernels.metadata_v32.build_v32_metadata`.
       spec: the model.
       slots: int32 `[T, index_topk]`, what the last layer with an indexer returned; for a layer without one only.
-      on_plan: as in `v4_layer`.
+      batch_invariant, on_plan: as in `v4_layer`.
 
     Returns:
       out bfloat16 `[T, heads, 512]`, in the latent space; and the slots that it attended to.
@@ -178,17 +180,31 @@ def v32_layer(
             check_tensor(function, "rows.index_weights", rows.index_weights, (num_rows, heads), like, FLOAT32)
             write_index_k(keys, metadata.out_cache_loc, rows.index_k)
             index_q, scale = quantize_index_q(rows.index_q)
-            logits = index_logits(index_q, rows.index_weights * scale, keys, metadata.page_table, lengths)
-            table = {"page_table": metadata.page_table, "page_size": spec.page_size}
-            slots = topk_transform(logits, lengths, spec.index_topk, method=TopkTransform.PAGED, **table)
+            keys = index_q, rows.index_weights * scale, keys, metadata.page_table, lengths
+            slots = _selected(*keys, spec, spec.page_size, batch_invariant)
         check_tensor(function, "slots", slots, (num_rows, spec.index_topk), like)
         table = _rows_of(cache.kv), slots[:, None], metadata.topk_lengths
-        return _attend(function, spec, on_plan, like[:, None], *table, None, None, None, None), slots
+        return _attend(function, spec, on_plan, batch_invariant, like[:, None], *table, None, None, None, None), slots
 
 
-def _attend(function: str, spec: ModelSpec, on_plan: Callable[[Plan], None], *tensors: torch.Tensor | None):
+def _selected(q, weights, keys, page_table, lengths, spec: ModelSpec, page_size: int, batch_invariant: bool):
+    """The slots of the entries that the indexer selects; no logit past a row's length is made."""
+    options = {"kv_page_table": page_table, "page_size": page_size, "batch_invariant": batch_invariant}
+    return index_topk(
+        q, weights, keys, page_table, lengths, spec.index_topk, method=TopkTransform.PAGED, **options
+    )
+
+
+def _attend(
+    function: str,
+    spec: ModelSpec,
+    on_plan: Callable[[Plan], None],
+    batch_invariant: bool,
+    *tensors: torch.Tensor | None,
+) -> torch.Tensor:
     """out `[T, heads, 512]` of what `decode.prepare` takes, one query of each row."""
-    prepared = decode.prepare(decode.Options(function, spec.softmax_scale, -float("inf")), *tensors)
+    options = decode.Options(function, spec.softmax_scale, -float("inf"), batch_invariant=batch_invariant)
+    prepared = decode.prepare(options, *tensors)
     on_plan(prepared.plan)
     out, _ = prepared.run(*tensors, Schedule(), None)
     return out[:, 0]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.compressor import pool_keys
-from jax_sparse_mla.indexer import hadamard_transform, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.index_selection import logits_at_once
+from jax_sparse_mla.indexer import hadamard_transform, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, expand_pools, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
@@ -31,6 +32,7 @@ def v32_layer(
     selected: jax.Array | None = None,
     index_ape: jax.Array | None = None,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
     """One V3.2 layer's attention: with RAGGED metadata from a gathered bf16 workspace, with PAGED from the paged cache.
 
@@ -43,6 +45,7 @@ def v32_layer(
     `[index_pool, 128]` is added to the scores that weigh a pool's keys. Keys and queries of pools pass a Hadamard
     transform before they are quantised, as in SGLang and vLLM. Pools are selected whole, and every row attends to the
     tokens of an unfinished one: positions are int32 `[T, spec.index_width]`. The columns of `index_scores` are pools.
+    `batch_invariant` does not hold for them: their transform is a matrix product of XLA's.
     """
     layer_checks.check_v32_layer(cache, rows, index_scores, selected, index_ape, spec=spec)
     cache = dataclasses.replace(cache, kv=write_kv(cache.kv, metadata.out_cache_loc, rows.kv))
@@ -57,10 +60,11 @@ def v32_layer(
             index_q, q_scale = quantize_index_q(rows.index_q if pool == 1 else hadamard_transform(rows.index_q))
             queries = index_q, rows.index_weights * q_scale, cache.index_k
             table, request = metadata.page_table, metadata.row_to_request
-            if ragged:  # a long chunk's logits would be the step's largest array
-                positions = selected_positions(*queries, table, lengths, topk=topk, row_to_request=request)
-            else:
-                index_scores = index_logits(*queries, table[request], lengths)
+            if not ragged:
+                index_scores = logits_at_once(*queries, table[request], lengths, batch_invariant=batch_invariant)
+            if index_scores is None:  # a long chunk's logits would be the step's largest array
+                options = {"topk": topk, "row_to_request": request, "batch_invariant": batch_invariant}
+                positions = selected_positions(*queries, table, lengths, **options)
         if positions is None:
             positions = topk_positions(index_scores, lengths, topk)
         if pool > 1:
@@ -75,10 +79,11 @@ def v32_layer(
             softmax_scale=spec.softmax_scale,
             topk_length=metadata.topk_lengths,
             backend=backend,
+            batch_invariant=batch_invariant,
         )
         return out, cache, positions
 
-    if selected is not None or cache.indexed or pool > 1:
+    if index_scores is None or selected is not None or cache.indexed or pool > 1:
         # Layers that share positions share these slots too: XLA computes them once. A top-k that gives slots would be
         # a second one where the positions are wanted as well; that of pools gives no tokens.
         request = metadata.row_to_request[:, None]
@@ -100,6 +105,7 @@ def v32_layer(
         softmax_scale=spec.softmax_scale,
         topk_length=metadata.topk_lengths,
         backend=backend,
+        batch_invariant=batch_invariant,
     )
     return out[:, 0], cache, positions
 

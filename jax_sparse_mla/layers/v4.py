@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
-from jax_sparse_mla.index_selection import index_topk
-from jax_sparse_mla.indexer import index_logits
+from jax_sparse_mla.index_selection import logits_at_once, selected
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.indices.lookup import page_slot_or_minus_one
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.layers.state import V4LayerCache, V4LayerParams, V4Rows
 from jax_sparse_mla.layers.write import write_v4_layer
@@ -28,6 +28,7 @@ def v4_layer(
     ratio: int,
     index_scores: jax.Array | None = None,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, V4LayerCache, jax.Array | None]:
     """One V4 layer's attention.
 
@@ -41,6 +42,9 @@ def v4_layer(
       spec: the model. ratio: the layer's compress ratio.
       index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
       backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
+      batch_invariant: a row's result does not depend, to the bit, on the other rows of the step or on how many there
+        are, as in `sparse_mla_decode` (static). With FP8 logits of many rows it takes longer: they are computed
+        128 rows at a time. The result may depend on whether there is a plan.
 
     Returns:
       out `[T, heads, 512]` (rope not yet taken back), the updated cache, and, for ratio 4, the selected compressed
@@ -53,29 +57,24 @@ def v4_layer(
     layer_checks.check_v4_layer(cache, rows, params, batch, metadata, plan, spec=spec, ratio=ratio)
     cache, attn_sink, index_q, index_weights = write_v4_layer(cache, rows, params, batch, metadata, ratio=ratio)
 
-    positions = None
+    positions = slots = None
     if ratio == INDEXED_RATIO:
-        lengths = metadata.compressed[INDEXED_RATIO].lengths
+        lengths, entries = metadata.compressed[ratio].lengths, spec.page_size // ratio
+        indexed = index_q, index_weights, cache.index_k, metadata.page_table, lengths
+        if index_scores is None and plan is None:
+            index_scores = logits_at_once(*indexed, batch_invariant=batch_invariant)
         if index_scores is None:
-            selecting = index_q, index_weights, cache.index_k, metadata.page_table, lengths
-            if plan is not None:  # a long chunk's logits would be the step's largest array
-                positions = selected_positions(*selecting, topk=spec.index_topk)
-            else:
-                index_scores = index_logits(*selecting)
-        if positions is None:
+            positions = selected_positions(*indexed, topk=spec.index_topk, batch_invariant=batch_invariant)
+            if plan is None:
+                row = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+                slots = page_slot_or_minus_one(metadata.page_table, row, positions, entries)
+        else:
             positions = topk_positions(index_scores, lengths, spec.index_topk)
-
-    slots = None
-    if ratio == INDEXED_RATIO and plan is None:
-        slots = topk_transform(
-            index_scores,
-            metadata.compressed[ratio].lengths,
-            spec.index_topk,
-            method=TopkTransform.PAGED,
-            page_table=metadata.page_table,
-            page_size=spec.page_size // INDEXED_RATIO,
-        )
+            if plan is None:
+                paged = {"method": TopkTransform.PAGED, "page_table": metadata.page_table, "page_size": entries}
+                slots = topk_transform(index_scores, lengths, spec.index_topk, **paged)
     facts = {"spec": spec, "ratio": ratio, "attn_sink": attn_sink, "backend": backend}
+    facts |= {"batch_invariant": batch_invariant}
     return attend(rows.q, cache, metadata, plan, positions, slots, **facts), cache, positions
 
 
@@ -91,6 +90,7 @@ def attend(
     ratio: int,
     attn_sink: jax.Array,
     backend: str | None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`out [T, heads, 512]` of a layer whose caches are written.
 
@@ -109,6 +109,7 @@ def attend(
             softmax_scale=spec.softmax_scale,
             attn_sink=attn_sink,
             backend=backend,
+            batch_invariant=batch_invariant,
         )
         return out
 
@@ -131,13 +132,16 @@ def attend(
         topk_length=metadata.swa_topk_lengths,
         attn_sink=attn_sink,
         backend=backend,
+        batch_invariant=batch_invariant,
         **extra,
     )
     return out[:, 0]
 
 
-def selected_positions(q, weights, index_k, page_table, lengths, *, topk: int, row_to_request=None) -> jax.Array:
+def selected_positions(
+    q, weights, index_k, page_table, lengths, *, topk: int, row_to_request=None, batch_invariant: bool = False
+) -> jax.Array:
     """The positions of the top-k, without an array of all logits."""
-    none = jnp.zeros_like(lengths)
-    options = {"method": TopkTransform.RAGGED, "topk_indices_offset": none, "row_to_request": row_to_request}
-    return index_topk(q, weights, index_k, page_table, lengths, topk, **options)
+    options = {"method": TopkTransform.RAGGED, "topk_indices_offset": jnp.zeros_like(lengths)}
+    options |= {"row_to_request": row_to_request, "batch_invariant": batch_invariant}
+    return selected(q, weights, index_k, page_table, lengths, topk, **options)

@@ -26,9 +26,11 @@ from triton_device import DEVICE, ON_GPU, tensor
 
 import jax_sparse_mla as mla
 from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.index_selection import INVARIANT_ROWS, rows_at_once, selected
 from jax_sparse_mla.indexer import IndexKeys, index_logits
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90 import index_logits as sm90
+from jax_sparse_mla.kernels.triton.indexer import PREFILL_ROWS
 
 pytestmark = pytest.mark.torch
 
@@ -151,13 +153,18 @@ def whole_numbers(rng, rows, requests, pages, page_size, heads):
     return (q, weights, cache, table, lengths), kv_table, request, offset
 
 
+def test_rows_that_may_not_depend_on_each_other_take_one_kernel():
+    assert rows_at_once(64, 1 << 30, batch_invariant=True) == INVARIANT_ROWS < min(sm90.FROM_ROWS, PREFILL_ROWS)
+    assert rows_at_once(64, 1 << 30) == 1 << 22 and rows_at_once(1 << 30, 1) == rows_at_once(0, 0) == 1
+
+
 @pytest.mark.parametrize("method", [PAGED, RAGGED])
 @pytest.mark.parametrize("rows_at_a_time", [2, None])
 def test_torch_selects_what_jax_selects(method, rows_at_a_time):
     arrays, kv_table, request, offset = whole_numbers(np.random.default_rng(15), 5, 2, 3, 32, 4)
-    options = {"method": method, "page_size": 32}
+    options = {"method": method, "page_size": 32, "batch_invariant": rows_at_a_time is None}
     given = {"kv_page_table": kv_table, "row_to_request": request, "topk_indices_offset": offset}
-    want = mla.index_topk(*map(jnp.asarray, arrays), 16, **options, **{k: jnp.asarray(v) for k, v in given.items()})
+    want = selected(*map(jnp.asarray, arrays), 16, **options, **{k: jnp.asarray(v) for k, v in given.items()})
     scratch = rows_at_a_time and torch.full((rows_at_a_time * 96,), float("nan"), device=DEVICE)
     out = torch.full((5, 16), -9, dtype=torch.int32, device=DEVICE)
     tensors = {k: tensor(v) for k, v in given.items()}
@@ -200,13 +207,14 @@ def test_torch_and_jax_agree_on_nothing_to_read(pages, width, requests):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("method", [PAGED, RAGGED])
-def test_many_rows_in_parts(method, on_sm90):
+def test_many_rows_in_parts(method, batch_invariant, on_sm90):
     """Torch's and JAX's, in parts that alone would be too few rows for the kernel, against whole logits."""
     arrays, kv_table, request, offset = whole_numbers(np.random.default_rng(16), 700, 3, 20, 64, 64)
     given = {"kv_page_table": kv_table, "row_to_request": request, "topk_indices_offset": offset}
-    options = {"method": method, "page_size": 64}
-    want = mla.index_topk(*map(jnp.asarray, arrays), 256, **options, **{k: jnp.asarray(v) for k, v in given.items()})
+    options = {"method": method, "page_size": 64, "batch_invariant": batch_invariant}
+    want = selected(*map(jnp.asarray, arrays), 256, **options, **{k: jnp.asarray(v) for k, v in given.items()})
     scratch = torch.full((100 * 1280,), float("nan"), device=DEVICE)
     got = index_topk(*map(tensor, arrays), 256, **options, **{k: tensor(v) for k, v in given.items()}, scratch=scratch)
     np.testing.assert_array_equal(got.cpu().numpy(), np.asarray(want))

@@ -22,6 +22,7 @@ from sparse_mla_torch.kernels import indexer as torch_indexer
 from torch_graphs import capture
 from triton_device import DEVICE, ON_GPU, tensor
 
+from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import (
     gather_index_k,
     index_logits,
@@ -255,6 +256,22 @@ def test_products_and_sums_of_small_integers_are_exact(tiles, monkeypatch):
     table, lengths = np.tile(np.array([[2, 0, 1]], np.int32), (4, 1)), np.array([192, 100, 64, 1], np.int32)
     got = torch_logits(q, weights, cache, table, lengths).cpu().numpy()
     np.testing.assert_array_equal(got, exact_logits(q, weights, cache, table, lengths)[0].astype(np.float32))
+
+
+@pytest.mark.parametrize("tiles, shared", [(False, False), (True, False), (True, True)])
+def test_what_nobody_reads_is_not_filled(tiles, shared, monkeypatch):
+    if tiles:
+        monkeypatch.setattr(kernels, "PREFILL_ROWS", 1)
+    case = logits_case(np.random.default_rng(8), 9, 4, 5, 64, shared=shared)
+    sparse = torch.full((9, 320), float("nan"), device=DEVICE)
+    options = {"rows_of_call": 9, "fill": False, "format": IndexFormat.FP8}
+    torch_indexer.launch_logits(*map(tensor, case), sparse, **options)
+    filled, sparse = (x.cpu().numpy() for x in (torch_logits(*case), sparse))
+    behind = np.arange(320) >= -(-np.clip(case[4], 0, 320) // 64)[:, None] * 64
+    np.testing.assert_array_equal(sparse[~behind], filled[~behind])
+    # A tile may write up to the end of its longest row.
+    assert np.isneginf(filled[behind]).all()
+    assert not np.isfinite(sparse[behind]).any() and np.isnan(sparse[behind]).any()
 
 
 def test_a_row_may_be_all_of_a_batch():

@@ -27,7 +27,7 @@ def cases(capability):
     """(name, kernel, argument types, constants with num_warps) of every kernel, as launched for both models."""
     hardware_fp8 = capability >= 89
     e4m3 = "*fp8e4nv" if hardware_fp8 else "*u8"
-    fp8 = {"HARDWARE_FP8": hardware_fp8}
+    fp8 = {"HARDWARE_FP8": hardware_fp8, "FILL": True}
     for hadamard in (True, False):
         constants = fp8 | {"HADAMARD": hadamard}
         for dtype, of in (("*bf16", "bfloat16"), ("*fp32", "float32")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.index_selection import SCRATCH_BYTES
+from jax_sparse_mla.index_selection import SCRATCH_BYTES, rows_at_once
 from jax_sparse_mla.indices import TopkTransform
 from sparse_mla_torch.kernels.checks import check_tensor, output_or_new
 from sparse_mla_torch.kernels.indexer import check_logits, launch_logits
@@ -25,6 +25,7 @@ def index_topk(
     page_size: int = 1,
     row_to_request: torch.Tensor | None = None,
     topk_indices_offset: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     format: IndexFormat = IndexFormat.FP8,
     out: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
@@ -64,13 +65,13 @@ def index_topk(
     if not rows or not page_table.shape[0]:
         return out.fill_(-1)
     if scratch is None:
-        scratch = torch.empty(max(1, min(rows, SCRATCH_BYTES // max(4 * capacity, 4))) * capacity, device=q.device)
+        scratch = torch.empty(min(rows, rows_at_once(capacity, SCRATCH_BYTES)) * capacity, device=q.device)
     fits = scratch.dtype == torch.float32 and scratch.numel() >= capacity and scratch.device == q.device
     if not fits or not scratch.is_contiguous():
         raise ValueError(
             f"{function}: scratch must be contiguous float32 with at least {capacity} elements on {q.device}"
         )
-    chunk = min(rows, scratch.numel() // capacity) if capacity else rows
+    chunk = min(rows, rows_at_once(capacity, 4 * scratch.numel(), batch_invariant))
 
     if row_to_request is not None:
         # A row of no request has no keys.
@@ -85,7 +86,7 @@ def index_topk(
         if not index_cache.numel():
             logits.fill_(float("-inf"))
         elif capacity:
-            launch_logits(*arrays, logits, rows_of_call=rows, fill=False, format=format)
+            launch_logits(*arrays, logits, rows_of_call=some if batch_invariant else rows, fill=False, format=format)
         tables = {}
         if method is TopkTransform.PAGED:
             of_rows = row_to_request is None

@@ -150,7 +150,8 @@ def launch_logits(
         with tvm_ffi.use_torch_stream():
             function(q, weights, index_cache, page_table, lengths, *pages, fill, out)
     else:
-        kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, fp4=fp4, out=out)
+        options = {"fp4": fp4, "fill": fill, "out": out}
+        kernels.index_logits(executor(q.device), q, weights, index_cache, page_table, lengths, **options)
 
 
 @functools.cache

@@ -221,21 +221,23 @@ def index_logits_decode_kernel(
     HEADS_POW2: tl.constexpr,
     ROWS_POW2: tl.constexpr,
     FP4: tl.constexpr,
+    FILL: tl.constexpr,  # whether -inf is written behind the block that holds a row's last key
     HARDWARE_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * (_FP4_BYTES if FP4 else _TOKEN_BYTES))
     program, programs = tl.program_id(0), tl.num_programs(0)
-    pieces = tl.cdiv(capacity, _FILL)
-    piece = program
-    while piece < rows * pieces:
-        row = piece // pieces
-        first = piece % pieces * _FILL
-        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), capacity)
-        start = tl.maximum(_blocks_end(length, BLOCK), first)
-        _fill(out_ptr + row.to(tl.int64) * capacity, start, tl.minimum(first + _FILL, capacity))
-        piece += programs
+    if FILL:
+        pieces = tl.cdiv(capacity, _FILL)
+        piece = program
+        while piece < rows * pieces:
+            row = piece // pieces
+            first = piece % pieces * _FILL
+            length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), capacity)
+            start = tl.maximum(_blocks_end(length, BLOCK), first)
+            _fill(out_ptr + row.to(tl.int64) * capacity, start, tl.minimum(first + _FILL, capacity))
+            piece += programs
 
     # Blocks of all rows follow each other; each program takes the next share of them.
     row = tl.arange(0, ROWS_POW2)
@@ -291,6 +293,7 @@ def index_logits_prefill_kernel(
     HEADS_POW2: tl.constexpr,
     SLOTS_POW2: tl.constexpr,  # at least the pages that COLUMNS columns touch
     FP4: tl.constexpr,
+    FILL: tl.constexpr,  # whether -inf is written behind the block that holds a row's last key
     HARDWARE_FP8: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -345,7 +348,8 @@ def index_logits_prefill_kernel(
             while single < tl.minimum(first_row + ROWS, rows):
                 limit = tl.sum(tl.where(row == single, length, 0), axis=0)
                 end = tl.maximum(tl.minimum(_blocks_end(limit, BLOCK), scored), start)
-                _fill(out_ptr + single.to(tl.int64) * capacity, end, scored)
+                if FILL:
+                    _fill(out_ptr + single.to(tl.int64) * capacity, end, scored)
                 score(
                     q_ptr,
                     weights_ptr,
@@ -364,10 +368,11 @@ def index_logits_prefill_kernel(
                     STAGES,
                 )
                 single += 1
-    single = first_row
-    while single < tl.minimum(first_row + ROWS, rows):
-        _fill(out_ptr + single.to(tl.int64) * capacity, scored, stop)
-        single += 1
+    if FILL:
+        single = first_row
+        while single < tl.minimum(first_row + ROWS, rows):
+            _fill(out_ptr + single.to(tl.int64) * capacity, scored, stop)
+            single += 1
 
 
 # --- launches: sizes are not zero ------------------------------------------------------------------
@@ -413,13 +418,17 @@ def index_logits(
     *,
     fp4: bool = False,
     pages: tuple[int, int] | None = None,
+    fill: bool = True,
     out=None,
 ) -> Any:
-    """float32 `[rows, capacity]`, for float8_e4m3fn q over FP8 keys and bfloat16 q over FP4 keys."""
+    """float32 `[rows, capacity]`, for float8_e4m3fn q over FP8 keys and bfloat16 q over FP4 keys.
+
+    Without `fill` columns are unwritten from the end of the block on that holds a row's last key.
+    """
     (rows, heads, _), (first_page, num_pages) = q.shape, pages or (0, index_cache.shape[0])
     width, page_size = page_table.shape[1], index_cache.shape[1] // (FP4_BYTES if fp4 else TOKEN_BYTES)
     plan, capacity = plan_logits(rows, heads, width, page_size, execute.device.sm_count, fp4=fp4), width * page_size
-    constants = {"capacity": capacity, "HARDWARE_FP8": execute.device.hardware_fp8, **plan.constants}
+    constants = {"capacity": capacity, "HARDWARE_FP8": execute.device.hardware_fp8, "FILL": fill, **plan.constants}
     outputs = (Output((rows, capacity), "float32"),)
     scalars = rows, num_pages, first_page
     launch = Launch(plan.kernel, "index_logits", (plan.programs,), scalars, outputs, constants)
