@@ -47,6 +47,9 @@ def result(name: str) -> dict:
 # --- operations beside their peers -----------------------------------------------------------------
 
 
+LEAST = "least of the production rows"
+
+
 class Row(NamedTuple):
     """A line of the table: the cases of a file, and how ours is launched in them."""
 
@@ -76,6 +79,10 @@ ROWS = (
     _decode("V4-Pro decode, 128 heads, 128 + 1,024 indices, 1 / 64 / 256 rows", "V4 Pro, 128 heads", (1, 64, 256)),
     _decode("V3.2 decode, 128 heads, 2,048 indices, 1 / 64 / 256 rows", "V3.2, 128 heads", (1, 64, 256)),
     _decode("the same, 2 / 64 × 2 rows", "V3.2, 128 heads", (2, 64), 2),
+    # Rows of one token in which FlashMLA is faster.
+    _decode("V3.2 decode, 128 heads, 2 / 4 / 8 / 32 rows", "V3.2, 128 heads", (2, 4, 8, 32)),
+    _decode("V4 C128 decode, 128 heads, 8 / 16 / 32 / 64 rows", "V4 C128, 128 heads", (8, 16, 32, 64)),
+    _decode("V4 window layers' decode, 128 heads, 32 / 64 rows", "V4 window, 128 heads", (32, 64)),
     Row(
         "prefill, 4,096 queries: V4-Flash, 8,192 / 65,536 keys",
         "attention",
@@ -103,9 +110,15 @@ ROWS = (
         "jax",
     ),
     Row(
-        "index logits of a chunk, causal, 1,024 × 8,192 / 8,192 × 32,768",
+        "the same, 64 × 131,072 columns, of which 2,048 have keys",
         "indexer",
-        ("index_logits 1024 x 8192, causal", "index_logits 8192 x 32768, causal"),
+        ("index_logits 64 x 131072, 2048",),
+        "jax",
+    ),
+    Row(
+        "index logits of a chunk, causal, 1,024 × 8,192 / 8,192 × 32,768 / 8,192 × 98,304",
+        "indexer",
+        tuple(f"index_logits {shape}, causal" for shape in ("1024 x 8192", "8192 x 32768", "8192 x 98304")),
         "jax",
     ),
     Row("index keys written, 64 / 65,536 rows", "indexer", ("write_index_k 64", "write_index_k 65536"), "jax"),
@@ -197,8 +210,13 @@ def made_by(*names: str) -> str:
 
 
 def means() -> str:
-    found = result("hopper_decode").get("geometric_means", {})
-    lines = [f"* {name}: {ratio(value)}" for name, value in found.items()]
+    found = result("hopper_decode")
+    values = found.get("geometric_means", {})
+    # The record of 9901459 has it rounded, and rounding it again would be wrong: of the rows' own times instead.
+    production = [row for row in found.get("rows", ()) if row["table"] == "production"]
+    if production:
+        values = values | {LEAST: min(row["flash_mla_us"] / row["ours_us"] for row in production)}
+    lines = [f"* {name}: {ratio(value)}" for name, value in values.items()]
     return "\n".join(["FlashMLA's time over `hopper`'s, geometric means:", "", *lines])
 
 
