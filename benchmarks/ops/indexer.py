@@ -24,8 +24,8 @@ from jax_sparse_mla.indexer import (
     INDEX_DIM,
     INDEX_K_BYTES,
     IndexKeys,
-    index_logits,
     index_logits_reference,
+    logits_of,
     quantize_index_q,
     quantize_index_q_reference,
     write_index_k,
@@ -99,8 +99,9 @@ def _logits(
     given = [_query_tensor(q), *map(_tensor, (weights, keys.data, *args[3:]))]
     read = int(lengths[-1]) if prefill else int(lengths.sum())
 
+    # As a step's top-k takes them, and DeepGEMM leaves them: nothing is written behind the lengths.
     def ours():
-        torch_indexer.index_logits(*given, format=format, out=out)
+        torch_indexer.launch_logits(*given, out, rows_of_call=rows, fill=False, format=format)
         return out
 
     if format == IndexFormat.FP4:
@@ -119,11 +120,11 @@ def _logits(
     return Case(
         name=name + ("" if heads == HEADS else f", {heads} heads, {format.name} keys"),
         ours={
-            "jax": _jitted(index_logits, *args),
+            "jax": _jitted(functools.partial(logits_of, fill=False), *args),
             "torch": Run(ours, "torch"),
         },
         peers={peer: rival},
-        bytes=read * format.key_bytes + q.nbytes + 4 * rows * (columns + heads),
+        bytes=read * format.key_bytes + q.nbytes + 4 * (int(lengths.sum()) + rows * heads),
         flop=2 * heads * INDEX_DIM * int(lengths.sum()),
         flop_unit="fp8",
         checks={peer: check},
