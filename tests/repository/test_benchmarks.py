@@ -206,7 +206,7 @@ def test_a_stopped_memcheck_leaves_no_process_behind():
 
 def test_memcheck_takes_every_file_of_kernel_tests():
     groups = memcheck.groups()
-    kernels = {"attention", "hopper_memory", "kv", "metadata", "topk_kernels"}
+    kernels = {"attention", "context_parallel", "hopper_memory", "kv", "metadata", "topk_kernels"}
     assert {"control read", "control write", *kernels} <= set(groups)
     assert all(any(Path(word).is_file() for word in arguments) for arguments in groups.values())
 
