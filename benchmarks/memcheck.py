@@ -42,15 +42,19 @@ _FILES = (
     "test_sm90_*.py",
     "test_merge.py",
     "test_gradient.py",
+    "test_context_parallel.py",
 )
 _CHOSEN = {
     # The gradient's kernels run in Triton's interpreter in the other tests of its file; production sizes take minutes.
     "test_gradient.py": "TestOnTheGPU and not production",
     # Six seeds have each ratio with both kinds of lengths. One of ratio 128 takes up to 50 seconds.
-    "test_triton_layer.py": "not random_steps or " + " or ".join(f"random_steps[{seed}]" for seed in range(6)),
+    "test_triton_layer.py": "not gib and (not random_steps or "
+    + " or ".join(f"random_steps[{seed}]" for seed in range(6))
+    + ")",
 }
-# Their long tests take 6 and over 14 minutes under the sanitizer; the quick ones launch the same kernels.
-_QUICK = ("test_triton_compressor.py", "test_triton_layer.py")
+# Their long tests take 6 and over 14 minutes under the sanitizer, or compile a kernel for each of many examples; the
+# quick ones launch the same kernels.
+_QUICK = ("test_triton_compressor.py", "test_triton_layer.py", "test_context_parallel.py")
 # Run as scripts, which take a short list of cases: all their tests would not end under the sanitizer within minutes.
 _SCRIPTS = {
     "attention": "triton_attention_cases.py",

@@ -30,6 +30,8 @@ DEVICES = 2
 COMMAND = [sys.executable, "-u", "-c", "import sys; from jax_sparse_mla.cli import main; sys.exit(main())", "generate"]
 TIMEOUT = 15  # seconds until a process that has died is noticed
 LIMIT = 300  # seconds for a run, compilation included
+# What jaxlib says of another process that has ended; else the first line of an error.
+REASONS = re.compile(r"task died|heartbeat|unhealthy|UNAVAILABLE"), re.compile(r"rror|fail")
 
 
 class Process:
@@ -41,7 +43,7 @@ class Process:
     """
 
     def __init__(self, arguments: Sequence[object], devices: Sequence[int], device: str):
-        self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the process
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
         environment = dict(os.environ)
         if device == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
@@ -53,8 +55,9 @@ class Process:
 
     @property
     def said(self) -> str:
-        self._file.seek(0)
-        return self._file.read()
+        file = self._file.fileno()
+        # The process writes at the file's position, which a plain read would move.
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def wait(self, limit: float = LIMIT) -> int | None:
         """The exit status; None if it had to be killed."""
@@ -126,11 +129,17 @@ def killed(layout: str, arguments: Sequence[object], device: str, long: int, whi
         "both_were_running": running,
         "survivor": status,
         "seconds": round(seconds, 1),
-        "said": next((line[:200] for line in survivor.said.splitlines() if re.search("rror|fail", line)), ""),
+        "said": reason(survivor.said),
         "started_again": again,
     }
     result["holds"] = running and status not in (0, None) and seconds <= 2 * TIMEOUT and again == [0] * DEVICES
     return result
+
+
+def reason(text: str) -> str:
+    """Of all that a process said, the line that says why it ended; frames of its stack do not."""
+    lines = [line.strip() for line in text.splitlines() if not line.strip().startswith("@")]
+    return next((line[:400] for wanted in REASONS for line in lines if wanted.search(line)), "")
 
 
 def _line(text: str, start: str) -> str:

@@ -13,6 +13,9 @@ from typing import Any
 
 from jax_sparse_mla._packages import found, version, why_not
 
+# `version` and `why_not` are for callers that have no record, too.
+__all__ = ["FRAMEWORKS", "Backend", "Choice", "Need", "choose", "load", "refuse_unknown", "version", "why_not"]
+
 FRAMEWORKS = ("jax", "torch")
 
 

@@ -399,7 +399,8 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 
-// All threads of a cluster arrive, which orders nothing, and then wait for the others.
+// All threads of a cluster arrive, and then wait for the others. Relaxed is enough: `fence_barriers` has released the
+// barriers, all that others must see by then; what blocks send lands where nothing else lies, counted at a barrier.
 __device__ __forceinline__ void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

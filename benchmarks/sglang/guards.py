@@ -46,7 +46,9 @@ class Report(NamedTuple):
 
     selected: float
     output_error: float
-    changed_bytes: float  # of the rows written, the share of bytes that are not ours
+    # Of what the step writes, the share that is not ours to the bit, each within a step of its format: of a decode step
+    # bytes, of a prefill chunk the values of all its entries. An index key whose scale differs does so in every value.
+    changed_bytes: float
     graph_error: float  # of the output of a captured step against an eager one, relative to its largest value
 
     def worse(self, other: Report) -> Report:
@@ -124,7 +126,7 @@ def check_chunk(state: State, seen: dict[int, Seen | None], rows: int) -> Report
 
 
 def _check_entries(state: State, number: int, owned: Request) -> float:
-    """All entries that a prefill leaves, against our compressor's on the same rows."""
+    """All entries that a prefill leaves, against our compressor's on the same rows: the share of different values."""
     layer, stack, params = state.layers[number], state.stack, state.params[number]
     mini = dataclasses.replace(stack, batch=1, ratios=(layer.ratio,))
     tables = mini.tables()

@@ -13,6 +13,8 @@ import jax
 
 from jax_sparse_mla._checks import ArgumentChecks
 
+__all__ = ["ArgumentChecks", "LayerPool", "layer_shape"]  # `check_view` takes the checks
+
 Pool = TypeVar("Pool", bound="LayerPool")
 
 

@@ -416,8 +416,10 @@ class TestOnTheGPU:
         assert_agree(self.run(arguments), self.run(arguments, "triton"), "decode")
 
     @pytest.mark.parametrize("batch", [1, 40, 149])
-    def test_a_hundred_runs_give_the_same_bits(self, batch):
-        self.check_runs(arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512))
+    @pytest.mark.parametrize("heads", [64, 128])
+    @pytest.mark.parametrize("layout, topks", [(KVLayout.V4_FP8, (128, 512)), (KVLayout.V32_FP8, (2048,))], ids=str)
+    def test_a_hundred_runs_give_the_same_bits(self, layout, topks, heads, batch):
+        self.check_runs(arguments_of(layout, batch, 1, heads, *topks))
 
     @of_bf16
     @pytest.mark.parametrize("batch", [1, 40, 149, 300])

@@ -65,9 +65,35 @@ DECODES = {
 }
 
 
+# Every format with every kind of heads: lengths of 0, below it and beyond the columns, odd pages, one cache or two.
+FORMATS = {
+    "V4": {},
+    "V3.2": {"layout": "V32_FP8"},
+    "bfloat16": BF16,
+    "V3.2 in bfloat16": {"layout": "V32_BF16"},
+    "V4.1": {"layout": "V41_FP8", "extra_layout": "V41_FP8"},
+    "V4.1, apart": {"layout": "V41_FP8_SPLIT", "extra_layout": "V41_FP8_SPLIT"},
+    "V4.1, FP4": {"layout": "V41_FP8", "extra_layout": "V41_FP4"},
+    "V4.1, FP4, apart": V41_SPLIT,
+}
+HEADS = (1, 16, 64, 70, 128)
+SIZES = (
+    {"topk": 130, "page_size": 7, "extra": (65, 3)},
+    {"topk": 67, "page_size": 61},
+    {"topk": 1, "page_size": 1, "extra": (130, 61)},
+    {"topk": 200, "page_size": 5, "extra": (1, 7)},
+    {"topk": 64, "page_size": 3, "extra": (63, 1)},
+    {"topk": 129, "page_size": 127},
+)
+HOSTILE = {
+    f"{format}, {heads} heads": {"seed": seed, "heads": heads, "batch": 5} | FORMATS[format] | size
+    for seed, ((format, heads), size) in enumerate(zip(itertools.product(FORMATS, HEADS), itertools.cycle(SIZES)))
+}
+
+
 @functools.cache
 def case_of(name: str):
-    return attention_calls.small_decode(**{"lengths": "batch", "extra_lengths": "batch"} | DECODES[name])
+    return attention_calls.small_decode(**{"lengths": "batch", "extra_lengths": "batch"} | (DECODES | HOSTILE)[name])
 
 
 @pytest.mark.always(7)
@@ -92,6 +118,7 @@ FEW = [
     ("cut, two caches, 70 heads", (32, 14)),
     *((name, cluster) for name in DECODES if "FP4" in name for cluster in ((16, 3), (32, 5))),
     *((name, cluster) for name in DECODES if "bfloat16" in name for cluster in ((16, 11), (32, 3), (16, 2))),
+    *zip(HOSTILE, itertools.cycle([*CLUSTERS, (16, 16)])),
 ]
 
 
@@ -119,13 +146,31 @@ def test_decode(name, batch_invariant, monkeypatch):
     check(name, None, monkeypatch, batch_invariant=batch_invariant)
 
 
+@pytest.mark.always(8)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_decode_of_every_format_and_number_of_heads(name, monkeypatch):
+    check(name, None, monkeypatch)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "cluster"), FEW)
 def test_decode_in_clusters(name, cluster, monkeypatch):
     check(name, cluster, monkeypatch)
 
 
-@pytest.mark.parametrize("setting", [{"heads": 70, "sizes": (90, 67)}, {"dim": 576, "heads": 1, "sizes": (130, 129)}])
+PREFILLS = [
+    {"heads": 70, "sizes": (90, 67)},
+    {"dim": 576, "heads": 1, "sizes": (130, 129)},
+    # The kernel for few heads, with each of its arrays full.
+    {"heads": 8, "sizes": (64, 1)},
+    {"heads": 16, "sizes": (90, 67)},
+    {"heads": 32, "sizes": (250, 200)},
+    {"dim": 576, "heads": 8, "sizes": (90, 64)},
+    {"dim": 576, "heads": 16, "sizes": (130, 129)},
+]
+
+
+@pytest.mark.parametrize("setting", PREFILLS)
 def test_prefill(setting):
     case = attention_calls.small_prefill(**setting)
     arguments = attention_calls.prefill_arguments(case)

@@ -44,7 +44,7 @@ def results(request) -> dict[str, str]:
     return virtual_devices.results(virtual_devices.start("sharded_bodies", *chosen, devices=4), timeout=600)
 
 
-@pytest.mark.always("exchange_over_a_mesh", "prefill_over_tokens", "plain_jit", "decode_steps")
+@pytest.mark.always("exchange_over_a_mesh", "prefill_over_tokens", "plain_jit", "decode_steps", "decode_steps_of_v4")
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_equals_one_device(results, name):
     assert results[name] == "", results[name]

@@ -48,8 +48,19 @@ class Case:
     queries: tuple = (None, None, None)
 
 
-def make_case(seed, ratio, *, layout=KVLayout.V4_FP8, lengths=(1, 1, 1, 1), layers=1, more_ring=0, dtype=BF16) -> Case:
-    """Requests of these many rows, of which some complete a group, and two padding rows."""
+def make_case(
+    seed,
+    ratio,
+    *,
+    layout=KVLayout.V4_FP8,
+    lengths=(1, 1, 1, 1),
+    layers=1,
+    more_ring=0,
+    dtype=BF16,
+    pages=(PAGES, PAGES, PAGES),
+) -> Case:
+    """Requests of these many rows, of which some complete a group, and two padding rows; pages of a layer's sliding
+    window, of its entries and of its index keys."""
     rng = np.random.default_rng(seed)
     num_rows, requests, own = sum(lengths) + 2, len(lengths) + 1, min(layers - 1, 1)
     positions, req_rows = np.full(num_rows, -1, np.int32), np.full(num_rows, -1, np.int32)
@@ -99,15 +110,15 @@ def make_case(seed, ratio, *, layout=KVLayout.V4_FP8, lengths=(1, 1, 1, 1), laye
         layers=layers,
         layer=own,
         requests=requests,
-        step=Step(positions, req_rows, starts, slots(PAGES * page), slots(PAGES * entries) if ratio else None),
+        step=Step(positions, req_rows, starts, slots(pages[0] * page), slots(pages[1] * entries) if ratio else None),
         kv=normal(num_rows, 512, dtype=dtype),
-        swa=pool(PAGES, layout.page_bytes(page), np.uint8),
+        swa=pool(pages[0], layout.page_bytes(page), np.uint8),
         attn_sink=normal(layers * 3),
     )
     if ratio:
-        case.compressor = compressing(512, pool(PAGES, layout.page_bytes(entries), np.uint8))
+        case.compressor = compressing(512, pool(pages[1], layout.page_bytes(entries), np.uint8))
     if ratio == 4:
-        case.indexer = compressing(128, pool(PAGES, entries * 132, np.uint8))
+        case.indexer = compressing(128, pool(pages[2], entries * 132, np.uint8))
         case.queries = normal(num_rows, 3, 128, dtype=dtype), normal(num_rows, 3), sylvester(128).astype(BF16)
     return case
 
@@ -116,7 +127,7 @@ def tensors(tree):
     if isinstance(tree, tuple):
         made = map(tensors, tree)
         return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
-    return None if tree is None else tensor(tree)
+    return tree if tree is None or isinstance(tree, torch.Tensor) else tensor(tree)
 
 
 def page_sizes(case: Case) -> tuple[int, int]:
@@ -124,12 +135,13 @@ def page_sizes(case: Case) -> tuple[int, int]:
 
 
 def fused(case: Case) -> tuple:
+    parameters = len(case.attn_sink) // 3
     facts = layer.Facts(
         layout=case.layout,
         ratio=case.ratio,
         page_sizes=page_sizes(case),
         layers=(case.layers, case.layer),
-        params=(case.layers, case.layer),
+        params=(parameters, min(case.layer, parameters - 1)),
         norm_eps=EPS,
     )
     arrays = case.step, case.kv, case.swa, case.attn_sink, case.compressor, case.indexer, case.queries
@@ -237,3 +249,53 @@ def test_random_steps(seed):
     rng = np.random.default_rng(seed)
     lengths = (1,) * 64 if seed % 2 else tuple(rng.integers(1, 9, 5))
     assert_same(make_case(seed, [4, 128, 0][seed % 3], lengths=lengths, layers=3, more_ring=max(lengths) - 1))
+
+
+def as_last_layer(case: Case, layers: int) -> tuple[Case, torch.Tensor]:
+    """The layer of a case that has one, as the last of so many, and the bytes in which its caches and states lie. The
+    last layers follow each other there, for nothing else may be touched: the others of one pool may be anywhere."""
+    arrays = case.swa, case.compressor.cache, *case.compressor[5:7], case.indexer.cache, *case.indexer[5:7]
+    end = (layers - 1) * max(x.nbytes for x in arrays)
+    memory = torch.full((end + sum(x.nbytes for x in arrays),), 0xFF, dtype=torch.uint8, device=DEVICE)
+    pools = []
+    for x in map(tensor, arrays):
+        end += x.nbytes
+        pools.append(memory[end - layers * x.nbytes : end].view(x.dtype).view(-1, *x.shape[1:]))
+        pools[-1][-len(x) :] = x
+    swa, *pools = pools
+    names = "cache", "state_kv", "state_score"
+    compressor = case.compressor._replace(**dict(zip(names, pools[:3])))
+    indexer = case.indexer._replace(**dict(zip(names, pools[3:])))
+    changes = {"swa": swa, "compressor": compressor, "indexer": indexer, "layers": layers, "layer": layers - 1}
+    return dataclasses.replace(case, **changes), memory
+
+
+def check_last_layer(case: Case, layers: int) -> None:
+    last, memory = as_last_layer(case, layers)
+    got, want = fused(last), one_by_one(case)
+    for i, (name, a, b) in enumerate(zip(NAMES, got, want, strict=True)):
+        assert (a is None) == (b is None), name
+        if a is None:
+            continue
+        own = a[-len(b) :].view(torch.uint8)
+        np.testing.assert_array_equal(own.cpu().numpy(), b.view(torch.uint8).cpu().numpy(), err_msg=name)
+        if i < 7:  # a cache or a state
+            own.fill_(0xFF)
+    assert all(bool((part == 0xFF).all()) for part in memory.split(2**28)), "another layer was written"
+
+
+FEW_PAGES = 4, 16, 64  # of similar sizes
+
+
+def test_the_last_layer_of_several():
+    check_last_layer(make_case(11, 4, pages=FEW_PAGES), 3)
+
+
+@pytest.mark.gpu
+def test_pools_beyond_2_gib():
+    """Every cache and state of the last layer begins beyond 2^31 bytes, the compressor's beyond 2^31 numbers."""
+    case, layers = make_case(11, 4, pages=FEW_PAGES), 2**16
+    for x in (case.swa, case.compressor.cache, case.compressor.state_kv, case.indexer.cache, case.indexer.state_kv):
+        assert (layers - 1) * x.nbytes > 2**31
+    assert (layers - 1) * case.compressor.state_kv.size > 2**31
+    check_last_layer(case, layers)

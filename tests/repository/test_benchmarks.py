@@ -23,6 +23,7 @@ from benchmarks import (
     flashmla_from_jit,
     hopper_decode,
     memcheck,
+    mesh_processes,
     number_formats,
     plots,
     record,
@@ -205,7 +206,7 @@ def test_a_stopped_memcheck_leaves_no_process_behind():
 
 def test_memcheck_takes_every_file_of_kernel_tests():
     groups = memcheck.groups()
-    kernels = {"attention", "hopper_memory", "kv", "metadata", "topk_kernels"}
+    kernels = {"attention", "context_parallel", "hopper_memory", "kv", "metadata", "topk_kernels"}
     assert {"control read", "control write", *kernels} <= set(groups)
     assert all(any(Path(word).is_file() for word in arguments) for arguments in groups.values())
 
@@ -276,6 +277,35 @@ def test_the_cases_that_are_counted_exist():
     for name in counters.CASES:
         kind, _, case = name.partition(": ")
         assert case in {"decode, FP8": of_fp8, "decode, bfloat16": of_bf16}.get(kind, {case})
+
+
+_FRAME = "    @     0x7f4ba6b040ee  xla::CoordinationServiceAgent::SetError()"
+_DIED = "F1125 client.h:80] Terminating process. This most likely indicates that another task died. UNAVAILABLE: no RPC"
+_GLOO = "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    "lines, reason",
+    [
+        (["extend 1/2", "E1125 Polled an error from coordination service", _DIED, "*** Check failure", _FRAME], _DIED),
+        ([_FRAME, "E1125 task 1 stopped sending heartbeats"], "E1125 task 1 stopped sending heartbeats"),
+        ([_FRAME, "Traceback (most recent call last):", _GLOO, "process 0 failed; the others will end too"], _GLOO),
+        (["extend 1/2", _FRAME], ""),
+    ],
+)
+def test_a_survivor_s_reason_is_no_frame_of_its_stack(lines, reason):
+    assert mesh_processes.reason("\n".join(lines)) == reason
+
+
+def test_what_a_process_says_is_read_while_it_writes():
+    """Its file has one position for both: to read moves none of what it writes next."""
+    code = "import sys, time; [(print(i, flush=True), time.sleep(0.001)) for i in range(200)]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_processes, "COMMAND", [sys.executable, "-c", code])
+        process = mesh_processes.Process([], [0], "cpu")
+    while process.process.poll() is None:
+        said = process.said
+    assert process.said.startswith(said) and process.said.split() == [str(i) for i in range(200)]
 
 
 @pytest.mark.parametrize("memory, workers", [(143_771, 15), (81_559, 8), (5_000, 1), (None, 15)])

@@ -1,5 +1,6 @@
 """The repository as a whole: examples run, README and CI agree, files stay readable and free of this machine."""
 
+import ast
 import importlib.util
 import re
 import shutil
@@ -144,6 +145,19 @@ def test_files_of_the_packages_are_short():
             lines = len(path.read_text().splitlines())
             long |= {path.name: lines} if lines > MAX_LINES else {}
     assert not long
+
+
+def test_the_torch_package_imports_nothing_private():
+    """What it takes of jax_sparse_mla, that package's modules show without a leading underscore."""
+    imported = set()
+    for path in (ROOT / "interop" / "sparse_mla_torch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported |= {f"{node.module}.{name.name}" for name in node.names}
+            elif isinstance(node, ast.Import):
+                imported |= {name.name for name in node.names}
+    ours = {name for name in imported if name.startswith("jax_sparse_mla.")}
+    assert ours and not {name for name in ours if "._" in name}
 
 
 # Spelled so that this file does not find itself.

@@ -31,7 +31,7 @@ from jax_sparse_mla import (
     RequestTables,
     build_v32_metadata,
 )
-from jax_sparse_mla._packages import why_not
+from jax_sparse_mla.backend import why_not
 from jax_sparse_mla.layers import gathers, prepare_v4_step
 from jax_sparse_mla.models import v4_layer_ratios
 from jax_sparse_mla.serving.request import Request
