@@ -190,9 +190,7 @@ def v32_layer(
 def _selected(q, weights, keys, page_table, lengths, spec: ModelSpec, page_size: int, batch_invariant: bool):
     """The slots of the entries that the indexer selects; no logit past a row's length is made."""
     options = {"kv_page_table": page_table, "page_size": page_size, "batch_invariant": batch_invariant}
-    return index_topk(
-        q, weights, keys, page_table, lengths, spec.index_topk, method=TopkTransform.PAGED, **options
-    )
+    return index_topk(q, weights, keys, page_table, lengths, spec.index_topk, method=TopkTransform.PAGED, **options)
 
 
 def _attend(
