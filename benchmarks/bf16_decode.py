@@ -5,9 +5,11 @@
 Both caches hold the same random rows, one quantised by our writer; a call reads random slots of each, one token a
 request. Called from torch and timed by CUPTI with the L2 flushed, in one process. Each row has the floor of its bytes
 (keys, indices, queries and output at the rate of a copy) and of its products (at 4,096 FLOP a clock), the microseconds
-from the bfloat16 rows and the floor's share of them, those of `hopper` and of FlashMLA from the FP8 rows, and the error
-of four rows against float64, norm over norm. FlashMLA has its heads padded to 64; without sgl-flash-mla it is left out.
-Writes bf16_decode.json to $OUT or benchmarks/results.
+from the bfloat16 rows and the floor's share of them, those of FlashAttention 3 from the same rows in pages of one
+token, those of `hopper` and of FlashMLA from the FP8 rows, and the error of four rows against float64, norm over norm.
+FlashMLA has its heads padded to 64. FlashAttention takes one cache, whose rows have rope behind their values: V3.2's.
+Without sgl-flash-mla or sglang-kernel theirs are left out, and the record says why. Writes bf16_decode.json to $OUT or
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks import peers
 from benchmarks.record import ROOT, environment, results_folder, write_json
 from benchmarks.timing import Run, Timer
 from jax_sparse_mla.kv_cache.layout import KVLayout
@@ -116,7 +119,8 @@ class Problem:
         run = decode._new(decode.Options("bf16_decode", self.scale, -math.inf), *tensors).run
         return lambda: run(*tensors, None, None)
 
-    def flash_mla(self, wheel) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def flash_mla(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        wheel = peers.find("flash_mla")
         pages = [of[FP8[self.case.layout]].pages for of in self.caches]
         q = torch.nn.functional.pad(self.q, (0, 0, 0, -self.case.heads % 64))
         given = {"softmax_scale": self.scale, "is_fp8_kvcache": True, "indices": self.indices[0], "use_legacy": True}
@@ -124,6 +128,19 @@ class Problem:
             given |= {"extra_k_cache": pages[1], "extra_indices_in_kvcache": self.indices[1]}
         schedule = wheel.get_mla_metadata()[0]
         return lambda: wheel.flash_mla_with_kvcache(q, pages[0], None, None, 512, schedule, **given)
+
+    def fa3(self) -> Callable[[], torch.Tensor]:
+        wheel, (columns,) = peers.find("fa3"), self.case.columns
+        rows = self.caches[0][self.case.layout].pages.flatten(0, 1).view(torch.bfloat16)[:, None]  # a page each
+        given = {
+            "q": self.q[..., 512:],
+            "k_cache": rows[..., 512:],
+            "v_cache": rows[..., :512],
+            "qv": self.q[..., :512],
+            "page_table": self.indices[0][:, 0],
+            "cache_seqlens": torch.full((self.case.rows,), columns, dtype=torch.int32, device="cuda"),
+        }
+        return lambda: wheel.flash_attn_with_kvcache(**given, softmax_scale=self.scale, causal=True)
 
     def error(self, out: torch.Tensor) -> float:
         """Of the worst of four rows."""
@@ -136,7 +153,8 @@ class Problem:
         return worst
 
 
-def measure(case: Case, caches: list[dict[KVLayout, Cache]], timer: Timer, wheel) -> dict:
+def measure(case: Case, caches: list[dict[KVLayout, Cache]], timer: Timer, missing: dict[str, str]) -> dict:
+    """A row; what of the peers cannot be measured goes into `missing`, with the reason."""
     problem = Problem(case, caches)
     ours, of_fp8 = problem.ours(case.layout), problem.ours(FP8[case.layout])
     of_bytes, of_products = case.floors
@@ -144,8 +162,16 @@ def measure(case: Case, caches: list[dict[KVLayout, Cache]], timer: Timer, wheel
     error, time = problem.error(ours()[0]), timer(Run(ours, "torch"))
     row |= {"us": round(time, 1), "share_of_floor": round(max(of_bytes, of_products) / time, 3)}
     row |= {"of_fp8_us": round(timer(Run(of_fp8, "torch")), 1)}
-    if wheel is not None:
-        row |= {"flash_mla_of_fp8_us": round(timer(Run(problem.flash_mla(wheel), "torch")), 1)}
+    theirs = {"flash_mla_of_fp8": problem.flash_mla} | ({"fa3": problem.fa3} if len(case.columns) == 1 else {})
+    for name, prepare in theirs.items():
+        try:
+            call = prepare()
+        except peers.NotMeasured as reason:
+            missing[name] = str(reason)
+            continue
+        if name == "fa3":
+            row |= {"fa3_error": float(f"{problem.error(call()):.3g}")}
+        row |= {f"{name}_us": round(timer(Run(call, "torch")), 1)}
     return row | {"error": float(f"{error:.3g}")}
 
 
@@ -154,11 +180,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose names begin so")
     args = parser.parse_args()
     os.environ["JAX_SPARSE_MLA_DECODE_BACKEND"] = "hopper"
-    try:
-        import flash_mla as wheel
-    except ImportError:
-        wheel = None
-    timer, rows, caches, layout = Timer(repeats=15), [], [], None
+    timer, rows, caches, layout, missing = Timer(repeats=15), [], [], None, {}
     for case in CASES:
         if not case.name.startswith(tuple(args.only)):
             continue
@@ -167,9 +189,10 @@ def main() -> int:
             layout = case.layout
         while len(caches) < len(case.columns):
             caches.append(caches_of(layout, seed=len(caches)))
-        rows.append(measure(case, caches, timer, wheel))
+        rows.append(measure(case, caches, timer, missing))
         print(rows[-1], flush=True)
-    write_json(results_folder() / "bf16_decode.json", environment() | {"op": "bf16_decode", "rows": rows})
+    found = {"op": "bf16_decode", "not_measured": missing, "rows": rows}
+    write_json(results_folder() / "bf16_decode.json", environment() | found)
     return 0
 
 

@@ -19,6 +19,7 @@ from types import ModuleType
 _SGLANG = "sglang.kernels.ops.attention.dsv4"
 _MODULES = {
     "flash_mla": "flash_mla",
+    "fa3": "sgl_kernel.flash_attn",
     "deep_gemm": "deep_gemm",
     "flashinfer": "flashinfer.topk",
     "sglang gather": f"{_SGLANG}.dequant_k_cache",
