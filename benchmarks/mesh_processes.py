@@ -30,7 +30,7 @@ DEVICES = 2
 COMMAND = [sys.executable, "-u", "-c", "import sys; from jax_sparse_mla.cli import main; sys.exit(main())", "generate"]
 TIMEOUT = 15  # seconds until a process that has died is noticed
 LIMIT = 300  # seconds for a run, compilation included
-# What jaxlib says of another process that has ended; else the first line of an error.
+# What jaxlib says of another process that has ended, the last such line; else the first line of an error.
 REASONS = re.compile(r"task died|heartbeat|unhealthy|UNAVAILABLE"), re.compile(r"rror|fail")
 
 
@@ -139,7 +139,8 @@ def killed(layout: str, arguments: Sequence[object], device: str, long: int, whi
 def reason(text: str) -> str:
     """Of all that a process said, the line that says why it ended; frames of its stack do not."""
     lines = [line.strip() for line in text.splitlines() if not line.strip().startswith("@")]
-    return next((line[:400] for wanted in REASONS for line in lines if wanted.search(line)), "")
+    died, errors = ([line for line in lines if wanted.search(line)] for wanted in REASONS)
+    return (died[-1:] or errors[:1] or [""])[0][:400]
 
 
 def _line(text: str, start: str) -> str:

@@ -72,7 +72,8 @@ def parts(kinds: list[tuple[str, float, int]]) -> dict[str, float]:
     """Microseconds of a chunk's parts."""
     found = dict.fromkeys((*PARTS, "rest"), 0.0)
     for name, us, _ in kinds:
-        found[next((part for part, names in PARTS.items() if re.search(names, name)), "rest")] += us
+        kernel = name.partition(": jit(")[0]  # an operation of XLA's is followed by its path in the program
+        found[next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")] += us
     return found
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import shared
-from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, logits_of, page_size_of
+from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, check_logits, logits_of, page_size_of
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.sharding import Shares
 
@@ -65,28 +65,37 @@ def index_topk(
       TypeError: a wrong dtype, a method that is not a TopkTransform.
       ValueError: shapes that do not agree, PAGED without `kv_page_table`, RAGGED without `topk_indices_offset`.
     """
-    tables = {"kv_page_table": kv_page_table, "row_to_request": row_to_request}
-    options = {"method": method, "page_size": page_size, "topk_indices_offset": topk_indices_offset}
-    return selected(q, weights, index_cache, page_table, lengths, topk, **tables, **options)
+    arrays = q, weights, index_cache, page_table, lengths
+    return _select(*arrays, topk, method, kv_page_table, page_size, row_to_request, topk_indices_offset, False)
 
 
-def selected(
-    q: jax.Array,
-    weights: jax.Array,
-    index_cache: jax.Array | IndexKeys,
-    page_table: jax.Array,
-    lengths: jax.Array,
-    topk: int,
-    *,
-    method: TopkTransform,
-    kv_page_table: jax.Array | None = None,
-    page_size: int = 1,
-    row_to_request: jax.Array | None = None,
-    topk_indices_offset: jax.Array | None = None,
-    batch_invariant: bool = False,
+def selected_positions(
+    q, weights, index_cache, page_table, lengths, topk: int, *, row_to_request=None, batch_invariant: bool = False
 ) -> jax.Array:
-    """`index_topk`; `batch_invariant`: a row's logits do not depend, to the bit, on how many rows there are. Then never
-    more than `INVARIANT_ROWS` are computed together, by the kernels of a decode step, which takes longer for many."""
+    """The positions of the top-k, by `index_topk`.
+
+    Args:
+      batch_invariant: a row's logits do not depend, to the bit, on how many rows there are: never more than
+        `INVARIANT_ROWS` are computed together, by the kernels of a decode step (static).
+    """
+    arrays, none = (q, weights, index_cache, page_table, lengths), jnp.zeros_like(lengths)
+    return _select(*arrays, topk, TopkTransform.RAGGED, None, 1, row_to_request, none, batch_invariant)
+
+
+def _select(
+    q,
+    weights,
+    index_cache,
+    page_table,
+    lengths,
+    topk,
+    method,
+    kv_page_table,
+    page_size,
+    row_to_request,
+    topk_indices_offset,
+    batch_invariant,
+) -> jax.Array:
     check = ArgumentChecks("index_topk")
     rows_of = {
         "q": check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS)),
@@ -136,8 +145,8 @@ def _by_chunks(
         pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
         lengths = jnp.where(known, rows_of["lengths"], 0)
         arguments = rows_of["q"], rows_of["weights"], index_cache, pages, lengths
-        of_call = None if batch_invariant else rows
-        logits = logits_of(*arguments, rows_of_call=of_call, fill=False)  # the top-k reads nothing past a length
+        how = {"alone": True} if batch_invariant else {"rows_of_call": rows}
+        logits = logits_of(*arguments, fill=False, **how)  # the top-k reads nothing past a length
         return topk_transform(
             logits,
             lengths,
@@ -163,13 +172,14 @@ def logits_at_once(
 ) -> jax.Array | None:
     """The logits of a decode step, for a top-k, which reads none past a row's length: there they may be anything.
 
-    Arguments are checked ones of `index_topk`, `page_table` with a row for each row. None where the logits are too many
-    for one array, or the rows too many to be computed together.
+    Arguments and errors as of `index_logits`, `batch_invariant` as of `selected_positions`. None where the logits are
+    too many for one array, or the rows too many to be computed together.
     """
+    check_logits(ArgumentChecks("index_logits"), q, weights, index_cache, page_table, lengths)
     capacity = page_table.shape[1] * page_size_of(index_cache)
     if q.shape[0] > rows_at_once(capacity, SCRATCH_BYTES, batch_invariant):
         return None
-    return logits_of(q, weights, index_cache, page_table, lengths, fill=False)
+    return logits_of(q, weights, index_cache, page_table, lengths, fill=False, alone=batch_invariant)
 
 
 def rows_at_once(width: int, scratch_bytes: int, batch_invariant: bool = False) -> int:

@@ -140,21 +140,23 @@ def check_logits(check: ArgumentChecks, q, weights, index_cache, page_table, len
 _LOGITS_SHARES = sharding.Shares((P("rows"), P("rows"), P(), P("rows"), P("rows")), P("rows"))
 
 
-@functools.partial(jax.jit, static_argnames=("rows_of_call", "fill"))
-def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None, fill=True):
+@functools.partial(jax.jit, static_argnames=("rows_of_call", "fill", "alone"))
+def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None, fill=True, alone=False):
     """`index_logits` of checked arguments.
 
     Args:
+      alone: the plain code computes row by row, for a product of several rows may be summed in another order.
       rows_of_call: rows by which the kernel is chosen, where a call comes in parts; by default those of q.
       fill: False where nobody reads the columns from a row's length on; they may then hold anything.
     """
     arguments = q, weights, index_cache, page_table, lengths
     # The kernels multiply FP8 numbers; over FP4 keys bfloat16 numbers too.
     empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
-    fp4 = as_index_keys(index_cache).format.name == "FP4"
+    fp4, plain = as_index_keys(index_cache).format.name == "FP4", index_logits_reference
+    plain = functools.partial(plain, alone=True) if alone else plain
     served = q.dtype == jnp.float8_e4m3fn or (fp4 and q.dtype == jnp.bfloat16)
     if not served or q.shape[1] > MAX_KERNEL_HEADS or empty:
-        return index_logits_reference(*arguments)
+        return plain(*arguments)
 
     def kernel(q, *others):
         from jax_sparse_mla.kernels.sm90 import index_logits as sm90
@@ -168,17 +170,17 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
             return sm90.index_logits(*jax.tree.leaves(arguments), pages=pages, fill=fill, fp4=fp4)
         return launching("indexer.index_logits", fp4=fp4, pages=pages, fill=fill)(*arguments)
 
-    return dispatch(kernel, index_logits_reference, *arguments, shares=_LOGITS_SHARES)
+    return dispatch(kernel, plain, *arguments, shares=_LOGITS_SHARES)
 
 
-def index_logits_reference(q, weights, index_cache, page_table, lengths):
+def index_logits_reference(q, weights, index_cache, page_table, lengths, *, alone=False):
     """`index_logits` in plain JAX: what a kernel must do but for the order and the precision of its sums."""
     keys = as_index_keys(index_cache)
     start = jnp.broadcast_to(jnp.arange(page_table.shape[1], dtype=jnp.int32) * keys.page_size, page_table.shape)
-    return logits_of_units(q, weights, keys, page_table, start, lengths, unit=keys.page_size)
+    return logits_of_units(q, weights, keys, page_table, start, lengths, unit=keys.page_size, alone=alone)
 
 
-def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: int):
+def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: int, alone: bool = False):
     """The logits of runs of keys, in plain JAX.
 
     Args:
@@ -187,6 +189,7 @@ def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: 
       start: int32 `[rows, n]`, the position of the run's first key in the row; its place in the page is
         `start % page_size`.
       unit: keys of a run, a divisor of the page size and of every start (static).
+      alone: row by row (static).
 
     Returns:
       float32 `[rows, n * unit]`; −inf where there is no page and from the row's length on.
@@ -226,10 +229,12 @@ def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: 
         valid = jnp.repeat(is_page, unit) & (position < lengths[row])
         return jnp.where(valid, logits, -jnp.inf)
 
-    # Whole chunks only: what is over at the end computes the last block again and is cut off.
+    # Whole chunks only: what is over at the end computes the last block again and is cut off. Two turns at least where
+    # each is alone: XLA compiles a loop of one turn otherwise than a longer one.
     tasks = rows * blocks
-    task = jnp.minimum(jnp.arange(-(-tasks // chunk) * chunk, dtype=jnp.int32), tasks - 1)
-    logits = lax.map(one_block, task, batch_size=chunk)[:tasks]
+    turns = max(tasks, 2) if alone else -(-tasks // chunk) * chunk
+    task = jnp.minimum(jnp.arange(turns, dtype=jnp.int32), tasks - 1)
+    logits = lax.map(one_block, task, batch_size=None if alone else chunk)[:tasks]
     return logits.reshape(rows, blocks * per_block * unit)[:, : runs * unit]
 
 

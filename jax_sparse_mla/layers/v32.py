@@ -9,14 +9,13 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.compressor import pool_keys
-from jax_sparse_mla.index_selection import logits_at_once
+from jax_sparse_mla.index_selection import logits_at_once, selected_positions
 from jax_sparse_mla.indexer import hadamard_transform, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, expand_pools, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.layers.state import V32LayerCache, V32Rows
-from jax_sparse_mla.layers.v4 import selected_positions
 from jax_sparse_mla.metadata import ForwardBatch, V32Metadata
 from jax_sparse_mla.models import ModelSpec
 
@@ -45,9 +44,11 @@ def v32_layer(
     `[index_pool, 128]` is added to the scores that weigh a pool's keys. Keys and queries of pools pass a Hadamard
     transform before they are quantised, as in SGLang and vLLM. Pools are selected whole, and every row attends to the
     tokens of an unfinished one: positions are int32 `[T, spec.index_width]`. The columns of `index_scores` are pools.
-    `batch_invariant` does not hold for them: their transform is a matrix product of XLA's.
+    They have no `batch_invariant`: their transform is a matrix product of XLA's.
     """
     layer_checks.check_v32_layer(cache, rows, index_scores, selected, index_ape, spec=spec)
+    if batch_invariant and spec.index_pool > 1:
+        raise ValueError(f"v32_layer: batch_invariant serves no pools of index keys, got pools of {spec.index_pool}")
     cache = dataclasses.replace(cache, kv=write_kv(cache.kv, metadata.out_cache_loc, rows.kv))
     pool = spec.index_pool
     if rows.index_k is not None:
@@ -63,8 +64,8 @@ def v32_layer(
             if not ragged:
                 index_scores = logits_at_once(*queries, table[request], lengths, batch_invariant=batch_invariant)
             if index_scores is None:  # a long chunk's logits would be the step's largest array
-                options = {"topk": topk, "row_to_request": request, "batch_invariant": batch_invariant}
-                positions = selected_positions(*queries, table, lengths, **options)
+                options = {"row_to_request": request, "batch_invariant": batch_invariant}
+                positions = selected_positions(*queries, table, lengths, topk, **options)
         if positions is None:
             positions = topk_positions(index_scores, lengths, topk)
         if pool > 1:
@@ -83,7 +84,7 @@ def v32_layer(
         )
         return out, cache, positions
 
-    if index_scores is None or selected is not None or cache.indexed or pool > 1:
+    if index_scores is None or cache.indexed or pool > 1:
         # Layers that share positions share these slots too: XLA computes them once. A top-k that gives slots would be
         # a second one where the positions are wanted as well; that of pools gives no tokens.
         request = metadata.row_to_request[:, None]

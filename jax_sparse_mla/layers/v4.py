@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
-from jax_sparse_mla.index_selection import logits_at_once, selected
+from jax_sparse_mla.index_selection import logits_at_once, selected_positions
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import page_slot_or_minus_one
 from jax_sparse_mla.layers import checks as layer_checks
@@ -43,8 +43,8 @@ def v4_layer(
       index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
       backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
       batch_invariant: a row's result does not depend, to the bit, on the other rows of the step or on how many there
-        are, as in `sparse_mla_decode` (static). With FP8 logits of many rows it takes longer: they are computed
-        128 rows at a time. The result may depend on whether there is a plan.
+        are, as in `sparse_mla_decode` (static). A step of more than 128 rows takes longer: its logits are computed 128
+        rows at a time. The result may depend on whether there is a plan.
 
     Returns:
       out `[T, heads, 512]` (rope not yet taken back), the updated cache, and, for ratio 4, the selected compressed
@@ -64,7 +64,7 @@ def v4_layer(
         if index_scores is None and plan is None:
             index_scores = logits_at_once(*indexed, batch_invariant=batch_invariant)
         if index_scores is None:
-            positions = selected_positions(*indexed, topk=spec.index_topk, batch_invariant=batch_invariant)
+            positions = selected_positions(*indexed, spec.index_topk, batch_invariant=batch_invariant)
             if plan is None:
                 row = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
                 slots = page_slot_or_minus_one(metadata.page_table, row, positions, entries)
@@ -136,12 +136,3 @@ def attend(
         **extra,
     )
     return out[:, 0]
-
-
-def selected_positions(
-    q, weights, index_k, page_table, lengths, *, topk: int, row_to_request=None, batch_invariant: bool = False
-) -> jax.Array:
-    """The positions of the top-k, without an array of all logits."""
-    options = {"method": TopkTransform.RAGGED, "topk_indices_offset": jnp.zeros_like(lengths)}
-    options |= {"row_to_request": row_to_request, "batch_invariant": batch_invariant}
-    return selected(q, weights, index_k, page_table, lengths, topk, **options)

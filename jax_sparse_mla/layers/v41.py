@@ -16,13 +16,14 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.candidates import index_topk_and_blocks, index_topk_in_blocks
 from jax_sparse_mla.compressor import rope_interleaved, round_to_bfloat16
+from jax_sparse_mla.index_selection import selected_positions
 from jax_sparse_mla.indexer import as_index_keys, quantize_index_q, write_index_k
 from jax_sparse_mla.indices.lookup import page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.layers.state import IndexKeyParams, IndexRows, V4LayerCache, V4LayerParams, V4Rows
-from jax_sparse_mla.layers.v4 import attend, selected_positions
+from jax_sparse_mla.layers.v4 import attend
 from jax_sparse_mla.layers.write import Step, compress, slots_of_entries, step_of
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata
 from jax_sparse_mla.models import V41Layer, V41Spec
@@ -170,4 +171,4 @@ def _select(
         blocks = min(spec.candidate_blocks, metadata.page_table.shape[1] * keys.page_size // spec.candidate_block_size)
         positions, blocks = index_topk_and_blocks(*entries, spec.index_topk, max(1, blocks), **block)
         return V41Selection(positions=positions, blocks=blocks)
-    return V41Selection(positions=selected_positions(*entries, topk=spec.index_topk))
+    return V41Selection(positions=selected_positions(*entries, spec.index_topk))

@@ -73,8 +73,8 @@ FORMATS = {
     "V3.2 in bfloat16": {"layout": "V32_BF16"},
     "V4.1": {"layout": "V41_FP8", "extra_layout": "V41_FP8"},
     "V4.1, apart": {"layout": "V41_FP8_SPLIT", "extra_layout": "V41_FP8_SPLIT"},
-    "V4.1, FP4": {"layout": "V41_FP8", "extra_layout": "V41_FP4"},
-    "V4.1, FP4, apart": V41_SPLIT,
+    "V4.1, FP4": {"layout": "V41_FP8", "extra_layout": "V41_FP4", "extra": (33, 2)},  # FP4 rows are the second cache's
+    "V4.1, FP4, apart": V41_SPLIT | {"extra": (33, 2)},
 }
 HEADS = (1, 16, 64, 70, 128)
 SIZES = (

@@ -25,9 +25,10 @@ from test_triton_indexer import assert_logits, exact_logits, logits_case
 from triton_device import DEVICE, ON_GPU, tensor
 
 import jax_sparse_mla as mla
+from jax_sparse_mla import index_selection
 from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.index_selection import INVARIANT_ROWS, rows_at_once, selected
-from jax_sparse_mla.indexer import IndexKeys, index_logits
+from jax_sparse_mla.index_selection import INVARIANT_ROWS, rows_at_once
+from jax_sparse_mla.indexer import IndexKeys, index_logits, logits_of
 from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90 import index_logits as sm90
 from jax_sparse_mla.kernels.triton.indexer import PREFILL_ROWS
@@ -158,17 +159,49 @@ def test_rows_that_may_not_depend_on_each_other_take_one_kernel():
     assert rows_at_once(64, 1 << 30) == 1 << 22 and rows_at_once(1 << 30, 1) == rows_at_once(0, 0) == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32])
+def test_logits_do_not_depend_on_the_number_of_rows(dtype):
+    """Of 64 heads, as the models have them: of one row, of few, and of as many as come together."""
+    rows = index_selection.INVARIANT_ROWS
+    q, weights, cache, table, lengths = map(jnp.asarray, logits_case(np.random.default_rng(3), rows, 64, 3, 64))
+    q = q.astype(jnp.float32).astype(dtype)
+
+    def bits(count):
+        some = q[:count], weights[:count], cache, table[:count], lengths[:count]
+        found = index_selection.logits_at_once(*some, batch_invariant=True)
+        read = jnp.arange(found.shape[1]) < lengths[:count, None]
+        return np.asarray(jnp.where(read, found, 0)).view(np.int32)
+
+    wanted = bits(rows)
+    for count in (1, 3, 60):
+        np.testing.assert_array_equal(bits(count), wanted[:count])
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_many_rows_take_the_logits_of_few(rows, monkeypatch):
+    """At most so many rows are computed together, each alone where there is no kernel."""
+    calls = []
+    monkeypatch.setattr(
+        index_selection, "logits_of", lambda q, *args, **how: calls.append((len(q), how)) or logits_of(q, *args, **how)
+    )
+    q, weights, cache, table, lengths = map(jnp.asarray, logits_case(np.random.default_rng(4), rows, 2, 3, 64))
+    arrays = q, weights, cache, table, lengths
+    index_selection.selected_positions(*arrays, 16, batch_invariant=True)
+    assert calls == [(min(rows, index_selection.INVARIANT_ROWS), {"fill": False, "alone": True})]
+
+
 @pytest.mark.parametrize("method", [PAGED, RAGGED])
 @pytest.mark.parametrize("rows_at_a_time", [2, None])
 def test_torch_selects_what_jax_selects(method, rows_at_a_time):
     arrays, kv_table, request, offset = whole_numbers(np.random.default_rng(15), 5, 2, 3, 32, 4)
-    options = {"method": method, "page_size": 32, "batch_invariant": rows_at_a_time is None}
+    options = {"method": method, "page_size": 32}
     given = {"kv_page_table": kv_table, "row_to_request": request, "topk_indices_offset": offset}
-    want = selected(*map(jnp.asarray, arrays), 16, **options, **{k: jnp.asarray(v) for k, v in given.items()})
+    want = mla.index_topk(*map(jnp.asarray, arrays), 16, **options, **{k: jnp.asarray(v) for k, v in given.items()})
     scratch = rows_at_a_time and torch.full((rows_at_a_time * 96,), float("nan"), device=DEVICE)
     out = torch.full((5, 16), -9, dtype=torch.int32, device=DEVICE)
     tensors = {k: tensor(v) for k, v in given.items()}
-    got = index_topk(*map(tensor, arrays), 16, **options, **tensors, out=out, scratch=scratch)
+    invariant = {"batch_invariant": rows_at_a_time is None}
+    got = index_topk(*map(tensor, arrays), 16, **options, **tensors, **invariant, out=out, scratch=scratch)
     assert got is out
     np.testing.assert_array_equal(got.cpu().numpy(), np.asarray(want))
 
@@ -213,10 +246,11 @@ def test_many_rows_in_parts(method, batch_invariant, on_sm90):
     """Torch's and JAX's, in parts that alone would be too few rows for the kernel, against whole logits."""
     arrays, kv_table, request, offset = whole_numbers(np.random.default_rng(16), 700, 3, 20, 64, 64)
     given = {"kv_page_table": kv_table, "row_to_request": request, "topk_indices_offset": offset}
-    options = {"method": method, "page_size": 64, "batch_invariant": batch_invariant}
-    want = selected(*map(jnp.asarray, arrays), 256, **options, **{k: jnp.asarray(v) for k, v in given.items()})
+    options = {"method": method, "page_size": 64}
+    want = mla.index_topk(*map(jnp.asarray, arrays), 256, **options, **{k: jnp.asarray(v) for k, v in given.items()})
     scratch = torch.full((100 * 1280,), float("nan"), device=DEVICE)
-    got = index_topk(*map(tensor, arrays), 256, **options, **{k: tensor(v) for k, v in given.items()}, scratch=scratch)
+    options |= {"scratch": scratch, "batch_invariant": batch_invariant}
+    got = index_topk(*map(tensor, arrays), 256, **options, **{k: tensor(v) for k, v in given.items()})
     np.testing.assert_array_equal(got.cpu().numpy(), np.asarray(want))
 
 

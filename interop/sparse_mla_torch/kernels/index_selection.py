@@ -36,6 +36,7 @@ def index_topk(
       q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads; bfloat16 over FP4 keys.
       page_table: int32 `[rows, P]`, with `row_to_request` `[R, P]`.
       kv_page_table: int32 `[rows, K]`, with `row_to_request` `[R, K]`; needed by PAGED.
+      batch_invariant: a row's logits do not depend on how many rows there are: at most 128 are computed together.
       format: of the keys.
       out: int32 `[rows, topk]` to write into; allocated by default.
       scratch: float32, for the logits of at least one row; more of it takes more rows at a time. By default 256 MiB are
@@ -65,13 +66,15 @@ def index_topk(
     if not rows or not page_table.shape[0]:
         return out.fill_(-1)
     if scratch is None:
-        scratch = torch.empty(min(rows, rows_at_once(capacity, SCRATCH_BYTES)) * capacity, device=q.device)
+        scratch = torch.empty(
+            min(rows, rows_at_once(capacity, SCRATCH_BYTES, batch_invariant)) * capacity, device=q.device
+        )
     fits = scratch.dtype == torch.float32 and scratch.numel() >= capacity and scratch.device == q.device
     if not fits or not scratch.is_contiguous():
         raise ValueError(
             f"{function}: scratch must be contiguous float32 with at least {capacity} elements on {q.device}"
         )
-    chunk = min(rows, rows_at_once(capacity, 4 * scratch.numel(), batch_invariant))
+    chunk = min(rows, rows_at_once(capacity, 4 * scratch.numel(), batch_invariant)) if capacity else rows
 
     if row_to_request is not None:
         # A row of no request has no keys.

@@ -203,7 +203,11 @@ inline float exp2_approx(float x) {
 
 // --- barriers ---------------------------------------------------------------------------------------------------
 
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kArrivalsOfWarp = 32;
+#else
 constexpr int kArrivalsOfWarp = 1;
+#endif
 
 inline State& state_of(Memory& memory, const Barrier* barrier) {
   auto found = memory.barriers.find(barrier);
@@ -229,7 +233,7 @@ inline void arrive(Barrier* barrier) {
   complete(state);
 }
 inline void arrive_warp(Barrier* barrier, int lane) {
-  if (lane == 0) arrive(barrier);
+  if (kArrivalsOfWarp == 32 || lane == 0) arrive(barrier);
 }
 inline void expect(Barrier* barrier, int bytes) {
   state_of(*mine, barrier).bytes += bytes;
