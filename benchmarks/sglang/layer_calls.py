@@ -35,7 +35,7 @@ class Captured:
         self._call, self._graph = call, None
         if gpu:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # JAX is here too
                 self.output = call()
         else:
             self.output = call().clone()
