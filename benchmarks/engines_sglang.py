@@ -17,8 +17,9 @@ JAX_SPARSE_MLA_SGLANG=1, which asks us first and may leave a call to FlashMLA. R
 Rows that begin with "graph:" follow SGLang's graph runner: its metadata functions before and inside of the capture,
 another batch put in, and a replay; their times are of metadata, projections and the layer together. Rows that begin
 with "served" have sizes of serving. What was skipped, or failed, says why. Packages that SGLang imports and are not
-installed are listed under `stand_ins`; a case that calls one fails with its name. Writes engines_sglang.json to $OUT or
-benchmarks/results, beside the other rows that this very code left there.
+installed are listed under `stand_ins`; a case that calls one fails with its name. The exit code is 1 where a row shows
+nothing or too large an error (`kit.problem`). Writes engines_sglang.json to $OUT or benchmarks/results, beside the
+other rows that this very code left there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.record import ROOT, earlier, environment, results_folder, version, write_json
+from benchmarks.record import ROOT, earlier, environment, gpu_names, results_folder, version, write_json
 from benchmarks.sglang import kit
 
 RECORD = "engines_sglang.json"
@@ -69,9 +70,16 @@ def _row(name: str, theirs: dict, ours: dict) -> dict:
     return row
 
 
+def problems(found: list[dict], gpu: bool) -> list[str]:
+    """Of rows that show nothing or something wrong; without a GPU, where only one side runs, of those that failed."""
+    whys = {row["case"]: kit.problem(row) if gpu else row.get("failed") for row in found}
+    return [f"{case}: {why}" for case, why in whys.items() if why]
+
+
 def run(side: str, folder: Path, arguments: list[str]) -> dict:
-    """What a process of this side found; what it had found before it died, if it did."""
+    """What a process of this side found, on the first GPU; what it had found before it died, if it did."""
     switches = {"JAX_SPARSE_MLA_SGLANG": SIDES[side], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    switches |= {"CUDA_VISIBLE_DEVICES": "".join(gpu_names()[:1])}  # of several GPUs, JAX makes the last one current
     paths = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
     file = folder / f"{side}.pt"
     command = [sys.executable, "-m", "benchmarks.sglang.layer_calls", "--results", str(file), *arguments]
@@ -113,7 +121,9 @@ def main() -> int:
         about |= {"exit_status": {side: found[side]["exit_status"] for side in SIDES}}
         before = [row for row in earlier(RECORD).get("rows", []) if row["case"] not in {row["case"] for row in result}]
         write_json(results_folder() / RECORD, environment() | about | {"rows": before + result})
-    bad = [row for row in result if "failed" in row] or [side for side in SIDES if found[side]["exit_status"]]
+    bad = [f"{side}: exit status {status}" for side in SIDES if (status := found[side]["exit_status"])]
+    bad += problems(result, gpu=not arguments.no_gpu)
+    print("\n".join(bad))
     return int(bool(bad) or not result)
 
 

@@ -19,6 +19,12 @@ V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
 PARTS = "kit", "graph", "served"  # also how the names of the last two begin
 
+# The most that a case's error may be, above what was measured on the CPU (docs/engines.md).
+V4_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.065, 0.004
+DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+# Decode calls that our plugin leaves to FlashMLA, which does them sooner (`attention/route.py`).
+LEFT = ("served 64x8192, ratio 0", "served 8x8192, 128 heads, flashmla_kv, fp8")
+
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square, relative."""
@@ -29,6 +35,31 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def part_of(name: str) -> str:
     """Of PARTS, the one that a case of this name belongs to."""
     return next((part for part in PARTS if name.startswith(part)), PARTS[0])
+
+
+def most_error(name: str) -> float:
+    """The bound of a case's errors: by name, as SGLang's `flashmla_kv` makes FP8 rows of a bfloat16 cache."""
+    if "flashmla" not in name:
+        return V4_ERROR
+    return BF16_ERROR if name.endswith("flashmla_sparse, bf16") else V32_ERROR
+
+
+def problem(row: dict[str, Any]) -> str | None:
+    """Why a row of a GPU's run (`benchmarks.engines_sglang`) shows nothing, or something wrong; None if all is well."""
+    for key in ("failed", "skipped"):
+        if key in row:
+            return f"{key}: {row[key]}"
+    served = {tuple(key.split(" ")) for key in row["served"]}
+    # Prefill is FlashMLA's, and so is what LEFT names; ours must have been asked for them all the same.
+    may_be = {(PREFILL, "ours"), (PREFILL, "theirs"), (DECODE, "theirs" if row["case"] in LEFT else "ours")}
+    if not served or not served <= may_be:
+        return f"ours did not serve it: {row['served']}"
+    bounds = {"error": most_error(row["case"]), "graph_error": BF16_ERROR}
+    for key in row.keys() & bounds.keys():
+        for side, error in row[key].items():
+            if not error <= bounds[key]:  # nor is NaN
+                return f"{key} of {side} is {error}, above {bounds[key]}"
+    return None if len(row.get("error", {})) == 2 else "a side has no error"
 
 
 class Case(NamedTuple):
@@ -51,7 +82,10 @@ class Case(NamedTuple):
 
 
 def v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
-    """The kit's own, then each ratio in three modes and the verification of drafts; `modes` is SGLang's ForwardMode."""
+    """The kit's own, then each ratio in three modes, and drafts' verification; `modes` is SGLang's ForwardMode.
+
+    SGLang's draft model has window layers only.
+    """
     own = kit.make_dsv4_cases("dsv4")
     for case in own:
         yield Case(f"kit {case.name}", kit.run_dsv4_attention_case, case, {})
@@ -68,14 +102,21 @@ def v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
             else:
                 function = kit.run_dsv4_compress_attention_case
                 yield Case(f"{name}, ratio {ratio}", function, case, {"sparse_prefill": sparse})
-    verify = {"forward_mode": modes.TARGET_VERIFY, "prefix_lens": (70, 200), "extend_lens": (3, 3)}
-    case = dataclasses.replace(own[0], name="verify", **verify)
-    yield Case("verify", kit.run_dsv4_target_verify_attention_case, case, {})
+    drafts = {"prefix_lens": (70, 200), "extend_lens": (3, 3)}
+    for ratio in (0, 4, 128):
+        name, mode = f"verify, ratio {ratio}", modes.TARGET_VERIFY
+        case = dataclasses.replace(own[0], name=name, forward_mode=mode, compress_ratio=ratio, **drafts)
+        yield Case(name, kit.run_dsv4_target_verify_attention_case, case, {})
+    case = dataclasses.replace(own[0], name="draft", forward_mode=modes.DRAFT_EXTEND_V2, **drafts)
+    yield Case("draft", kit.run_dsv4_draft_extend_attention_case, case, {})
 
 
-def dsa_cases(kit: ModuleType) -> Iterator[Case]:
-    """The kit's sparse cases by SGLang's kernel and the cache's type."""
-    decodes = [("flashmla_kv", True), ("flashmla_sparse", False)]
+def dsa_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
+    """The kit's sparse cases by SGLang's kernel and the cache's type, then verification of drafts and the draft model.
+
+    For `flashmla_kv` SGLang makes FP8 rows of a bfloat16 cache in each call.
+    """
+    decodes = [("flashmla_kv", True), ("flashmla_kv", False), ("flashmla_sparse", False)]
     prefills = [("flashmla_sparse", False), ("flashmla_sparse", True), ("flashmla_kv", True)]
     for case in kit.make_dsa_sparse_cases("dsa"):
         kind, kernels = ("decode", decodes) if case.forward_mode.is_decode() else ("prefill", prefills)
@@ -83,6 +124,10 @@ def dsa_cases(kit: ModuleType) -> Iterator[Case]:
             options = {f"dsa_{kind}_backend": kernel, "fp8_kv_cache": fp8}
             name = f"{case.name}, {kernel}, {'fp8' if fp8 else 'bf16'}"
             yield Case(name, kit.run_dsa_sparse_attention_case, case, options)
+    for kind, mode in (("verify", modes.TARGET_VERIFY), ("draft", modes.DRAFT_EXTEND_V2)):
+        name, lengths = f"dsa_sparse_{kind}, flashmla_kv, bf16", {"prefix_lens": (40, 30), "extend_lens": (3, 3)}
+        own = dataclasses.replace(kit.make_dsa_sparse_cases("dsa")[0], name=name, forward_mode=mode, **lengths)
+        yield Case(name, kit.run_dsa_sparse_speculative_forward_mode_case, own, {})
 
 
 def graph_cases(graphs: ModuleType, v4: ModuleType, dsa: ModuleType, modes: Any) -> Iterator[Case]:
@@ -93,7 +138,7 @@ def graph_cases(graphs: ModuleType, v4: ModuleType, dsa: ModuleType, modes: Any)
     for found in v4_cases(v4, modes):
         if found.case.forward_mode.is_decode():
             yield Case(f"graph: {found.name}", graphs.run_dsv4_cuda_graph_decode_case, found.case, {})
-    for found in dsa_cases(dsa):
+    for found in dsa_cases(dsa, modes):
         if found.case.forward_mode.is_decode():
             yield Case(f"graph: {found.name}", graphs.run_dsa_sparse_cuda_graph_decode_case, found.case, found.options)
 

@@ -35,7 +35,7 @@ class Captured:
         self._call, self._graph = call, None
         if gpu:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # JAX is here too
                 self.output = call()
         else:
             self.output = call().clone()
@@ -227,7 +227,7 @@ def main() -> None:
     recorder.watch(v4, "build_dsv4_attention_fixture")
     recorder.watch(dsa, "build_dsa_sparse_attention_fixture")
     graphs._run_cuda_graph_decode_case = recorder.replayed
-    cases = [*kit.v4_cases(v4, modes), *kit.dsa_cases(dsa), *kit.graph_cases(graphs, v4, dsa, modes)]
+    cases = [*kit.v4_cases(v4, modes), *kit.dsa_cases(dsa, modes), *kit.graph_cases(graphs, v4, dsa, modes)]
     cases += [*kit.served_v4_cases(v4, modes), *kit.served_dsa_cases(dsa)]
     for case in cases:
         if case.part not in (arguments.part or kit.PARTS):

@@ -119,6 +119,7 @@ class SGLang:
         self._absent, self._said = absent, _Said()
         logging.getLogger(PLUGIN_LOG).addHandler(self._said)
         logging.getLogger(PLUGIN_LOG).setLevel(logging.INFO)
+        importlib.import_module("sglang")  # where a package is missing, its name is the error: the plugin logs its own
         from sparse_mla_torch.plugins import sglang as plugin
 
         plugin.register()  # as SGLang does by its entry point, which a checkout that is not installed has not

@@ -149,7 +149,7 @@ class Step:
                 self()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX is here too
             out = self()
         return Graph(graph, out)
 

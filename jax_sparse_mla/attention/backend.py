@@ -58,6 +58,7 @@ class Call:
       chunk: whether the rows are a prefill chunk's, so that a workspace of what they see could be gathered instead.
       batch_invariant: whether a row's result must not depend on the other rows.
       extra_layout: of the second cache's rows; None: `layout`, or there is no second one.
+      extra_page_size: tokens of a page of the second cache; None where it is not known, or there is none.
     """
 
     phase: str
@@ -70,6 +71,7 @@ class Call:
     chunk: bool = False
     batch_invariant: bool = False
     extra_layout: KVLayout | None = None
+    extra_page_size: int | None = None
 
 
 Capability = tuple[int, int]

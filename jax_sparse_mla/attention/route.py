@@ -33,19 +33,24 @@ class _Sooner(NamedTuple):
     topk: tuple[int, int]  # index columns of both tables together
     rows: tuple[int, int]
     share: str  # of our time
+    extra_page_size: tuple[int, int] = (0, _ANY)
 
     def has(self, call: Call) -> bool:
-        numbers = (call.num_heads, self.heads), (call.topk or 0, self.topk), (call.num_q_tokens, self.rows)
-        return call.layout == self.layout and all(first <= number <= last for number, (first, last) in numbers)
+        sizes = call.num_heads, call.topk or 0, call.num_q_tokens, call.extra_page_size or 0
+        ranges = self.heads, self.topk, self.rows, self.extra_page_size
+        return call.layout == self.layout and all(low <= size <= high for size, (low, high) in zip(sizes, ranges))
 
 
-# Measured on an H200 (docs/routing.md). V4's calls of 1,152 columns are those of C128 layers and of V4-Pro's C4 layers.
-# With 16 rows FlashMLA takes 0.79 of our time for the former, and we take 0.97 of FlashMLA's for the latter.
+# Measured on an H200 (docs/routing.md). V4's calls of 1,152 columns are those of C128 layers, whose compressed entries
+# stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
+_PAGES_OF_C128 = (1, 2)
 _FLASHMLA_SOONER = (
     _Sooner(KVLayout.V32_FP8, (65, 128), (0, _ANY), (2, 15), "0.9 to 1.0"),
     _Sooner(KVLayout.V32_FP8, (64, 64), (0, _ANY), (8, 15), "0.96"),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (8, 31), "0.8 to 1.0"),
+    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (8, 15), "0.8 to 1.0"),
+    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (16, 127), "0.8 to 0.9", _PAGES_OF_C128),
     _Sooner(KVLayout.V4_FP8, (65, 128), (0, 128), (32, 127), "0.9"),
+    _Sooner(KVLayout.V4_FP8, (64, 64), (0, 128), (64, 127), "0.97"),
 )
 
 # Measured on an H200 (docs/routing.md): from so many rows on, a prefill chunk is done earlier from a gathered workspace

@@ -62,7 +62,7 @@ def dsa() -> None:
     from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention
 
     sglang_without_gpu.prepare_kit(dsv4_attention)
-    for name, function, case, options in dsa_cases(kit):
+    for name, function, case, options in dsa_cases(kit, ForwardMode):
         run(name, function, case, **options)
 
 

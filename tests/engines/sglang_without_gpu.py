@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import os
+import re
 import sys
 import types
 
@@ -171,6 +173,18 @@ def prepare_kit(kit) -> None:
     deep_gemm.get_paged_mqa_logits_metadata = lambda *args, **kwargs: torch.zeros(133, 2, dtype=torch.int32)
     importlib.import_module("sglang.kernels.ops.attention.dsv4.attn")  # to be given the stand-ins, too
     put_run_time_kernels()
+    pad = importlib.import_module("sglang.kernels.ops.attention.pad")
+    importlib.import_module("sglang.srt.layers.attention.dsa_backend").seqlens_expand_triton = on_the_cpu(
+        pad.seqlens_expand_triton
+    )
+
+
+def on_the_cpu(function):
+    """SGLang's function without its assertions that tensors are on a GPU; its Triton kernel is interpreted."""
+    source = re.sub(r"assert \w+\.is_cuda\n", "pass\n", inspect.getsource(function))
+    names = dict(vars(inspect.getmodule(function)))
+    exec(source, names)
+    return names[function.__name__]
 
 
 def quantise(k: torch.Tensor):

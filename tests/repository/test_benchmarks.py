@@ -34,6 +34,9 @@ from benchmarks import (
 from benchmarks.ops import attention
 from benchmarks.timing import Case, Operation, Run
 from jax_sparse_mla import sparse_mla_decode
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.route import why_flashmla_alone
+from jax_sparse_mla.device import DeviceInfo
 
 CEILINGS = run.Ceilings(copy=4.0, matmul={"bf16": 800.0, "fp8": 1600.0})
 
@@ -221,6 +224,21 @@ def test_the_sm90_bench_has_the_rows_of_flashmla_s_table():
     assert {case.is_v4 for case in cases if case.model.startswith("V4")} == {True}
     recorded = {row["case"] for row in json.loads((record.RESULTS / "hopper_decode.json").read_text())["rows"]}
     assert {case.name for case in table} <= recorded <= {case.name for case in cases}
+
+
+def test_a_plugin_leaves_to_flashmla_what_the_record_says_is_sooner_there():
+    """Of the numbers of heads that FlashMLA does not pad; what differs by 2% at most is not left."""
+    record_of = {row["case"]: row for row in json.loads((record.RESULTS / "hopper_decode.json").read_text())["rows"]}
+    device, sooner, left = DeviceInfo("cuda", (9, 0), 132, 232_448), set(), set()
+    for case in hopper_decode.cases():
+        shape, ratios = case.shape, [a / b for a, b in record_of[case.name]["flushed"].values()]
+        scopes = [scope for scope in (shape.cache, shape.extra) if scope is not None]
+        facts = {"extra_page_size": shape.extra.page_size if shape.extra else None}
+        topk = sum(scope.topk for scope in scopes)
+        call = Call("decode", case.layout, shape.batch * shape.q_len, shape.heads, device, topk, **facts)
+        left |= {case.name} if why_flashmla_alone(call, "hopper") else set()
+        sooner |= {case.name} if min(ratios) < 0.98 and shape.heads >= 64 else set()
+    assert left == sooner and left
 
 
 def test_number_formats_are_ordered_by_their_roundings():

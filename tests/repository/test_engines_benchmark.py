@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -10,10 +11,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from benchmarks import all as everything
 from benchmarks import engines_sglang
 from benchmarks.sglang import kit
 from benchmarks.sglang.layer_calls import Captured, Recorder, difference
 from benchmarks.sglang.loaded import Absent, Missing
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.route import why_flashmla_alone
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.kv_cache.layout import KVLayout
 
 
 def test_a_row_has_both_sides_and_how_far_they_are_apart():
@@ -24,6 +30,86 @@ def test_a_row_has_both_sides_and_how_far_they_are_apart():
     assert b["failed"] == {"theirs": "why"} and "apart" not in b
     lines = engines_sglang.table([a, b]).splitlines()
     assert "0.5000" in lines[1] and "20.0" in lines[1] and "why" in lines[2]
+
+
+def a_row(case="decode, ratio 4", served=f"{kit.DECODE} ours", **changes):
+    error = {"theirs": 0.025, "ours": 0.025}
+    return {"case": case, "served": {served: 1} if served else {}, "error": error, "graph_error": error} | changes
+
+
+WELL = {"graph_error": {"theirs": 0.0, "ours": 0.0}}
+OF_BF16 = "dsa_sparse_decode_long_prefix, flashmla_sparse, bf16"
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (a_row(**WELL), None),
+        (a_row("prefill, ratio 0", f"{kit.PREFILL} theirs", **WELL), None),
+        (a_row(kit.LEFT[0], f"{kit.DECODE} theirs", **WELL), None),
+        (a_row(served="", **WELL), "ours did not serve it"),
+        (a_row(served=f"{kit.DECODE} theirs", **WELL), "ours did not serve it"),
+        (a_row(served=f"{kit.PREFILL} refused", **WELL), "ours did not serve it"),
+        (a_row(kit.LEFT[0], "", **WELL), "ours did not serve it"),
+        (a_row(**WELL, skipped={"theirs": "no"}), "skipped"),
+        (a_row(**WELL, failed={"ours": "no"}), "failed"),
+        (a_row(**WELL | {"error": {"theirs": 0.025, "ours": 0.031}}), "error of ours is 0.031, above 0.03"),
+        (a_row(**WELL | {"error": {"theirs": float("nan"), "ours": 0.025}}), "error of theirs is nan"),
+        (a_row(**WELL | {"error": {"ours": 0.025}}), "a side has no error"),
+        (a_row(), "graph_error of theirs"),
+        (a_row("dsa_sparse_decode_long_prefix, flashmla_kv, bf16", **WELL), None),
+        (a_row("x, flashmla_kv, fp8", **WELL | {"error": {"theirs": 0.066, "ours": 0.06}}), "theirs is 0.066"),
+        (a_row(OF_BF16, f"{kit.PREFILL} theirs", **WELL), "error of theirs is 0.025, above 0.004"),
+    ],
+)
+def test_a_row_that_shows_nothing_or_something_wrong_is_a_problem(row, why):
+    found = kit.problem(row)
+    assert found is None if why is None else why in found
+    assert bool(engines_sglang.problems([row], gpu=True)) == (why is not None)
+    assert bool(engines_sglang.problems([row], gpu=False)) == ("failed" in row)
+    made = next(part for part in everything.PARTS if part.name == f"sglang {kit.part_of(row['case'])}")
+    assert made.whole({"rows": [row] * 200}) == (why is None)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"served": {}}])
+def test_the_exit_code_says_whether_the_run_shows_something(wrong, monkeypatch, tmp_path):
+    one = {"output": torch.ones(4), "error": 0.02, "served": {f"{kit.DECODE} ours": 1}}
+    sides = {"theirs": one, "ours": one | wrong}
+    monkeypatch.setattr(
+        engines_sglang, "run", lambda side, *_: engines_sglang.NOTHING | {"results": {"verify": sides[side]}}
+    )
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["engines_sglang"])
+    assert engines_sglang.main() == len(wrong)
+
+
+def test_each_side_sees_the_first_gpu_only(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    code = "import os; raise SystemExit(int(os.environ['CUDA_VISIBLE_DEVICES']))"
+    call = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda _, **options: call([sys.executable, "-c", code], **options))
+    assert engines_sglang.run("ours", tmp_path, [])["exit_status"] == 3
+
+
+def test_what_our_plugin_leaves_to_flashmla_is_what_the_router_leaves():
+    sizes = {f"{batch}x{context}": batch for batch, context in kit.SERVED}
+    cases = {
+        f"served {size}, ratio {ratio}": ("V4_FP8", rows, 64, 128 + {0: 0, 4: 512, 128: 64}[ratio])
+        for size, rows in sizes.items()
+        for ratio in (0, 4, 128)
+    }
+    cases |= {
+        f"served {size}, {heads} heads, flashmla_kv, fp8": ("V32_FP8", rows, heads, kit.V32_TOPK)
+        for size, rows in sizes.items()
+        for heads in (128, 16)
+    }
+    device = DeviceInfo("cuda", (9, 0), 132, 232_448)
+    left = [
+        name
+        for name, (layout, rows, heads, topk) in cases.items()
+        if why_flashmla_alone(Call("decode", getattr(KVLayout, layout), rows, heads, device, topk), "hopper")
+    ]
+    assert sorted(left) == sorted(kit.LEFT)
 
 
 @pytest.fixture

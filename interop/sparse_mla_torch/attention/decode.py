@@ -112,6 +112,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     if kept and extra_layout != layout:
         kept = list(scopes)  # an extra layout cannot stand alone
     facts = {"batch_invariant": options.batch_invariant, "extra_layout": extra_layout}
+    facts |= {"extra_page_size": None if extra_k_cache is None else extra_k_cache.shape[1]}
     call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, **facts)
     facts = options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device
     try:
