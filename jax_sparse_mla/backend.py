@@ -11,10 +11,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_sparse_mla._packages import found, version, why_not
-
-# `version` and `why_not` are for callers that have no record, too.
-__all__ = ["FRAMEWORKS", "Backend", "Choice", "Need", "choose", "load", "refuse_unknown", "version", "why_not"]
+from jax_sparse_mla.packages import found, version, why_not
 
 FRAMEWORKS = ("jax", "torch")
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla._checks import FLOATS, INT32, INT_MAX, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOATS, INT32, INT_MAX, ArgumentChecks
 from jax_sparse_mla.dispatch import shared
 from jax_sparse_mla.index_selection import SCRATCH_BYTES, in_chunks, rows_at_once
 from jax_sparse_mla.indexer import (

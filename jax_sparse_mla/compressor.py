@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, INT_MAX, ArgumentChecks
 from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, INT_MAX, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 from jax_sparse_mla.xla.triton_call import launching

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.metadata.prefill_plan import PrefillPlan
 from jax_sparse_mla.metadata.rows import check_batch as check_batch_shapes

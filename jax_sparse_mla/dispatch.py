@@ -16,7 +16,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_sparse_mla import sharding
-from jax_sparse_mla._packages import why_not
+from jax_sparse_mla.packages import why_not
 
 __all__ = ["available", "dispatch", "on_cuda", "shared", "use_triton", "varying", "varying_alike"]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import shared
 from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, check_logits, logits_of, page_size_of
 from jax_sparse_mla.indices import TopkTransform, topk_transform

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import sharding
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.dispatch import dispatch, shared
 from jax_sparse_mla.index_format import (

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from jax_sparse_mla._packages import version, warn_once
+from jax_sparse_mla.packages import version, warn_once
 
 __all__ = ["Library", "available", "carried_path", "compile_to", "load", "python_extension"]
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_sparse_mla._checks import ArgumentChecks
+from jax_sparse_mla.argument_checks import ArgumentChecks
 
 
 class Shares(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import dispatch, sharding
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call, IndexTable
 from jax_sparse_mla.attention.gradient import differentiable
 from jax_sparse_mla.attention.route import Plan, plan_call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import sparse_mla_prefill, static_scale
 from jax_sparse_mla.indices import combine_topk_swa_indices
 from jax_sparse_mla.kv_cache import PagedKV

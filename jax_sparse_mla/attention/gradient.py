@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import dispatch, sharding
-from jax_sparse_mla._packages import why_not
 from jax_sparse_mla.attention import reference
 from jax_sparse_mla.attention.merge import sink_factor
+from jax_sparse_mla.packages import why_not
 
 # Sums of integers of 64 bits: at a key's scale none is larger than 2^62.
 _FIXED_POINT_BITS = 62

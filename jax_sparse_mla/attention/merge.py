@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_sparse_mla._checks import FLOAT32, FLOATS, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, ArgumentChecks
 
 
 def merge_attention(

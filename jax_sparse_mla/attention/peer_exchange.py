@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_sparse_mla._packages import warn_once
 from jax_sparse_mla.indices.ownership import AxisName
 from jax_sparse_mla.kernels import build
+from jax_sparse_mla.packages import warn_once
 from jax_sparse_mla.xla import tvm
 
 # As in the kernel: the devices that exchange with each other, and a head's bytes of out in a row, a power of two.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import dispatch, sharding
-from jax_sparse_mla._checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla._chunks import map_rows
+from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import static_scale
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.reference import rows_at_once, valid_columns

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from jax_sparse_mla._checks import ArgumentChecks
+from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
 from jax_sparse_mla.backend import choose, refuse_unknown
 from jax_sparse_mla.device import DeviceInfo

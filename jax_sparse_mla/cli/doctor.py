@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 
 import jax
 
-from jax_sparse_mla._packages import version
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
 from jax_sparse_mla.attention.route import plan_call
@@ -21,6 +20,7 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices.topk import route as topk
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
+from jax_sparse_mla.packages import version
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
 from jax_sparse_mla.xla.triton_call import launching

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.topk.api import OUTSIDE_KEY, ascending, ordered_keys, topk_positions
 from jax_sparse_mla.sharding import Shares

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_sparse_mla import native
-from jax_sparse_mla._packages import why_not
+from jax_sparse_mla.packages import why_not
 
 __all__ = [
     "binder",

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import FLOAT32, UINT8, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.argument_checks import FLOAT32, UINT8, ArgumentChecks
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 

@@ -11,9 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jax_sparse_mla._checks import ArgumentChecks
-
-__all__ = ["ArgumentChecks", "LayerPool", "layer_shape"]  # `check_view` takes the checks
+from jax_sparse_mla.argument_checks import ArgumentChecks
 
 Pool = TypeVar("Pool", bound="LayerPool")
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_sparse_mla._checks import BF16, FLOATS, ArgumentChecks
+from jax_sparse_mla.argument_checks import BF16, FLOATS, ArgumentChecks
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 E4M3_MAX = 448.0  # 1.75 * 2^8, the largest float8_e4m3fn

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import sharding
-from jax_sparse_mla._checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch, shared
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache, paged

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
 from jax_sparse_mla.compressor import CompressorState
 from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import IndexKeys

@@ -9,8 +9,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.compressor import CompressorState, compressor_window
 from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import IndexKeys

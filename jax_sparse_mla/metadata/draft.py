@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
 from jax_sparse_mla.indices.lookup import INT_MAX
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode
 

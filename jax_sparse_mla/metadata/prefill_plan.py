@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.indices.lookup import exclusive_cumsum, page_slot_or_minus_one, split_ragged
 from jax_sparse_mla.indices.window import swa_gather_plan
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables

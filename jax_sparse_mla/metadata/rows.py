@@ -11,8 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import INT32, ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
 from jax_sparse_mla.indices.lookup import (
     INT_MAX,
     exclusive_cumsum,

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_minus_one
 from jax_sparse_mla.xla.triton_call import launching

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jax_sparse_mla._checks import ArgumentChecks
+from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.indices.topk.api import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardMode
 

@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._checks import ArgumentChecks
 from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.indices.lookup import (
     INT_MAX,
     exclusive_cumsum,

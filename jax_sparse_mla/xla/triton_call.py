@@ -19,9 +19,9 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from jax_sparse_mla._packages import warn_once, why_not
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.launch import Device, Launch, Output
+from jax_sparse_mla.packages import warn_once, why_not
 from jax_sparse_mla.xla import triton_launch, tvm
 
 FFI_TARGET = "triton_kernel_call_ffi"

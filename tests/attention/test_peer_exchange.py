@@ -23,7 +23,7 @@ from host_build import SOURCES, compiled_once
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla import _packages
+from jax_sparse_mla import packages
 from jax_sparse_mla.attention import context_parallel_decode, cut_pages, exchange, peer_exchange, sparse_mla_decode
 from jax_sparse_mla.attention.exchange import merge_received_reference, send_reference
 from jax_sparse_mla.attention.peer_exchange import Groups, groups_of
@@ -111,7 +111,7 @@ def test_what_keeps_gpus_from_it_is_warned_of_once(monkeypatch, recwarn):
 
     monkeypatch.setattr(build, "peer_exchange_module", lambda: {"prepare": prepare})
     peer_exchange.ready.cache_clear()
-    _packages.warn_once.cache_clear()
+    packages.warn_once.cache_clear()
     for _ in range(2):
         assert not peer_exchange.ready(Groups((0, 1, 2, 3), 2))
     assert [str(x.message) for x in recwarn] == [

@@ -14,8 +14,7 @@ import jax
 import pytest
 from attention_calls import pretend_installed
 
-from jax_sparse_mla import DeviceInfo
-from jax_sparse_mla import backend as records
+from jax_sparse_mla import DeviceInfo, packages
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.cli import doctor, generate, main, report
@@ -149,7 +148,7 @@ def test_an_older_transformers_is_said(capsys, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("sparse_mla_torch.hf")]:
         monkeypatch.delitem(sys.modules, name)  # else it is not imported again
     for version, engine in (("4.57.1", "jax"), ("5.22.9", "torch"), ("5.9.0.dev0", "torch")):
-        monkeypatch.setattr(records, "version", lambda name, version=version: version)
+        monkeypatch.setattr(packages, "version", lambda name, version=version: version)
         status, _, err = run(capsys, "generate", "--engine", engine)
         assert status == 2 and f"transformers {version} is installed" in err
         assert 'needs 5.23 or newer: pip install "transformers>=5.23"' in err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_sparse_mla import _packages, native
+from jax_sparse_mla import native, packages
 from jax_sparse_mla.kernels import build as cuda_build
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
@@ -34,7 +34,7 @@ def kernels(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    _packages.warn_once.cache_clear()
+    packages.warn_once.cache_clear()
     return folder
 
 

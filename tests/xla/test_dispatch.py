@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_sparse_mla.dispatch as dispatching
-from jax_sparse_mla import _packages
+from jax_sparse_mla import packages
 from jax_sparse_mla.dispatch import dispatch, use_triton
 
 
@@ -105,11 +105,11 @@ def test_a_package_that_does_not_import_is_said(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="NVIDIA H200")])
-    for cached in (_packages.why_not, _packages.warn_once):
+    for cached in (packages.why_not, packages.warn_once):
         cached.cache_clear()
     with pytest.warns(UserWarning, match=r"triton does not import: OSError: libcuda.so.1"):
         assert dispatching.unready.__wrapped__() is not None
-    _packages.why_not.cache_clear()
+    packages.why_not.cache_clear()
 
 
 def test_under_shard_map_results_vary_as_the_plain_codes(with_triton):

@@ -15,7 +15,7 @@ import sysconfig
 
 import pytest
 
-from jax_sparse_mla import _packages, native
+from jax_sparse_mla import native, packages
 
 pytestmark = pytest.mark.skipif(native.find_compiler("c") is None, reason="needs a C compiler")
 
@@ -26,7 +26,7 @@ GOOD, PLANTED = "int answer(void) { return 42; }\n", "int answer(void) { return 
 def cache(monkeypatch, tmp_path):
     """The user's cache; each test is warned anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _packages.warn_once.cache_clear()
+    packages.warn_once.cache_clear()
     return tmp_path / "cache" / "jax_sparse_mla"
 
 

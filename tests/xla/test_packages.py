@@ -8,16 +8,16 @@ import warnings
 
 import pytest
 
-from jax_sparse_mla import _packages
+from jax_sparse_mla import packages
 from jax_sparse_mla.backend import Need
 
 
 @pytest.fixture(autouse=True)
 def asked_anew():
-    _packages.why_not.cache_clear()
-    _packages.warn_once.cache_clear()
+    packages.why_not.cache_clear()
+    packages.warn_once.cache_clear()
     yield
-    _packages.why_not.cache_clear()
+    packages.why_not.cache_clear()
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def package(monkeypatch, tmp_path):
 
 
 def test_an_absent_package_is_quiet(recwarn):
-    assert not _packages.found("no_such_package") and _packages.why_not("no_such_package")
-    assert _packages.why_not("no_such_package") == "no_such_package is not installed"
+    assert not packages.found("no_such_package") and packages.why_not("no_such_package")
+    assert packages.why_not("no_such_package") == "no_such_package is not installed"
     assert not recwarn.list
 
 
 def test_one_that_imports_is_quiet(recwarn, package):
     package("a_good_package", "")
-    assert _packages.why_not("a_good_package") is None and not recwarn.list
+    assert packages.why_not("a_good_package") is None and not recwarn.list
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_one_that_does_not_import_is_said_once(package, text, error):
     package("a_broken_package", text)
     with pytest.warns(UserWarning, match=f"a_broken_package does not import: {error}.*mend or remove it") as warned:
         for _ in range(3):
-            assert error in _packages.why_not("a_broken_package")
+            assert error in packages.why_not("a_broken_package")
     assert len(warned) == 1
 
 
@@ -66,7 +66,7 @@ def test_an_import_leaves_triton_s_cache_where_it_was(package, monkeypatch, befo
     if before is not None:
         monkeypatch.setenv("TRITON_CACHE_DIR", before)
     package("empties_it", "import os; os.environ['TRITON_CACHE_DIR'] = ''")
-    assert _packages.why_not("empties_it") is None and os.environ.get("TRITON_CACHE_DIR") == before
+    assert packages.why_not("empties_it") is None and os.environ.get("TRITON_CACHE_DIR") == before
 
 
 @pytest.mark.parametrize("name", ["tvm_ffi", "triton", "flashinfer", "torch"])

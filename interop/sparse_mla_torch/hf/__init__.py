@@ -9,7 +9,7 @@ Raises:
 import importlib.util
 import re
 
-from jax_sparse_mla.backend import version
+from jax_sparse_mla.packages import version
 
 OLDEST_TRANSFORMERS = (5, 23)  # as the extra `hf` asks for
 

@@ -31,9 +31,9 @@ from jax_sparse_mla import (
     RequestTables,
     build_v32_metadata,
 )
-from jax_sparse_mla.backend import why_not
 from jax_sparse_mla.layers import gathers, prepare_v4_step
 from jax_sparse_mla.models import v4_layer_ratios
+from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, PREFILL_BACKENDS, EngineOptions, Scheduler, StepPlan
 from sparse_mla_torch.bridge import jax_device, to_jax

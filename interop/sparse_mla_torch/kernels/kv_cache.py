@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.kernels.triton import kv_cache as kernels
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
-from jax_sparse_mla.kv_cache.pool import ArgumentChecks
 from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_strided, check_tensor
 from sparse_mla_torch.kernels.launch import executor
 

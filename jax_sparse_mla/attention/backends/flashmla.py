@@ -31,13 +31,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla._packages import why_not
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.metadata.schedules import flashmla_schedule
+from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.xla import torch_operator
 from jax_sparse_mla.xla.triton_call import executor
 
