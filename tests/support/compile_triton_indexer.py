@@ -27,7 +27,7 @@ def cases(capability):
     """(name, kernel, argument types, constants with num_warps) of every kernel, as launched for both models."""
     hardware_fp8 = capability >= 89
     e4m3 = "*fp8e4nv" if hardware_fp8 else "*u8"
-    fp8 = {"HARDWARE_FP8": hardware_fp8, "FILL": True}
+    fp8 = {"HARDWARE_FP8": hardware_fp8}
     for hadamard in (True, False):
         constants = fp8 | {"HADAMARD": hadamard}
         for dtype, of in (("*bf16", "bfloat16"), ("*fp32", "float32")):
@@ -42,7 +42,7 @@ def cases(capability):
             plan = indexer.plan_logits(rows, heads, 512, page_size, 132, fp4=fp4)
             pointers = types(plan.kernel, q_ptr="*bf16" if fp4 else e4m3, out_ptr="*fp32")
             name = f"logits{' of FP4 keys' * fp4} {rows} {heads} {page_size}"
-            yield name, plan.kernel, pointers, plan.constants | fp8
+            yield name, plan.kernel, pointers, plan.constants | fp8 | {"FILL": True}
     for ratio, head_dim, rows in ((4, 512, 64), (4, 128, 2048), (128, 512, 8192)):
         yield from launches(capability, f"{ratio} {head_dim}", compress, ratio, head_dim, rows)
     for ratio, rows, layers in ((0, 8, 1), (4, 8, 43), (128, 8, 43)):
