@@ -65,8 +65,20 @@ def index_topk(
       TypeError: a wrong dtype, a method that is not a TopkTransform.
       ValueError: shapes that do not agree, PAGED without `kv_page_table`, RAGGED without `topk_indices_offset`.
     """
+    check = ArgumentChecks("index_topk")
     arrays = q, weights, index_cache, page_table, lengths
-    return _select(*arrays, topk, method, kv_page_table, page_size, row_to_request, topk_indices_offset, False)
+    rows_of, index_cache, page_table = _checked(check, *arrays, row_to_request, topk_indices_offset)
+    requests = "rows" if row_to_request is None else "requests"
+    kv_page_table = check.optional("kv_page_table", kv_page_table, (requests, None), INT32)
+    topk = check.static_int("topk", topk, minimum=1)
+    page_size = check.static_int("page_size", page_size, minimum=1)
+    if not isinstance(method, TopkTransform):
+        raise TypeError(f"index_topk: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}")
+    needed = "kv_page_table" if method is TopkTransform.PAGED else "topk_indices_offset"
+    if {"kv_page_table": kv_page_table, "topk_indices_offset": topk_indices_offset}[needed] is None:
+        raise check.fail(f"{needed} is missing, and {method} needs it")
+    static = {"topk": topk, "method": method, "page_size": page_size, "batch_invariant": False}
+    return _index_topk(rows_of, index_cache, page_table, kv_page_table, **static, scratch_bytes=SCRATCH_BYTES)
 
 
 def selected_positions(
@@ -79,46 +91,26 @@ def selected_positions(
         `INVARIANT_ROWS` are computed together, by the kernels of a decode step (static).
     """
     arrays, none = (q, weights, index_cache, page_table, lengths), jnp.zeros_like(lengths)
-    return _select(*arrays, topk, TopkTransform.RAGGED, None, 1, row_to_request, none, batch_invariant)
+    rows_of, index_cache, page_table = _checked(ArgumentChecks("index_topk"), *arrays, row_to_request, none)
+    static = {"topk": topk, "method": TopkTransform.RAGGED, "page_size": 1, "batch_invariant": bool(batch_invariant)}
+    return _index_topk(rows_of, index_cache, page_table, None, **static, scratch_bytes=SCRATCH_BYTES)
 
 
-def _select(
-    q,
-    weights,
-    index_cache,
-    page_table,
-    lengths,
-    topk,
-    method,
-    kv_page_table,
-    page_size,
-    row_to_request,
-    topk_indices_offset,
-    batch_invariant,
-) -> jax.Array:
-    check = ArgumentChecks("index_topk")
+def _checked(check: ArgumentChecks, q, weights, index_cache, page_table, lengths, row_to_request, offset) -> tuple:
+    """What is of rows, the index keys and the pages, as jax arrays."""
     rows_of = {
         "q": check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS)),
         "weights": check("weights", weights, ("rows", "heads"), FLOAT32),
         "lengths": check("lengths", lengths, ("rows",), INT32),
         "request": check.optional("row_to_request", row_to_request, ("rows",), INT32),
-        "offset": check.optional("topk_indices_offset", topk_indices_offset, ("rows",), INT32),
+        "offset": check.optional("topk_indices_offset", offset, ("rows",), INT32),
     }
     index_cache = check_index_cache(check, index_cache)
     requests = "rows" if row_to_request is None else "requests"
     page_table = check("page_table", page_table, (requests, None), INT32)
-    kv_page_table = check.optional("kv_page_table", kv_page_table, (requests, None), INT32)
-    topk = check.static_int("topk", topk, minimum=1)
-    page_size = check.static_int("page_size", page_size, minimum=1)
-    if not isinstance(method, TopkTransform):
-        raise TypeError(f"index_topk: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}")
-    needed = "kv_page_table" if method is TopkTransform.PAGED else "topk_indices_offset"
-    if {"kv_page_table": kv_page_table, "topk_indices_offset": topk_indices_offset}[needed] is None:
-        raise check.fail(f"{needed} is missing, and {method} needs it")
     if row_to_request is None:
         rows_of["request"] = jnp.arange(lengths.shape[0], dtype=jnp.int32)
-    static = {"topk": topk, "method": method, "page_size": page_size, "batch_invariant": bool(batch_invariant)}
-    return _index_topk(rows_of, index_cache, page_table, kv_page_table, **static, scratch_bytes=SCRATCH_BYTES)
+    return rows_of, index_cache, page_table
 
 
 @functools.partial(jax.jit, static_argnames=("topk", "method", "page_size", "batch_invariant", "scratch_bytes"))

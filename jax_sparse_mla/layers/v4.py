@@ -59,23 +59,20 @@ def v4_layer(
 
     positions = slots = None
     if ratio == INDEXED_RATIO:
-        lengths, entries = metadata.compressed[ratio].lengths, spec.page_size // ratio
+        lengths = metadata.compressed[ratio].lengths
         indexed = index_q, index_weights, cache.index_k, metadata.page_table, lengths
         if index_scores is None and plan is None:
             index_scores = logits_at_once(*indexed, batch_invariant=batch_invariant)
         if index_scores is None:
             positions = selected_positions(*indexed, spec.index_topk, batch_invariant=batch_invariant)
-            if plan is None:
-                row = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
-                slots = page_slot_or_minus_one(metadata.page_table, row, positions, entries)
         else:
             positions = topk_positions(index_scores, lengths, spec.index_topk)
             if plan is None:
-                paged = {"method": TopkTransform.PAGED, "page_table": metadata.page_table, "page_size": entries}
-                slots = topk_transform(index_scores, lengths, spec.index_topk, **paged)
+                paged = {"page_table": metadata.page_table, "page_size": spec.page_size // ratio}
+                slots = topk_transform(index_scores, lengths, spec.index_topk, method=TopkTransform.PAGED, **paged)
     facts = {"spec": spec, "ratio": ratio, "attn_sink": attn_sink, "backend": backend}
-    facts |= {"batch_invariant": batch_invariant}
-    return attend(rows.q, cache, metadata, plan, positions, slots, **facts), cache, positions
+    out = attend(rows.q, cache, metadata, plan, positions, slots, **facts, batch_invariant=batch_invariant)
+    return out, cache, positions
 
 
 def attend(
@@ -96,8 +93,8 @@ def attend(
 
     Args:
       cache: its window, and the compressed rows that it reads, whichever layer's.
-      positions, slots: int32 `[T, index_topk]`, what an indexed ratio has selected: positions with a plan, slots
-        without.
+      positions, slots: int32 `[T, index_topk]`, what the layer attends to, where something is selected. Slots are read
+        without a plan; None are those of the positions.
     """
     if plan is not None:
         out, _ = sparse_mla_extend(
@@ -117,6 +114,9 @@ def attend(
     if ratio != 0:
         part = metadata.compressed[ratio]
         extra_indices = part.page_indices
+        if slots is None and positions is not None:  # layers that share positions share these: XLA computes them once
+            row = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+            slots = page_slot_or_minus_one(metadata.page_table, row, positions, spec.page_size // ratio)
         if slots is not None:
             extra_indices = jnp.pad(slots, ((0, 0), (0, extra_indices.shape[1] - spec.index_topk)), constant_values=-1)
         extra = {

@@ -18,7 +18,6 @@ from jax_sparse_mla.candidates import index_topk_and_blocks, index_topk_in_block
 from jax_sparse_mla.compressor import rope_interleaved, round_to_bfloat16
 from jax_sparse_mla.index_selection import selected_positions
 from jax_sparse_mla.indexer import as_index_keys, quantize_index_q, write_index_k
-from jax_sparse_mla.indices.lookup import page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.layers import checks as layer_checks
@@ -88,16 +87,12 @@ def v41_layer(
     if layer.is_index_source:
         selected = _select(rows.index, read, metadata, selected, spec=spec, layer=layer)
 
-    positions = slots = None
-    seen = V4LayerCache(swa=cache.swa)
+    seen, positions = V4LayerCache(swa=cache.swa), None
     if layer.ratio:
         seen, positions = V4LayerCache(swa=cache.swa, compressed=read.compressed), selected.positions
-        if plan is None:  # layers that share positions share these slots too: XLA computes them once
-            row = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
-            slots = page_slot_or_minus_one(metadata.page_table, row, positions, spec.page_size // layer.ratio)
     attn_sink = params.share_of(params.attn_sink)
     facts = {"spec": spec, "ratio": layer.ratio, "attn_sink": attn_sink, "backend": backend}
-    return attend(rows.q, seen, metadata, plan, positions, slots, **facts), cache, selected
+    return attend(rows.q, seen, metadata, plan, positions, None, **facts), cache, selected
 
 
 @partial(jax.jit, static_argnames=("ratio", "compresses", "fp4_rows"))
