@@ -2,12 +2,12 @@
 
     python -m benchmarks.memcheck [GROUP ...] [--tool racecheck] [--kernels sparse_decode] [--limit-seconds 120]
 
-A group is a test file that launches its kernels on the GPU, most of it through torch, some through `jax.jit`, or the
-short list of cases that such a file runs as a script; a control has errors that must be found. Each runs in a
-sanitised process of its own, all at once, in turn on each GPU. For memcheck memory is allocated one array at a time, so
-that a step past an array's end is outside of every allocation. racecheck sees shared memory alone. A group that this
-code left clean before is not run again unless it is named. Writes memcheck.json, or as the tool is called, to $OUT or
-benchmarks/results.
+A group is a test file that launches its kernels on the GPU, or a part of one, most of it through torch, some through
+`jax.jit`, or the short list of cases that such a file runs as a script; a control has errors that must be found. Each
+runs in a sanitised process of its own, all at once, in turn on each GPU. For memcheck memory is allocated one array at
+a time, so that a step past an array's end is outside of every allocation. racecheck sees shared memory alone. A group
+that this code left clean before is not run again unless it is named. Writes memcheck.json, or as the tool is called, to
+$OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -44,13 +44,20 @@ _FILES = (
     "test_gradient.py",
     "test_context_parallel.py",
 )
+# The groups of a file that has another choice of tests, or is several groups so that each ends within minutes.
+_SEEDS = " or ".join(f"random_steps[{seed}]" for seed in range(6))  # each ratio with both kinds of lengths
 _CHOSEN = {
     # The gradient's kernels run in Triton's interpreter in the other tests of its file; production sizes take minutes.
-    "test_gradient.py": "TestOnTheGPU and not production",
-    # Six seeds have each ratio with both kinds of lengths. One of ratio 128 takes up to 50 seconds.
-    "test_triton_layer.py": f"{_SKIPPED} and (not random_steps or "
-    + " or ".join(f"random_steps[{seed}]" for seed in range(6))
-    + ")",
+    "test_gradient.py": {"gradient": "TestOnTheGPU and not production"},
+    "test_triton_compressor.py": {
+        "compressor": f"{_SKIPPED} and not jax_compresses",
+        "compressor_from_jax": f"{_SKIPPED} and jax_compresses",
+    },
+    # One seed of ratio 128 takes up to 50 seconds.
+    "test_triton_layer.py": {
+        "layer": f"{_SKIPPED} and not random_steps",
+        "layer_random_steps": f"{_SKIPPED} and ({_SEEDS})",
+    },
 }
 # Their long tests take 6 and over 14 minutes under the sanitizer, or compile a kernel for each of many examples; the
 # quick ones launch the same kernels.
@@ -74,7 +81,8 @@ def groups() -> dict[str, list[str]]:
         group = path.stem.removeprefix("test_").removeprefix("triton_")
         # With the long tests, which pyproject.toml leaves out.
         marked = "not soak and not long" if path.name in _QUICK else "not soak"
-        found[group] = [*options, "-m", marked, "-k", _CHOSEN.get(path.name, _SKIPPED), str(path)]
+        for name, chosen in _CHOSEN.get(path.name, {group: _SKIPPED}).items():
+            found[name] = [*options, "-m", marked, "-k", chosen, str(path)]
     return found | {group: [str(next(TESTS.rglob(name)))] for group, name in _SCRIPTS.items()}
 
 
