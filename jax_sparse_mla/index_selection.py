@@ -17,14 +17,20 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.dispatch import shared
-from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, check_index_cache, check_logits, logits_of, page_size_of
+from jax_sparse_mla.indexer import (
+    INDEX_DIM,
+    INVARIANT_ROWS,
+    IndexKeys,
+    check_index_cache,
+    check_logits,
+    logits_of,
+    page_size_of,
+)
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.sharding import Shares
 
 # Bytes of the logits that exist at a time; plain JAX keeps a few arrays of this size.
 SCRATCH_BYTES = 256 << 20
-# Rows at a time where none may depend on how many there are: fewer than those from which other kernels serve.
-INVARIANT_ROWS = 128
 
 
 def index_topk(

@@ -42,6 +42,9 @@ INDEX_K_BYTES = IndexFormat.FP8.key_bytes  # per token
 # Bytes in one step of plain `index_logits`: the gathered keys, and every head's scores against them.
 CHUNK_BYTES = 32 << 20
 
+# Rows at a time where none may depend on how many there are: fewer than those from which other kernels serve.
+INVARIANT_ROWS = 128
+
 # Both models have 64; a kernel's accumulators grow with them.
 MAX_KERNEL_HEADS = 64
 
@@ -145,7 +148,7 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
     """`index_logits` of checked arguments.
 
     Args:
-      alone: the plain code computes row by row, for a product of several rows may be summed in another order.
+      alone: a row's logits do not depend, to the bit, on the others, nor on how many rows there are.
       rows_of_call: rows by which the kernel is chosen, where a call comes in parts; by default those of q.
       fill: False where nobody reads the columns from a row's length on; they may then hold anything.
     """
@@ -189,7 +192,7 @@ def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: 
       start: int32 `[rows, n]`, the position of the run's first key in the row; its place in the page is
         `start % page_size`.
       unit: keys of a run, a divisor of the page size and of every start (static).
-      alone: row by row (static).
+      alone: row by row (static), for a product of several rows may be summed in another order.
 
     Returns:
       float32 `[rows, n * unit]`; −inf where there is no page and from the row's length on.
@@ -201,12 +204,18 @@ def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: 
     # bfloat16 holds every e4m3 number, and its products are exact in float32: the tensor cores' fast path.
     dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
     blocks, per_block, chunk = _blocking(rows, heads, runs, unit, dtype)
+    # Where each row is alone: XLA may compile another product where the array that it is read from has another shape.
+    more = -rows % INVARIANT_ROWS if alone else 0
+
+    def rows_of(x):
+        return jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
 
     def by_block(x, filled):
-        return jnp.pad(x, ((0, 0), (0, blocks * per_block - runs)), constant_values=filled).reshape(rows, blocks, -1)
+        x = jnp.pad(rows_of(x), ((0, 0), (0, blocks * per_block - runs)), constant_values=filled)
+        return x.reshape(rows + more, blocks, -1)
 
     page, start = by_block(page, -1), by_block(start, 0)
-    lengths = jnp.maximum(lengths, 0)
+    q, weights, lengths = rows_of(q), rows_of(weights), rows_of(jnp.maximum(lengths, 0))
 
     def one_block(task):
         row, block = task // blocks, task % blocks
