@@ -4,12 +4,12 @@
 
 Both caches hold the same random rows, one quantised by our writer; a call reads random slots of each, one token a
 request. Called from torch and timed by CUPTI with the L2 flushed, in one process. Each row has the floor of its bytes
-(keys, indices, queries and output at the rate of a copy) and of its products (at 4,096 FLOP a clock), the microseconds
-from the bfloat16 rows and the floor's share of them, those of FlashAttention 3 from the same rows in pages of one
-token, those of `hopper` and of FlashMLA from the FP8 rows, and the error of four rows against float64, norm over norm.
-FlashMLA has its heads padded to 64. FlashAttention takes one cache, whose rows have rope behind their values: V3.2's.
-Without sgl-flash-mla or sglang-kernel theirs are left out, and the record says why. Writes bf16_decode.json to $OUT or
-benchmarks/results.
+(keys, indices, queries and output at the rate of a copy, measured first) and of its products (at 4,096 FLOP a clock),
+the microseconds from the bfloat16 rows and the floor's share of them, those of FlashAttention 3 from the same rows in
+pages of one token, those of `hopper` and of FlashMLA from the FP8 rows, and the error of four rows against float64,
+norm over norm. FlashMLA has its heads padded to 64. FlashAttention takes one cache, whose rows have rope behind their
+values: V3.2's. Without sgl-flash-mla or sglang-kernel theirs are left out, and the record says why. Writes
+bf16_decode.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.record import ROOT, environment, results_folder, write_json
-from benchmarks.timing import Run, Timer
+from benchmarks.timing import Run, Timer, copy_rate
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 sys.path.insert(0, str(ROOT / "interop"))
@@ -34,7 +34,6 @@ from sparse_mla_torch import ops
 from sparse_mla_torch.attention import decode
 
 SLOTS, PAGE_SIZE = 1 << 20, 64  # of each cache: many times the L2
-COPY = 4.27e12  # bytes a second, measured on an H200
 FLOPS_A_CLOCK, CLOCK = 4096, 1.75e9  # of a multiprocessor
 FP8 = {KVLayout.V4_BF16: KVLayout.V4_FP8, KVLayout.V32_BF16: KVLayout.V32_FP8}
 
@@ -50,14 +49,13 @@ class Case(NamedTuple):
         model = "V4 Flash" if len(self.columns) > 1 else "V3.2"
         return f"{model}, {self.heads} heads, {self.rows} x {' + '.join(map(str, self.columns))}"
 
-    @property
-    def floors(self) -> tuple[float, float]:
-        """Microseconds for which the bytes and the products take at least."""
+    def floors(self, copy: float) -> tuple[float, float]:
+        """Microseconds that the bytes, at `copy` TB/s, and the products take at least."""
         columns, dim = sum(self.columns), self.layout.qk_dim
         of_row = columns * (self.layout.bytes_per_token + 4) + self.heads * 2 * (dim + 512)
         flops = 2 * self.rows * self.heads * columns * (dim + 512)
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-        return self.rows * of_row / COPY * 1e6, flops / (FLOPS_A_CLOCK * CLOCK * sm_count) * 1e6
+        return self.rows * of_row / copy / 1e6, flops / (FLOPS_A_CLOCK * CLOCK * sm_count) * 1e6
 
 
 def _of(layout: KVLayout, columns: tuple[int, ...], heads: int, *rows: int) -> list[Case]:
@@ -153,11 +151,13 @@ class Problem:
         return worst
 
 
-def measure(case: Case, caches: list[dict[KVLayout, Cache]], timer: Timer, missing: dict[str, str]) -> dict:
-    """A row; what of the peers cannot be measured goes into `missing`, with the reason."""
+def measure(
+    case: Case, caches: list[dict[KVLayout, Cache]], timer: Timer, copy: float, missing: dict[str, str]
+) -> dict:
+    """A row; `copy` in TB/s; what of the peers cannot be measured goes into `missing`, with the reason."""
     problem = Problem(case, caches)
     ours, of_fp8 = problem.ours(case.layout), problem.ours(FP8[case.layout])
-    of_bytes, of_products = case.floors
+    of_bytes, of_products = case.floors(copy)
     row = {"case": case.name, "bytes_us": round(of_bytes, 1), "products_us": round(of_products, 1)}
     error, time = problem.error(ours()[0]), timer(Run(ours, "torch"))
     row |= {"us": round(time, 1), "share_of_floor": round(max(of_bytes, of_products) / time, 3)}
@@ -181,6 +181,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["JAX_SPARSE_MLA_DECODE_BACKEND"] = "hopper"
     timer, rows, caches, layout, missing = Timer(repeats=15), [], [], None, {}
+    copy = copy_rate(timer)
     for case in CASES:
         if not case.name.startswith(tuple(args.only)):
             continue
@@ -189,9 +190,9 @@ def main() -> int:
             layout = case.layout
         while len(caches) < len(case.columns):
             caches.append(caches_of(layout, seed=len(caches)))
-        rows.append(measure(case, caches, timer, missing))
+        rows.append(measure(case, caches, timer, copy, missing))
         print(rows[-1], flush=True)
-    found = {"op": "bf16_decode", "not_measured": missing, "rows": rows}
+    found = {"op": "bf16_decode", "copy": round(copy, 3), "not_measured": missing, "rows": rows}
     write_json(results_folder() / "bf16_decode.json", environment() | found)
     return 0
 

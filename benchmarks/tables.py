@@ -1,4 +1,4 @@
-"""The figures in README and two pages of docs/, written from benchmarks/results/*.json between their markers.
+"""The figures in README and three pages of docs/, written from benchmarks/results/*.json between their markers.
 
     python -m benchmarks.tables            # rewrites them
     python -m benchmarks.tables --check    # exit code 1 where one of them says anything else
@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.record import RESULTS, ROOT
+from benchmarks.sglang import kit
 
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("serving-speed.md", "sharding.md")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("engines.md", "serving-speed.md", "sharding.md")))
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _PEERS = {
     "flash_mla": "FlashMLA",
@@ -184,6 +185,7 @@ def _times(row: Row, case: str) -> Times:
 
 def operations() -> str:
     lines = ["| what | peer, µs | ours, µs | peer / ours |", "| --- | --- | --- | --- |"]
+    on_h100 = [row.file for row in ROWS if "H100" in result(row.file).get("device", "")]
     for row in ROWS:
         times = [_times(row, case) for case in row.cases]
         names = [x.name for x in times]
@@ -192,7 +194,8 @@ def operations() -> str:
         ratios = (x.peer / x.ours if x.peer and x.ours else None for x in times)
         ours = " / ".join(number(x.ours) for x in times)
         peers = f"{names[0]} {peers}".strip() if same else peers
-        lines.append(f"| {row.what} | {peers} | {ours} | {' / '.join(map(ratio, ratios))} |")
+        what = f"{row.what} (H100)" if row.file in on_h100 else row.what
+        lines.append(f"| {what} | {peers} | {ours} | {' / '.join(map(ratio, ratios))} |")
     return "\n".join([*lines, "", f"Of {made_by('hopper_decode', 'attention', *(row.file for row in ROWS))}."])
 
 
@@ -400,6 +403,34 @@ def attention_part() -> str:
     return "\n".join([*lines, "", f"{found['context']:,} tokens; commit {found['commit']}."])
 
 
+# --- engines ---------------------------------------------------------------------------------------
+
+
+def sglang_layer() -> str:
+    """SGLang's layer with FlashMLA and with ours: the rows with sizes of serving, and how many others there are."""
+    found = result("engines_sglang")
+    if not found:
+        return "Not measured."
+    served = [row for row in found["rows"] if kit.part_of(row["case"]) == "served"]
+    lines = ["| decode | with FlashMLA, µs | with ours, µs | ratio | errors | whose kernel |", "| --- " * 6 + "|"]
+    for row in served:
+        theirs, ours = (row["graph_us"][side] for side in ("theirs", "ours"))
+        errors = " and ".join(f"{row['error'][side]:.4f}" for side in ("theirs", "ours"))
+        whose = "FlashMLA's" if row["case"] in kit.LEFT else "ours"
+        name = row["case"].removeprefix("served ").replace("x", " × ", 1)
+        lines.append(f"| {name} | {number(theirs)} | {number(ours)} | {ratio(theirs / ours)} | {errors} | {whose} |")
+    decodes = [
+        row for row in found["rows"] if row["served"] == {f"{kit.DECODE} ours": row["served"].get(f"{kit.DECODE} ours")}
+    ]
+    ratios = [row["graph_us"]["theirs"] / row["graph_us"]["ours"] for row in decodes if "graph_us" in row]
+    of = f"{found['device']}, commit {found['commit']}"
+    all_of = f"{len(decodes)} of {len(found['rows'])} rows are our decode kernel's"
+    spread = (
+        f"{all_of}; from a graph SGLang alone takes {ratio(min(ratios))} to {ratio(max(ratios))} of the time with ours"
+    )
+    return "\n".join([*lines, "", f"{of}. {spread}."])
+
+
 # --- two GPUs --------------------------------------------------------------------------------------
 
 
@@ -408,7 +439,10 @@ def _of_two_gpus(start: str, columns: Sequence[str], cells: Callable[[str, str, 
     sections = {title: made for title, made in result("two_gpus").items() if title.startswith(start)}
     lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
     for title, made in sections.items():
-        lines += ["| " + " | ".join(cells(title, case, row)) + " |" for case, row in made["rows"].items()]
+        for case, row in made["rows"].items():
+            first, *others = cells(title, case, row)
+            first += f" (commit {row['commit']})" if "commit" in row else ""  # of an earlier run
+            lines.append("| " + " | ".join([first, *others]) + " |")
     made = "; ".join(dict.fromkeys(f"{made['device']}, commit {made['commit']}" for made in sections.values()))
     return "\n".join([*lines, "", f"{made}."]) if sections else "Not measured."
 
@@ -476,7 +510,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         *(operations, means, steps, torch_steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in),
-        *(served, attention_part, two_gpus_step, two_gpus_context, two_gpus_serving),
+        *(served, attention_part, two_gpus_step, two_gpus_context, two_gpus_serving, sglang_layer),
     )
 }
 
