@@ -99,12 +99,12 @@ def _sglang(part: str, count: int, seconds: int) -> Part:
     return Part(f"sglang {part}", "engines_sglang.json", f"engines_sglang --part {part}", seconds, whole)
 
 
-def _two_gpus(section: str, module: str, count: int, seconds: int) -> Part:
+def _two_gpus(name: str, section: str, module: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
         made = found.get(section, {})
         return made.get("code") == found["code"] and len(made["rows"]) >= count
 
-    return Part(module.partition(" ")[0], "two_gpus.json", module, seconds, whole, takes_all="gpus")
+    return Part(name, "two_gpus.json", module, seconds, whole, takes_all="gpus")
 
 
 def _memcheck_whole(found: dict) -> bool:
@@ -159,11 +159,22 @@ PARTS = (
     Part("peer_step", "peer_step.json", "peer_step", 180),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
+    Part("maxtext_step", "maxtext_step.json", "maxtext_step", 400),
     # These fail by name where there is one GPU.
-    _two_gpus("step_over_requests", "two_gpus", 6, 300),
-    _two_gpus("context_parallel", "context_parallel", 6, 50),
-    _two_gpus("serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 2, 300),
-    _two_gpus("faults", "mesh_processes", 2, 400),
+    _two_gpus("two_gpus", "step_over_requests", "two_gpus", 6, 300),
+    _two_gpus(
+        "two_gpus processes",
+        "step_over_requests_by_processes",
+        "two_gpus --processes --cases 1x8192,8x8192,8x131072",
+        3,
+        110,
+    ),
+    _two_gpus("context_parallel", "context_parallel", "context_parallel", 6, 50),
+    _two_gpus("serving_mesh", "serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 2, 300),
+    _two_gpus(
+        "serving_mesh float32", "serving v4 float32, 64 x 512", "serving_mesh --preset v4 --dtype float32", 3, 300
+    ),
+    _two_gpus("mesh_processes", "faults", "mesh_processes", 2, 400),
 )
 
 

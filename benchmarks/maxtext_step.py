@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> dict:
         results[case] = function(args, name, length)
         print(f"{case}:", *(f"  {key}: {value}" for key, value in results[case].items()), sep="\n", flush=True)
         sizes = {"heads": args.heads, "one layer": args.one_layer, "results": results}
-        write_json(results_folder() / "maxtext_step.json", {"environment": environment(), **sizes})
+        write_json(results_folder() / "maxtext_step.json", environment() | sizes)
     return results
 
 

@@ -277,6 +277,15 @@ def host_us(run: Callable[[int], tuple[float, float]], steps: int = BURST) -> fl
     return statistics.median(run(steps)[0] for _ in range(BURSTS)) / steps * 1e6
 
 
+def additions_ms() -> float:
+    """Milliseconds of a million additions in Python: how fast this host is, beside `host_us`."""
+    started = time.perf_counter()
+    total = 0
+    for i in range(1_000_000):
+        total += i
+    return (time.perf_counter() - started) * 1e3
+
+
 def measure(
     steps: Steps, start: int | np.ndarray, count: int, repeats: int, *, rewind: bool
 ) -> tuple[dict, list[Operation]]:
@@ -298,6 +307,7 @@ def measure(
         "steps": count,
         "wall_us": wall / count * 1e6,
         "host_us": host,
+        "additions_ms": round(additions_ms(), 1),
         "moved": steps.moved(),
         **summary(operations, count),
     }, operations

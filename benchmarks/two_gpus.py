@@ -1,7 +1,7 @@
 """A decode step of DeepSeek-V4-Flash's attention on several GPUs, each with requests of its own.
 
     python -m benchmarks.two_gpus [--cases 1x8192,8x8192,64x8192,1x131072,8x131072,64x131072] [--layers 43]
-    python -m benchmarks.two_gpus --process 0 & python -m benchmarks.two_gpus --process 1   # a process for each GPU
+    python -m benchmarks.two_gpus --processes [--cases 1x8192,8x8192,8x131072]     # a process for each GPU
 
 A case is REQUESTSxCONTEXT, requests of one device. The step of `benchmarks.step` runs on one device, then under
 `jax.shard_map` on all of them: every device has the caches, tables and rows of its own requests. Before it is timed,
@@ -259,29 +259,48 @@ def work(name: str, layers: int, repeats: int, channel: Connection) -> None:
     channel.send(in_this_process(name, layers, repeats, wait))
 
 
+class Worker:
+    """A process of its own that runs `target(*arguments, channel)`."""
+
+    def __init__(self, target: Callable, *arguments: object):
+        spawn = multiprocessing.get_context("spawn")
+        self.channel, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
+        self.process.start()
+        theirs.close()  # so that one that dies is noticed
+
+    def answer(self) -> Any:
+        try:
+            return self.channel.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"two_gpus: a process ended with exit code {self.process.exitcode}") from None
+
+
 def results_of(names: Sequence[str], layers: int, repeats: int) -> Iterator[dict]:
     """All cases are traced and compiled at once, in a process each, and then measured one after the other."""
-    spawn, started = multiprocessing.get_context("spawn"), []
+    workers = [Worker(work, name, layers, repeats) for name in names]
+    for worker in workers:
+        worker.answer()
+    for worker in workers:
+        worker.channel.send("measure")
+        yield worker.answer()
+        worker.process.join()  # its memory is the next one's
 
-    def answer(name, channel, process):
-        try:
-            return channel.recv()
-        except EOFError:
-            process.join()
-            raise RuntimeError(f"two_gpus: the case {name} ended with exit code {process.exitcode}") from None
 
+def work_of_one(number: int, names: Sequence[str], layers: int, repeats: int, channel: Connection) -> None:
+    """All cases, in the process of one of the GPUs."""
+    jax.distributed.initialize(COORDINATOR, gpus(), number, local_device_ids=[number])
     for name in names:
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=work, args=(name, layers, repeats, theirs), daemon=True)
-        process.start()
-        theirs.close()  # so that one that dies is noticed
-        started.append((name, ours, process))
-    for each in started:
-        answer(*each)
-    for name, channel, process in started:
-        channel.send("measure")
-        yield answer(name, channel, process)
-        process.join()  # its memory is the next one's
+        channel.send(in_this_process(name, layers, repeats))
+
+
+def results_of_processes(names: Sequence[str], layers: int, repeats: int) -> Iterator[dict]:
+    """One case after the other, in a process for each GPU; what the first of them measures."""
+    workers = [Worker(work_of_one, number, names, layers, repeats) for number in range(gpus())]
+    for _ in names:
+        first, *_ = [worker.answer() for worker in workers]
+        yield first
 
 
 def main() -> None:
@@ -289,21 +308,16 @@ def main() -> None:
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--process", type=int, help="of as many as there are GPUs, each with one")
+    parser.add_argument("--processes", action="store_true", help="one for each GPU")
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the cases' processes share the GPUs
-    names, title = arguments.cases.split(","), "step_over_requests"
-    if arguments.process is None:
-        found = results_of(names, arguments.layers, arguments.repeats)
-    else:
-        title += "_by_processes"
-        jax.distributed.initialize(COORDINATOR, gpus(), arguments.process, local_device_ids=[arguments.process])
-        found = (in_this_process(name, arguments.layers, arguments.repeats) for name in names)
+    names, title, measured = arguments.cases.split(","), "step_over_requests", results_of
+    if arguments.processes:
+        title, measured = title + "_by_processes", results_of_processes
+    found = measured(names, arguments.layers, arguments.repeats)
     results = section("two_gpus.json", title)
     for name, result in zip(names, found):
         results[name] = result
-        if arguments.process:
-            continue
         print(
             f"{name:12} one device {result['one_device_us']:8.0f} us (GPU {result['one_device_gpu_us']:.0f}), "
             f"{result['devices']} devices {result['all_devices_us']:8.0f} us "
