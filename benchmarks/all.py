@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Literal, NamedTuple
 
-from benchmarks import plots
+from benchmarks import engines_vllm, plots
 from benchmarks.record import (
     RESULTS,
     ROOT,
@@ -99,6 +99,10 @@ def _sglang(part: str, count: int, seconds: int) -> Part:
     return Part(f"sglang {part}", "engines_sglang.json", f"engines_sglang --part {part}", seconds, whole)
 
 
+def _vllm_whole(found: dict) -> bool:
+    return sum(not engines_vllm.problem(row) for row in found["rows"]) >= 39
+
+
 def _two_gpus(name: str, section: str, module: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
         made = found.get(section, {})
@@ -142,6 +146,7 @@ PARTS = (
     _sglang("kit", 49, 360),
     _sglang("graph", 18, 230),
     _sglang("served", 10, 300),
+    Part("vllm", "engines_vllm.json", "engines_vllm", 200, _vllm_whole),
     _step("long", 2, "--decode '' --prefill ''", 70),
     _step("prefill", 6, "--decode '' --long '' --workers 8", 60),
     Part("extend", "extend.json", "run --op extend", 60),

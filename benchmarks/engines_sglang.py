@@ -25,49 +25,20 @@ other rows that this very code left there.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from benchmarks.record import ROOT, earlier, environment, gpu_names, results_folder, version, write_json
+from benchmarks import engines
+from benchmarks.record import earlier, environment, results_folder, version, write_json
 from benchmarks.sglang import kit
 
 RECORD = "engines_sglang.json"
-SIDES = {"theirs": "0", "ours": "1"}  # and JAX_SPARSE_MLA_SGLANG
-TIMES = ("graph_us", "eager_us", "host_us")
-ROW = ("error", "graph_error", *TIMES)
-NOTHING = {"results": {}, "said": [], "stand_ins": [], "exit_status": 0}
 NOT_RUN = (
     "no server, scheduler, model or weights: the kit builds the attention backends, their caches and batches",
     "the indexer: the kit gives the selection, so that DeepGEMM's logits and SGLang's top-k run in no row",
     "SGLang's DecodeCudaGraphRunner itself: its order of calls is followed over torch.cuda.CUDAGraph",
 )
-
-
-def rows(theirs: dict[str, dict], ours: dict[str, dict]) -> list[dict]:
-    """A row for each case of either side."""
-    return [_row(name, theirs.get(name, {}), ours.get(name, {})) for name in theirs | ours]
-
-
-def _row(name: str, theirs: dict, ours: dict) -> dict:
-    row = {"case": name, "served": ours.get("served", {})}
-    for key in ROW:
-        found = {side: result[key] for side, result in (("theirs", theirs), ("ours", ours)) if key in result}
-        if found:
-            row[key] = {side: float(f"{value:.4g}") for side, value in found.items()}
-    if "output" in theirs and "output" in ours:
-        row["apart"] = float(f"{kit.difference(ours['output'], theirs['output']):.4g}")
-    for why in ("skipped", "failed"):
-        found = {side: result[why] for side, result in (("theirs", theirs), ("ours", ours)) if why in result}
-        if found:
-            row[why] = found
-    if ours.get("kernels"):
-        row["kernels"] = {"theirs": theirs.get("kernels", []), "ours": ours["kernels"]}
-    return row
 
 
 def problems(found: list[dict], gpu: bool) -> list[str]:
@@ -77,29 +48,8 @@ def problems(found: list[dict], gpu: bool) -> list[str]:
 
 
 def run(side: str, folder: Path, arguments: list[str]) -> dict:
-    """What a process of this side found, on the first GPU; what it had found before it died, if it did."""
-    switches = {"JAX_SPARSE_MLA_SGLANG": SIDES[side], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    switches |= {"CUDA_VISIBLE_DEVICES": "".join(gpu_names()[:1])}  # of several GPUs, JAX makes the last one current
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
-    file = folder / f"{side}.pt"
-    command = [sys.executable, "-m", "benchmarks.sglang.layer_calls", "--results", str(file), *arguments]
-    print(f"--- {side}", flush=True)
-    status = subprocess.run(command, cwd=ROOT, env=os.environ | switches | {"PYTHONPATH": paths}).returncode
-    found = torch.load(file) if file.exists() else NOTHING
-    return found | {"exit_status": status}
-
-
-def table(found: list[dict]) -> str:
-    """A line for each row: errors, and what SGLang would wait for, from its graph or eager."""
-    lines = [f"{'case':58} {'error theirs':>12} {'ours':>8} {'apart':>8} {'us theirs':>10} {'ours':>8}  served"]
-    for row in found:
-        time = next((row[key] for key in TIMES if key in row), {})
-        cells = [row.get("error", {}).get("theirs"), row.get("error", {}).get("ours"), row.get("apart")]
-        cells = [f"{value:.4f}" if value is not None else "–" for value in cells]
-        cells += [f"{time[side]:.1f}" if side in time else "–" for side in SIDES]
-        why = str(row.get("failed") or row.get("skipped") or row["served"])[:120]
-        lines.append(f"{row['case']:58} {cells[0]:>12} {cells[1]:>8} {cells[2]:>8} {cells[3]:>10} {cells[4]:>8}  {why}")
-    return "\n".join(lines)
+    switches = {"JAX_SPARSE_MLA_SGLANG": str(int(side == "ours"))}
+    return engines.run("benchmarks.sglang.layer_calls", side, folder / f"{side}.pt", arguments, switches)
 
 
 def main() -> int:
@@ -111,17 +61,17 @@ def main() -> int:
     passed = [word for text in arguments.only for word in ("--only", text)] + ["--no-gpu"] * arguments.no_gpu
     passed += [word for part in arguments.part for word in ("--part", part)]
     with tempfile.TemporaryDirectory() as folder:
-        sides = ["ours"] if arguments.no_gpu else list(SIDES)  # FlashMLA has no kernel for a CPU
-        found = dict.fromkeys(SIDES, NOTHING) | {side: run(side, Path(folder), passed) for side in sides}
-    result = rows(found["theirs"]["results"], found["ours"]["results"])
-    print(table(result))
+        sides = ["ours"] if arguments.no_gpu else engines.SIDES  # FlashMLA has no kernel for a CPU
+        found = {side: run(side, Path(folder), passed) if side in sides else engines.NOTHING for side in engines.SIDES}
+    result = engines.rows(found["theirs"]["results"], found["ours"]["results"])
+    print(engines.table(result))
     if not arguments.no_gpu:
         about = {"transformers": version("transformers"), "said": found["ours"]["said"], "not_run": NOT_RUN}
         about |= {"stand_ins": found["ours"]["stand_ins"]}
-        about |= {"exit_status": {side: found[side]["exit_status"] for side in SIDES}}
+        about |= {"exit_status": {side: found[side]["exit_status"] for side in engines.SIDES}}
         before = [row for row in earlier(RECORD).get("rows", []) if row["case"] not in {row["case"] for row in result}]
         write_json(results_folder() / RECORD, environment() | about | {"rows": before + result})
-    bad = [f"{side}: exit status {status}" for side in SIDES if (status := found[side]["exit_status"])]
+    bad = [f"{side}: exit status {status}" for side in engines.SIDES if (status := found[side]["exit_status"])]
     bad += problems(result, gpu=not arguments.no_gpu)
     print("\n".join(bad))
     return int(bool(bad) or not result)

@@ -9,10 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, NamedTuple
 
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
@@ -28,12 +25,6 @@ LEFT = (
     "served 8x8192, 128 heads, flashmla_kv, fp8",
     "served 8x8192, 16 heads, flashmla_kv, fp8",  # which SGLang pads to 64
 )
-
-
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square, relative."""
-    actual, expected = actual.double(), expected.double()
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def part_of(name: str) -> str:

@@ -20,31 +20,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.engines import Captured, difference, timed
 from benchmarks.record import ROOT
 from benchmarks.sglang import kit
-from benchmarks.sglang.kit import difference
 
 sys.path[:0] = [str(ROOT / "interop"), str(ROOT / "tests" / "engines")]
-WARM_UP, HOST_CALLS = 2, 20
-
-
-class Captured:
-    """A call in a CUDA graph; on the CPU, a call that is made again."""
-
-    def __init__(self, call: Callable[[], torch.Tensor], gpu: bool):
-        self._call, self._graph = call, None
-        if gpu:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # JAX is here too
-                self.output = call()
-        else:
-            self.output = call().clone()
-
-    def replay(self) -> None:
-        if self._graph is None:
-            self.output.copy_(self._call())
-        else:
-            self._graph.replay()
+WARM_UP = 2
 
 
 class Recorder:
@@ -100,26 +81,9 @@ class Recorder:
         if "output" not in self.found:
             self.found |= {"output": output.detach().float().cpu(), "served": self._served()}
             if self.timer:
-                self._time(functools.partial(forward, *args, **kwargs), output)
+                call = functools.partial(forward, *args, **kwargs)
+                self.found |= timed(call, output, self.timer, self.found["in_graph"])
         return output
-
-    def _time(self, call: Callable, output: torch.Tensor) -> None:
-        from benchmarks.timing import Run
-
-        self.found["eager_us"] = self.timer(Run(call, "torch"))
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            call()
-        self.found["host_us"] = (time.perf_counter() - start) / HOST_CALLS * 1e6
-        torch.cuda.synchronize()
-        if self.found["in_graph"]:
-            graph = Captured(call, gpu=True)
-            graph.output.zero_()
-            graph.replay()
-            self.found["graph_error"] = difference(graph.output, output)
-            self.found["graph_us"] = self.timer(Run(graph.replay, "torch"))
-            self.found["kernels"] = [operation.name for operation in self.timer.operations]
 
     # --- SGLang's graph runner ---------------------------------------------------------------------
 

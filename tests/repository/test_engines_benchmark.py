@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from benchmarks import all as everything
-from benchmarks import engines_sglang
+from benchmarks import engines, engines_sglang, engines_vllm
+from benchmarks.engines import Captured, difference
 from benchmarks.sglang import kit
-from benchmarks.sglang.layer_calls import Captured, Recorder, difference
+from benchmarks.sglang.layer_calls import Recorder
 from benchmarks.sglang.loaded import Absent, Missing
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.route import why_flashmla_alone
@@ -25,10 +26,10 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 def test_a_row_has_both_sides_and_how_far_they_are_apart():
     theirs = {"a": {"output": torch.ones(4), "error": 0.02, "graph_us": 20.0}, "b": {"failed": "why"}}
     ours = {"a": {"output": torch.ones(4) * 1.5, "error": 0.03, "graph_us": 10.0, "served": {"f ours": 1}}}
-    a, b = engines_sglang.rows(theirs, ours)
+    a, b = engines.rows(theirs, ours)
     assert a["apart"] == 0.5 and a["error"] == {"theirs": 0.02, "ours": 0.03} and a["served"] == {"f ours": 1}
     assert b["failed"] == {"theirs": "why"} and "apart" not in b
-    lines = engines_sglang.table([a, b]).splitlines()
+    lines = engines.table([a, b]).splitlines()
     assert "0.5000" in lines[1] and "20.0" in lines[1] and "why" in lines[2]
 
 
@@ -71,13 +72,32 @@ def test_a_row_that_shows_nothing_or_something_wrong_is_a_problem(row, why):
     assert made.whole({"rows": [row] * 200}) == (why is None)
 
 
+@pytest.mark.parametrize(
+    ("case", "served", "changes", "why"),
+    [
+        ("V4, ratio 4, decode, 16 heads", f"{kit.DECODE} ours", {}, None),
+        ("V4, ratio 4, decode, 16 heads", f"{kit.DECODE} theirs", {}, "did not serve"),
+        ("V4, ratio 1, served 64x8192, 64 heads", f"{kit.DECODE} theirs", {}, None),
+        ("V3.2, served 8x8192, 128 heads", f"{kit.DECODE} theirs", {}, None),
+        ("V3.2, mixed, 64 heads", f"{kit.PREFILL} theirs", {}, "did not serve"),
+        ("V3.2, decode, 16 heads", f"{kit.DECODE} refused", {}, "did not serve"),
+        ("V3.2, decode, 16 heads", "", {}, "did not serve"),
+        ("V3.2, decode, 16 heads", f"{kit.DECODE} ours", {"error": {"ours": 0.002}}, "a side has no error"),
+        ("V3.2, decode, 16 heads", f"{kit.DECODE} ours", {"error": {"theirs": 0.1, "ours": 0.002}}, "error of theirs"),
+        ("V3.2, decode, 16 heads", f"{kit.DECODE} ours", {"failed": {"ours": "no"}}, "failed"),
+    ],
+)
+def test_a_row_of_vllm_that_shows_nothing_or_something_wrong_is_a_problem(case, served, changes, why):
+    good = {"error": {"theirs": 0.002, "ours": 0.002}, "graph_error": {"theirs": 0.0, "ours": 0.0}}
+    found = engines_vllm.problem({"case": case, "served": {served: 1} if served else {}, **good, **changes})
+    assert found is None if why is None else why in found
+
+
 @pytest.mark.parametrize("wrong", [{}, {"served": {}}])
 def test_the_exit_code_says_whether_the_run_shows_something(wrong, monkeypatch, tmp_path):
     one = {"output": torch.ones(4), "error": 0.02, "served": {f"{kit.DECODE} ours": 1}}
     sides = {"theirs": one, "ours": one | wrong}
-    monkeypatch.setattr(
-        engines_sglang, "run", lambda side, *_: engines_sglang.NOTHING | {"results": {"verify": sides[side]}}
-    )
+    monkeypatch.setattr(engines_sglang, "run", lambda side, *_: engines.NOTHING | {"results": {"verify": sides[side]}})
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["engines_sglang"])
     assert engines_sglang.main() == len(wrong)

@@ -1,0 +1,124 @@
+"""What the benchmarks of engines share: a process for each side, how a layer's call is timed, a row for each case."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from benchmarks.record import ROOT, gpu_names
+
+SIDES = ("theirs", "ours")
+TIMES = ("graph_us", "eager_us", "host_us")
+ROW = ("error", "graph_error", *TIMES)
+NOTHING = {"results": {}, "said": [], "stand_ins": [], "exit_status": 0}
+HOST_CALLS = 20
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square, relative."""
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+# --- in the process of a side ----------------------------------------------------------------------
+
+
+class Captured:
+    """A call in a CUDA graph; on the CPU, a call that is made again."""
+
+    def __init__(self, call: Callable[[], torch.Tensor], gpu: bool):
+        self._call, self._graph = call, None
+        if gpu:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # JAX is here too
+                self.output = call()
+        else:
+            self.output = call().clone()
+
+    def replay(self) -> None:
+        if self._graph is None:
+            self.output.copy_(self._call())
+        else:
+            self._graph.replay()
+
+
+def timed(call: Callable[[], torch.Tensor], output: torch.Tensor, timer: Callable, in_graph: bool) -> dict:
+    """A layer's call, whose output is known: its times, and from a graph its kernels and its error too."""
+    from benchmarks.timing import Run
+
+    found = {"eager_us": timer(Run(call, "torch"))}
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    found["host_us"] = (time.perf_counter() - start) / HOST_CALLS * 1e6
+    torch.cuda.synchronize()
+    if in_graph:
+        graph = Captured(call, gpu=True)
+        graph.output.zero_()
+        graph.replay()
+        found["graph_error"] = difference(graph.output, output)
+        found["graph_us"] = timer(Run(graph.replay, "torch"))
+        found["kernels"] = [operation.name for operation in timer.operations]
+    return found
+
+
+# --- both sides ------------------------------------------------------------------------------------
+
+
+def run(module: str, side: str, file: Path, arguments: Iterable[str], switches: Mapping[str, str]) -> dict:
+    """What a process of this side found, on the first GPU; what it had found before it died, if it did.
+
+    Args:
+      module: runs as `python -m module --results file *arguments`.
+      switches: environment variables.
+    """
+    switches = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **switches}
+    switches |= {"CUDA_VISIBLE_DEVICES": "".join(gpu_names()[:1])}  # of several GPUs, JAX makes the last one current
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", module, "--results", str(file), *arguments]
+    print(f"--- {side}", flush=True)
+    status = subprocess.run(command, cwd=ROOT, env=os.environ | switches | {"PYTHONPATH": paths}).returncode
+    found = torch.load(file) if file.exists() else NOTHING
+    return found | {"exit_status": status}
+
+
+def rows(theirs: dict[str, dict], ours: dict[str, dict]) -> list[dict]:
+    """A row for each case of either side."""
+    return [_row(name, theirs.get(name, {}), ours.get(name, {})) for name in theirs | ours]
+
+
+def _row(name: str, theirs: dict, ours: dict) -> dict:
+    row = {"case": name, "served": ours.get("served", {})}
+    for key in ROW:
+        found = {side: result[key] for side, result in (("theirs", theirs), ("ours", ours)) if key in result}
+        if found:
+            row[key] = {side: float(f"{value:.4g}") for side, value in found.items()}
+    if "output" in theirs and "output" in ours:
+        row["apart"] = float(f"{difference(ours['output'], theirs['output']):.4g}")
+    for why in ("skipped", "failed"):
+        found = {side: result[why] for side, result in (("theirs", theirs), ("ours", ours)) if why in result}
+        if found:
+            row[why] = found
+    if ours.get("kernels"):
+        row["kernels"] = {"theirs": theirs.get("kernels", []), "ours": ours["kernels"]}
+    return row
+
+
+def table(found: list[dict]) -> str:
+    """A line for each row: errors, and what the engine would wait for, from its graph or eager."""
+    lines = [f"{'case':58} {'error theirs':>12} {'ours':>8} {'apart':>8} {'us theirs':>10} {'ours':>8}  served"]
+    for row in found:
+        time = next((row[key] for key in TIMES if key in row), {})
+        cells = [row.get("error", {}).get("theirs"), row.get("error", {}).get("ours"), row.get("apart")]
+        cells = [f"{value:.4f}" if value is not None else "–" for value in cells]
+        cells += [f"{time[side]:.1f}" if side in time else "–" for side in SIDES]
+        why = str(row.get("failed") or row.get("skipped") or row["served"])[:120]
+        lines.append(f"{row['case']:58} {cells[0]:>12} {cells[1]:>8} {cells[2]:>8} {cells[3]:>10} {cells[4]:>8}  {why}")
+    return "\n".join(lines)
