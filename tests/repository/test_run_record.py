@@ -70,7 +70,7 @@ import run_record
 run_record.missing_tools = lambda: []
 def pytest_addoption(parser): parser.addoption("--record")
 def pytest_configure(config):
-    files = dict(gpu_run=Path("gpu.json"), long_run=Path("long.json"), unrun=Path("unrun.json"))
+    files = dict(gpu_run=Path("gpu.json"), other_runs=[Path("long.json")], unrun=Path("unrun.json"))
     config.pluginmanager.register(run_record.RunRecord(config, "cpu", **files))
 """
 

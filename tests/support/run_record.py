@@ -1,10 +1,11 @@
 """Which tests of a run passed, failed or were skipped and why, as a file; and which run nowhere.
 
 `pytest --record=FILE` writes the file (with the `=`: pytest takes a FILE that exists for a test otherwise). On an H200
-that is `benchmarks/results/h200_tests.json`, `GPU_RUN`; of the tests marked `long`, on a machine without a GPU,
-`benchmarks/results/long_tests.json`, `LONG_RUN`. README's command compares the tests that it skips or leaves out with
-the ones that passed there: what no run ran must be what `UNRUN` lists, with the reason, or the command fails. Until
-`GPU_RUN` names tests, those marked `gpu` count as run there. Where a tool is missing that CI has, nothing is compared.
+that is `benchmarks/results/h200_tests.json`, `GPU_RUN`; `OTHER_RUNS` are on machines without a GPU:
+`long_tests.json` of the tests marked `long`, and those of the clients' tests, each in the client's environment (vLLM's,
+SGLang's, MaxText's). README's command compares the tests that it skips or leaves out with the ones that passed there:
+what no run ran must be what `UNRUN` lists, with the reason, or the command fails. Until `GPU_RUN` names tests, those
+marked `gpu` count as run there. Where a tool is missing that CI has, nothing is compared.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import json
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 GPU_RUN = ROOT / "benchmarks" / "results" / "h200_tests.json"
-LONG_RUN = ROOT / "benchmarks" / "results" / "long_tests.json"
+OTHER_RUNS = tuple(sorted(path for path in GPU_RUN.parent.glob("*_tests.json") if path != GPU_RUN))
 UNRUN = ROOT / "tests" / "unrun.json"
 # Without one of these, tests are skipped that do run elsewhere.
 TOOLS = ("nvcc", "g++")
 MODULES = ("torch", "transformers", "triton", "tvm_ffi")
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "jax-triton", "apache-tvm-ffi", "transformers")
-PACKAGES += ("sgl-flash-mla", "flashinfer-python")
+PACKAGES += ("sgl-flash-mla", "flashinfer-python", "vllm", "sglang", "maxtext", "tokamax")
 
 
 def names(nodes) -> dict[str, dict[str, list[str]]]:
@@ -112,11 +114,11 @@ class RunRecord:
         device: str,
         *,
         gpu_run: Path = GPU_RUN,
-        long_run: Path = LONG_RUN,
+        other_runs: Sequence[Path] = OTHER_RUNS,
         unrun: Path = UNRUN,
     ):
         self.config, self.device, self.unrun = config, device, unrun
-        self.records = gpu_run, long_run
+        self.records = gpu_run, *other_runs
         self.passed: set[str] = set()
         self.failed: set[str] = set()
         self.skipped: dict[str, str] = {}
@@ -179,7 +181,8 @@ class RunRecord:
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if self.left_out:
             commits = [str(json.loads(path.read_text()).get("commit")) for path in self.records if path.exists()]
-            line = f"{len(self.left_out)} tests marked long were left out; recorded runs: commits {', '.join(commits)}"
+            commits = ", ".join(dict.fromkeys(commits))
+            line = f"{len(self.left_out)} tests marked long were left out; recorded runs: commits {commits}"
             terminalreporter.line(line)
         if self.wrong:
             title = f"{self.unrun.name} is not what neither this run nor a recorded one ran"
