@@ -62,6 +62,20 @@ def decode_of_v41(first: str, second: str) -> Callable[[], object]:
     return v41_decode.calls(pair, {layout: v41_decode.cache_of(layout) for layout in pair}, q, indices)["hopper"]
 
 
+def prefill(name: str) -> Callable[[], object]:
+    """A case of `benchmarks.ops.attention`, from JAX."""
+    import jax
+    import numpy as np
+
+    from benchmarks.ops import attention
+    from jax_sparse_mla import sparse_mla_prefill
+
+    shape = next(shape for shape in attention.PREFILLS if shape.name == name)
+    arrays = attention.prefill_arrays(np.random.default_rng(0), shape)
+    call = jax.jit(lambda arrays: sparse_mla_prefill(**arrays, softmax_scale=0.5, backend="hopper"))
+    return lambda: jax.block_until_ready(call(arrays))
+
+
 def index_logits(rows: int, keys: int, heads: int, *, fp4: bool) -> Callable[[], object]:
     """Decode: each row reads pages of its own, all of them full."""
     from sparse_mla_torch.kernels import indexer
@@ -93,13 +107,26 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
             "V4 Flash, 64 heads, 256 x 1",
             "V4 Pro, 128 heads, 64 x 1",
             "V4 C128, 128 heads, 16 x 1",
+            "V4 window, 128 heads, 32 x 1",
             "V3.2, 128 heads, 4 x 1",
             "V3.2, 128 heads, 64 x 1",
         )
     },
     **{
         f"decode, bfloat16: {name}": lambda name=name: decode_of_bf16(name)
-        for name in ("V4 Flash, 64 heads, 256 x 128 + 512", "V4 Flash, 64 heads, 1024 x 128 + 512")
+        for name in (
+            "V4 Flash, 64 heads, 256 x 128 + 512",
+            "V4 Flash, 64 heads, 1024 x 128 + 512",
+            "V3.2, 128 heads, 64 x 2048",
+        )
+    },
+    **{
+        name: lambda name=name: prefill(name)
+        for name in (
+            "prefill V4 Flash, 64 heads, kv 8192",
+            "prefill V4 Flash, 64 heads, kv 65536",
+            "prefill V4 Pro, 128 heads, kv 65536",
+        )
     },
     **{
         f"decode, V4.1: {first} + {second}": lambda pair=(first, second): decode_of_v41(*pair)

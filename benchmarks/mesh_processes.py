@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write_section
+from benchmarks.record import section, write_section
 
 LAYOUTS = "2x1,1x2"
 DEVICES = 2
@@ -156,16 +156,19 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=8, help="tokens to make for each request")
     parser.add_argument("--long", type=int, default=20_000, help="tokens of the run in which a process is killed")
     parser.add_argument("--only", choices=("generate", "faults"), help="one of the two sections")
+    parser.add_argument(
+        "--killed", type=int, nargs="+", default=range(DEVICES), help="which processes, one after another"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     arguments = ["--preset", args.preset, "--requests", args.requests, "--max-new-tokens", args.new]
     arguments += ["--prompt-file", args.prompt_file] if args.prompt_file else []
-    runs, faults = {}, {}
+    runs, faults = {}, section("two_gpus.json", "faults")
     for layout in [] if args.only == "faults" else args.layouts.split(","):
         runs[layout] = generated(layout, arguments, args.device)
         print(layout, runs[layout], flush=True)
         write_section("two_gpus.json", "generate", runs)
-    for which in [] if args.only == "generate" else range(DEVICES):
+    for which in [] if args.only == "generate" else args.killed:
         name = f"{args.layouts.split(',')[-1]}, process {which}"
         faults[name] = killed(args.layouts.split(",")[-1], arguments, args.device, args.long, which)
         print(name, faults[name], flush=True)

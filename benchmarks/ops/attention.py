@@ -129,13 +129,18 @@ def _decode(rng: np.random.Generator, shape: Decode) -> Case:
     )
 
 
-def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
-    arrays = {
+def prefill_arrays(rng: np.random.Generator, shape: Prefill) -> dict:
+    """The arguments of `sparse_mla_prefill` that are arrays."""
+    return {
         "q": _normal(rng, (shape.q_len, shape.heads, shape.qk_dim), scale=0.1),
         "kv": _normal(rng, (shape.kv_len, shape.qk_dim), scale=0.1),
         "indices": _indices(rng, (shape.q_len, shape.topk), shape.kv_len),
         "attn_sink": _normal(rng, (shape.heads,), jnp.float32),
     }
+
+
+def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
+    arrays = prefill_arrays(rng, shape)
     on_torch = {name: _torch(x) for name, x in arrays.items()}
     keys = shape.q_len * shape.topk
     ours = _on_triton(lambda: _prefill_call(drop_in, on_torch))

@@ -40,6 +40,7 @@ def fresh(monkeypatch):
         monkeypatch.setattr(served, name, type(getattr(served, name))())
     monkeypatch.setattr(served, "log", logging.getLogger("plugins"))
     monkeypatch.setattr(sglang_plugin, "_registered", [])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # who waits for a module waits there
     monkeypatch.delenv("JAX_SPARSE_MLA_PLUGIN_STRICT", raising=False)
     call_cache.forget()
     yield
@@ -431,6 +432,59 @@ def test_sglang_asks_ours_first(sglang):
     check_prefill(small, natural)
     torch.testing.assert_close(base_2[2], natural[2] / 0.6931471805599453)
     assert served.counts == {(DECODE, "ours"): 1, (PREFILL, "ours"): 2}
+
+
+class PaddingBackend:
+    """As SGLang's of V3.2: the heads of a rank become 64, of which it takes its own from the output."""
+
+    def _forward_flashmla_kv(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1):
+        q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
+        padded = q.new_zeros(len(q), 1, 64, layer.head_dim)
+        padded[:, :, : q.shape[2]] = q
+        decode = sys.modules[sglang_plugin.MODULE].flash_mla_with_kvcache
+        rest = {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": torch.zeros((132, 8)).int()}
+        rest |= {"head_dim_v": v_head_dim, "softmax_scale": sm_scale, "is_fp8_kvcache": True, "kv_format": "V32"}
+        out, _ = decode(q=padded, k_cache=kv_cache, indices=page_table_1.unsqueeze(1), **rest)
+        return out if isinstance(out, str) else out[:, :, : q.shape[2]]
+
+
+@pytest.mark.parametrize("served_by", ["ours", "theirs"])
+def test_ours_computes_no_head_that_sglang_pads(sglang, monkeypatch, served_by):
+    case = per_request(layout="V32_FP8", topk=64, heads=16, q_len=1, lengths="none", sink=False)
+    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": PaddingBackend}})
+    monkeypatch.setattr(PaddingBackend, "_forward_flashmla_kv", PaddingBackend._forward_flashmla_kv)  # and back
+    sglang_plugin.register()
+    sglang.apply(sys.modules[sglang_plugin.MODULE])
+    heads, decode = [], flash_mla.flash_mla_with_kvcache
+
+    def ours(q, *args, **kwargs):
+        heads.append(q.shape[2])
+        if served_by == "theirs":
+            raise ValueError("ours refuses this")
+        return decode(q, *args, **kwargs)
+
+    monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", ours)
+    given = calls.decode_arguments(case)
+    layer = types.SimpleNamespace(tp_q_head_num=16, head_dim=576)
+    arguments = given["q"].flatten(1), given["k_cache"], 512, case.softmax_scale, layer, None, given["indices"][:, 0]
+    out = PaddingBackend()._forward_flashmla_kv(*arguments)
+    assert heads == [16] and sglang_plugin._unpadded.q is None
+    if served_by == "ours":
+        calls.assert_close_flashmla(calls.array(out), calls.decode_oracle(case)[0], "decode.out")
+    else:
+        assert out == "theirs"
+
+
+def test_a_decode_of_v32_that_takes_other_arguments_keeps_its_padding(sglang, monkeypatch, caplog):
+    class Other:
+        def _forward_flashmla_kv(self, q):
+            return q
+
+    theirs = Other._forward_flashmla_kv
+    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": Other}})
+    sglang_plugin.register()
+    assert Other._forward_flashmla_kv is theirs and len(sglang.hooks) == 2
+    assert any("decode takes self, q" in x.getMessage() for x in caplog.records)
 
 
 @pytest.mark.parametrize(

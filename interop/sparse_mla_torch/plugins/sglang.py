@@ -1,15 +1,21 @@
 """SGLang: `JAX_SPARSE_MLA_SGLANG=1` puts ours around the two functions through which it calls FlashMLA.
 
 Entry point of `sglang.srt.plugins`, run in every process. SGLang applies the hooks before its attention backends import
-the functions. Their graphs, schedules and metadata stay SGLang's.
+the functions. Their graphs, schedules and metadata stay SGLang's. V3.2's decode pads the heads of a rank to 64 or 128
+before it calls; around that, we keep the queries as they were, so that ours computes no padding.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
+import threading
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from sparse_mla_torch.plugins.imports import when_imported
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +23,19 @@ if TYPE_CHECKING:
 SWITCH = "JAX_SPARSE_MLA_SGLANG"
 TESTED = ("0.5.23",)  # SGLang's versions
 MODULE = "sglang.kernels.ops.attention.flash_mla_interface"
+V32_BACKEND = "sglang.srt.layers.attention.dsa_backend"
 
 log = logging.getLogger("sglang.jax_sparse_mla")
 _registered: list[str] = []  # in this process
+
+
+class _Unpadded(threading.local):
+    """While V3.2's decode runs in a thread, its queries before they were padded, `[batch, 1, heads, 576]`."""
+
+    q: torch.Tensor | None = None
+
+
+_unpadded = _Unpadded()
 
 
 def register() -> None:
@@ -51,6 +67,7 @@ def _register() -> str | None:
     calls.log = log
     for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
         HookRegistry.register(f"{MODULE}.{hook.__name__}", hook, HookType.AROUND)
+    when_imported(V32_BACKEND, _keep_queries, log)
     _registered.append(MODULE)
     log.info("jax-sparse-mla is asked first where SGLang calls FlashMLA")
     return None
@@ -60,6 +77,23 @@ def _differs(function: Any, ours: Any) -> str | None:
     """Whether SGLang's function takes other arguments than ours; one that has been hooked shows its own."""
     theirs, known = (list(inspect.signature(x).parameters) for x in (function, ours))
     return None if theirs == known else f"{ours.__name__} takes {', '.join(theirs)}"
+
+
+def _keep_queries(module: ModuleType) -> None:
+    """Has V3.2's decode leave its queries in `_unpadded`; a decode that takes other arguments is left as it is."""
+    backend = module.DeepseekSparseAttnBackend
+    theirs = backend._forward_flashmla_kv
+
+    def decode(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1):
+        _unpadded.q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
+        try:
+            return theirs(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
+        finally:
+            _unpadded.q = None
+
+    if why := _differs(theirs, decode):
+        raise TypeError(why)
+    backend._forward_flashmla_kv = functools.wraps(theirs)(decode)
 
 
 def flash_mla_with_kvcache(theirs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,8 +133,13 @@ def _decode(
     *,
     use_legacy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SGLang's arguments, in its order. With a schedule of tensors it does not say that an indexed cache is FP8."""
+    """SGLang's arguments, in its order. With a schedule of tensors it does not say that an indexed cache is FP8.
+
+    Of padded queries the results have the heads alone that are no padding: SGLang takes these of them.
+    """
     from sparse_mla_torch import flash_mla
+
+    q = q if _unpadded.q is None else _unpadded.q
 
     return flash_mla.flash_mla_with_kvcache(
         *(q, k_cache, None, None, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal),

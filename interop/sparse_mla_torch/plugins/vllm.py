@@ -6,13 +6,11 @@ its name is registered: vLLM's own functions are replaced nowhere, ours are meth
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import logging
-import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from sparse_mla_torch.plugins.imports import when_imported
 
 NAME = "JAX_SPARSE_MLA"
 TESTED = ("0.33.",)  # vLLM's versions
@@ -43,7 +41,7 @@ def _register() -> str | None:
         register_backend(NAME, _CLASS)
     # A spawned process unpickles its configuration before it loads plugins, and would not know the name.
     AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (_member, ())
-    _when_imported(V4_MODEL, _choose_v4)
+    when_imported(V4_MODEL, _choose_v4, log)
     return None
 
 
@@ -75,42 +73,3 @@ def _choose_v4(model: ModuleType) -> None:
 
     select._sparse_mla_torch = theirs
     model._select_dsv4_attn_cls = select
-
-
-def _when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Calls `then` with the module when it is imported, or now if it is there."""
-    if name in sys.modules:
-        then(sys.modules[name])
-    elif not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watcher(name, then))
-
-
-class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds one module as the others would, and has its loader call a function once it has run."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]):
-        self.name, self._then = name, then
-        self._asks = False  # the other finders
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.name or self._asks:
-            return None
-        self._asks = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asks = False
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                try:
-                    self._then(module)
-                except Exception as error:
-                    log.warning("jax-sparse-mla leaves %s as it is: %s: %s", fullname, type(error).__name__, error)
-
-            spec.loader.exec_module = exec_module
-        return spec
