@@ -169,7 +169,7 @@ def v32_layer(
         given = "neither" if slots is None else "both"
         raise ValueError(f"{function}: needs rows of an indexer or slots, got {given}")
     # Checks the caches too; that slots are given it knows as `index_scores`.
-    check_v32_layer(cache, rows, slots, None, None, spec=spec)
+    check_v32_layer(cache, rows, batch, slots, None, None, spec=spec)
     cache = cache.alone()
     num_rows, *_ = check_tensor(function, "rows.q", like, (None, None, spec.qk_dim), like, (torch.bfloat16,))
     with torch.cuda.device_of(like):

@@ -128,6 +128,11 @@ def _check_compressed(
             f"{compressed.num_pages} pages of {compressed.page_size}, for {tokens} tokens, where the pool "
             f"has {pool_tokens} (full_to_swa): make it with the pool's number of pages"
         )
+    _check_states(check, states, batch)
+
+
+def _check_states(check: ArgumentChecks, states: dict[str, CompressorState], batch: ForwardBatch) -> None:
+    """States have a row for each request."""
     num_requests = batch.req_pool_indices.shape[0]
     for name, state in states.items():
         if state.max_requests < num_requests:
@@ -220,7 +225,14 @@ def check_v41_layer(
 
 
 def check_v32_layer(
-    cache: Any, rows: Any, index_scores: Any, selected: Any, index_ape: Any, *, spec: ModelSpec
+    cache: Any,
+    rows: Any,
+    batch: ForwardBatch,
+    index_scores: Any,
+    selected: Any,
+    index_ape: Any,
+    *,
+    spec: ModelSpec,
 ) -> None:
     """Refuses what `v32_layer` cannot serve; its arguments under its names.
 
@@ -257,9 +269,11 @@ def check_v32_layer(
         _check_one_layer(check, "cache", cache)
     else:
         cache.kv.check_view(check, "cache.kv", cache.kv.data.shape[0])
-        own = getattr(cache.layer(cache.kv.layer_index).index_k, "layer_index", None)
-        if (given := getattr(cache.index_k, "layer_index", None)) != own:
-            raise check.fail(f"cache must be the view of one layer, cache.layer(i), got index_k's {given} for {own}")
+        view = cache.layer(cache.kv.layer_index)
+        for name in ("index_k", "index_state"):
+            own, given = (getattr(getattr(x, name), "layer_index", None) for x in (view, cache))
+            if given != own:
+                raise check.fail(f"cache must be the view of one layer, cache.layer(i), got {name}'s {given} for {own}")
     if indexed and spec.index_pool > 1:
         for name, value in (("rows.index_score", rows.index_score), ("index_ape", index_ape)):
             if value is None:
@@ -269,6 +283,7 @@ def check_v32_layer(
                 f"v32_layer: cache.index_state must be a CompressorState, got {type(cache.index_state).__name__}; "
                 "V32LayerCache.zeros(spec, ...) makes it"
             )
+        _check_states(check, {"cache.index_state": cache.index_state}, batch)
     if indexed:
         keys, unit = spec.page_size // spec.index_pool, "token" if spec.index_pool == 1 else "pool"
         _check_index_k(check, cache.index_k, "cache.kv", cache.kv, keys, unit, tokens=spec.index_pool)

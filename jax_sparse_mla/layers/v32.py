@@ -46,7 +46,7 @@ def v32_layer(
     tokens of an unfinished one: positions are int32 `[T, spec.index_width]`. The columns of `index_scores` are pools.
     They have no `batch_invariant`: their transform is a matrix product of XLA's.
     """
-    layer_checks.check_v32_layer(cache, rows, index_scores, selected, index_ape, spec=spec)
+    layer_checks.check_v32_layer(cache, rows, batch, index_scores, selected, index_ape, spec=spec)
     if batch_invariant and spec.index_pool > 1:
         raise ValueError(f"v32_layer: batch_invariant serves no pools of index keys, got pools of {spec.index_pool}")
     cache = dataclasses.replace(cache, kv=write_kv(cache.kv, metadata.out_cache_loc, rows.kv))

@@ -164,7 +164,7 @@ def test_geometry():
 
 
 def test_what_is_refused():
-    batch, rows, _ = make_step(world(), DECODE, [(0, 0, 1)], num_rows=1)
+    batch, rows, _ = make_step(world(), DECODE, [(0, 0, 1), (1, 3, 1)], num_rows=2)
     cache, ape = empty_caches(1), world().params
 
     def call(cache, rows, **options):
@@ -175,6 +175,15 @@ def test_what_is_refused():
         return jax.eval_shape(traced, cache, rows, batch, world().tables)
 
     call(cache, rows, index_ape=ape)
+    sizes = {"num_pages": world().num_pages, "num_layers": 3, "max_requests": MAX_REQUESTS}
+    pool, shared = empty_caches(), layers.V32LayerCache.zeros(SPEC, **sizes, indexed=(True, False, True))
+    for whole in (pool, shared):
+        call(whole.layer(0), rows, index_ape=ape)
+        for state in (whole.index_state, whole.index_state.layer(1)):
+            mixed = dataclasses.replace(whole.layer(0), index_state=state)
+            with pytest.raises(ValueError, match=r"v32_layer: cache.* the view of one.*index_state"):
+                call(mixed, rows, index_ape=ape)
+    few = jax.tree.map(lambda x: x[:1], cache.index_state)
     short = mla.indexer.IndexKeys.zeros(world().num_pages, 256).data
     for error, given, of_rows, options, message in (
         (TypeError, cache, rows, {}, "index_ape must be given with pools of 4 tokens"),
@@ -192,6 +201,27 @@ def test_what_is_refused():
             rows,
             {"index_ape": ape},
             "cache.index_k must have pages of 64 keys",
+        ),
+        (
+            ValueError,
+            dataclasses.replace(cache, index_k=cache.index_k[:2]),
+            rows,
+            {"index_ape": ape},
+            "cache.index_k must have a key for every pool that cache.kv has room for, got 2 pages",
+        ),
+        (
+            ValueError,
+            dataclasses.replace(cache, index_state=few),
+            rows,
+            {"index_ape": ape},
+            "cache.index_state must have a row for each of the batch's 2 requests, got 1: make it with max_requests",
+        ),
+        (
+            ValueError,
+            cache,
+            rows,
+            {"index_ape": ape, "batch_invariant": True},
+            "batch_invariant serves no pools of index keys, got pools of 4",
         ),
     ):
         with pytest.raises(error, match=f"v32_layer: {message}"):

@@ -83,6 +83,24 @@ def test_a_missing_cache_of_v32(field):
         traced(None, change_cache=without(field))
 
 
+@pytest.mark.parametrize("ratio, field", [(None, "kv"), (0, "swa"), (4, "compressed")])
+def test_an_array_where_a_cache_is_wanted(ratio, field):
+    """It has no layout, by which rows are written."""
+    with pytest.raises(TypeError, match=rf"layer: cache\.{field} must be a PagedKV.*, got \w+; V\d+LayerCache\.zeros"):
+        traced(ratio, change_cache=lambda of: dataclasses.replace(of, **{field: getattr(of, field).data}))
+
+
+@pytest.mark.parametrize("ratio", [4, None])
+def test_index_keys_that_are_not_in_pages(ratio):
+    def change(cache):
+        return dataclasses.replace(cache, index_k=cache.index_k.reshape(-1, 64, INDEX_K_BYTES))
+
+    with pytest.raises(
+        ValueError, match=r"layer: cache\.index_k must be \[num_pages, page_bytes\], got \[\d+, 64, 132\]"
+    ):
+        traced(ratio, change_cache=change)
+
+
 @pytest.mark.parametrize("ratio, keys", [(4, 256), (4, 16), (None, 256)])
 def test_another_index_page_size(ratio, keys):
     """27% of the selections were wrong, and nothing said so."""

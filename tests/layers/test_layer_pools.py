@@ -232,6 +232,28 @@ def test_fields_of_different_layers():
         layers.v4_layer(one, rows, params, batch, metadata, None, spec=V4, ratio=4)
 
 
+def test_fields_of_different_layers_of_v32():
+    world = make_world(None)
+    batch, rows, _ = make_step(world, mla.ForwardMode.DECODE, [(0, 7, 1)], num_rows=1)
+    metadata = mla.build_v32_metadata(V32, batch, world.tables, fp8_kv_cache=True, prefill_backend="flashmla_kv")
+    pool, one = all_layers(world), world.empty_cache()
+    second, several = pool.layer(1), r"cache must be the view of one layer, cache\.layer\(i\)"
+    for mixed, message in (
+        (pool, r"cache\.kv holds 3 layers: pass the view of one, cache\.kv\.layer\(i\)"),
+        (dataclasses.replace(second, index_k=pool.index_k), r"cache\.index_k holds 3 layers: pass the view of one"),
+        (dataclasses.replace(second, index_k=pool.index_k.layer(0)), several),
+        (dataclasses.replace(second, index_k=one.index_k), several),
+        (dataclasses.replace(one, index_k=second.index_k), several),
+        (dataclasses.replace(second, kv=dataclasses.replace(second.kv, layer_index=LAYERS)), r"cache\.kv\.layer_index"),
+        (
+            dataclasses.replace(second, kv=dataclasses.replace(second.kv, data=pool.kv.data[1:])),
+            "must have as many rows",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"v32_layer: .*{message}"):
+            layers.v32_layer(mixed, rows, batch, metadata, spec=V32)
+
+
 def test_layers_of_all_kinds_in_place_with_few_arrays():
     """However many layers there are, the state that a step donates is 12 arrays, each updated in place."""
     ratios = (0, 0, 4, 128, 4, 128, 4)

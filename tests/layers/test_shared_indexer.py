@@ -137,3 +137,5 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=f"v32_layer: .*{message}"):
             call(cache, of_layer, **options)
+    with pytest.raises(TypeError, match="v32_layer: selected must be int32"):
+        call(pool.layer(1), shared, selected=selected.astype(jnp.float32))

@@ -313,9 +313,10 @@ def test_operators_have_this_packages_conventions(backend, monkeypatch):
     assert kept == [False] * calls_of_flashmla + [True] * calls_of_flashmla
 
 
-def test_batch_invariant_results_are_bitwise_those_of_a_row_alone(monkeypatch):
-    case = per_request(batch=4, q_len=1, lengths="none", topk=128)
-    with served_by("triton", monkeypatch):
+@pytest.mark.parametrize("name", ["triton", pytest.param("reference", marks=pytest.mark.cpu)])
+def test_batch_invariant_results_are_bitwise_those_of_a_row_alone(name, monkeypatch):
+    case = per_request(batch=4, q_len=1, lengths="none", topk=128, heads=8)
+    with served_by(name, monkeypatch):
         alike = {"enable_batch_invariant": True}
         out, lse = decode(case, **alike)
         arguments = calls.decode_arguments(case)

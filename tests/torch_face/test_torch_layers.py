@@ -21,9 +21,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import small_engine
-from small_engine import LAYERS, MIDDLE
+from drop_in_calls import BACKENDS, served_by
+from small_engine import LAYERS, MAX_REQUESTS, MIDDLE
 from sparse_mla_torch import layers as torch_layers
 from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.attention.backends import triton as triton_backend
+from sparse_mla_torch.kernels import index_selection as torch_selection
 from sparse_mla_torch.kernels.metadata_v32 import build_v32_metadata
 from triton_device import DEVICE, tensor
 
@@ -33,7 +36,7 @@ from benchmarks import torch_step
 from benchmarks.stack import Stack, fill
 from benchmarks.step import Program, Steps, decode_start
 from benchmarks.torch_step import TorchSteps
-from jax_sparse_mla import layers
+from jax_sparse_mla import index_selection, layers
 
 pytestmark = [
     pytest.mark.torch,
@@ -243,6 +246,79 @@ def test_what_does_not_fit_is_refused_by_name(which, path, wrong, error, message
     given[which] = change(given[which], path, wrong)
     with pytest.raises(error, match=f"v4_layer: .*{message}"):
         torch_layers.v4_layer(**given, spec=world.spec, ratio=4)
+
+
+# --- a row alone and among others -----------------------------------------------------------------
+
+# Tokens of the prompts, each the last one of a request of its own. None completes a group, whose entry others read.
+TOKENS = [(i, place, 1) for i, count in enumerate(PROMPTS) for place in reversed(range(count)) if place % 4 != 3]
+# So many rows take other kernels than few where nothing prevents it; the interpreter has one for any logits.
+MANY = 260 if DEVICE == "cuda" else 40
+
+
+def decode_tokens(ratio, count, monkeypatch, **options):
+    """`(out, slots)` of a step of the first tokens' requests, which share the pages of their prompts."""
+    world, cache, params = prefilled(ratio, False)
+    # V3.2's columns are the selected ones alone: enough for several programs.
+    spec = dataclasses.replace(world.spec, index_topk=160) if ratio is None else world.spec
+    batch, rows, _ = small_engine.make_step(world, DECODE, TOKENS[:count], num_rows=count)
+    own_rows = batch.req_pool_indices + MAX_REQUESTS * jnp.arange(count, dtype=jnp.int32)
+    batch = dataclasses.replace(batch, req_pool_indices=own_rows)
+    tables = dataclasses.replace(world.tables, req_to_token=jnp.tile(world.tables.req_to_token, (count, 1)))
+    states = {name: getattr(cache, name) for name in ("state", "index_state") if getattr(cache, name, None)}
+    cache = dataclasses.replace(cache, **jax.tree.map(lambda x: jnp.tile(x, (count, 1, 1)), states))
+    cache, rows, batch, tables = map(tensors, (cache, bf16_queries(rows), batch, tables))
+    selected, index_topk = [None], torch_layers.index_topk
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_layers, "index_topk", lambda *x, **y: selected.append(index_topk(*x, **y)) or selected[-1])
+        if ratio is None:
+            paged = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}
+            metadata = build_v32_metadata(spec, batch, tables, **paged)
+            out, _ = torch_layers.v32_layer(cache, rows, batch, metadata, spec=spec, **options)
+        else:
+            metadata = torch_layers.prepare_v4_step(spec, batch, tables).metadata
+            of_step = cache, rows, tensors(params), batch, metadata
+            out = torch_layers.v4_layer(*of_step, spec=spec, ratio=ratio, **options)
+    return out, selected[-1]
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("hopper", "triton")])
+@pytest.mark.parametrize("ratio", [None, 0, 4, 128])
+def test_a_row_does_not_depend_on_the_number_of_rows(ratio, backend, monkeypatch):
+    """Its output, to the bit, and the slots that its indexer selects."""
+    prefilled(ratio, False)  # by no backend's name
+    with served_by(backend, monkeypatch):
+        many, slots = decode_tokens(ratio, MANY, monkeypatch, batch_invariant=True)
+        assert many.isfinite().all() and many.any(-1).all() and (slots is None) == (ratio in (0, 128))
+        for count in (1, 3):
+            alone, chosen = decode_tokens(ratio, count, monkeypatch, batch_invariant=True)
+            assert torch.equal(alone.view(torch.int16), many[:count].view(torch.int16))
+            assert slots is None or torch.equal(chosen, slots[:count])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("ratio", [None, 4])
+def test_what_batch_invariance_asks_of_the_kernels(ratio, batch_invariant, monkeypatch):
+    """Logits of few rows at a time, by the kernel of few; attention to all keys of a row by one program."""
+    parts, may_split = [], []
+    launch_logits, launches = torch_selection.launch_logits, triton_backend.kernels.launches
+
+    def logits_of(q, *arrays, rows_of_call, **options):
+        parts.append((len(q), rows_of_call))
+        launch_logits(q, *arrays, rows_of_call=rows_of_call, **options)
+
+    def attention_of(*shape, **options):
+        may_split.append(options["may_split"])
+        return launches(*shape, **options)
+
+    prefilled(ratio, False)  # by no backend's name
+    monkeypatch.setattr(index_selection, "INVARIANT_ROWS", 4)
+    monkeypatch.setattr(torch_selection, "launch_logits", logits_of)
+    monkeypatch.setattr(triton_backend.kernels, "launches", attention_of)
+    with served_by("triton", monkeypatch):
+        decode_tokens(ratio, 6, monkeypatch, batch_invariant=batch_invariant)
+    assert parts == ([(4, 4), (2, 2)] if batch_invariant else [(6, 6)])
+    assert may_split == [not batch_invariant]
 
 
 # --- all layers of a step -------------------------------------------------------------------------

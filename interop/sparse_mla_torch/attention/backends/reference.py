@@ -37,6 +37,7 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
             extra_cache=cache_of(extra_k_cache, scopes[-1], extra_layout),
             softmax_scale=options.softmax_scale,
             backend="reference",
+            batch_invariant=options.batch_invariant,
             **arguments,
         )
         lse = lse.masked_fill(torch.isneginf(lse), options.empty_lse).transpose(1, 2)
