@@ -416,7 +416,7 @@ def sglang_layer() -> str:
     for row in served:
         theirs, ours = (row["graph_us"][side] for side in ("theirs", "ours"))
         errors = " and ".join(f"{row['error'][side]:.4f}" for side in ("theirs", "ours"))
-        whose = "FlashMLA's" if row["case"] in kit.LEFT else "ours"
+        whose = "ours" if f"{kit.DECODE} ours" in row["served"] else "FlashMLA's"
         name = row["case"].removeprefix("served ").replace("x", " × ", 1)
         lines.append(f"| {name} | {number(theirs)} | {number(ours)} | {ratio(theirs / ours)} | {errors} | {whose} |")
     decodes = [row for row in found["rows"] if set(row["served"]) == {f"{kit.DECODE} ours"}]

@@ -20,11 +20,7 @@ PARTS = "kit", "graph", "served"  # also how the names of the last two begin
 V4_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.065, 0.004
 DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 # Decode calls that our plugin leaves to FlashMLA, which does them sooner (`attention/route.py`).
-LEFT = (
-    "served 64x8192, ratio 0",
-    "served 8x8192, 128 heads, flashmla_kv, fp8",
-    "served 8x8192, 16 heads, flashmla_kv, fp8",  # which SGLang pads to 64
-)
+LEFT = ("served 64x8192, ratio 0", "served 8x8192, 128 heads, flashmla_kv, fp8")
 
 
 def part_of(name: str) -> str:

@@ -255,6 +255,9 @@ def check_v32_layer(
             "rows and cache must both be of a layer with an indexer or both of one without, got "
             f"rows {'with' if indexed else 'without'} index_k and a cache {'with' if cache.has_index_k else 'without'}"
         )
+    for name in ("index_q", "index_weights") if indexed and index_scores is None else ():
+        if getattr(rows, name) is None:
+            raise TypeError(f"v32_layer: rows.{name} must be given with rows.index_k, or else index_scores; got None")
     if selected is not None:
         if indexed or index_scores is not None:
             other = "rows of a layer that selects for itself" if indexed else "index_scores"

@@ -48,6 +48,12 @@ def without(field):
     return lambda of: dataclasses.replace(of, **{field: None})
 
 
+@pytest.mark.parametrize("field", ["index_q", "index_weights"])
+def test_rows_of_v32_without_a_part_of_the_indexers(field):
+    with pytest.raises(TypeError, match=re.escape(f"v32_layer: rows.{field} must be given with rows.index_k")):
+        traced(None, change_rows=without(field))
+
+
 @pytest.mark.parametrize("ratio", [None, *RATIOS])
 def test_what_zeros_makes_is_served(ratio):
     out, *_ = traced(ratio)
