@@ -283,7 +283,7 @@ def suite() -> str:
     words = found.get("command", "").split()  # of several runs, which name what the others ignore
     ignored = [word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
     left_out = [path.removeprefix("tests/") for path in ignored if path not in words]
-    lines = [f"The last recorded run on an H200, of commit {found['commit']}: {_counts(found)}"]
+    lines = [f"The last recorded run on an {found['device'].split()[1]}, of commit {found['commit']}: {_counts(found)}"]
     lines.append(f"in {found['seconds']} s; `benchmarks/results/h200_tests.json` names them.")
     if failed := [f"`{name}`" for functions in found.get("failed", {}).values() for name in functions]:
         lines.append(f"What failed: {', '.join(failed)}.")
@@ -292,6 +292,9 @@ def suite() -> str:
     if "counts" in long:
         lines.append(f"The last recorded run of the long tests on a CPU, of commit {long['commit']}:")
         lines.append(f"{_counts(long)[:-1]}.")
+    for name, title in {"vllm": "vLLM", "sglang": "SGLang", "maxtext": "MaxText"}.items():
+        if found := result(f"{name}_tests"):
+            lines.append(f"The tests with {title} {found['versions'][name]} on a CPU: {_counts(found)[:-1]}.")
     return "\n".join(lines)
 
 
