@@ -100,7 +100,7 @@ def _sglang(part: str, count: int, seconds: int) -> Part:
 
 
 def _vllm_whole(found: dict) -> bool:
-    return sum(not engines_vllm.problem(row) for row in found["rows"]) >= 39
+    return sum(not engines_vllm.problem(row) for row in found["rows"]) >= 48
 
 
 def _two_gpus(name: str, section: str, module: str, count: int, seconds: int) -> Part:
@@ -145,7 +145,7 @@ PARTS = (
     Part("drop_in", "drop_in.json", "drop_in", 40),
     _sglang("kit", 49, 360),
     _sglang("graph", 18, 230),
-    _sglang("served", 10, 300),
+    _sglang("served", 14, 300),
     Part("vllm", "engines_vllm.json", "engines_vllm", 200, _vllm_whole),
     _step("long", 2, "--decode '' --prefill ''", 70),
     _step("prefill", 6, "--decode '' --long '' --workers 8", 60),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -156,15 +157,15 @@ def served_v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
 
 
 def served_dsa_cases(kit: ModuleType) -> Iterator[Case]:
-    """Decode steps of V3.2's sizes, with all heads and with those of one rank of eight."""
+    """Decode steps of V3.2's sizes, with all heads and with those of one rank of eight, from FP8 and bfloat16 rows."""
     own = next(case for case in kit.make_dsa_sparse_cases("dsa") if case.forward_mode.is_decode())
     options = {"index_topk": V32_TOPK, "index_pattern": "strided"}
-    options |= {"dsa_decode_backend": "flashmla_kv", "fp8_kv_cache": True}
-    for batch, context in SERVED:
-        for heads in (128, 16):
-            name = f"served {batch}x{context}, {heads} heads, flashmla_kv, fp8"
+    for kernel, fp8 in (("flashmla_kv", True), ("flashmla_sparse", False)):
+        how = options | {"dsa_decode_backend": kernel, "fp8_kv_cache": fp8}
+        for (batch, context), heads in itertools.product(SERVED, (128, 16)):
+            name = f"served {batch}x{context}, {heads} heads, {kernel}, {'fp8' if fp8 else 'bf16'}"
             case = dataclasses.replace(own, name=name, num_heads=heads, prefix_lens=(context - 1,) * batch)
-            yield Case(name, kit.run_dsa_sparse_attention_case, case, options)
+            yield Case(name, kit.run_dsa_sparse_attention_case, case, how)
 
 
 def enlarge_v4(kit: ModuleType, torch: ModuleType) -> None:

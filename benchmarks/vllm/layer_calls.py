@@ -42,7 +42,7 @@ def cases(layers, backend: str, device: torch.device, served: bool) -> Iterator[
 
     def v32(name, heads, query_lens, seq_lens, **options):
         return Case(
-            f"V3.2, {name}, {heads} heads",
+            f"V3.2, {name}, {heads} heads" + ("" if options.get("fp8", True) else ", bf16"),
             lambda: layers.V32(heads, backend, device, **options),
             lambda layer: layer.call(query_lens, seq_lens),
             max(query_lens) <= 2,
@@ -60,6 +60,7 @@ def cases(layers, backend: str, device: torch.device, served: bool) -> Iterator[
         yield v32("decode", heads, [1, 1, 1], [70, 200, 129])
         yield v32("two tokens", heads, [2, 2, 2], [70, 200, 129])
         yield v32("mixed", heads, [1, 1, 150], [70, 200, 150])
+        yield v32("decode", heads, [1, 1, 1], [70, 200, 129], fp8=False)
     for heads in (16, 64):
         for ratio in RATIOS:
             yield v4("decode", ratio, heads, [1, 1, 1], [70, 300, 513])
@@ -67,7 +68,8 @@ def cases(layers, backend: str, device: torch.device, served: bool) -> Iterator[
     for requests, tokens in SERVED if served else ():
         lens, long = ([1] * requests, [tokens] * requests), {"max_len": 2 * tokens}
         for heads in (16, 64, 128):
-            yield v32(f"served {requests}x{tokens}", heads, *lens, topk=2048, **long)
+            for fp8 in (True, False):
+                yield v32(f"served {requests}x{tokens}", heads, *lens, topk=2048, fp8=fp8, **long)
         for heads in (16, 64):
             for ratio in RATIOS:
                 yield v4(f"served {requests}x{tokens}", ratio, heads, *lens, topk=512, **long)

@@ -114,11 +114,14 @@ def sizes(**more) -> Facts:
 
 
 class V32:
-    """A layer of DeepSeek-V3.2 over its FP8 cache, through a backend of vLLM's."""
+    """A layer of DeepSeek-V3.2 over its cache, through a backend of vLLM's."""
 
     BLOCK = 64
 
-    def __init__(self, heads: int, backend: str, device: torch.device, topk: int = 128, max_len: int = 512):
+    def __init__(
+        self, heads: int, backend: str, device: torch.device, *, topk: int = 128, max_len: int = 512, fp8: bool = True
+    ):
+        dtype = "fp8_ds_mla" if fp8 else "bfloat16"
         model = Facts(
             **{"index_topk": topk, "kv_lora_rank": 512, "q_lora_rank": 1536, "model_type": "deepseek_v32"},
             **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
@@ -129,7 +132,7 @@ class V32:
                 get_num_attention_heads=lambda parallel: heads,
                 model_arch_config=Facts(total_num_attention_heads=heads),
             ),
-            cache_config=Facts(block_size=self.BLOCK, cache_dtype="fp8_ds_mla"),
+            cache_config=Facts(block_size=self.BLOCK, cache_dtype=dtype),
             compilation_config=Facts(static_forward_context={"layer": Facts(prefill_backend=None)}),
         )
         vllm_config._current_vllm_config = config
@@ -141,15 +144,16 @@ class V32:
         self.heads, self.device, chosen = heads, device, AttentionBackendEnum[backend].get_class()
         self.topk = torch.full((MAX_TOKENS, topk), -1, dtype=torch.int32, device=device)
         self.impl = chosen.get_impl_cls()(
-            *(heads, 576, 576**-0.5, 1, None, None, "fp8_ds_mla", None, "decoder", None),
+            *(heads, 576, 576**-0.5, 1, None, None, dtype, None, "decoder", None),
             topk_indices_buffer=self.topk,
             **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
             **{"qk_head_dim": 192, "v_head_dim": 128, "kv_b_proj": None},
         )
         self.impl.dcp_world_size, self.impl.need_to_return_lse_for_decode = 1, False
+        self.dtype, self.width = (torch.uint8, 656) if fp8 else (torch.bfloat16, 576)
+        bytes_of = {"cache_dtype_str": dtype, "state_content_bytes": 656} if fp8 else {}
         spec = MLAAttentionSpec(
-            **{"block_size": self.BLOCK, "num_kv_heads": 1, "head_size": 576, "dtype": torch.uint8},
-            **{"cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656},
+            **{"block_size": self.BLOCK, "num_kv_heads": 1, "head_size": 576, "dtype": self.dtype}, **bytes_of
         )
         self.builder = chosen.get_builder_cls()(spec, ["layer"], config, device)
 
@@ -157,8 +161,8 @@ class V32:
         batch = Batch(query_lens, seq_lens, self.device)
         tables = batch.tables(self.BLOCK)
         table = tables.block_table_tensor
-        cache = torch.zeros(int(table.max()) + 2, self.BLOCK, 656, dtype=torch.uint8, device=self.device)
-        rows = fill(cache, table, seq_lens, 576)
+        cache = torch.zeros(int(table.max()) + 2, self.BLOCK, self.width, dtype=self.dtype, device=self.device)
+        rows = fill(cache.view(torch.uint8), table, seq_lens, 576)
         choose(self.topk[: batch.tokens], [position + 1 for position in batch.positions.tolist()])
         shape = batch.tokens, self.heads
         q = tuple((torch.randn(*shape, n, device=self.device) / 2).bfloat16() for n in (512, 64))
@@ -176,7 +180,7 @@ class V4:
 
     WINDOW, SWA_BLOCK, BLOCK = 128, 64, 256
 
-    def __init__(self, heads: int, backend: str, device: torch.device, topk: int = 128, max_len: int = 1024):
+    def __init__(self, heads: int, backend: str, device: torch.device, *, topk: int = 128, max_len: int = 1024):
         model = Facts(
             **{"index_topk": topk, "sliding_window": self.WINDOW, "compress_ratios": [0, 4, 128]},
             **{"num_attention_heads": heads, "head_dim": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 3},

@@ -297,3 +297,10 @@ def test_more_rows_than_are_dealt_stay_in_line(schedule):
         check(pieces, blocks_of(340, (2048, 0), (lengths, None)))
         rows = [run.row for piece in pieces for run in piece.runs]
         assert rows == sorted(rows)
+
+
+@pytest.mark.parametrize(("heads", "topk", "most"), [(16, 2048, 66), (64, 2048, 66), (128, 2048, 33), (64, 512, 33)])
+def test_few_rows_are_sooner_decoded_than_prefilled(heads, topk, most):
+    """From one row on, up to a number: prefill's time is that of one row for all that run at once."""
+    sooner = [rows for rows in range(600) if decode_plan.sooner_than_prefill(rows, heads, topk, sm_count=132)]
+    assert sooner == list(range(1, most + 1))

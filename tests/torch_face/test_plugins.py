@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import importlib.util
@@ -11,6 +12,7 @@ import pickle
 import sys
 import types
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,6 +24,7 @@ from drop_in_calls import check_decode, check_prefill, per_request
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.plugins import calls as served
+from sparse_mla_torch.plugins import few_rows
 from sparse_mla_torch.plugins import sglang as sglang_plugin
 from sparse_mla_torch.plugins import vllm as vllm_plugin
 
@@ -353,6 +356,10 @@ def test_the_v32_class(vllm, monkeypatch):
     out, lse = impl._bf16_flash_mla_kernel(q, small["kv"], small["indices"], small["topk_length"], 16)
     expected = flash_mla.flash_mla_sparse_fwd(**small)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[2])
+    monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
+    small = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64), sink=False))
+    few = impl._bf16_flash_mla_kernel(small["q"], small["kv"], small["indices"], small["topk_length"])
+    assert all(torch.equal(a, b) for a, b in zip(few, few_rows.decode(**small | {"sm_scale": impl.softmax_scale})))
     monkeypatch.setattr(served, "_off", {DECODE, PREFILL})
     assert (
         impl._fp8_flash_mla_kernel(*given) == impl._bf16_flash_mla_kernel(q, small["kv"], small["indices"]) == "theirs"
@@ -360,6 +367,57 @@ def test_the_v32_class(vllm, monkeypatch):
     monkeypatch.setattr(Impl, "_fp8_flash_mla_kernel", lambda self, q: None)
     with pytest.raises(ImportError, match="does not suit this vLLM"):
         vllm_v32._check_methods()
+
+
+# --- few rows of prefill ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """As on an H200; the shapes of the caches that decode is asked to read."""
+    asked, decode = [], flash_mla.flash_mla_with_kvcache
+
+    def watched(q, k_cache, *rest):
+        asked.append(tuple(k_cache.shape))
+        return decode(q, k_cache, *rest)
+
+    monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
+    monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", watched)
+    return asked
+
+
+@pytest.mark.parametrize("dim", [576, 512])
+@pytest.mark.parametrize("sink", [True, False])
+def test_few_rows_of_prefill_are_decoded(decoded, dim, sink):
+    case = small_prefill(dim=dim, heads=16, sizes=(128, 64), sink=sink)
+    out, lse = few_rows.decode(**calls.prefill_arguments(case))
+    assert decoded == [(2, 64, 1, 2 * dim)] and out.shape == (6, 16, 512)
+    wanted, _, wanted_lse = calls.prefill_oracle(case)
+    calls.assert_close_flashmla(calls.array(out), wanted, "prefill.out")
+    wanted_lse = np.where(np.isneginf(wanted_lse), np.inf, wanted_lse)
+    calls.assert_close_flashmla(calls.array(lse), wanted_lse, "prefill.lse")
+
+
+def test_other_rows_of_prefill_are_not_decoded(decoded, monkeypatch):
+    given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
+    rows = {name: given[name].repeat(40, *[1] * (given[name].dim() - 1)) for name in ("q", "indices", "topk_length")}
+    ragged, apart = given["kv"][:100], given["kv"].repeat(1, 2, 1)[:, :1]
+    for changes in (rows, {"kv": ragged}, {"kv": apart}, {name: given[name][:0] for name in rows}):
+        assert few_rows.decode(**given | changes) is None
+    monkeypatch.setattr(few_rows, "device_info", lambda device: dataclasses.replace(H200, compute_capability=(10, 0)))
+    assert few_rows.decode(**given) is None and not decoded
+
+
+def test_the_engines_have_few_rows_decoded(decoded, sglang, monkeypatch):
+    sglang_plugin.register()
+    sglang.apply(sys.modules[sglang_plugin.MODULE])
+    given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
+    out, lse = few_rows.decode(**given)
+    for use_legacy in (True, False):
+        found = sys.modules[sglang_plugin.MODULE].flash_mla_sparse_fwd(**given, use_legacy=use_legacy)
+        assert torch.equal(found[0], out) and found[1] is None
+        torch.testing.assert_close(found[2] * (0.6931471805599453 if use_legacy else 1), lse)
+    assert len(decoded) == 3 and served.counts == {(PREFILL, "ours"): 2}
 
 
 # --- SGLang -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import os
 import threading
 from types import ModuleType
@@ -162,10 +163,17 @@ def _prefill(
     topk_length: torch.Tensor | None = None,
     *,
     use_legacy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """SGLang's arguments; the statistics of its legacy kernel are in base 2."""
-    from sparse_mla_torch import flash_mla
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """SGLang's arguments; the statistics of its legacy kernel are in base 2. Of few rows there are no largest logits.
 
+    SGLang takes the output alone.
+    """
+    from sparse_mla_torch import flash_mla
+    from sparse_mla_torch.plugins import few_rows
+
+    if d_v == 512 and (decoded := few_rows.decode(q, kv, indices, sm_scale, attn_sink, topk_length)):
+        out, lse = decoded
+        return out, None, lse / math.log(2) if use_legacy else lse
     options = {"return_log2_lse": True if use_legacy else None, "beside_flashmla": True}
     return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, **options)
 

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.plugins import calls, vllm
+from sparse_mla_torch.plugins import calls, few_rows, vllm
 
 calls.log = vllm.log
 
@@ -50,11 +50,10 @@ class JaxSparseMLAImpl(FlashMLASparseImpl):
         def ours() -> tuple[torch.Tensor, torch.Tensor]:
             kv = kv_c_and_k_pe_cache.view(-1, 1, kv_c_and_k_pe_cache.shape[-1])
             heads = q.shape[1] if actual_num_heads is None else actual_num_heads
-            result, _, lse = flash_mla.flash_mla_sparse_fwd(
-                *(q[:, :heads], kv, topk_indices.view(len(q), 1, -1), self.softmax_scale),
-                topk_length=topk_length,
-                beside_flashmla=True,
-            )
+            given = q[:, :heads], kv, topk_indices.view(len(q), 1, -1), self.softmax_scale
+            if decoded := few_rows.decode(*given, topk_length=topk_length):
+                return decoded
+            result, _, lse = flash_mla.flash_mla_sparse_fwd(*given, topk_length=topk_length, beside_flashmla=True)
             return result, lse
 
         theirs = super()._bf16_flash_mla_kernel

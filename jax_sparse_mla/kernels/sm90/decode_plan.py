@@ -93,6 +93,23 @@ def decode_plan(
     return _plan_of_many(*shape, has_lengths, batch_invariant)
 
 
+# Microseconds of FlashMLA's prefill on an H200: of a launch, and of 64 keys of a row with 64 heads on a multiprocessor.
+# It takes 58 to 60 for 2,048 keys and 15 for 512 (`benchmarks/results/attention.json`, by the rows that run at once).
+_PREFILL_FIXED, _PREFILL_BLOCK = 5.0, 1.8
+
+
+def sooner_than_prefill(rows: int, heads: int, topk: int, *, sm_count: int) -> bool:
+    """Whether the decode kernels take less time for `rows` rows of bfloat16 keys than FlashMLA's prefill.
+
+    Prefill goes through all keys of a row on one multiprocessor, however few rows there are. Only calls are considered
+    whose rows it does all at once.
+    """
+    shape = rows, heads, max(-(-topk // _BLOCK), 1), sm_count
+    if rows == 0 or rows * -(-heads // _HEADS) > sm_count:
+        return False
+    return min(_time_in_clusters(*shape)[0], _time_of_many(*shape)) < _PREFILL_FIXED + shape[2] * _PREFILL_BLOCK
+
+
 def _plan_of_many(
     rows: int, heads: int, blocks: int, sm_count: int, has_lengths: bool, batch_invariant: bool
 ) -> DecodePlan:

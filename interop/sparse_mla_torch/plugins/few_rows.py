@@ -1,0 +1,43 @@
+"""FlashMLA's prefill call of few rows, by our decode on SM90: engines make it to decode from bfloat16 caches."""
+
+from __future__ import annotations
+
+import torch
+
+from jax_sparse_mla.kernels.sm90.decode_plan import sooner_than_prefill
+from sparse_mla_torch import flash_mla
+from sparse_mla_torch.attention.route import device_info
+
+PAGE = 64  # rows of kv that are read as a page
+
+
+def decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What `flash_mla_sparse_fwd` returns without the largest logits; None where a prefill kernel is for the call.
+
+    Args:
+      q: bfloat16 `[rows, heads, dim]`.
+      kv: bfloat16 `[slots, 1, dim]`.
+      indices: int32 `[rows, 1, topk]`.
+      sm_scale, attn_sink, topk_length: as of `flash_mla_sparse_fwd`.
+
+    Returns:
+      out bfloat16 `[rows, heads, 512]`, and lse float32 `[rows, heads]`, natural log.
+    """
+    device, (slots, _, dim) = device_info(q.device), kv.shape
+    if device.compute_capability != (9, 0) or kv.dtype != torch.bfloat16 or slots % PAGE or not kv.is_contiguous():
+        return None
+    if not sooner_than_prefill(*q.shape[:2], indices.shape[-1], sm_count=device.sm_count):
+        return None
+    pages = kv.view(-1, PAGE, 1, dim).view(torch.uint8)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        *(q.unsqueeze(1), pages, None, None, 512, flash_mla.get_mla_metadata()[0], None, sm_scale, False, True),
+        *(indices, attn_sink, None, None, topk_length),
+    )
+    return out.squeeze(1), lse.squeeze(-1)
