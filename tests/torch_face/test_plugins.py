@@ -357,6 +357,7 @@ def test_the_v32_class(vllm, monkeypatch):
     expected = flash_mla.flash_mla_sparse_fwd(**small)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[2])
     monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
+    monkeypatch.setattr(few_rows, "missing", lambda name, phase: None)
     small = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64), sink=False))
     few = impl._bf16_flash_mla_kernel(small["q"], small["kv"], small["indices"], small["topk_length"])
     assert all(torch.equal(a, b) for a, b in zip(few, few_rows.decode(**small | {"sm_scale": impl.softmax_scale})))
@@ -382,6 +383,7 @@ def decoded(monkeypatch):
         return decode(q, k_cache, *rest)
 
     monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
+    monkeypatch.setattr(few_rows, "missing", lambda name, phase: None)
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", watched)
     return asked
 
@@ -405,6 +407,9 @@ def test_other_rows_of_prefill_are_not_decoded(decoded, monkeypatch):
     for changes in (rows, {"kv": ragged}, {"kv": apart}, {name: given[name][:0] for name in rows}):
         assert few_rows.decode(**given | changes) is None
     monkeypatch.setattr(few_rows, "device_info", lambda device: dataclasses.replace(H200, compute_capability=(10, 0)))
+    assert few_rows.decode(**given) is None
+    monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
+    monkeypatch.setattr(few_rows, "missing", lambda name, phase: "not built")  # Triton would be slower than prefill
     assert few_rows.decode(**given) is None and not decoded
 
 

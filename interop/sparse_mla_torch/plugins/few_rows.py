@@ -6,7 +6,7 @@ import torch
 
 from jax_sparse_mla.kernels.sm90.decode_plan import sooner_than_prefill
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.attention.route import device_info
+from sparse_mla_torch.attention.route import device_info, missing
 
 PAGE = 64  # rows of kv that are read as a page
 
@@ -31,7 +31,9 @@ def decode(
       out bfloat16 `[rows, heads, 512]`, and lse float32 `[rows, heads]`, natural log.
     """
     device, (slots, _, dim) = device_info(q.device), kv.shape
-    if device.compute_capability != (9, 0) or kv.dtype != torch.bfloat16 or slots % PAGE or not kv.is_contiguous():
+    if device.compute_capability != (9, 0) or missing("hopper", "decode"):
+        return None
+    if kv.dtype != torch.bfloat16 or slots % PAGE or not kv.is_contiguous():
         return None
     if not sooner_than_prefill(*q.shape[:2], indices.shape[-1], sm_count=device.sm_count):
         return None
