@@ -538,16 +538,48 @@ def test_ours_computes_no_head_that_sglang_pads(sglang, monkeypatch, served_by):
         assert out == "theirs"
 
 
-def test_a_decode_of_v32_that_takes_other_arguments_keeps_its_padding(sglang, monkeypatch, caplog):
-    class Other:
-        def _forward_flashmla_kv(self, q):
-            return q
+class V4Backend:
+    """As SGLang's of V4: the model has padded the heads, and takes its own from what is given back."""
 
-    theirs = Other._forward_flashmla_kv
-    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": Other}})
+    def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
+        return sys.modules[sglang_plugin.MODULE].flash_mla_with_kvcache(q=q, **kwargs)[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_decode", "heads", "asked"), [(9, True, 4, 4), (9, False, 4, 16), (3, True, 4, 16), (9, True, 16, 16)]
+)
+def test_ours_computes_no_head_of_v4_that_sglang_pads(sglang, monkeypatch, rows, is_decode, heads, asked):
+    """Where the copy of the queries is worth while, in a decode: a graph of an extend wants all heads back."""
+    put(monkeypatch, **{sglang_plugin.V4_BACKEND: {"DeepseekV4AttnBackend": V4Backend}})
+    monkeypatch.setattr(V4Backend, "forward", V4Backend.forward)  # and back
     sglang_plugin.register()
-    assert Other._forward_flashmla_kv is theirs and len(sglang.hooks) == 2
-    assert any("decode takes self, q" in x.getMessage() for x in caplog.records)
+    sglang.apply(sys.modules[sglang_plugin.MODULE])
+    case = per_request(heads=16, batch=rows, q_len=1)
+    given = calls.decode_arguments(case)
+    mode = types.SimpleNamespace(is_decode=lambda: is_decode)
+    layer, batch = types.SimpleNamespace(tp_q_head_num=heads), types.SimpleNamespace(forward_mode=mode)
+    out = V4Backend().forward(given.pop("q"), None, None, layer, batch, **given)
+    assert out.shape[2] == asked and served.counts == {(DECODE, "ours"): 1} and sglang_plugin._unpadded.heads is None
+    wanted = calls.decode_oracle(case)[0][:, :, :asked]
+    calls.assert_close_flashmla(calls.array(out), wanted, "decode.out")
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "method"),
+    [
+        (sglang_plugin.V32_BACKEND, "DeepseekSparseAttnBackend", "_forward_flashmla_kv"),
+        (sglang_plugin.V4_BACKEND, "DeepseekV4AttnBackend", "forward"),
+    ],
+)
+def test_a_decode_that_takes_other_arguments_keeps_its_padding(sglang, monkeypatch, caplog, module, backend, method):
+    def theirs(self, q):
+        return q
+
+    other = type("Other", (), {method: theirs})
+    put(monkeypatch, **{module: {backend: other}})
+    sglang_plugin.register()
+    assert getattr(other, method) is theirs and len(sglang.hooks) == 2
+    assert any("takes self, q" in x.getMessage() for x in caplog.records)
 
 
 @pytest.mark.parametrize(

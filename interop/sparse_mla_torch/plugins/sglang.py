@@ -1,8 +1,8 @@
 """SGLang: `JAX_SPARSE_MLA_SGLANG=1` puts ours around the two functions through which it calls FlashMLA.
 
 Entry point of `sglang.srt.plugins`, run in every process. SGLang applies the hooks before its attention backends import
-the functions. Their graphs, schedules and metadata stay SGLang's. V3.2's decode pads the heads of a rank to 64 or 128
-before it calls; around that, we keep the queries as they were, so that ours computes no padding.
+the functions. Their graphs, schedules and metadata stay SGLang's. It pads the heads of a rank to 64 or 128 for
+FlashMLA; around V3.2's and V4's decode we remember how many there are, so that ours computes no padding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ SWITCH = "JAX_SPARSE_MLA_SGLANG"
 TESTED = ("0.5.23",)  # SGLang's versions
 MODULE = "sglang.kernels.ops.attention.flash_mla_interface"
 V32_BACKEND = "sglang.srt.layers.attention.dsa_backend"
+V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
+# Rows of V4 that are decoded without the padding: queries have to be copied for that, which costs about 2 µs.
+WORTH_A_COPY = range(8, 129)
 
 log = logging.getLogger("sglang.jax_sparse_mla")
 _registered: list[str] = []  # in this process
 
 
 class _Unpadded(threading.local):
-    """While V3.2's decode runs in a thread, its queries before they were padded, `[batch, 1, heads, 576]`."""
+    """While a decode runs in a thread: V3.2's queries before they were padded, `[batch, 1, heads, 576]`; V4's heads."""
 
     q: torch.Tensor | None = None
+    heads: int | None = None
 
 
 _unpadded = _Unpadded()
@@ -69,6 +73,7 @@ def _register() -> str | None:
     for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
         HookRegistry.register(f"{MODULE}.{hook.__name__}", hook, HookType.AROUND)
     when_imported(V32_BACKEND, _keep_queries, log)
+    when_imported(V4_BACKEND, _keep_heads, log)
     _registered.append(MODULE)
     log.info("jax-sparse-mla is asked first where SGLang calls FlashMLA")
     return None
@@ -95,6 +100,33 @@ def _keep_queries(module: ModuleType) -> None:
     if why := _differs(theirs, decode):
         raise TypeError(why)
     backend._forward_flashmla_kv = functools.wraps(theirs)(decode)
+
+
+def _keep_heads(module: ModuleType) -> None:
+    """Has V4's decode leave the number of its heads in `_unpadded`; other steps give back as many heads as they got."""
+    backend = module.DeepseekV4AttnBackend
+    theirs = backend.forward
+
+    def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
+        _unpadded.heads = layer.tp_q_head_num if forward_batch.forward_mode.is_decode() else None
+        try:
+            return theirs(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        finally:
+            _unpadded.heads = None
+
+    if why := _differs(theirs, forward):
+        raise TypeError(why)
+    backend.forward = functools.wraps(theirs)(forward)
+
+
+def _without_padding(q: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The queries and the sink of the heads that a rank has."""
+    if _unpadded.q is not None:
+        return _unpadded.q, sink  # V3.2 has no sink
+    heads = _unpadded.heads
+    if heads is None or heads >= q.shape[2] or len(q) not in WORTH_A_COPY:
+        return q, sink
+    return q[:, :, :heads], None if sink is None else sink[:heads]
 
 
 def flash_mla_with_kvcache(theirs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,11 +168,11 @@ def _decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SGLang's arguments, in its order. With a schedule of tensors it does not say that an indexed cache is FP8.
 
-    Of padded queries the results have the heads alone that are no padding: SGLang takes these of them.
+    Of padded queries the results have only the heads that are no padding: SGLang takes these of them.
     """
     from sparse_mla_torch import flash_mla
 
-    q = q if _unpadded.q is None else _unpadded.q
+    q, attn_sink = _without_padding(q, attn_sink)
 
     return flash_mla.flash_mla_with_kvcache(
         *(q, k_cache, None, None, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal),
