@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
-from benchmarks.record import ROOT, gpu_names
+from benchmarks.record import ROOT, earlier, environment, gpu_names, results_folder, write_json
 
 SIDES = ("theirs", "ours")
 TIMES = ("graph_us", "eager_us", "host_us")
@@ -122,3 +123,43 @@ def table(found: list[dict]) -> str:
         why = str(row.get("failed") or row.get("skipped") or row["served"])[:120]
         lines.append(f"{row['case']:58} {cells[0]:>12} {cells[1]:>8} {cells[2]:>8} {cells[3]:>10} {cells[4]:>8}  {why}")
     return "\n".join(lines)
+
+
+def compare(
+    record: str,
+    run_side: Callable[[str, Path, list[str]], dict],
+    arguments: list[str],
+    problem: Callable[[dict], str | None],
+    about: Mapping[str, object],
+    *,
+    gpu: bool,
+) -> int:
+    """Runs both sides, or ours alone without a GPU, and prints their rows; with a GPU it writes them to the record.
+
+    Args:
+      record: the file, in which other rows of this very code stay.
+      run_side: `(side, folder, arguments)`, as `run`.
+      problem: why a row of a GPU's run shows nothing, or something wrong.
+      about: what else the record has.
+
+    Returns:
+      1 where a side failed, or a row has a problem, or there is no row.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sides = SIDES if gpu else ["ours"]  # FlashMLA has no kernel for a CPU
+        found = {side: run_side(side, Path(folder), arguments) if side in sides else NOTHING for side in SIDES}
+    result = rows(found["theirs"]["results"], found["ours"]["results"])
+    print(table(result))
+    statuses = {side: found[side]["exit_status"] for side in SIDES}
+    if gpu:
+        seen = {"said": found["ours"]["said"], "stand_ins": found["ours"]["stand_ins"], "exit_status": statuses}
+        before = [row for row in earlier(record).get("rows", []) if row["case"] not in {row["case"] for row in result}]
+        write_json(results_folder() / record, environment() | about | seen | {"rows": before + result})
+    bad = [f"{side}: exit status {status}" for side, status in statuses.items() if status]
+    bad += problems(result, problem if gpu else lambda row: row.get("failed"))
+    print("\n".join(bad))
+    return int(bool(bad) or not result)
+
+
+def problems(found: list[dict], problem: Callable[[dict], str | None]) -> list[str]:
+    return [f"{row['case']}: {why}" for row in found if (why := problem(row))]

@@ -26,11 +26,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 from benchmarks import engines
-from benchmarks.record import earlier, environment, results_folder, version, write_json
+from benchmarks.record import version
 from benchmarks.sglang import kit
 
 RECORD = "engines_sglang.json"
@@ -39,12 +38,6 @@ NOT_RUN = (
     "the indexer: the kit gives the selection, so that DeepGEMM's logits and SGLang's top-k run in no row",
     "SGLang's DecodeCudaGraphRunner itself: its order of calls is followed over torch.cuda.CUDAGraph",
 )
-
-
-def problems(found: list[dict], gpu: bool) -> list[str]:
-    """Of rows that show nothing or something wrong; without a GPU, where only one side runs, of those that failed."""
-    whys = {row["case"]: kit.problem(row) if gpu else row.get("failed") for row in found}
-    return [f"{case}: {why}" for case, why in whys.items() if why]
 
 
 def run(side: str, folder: Path, arguments: list[str]) -> dict:
@@ -60,21 +53,8 @@ def main() -> int:
     arguments = parser.parse_args()
     passed = [word for text in arguments.only for word in ("--only", text)] + ["--no-gpu"] * arguments.no_gpu
     passed += [word for part in arguments.part for word in ("--part", part)]
-    with tempfile.TemporaryDirectory() as folder:
-        sides = ["ours"] if arguments.no_gpu else engines.SIDES  # FlashMLA has no kernel for a CPU
-        found = {side: run(side, Path(folder), passed) if side in sides else engines.NOTHING for side in engines.SIDES}
-    result = engines.rows(found["theirs"]["results"], found["ours"]["results"])
-    print(engines.table(result))
-    if not arguments.no_gpu:
-        about = {"transformers": version("transformers"), "said": found["ours"]["said"], "not_run": NOT_RUN}
-        about |= {"stand_ins": found["ours"]["stand_ins"]}
-        about |= {"exit_status": {side: found[side]["exit_status"] for side in engines.SIDES}}
-        before = [row for row in earlier(RECORD).get("rows", []) if row["case"] not in {row["case"] for row in result}]
-        write_json(results_folder() / RECORD, environment() | about | {"rows": before + result})
-    bad = [f"{side}: exit status {status}" for side in engines.SIDES if (status := found[side]["exit_status"])]
-    bad += problems(result, gpu=not arguments.no_gpu)
-    print("\n".join(bad))
-    return int(bool(bad) or not result)
+    about = {"transformers": version("transformers"), "not_run": NOT_RUN}
+    return engines.compare(RECORD, run, passed, kit.problem, about, gpu=not arguments.no_gpu)
 
 
 if __name__ == "__main__":

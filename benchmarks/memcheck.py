@@ -198,6 +198,7 @@ def main() -> int:
     every = [group for group in groups() if args.tool == "memcheck" or not group.startswith(CONTROL)]
     before = {} if args.kernels else earlier(f"{args.tool}.json").get("groups", {})
     verdicts = {group: result for group, result in before.items() if group in every and result["as_wanted"]}
+    verdicts = {group: result for group, result in verdicts.items() if "commit" not in result}  # of an earlier run
     wanted = args.group or [group for group in every if group not in verdicts]
     chosen = {group: arguments for group, arguments in groups().items() if group in wanted}
     for group, result in run(chosen, Sanitizer(program, args.tool, args.kernels), args.limit_seconds):

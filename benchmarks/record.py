@@ -99,7 +99,8 @@ def earlier(name: str) -> dict:
 def section(name: str, title: str) -> dict:
     """The rows of a section of a file of results, as far as this very code made them on such a device."""
     found = latest(name).get(title, {})
-    return found["rows"] if all(found.get(key) == value for key, value in _made_by().items()) else {}
+    own = all(found.get(key) == value for key, value in _made_by().items())
+    return {case: row for case, row in found["rows"].items() if "commit" not in row} if own else {}
 
 
 def write_section(name: str, title: str, rows: dict) -> None:

@@ -294,7 +294,8 @@ def suite() -> str:
         lines.append(f"{_counts(long)[:-1]}.")
     for name, title in {"vllm": "vLLM", "sglang": "SGLang", "maxtext": "MaxText"}.items():
         if found := result(f"{name}_tests"):
-            lines.append(f"The tests with {title} {found['versions'][name]} on a CPU: {_counts(found)[:-1]}.")
+            of = f"{title} {found['versions'][name]} on a CPU, of commit {found['commit']}"
+            lines.append(f"The tests with {of}: {_counts(found)[:-1]}.")
     return "\n".join(lines)
 
 

@@ -260,9 +260,10 @@ def work(name: str, layers: int, repeats: int, channel: Connection) -> None:
 
 
 class Worker:
-    """A process of its own that runs `target(*arguments, channel)`."""
+    """A process of its own that runs `target(*arguments, channel)`; the first argument says which it is."""
 
     def __init__(self, target: Callable, *arguments: object):
+        self.name = arguments[0]
         spawn = multiprocessing.get_context("spawn")
         self.channel, theirs = spawn.Pipe()
         self.process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
@@ -274,7 +275,7 @@ class Worker:
             return self.channel.recv()
         except EOFError:
             self.process.join()
-            raise RuntimeError(f"two_gpus: a process ended with exit code {self.process.exitcode}") from None
+            raise RuntimeError(f"two_gpus: {self.name} ended with exit code {self.process.exitcode}") from None
 
 
 def results_of(names: Sequence[str], layers: int, repeats: int) -> Iterator[dict]:

@@ -60,7 +60,7 @@ def cases(layers, backend: str, device: torch.device, served: bool) -> Iterator[
         yield v32("decode", heads, [1, 1, 1], [70, 200, 129])
         yield v32("two tokens", heads, [2, 2, 2], [70, 200, 129])
         yield v32("mixed", heads, [1, 1, 150], [70, 200, 150])
-        yield v32("decode", heads, [1, 1, 1], [70, 200, 129], fp8=False)
+        yield v32("decode", heads, [1, 1, 1], [70, 200, 129], topk=2048, fp8=False)
     for heads in (16, 64):
         for ratio in RATIOS:
             yield v4("decode", ratio, heads, [1, 1, 1], [70, 300, 513])

@@ -299,8 +299,11 @@ def test_more_rows_than_are_dealt_stay_in_line(schedule):
         assert rows == sorted(rows)
 
 
-@pytest.mark.parametrize(("heads", "topk", "most"), [(16, 2048, 66), (64, 2048, 66), (128, 2048, 33), (64, 512, 33)])
+@pytest.mark.parametrize(
+    ("heads", "topk", "most"), [(16, 2048, 66), (64, 2048, 44), (128, 2048, 22), (64, 512, 13), (64, 128, 0)]
+)
 def test_few_rows_are_sooner_decoded_than_prefilled(heads, topk, most):
     """From one row on, up to a number: prefill's time is that of one row for all that run at once."""
+    assert not decode_plan.sooner_than_prefill(1, 0, topk, sm_count=132)
     sooner = [rows for rows in range(600) if decode_plan.sooner_than_prefill(rows, heads, topk, sm_count=132)]
     assert sooner == list(range(1, most + 1))

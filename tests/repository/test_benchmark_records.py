@@ -92,7 +92,7 @@ def test_a_suite_s_record_is_in_readme_s_sentence(results):
     results("h200_tests", counts=counts, seconds=239, device="NVIDIA H100 80GB HBM3")
     results("vllm_tests", counts=counts, versions={"vllm": "0.33.0"})
     assert "on an H100, of commit abc: 3,303 passed, 1 failed, 7 skipped" in tables.suite()
-    assert "with vLLM 0.33.0 on a CPU: 3,303 passed, 1 failed, 7 skipped." in tables.suite()
+    assert "with vLLM 0.33.0 on a CPU, of commit abc: 3,303 passed, 1 failed, 7 skipped." in tables.suite()
 
 
 # --- of which code ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 
@@ -17,9 +18,11 @@ from benchmarks.engines import Captured, difference
 from benchmarks.sglang import kit
 from benchmarks.sglang.layer_calls import Recorder
 from benchmarks.sglang.loaded import Absent, Missing
+from benchmarks.vllm import rows
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.route import why_flashmla_alone
 from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.kernels.sm90.decode_plan import sooner_than_prefill
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 
@@ -39,6 +42,7 @@ def a_row(case="decode, ratio 4", served=f"{kit.DECODE} ours", **changes):
 
 
 WELL = {"graph_error": {"theirs": 0.0, "ours": 0.0}}
+OF_ROWS = WELL | {"error": {"theirs": 0.003, "ours": 0.003}}
 OF_BF16 = "dsa_sparse_decode_long_prefix, flashmla_sparse, bf16"
 
 
@@ -59,6 +63,10 @@ OF_BF16 = "dsa_sparse_decode_long_prefix, flashmla_sparse, bf16"
         (a_row(**WELL | {"error": {"ours": 0.025}}), "a side has no error"),
         (a_row(), "graph_error of theirs"),
         (a_row("dsa_sparse_decode_long_prefix, flashmla_kv, bf16", **WELL), None),
+        (a_row("dsa_sparse_decode_long_prefix, flashmla_kv, bf16", f"{kit.PREFILL} ours", **WELL), "did not serve"),
+        (a_row(kit.DECODED[0], f"{kit.PREFILL} theirs", **OF_ROWS), "did not serve"),
+        (a_row(kit.DECODED[0], f"{kit.PREFILL} ours", **OF_ROWS), None),
+        (a_row(OF_BF16, f"{kit.PREFILL} ours", **OF_ROWS), "did not serve"),
         (a_row("x, flashmla_kv, fp8", **WELL | {"error": {"theirs": 0.066, "ours": 0.06}}), "theirs is 0.066"),
         (a_row(OF_BF16, f"{kit.PREFILL} theirs", **WELL), "error of theirs is 0.025, above 0.004"),
     ],
@@ -66,8 +74,7 @@ OF_BF16 = "dsa_sparse_decode_long_prefix, flashmla_sparse, bf16"
 def test_a_row_that_shows_nothing_or_something_wrong_is_a_problem(row, why):
     found = kit.problem(row)
     assert found is None if why is None else why in found
-    assert bool(engines_sglang.problems([row], gpu=True)) == (why is not None)
-    assert bool(engines_sglang.problems([row], gpu=False)) == ("failed" in row)
+    assert bool(engines.problems([row], kit.problem)) == (why is not None)
     made = next(part for part in everything.PARTS if part.name == f"sglang {kit.part_of(row['case'])}")
     assert made.whole({"rows": [row] * 200}) == (why is None)
 
@@ -76,12 +83,16 @@ def test_a_row_that_shows_nothing_or_something_wrong_is_a_problem(row, why):
     ("case", "served", "changes", "why"),
     [
         ("V4, ratio 4, decode, 16 heads", f"{kit.DECODE} ours", {}, None),
-        ("V4, ratio 4, decode, 16 heads", f"{kit.DECODE} theirs", {}, "did not serve"),
+        ("V4, ratio 4, decode, 16 heads", f"{kit.DECODE} theirs", {}, "was wanted"),
         ("V4, ratio 1, served 64x8192, 64 heads", f"{kit.DECODE} theirs", {}, None),
         ("V3.2, served 8x8192, 128 heads", f"{kit.DECODE} theirs", {}, None),
-        ("V3.2, mixed, 64 heads", f"{kit.PREFILL} theirs", {}, "did not serve"),
-        ("V3.2, decode, 16 heads", f"{kit.DECODE} refused", {}, "did not serve"),
-        ("V3.2, decode, 16 heads", "", {}, "did not serve"),
+        ("V3.2, served 64x8192, 16 heads", f"{kit.DECODE} theirs", {}, "was wanted"),
+        ("V3.2, served 64x8192, 16 heads, bf16", f"{kit.PREFILL} ours", {}, None),
+        ("V3.2, served 64x8192, 16 heads, bf16", f"{kit.PREFILL} theirs", {}, "was wanted"),
+        ("V3.2, served 64x8192, 64 heads, bf16", f"{kit.PREFILL} theirs", {}, None),
+        ("V3.2, mixed, 64 heads", f"{kit.PREFILL} theirs", {}, "was wanted"),
+        ("V3.2, decode, 16 heads", f"{kit.DECODE} refused", {}, "was wanted"),
+        ("V3.2, decode, 16 heads", "", {}, "was wanted"),
         ("V3.2, decode, 16 heads", f"{kit.DECODE} ours", {"error": {"ours": 0.002}}, "a side has no error"),
         ("V3.2, decode, 16 heads", f"{kit.DECODE} ours", {"error": {"theirs": 0.1, "ours": 0.002}}, "error of theirs"),
         ("V3.2, decode, 16 heads", f"{kit.DECODE} ours", {"failed": {"ours": "no"}}, "failed"),
@@ -89,18 +100,24 @@ def test_a_row_that_shows_nothing_or_something_wrong_is_a_problem(row, why):
 )
 def test_a_row_of_vllm_that_shows_nothing_or_something_wrong_is_a_problem(case, served, changes, why):
     good = {"error": {"theirs": 0.002, "ours": 0.002}, "graph_error": {"theirs": 0.0, "ours": 0.0}}
-    found = engines_vllm.problem({"case": case, "served": {served: 1} if served else {}, **good, **changes})
+    found = rows.problem({"case": case, "served": {served: 1} if served else {}, **good, **changes})
     assert found is None if why is None else why in found
 
 
 @pytest.mark.parametrize("wrong", [{}, {"served": {}}])
-def test_the_exit_code_says_whether_the_run_shows_something(wrong, monkeypatch, tmp_path):
-    one = {"output": torch.ones(4), "error": 0.02, "served": {f"{kit.DECODE} ours": 1}}
+@pytest.mark.parametrize("benchmark", [engines_sglang, engines_vllm])
+def test_the_exit_code_says_whether_the_run_shows_something(benchmark, wrong, monkeypatch, tmp_path):
+    one = {"output": torch.ones(4), "error": 0.002, "served": {f"{kit.DECODE} ours": 1}}
     sides = {"theirs": one, "ours": one | wrong}
-    monkeypatch.setattr(engines_sglang, "run", lambda side, *_: engines.NOTHING | {"results": {"verify": sides[side]}})
+    monkeypatch.setattr(benchmark, "run", lambda side, *_: engines.NOTHING | {"results": {"verify": sides[side]}})
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["engines_sglang"])
-    assert engines_sglang.main() == len(wrong)
+    monkeypatch.setattr(sys, "argv", ["a benchmark"])
+    assert benchmark.main() == len(wrong)
+    written = json.loads((tmp_path / benchmark.RECORD).read_text())
+    assert [row["case"] for row in written["rows"]] == ["verify"] and written["not_run"]
+    monkeypatch.setattr(sys, "argv", ["a benchmark", "--no-gpu"])
+    (tmp_path / benchmark.RECORD).unlink()
+    assert benchmark.main() == 0 and not (tmp_path / benchmark.RECORD).exists()
 
 
 def test_each_side_sees_the_first_gpu_only(monkeypatch, tmp_path):
@@ -123,13 +140,46 @@ def test_what_our_plugin_leaves_to_flashmla_is_what_the_router_leaves():
         for size, rows in sizes.items()
         for heads in (128, 16)
     }
-    device = DeviceInfo("cuda", (9, 0), 132, 232_448)
-    left = [
-        name
-        for name, (layout, rows, heads, topk) in cases.items()
-        if why_flashmla_alone(Call("decode", getattr(KVLayout, layout), rows, heads, device, topk), "hopper")
-    ]
+    left = [name for name, facts in cases.items() if is_left(*facts)]
     assert sorted(left) == sorted(kit.LEFT)
+    decoded = [
+        f"served {size}, {heads} heads, flashmla_sparse, bf16"
+        for size, count in sizes.items()
+        for heads in (128, 16)
+        if sooner_than_prefill(count, max(heads, 64), kit.V32_TOPK, sm_count=132)  # SGLang pads them
+    ]
+    assert sorted(decoded) == sorted(kit.DECODED)
+
+
+def is_left(layout: str, count: int, heads: int, topk: int) -> bool:
+    """Whether our plugin leaves a decode to FlashMLA on an H200."""
+    device = DeviceInfo("cuda", (9, 0), 132, 232_448)
+    call = Call("decode", getattr(KVLayout, layout), count, heads, device, topk)
+    return why_flashmla_alone(call, "hopper") is not None
+
+
+def test_what_our_plugin_leaves_of_vllms_cases_is_what_the_router_leaves():
+    left = [
+        f"V3.2, {batch}, {heads} heads"
+        for batch, count in {"decode": 3, "two tokens": 6, "mixed": 2}.items()
+        for heads in (16, 64, 128)
+        # Of fewer than 32 heads vLLM takes the tokens of all requests for one's.
+        if is_left("V32_FP8", 152 if (batch, heads) == ("mixed", 16) else count, heads, 128)
+    ]
+    for size, count in {"8x8192": 8, "64x8192": 64}.items():
+        for heads in (16, 64, 128):
+            name = f"V3.2, served {size}, {heads} heads"
+            left += [name] if is_left("V32_FP8", count, heads, 2048) else []
+            left += [] if sooner_than_prefill(count, heads, 2048, sm_count=132) else [f"{name}, bf16"]
+        left += [f"V4, ratio 1, served {size}, {h} heads" for h in (16, 64) if is_left("V4_FP8", count, h, 128)]
+        left += [f"V4, ratio 4, served {size}, {h} heads" for h in (16, 64) if is_left("V4_FP8", count, h, 640)]
+    assert sorted(left) == sorted(rows.LEFT)
+    assert all(sooner_than_prefill(3, heads, 2048, sm_count=132) for heads in (16, 64, 128))
+
+
+def test_the_list_of_parts_needs_no_torch():
+    script = "import sys; sys.modules['torch'] = None; import benchmarks.all"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=everything.ROOT)
 
 
 @pytest.fixture

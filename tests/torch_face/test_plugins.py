@@ -358,6 +358,7 @@ def test_the_v32_class(vllm, monkeypatch):
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[2])
     monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
     monkeypatch.setattr(few_rows, "missing", lambda name, phase: None)
+    monkeypatch.setattr(few_rows, "sooner_than_prefill", lambda rows, heads, topk, sm_count: True)
     small = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64), sink=False))
     few = impl._bf16_flash_mla_kernel(small["q"], small["kv"], small["indices"], small["topk_length"])
     assert all(torch.equal(a, b) for a, b in zip(few, few_rows.decode(**small | {"sm_scale": impl.softmax_scale})))
@@ -384,6 +385,7 @@ def decoded(monkeypatch):
 
     monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
     monkeypatch.setattr(few_rows, "missing", lambda name, phase: None)
+    monkeypatch.setattr(few_rows, "sooner_than_prefill", lambda rows, heads, topk, sm_count: rows < 10)
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", watched)
     return asked
 
@@ -391,9 +393,9 @@ def decoded(monkeypatch):
 @pytest.mark.parametrize("dim", [576, 512])
 @pytest.mark.parametrize("sink", [True, False])
 def test_few_rows_of_prefill_are_decoded(decoded, dim, sink):
-    case = small_prefill(dim=dim, heads=16, sizes=(128, 64), sink=sink)
+    case = small_prefill(dim=dim, heads=16, sizes=(100, 64), sink=sink)
     out, lse = few_rows.decode(**calls.prefill_arguments(case))
-    assert decoded == [(2, 64, 1, 2 * dim)] and out.shape == (6, 16, 512)
+    assert decoded == [(100, 1, 1, 2 * dim)] and out.shape == (6, 16, 512)
     wanted, _, wanted_lse = calls.prefill_oracle(case)
     calls.assert_close_flashmla(calls.array(out), wanted, "prefill.out")
     wanted_lse = np.where(np.isneginf(wanted_lse), np.inf, wanted_lse)
@@ -403,14 +405,21 @@ def test_few_rows_of_prefill_are_decoded(decoded, dim, sink):
 def test_other_rows_of_prefill_are_not_decoded(decoded, monkeypatch):
     given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
     rows = {name: given[name].repeat(40, *[1] * (given[name].dim() - 1)) for name in ("q", "indices", "topk_length")}
-    ragged, apart = given["kv"][:100], given["kv"].repeat(1, 2, 1)[:, :1]
-    for changes in (rows, {"kv": ragged}, {"kv": apart}, {name: given[name][:0] for name in rows}):
+    moved = torch.cat([given["kv"].flatten()[:1], given["kv"].flatten()])[1:].view(given["kv"].shape)  # by two bytes
+    assert moved.data_ptr() % 16
+    for changes in (rows, {"kv": moved}, {"kv": given["kv"].half()}):
         assert few_rows.decode(**given | changes) is None
-    monkeypatch.setattr(few_rows, "device_info", lambda device: dataclasses.replace(H200, compute_capability=(10, 0)))
-    assert few_rows.decode(**given) is None
-    monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
-    monkeypatch.setattr(few_rows, "missing", lambda name, phase: "not built")  # Triton would be slower than prefill
-    assert few_rows.decode(**given) is None and not decoded
+    with monkeypatch.context() as changed:
+        changed.setattr(few_rows, "device_info", lambda device: dataclasses.replace(H200, compute_capability=(10, 0)))
+        assert few_rows.decode(**given) is None
+    with monkeypatch.context() as changed:
+        changed.setattr(few_rows, "missing", lambda name, phase: "not built")  # Triton would be slower than prefill
+        assert few_rows.decode(**given) is None
+    for phase, name in (("PREFILL_", "triton"), ("DECODE_", "triton"), ("", "flashmla")):
+        with monkeypatch.context() as changed:
+            changed.setenv(f"JAX_SPARSE_MLA_{phase}BACKEND", name)  # what is named serves
+            assert few_rows.decode(**given) is None
+    assert not decoded
 
 
 def test_the_engines_have_few_rows_decoded(decoded, sglang, monkeypatch):

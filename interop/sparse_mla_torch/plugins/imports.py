@@ -39,6 +39,8 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
+                if module.__name__ != self.name:  # of a loader that several modules share
+                    return
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 _call(self._then, module, self._log)

@@ -93,9 +93,10 @@ def decode_plan(
     return _plan_of_many(*shape, has_lengths, batch_invariant)
 
 
-# Microseconds of FlashMLA's prefill on an H200: of a launch, and of 64 keys of a row with 64 heads on a multiprocessor.
-# It takes 58 to 60 for 2,048 keys and 15 for 512 (`benchmarks/results/attention.json`, by the rows that run at once).
-_PREFILL_FIXED, _PREFILL_BLOCK = 5.0, 1.8
+# Microseconds of FlashMLA's prefill on an H200 for 64 keys of a row with 64 heads on a multiprocessor: a row of 2,048
+# takes 58.6 and one of 512 14.8 (`benchmarks/results/attention.json`, 4,096 queries; those that run at once). What a
+# launch takes besides is not known. Ours has to be a sixth sooner, since neither was measured beside the other.
+_PREFILL_BLOCK, _SOONER = 1.8, 0.85
 
 
 def sooner_than_prefill(rows: int, heads: int, topk: int, *, sm_count: int) -> bool:
@@ -105,9 +106,10 @@ def sooner_than_prefill(rows: int, heads: int, topk: int, *, sm_count: int) -> b
     whose rows it does all at once.
     """
     shape = rows, heads, max(-(-topk // _BLOCK), 1), sm_count
-    if rows == 0 or rows * -(-heads // _HEADS) > sm_count:
+    if rows * heads == 0 or rows * -(-heads // _HEADS) > sm_count:
         return False
-    return min(_time_in_clusters(*shape)[0], _time_of_many(*shape)) < _PREFILL_FIXED + shape[2] * _PREFILL_BLOCK
+    ours = min(_time_in_clusters(*shape)[0], _time_of_many(*shape))
+    return ours < _SOONER * shape[2] * _PREFILL_BLOCK
 
 
 def _plan_of_many(
