@@ -4,7 +4,7 @@
 Triton kernels in Triton's interpreter). Our kernels' place takes the reference, as always on a CPU; what is tested is
 what vLLM hands over and takes back. Where vLLM calls a compiled operator of its own, torch does the same here.
 
-    python tests/engines/drive_vllm.py choice|v32|v4|left
+    python tests/engines/drive_vllm.py choice|v32|bf16|v4|left
 """
 
 from __future__ import annotations
@@ -139,6 +139,34 @@ def stand_in_for_v32s_operators() -> None:
     torch.zeros = lambda *args, pin_memory=False, **options: zeros(*args, **options)
 
 
+def as_on_sm90() -> None:
+    """Has few rows of prefill decoded, as where our SM90 kernels are; here the reference decodes."""
+    from sparse_mla_torch.plugins import few_rows
+
+    from jax_sparse_mla.device import DeviceInfo
+
+    few_rows.device_info = lambda device: DeviceInfo("cuda", (9, 0), 132, 232_448)
+    few_rows.missing = lambda name, phase: None
+    decode = few_rows.decode
+
+    def counted(*args, **kwargs):
+        found = decode(*args, **kwargs)
+        report(f"{len(args[0])} rows of prefill", decoded=found is not None)
+        return found
+
+    few_rows.decode = counted
+
+
+def bf16() -> None:
+    """vLLM decodes from bfloat16 rows by FlashMLA's prefill."""
+    stand_in_for_v32s_operators()
+    as_on_sm90()
+    for heads in (16, 64):
+        layer = V32(heads, OURS, CPU, topk=2048, fp8=False)
+        run(f"decode, {heads} heads", layer.call([1, 1, 1], [70, 200, 129]))
+        run(f"mixed, {heads} heads", layer.call([1, 1, 150], [70, 200, 150]))
+
+
 def v32() -> None:
     stand_in_for_v32s_operators()
     for heads in (16, 64):
@@ -197,4 +225,4 @@ def left() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     load_general_plugins()
-    {"choice": choice, "v32": v32, "v4": v4, "left": left}[sys.argv[1]]()
+    {"choice": choice, "v32": v32, "bf16": bf16, "v4": v4, "left": left}[sys.argv[1]]()

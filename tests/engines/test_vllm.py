@@ -53,6 +53,17 @@ def test_v32(batch, heads):
 
 
 @pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_v32_from_bfloat16_rows(batch, heads):
+    """By FlashMLA's prefill, of which few rows are decoded."""
+    found = cases("bf16")
+    assert found["3 rows of prefill"]["decoded"] and not found["152 rows of prefill"]["decoded"]
+    found = found[f"{batch}, {heads} heads"]
+    assert found["served"] == {f"{PREFILL} ours": 1} and found["error"] < BF16
+    assert found["shape"] == [3 if batch == "decode" else 152, heads, 512]
+
+
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_v4(batch, ratio, heads):
