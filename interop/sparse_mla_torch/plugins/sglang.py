@@ -27,7 +27,7 @@ MODULE = "sglang.kernels.ops.attention.flash_mla_interface"
 V32_BACKEND = "sglang.srt.layers.attention.dsa_backend"
 V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 # Rows of V4 that are decoded without the padding. Queries are copied for that, which a launch of some 2 µs does, so it
-# must gain more: 64 heads instead of 16 cost 2.8 µs with 8 rows and 12.1 with 64, but 3.6 with 256 (hopper_decode.json).
+# must gain more: 64 heads instead of 16 cost 2.8 µs with 8 rows, 12.1 with 64, but 3.6 with 256 (hopper_decode.json).
 ROWS_WORTH_A_COPY = range(8, 129)
 
 log = logging.getLogger("sglang.jax_sparse_mla")
