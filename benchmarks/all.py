@@ -35,6 +35,7 @@ from benchmarks.record import (
     environment,
     gpu_names,
     latest,
+    own_rows,
     results_folder,
     write_json,
 )
@@ -107,8 +108,7 @@ def _vllm_whole(found: dict) -> bool:
 def _two_gpus(name: str, section: str, module: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
         made = found.get(section, {})
-        own = [row for row in made.get("rows", {}).values() if "commit" not in row]  # of an earlier run
-        return made.get("code") == found["code"] and len(own) >= count
+        return made.get("code") == found["code"] and len(own_rows(made["rows"])) >= count
 
     return Part(name, "two_gpus.json", module, seconds, whole, takes_all="gpus")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +26,13 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square, relative."""
     actual, expected = actual.double(), expected.double()
     return ((actual - expected).norm() / expected.norm()).item()
+
+
+def served() -> dict[str, int]:
+    """How often our plugin served, left or refused each function since its counts were cleared."""
+    from sparse_mla_torch.plugins import calls
+
+    return {" ".join(key): count for key, count in calls.counts.items()}
 
 
 # --- in the process of a side ----------------------------------------------------------------------
@@ -125,26 +133,33 @@ def table(found: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def compare(
+def main(
+    description: str,
     record: str,
     run_side: Callable[[str, Path, list[str]], dict],
-    arguments: list[str],
     problem: Callable[[dict], str | None],
     about: Mapping[str, object],
-    *,
-    gpu: bool,
+    parts: Sequence[str] = (),
 ) -> int:
     """Runs both sides, or ours alone without a GPU, and prints their rows; with a GPU it writes them to the record.
 
     Args:
+      description: of the command.
       record: the file, in which other rows of this very code stay.
       run_side: `(side, folder, arguments)`, as `run`.
       problem: why a row of a GPU's run shows nothing, or something wrong.
       about: what else the record has.
+      parts: the cases' parts that may be chosen.
 
     Returns:
       1 where a side failed, or a row has a problem, or there is no row.
     """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
+    if parts:
+        parser.add_argument("--part", choices=parts, action="append", default=[], help="some of the cases")
+    parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines; writes no record")
+    gpu, arguments = not parser.parse_args().no_gpu, sys.argv[1:]  # the sides take the same arguments
     with tempfile.TemporaryDirectory() as folder:
         sides = SIDES if gpu else ["ours"]  # FlashMLA has no kernel for a CPU
         found = {side: run_side(side, Path(folder), arguments) if side in sides else NOTHING for side in SIDES}

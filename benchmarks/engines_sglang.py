@@ -24,7 +24,6 @@ other rows that this very code left there.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -46,15 +45,8 @@ def run(side: str, folder: Path, arguments: list[str]) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
-    parser.add_argument("--part", choices=kit.PARTS, action="append", default=[], help="some of the cases")
-    parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines; writes no record")
-    arguments = parser.parse_args()
-    passed = [word for text in arguments.only for word in ("--only", text)] + ["--no-gpu"] * arguments.no_gpu
-    passed += [word for part in arguments.part for word in ("--part", part)]
     about = {"transformers": version("transformers"), "not_run": NOT_RUN}
-    return engines.compare(RECORD, run, passed, kit.problem, about, gpu=not arguments.no_gpu)
+    return engines.main(__doc__.splitlines()[0], RECORD, run, kit.problem, about, parts=kit.PARTS)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ engines_vllm.json to $OUT or benchmarks/results, beside the other rows that this
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -41,13 +40,8 @@ def run(side: str, folder: Path, arguments: list[str]) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
-    parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines; writes no record")
-    arguments = parser.parse_args()
-    passed = [word for text in arguments.only for word in ("--only", text)] + ["--no-gpu"] * arguments.no_gpu
     about = {"vllm": version("vllm"), "not_run": NOT_RUN}
-    return engines.compare(RECORD, run, passed, problem, about, gpu=not arguments.no_gpu)
+    return engines.main(__doc__.splitlines()[0], RECORD, run, problem, about)
 
 
 if __name__ == "__main__":

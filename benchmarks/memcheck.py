@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.record import ROOT, earlier, environment, gpu_names, results_folder, write_json
+from benchmarks.record import ROOT, earlier, environment, gpu_names, own_rows, results_folder, write_json
 
 TESTS = ROOT / "tests"
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
@@ -197,8 +197,7 @@ def main() -> int:
         return 2
     every = [group for group in groups() if args.tool == "memcheck" or not group.startswith(CONTROL)]
     before = {} if args.kernels else earlier(f"{args.tool}.json").get("groups", {})
-    verdicts = {group: result for group, result in before.items() if group in every and result["as_wanted"]}
-    verdicts = {group: result for group, result in verdicts.items() if "commit" not in result}  # of an earlier run
+    verdicts = {group: result for group, result in own_rows(before).items() if group in every and result["as_wanted"]}
     wanted = args.group or [group for group in every if group not in verdicts]
     chosen = {group: arguments for group, arguments in groups().items() if group in wanted}
     for group, result in run(chosen, Sanitizer(program, args.tool, args.kernels), args.limit_seconds):

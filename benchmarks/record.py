@@ -100,7 +100,12 @@ def section(name: str, title: str) -> dict:
     """The rows of a section of a file of results, as far as this very code made them on such a device."""
     found = latest(name).get(title, {})
     own = all(found.get(key) == value for key, value in _made_by().items())
-    return {case: row for case, row in found["rows"].items() if "commit" not in row} if own else {}
+    return own_rows(found["rows"]) if own else {}
+
+
+def own_rows(rows: dict[str, dict]) -> dict[str, dict]:
+    """Without those of an earlier run, which name its commit."""
+    return {case: row for case, row in rows.items() if "commit" not in row}
 
 
 def write_section(name: str, title: str, rows: dict) -> None:

@@ -185,7 +185,6 @@ def _times(row: Row, case: str) -> Times:
 
 def operations() -> str:
     lines = ["| what | peer, µs | ours, µs | peer / ours |", "| --- | --- | --- | --- |"]
-    on_h100 = [row.file for row in ROWS if "H100" in result(row.file).get("device", "")]
     for row in ROWS:
         times = [_times(row, case) for case in row.cases]
         names = [x.name for x in times]
@@ -194,7 +193,7 @@ def operations() -> str:
         ratios = (x.peer / x.ours if x.peer and x.ours else None for x in times)
         ours = " / ".join(number(x.ours) for x in times)
         peers = f"{names[0]} {peers}".strip() if same else peers
-        what = f"{row.what} (H100)" if row.file in on_h100 else row.what
+        what = f"{row.what} (H100)" if "H100" in result(row.file).get("device", "") else row.what
         lines.append(f"| {what} | {peers} | {ours} | {' / '.join(map(ratio, ratios))} |")
     return "\n".join([*lines, "", f"Of {made_by('hopper_decode', 'attention', *(row.file for row in ROWS))}."])
 

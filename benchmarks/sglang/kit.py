@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from benchmarks import engine_row
+from benchmarks.engine_row import DECODE, PREFILL, SERVED
+
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
@@ -19,7 +22,6 @@ PARTS = "kit", "graph", "served"  # also how the names of the last two begin
 
 # The most that a case's error may be, above what was measured on the CPU (docs/engines.md).
 V4_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.065, 0.004
-DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 # Decode calls that our plugin leaves to FlashMLA, which does them sooner (`attention/route.py`).
 LEFT = ("served 64x8192, ratio 0", "served 8x8192, 128 heads, flashmla_kv, fp8")
 # Of the decodes from bfloat16 rows, which `flashmla_sparse` makes by FlashMLA's prefill, those of few enough rows for
@@ -41,18 +43,12 @@ def most_error(name: str) -> float:
 
 def problem(row: dict[str, Any]) -> str | None:
     """Why a row of a GPU's run (`benchmarks.engines_sglang`) shows nothing, or something wrong; None if all is well."""
-    for key in ("failed", "skipped"):
-        if key in row:
-            return f"{key}: {row[key]}"
-    served = {tuple(key.split(" ")) for key in row["served"]}
-    if not served or not served <= _may_be(row["case"]):
-        return f"ours did not serve it: {row['served']}"
     bounds = {"error": most_error(row["case"]), "graph_error": BF16_ERROR}
-    for key in row.keys() & bounds.keys():
-        for side, error in row[key].items():
-            if not error <= bounds[key]:  # nor is NaN
-                return f"{key} of {side} is {error}, above {bounds[key]}"
-    return None if len(row.get("error", {})) == 2 else "a side has no error"
+
+    def wrong(served: engine_row.Served) -> str | None:
+        return None if served and served <= _may_be(row["case"]) else "ours did not serve it"
+
+    return engine_row.problem(row, wrong, bounds)
 
 
 def _may_be(name: str) -> set[tuple[str, str]]:
@@ -149,7 +145,6 @@ def graph_cases(graphs: ModuleType, v4: ModuleType, dsa: ModuleType, modes: Any)
 
 # --- sizes of serving ------------------------------------------------------------------------------
 
-SERVED = ((8, 8192), (64, 8192))  # requests, tokens of each before the step
 V4_TOKENS_A_PAGE, V32_TOPK = 256, 2048
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import Captured, difference, timed
+from benchmarks.engines import Captured, difference, served, timed
 from benchmarks.record import ROOT
 from benchmarks.sglang import kit
 
@@ -51,17 +51,11 @@ class Recorder:
                 raise
         finally:
             torch.testing.assert_close = compare
-        self.found.setdefault("served", self._served())
+        self.found.setdefault("served", served())
         return self.found
 
     def _compared(self, actual: torch.Tensor, expected: torch.Tensor, **tolerances) -> None:
         self.found["error"] = difference(actual, expected)
-
-    @staticmethod
-    def _served() -> dict[str, int]:
-        from sparse_mla_torch.plugins import calls
-
-        return {" ".join(key): count for key, count in calls.counts.items()}
 
     # --- a layer's call ----------------------------------------------------------------------------
 
@@ -79,7 +73,7 @@ class Recorder:
     def _layer(self, forward: Callable, *args, **kwargs) -> torch.Tensor:
         output = forward(*args, **kwargs)
         if "output" not in self.found:
-            self.found |= {"output": output.detach().float().cpu(), "served": self._served()}
+            self.found |= {"output": output.detach().float().cpu(), "served": served()}
             if self.timer:
                 call = functools.partial(forward, *args, **kwargs)
                 self.found |= timed(call, output, self.timer, self.found["in_graph"])
@@ -118,7 +112,7 @@ class Recorder:
                 once()
                 backend.on_after_cuda_graph_warmup()
             graph = Captured(once, self.timer is not None)
-            self.found["served"] = self._served()
+            self.found["served"] = served()
 
             adapter.restore_state(fixture, state)
             pads = (shortest,) * (capture_batch_size - case.batch_size)

@@ -17,15 +17,16 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.engines import difference, timed
+from benchmarks.absent import Absent
+from benchmarks.engine_row import SERVED
+from benchmarks.engines import difference, served, timed
 from benchmarks.record import ROOT
 
 sys.path[:0] = [str(ROOT / "interop"), str(ROOT / "tests" / "engines")]
 
 RATIOS = (1, 4, 128)
-SERVED = ((8, 8192), (64, 8192))  # requests, tokens of each after the step
 # What vLLM imports and a machine may lack: none of it computes in a layer's attention.
-MAY_BE_ABSENT = ("_moe_C_stable_libtorch", "_qutlass_C", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C")
+MAY_BE_ABSENT = tuple(f"vllm.vllm_flash_attn.{name}" for name in ("_vllm_fa2_C", "_vllm_fa3_C"))
 
 
 class Case(NamedTuple):
@@ -75,30 +76,6 @@ def cases(layers, backend: str, device: torch.device, served: bool) -> Iterator[
                 yield v4(f"served {requests}x{tokens}", ratio, heads, *lens, topk=512, **long)
 
 
-class StandIn:
-    """In the place of a compiled module that is not there."""
-
-    def __init__(self, name: str):
-        self.__name__ = name
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"{self.__name__} is not installed")
-
-
-def stand_ins() -> list[str]:
-    """Puts something in the place of each module of MAY_BE_ABSENT that is not there; returns their names."""
-    import vllm
-
-    folder, found = Path(vllm.__file__).parent, []
-    for name in MAY_BE_ABSENT:
-        if not list(folder.glob(f"{name.replace('.', '/')}.*so")):
-            sys.modules[f"vllm.{name}"] = StandIn(f"vllm.{name}")
-            found.append(name)
-    return found
-
-
 def run(case: Case, timer: Callable | None) -> dict:
     """Output, error, who served, times; or why it failed."""
     from sparse_mla_torch.plugins import calls
@@ -109,8 +86,7 @@ def run(case: Case, timer: Callable | None) -> dict:
         call = case.call(case.layer())
         calls.counts.clear()
         output = call.function().clone()
-        found["served"] = {" ".join(key): count for key, count in calls.counts.items()}
-        found |= {"output": output.detach().float().cpu(), "error": difference(output, call.wanted)}
+        found |= {"served": served(), "output": output.detach().float().cpu(), "error": difference(output, call.wanted)}
         if timer:
             found |= timed(call.function, output, timer, case.decode)
     except Exception as error:  # the other cases still run
@@ -125,14 +101,15 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
-    timer, absent, device = None, [], torch.device("cpu")
+    timer, absent, device = None, Absent(MAY_BE_ABSENT), torch.device("cpu")
     if arguments.no_gpu:
         importlib.import_module("vllm_without_gpu")
         importlib.import_module("drive_vllm").stand_in_for_v32s_operators()
     else:
         from benchmarks.timing import Timer
 
-        timer, absent, device = Timer(), stand_ins(), torch.device("cuda", 0)
+        timer, device = Timer(), torch.device("cuda", 0)
+        sys.meta_path.append(absent)
     importlib.import_module("sparse_mla_torch.plugins.vllm").register()
     layers = importlib.import_module("benchmarks.vllm.layers")
     backend, results = layers.OURS if arguments.side == "ours" else layers.THEIRS, {}
@@ -143,7 +120,7 @@ def main() -> None:
         results[case.name] = run(case, timer)
         shown = {key: value for key, value in results[case.name].items() if key not in ("output", "kernels")}
         print(f"{case.name}: {shown} in {time.perf_counter() - start:.1f} s", flush=True)
-        torch.save({"results": results, "said": [], "stand_ins": absent}, arguments.results)
+        torch.save({"results": results, "said": [], "stand_ins": sorted(absent.imported)}, arguments.results)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import engine_row
+from benchmarks.engine_row import DECODE, PREFILL
+
 ERROR = 0.004  # of a bfloat16 result: 0.0017 is measured
-DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 # Calls that our plugin leaves to FlashMLA, which does them sooner: decode by `attention/route.py`, and decode from
 # bfloat16 rows, which vLLM makes by FlashMLA's prefill, by `sooner_than_prefill` of decode_plan.py.
 LEFT = (
@@ -18,16 +20,12 @@ LEFT = (
 
 def problem(row: dict[str, Any]) -> str | None:
     """Why a row shows nothing, or something wrong; None if all is well."""
-    for key in ("failed", "skipped"):
-        if key in row:
-            return f"{key}: {row[key]}"
-    case, served = row["case"], {tuple(key.split(" ")) for key in row["served"]}
+    case = row["case"]
     wanted = (PREFILL if case.endswith("bf16") else DECODE), "theirs" if case in LEFT else "ours"
-    # The prefill beside a decode is FlashMLA's or, of few rows, ours.
-    if wanted not in served or not served - {wanted} <= {(PREFILL, "ours"), (PREFILL, "theirs")}:
-        return f"{' '.join(wanted)} was wanted: {row['served']}"
-    for key in ("error", "graph_error"):
-        for side, error in row.get(key, {}).items():
-            if not error <= ERROR:  # nor is NaN
-                return f"{key} of {side} is {error}, above {ERROR}"
-    return None if len(row.get("error", {})) == 2 else "a side has no error"
+
+    def wrong(served: engine_row.Served) -> str | None:
+        # The prefill beside a decode is FlashMLA's or, of few rows, ours.
+        beside = served - {wanted} <= {(PREFILL, "ours"), (PREFILL, "theirs")}
+        return None if wanted in served and beside else f"{' '.join(wanted)} was wanted"
+
+    return engine_row.problem(row, wrong, {"error": ERROR, "graph_error": ERROR})

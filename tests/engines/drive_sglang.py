@@ -21,6 +21,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 
+from benchmarks.engines import difference, served
 from benchmarks.sglang.kit import dsa_cases, v4_cases
 
 
@@ -35,8 +36,7 @@ def run(name: str, function, *arguments, **options) -> None:
     found, compare = {}, torch.testing.assert_close
 
     def record(actual, expected, **tolerances):
-        difference = (actual.double() - expected.double()).norm() / expected.double().norm()
-        found["error"] = difference.item()
+        found["error"] = difference(actual, expected)
 
     torch.testing.assert_close = record
     calls.counts.clear()
@@ -46,7 +46,7 @@ def run(name: str, function, *arguments, **options) -> None:
         found["skipped"] = str(reason)
     finally:
         torch.testing.assert_close = compare
-    report(name, served={" ".join(key): count for key, count in calls.counts.items()}, **found)
+    report(name, served=served(), **found)
 
 
 def v4() -> None:

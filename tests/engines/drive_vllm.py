@@ -24,6 +24,7 @@ import vllm.config.vllm as vllm_config
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from benchmarks.engines import difference, served
 from benchmarks.vllm.layers import OURS, V4, V32, LayerCall, sizes, slots_of
 
 CPU = torch.device("cpu")
@@ -33,22 +34,12 @@ def report(case: str, **facts) -> None:
     print(json.dumps({"case": case, **facts}), flush=True)
 
 
-def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
-
-
-def served() -> dict[str, int]:
-    """What our plugin counted since it was last asked."""
+def run(case: str, call: LayerCall) -> None:
     from sparse_mla_torch.plugins import calls
 
-    counted = {" ".join(key): count for key, count in calls.counts.items()}
     calls.counts.clear()
-    return counted
-
-
-def run(case: str, call: LayerCall) -> None:
     found = call.function()
-    error = relative_rms(found, call.wanted)
+    error = difference(found, call.wanted)
     report(case, error=error, served=served(), shape=list(found.shape), page_bytes=call.page_bytes)
 
 

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.torch
 
 from benchmarks import all as everything
 from benchmarks import engines, engines_sglang, engines_vllm
+from benchmarks.absent import Absent, Missing
 from benchmarks.engines import Captured, difference
 from benchmarks.sglang import kit
 from benchmarks.sglang.layer_calls import Recorder
-from benchmarks.sglang.loaded import Absent, Missing
 from benchmarks.vllm import rows
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.route import why_flashmla_alone

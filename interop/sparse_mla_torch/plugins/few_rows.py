@@ -7,6 +7,7 @@ import torch
 from jax_sparse_mla.attention.api import override_of
 from jax_sparse_mla.kernels.sm90.decode_plan import sooner_than_prefill
 from sparse_mla_torch import flash_mla
+from sparse_mla_torch.attention.backends.hopper import are_aligned
 from sparse_mla_torch.attention.route import device_info, missing
 
 
@@ -29,15 +30,15 @@ def decode(
     Returns:
       out bfloat16 `[rows, heads, 512]`, and lse float32 `[rows, heads]`, natural log.
     """
-    device, tensors = device_info(q.device), (q, kv, indices, attn_sink, topk_length)
+    device = device_info(q.device)
     if device.compute_capability != (9, 0) or missing("hopper", "decode"):
+        return None
+    if not sooner_than_prefill(*q.shape[:2], indices.shape[-1], sm_count=device.sm_count):
         return None
     if override_of("prefill") is not None or override_of("decode") not in (None, "hopper"):
         return None  # a kernel is named
-    if kv.dtype != torch.bfloat16 or any(x is not None and x.data_ptr() % 16 for x in tensors):
+    if kv.dtype != torch.bfloat16 or not are_aligned((q, kv, indices, attn_sink, topk_length)):
         return None  # Triton's decode would serve, which is slower than prefill
-    if not sooner_than_prefill(*q.shape[:2], indices.shape[-1], sm_count=device.sm_count):
-        return None
     pages = kv.view(torch.uint8).unsqueeze(1)  # of one row
     out, lse = flash_mla.flash_mla_with_kvcache(
         *(q.unsqueeze(1), pages, None, None, 512, flash_mla.get_mla_metadata()[0], None, sm_scale, False, None),

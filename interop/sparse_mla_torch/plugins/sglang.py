@@ -86,6 +86,14 @@ def _differs(function: Any, ours: Any) -> str | None:
     return None if theirs == known else f"{ours.__name__} takes {', '.join(theirs)}"
 
 
+def _replace(cls: type, name: str, ours: Any) -> None:
+    """Puts ours in the place of a method, unless that takes other arguments."""
+    theirs = getattr(cls, name)
+    if why := _differs(theirs, ours):
+        raise TypeError(why)
+    setattr(cls, name, functools.wraps(theirs)(ours))
+
+
 def _keep_queries(module: ModuleType) -> None:
     """Has V3.2's decode leave its queries in `_unpadded`; a decode that takes other arguments is left as it is."""
     backend = module.DeepseekSparseAttnBackend
@@ -98,9 +106,7 @@ def _keep_queries(module: ModuleType) -> None:
         finally:
             _unpadded.q = None
 
-    if why := _differs(theirs, decode):
-        raise TypeError(why)
-    backend._forward_flashmla_kv = functools.wraps(theirs)(decode)
+    _replace(backend, "_forward_flashmla_kv", decode)
 
 
 def _keep_heads(module: ModuleType) -> None:
@@ -115,9 +121,7 @@ def _keep_heads(module: ModuleType) -> None:
         finally:
             _unpadded.heads = None
 
-    if why := _differs(theirs, forward):
-        raise TypeError(why)
-    backend.forward = functools.wraps(theirs)(forward)
+    _replace(backend, "forward", forward)
 
 
 def _without_padding(q: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -9,6 +9,7 @@ before the launch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
@@ -99,6 +100,7 @@ def decode_plan(
 _PREFILL_BLOCK, _SOONER = 1.8, 0.85
 
 
+@functools.lru_cache
 def sooner_than_prefill(rows: int, heads: int, topk: int, *, sm_count: int) -> bool:
     """Whether the decode kernels take less time for `rows` rows of bfloat16 keys than FlashMLA's prefill.
 

@@ -5,7 +5,7 @@ The library plans a call once; `launcher.c` then reads the tensors' addresses an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -21,10 +21,13 @@ _NUM_TENSORS = 11
 _NO_TABLE = [0, 0, 0, *NO_CACHE]
 
 
+def are_aligned(tensors: Iterable[torch.Tensor | None]) -> bool:
+    return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+
+
 def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
     """Why the kernel cannot take these tensors; None if it can."""
-    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
-    if not aligned or any(scope.page_bytes % 16 for scope in scopes):
+    if not are_aligned(tensors) or any(scope.page_bytes % 16 for scope in scopes):
         return "its kernel reads 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
     return None
 
