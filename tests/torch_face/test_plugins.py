@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import importlib.util
@@ -12,7 +11,6 @@ import pickle
 import sys
 import types
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -371,69 +369,6 @@ def test_the_v32_class(vllm, monkeypatch):
         vllm_v32._check_methods()
 
 
-# --- few rows of prefill ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def decoded(monkeypatch):
-    """As on an H200; the shapes of the caches that decode is asked to read."""
-    asked, decode = [], flash_mla.flash_mla_with_kvcache
-
-    def watched(q, k_cache, *rest):
-        asked.append(tuple(k_cache.shape))
-        return decode(q, k_cache, *rest)
-
-    monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
-    monkeypatch.setattr(few_rows, "missing", lambda name, phase: None)
-    monkeypatch.setattr(few_rows, "sooner_than_prefill", lambda rows, heads, topk, sm_count: rows < 10)
-    monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", watched)
-    return asked
-
-
-@pytest.mark.parametrize("dim", [576, 512])
-@pytest.mark.parametrize("sink", [True, False])
-def test_few_rows_of_prefill_are_decoded(decoded, dim, sink):
-    case = small_prefill(dim=dim, heads=16, sizes=(100, 64), sink=sink)
-    out, lse = few_rows.decode(**calls.prefill_arguments(case))
-    assert decoded == [(100, 1, 1, 2 * dim)] and out.shape == (6, 16, 512)
-    wanted, _, wanted_lse = calls.prefill_oracle(case)
-    calls.assert_close_flashmla(calls.array(out), wanted, "prefill.out")
-    wanted_lse = np.where(np.isneginf(wanted_lse), np.inf, wanted_lse)
-    calls.assert_close_flashmla(calls.array(lse), wanted_lse, "prefill.lse")
-
-
-def test_other_rows_of_prefill_are_not_decoded(decoded, monkeypatch):
-    given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
-    rows = {name: given[name].repeat(40, *[1] * (given[name].dim() - 1)) for name in ("q", "indices", "topk_length")}
-    moved = torch.cat([given["kv"].flatten()[:1], given["kv"].flatten()])[1:].view(given["kv"].shape)  # by two bytes
-    assert moved.data_ptr() % 16
-    for changes in (rows, {"kv": moved}, {"kv": given["kv"].half()}):
-        assert few_rows.decode(**given | changes) is None
-    with monkeypatch.context() as changed:
-        changed.setattr(few_rows, "device_info", lambda device: dataclasses.replace(H200, compute_capability=(10, 0)))
-        assert few_rows.decode(**given) is None
-    with monkeypatch.context() as changed:
-        changed.setattr(few_rows, "missing", lambda name, phase: "not built")  # Triton would be slower than prefill
-        assert few_rows.decode(**given) is None
-    for phase, name in (("PREFILL_", "triton"), ("DECODE_", "triton"), ("", "flashmla")):
-        with monkeypatch.context() as changed:
-            changed.setenv(f"JAX_SPARSE_MLA_{phase}BACKEND", name)  # what is named serves
-            assert few_rows.decode(**given) is None
-    assert not decoded
-
-
-def test_the_engines_have_few_rows_decoded(decoded, sglang, monkeypatch):
-    sglang_plugin.register()
-    sglang.apply(sys.modules[sglang_plugin.MODULE])
-    given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
-    out, lse = few_rows.decode(**given)
-    for use_legacy in (True, False):
-        found = sys.modules[sglang_plugin.MODULE].flash_mla_sparse_fwd(**given, use_legacy=use_legacy)
-        assert torch.equal(found[0], out) and found[1] is None
-        torch.testing.assert_close(found[2] * (0.6931471805599453 if use_legacy else 1), lse)
-    assert len(decoded) == 3 and served.counts == {(PREFILL, "ours"): 2}
-
-
 # --- SGLang -------------------------------------------------------------------------------------------------------
 
 
@@ -626,6 +561,18 @@ def test_another_sglang_is_left_alone(sglang, monkeypatch, caplog, obstacle):
         monkeypatch.setitem(sys.modules, sglang_plugin.MODULE, None)
     sglang_plugin.register()
     assert not sglang.hooks and len(caplog.records) == (obstacle != "unset")
+
+
+def test_the_engines_have_few_rows_decoded(decoded, sglang, monkeypatch):
+    sglang_plugin.register()
+    sglang.apply(sys.modules[sglang_plugin.MODULE])
+    given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
+    out, lse = few_rows.decode(**given)
+    for use_legacy in (True, False):
+        found = sys.modules[sglang_plugin.MODULE].flash_mla_sparse_fwd(**given, use_legacy=use_legacy)
+        assert torch.equal(found[0], out) and found[1] is None
+        torch.testing.assert_close(found[2] * (0.6931471805599453 if use_legacy else 1), lse)
+    assert len(decoded) == 3 and served.counts == {(PREFILL, "ours"): 2}
 
 
 def test_the_entry_points_are_these():
