@@ -11,7 +11,8 @@ JAX_SPARSE_MLA_SGLANG=1, which asks us first and may leave a call to FlashMLA. R
     apart            of the two sides' outputs; all three are relative, root mean square
     served           how often our plugin served, or left or refused, the function that the row's first call took
     *_us             one call of the layer's attention by CUPTI, L2 flushed: `eager`, and `graph`, replayed from a CUDA
-                     graph where SGLang itself has one; host_us is what an eager call takes the host
+                     graph where SGLang itself has one; busy_us leaves out what an eager call waits for the
+                     host, and host_us is what it takes the host
     graph_error      the replayed output against the eager one
 
 Rows that begin with "graph:" follow SGLang's graph runner: its metadata functions before and inside of the capture,

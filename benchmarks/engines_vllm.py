@@ -10,7 +10,8 @@ process with the same seeds: `theirs` has the backend FLASHMLA_SPARSE, `ours` JA
     apart            of the two sides' outputs; all are relative, root mean square
     served           how often our plugin served, or left or refused, a function that vLLM called in the first call
     *_us             a layer's attention by CUPTI, L2 flushed: `eager`, and `graph`, replayed from a CUDA graph where
-                     the batch is a decode; host_us is what an eager call takes the host
+                     the batch is a decode; busy_us leaves out what an eager call waits for the host, and host_us
+                     is what it takes the host
     graph_error      the replayed output against the eager one
 
 Compiled modules of vLLM that are not installed are listed under `stand_ins`; one that is called fails with its name.

@@ -114,7 +114,8 @@ class Timer:
                 spans[-1].append((event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
         count = self.repeats * len(runs)
         if len(spans) != count or inside or not all(spans):
-            raise RuntimeError(f"the profiler saw {len(spans)} calls of {count}")
+            empty = [i for i, span in enumerate(spans) if not span]
+            raise RuntimeError(f"the profiler saw {len(spans)} calls of {count}, and no operation in those at {empty}")
         first = spans[-1][0][1]
         self.operations = [Operation(name[:90], (s - first) / 1e3, (e - s) / 1e3) for name, s, e in spans[-1]]
         times = [(max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans]

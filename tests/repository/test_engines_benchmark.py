@@ -36,6 +36,13 @@ def test_a_row_has_both_sides_and_how_far_they_are_apart():
     assert "0.5000" in lines[1] and "20.0" in lines[1] and "why" in lines[2]
 
 
+def test_an_eager_row_shows_what_the_gpu_worked_not_what_it_waited_for():
+    side = {"eager_us": 900.0, "busy_us": 31.0, "host_us": 1000.0}
+    (row,) = engines.rows({"mixed": side}, {"mixed": side})
+    assert row["busy_us"] == {"theirs": 31.0, "ours": 31.0}
+    assert "31.0" in engines.table([row]) and "900.0" not in engines.table([row])
+
+
 def a_row(case="decode, ratio 4", served=f"{kit.DECODE} ours", **changes):
     error = {"theirs": 0.025, "ours": 0.025}
     return {"case": case, "served": {served: 1} if served else {}, "error": error, "graph_error": error} | changes
