@@ -478,8 +478,9 @@ def two_gpus_serving() -> str:
     """The engine over two GPUs."""
 
     def cells(title, layout, row):
-        speeds = f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_step_ms']:.2f}"
-        times_one = f"{ratio(row['prefill_speedup'])}, {ratio(row['decode_speedup'])}"
+        timed = "decode_step_ms" in row
+        speeds = (f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_step_ms']:.2f}") if timed else ("–", "–")
+        times_one = f"{ratio(row['prefill_speedup'])}, {ratio(row['decode_speedup'])}" if timed else "–"
         others = f"{row['requests_with_another_token']}, {row['largest_margin_there']:.3f}"
         return title.removeprefix("serving "), layout, *speeds, times_one, others
 

@@ -205,7 +205,8 @@ __device__ void copy(const Call& call, Shared& shared) {
       any |= has_keys;
       new_keys |= has_keys && (sources[i].x != held[i].x || sources[i].y != held[i].y);
     }
-    bool new_queries = any && (row != held_row || count > held_count);
+    // An item without keys reads the queries that are there, whose products it discards; so the first item brings some.
+    bool new_queries = (any || query_uses == 0) && (row != held_row || count > held_count);
     int keys = -1;
     if (new_keys) {
       keys = key_uses % kKeySlots;
