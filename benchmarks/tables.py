@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from benchmarks.engine_row import DECODE
 from benchmarks.record import RESULTS, ROOT
-from benchmarks.sglang import kit
 
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("engines.md", "serving-speed.md", "sharding.md")))
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -410,25 +410,36 @@ def attention_part() -> str:
 
 
 def sglang_layer() -> str:
-    """SGLang's layer with FlashMLA and with ours: the rows with sizes of serving, and how many others there are."""
-    found = result("engines_sglang")
+    """SGLang's layer with FlashMLA and with ours."""
+    return _engine_layer("engines_sglang", "SGLang")
+
+
+def vllm_layer() -> str:
+    """vLLM's layer with FlashMLA and with ours."""
+    return _engine_layer("engines_vllm", "vLLM")
+
+
+def _engine_layer(record: str, engine: str) -> str:
+    """The rows with sizes of serving, and how many others there are."""
+    found = result(record)
     if not found:
         return "Not measured."
-    served = [row for row in found["rows"] if kit.part_of(row["case"]) == "served"]
     lines = ["| decode | with FlashMLA, µs | with ours, µs | ratio | errors | whose kernel |", "| --- " * 6 + "|"]
-    for row in served:
+    for row in found["rows"]:
+        if "served " not in row["case"]:
+            continue
         theirs, ours = (row["graph_us"][side] for side in ("theirs", "ours"))
         errors = " and ".join(f"{row['error'][side]:.4f}" for side in ("theirs", "ours"))
-        whose = "ours" if f"{kit.DECODE} ours" in row["served"] else "FlashMLA's"
-        name = row["case"].removeprefix("served ").replace("x", " × ", 1)
+        whose = "ours" if any(who.endswith(" ours") for who in row["served"]) else "FlashMLA's"
+        name = re.sub(r"(\d)x(\d)", r"\1 × \2", row["case"].replace("served ", ""))
         lines.append(f"| {name} | {number(theirs)} | {number(ours)} | {ratio(theirs / ours)} | {errors} | {whose} |")
-    decodes = [row for row in found["rows"] if set(row["served"]) == {f"{kit.DECODE} ours"}]
+    decodes = [row for row in found["rows"] if set(row["served"]) == {f"{DECODE} ours"}]
     ratios = [row["graph_us"]["theirs"] / row["graph_us"]["ours"] for row in decodes if "graph_us" in row]
     spread = f"{ratio(min(ratios))} to {ratio(max(ratios))}"
-    lines += ["", f"{found['device']}, commit {found['commit']}. Our decode kernel served {len(decodes)} of the"]
-    lines += [
-        f"{len(found['rows'])} rows of the record; from a graph SGLang alone takes {spread} times as long as with it."
-    ]
+    older = sorted({row["commit"] for row in found["rows"] if "commit" in row})
+    commits = found["commit"] + (f" (some rows: {', '.join(older)})" if older else "")
+    lines += ["", f"{found['device']}, commit {commits}. Our decode kernel served {len(decodes)} of the"]
+    lines += [f"{len(found['rows'])} rows; from a graph {engine} alone takes {spread} times as long as with it there."]
     return "\n".join(lines)
 
 
@@ -512,7 +523,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         *(operations, means, steps, torch_steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in),
-        *(served, attention_part, two_gpus_step, two_gpus_context, two_gpus_serving, sglang_layer),
+        *(served, attention_part, two_gpus_step, two_gpus_context, two_gpus_serving, sglang_layer, vllm_layer),
     )
 }
 
