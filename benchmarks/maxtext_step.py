@@ -13,6 +13,7 @@ $OUT or benchmarks/results.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -43,29 +44,32 @@ class Run(NamedTuple):
     mib: float | None = None
     seconds: float | None = None
     why_not: str | None = None
+    compile_seconds: float | None = None
 
     def facts(self) -> dict:
-        return {"MiB": self.mib, "seconds": self.seconds, "why not": self.why_not}
+        compiled = {"compile seconds": self.compile_seconds}
+        return {"MiB": self.mib, "seconds": self.seconds, "why not": self.why_not} | compiled
 
 
 def run(function: Callable, *arguments, dense: bool, steps: int = 3) -> Run:
     """Compiles and runs it; `dense` without the adapter."""
     if not dense:
         attention.install()
-    mib = None
+    mib, compiled, began = None, None, time.perf_counter()
     try:
         program = jax.jit(lambda *given: function(*given)).lower(*arguments).compile()
+        compiled = time.perf_counter() - began
         mib = program.memory_analysis().temp_size_in_bytes / MiB
         seconds = []
         for _ in range(1 + steps):
             start = time.perf_counter()
             result = jax.block_until_ready(program(*arguments))
             seconds.append(time.perf_counter() - start)
-        return Run(jax.device_get(result), mib, min(seconds[1:]))
+        return Run(jax.device_get(result), mib, min(seconds[1:]), compile_seconds=compiled)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Run(None, mib, why_not="out of memory")
+        return Run(None, mib, why_not="out of memory", compile_seconds=compiled)
     finally:
         attention.uninstall()
 
@@ -89,6 +93,7 @@ def programs(args, name: str, length: int, make: Callable, steps: int = 3, **opt
         function, weights = make(cfg, model)
         with small.running(cfg, mesh):
             runs[kind] = run(function, weights, small.tokens(cfg, length), dense=kind != "ours", steps=steps)
+        print(f"  {name} {length} {kind}: {runs[kind].facts()}", flush=True)
     return runs
 
 
@@ -152,12 +157,14 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--train-lengths", nargs="+", type=int, default=(8192, 32768))
     parser.add_argument("--one-layer", action="store_true", help="both then select the same keys: no ties flip")
     args = parser.parse_args(argv)
-    cases = [("serve", serve, "v4", 576)]
-    for part, function, lengths in (("forward", forward, args.lengths), ("train", train, args.train_lengths)):
-        cases += [(part, function, name, length) for name in args.models for length in lengths]
+    # All float32 products are cuBLAS's: XLA would compile many Triton kernels for each, to choose one.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
+    cases = [("forward", forward, name, length) for name in args.models for length in args.lengths]
+    cases += [("serve", serve, "v4", 576)] if "v4" in args.models else []
+    cases += [("train", train, name, length) for name in args.models for length in args.train_lengths]
     results = {}
     for part, function, name, length in cases:
-        if part not in args.parts or name not in args.models:
+        if part not in args.parts:
             continue
         case = f"{part} {name} {length}"
         results[case] = function(args, name, length)
