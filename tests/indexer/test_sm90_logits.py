@@ -106,6 +106,15 @@ def test_neither_thread_blocks_nor_turns_change_a_bit(logits):
         np.testing.assert_array_equal(logits(case, blocks=blocks, seed=blocks).view(np.int32), first.view(np.int32))
 
 
+@pytest.mark.skipif(ON_GPU, reason="looks at operands while their product is under way")
+@pytest.mark.parametrize("seed", (2, 3, 4))
+def test_no_copy_goes_where_products_of_a_row_without_keys_read(seed, logits):
+    case = logits_case(np.random.default_rng(seed), 21, 64, 9, 64, shared=False)
+    table, lengths = case[3:]
+    table[0], lengths[:] = -1, np.maximum(lengths, 100)
+    assert_logits(logits(case, blocks=1, seed=seed), *exact_logits(*case))
+
+
 def test_a_row_s_bits_do_not_depend_on_the_others(logits):
     rows = 301 if ON_GPU else 21
     case = logits_case(np.random.default_rng(12), rows, 64, 9, 64, shared=True)

@@ -101,7 +101,7 @@ inline void run(int blocks, int threads, size_t shared_bytes, std::function<void
   memories = std::vector<Memory>(blocks);
   for (Memory& memory : memories) {
     memory.bytes = shared_bytes - 1024;
-    memory.arena.assign(shared_bytes / 8 + 1, ~uint64_t{0});
+    memory.arena.assign(shared_bytes / 8 + 1, 0x5A5A5A5A5A5A5A5A);  // a copy's 0xFF is another, so it is noticed
     memory.products.assign(threads, {{}});
     memory.copies.resize(threads);
     memory.may_multiply.resize(threads);
