@@ -1,8 +1,8 @@
-"""Makes every file of benchmarks/results and every plot, all of one code; goes on where an earlier call stopped.
+"""Makes every file of benchmarks/results that a GPU makes, and every plot, of one code; goes on where it stopped.
 
     python -m benchmarks.all --list                  # the parts, how long each takes, what is there already
     python -m benchmarks.all --budget-seconds 560    # as many of those that are left as fit; call again for the rest
-    python -m benchmarks.all --part topk suite       # these, even where this code has made them
+    python -m benchmarks.all --part topk "suite rest"    # these, even where this code has made them
 
 Needs an NVIDIA GPU. Each part is a command of its own, in the order of its worth; all.json remembers which are made, by
 which code. A part is left while its file is missing or of other code, so that one folder ends up being of one code;
@@ -14,6 +14,7 @@ cores: first the parts that time the host, then those with many processes, and a
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -68,8 +69,17 @@ class Part(NamedTuple):
 
     @property
     def takes(self) -> float:
-        recorded = latest(LEDGER).get("parts", {}).get(self.name, {})
-        return recorded["seconds"] if recorded.get("exit_code") == 0 and not self.by_case else self.seconds
+        return self.seconds if self.by_case else _seconds().get(self.name, self.seconds)
+
+
+def _seconds() -> dict[str, float]:
+    """What the parts took when they last ended well, whichever code they ran."""
+    known = {}
+    for path in (RESULTS / LEDGER, results_folder() / LEDGER):
+        ledger = json.loads(path.read_text()) if path.exists() else {}
+        parts = ledger.get("parts", {}).items()
+        known |= ledger.get("seconds", {}) | {name: p["seconds"] for name, p in parts if p["exit_code"] == 0}
+    return known
 
 
 def _step(name: str, count: int, arguments: str, seconds: int) -> Part:
@@ -96,13 +106,33 @@ def _serving(preset: str, count: int, seconds: int) -> Part:
 
 def _sglang(part: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
-        return sum(kit.part_of(row["case"]) == part and not kit.problem(row) for row in found["rows"]) >= count
+        return sum(kit.part_of(row["case"]) == part and not kit.problem(row) for row in _own(found["rows"])) >= count
 
     return Part(f"sglang {part}", "engines_sglang.json", f"engines_sglang --part {part}", seconds, whole)
 
 
+def _own(rows: list[dict]) -> list[dict]:
+    """Without those of an earlier run, which name its commit."""
+    return [row for row in rows if "commit" not in row]
+
+
 def _vllm_whole(found: dict) -> bool:
-    return sum(not problem(row) for row in found["rows"]) >= 48
+    return sum(not problem(row) for row in _own(found["rows"])) >= 48
+
+
+def _maxtext_whole(found: dict) -> bool:
+    return len(found["results"]) >= 9
+
+
+def _measured(found: dict) -> bool:
+    return "results" in found  # not why there are none
+
+
+def _suite(half: str, seconds: int) -> Part:
+    def whole(found: dict) -> bool:
+        return half in found.get("halves", ())
+
+    return Part(f"suite {half}", "h200_tests.json", f"suite --half {half}", seconds, whole, takes_all="gpus")
 
 
 def _two_gpus(name: str, section: str, module: str, count: int, seconds: int) -> Part:
@@ -133,22 +163,23 @@ PARTS = (
     Part("backward", "backward.json", "backward", 90),
     Part("attention", "attention.json", "run --op attention", 150),
     Part("indexer", "indexer.json", "run --op indexer", 110),
-    Part("topk", "topk.json", "run --op topk", 90),
-    Part("kv_cache", "kv_cache.json", "run --op kv_cache", 50),
+    Part("topk", "topk.json", "run --op topk", 50),
+    Part("kv_cache", "kv_cache.json", "run --op kv_cache", 35),
     Part("indices", "indices.json", "run --op indices", 30),
     Part("metadata", "metadata.json", "run --op metadata", 60),
     _step("decode", 8, "--prefill '' --long '' --workers 8", 110),
-    Part("suite", "h200_tests.json", "suite", 800, takes_all="gpus"),
+    _suite("operations", 400),
+    _suite("rest", 400),
     Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole, takes_all="cores"),
     _cases("hopper", 5201, 250),
     _cases("triton", 600, 50),
     _cases("drop_in", 1400, 50),
     _cases("flashmla", 800, 50),
     Part("drop_in", "drop_in.json", "drop_in", 40),
-    _sglang("kit", 49, 360),
-    _sglang("graph", 18, 230),
-    _sglang("served", 14, 300),
-    Part("vllm", "engines_vllm.json", "engines_vllm", 200, _vllm_whole),
+    _sglang("kit", 49, 160),
+    _sglang("graph", 18, 110),
+    _sglang("served", 14, 240),
+    Part("vllm", "engines_vllm.json", "engines_vllm", 120, _vllm_whole),
     _step("long", 2, "--decode '' --prefill ''", 70),
     _step("prefill", 6, "--decode '' --long '' --workers 8", 60),
     Part("extend", "extend.json", "run --op extend", 60),
@@ -163,10 +194,12 @@ PARTS = (
     _serving("v4", 4, 250),
     _serving("v4-flash-slice", 3, 420),
     Part("attention_part", "attention_part.json", "attention_part", 110),
-    Part("peer_step", "peer_step.json", "peer_step", 180),
+    Part("peer_step", "peer_step.json", "peer_step", 180, _measured),
     Part("torch_step", "torch_step.json", "torch_step", 180),
-    Part("peer_prefill", "peer_prefill.json", "peer_prefill", 90),
-    Part("maxtext_step", "maxtext_step.json", "maxtext_step", 400),
+    Part("peer_prefill", "peer_prefill.json", "peer_prefill", 140, _measured),
+    Part(
+        "maxtext_step", "maxtext_step.json", "maxtext_step", 400, lambda found: len(found["results"]) >= 9, by_case=True
+    ),
     # These fail by name where there is one GPU.
     _two_gpus("two_gpus", "step_over_requests", "two_gpus", 6, 300),
     _two_gpus(
@@ -189,15 +222,23 @@ class Ledger:
     """What this code has made, by part."""
 
     def __init__(self):
-        self.parts: dict[str, dict] = earlier(LEDGER).get("parts", {})
+        found = earlier(LEDGER)
+        self.parts: dict[str, dict] = found.get("parts", {})
+        self.stopped: list[str] = found.get("stopped", [])
 
     def made(self, part: Part) -> bool:
         found = earlier(part.file)
         return bool(found) and part.name in self.parts and (part.whole is None or part.whole(found))
 
-    def add(self, part: Part, seconds: float, exit_code: int) -> None:
-        self.parts[part.name] = {"file": part.file, "seconds": round(seconds, 1), "exit_code": exit_code}
-        write_json(results_folder() / LEDGER, environment() | {"parts": self.parts})
+    def add(self, part: Part, seconds: float, exit_code: int | None) -> None:
+        """Of a part that has ended; None: that was stopped."""
+        if exit_code is not None or part.whole is not None:
+            code = -1 if exit_code is None else exit_code
+            self.parts[part.name] = {"file": part.file, "seconds": round(seconds, 1), "exit_code": code}
+        if exit_code is None and part.name not in self.stopped:
+            self.stopped.append(part.name)
+        known = {"seconds": _seconds(), "stopped": self.stopped}
+        write_json(results_folder() / LEDGER, environment() | {"parts": self.parts} | known)
 
     def status(self, part: Part) -> str:
         if self.made(part):
@@ -298,7 +339,7 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
                 for part in [part for part in waiting if part.file not in writes]:
                     waiting.remove(part)
                     left = deadline - time.monotonic() - MARGIN
-                    if left < (PIECE if part.by_case else part.takes) and part is not first:
+                    if left < (PIECE if part.by_case else part.takes) and (part is not first or left < PIECE):
                         needs = f"takes about {part.takes:.0f} s, {max(0, left):.0f} s are left"
                         print(f"{part.name}: {needs}: the next call runs it")
                         continue
@@ -317,8 +358,7 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
                 word = "stopped" if exit_code is None else f"exit code {exit_code}"
                 print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
                 with turn:
-                    if exit_code is not None or part.whole is not None:
-                        ledger.add(part, seconds, -1 if exit_code is None else exit_code)
+                    ledger.add(part, seconds, exit_code)
             except BaseException:
                 waiting.clear()
                 raise
@@ -362,6 +402,9 @@ def main() -> int:
         print(f"{results_folder()} has files of other code: {', '.join(others)}. Name another folder or add --replace.")
         return 2
     chosen = [part for part in PARTS if (part.name in args.part if args.part else not ledger.made(part))]
+    chosen.sort(
+        key=lambda part: part.name in ledger.stopped
+    )  # it may take longer than a call, and the others come first
     first = chosen[0] if chosen else None
     for kind, gpus in (("", gpu_names()), ("cores", gpu_names()), ("gpus", [])):
         make([part for part in chosen if part.takes_all == kind], ledger, deadline, gpus, first)

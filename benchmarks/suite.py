@@ -1,6 +1,7 @@
 """The whole test suite on this machine, and which tests ran of it, for benchmarks/results/h200_tests.json.
 
 python -m benchmarks.suite [--workers 15] [PYTEST ARGUMENTS ...]    # workers for each GPU, by its memory without it
+python -m benchmarks.suite --half operations|rest       # joins the record of the other half, if this very code made it
 python -m benchmarks.suite --merge RECORD RECORD ...    # of runs over different test files of one commit
 """
 
@@ -17,19 +18,23 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.record import ROOT, environment, gpu_memory, gpu_names, results_folder, write_json
+from benchmarks.record import ROOT, earlier, environment, gpu_memory, gpu_names, results_folder, write_json
 
 INTERRUPTED = 2  # pytest's exit code
+RECORD = "h200_tests.json"
+OPERATIONS = ("attention", "compressor", "contract", "indexer", "indices", "kv_cache", "metadata")  # folders of tests/
+HALVES = ("operations", "rest")
 RECORDED = ("machine", "python", "counts", "passed", "failed", "skipped")  # what `pytest --record` writes of a run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, help="for each GPU; by default 15 on an H200 and 8 on an H100")
+    parser.add_argument("--half", choices=HALVES, help="of the folders of tests")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="RECORD")
     args, others = parser.parse_known_args()
     if args.merge:
-        write_json(results_folder() / "h200_tests.json", merged([json.loads(path.read_text()) for path in args.merge]))
+        write_json(results_folder() / RECORD, merged([json.loads(path.read_text()) for path in args.merge]))
         return 0
     # The checkout's own rules are tested by CI, which has its history.
     rules, gpus = ROOT / "tests" / "repository" / "test_repository.py", gpu_names()
@@ -49,20 +54,30 @@ def main() -> int:
         ]
         started = time.monotonic()
         before = signal.signal(signal.SIGINT, lambda *_: None)  # it ends pytest: what ran until then is recorded
-        command += [f"--ignore={rules}", f"--record={path}", *others]
+        command += [f"--ignore={rules}", f"--record={path}", *others, *(folders(args.half) if args.half else ())]
         try:
             exit_code = subprocess.run(command, cwd=ROOT, env=os.environ | {"GPUS_OF_TESTS": ",".join(gpus)}).returncode
         finally:
             signal.signal(signal.SIGINT, before)
         seconds = round(time.monotonic() - started)
-        if not path.exists():
+        if not path.exists() or (args.half and exit_code == INTERRUPTED):
             return exit_code or 1
         found = json.loads(path.read_text())
     content = environment() | {"gpus": len(gpus), "seconds": seconds, "interrupted": exit_code == INTERRUPTED}
     content |= {name: found[name] for name in RECORDED if name in found}
-    write_json(results_folder() / "h200_tests.json", content)
+    if args.half:
+        content |= {"halves": [args.half]}
+        if (before := earlier(RECORD)) and set(before.get("halves", ())) == set(HALVES) - {args.half}:
+            content = merged([before, content])
+    write_json(results_folder() / RECORD, content)
     print(found["counts"], f"in {seconds} s")
     return exit_code
+
+
+def folders(half: str) -> list[str]:
+    """The folders of tests that are a half of the suite."""
+    names = sorted({path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")})
+    return [f"tests/{name}" for name in names if (name in OPERATIONS) == (half == HALVES[0])]
 
 
 def workers_a_gpu(memory: int | None) -> int:
@@ -88,6 +103,8 @@ def merged(runs: list[dict]) -> dict:
         total |= {name: total[name] | run[name] for name in ("passed", "failed")}
         counts = collections.Counter(total["counts"]) + collections.Counter(run["counts"])
         total |= {"counts": {name: counts[name] for name in total["counts"]}}
+        if halves := total.get("halves", []) + run.get("halves", []):
+            total |= {"halves": halves}
         total |= {"seconds": total["seconds"] + run["seconds"], "command": f"{total['command']} && {run['command']}"}
     return total
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from benchmarks.engine_row import DECODE
 from benchmarks.record import RESULTS, ROOT
 
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("engines.md", "serving-speed.md", "sharding.md")))
@@ -425,21 +424,32 @@ def _engine_layer(record: str, engine: str) -> str:
     if not found:
         return "Not measured."
     lines = ["| decode | with FlashMLA, µs | with ours, µs | ratio | errors | whose kernel |", "| --- " * 6 + "|"]
+    ratios, served = [], 0
     for row in found["rows"]:
-        if "served " not in row["case"]:
+        by_ours = any(who.endswith(" ours") for who in row["served"])
+        served += by_ours
+        if len(times := row.get("graph_us", {})) < 2:
             continue
-        theirs, ours = (row["graph_us"][side] for side in ("theirs", "ours"))
-        errors = " and ".join(f"{row['error'][side]:.4f}" for side in ("theirs", "ours"))
-        whose = "ours" if any(who.endswith(" ours") for who in row["served"]) else "FlashMLA's"
-        name = re.sub(r"(\d)x(\d)", r"\1 × \2", row["case"].replace("served ", ""))
-        lines.append(f"| {name} | {number(theirs)} | {number(ours)} | {ratio(theirs / ours)} | {errors} | {whose} |")
-    decodes = [row for row in found["rows"] if set(row["served"]) == {f"{DECODE} ours"}]
-    ratios = [row["graph_us"]["theirs"] / row["graph_us"]["ours"] for row in decodes if "graph_us" in row]
-    spread = f"{ratio(min(ratios))} to {ratio(max(ratios))}"
+        theirs, ours = times["theirs"], times["ours"]
+        ratios += [theirs / ours] if by_ours else []
+        if "served " in row["case"]:
+            errors = " and ".join(f"{row['error'][side]:.4f}" for side in ("theirs", "ours"))
+            name = re.sub(r"(\d)x(\d)", r"\1 × \2", row["case"].replace("served ", ""))
+            cells = (
+                name,
+                number(theirs),
+                number(ours),
+                ratio(theirs / ours),
+                errors,
+                "ours" if by_ours else "FlashMLA's",
+            )
+            lines.append("| " + " | ".join(cells) + " |")
     older = sorted({row["commit"] for row in found["rows"] if "commit" in row})
     commits = found["commit"] + (f" (some rows: {', '.join(older)})" if older else "")
-    lines += ["", f"{found['device']}, commit {commits}. Our decode kernel served {len(decodes)} of the"]
-    lines += [f"{len(found['rows'])} rows; from a graph {engine} alone takes {spread} times as long as with it there."]
+    lines += ["", f"{found['device']}, commit {commits}. Our kernels served {served} of the {len(found['rows'])} rows."]
+    if ratios:
+        spread = f"{ratio(min(ratios))} to {ratio(max(ratios))}"
+        lines += [f"From a CUDA graph, {engine} alone takes {spread} times as long as with ours in those rows."]
     return "\n".join(lines)
 
 

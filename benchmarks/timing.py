@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from jax_sparse_mla.serving.bench import busy
+
 __all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "kernel_backends", "matmul_rate"]
 
 ATTEMPTS = 4  # where other processes keep the machine busy, CUPTI loses some operations
@@ -81,6 +83,7 @@ class Timer:
             self._rows = torch.randn(_STEP_ROWS, _STEP_DIM, device="cuda", dtype=torch.bfloat16)
             self._weights = torch.randn(_STEP_DIM, _STEP_WIDTH, device="cuda", dtype=torch.bfloat16)
         self.operations: list[Operation] = []
+        self.busy: list[float] = []
         self._torch_flush = torch.ones(FLUSH_BYTES // 4, device="cuda")
         self._torch_mark = torch.zeros(3, device="cuda")
         self._jax_flush = jax.jit(lambda x: x.sum())
@@ -93,7 +96,10 @@ class Timer:
         return self.in_turn([run])[0]
 
     def in_turn(self, runs: Sequence[Run]) -> list[float]:
-        """The median of each in microseconds, of repeats that take turns; `operations` are the last one's."""
+        """The median of each in microseconds, of repeats that take turns.
+
+        `operations` are the last call's, `busy` is the median time of each in which the GPU works.
+        """
         for run in runs:
             for _ in range(3):
                 self._once(run)
@@ -109,10 +115,15 @@ class Timer:
         first = spans[-1][0][1]
         self.operations = [Operation(name[:90], (s - first) / 1e3, (e - s) / 1e3) for name, s, e in spans[-1]]
         times = [(max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans]
-        return [statistics.median(times[i :: len(runs)]) for i in range(len(runs))]
+        works = [busy([(start, end) for _, start, end in span]) / 1e3 for span in spans]
+        self.busy, medians = (
+            [statistics.median(of[i :: len(runs)]) for i in range(len(runs))] for of in (works, times)
+        )
+        return medians
 
     def _profiled(self, runs: Sequence[Run]) -> list[list[tuple[str, int, int]]]:
-        """Each call's operations that the profiler saw: name, start and end in nanoseconds."""
+        """Each call's operations that the profiler saw: name, start and end in nanoseconds. Without one of the marks,
+        of which there are two for each call, there is a call less."""
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
             for _ in range(self.repeats):
                 for run in runs:
@@ -128,7 +139,7 @@ class Timer:
                     spans.append([])
             elif inside:
                 spans[-1].append((event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
-        return spans
+        return spans[:-1] if inside else spans
 
     def _once(self, run: Run) -> None:
         if run.framework == "torch":

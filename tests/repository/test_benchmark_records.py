@@ -204,6 +204,27 @@ def test_a_second_call_goes_on_where_the_first_stopped(parts, monkeypatch, capsy
     assert parts("--list") == 0 and "left: about 0 minutes" in capsys.readouterr().out
 
 
+def test_what_a_part_took_is_known_for_other_code_too(parts, monkeypatch, tmp_path):
+    before = {"first": {"seconds": 7.5, "exit_code": 0}, "slow": {"seconds": 9.0, "exit_code": 0}}
+    record.write_json(tmp_path / "all.json", {"code": "another", "parts": before})
+    monkeypatch.setattr(everything, "RESULTS", tmp_path)
+    monkeypatch.setitem(globals(), "PARTS", (("first", 0, 0), ("failing", 0, 3)))
+    assert parts() == 0
+    first, slow, failing = (everything.Part(name, "", "", 1) for name in ("first", "slow", "failing"))
+    assert first.takes != 7.5 and slow.takes == 9.0 and failing.takes == 1
+    assert first._replace(by_case=True).takes == 1
+
+
+def test_a_part_that_was_stopped_comes_after_the_others(parts, monkeypatch, capsys):
+    monkeypatch.setattr(everything, "MARGIN", 0)
+    monkeypatch.setattr(everything, "PIECE", 0)
+    monkeypatch.setitem(globals(), "PARTS", (("slow", 60, 0), ("last", 0, 0)))
+    assert parts("--budget-seconds", "1") == 1 and "slow: stopped" in capsys.readouterr().out
+    assert parts("--budget-seconds", "8") == 1
+    printed = capsys.readouterr().out
+    assert printed.index("last: exit code 0") < printed.index("slow: ")
+
+
 def test_files_of_other_code_are_replaced_only_when_told(parts, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(globals(), "PARTS", (("first", 0, 0),))
     record.write_json(record.results_folder() / "first.json", {"commit": "old", "code": "another"})
@@ -241,10 +262,12 @@ def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
     everything.make(parts, ledger, float("inf"), ["0"], parts[0])
     assert seen == [(part.name, None) for part in parts] and shares[None] == []
     seen.clear()
-    everything.make(parts, ledger, -float("inf"), ["0", "1"], parts[0])
-    assert [name for name, _ in seen] == ["0"]  # the first one of a call runs in any case
+    long = [everything.Part(str(n), f"{n}.json", "module", 10_000) for n in range(6)]
+    everything.make(long, ledger, time.monotonic() + 100, ["0", "1"], long[0])
+    assert [name for name, _ in seen] == ["0"]  # the first one of a call runs though it may not end
     seen.clear()
-    everything.make(parts, ledger, -float("inf"), ["0", "1"], everything.Part("of another kind", "", "", 1))
+    everything.make(long, ledger, time.monotonic() + 100, ["0", "1"], everything.Part("of another kind", "", "", 1))
+    everything.make(parts, ledger, -float("inf"), ["0", "1"], parts[0])
     assert not seen
 
 
@@ -317,6 +340,35 @@ def test_runs_over_different_files_are_one_record():
         suite.merged([run("a.py", [], "x"), run("a.py", [], "x")])
     with pytest.raises(ValueError, match="the runs differ in code"):
         suite.merged([run("a.py", [], "x"), run("b.py", [], "x") | {"code": "def"}])
+
+
+def test_two_halves_of_the_suite_are_one_record(monkeypatch, tmp_path):
+    def pytest_run(command, **options):
+        half = [part for part in command if part.startswith("tests/")]
+        path = next(part.removeprefix("--record=") for part in command if part.startswith("--record="))
+        passed = {f"{folder}/test_a.py": {"test_x": [""]} for folder in half}
+        record.write_json(
+            type(tmp_path)(path), {"counts": {"passed": len(half)}, "passed": passed, "failed": {}} | same
+        )
+        return types.SimpleNamespace(returncode=0)
+
+    same = {"skipped": {}, "python": "3.12", "machine": "m"}
+    made_by = {"device": "a GPU", "versions": {}, "code": record.code_digest(), "command": "suite"}
+    monkeypatch.setattr(suite, "environment", lambda: dict(made_by))
+    monkeypatch.setattr(suite.subprocess, "run", pytest_run)
+    monkeypatch.setattr(suite, "gpu_names", lambda: ["0"])
+    monkeypatch.setattr(suite, "gpu_memory", lambda: 80_000)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    made = {part.name: part for part in everything.PARTS if part.file == "h200_tests.json"}
+    for half in suite.HALVES:
+        monkeypatch.setattr(sys, "argv", ["suite", "--half", half])
+        assert suite.main() == 0
+        written = record.earlier("h200_tests.json")
+        assert [made[f"suite {name}"].whole(written) for name in suite.HALVES] == [True, half == "rest"]
+    tests = {path.parent.name for path in (record.ROOT / "tests").rglob("test_*.py")}
+    assert {name.split("/")[1] for name in written["passed"]} == tests and written["counts"]["passed"] == len(tests)
+    monkeypatch.setattr(sys, "argv", ["suite", "--half", "operations"])
+    assert suite.main() == 0 and record.earlier("h200_tests.json")["halves"] == ["operations"]
 
 
 def test_the_suite_s_record_is_written_with_the_code(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from benchmarks import all as everything
-from benchmarks import engines, engines_sglang, engines_vllm
+from benchmarks import engines, engines_sglang, engines_vllm, tables
 from benchmarks.absent import Absent, Missing
 from benchmarks.engines import Captured, difference
 from benchmarks.sglang import kit
@@ -41,6 +41,26 @@ def test_an_eager_row_shows_what_the_gpu_worked_not_what_it_waited_for():
     (row,) = engines.rows({"mixed": side}, {"mixed": side})
     assert row["busy_us"] == {"theirs": 31.0, "ours": 31.0}
     assert "31.0" in engines.table([row]) and "900.0" not in engines.table([row])
+
+
+def test_the_table_counts_all_that_ours_served_and_leaves_out_what_has_no_time(monkeypatch, tmp_path):
+    def row(case, theirs, ours, who):
+        error = {"theirs": 0.002, "ours": 0.002}
+        return {"case": case, "served": {who: 1}, "error": error, "graph_us": {"theirs": theirs, "ours": ours}}
+
+    found = [
+        row("V4, served 8x8192, 16 heads", 30.0, 10.0, "flash_mla_sparse_fwd ours"),
+        row("V4, decode, 16 heads", 9.0, 10.0, "flash_mla_with_kvcache ours"),
+        row("V4, served 64x8192, 16 heads", 30.0, 60.0, "flash_mla_with_kvcache theirs"),
+        {"case": "V3.2, served 8x8192, 16 heads", "served": {}, "failed": {"ours": "why"}},
+    ]
+    record = {"device": "a GPU", "commit": "abc"}
+    monkeypatch.setattr(tables, "result", lambda _: record)
+    for some, last in ((found, "takes 0.90 to 3.00 times"), (found[2:], "Our kernels served 0 of the 2 rows.")):
+        record["rows"] = some
+        lines = tables.vllm_layer().splitlines()
+        assert last in lines[-1] and not any("V3.2" in line for line in lines)
+    assert lines[2] == "| V4, 64 × 8192, 16 heads | 30.0 | 60.0 | 0.50 | 0.0020 and 0.0020 | FlashMLA's |"
 
 
 def a_row(case="decode, ratio 4", served=f"{kit.DECODE} ours", **changes):
