@@ -214,7 +214,7 @@ PARTS = (
     _two_gpus(
         "serving_mesh float32", "serving v4 float32, 64 x 512", "serving_mesh --preset v4 --dtype float32", 3, 300
     ),
-    _two_gpus("mesh_processes", "faults", "mesh_processes", 2, 400),
+    _two_gpus("mesh_processes", "faults", "mesh_processes", 2, 300),
 )
 
 
