@@ -35,6 +35,7 @@ from benchmarks.record import (
     earlier,
     environment,
     gpu_names,
+    is_own,
     latest,
     own_rows,
     results_folder,
@@ -67,20 +68,6 @@ class Part(NamedTuple):
     by_case: bool = False
     takes_all: Literal["", "cores", "gpus"] = ""
 
-    @property
-    def takes(self) -> float:
-        return self.seconds if self.by_case else _seconds().get(self.name, self.seconds)
-
-
-def _seconds() -> dict[str, float]:
-    """What the parts took when they last ended well, whichever code they ran."""
-    known = {}
-    for path in (RESULTS / LEDGER, results_folder() / LEDGER):
-        ledger = json.loads(path.read_text()) if path.exists() else {}
-        parts = ledger.get("parts", {}).items()
-        known |= ledger.get("seconds", {}) | {name: p["seconds"] for name, p in parts if p["exit_code"] == 0}
-    return known
-
 
 def _step(name: str, count: int, arguments: str, seconds: int) -> Part:
     def whole(found: dict) -> bool:
@@ -106,18 +93,14 @@ def _serving(preset: str, count: int, seconds: int) -> Part:
 
 def _sglang(part: str, count: int, seconds: int) -> Part:
     def whole(found: dict) -> bool:
-        return sum(kit.part_of(row["case"]) == part and not kit.problem(row) for row in _own(found["rows"])) >= count
+        own = [row for row in found["rows"] if is_own(row) and kit.part_of(row["case"]) == part]
+        return sum(not kit.problem(row) for row in own) >= count
 
     return Part(f"sglang {part}", "engines_sglang.json", f"engines_sglang --part {part}", seconds, whole)
 
 
-def _own(rows: list[dict]) -> list[dict]:
-    """Without those of an earlier run, which name its commit."""
-    return [row for row in rows if "commit" not in row]
-
-
 def _vllm_whole(found: dict) -> bool:
-    return sum(not problem(row) for row in _own(found["rows"])) >= 48
+    return sum(is_own(row) and not problem(row) for row in found["rows"]) >= 48
 
 
 def _maxtext_whole(found: dict) -> bool:
@@ -197,9 +180,7 @@ PARTS = (
     Part("peer_step", "peer_step.json", "peer_step", 180, _measured),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 140, _measured),
-    Part(
-        "maxtext_step", "maxtext_step.json", "maxtext_step", 400, lambda found: len(found["results"]) >= 9, by_case=True
-    ),
+    Part("maxtext_step", "maxtext_step.json", "maxtext_step", 400, _maxtext_whole, by_case=True),
     # These fail by name where there is one GPU.
     _two_gpus("two_gpus", "step_over_requests", "two_gpus", 6, 300),
     _two_gpus(
@@ -225,6 +206,14 @@ class Ledger:
         found = earlier(LEDGER)
         self.parts: dict[str, dict] = found.get("parts", {})
         self.stopped: list[str] = found.get("stopped", [])
+        self.seconds: dict[str, float] = {}  # what parts took when they ended well, whichever code they ran
+        for path in (RESULTS / LEDGER, results_folder() / LEDGER):
+            known = json.loads(path.read_text()) if path.exists() else {}
+            self.seconds |= known.get("seconds", {})
+            self.seconds |= {name: p["seconds"] for name, p in known.get("parts", {}).items() if p["exit_code"] == 0}
+
+    def takes(self, part: Part) -> float:
+        return part.seconds if part.by_case else self.seconds.get(part.name, part.seconds)
 
     def made(self, part: Part) -> bool:
         found = earlier(part.file)
@@ -237,8 +226,8 @@ class Ledger:
             self.parts[part.name] = {"file": part.file, "seconds": round(seconds, 1), "exit_code": code}
         if exit_code is None and part.name not in self.stopped:
             self.stopped.append(part.name)
-        known = {"seconds": _seconds(), "stopped": self.stopped}
-        write_json(results_folder() / LEDGER, environment() | {"parts": self.parts} | known)
+        content = {"parts": self.parts, "stopped": self.stopped, "seconds": self.seconds}
+        write_json(results_folder() / LEDGER, environment() | content)
 
     def status(self, part: Part) -> str:
         if self.made(part):
@@ -303,8 +292,8 @@ def _python_path() -> list[str]:
 
 def table(ledger: Ledger) -> str:
     lines = [f"{'part':20} {'file':26} {'takes':>6}  status"]
-    lines += [f"{part.name:20} {part.file:26} {part.takes:4.0f} s  {ledger.status(part)}" for part in PARTS]
-    left = sum(part.takes for part in PARTS if not ledger.made(part))
+    lines += [f"{part.name:20} {part.file:26} {ledger.takes(part):4.0f} s  {ledger.status(part)}" for part in PARTS]
+    left = sum(ledger.takes(part) for part in PARTS if not ledger.made(part))
     return "\n".join([*lines, f"left: about {left / 60:.0f} minutes; commit {commit()}, code {code_digest()}"])
 
 
@@ -339,8 +328,9 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
                 for part in [part for part in waiting if part.file not in writes]:
                     waiting.remove(part)
                     left = deadline - time.monotonic() - MARGIN
-                    if left < (PIECE if part.by_case else part.takes) and (part is not first or left < PIECE):
-                        needs = f"takes about {part.takes:.0f} s, {max(0, left):.0f} s are left"
+                    takes = ledger.takes(part)
+                    if left < (PIECE if part.by_case else takes) and (part is not first or left < PIECE):
+                        needs = f"takes about {takes:.0f} s, {max(0, left):.0f} s are left"
                         print(f"{part.name}: {needs}: the next call runs it")
                         continue
                     writes.add(part.file)
@@ -353,7 +343,7 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
         while found := next_part():
             part, left = found
             try:
-                print(f"{part.name}: about {part.takes:.0f} s ...", flush=True)
+                print(f"{part.name}: about {ledger.takes(part):.0f} s ...", flush=True)
                 exit_code, seconds = run(part, min(left, 86_400), gpu, cores)
                 word = "stopped" if exit_code is None else f"exit code {exit_code}"
                 print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
@@ -402,9 +392,7 @@ def main() -> int:
         print(f"{results_folder()} has files of other code: {', '.join(others)}. Name another folder or add --replace.")
         return 2
     chosen = [part for part in PARTS if (part.name in args.part if args.part else not ledger.made(part))]
-    chosen.sort(
-        key=lambda part: part.name in ledger.stopped
-    )  # it may take longer than a call, and the others come first
+    chosen.sort(key=lambda part: part.name in ledger.stopped)  # such a part may take longer than a call
     first = chosen[0] if chosen else None
     for kind, gpus in (("", gpu_names()), ("cores", gpu_names()), ("gpus", [])):
         make([part for part in chosen if part.takes_all == kind], ledger, deadline, gpus, first)

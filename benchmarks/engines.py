@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ SIDES = ("theirs", "ours")
 TIMES = ("graph_us", "busy_us", "eager_us", "host_us")
 ROW = ("error", "graph_error", *TIMES)
 NOTHING = {"results": {}, "said": [], "stand_ins": [], "exit_status": 0}
-HOST_RUNS, HOST_CALLS = 8, 10
+HOST_CALLS = 10
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -59,11 +58,11 @@ class Captured:
 
 def timed(call: Callable[[], torch.Tensor], output: torch.Tensor, timer: Callable, in_graph: bool) -> dict:
     """A layer's call, whose output is known: its times, and from a graph its kernels and its error too."""
-    from benchmarks.timing import Run
+    from benchmarks.timing import Run, host_time
 
     found = {"eager_us": timer(Run(call, "torch"))}  # with what the GPU waits for the host
     found["busy_us"] = timer.busy[0]
-    found["host_us"] = min(_host_us(call) for _ in range(HOST_RUNS))  # the host's speed varies by half
+    found["host_us"] = host_time(Run(call, "torch"), HOST_CALLS)
     if in_graph:
         graph = Captured(call, gpu=True)
         graph.output.zero_()
@@ -71,17 +70,6 @@ def timed(call: Callable[[], torch.Tensor], output: torch.Tensor, timer: Callabl
         found["graph_error"] = difference(graph.output, output)
         found["graph_us"] = timer(Run(graph.replay, "torch"))
         found["kernels"] = [operation.name for operation in timer.operations]
-    return found
-
-
-def _host_us(call: Callable[[], torch.Tensor]) -> float:
-    """What a call takes the host, the mean of some that wait for nothing."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call()
-    found = (time.perf_counter() - start) / HOST_CALLS * 1e6
-    torch.cuda.synchronize()
     return found
 
 

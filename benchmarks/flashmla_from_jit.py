@@ -10,16 +10,14 @@ shape, the host's time per call. Writes flashmla_from_jit.json to $OUT or benchm
 from __future__ import annotations
 
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from benchmarks.ops import attention
 from benchmarks.record import environment, results_folder, write_json
-from benchmarks.timing import Run, Timer
+from benchmarks.timing import Run, Timer, host_time
 from jax_sparse_mla import sparse_mla_decode
 
 MEASUREMENTS = 5
@@ -49,23 +47,6 @@ def median_parts(timer: Timer, run: Run) -> dict[str, float]:
         span = timer(run)
         rows.append(parts_of(timer) | {"call": span})
     return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-
-
-def host_time(run: Run, calls: int, times: int = 9) -> float:
-    """Microseconds until `calls` calls are enqueued, per call; so few that none waits for the device."""
-
-    def wait(out):
-        jax.block_until_ready(out) if run.framework == "jax" else torch.cuda.synchronize()
-
-    wait(run.call())
-    enqueued = []
-    for _ in range(times):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = run.call()
-        enqueued.append((time.perf_counter() - start) / calls * 1e6)
-        wait(out)
-    return round(statistics.median(enqueued), 1)
 
 
 def chained_host_time(shape: attention.Decode) -> float:

@@ -47,8 +47,8 @@ class Run(NamedTuple):
     compile_seconds: float | None = None
 
     def facts(self) -> dict:
-        compiled = {"compile seconds": self.compile_seconds}
-        return {"MiB": self.mib, "seconds": self.seconds, "why not": self.why_not} | compiled
+        times = {"seconds": self.seconds, "compile seconds": self.compile_seconds}
+        return {"MiB": self.mib, **times, "why not": self.why_not}
 
 
 def run(function: Callable, *arguments, dense: bool, exact: bool = False, steps: int = 3) -> Run:

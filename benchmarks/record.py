@@ -104,8 +104,12 @@ def section(name: str, title: str) -> dict:
 
 
 def own_rows(rows: dict[str, dict]) -> dict[str, dict]:
-    """Without those of an earlier run, which name its commit."""
-    return {case: row for case, row in rows.items() if "commit" not in row}
+    return {case: row for case, row in rows.items() if is_own(row)}
+
+
+def is_own(row: dict) -> bool:
+    """Whether a row is of its file's own run: one of an earlier run names its commit."""
+    return "commit" not in row
 
 
 def write_section(name: str, title: str, rows: dict) -> None:

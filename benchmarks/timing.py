@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from jax_sparse_mla.serving.bench import busy
 
-__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "in_place", "kernel_backends", "matmul_rate"]
+__all__ = ["Case", "Operation", "Run", "Timer", "copy_rate", "host_time", "in_place", "kernel_backends", "matmul_rate"]
 
 ATTEMPTS = 4  # where other processes keep the machine busy, CUPTI loses some operations
 FLUSH_BYTES = 512 << 20  # several times the 60 MB L2 of an H200
@@ -114,12 +115,12 @@ class Timer:
             raise RuntimeError(f"the profiler saw {len(spans)} calls of {count}, and no operation in those at {empty}")
         first = spans[-1][0][1]
         self.operations = [Operation(name[:90], (s - first) / 1e3, (e - s) / 1e3) for name, s, e in spans[-1]]
-        times = [(max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans]
-        works = [busy([(start, end) for _, start, end in span]) / 1e3 for span in spans]
-        self.busy, medians = (
-            [statistics.median(of[i :: len(runs)]) for i in range(len(runs))] for of in (works, times)
-        )
-        return medians
+
+        def medians(microseconds: list[float]) -> list[float]:
+            return [statistics.median(microseconds[i :: len(runs)]) for i in range(len(runs))]
+
+        self.busy = medians([busy([(start, end) for _, start, end in span]) / 1e3 for span in spans])
+        return medians([(max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans])
 
     def _profiled(self, runs: Sequence[Run]) -> list[list[tuple[str, int, int]]]:
         """Each call's operations that the profiler saw: name, start and end in nanoseconds. Without one of the marks,
@@ -188,6 +189,23 @@ def in_place(function: Callable, state: object, *args) -> Run:
         return kept[0]
 
     return Run(call, "jax")
+
+
+def host_time(run: Run, calls: int, times: int = 9) -> float:
+    """Microseconds until `calls` calls are enqueued, per call; so few that none waits for the device."""
+
+    def wait(out):
+        jax.block_until_ready(out) if run.framework == "jax" else torch.cuda.synchronize()
+
+    wait(run.call())
+    enqueued = []
+    for _ in range(times):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = run.call()
+        enqueued.append((time.perf_counter() - start) / calls * 1e6)
+        wait(out)
+    return round(statistics.median(enqueued), 1)
 
 
 def copy_rate(timer: Timer, moved: int = 2 << 30) -> float:

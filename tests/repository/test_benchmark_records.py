@@ -210,9 +210,10 @@ def test_what_a_part_took_is_known_for_other_code_too(parts, monkeypatch, tmp_pa
     monkeypatch.setattr(everything, "RESULTS", tmp_path)
     monkeypatch.setitem(globals(), "PARTS", (("first", 0, 0), ("failing", 0, 3)))
     assert parts() == 0
+    ledger = everything.Ledger()
     first, slow, failing = (everything.Part(name, "", "", 1) for name in ("first", "slow", "failing"))
-    assert first.takes != 7.5 and slow.takes == 9.0 and failing.takes == 1
-    assert first._replace(by_case=True).takes == 1
+    assert ledger.takes(first) != 7.5 and ledger.takes(slow) == 9.0 and ledger.takes(failing) == 1
+    assert ledger.takes(first._replace(by_case=True)) == 1
 
 
 def test_a_part_that_was_stopped_comes_after_the_others(parts, monkeypatch, capsys):
@@ -253,7 +254,7 @@ def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
         return 0, 1.0
 
     monkeypatch.setattr(everything, "run", run)
-    ledger = types.SimpleNamespace(add=lambda *_: None)
+    ledger = types.SimpleNamespace(add=lambda *_: None, takes=lambda part: part.seconds)
     parts = [everything.Part(str(n), "same.json" if same_file else f"{n}.json", "module", 1) for n in range(6)]
     everything.make(parts, ledger, float("inf"), ["0", "1"], parts[0])
     assert most == (1 if same_file else 2) and sorted(name for name, _ in seen) == [part.name for part in parts]
@@ -285,7 +286,13 @@ def test_a_part_that_cannot_be_run_ends_the_call(monkeypatch, gpus):
     monkeypatch.setattr(everything, "run", run)
     parts = [everything.Part(str(n), "same.json" if n < 3 else f"{n}.json", "module", 1) for n in range(6)]
     with pytest.raises(OSError, match="no space left"):
-        everything.make(parts, types.SimpleNamespace(add=lambda *_: None), float("inf"), gpus, parts[0])
+        everything.make(
+            parts,
+            types.SimpleNamespace(add=lambda *_: None, takes=lambda part: part.seconds),
+            float("inf"),
+            gpus,
+            parts[0],
+        )
     assert len(begun) <= 2
 
 
