@@ -193,7 +193,7 @@ PARTS = (
     _two_gpus("context_parallel", "context_parallel", "context_parallel", 6, 50),
     _two_gpus("serving_mesh", "serving v4-flash-slice bfloat16, 64 x 512", "serving_mesh --layouts 1x2", 2, 300),
     _two_gpus(
-        "serving_mesh float32", "serving v4 float32, 64 x 512", "serving_mesh --preset v4 --dtype float32", 3, 300
+        "serving_mesh float32", "serving v4 float32, 64 x 512", "serving_mesh --preset v4 --dtype float32", 4, 330
     ),
     _two_gpus("mesh_processes", "faults", "mesh_processes", 2, 300),
 )

@@ -7,6 +7,8 @@ A layout is SHARESxDEVICES: shares of the requests, and devices that share heads
 requests greedily, and a request is compared with that of one device up to its first other token; the margin there says
 how close the two best logits were (README's rounding). Weights are random. In float32 only the order of sums differs
 between layouts, so that tokens are compared and nothing is timed; bfloat16 also rounds what lies between the layers.
+What such a difference does by itself is shown by a row "nudged" there: one device, with every weight moved up or down
+by one float32 rounding.
 
 In bfloat16 an engine then serves the requests twice with drawn tokens, all equally likely, since random weights soon
 choose the same token, and so the same few experts, for all requests; the second time is measured, with compiled
@@ -21,6 +23,7 @@ import dataclasses
 import gc
 import os
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +62,18 @@ def differences(found: list[Request], wanted: list[Request]) -> list[float]:
     return margins
 
 
+def nudged(params: Any) -> Any:
+    """Each weight float32 is moved to its neighbour above or below, as a seed says."""
+    rng = np.random.default_rng(1)
+
+    def moved(weight):
+        if weight.dtype != jnp.float32:
+            return weight
+        return jnp.nextafter(weight, jnp.asarray(rng.choice([-np.inf, np.inf], weight.shape), jnp.float32))
+
+    return jax.tree.map(moved, params)
+
+
 def measured(engine: Engine, prompts: list[list[int]], new: int) -> dict[str, float]:
     """The engine's speeds with drawn tokens, once their programs are compiled."""
     served(engine, prompts, new, drawn=True)
@@ -89,9 +104,11 @@ def main() -> None:
     chunk = min(1024, count * arguments.prompt)
     options = EngineOptions(max_batch=count, max_len=arguments.prompt + arguments.new, chunk_size=chunk)
     results, wanted = {}, None
-    for layout in ["one", *layouts.split(",")]:
-        if layout == "one":
-            engine = Engine(model, model.init_params(0, dtype), options)
+    for layout in ["one", *([] if timed else ["nudged"]), *layouts.split(",")]:
+        if layout in ("one", "nudged"):
+            params = model.init_params(0, dtype)
+            engine = Engine(model, params if layout == "one" else nudged(params), options)
+            del params
         else:
             shape = tuple(map(int, layout.split("x")))
             mesh = new_mesh(*shape)
@@ -111,7 +128,7 @@ def main() -> None:
             own["prefill_speedup"] = own["prefill_tokens_per_second"] / one["prefill_tokens_per_second"]
             own["decode_speedup"] = one["decode_step_ms"] / own["decode_step_ms"]
         own["compile_seconds"] = engine.compile_seconds
-        print(f"{layout:5} {own}", flush=True)
+        print(f"{layout:6} {own}", flush=True)
         write_section("two_gpus.json", name, results)
         del engine
         gc.collect()  # an engine may be part of a cycle, and holds its caches
