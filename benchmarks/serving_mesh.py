@@ -5,9 +5,8 @@
 
 A layout is SHARESxDEVICES: shares of the requests, and devices that share heads and experts. Each engine serves the
 requests greedily, and a request is compared with that of one device up to its first other token; the margin there says
-how close the two best logits were (README's rounding). Weights are random. In float32 only the order of sums differs
-between layouts, so that tokens are compared and nothing is timed; bfloat16 also rounds what lies between the layers.
-What such a difference does by itself is shown by a row "nudged" there: one device, with every weight moved up or down
+how close the two best logits were. Weights are random. In float32 only the order of sums differs between layouts, so
+that tokens are compared and nothing is timed; bfloat16 also rounds what lies between the layers. What such a difference does by itself is shown by a row "nudged" there: one device, with every weight moved up or down
 by one float32 rounding.
 
 In bfloat16 an engine then serves the requests twice with drawn tokens, all equally likely, since random weights soon
