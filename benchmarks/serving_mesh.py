@@ -6,8 +6,9 @@
 A layout is SHARESxDEVICES: shares of the requests, and devices that share heads and experts. Each engine serves the
 requests greedily, and a request is compared with that of one device up to its first other token; the margin there says
 how close the two best logits were. Weights are random. In float32 only the order of sums differs between layouts, so
-that tokens are compared and nothing is timed; bfloat16 also rounds what lies between the layers. What such a difference does by itself is shown by a row "nudged" there: one device, with every weight moved up or down
-by one float32 rounding.
+that tokens are compared and nothing is timed; bfloat16 also rounds what lies between the layers. What a difference of
+one rounding does by itself is shown by a row "nudged": one device, with every weight moved to the float32 number above
+or below.
 
 In bfloat16 an engine then serves the requests twice with drawn tokens, all equally likely, since random weights soon
 choose the same token, and so the same few experts, for all requests; the second time is measured, with compiled
@@ -62,7 +63,7 @@ def differences(found: list[Request], wanted: list[Request]) -> list[float]:
 
 
 def nudged(params: Any) -> Any:
-    """Each weight float32 is moved to its neighbour above or below, as a seed says."""
+    """The parameters with each float32 weight moved to the number above or below it, at random."""
     rng = np.random.default_rng(1)
 
     def moved(weight):
