@@ -6,7 +6,8 @@
 // entries that are left at the end are ranked one against another.
 // - A short row stays in registers, and only those few become entries. Few rows are loaded before their lengths are
 //   known; of many rows, only the logits within their lengths.
-// - A row that fits in shared memory is loaded as entries.
+// - Of a row that shared memory can hold as keys of 16 bits, only the entries around the topk-th are made (held.cuh).
+// - With a topk above kBins, a row that fits in shared memory is loaded as entries.
 // - Of a longer row, a single pass collects the entries that reach a threshold, which comes from a sample of the row.
 //   If the sample misled (too few or too many entries: ties), the selection reads the row itself.
 // - Few long rows are read by clusters of thread blocks, which append to the shared memory of the first block.
@@ -337,7 +338,7 @@ __device__ __forceinline__ void collect(Shared& shared, Short<kThreads>& row, co
   }
   if (lane == 0) shared.sums[warp] = count;
   __syncthreads();
-  take_ties(shared, ties, wanted, [&](int, int tie) {
+  take_ties(shared.ties, ties, wanted, [&](int, int tie) {
     int column = place_of(shared.ties[tie]);
     atomicOr(&row.chosen[0][column / 32], 1u << column % 32);
     atomicAdd(&shared.sums[column / S::kOfWarp], 1);

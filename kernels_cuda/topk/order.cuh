@@ -17,15 +17,15 @@ __device__ __forceinline__ int sum_before(const Shared& shared) {
   return __reduce_add_sync(~0u, lane < static_cast<int>(threadIdx.x / 32) ? shared.sums[lane] : 0);
 }
 
-// Calls take(rank, i) for the `wanted` largest of shared.ties[i], each in one thread; the largest has rank 0.
+// Calls take(rank, i) for the `wanted` largest of list[i], each in one thread; the largest has rank 0.
 template <typename Take>
-__device__ __forceinline__ void take_ties(const Shared& shared, int ties, int wanted, Take take) {
+__device__ __forceinline__ void take_ties(const Entry* list, int ties, int wanted, Take take) {
   int lane = threadIdx.x % 32;
   for (int tie = threadIdx.x / 32; tie < ties; tie += blockDim.x / 32) {
-    Entry entry = shared.ties[tie];
+    Entry entry = list[tie];
     int rank = 0;
     for (int other = lane; other - lane < ties; other += 32)
-      rank += __popc(__ballot_sync(~0u, other < ties && shared.ties[other] > entry));
+      rank += __popc(__ballot_sync(~0u, other < ties && list[other] > entry));
     if (lane == 0 && rank < wanted) take(rank, tie);
   }
 }
@@ -43,7 +43,7 @@ __device__ void choose_in_order(Shared& shared, const Source& source, const Cut&
   mine = __reduce_add_sync(~0u, mine);
   if (threadIdx.x % 32 == 0) shared.sums[threadIdx.x / 32] = mine;
   __syncthreads();
-  take_ties(shared, cut.within, wanted, [&](int rank, int tie) {
+  take_ties(shared.ties, cut.within, wanted, [&](int rank, int tie) {
     atomicAdd(&shared.sums[place_of(shared.ties[tie]) / part], 1);
     if (rank == wanted - 1) shared.least = shared.ties[tie];
   });
@@ -89,7 +89,7 @@ __device__ void choose_in_segments(Shared& shared, const Entry* list, int n, con
     }
   }
   __syncthreads();
-  take_ties(shared, cut.within, k - cut.above, [&](int, int tie) {
+  take_ties(shared.ties, cut.within, k - cut.above, [&](int, int tie) {
     int at = shared.tie_at[tie];
     atomicOr(&words[at / 32].chosen, 1u << at % 32);
   });

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernel.cuh"
+#include "held.cuh"
 
 namespace ffi = tvm::ffi;
 
@@ -33,6 +33,23 @@ void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "topk: " << cudaGetErrorString(error);
 }
 
+void launch_clusters(void (*kernel)(Call), const Call& call, int rows, int cluster, int threads, int bytes,
+                     cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(rows * cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  cudaLaunchAttribute shape;
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim.x = cluster;
+  shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
+  config.attrs = &shape;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  check_cuda(cudaLaunchKernelEx(&config, kernel, call));
+}
+
 template <typename T>
 void launch(Call call, int rows, int device, cudaStream_t stream) {
   int sms = attribute(cudaDevAttrMultiProcessorCount, device);
@@ -45,6 +62,23 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
     check_cuda(cudaGetLastError());
     return;
   }
+  bool clusters = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+  auto cluster_above = [&](int columns) {  // how many blocks share a row that has more
+    int cluster = 1;
+    while (clusters && call.columns > columns && cluster < 8 && rows * cluster * 2 <= sms) cluster *= 2;
+    return cluster;
+  };
+  int cluster = cluster_above(kAlone);
+  int held = held_bytes(call.columns, cluster);
+  if (call.topk <= kBins && call.columns <= kMostHeld * cluster &&
+      held <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+    int together = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / (held + 1024);
+    if (rows * cluster <= sms) together = 1;
+    int threads = together >= 4 ? 256 : together >= 2 ? 512 : 1024;
+    launch_clusters(topk_held_kernel<T>, call, rows, cluster, threads, held, stream);
+    return;
+  }
+
   // Many rows run in several blocks on each multiprocessor, so that one computes while another loads.
   bool few = rows <= sms;
   int capacity = !few ? 5504 : call.columns <= 16384 ? call.columns : 8192;
@@ -53,26 +87,12 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
   if (segments > most / 8) segments = 0;
   call.capacity = std::max(std::min({capacity, call.columns, (most - segments) / 33 * 32}), 1);
   call.segments = call.columns > call.capacity ? segments : 0;
-  int cluster = 1;
-  if (call.columns > call.capacity && attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9)
-    while (cluster < 8 && rows * cluster * 2 <= sms) cluster *= 2;
-
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(rows * cluster);
+  cluster = cluster_above(call.capacity);
   int entries = shared_entries(call);
   bool one = rows * cluster <= sms || most < 2 * entries;  // thread block on a multiprocessor
   bool two = rows * cluster <= 2 * sms || most < 4 * entries;
-  config.blockDim = dim3(one ? 1024 : two ? 512 : 256);
-  config.dynamicSmemBytes = entries * sizeof(Entry);
-  config.stream = stream;
-  cudaLaunchAttribute shape;
-  shape.id = cudaLaunchAttributeClusterDimension;
-  shape.val.clusterDim.x = cluster;
-  shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
-  config.attrs = &shape;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  check_cuda(cudaFuncSetAttribute(topk_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, config.dynamicSmemBytes));
-  check_cuda(cudaLaunchKernelEx(&config, topk_kernel<T>, call));
+  int bytes = entries * static_cast<int>(sizeof(Entry));
+  launch_clusters(topk_kernel<T>, call, rows, cluster, one ? 1024 : two ? 512 : 256, bytes, stream);
 }
 
 const int* data(const ffi::Optional<ffi::TensorView>& x) {

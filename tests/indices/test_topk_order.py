@@ -21,12 +21,14 @@ METHODS = (None, *TopkTransform)
 
 # --- engines on a GPU -----------------------------------------------------------------------------
 
-# (rows, columns, topk): short rows (few and many), rows in shared memory, candidates by one block and by clusters.
+# (rows, columns, topk): short rows (few and many), keys in shared memory by one block and by clusters, rows in shared
+# memory, candidates by one block and by clusters.
 GPU_SHAPES = (
     *((300, 50, 8), (300, 3327, 512), (300, 4096, 2048)),
     *((5, 50, 8), (9, 300, 1), (3, 6, 70), (200, 4096, 512), (7, 4096, 2048), (5, 4096, 4096)),
     *((4, 8192, 2048), (300, 5000, 2048), (300, 8192, 700), (3, 16_384, 512), (1, 32_768, 512), (64, 32_768, 2048)),
-    *((1, 131_072, 2048), (300, 131_072, 512), (3, 262_145, 4096), (2, 1 << 20, 2048), (1, 1_800_001, 512)),
+    *((300, 32_768, 2048), (1, 131_072, 2048), (20, 100_003, 512), (7, 8192, 3000), (300, 16_384, 3000)),
+    *((300, 131_072, 512), (40, 131_072, 512), (3, 262_145, 4096), (2, 1 << 20, 2048), (1, 1_800_001, 512)),
 )
 
 
@@ -59,6 +61,11 @@ BLOCKS = (
     *((8196, 512, 256, 5632), (20_001, 2048, 64, 5632), (20_001, 512, 1024, 8192), (40_000, 4096, 256, 6000)),  # lists
     (200_000, 1000, 64, 4200),  # whose segments do not fit
 )
+# (columns, topk, threads of a block, blocks of a cluster) of the kernel that holds keys.
+HELD = (
+    *((4097, 512, 256, 1), (5000, 2048, 64, 1), (9000, 1, 128, 1), (16_384, 512, 256, 1), (20_001, 2048, 512, 1)),
+    *((32_768, 512, 512, 1), (32_768, 2048, 1024, 1), (16_390, 2048, 128, 2), (20_003, 700, 64, 4), (70, 8, 64, 8)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +96,42 @@ def test_cuda_thread_blocks_give_ascending_positions(block, on_the_host):
         dtype = jnp.bfloat16 if seed % 4 == 3 else np.float32
         case = make_case(seed, (2, columns, topk), kind, METHODS[seed % 3], seed % 2 == 1, dtype)
         assert_selected(on_the_host(case, threads, capacity), case)
+
+
+@pytest.mark.always(2)
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("block", HELD, ids=str)
+def test_keys_in_shared_memory_give_ascending_positions(block, on_the_host):
+    columns, topk, threads, blocks = block
+    for seed, kind in enumerate(KINDS):
+        dtype = jnp.bfloat16 if seed % 4 == 3 else np.float32
+        case = make_case(seed + columns, (3, columns, topk), kind, METHODS[seed % 3], seed % 2 == 1, dtype)
+        assert_selected(on_the_host(case, threads, -blocks), case)
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_keys_in_shared_memory_that_many_logits_share(dtype, blocks, on_the_host):
+    """Few that are ranked, those of a list, more than it holds; far above the candidates' bound; small; below 0; both
+    zeros and numbers beside them; −inf and NaN; windows that begin and end anywhere."""
+    rng = np.random.default_rng(8)
+    normal = rng.standard_normal((10, 6001)).astype(np.float32)
+    normal[1] = normal[1] / 4 + 20
+    normal[2] = normal[2] / 64 + 20
+    normal[3] = normal[3] * 1e-6
+    normal[4, 100:900] *= 1e30
+    normal[5] = -np.abs(normal[5]) - 3
+    normal[6] = rng.choice([0.0, -0.0, 1e-42, -1e-42, 1e-40, -1e-40], 6001)
+    normal[7] = 1.5
+    normal[8] = rng.choice([-np.inf, np.nan, -3.4e38], 6001)
+    normal[9] = rng.choice([1.0, 0.0, -0.0, -1.0], 6001, p=[0.04, 0.01, 0.01, 0.94])
+    short = np.where(rng.random((10, 701)) < 0.8, rng.standard_normal((10, 701)), rng.choice([-np.inf, np.nan], 701))
+    for logits, topk, first in ((normal, 1, 0), (normal, 300, 1), (normal, 300, 2), (normal, 1000, 3), (short, 600, 1)):
+        starts = (first + np.arange(10)).astype(np.int32)
+        lengths = (logits.shape[1] - starts - rng.integers(0, 9, 10)).astype(np.int32)
+        case = TopkCase(logits.astype(np.float32).astype(dtype), lengths, topk, row_starts=starts)
+        assert_selected(on_the_host(case, 128, -blocks), case)
 
 
 @pytest.mark.no_gpu

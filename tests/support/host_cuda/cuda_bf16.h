@@ -31,6 +31,9 @@ struct int2 {
 struct uint2 {
   unsigned x, y;
 };
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 struct float2 {
   float x, y;
 };

@@ -15,9 +15,6 @@
 #define SM90_DEVICE
 #define __grid_constant__
 
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
