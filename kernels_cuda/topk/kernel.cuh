@@ -7,7 +7,7 @@
 // - A short row stays in registers, and only those few become entries. Few rows are loaded before their lengths are
 //   known; of many rows, only the logits within their lengths.
 // - Of a row that shared memory can hold as keys of 16 bits, only the entries around the topk-th are made (held.cuh).
-// - With a topk above kBins, a row that fits in shared memory is loaded as entries.
+// - Where topk is above kBins or a large share of the row, a row that fits in shared memory is loaded as entries.
 // - Of a longer row, a single pass collects the entries that reach a threshold, which comes from a sample of the row.
 //   If the sample misled (too few or too many entries: ties), the selection reads the row itself.
 // - Few long rows are read by clusters of thread blocks, which append to the shared memory of the first block.

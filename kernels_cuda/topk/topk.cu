@@ -29,6 +29,11 @@ int expected_candidates(int columns, int topk) {
   return static_cast<int>(std::min((rank + 3 * std::sqrt(rank)) * columns / size, 1e9));
 }
 
+// Whether the kernel that holds keys is the sooner one. Where topk is a large share of a row, most keys are candidates.
+bool keys_pay(const Call& call, bool at_once) {  // at_once: all rows are worked on at the same time
+  return call.columns >= (at_once ? std::max(8 * call.topk, 6144) : 3 * call.topk);
+}
+
 void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "topk: " << cudaGetErrorString(error);
 }
@@ -54,8 +59,9 @@ template <typename T>
 void launch(Call call, int rows, int device, cudaStream_t stream) {
   int sms = attribute(cudaDevAttrMultiProcessorCount, device);
   int most = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - static_cast<int>(sizeof(Shared)) - 1024) / 8;
+  bool at_once = rows <= 2 * sms;
   if (call.columns <= kShort && call.topk <= kBins) {
-    if (rows <= 2 * sms)  // all at once
+    if (at_once)
       topk_short_kernel<T, kFewThreads><<<rows, kFewThreads, 0, stream>>>(call);
     else
       topk_short_kernel<T, kManyThreads><<<rows, kManyThreads, 0, stream>>>(call);
@@ -70,7 +76,7 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
   };
   int cluster = cluster_above(kAlone);
   int held = held_bytes(call.columns, cluster);
-  if (call.topk <= kBins && call.columns <= kMostHeld * cluster &&
+  if (call.topk <= kBins && keys_pay(call, at_once) && call.columns <= kMostHeld * cluster &&
       held <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
     int together = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / (held + 1024);
     if (rows * cluster <= sms) together = 1;
