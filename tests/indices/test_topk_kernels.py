@@ -48,6 +48,8 @@ pytestmark = [
 DEVICE = "cuda" if ON_GPU else "cpu"
 # (rows, columns, topk): one tile; several loads wide and not; longer than a tile, filtered; topk past the columns.
 SHAPES = ((5, 50, 8), (3, 301, 1), (2, 6, 70), (4, 1024, 512), (3, 8192, 2048), (3, 8196, 512), (2, 20_001, 2048))
+if ON_GPU:  # a cluster that holds keys, and one that makes a list
+    SHAPES += ((2, 40_001, 512), (2, 20_001, 2100))
 PROPERTY = settings(max_examples=12 if ON_GPU else 25, deadline=None)  # most compile kernels of their own
 
 _patch_tensor = interpreter._patch_lang_tensor
