@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -135,6 +136,8 @@ def compile_kernel(
     values = {(places[name],): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    if os.environ.get("TRITON_CACHE_DIR") == "":  # so it is once another package has imported jax-triton
+        del os.environ["TRITON_CACHE_DIR"]
     try:
         made = triton.compile(source, target=target, options=dict(options))
     except OSError as error:

@@ -132,19 +132,19 @@ def test_a_row_of_vllm_that_shows_nothing_or_something_wrong_is_a_problem(case, 
 
 
 @pytest.mark.parametrize("wrong", [{}, {"served": {}}])
-@pytest.mark.parametrize("benchmark", [engines_sglang, engines_vllm])
-def test_the_exit_code_says_whether_the_run_shows_something(benchmark, wrong, monkeypatch, tmp_path):
+@pytest.mark.parametrize("command", [engines_sglang, engines_vllm])
+def test_the_exit_code_says_whether_the_run_shows_something(command, wrong, monkeypatch, tmp_path):
     one = {"output": torch.ones(4), "error": 0.002, "served": {f"{kit.DECODE} ours": 1}}
     sides = {"theirs": one, "ours": one | wrong}
-    monkeypatch.setattr(benchmark, "run", lambda side, *_: engines.NOTHING | {"results": {"verify": sides[side]}})
+    monkeypatch.setattr(command, "run", lambda side, *_: engines.NOTHING | {"results": {"verify": sides[side]}})
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["a benchmark"])
-    assert benchmark.main() == len(wrong)
-    written = json.loads((tmp_path / benchmark.RECORD).read_text())
+    monkeypatch.setattr(sys, "argv", ["a command"])
+    assert command.main() == len(wrong)
+    written = json.loads((tmp_path / command.RECORD).read_text())
     assert [row["case"] for row in written["rows"]] == ["verify"] and written["not_run"]
-    monkeypatch.setattr(sys, "argv", ["a benchmark", "--no-gpu"])
-    (tmp_path / benchmark.RECORD).unlink()
-    assert benchmark.main() == 0 and not (tmp_path / benchmark.RECORD).exists()
+    monkeypatch.setattr(sys, "argv", ["a command", "--no-gpu"])
+    (tmp_path / command.RECORD).unlink()
+    assert command.main() == 0 and not (tmp_path / command.RECORD).exists()
 
 
 def test_each_side_sees_the_first_gpu_only(monkeypatch, tmp_path):

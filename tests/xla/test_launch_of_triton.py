@@ -86,6 +86,13 @@ def test_numbers_are_no_part_of_the_program(driver, launched):
     assert triton_launch.compile_kernel.cache_info().misses == before + 1 and loads.value == loaded + 1
 
 
+def test_triton_has_its_cache_folder_where_jax_triton_was_imported_by_another_package(launched, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    launched(jnp.ones(128), size=128)
+    assert list((tmp_path / ".triton" / "cache").iterdir())
+
+
 def test_a_failing_launch_is_an_xla_error(launched):
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"cuLaunchKernel: CUDA_ERROR_OF_A_TEST \(700\)"):
         launched(jnp.ones(16), n=8, fail=700)
