@@ -1,4 +1,4 @@
-"""The figures in README and three pages of docs/, written from benchmarks/results/*.json between their markers.
+"""The figures in README and four pages of docs/, written from benchmarks/results/*.json between their markers.
 
     python -m benchmarks.tables            # rewrites them
     python -m benchmarks.tables --check    # exit code 1 where one of them says anything else
@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from benchmarks.record import RESULTS, ROOT
 
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("engines.md", "serving-speed.md", "sharding.md")))
+_PAGES_OF_DOCS = ("engines.md", "maxtext.md", "serving-speed.md", "sharding.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in _PAGES_OF_DOCS))
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _PEERS = {
     "flash_mla": "FlashMLA",
@@ -447,6 +448,29 @@ def _engine_layer(record: str, engine: str) -> str:
     return "\n".join(lines)
 
 
+def maxtext() -> str:
+    """MaxText's models with its own dense attention and through the adapter."""
+    found = result("maxtext_step")
+    columns = "what, tokens | dense: MiB, ms | ours: MiB, ms | error to float32: dense, ours | tokens as dense"
+    lines = [f"| {columns} |", "| --- " * 5 + "|"]
+    whats = {"forward": "forward pass", "serve": "served", "train": "training step"}
+    for case, row in found.get("results", {}).items():
+        part, model, length = case.split()
+        if part == "serve":
+            costs, errors = ["–", "–"], []
+            same = "{} of {}".format(row["dense attention's"], row["tokens"])
+        else:
+            sides = [row[kind] for kind in ("dense", "ours")]
+            costs = [side["why not"] or f"{side['MiB']:,.0f}, {side['seconds'] * 1e3:.1f}" for side in sides]
+            far = row.get("rms to float32", {})
+            gradients = [row.get(f"gradients, {kind} to float32", {}).get("all") for kind in ("dense", "ours")]
+            errors = [f"{x:.4f}" for x in (*far.values(), *gradients) if x is not None]
+            same = f"{row['same argmax']:.1%}" if "same argmax" in row else "–"
+        name = f"{whats[part]} of {model.upper().replace('V32', 'V3.2')}, {int(length):,}"
+        lines.append(f"| {name} | {' | '.join(costs)} | {', '.join(errors) or '–'} | {same} |")
+    return "\n".join([*lines, "", f"{found['device']}, commit {found['commit']}."]) if found else "Not measured."
+
+
 # --- two GPUs --------------------------------------------------------------------------------------
 
 
@@ -527,7 +551,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         *(operations, means, steps, torch_steps, suite, cases, memcheck, flashmla_from_jit, host, drop_in),
-        *(served, attention_part, two_gpus_step, two_gpus_context, two_gpus_serving, sglang_layer, vllm_layer),
+        *(served, attention_part, two_gpus_step, two_gpus_context, two_gpus_serving, sglang_layer, vllm_layer, maxtext),
     )
 }
 
