@@ -457,17 +457,18 @@ def maxtext() -> str:
     for case, row in found.get("results", {}).items():
         part, model, length = case.split()
         if part == "serve":
-            costs, errors = ["–", "–"], []
+            costs, errors = ["–", "–"], ["–", "–"]
             same = "{} of {}".format(row["dense attention's"], row["tokens"])
         else:
             sides = [row[kind] for kind in ("dense", "ours")]
             costs = [side["why not"] or f"{side['MiB']:,.0f}, {side['seconds'] * 1e3:.1f}" for side in sides]
-            far = row.get("rms to float32", {})
-            gradients = [row.get(f"gradients, {kind} to float32", {}).get("all") for kind in ("dense", "ours")]
-            errors = [f"{x:.4f}" for x in (*far.values(), *gradients) if x is not None]
+            rms = row.get("rms to float32", {})
+            gradients = {kind: row.get(f"gradients, {kind} to float32", {}).get("all") for kind in ("dense", "ours")}
+            far = [rms.get(kind, gradients[kind]) for kind in gradients]
+            errors = ["–" if x is None else f"{x:.4f}" for x in far]
             same = f"{row['same argmax']:.1%}" if "same argmax" in row else "–"
         name = f"{whats[part]} of {model.upper().replace('V32', 'V3.2')}, {int(length):,}"
-        lines.append(f"| {name} | {' | '.join(costs)} | {', '.join(errors) or '–'} | {same} |")
+        lines.append(f"| {name} | {' | '.join(costs)} | {', '.join(errors)} | {same} |")
     return "\n".join([*lines, "", f"{found['device']}, commit {found['commit']}."]) if found else "Not measured."
 
 

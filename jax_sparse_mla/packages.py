@@ -9,7 +9,7 @@ import importlib.util
 import os
 import warnings
 
-__all__ = ["found", "version", "warn_once", "why_not"]
+__all__ = ["found", "give_triton_a_cache", "version", "warn_once", "why_not"]
 
 
 def found(name: str) -> bool:
@@ -25,8 +25,7 @@ def why_not(name: str) -> str | None:
     """
     if not found(name):
         return f"{name} is not installed"
-    # Importing jax-triton empties TRITON_CACHE_DIR, and torch's launches would then cache in the working directory.
-    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    cache_dir = os.environ.get("TRITON_CACHE_DIR") or None  # importing jax-triton empties it
     try:
         importlib.import_module(name)
     except Exception as error:  # a broken package raises anything: of a missing library, another version, its own
@@ -39,6 +38,13 @@ def why_not(name: str) -> str | None:
         else:
             os.environ["TRITON_CACHE_DIR"] = cache_dir
     return None
+
+
+def give_triton_a_cache() -> None:
+    """Before Triton compiles: importing jax-triton, as tokamax does too, leaves TRITON_CACHE_DIR empty, and then Triton
+    raises. Without the variable it has its own folder, which TRITON_HOME names."""
+    if os.environ.get("TRITON_CACHE_DIR") == "":
+        os.environ.pop("TRITON_CACHE_DIR", None)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import jax.extend as jex
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_sparse_mla.packages import give_triton_a_cache
 from jax_sparse_mla.xla import tvm
 
 DRIVER = "libcuda.so.1"
@@ -136,8 +136,7 @@ def compile_kernel(
     values = {(places[name],): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    if os.environ.get("TRITON_CACHE_DIR") == "":  # so it is once another package has imported jax-triton
-        del os.environ["TRITON_CACHE_DIR"]
+    give_triton_a_cache()
     try:
         made = triton.compile(source, target=target, options=dict(options))
     except OSError as error:

@@ -75,9 +75,9 @@ void launch(Call call, int rows, int device, cudaStream_t stream) {
     return cluster;
   };
   int cluster = cluster_above(kAlone);
-  int held = held_bytes(call.columns, cluster);
-  if (call.topk <= kBins && keys_pay(call, at_once) && call.columns <= kMostHeld * cluster &&
-      held <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+  bool holds = call.topk <= kBins && keys_pay(call, at_once) && call.columns <= kMostHeld * cluster;
+  int held = holds ? held_bytes(call.columns, cluster) : 0;
+  if (holds && held <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
     int together = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / (held + 1024);
     if (rows * cluster <= sms) together = 1;
     int threads = together >= 4 ? 256 : together >= 2 ? 512 : 1024;

@@ -145,3 +145,24 @@ def test_cuda_thread_blocks_on_clumps_and_ties(on_the_host):
         for topk in (1, 512, 1000):
             case = TopkCase(logits, lengths, topk, row_starts=starts)
             assert_selected(on_the_host(case, threads, capacity), case)
+
+
+@pytest.mark.no_gpu
+def test_keys_in_shared_memory_of_windows_with_few_groups(on_the_host):
+    """Hardly more groups than topk; rows of a few pieces; what lies before a window is above all in it."""
+    rng = np.random.default_rng(9)
+    starts = np.arange(4, dtype=np.int32)
+
+    def check(logits, length, topk):
+        lengths = np.full(len(logits), length, np.int32)
+        case = TopkCase(logits.astype(np.float32), lengths, topk, row_starts=starts[: len(logits)])
+        assert_selected(on_the_host(case, 64, -1), case)
+
+    check(rng.standard_normal((4, 4100)), 3300, 1000)
+    for length in (9, 20, 40):
+        check(rng.standard_normal((4, 300)), length, 1)
+    peaks = np.full((4, 4100), -5.0)
+    peaks[:, [500, 600, 700, 800]] = 2, 4, 8, 16
+    for row in range(4):
+        peaks[row, : starts[row]] = np.inf
+    check(peaks, 4000, 4)

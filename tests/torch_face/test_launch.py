@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import sys
 import types
@@ -19,7 +20,7 @@ from sparse_mla_torch.attention import call_cache
 from sparse_mla_torch.kernels import launch as launching
 from sparse_mla_torch.kernels import launcher
 
-from jax_sparse_mla.kernels.launch import Launch
+from jax_sparse_mla.kernels.launch import Launch, Output
 
 pytestmark = pytest.mark.torch
 UINT = ctypes.c_uint
@@ -118,6 +119,22 @@ def test_the_second_launch_is_direct(driver):
     # The last two are Triton's own.
     assert values == [address(other), address(y), struct.pack("f", 0.5), address(out), bytes(8), bytes(8)]
     assert len(kernel.own) == 1
+
+
+def test_triton_has_its_cache_folder_where_jax_triton_was_imported_by_another_package(monkeypatch):
+    class Compiling(Kernel):
+        def __getitem__(self, grid):
+            assert "TRITON_CACHE_DIR" not in os.environ
+            return super().__getitem__(grid)
+
+    x, y, out = tensors(3)
+    kernel = Compiling()
+    launch = Launch(kernel, "kernel", (5, 2), (1, 0.5), (Output((64,), "int32"), None), {"BLOCK": 64})
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    make(kernel)((x, y), (out, None))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    launching.executor(x.device)(launch, (x, y), (out, None))
+    assert len(kernel.own) == 2
 
 
 def test_unaligned_tensors_are_tritons(driver):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from jax_sparse_mla.kernels.launch import Device, Launch, Output
+from jax_sparse_mla.packages import give_triton_a_cache
 from sparse_mla_torch.kernels import launcher
 
 # How a kernel takes numbers, by Triton's names of their types.
@@ -47,6 +48,7 @@ class Executor:
             if output is not None and output.zeroed:
                 result.zero_()
             results.append(result)
+        give_triton_a_cache()
         pointers = map(self._as_pointer, inputs), launch.scalars, map(self._as_pointer, results)
         launch.kernel[launch.grid](*(x for each in pointers for x in each), **launch.constants)
         return tuple(results)
@@ -92,6 +94,7 @@ class DirectLaunch:
         """Dtypes, and which are None, must be the same in every call; the current device must be theirs."""
         if self._compiled is not None and self._launcher.launch(self._compiled, *inputs, *outputs):
             return
+        give_triton_a_cache()
         compiled = self._kernel[self._grid](*inputs, *self._scalars, *outputs, **self._constants)
         # Triton compiles one kernel for such addresses, another for those that are not.
         aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))

@@ -42,6 +42,9 @@ inline float larger(float a, float b) { return a != a ? b : b != b ? a : std::ma
 #define TOPK_DEVICE
 #include "held.cuh"
 
+// What shared memory holds before a kernel writes it: as a number of a bin or a count it is out of range.
+constexpr uint64_t kFill = ~uint64_t{0};
+
 template <typename T>
 static void run_row(Call call) {
   if (call.capacity < 0)
@@ -60,13 +63,13 @@ static void run(Call call, int rows, int threads) {
   int bytes = call.capacity < 0 ? held_bytes(call.columns, blocks) : shared_entries(call) * 8;
   for (int row = 0; row < rows; row++) {
     blockDim.x = threads;
-    memories.assign(blocks, std::vector<uint64_t>((bytes + 7) / 8 + 64, 0xABABABABABABABAB));
+    memories.assign(blocks, std::vector<uint64_t>((bytes + 7) / 8 + 64, kFill));
     host::run_together(
         blocks, threads, [&] { run_row<T>(call); }, [&](int block) { blockIdx.x = row * blocks + block; },
         call.capacity < 0 ? row : 0);
     for (const std::vector<uint64_t>& memory : memories)
       for (int i = 0; i < 64; i++)
-        host::require(memory.end()[-1 - i] == 0xABABABABABABABAB, "a store behind the shared memory");
+        host::require(memory.end()[-1 - i] == kFill, "a store behind the shared memory");
   }
 }
 
