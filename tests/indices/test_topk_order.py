@@ -87,15 +87,19 @@ def on_the_host(tmp_path_factory):
     return run
 
 
+def check_every_kind(on_the_host, shape, threads, capacity):
+    for seed, kind in enumerate(KINDS):
+        dtype = jnp.bfloat16 if seed % 4 == 3 else np.float32
+        case = make_case(seed + shape[1], shape, kind, METHODS[seed % 3], seed % 2 == 1, dtype)
+        assert_selected(on_the_host(case, threads, capacity), case)
+
+
 @pytest.mark.always(3)
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_cuda_thread_blocks_give_ascending_positions(block, on_the_host):
     columns, topk, threads, capacity = block
-    for seed, kind in enumerate(KINDS):
-        dtype = jnp.bfloat16 if seed % 4 == 3 else np.float32
-        case = make_case(seed, (2, columns, topk), kind, METHODS[seed % 3], seed % 2 == 1, dtype)
-        assert_selected(on_the_host(case, threads, capacity), case)
+    check_every_kind(on_the_host, (2, columns, topk), threads, capacity)
 
 
 @pytest.mark.always(2)
@@ -103,10 +107,7 @@ def test_cuda_thread_blocks_give_ascending_positions(block, on_the_host):
 @pytest.mark.parametrize("block", HELD, ids=str)
 def test_keys_in_shared_memory_give_ascending_positions(block, on_the_host):
     columns, topk, threads, blocks = block
-    for seed, kind in enumerate(KINDS):
-        dtype = jnp.bfloat16 if seed % 4 == 3 else np.float32
-        case = make_case(seed + columns, (3, columns, topk), kind, METHODS[seed % 3], seed % 2 == 1, dtype)
-        assert_selected(on_the_host(case, threads, -blocks), case)
+    check_every_kind(on_the_host, (3, columns, topk), threads, -blocks)
 
 
 @pytest.mark.no_gpu
