@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import warnings
 
 __all__ = ["found", "give_triton_a_cache", "version", "warn_once", "why_not"]
@@ -43,7 +44,7 @@ def why_not(name: str) -> str | None:
 def give_triton_a_cache() -> None:
     """Before Triton compiles: importing jax-triton, as tokamax does too, leaves TRITON_CACHE_DIR empty, and then Triton
     raises. Without the variable it has its own folder, which TRITON_HOME names."""
-    if os.environ.get("TRITON_CACHE_DIR") == "":
+    if "jax_triton" in sys.modules and os.environ.get("TRITON_CACHE_DIR") == "":  # the quick look first: launches ask
         os.environ.pop("TRITON_CACHE_DIR", None)
 
 

@@ -171,12 +171,8 @@ __global__ void __launch_bounds__(1024, 1) topk_held_kernel(const Call call) {
   uint4* keys = reinterpret_cast<uint4*>(bits + padded(words_of(call.columns)));
   int blocks = cluster_blocks(), block = cluster_rank(), row = blockIdx.x / blocks, topk = call.topk;
   const T* logits = static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns;
-  if (blockDim.x == 1024) {  // rows are few: wait for a row and for its length at once
-    int share = (call.columns - 1) / blocks + 1;
-    prefetch(logits + block * share, min(share, call.columns - block * share), 0);
-  }
-  if (call.method == kPaged && !call.row_to_request && block == 0)
-    prefetch(call.page_table + static_cast<int64_t>(row) * call.num_pages, call.num_pages, blockDim.x / 2);
+  if (blockDim.x == 1024) prefetch_row<T>(call, row, block, blocks);  // rows are few
+  prefetch_pages(call, row, block);
   for (int i = threadIdx.x; i < kBins; i += blockDim.x) shared.bins[i] = 0;
   if (threadIdx.x == 0) shared.found = shared.num_ties = 0;
   Window window = window_of(call, row);
@@ -196,7 +192,7 @@ __global__ void __launch_bounds__(1024, 1) topk_held_kernel(const Call call) {
   if (blocks > 1) cluster_wait();
   Held& first = blocks > 1 ? *of_first(&held) : held;
   find_bin_of_all(shared, first.shared, topk, blocks, block);
-  unsigned bound = max(static_cast<unsigned>(least_in(first.shared.bin) >> 48), 2u);
+  unsigned bound = max(static_cast<unsigned>(least_in(first.shared.bin) >> 48), 2u);  // 0 is outside of the row
   find_candidates(shared, keys, bits, end - begin, bound);
   find_bin_of_all(shared, first.shared, topk, blocks, block);
 

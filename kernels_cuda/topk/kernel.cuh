@@ -198,6 +198,20 @@ __device__ void prefetch(const T* from, int count, int skip) {
   if (at >= 0 && at < count) prefetch_line(from + at);
 }
 
+// Rows and page tables usually come from memory, each after a wait for its address. These two ask for them before that
+// wait. Each block of a cluster has its share of the row; the first one writes the indices, so it needs the pages.
+template <typename T>
+__device__ __forceinline__ void prefetch_row(const Call& call, int row, int block, int blocks) {
+  int share = (call.columns - 1) / blocks + 1;
+  prefetch(static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns + block * share,
+           min(share, call.columns - block * share), 0);
+}
+
+__device__ __forceinline__ void prefetch_pages(const Call& call, int row, int block) {
+  if (call.method == kPaged && !call.row_to_request && block == 0)
+    prefetch(call.page_table + static_cast<int64_t>(row) * call.num_pages, call.num_pages, blockDim.x / 2);
+}
+
 // The logits of a row that are compared: n from column `first` on, of which the first is position `shift`. If there are
 // topk or fewer, the row's indices are those of the n positions from `shift` on.
 struct Window {
@@ -225,20 +239,9 @@ __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
   Segment* segments = reinterpret_cast<Segment*>(list + call.capacity);
   Word* words = reinterpret_cast<Word*>(segments + call.segments);
   __shared__ Shared shared;
-  int blocks = 1, block = 0;
-#if __CUDA_ARCH__ >= 900
-  auto cluster = cooperative_groups::this_cluster();
-  blocks = cluster.num_blocks();
-  block = cluster.block_rank();
-#endif
-  int row = blockIdx.x / blocks;
-
-  // Rows and page tables usually come from memory, each after a wait for its address. Prefetch both before that wait.
-  int share = (call.columns - 1) / blocks + 1;
-  prefetch(static_cast<const T*>(call.logits) + static_cast<int64_t>(row) * call.columns + block * share,
-           min(share, call.columns - block * share), 0);
-  if (call.method == kPaged && !call.row_to_request && block == 0)
-    prefetch(call.page_table + static_cast<int64_t>(row) * call.num_pages, call.num_pages, blockDim.x / 2);
+  int blocks = cluster_blocks(), block = cluster_rank(), row = blockIdx.x / blocks;
+  prefetch_row<T>(call, row, block, blocks);
+  prefetch_pages(call, row, block);
 
   Window window = window_of(call, row);
   if (window.n <= call.topk) {
@@ -268,20 +271,17 @@ __global__ void __launch_bounds__(1024, 1) topk_kernel(const Call call) {
       __syncthreads();  // the sample has been read
     }
     float threshold;
-#if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
-      cluster.sync();
-      found = cluster.map_shared_rank(found, 0);
-      all = cluster.map_shared_rank(all, 0);
-      if (parts) parts = cluster.map_shared_rank(parts, 0);
-      threshold = *cluster.map_shared_rank(&shared.threshold, 0);
-    } else
-#endif
+      cluster_sync();
+      found = of_first(found);
+      all = of_first(all);
+      if (parts) parts = of_first(parts);
+      threshold = *of_first(&shared.threshold);
+    } else {
       threshold = shared.threshold;
+    }
     filter(values, n, block, blocks, threshold, found, all, call.capacity, parts);
-#if __CUDA_ARCH__ >= 900
-    if (blocks > 1) cluster.sync();
-#endif
+    if (blocks > 1) cluster_sync();
     if (block > 0) return;
     __syncthreads();
     count = shared.found;

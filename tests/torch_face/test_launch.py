@@ -130,6 +130,7 @@ def test_triton_has_its_cache_folder_where_jax_triton_was_imported_by_another_pa
     x, y, out = tensors(3)
     kernel = Compiling()
     launch = Launch(kernel, "kernel", (5, 2), (1, 0.5), (Output((64,), "int32"), None), {"BLOCK": 64})
+    monkeypatch.setitem(sys.modules, "jax_triton", types.ModuleType("jax_triton"))
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     make(kernel)((x, y), (out, None))
     monkeypatch.setenv("TRITON_CACHE_DIR", "")

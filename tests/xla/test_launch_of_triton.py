@@ -3,6 +3,8 @@
 import ctypes
 import struct
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -87,6 +89,7 @@ def test_numbers_are_no_part_of_the_program(driver, launched):
 
 
 def test_triton_has_its_cache_folder_where_jax_triton_was_imported_by_another_package(launched, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "jax_triton", types.ModuleType("jax_triton"))
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
     launched(jnp.ones(128), size=128)
