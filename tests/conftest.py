@@ -26,11 +26,12 @@ for _name, _bytes in (("MMAP_THRESHOLD", 2**28), ("TRIM_THRESHOLD", 2**30), ("TO
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads wait for each other's products by spinning
 gc.set_threshold(200_000, 50, 1000)  # a collection of all that JAX keeps takes seconds, and finds little
 
-# Tests use the first GPU: xdist's workers begin to count those that `benchmarks.suite` names at different ones.
+# Tests use the first GPU, and some a second: xdist's workers begin to count those that `benchmarks.suite` names at
+# different ones, and see no more than two, for each takes memory of every GPU that it sees.
 _worker, _gpus = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("GPUS_OF_TESTS", "").split(",")
 if len(_gpus) > 1:
     _first = int(_worker.removeprefix("gw")) % len(_gpus)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus[_first:] + _gpus[:_first])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((_gpus[_first:] + _gpus[:_first])[:2])
 
 import jax
 import pytest
