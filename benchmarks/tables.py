@@ -439,9 +439,10 @@ def _engine_layer(record: str, engine: str) -> str:
             errors = " and ".join(f"{row['error'][side]:.4f}" for side in ("theirs", "ours"))
             whose = "ours" if by_ours else "FlashMLA's"
             lines.append(f"| {name} | {both} | {errors} | {whose} |")
-    older = sorted({row["commit"] for row in found["rows"] if "commit" in row})
-    commits = found["commit"] + (f" (some rows: {', '.join(older)})" if older else "")
-    lines += ["", f"{found['device']}, commit {commits}. Our kernels served {served} of the {len(found['rows'])} rows."]
+    older = sorted({(row.get("device", found["device"]), row["commit"]) for row in found["rows"] if "commit" in row})
+    others = "; ".join(f"{device}, commit {commit}" for device, commit in older)
+    made = f"{found['device']}, commit {found['commit']}" + (f" (some rows: {others})" if others else "")
+    lines += ["", f"{made}. Our kernels served {served} of the {len(found['rows'])} rows."]
     if ratios:
         spread = f"{ratio(min(ratios))} to {ratio(max(ratios))}"
         lines += [f"From a CUDA graph, {engine} alone takes {spread} times as long as with ours in those rows."]

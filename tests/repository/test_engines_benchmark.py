@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from benchmarks import all as everything
-from benchmarks import engines, engines_sglang, engines_vllm, tables
+from benchmarks import engines, engines_sglang, engines_vllm, record, tables
 from benchmarks.absent import Absent, Missing
 from benchmarks.engines import Captured, difference
 from benchmarks.sglang import kit
@@ -138,6 +138,7 @@ def test_the_exit_code_says_whether_the_run_shows_something(command, wrong, monk
     sides = {"theirs": one, "ours": one | wrong}
     monkeypatch.setattr(command, "run", lambda side, *_: engines.NOTHING | {"results": {"verify": sides[side]}})
     monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(record, "RESULTS", tmp_path)  # whose rows stay where this very code made the record
     monkeypatch.setattr(sys, "argv", ["a command"])
     assert command.main() == len(wrong)
     written = json.loads((tmp_path / command.RECORD).read_text())
