@@ -7,8 +7,8 @@
 Needs an NVIDIA GPU. Each part is a command of its own, in the order of its worth; all.json remembers which are made, by
 which code. A part is left while its file is missing or of other code, so that one folder ends up being of one code;
 files of other code that stand in $OUT are only replaced with --replace. A copy of the checkout without its history
-takes the commit from $COMMIT. On a machine with several GPUs a part runs on each at the same time, with a share of the
-cores: first the parts that time the host, then those with many processes, and at last those that use all GPUs.
+takes the commit from $COMMIT. On a machine with several GPUs parts run beside each other, each with as many GPUs as it
+uses, one or two, and their share of the cores: first those that time a GPU or the host, then those of many processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Literal, NamedTuple
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 from benchmarks import plots
 from benchmarks.record import (
@@ -57,7 +56,9 @@ class Part(NamedTuple):
       seconds: it takes about so many on one H200 with 16 cores; a recorded run's count instead.
       whole: of a part that goes on where it was stopped, whether its file is complete.
       by_case: it goes on case by case: any time is enough for some.
-      takes_all: "cores", for its many processes: it runs beside no part that times the host. "gpus": it runs alone.
+      gpus: it uses so many, or the only one.
+      processes: it has many of them, and runs beside no part that times the host.
+      preallocates: JAX takes most of its GPU's memory at once, since neither torch nor another process needs any.
     """
 
     name: str
@@ -66,7 +67,9 @@ class Part(NamedTuple):
     seconds: int
     whole: Callable[[dict], bool] | None = None
     by_case: bool = False
-    takes_all: Literal["", "cores", "gpus"] = ""
+    gpus: int = 1
+    processes: bool = False
+    preallocates: bool = False
 
 
 def _step(name: str, count: int, arguments: str, seconds: int) -> Part:
@@ -81,7 +84,7 @@ def _cases(backend: str, least: int, seconds: int) -> Part:
         return sum(count for table in found["tables"].values() for count in table.values()) >= least
 
     command = f"cases --backend {backend} --limit {least} --workers {_WORKERS} --budget-seconds {{left}}"
-    return Part(f"cases {backend}", f"cases_{backend}.json", command, seconds, whole, by_case=True, takes_all="cores")
+    return Part(f"cases {backend}", f"cases_{backend}.json", command, seconds, whole, by_case=True, processes=True)
 
 
 def _serving(preset: str, count: int, seconds: int) -> Part:
@@ -115,7 +118,7 @@ def _suite(half: str, seconds: int) -> Part:
     def whole(found: dict) -> bool:
         return half in found.get("halves", ())
 
-    return Part(f"suite {half}", "h200_tests.json", f"suite --half {half}", seconds, whole, takes_all="gpus")
+    return Part(f"suite {half}", "h200_tests.json", f"suite --half {half}", seconds, whole, gpus=2, processes=True)
 
 
 def _two_gpus(name: str, section: str, module: str, count: int, seconds: int) -> Part:
@@ -123,7 +126,7 @@ def _two_gpus(name: str, section: str, module: str, count: int, seconds: int) ->
         made = found.get(section, {})
         return made.get("code") == found["code"] and len(own_rows(made["rows"])) >= count
 
-    return Part(name, "two_gpus.json", module, seconds, whole, takes_all="gpus")
+    return Part(name, "two_gpus.json", module, seconds, whole, gpus=2)
 
 
 def _memcheck_whole(found: dict) -> bool:
@@ -153,7 +156,7 @@ PARTS = (
     _step("decode", 8, "--prefill '' --long '' --workers 8", 110),
     _suite("operations", 480),
     _suite("rest", 250),
-    Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole, takes_all="cores"),
+    Part("memcheck", "memcheck.json", "memcheck --limit-seconds {left}", 240, _memcheck_whole, processes=True),
     _cases("hopper", 5201, 250),
     _cases("triton", 600, 50),
     _cases("drop_in", 1400, 50),
@@ -180,7 +183,7 @@ PARTS = (
     Part("peer_step", "peer_step.json", "peer_step", 180, _measured),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 140, _measured),
-    Part("maxtext_step", "maxtext_step.json", "maxtext_step", 400, _maxtext_whole, by_case=True),
+    Part("maxtext_step", "maxtext_step.json", "maxtext_step", 400, _maxtext_whole, by_case=True, preallocates=True),
     # These fail by name where there is one GPU.
     _two_gpus("two_gpus", "step_over_requests", "two_gpus", 6, 300),
     _two_gpus(
@@ -252,7 +255,7 @@ def run(part: Part, limit: float, gpu: str | None = None, cores: Sequence[int] =
     """The exit code, None where the part had to be stopped, and the seconds that it took; output goes to a log.
 
     Args:
-      gpu: the only one that the part sees; None: all.
+      gpu: the only ones that the part sees, as CUDA_VISIBLE_DEVICES names them; None: all.
       cores: the only ones that it runs on; none: all.
     """
     command = shlex.split(part.module.format(left=int(limit - MARGIN)))
@@ -260,6 +263,7 @@ def run(part: Part, limit: float, gpu: str | None = None, cores: Sequence[int] =
     started = time.monotonic()
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "interop"), *_python_path()])}
     environ |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+    environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", str(part.preallocates).lower())
     with path.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", f"benchmarks.{command[0]}", *command[1:]],
@@ -312,62 +316,54 @@ def foreign() -> list[str]:
 
 
 def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[str], first: Part | None) -> None:
-    """Runs the parts that fit before the deadline: one at a time on each of several GPUs, or one after the other.
+    """Runs the parts that fit before the deadline: beside each other on several GPUs, or one after the other.
 
-    Each GPU has its share of the cores: one part's compilations take none of those on which another times the host.
+    Each part has its GPUs' share of the cores: one part's compilations take none of those on which another times the
+    host. No two write one file at the same time. Where others have GPUs left, parts that use two come first.
 
     Args:
       first: the part that runs in any case, so that none is put off for ever.
     """
-    waiting, writes, turn = list(parts), set(), threading.Condition()
+    waiting = sorted(parts, key=lambda part: part.gpus < 2) if len(gpus) > 2 else list(parts)
+    cores = sorted(os.sched_getaffinity(0)) if len(gpus) > 1 else []
+    each = len(cores) // max(1, min(len(gpus), sum(part.gpus for part in parts)))
+    free = {gpu: cores[i * each : (i + 1) * each] for i, gpu in enumerate(gpus)} if len(gpus) > 1 else {None: []}
+    on_all, running = len(free), {}
 
-    def next_part() -> tuple[Part, float] | None:
-        """The first that fits and whose file no other part is writing."""
-        with turn:
-            while waiting:
-                for part in [part for part in waiting if part.file not in writes]:
-                    waiting.remove(part)
-                    left = deadline - time.monotonic() - MARGIN
-                    takes = ledger.takes(part)
-                    if left < (PIECE if part.by_case else takes) and (part is not first or left < PIECE):
-                        needs = f"takes about {takes:.0f} s, {max(0, left):.0f} s are left"
-                        print(f"{part.name}: {needs}: the next call runs it")
-                        continue
-                    writes.add(part.file)
-                    return part, left
-                if waiting:
-                    turn.wait()
-        return None
+    def next_part() -> Part | None:
+        files = {part.file for part, _ in running.values()}
+        able = (part for part in waiting if part.file not in files and min(part.gpus, on_all) <= len(free))
+        return next(able, None)
 
-    def work(gpu: str | None, cores: Sequence[int] = ()) -> None:
-        while found := next_part():
-            part, left = found
-            try:
-                print(f"{part.name}: about {ledger.takes(part):.0f} s ...", flush=True)
-                exit_code, seconds = run(part, min(left, 86_400), gpu, cores)
-                word = "stopped" if exit_code is None else f"exit code {exit_code}"
-                print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
-                with turn:
-                    ledger.add(part, seconds, exit_code)
-            except BaseException:
-                waiting.clear()
-                raise
-            finally:
-                with turn:
-                    writes.discard(part.file)
-                    turn.notify_all()
+    def start(part: Part) -> None:
+        waiting.remove(part)
+        left, takes = deadline - time.monotonic() - MARGIN, ledger.takes(part)
+        if left < (PIECE if part.by_case else takes) and (part is not first or left < PIECE):
+            needs = f"takes about {takes:.0f} s, {max(0, left):.0f} s are left"
+            print(f"{part.name}: {needs}: the next call runs it")
+            return
+        print(f"{part.name}: about {takes:.0f} s ...", flush=True)
+        taken = {gpu: free.pop(gpu) for gpu in list(free)[: part.gpus]}
+        seen = None if None in taken else ",".join(taken)
+        future = pool.submit(run, part, min(left, 86_400), seen, [core for share in taken.values() for core in share])
+        running[future] = part, taken
 
-    if len(gpus) < 2:
-        return work(None)
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // max(1, min(len(gpus), len(parts)))
-    with ThreadPoolExecutor(len(gpus)) as pool:
+    def end(future: Future) -> None:
+        part, taken = running.pop(future)
+        exit_code, seconds = future.result()
+        word = "stopped" if exit_code is None else f"exit code {exit_code}"
+        print(f"{part.name}: {word} after {seconds:.0f} s", flush=True)
+        ledger.add(part, seconds, exit_code)
+        free.update(taken)
+
+    with ThreadPoolExecutor(on_all) as pool:
         try:
-            workers = [pool.submit(work, gpu, cores[i * each : (i + 1) * each]) for i, gpu in enumerate(gpus)]
-            for future in as_completed(workers):
-                future.result()
+            while waiting or running:
+                while part := next_part():
+                    start(part)
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    end(future)
         except BaseException:
-            waiting.clear()
             for process in list(_running):  # whose sessions are their own
                 stop(process)
             raise
@@ -394,8 +390,8 @@ def main() -> int:
     chosen = [part for part in PARTS if (part.name in args.part if args.part else not ledger.made(part))]
     chosen.sort(key=lambda part: part.name in ledger.stopped)  # such a part may take longer than a call
     first = chosen[0] if chosen else None
-    for kind, gpus in (("", gpu_names()), ("cores", gpu_names()), ("gpus", [])):
-        make([part for part in chosen if part.takes_all == kind], ledger, deadline, gpus, first)
+    for processes in (False, True):
+        make([part for part in chosen if part.processes == processes], ledger, deadline, gpu_names(), first)
     draw()
     print(table(ledger))
     return int(not all(ledger.made(part) for part in PARTS))

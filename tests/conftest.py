@@ -24,6 +24,7 @@ if sys.dont_write_bytecode:
 for _name, _bytes in (("MMAP_THRESHOLD", 2**28), ("TRIM_THRESHOLD", 2**30), ("TOP_PAD", 2**24)):
     os.environ.setdefault(f"MALLOC_{_name}_", str(_bytes))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads wait for each other's products by spinning
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers allocate on the same GPU
 gc.set_threshold(200_000, 50, 1000)  # a collection of all that JAX keeps takes seconds, and finds little
 
 # Tests use the first GPU, and some a second: xdist's workers begin to count those that `benchmarks.suite` names at

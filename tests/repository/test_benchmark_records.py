@@ -272,6 +272,35 @@ def test_parts_share_the_gpus_and_no_two_write_one_file(monkeypatch, same_file):
     assert not seen
 
 
+@pytest.mark.parametrize(
+    ("gpus", "pairs"), [(["0"], {None}), (["0", "1"], {"0,1"}), (["a", "b", "c", "d"], {"a,b", "c,d"})], ids=str
+)
+def test_a_part_of_two_gpus_has_both_for_itself(monkeypatch, gpus, pairs):
+    busy, began, lock = set(), [], threading.Lock()
+    monkeypatch.setattr(everything.os, "sched_getaffinity", lambda _: set(range(8)))
+
+    def run(part, limit, gpu=None, cores=()):
+        used = set((gpu or "all").split(","))
+        with lock:
+            assert not busy & used and len(cores) == (8 // len(gpus) * len(used) if gpu else 0)
+            busy.update(used)
+            began.append((part.name, gpu))
+        time.sleep(0.05)
+        with lock:
+            busy.difference_update(used)
+        return 0, 1.0
+
+    monkeypatch.setattr(everything, "run", run)
+    ledger = types.SimpleNamespace(add=lambda *_: None, takes=lambda part: part.seconds)
+    parts = [everything.Part(str(n), f"{n}.json", "module", 1) for n in range(4)]
+    parts += [everything.Part(f"pair {n}", f"pair {n}.json", "module", 1, gpus=2) for n in range(2)]
+    everything.make(parts, ledger, float("inf"), gpus, parts[0])
+    assert sorted(name for name, _ in began) == sorted(part.name for part in parts)
+    assert {gpu for name, gpu in began if "pair" in name} == pairs
+    first = {name for name, _ in began[:2]}
+    assert first == ({"pair 0", "pair 1"} if len(gpus) > 2 else {"0", "1"})
+
+
 @pytest.mark.parametrize("gpus", [[], ["0", "1"]], ids=str)
 def test_a_part_that_cannot_be_run_ends_the_call(monkeypatch, gpus):
     begun = []
