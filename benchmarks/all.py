@@ -328,11 +328,11 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
     cores = sorted(os.sched_getaffinity(0)) if len(gpus) > 1 else []
     each = len(cores) // max(1, min(len(gpus), sum(part.gpus for part in parts)))
     free = {gpu: cores[i * each : (i + 1) * each] for i, gpu in enumerate(gpus)} if len(gpus) > 1 else {None: []}
-    on_all, running = len(free), {}
+    names, running = list(free), {}
 
     def next_part() -> Part | None:
         files = {part.file for part, _ in running.values()}
-        able = (part for part in waiting if part.file not in files and min(part.gpus, on_all) <= len(free))
+        able = (part for part in waiting if part.file not in files and min(part.gpus, len(names)) <= len(free))
         return next(able, None)
 
     def start(part: Part) -> None:
@@ -343,7 +343,7 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
             print(f"{part.name}: {needs}: the next call runs it")
             return
         print(f"{part.name}: about {takes:.0f} s ...", flush=True)
-        taken = {gpu: free.pop(gpu) for gpu in list(free)[: part.gpus]}
+        taken = {gpu: free.pop(gpu) for gpu in [name for name in names if name in free][: part.gpus]}
         seen = None if None in taken else ",".join(taken)
         future = pool.submit(run, part, min(left, 86_400), seen, [core for share in taken.values() for core in share])
         running[future] = part, taken
@@ -356,7 +356,7 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
         ledger.add(part, seconds, exit_code)
         free.update(taken)
 
-    with ThreadPoolExecutor(on_all) as pool:
+    with ThreadPoolExecutor(len(names)) as pool:
         try:
             while waiting or running:
                 while part := next_part():

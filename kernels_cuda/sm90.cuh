@@ -404,6 +404,10 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 __device__ __forceinline__ void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
+// The same for threads behind which other blocks may write into this one's shared memory: they are done with it.
+__device__ __forceinline__ void release_in_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // As `wait`, for data that other blocks of the cluster have sent.

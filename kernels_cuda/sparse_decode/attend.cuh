@@ -224,9 +224,15 @@ __device__ __forceinline__ void store_part(const float (&sums)[2][64], const flo
 
 // --- the consumer -----------------------------------------------------------------------------------------------
 
-// `side` selects the half of V's columns that this consumer sums, and the blocks that it scores: those with n % 2 ==
-// side.
 template <Format kFormat>
+struct WideShared;
+template <Format kFormat>
+__device__ __forceinline__ void join_in_cluster(const Call& call, WideShared<kFormat>& shared, int tile, int side,
+                                                const float (*sums)[2][64], const Statistics* statistics);
+
+// `side` selects the half of V's columns that this consumer sums, and the blocks that it scores: those with n % 2 ==
+// side. With kWide the piece is one part of a row, which the cluster joins (wide.cuh).
+template <Format kFormat, bool kWide = false>
 __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
                                             int side) {
   constexpr int kParts = Layout<kFormat>::kParts;
@@ -283,6 +289,10 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       release_keys(shared, turn, side);
     }
 
+    if constexpr (kWide) {
+      join_in_cluster(call, static_cast<WideShared<kFormat>&>(shared), tile, side, &sums, &statistics);
+      return;
+    }
     // Both have summed all blocks. Each has the sums of weights of the blocks that it scored.
     float factors[2];
     bool whole = first == 0 && last == rows.lengths.blocks();

@@ -1,8 +1,9 @@
 // Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
 //
 // The persistent kernel runs one thread block on each multiprocessor, with two producer and two consumer warpgroups.
-// The cluster kernel serves few rows: a cluster of thread blocks shares each row. docs/kernels.md explains shared
-// memory, the barriers and the limits.
+// The cluster kernel serves few rows: a cluster of thread blocks shares each row. So it does in the wide cluster kernel,
+// where each has the warpgroups of the persistent one. docs/kernels.md explains shared memory, the barriers and the
+// limits.
 
 #pragma once
 
@@ -14,6 +15,7 @@
 #include "keys.cuh"
 #include "rows_bf16.cuh"
 #include "shared.cuh"
+#include "wide.cuh"
 
 namespace sparse_decode {
 
@@ -74,6 +76,41 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
   }
 }
 
+template <Format kFormat>
+__device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat>& shared) {
+  int tile = blockIdx.y, row = blockIdx.z, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
+  if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers<kFormat>(shared, thread / 32);
+  if (threadIdx.x == 0) {
+    sm90::init(&shared.statistics_full, 1), sm90::init(&shared.values_full, 1);
+    sm90::fence_barriers();
+  }
+  __syncthreads();
+  int blocks = lengths_of(call, row).blocks();
+  Part part(call, blocks, true, blockIdx.x);
+  bool any = part.first < part.last;
+  const Piece piece = {row, part.first, part.last < blocks ? part.last : kToItsEnd, kToItsEnd, any ? 0 : -1,
+                       0,   nullptr,    part.last - part.first,                     false,     false};
+  if (warpgroup < 2) {
+    sm90::shrink_registers<kKeyRegisters>();
+    if (any) {
+      if constexpr (Layout<kFormat>::kIsBf16) {
+        bring_bf16_keys<kFormat>(call, piece, shared, tile, warpgroup);
+      } else {
+        bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
+      }
+    }
+    __syncwarp();
+    sm90::release_in_cluster();
+  } else {
+    sm90::grow_registers<kAttendRegisters>();
+    if (any) {
+      attend_rows<kFormat, true>(call, piece, shared, tile, warpgroup - 2);
+    } else {
+      join_in_cluster<kFormat>(call, shared, tile, warpgroup - 2, nullptr, nullptr);
+    }
+  }
+}
+
 extern __shared__ uint8_t dynamic_shared[];
 
 template <typename Layout>
@@ -92,7 +129,7 @@ struct Launch {
   int bytes;  // of shared memory
 };
 
-// The kernels of a format: for many rows, without and with lengths, and for few rows with 16 or 32 heads.
+// The kernels of a format: for many rows, without and with lengths; for few rows with 16 or 32 heads; the wide one.
 template <Format kFormat>
 struct Kernels;
 
@@ -110,12 +147,16 @@ struct Kernels;
   SPARSE_DECODE_KERNEL name##_few_32(const __grid_constant__ Call call) {                         \
     PartOfRow<kFormat, 32>(call, shared_memory<ClusterShared<kFormat, 32>>()).attend();           \
   }                                                                                               \
+  SPARSE_DECODE_KERNEL name##_wide(const __grid_constant__ Call call) {                           \
+    attend_wide<kFormat>(call, shared_memory<WideShared<kFormat>>());                             \
+  }                                                                                               \
   template <>                                                                                     \
   struct Kernels<kFormat> {                                                                       \
     static constexpr int kBytes = shared_bytes<Shared<kFormat>>();                                \
     static constexpr Launch kMany = {name, kBytes}, kByLengths = {name##_by_lengths, kBytes};     \
     static constexpr Launch kFew16 = {name##_few_16, shared_bytes<ClusterShared<kFormat, 16>>()}; \
     static constexpr Launch kFew32 = {name##_few_32, shared_bytes<ClusterShared<kFormat, 32>>()}; \
+    static constexpr Launch kWide = {name##_wide, shared_bytes<WideShared<kFormat>>()};           \
   };
 
 SPARSE_DECODE_KERNELS(sparse_decode_v4, kV4)

@@ -55,7 +55,8 @@ inline Divisor divisor_of(int64_t n) {
   return {static_cast<uint32_t>(n), static_cast<uint32_t>(((int64_t{1} << (31 + shift)) + n - 1) / n), shift};
 }
 
-enum Cuts { kNever, kAlways, kAsLengthsSay };  // kAsLengthsSay where lengths are given
+// kAsLengthsSay where lengths are given. kInClusters: each row is shared by a cluster, as in the cluster kernel.
+enum Cuts { kNever, kAlways, kAsLengthsSay, kInClusters };
 
 // The part of the schedule that is known before the launch: rounds of one row for each group, and the rows that are
 // left.

@@ -27,18 +27,19 @@ void check_cuda(cudaError_t error) {
 }
 
 template <Format kFormat>
-Launch launch_of(int tile, bool by_lengths) {
+Launch launch_of(int tile, int cuts, bool by_lengths) {
   using Of = Kernels<kFormat>;
+  if (cuts == kInClusters) return Of::kWide;
   return tile == 16 ? Of::kFew16 : tile == 32 ? Of::kFew32 : by_lengths ? Of::kByLengths : Of::kMany;
 }
 
-Launch launch_of(int format, int tile, bool by_lengths) {
-  if (format == kV32) return launch_of<kV32>(tile, by_lengths);
-  if (format == kV41) return launch_of<kV41>(tile, by_lengths);
-  if (format == kV41Fp4) return launch_of<kV41Fp4>(tile, by_lengths);
-  if (format == kV4Bf16) return launch_of<kV4Bf16>(tile, by_lengths);
-  if (format == kV32Bf16) return launch_of<kV32Bf16>(tile, by_lengths);
-  return launch_of<kV4>(tile, by_lengths);
+Launch launch_of(int format, int tile, int cuts, bool by_lengths) {
+  if (format == kV32) return launch_of<kV32>(tile, cuts, by_lengths);
+  if (format == kV41) return launch_of<kV41>(tile, cuts, by_lengths);
+  if (format == kV41Fp4) return launch_of<kV41Fp4>(tile, cuts, by_lengths);
+  if (format == kV4Bf16) return launch_of<kV4Bf16>(tile, cuts, by_lengths);
+  if (format == kV32Bf16) return launch_of<kV32Bf16>(tile, cuts, by_lengths);
+  return launch_of<kV4>(tile, cuts, by_lengths);
 }
 
 constexpr int kPortableCluster = 8;  // thread blocks of the largest cluster that any device can run
@@ -95,9 +96,9 @@ Planned planned(int rows, int heads, int format, const Shape& table, const Shape
   if (units_of(call) > INT_MAX)
     TVM_FFI_THROW(ValueError) << "sparse_decode: " << rows << " rows have too many blocks of keys";
   bool by_lengths = table.rows_per_length || extra.rows_per_length;
-  made.what = launch_of(format, tile, by_lengths);
+  made.what = launch_of(format, tile, cuts, by_lengths);
   allow(made.what);
-  if (tile == kHeads) {
+  if (tile == kHeads && cuts != kInClusters) {
     made.grid[0] = groups * call.tiles, made.grid[1] = made.grid[2] = 1;
     made.waits = cuts != kNever;
   } else {
@@ -138,8 +139,8 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
 // needs scratch memory for the parts as in Call, one behind the other, for groups · ⌈heads / 64⌉ thread blocks, at most
 // one for each multiprocessor.
 // `tile` is the heads of a thread block. With 16 or 32 instead of 64 the cluster kernel runs: `groups` thread blocks,
-// from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. The caller validates sizes, dtypes
-// and the plan (tile, groups, cuts). `format` is one of Format. A table's last six numbers are those of a Shape, in its
+// from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. With 64 and cuts kInClusters the same
+// holds for the wide cluster kernel. The caller validates sizes, dtypes and the plan (tile, groups, cuts). `format` is one of Format. A table's last six numbers are those of a Shape, in its
 // order; those of Places are read for V4.1 alone. FP4 rows are the second table's, also where there is no first one.
 void SparseDecode(ffi::TensorView q, ffi::Optional<ffi::TensorView> cache, ffi::Optional<ffi::TensorView> indices,
                   ffi::Optional<ffi::TensorView> lengths, ffi::Optional<ffi::TensorView> extra_cache,

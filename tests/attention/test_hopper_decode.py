@@ -33,6 +33,7 @@ from jax_sparse_mla.kernels.sm90 import decode_plan as planning
 from jax_sparse_mla.kernels.sm90.decode_plan import (
     ALWAYS,
     AS_LENGTHS_SAY,
+    IN_CLUSTERS,
     NEVER,
     V4,
     V4_BF16,
@@ -96,6 +97,16 @@ class TestPlan:
     def test_a_row_that_must_not_depend_on_the_batch_is_in_no_cluster(self):
         assert self.plan(1, few=True, batch_invariant=True).tile == 64
 
+    def test_no_call_takes_the_wide_cluster_kernel_before_it_is_timed(self, monkeypatch):
+        def plans():
+            return [self.plan(rows, 128, (128, 1024), few=True) for rows in (8, 16, 32)]
+
+        assert {plan.cuts for plan in plans()} == {ALWAYS}
+        monkeypatch.setattr(planning, "WIDE_LAUNCH", 8.0)
+        wide = [DecodePlan(64, parts, IN_CLUSTERS, 0) for parts in (6, 3, 2)]  # that run at once
+        assert plans() == wide
+        assert {self.plan(rows, 32, few=True).cuts for rows in (1, 8, 64)} <= {NEVER, ALWAYS}  # half of a tile
+
     @pytest.mark.parametrize(("heads", "groups", "tiles"), [(16, 132, 1), (128, 66, 2), (1000, 8, 16)])
     def test_rows_are_shared_by_the_device(self, heads, groups, tiles):
         plan, blocks = self.plan(1, heads), groups * tiles
@@ -130,8 +141,8 @@ class TestPlan:
         for name in ("RowCost", "JoinCost", "PartsJoined", "MostParts"):
             value = getattr(planning, re.sub("([A-Z])", r"_\1", name).upper())
             assert f"constexpr int k{name} = {value};" in text
-        assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay \}", text)
-        assert (NEVER, ALWAYS, AS_LENGTHS_SAY) == (0, 1, 2)
+        assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay, kInClusters \}", text)
+        assert (NEVER, ALWAYS, AS_LENGTHS_SAY, IN_CLUSTERS) == (0, 1, 2, 3)
         text = (cuda_build.source("sparse_decode").parent / "shared.cuh").read_text()
         assert "enum Format { kV4, kV32, kV41, kV41Fp4, kV4Bf16, kV32Bf16 };" in text
         assert (V4, V32, V41, V41_FP4, V4_BF16, V32_BF16) == (0, 1, 2, 3, 4, 5)

@@ -4,6 +4,7 @@ and every number, without a GPU. `support/decode_on_host.py` says how."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_oracle import assert_close_flashmla, decode_oracle
-from decode_on_host import CACHES, case_of, check_on_host, few, many, run_on_host
+from decode_on_host import CACHES, case_of, check_on_host, few, many, run_on_host, wide
 from host_build import compiled_for_the_host, compiled_once
 
 from jax_sparse_mla.kernels import build
@@ -52,6 +53,18 @@ def test_clusters(layouts, tile, parts, heads, decode):
     check_on_host(decode, case_of(*layouts, parts, heads=heads, batch=2), few(tile, parts), parts)
 
 
+# Each of the caches with two numbers of thread blocks.
+WIDE = [(2, 5), (6, 70), (3, 64), (16, 33)]
+WIDE = [*zip(CACHES, itertools.cycle(WIDE)), *zip(CACHES, itertools.cycle(WIDE[1:] + WIDE[:1]))]
+
+
+@pytest.mark.parametrize(("layouts", "sizes"), WIDE, ids=lambda x: "+".join(map(str, x)))
+def test_wide_clusters(layouts, sizes, decode):
+    """Thread blocks without keys among them, and a last tile of few heads."""
+    parts, heads = sizes
+    check_on_host(decode, case_of(*layouts, parts, heads=heads, batch=2, hot=parts == 3), wide(parts), parts)
+
+
 @pytest.mark.always(2)
 @of_all_caches
 def test_one_cache_and_rows_without_keys(layouts, decode):
@@ -59,12 +72,13 @@ def test_one_cache_and_rows_without_keys(layouts, decode):
         [{"rows": "none"}, {"lengths": "batch", "sink": False}, {"page_size": 1, "hot": True}]
     ):
         case = case_of(*layouts, seed, extra=None, topk=300, **setting)
-        for plan in (many(2), few(16, 4)):
+        for plan in (many(2), few(16, 4), wide(3)):
             check_on_host(decode, case, plan, seed + 1)
 
 
+@pytest.mark.parametrize("plan", [few(16, 3), wide(3)], ids=["cluster", "wide"])
 @pytest.mark.parametrize("power", [-110, 110])
-def test_clusters_add_parts_of_any_magnitude(power, decode):
+def test_clusters_add_parts_of_any_magnitude(power, plan, decode):
     """What thread blocks send each other is float16, which would underflow or overflow without its power of two."""
     case = case_of("V4_BF16", "V4_BF16", 5, heads=20, batch=2, extra=None, topk=300)
     factor = 2.0**power
@@ -74,7 +88,7 @@ def test_clusters_add_parts_of_any_magnitude(power, decode):
         cache=dataclasses.replace(case.cache, data=data.view(np.uint8), rows=case.cache.rows * factor),
         softmax_scale=case.softmax_scale / factor,
     )
-    out, lse = run_on_host(decode, changed, few(16, 3))
+    out, lse = run_on_host(decode, changed, plan)
     expected_out, expected_lse = decode_oracle(case)
     assert_close_flashmla(lse, expected_lse, "decode.lse")
     assert_close_flashmla(out / factor, expected_out, "decode.out")
@@ -108,6 +122,12 @@ NEEDED = {
     "kernel.cuh": [
         "__syncthreads();\n  const Piece piece",
         "if (round == 1) cooperative_groups::this_grid().sync();",
+        "__syncthreads();\n  int blocks = lengths_of(call, row)",
+    ],
+    "wide.cuh": [
+        "sm90::wait_cluster();  // no thread block needs its keys\n",
+        "sm90::wait_for_sent(&shared.statistics_full, 0);",
+        "sm90::wait_for_sent(&shared.values_full, 0);",
     ],
     "cluster.cuh": [
         "sm90::wait_cluster();  // all barriers are initialised\n",

@@ -23,6 +23,7 @@ from host_build import GUARD, aligned, poisoned
 from jax_sparse_mla.kernels.sm90.decode_plan import (
     ALWAYS,
     AS_LENGTHS_SAY,
+    IN_CLUSTERS,
     NEVER,
     NO_CACHE,
     SCRATCH_OF_BLOCK,
@@ -61,6 +62,11 @@ def many(groups: int, *, lengths: bool = True, cut: bool = True) -> DecodePlan:
 def few(tile: int, parts: int) -> DecodePlan:
     """The cluster kernel, with so many heads and thread blocks of a cluster."""
     return DecodePlan(tile, parts, NEVER, 0)
+
+
+def wide(parts: int) -> DecodePlan:
+    """The wide cluster kernel, with so many thread blocks of a cluster."""
+    return DecodePlan(64, parts, IN_CLUSTERS, 0)
 
 
 def run_on_host(function: Callable, case: DecodeCase, plan: DecodePlan, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -115,6 +121,7 @@ def main(library: str) -> None:
             case = case_of(*layouts, seed, batch=1, lengths="none", extra_lengths="none")
             check_on_host(function, case, many(5, lengths=False), seed)
             check_on_host(function, case_of(*layouts, seed, batch=1, lengths="none"), few(16, 2), seed)
+            check_on_host(function, case_of(*layouts, seed, heads=(5, 33, 64)[seed], batch=1), wide(2 + seed), seed)
 
 
 if __name__ == "__main__":

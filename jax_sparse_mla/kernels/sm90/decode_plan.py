@@ -1,9 +1,9 @@
 """How the SM90 decode kernels' thread blocks share the rows of a call, from static shapes alone.
 
 One kernel goes through many rows: it deals whole rows to its thread blocks, or cuts the line of all rows' blocks of 64
-keys in equal pieces (`kernels_cuda/sparse_decode/schedule.cuh`). The other is for few rows: a cluster of thread blocks
-shares each row's keys (`kernels_cuda/sparse_decode/cluster.cuh`). Here stands which one serves, and what must be known
-before the launch.
+keys in equal pieces (`kernels_cuda/sparse_decode/schedule.cuh`). Two are for fewer rows: a cluster of thread blocks
+shares each row's keys, for 16 or 32 heads (`kernels_cuda/sparse_decode/cluster.cuh`) or for 64 (`wide.cuh`). Here
+stands which one serves, and what must be known before the launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, whic
 # parts' rows, int32. place_scratch of call.cuh says where each is.
 SCRATCH_OF_BLOCK = 4 * (2 * _HEADS * (V_DIM + 2) + 2)
 
-NEVER, ALWAYS, AS_LENGTHS_SAY = 0, 1, 2  # the kernel's Cuts
+NEVER, ALWAYS, AS_LENGTHS_SAY, IN_CLUSTERS = 0, 1, 2, 3  # the kernel's Cuts
 V4, V32, V41, V41_FP4, V4_BF16, V32_BF16 = range(6)  # the kernel's Format
 
 _FORMATS = {
@@ -45,10 +45,10 @@ class DecodePlan:
     """One launch.
 
     Attributes:
-      tile: heads that a thread block attends to: 64, or 16 or 32 where a cluster shares each row.
+      tile: heads that a thread block attends to: 64, or 16 or 32 in the cluster kernel.
       groups: of thread blocks, one for each tile, that share the rows; or the thread blocks of a cluster.
       cuts: whether a row may be attended to in parts that are joined at the end: `NEVER`, `ALWAYS` or, where it
-        depends on the lengths, `AS_LENGTHS_SAY`. Clusters need none.
+        depends on the lengths, `AS_LENGTHS_SAY`. The cluster kernel has `NEVER`, the wide one `IN_CLUSTERS`.
       scratch_bytes: what the parts need, 0 without cuts; see `Call` in schedule.cuh.
     """
 
@@ -90,7 +90,7 @@ def decode_plan(
     if not batch_invariant:
         time, tile, parts = _time_in_clusters(*shape)
         if time < _time_of_many(*shape):
-            return DecodePlan(tile, parts, NEVER, 0)
+            return DecodePlan(tile, parts, IN_CLUSTERS if tile == _HEADS else NEVER, 0)
     return _plan_of_many(*shape, has_lengths, batch_invariant)
 
 
@@ -153,12 +153,16 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
 # by the same times, which were not fitted to them.
 
 
+# The wide cluster kernel's launch, which no GPU has timed: it serves no call by itself until one has.
+WIDE_LAUNCH = float("inf")
+
+
 def _time_in_clusters(rows: int, heads: int, blocks: int, sm_count: int) -> tuple[float, int, int]:
     """The shortest time of a launch whose clusters all run at once, its tile and thread blocks of a cluster."""
     best = (float("inf"), 0, 0)
-    for tile, fixed, block in ((16, 4.1, 2.4), (32, 5.1, 3.0)):
+    for tile, fixed, block in ((16, 4.1, 2.4), (32, 5.1, 3.0), (64, WIDE_LAUNCH, 2.6)):
         clusters = rows * -(-heads // tile)
-        if tile == 32 and heads <= 16:
+        if 16 < tile >= 2 * heads:
             break
         for parts in range(2, max(2, min(blocks, _MOST_PARTS)) + 1):
             blocks_of_part, room = -(-blocks // parts), _clusters_at_once(parts, sm_count)

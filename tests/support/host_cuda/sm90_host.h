@@ -496,6 +496,7 @@ inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, u
 // An address in another thread block has the block's number and 1 in its highest byte.
 
 inline void arrive_in_cluster() { cluster.arrive(); }
+inline void release_in_cluster() { cluster.arrive(); }
 inline void wait_cluster() { cluster.wait(); }
 inline void wait_for_sent(Barrier* barrier, int parity) { wait(barrier, parity); }
 

@@ -19,10 +19,9 @@ static void run_many(const Call& call, unsigned seed) {
   sm90::run(gridDim.x, kThreads, sizeof(Memory) + 1024, program, [](int block) { blockIdx.x = block; }, seed);
 }
 
-template <Format kFormat, int kN>
-static void run_few(const Call& call, unsigned seed) {
-  using Memory = ClusterShared<kFormat, kN>;
-  auto program = [&] { PartOfRow<kFormat, kN>(call, *reinterpret_cast<Memory*>(sm90::tiles_memory())).attend(); };
+template <typename Memory>
+static void run_clusters(const Call& call, unsigned seed, void (*attend)(const Call&, Memory&)) {
+  auto program = [&] { attend(call, *reinterpret_cast<Memory*>(sm90::tiles_memory())); };
   for (int row = 0; row < call.rows; row++)
     for (int tile = 0; tile < call.tiles; tile++)
       sm90::run(call.groups, kThreads, sizeof(Memory) + 1024, program, [=](int block) {
@@ -30,9 +29,18 @@ static void run_few(const Call& call, unsigned seed) {
       }, seed);
 }
 
+template <Format kFormat, int kN>
+static void run_few(const Call& call, unsigned seed) {
+  using Memory = ClusterShared<kFormat, kN>;
+  run_clusters<Memory>(call, seed, [](const Call& call, Memory& shared) {
+    PartOfRow<kFormat, kN>(call, shared).attend();
+  });
+}
+
 template <Format kFormat>
 static void run(const Call& call, int tile, unsigned seed) {
   bool by_lengths = call.tables[0].lengths || call.tables[1].lengths;
+  if (call.cuts == kInClusters) return run_clusters<WideShared<kFormat>>(call, seed, attend_wide<kFormat>);
   if (tile == 16) return run_few<kFormat, 16>(call, seed);
   if (tile == 32) return run_few<kFormat, 32>(call, seed);
   by_lengths ? run_many<kFormat, true>(call, seed) : run_many<kFormat, false>(call, seed);
@@ -44,7 +52,7 @@ extern "C" void sparse_decode_on_host(int rows, int heads, int format, const Sha
                                       double softmax_scale, double empty_lse, int tile, int groups, int cuts, void* const* tensors,
                                       const int64_t* bytes, unsigned seed) {
   Call call = call_of(rows, heads, shapes[0], shapes[1], softmax_scale, empty_lse, tile, groups, cuts);
-  if (tile != kHeads) call.deal.parts = divisor_of(groups);
+  if (tile != kHeads || cuts == kInClusters) call.deal.parts = divisor_of(groups);
   call.q = static_cast<const __nv_bfloat16*>(tensors[0]);
   for (int i = 0; i < 2; i++) {
     call.tables[i].data = static_cast<const uint8_t*>(tensors[1 + 3 * i]);

@@ -1,0 +1,146 @@
+// The wide cluster kernel, for rows of many heads that are too few for all multiprocessors: the thread blocks of a
+// cluster share a row's keys, each with the roles of the persistent kernel, and add up their parts in each other's
+// shared memory.
+
+#pragma once
+
+#include "attend.cuh"
+#include "cluster.cuh"
+
+namespace sparse_decode {
+
+// What thread blocks send each other, once none of the cluster needs its keys: this lies in their place. Of a part and
+// a head, for either half of V's columns: the base-2 score whose weight is 1, the sum of the weights of the blocks that
+// the half's consumer scored, and the power of two by which values are multiplied again.
+struct Exchange {
+  float4 statistics[kMostParts][2][kHeads];
+  // Of the columns that this thread block adds up, in eights: those of the first part, then of the second, and so on.
+  // They are float16 times a power of two, as in Unit.
+  uint4 values[2 * places_of(kValues / 16)][kHeads];
+};
+
+template <Format kFormat>
+struct WideShared : Shared<kFormat> {
+  Barrier statistics_full, values_full;
+
+  static_assert(sizeof(Exchange) <= sizeof(Shared<kFormat>::keys));
+  __device__ __forceinline__ Exchange& exchange() { return reinterpret_cast<Exchange&>(this->keys); }
+};
+
+// Columns are dealt to the parts by sixteens, in turn.
+struct Sixteens {
+  const Divisor& parts;
+
+  // How many a part adds up, and how many the first does.
+  __device__ __forceinline__ int of(int rank) const { return parts.quotient(kValues / 16 - 1 - rank) + 1; }
+  __device__ __forceinline__ int most() const { return of(0); }
+};
+
+// Sends a consumer's values of a thread's two heads to the parts that add them up.
+template <Format kFormat>
+__device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>& shared, int side,
+                                          const float (&sums)[2][64], const Statistics& statistics) {
+  int lane = threadIdx.x % 32, quarter = lane % 4, tile_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  int rank = blockIdx.x, parts = call.deal.parts.divisor, most = Sixteens{call.deal.parts}.most();
+  Exchange& exchange = shared.exchange();
+  float up[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float top = 0;
+#pragma unroll
+    for (int i = 0; i < 64; i++) top = fmaxf(top, fabsf(sums[i / 32][i % 32 / 2 * 4 + 2 * r + i % 2]));
+    top = over_quad(top, larger);
+    int exponent = min(max(__float_as_int(top) >> 23, 15), 254);  // the largest value becomes less than 2^15
+    up[r] = __int_as_float(268 - exponent << 23);
+    float sum = over_quad(statistics.sum[r], total), down = __int_as_float(exponent - 14 << 23);
+    auto word = [](float x) { return static_cast<uint32_t>(__float_as_int(x)); };
+    uint4 own = {word(statistics.reference[r]), word(sum), word(down), 0};
+#pragma unroll 1
+    for (int part = quarter; part < parts; part += 4)
+      sm90::send(sm90::address_of(&exchange.statistics[rank][side][tile_row + 8 * r], part), own,
+                 sm90::address_of(&shared.statistics_full, part));
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < 32; chunk += 4) {
+    int eight = side * 32 + chunk + quarter, there = call.deal.parts.quotient(eight / 2);
+    int part = eight / 2 - there * parts, place = (rank * most + there) * 2 + eight % 2;
+    uint32_t to = sm90::address_of(&exchange.values[place][tile_row], part);
+    uint32_t barrier = sm90::address_of(&shared.values_full, part);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* pair = &sums[chunk / 16][(chunk % 16 + i) * 4 + 2 * r];
+        x[i] = sm90::rounded_to_halves({pair[0] * up[r], pair[1] * up[r]});
+      }
+      sm90::send(to + r * 8 * sizeof(uint4), transpose_quad(x), barrier);
+    }
+  }
+}
+
+// Adds the parts in the order of the keys, not of arrival. A consumer's thread has every fourth eight of the columns of
+// one head.
+template <Format kFormat>
+__device__ __forceinline__ void add_parts(const Call& call, WideShared<kFormat>& shared, int tile, int used) {
+  int thread = threadIdx.x % 256, tile_row = thread % kHeads, head = tile * kHeads + tile_row, rank = blockIdx.x;
+  int parts = call.deal.parts.divisor, most = Sixteens{call.deal.parts}.most(), row = blockIdx.z;
+  bool there = head < call.heads;
+  float sink = call.sink && there ? call.sink[head] * kLog2E : -INFINITY;
+  const Exchange& exchange = shared.exchange();
+  sm90::wait_for_sent(&shared.statistics_full, 0);
+  float largest = -INFINITY, sum = 0;
+#pragma unroll 4
+  for (int part = 0; part < used; part++) largest = fmaxf(largest, exchange.statistics[part][0][tile_row].x);
+  float base = largest == -INFINITY ? 0 : largest;
+#pragma unroll 4
+  for (int part = 0; part < used; part++) {
+    float4 first = exchange.statistics[part][0][tile_row];
+    sum += (first.y + exchange.statistics[part][1][tile_row].y) * exp2_approx(first.x - base);
+  }
+  float factor = sum == 0 ? 0.0f : 1 / (sum + exp2f(sink - base));
+  int64_t at = static_cast<int64_t>(row) * call.heads + head;
+  if (rank == 0 && thread < kHeads && there) call.lse[at] = sum == 0 ? call.empty_lse : kLn2 * (base + log2f(sum));
+  sm90::wait_for_sent(&shared.values_full, 0);
+  int here = Sixteens{call.deal.parts}.of(rank) * 2;
+#pragma unroll 1
+  for (int i = thread / kHeads; i < here; i += 4) {
+    int eight = (i / 2 * parts + rank) * 2 + i % 2;
+    float joined[8] = {};
+#pragma unroll 4
+    for (int part = 0; part < used; part++) {
+      float4 of_part = exchange.statistics[part][eight / 32][tile_row];
+      uint4 x = exchange.values[part * most * 2 + i][tile_row];
+      uint32_t words[4] = {x.x, x.y, x.z, x.w};
+      float weight = exp2_approx(of_part.x - base) * factor * of_part.z;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float2 two = sm90::two_floats(words[k]);
+        joined[2 * k] += weight * two.x, joined[2 * k + 1] += weight * two.y;
+      }
+    }
+    uint32_t out[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) out[k] = bits(__floats2bfloat162_rn(joined[2 * k], joined[2 * k + 1]));
+    if (there) *reinterpret_cast<uint4*>(call.out + at * kValues + eight * 8) = {out[0], out[1], out[2], out[3]};
+  }
+}
+
+// A consumer's part, once it has summed all of its blocks; `sums` and `statistics` are null where it has none.
+template <Format kFormat>
+__device__ __forceinline__ void join_in_cluster(const Call& call, WideShared<kFormat>& shared, int tile, int side,
+                                                const float (*sums)[2][64], const Statistics* statistics) {
+  int blocks = lengths_of(call, blockIdx.z).blocks(), each = Part(call, blocks, true, 0).last;
+  int used = (blocks + each - 1) / each;
+  if (threadIdx.x == 256) {
+    sm90::expect(&shared.statistics_full, used * sizeof(Exchange::statistics[0]));
+    sm90::expect(&shared.values_full, used * Sixteens{call.deal.parts}.of(blockIdx.x) * 2 * kHeads * sizeof(uint4));
+  }
+  __syncwarp();
+  sm90::release_in_cluster();
+  sm90::wait_cluster();  // no thread block needs its keys
+  if (sums) send_part(call, shared, side, *sums, *statistics);
+  add_parts(call, shared, tile, used);
+}
+
+}  // namespace sparse_decode
