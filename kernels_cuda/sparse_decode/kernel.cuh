@@ -80,12 +80,13 @@ template <Format kFormat>
 __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat>& shared) {
   int tile = blockIdx.y, row = blockIdx.z, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers<kFormat>(shared, thread / 32);
+  int blocks = lengths_of(call, row).blocks();
   if (threadIdx.x == 0) {
     sm90::init(&shared.statistics_full, 1), sm90::init(&shared.values_full, 1);
     sm90::fence_barriers();
+    expect_parts(call, shared, blocks);
   }
-  __syncthreads();
-  int blocks = lengths_of(call, row).blocks();
+  __syncthreads();  // all barriers are initialised
   Part part(call, blocks, true, blockIdx.x);
   bool any = part.first < part.last;
   const Piece piece = {row, part.first, part.last < blocks ? part.last : kToItsEnd, kToItsEnd, any ? 0 : -1,
@@ -99,6 +100,7 @@ __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat
         bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
       }
     }
+    sm90::wait_copies();
     __syncwarp();
     sm90::release_in_cluster();
   } else {

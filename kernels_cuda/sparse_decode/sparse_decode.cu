@@ -135,13 +135,14 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
 
 // q is bfloat16 [rows..., heads, 512 or 576]. Caches and their pages begin at multiples of 16 bytes. indices are int32
 // [rows..., topk]; lengths int32 [n], each for rows / n consecutive rows; sink is float32 [heads].
-// It writes out, bfloat16 [rows..., heads, 512], and lse, float32 [rows..., heads]. Where cuts is not 0 (kNever) it
-// needs scratch memory for the parts as in Call, one behind the other, for groups · ⌈heads / 64⌉ thread blocks, at most
-// one for each multiprocessor.
+// It writes out, bfloat16 [rows..., heads, 512], and lse, float32 [rows..., heads]. Where cuts is kAlways or
+// kAsLengthsSay it needs scratch memory for the parts as in Call, one behind the other, for groups · ⌈heads / 64⌉ thread
+// blocks, at most one for each multiprocessor.
 // `tile` is the heads of a thread block. With 16 or 32 instead of 64 the cluster kernel runs: `groups` thread blocks,
 // from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. With 64 and cuts kInClusters the same
-// holds for the wide cluster kernel. The caller validates sizes, dtypes and the plan (tile, groups, cuts). `format` is one of Format. A table's last six numbers are those of a Shape, in its
-// order; those of Places are read for V4.1 alone. FP4 rows are the second table's, also where there is no first one.
+// holds for the wide cluster kernel. The caller validates sizes, dtypes and the plan (tile, groups, cuts). `format` is
+// one of Format. A table's last six numbers are those of a Shape, in its order; those of Places are read for V4.1 alone.
+// FP4 rows are the second table's, also where there is no first one.
 void SparseDecode(ffi::TensorView q, ffi::Optional<ffi::TensorView> cache, ffi::Optional<ffi::TensorView> indices,
                   ffi::Optional<ffi::TensorView> lengths, ffi::Optional<ffi::TensorView> extra_cache,
                   ffi::Optional<ffi::TensorView> extra_indices, ffi::Optional<ffi::TensorView> extra_lengths,

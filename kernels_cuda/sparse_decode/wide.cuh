@@ -22,26 +22,45 @@ struct Exchange {
 template <Format kFormat>
 struct WideShared : Shared<kFormat> {
   Barrier statistics_full, values_full;
+  int used;  // parts that have keys
 
   static_assert(sizeof(Exchange) <= sizeof(Shared<kFormat>::keys));
   __device__ __forceinline__ Exchange& exchange() { return reinterpret_cast<Exchange&>(this->keys); }
 };
 
-// Columns are dealt to the parts by sixteens, in turn.
+// Columns are dealt to the parts by sixteens, in turn. For each sixteen heads another part begins, so that a consumer's
+// warps do not all send to one thread block at a time.
 struct Sixteens {
-  const Divisor& parts;
+  Divisor parts;
 
-  // How many a part adds up, and how many the first does.
-  __device__ __forceinline__ int of(int rank) const { return parts.quotient(kValues / 16 - 1 - rank) + 1; }
-  __device__ __forceinline__ int most() const { return of(0); }
+  __device__ __forceinline__ int rest(int n) const { return n - parts.quotient(n) * static_cast<int>(parts.divisor); }
+  // Which part adds up the n-th of these heads, and which of its own this is.
+  __device__ __forceinline__ int part(int n, int heads) const { return rest(rest(n) + heads); }
+  __device__ __forceinline__ int place(int n) const { return parts.quotient(n); }
+  // The first that a part adds up of these heads, how many there are, and the most that there may be.
+  __device__ __forceinline__ int first(int rank, int heads) const { return rest(rank + 4 * parts.divisor - heads); }
+  __device__ __forceinline__ int count(int first) const { return parts.quotient(kValues / 16 - 1 - first) + 1; }
+  __device__ __forceinline__ int most() const { return count(0); }
 };
+
+// Tells the barriers how many bytes come. One thread calls it.
+template <Format kFormat>
+__device__ __forceinline__ void expect_parts(const Call& call, WideShared<kFormat>& shared, int blocks) {
+  int each = Part(call, blocks, true, 0).last, sixteens = 0;
+  shared.used = (blocks + each - 1) / each;
+  Sixteens dealt{call.deal.parts};
+  for (int heads = 0; heads < kHeads / 16; heads++) sixteens += dealt.count(dealt.first(blockIdx.x, heads));
+  sm90::expect(&shared.statistics_full, shared.used * sizeof(Exchange::statistics[0]));
+  sm90::expect(&shared.values_full, shared.used * sixteens * 2 * 16 * sizeof(uint4));
+}
 
 // Sends a consumer's values of a thread's two heads to the parts that add them up.
 template <Format kFormat>
 __device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>& shared, int side,
                                           const float (&sums)[2][64], const Statistics& statistics) {
   int lane = threadIdx.x % 32, quarter = lane % 4, tile_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-  int rank = blockIdx.x, parts = call.deal.parts.divisor, most = Sixteens{call.deal.parts}.most();
+  int rank = blockIdx.x, parts = call.deal.parts.divisor;
+  Sixteens dealt{call.deal.parts};
   Exchange& exchange = shared.exchange();
   float up[2];
 #pragma unroll
@@ -62,8 +81,8 @@ __device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>&
   }
 #pragma unroll
   for (int chunk = 0; chunk < 32; chunk += 4) {
-    int eight = side * 32 + chunk + quarter, there = call.deal.parts.quotient(eight / 2);
-    int part = eight / 2 - there * parts, place = (rank * most + there) * 2 + eight % 2;
+    int eight = side * 32 + chunk + quarter, part = dealt.part(eight / 2, tile_row / 16);
+    int place = (rank * dealt.most() + dealt.place(eight / 2)) * 2 + eight % 2;
     uint32_t to = sm90::address_of(&exchange.values[place][tile_row], part);
     uint32_t barrier = sm90::address_of(&shared.values_full, part);
 #pragma unroll
@@ -82,9 +101,10 @@ __device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>&
 // Adds the parts in the order of the keys, not of arrival. A consumer's thread has every fourth eight of the columns of
 // one head.
 template <Format kFormat>
-__device__ __forceinline__ void add_parts(const Call& call, WideShared<kFormat>& shared, int tile, int used) {
-  int thread = threadIdx.x % 256, tile_row = thread % kHeads, head = tile * kHeads + tile_row, rank = blockIdx.x;
-  int parts = call.deal.parts.divisor, most = Sixteens{call.deal.parts}.most(), row = blockIdx.z;
+__device__ __forceinline__ void add_parts(const Call& call, WideShared<kFormat>& shared, int tile) {
+  int thread = threadIdx.x % 256, tile_row = thread % kHeads, head = tile * kHeads + tile_row, row = blockIdx.z;
+  int rank = blockIdx.x, parts = call.deal.parts.divisor, used = shared.used;
+  Sixteens dealt{call.deal.parts};
   bool there = head < call.heads;
   float sink = call.sink && there ? call.sink[head] * kLog2E : -INFINITY;
   const Exchange& exchange = shared.exchange();
@@ -95,22 +115,22 @@ __device__ __forceinline__ void add_parts(const Call& call, WideShared<kFormat>&
   float base = largest == -INFINITY ? 0 : largest;
 #pragma unroll 4
   for (int part = 0; part < used; part++) {
-    float4 first = exchange.statistics[part][0][tile_row];
-    sum += (first.y + exchange.statistics[part][1][tile_row].y) * exp2_approx(first.x - base);
+    float4 of_part = exchange.statistics[part][0][tile_row];
+    sum += (of_part.y + exchange.statistics[part][1][tile_row].y) * exp2_approx(of_part.x - base);
   }
   float factor = sum == 0 ? 0.0f : 1 / (sum + exp2f(sink - base));
   int64_t at = static_cast<int64_t>(row) * call.heads + head;
   if (rank == 0 && thread < kHeads && there) call.lse[at] = sum == 0 ? call.empty_lse : kLn2 * (base + log2f(sum));
   sm90::wait_for_sent(&shared.values_full, 0);
-  int here = Sixteens{call.deal.parts}.of(rank) * 2;
+  int first = dealt.first(rank, tile_row / 16), here = dealt.count(first) * 2, most = dealt.most() * 2;
 #pragma unroll 1
   for (int i = thread / kHeads; i < here; i += 4) {
-    int eight = (i / 2 * parts + rank) * 2 + i % 2;
+    int eight = (i / 2 * parts + first) * 2 + i % 2;
     float joined[8] = {};
 #pragma unroll 4
     for (int part = 0; part < used; part++) {
       float4 of_part = exchange.statistics[part][eight / 32][tile_row];
-      uint4 x = exchange.values[part * most * 2 + i][tile_row];
+      uint4 x = exchange.values[part * most + i][tile_row];
       uint32_t words[4] = {x.x, x.y, x.z, x.w};
       float weight = exp2_approx(of_part.x - base) * factor * of_part.z;
 #pragma unroll
@@ -130,17 +150,10 @@ __device__ __forceinline__ void add_parts(const Call& call, WideShared<kFormat>&
 template <Format kFormat>
 __device__ __forceinline__ void join_in_cluster(const Call& call, WideShared<kFormat>& shared, int tile, int side,
                                                 const float (*sums)[2][64], const Statistics* statistics) {
-  int blocks = lengths_of(call, blockIdx.z).blocks(), each = Part(call, blocks, true, 0).last;
-  int used = (blocks + each - 1) / each;
-  if (threadIdx.x == 256) {
-    sm90::expect(&shared.statistics_full, used * sizeof(Exchange::statistics[0]));
-    sm90::expect(&shared.values_full, used * Sixteens{call.deal.parts}.of(blockIdx.x) * 2 * kHeads * sizeof(uint4));
-  }
-  __syncwarp();
   sm90::release_in_cluster();
   sm90::wait_cluster();  // no thread block needs its keys
   if (sums) send_part(call, shared, side, *sums, *statistics);
-  add_parts(call, shared, tile, used);
+  add_parts(call, shared, tile);
 }
 
 }  // namespace sparse_decode

@@ -119,6 +119,8 @@ FEW = [
     *((name, cluster) for name in DECODES if "FP4" in name for cluster in ((16, 3), (32, 5))),
     *((name, cluster) for name in DECODES if "bfloat16" in name for cluster in ((16, 11), (32, 3), (16, 2))),
     *zip(HOSTILE, itertools.cycle([*CLUSTERS, (16, 16)])),
+    # Wide clusters: every format, with another number of heads each time.
+    *zip([*HOSTILE][:: len(HEADS) + 1], ((64, parts) for parts in (2, 3, 6, 16, 11, 4, 15, 8))),
 ]
 
 

@@ -122,7 +122,7 @@ NEEDED = {
     "kernel.cuh": [
         "__syncthreads();\n  const Piece piece",
         "if (round == 1) cooperative_groups::this_grid().sync();",
-        "__syncthreads();\n  int blocks = lengths_of(call, row)",
+        "__syncthreads();  // all barriers are initialised\n",
     ],
     "wide.cuh": [
         "sm90::wait_cluster();  // no thread block needs its keys\n",
