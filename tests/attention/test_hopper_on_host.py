@@ -53,6 +53,11 @@ def test_clusters(layouts, tile, parts, heads, decode):
     check_on_host(decode, case_of(*layouts, parts, heads=heads, batch=2), few(tile, parts), parts)
 
 
+@of_all_caches
+def test_a_thread_block_alone_serves_as_a_cluster(layouts, decode):
+    check_on_host(decode, case_of(*layouts, 9, heads=33, batch=2), few(32, 1), 9)
+
+
 # Each of the caches with two numbers of thread blocks.
 WIDE = [(2, 5), (6, 70), (3, 64), (16, 33)]
 WIDE = [*zip(CACHES, itertools.cycle(WIDE)), *zip(CACHES, itertools.cycle(WIDE[1:] + WIDE[:1]))]
