@@ -60,6 +60,11 @@ class Row(NamedTuple):
     ours: str = "ours"
 
 
+def _on(device: str, what: str) -> str:
+    """What a line is of; where a table's other lines are not, with the device."""
+    return f"{what} (H100)" if "H100" in device else what
+
+
 def _decode(what: str, name: str, batches: Iterable[int], tokens: int = 1) -> Row:
     return Row(what, "hopper_decode", tuple(f"{name}, {batch} x {tokens}" for batch in batches))
 
@@ -193,7 +198,7 @@ def operations() -> str:
         ratios = (x.peer / x.ours if x.peer and x.ours else None for x in times)
         ours = " / ".join(number(x.ours) for x in times)
         peers = f"{names[0]} {peers}".strip() if same else peers
-        what = f"{row.what} (H100)" if "H100" in result(row.file).get("device", "") else row.what
+        what = _on(result(row.file).get("device", ""), row.what)
         lines.append(f"| {what} | {peers} | {ours} | {' / '.join(map(ratio, ratios))} |")
     return "\n".join([*lines, "", f"Of {made_by('hopper_decode', 'attention', *(row.file for row in ROWS))}."])
 
@@ -435,6 +440,7 @@ def _engine_layer(record: str, engine: str) -> str:
         ratios += [times_ours] if by_ours else []
         if "served " in row["case"] or (by_ours and times_ours < 1):
             name = re.sub(r"(\d)x(\d)", r"\1 × \2", row["case"].replace("served ", ""))
+            name = _on(row.get("device", ""), name)
             both = f"{number(times['theirs'])} | {number(times['ours'])} | {ratio(times_ours)}"
             errors = " and ".join(f"{row['error'][side]:.4f}" for side in ("theirs", "ours"))
             whose = "ours" if by_ours else "FlashMLA's"
