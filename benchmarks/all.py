@@ -325,10 +325,10 @@ def make(parts: Sequence[Part], ledger: Ledger, deadline: float, gpus: Sequence[
       first: the part that runs in any case, so that none is put off for ever.
     """
     waiting = sorted(parts, key=lambda part: part.gpus < 2) if len(gpus) > 2 else list(parts)
+    names = list(gpus) if len(gpus) > 1 else [None]  # None: whatever there is, with all cores
     cores = sorted(os.sched_getaffinity(0)) if len(gpus) > 1 else []
-    each = len(cores) // max(1, min(len(gpus), sum(part.gpus for part in parts)))
-    free = {gpu: cores[i * each : (i + 1) * each] for i, gpu in enumerate(gpus)} if len(gpus) > 1 else {None: []}
-    names, running = list(free), {}
+    each = len(cores) // max(1, min(len(names), sum(part.gpus for part in parts)))
+    free, running = {name: cores[i * each : (i + 1) * each] for i, name in enumerate(names)}, {}
 
     def next_part() -> Part | None:
         files = {part.file for part, _ in running.values()}

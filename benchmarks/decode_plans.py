@@ -20,7 +20,6 @@ from benchmarks.timing import Run, Timer
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kernels.sm90 import decode_plan
 
-NO_CLUSTERS = (float("inf"), 0, 0)
 WRONG = 5e-3  # more than twice what the roundings to bfloat16 explain
 
 
@@ -52,13 +51,13 @@ def main() -> None:
         if not case.name.startswith(tuple(args.only)) or case.shape.batch * case.shape.q_len > args.most_rows:
             continue
         problem, found = Problem(case, caches), {}
-        chosen = decode_plan._time_in_clusters
-        for cluster in ("chosen", None, *clusters_of(case, args.tiles, sm_count)):
-            forced = chosen if cluster == "chosen" else lambda *_, c=cluster: (0.0, *c) if c else NO_CLUSTERS
-            with mock.patch.object(decode_plan, "_time_in_clusters", forced):
+        plans = {"chosen": decode_plan._time_in_clusters, "many": lambda *shape: decode_plan.NO_CLUSTERS}
+        for cluster in clusters_of(case, args.tiles, sm_count):
+            plans["{} x {}".format(*cluster)] = lambda *shape, fastest=(0.0, *cluster): fastest
+        for name, time_in_clusters in plans.items():
+            with mock.patch.object(decode_plan, "_time_in_clusters", time_in_clusters):
                 call_cache.forget()
                 run = Run(problem.call(ours, case.shape.heads), "torch")
-                name = cluster if cluster == "chosen" else "{} x {}".format(*cluster) if cluster else "many"
                 found[name] = max(timer.in_turn([run])[0] for timer in timers)
                 if (error := problem.error(run.call()[0])) > WRONG:
                     raise SystemExit(f"{case.name}, {name}: the error against float64 is {error:.3g}")

@@ -227,11 +227,11 @@ __device__ __forceinline__ void store_part(const float (&sums)[2][64], const flo
 template <Format kFormat>
 struct WideShared;
 template <Format kFormat>
-__device__ __forceinline__ void join_in_cluster(const Call& call, WideShared<kFormat>& shared, int tile, int side,
-                                                const float (*sums)[2][64], const Statistics* statistics);
+__device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>& shared, int side,
+                                          const float (&sums)[2][64], const Statistics& statistics);
 
 // `side` selects the half of V's columns that this consumer sums, and the blocks that it scores: those with n % 2 ==
-// side. With kWide the piece is one part of a row, which the cluster joins (wide.cuh).
+// side. With kWide the piece is one part of a row, which is sent to the thread blocks of the cluster (wide.cuh).
 template <Format kFormat, bool kWide = false>
 __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
                                             int side) {
@@ -290,7 +290,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
     }
 
     if constexpr (kWide) {
-      join_in_cluster(call, static_cast<WideShared<kFormat>&>(shared), tile, side, &sums, &statistics);
+      send_part(call, static_cast<WideShared<kFormat>&>(shared), side, sums, statistics);
       return;
     }
     // Both have summed all blocks. Each has the sums of weights of the blocks that it scored.

@@ -22,6 +22,15 @@ struct Unit {
 static_assert(sizeof(Unit) % 16 == 0);
 constexpr int kUnitBytes = 32 * 16 + 8;  // that are sent
 
+// The power of two by which values become float16, the largest of them less than 2^15, and the one that undoes it.
+struct HalfScale {
+  float up, down;
+  __device__ __forceinline__ explicit HalfScale(int bits_of_largest) {
+    int exponent = min(max(bits_of_largest >> 23, 15), 254);
+    up = __int_as_float(268 - exponent << 23), down = __int_as_float(exponent - 14 << 23);
+  }
+};
+
 // Places for so many units, dealt to any number of parts.
 constexpr int places_of(int units) {
   int most = 0;
@@ -367,15 +376,13 @@ struct PartOfRow {
       float top = 0;
 #pragma unroll
       for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x[i]));
-      // The largest value becomes less than 2^15.
-      int exponent = min(max(__reduce_max_sync(~0u, __float_as_int(top)) >> 23, 15), 254);
-      float up = __int_as_float(268 - exponent << 23), down = __int_as_float(exponent - 14 << 23);
+      HalfScale scale(__reduce_max_sync(~0u, __float_as_int(top)));
       uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) words[i] = sm90::rounded_to_halves({x[i * 2] * up, x[i * 2 + 1] * up});
+      for (int i = 0; i < 4; i++) words[i] = sm90::rounded_to_halves({x[i * 2] * scale.up, x[i * 2 + 1] * scale.up});
       uint32_t barrier = to_part + offset(&shared.units_full);
       sm90::send(to_part + offset(&to->values[lane]), uint4{words[0], words[1], words[2], words[3]}, barrier);
-      if (lane == 0) sm90::send(to_part + offset(&to->scale), float2{down, 0}, barrier);
+      if (lane == 0) sm90::send(to_part + offset(&to->scale), float2{scale.down, 0}, barrier);
     }
   }
 

@@ -1,9 +1,9 @@
 // Sparse MLA decode on SM90: attention of each row's heads over the cached rows that its indices name.
 //
 // The persistent kernel runs one thread block on each multiprocessor, with two producer and two consumer warpgroups.
-// The cluster kernel serves few rows: a cluster of thread blocks shares each row. So it does in the wide cluster kernel,
-// where each has the warpgroups of the persistent one. docs/kernels.md explains shared memory, the barriers and the
-// limits.
+// The cluster kernel serves few rows: a cluster of thread blocks shares each row. In the wide cluster kernel it does so
+// too, and each thread block has the warpgroups of the persistent one. docs/kernels.md explains shared memory, the
+// barriers and the limits.
 
 #pragma once
 
@@ -39,6 +39,16 @@ __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp)
     if (warp < kMore * 4) sm90::init(&shared.parts.keys_empty[0][0][0] + warp, 4 * kOnce);
 }
 
+template <Format kFormat>
+__device__ __forceinline__ void bring(const Call& call, const Piece& piece, Shared<kFormat>& shared, int tile,
+                                      int half) {
+  if constexpr (Layout<kFormat>::kIsBf16) {
+    bring_bf16_keys<kFormat>(call, piece, shared, tile, half);
+  } else {
+    bring_keys<kFormat>(call, piece, shared, tile, half);
+  }
+}
+
 template <Format kFormat, bool kByLengths>
 __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
   int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
@@ -53,11 +63,7 @@ __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared
   if (piece.blocks > 0) {  // registers move between warpgroups only where all have work
     if (warpgroup < 2) {
       sm90::shrink_registers<kKeyRegisters>();
-      if constexpr (Layout<kFormat>::kIsBf16) {
-        bring_bf16_keys<kFormat>(call, piece, shared, tile, warpgroup);
-      } else {
-        bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
-      }
+      bring<kFormat>(call, piece, shared, tile, warpgroup);
       sm90::sync_threads(kEndBarrier, kThreads);
       sm90::grow_registers<128>();
     } else {
@@ -93,13 +99,7 @@ __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat
                        0,   nullptr,    part.last - part.first,                     false,     false};
   if (warpgroup < 2) {
     sm90::shrink_registers<kKeyRegisters>();
-    if (any) {
-      if constexpr (Layout<kFormat>::kIsBf16) {
-        bring_bf16_keys<kFormat>(call, piece, shared, tile, warpgroup);
-      } else {
-        bring_keys<kFormat>(call, piece, shared, tile, warpgroup);
-      }
-    }
+    if (any) bring<kFormat>(call, piece, shared, tile, warpgroup);
     sm90::wait_copies();
     __syncwarp();
     sm90::release_in_cluster();
@@ -108,8 +108,9 @@ __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat
     if (any) {
       attend_rows<kFormat, true>(call, piece, shared, tile, warpgroup - 2);
     } else {
-      join_in_cluster<kFormat>(call, shared, tile, warpgroup - 2, nullptr, nullptr);
+      sm90::release_in_cluster();
     }
+    add_parts(call, shared, tile);
   }
 }
 

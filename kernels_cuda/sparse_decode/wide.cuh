@@ -54,10 +54,12 @@ __device__ __forceinline__ void expect_parts(const Call& call, WideShared<kForma
   sm90::expect(&shared.values_full, shared.used * sixteens * 2 * 16 * sizeof(uint4));
 }
 
-// Sends a consumer's values of a thread's two heads to the parts that add them up.
+// Sends a consumer's values of a thread's two heads to the parts that add them up, once it has summed all its blocks.
 template <Format kFormat>
 __device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>& shared, int side,
                                           const float (&sums)[2][64], const Statistics& statistics) {
+  sm90::release_in_cluster();
+  sm90::wait_cluster();  // no thread block needs its keys
   int lane = threadIdx.x % 32, quarter = lane % 4, tile_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
   int rank = blockIdx.x, parts = call.deal.parts.divisor;
   Sixteens dealt{call.deal.parts};
@@ -68,12 +70,11 @@ __device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>&
     float top = 0;
 #pragma unroll
     for (int i = 0; i < 64; i++) top = fmaxf(top, fabsf(sums[i / 32][i % 32 / 2 * 4 + 2 * r + i % 2]));
-    top = over_quad(top, larger);
-    int exponent = min(max(__float_as_int(top) >> 23, 15), 254);  // the largest value becomes less than 2^15
-    up[r] = __int_as_float(268 - exponent << 23);
-    float sum = over_quad(statistics.sum[r], total), down = __int_as_float(exponent - 14 << 23);
+    HalfScale scale(__float_as_int(over_quad(top, larger)));
+    up[r] = scale.up;
+    float sum = over_quad(statistics.sum[r], total);
     auto word = [](float x) { return static_cast<uint32_t>(__float_as_int(x)); };
-    uint4 own = {word(statistics.reference[r]), word(sum), word(down), 0};
+    uint4 own = {word(statistics.reference[r]), word(sum), word(scale.down), 0};
 #pragma unroll 1
     for (int part = quarter; part < parts; part += 4)
       sm90::send(sm90::address_of(&exchange.statistics[rank][side][tile_row + 8 * r], part), own,
@@ -144,16 +145,6 @@ __device__ __forceinline__ void add_parts(const Call& call, WideShared<kFormat>&
     for (int k = 0; k < 4; k++) out[k] = bits(__floats2bfloat162_rn(joined[2 * k], joined[2 * k + 1]));
     if (there) *reinterpret_cast<uint4*>(call.out + at * kValues + eight * 8) = {out[0], out[1], out[2], out[3]};
   }
-}
-
-// A consumer's part, once it has summed all of its blocks; `sums` and `statistics` are null where it has none.
-template <Format kFormat>
-__device__ __forceinline__ void join_in_cluster(const Call& call, WideShared<kFormat>& shared, int tile, int side,
-                                                const float (*sums)[2][64], const Statistics* statistics) {
-  sm90::release_in_cluster();
-  sm90::wait_cluster();  // no thread block needs its keys
-  if (sums) send_part(call, shared, side, *sums, *statistics);
-  add_parts(call, shared, tile);
 }
 
 }  // namespace sparse_decode

@@ -63,12 +63,9 @@ def skip_unless_able(backend: str, phase: str, rows: int, heads: int, topk: int,
         pytest.skip(str(reason))
 
 
-NO_CLUSTERS = (float("inf"), 0, 0)
-
-
 def plan_of_many(*args, **options) -> decode_plan.DecodePlan:
     """`decode_plan`'s, were there no clusters."""
-    with mock.patch.object(decode_plan, "_time_in_clusters", lambda *shape: NO_CLUSTERS):
+    with mock.patch.object(decode_plan, "_time_in_clusters", lambda *shape: decode_plan.NO_CLUSTERS):
         return decode_plan.decode_plan(*args, **options)
 
 
@@ -76,7 +73,7 @@ def by_decode_kernel(cluster: tuple[int, int] | None, monkeypatch) -> list[decod
     """Makes `hopper` launch few rows' kernel, with so many heads and thread blocks of a cluster, or many rows'. Returns
     the plans, as they are made."""
     made, plan = [], decode_plan.DecodePlan
-    fastest = (0.0, *cluster) if cluster else NO_CLUSTERS
+    fastest = (0.0, *cluster) if cluster else decode_plan.NO_CLUSTERS
     monkeypatch.setattr(decode_plan, "_time_in_clusters", lambda *shape: fastest)
     monkeypatch.setattr(decode_plan, "DecodePlan", lambda *fields: made.append(plan(*fields)) or made[-1])
     return made

@@ -155,11 +155,12 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
 
 # The wide cluster kernel's launch, which no GPU has timed: it serves no call by itself until one has.
 WIDE_LAUNCH = float("inf")
+NO_CLUSTERS = (float("inf"), 0, 0)  # of `_time_in_clusters`
 
 
 def _time_in_clusters(rows: int, heads: int, blocks: int, sm_count: int) -> tuple[float, int, int]:
     """The shortest time of a launch whose clusters all run at once, its tile and thread blocks of a cluster."""
-    best = (float("inf"), 0, 0)
+    best = NO_CLUSTERS
     for tile, fixed, block in ((16, 4.1, 2.4), (32, 5.1, 3.0), (64, WIDE_LAUNCH, 2.6)):
         clusters = rows * -(-heads // tile)
         if 16 < tile >= 2 * heads:
