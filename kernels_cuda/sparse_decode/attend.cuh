@@ -123,7 +123,7 @@ __device__ __forceinline__ void rescale_sums(float (&sums)[2][64], float first, 
 }
 
 // Starts O += P V of a block for one half of V's columns, once its weights are there; O = P V where `add` is false.
-template <Format kFormat>
+template <bool kWide, Format kFormat>
 __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, int half, bool add,
                                            float (&sums)[2][64]) {
   int tile_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, buffer = turn.buffer();
@@ -131,7 +131,8 @@ __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, i
   sm90::fence_matrix_reads();
   if (add) rescale_sums(sums, shared.rescale[buffer][tile_row], shared.rescale[buffer][tile_row + 8]);
   uint64_t p = sm90::by_rows(sm90::shared_address(shared.keys[buffer][kWeightTile]));
-  uint64_t v = sm90::by_columns(sm90::shared_address(shared.keys[buffer][half * Layout<kFormat>::kHalfTiles]));
+  uint32_t values = sm90::shared_address(shared.keys[buffer][half * Layout<kFormat>::kHalfTiles]);
+  uint64_t v = sm90::by_columns(kWide ? sm90::without_rank(values) : values);
   sm90::begin_products();
 #pragma unroll
   for (int i = 0; i < kBlock / 16; i++) {
@@ -252,7 +253,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       if (buffer != side) {  // the other consumer scores it
         if (first + 1 == last) sm90::arrive_warp(&shared.barriers.queries_empty, lane);
         if (block + 1 < last) continue;  // it is summed beside the scores of the next
-        begin_sums(shared, turn, side, block > first, sums);
+        begin_sums<kWide>(shared, turn, side, block > first, sums);
         follow(shared, buffer, statistics);
         sm90::wait_products<kParts - 1>();
         release_keys(shared, turn, side);
@@ -261,7 +262,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       float scores[32];
       begin_scores<kFormat, 0>(shared, turn, scores);
       if (block > first) {
-        begin_sums(shared, {n - 1}, side, block > first + 1, sums);
+        begin_sums<kWide>(shared, {n - 1}, side, block > first + 1, sums);
         follow(shared, buffer ^ 1, statistics);
       } else {
         sm90::commit_products();
@@ -284,7 +285,7 @@ __device__ __forceinline__ void attend_rows(const Call& call, const Piece& piece
       }
       __syncwarp();
       sm90::arrive_warp(&shared.barriers.weights_full[buffer], lane);
-      begin_sums(shared, turn, side, block > first, sums);
+      begin_sums<kWide>(shared, turn, side, block > first, sums);
       sm90::wait_products<kParts - 1>();
       release_keys(shared, turn, side);
     }

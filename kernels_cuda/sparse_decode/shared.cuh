@@ -104,7 +104,7 @@ struct Shared {
   Barriers barriers;
   Plan plan;
   int are_fp4[kAhead];  // with kV41Fp4: whether the block's rows are
-  [[no_unique_address]] BarriersOfParts<L::kParts> parts;
+  BarriersOfParts<L::kParts> parts;  // were it [[no_unique_address]], nvcc 13.0 would misplace what WideShared adds
 
   __device__ __forceinline__ Barrier* keys_empty(int buffer, int half, int part) {
     if constexpr (L::kParts > 1)

@@ -87,9 +87,9 @@ class TestPlan:
         for rows in (1, 2, 7, 40, 131, 70_000):
             for topks in ((1,), (64, 1), (128, 512), (2048,), (16384,)):
                 plan = self.plan(rows, heads, topks, few=True, sm_count=sm_count)
-                if plan.tile == 64:
+                if plan.tile == 64 and plan.cuts != IN_CLUSTERS:
                     continue
-                assert plan.tile in (16, 32)
+                assert plan.tile in (16, 32, 64) and plan.scratch_bytes == 0
                 assert 2 <= plan.groups <= min(16, max(2, sum(-(-k // 64) for k in topks)))
                 clusters = rows * -(-heads // plan.tile)
                 assert clusters * plan.groups <= sm_count and rows <= 65_535
@@ -97,14 +97,11 @@ class TestPlan:
     def test_a_row_that_must_not_depend_on_the_batch_is_in_no_cluster(self):
         assert self.plan(1, few=True, batch_invariant=True).tile == 64
 
-    def test_no_call_takes_the_wide_cluster_kernel_before_it_is_timed(self, monkeypatch):
-        def plans():
-            return [self.plan(rows, 128, (128, 1024), few=True) for rows in (8, 16, 32)]
-
-        assert {plan.cuts for plan in plans()} == {ALWAYS}
-        monkeypatch.setattr(planning, "WIDE_LAUNCH", 8.0)
-        wide = [DecodePlan(64, parts, IN_CLUSTERS, 0) for parts in (6, 3, 2)]  # that run at once
-        assert plans() == wide
+    def test_wide_clusters_share_rows_of_many_heads(self):
+        """As many thread blocks as let all clusters run at once."""
+        plans = [self.plan(rows, 128, (128, 1024), few=True) for rows in (8, 16, 32, 64)]
+        assert plans[:-1] == [DecodePlan(64, parts, IN_CLUSTERS, 0) for parts in (6, 3, 2)]
+        assert plans[-1].cuts == ALWAYS
         assert {self.plan(rows, 32, few=True).cuts for rows in (1, 8, 64)} <= {NEVER, ALWAYS}  # half of a tile
 
     @pytest.mark.parametrize(("heads", "groups", "tiles"), [(16, 132, 1), (128, 66, 2), (1000, 8, 16)])
@@ -266,7 +263,9 @@ def without_lengths(arguments: dict) -> dict:
     return {name: x for name, x in arguments.items() if not name.endswith("topk_length")}
 
 
-@pytest.fixture(params=[None, (16, 3), (32, 10)], ids=["many rows'", "clusters of 3", "clusters of 10"])
+@pytest.fixture(
+    params=[None, (16, 3), (32, 10), (64, 4)], ids=["many rows'", "clusters of 3", "clusters of 10", "wide clusters"]
+)
 def kernel(request, monkeypatch):
     """The kernel that `hopper` launches, whatever the plan would be; JAX must trace it anew."""
     made = by_decode_kernel(request.param, monkeypatch)
