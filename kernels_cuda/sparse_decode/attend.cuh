@@ -132,7 +132,8 @@ __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, i
   if (add) rescale_sums(sums, shared.rescale[buffer][tile_row], shared.rescale[buffer][tile_row + 8]);
   uint64_t p = sm90::by_rows(sm90::shared_address(shared.keys[buffer][kWeightTile]));
   uint32_t values = sm90::shared_address(shared.keys[buffer][half * Layout<kFormat>::kHalfTiles]);
-  uint64_t v = sm90::by_columns(kWide ? sm90::without_rank(values) : values);
+  if constexpr (kWide) values = sm90::without_rank(values);
+  uint64_t v = sm90::by_columns(values);
   sm90::begin_products();
 #pragma unroll
   for (int i = 0; i < kBlock / 16; i++) {

@@ -34,8 +34,7 @@ struct Sixteens {
   Divisor parts;
 
   __device__ __forceinline__ int rest(int n) const { return n - parts.quotient(n) * static_cast<int>(parts.divisor); }
-  // Which part adds up the n-th of these heads, and which of its own this is.
-  __device__ __forceinline__ int part(int n, int heads) const { return rest(rest(n) + heads); }
+  // Part rest(rest(n) + heads) adds up the n-th of these heads. Of its own this is the following.
   __device__ __forceinline__ int place(int n) const { return parts.quotient(n); }
   // The first that a part adds up of these heads, how many there are, and the most that there may be.
   __device__ __forceinline__ int first(int rank, int heads) const { return rest(rank + 4 * parts.divisor - heads); }
@@ -55,47 +54,55 @@ __device__ __forceinline__ void expect_parts(const Call& call, WideShared<kForma
 }
 
 // Sends a consumer's values of a thread's two heads to the parts that add them up, once it has summed all its blocks.
+// They become float16 while the other thread blocks arrive.
 template <Format kFormat>
 __device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>& shared, int side,
                                           const float (&sums)[2][64], const Statistics& statistics) {
   sm90::release_in_cluster();
-  sm90::wait_cluster();  // no thread block needs its keys
   int lane = threadIdx.x % 32, quarter = lane % 4, tile_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
   int rank = blockIdx.x, parts = call.deal.parts.divisor;
   Sixteens dealt{call.deal.parts};
+  int ahead = dealt.rest(tile_row / 16);
   Exchange& exchange = shared.exchange();
-  float up[2];
+  uint4 own[2], values[2][8];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float top = 0;
 #pragma unroll
     for (int i = 0; i < 64; i++) top = fmaxf(top, fabsf(sums[i / 32][i % 32 / 2 * 4 + 2 * r + i % 2]));
     HalfScale scale(__float_as_int(over_quad(top, larger)));
-    up[r] = scale.up;
     float sum = over_quad(statistics.sum[r], total);
     auto word = [](float x) { return static_cast<uint32_t>(__float_as_int(x)); };
-    uint4 own = {word(statistics.reference[r]), word(sum), word(scale.down), 0};
-#pragma unroll 1
-    for (int part = quarter; part < parts; part += 4)
-      sm90::send(sm90::address_of(&exchange.statistics[rank][side][tile_row + 8 * r], part), own,
-                 sm90::address_of(&shared.statistics_full, part));
-  }
+    own[r] = {word(statistics.reference[r]), word(sum), word(scale.down), 0};
 #pragma unroll
-  for (int chunk = 0; chunk < 32; chunk += 4) {
-    int eight = side * 32 + chunk + quarter, part = dealt.part(eight / 2, tile_row / 16);
-    int place = (rank * dealt.most() + dealt.place(eight / 2)) * 2 + eight % 2;
-    uint32_t to = sm90::address_of(&exchange.values[place][tile_row], part);
-    uint32_t barrier = sm90::address_of(&shared.values_full, part);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    for (int i = 0; i < 8; i++) {
       uint32_t x[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float* pair = &sums[chunk / 16][(chunk % 16 + i) * 4 + 2 * r];
-        x[i] = sm90::rounded_to_halves({pair[0] * up[r], pair[1] * up[r]});
+      for (int k = 0; k < 4; k++) {
+        const float* pair = &sums[i / 4][(i % 4 * 4 + k) * 4 + 2 * r];
+        x[k] = sm90::rounded_to_halves({pair[0] * scale.up, pair[1] * scale.up});
       }
-      sm90::send(to + r * 8 * sizeof(uint4), transpose_quad(x), barrier);
+      values[r][i] = transpose_quad(x);
     }
+  }
+  sm90::wait_cluster();  // no thread block needs its keys
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+#pragma unroll 1
+    for (int part = quarter; part < parts; part += 4)
+      sm90::send(sm90::address_of(&exchange.statistics[rank][side][tile_row + 8 * r], part), own[r],
+                 sm90::address_of(&shared.statistics_full, part));
+  }
+  // A thread has every fourth eight, in every other sixteen.
+  int sixteen = side * 16 + quarter / 2, place = rank * dealt.most() + dealt.place(sixteen), n = dealt.rest(sixteen);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    int part = n + ahead - (n + ahead < parts ? 0 : parts);
+    uint32_t to = sm90::address_of(&exchange.values[place * 2 + quarter % 2][tile_row], part);
+    uint32_t barrier = sm90::address_of(&shared.values_full, part);
+#pragma unroll
+    for (int r = 0; r < 2; r++) sm90::send(to + r * 8 * sizeof(uint4), values[r][i], barrier);
+    if ((n += 2) >= parts) n -= parts, place++;
   }
 }
 

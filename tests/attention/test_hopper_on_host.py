@@ -108,6 +108,7 @@ NEEDED = {
         "sm90::sync_threads(kSumBarrier, 256);",
         "follow(shared, buffer ^ 1, statistics);",
         "sm90::begin_products();\n#pragma unroll\n  for (int i = 4 * kFirst",
+        "if constexpr (kWide) values = sm90::without_rank(values);",
     ],
     "keys.cuh": [
         "sm90::arrive_after_copies(&shared.barriers.slots_full[place]);",

@@ -78,6 +78,7 @@ struct Memory {
 
 inline std::vector<Memory> memories;  // of the thread blocks that run together
 inline Memory* mine;                  // of the one that has its turn
+inline bool in_cluster;               // their kernel was launched in clusters
 inline host::Crossing cluster;
 inline std::vector<std::pair<const uint8_t*, const uint8_t*>> readable;
 
@@ -92,9 +93,10 @@ inline void require_readable(const void* at, int bytes) {
   require(false, "a read from outside what may be read");
 }
 
-// Runs a program in all threads of some thread blocks, which are one cluster, too; `enter` says which one is current.
+// Runs a program in all threads of some thread blocks, or of a cluster; `enter` says which one is current.
 inline void run(int blocks, int threads, size_t shared_bytes, std::function<void()> program,
-                std::function<void(int)> enter, unsigned seed = 0) {
+                std::function<void(int)> enter, unsigned seed = 0, bool are_cluster = false) {
+  in_cluster = are_cluster;
   memories = std::vector<Memory>(blocks);
   for (Memory& memory : memories) {
     memory.bytes = shared_bytes - 1024;
@@ -114,11 +116,15 @@ inline void run(int blocks, int threads, size_t shared_bytes, std::function<void
 }
 
 inline uint8_t* tiles_memory() { return mine->tiles(); }
+// As on the GPU, an address in a cluster has the thread block's rank in its highest byte.
+inline uint32_t with_rank(uint32_t address, size_t rank) { return (address & 0xFFFFFF) | static_cast<uint32_t>(rank) << 24; }
 inline uint32_t shared_address(const void* x) {
-  return static_cast<uint32_t>(static_cast<const uint8_t*>(x) - tiles_memory()) + 1024;
+  auto address = static_cast<uint32_t>(static_cast<const uint8_t*>(x) - tiles_memory()) + 1024;
+  return with_rank(address, in_cluster ? mine - memories.data() : 0);
 }
 // The place of so many bytes, of this thread block or of another.
 inline uint8_t* at_address(uint32_t address, int bytes = 16, Memory& memory = *mine) {
+  address &= 0xFFFFFF;
   require(address >= 1024 && address + bytes - 1024 <= memory.bytes && address % bytes == 0, "no place of shared memory");
   return memory.tiles() + address - 1024;
 }
@@ -341,6 +347,7 @@ inline uint64_t by_rows(uint32_t address) {
 inline uint64_t by_columns(uint32_t address) {
   return uint64_t{address >> 4} | uint64_t{kTileBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
+inline uint32_t without_rank(uint32_t address) { return with_rank(address, 0); }
 inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 
 // What a matrix in shared memory has: of its `line`-th row (or column) the byte `byte`, of two of them for bfloat16; by
@@ -493,20 +500,19 @@ inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, u
 }
 
 // --- clusters ---------------------------------------------------------------------------------------------------
-// An address in another thread block has the block's number and 1 in its highest byte.
 
 inline void arrive_in_cluster() { cluster.arrive(); }
 inline void release_in_cluster() { cluster.arrive(); }
 inline void wait_cluster() { cluster.wait(); }
 inline void wait_for_sent(Barrier* barrier, int parity) { wait(barrier, parity); }
 
-inline uint32_t address_of(const void* here, int rank) { return shared_address(here) | (rank + 1) << 24; }
+inline uint32_t address_of(const void* here, int rank) { return with_rank(shared_address(here), rank); }
 
 inline void send(uint32_t to, float2 x, uint32_t barrier) {
-  require(to >> 24 && to >> 24 == barrier >> 24 && (to >> 24) <= memories.size(), "sent to no thread block");
+  require(in_cluster && to >> 24 == barrier >> 24 && (to >> 24) < memories.size(), "sent to no thread block");
   require(cluster.round > 0 && cluster.rounds[host::Crossing::me()] < 0, "sent before all thread blocks have begun");
-  Memory& there = memories[(to >> 24) - 1];
-  auto place = [&](uint32_t address) { return at_address(address & 0xFFFFFF, 8, there); };
+  Memory& there = memories[to >> 24];
+  auto place = [&](uint32_t address) { return at_address(address, 8, there); };
   auto copy = std::make_shared<Copy>(Copy{place(to), nullptr, 8, bits_as<uint64_t>(x)});
   memset(copy->to, 0xFF, 8);
   state_of(there, reinterpret_cast<Barrier*>(place(barrier))).copies.push_back(copy);

@@ -26,7 +26,7 @@ static void run_clusters(const Call& call, unsigned seed, void (*attend)(const C
     for (int tile = 0; tile < call.tiles; tile++)
       sm90::run(call.groups, kThreads, sizeof(Memory) + 1024, program, [=](int block) {
         blockIdx.x = block, blockIdx.y = tile, blockIdx.z = row;
-      }, seed);
+      }, seed, true);
 }
 
 template <Format kFormat, int kN>
