@@ -31,9 +31,8 @@ def clusters_of(case: Case, tiles: list[int], sm_count: int) -> Iterator[tuple[i
         if tile >= 2 * shape.heads and tile > 16:
             continue
         most = min(16, blocks, sm_count // (shape.batch * shape.q_len * -(-shape.heads // tile)))
-        least = 1 if tile < 64 else 2  # a thread block alone is the persistent kernel's, which has 64 heads
-        for parts in range(least, most + 1):
-            if parts == least or -(-blocks // parts) < -(-blocks // (parts - 1)):
+        for parts in range(2, most + 1):
+            if parts == 2 or -(-blocks // parts) < -(-blocks // (parts - 1)):
                 yield tile, parts
 
 

@@ -45,12 +45,11 @@ class _Sooner(NamedTuple):
 # stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
 _PAGES_OF_C128 = (1, 2)
 _FLASHMLA_SOONER = (
-    _Sooner(KVLayout.V32_FP8, (65, 128), (0, _ANY), (2, 15), "0.9 to 1.0"),
-    _Sooner(KVLayout.V32_FP8, (64, 64), (0, _ANY), (8, 15), "0.96"),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (8, 15), "0.8 to 1.0"),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (16, 127), "0.8 to 0.9", _PAGES_OF_C128),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (0, 128), (32, 127), "0.9"),
-    _Sooner(KVLayout.V4_FP8, (64, 64), (0, 128), (64, 127), "0.97"),
+    _Sooner(KVLayout.V32_FP8, (65, 128), (1153, _ANY), (2, 15), "0.9 to 1.0"),
+    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (9, 31), "0.96", _PAGES_OF_C128),
+    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (34, 127), "0.95", _PAGES_OF_C128),
+    _Sooner(KVLayout.V4_FP8, (65, 128), (0, 128), (17, 127), "0.8 to 0.9"),
+    _Sooner(KVLayout.V4_FP8, (64, 64), (0, 128), (34, 127), "0.97"),
 )
 
 # Measured on an H200 (docs/routing.md): from so many rows on, a prefill chunk is done earlier from a gathered workspace

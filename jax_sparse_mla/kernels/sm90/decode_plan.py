@@ -149,23 +149,23 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
 
 
 # Microseconds on an H200, for FP8 caches. Calls of bfloat16 caches are planned by the same times, which were not fitted
-# to them. The times of many rows were fitted to 220 shapes. Of clusters: the tile, what a launch takes, a block of a
-# part, and how much longer a block takes for each thread block of the launch. With 16 and 32 heads these are within 3%
-# of 53 launches that were timed for V4, and up to 10% too short for V3.2; with 64 they are within 11% of 200.
-_OF_CLUSTERS = (16, 4.1, 2.4, 0.0), (32, 5.1, 3.0, 0.0), (_HEADS, 10.5, 2.3, 0.004)
+# to them. The times of many rows were fitted to 220 shapes. Of clusters: the tile, what a launch and a block of a part
+# take, and the share by which each thread block of the launch makes both longer. With 16 and 32 heads these are within
+# 3% of 53 launches that were timed for V4, and up to 10% too short for V3.2; with 64 they are within 12% of 281.
+_OF_CLUSTERS = (16, 4.1, 2.4, 0), (32, 5.1, 3.0, 0), (_HEADS, 10.2, 2.3, 1 / 850)
 NO_CLUSTERS = (float("inf"), 0, 0)  # of `_time_in_clusters`
 
 
 def _time_in_clusters(rows: int, heads: int, blocks: int, sm_count: int) -> tuple[float, int, int]:
     """The shortest time of a launch whose clusters all run at once, its tile and thread blocks of a cluster."""
     best = NO_CLUSTERS
-    for tile, fixed, block, beside in _OF_CLUSTERS:
+    for tile, fixed, block, longer in _OF_CLUSTERS:
         clusters = rows * -(-heads // tile)
         if 16 < tile >= 2 * heads:
             break
         for parts in range(2, max(2, min(blocks, _MOST_PARTS)) + 1):
             if clusters <= _clusters_at_once(parts, sm_count):
-                time = fixed + -(-blocks // parts) * (block + beside * clusters * parts)
+                time = (fixed + block * -(-blocks // parts)) * (1 + longer * clusters * parts)
                 best = min(best, (time, tile, parts))
     return best
 
