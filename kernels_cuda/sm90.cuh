@@ -248,8 +248,8 @@ __device__ __forceinline__ uint64_t by_columns(uint32_t address) {
   return uint64_t{address >> 4} | uint64_t{kTileBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// In a cluster the address of a thread block's own memory has its rank in bits 24 and up. `by_rows` makes no use of what
-// they change, and `by_columns` none if the matrix has 64 columns; else the address has to be without them.
+// In a cluster the address of a thread block's own memory has its rank in bits 24 and up. That changes the first stride,
+// of which `by_rows` makes no use, nor `by_columns` for 64 columns; for more the address has to be without the rank.
 __device__ __forceinline__ uint32_t without_rank(uint32_t address) { return address & 0xffffff; }
 
 __device__ __forceinline__ uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }

@@ -30,7 +30,7 @@ inline Places places_of(const Shape& shape) {
   return {shape.scales, static_cast<int>(shape.row_stride), static_cast<int>(shape.scale_stride)};
 }
 
-// `tile` is the heads of a thread block. The cluster kernel's launch sets `deal.parts` too.
+// `tile` is the heads of a thread block. The launch of a cluster kernel sets `deal.parts` too.
 inline Call call_of(int rows, int heads, const Shape& table, const Shape& extra, double softmax_scale,
                     double empty_lse, int tile, int groups, int cuts) {
   Call call = {};

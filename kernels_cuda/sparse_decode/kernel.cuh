@@ -103,12 +103,14 @@ __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat
     sm90::wait_copies();
     __syncwarp();
     sm90::release_in_cluster();
+    sm90::wait_cluster();
   } else {
     sm90::grow_registers<kAttendRegisters>();
     if (any) {
       attend_rows<kFormat, true>(call, piece, shared, tile, warpgroup - 2);
     } else {
       sm90::release_in_cluster();
+      sm90::wait_cluster();
     }
     add_parts(call, shared, tile);
   }

@@ -63,7 +63,7 @@ enum Cuts { kNever, kAlways, kAsLengthsSay, kInClusters };
 struct Deal {
   int rounds, rest;
   Divisor groups;
-  Divisor parts;              // of a row of the rest, if it is split; in the cluster kernel, of every row
+  Divisor parts;              // of a row of the rest, if it is split; in the cluster kernels, of every row
   int parts_cost, line_cost;  // units that are lost if the rest is split, or the line
   int most_blocks;            // of a row
   int size_shift;             // log2 of the blocks by which two classes of row sizes differ

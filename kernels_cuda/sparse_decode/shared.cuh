@@ -1,4 +1,4 @@
-// Shared memory of the persistent SM90 sparse decode kernel.
+// Shared memory of the persistent SM90 sparse decode kernel, and most of that of the wide cluster kernel.
 
 #pragma once
 

@@ -60,7 +60,7 @@ cudaLaunchAttribute clusters_of(int parts) {
 bool has_room_for_all_clusters(int device) {
   static std::atomic<int> known[64];  // 1 + the answer
   if (device < 64 && known[device]) return known[device] > 1;
-  Launch largest = Kernels<kV32>::kFew32;
+  Launch largest = Kernels<kV32>::kWide;
   allow(largest);
   cudaLaunchAttribute attribute = clusters_of(kMostParts);
   cudaLaunchConfig_t config = {};

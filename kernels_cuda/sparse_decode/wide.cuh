@@ -34,9 +34,9 @@ struct Sixteens {
   Divisor parts;
 
   __device__ __forceinline__ int rest(int n) const { return n - parts.quotient(n) * static_cast<int>(parts.divisor); }
-  // Part rest(rest(n) + heads) adds up the n-th of these heads. Of its own this is the following.
+  // Part rest(rest(n) + heads) adds up the n-th sixteen columns of the heads-th sixteen heads. They are its place(n)-th.
   __device__ __forceinline__ int place(int n) const { return parts.quotient(n); }
-  // The first that a part adds up of these heads, how many there are, and the most that there may be.
+  // The first sixteen columns that a part adds up of these heads, how many it adds up, and the most that any part does.
   __device__ __forceinline__ int first(int rank, int heads) const { return rest(rank + 4 * parts.divisor - heads); }
   __device__ __forceinline__ int count(int first) const { return parts.quotient(kValues / 16 - 1 - first) + 1; }
   __device__ __forceinline__ int most() const { return count(0); }
@@ -58,6 +58,7 @@ __device__ __forceinline__ void expect_parts(const Call& call, WideShared<kForma
 template <Format kFormat>
 __device__ __forceinline__ void send_part(const Call& call, WideShared<kFormat>& shared, int side,
                                           const float (&sums)[2][64], const Statistics& statistics) {
+  __syncwarp();
   sm90::release_in_cluster();
   int lane = threadIdx.x % 32, quarter = lane % 4, tile_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
   int rank = blockIdx.x, parts = call.deal.parts.divisor;
