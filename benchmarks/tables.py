@@ -85,7 +85,7 @@ ROWS = (
     _decode("V4-Pro decode, 128 heads, 128 + 1,024 indices, 1 / 64 / 256 rows", "V4 Pro, 128 heads", (1, 64, 256)),
     _decode("V3.2 decode, 128 heads, 2,048 indices, 1 / 64 / 256 rows", "V3.2, 128 heads", (1, 64, 256)),
     _decode("the same, 2 / 64 × 2 rows", "V3.2, 128 heads", (2, 64), 2),
-    # Rows of one token in which FlashMLA is faster.
+    # Rows of one token in which FlashMLA is or was faster.
     _decode("V3.2 decode, 128 heads, 2 / 4 / 8 / 32 rows", "V3.2, 128 heads", (2, 4, 8, 32)),
     _decode("V4 C128 decode, 128 heads, 8 / 16 / 32 / 64 rows", "V4 C128, 128 heads", (8, 16, 32, 64)),
     _decode("V4 window layers' decode, 128 heads, 32 / 64 rows", "V4 window, 128 heads", (32, 64)),

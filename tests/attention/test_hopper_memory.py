@@ -125,7 +125,7 @@ FEW = [
 
 
 def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
-    """By few rows' kernel in clusters as told, or by many rows'."""
+    """By a cluster kernel in clusters as told, or by the persistent one."""
     case, launched = case_of(name), attention_calls.by_decode_kernel(cluster, monkeypatch)
     with served_by(BACKEND, monkeypatch):
         if case.cache.layout.startswith("V41"):

@@ -70,8 +70,8 @@ def plan_of_many(*args, **options) -> decode_plan.DecodePlan:
 
 
 def by_decode_kernel(cluster: tuple[int, int] | None, monkeypatch) -> list[decode_plan.DecodePlan]:
-    """Makes `hopper` launch few rows' kernel, with so many heads and thread blocks of a cluster, or many rows'. Returns
-    the plans, as they are made."""
+    """Makes `hopper` launch a cluster kernel, with so many heads and thread blocks of a cluster, or the persistent one.
+    Returns the plans, as they are made."""
     made, plan = [], decode_plan.DecodePlan
     fastest = (0.0, *cluster) if cluster else decode_plan.NO_CLUSTERS
     monkeypatch.setattr(decode_plan, "_time_in_clusters", lambda *shape: fastest)
