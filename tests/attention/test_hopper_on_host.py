@@ -14,7 +14,7 @@ import decode_on_host
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_oracle import assert_close_flashmla, decode_oracle
+from attention_oracle import assert_close_flashmla, decode_cases, decode_oracle
 from decode_on_host import CACHES, case_of, check_on_host, few, many, run_on_host, wide
 from host_build import compiled_for_the_host, compiled_once
 
@@ -68,6 +68,11 @@ def test_wide_clusters(layouts, sizes, decode):
     """Thread blocks without keys among them, and a last tile of few heads."""
     parts, heads = sizes
     check_on_host(decode, case_of(*layouts, parts, heads=heads, batch=2, hot=parts == 3), wide(parts), parts)
+
+
+@pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)
+def test_wide_clusters_serve_the_cases_of_every_backend(case, decode):
+    check_on_host(decode, case, wide(4))
 
 
 @pytest.mark.always(2)

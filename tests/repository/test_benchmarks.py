@@ -227,9 +227,9 @@ def test_the_sm90_bench_has_the_rows_of_flashmla_s_table():
 
 
 def test_a_plugin_leaves_to_flashmla_what_the_record_says_is_sooner_there():
-    """Of the numbers of heads that FlashMLA does not pad; what differs by 2% at most may be left or not."""
+    """Of the numbers of heads that FlashMLA does not pad; what differs by 2% at most is not left."""
     record_of = {row["case"]: row for row in json.loads((record.RESULTS / "hopper_decode.json").read_text())["rows"]}
-    device, sooner, slightly, left = DeviceInfo("cuda", (9, 0), 132, 232_448), set(), set(), set()
+    device, sooner, left = DeviceInfo("cuda", (9, 0), 132, 232_448), set(), set()
     for case in hopper_decode.cases():
         shape, ratios = case.shape, [a / b for a, b in record_of[case.name]["flushed"].values()]
         scopes = [scope for scope in (shape.cache, shape.extra) if scope is not None]
@@ -237,9 +237,8 @@ def test_a_plugin_leaves_to_flashmla_what_the_record_says_is_sooner_there():
         topk = sum(scope.topk for scope in scopes)
         call = Call("decode", case.layout, shape.batch * shape.q_len, shape.heads, device, topk, **facts)
         left |= {case.name} if why_flashmla_alone(call, "hopper") else set()
-        if min(ratios) < 1 and shape.heads >= 64:
-            (sooner if min(ratios) < 0.98 else slightly).add(case.name)
-    assert sooner and sooner <= left <= sooner | slightly
+        sooner |= {case.name} if min(ratios) < 0.98 and shape.heads >= 64 else set()
+    assert left == sooner and left
 
 
 def test_number_formats_are_ordered_by_their_roundings():

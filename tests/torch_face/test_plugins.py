@@ -114,10 +114,11 @@ def test_strict_raises(monkeypatch):
         ("decode", "V32_FP8", 128, 4, 128, "hopper", False),  # few blocks: a cluster for each row
         ("decode", "V32_FP8", 128, 16, 2048, "hopper", False),  # 37.8 and 38.0
         ("decode", "V32_FP8", 64, 8, 2048, "hopper", False),  # 22.0 and 22.2
+        ("decode", "V32_FP8", 64, 4, 2048, "hopper", False),  # 18.4 and 18.7
         ("decode", "V32_FP8", 16, 4, 2048, "hopper", False),
         ("decode", "V32_FP8", 128, 64, 2048, "hopper", False),
-        ("decode", "V4_FP8", 128, 8, 1152, "hopper", False),  # C128: 18.3 and 18.7
-        ("decode", "V4_FP8", 128, 4, 1152, "hopper", False),  # 13.9 and 16.4
+        ("decode", "V4_FP8", 128, 8, 1152, "hopper", False),  # V4-Pro: 18.9 and 22.2
+        ("decode", "V4_FP8", 128, 4, 1152, "hopper", False),  # 15.1 and 18.2
         ("decode", "V4_FP8", 128, 16, 640, "hopper", False),  # 21.6 and 22.6
         ("decode", "V4_FP8", 64, 8, 1152, "hopper", False),  # 14.1 and 18.2
         ("decode", "V4_FP8", 128, 32, 128, "hopper", True),  # window: 13.4 and 11.4
