@@ -53,16 +53,12 @@ def test_clusters(layouts, tile, parts, heads, decode):
     check_on_host(decode, case_of(*layouts, parts, heads=heads, batch=2), few(tile, parts), parts)
 
 
-@of_all_caches
-def test_a_thread_block_alone_serves_as_a_cluster(layouts, decode):
-    check_on_host(decode, case_of(*layouts, 9, heads=33, batch=2), few(32, 1), 9)
-
-
 # Each of the caches with two numbers of thread blocks.
 WIDE = [(2, 5), (6, 70), (3, 64), (16, 33)]
 WIDE = [*zip(CACHES, itertools.cycle(WIDE)), *zip(CACHES, itertools.cycle(WIDE[1:] + WIDE[:1]))]
 
 
+@pytest.mark.always(8)
 @pytest.mark.parametrize(("layouts", "sizes"), WIDE, ids=lambda x: "+".join(map(str, x)))
 def test_wide_clusters(layouts, sizes, decode):
     """Thread blocks without keys among them, and a last tile of few heads."""
@@ -70,6 +66,7 @@ def test_wide_clusters(layouts, sizes, decode):
     check_on_host(decode, case_of(*layouts, parts, heads=heads, batch=2, hot=parts == 3), wide(parts), parts)
 
 
+@pytest.mark.always(8)
 @pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)
 def test_wide_clusters_serve_the_cases_of_every_backend(case, decode):
     check_on_host(decode, case, wide(4))
