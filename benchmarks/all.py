@@ -106,8 +106,12 @@ def _vllm_whole(found: dict) -> bool:
     return sum(is_own(row) and not problem(row) for row in found["rows"]) >= 48
 
 
-def _maxtext_whole(found: dict) -> bool:
-    return len(found["results"]) >= 9
+def _maxtext(model: str, count: int, arguments: str, seconds: int) -> Part:
+    def whole(found: dict) -> bool:
+        return sum(case.split()[1] == model for case in found["results"]) >= count
+
+    command, limits = f"maxtext_step --models {model}{arguments}", {"by_case": True, "preallocates": True}
+    return Part(f"maxtext_step {model}", "maxtext_step.json", command, seconds, whole, **limits)
 
 
 def _measured(found: dict) -> bool:
@@ -183,7 +187,8 @@ PARTS = (
     Part("peer_step", "peer_step.json", "peer_step", 180, _measured),
     Part("torch_step", "torch_step.json", "torch_step", 180),
     Part("peer_prefill", "peer_prefill.json", "peer_prefill", 140, _measured),
-    Part("maxtext_step", "maxtext_step.json", "maxtext_step", 400, _maxtext_whole, by_case=True, preallocates=True),
+    _maxtext("v4", 5, "", 1500),
+    _maxtext("v32", 2, " --parts forward", 150),  # its training step compiles for as long as V4's, and is the same code
     # These fail by name where there is one GPU.
     _two_gpus("two_gpus", "step_over_requests", "two_gpus", 6, 300),
     _two_gpus(
