@@ -20,16 +20,23 @@ GUARD = 0xA5
 
 
 def compiled_once(
-    source: str, kernel: str, tmp_path_factory: pytest.TempPathFactory, *, defined: tuple[str, ...] = ()
+    source: str,
+    kernel: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    *,
+    defined: tuple[str, ...] = (),
+    watched: bool = False,
 ) -> ctypes.CDLL:
-    """`compiled_for_the_host`, by one of xdist's workers for all of them."""
+    """`compiled_for_the_host`, or `compiled_to_be_watched`, by one of xdist's workers for all of them."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     with open(folder / f"{source}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        library = folder / _file_name(source, defined)
-        if not library.exists():
+        library = folder / _file_name(source, ("watched",) if watched else defined)
+        if not library.exists() and watched:
+            compiled_to_be_watched(source, kernel, folder)
+        elif not library.exists():
             compiled_for_the_host(source, kernel, folder, defined=defined)
         return ctypes.CDLL(str(library))
 
@@ -43,20 +50,35 @@ def compiled_for_the_host(
 ) -> Path:
     """The library of `host_cuda/{source}.cpp`, which includes files of `kernels_cuda/{kernel}/`, or of a copy of it;
     with macros `defined`."""
+    command = [*_command(kernel, changed, defined), "-shared"]
+    return _made(command, [SOURCES / f"{source}.cpp"], folder / _file_name(source, defined))
+
+
+def compiled_to_be_watched(source: str, kernel: str, folder: Path, changed: Path | None = None) -> Path:
+    """The same, where every load and store is looked at by `host_cuda/races.cpp`: `races_found()` counts the pairs of
+    places in the code whose accesses of shared memory have no order between them."""
+    command = [*_command(kernel, changed, ("RACES",)), "-c", "-fsanitize=thread"]
+    kernels = _made(command, [SOURCES / f"{source}.cpp"], folder / f"{source}-watched.o")
+    watching = [*_command(kernel, changed, ("RACES",)), "-O2", "-shared"]
+    return _made(watching, [SOURCES / "races.cpp", kernels], folder / _file_name(source, ("watched",)))
+
+
+def _command(kernel: str, changed: Path | None, defined: tuple[str, ...]) -> list:
     if (compiler := shutil.which("g++")) is None:
         pytest.skip("needs g++")
-    library = folder / _file_name(source, defined)
-    # A jump to another stack is an error to _FORTIFY_SOURCE. Sums are the same on every machine.
-    flags = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
+    # A jump to another stack is an error to _FORTIFY_SOURCE. Sums are the same on every machine, and each library of a
+    # process has variables of its own.
+    flags = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fno-gnu-unique"]
     flags += ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", *(f"-D{name}" for name in defined)]
     folders = [f"-I{SOURCES}", f"-I{changed or build.source(kernel).parent}"]
-    command = [compiler, *flags, "-w" if changed else "-Wno-parentheses", "-shared", "-fPIC", *folders]
-    made = library.with_suffix(".made")
-    built = subprocess.run(
-        [*command, "-o", made, SOURCES / f"{source}.cpp"], capture_output=True, text=True, check=False
-    )
+    return [compiler, *flags, "-w" if changed else "-Wno-parentheses", "-fPIC", *folders]
+
+
+def _made(command: list, files: list[Path], result: Path) -> Path:
+    made = result.with_suffix(".made")
+    built = subprocess.run([*command, "-o", made, *files], capture_output=True, text=True, check=False)
     assert built.returncode == 0 and not built.stderr, built.stderr[-3000:]
-    return made.rename(library)
+    return made.rename(result)
 
 
 def aligned(x: np.ndarray) -> np.ndarray:

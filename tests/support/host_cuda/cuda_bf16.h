@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "races.h"
+
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -52,6 +54,7 @@ namespace host {
 struct Meeting {
   int members = 0, arrived = 0, round = 0;
   std::vector<int64_t> values[2];
+  races::Order order;
 };
 
 struct Block {
@@ -89,12 +92,14 @@ inline std::vector<std::unique_ptr<char[]>> stacks;
 struct Crossing {
   int members = 0, arrived = 0, round = 0;
   std::vector<int> rounds;  // of each thread's arrival, or -1 once it has waited
+  races::Order order;
 
   void reset(int threads) { *this = {threads, 0, 0, std::vector<int>(threads, -1)}; }
-  void arrive() {
+  void arrive(bool releases = true) {
     require(rounds[me()] < 0, "a second arrival without a wait");
     rounds[me()] = round;
-    if (++arrived == members) arrived = 0, round++, news++;
+    if (releases) order.arrive();
+    if (++arrived == members) arrived = 0, round++, news++, order.end();
   }
   void wait();
   static int me() { return block->number * block->threads + threadIdx.x; }
@@ -129,8 +134,9 @@ inline void resume() {
 }
 
 // Waits for all others; what each of them brought.
-inline const std::vector<int64_t>& meet(Meeting& meeting, int me, int64_t value) {
+inline const std::vector<int64_t>& meet(Meeting& meeting, int me, int64_t value, bool is_barrier = false) {
   int round = meeting.round;
+  if (is_barrier) meeting.order.arrive();
   std::vector<int64_t>& values = meeting.values[round % 2];
   values.resize(meeting.members);
   values[me] = value;
@@ -138,8 +144,10 @@ inline const std::vector<int64_t>& meet(Meeting& meeting, int me, int64_t value)
     meeting.arrived = 0;
     meeting.round++;
     news++;
+    meeting.order.end();
   }
   while (meeting.round == round) give_way();
+  if (is_barrier) meeting.order.wait(round);
   return values;
 }
 
@@ -150,6 +158,7 @@ inline const std::vector<int64_t>& meet_warp(int64_t value) {
 
 inline void Crossing::wait() {
   while (round == rounds[me()]) give_way();
+  order.wait(rounds[me()]);
   rounds[me()] = -1;
 }
 inline void meet_all_blocks() {
@@ -205,7 +214,13 @@ inline void run(int threads, std::function<void()> program) {
 
 }  // namespace host
 
-inline void __syncthreads() { host::meet(host::block->all, threadIdx.x, 0); }
+#ifdef RACES
+__attribute__((no_sanitize("thread"))) int races::me() {
+  return host::block ? (host::block->number * host::block->threads + threadIdx.x) / 32 : -1;
+}
+#endif
+
+inline void __syncthreads() { host::meet(host::block->all, threadIdx.x, 0, true); }
 inline void __syncwarp() { host::meet_warp(0); }
 
 template <typename T>

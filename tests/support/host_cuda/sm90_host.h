@@ -41,6 +41,7 @@ struct Copy {
   bool landed = false;
 
   void land() {
+    races::Quiet quiet;
     if (!landed) from ? memcpy(to, from, bytes) : bytes == 8 ? memcpy(to, &value, 8) : memset(to, 0, bytes);
     landed = true;
   }
@@ -49,6 +50,8 @@ using Copies = std::vector<std::shared_ptr<Copy>>;
 
 struct State {
   int arrivals = 0, missing = 0, bytes = 0, phase = 0;
+  races::Order order;
+  races::Copier copier;
   Copies copies;              // that count bytes
   std::vector<Copies> later;  // of threads that arrive once these have landed
 };
@@ -68,6 +71,7 @@ struct Memory {
   std::unordered_map<int, host::Meeting> named;
   std::vector<std::deque<std::vector<Product>>> products;  // of each thread: groups, the last one open
   std::vector<Copies> copies;                              // of each thread, not waited for
+  std::vector<std::pair<races::Copier, races::Order>> copiers;  // of each warp, and what it has copied
   std::vector<bool> may_multiply;                          // of each thread, since it has waited for products
 
   uint8_t* tiles() {
@@ -98,11 +102,14 @@ inline void run(int blocks, int threads, size_t shared_bytes, std::function<void
                 std::function<void(int)> enter, unsigned seed = 0, bool are_cluster = false) {
   in_cluster = are_cluster;
   memories = std::vector<Memory>(blocks);
+  races::begin(blocks * threads / 32);
   for (Memory& memory : memories) {
     memory.bytes = shared_bytes - 1024;
     memory.arena.assign(shared_bytes / 8 + 1, 0x5A5A5A5A5A5A5A5A);  // a copy's 0xFF is another, so it is noticed
     memory.products.assign(threads, {{}});
     memory.copies.resize(threads);
+    memory.copiers.resize(threads / 32);
+    races::watch(memory.arena.data(), shared_bytes);
     memory.may_multiply.resize(threads);
   }
   cluster.reset(blocks * threads);
@@ -129,7 +136,10 @@ inline uint8_t* at_address(uint32_t address, int bytes = 16, Memory& memory = *m
   return memory.tiles() + address - 1024;
 }
 
-inline void store(uint32_t to, uint4 x) { memcpy(at_address(to), &x, 16); }
+inline void store(uint32_t to, uint4 x) {
+  races::written(at_address(to), 16);
+  memcpy(at_address(to), &x, 16);
+}
 
 // Each lane writes row l % 8 of matrix l / 8, at the address that it gives.
 inline void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
@@ -138,14 +148,18 @@ inline void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
     const auto& words = host::meet_warp(x[i]);
     for (int j = 0; j < 4 && host::lane() / 8 == i; j++) row[j] = static_cast<uint32_t>(words[host::lane() % 8 * 4 + j]);
   }
+  races::written(at_address(to), 16);
   memcpy(at_address(to), row, 16);
 }
 
 // Each lane gives the address of row l % 8 of matrix l / 8, and gets numbers 2 (l % 4) and the next of row l / 4 of each.
 inline void load_matrices(uint32_t (&x)[4], uint32_t from) {
   const auto& addresses = host::meet_warp(from);
-  for (int i = 0; i < 4; i++)
-    memcpy(&x[i], at_address(addresses[i * 8 + host::lane() / 4]) + host::lane() % 4 * 4, 4);
+  for (int i = 0; i < 4; i++) {
+    const uint8_t* at = at_address(addresses[i * 8 + host::lane() / 4]) + host::lane() % 4 * 4;
+    races::read(at, 4);
+    memcpy(&x[i], at, 4);
+  }
 }
 
 // --- numbers ----------------------------------------------------------------------------------------------------
@@ -226,6 +240,7 @@ inline void fence_matrix_reads() {}
 inline void complete(State& state) {
   if (state.missing || state.bytes) return;
   state.phase++;
+  state.order.end();
   state.missing = state.arrivals;
   host::news++;
 }
@@ -233,6 +248,7 @@ inline void arrive(Barrier* barrier) {
   State& state = state_of(*mine, barrier);
   require(state.missing > 0, "more arrivals than a barrier has");
   state.missing--;
+  state.order.arrive();
   complete(state);
 }
 inline void arrive_warp(Barrier* barrier, int lane) {
@@ -260,12 +276,15 @@ inline void wait(Barrier* barrier, int parity) {
       host::give_way();
     }
   }
+  state.order.wait(parity);
 }
 inline void sync_threads(int barrier, int threads) {
   host::Meeting& meeting = mine->named[barrier];
   int round = meeting.round;
-  if (++meeting.arrived == threads) meeting.arrived = 0, meeting.round++, host::news++;
+  meeting.order.arrive();
+  if (++meeting.arrived == threads) meeting.arrived = 0, meeting.round++, host::news++, meeting.order.end();
   while (meeting.round == round) host::give_way();
+  meeting.order.wait(round);
 }
 
 template <int kRegisters>
@@ -276,7 +295,9 @@ void shrink_registers() {}
 // --- copies -----------------------------------------------------------------------------------------------------
 
 // From null it copies zeros.
-inline std::shared_ptr<Copy> begun(uint8_t* to, const void* from, int bytes) {
+inline std::shared_ptr<Copy> begun(uint8_t* to, const void* from, int bytes, races::Copier& copier, races::Order& order) {
+  copier.write(to, bytes, order);
+  races::Quiet quiet;
   if (from) require_readable(from, std::min(bytes, 16));
   require(shared_address(to) % std::min(bytes, 16) == 0, "a copy to a place that is not aligned");
   memset(to, 0xFF, bytes);
@@ -285,25 +306,31 @@ inline std::shared_ptr<Copy> begun(uint8_t* to, const void* from, int bytes) {
 inline void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
   require(bytes % 16 == 0, "a copy of no multiple of 16 bytes");
   require_readable(static_cast<const uint8_t*>(from) + bytes - 16, 16);
-  state_of(*mine, barrier).copies.push_back(begun(static_cast<uint8_t*>(to), from, bytes));
+  State& state = state_of(*mine, barrier);
+  state.copies.push_back(begun(static_cast<uint8_t*>(to), from, bytes, state.copier, state.order));
 }
 inline void copy_bytes_once(void* to, const void* from, int bytes, Barrier* barrier) {
   copy_bytes(to, from, bytes, barrier);
 }
-inline void copy_async(uint32_t to, const void* from, bool read) {
-  mine->copies[threadIdx.x].push_back(begun(at_address(to), read ? from : nullptr, 16));
+inline void begin_copy(uint8_t* to, const void* from, int bytes) {
+  auto& [copier, order] = mine->copiers[threadIdx.x / 32];
+  mine->copies[threadIdx.x].push_back(begun(to, from, bytes, copier, order));
 }
+inline void copy_async(uint32_t to, const void* from, bool read) { begin_copy(at_address(to), read ? from : nullptr, 16); }
 template <int kBytes>
 void copy_async_small(uint32_t to, const void* from) {
   require(from, "a copy from nowhere");
-  mine->copies[threadIdx.x].push_back(begun(at_address(to, kBytes), from, kBytes));
+  begin_copy(at_address(to, kBytes), from, kBytes);
 }
 inline void wait_copies() {
   for (auto& copy : mine->copies[threadIdx.x]) copy->land();
   mine->copies[threadIdx.x].clear();
+  mine->copiers[threadIdx.x / 32].second.see();
 }
 inline void arrive_after_copies(Barrier* barrier) {
-  state_of(*mine, barrier).later.push_back(mine->copies[threadIdx.x]);
+  State& state = state_of(*mine, barrier);
+  mine->copiers[threadIdx.x / 32].second.pass_to(state.order);
+  state.later.push_back(mine->copies[threadIdx.x]);
   std::erase_if(mine->copies[threadIdx.x], [](const auto& copy) { return copy->landed; });
 }
 inline void prefetch(const void*) {}
@@ -324,7 +351,8 @@ inline void copy_box(void* to, const CUtensorMap& map, std::array<int, 5> at, Ba
     }
     for (int chunk = 0; chunk < 8; chunk++) {
       uint8_t* place = static_cast<uint8_t*>(to) + line * 128 + (chunk ^ line % 8) * 16;
-      state_of(*mine, barrier).copies.push_back(begun(place, inside ? from + chunk * 16 : nullptr, 16));
+      State& state = state_of(*mine, barrier);
+      state.copies.push_back(begun(place, inside ? from + chunk * 16 : nullptr, 16, state.copier, state.order));
     }
   }
 }
@@ -501,7 +529,7 @@ inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, u
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 
-inline void arrive_in_cluster() { cluster.arrive(); }
+inline void arrive_in_cluster() { cluster.arrive(false); }
 inline void release_in_cluster() { cluster.arrive(); }
 inline void wait_cluster() { cluster.wait(); }
 inline void wait_for_sent(Barrier* barrier, int parity) { wait(barrier, parity); }
@@ -513,9 +541,12 @@ inline void send(uint32_t to, float2 x, uint32_t barrier) {
   require(cluster.round > 0 && cluster.rounds[host::Crossing::me()] < 0, "sent before all thread blocks have begun");
   Memory& there = memories[to >> 24];
   auto place = [&](uint32_t address) { return at_address(address, 8, there); };
+  State& state = state_of(there, reinterpret_cast<Barrier*>(place(barrier)));
+  state.copier.write(place(to), 8, state.order);
+  races::Quiet quiet;
   auto copy = std::make_shared<Copy>(Copy{place(to), nullptr, 8, bits_as<uint64_t>(x)});
   memset(copy->to, 0xFF, 8);
-  state_of(there, reinterpret_cast<Barrier*>(place(barrier))).copies.push_back(copy);
+  state.copies.push_back(copy);
 }
 inline void send(uint32_t to, uint4 x, uint32_t barrier) {
   require(to % 16 == 0, "misaligned");
