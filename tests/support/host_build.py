@@ -28,6 +28,7 @@ def compiled_once(
     watched: bool = False,
 ) -> ctypes.CDLL:
     """`compiled_for_the_host`, or `compiled_to_be_watched`, by one of xdist's workers for all of them."""
+    assert not (watched and defined)
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -55,8 +56,8 @@ def compiled_for_the_host(
 
 
 def compiled_to_be_watched(source: str, kernel: str, folder: Path, changed: Path | None = None) -> Path:
-    """The same, where every load and store is looked at by `host_cuda/races.cpp`: `races_found()` counts the pairs of
-    places in the code whose accesses of shared memory have no order between them."""
+    """The library of `compiled_for_the_host`, where `host_cuda/races.cpp` looks at every load and store: `races_found`
+    counts the pairs of places in the code whose accesses of shared memory no barrier orders."""
     command = [*_command(kernel, changed, ("RACES",)), "-c", "-fsanitize=thread"]
     kernels = _made(command, [SOURCES / f"{source}.cpp"], folder / f"{source}-watched.o")
     watching = [*_command(kernel, changed, ("RACES",)), "-O2", "-shared"]

@@ -144,7 +144,7 @@ inline const std::vector<int64_t>& meet(Meeting& meeting, int me, int64_t value,
     meeting.arrived = 0;
     meeting.round++;
     news++;
-    meeting.order.end();
+    if (is_barrier) meeting.order.end();
   }
   while (meeting.round == round) give_way();
   if (is_barrier) meeting.order.wait(round);
@@ -215,7 +215,7 @@ inline void run(int threads, std::function<void()> program) {
 }  // namespace host
 
 #ifdef RACES
-__attribute__((no_sanitize("thread"))) int races::me() {
+inline __attribute__((used, no_sanitize("thread"))) int races::me() {
   return host::block ? (host::block->number * host::block->threads + threadIdx.x) / 32 : -1;
 }
 #endif
@@ -284,9 +284,15 @@ inline float __bfloat162float(__nv_bfloat16 x) { return bits_as<float>(uint32_t{
 
 template <typename T>
 T atomicAdd(T* to, T x) {
+  races::read(to, sizeof x);
+  races::Quiet quiet;
   return (*to += x) - x;
 }
-inline unsigned atomicOr(unsigned* to, unsigned x) { return (*to |= x) & ~x; }
+inline unsigned atomicOr(unsigned* to, unsigned x) {
+  races::read(to, sizeof x);
+  races::Quiet quiet;
+  return (*to |= x) & ~x;
+}
 
 template <typename T>
 T __ldcg(const T* x) { return *x; }

@@ -9,18 +9,18 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 namespace races {
 
 namespace {
 
-constexpr int kReports = 20;
+constexpr int kPrinted = 20;
 
 struct Place {  // two bytes
   int writer = -1, written = 0;
-  void *by = nullptr, *read_by = nullptr;
+  void *written_by = nullptr, *read_by = nullptr;
   int reads[kWarps] = {};
 };
 
@@ -29,11 +29,14 @@ struct Region {
   std::vector<Place> places;
 };
 
+struct Span {
+  long begin, end;
+};
+
 Clock clocks[kWarps];
 std::vector<Region> regions;
-int copiers, quiet;
-bool copies_release;
-std::map<std::pair<void*, void*>, int> found;
+int numbers_of_copiers, quiet;
+std::map<std::tuple<const char*, void*, void*>, Span> found;  // where in shared memory, by kind and two places in the code
 
 void require(bool holds, const char* what) {
   if (holds) return;
@@ -41,13 +44,20 @@ void require(bool holds, const char* what) {
   abort();
 }
 
-void report(const char* kind, void* first, void* second) {
-  if (found[{first, second}]++ || static_cast<int>(found.size()) > kReports) return;
+long in_library(void* code) {
   Dl_info info{};
-  dladdr(second, &info);
-  auto base = reinterpret_cast<uintptr_t>(info.dli_fbase);
-  fprintf(stderr, "%s: %#lx and %#lx\n", kind, reinterpret_cast<uintptr_t>(first) - base,
-          reinterpret_cast<uintptr_t>(second) - base);
+  dladdr(code, &info);
+  return static_cast<char*>(code) - static_cast<char*>(info.dli_fbase);
+}
+
+// `addr2line -f -C -i -e LIBRARY` turns the places in the code into lines, if it is built with -g. Of several warps that
+// have read, `first` is the last one's place.
+void report(const char* kind, int other, void* first, void* second, long at) {
+  auto [report, is_new] = found.try_emplace({kind, first, second}, Span{at, at + 2});
+  report->second = {std::min(report->second.begin, at), std::max(report->second.end, at + 2)};
+  if (is_new && static_cast<int>(found.size()) <= kPrinted)
+    fprintf(stderr, "%s: %s %d at %#lx, warp %d at %#lx, byte %ld of shared memory\n", kind,
+            other < kWarps ? "warp" : "copies", other, in_library(first), me(), in_library(second), at);
 }
 
 // An access of this warp; a write is `writer`'s, at its time `now`.
@@ -55,18 +65,20 @@ void access(const void* at, int bytes, bool write, void* by, int writer, int now
   auto from = reinterpret_cast<uintptr_t>(at);
   for (Region& region : regions) {
     if (from < region.begin || from >= region.end) continue;
+    require(from + bytes <= region.end, "an access beyond shared memory");
     const Clock& clock = clocks[me()];
     for (uintptr_t i = (from - region.begin) / 2; i <= (from + bytes - 1 - region.begin) / 2; i++) {
       Place& place = region.places[i];
       if (place.writer >= 0 && place.written > clock.seen[place.writer])
-        report(write ? "written twice" : "read after a write", place.by, by);
+        report(write ? "written twice" : "read after a write", place.writer, place.written_by, by, i * 2);
       if (!write) {
         place.reads[me()] = clock.seen[me()], place.read_by = by;
         continue;
       }
       for (int warp = 0; warp < kWarps; warp++)
-        if (warp != me() && place.reads[warp] > clock.seen[warp]) report("written after a read", place.read_by, by);
-      place.writer = writer, place.written = now, place.by = by;
+        if (warp != me() && place.reads[warp] > clock.seen[warp])
+          report("written after a read", warp, place.read_by, by, i * 2);
+      place.writer = writer, place.written = now, place.written_by = by;
     }
     return;
   }
@@ -92,13 +104,10 @@ void Order::end() {
 }
 void Order::wait(int round) { clocks[me()].join(done[round % 2]); }
 void Order::see() { clocks[me()].join(open); }
-void Order::pass_to(Order& to) {
-  to.open.join(open);
-  if (copies_release) to.arrive();
-}
+void Order::pass_to(Order& to) { to.open.join(open); }
 
 void Copier::write(const void* to, int bytes, Order& order) {
-  if (number < 0) number = kWarps + copiers++;
+  if (number < 0) number = kWarps + numbers_of_copiers++;
   require(number < kWarps + kCopiers, "too many barriers");
   access(to, bytes, true, __builtin_return_address(0), number, ++time);
   order.open.seen[number] = std::max(order.open.seen[number], time);
@@ -111,9 +120,9 @@ void begin(int warps) {
   require(warps <= kWarps, "too many warps");
   for (int i = 0; i < kWarps; i++) clocks[i] = {}, clocks[i].seen[i] = 1;
   regions.clear();
-  copiers = 0;
+  numbers_of_copiers = 0;
 }
-void watch(const void* memory, long bytes) {
+void watch(const void* memory, size_t bytes) {
   auto from = reinterpret_cast<uintptr_t>(memory);
   regions.push_back({from, from + bytes, std::vector<Place>(bytes / 2 + 1)});
 }
@@ -124,10 +133,14 @@ void written(const void* to, int bytes) { accessed(to, bytes, true, __builtin_re
 
 extern "C" {
 
-// Whether an arrival at the end of a thread's copies releases what else it has done or seen. PTX does not say so.
-void races_copies_release(int release) { races::copies_release = release; }
-
-int races_found() { return static_cast<int>(races::found.size()); }
+// Pairs of places in the code whose accesses have no order, but for those of these bytes of shared memory; since this
+// was called last.
+int races_found(int64_t begin, int64_t end) {
+  int count = 0;
+  for (const auto& [_, span] : races::found) count += span.begin < begin || span.end > end;
+  races::found.clear();
+  return count;
+}
 
 #define CALLS(bytes)                                                                                                   \
   void __tsan_read##bytes(void* at) { races::accessed(at, bytes, false, __builtin_return_address(0)); }                \

@@ -109,7 +109,7 @@ inline void run(int blocks, int threads, size_t shared_bytes, std::function<void
     memory.products.assign(threads, {{}});
     memory.copies.resize(threads);
     memory.copiers.resize(threads / 32);
-    races::watch(memory.arena.data(), shared_bytes);
+    races::watch(memory.tiles(), memory.bytes);
     memory.may_multiply.resize(threads);
   }
   cluster.reset(blocks * threads);
@@ -138,6 +138,7 @@ inline uint8_t* at_address(uint32_t address, int bytes = 16, Memory& memory = *m
 
 inline void store(uint32_t to, uint4 x) {
   races::written(at_address(to), 16);
+  races::Quiet quiet;
   memcpy(at_address(to), &x, 16);
 }
 
@@ -149,6 +150,7 @@ inline void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
     for (int j = 0; j < 4 && host::lane() / 8 == i; j++) row[j] = static_cast<uint32_t>(words[host::lane() % 8 * 4 + j]);
   }
   races::written(at_address(to), 16);
+  races::Quiet quiet;
   memcpy(at_address(to), row, 16);
 }
 
@@ -158,6 +160,7 @@ inline void load_matrices(uint32_t (&x)[4], uint32_t from) {
   for (int i = 0; i < 4; i++) {
     const uint8_t* at = at_address(addresses[i * 8 + host::lane() / 4]) + host::lane() % 4 * 4;
     races::read(at, 4);
+    races::Quiet quiet;
     memcpy(&x[i], at, 4);
   }
 }
