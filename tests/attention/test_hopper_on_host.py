@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,7 @@ import numpy as np
 import pytest
 from attention_oracle import assert_close_flashmla, decode_cases, decode_oracle
 from decode_on_host import CACHES, case_of, check_on_host, few, many, run_on_host, wide
-from host_build import compiled_for_the_host, compiled_once
-
-from jax_sparse_mla.kernels import build
+from host_build import changed_kernels, compiled_for_the_host, compiled_once, replace_once
 
 pytestmark = pytest.mark.no_gpu
 of_all_caches = pytest.mark.parametrize("layouts", CACHES, ids="+".join)
@@ -166,8 +163,7 @@ def judged(library: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def changed(tmp_path):
-    """A copy of the kernel's folder."""
-    return shutil.copytree(build.source("sparse_decode").parents[1], tmp_path / "kernels") / "sparse_decode"
+    return changed_kernels("sparse_decode", tmp_path)
 
 
 @pytest.mark.long
@@ -175,9 +171,7 @@ def changed(tmp_path):
 def test_each_of_these_lines_is_needed(file, number, changed, tmp_path):
     """Without it the kernels give wrong numbers, or the process ends; of several lines the first one is left out."""
     first, *others = NEEDED[file][number].split("\n", 1)
-    text, line = (changed / file).read_text(), NEEDED[file][number]
-    assert text.count(line) == 1
-    (changed / file).write_text(text.replace(line, "\n".join([";", *others])))
+    replace_once(changed / file, NEEDED[file][number], "\n".join([";", *others]))
     assert is_wrong(changed, tmp_path), first
 
 

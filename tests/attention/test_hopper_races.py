@@ -7,38 +7,21 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import decode_on_host
 import pytest
-from decode_on_host import CACHES, case_of, check_on_host, few, many, run_on_host, wide
-from host_build import compiled_once, compiled_to_be_watched
+from decode_on_host import CACHES, PLANS, case_and_plan, check_on_host
+from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
 
-from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kernels.sm90.decode_plan import decode_format
 from jax_sparse_mla.kv_cache import KVLayout
 
 pytestmark = pytest.mark.no_gpu
 
-PLANS = {
-    "persistent, by lengths": (many(2), {"heads": 33}),
-    "persistent, two tiles": (many(2), {"heads": 70, "batch": 2}),
-    "persistent, cut": (many(3, lengths=False), {"batch": 1, "lengths": "none", "extra_lengths": "none"}),
-    "cluster of 16 heads": (few(16, 2), {"heads": 17, "batch": 1, "lengths": "none"}),
-    "cluster of 32 heads": (few(32, 3), {"heads": 33, "batch": 1}),
-    "wide cluster": (wide(3), {"heads": 33, "batch": 2}),
-}
 CASES = [(layouts, plan) for layouts in CACHES for plan in PLANS]
 NOWHERE = (0, 0)
-
-
-def case_and_plan(layouts: tuple[str, str], name: str):
-    plan, setting = PLANS[name]
-    return case_of(*layouts, CACHES.index(layouts), **setting), plan
 
 
 def races_found(library: ctypes.CDLL, known: tuple[int, int] = NOWHERE) -> int:
@@ -65,8 +48,8 @@ def test_barriers_that_order_accesses_and_those_that_do_not(seed, control):
 
 
 def known_of(library: ctypes.CDLL, layouts: tuple[str, str]) -> tuple[int, int]:
-    """Where the masks of valid keys are, which reach the consumers of bfloat16 rows by the arrivals of copies alone. By
-    PTX such an arrival orders no other store: see docs/kernels-checked.md."""
+    """Where the masks of valid keys are. They reach the consumers of bfloat16 rows by the arrivals of copies alone, and
+    such an arrival counts as ordering no other store (docs/kernels-checked.md)."""
     if not layouts[0].endswith("BF16"):
         return NOWHERE
     place = (ctypes.c_int64 * 2)()
@@ -111,23 +94,11 @@ ORDERS = [
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "line", "other", "plan"), ORDERS, ids=lambda x: x.partition(";")[0])
 def test_a_missing_order_is_found(file, line, other, plan, tmp_path):
-    changed = shutil.copytree(build.source("sparse_decode").parents[1], tmp_path / "kernels") / "sparse_decode"
+    changed = changed_kernels("sparse_decode", tmp_path)
     if line:
-        text = (changed / file).read_text()
-        assert text.count(line) == 1
-        (changed / file).write_text(text.replace(line, other or ";"))
+        replace_once(changed / file, line, other or ";")
     made = compiled_to_be_watched("sparse_decode", "sparse_decode", tmp_path, changed)
-    environ = os.environ | {"PYTHONPATH": str(Path(decode_on_host.__file__).parent)}
-    command = [sys.executable, __file__, str(made), plan]
-    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, decode_on_host.__file__, str(made), plan]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     found = any(kind in run.stderr for kind in ("read after a write: ", "written after a read: ", "written twice: "))
     assert found == bool(line) and (line or run.returncode == 0), run.stderr
-
-
-def main(library: str, plan: str) -> None:
-    case, how = case_and_plan(("V32_FP8", "V32_FP8"), plan)
-    run_on_host(ctypes.CDLL(library).sparse_decode_on_host, case, how)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
 """The SM90 decode kernels compiled for the host: as a function of a case of `attention_oracle`, and as a program that
 judges a library.
 
-    python decode_on_host.py LIBRARY
+    python decode_on_host.py LIBRARY            # compares every format and kernel with float64
+    python decode_on_host.py LIBRARY "wide cluster"    # runs one of `PLANS`, with V3.2's rows
 
 The threads of all thread blocks of a launch, or of a cluster, take turns; `host_cuda/sm90_host.h` says what happens
 when. A process ends where threads wait for each other for ever, where an operand changes while its product is under
@@ -69,6 +70,22 @@ def wide(parts: int) -> DecodePlan:
     return DecodePlan(64, parts, IN_CLUSTERS, 0)
 
 
+# A launch of each kind, and the case that it runs.
+PLANS = {
+    "persistent, by lengths": (many(2), {"heads": 33}),
+    "persistent, two tiles": (many(2), {"heads": 70, "batch": 2}),
+    "persistent, cut": (many(3, lengths=False), {"batch": 1, "lengths": "none", "extra_lengths": "none"}),
+    "cluster of 16 heads": (few(16, 2), {"heads": 17, "batch": 1, "lengths": "none"}),
+    "cluster of 32 heads": (few(32, 3), {"heads": 33, "batch": 1}),
+    "wide cluster": (wide(3), {"heads": 33, "batch": 2}),
+}
+
+
+def case_and_plan(layouts: tuple[str, str], name: str):
+    plan, setting = PLANS[name]
+    return case_of(*layouts, CACHES.index(layouts), **setting), plan
+
+
 def run_on_host(function: Callable, case: DecodeCase, plan: DecodePlan, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """out float32 `[batch, q_len, heads, 512]` and lse, by the kernel that the plan names. Outputs and scratch memory
     are poisoned. Warps have their turns in an order of `seed`, by 0 one after the other."""
@@ -113,8 +130,12 @@ def _shape(cache: HostCache | None, indices: np.ndarray | None, lengths: np.ndar
     return indices.shape[-1], indices.shape[-1], 0 if lengths is None else rows // lengths.size, *numbers
 
 
-def main(library: str) -> None:
+def main(library: str, plan: str | None = None) -> None:
     function = ctypes.CDLL(library).sparse_decode_on_host
+    if plan is not None:
+        case, how = case_and_plan(("V32_FP8", "V32_FP8"), plan)
+        run_on_host(function, case, how)
+        return
     for layouts in CACHES:
         for seed in range(3):
             check_on_host(function, case_of(*layouts, seed, heads=(5, 33, 64)[seed], hot=seed > 0), many(2), seed)
@@ -125,4 +146,4 @@ def main(library: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -35,10 +35,9 @@ def compiled_once(
     with open(folder / f"{source}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         library = folder / _file_name(source, ("watched",) if watched else defined)
-        if not library.exists() and watched:
-            compiled_to_be_watched(source, kernel, folder)
-        elif not library.exists():
-            compiled_for_the_host(source, kernel, folder, defined=defined)
+        if not library.exists():
+            options = {} if watched else {"defined": defined}
+            (compiled_to_be_watched if watched else compiled_for_the_host)(source, kernel, folder, **options)
         return ctypes.CDLL(str(library))
 
 
@@ -62,6 +61,17 @@ def compiled_to_be_watched(source: str, kernel: str, folder: Path, changed: Path
     kernels = _made(command, [SOURCES / f"{source}.cpp"], folder / f"{source}-watched.o")
     watching = [*_command(kernel, changed, ("RACES",)), "-O2", "-shared"]
     return _made(watching, [SOURCES / "races.cpp", kernels], folder / _file_name(source, ("watched",)))
+
+
+def changed_kernels(kernel: str, folder: Path) -> Path:
+    """A copy of `kernels_cuda/{kernel}/`, beside what it includes, whose files a test may change."""
+    return shutil.copytree(build.source(kernel).parents[1], folder / "kernels") / kernel
+
+
+def replace_once(path: Path, text: str, other: str) -> None:
+    whole = path.read_text()
+    assert whole.count(text) == 1
+    path.write_text(whole.replace(text, other))
 
 
 def _command(kernel: str, changed: Path | None, defined: tuple[str, ...]) -> list:

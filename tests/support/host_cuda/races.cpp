@@ -35,7 +35,7 @@ struct Span {
 
 Clock clocks[kWarps];
 std::vector<Region> regions;
-int numbers_of_copiers, quiet;
+int warps, numbers_of_copiers, quiet;  // warps of the launch
 std::map<std::tuple<const char*, void*, void*>, Span> found;  // where in shared memory, by kind and two places in the code
 
 void require(bool holds, const char* what) {
@@ -75,7 +75,7 @@ void access(const void* at, int bytes, bool write, void* by, int writer, int now
         place.reads[me()] = clock.seen[me()], place.read_by = by;
         continue;
       }
-      for (int warp = 0; warp < kWarps; warp++)
+      for (int warp = 0; warp < warps; warp++)
         if (warp != me() && place.reads[warp] > clock.seen[warp])
           report("written after a read", warp, place.read_by, by, i * 2);
       place.writer = writer, place.written = now, place.written_by = by;
@@ -116,8 +116,9 @@ void Copier::write(const void* to, int bytes, Order& order) {
 Quiet::Quiet() { quiet++; }
 Quiet::~Quiet() { quiet--; }
 
-void begin(int warps) {
-  require(warps <= kWarps, "too many warps");
+void begin(int count) {
+  require(count <= kWarps, "too many warps");
+  warps = count;
   for (int i = 0; i < kWarps; i++) clocks[i] = {}, clocks[i].seen[i] = 1;
   regions.clear();
   numbers_of_copiers = 0;

@@ -53,7 +53,7 @@ struct Quiet {
   ~Quiet();
 };
 
-void begin(int warps);  // a launch
+void begin(int warps);  // a launch of so many
 void watch(const void* memory, size_t bytes);
 void read(const void* from, int bytes);
 void written(const void* to, int bytes);

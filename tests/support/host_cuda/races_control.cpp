@@ -112,14 +112,15 @@ void by_atomic_additions(bool ordered) {
   ordered ? atomicAdd(&shared().words[0], 1) : shared().words[0]++;
 }
 
+void (*all[])(bool) = {by_mbarrier,        by_named_barrier, by_syncthreads,      by_waiting_for_copies,
+                       by_copies_arrivals, by_bulk_copy,     by_waiting_for_sent, by_cluster_barrier,
+                       by_atomic_additions};
+
 }  // namespace
 
-extern "C" int programs() { return 9; }
+extern "C" int programs() { return std::size(all); }
 
 extern "C" void run_program(int number, bool ordered, unsigned seed) {
-  void (*all[])(bool) = {by_mbarrier,        by_named_barrier, by_syncthreads,      by_waiting_for_copies,
-                         by_copies_arrivals, by_bulk_copy,     by_waiting_for_sent, by_cluster_barrier,
-                         by_atomic_additions};
   bool cluster = all[number] == by_waiting_for_sent || all[number] == by_cluster_barrier;
   sm90::readable.clear();
   sm90::allow(global, sizeof global);
