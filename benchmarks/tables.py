@@ -89,6 +89,7 @@ ROWS = (
     _decode("V3.2 decode, 128 heads, 2 / 4 / 8 / 32 rows", "V3.2, 128 heads", (2, 4, 8, 32)),
     _decode("V4 C128 decode, 128 heads, 8 / 16 / 32 / 64 rows", "V4 C128, 128 heads", (8, 16, 32, 64)),
     _decode("V4 window layers' decode, 128 heads, 32 / 64 rows", "V4 window, 128 heads", (32, 64)),
+    _decode("the same with 64 heads, 64 rows", "V4 window, 64 heads", (64,)),
     Row(
         "prefill, 4,096 queries: V4-Flash, 8,192 / 65,536 keys",
         "attention",
