@@ -2,7 +2,7 @@
 
 import json
 
-from run_record import GPU_RUN, ROOT, UNRUN, differences, names, nodes, run_nowhere
+from run_record import GPU_RUN, OTHER_RUNS, ROOT, UNRUN, differences, names, nodes, run_nowhere
 
 A, B, C = "tests/a/test_a.py::Test::test_x[1-2]", "tests/a/test_a.py::Test::test_x[3]", "tests/b/test_b.py::test_y"
 MODULE = "tests/c/test_c.py"
@@ -40,6 +40,14 @@ def test_the_list_names_tests_that_exist():
             texts = [path.read_text() for path in (ROOT / file, *SUPPORT.glob("*.py"))]  # test classes that are shared
             name = function.partition("[")[0].split("::")[-1]
             assert any(f"def {name}(" in text for text in texts) or not function, entry
+
+
+def test_what_the_list_names_passed_in_no_recorded_run():
+    """The end of a whole run says so too; this is seen by whoever runs the tests of this folder after a new record."""
+    listed = {entry for entries in json.loads(UNRUN.read_text()).values() for entry in entries}
+    for path in (GPU_RUN, *OTHER_RUNS):
+        ran = sorted(listed & nodes(json.loads(path.read_text()).get("passed", {})))
+        assert not ran, path.name
 
 
 def test_the_gpu_run_names_what_passed():
