@@ -6,13 +6,19 @@ them: lse +inf on empty rows and a transposed view, partial results by the sched
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from attention_oracle import attend, unpack_cache
 
+from jax_sparse_mla import packages
 from jax_sparse_mla.metadata import flashmla_schedule
 
 # As the two wheels register them: sgl-flash-mla 1.0.0 and sglang-kernel 0.4.5.
@@ -47,6 +53,29 @@ def register() -> dict[str, torch.library.Library]:
         library.impl("sparse_prefill_fwd", prefill_log2 if style is _AS_SGLANG_KERNEL else prefill, "CPU")
         libraries[namespace] = library
     return libraries
+
+
+@contextlib.contextmanager
+def empty_package(folder: Path, file: str | None):
+    """A package of the one empty file, such as "flash_mla/_C_legacy.abi3.so", or none, while no other is installed.
+
+    Afterwards nothing knows of it: what one test imports stays in `sys.modules`, where the next would find it.
+    """
+    if any(importlib.util.find_spec(name) for name in ("flash_mla", "sgl_kernel")):
+        pytest.skip("the packages themselves are installed")
+    if file is not None:
+        (folder / file).parent.mkdir()
+        (folder / file).touch()
+        (folder / file).with_name("__init__.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        packages.why_not.cache_clear()
+        try:
+            yield
+        finally:
+            packages.why_not.cache_clear()
+            for name in ("flash_mla", "sgl_kernel"):
+                sys.modules.pop(name, None)
 
 
 def check(condition, message) -> None:

@@ -7,7 +7,6 @@ FlashMLA's published cases, by `benchmarks/case_data.py`.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import math
 
@@ -499,16 +498,10 @@ def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, named):
 @pytest.mark.parametrize(
     ("file", "expected"), [("flash_mla/cuda.abi3.so", False), ("flash_mla/_C_legacy.abi3.so", True), (None, False)]
 )
-def test_a_flash_mla_without_the_operators_is_not_routed_to(monkeypatch, tmp_path, file, expected):
+def test_a_flash_mla_without_the_operators_is_not_routed_to(tmp_path, file, expected):
     """FlashMLA's own builds and the wheel have one name: whoever changes an import has either."""
-    if any(importlib.util.find_spec(name) for name in ("flash_mla", "sgl_kernel")):
-        pytest.skip("the packages themselves are installed")
-    if file is not None:
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).touch()
-        (tmp_path / file).with_name("__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert (route.missing.__wrapped__("flashmla", "decode") is None) == expected
+    with stub.empty_package(tmp_path, file):
+        assert (route.missing.__wrapped__("flashmla", "decode") is None) == expected
 
 
 def test_what_flashmla_cannot_take():
