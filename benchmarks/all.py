@@ -151,6 +151,7 @@ PARTS = (
     Part("bf16_decode", "bf16_decode.json", "bf16_decode", 50),
     Part("counters", "counters.json", "counters", 300),
     Part("backward", "backward.json", "backward", 90),
+    Part("peer_backward", "peer_backward.json", "peer_backward", 130),
     Part("attention", "attention.json", "run --op attention", 150),
     Part("indexer", "indexer.json", "run --op indexer", 110),
     Part("topk", "topk.json", "run --op topk", 50),

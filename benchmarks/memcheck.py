@@ -109,7 +109,7 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer, gpu: str) -> s
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": gpu}
     # Python may take longer than the sanitizer waits by default, where many start at once.
     command = [sanitizer.program, "--tool", sanitizer.tool, "--target-processes", "application-only"]
-    command += ["--launch-timeout", "120"]
+    command += ["--launch-timeout", "120", "--print-limit", "0"]  # 0: no limit
     command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")

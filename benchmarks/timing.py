@@ -100,7 +100,12 @@ class Timer:
         """The median of each in microseconds, of repeats that take turns.
 
         `operations` are the last call's, `busy` is the median time of each in which the GPU works.
+
+        Raises:
+          ValueError: calls of both frameworks: on two streams one call would run while the next one's L2 is flushed.
         """
+        if len({run.framework for run in runs}) > 1:
+            raise ValueError("calls that take turns must be of one framework, got jax and torch")
         for run in runs:
             for _ in range(3):
                 self._once(run)

@@ -37,7 +37,7 @@ from jax_sparse_mla.layers import (
     V32Rows,
 )
 from jax_sparse_mla.layers.checks import check_v4_layer, check_v32_layer
-from jax_sparse_mla.layers.step import with_pool_tokens
+from jax_sparse_mla.layers.step import with_pool_sizes
 from jax_sparse_mla.layers.write import Step, kernel_obstacle, rows_each, step_of, write_by_kernel
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4Metadata, V32Metadata
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
@@ -74,7 +74,7 @@ def prepare_v4_step(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables)
     """
     with torch.cuda.device_of(batch.seq_lens):
         metadata = build_v4_metadata(spec, batch, tables)
-    return V4Step(metadata=with_pool_tokens(metadata, tables), plans={})
+    return V4Step(metadata=with_pool_sizes(metadata, tables), plans={})
 
 
 def v4_layer(

@@ -128,17 +128,21 @@ def _check_compressed(
             f"{compressed.num_pages} pages of {compressed.page_size}, for {tokens} tokens, where the pool "
             f"has {pool_tokens} (full_to_swa): make it with the pool's number of pages"
         )
-    _check_states(check, states, batch)
+    _check_states(check, states, batch, metadata.compressed[ratio].pool_requests)
 
 
-def _check_states(check: ArgumentChecks, states: dict[str, CompressorState], batch: ForwardBatch) -> None:
-    """States have a row for each request."""
-    num_requests = batch.req_pool_indices.shape[0]
+def _check_states(
+    check: ArgumentChecks, states: dict[str, CompressorState], batch: ForwardBatch, pool_requests: int | None = None
+) -> None:
+    """States have a row for each request that the pool has room for, or at least for each of the batch's."""
+    wanted, of = batch.req_pool_indices.shape[0], "request of the batch"
+    if pool_requests is not None:  # `req_pool_indices` names a row of both, which may be the last one
+        wanted, of = pool_requests, "row of req_to_token"
     for name, state in states.items():
-        if state.max_requests < num_requests:
+        if state.max_requests < wanted:
             raise check.fail(
-                f"{name} must have a row for each of the batch's {num_requests} requests, got {state.max_requests}: "
-                "make it with max_requests, the rows of req_to_token"
+                f"{name} must have a row for each {of}, {wanted} in all, got {state.max_requests}: make it with "
+                "max_requests, the rows of req_to_token"
             )
 
 

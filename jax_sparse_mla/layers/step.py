@@ -62,7 +62,7 @@ def prepare_v4_step(
     """
     metadata = build_v4_metadata(spec, batch, tables)
     layer_checks.check_tables("prepare_v4_step", tables)
-    metadata = with_pool_tokens(metadata, tables)
+    metadata = with_pool_sizes(metadata, tables)
     (rows,), (num_requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
     if gathered is None:
         gathered = batch.mode is ForwardMode.EXTEND and gathers(spec, rows)
@@ -84,10 +84,10 @@ def prepare_v4_step(
     return V4Step(metadata=metadata, plans=plans)
 
 
-def with_pool_tokens(metadata: V4Metadata, tables: RequestTables) -> V4Metadata:
-    """The metadata, which now knows how many tokens the pool has: layers check their caches against it."""
-    tokens = tables.full_to_swa.shape[0] - 1
-    parts = {ratio: dataclasses.replace(part, pool_tokens=tokens) for ratio, part in metadata.compressed.items()}
+def with_pool_sizes(metadata: V4Metadata, tables: RequestTables) -> V4Metadata:
+    """The metadata, which now knows how many tokens and requests the pool has: layers check their caches against it."""
+    sizes = {"pool_tokens": tables.full_to_swa.shape[0] - 1, "pool_requests": tables.req_to_token.shape[0]}
+    parts = {ratio: dataclasses.replace(part, **sizes) for ratio, part in metadata.compressed.items()}
     return dataclasses.replace(metadata, compressed=parts)
 
 

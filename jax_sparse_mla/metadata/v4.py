@@ -36,8 +36,8 @@ class CompressedMetadata:
       page_indices: `[T, width]`, width a multiple of 64, slots of the compressed cache. An indexed ratio:
         all −1, each layer's indexer fills it. Others: entry j of the request in column j < lengths, −1
         elsewhere.
-      pool_tokens: slots of the full pool, against which the layers check their caches (static); `prepare_v4_step`
-        fills it in, None elsewhere.
+      pool_tokens, pool_requests: slots of the full pool and rows of `req_to_token`, against which the layers check
+        their caches and states (static); `prepare_v4_step` fills them in, None elsewhere.
     """
 
     out_loc: jax.Array
@@ -45,6 +45,7 @@ class CompressedMetadata:
     topk_lengths: jax.Array
     page_indices: jax.Array
     pool_tokens: int | None = static(default=None)
+    pool_requests: int | None = static(default=None)
 
 
 def _of_ratio(ratio: int, field: str) -> property:

@@ -4,7 +4,6 @@
 signatures, its planner, and its own checks of every argument.
 """
 
-import importlib.metadata
 import math
 import os
 import re
@@ -18,6 +17,7 @@ import tvm_stub
 from attention_calls import check_decode, decode_arguments, pretend_installed, small_decode
 from attention_oracle import attend, decode_cases, page_bytes, unpack_cache
 
+from jax_sparse_mla import packages
 from jax_sparse_mla.attention import DeviceInfo, sparse_mla_decode
 from jax_sparse_mla.attention.backends import flashinfer
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
@@ -164,9 +164,20 @@ def test_any_number_of_columns(stub):
     check_decode(case, decode(case))
 
 
-@pytest.mark.parametrize("version, why", [("0.6.18", "0.6.18 is too old: install 0.7"), ("0.7.2.post1", None)])
+@pytest.mark.parametrize(
+    "version, why",
+    [
+        ("0.6.18", "0.6.18 is too old: install 0.7"),
+        ("0.6rc2", "0.6rc2 is too old"),
+        ("0.7.2.post1", None),
+        ("0.7rc1", None),
+        ("1.0", None),
+        (None, "flashinfer is found, but the version of flashinfer-python is None"),
+        ("unknown", "is unknown: install 0.7"),
+    ],
+)
 def test_an_older_release_is_refused(version, why, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(packages, "version", lambda distribution: version)
     reason = flashinfer.unready("decode", "jax")
     assert reason is None if why is None else why in reason
 

@@ -214,7 +214,7 @@ def test_what_is_refused():
             dataclasses.replace(cache, index_state=few),
             rows,
             {"index_ape": ape},
-            "cache.index_state must have a row for each of the batch's 2 requests, got 1: make it with max_requests",
+            "cache.index_state must have a row for each request of the batch, 2 in all, got 1: make it with",
         ),
         (
             ValueError,

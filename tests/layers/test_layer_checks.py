@@ -158,14 +158,28 @@ def test_fewer_index_pages(ratio):
         traced(ratio, change_cache=lambda cache: dataclasses.replace(cache, index_k=cache.index_k[:2]))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("ratio, field", [(4, "state"), (128, "state"), (4, "index_state")])
-def test_fewer_compressor_rows_than_requests(ratio, field):
-    def change(cache):
-        return dataclasses.replace(cache, **{field: jax.tree.map(lambda x: x[:1], getattr(cache, field))})
+def test_fewer_compressor_rows_than_requests(ratio, field, rows):
+    """Two requests of the batch, of which the pool's last row may be one."""
 
-    message = f"v4_layer: cache.{field} must have a row for each of the batch's 2 requests, got 1: .*max_requests"
+    def change(cache):
+        return dataclasses.replace(cache, **{field: jax.tree.map(lambda x: x[:rows], getattr(cache, field))})
+
+    message = f"v4_layer: cache.{field} must have a row for each row of req_to_token, 5 in all, got {rows}: .*max_requ"
     with pytest.raises(ValueError, match=message):
         traced(ratio, change_cache=change)
+
+
+def test_metadata_of_no_step_and_fewer_compressor_rows_than_requests():
+    """Metadata that `prepare_v4_step` has not made knows the batch's requests alone."""
+    world = small_engine.make_world(4)
+    batch, rows, _ = small_engine.make_step(world, mla.ForwardMode.DECODE, WORK, num_rows=ROWS)
+    metadata = mla.build_v4_metadata(world.spec, batch, world.tables)
+    cache = world.empty_cache()
+    cache = dataclasses.replace(cache, state=jax.tree.map(lambda x: x[:1], cache.state))
+    with pytest.raises(ValueError, match=r"cache\.state must have a row for each request of the batch, 2 in all, got"):
+        layers.v4_layer(cache, rows, world.params, batch, metadata, None, spec=world.spec, ratio=4)
 
 
 def test_a_ratio_without_metadata_and_a_plan_of_another_ratio():

@@ -52,6 +52,13 @@ def timer(monkeypatch):
 RUN = timing.Run(lambda: None, "torch")
 
 
+def test_calls_of_two_frameworks_take_no_turns(timer):
+    """A torch call began on its own stream while JAX's was still running, and both times were wrong."""
+    made, _ = timer([events()])
+    with pytest.raises(ValueError, match="of one framework, got jax and torch"):
+        made.in_turn([RUN, RUN._replace(framework="jax")])
+
+
 def test_a_call_lasts_from_its_first_operation_to_the_end_of_its_last(timer):
     made, _ = timer([events()])
     assert made(RUN) == 35 and made.busy == [30]

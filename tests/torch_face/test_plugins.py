@@ -123,7 +123,8 @@ def test_strict_raises(monkeypatch):
         ("decode", "V4_FP8", 64, 8, 1152, "hopper", False),  # 14.1 and 18.2
         ("decode", "V4_FP8", 128, 32, 128, "hopper", True),  # window: 13.4 and 11.4
         ("decode", "V4_FP8", 128, 256, 128, "hopper", False),  # 39.1 and 46.0
-        ("decode", "V4_FP8", 64, 1, 640, "triton", False),
+        ("decode", "V4_FP8", 64, 1, 640, "triton", True),  # 10.9 and 12.2 in a graph, but V3.2's 18.3 and 16.9
+        ("decode", "V32_FP8", 128, 1, 2048, "triton", True),
         ("decode", "V4_FP8", 64, 256, 640, "triton", True),
         ("decode", "V4_FP8", 192, 256, 640, "triton", False),  # FlashMLA takes no such heads
         ("decode", "V4_FP8", 64, 256, 640, "flashmla", True),

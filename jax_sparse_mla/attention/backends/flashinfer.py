@@ -12,14 +12,15 @@ the same memory.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla import packages
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
@@ -38,8 +39,10 @@ _OLDEST = (0, 7)
 
 def unready(phase: str, framework: str) -> str | None:
     """Why FlashInfer's entries cannot be called as they are here; its kernels are built at the first call."""
-    version = importlib.metadata.version("flashinfer-python")
-    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+    version = packages.version("flashinfer-python")
+    if (numbers := re.match(r"(\d+)\.(\d+)", version or "")) is None:
+        return f"flashinfer is found, but the version of flashinfer-python is {version}: install 0.7 or newer"
+    if tuple(map(int, numbers.groups())) < _OLDEST:
         return f"flashinfer-python {version} is too old: install 0.7 or newer"
     return None
 
