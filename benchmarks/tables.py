@@ -311,12 +311,13 @@ def _counts(record: dict) -> str:
 def cases() -> str:
     words = []
     for backend in ("hopper", "triton", "drop_in", "flashmla"):
-        tables = result(f"cases_{backend}").get("tables", {}).values()
-        passed, failed = (sum(table[verdict] for table in tables) for verdict in ("passed", "failed"))
+        found = result(f"cases_{backend}")
+        passed, failed = (sum(t[verdict] for t in found.get("tables", {}).values()) for verdict in ("passed", "failed"))
+        shapes = {case.partition(": ")[2] for case in found.get("cases", ())}
         name = "the torch drop-in" if backend == "drop_in" else f"`{backend}`"
-        words.append(f"{passed:,} of {passed + failed:,} on {name}")
-    first = "Of FlashMLA's published test shapes that were run, so many agree with float64 within its tolerances:"
-    return f"{first}\n{', '.join(words)}."
+        words.append(f"* {name}: {passed:,} of {passed + failed:,} runs, {len(shapes):,} shapes")
+    first = "These runs of FlashMLA's published test shapes agree with float64 within its tolerances:"
+    return "\n".join([first, "", *words])
 
 
 def memcheck() -> str:

@@ -7,26 +7,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 import sys
 
+from benchmarks import plugin_log
 from benchmarks.absent import Absent
 
 # Packages that SGLang's modules import and its FlashMLA attention on SM90 does not call.
 MAY_BE_ABSENT = ("sgl_kernel", "IPython", "torchaudio", "soundfile", "timm", "gguf", "kernels")
-PLUGIN_LOG = "sglang.jax_sparse_mla"
-
-
-class _Said(logging.Handler):
-    """What our plugin says in SGLang's log."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 class SGLang:
@@ -41,9 +29,7 @@ class SGLang:
         absent = Absent(tuple(name for name in MAY_BE_ABSENT if not _installed(name)))
         os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # the kit gives positions, and not slots
         sys.meta_path.append(absent)
-        self._absent, self._said = absent, _Said()
-        logging.getLogger(PLUGIN_LOG).addHandler(self._said)
-        logging.getLogger(PLUGIN_LOG).setLevel(logging.INFO)
+        self._absent, self.said = absent, plugin_log.lines_of("sglang")
         importlib.import_module("sglang")  # where a package is missing, its name is the error: the plugin logs its own
         from sparse_mla_torch.plugins import sglang as plugin
 
@@ -53,10 +39,6 @@ class SGLang:
     @property
     def stand_ins(self) -> list[str]:
         return sorted(self._absent.imported)
-
-    @property
-    def said(self) -> list[str]:
-        return list(self._said.lines)
 
 
 def _installed(name: str) -> bool:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks import plugin_log
 from benchmarks.absent import Absent
 from benchmarks.engine_row import SERVED
 from benchmarks.engines import difference, served, timed
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
-    timer, absent, device = None, Absent(MAY_BE_ABSENT), torch.device("cpu")
+    timer, absent, device, said = None, Absent(MAY_BE_ABSENT), torch.device("cpu"), plugin_log.lines_of("vllm")
     if arguments.no_gpu:
         importlib.import_module("vllm_without_gpu")
         importlib.import_module("drive_vllm").stand_in_for_v32s_operators()
@@ -120,7 +121,7 @@ def main() -> None:
         results[case.name] = run(case, timer)
         shown = {key: value for key, value in results[case.name].items() if key not in ("output", "kernels")}
         print(f"{case.name}: {shown} in {time.perf_counter() - start:.1f} s", flush=True)
-        torch.save({"results": results, "said": [], "stand_ins": sorted(absent.imported)}, arguments.results)
+        torch.save({"results": results, "said": said, "stand_ins": sorted(absent.imported)}, arguments.results)
 
 
 if __name__ == "__main__":

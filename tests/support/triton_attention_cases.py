@@ -327,7 +327,7 @@ def bad_arguments_are_named():
     good = {"q": tensor(case.q), "k_cache": cache, "indices": tensor(case.indices), "softmax_scale": 0.1}
     bad = [
         ({"q": good["q"].float()}, TypeError, "q must be .*bfloat16"),
-        ({"q": good["q"][..., :448].contiguous()}, ValueError, "do not go with queries of 448 values"),
+        ({"q": good["q"][..., :448].contiguous()}, ValueError, "goes with queries of 512 .*, got queries of 448"),
         ({"k_cache": cache[..., :448]}, ValueError, "k_cache must be "),
         ({"indices": good["indices"].long()}, TypeError, "indices must be .*int32"),
         ({"indices": good["indices"][:1]}, ValueError, "indices must have shape"),

@@ -202,10 +202,11 @@ def _check(function, kv_layout, q, k_cache, indices, lengths, extra_k_cache, ext
     elif extra_indices is not None or extra_lengths is not None:
         raise ValueError(f"{function}: extra indices or lengths were given without an extra cache")
     if extra_layout not in layout.beside or layout.qk_dim != qk_dim:
-        widths = [str(x.bytes_per_token) for x in (layout, extra_layout)][: len(scopes)]
+        beside = ", ".join(x.name for x in layout.beside)
+        extra = f" and an extra cache of {extra_layout.name}" if extra_k_cache is not None else ""
         raise ValueError(
-            f"{function}: caches of {' and '.join(widths)} bytes per token do not go "
-            f"with queries of {qk_dim} values: 656 (bfloat16: 1152) go with 576, 584 (bfloat16: 1024) with 512"
+            f"{function}: a cache of {layout.name} goes with queries of {layout.qk_dim} values and an extra cache of "
+            f"{beside}, got queries of {qk_dim} values{extra}"
         )
     if attn_sink is not None:
         check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)

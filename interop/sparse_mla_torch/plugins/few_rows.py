@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from jax_sparse_mla.attention.api import override_of
+from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.kernels.sm90.decode_plan import sooner_than_prefill
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention.backends.hopper import are_aligned
@@ -31,7 +32,7 @@ def decode(
       out bfloat16 `[rows, heads, 512]`, and lse float32 `[rows, heads]`, natural log.
     """
     device = device_info(q.device)
-    if device.compute_capability != (9, 0) or missing("hopper", "decode"):
+    if BACKENDS["hopper"].wrong_device(device) or missing("hopper", "decode"):
         return None
     if not sooner_than_prefill(*q.shape[:2], indices.shape[-1], sm_count=device.sm_count):
         return None

@@ -295,7 +295,7 @@ def prefill(
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
     del batch_invariant  # a row's result never depends on the others
     (rows, heads, _), topk = q.shape, indices.shape[1]
-    vendor, padded = library(), padded_heads(heads)
+    package, padded = library(), padded_heads(heads)
     if topk_length is not None:
         topk_length = jnp.clip(topk_length, 0, topk)
         capability = DeviceInfo.current().compute_capability
@@ -313,9 +313,9 @@ def prefill(
     }
     statistics = jax.ShapeDtypeStruct((rows, padded), jnp.float32)
     results = [jax.ShapeDtypeStruct((rows, heads, _V_DIM), jnp.bfloat16), statistics, statistics]
-    out, max_logits, lse = torch_operator.torch_call(f"{vendor.namespace}::sparse_prefill_fwd", arguments, results)
-    max_logits = max_logits[:, :heads] * (math.log(2) if vendor.log2_prefill else 1)
-    return out, max_logits, _natural_lse(lse[:, :heads], vendor.log2_prefill)
+    out, max_logits, lse = torch_operator.torch_call(f"{package.namespace}::sparse_prefill_fwd", arguments, results)
+    max_logits = max_logits[:, :heads] * (math.log(2) if package.log2_prefill else 1)
+    return out, max_logits, _natural_lse(lse[:, :heads], package.log2_prefill)
 
 
 # --- shared -------------------------------------------------------------------------------------------------------
