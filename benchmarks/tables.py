@@ -315,15 +315,19 @@ def cases() -> str:
         passed, failed = (sum(t[verdict] for t in found.get("tables", {}).values()) for verdict in ("passed", "failed"))
         shapes = {case.partition(": ")[2] for case in found.get("cases", ())}
         name = "the torch drop-in" if backend == "drop_in" else f"`{backend}`"
-        words.append(f"* {name}: {passed:,} of {passed + failed:,} runs, {len(shapes):,} shapes")
+        words.append(f"* {name}: {passed:,} of {passed + failed:,} runs, {len(shapes):,} shapes, commit {found.get('commit')}")
     first = "These runs of FlashMLA's published test shapes agree with float64 within its tolerances:"
     return "\n".join([first, "", *words])
 
 
 def memcheck() -> str:
-    groups = result("memcheck").get("groups", {})
+    found = result("memcheck")
+    groups = found.get("groups", {})
     wanted = sum(group["as_wanted"] for group in groups.values())
-    return f"compute-sanitizer's memcheck: {wanted} of {len(groups)} groups of kernels and controls as they should be."
+    return (
+        f"compute-sanitizer's memcheck (commit {found.get('commit')}): {wanted} of {len(groups)} groups of kernels and "
+        "controls\nare as they should be."
+    )
 
 
 def flashmla_from_jit() -> str:
