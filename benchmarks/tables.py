@@ -315,7 +315,8 @@ def cases() -> str:
         passed, failed = (sum(t[verdict] for t in found.get("tables", {}).values()) for verdict in ("passed", "failed"))
         shapes = {case.partition(": ")[2] for case in found.get("cases", ())}
         name = "the torch drop-in" if backend == "drop_in" else f"`{backend}`"
-        words.append(f"* {name}: {passed:,} of {passed + failed:,} runs, {len(shapes):,} shapes, commit {found.get('commit')}")
+        runs = f"{passed:,} of {passed + failed:,} runs, {len(shapes):,} shapes"
+        words.append(f"* {name}: {runs}, commit {found.get('commit')}")
     first = "These runs of FlashMLA's published test shapes agree with float64 within its tolerances:"
     return "\n".join([first, "", *words])
 
