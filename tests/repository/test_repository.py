@@ -1,6 +1,7 @@
 """The repository as a whole: examples run, README and CI agree, files stay readable and free of this machine."""
 
 import ast
+import graphlib
 import importlib.util
 import re
 import shutil
@@ -158,6 +159,48 @@ def test_the_torch_package_imports_nothing_private():
                 imported |= {name.name for name in node.names}
     ours = {name for name in imported if name.startswith("jax_sparse_mla.")}
     assert ours and not {name for name in ours if "._" in name}
+
+
+def imported_at_once(path):
+    """(module, name or None) of each import that runs when the file is imported."""
+    found, left = [], list(ast.parse(path.read_text()).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, (ast.If, ast.Try, ast.With)) and "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]:
+            left += [x for field in ("body", "orelse", "handlers", "finalbody") for x in getattr(node, field, ())]
+        elif isinstance(node, ast.ExceptHandler):
+            left += node.body
+    return found
+
+
+def modules_of(package):
+    """The file of each module of a package, by its name."""
+    folder = ROOT / package
+    paths = {path.relative_to(folder.parent).with_suffix(""): path for path in folder.rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_import_each_other_in_no_circle(package):
+    """A submodule's name taken of a package is an import of the submodule, another name one of the package."""
+    modules = modules_of(package)
+    imports = {}
+    for module, path in modules.items():
+        pairs = [(of, f"{of}.{name}") for of, name in imported_at_once(path)]
+        taken = {deeper if deeper in modules else of for of, deeper in pairs}
+        imports[module] = taken & modules.keys() - {module}
+    assert sum(map(len, imports.values())) > len(modules)
+    graphlib.TopologicalSorter(imports).prepare()  # an error names a circle
+
+
+def test_jax_s_package_imports_torch_only_where_it_is_called():
+    paths = modules_of("jax_sparse_mla").values()
+    at_once = {(path.name, of) for path in paths for of, _ in imported_at_once(path)}
+    assert ("api.py", "jax") in at_once and not {pair for pair in at_once if pair[1].split(".")[0] == "torch"}
 
 
 # Spelled so that this file does not find itself.
