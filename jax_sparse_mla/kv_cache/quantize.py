@@ -53,9 +53,14 @@ def bits_to_float32(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _shifted(bits: jax.Array, places: int) -> jax.Array:
+    """int32 bits moved to the right, zeros behind them; also where `jax_enable_x64` makes a Python number int64."""
+    return lax.shift_right_logical(bits, jnp.int32(places))
+
+
 def bfloat16_bits(bits: jax.Array) -> jax.Array:
     """float32 bits (int32) rounded to the nearest bfloat16, ties to even: its bits, int32 in [0, 65535]."""
-    high = lax.shift_right_logical(bits, 16)
+    high = _shifted(bits, 16)
     # To add before the shift would wrap for negative NaNs, so the low half is compared instead.
     low = bits & 0xFFFF
     round_up = (low > 0x8000) | ((low == 0x8000) & ((high & 1) == 1))
@@ -113,7 +118,7 @@ def scale_exponent(amax_bits: jax.Array, min_exponent: int) -> jax.Array:
     Returns:
       int32. Infinity gives 120, as the largest finite numbers do.
     """
-    exponent = lax.shift_right_logical(amax_bits, _MANTISSA_BITS) - _EXPONENT_BIAS
+    exponent = _shifted(amax_bits, _MANTISSA_BITS) - _EXPONENT_BIAS
     above = (amax_bits & _MANTISSA_MASK) > _MANTISSA_OF_1_75
     return jnp.maximum(exponent - 8 + above.astype(jnp.int32), min_exponent)
 
@@ -277,7 +282,7 @@ def e2m1_codes(x: jax.Array, units: jax.Array) -> jax.Array:
     for midpoint, even_above in _E2M1_MIDPOINTS:
         above = magnitude >= units * midpoint if even_above else magnitude > units * midpoint
         codes += above.astype(jnp.int32)
-    return codes | (lax.shift_right_logical(float32_bits(x), 31) << 3)
+    return codes | (_shifted(float32_bits(x), 31) << 3)
 
 
 def pack_e2m1(codes: jax.Array) -> jax.Array:

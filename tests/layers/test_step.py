@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -427,3 +428,22 @@ def test_the_plan_decides_what_a_step_attends_to(mode, rows, gathered, expected)
     )
     step = jax.eval_shape(functools.partial(layers.prepare_v4_step, V4, gathered=gathered), batch, tables)
     assert sorted(step.plans) == ([0, 4, 128] if expected else [])
+
+
+# ---- JAX's 64 bit types ----
+
+
+@all_layers
+def test_64_bit_types_change_nothing(ratio):
+    """With `jax_enable_x64` Python's numbers are int64 and float64 to some of JAX's functions."""
+
+    def step():
+        world = make_world(ratio)
+        batch, rows, _ = make_step(world, DECODE, [(0, 0, 1), (1, 3, 1)], num_rows=2)
+        return step_function(ratio, False)(world.empty_cache(), rows, world.params, batch, world.tables)
+
+    narrow = step()
+    with jax.enable_x64(True):
+        wide = step()
+    chex.assert_trees_all_equal_dtypes(narrow, wide)
+    chex.assert_trees_all_equal(narrow, wide)
