@@ -4,7 +4,7 @@
 
 Attention over random rows of an FP8 cache, computed in float64, with the one rounding that a line names put in at its
 place (and bfloat16 where it names none). Error: norm of the difference over norm of the output, mean over the heads
-and rows. Prints the table of docs/kernels.md.
+and rows. Prints the table of docs/kernels-decode-measured.md.
 """
 
 from __future__ import annotations
