@@ -101,25 +101,32 @@ def in_bfloat16(q, kv, indices, sink, scale):
 
 def errors(case: Case, tile: kernels.Tile, deterministic: bool) -> dict[str, tuple[float, float]]:
     """Of dq and dkv, and those of attention in bfloat16."""
-    case = case._replace(q_len=CHECKED_QUERIES, kv_len=min(case.kv_len, 4096))
+    case = checked(case)
     arrays, scale = case.arrays(1), case.qk_dim**-0.5
     call = partial(gradient.by_kernel, softmax_scale=scale, deterministic=deterministic, tile=tile)
     found = jax.jit(call)(*saved(case, arrays))[:2]
     q, kv, indices, sink, g = arrays.values()
     plain = jax.jit(lambda q, kv: jax.vjp(lambda q, kv: in_bfloat16(q, kv, indices, sink, scale), q, kv)[1](g))(q, kv)
-    wanted = exact(
-        *(None if x is None else np.asarray(x, np.float64) for x in (q, kv, sink, g)), np.asarray(indices), scale
-    )
-
-    def error(x, y) -> float:
-        return float(f"{np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y):.2e}")
-
-    return {name: (error(x, z), error(y, z)) for name, x, y, z in zip(("dq", "dkv"), found, plain, wanted)}
+    wanted = exact(q, kv, indices, sink, g, scale)
+    pairs = zip(("dq", "dkv"), found, plain, wanted)
+    return {name: (distance(x, z), distance(y, z)) for name, x, y, z in pairs}
 
 
-def exact(q, kv, sink, g, indices, scale) -> tuple[np.ndarray, np.ndarray]:
+def checked(case: Case) -> Case:
+    """The part of a case whose errors are looked at."""
+    return case._replace(q_len=CHECKED_QUERIES, kv_len=min(case.kv_len, 4096))
+
+
+def distance(found, wanted) -> float:
+    """The norm of the difference over that of what is wanted, with three digits."""
+    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+    return float(f"{np.linalg.norm(found - wanted) / np.linalg.norm(wanted):.2e}")
+
+
+def exact(q, kv, indices, sink, g, scale) -> tuple[np.ndarray, np.ndarray]:
     """dq and dkv in float64."""
-    dq, dkv = np.zeros_like(q), np.zeros_like(kv)
+    q, kv, sink, g = (None if x is None else np.asarray(x, np.float64) for x in (q, kv, sink, g))
+    indices, dq, dkv = np.asarray(indices), np.zeros_like(q), np.zeros_like(kv)
     for row, index in enumerate(indices):
         keys = kv[index]
         scores = scale * q[row] @ keys.T

@@ -16,7 +16,7 @@ import argparse
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax
@@ -44,15 +44,11 @@ def arrays_of(case: backward.Case, causal: bool) -> dict[str, jax.Array | None]:
     return arrays
 
 
-def to_torch(x: jax.Array) -> torch.Tensor:
-    return torch.from_dlpack(x)
-
-
 def cudnn_frontend(case: backward.Case, saved: tuple) -> Callable[[], tuple]:
     call = importlib.import_module("cudnn.deepseek_sparse_attention").sparse_attention_backward_wrapper
     q, kv, indices, _, sink, out, lse, g, _ = saved
-    q, kv, indices, out, lse, g = map(to_torch, (q, kv, indices, out, lse, g))
-    sink = torch.full((case.heads,), -math.inf, device="cuda") if sink is None else to_torch(sink)
+    q, kv, indices, out, lse, g = map(torch.from_dlpack, (q, kv, indices, out, lse, g))
+    sink = torch.full((case.heads,), -math.inf, device="cuda") if sink is None else torch.from_dlpack(sink)
     scale = case.qk_dim**-0.5
 
     def run() -> tuple:
@@ -68,7 +64,7 @@ def tilelang(folder: str, case: backward.Case, saved: tuple) -> Callable[[], tup
     call = importlib.import_module("sparse_mla_bwd").sparse_mla_bwd
     q, kv, indices, _, sink, out, lse, g, _ = saved
     assert sink is None
-    q, kv, indices, out, lse, g = (to_torch(x)[None] for x in (q, kv, indices, out, lse, g))
+    q, kv, indices, out, lse, g = (torch.from_dlpack(x)[None] for x in (q, kv, indices, out, lse, g))
     kv, indices, lse = kv[:, :, None], indices[:, :, None], lse * LOG2_E
     scale = case.qk_dim**-0.5
 
@@ -96,11 +92,6 @@ def peers(case: backward.Case, folder: str | None, causal: bool, saved: tuple) -
     return found
 
 
-def distance(found, wanted) -> float:
-    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-    return float(f"{np.linalg.norm(found - wanted) / np.linalg.norm(wanted):.2e}")
-
-
 def on_host(x) -> np.ndarray:
     return x.float().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float32)
 
@@ -111,18 +102,18 @@ def our_run(case: backward.Case, saved: tuple) -> Callable[[], tuple]:
 
 def errors(case: backward.Case, folder: str | None, causal: bool) -> dict[str, dict[str, float] | str]:
     """Of each side's dq and dkv, in a smaller case."""
-    small = case._replace(q_len=backward.CHECKED_QUERIES, kv_len=min(case.kv_len, 4096))
-    arrays, scale = arrays_of(small, causal), case.qk_dim**-0.5
+    small = backward.checked(case)
+    arrays = arrays_of(small, causal)
     saved = backward.saved(small, arrays)
-    q, kv, indices, sink, g = arrays.values()
-    exact = [None if x is None else np.asarray(x, np.float64) for x in (q, kv, sink, g)]
-    wanted = backward.exact(*exact, np.asarray(indices), scale)
+    wanted = backward.exact(*arrays.values(), case.qk_dim**-0.5)
     sides = {"ours": our_run(small, saved)} | peers(small, folder, causal, saved)
 
-    def of(run) -> dict[str, float] | str:
-        return run if isinstance(run, str) else dict(zip(("dq", "dkv"), map(distance, map(on_host, run()[:2]), wanted)))
+    return {name: run if isinstance(run, str) else distances(run, wanted) for name, run in sides.items()}
 
-    return {name: of(run) for name, run in sides.items()}
+
+def distances(run: Callable[[], tuple], wanted: Iterable[np.ndarray]) -> dict[str, float]:
+    """How far a side's dq and dkv are from these."""
+    return dict(zip(("dq", "dkv"), map(backward.distance, map(on_host, run()), wanted)))
 
 
 def measure(case: backward.Case, folder: str | None, timer: Timer) -> dict:
@@ -132,11 +123,7 @@ def measure(case: backward.Case, folder: str | None, timer: Timer) -> dict:
     row = {"case": case.name, "not run": {name: why for name, why in sides.items() if isinstance(why, str)}}
     runs = {name: run for name, run in sides.items() if not isinstance(run, str)}
     ours = [on_host(x) for x in runs["ours"]()[:2]]
-    row["apart"] = {
-        name: dict(zip(("dq", "dkv"), map(distance, map(on_host, run()), ours)))
-        for name, run in runs.items()
-        if name != "ours"
-    }
+    row["apart"] = {name: distances(run, ours) for name, run in runs.items() if name != "ours"}
     row["errors"] = errors(case, folder, causal)
     row["us"], row["busy_us"] = {}, {}
     for name, run in runs.items():

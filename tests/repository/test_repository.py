@@ -150,27 +150,26 @@ def test_files_of_the_packages_are_short():
 
 def test_the_torch_package_imports_nothing_private():
     """What it takes of jax_sparse_mla, that package's modules show without a leading underscore."""
-    imported = set()
-    for path in (ROOT / "interop" / "sparse_mla_torch").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                imported |= {f"{node.module}.{name.name}" for name in node.names}
-            elif isinstance(node, ast.Import):
-                imported |= {name.name for name in node.names}
-    ours = {name for name in imported if name.startswith("jax_sparse_mla.")}
+    paths = modules_of("interop/sparse_mla_torch").values()
+    pairs = [pair for path in paths for node in ast.walk(ast.parse(path.read_text())) for pair in imported_by(node)]
+    ours = {f"{of}.{name}" if name else of for of, name in pairs if of.startswith("jax_sparse_mla")}
     assert ours and not {name for name in ours if "._" in name}
 
 
+def imported_by(node):
+    """(module, name or None) of what a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        return [(node.module, alias.name) for alias in node.names]
+    return [(alias.name, None) for alias in node.names] if isinstance(node, ast.Import) else []
+
+
 def imported_at_once(path):
-    """(module, name or None) of each import that runs when the file is imported."""
+    """As `imported_by`, of all statements that run when the file is imported."""
     found, left = [], list(ast.parse(path.read_text()).body)
     while left:
         node = left.pop()
-        if isinstance(node, ast.ImportFrom):
-            found += [(node.module, alias.name) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            found += [(alias.name, None) for alias in node.names]
-        elif isinstance(node, (ast.If, ast.Try, ast.With)) and "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]:
+        found += imported_by(node)
+        if isinstance(node, (ast.If, ast.Try, ast.With)) and "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]:
             left += [x for field in ("body", "orelse", "handlers", "finalbody") for x in getattr(node, field, ())]
         elif isinstance(node, ast.ExceptHandler):
             left += node.body
