@@ -1,6 +1,6 @@
 """compute-sanitizer over small, hostile shapes of every kernel: its memcheck, or another of its tools.
 
-    python -m benchmarks.memcheck [GROUP ...] [--tool racecheck] [--kernels sparse_decode] [--limit-seconds 120]
+    python -m benchmarks.memcheck [GROUP ...] [--tool racecheck] [--tests wide] [--limit-seconds 120]
 
 A group is a test file that launches its kernels on the GPU, or a part of one, most of it through torch, some through
 `jax.jit`, or the short list of cases that such a file runs as a script; a control has errors that must be found. Each
@@ -72,8 +72,8 @@ CONTROL = "control "  # groups that step over an array's end, and have to be fou
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
-def groups() -> dict[str, list[str]]:
-    """What python runs, by group."""
+def groups(tests: str | None = None) -> dict[str, list[str]]:
+    """What python runs, by group; `tests` chooses among those of a group, as pytest's -k does."""
     control = str(Path(__file__).with_name("memcheck_control.py"))
     found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -82,6 +82,7 @@ def groups() -> dict[str, list[str]]:
         # With the long tests, which pyproject.toml leaves out.
         marked = "not soak and not long" if path.name in _QUICK else "not soak"
         for name, chosen in _CHOSEN.get(path.name, {group: _SKIPPED}).items():
+            chosen = f"({chosen}) and ({tests})" if tests else chosen
             found[name] = [*options, "-m", marked, "-k", chosen, str(path)]
     return found | {group: [str(next(TESTS.rglob(name)))] for group, name in _SCRIPTS.items()}
 
@@ -89,7 +90,6 @@ def groups() -> dict[str, list[str]]:
 class Sanitizer(NamedTuple):
     program: str
     tool: str
-    kernels: str | None  # part of the names of those to watch
 
     def log(self, group: str) -> Path:
         return results_folder() / f"{self.tool}_{group.replace(' ', '_')}.log"
@@ -110,7 +110,6 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer, gpu: str) -> s
     # Python may take longer than the sanitizer waits by default, where many start at once.
     command = [sanitizer.program, "--tool", sanitizer.tool, "--target-processes", "application-only"]
     command += ["--launch-timeout", "120", "--print-limit", "0"]  # 0: no limit
-    command += ["--kernel-name", f"kernel_substring={sanitizer.kernels}"] if sanitizer.kernels else []
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")
     return subprocess.Popen(command, env=os.environ | alone | own, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -186,7 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(groups())}")
     parser.add_argument("--tool", choices=TOOLS, default="memcheck")
-    parser.add_argument("--kernels", help="part of the names of the kernels to watch, by default all")
+    parser.add_argument("--tests", help="of each group those alone that pytest's -k finds by this")
     parser.add_argument("--limit-seconds", type=float, default=120)
     args = parser.parse_args()
     if unknown := set(args.group) - set(groups()):
@@ -196,11 +195,11 @@ def main() -> int:
         print("compute-sanitizer is not installed: it comes with the CUDA toolkit")
         return 2
     every = [group for group in groups() if args.tool == "memcheck" or not group.startswith(CONTROL)]
-    before = {} if args.kernels else earlier(f"{args.tool}.json").get("groups", {})
+    before = {} if args.tests else earlier(f"{args.tool}.json").get("groups", {})
     verdicts = {group: result for group, result in own_rows(before).items() if group in every and result["as_wanted"]}
     wanted = args.group or [group for group in every if group not in verdicts]
-    chosen = {group: arguments for group, arguments in groups().items() if group in wanted}
-    for group, result in run(chosen, Sanitizer(program, args.tool, args.kernels), args.limit_seconds):
+    chosen = {group: arguments for group, arguments in groups(args.tests).items() if group in wanted}
+    for group, result in run(chosen, Sanitizer(program, args.tool), args.limit_seconds):
         verdicts[group] = result
         word = "as wanted" if result["as_wanted"] else "NOT CLEAN"
         tests, seconds = result.get("tests"), result["seconds"]

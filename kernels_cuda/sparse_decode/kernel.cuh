@@ -30,11 +30,12 @@ __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp)
   static_assert(sizeof(Shared<kFormat>::barriers) == (kWarps + 11) * sizeof(Barrier));
   Barrier* mine = reinterpret_cast<Barrier*>(&shared.barriers) + warp;
   // Arrivals: slots_full a warp's copies and the warp; rows_full a warp; scales_full a warp's copies; rows_empty the
-  // eight producer warps; keys_full four of them, or, of bfloat16 rows, the copies of their threads.
+  // eight producer warps; keys_full four of them, or, of bfloat16 rows, the copies of their threads, and of the second
+  // half the warp that stores the masks.
   constexpr int kOnce = sm90::kArrivalsOfWarp;
   sm90::init(mine, warp < 4 ? 32 + kOnce : warp < 8 ? kOnce : warp < 12 ? 32 : 8 * kOnce);
-  constexpr int kFull = Layout<kFormat>::kIsBf16 ? 128 : 4 * kOnce;
-  if (warp < 11) sm90::init(mine + kWarps, warp < 4 ? kFull : (warp < 10 ? 4 : 8) * kOnce);
+  int full = Layout<kFormat>::kIsBf16 ? 128 + warp % 2 * kOnce : 4 * kOnce;
+  if (warp < 11) sm90::init(mine + kWarps, warp < 4 ? full : (warp < 10 ? 4 : 8) * kOnce);
   if constexpr (constexpr int kMore = Layout<kFormat>::kParts - 1; kMore > 0)
     if (warp < kMore * 4) sm90::init(&shared.parts.keys_empty[0][0][0] + warp, 4 * kOnce);
 }

@@ -98,6 +98,8 @@ __device__ __forceinline__ void bring_bf16_keys(const Call& call, const Piece& p
     }
     sm90::arrive_after_copies(&shared.barriers.keys_full[turn.buffer()][half]);
     __syncwarp();
+    // Arrivals of copies release nothing else, so the warp that has stored the block's mask arrives too.
+    if (warp == kRowWarp) sm90::arrive_warp(&shared.barriers.keys_full[turn.buffer()][1], lane);
     sm90::arrive_warp(&shared.barriers.rows_empty[place], lane);
     // The first two blocks are copied at once, and what is found and prefetched for later ones comes after them.
     if (warp == kRowWarp) {

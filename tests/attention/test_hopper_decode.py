@@ -433,7 +433,7 @@ class TestOnTheGPU:
         arguments |= {"extra_topk_length": jnp.asarray(lengths), "topk_length": jnp.asarray(lengths // 8)}
         assert_agree(self.run(arguments), self.run(arguments, "triton"), "decode")
 
-    @pytest.mark.parametrize("batch", [1, 40, 149])
+    @pytest.mark.parametrize("batch", [1, 4, 8, 40, 149])
     @pytest.mark.parametrize("heads", [64, 128])
     @pytest.mark.parametrize("layout, topks", [(KVLayout.V4_FP8, (128, 512)), (KVLayout.V32_FP8, (2048,))], ids=str)
     def test_a_hundred_runs_give_the_same_bits(self, layout, topks, heads, batch):

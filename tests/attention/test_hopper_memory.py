@@ -119,9 +119,9 @@ FEW = [
     *((name, cluster) for name in DECODES if "FP4" in name for cluster in ((16, 3), (32, 5))),
     *((name, cluster) for name in DECODES if "bfloat16" in name for cluster in ((16, 11), (32, 3), (16, 2))),
     *zip(HOSTILE, itertools.cycle([*CLUSTERS, (16, 16)])),
-    # Wide clusters: every format, with another number of heads each time.
-    *zip([*HOSTILE][:: len(HEADS) + 1], ((64, parts) for parts in (2, 3, 6, 16, 11, 4, 15, 8))),
 ]
+# Every format, with another number of heads each time.
+WIDE = [*zip([*HOSTILE][:: len(HEADS) + 1], (2, 3, 6, 16, 11, 4, 15, 8))]
 
 
 def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
@@ -158,6 +158,12 @@ def test_decode_of_every_format_and_number_of_heads(name, monkeypatch):
 @pytest.mark.parametrize(("name", "cluster"), FEW)
 def test_decode_in_clusters(name, cluster, monkeypatch):
     check(name, cluster, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "parts"), WIDE)
+def test_decode_in_wide_clusters(name, parts, monkeypatch):
+    check(name, (64, parts), monkeypatch)
 
 
 PREFILLS = [

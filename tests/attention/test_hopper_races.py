@@ -15,18 +15,9 @@ import pytest
 from decode_on_host import CACHES, PLANS, case_and_plan, check_on_host
 from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
 
-from jax_sparse_mla.kernels.sm90.decode_plan import decode_format
-from jax_sparse_mla.kv_cache import KVLayout
-
 pytestmark = pytest.mark.no_gpu
 
 CASES = [(layouts, plan) for layouts in CACHES for plan in PLANS]
-NOWHERE = (0, 0)
-
-
-def races_found(library: ctypes.CDLL, known: tuple[int, int] = NOWHERE) -> int:
-    """Reports since the last call, but for those of some bytes of shared memory."""
-    return library.races_found(*map(ctypes.c_int64, known))
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +35,7 @@ def test_barriers_that_order_accesses_and_those_that_do_not(seed, control):
     for number in range(control.programs()):
         for ordered in (True, False):
             control.run_program(number, ordered, seed)
-            assert (races_found(control) == 0) == ordered, (number, ordered)
-
-
-def known_of(library: ctypes.CDLL, layouts: tuple[str, str]) -> tuple[int, int]:
-    """Where the masks of valid keys are. They reach the consumers of bfloat16 rows by the arrivals of copies alone, and
-    such an arrival counts as ordering no other store (docs/kernels-checked.md)."""
-    if not layouts[0].endswith("BF16"):
-        return NOWHERE
-    place = (ctypes.c_int64 * 2)()
-    library.place_of_masks(decode_format(getattr(KVLayout, name) for name in layouts), place)
-    return tuple(place)
+            assert (control.races_found() == 0) == ordered, (number, ordered)
 
 
 @pytest.mark.always(
@@ -63,19 +44,9 @@ def known_of(library: ctypes.CDLL, layouts: tuple[str, str]) -> tuple[int, int]:
 @pytest.mark.parametrize(("layouts", "plan"), CASES, ids=lambda x: x if isinstance(x, str) else "+".join(x))
 def test_accesses_have_an_order(layouts, plan, library):
     case, how = case_and_plan(layouts, plan)
-    races_found(library)
+    library.races_found()
     check_on_host(library.sparse_decode_on_host, case, how, seed=3)
-    assert races_found(library, known_of(library, layouts)) == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("plan", ["persistent, by lengths", "wide cluster"])
-@pytest.mark.parametrize("layouts", [layouts for layouts in CACHES if layouts[0].endswith("BF16")], ids="+".join)
-def test_what_is_known_of_bfloat16_rows_is_so(layouts, plan, library):
-    case, how = case_and_plan(layouts, plan)
-    races_found(library)
-    check_on_host(library.sparse_decode_on_host, case, how)
-    assert races_found(library) > 0
+    assert library.races_found() == 0
 
 
 # Of each file, lines that order accesses, and what stands in their place; the numbers may be right all the same.

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -29,14 +29,10 @@ struct Region {
   std::vector<Place> places;
 };
 
-struct Span {
-  long begin, end;
-};
-
 Clock clocks[kWarps];
 std::vector<Region> regions;
 int warps, numbers_of_copiers, quiet;  // warps of the launch
-std::map<std::tuple<const char*, void*, void*>, Span> found;  // where in shared memory, by kind and two places in the code
+std::set<std::tuple<const char*, void*, void*>> found;  // by kind and two places in the code
 
 void require(bool holds, const char* what) {
   if (holds) return;
@@ -53,9 +49,7 @@ long in_library(void* code) {
 // `addr2line -f -C -i -e LIBRARY` turns the places in the code into lines, if it is built with -g. Of several warps that
 // have read, `first` is the last one's place.
 void report(const char* kind, int other, void* first, void* second, long at) {
-  auto [report, is_new] = found.try_emplace({kind, first, second}, Span{at, at + 2});
-  report->second = {std::min(report->second.begin, at), std::max(report->second.end, at + 2)};
-  if (is_new && static_cast<int>(found.size()) <= kPrinted)
+  if (found.emplace(kind, first, second).second && static_cast<int>(found.size()) <= kPrinted)
     fprintf(stderr, "%s: %s %d at %#lx, warp %d at %#lx, byte %ld of shared memory\n", kind,
             other < kWarps ? "warp" : "copies", other, in_library(first), me(), in_library(second), at);
 }
@@ -134,11 +128,9 @@ void written(const void* to, int bytes) { accessed(to, bytes, true, __builtin_re
 
 extern "C" {
 
-// Pairs of places in the code whose accesses have no order, but for those of these bytes of shared memory; since this
-// was called last.
-int races_found(int64_t begin, int64_t end) {
-  int count = 0;
-  for (const auto& [_, span] : races::found) count += span.begin < begin || span.end > end;
+// Pairs of places in the code whose accesses have no order, since this was called last.
+int races_found() {
+  int count = static_cast<int>(races::found.size());
   races::found.clear();
   return count;
 }

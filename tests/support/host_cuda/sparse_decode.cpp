@@ -46,14 +46,6 @@ static void run(const Call& call, int tile, unsigned seed) {
   by_lengths ? run_many<kFormat, true>(call, seed) : run_many<kFormat, false>(call, seed);
 }
 
-// Begin and end of the masks of valid keys in a thread block's shared memory, for a format of bfloat16 rows.
-extern "C" void place_of_masks(int format, int64_t* place) {
-  auto masks = [&]<Format kFormat>() {
-    place[0] = offsetof(Shared<kFormat>, valid), place[1] = place[0] + sizeof(Shared<kFormat>::valid);
-  };
-  format == kV4Bf16 ? masks.operator()<kV4Bf16>() : masks.operator()<kV32Bf16>();
-}
-
 // As sparse_decode.cu's launch. `tensors` are q, then cache, indices and lengths of each table, sink, out, lse and
 // scratch; `bytes` is the size of each. `shapes` are those of both tables.
 extern "C" void sparse_decode_on_host(int rows, int heads, int format, const Shape* shapes,
