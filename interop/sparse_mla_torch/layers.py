@@ -106,7 +106,7 @@ def v4_layer(
     Raises:
       TypeError: what this ratio needs is missing, or a tensor of another dtype.
       ValueError: a tensor of another shape, not contiguous or on another device; a step that the layer's kernel does
-        not write, such as several rows of a request without room in the compressors' states (`max_draft_tokens`).
+        not write, or several rows of a request without room in the compressors' states (`max_draft_tokens`).
     """
     check_v4_layer(cache, rows, params, batch, metadata, None, spec=spec, ratio=ratio)
     cache, params, step = cache.alone(), params.alone(), step_of(batch, metadata, ratio)

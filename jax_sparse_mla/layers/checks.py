@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.compressor import CompressorState
+from jax_sparse_mla.compressor import CompressorState, compressor_window
 from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.pool import LayerPool
-from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, RequestTables, V4Metadata
+from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, PrefillPlan, RequestTables, V4Metadata
 from jax_sparse_mla.models import INDEXED_RATIO, V41_RATIOS, ModelSpec, V41Layer, V41Spec
 
 
@@ -128,13 +128,22 @@ def _check_compressed(
             f"{compressed.num_pages} pages of {compressed.page_size}, for {tokens} tokens, where the pool "
             f"has {pool_tokens} (full_to_swa): make it with the pool's number of pages"
         )
-    _check_states(check, states, batch, metadata.compressed[ratio].pool_requests)
+    window = compressor_window(ratio)
+    _check_states(check, states, batch, window, metadata.compressed[ratio].pool_requests)
 
 
 def _check_states(
-    check: ArgumentChecks, states: dict[str, CompressorState], batch: ForwardBatch, pool_requests: int | None = None
+    check: ArgumentChecks,
+    states: dict[str, CompressorState],
+    batch: ForwardBatch,
+    window: int,
+    pool_requests: int | None = None,
 ) -> None:
-    """States have a row for each request that the pool has room for, or at least for each of the batch's."""
+    """States have a row for each request that the pool has room for, or at least for each of the batch's.
+
+    A row keeps the window of every token that may come next: of a speculative step all drafts but the first token may
+    be rejected, and have then replaced the oldest tokens of the row.
+    """
     wanted, of = batch.req_pool_indices.shape[0], "request of the batch"
     if pool_requests is not None:  # `req_pool_indices` names a row of both, which may be the last one
         wanted, of = pool_requests, "row of req_to_token"
@@ -143,6 +152,12 @@ def _check_states(
             raise check.fail(
                 f"{name} must have a row for each {of}, {wanted} in all, got {state.max_requests}: make it with "
                 "max_requests, the rows of req_to_token"
+            )
+        drafts = batch.num_draft_tokens if batch.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND) else 1
+        if (ring := state.kv.shape[1]) < (needed := window + drafts - 1):
+            raise check.fail(
+                f"{name} must keep {needed} tokens of each request in a step of {drafts} tokens each, of which "
+                f"{drafts - 1} may be rejected, got room for {ring}: make it with max_draft_tokens={drafts}"
             )
 
 
@@ -290,7 +305,7 @@ def check_v32_layer(
                 f"v32_layer: cache.index_state must be a CompressorState, got {type(cache.index_state).__name__}; "
                 "V32LayerCache.zeros(spec, ...) makes it"
             )
-        _check_states(check, {"cache.index_state": cache.index_state}, batch)
+        _check_states(check, {"cache.index_state": cache.index_state}, batch, spec.index_pool)
     if indexed:
         keys, unit = spec.page_size // spec.index_pool, "token" if spec.index_pool == 1 else "pool"
         _check_index_k(check, cache.index_k, "cache.kv", cache.kv, keys, unit, tokens=spec.index_pool)

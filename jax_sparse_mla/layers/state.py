@@ -195,9 +195,10 @@ class V4LayerCache(_LayerCache):
         `num_layers` layers of this ratio share the arrays, and `cache.layer(i)` is one of them: a step that donates a
         few arrays costs the host less than one that donates a few for each layer.
 
-        `max_draft_tokens` is the most rows of a TARGET_VERIFY step per request: the compressor then keeps as many
-        tokens more, so that rejected drafts do not replace what the next step still needs. `bf16` takes the
-        unquantised layout.
+        `max_draft_tokens` is the most rows of a TARGET_VERIFY or DRAFT_EXTEND step per request: the compressor then
+        keeps as many tokens more, so that rejected drafts do not replace what the next step still needs. A layer
+        refuses a step of more. Where a DRAFT_EXTEND step goes back to tokens before those that the same caches have
+        verified, it needs twice as many. `bf16` takes the unquantised layout.
 
         Of ratios 1 and 2 these are the caches of a KV source of V4.1. Ratio 0 makes those of its other layers, whatever
         their ratio.

@@ -13,6 +13,7 @@ import small_engine
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
+from jax_sparse_mla.compressor import compressor_window
 from jax_sparse_mla.index_format import IndexFormat
 from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
@@ -169,6 +170,35 @@ def test_fewer_compressor_rows_than_requests(ratio, field, rows):
     message = f"v4_layer: cache.{field} must have a row for each row of req_to_token, 5 in all, got {rows}: .*max_requ"
     with pytest.raises(ValueError, match=message):
         traced(ratio, change_cache=change)
+
+
+@pytest.mark.parametrize("mode", [mla.ForwardMode.TARGET_VERIFY, mla.ForwardMode.DRAFT_EXTEND])
+@pytest.mark.parametrize("ratio, field", [(4, "state"), (128, "state"), (4, "index_state")])
+@pytest.mark.parametrize("drafts", [1, 2, 4])
+def test_states_without_room_for_drafts(mode, ratio, field, drafts):
+    """Rejected drafts replaced what the next step's window needs: compressed entries were wrong by up to 4.75."""
+    world = small_engine.make_world(ratio)
+    batch, rows, _ = small_engine.make_step(world, mla.ForwardMode.DECODE, WORK, num_rows=ROWS)
+    slots = jnp.zeros(ROWS * drafts, jnp.int32)
+    batch = dataclasses.replace(batch, mode=mode, num_draft_tokens=drafts, out_cache_loc=slots)
+    rows = jax.tree.map(lambda x: jnp.concatenate([x] * drafts), rows)
+
+    def step(cache):
+        metadata = layers.prepare_v4_step(world.spec, batch, world.tables).metadata
+        return layers.v4_layer(cache, rows, world.params, batch, metadata, None, spec=world.spec, ratio=ratio)
+
+    cache, window = world.empty_cache(max_draft_tokens=drafts), compressor_window(ratio)
+    for ring in (window + drafts - 1, window + drafts):
+        out, *_ = jax.eval_shape(step, keeping(cache, field, ring))
+        assert out.shape[0] == ROWS * drafts
+    if drafts > 1:
+        message = f"v4_layer: cache.{field} must keep {window + drafts - 1} tokens .* max_draft_tokens={drafts}"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(step, keeping(cache, field, window + drafts - 2))
+
+
+def keeping(cache, field, ring):
+    return dataclasses.replace(cache, **{field: jax.tree.map(lambda x: x[:, :ring], getattr(cache, field))})
 
 
 def test_metadata_of_no_step_and_fewer_compressor_rows_than_requests():
