@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Sampling:
       seed: of the draws. A token depends on the seed and on its own position, not on who else is served.
 
     Raises:
+      TypeError: a value that is no number, or a seed that is no integer.
       ValueError: a value out of its range.
     """
 
@@ -28,6 +30,21 @@ class Sampling:
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        _integer("Sampling: seed", self.seed)
+
+
+def _integer(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _integers(name: str, values: Iterable[int]) -> list[int]:
+    try:
+        return list(map(operator.index, values))
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of integers, got {type(values).__name__}: {values!r:.80}") from None
 
 
 GREEDY = Sampling()
@@ -35,10 +52,10 @@ GREEDY = Sampling()
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and the tokens generated for it.
+    """A prompt and the tokens generated for it. An engine serves it once.
 
     Attributes:
-      prompt: tokens to read, at least one.
+      prompt: tokens to read, at least one: a sequence of integers, which becomes a list.
       max_new_tokens: tokens to generate at most, at least one.
       output: the tokens generated so far, those that the host has read.
       margins: for each output token, the distance of the best logit from the second best, as a share of the best
@@ -50,6 +67,9 @@ class Request:
       forced: tokens that it takes instead of its own choices, for comparisons; choices follow when they are used up.
       on_token: called with the request and each token as it is read.
       cancelled: set by `cancel`; the engine then drops the request before its next step.
+
+    Raises:
+      TypeError: tokens that are not sequences of integers, `max_new_tokens` that is no integer, no Sampling.
     """
 
     prompt: list[int]
@@ -64,10 +84,19 @@ class Request:
     on_token: Callable[[Request, int], None] | None = None
     cancelled: bool = False
     # The scheduler's own.
+    submitted: bool = dataclasses.field(default=False, repr=False)
     unread: int = dataclasses.field(default=0, repr=False)  # tokens that running steps choose
     reread: int = dataclasses.field(default=0, repr=False)  # after a preemption, tokens to read again
     digests: list[bytes] | None = dataclasses.field(default=None, repr=False)  # of the pages that it reads
     cuts: tuple[int, ...] = dataclasses.field(default=(), repr=False)  # lengths at which a chunk ends
+
+    def __post_init__(self):
+        self.prompt = _integers("Request: prompt", self.prompt)
+        self.max_new_tokens = _integer("Request: max_new_tokens", self.max_new_tokens)
+        self.eos_token_ids = tuple(_integers("Request: eos_token_ids", self.eos_token_ids))
+        self.forced = tuple(_integers("Request: forced", self.forced))
+        if not isinstance(self.sampling, Sampling):
+            raise TypeError(f"Request: sampling must be a Sampling, got {type(self.sampling).__name__}")
 
     @property
     def tokens(self) -> list[int]:

@@ -50,7 +50,7 @@ class EngineOptions:
         others any number switches it on; 0 switches it off.
 
     Raises:
-      ValueError: an unknown prefill backend, or a count below its least.
+      TypeError: a count that is no integer. ValueError: an unknown prefill backend, or a count below its least.
     """
 
     bf16_cache: bool = False
@@ -71,8 +71,10 @@ class EngineOptions:
                 f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {self.prefill_backend!r}"
             )
         leasts = {"chunk_size": 1, "max_batch": 1, "max_len": 2, "speculative_steps": 0, "reuse_points": 0}
+        if self.num_pages is not None:
+            leasts["num_pages"] = 2  # page 0 is that of padding
         for name, least in leasts.items():
-            if getattr(self, name) < least:
+            if operator.index(getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
@@ -226,6 +228,8 @@ class Scheduler:
             model does not know; the message begins with `name`.
         """
         prompt, new = request.prompt, request.max_new_tokens
+        if request.submitted:
+            raise ValueError(f"{name} has been submitted before: make a Request for each time that it is served")
         if request.row is None and (request.output or request.computed):
             raise ValueError(f"{name} has been served before")
         if not prompt or new < 1:
@@ -237,7 +241,8 @@ class Scheduler:
         needed = self._pages_for(len(prompt) + new + self.options.speculative_steps)
         if needed > self.pool.num_pages - 1:
             raise ValueError(f"{name} needs {needed} pages: more than the pool's {self.pool.num_pages - 1}")
-        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+        tokens = (*prompt, *request.forced) if request.forced else prompt
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name} has tokens out of the model's vocabulary of {self.vocab_size}")
 
     def submit(self, request: Request) -> None:
@@ -247,6 +252,7 @@ class Scheduler:
           ValueError: see `check`.
         """
         self.check(request)
+        request.submitted = True
         if request.row is None:
             self.waiting.append(request)
         else:
@@ -264,6 +270,8 @@ class Scheduler:
         """
         for request in self.running:
             self._close(request)
+        for request in (*self.running, *self.waiting):
+            request.submitted = False
         self.running.clear()
         self.waiting.clear()
         if self.prefixes:

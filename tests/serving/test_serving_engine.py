@@ -162,6 +162,71 @@ def test_everything_is_given_back_when_a_run_raises(engine, expected):
     assert everything_is_free(engine)
 
 
+def test_a_request_is_served_once(engine, expected):
+    """Where one was taken twice its tokens were wrong, or no later step ran."""
+    message = "the request has been submitted before: make a Request for each time"
+    first, second, third = new_requests()[:3]
+    with pytest.raises(ValueError, match=message):
+        engine.run([first, first])
+    assert everything_is_free(engine) and not first.output
+    engine.submit(first)  # it has not been served
+    with pytest.raises(ValueError, match=message):
+        engine.submit(first)
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(first)
+    engine.run([second, third])
+    assert [first.output, second.output, third.output] == expected[:3]
+    with pytest.raises(ValueError, match="request 0 has been submitted before"):
+        engine.run([first])
+
+
+def test_sequences_of_integers_are_tokens(engine, expected):
+    for kind in (tuple, np.array, range):
+        request = new_requests()[0]
+        prompt = range(5, 9) if kind is range else kind(request.prompt)
+        request = Request(prompt, np.int64(3), eos_token_ids=np.array([300]), forced=(np.int32(1),))
+        assert (type(request.prompt), request.prompt) == (list, [int(token) for token in prompt])
+        engine.run([request])
+        assert request.output[0] == 1 and len(request.output) == 3
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"prompt": [1.5]}, r"Request: prompt must be a sequence of integers, got list: \[1.5\]"),
+        ({"prompt": 3}, "Request: prompt must be a sequence of integers, got int: 3"),
+        ({"prompt": "text"}, "Request: prompt must be a sequence of integers, got str: 'text'"),
+        ({"max_new_tokens": 2.0}, "Request: max_new_tokens must be an integer, got 2.0"),
+        ({"eos_token_ids": 7}, "Request: eos_token_ids must be a sequence of integers, got int: 7"),
+        ({"forced": (None,)}, "Request: forced must be a sequence of integers, got tuple"),
+        ({"sampling": None}, "Request: sampling must be a Sampling, got NoneType"),
+    ],
+)
+def test_requests_that_no_step_could_serve(changes, message):
+    """Within the engine they would fail in a step, for all requests."""
+    with pytest.raises(TypeError, match=message):
+        Request(**{"prompt": [1], "max_new_tokens": 1} | changes)
+
+
+def test_a_seed_that_is_no_integer():
+    with pytest.raises(TypeError, match="Sampling: seed must be an integer, got 0.5"):
+        Sampling(seed=0.5)
+
+
+def test_forced_tokens_are_of_the_vocabulary(engine):
+    with pytest.raises(ValueError, match="request 0 has tokens out of the model's vocabulary of 256"):
+        engine.run([Request([1], 2, forced=(256,))])
+
+
+@pytest.mark.parametrize("pages", [-3, 0, 1])
+def test_a_pool_without_pages(pages):
+    with pytest.raises(ValueError, match=f"num_pages must be at least 2, got {pages}"):
+        EngineOptions(num_pages=pages)
+    with pytest.raises(TypeError):
+        EngineOptions(chunk_size=2.5)
+
+
 @pytest.mark.parametrize("phase", ["_start", "_unpack"])
 def test_everything_is_given_back_when_a_step_fails(engine, monkeypatch, phase):
     def fails(*_):
