@@ -68,17 +68,20 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
       name: for messages.
 
     Raises:
-      TypeError: not a tensor, or a 64-bit dtype, which JAX would narrow.
-      ValueError: a tensor that requires a gradient or is not contiguous, or on a GPU not 16-byte aligned.
+      TypeError: not a tensor, or a 64-bit dtype, which JAX would narrow without `jax_enable_x64`.
+      ValueError: a tensor that requires a gradient, is not contiguous or a lazily negated or conjugated view, or on a
+        GPU is not 16-byte aligned.
       RuntimeError: torch captures a CUDA graph on this stream.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"to_jax: {name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype in _NARROWED:
+    if tensor.dtype in _NARROWED and not jax.config.jax_enable_x64:
         narrow = _NARROWED[tensor.dtype]
         raise TypeError(f"to_jax: {name} is {tensor.dtype}, which JAX would narrow in a copy: pass .to({narrow})")
     if tensor.requires_grad:
         raise ValueError(f"to_jax: {name} requires a gradient, which does not pass to JAX: pass .detach()")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"to_jax: {name} is a lazily negated or conjugated view: pass .resolve_neg().resolve_conj()")
     if not tensor.is_contiguous():
         raise ValueError(
             f"to_jax: {name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}: pass .contiguous(), "

@@ -182,7 +182,7 @@ def combine_topk_swa_reference(topk_indices, query_pos, requests, window, compre
     pos = jnp.where(live, pos, 0)
 
     # min((pos + 1) // ratio, topk) and min(pos + 1, window) without pos + 1, which wraps at INT_MAX.
-    completes_entry = pos % compress_ratio == compress_ratio - 1
+    completes_entry = (pos % compress_ratio == compress_ratio - 1).astype(jnp.int32)
     topk_len = jnp.minimum(jnp.minimum(pos // compress_ratio, topk) + completes_entry, topk)
     swa_len = jnp.minimum(pos, window - 1) + 1
 

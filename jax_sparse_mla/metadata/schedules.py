@@ -117,7 +117,7 @@ def _walk_partitions(blocks, num_sm_parts):
         next_request = jnp.searchsorted(starts, reach, side="right", method="scan_unrolled").astype(jnp.int32) - 1
         next_block = jnp.maximum(reach - starts[next_request] - _OVERHEAD_BLOCKS, 0)
         cuts_before = jnp.where(next_request == request, split, 0)
-        state = (next_request, next_block, cuts_before + (next_block > 0))
+        state = (next_request, next_block, cuts_before + (next_block > 0).astype(jnp.int32))
         return state, state
 
     zero = jnp.int32(0)

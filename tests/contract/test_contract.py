@@ -471,3 +471,13 @@ def test_hostile_draft_steps_are_padding():
     for bad in (INT_MIN, -7, 3, INT_MAX):
         step = mla.draft_step_batch(draft, jnp.int32(bad), 3)
         assert (np.asarray(step.seq_lens) == 0).all() and (np.asarray(step.out_cache_loc) == -1).all()
+
+
+def test_no_dtype_is_promoted():
+    """Both added a condition to an int32."""
+    table, row = jnp.zeros((2, 4), jnp.int32), jnp.zeros(1, jnp.int32)
+    with jax.numpy_dtype_promotion("strict"):
+        starts, lengths = jnp.array([0, 2], jnp.int32), jnp.array([2], jnp.int32)
+        arguments = table, starts, jnp.array([0, 1], jnp.int32), lengths, lengths, row, row
+        mla.combine_topk_swa_indices(*arguments, window=4, compress_ratio=4, topk=4)
+        mla.flashmla_schedule(jnp.array([5], jnp.int32), batch=1, topk=64, num_sm_parts=2)

@@ -45,6 +45,9 @@ def test_hazards_are_refused():
         to_jax(torch.arange(4), "slots")
     with pytest.raises(TypeError, match="float64"):
         to_jax(torch.zeros(4, dtype=torch.float64))
+    for lazy in (torch.ones(3)._neg_view(), torch.ones(3, dtype=torch.complex64).conj()):  # JAX got the memory's signs
+        with pytest.raises(ValueError, match=r"lazily negated or conjugated view: pass .resolve_neg\(\)"):
+            to_jax(lazy)
     with pytest.raises(ValueError, match="contiguous"):
         to_jax(torch.zeros(4, 8).T)
     with pytest.raises(ValueError, match="detach"):

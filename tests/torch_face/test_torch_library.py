@@ -297,6 +297,24 @@ def test_compiled_into_given_results(device):
         compiled(*arguments, out=wrong)
 
 
+@pytest.mark.parametrize("which", ["kv", "indices"])
+def test_several_kv_heads_are_refused_in_a_graph_too(device, which):
+    """The first was read, and the others were not."""
+    q, _, indices, kv, *_ = attend_arguments(device)
+    tensors = {"kv": kv[:, None], "indices": indices}
+
+    def prefill(kv, indices):
+        return flash_mla.flash_mla_sparse_fwd(q[:, 0], kv, indices, 0.1)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(prefill, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**tensors), prefill(**tensors))
+    twice = tensors | {which: torch.cat([tensors[which]] * 2, 1)}
+    for function in (prefill, compiled):
+        with pytest.raises(ValueError, match=rf"{which} must have shape \[\w+, 1, \w+\]"):
+            function(**twice)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["hopper", "triton", "flashmla"])
 def test_inductors_cuda_graphs(backend, monkeypatch):

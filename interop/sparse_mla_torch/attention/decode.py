@@ -203,11 +203,10 @@ def _check(function, kv_layout, q, k_cache, indices, lengths, extra_k_cache, ext
         raise ValueError(f"{function}: extra indices or lengths were given without an extra cache")
     if extra_layout not in layout.beside or layout.qk_dim != qk_dim:
         beside = ", ".join(x.name for x in layout.beside)
-        extra = f" and an extra cache of {extra_layout.name}" if extra_k_cache is not None else ""
-        raise ValueError(
-            f"{function}: a cache of {layout.name} goes with queries of {layout.qk_dim} values and an extra cache of "
-            f"{beside}, got queries of {qk_dim} values{extra}"
-        )
+        wanted, got = f"queries of {layout.qk_dim} values", f"queries of {qk_dim} values"
+        if extra_k_cache is not None:
+            wanted, got = f"{wanted} and an extra cache of {beside}", f"{got} and an extra cache of {extra_layout.name}"
+        raise ValueError(f"{function}: a cache of {layout.name} goes with {wanted}, got {got}")
     if attn_sink is not None:
         check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
     return layout, extra_layout, tuple(scopes)
@@ -225,7 +224,8 @@ def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, lik
             f"{function}: {name}'s pages must each be dense, begin at multiples of 8 bytes and not overlap, got "
             f"strides {list(k_cache.stride())} for shape {list(k_cache.shape)}"
         )
-    topk = check_strided(function, f"{prefix}indices", indices, (*shape, None), like)[-1]
+    table = f"{prefix}indices" + "_in_kvcache" * (prefix == "extra_" and function == "flash_mla_with_kvcache")
+    topk = check_strided(function, table, indices, (*shape, None), like)[-1]
     shared = 0
     if lengths is not None:
         per_request = isinstance(lengths, torch.Tensor) and lengths.dim() == 1
