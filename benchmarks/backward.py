@@ -26,6 +26,7 @@ from benchmarks.record import environment, results_folder, write_json
 from benchmarks.timing import Run, Timer
 from jax_sparse_mla import sparse_mla_prefill
 from jax_sparse_mla.attention import gradient
+from jax_sparse_mla.kernels.sm90 import backward as sm90
 from jax_sparse_mla.kernels.triton.sparse_mla import backward as kernels
 from jax_sparse_mla.xla.triton_call import executor
 
@@ -77,8 +78,13 @@ def tile_of(name: str) -> kernels.Tile:
     return kernels.Tile(block_h, block_n, int(segment), int(warps))
 
 
-def name_of(tile: kernels.Tile) -> str:
-    return f"{tile.block_h}x{tile.block_n}/{tile.segment}/{tile.num_warps}"
+def kernel_of(case: Case, tile: kernels.Tile | None, deterministic: bool) -> str:
+    """The kernel that serves: the SM90 one, or Triton's with its tiling."""
+    device = executor().device
+    if tile is None and not deterministic and sm90.serves(device.compute_capability, case.heads, case.qk_dim):
+        return "sm90"
+    tile = tile or kernels.choose_tile(case.heads, device)
+    return f"triton {tile.block_h}x{tile.block_n}/{tile.segment}/{tile.num_warps}"
 
 
 def saved(case: Case, arrays: dict) -> tuple:
@@ -99,7 +105,7 @@ def in_bfloat16(q, kv, indices, sink, scale):
     return jnp.einsum("thk,tkd->thd", weights, keys[..., :V_DIM], preferred_element_type=jnp.float32).astype(q.dtype)
 
 
-def errors(case: Case, tile: kernels.Tile, deterministic: bool) -> dict[str, tuple[float, float]]:
+def errors(case: Case, tile: kernels.Tile | None, deterministic: bool) -> dict[str, tuple[float, float]]:
     """Of dq and dkv, and those of attention in bfloat16."""
     case = checked(case)
     arrays, scale = case.arrays(1), case.qk_dim**-0.5
@@ -152,11 +158,11 @@ def measure(case: Case, timer: Timer, tiles: list[kernels.Tile | None], products
     if products:
         inputs = (*inputs[:2], jnp.full_like(inputs[2], -1), *inputs[3:])
     for tile, deterministic in ((tile, deterministic) for deterministic in (False, True) for tile in tiles):
-        chosen = tile or kernels.choose_tile(case.heads, executor().device)
-        row = {"case": case.name, "tile": name_of(chosen), "deterministic": deterministic, "keys": not products}
-        static = {"softmax_scale": case.qk_dim**-0.5, "deterministic": deterministic, "tile": chosen}
+        row = {"case": case.name, "kernel": kernel_of(case, tile, deterministic), "deterministic": deterministic}
+        row["keys"] = not products
+        static = {"softmax_scale": case.qk_dim**-0.5, "deterministic": deterministic, "tile": tile}
         try:
-            row["errors"] = errors(case, chosen, deterministic)
+            row["errors"] = errors(case, tile, deterministic)
             total = timer(Run(partial(jax.jit(partial(gradient.by_kernel, **static)), *inputs), "jax"))
         except Exception as error:  # a tile may not fit
             rows.append(row | {"failed": f"{type(error).__name__}: {error}"[:300]})

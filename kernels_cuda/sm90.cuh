@@ -20,6 +20,12 @@ __device__ __forceinline__ uint8_t* tiles_memory() {
   return memory + (1024 - shared_address(memory) % 1024) % 1024;
 }
 
+// The same without a gap before it, so that its addresses are constants.
+__device__ __forceinline__ uint8_t* aligned_memory() {
+  extern __shared__ __align__(1024) uint8_t aligned[];
+  return aligned;
+}
+
 // --- numbers ----------------------------------------------------------------------------------------------------
 
 // Four of the eight bytes of x and y: each of the selector's four low nibbles names one, of x up to 3.
@@ -142,6 +148,13 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 __device__ __forceinline__ void fence_matrix_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- copies -----------------------------------------------------------------------------------------------------
+
+// Adds to four numbers in global memory, which begin at a multiple of 16 bytes, in any order with other threads.
+__device__ __forceinline__ void add_in_global(float* to, float4 x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
+}
 
 // Copies 16 bytes, or writes as many zeros.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool read) {
@@ -293,15 +306,28 @@ __device__ __forceinline__ void multiply_64(float (&d)[32], uint64_t a, uint64_t
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// 64 x 128 += (64 x 16) · (16 x 128), the second matrix by columns; = instead of += where `add` is false.
-__device__ __forceinline__ void multiply_128(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+// 64 x 128 += (64 x 16) · (16 x 128), the second matrix by columns, the first by rows or else by columns; = instead of +=
+// where `add` is false. The other has 64 columns.
+template <bool kByColumns>
+__device__ __forceinline__ void multiply_by_columns(float (&d)[64], uint64_t a, uint64_t b, bool add) {
   asm volatile(
       "{\n.reg .pred p;\n"
       "setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PLACES_64
-      "}, %64, %65, p, 1, 1, 0, 1;\n}"
+      "}, %64, %65, p, 1, 1, %67, 1;\n}"
       : FLOATS_64(d)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
+}
+
+template <bool kByColumns>
+__device__ __forceinline__ void multiply_by_columns(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32
+      "}, %32, %33, p, 1, 1, %35, 1;\n}"
+      : FLOATS_32(d)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
 }
 
 // 64 x 16 and 64 x 32: += (64 x 16) · (16 x 16 or 32), the second matrix by rows, the first too or else by columns.

@@ -108,14 +108,21 @@ def by_kernel(
     deterministic: bool,
     tile=None,
 ) -> tuple:
-    """As `by_reference`; `tile` overrides the kernel's own choice (tuning)."""
+    """As `by_reference`. The SM90 kernel serves where it can and nothing must repeat to the bit, else Triton's.
+
+    `tile` is one of Triton's kernel, and overrides both choices (tuning).
+    """
+    from jax_sparse_mla.kernels.sm90 import backward as sm90
     from jax_sparse_mla.kernels.triton.sparse_mla.backward import backward
     from jax_sparse_mla.xla.triton_call import executor
 
     factor, offset, dsink = statistics(attn_sink, out, lse, g_out, g_lse)
     scales = key_scales(q, kv, g_out, offset, softmax_scale) if deterministic else None
-    arrays = q, kv, indices, topk_length, g_out, lse, factor, offset, scales
-    dq, dkv = backward(executor(), *arrays, softmax_scale=softmax_scale, tile=tile)
+    arrays, execute = (q, kv, indices, topk_length, g_out, lse, factor, offset), executor()
+    if tile is None and not deterministic and sm90.serves(execute.device.compute_capability, *q.shape[1:]):
+        dq, dkv = sm90.backward(*arrays, softmax_scale=softmax_scale)
+    else:
+        dq, dkv = backward(execute, *arrays, scales, softmax_scale=softmax_scale, tile=tile)
     if deterministic:
         dkv = from_fixed_point(dkv, scales)
     return dq, dkv.astype(kv.dtype), dsink

@@ -24,6 +24,7 @@ __all__ = [
     "module",
     "peer_exchange_module",
     "source",
+    "sparse_backward_module",
     "sparse_decode_module",
     "topk_module",
 ]
@@ -34,6 +35,7 @@ _PACKAGE = Path(__file__).parents[1]
 _CARRIED = {
     "index_logits": ("90a",),
     "peer_exchange": ("90a",),
+    "sparse_backward": ("90a",),
     "sparse_decode": ("90a",),
     "topk": ("80", "90", "100", "120"),
 }
@@ -58,6 +60,11 @@ def topk_module(capability: tuple[int, int]) -> Any | None:
 def sparse_decode_module() -> Any | None:
     """The module with the function `sparse_decode` of sparse_decode.cu, for SM90, or None where there is none."""
     return module("sparse_decode", "90a")
+
+
+def sparse_backward_module() -> Any | None:
+    """The module with the function `sparse_backward` of sparse_backward.cu, for SM90, or None where there is none."""
+    return module("sparse_backward", "90a")
 
 
 def index_logits_module() -> Any | None:

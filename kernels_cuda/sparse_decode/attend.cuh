@@ -140,7 +140,7 @@ __device__ __forceinline__ void begin_sums(Shared<kFormat>& shared, Turn turn, i
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       uint64_t columns = sm90::advance(v, i * 16 * 128 + j * 2 * kTileBytes);
-      sm90::multiply_128(sums[j], sm90::advance(p, i * 32), columns, add || i > 0);
+      sm90::multiply_by_columns<false>(sums[j], sm90::advance(p, i * 32), columns, add || i > 0);
     }
     if ((i + 1) % (kBlock / 16 / Layout<kFormat>::kParts) == 0) sm90::commit_products();
   }

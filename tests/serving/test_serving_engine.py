@@ -210,7 +210,7 @@ def test_requests_that_no_step_could_serve(changes, message):
 
 
 def test_a_seed_that_is_no_integer():
-    with pytest.raises(TypeError, match="Sampling: seed must be an integer, got 0.5"):
+    with pytest.raises(TypeError, match=r"Sampling: seed must be an integer, got 0.5"):
         Sampling(seed=0.5)
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import torch
+from attention_calls import prefill_arguments
 from attention_oracle import V_DIM, PrefillCase, scanned
+
+from jax_sparse_mla.attention import sparse_mla_prefill
 
 
 class Gradients(NamedTuple):
@@ -52,3 +57,33 @@ def error(actual, expected: np.ndarray) -> float:
     """Norm over norm."""
     difference = np.linalg.norm(np.asarray(actual).astype(np.float64) - expected)
     return difference / max(np.linalg.norm(expected), 1e-30)
+
+
+def cotangents(case, seed: int = 7) -> tuple[np.ndarray, np.ndarray]:
+    rng, shape = np.random.default_rng(seed), case.q.shape[:-1]
+    return rng.standard_normal((*shape, 512)).astype(ml_dtypes.bfloat16), rng.standard_normal(shape, np.float32)
+
+
+def saved(case, backend="reference") -> tuple:
+    """What the backward pass takes."""
+    given = prefill_arguments(case)
+    out, _, lse = sparse_mla_prefill(**given, backend=backend)
+    arrays = (given[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink"))
+    return *arrays, out, lse, *map(jnp.asarray, cotangents(case))
+
+
+def check_gradients(case, found) -> None:
+    wanted = gradients(case, *cotangents(case))
+    rounded = gradients(case, *cotangents(case), rounded=True)
+    for name, x, exact, plain in zip(("q", "kv", "attn_sink"), found, wanted, rounded, strict=True):
+        if exact is None:
+            assert x is None, name
+            continue
+        x = np.asarray(x).astype(np.float64)
+        assert np.isfinite(x).all(), name
+        allowed = 2 * max(error(plain, exact), 2**-9)  # a number of its own, such as a sink's gradient, may be lucky
+        assert error(x, exact) <= allowed, (name, error(x, exact), error(plain, exact))
+        # The whole forgives a row what it may have lost.
+        far = np.linalg.norm(x - exact, axis=-1) > 0.02 * np.linalg.norm(exact, axis=-1) + 0.01 * np.abs(exact).max()
+        assert not far.any(), (name, np.argwhere(far)[:5].tolist())
+        assert not np.any(x[exact == 0]) or name == "attn_sink", name  # rows that nobody reads, NaN in kv

@@ -123,6 +123,7 @@ inline void run(int blocks, int threads, size_t shared_bytes, std::function<void
 }
 
 inline uint8_t* tiles_memory() { return mine->tiles(); }
+inline uint8_t* aligned_memory() { return mine->tiles(); }
 // As on the GPU, an address in a cluster has the thread block's rank in its highest byte.
 inline uint32_t with_rank(uint32_t address, size_t rank) { return (address & 0xFFFFFF) | static_cast<uint32_t>(rank) << 24; }
 inline uint32_t shared_address(const void* x) {
@@ -463,8 +464,15 @@ void multiply_bfloat16(float (&sums)[kSums], uint64_t a, bool a_by_columns, uint
     }
   });
 }
+inline void add_in_global(float* to, float4 x) {
+  require(reinterpret_cast<uintptr_t>(to) % 16 == 0, "misaligned");
+  to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+}
 inline void multiply_64(float (&d)[32], uint64_t a, uint64_t b, bool add) { multiply_bfloat16(d, a, false, b, false, add); }
-inline void multiply_128(float (&d)[64], uint64_t a, uint64_t b, bool add) { multiply_bfloat16(d, a, false, b, true, add); }
+template <bool kByColumns, int kSums>
+void multiply_by_columns(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
+  multiply_bfloat16(d, a, kByColumns, b, true, add);
+}
 template <bool kByColumns, int kSums>
 void multiply(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
   multiply_bfloat16(d, a, kByColumns, b, false, add);

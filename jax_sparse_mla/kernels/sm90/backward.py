@@ -1,0 +1,42 @@
+"""The gradient of prefill on SM90 (`kernels_cuda/sparse_backward/`): what its kernel serves, and how XLA calls it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.xla import tvm
+
+QK_DIMS = (512, 576)
+FROM_HEADS = 17  # a thread block pads the heads to 64; Triton's kernel pads fewer to 16
+
+
+def serves(capability: tuple[int, int] | None, heads: int, qk_dim: int) -> bool:
+    """Whether the kernel takes calls of so many heads on such a device; the binary is built if need be."""
+    fits = capability == (9, 0) and heads >= FROM_HEADS and qk_dim in QK_DIMS
+    return fits and build.sparse_backward_module() is not None
+
+
+def backward(
+    q: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    lengths: jax.Array | None,
+    grad: jax.Array,
+    lse: jax.Array,
+    factor: jax.Array,
+    offset: jax.Array,
+    *,
+    softmax_scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """dq, and dkv in float32 `[num_keys, qk_dim]`, whose last bits differ from run to run.
+
+    The arrays are those of `kernels/triton/sparse_mla/backward.py`.
+    """
+    operands = [q, kv, indices, *([] if lengths is None else [lengths]), grad, lse, factor, offset]
+    places = iter(map(tvm.Buffer, range(len(operands) + 2)))
+    read = [next(places) if x is not None else None for x in (q, kv, indices, lengths, grad, lse, factor, offset)]
+    arguments = [*read, float(softmax_scale), *places]
+    results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, jnp.float32)]
+    return tvm.call(build.sparse_backward_module, "sparse_backward", arguments, results, *operands)

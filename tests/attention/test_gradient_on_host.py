@@ -1,0 +1,118 @@
+"""The SM90 kernel of prefill's gradient on the host, each load and store of shared memory watched; and which calls take
+it. `test_gradient.TestOnTheGPU` runs it on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from attention_calls import small_prefill
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import gradient_on_host
+from gradient_on_host import THREE_BLOCKS, check_on_host
+from gradient_oracle import saved
+from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
+
+from jax_sparse_mla.attention import gradient
+from jax_sparse_mla.kernels import build
+from jax_sparse_mla.kernels.sm90 import backward as sm90
+from jax_sparse_mla.kernels.triton.sparse_mla import backward as triton_backward
+from jax_sparse_mla.xla import triton_call
+
+pytestmark = pytest.mark.no_gpu
+
+CASES = {
+    "V4, two blocks of keys": small_prefill(0, heads=20, sizes=(200, 100), q_len=1),
+    "V3.2, a second tile of heads": small_prefill(1, dim=576, heads=70, sizes=(200, 100), q_len=1, sink=False),
+    "no lengths, large scores": small_prefill(2, heads=64, sizes=(100, 65), q_len=2, lengths=False, hot=True),
+    "V3.2, three blocks": THREE_BLOCKS,
+    "no key at all": small_prefill(3, heads=64, sizes=(30, 16), q_len=2, rows="none"),
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> ctypes.CDLL:
+    return compiled_once("sparse_backward", "sparse_backward", tmp_path_factory, watched=True)
+
+
+@pytest.mark.always("V4, two blocks of keys", "V3.2, a second tile of heads")
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_float64_s_and_accesses_have_an_order(library, name):
+    library.races_found()
+    check_on_host(library, CASES[name], seed=len(name))
+    assert library.races_found() == 0
+
+
+# Lines that order accesses; without one the numbers may be right all the same.
+ORDERS = [
+    "",  # unchanged
+    "sm90::wait(&shared.keys_empty, (n & 1) ^ 1);",
+    "sm90::sync_threads(kReadBarrier, kConsumers);  // the block before has been summed",
+    "sm90::sync_threads(kWrittenBarrier, kConsumers);",
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("line", ORDERS)
+def test_a_missing_order_is_found(line, tmp_path):
+    changed = changed_kernels("sparse_backward", tmp_path)
+    if line:
+        replace_once(changed / "kernel.cuh", line, ";")
+    made = compiled_to_be_watched("sparse_backward", "sparse_backward", tmp_path, changed)
+    command = [sys.executable, gradient_on_host.__file__, str(made)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode == 0) == (not line), run.stderr
+
+
+def test_the_calls_that_it_serves(monkeypatch):
+    monkeypatch.setattr(build, "sparse_backward_module", lambda: object())
+    assert all(sm90.serves((9, 0), heads, dim) for heads in (17, 64, 128) for dim in (512, 576))
+    others = [((9, 0), 16, 512), ((9, 0), 64, 640), ((8, 0), 64, 512), ((10, 0), 64, 512), (None, 64, 512)]
+    assert not any(sm90.serves(*call) for call in others)
+    monkeypatch.setattr(build, "sparse_backward_module", lambda: None)
+    assert not sm90.serves((9, 0), 64, 512)
+
+
+@pytest.mark.parametrize("tile, deterministic, wanted", [
+    (None, False, "sm90"), (None, True, "triton"), (triton_backward.Tile(16, 32, 128, 4), False, "triton"),
+])  # fmt: skip
+def test_what_must_repeat_to_the_bit_is_triton_s(monkeypatch, tile, deterministic, wanted):
+    case = CASES["V4, two blocks of keys"]
+
+    def said(kernel):
+        def backward(*arrays, **options):
+            raise InterruptedError(kernel)
+
+        return backward
+
+    device = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(triton_call, "executor", lambda: SimpleNamespace(device=device))
+    monkeypatch.setattr(build, "sparse_backward_module", lambda: object())
+    monkeypatch.setattr(sm90, "backward", said("sm90"))
+    monkeypatch.setattr(triton_backward, "backward", said("triton"))
+    options = {"softmax_scale": case.softmax_scale, "deterministic": deterministic, "tile": tile}
+    with pytest.raises(InterruptedError, match=wanted):
+        gradient.by_kernel(*saved(case), **options)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_its_products_are_not_serialised(tmp_path):
+    """What ptxas says where registers are short or a wait is missing; the products then run one by one."""
+    pytest.importorskip("tvm_ffi")
+    library = build.library("sparse_backward", "90a")
+    command = ["nvcc", *library.flags, *(f"-I{x}" for x in library.includes()), "-cubin", "-Xptxas", "-v"]
+    command += ["-o", str(tmp_path / "x.cubin"), str(build.source("sparse_backward"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Performance Loss" not in done.stderr and "warpgroup.wait is injected" not in done.stderr, done.stderr
+    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+    assert len(spilled) == 2 and max(spilled) <= 32, done.stderr
