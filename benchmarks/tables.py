@@ -103,6 +103,16 @@ ROWS = (
         ("prefill V3.2, 128 heads, kv 8192", "prefill V3.2, 128 heads, kv 65536"),
         "hopper",
     ),
+    Row(
+        "prefill's gradient, 4,096 queries of 64 heads, 1,024 keys a row of 8,192 / 65,536",
+        "peer_backward",
+        ("V4 Flash 1,024 keys, kv 8,192", "V4 Flash 1,024 keys, kv 65,536"),
+    ),
+    Row(
+        "the same with 128 heads: V4-Pro, 2,048 queries / V3.2, 1,024 queries of 2,048 keys",
+        "peer_backward",
+        ("V4 Pro 1,024 keys, kv 65,536", "V3.2 2,048 keys, kv 65,536"),
+    ),
     *(_topk(rows, k) for rows in (1, 64, 4096) for k in (512, 2048)),
     Row(
         "index logits, FP8, 64 heads, 1 / 8 / 64 × 32,768",
@@ -184,6 +194,9 @@ def _times(row: Row, case: str) -> Times:
         return Times(None, None, "")
     if row.file == "hopper_decode":
         return Times(found["ours_us"], found["flash_mla_us"], _PEERS["flash_mla"])
+    if row.file == "peer_backward":
+        peer = min((name for name in found["us"] if name != "ours"), key=found["us"].get)
+        return Times(found["us"]["ours"], found["us"][peer], peer)
     peer = found["best_peer"]
     missing = " and ".join(_PEERS[name] for name in found.get("not_measured", ()))
     return Times(found["ours"].get(row.ours), found["peers"].get(peer), _PEERS.get(peer, missing))

@@ -1,4 +1,4 @@
-"""The gradient of prefill through kernels: whichever made the forward pass, one backward kernel.
+"""The gradient of prefill through kernels: whichever made the forward pass, one kernel makes dq and dkv.
 
 Saved are the arguments, out and lse; the scores are computed again. With p = exp(s − lse), the probabilities without
 the sink, f = exp(lse) / (exp(lse) + exp(sink)) and delta = Σ g · out, for each head of a row
