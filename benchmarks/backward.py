@@ -81,7 +81,7 @@ def tile_of(name: str) -> kernels.Tile:
 def kernel_of(case: Case, tile: kernels.Tile | None, deterministic: bool) -> str:
     """The kernel that serves: the SM90 one, or Triton's with its tiling."""
     device = executor().device
-    if tile is None and not deterministic and sm90.serves(device.compute_capability, case.heads, case.qk_dim):
+    if tile is None and not deterministic and sm90.serves(device.compute_capability, case.qk_dim):
         return "sm90"
     tile = tile or kernels.choose_tile(case.heads, device)
     return f"triton {tile.block_h}x{tile.block_n}/{tile.segment}/{tile.num_warps}"

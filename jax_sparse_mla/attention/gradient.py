@@ -119,7 +119,7 @@ def by_kernel(
     factor, offset, dsink = statistics(attn_sink, out, lse, g_out, g_lse)
     scales = key_scales(q, kv, g_out, offset, softmax_scale) if deterministic else None
     arrays, execute = (q, kv, indices, topk_length, g_out, lse, factor, offset), executor()
-    if tile is None and not deterministic and sm90.serves(execute.device.compute_capability, *q.shape[1:]):
+    if tile is None and not deterministic and sm90.serves(execute.device.compute_capability, q.shape[-1]):
         dq, dkv = sm90.backward(*arrays, softmax_scale=softmax_scale)
     else:
         dq, dkv = backward(execute, *arrays, scales, softmax_scale=softmax_scale, tile=tile)

@@ -9,13 +9,11 @@ from jax_sparse_mla.kernels import build
 from jax_sparse_mla.xla import tvm
 
 QK_DIMS = (512, 576)
-FROM_HEADS = 17  # a thread block pads the heads to 64; Triton's kernel pads fewer to 16
 
 
-def serves(capability: tuple[int, int] | None, heads: int, qk_dim: int) -> bool:
-    """Whether the kernel takes calls of so many heads on such a device; the binary is built if need be."""
-    fits = capability == (9, 0) and heads >= FROM_HEADS and qk_dim in QK_DIMS
-    return fits and build.sparse_backward_module() is not None
+def serves(capability: tuple[int, int] | None, qk_dim: int) -> bool:
+    """Whether the kernel takes calls of this dimension on such a device; the binary is built if need be."""
+    return capability == (9, 0) and qk_dim in QK_DIMS and build.sparse_backward_module() is not None
 
 
 def backward(
