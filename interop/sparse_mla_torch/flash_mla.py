@@ -224,8 +224,10 @@ def flash_mla_sparse_fwd(
     if d_v != 512:
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
     if is_compiling():
-        # What has several KV heads keeps its three dimensions, and the operator refuses it.
-        tensors = (q, kv.squeeze(1), indices.squeeze(1), sm_scale, topk_length, attn_sink)
+        # Without a branch, which would break the graph: two dimensions have no third to transpose, and what has several
+        # KV heads keeps three, which the operator refuses.
+        kv, indices = (x.transpose(1, 2).squeeze(2) for x in (kv, indices))
+        tensors = (q, kv, indices, sm_scale, topk_length, attn_sink)
         results = ops.sparse_mla_prefill(*tensors, True)
         if return_log2_lse:
             results = (results[0], results[1] / _LN_2, results[2] / _LN_2)

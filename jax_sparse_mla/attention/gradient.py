@@ -136,7 +136,7 @@ def statistics(
     empty = lse == -jnp.inf
     g_lse = jnp.where(empty, 0.0, g_lse)
     if attn_sink is None:
-        return jnp.where(empty, 0.0, 1.0), delta - g_lse, None
+        return (~empty).astype(jnp.float32), delta - g_lse, None
     factor = jnp.where(empty, 0.0, sink_factor(lse, attn_sink))
     # 1 − f, without its rounding; out and so delta are 0 where the sink is +inf and where there is no key.
     finite = ~empty & jnp.isfinite(attn_sink)

@@ -20,7 +20,7 @@ from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.model import Caches, Draft, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import Choice
-from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan
+from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan, check_all
 from jax_sparse_mla.serving.step import (
     Program,
     Result,
@@ -216,8 +216,7 @@ class Engine:
           ValueError: one cannot be served. None has been served then.
         """
         requests = list(requests)
-        for i, request in enumerate(requests):
-            self.scheduler.check(request, f"request {i}")
+        check_all(self.scheduler, requests)
         self.trace = []
         try:
             for request in requests:

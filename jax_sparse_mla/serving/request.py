@@ -84,7 +84,7 @@ class Request:
     on_token: Callable[[Request, int], None] | None = None
     cancelled: bool = False
     # The scheduler's own.
-    submitted: bool = dataclasses.field(default=False, repr=False)
+    submitted: bool = dataclasses.field(default=False, init=False, repr=False)
     unread: int = dataclasses.field(default=0, repr=False)  # tokens that running steps choose
     reread: int = dataclasses.field(default=0, repr=False)  # after a preemption, tokens to read again
     digests: list[bytes] | None = dataclasses.field(default=None, repr=False)  # of the pages that it reads

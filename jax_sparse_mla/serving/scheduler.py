@@ -74,8 +74,11 @@ class EngineOptions:
         if self.num_pages is not None:
             leasts["num_pages"] = 2  # page 0 is that of padding
         for name, least in leasts.items():
-            if operator.index(getattr(self, name)) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclasses.dataclass
@@ -511,3 +514,16 @@ class Scheduler:
         while bucket < max_len:
             bucket *= 2
         return min(bucket, self.pool.req_to_token.shape[1])
+
+
+def check_all(scheduler: Scheduler, requests: Sequence[Request]) -> None:
+    """Refuses requests that cannot be served together; of a scheduler or what stands for several.
+
+    Raises:
+      ValueError: see `Scheduler.check`, whose message begins with "request" and its number; or one is named twice.
+    """
+    first: dict[int, int] = {}
+    for i, request in enumerate(requests):
+        scheduler.check(request, f"request {i}")
+        if (before := first.setdefault(id(request), i)) != i:
+            raise ValueError(f"request {i} is request {before} again: make a Request for each time that it is served")

@@ -65,7 +65,7 @@ def call(
     """Calls `function` of a TVM-FFI module from the program being traced.
 
     The call has no batching rule and no gradient. It may be captured into a CUDA graph, so the function must only
-    launch kernels on the stream that it is given; results start as whatever their memory held.
+    launch kernels, and fill memory, on the stream that it is given; results start as whatever their memory held.
 
     Args:
       module: loads the module; called once for each function and list of arguments.

@@ -47,7 +47,7 @@ void SparseBackward(ffi::TensorView q, ffi::TensorView kv, ffi::TensorView indic
   call.num_keys = static_cast<int>(kv.size(0)), call.tiles = (call.heads + kHeads - 1) / kHeads;
   int64_t dim = q.size(2), blocks = q.size(0) * call.tiles;
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(q.device().device_type, q.device().device_id));
-  check_cuda(cudaMemsetAsync(call.dkv, 0, kv.size(0) * dim * sizeof(float), stream));
+  if (kv.size(0) > 0) check_cuda(cudaMemsetAsync(call.dkv, 0, kv.size(0) * dim * sizeof(float), stream));
   if (blocks == 0) return;
   dim == 576 ? launch<576>(call, blocks, stream) : launch<512>(call, blocks, stream);
 }

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 from attention_calls import small_prefill
 
@@ -30,8 +32,8 @@ from jax_sparse_mla.xla import triton_call
 pytestmark = pytest.mark.no_gpu
 
 CASES = {
-    "V4, two blocks of keys": small_prefill(0, heads=5, sizes=(200, 100), q_len=1),
-    "V3.2, a second tile of heads": small_prefill(1, dim=576, heads=70, sizes=(200, 100), q_len=1, sink=False),
+    "V4, two blocks of keys": small_prefill(0, heads=5, sizes=(150, 90), q_len=1),
+    "V3.2, a second tile of heads": small_prefill(1, dim=576, heads=70, sizes=(100, 60), q_len=1, sink=False),
     "no lengths, large scores": small_prefill(2, heads=64, sizes=(100, 65), q_len=2, lengths=False, hot=True),
     "V3.2, three blocks": THREE_BLOCKS,
     "no key at all": small_prefill(3, heads=64, sizes=(30, 16), q_len=2, rows="none"),
@@ -49,6 +51,20 @@ def test_the_gradient_is_float64_s_and_accesses_have_an_order(library, name):
     library.races_found()
     check_on_host(library, CASES[name], seed=len(name))
     assert library.races_found() == 0
+
+
+def test_with_64_bit_types(library):
+    """The share of a sink that is not there was a float64 array, which the kernel read as float32."""
+    with jax.enable_x64(True):
+        check_on_host(library, small_prefill(5, heads=3, sizes=(60, 30), q_len=1, sink=False))
+
+
+def test_arrays_of_another_dtype_are_refused():
+    arrays = list(saved(CASES["V4, two blocks of keys"]))
+    q, kv, indices, lengths, _, _, lse, grad, _ = arrays
+    shares = jnp.ones(q.shape[:2], jnp.float16)
+    with pytest.raises(TypeError, match="sparse_backward: float32 is wanted, got float16, float16"):
+        sm90.backward(q, kv, indices, lengths, grad, lse, shares, shares, softmax_scale=1.0)
 
 
 # Lines that order accesses; without one the numbers may be right all the same.

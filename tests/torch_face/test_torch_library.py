@@ -313,6 +313,8 @@ def test_several_kv_heads_are_refused_in_a_graph_too(device, which):
     for function in (prefill, compiled):
         with pytest.raises(ValueError, match=rf"{which} must have shape \[\w+, 1, \w+\]"):
             function(**twice)
+        with pytest.raises((ValueError, IndexError)):
+            function(**tensors | {which: tensors[which][:, 0]})
 
 
 @pytest.mark.gpu

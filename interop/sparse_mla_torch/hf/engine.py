@@ -35,7 +35,15 @@ from jax_sparse_mla.layers import gathers, prepare_v4_step
 from jax_sparse_mla.models import v4_layer_ratios
 from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.serving.request import Request
-from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, PREFILL_BACKENDS, EngineOptions, Scheduler, StepPlan
+from jax_sparse_mla.serving.scheduler import (
+    GATHERED,
+    PAGED,
+    PREFILL_BACKENDS,
+    EngineOptions,
+    Scheduler,
+    StepPlan,
+    check_all,
+)
 from sparse_mla_torch.bridge import jax_device, to_jax
 from sparse_mla_torch.hf.graph import Capture, StepGraph
 from sparse_mla_torch.hf.layers import Step, TorchStep, V4Layer, V32Layer
@@ -251,8 +259,8 @@ class Engine:
         Raises:
           ValueError: a request that the scheduler refuses, or that draws its tokens. None has been served then.
         """
+        check_all(self.scheduler, requests)
         for i, request in enumerate(requests):
-            self.scheduler.check(request, f"request {i}")
             if request.sampling.temperature:
                 raise ValueError(f"request {i} has a temperature: the torch engine takes the most likely token only")
         advance = advance or self.advance

@@ -31,7 +31,14 @@ def backward(
     """dq, and dkv in float32 `[num_keys, qk_dim]`, whose last bits differ from run to run.
 
     The arrays are those of `kernels/triton/sparse_mla/backward.py`.
+
+    Raises:
+      TypeError: an array of another dtype, whose memory the kernel would read as its own.
     """
+    dtypes = {"bfloat16": (q, kv, grad), "int32": (indices, lengths), "float32": (lse, factor, offset)}
+    for dtype, arrays in dtypes.items():
+        if wrong := [str(x.dtype) for x in arrays if x is not None and x.dtype != dtype]:
+            raise TypeError(f"sparse_backward: {dtype} is wanted, got {', '.join(wrong)}")
     operands = [q, kv, indices, *([] if lengths is None else [lengths]), grad, lse, factor, offset]
     places = iter(map(tvm.Buffer, range(len(operands) + 2)))
     read = [next(places) if x is not None else None for x in (q, kv, indices, lengths, grad, lse, factor, offset)]
