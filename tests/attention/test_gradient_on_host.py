@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import gradient_on_host
+import ptxas
 from gradient_on_host import THREE_BLOCKS, check_on_host
 from gradient_oracle import saved
 from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
@@ -119,15 +119,9 @@ def test_what_must_repeat_to_the_bit_is_triton_s(monkeypatch, tile, deterministi
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_its_products_are_not_serialised(tmp_path):
     """What ptxas says where registers are short or a wait is missing; the products then run one by one."""
-    pytest.importorskip("tvm_ffi")
-    library = build.library("sparse_backward", "90a")
-    command = ["nvcc", *library.flags, *(f"-I{x}" for x in library.includes()), "-cubin", "-Xptxas", "-v"]
-    command += ["-o", str(tmp_path / "x.cubin"), str(build.source("sparse_backward"))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Performance Loss" not in done.stderr and "warpgroup.wait is injected" not in done.stderr, done.stderr
-    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert len(spilled) == 2 and max(spilled) <= 32, done.stderr
+    said = ptxas.said_of("sparse_backward", tmp_path)
+    assert "Performance Loss" not in said and "warpgroup.wait is injected" not in said, said
+    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", said)]
+    assert len(spilled) == 2 and max(spilled) <= 32, said

@@ -6,12 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptxas
 import pytest
 from attention_calls import (
     assert_agree,
@@ -217,19 +216,12 @@ def test_without_work_the_results_are_of_the_same_dtypes(sizes, monkeypatch):
 @pytest.mark.no_gpu
 def test_it_compiles_within_its_registers(tmp_path):
     """Compiled, not run."""
-    tvm_ffi = pytest.importorskip("tvm_ffi")
-    if shutil.which("nvcc") is None:
-        pytest.skip("needs nvcc")
-    command = ["nvcc", "-std=c++20", "-cubin", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
-    command += ["-I", tvm_ffi.libinfo.find_include_path(), "-I", tvm_ffi.libinfo.find_dlpack_include_path()]
-    command += ["-o", str(tmp_path / "decode.cubin"), str(cuda_build.source("sparse_decode"))]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
+    said = ptxas.said_of("sparse_decode", tmp_path)
     # A register or two wait out the plan; a loop that spills takes more.
-    spills = re.findall(r"(\d+) bytes spill stores", run.stderr)
-    assert spills and all(int(n) <= 16 for n in spills), run.stderr
-    assert "setmaxnreg" not in run.stderr  # is what it says where it ignores one
-    assert "serialized" not in run.stderr, run.stderr
+    spills = re.findall(r"(\d+) bytes spill stores", said)
+    assert spills and all(int(n) <= 16 for n in spills), said
+    assert "setmaxnreg" not in said  # is what it says where it ignores one
+    assert "serialized" not in said, said
 
 
 def arguments_of(

@@ -6,8 +6,6 @@ The kernel's cases run on a GPU and, smaller, on the host: `support/logits_on_ho
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
+import ptxas
 from logits_on_host import logits_function, logits_on_host
 from sparse_mla_torch.kernels import indexer as torch_indexer
 from sparse_mla_torch.kernels.index_selection import index_topk
@@ -52,18 +51,12 @@ def test_the_calls_that_it_serves(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.no_gpu
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_its_products_are_not_serialised(tmp_path):
     """What ptxas says where registers are short or a wait is missing; the products then run one by one."""
-    pytest.importorskip("tvm_ffi")
-    library = build.library("index_logits", "90a")
-    command = ["nvcc", *library.flags, *(f"-I{x}" for x in library.includes()), "-cubin", "-Xptxas", "-v"]
-    command += ["-o", str(tmp_path / "x.cubin"), str(build.source("index_logits"))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Performance Loss" not in done.stderr and "warpgroup.wait is injected" not in done.stderr, done.stderr
-    spills = re.findall(r"Function properties for \S*fp4_logits\S*\s+(.*)", done.stderr)
-    assert spills == ["0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"] * 3, done.stderr
+    said = ptxas.said_of("index_logits", tmp_path)
+    assert "Performance Loss" not in said and "warpgroup.wait is injected" not in said, said
+    spills = re.findall(r"Function properties for \S*fp4_logits\S*\s+(.*)", said)
+    assert spills == ["0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"] * 3, said
 
 
 @pytest.fixture(scope="module")

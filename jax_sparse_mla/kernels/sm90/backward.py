@@ -36,12 +36,12 @@ def backward(
       TypeError: an array of another dtype, whose memory the kernel would read as its own.
     """
     dtypes = {"bfloat16": (q, kv, grad), "int32": (indices, lengths), "float32": (lse, factor, offset)}
-    for dtype, arrays in dtypes.items():
-        if wrong := [str(x.dtype) for x in arrays if x is not None and x.dtype != dtype]:
+    for dtype, given in dtypes.items():
+        if wrong := [str(x.dtype) for x in given if x is not None and x.dtype != dtype]:
             raise TypeError(f"sparse_backward: {dtype} is wanted, got {', '.join(wrong)}")
-    operands = [q, kv, indices, *([] if lengths is None else [lengths]), grad, lse, factor, offset]
+    arrays = q, kv, indices, lengths, grad, lse, factor, offset
+    operands = [x for x in arrays if x is not None]
     places = iter(map(tvm.Buffer, range(len(operands) + 2)))
-    read = [next(places) if x is not None else None for x in (q, kv, indices, lengths, grad, lse, factor, offset)]
-    arguments = [*read, float(softmax_scale), *places]
+    arguments = [None if x is None else next(places) for x in arrays] + [float(softmax_scale), *places]
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, jnp.float32)]
     return tvm.call(build.sparse_backward_module, "sparse_backward", arguments, results, *operands)
