@@ -376,8 +376,19 @@ def test_runs_over_different_files_are_one_record():
     assert total["command"] == "suite a.py && suite b.py && suite c.py"
     with pytest.raises(ValueError, match="more than one run has a"):
         suite.merged([run("a.py", [], "x"), run("a.py", [], "x")])
+    again = suite.merged([run("a.py", [], "x"), run("b.py", ["test_c", "test_d"], "y"), run("b.py", [], "z")])
+    assert again["counts"] == {"passed": 2, "failed": 0, "skipped": 2} and again["failed"] == {}
+    assert again["skipped"] == {"x": ["a.py::test_b"], "z": ["b.py::test_b"]} and again["seconds"] == 30
     with pytest.raises(ValueError, match="the runs differ in code"):
         suite.merged([run("a.py", [], "x"), run("b.py", [], "x") | {"code": "def"}])
+
+
+def test_pieces_of_the_suite_cover_a_half_of_it():
+    files = {f"tests/{path.parent.name}/{path.name}" for path in (record.ROOT / "tests").glob("*/test_*.py")}
+    one = "tests/attention/test_merge.py"
+    run = {"passed": {name: {"test_a": [""]} for name in files - {suite.RULES, suite.SOAK, one}}, "failed": {}}
+    assert [suite.covers(run | {"skipped": {}}, half) for half in suite.HALVES] == [False, True]
+    assert suite.covers(run | {"skipped": {"no GPU": [f"{one}::test_b"]}}, "operations")
 
 
 def test_two_halves_of_the_suite_are_one_record(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Which tests of a run passed, failed or were skipped and why, as a file; and which run nowhere.
 
 `pytest --record=FILE` writes the file (with the `=`: pytest takes a FILE that exists for a test otherwise). On an H200
-that is `benchmarks/results/h200_tests.json`, `GPU_RUN`; `OTHER_RUNS` are on machines without a GPU:
+that is `benchmarks/results/h200_tests.json`, `GPU_RUN`; `OTHER_RUNS` are of other machines:
 `long_tests.json` of the tests marked `long`, and those of the clients' tests, each in the client's environment (vLLM's,
 SGLang's, MaxText's). README's command compares the tests that it skips or leaves out with the ones that passed there:
 what no run ran must be what `UNRUN` lists, with the reason, or the command fails. Until `GPU_RUN` names tests, those

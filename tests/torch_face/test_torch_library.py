@@ -313,7 +313,7 @@ def test_several_kv_heads_are_refused_in_a_graph_too(device, which):
     for function in (prefill, compiled):
         with pytest.raises(ValueError, match=rf"{which} must have shape \[\w+, 1, \w+\]"):
             function(**twice)
-        with pytest.raises((ValueError, IndexError)):
+        with pytest.raises(Exception, match=r"must have shape|Dimension out of range"):  # torch 2.11 wraps the latter
             function(**tensors | {which: tensors[which][:, 0]})
 
 
