@@ -237,7 +237,7 @@ def _written_by(engine: str | None, cache: PagedKV) -> PagedKV:
 
 
 def _host_cache(function: str, k_cache: torch.Tensor, kv_layout: str | None) -> PagedKV:
-    """The cache for JAX: a copy if its pages are not padded as the layout says."""
+    """The cache for JAX: a copy if its pages are not dense and padded as the layout says."""
     layout = _layout(function, k_cache, kv_layout)
     return PagedKV(data=decode.page_rows(k_cache, layout), layout=layout, page_size=k_cache.shape[1])
 

@@ -268,7 +268,7 @@ def _nothing(q: jax.Array, v_dim: int) -> tuple[jax.Array, jax.Array]:
     def varying(q):  # as q does, over the mesh axes of a `shard_map`
         return q, q
 
-    return dispatch.varying(empty, varying, q)
+    return dispatch.varying(empty, varying, jax.lax.stop_gradient(q))  # the gradient is 0
 
 
 def _route(

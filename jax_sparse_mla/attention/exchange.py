@@ -133,10 +133,10 @@ def merge_received_reference(
     words: jax.Array, attn_sink: jax.Array | None, shape: tuple[int, ...], dtype: str
 ) -> tuple[jax.Array, jax.Array]:
     """`merge_received` in plain JAX."""
-    items = math.prod(shape[:-1])
+    items, parts = math.prod(shape[:-1]), len(words)
     end = items * shape[-1] * np.dtype(dtype).itemsize // 4
-    outs = lax.bitcast_convert_type(words[:, :end], dtype).reshape(-1, *shape).astype(jnp.float32)
-    lses = lax.bitcast_convert_type(words[:, end : end + items], jnp.float32).reshape(-1, *shape[:-1])
+    outs = lax.bitcast_convert_type(words[:, :end], dtype).reshape(parts, *shape).astype(jnp.float32)
+    lses = lax.bitcast_convert_type(words[:, end : end + items], jnp.float32).reshape(parts, *shape[:-1])
     out, lse = merge_attention(outs, lses)
     out = out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)
     return out.astype(dtype), lse

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jax_sparse_mla.cli.arguments import mesh_shape, positive_int, positive_ints
+from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, positive_ints
 
 # (requests, contexts, timed tokens of each request) of a device: a CPU should be done in about two minutes.
 GPU_CASES = [1, 8, 64], [2048, 8192, 131072], 128
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARESxDEVICES",
         help="over several devices: so many shares of the requests, heads and experts of each over so many devices",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the tokens and the page order")
+    parser.add_argument("--seed", type=natural, default=0, help="of the weights, the tokens and the page order")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draws it (needs matplotlib, the extra [bench])")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import processes, report
-from jax_sparse_mla.cli.arguments import mesh_shape, positive_int, probability
+from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, probability
 from jax_sparse_mla.cli.progress import Progress, Stream
 
 ENGINES = ("jax", "torch")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--preset", choices=PRESETS, help="a small random model with the true head dimensions (default: v4)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the preset's weights, the page order and the draws")
+    parser.add_argument("--seed", type=natural, default=0, help="of the preset's weights, the page order and the draws")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue; a long English text by default")
     text.add_argument("--prompt-file", type=Path, metavar="FILE")

@@ -48,7 +48,8 @@ class PagedKV(LayerPool):
         page_size = check.static_int("page_size", page_size, minimum=1)
         shape = layer_shape(check, num_layers, ("num_pages", num_pages), layout.page_bytes(page_size))
         facts = {"layout": layout, "page_size": page_size, "num_layers": num_layers}
-        return paged(jnp.zeros(shape, jnp.uint8), jnp.ones(num_layers) if layout.has_tensor_scale else None, **facts)
+        scale = jnp.ones(num_layers, jnp.float32) if layout.has_tensor_scale else None
+        return paged(jnp.zeros(shape, jnp.uint8), scale, **facts)
 
     @property
     def num_pages(self) -> int:

@@ -93,6 +93,12 @@ class MoE:
     top_groups: int = 1
     limit: float | None = None
 
+    def __post_init__(self):
+        limits = {"num_experts_per_tok": (self.top_k, self.num_experts), "topk_group": (self.top_groups, self.groups)}
+        for name, (value, most) in limits.items():
+            if not 1 <= value <= most:
+                raise ValueError(f"Model.from_config: {name} must be from 1 to {most}, got {value}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HyperConnections:
@@ -332,6 +338,9 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
 
 def _common(read: _Reader, spec: ModelSpec, norm_eps: float) -> dict[str, Any]:
     eos = read("eos_token_id", default=())
+    eos = (eos,) if isinstance(eos, int) else tuple(eos)
+    if not all(isinstance(token, int) for token in eos):
+        raise ValueError(f"Model.from_config: eos_token_id must be an integer or a list of them, got {eos!r}")
     return {
         "spec": spec,
         "vocab_size": read("vocab_size"),
@@ -340,7 +349,7 @@ def _common(read: _Reader, spec: ModelSpec, norm_eps: float) -> dict[str, Any]:
         "q_rank": read("q_lora_rank"),
         "norm_eps": float(read("rms_norm_eps", default=norm_eps)),
         "tied": bool(read("tie_word_embeddings", default=False)),
-        "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos),
+        "eos_token_ids": eos,
     }
 
 
@@ -358,7 +367,9 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
     hash_layers = read("num_hash_layers", default=3)
     mlps = read.per_layer("mlp_layer_types", V4_MLPS, lambda i: V4_MLPS[i >= hash_layers])
     parameters = read("rope_parameters", "rope_scaling", default={})
-    if "main" in parameters:
+    if parts := [name for name in ("main", "compress") if parameters.get(name) is not None]:
+        if len(parts) < 2:
+            raise ValueError(f"Model.from_config: rope_parameters must have main and compress, got {parts[0]} alone")
         main, compress = parameters["main"], parameters["compress"]
     else:  # the released form: one set, which layers without compression do not follow
         main, compress = {}, {**parameters, "rope_theta": None}
@@ -412,7 +423,7 @@ def _experts_in_groups(read: _Reader, *, groups: int, top_groups: int, limit: fl
     read.only("scoring_func", "sigmoid")
     read.only("topk_method", "noaux_tc")
     experts, groups = read("n_routed_experts", "num_local_experts"), read("n_group", default=groups)
-    if experts % groups:
+    if groups < 1 or experts % groups:
         raise ValueError(f"Model.from_config: n_group must divide n_routed_experts, got {groups} and {experts}")
     width = read("moe_intermediate_size")
     return MoE(

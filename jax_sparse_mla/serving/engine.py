@@ -94,7 +94,7 @@ class Engine:
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
-      drafts: draft tokens of a round, at most `options.speculative_steps`; 0 decodes plainly.
+      drafts: draft tokens of a round, at most `options.speculative_steps`; 0 decodes plainly. To be set at any time.
       propose: replaces drafts.
       accepted: how many rounds of a request kept 0 … `drafts` drafts. In the round that ends a request only the drafts
         that it still needed count.
@@ -128,6 +128,16 @@ class Engine:
         self._programs: dict[tuple, tuple[Program, Any]] = {}
         # The step before, and on the device the array of one that follows it.
         self._latest: tuple[Program, StepPlan, jax.Array | None] | None = None
+
+    @property
+    def drafts(self) -> int:
+        return self._drafts
+
+    @drafts.setter
+    def drafts(self, count: int) -> None:
+        if not 0 <= count <= self.options.speculative_steps:
+            raise ValueError(f"drafts must be from 0 to {self.options.speculative_steps}, got {count}")
+        self._drafts = count
 
     @property
     def drafter(self) -> str:
@@ -253,7 +263,8 @@ class Engine:
                 self.abort()
                 raise
         # Where it drafts, the next round begins where this one ends: the host must know first.
-        running = STEPS_AHEAD if plan is not None and not self.drafts else 0
+        drafts = self.drafts or (plan is not None and plan.mode is ForwardMode.TARGET_VERIFY)
+        running = STEPS_AHEAD if plan is not None and not drafts else 0
         return self._read() if len(self._unread) > running else None
 
     @property
@@ -336,12 +347,14 @@ class Engine:
             self.scheduler.complete(plan, tokens, margins)
         finally:  # a callback may raise
             for request, start in zip(plan.requests, before):
-                self.accepted[len(request.output) - start - 1] += 1
+                if len(request.output) > start:
+                    self.accepted[len(request.output) - start - 1] += 1
 
     def _proposals(self, plan: StepPlan) -> np.ndarray | None:
         if self.propose is None or plan.mode is not ForwardMode.TARGET_VERIFY:
             return None
-        return np.array([[self.propose(r, i) for i in range(self.drafts)] for r in plan.requests], np.int32)
+        drafts = range(plan.counts[0] - 1)
+        return np.array([[self.propose(r, i) for i in drafts] for r in plan.requests], np.int32)
 
     def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
         caches = self.state.caches
@@ -360,9 +373,8 @@ class Engine:
             requests, rows = options.max_batch, options.chunk_size
             changes = requests + -(-rows // page)
         else:
-            requests = min(power_of_two(len(plan.requests)), options.max_batch)
-            rows = requests * (self.drafts + 1 if plan.mode is ForwardMode.TARGET_VERIFY else 1)
-            changes = requests * (1 + -(-self.drafts // page))
+            requests, count = min(power_of_two(len(plan.requests)), options.max_batch), int(plan.counts[0])
+            rows, changes = requests * count, requests * (1 + -(-(count - 1) // page))
         if len(plan.mapped) > changes:  # a long prefix that is reused
             changes = power_of_two(len(plan.mapped))
         return plan.mode, requests, rows, plan.max_seq_len, changes, choice
@@ -375,7 +387,7 @@ class Engine:
             num_rows=rows,
             max_seq_len=width,
             num_changes=changes,
-            drafts=self.drafts if mode is ForwardMode.TARGET_VERIFY else 0,
+            drafts=rows // requests - 1 if mode is ForwardMode.TARGET_VERIFY else 0,
             draft_layer=self.state.draft is not None and mode is not ForwardMode.DECODE,
             choice=choice,
             gathered=self.prefill_backend == GATHERED,

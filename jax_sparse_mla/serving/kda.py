@@ -53,8 +53,8 @@ class KDAState(LayerPool):
     def zeros(cls, config: KDA, max_requests: int, *, num_layers: int = 1) -> KDAState:
         rows, dim = num_layers * max_requests, config.head_dim
         return cls(
-            conv=jnp.zeros((rows, config.kernel - 1, 3 * config.heads * dim)),
-            recurrent=jnp.zeros((rows, config.heads, dim, dim)),
+            conv=jnp.zeros((rows, config.kernel - 1, 3 * config.heads * dim), jnp.float32),
+            recurrent=jnp.zeros((rows, config.heads, dim, dim), jnp.float32),
             num_layers=num_layers,
         )
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.layers import V4LayerParams
+from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.engine import Engine
@@ -255,6 +256,9 @@ class Schedulers:
         self._plans = [None] * len(self.shares)
 
     def plan(self, drafts: int = 0) -> JointPlan | None:
+        # A step has one number of drafts, which may have been changed since a plan that waits was made.
+        waiting = [plan for plan in self._plans if plan and plan.mode is ForwardMode.TARGET_VERIFY]
+        drafts = int(waiting[0].counts[0]) - 1 if waiting else drafts
         plans = [plan or share.plan(drafts) for share, plan in zip(self.shares, self._plans)]
         modes = {plan.mode for plan in plans if plan}
         if not modes:
@@ -275,7 +279,7 @@ class Schedulers:
             start = own.stop
             try:
                 finished += share.complete(part, tokens[own], margins[own])
-            except Exception as error:  # an `on_token` raised: the other shares take their tokens all the same
+            except BaseException as error:  # an `on_token` raised: the other shares take their tokens all the same
                 failed = failed or error
         if failed is not None:
             raise failed

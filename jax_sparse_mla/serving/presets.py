@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 VOCABULARY = 256
@@ -137,6 +138,9 @@ V4_FLASH_SLICE: Mapping[str, Any] = {
 BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE}
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
 class ByteTokenizer:
     """Text as its UTF-8 bytes. A token that is no byte decodes to the replacement character."""
 
@@ -146,7 +150,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(t for t in tokens if t < 256).decode(errors="replace")
+        return bytes(t if 0 <= t < 256 else 0xFF for t in tokens).decode(errors="replace")  # 0xFF is not UTF-8
 
 
 def default_prompt() -> str:
@@ -155,16 +159,22 @@ def default_prompt() -> str:
 
 
 def load_tokenizer(folder: str, vocab_size: int):
-    """The tokenizer of a checkpoint folder by transformers, and bytes where either is missing.
+    """The tokenizer of a checkpoint folder by transformers; bytes where the folder has none.
 
     Raises:
-      ValueError: there is none, and the vocabulary is smaller than that of bytes.
+      ImportError: it has one, and transformers is missing.
+      ValueError: it has one that transformers does not load; or none, and the vocabulary is smaller than that of bytes.
     """
+    if not any(Path(folder, name).exists() for name in TOKENIZER_FILES):
+        if vocab_size < ByteTokenizer.vocab_size:
+            raise ValueError(f"{folder} has no tokenizer, and a vocabulary too small for bytes: {vocab_size}")
+        return ByteTokenizer()
     try:
         from transformers import AutoTokenizer
-
+    except ImportError as error:
+        raise ImportError(f"the tokenizer of {folder} needs transformers: install the extra [hf] ({error})") from error
+    try:
         return AutoTokenizer.from_pretrained(folder)
-    except (ImportError, OSError, ValueError, KeyError):
-        if vocab_size < ByteTokenizer.vocab_size:
-            raise ValueError(f"{folder} has no tokenizer, and a vocabulary too small for bytes: {vocab_size}") from None
-        return ByteTokenizer()
+    except Exception as error:
+        message = f"transformers does not load the tokenizer of {folder}: {type(error).__name__}: {error}"
+        raise ValueError(message) from error

@@ -14,7 +14,8 @@ class Sampling:
     Attributes:
       temperature: 0 takes the most likely token; above, tokens are drawn from the softmax of logits / temperature.
       top_p: draws come from the fewest most likely tokens whose probabilities sum to at least this; 0 < top_p ≤ 1.
-      seed: of the draws. A token depends on the seed and on its own position, not on who else is served.
+      seed: of the draws, its last 32 bits. A token depends on the seed and on its own position, not on who else is
+        served.
 
     Raises:
       TypeError: a value that is no number, or a seed that is no integer.
@@ -30,7 +31,7 @@ class Sampling:
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        _integer("Sampling: seed", self.seed)
+        object.__setattr__(self, "seed", _integer("Sampling: seed", self.seed))
 
 
 def _integer(name: str, value: int) -> int:

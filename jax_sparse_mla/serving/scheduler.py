@@ -319,7 +319,7 @@ class Scheduler:
           The requests that the step finished; their rows and pages are free again.
 
         Raises:
-          Exception: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
+          BaseException: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
         """
         self._unread_steps -= 1
         verify, finished, failed = plan.mode is ForwardMode.TARGET_VERIFY, [], None
@@ -333,23 +333,23 @@ class Scheduler:
             for token, margin in zip(tokens[i], margins[i]):
                 try:
                     request.append(token, margin)
-                except Exception as error:
+                except BaseException as error:
                     request.cancel()
                     failed = failed or error
-                if request.finished:
+                # A forced token in place of a draft: the tokens behind it were chosen after the draft.
+                if request.row is None or request.finished or request.output[-1] != token:
                     break
+            if request.row is None:  # the callback dropped all requests
+                continue
             if verify:
                 request.computed = int(plan.starts[i]) + len(request.output) - start
                 self.pool.truncate(request.row, request.computed)
             if request.finished:
                 finished.append(request)
-        for request in finished:
-            self.running.remove(request)
-            self._close(request)
-            if request.cancelled:
-                self.counters.cancelled += 1
-            else:
-                self.counters.finished += 1
+                self.running.remove(request)
+                self._close(request)
+                self.counters.cancelled += request.cancelled
+                self.counters.finished += not request.cancelled
         if failed is not None:
             raise failed
         return finished

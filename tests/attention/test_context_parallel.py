@@ -196,6 +196,12 @@ def check_exchange(seed: int, n: int, rows: int, own: int, v_dim: int, dtype, ha
     assert_merged(found, exchange.merge_received_reference(received(sent, device), sink, **static), dtype)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 512), (3, 0, 512), (0, 0, 512)])
+def test_parts_of_no_rows_or_heads(shape):
+    out, lse = exchange.merge_received(jnp.zeros((2, 0), jnp.int32), None, shape, np.dtype(jnp.bfloat16))
+    assert out.shape == shape and lse.shape == shape[:-1] and out.dtype == jnp.bfloat16
+
+
 def assert_merged(found, expected, dtype) -> None:
     """Equal up to the exponential's last bits, and to one rounding of out."""
     (out, lse), (wanted, wanted_lse) = found, expected

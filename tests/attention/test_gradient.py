@@ -63,6 +63,20 @@ def test_the_order_of_rows_does_not_matter_in_fixed_point(interpreted):
     np.testing.assert_array_equal(np.asarray(dkv, np.float32), np.asarray(again, np.float32))
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 0), (0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 2)])
+def test_a_call_without_keys_has_a_gradient_of_zeros(sizes, backend):
+    rows, heads, kv_len, topk = sizes
+    q, kv = jnp.ones((rows, heads, 512), jnp.bfloat16), jnp.ones((kv_len, 512), jnp.bfloat16)
+
+    def attend(q, kv):
+        indices = jnp.zeros((rows, topk), jnp.int32)
+        return sparse_mla_prefill(q, kv, indices, softmax_scale=1.0, backend=backend)[0].astype(jnp.float32).sum()
+
+    for found, x in zip(jax.grad(attend, (0, 1))(q, kv), (q, kv)):
+        np.testing.assert_array_equal(found, jnp.zeros_like(x))
+
+
 def test_integers_of_64_bits():
     rng = np.random.default_rng(0)
     sizes = np.array([0, 1, 127, 2**31, 2**32 - 129, 2**32, 2**32 + 1, 2**40 + 12345, 2**62])

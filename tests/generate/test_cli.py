@@ -198,6 +198,7 @@ def test_counts_must_be_positive(capsys, value):
         ["--model", "here", "--preset", "v4"],
         ["--prompt", "a", "--prompt-file", "b"],
         ["--seed", "x"],
+        ["--seed", "-1"],
         ["--draft-oracle", "1.5"],
         ["--draft-oracle", "-0.1"],
         ["--draft-oracle", "nan"],

@@ -12,7 +12,9 @@ pytest.importorskip("transformers")
 from hf_models import OPTIONS, random_tokens, small_model
 from sparse_mla_torch.hf import comparison, eager
 from sparse_mla_torch.hf.engine import Engine, Request
+from sparse_mla_torch.hf.replace import AttentionReplacement
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 pytestmark = pytest.mark.torch
 LENGTH = 70
@@ -104,3 +106,16 @@ def test_the_check_runs_in_blocks(shapes):
     comparison.compare_layers(comparison.TorchRun(engine), [request], [0])
     for found in (by_tokens, seen):
         assert found and max(rows for rows, _ in found) == 16
+
+
+def test_two_replacements_of_attention_overlap():
+    """As engines in two threads do: transformers' own come back when both have ended."""
+    model = small_model("v32")
+    first, second = (AttentionReplacement(copy.deepcopy(model), lambda *_: None) for _ in range(2))
+    own = DeepseekV32Indexer.forward
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert DeepseekV32Indexer.forward is not own
+    second.__exit__()
+    assert DeepseekV32Indexer.forward is own

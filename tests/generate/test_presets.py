@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import jax
+
 from jax_sparse_mla.cli import main
 from jax_sparse_mla.serving import presets
 
@@ -22,6 +24,15 @@ NARROW = {
     "layer_types": presets.CONFIGS["v4"]["layer_types"][:3],
     "mlp_layer_types": presets.CONFIGS["v4"]["mlp_layer_types"][:3],
 }
+
+
+@pytest.fixture(autouse=True)
+def not_kept():
+    """jaxlib 0.10.2 aborted or hung twice where it serialised the whole preset's programs for the compilation cache."""
+    kept = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", kept)
 
 
 def run(capsys, *args):

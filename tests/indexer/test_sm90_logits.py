@@ -203,7 +203,11 @@ def test_torch_selects_what_jax_selects(method, rows_at_a_time):
     out = torch.full((5, 16), -9, dtype=torch.int32, device=DEVICE)
     tensors = {k: tensor(v) for k, v in given.items()}
     invariant = {"batch_invariant": rows_at_a_time is None}
-    got = index_topk(*map(tensor, arrays), 16, **options, **tensors, **invariant, out=out, scratch=scratch)
+    torch.set_default_dtype(torch.bfloat16)  # as engines do while they build a model
+    try:
+        got = index_topk(*map(tensor, arrays), 16, **options, **tensors, **invariant, out=out, scratch=scratch)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert got is out
     np.testing.assert_array_equal(got.cpu().numpy(), np.asarray(want))
 

@@ -484,3 +484,9 @@ def test_kernels_take_the_layouts_that_they_were_written_for(layout, monkeypatch
     small = split_pages(cache, 12, slots=slots)
     np.testing.assert_array_equal(np.asarray(gather_kv(small, slots), np.float32), np.ones((23, layout.qk_dim)))
     assert len(taken) == (3 if layout == V4 else 0)
+
+
+def test_new_scales_are_float32_in_any_mode():
+    with jax.enable_x64(True):
+        cache = PagedKV.zeros(KVLayout.NOPE_FP8_TENSOR, 2, 64)
+    assert cache.scale.dtype == jnp.float32

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from support.serving_steps import named_arrays
 
 from jax_sparse_mla.serving import Model, load
 from jax_sparse_mla.serving.checkpoint import from_named_arrays
+from jax_sparse_mla.serving.presets import ByteTokenizer, load_tokenizer
 
 MODELS = ("v4", "v32")
 
@@ -161,3 +163,19 @@ def test_model_is_what_the_config_says():
     assert model == jax_model("v4", torch.bfloat16)[0]
     assert (model.vocab_size, model.num_layers, model.ratios, model.eos_token_ids) == (256, 3, (0, 4, 128), (1,))
     assert model.spec.index_topk == 96 and model.config.hashed == (True, False, False)
+
+
+def test_a_tokenizer_that_is_there_is_not_replaced(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="has no tokenizer, and a vocabulary too small for bytes: 99"):
+        load_tokenizer(tmp_path, 99)
+    assert isinstance(load_tokenizer(tmp_path, 256), ByteTokenizer)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="transformers does not load the tokenizer of"):
+        load_tokenizer(tmp_path, 256)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers: install the extra \[hf\]"):
+        load_tokenizer(tmp_path, 256)
+
+
+def test_tokens_that_are_no_bytes_are_replaced():
+    assert ByteTokenizer().decode([72, 300, 105, -1]) == "H\ufffdi\ufffd"

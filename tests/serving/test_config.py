@@ -144,6 +144,16 @@ def test_frequencies_are_transformers():
         ("v32", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("v32", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
         ("v32", {"n_group": 3}, "n_group must divide n_routed_experts, got 3 and 8"),
+        ("v32", {"n_group": 0}, "n_group must divide n_routed_experts, got 0 and 8"),
+        ("v32", {"n_group": 2, "topk_group": 3}, "topk_group must be from 1 to 2, got 3"),
+        ("v4", {"num_experts_per_tok": 99}, r"num_experts_per_tok must be from 1 to \d+, got 99"),
+        ("v4", {"eos_token_id": "2"}, r"eos_token_id must be an integer or a list of them, got \('2',\)"),
+        ("v4", {"rope_parameters": {"main": {}}}, "rope_parameters must have main and compress, got main alone"),
+        (
+            "v4",
+            {"rope_parameters": {"compress": {}}},
+            "rope_parameters must have main and compress, got compress alone",
+        ),
         ("v32", {"rope_parameters": {"rope_type": "linear"}}, "rope_type must be 'default' or 'yarn', got 'linear'"),
         ("v32", {"model_type": "llama"}, "or 'glm_moe_dsa' or 'deepseek_v41' or 'glm5_next', got 'llama'"),
         (

@@ -281,6 +281,41 @@ def test_forced_tokens_are_taken(engine, expected):
     assert forced.output == other + alone.output
 
 
+def test_forced_tokens_in_place_of_drafts(engine, expected):
+    """The model chose the drafts, so their keys were kept, and the request goes on from other tokens."""
+    prompt, first = new_requests()[1].prompt, expected[1]
+    forced = [(token + 1) % 256 for token in first[:3]]
+    chosen = serve(engine, [Request(prompt + forced[:n], 2) for n in range(3)])
+    alone = Request(prompt + forced, 3)
+    serve(engine, [alone])
+    engine.scheduler.prefixes.clear()
+    engine.drafts, request = 2, Request(prompt, 6, forced=tuple(forced))
+    engine.propose = lambda request, i: chosen[len(request.output)][i] if len(request.output) < 3 else -1
+    serve(engine, [request])
+    assert request.output == forced + alone.output and everything_is_free(engine)
+
+
+@pytest.mark.parametrize("count", [-1, OPTIONS.speculative_steps + 1])
+def test_drafts_are_at_most_speculative_steps(engine, count):
+    with pytest.raises(ValueError, match=f"drafts must be from 0 to {OPTIONS.speculative_steps}, got {count}"):
+        engine.drafts = count
+    assert engine.drafts == 0
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("end", [2, SIZES[0][1]])
+def test_a_callback_drops_all_requests(engine, expected, drafts, end):
+    """In the middle of a request, and at its last token."""
+    engine.drafts, requests = drafts, new_requests()[:3]
+    requests[0].on_token = lambda request, token: engine.abort() if len(request.output) == end else None
+    serve(engine, requests)
+    assert everything_is_free(engine) and requests[0].output == expected[0][:end]
+    for request, tokens in zip(requests, expected):
+        assert request.output == tokens[: len(request.output)]
+    engine.drafts = 0
+    assert serve(engine, new_requests()[:3]) == expected[:3]
+
+
 @pytest.mark.long
 def test_a_small_pool_preempts_and_changes_no_token(engine):
     """Two requests of three pages, and five pages in all."""

@@ -343,3 +343,14 @@ def test_pages_stand_where_they_stand(device):
     assert not apart[:, 64:].any()
     with pytest.raises(ValueError, match="k_cache must have 656"):
         OPS.gather_kv(view[..., :400], slots)
+
+
+def test_a_page_whose_tokens_are_not_neighbours():
+    """On the CPU, where the cache of one page was read as if they were."""
+    every_second = torch.randint(1, 100, (1, 128, 1, 1024), dtype=torch.uint8)[:, ::2]
+    dense, slots = every_second.clone(), torch.tensor([3, 63], dtype=torch.int32)
+    kv = torch.randn(2, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for cache in (every_second, dense):
+        OPS.write_kv(cache, slots, kv)
+    assert torch.equal(every_second, dense) and not torch.equal(dense[0, 3], dense[0, 4])
+    assert torch.equal(OPS.gather_kv(every_second, slots), kv)

@@ -276,12 +276,13 @@ def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
 
 
 def page_rows(k_cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """uint8 `[pages, page_bytes]` of a cache in FlashMLA's shape; a copy where its padding is another."""
+    """uint8 `[pages, page_bytes]` of a cache in FlashMLA's shape; a copy if it is padded or strided otherwise."""
     pages, page_size, _, width = k_cache.shape
     page_bytes = layout.page_bytes(page_size)
     k_cache = k_cache.view(torch.uint8)
     stored = k_cache.untyped_storage().nbytes() - k_cache.storage_offset()
-    if (pages < 2 or k_cache.stride(0) == page_bytes) and pages * page_bytes <= stored:
+    dense = k_cache.stride(3) == 1 and (page_size < 2 or k_cache.stride(1) == width)
+    if dense and (pages < 2 or k_cache.stride(0) == page_bytes) and pages * page_bytes <= stored:
         return k_cache.as_strided((pages, page_bytes), (page_bytes, 1))
     rows = k_cache.new_zeros((pages, page_bytes))
     rows[:, : page_size * width] = k_cache.reshape(pages, page_size * width)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
@@ -27,23 +29,35 @@ _INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer,
 
 class AttentionReplacement:
     """While active, `model`'s attention modules call `forward(layer_index, hidden, position_embeddings)` and every
-    attention, compressor and indexer forward of transformers raises."""
+    attention, compressor and indexer forward of transformers raises. Several may be active at once."""
+
+    _lock = threading.Lock()
+    _active = 0
+    _originals: ClassVar[dict[type, Callable]] = {}
 
     def __init__(self, model: torch.nn.Module, forward: Callable[[int, torch.Tensor, object], torch.Tensor]):
         self._modules = [layer.self_attn for layer in model.model.layers]
         self._forward = forward
-        self._originals = {cls: cls.forward for cls in _REPLACED}
 
     def __enter__(self) -> AttentionReplacement:
-        for cls in _REPLACED:
-            cls.forward = _refuse(cls)
+        shared = AttentionReplacement
+        with shared._lock:
+            if not shared._active:
+                shared._originals = {cls: cls.forward for cls in _REPLACED}
+                for cls in _REPLACED:
+                    cls.forward = _refuse(cls)
+            shared._active += 1
         for index, module in enumerate(self._modules):
             module.forward = self._module_forward(index)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for cls, original in self._originals.items():
-            cls.forward = original
+        shared = AttentionReplacement
+        with shared._lock:
+            shared._active -= 1
+            if not shared._active:
+                for cls, original in shared._originals.items():
+                    cls.forward = original
         for module in self._modules:
             del module.forward
 

@@ -66,9 +66,8 @@ def index_topk(
     if not rows or not page_table.shape[0]:
         return out.fill_(-1)
     if scratch is None:
-        scratch = torch.empty(
-            min(rows, rows_at_once(capacity, SCRATCH_BYTES, batch_invariant)) * capacity, device=q.device
-        )
+        elements = min(rows, rows_at_once(capacity, SCRATCH_BYTES, batch_invariant)) * capacity
+        scratch = torch.empty(elements, dtype=torch.float32, device=q.device)
     fits = scratch.dtype == torch.float32 and scratch.numel() >= capacity and scratch.device == q.device
     if not fits or not scratch.is_contiguous():
         raise ValueError(

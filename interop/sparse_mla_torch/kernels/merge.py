@@ -29,7 +29,7 @@ def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
     if len(outs) == 0:
         raise ValueError(f"{function}: outs must have at least one part")
     if not outs.numel():
-        return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+        return outs.new_empty(outs.shape[1:]), lses.logsumexp(0)
     return kernels.merge(executor(outs.device), outs, lses)
 
 
