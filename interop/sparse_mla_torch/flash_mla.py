@@ -113,8 +113,8 @@ def flash_mla_with_kvcache(
       attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
       extra_k_cache, extra_indices_in_kvcache: a second cache of the same format, and its indices.
       topk_length, extra_topk_length: int32 `[batch]` or `[batch, s_q]`, how many leading columns count.
-      enable_batch_invariant: no row's keys are split, so its result does not depend on the other rows (on CUDA, by the
-        Triton kernel, or the SM90 kernel where it is named).
+      enable_batch_invariant: no row's keys are split, so its result does not depend on the other rows (on SM90
+        by our decode kernel, elsewhere by the Triton kernel).
       use_legacy: ignored: which of the wheel's two builds runs is decided here.
       kv_format: "V32" or "V4"; must match the bytes of k_cache. None derives it from them.
       descale_q, descale_k: None; they belong to dense FP8 decode.
