@@ -32,7 +32,7 @@ class JaxSetup:
       tokenizer: encodes and decodes. eos_token_ids: tokens that end a text; none for the tokenizer of bytes.
 
     Raises:
-      OSError, ValueError: no such folder, device or model.
+      OSError, ValueError: no such folder, device or model, or a tokenizer that cannot be loaded.
       ImportError: torch or transformers are missing, or too old, and the check needs them.
     """
 
@@ -168,7 +168,7 @@ def new_setup(args: argparse.Namespace) -> Any:
     """The setup of the engine that the arguments name.
 
     Raises:
-      OSError, ValueError: no such folder, device or model.
+      OSError, ValueError: no such folder, device or model, or a tokenizer that cannot be loaded.
       ImportError: torch or transformers are missing, or too old, and the arguments need them.
     """
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.

@@ -435,7 +435,7 @@ def _experts_in_groups(read: _Reader, *, groups: int, top_groups: int, limit: fl
         scale=float(read("routed_scaling_factor", default=2.5)),
         normalised=bool(read.config.get("norm_topk_prob", True)),
         groups=groups,
-        top_groups=read("topk_group", default=top_groups),
+        top_groups=read("topk_group", default=min(top_groups, groups)),
         limit=limit,
     )
 

@@ -94,7 +94,8 @@ class Engine:
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
-      drafts: draft tokens of a round, at most `options.speculative_steps`; 0 decodes plainly. To be set at any time.
+      drafts: draft tokens of a round, at most `options.speculative_steps`; 0 decodes plainly. It may be set between
+        steps. A draft layer does not read what is decoded plainly: fewer of its drafts may be accepted afterwards.
       propose: replaces drafts.
       accepted: how many rounds of a request kept 0 … `drafts` drafts. In the round that ends a request only the drafts
         that it still needed count.
@@ -253,7 +254,8 @@ class Engine:
         given to write: make a new engine then. What an `on_token` raises is raised here when all
         tokens of the step have been taken; its request is cancelled, and the others go on.
         """
-        if self.drafts and self._unread:  # it has decoded plainly until now
+        # It has decoded plainly until now, or the host must know how many drafts were accepted.
+        if self._unread and (self.drafts or self._unread[-1][0].mode is ForwardMode.TARGET_VERIFY):
             return self._read()
         plan = self.scheduler.plan(drafts=self.drafts)
         if plan is not None:

@@ -138,7 +138,7 @@ V4_FLASH_SLICE: Mapping[str, Any] = {
 BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE}
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "vocab.json")
 
 
 class ByteTokenizer:
@@ -162,8 +162,8 @@ def load_tokenizer(folder: str, vocab_size: int):
     """The tokenizer of a checkpoint folder by transformers; bytes where the folder has none.
 
     Raises:
-      ImportError: it has one, and transformers is missing.
-      ValueError: it has one that transformers does not load; or none, and the vocabulary is smaller than that of bytes.
+      ValueError: it has one, and transformers is missing or does not load it; or it has none, and the vocabulary is
+        smaller than that of bytes.
     """
     if not any(Path(folder, name).exists() for name in TOKENIZER_FILES):
         if vocab_size < ByteTokenizer.vocab_size:
@@ -172,7 +172,7 @@ def load_tokenizer(folder: str, vocab_size: int):
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError(f"the tokenizer of {folder} needs transformers: install the extra [hf] ({error})") from error
+        raise ValueError(f"the tokenizer of {folder} needs transformers: install the extra [hf] ({error})") from error
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:

@@ -321,7 +321,7 @@ class Scheduler:
         Raises:
           BaseException: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
         """
-        self._unread_steps -= 1
+        self._unread_steps = max(0, self._unread_steps - 1)  # a callback of another share may have dropped all
         verify, finished, failed = plan.mode is ForwardMode.TARGET_VERIFY, [], None
         for i, request in enumerate(plan.requests):
             if not plan.samples[i]:

@@ -173,7 +173,7 @@ def test_a_tokenizer_that_is_there_is_not_replaced(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="transformers does not load the tokenizer of"):
         load_tokenizer(tmp_path, 256)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"needs transformers: install the extra \[hf\]"):
+    with pytest.raises(ValueError, match=r"needs transformers: install the extra \[hf\]"):
         load_tokenizer(tmp_path, 256)
 
 

@@ -214,3 +214,9 @@ def test_the_experts_dtype_is_not_the_models(expert_dtype):
     assert (
         read_config(keys("v4", **said)) == read_config(keys("v4", quantization_config=said)) == read_config(keys("v4"))
     )
+
+
+def test_one_group_of_experts_needs_no_number_of_best_groups():
+    """transformers' default is that of its own eight groups."""
+    moe = read_config(without(keys("v32", n_group=1), "topk_group")).moe
+    assert (moe.groups, moe.top_groups) == (1, 1)

@@ -160,7 +160,7 @@ def cases(draw):
         arrival = draw(st.integers(0, 20))
         requests.append((arrival, draw(st.sampled_from([None] * 4 + [0, 1, 4])), request))
     shares = draw(st.sampled_from([0, 0, 3]))
-    return Case(spec, options, requests, 0 if drafts else draw(st.integers(0, 2)), drafts, shares)
+    return Case(spec, options, requests, draw(st.integers(0, 2)), drafts, shares)
 
 
 def right_or_wrong(request, tokens):
@@ -223,14 +223,18 @@ def simulate(case):
         for arrival, patience, request in case.requests:
             if patience is not None and steps >= arrival + patience and not request.finished:
                 request.cancel()
-        plan = scheduler.plan(drafts=(case.drafts, case.drafts // 3, 0)[steps % 3])  # an engine's may change
-        if plan is not None:
-            verify = plan.mode is ForwardMode.TARGET_VERIFY
-            unread.append((plan, device.run(plan, right_or_wrong if verify else None)))
-        elif unread:
+        drafts = (case.drafts, case.drafts // 3, 0)[steps // 4 % 3]  # an engine's may change
+        if unread and (drafts or unread[-1][0].mode is ForwardMode.TARGET_VERIFY):  # as `Engine.step`
             read()
-        if len(unread) > case.depth:
-            read()
+        else:
+            plan = scheduler.plan(drafts=drafts)
+            verify = plan is not None and plan.mode is ForwardMode.TARGET_VERIFY
+            if plan is not None:
+                unread.append((plan, device.run(plan, right_or_wrong if verify else None)))
+            elif unread:
+                read()
+            if len(unread) > (0 if drafts or verify else case.depth):
+                read()
         steps += 1
         assert steps < 2000, "no progress"
     return scheduler
@@ -375,6 +379,19 @@ def test_a_callback_that_raises_ends_its_own_request_alone(error):
             scheduler.complete(plan, [[7], [8]], [[1.0], [1.0]])
         assert [request.output for request in requests] == [[7], [8]]
         assert scheduler.plan().requests == requests[1:]
+
+
+def test_a_callback_drops_the_requests_of_all_shares():
+    """The other shares' steps were counted as read once more, and at the end of the pages nothing was planned."""
+    options = EngineOptions(max_batch=2, max_len=24, num_pages=4)
+    scheduler = Schedulers([Scheduler(PLAIN, options, VOCABULARY) for _ in range(2)])
+    dropped = [Request([1, 2], 5, on_token=lambda *_: scheduler.abort()), Request([3], 5)]
+    for request in dropped:
+        scheduler.submit(request)
+    plan = scheduler.plan()
+    scheduler.complete(plan, [[7], [8]], [[1.0], [1.0]])
+    assert scheduler.idle and [request.output for request in dropped] == [[7], []]
+    assert [share._unread_steps for share in scheduler.shares] == [0, 0]
 
 
 def test_a_seed_of_few_bits_is_an_integer():
