@@ -302,8 +302,7 @@ def test_drafts_are_at_most_speculative_steps(engine, count):
     assert engine.drafts == 0
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("end", [2, SIZES[0][1]])
+@pytest.mark.parametrize(("drafts", "end"), [(0, 2), (2, SIZES[0][1])])
 def test_a_callback_drops_all_requests(engine, expected, drafts, end):
     """In the middle of a request, and at its last token."""
     engine.drafts, requests = drafts, new_requests()[:3]
