@@ -285,11 +285,11 @@ def test_forced_tokens_in_place_of_drafts(engine, expected):
     """The model chose the drafts, so their keys were kept, and the request goes on from other tokens."""
     prompt, first = new_requests()[1].prompt, expected[1]
     forced = [(token + 1) % 256 for token in first[:3]]
-    chosen = serve(engine, [Request(prompt + forced[:n], 2) for n in range(3)])
+    chosen = serve(engine, [Request(prompt + forced[:n], 3) for n in range(3)])
     alone = Request(prompt + forced, 3)
     serve(engine, [alone])
     engine.scheduler.prefixes.clear()
-    engine.drafts, request = 2, Request(prompt, 6, forced=tuple(forced))
+    engine.drafts, request = 3, Request(prompt, 6, forced=tuple(forced))
     engine.propose = lambda request, i: chosen[len(request.output)][i] if len(request.output) < 3 else -1
     serve(engine, [request])
     assert request.output == forced + alone.output and everything_is_free(engine)
@@ -302,7 +302,7 @@ def test_drafts_are_at_most_speculative_steps(engine, count):
     assert engine.drafts == 0
 
 
-@pytest.mark.parametrize(("drafts", "end"), [(0, 2), (2, SIZES[0][1])])
+@pytest.mark.parametrize(("drafts", "end"), [(0, 2), (3, SIZES[0][1])])
 def test_a_callback_drops_all_requests(engine, expected, drafts, end):
     """In the middle of a request, and at its last token."""
     engine.drafts, requests = drafts, new_requests()[:3]
