@@ -246,7 +246,7 @@ def _device_cache(function: str, k_cache: torch.Tensor, kv_layout: str | None) -
     """The same memory, each page a row of bytes."""
     layout, (pages, page_size, _, width) = _layout(function, k_cache, kv_layout), k_cache.shape
     rows = k_cache.view(torch.uint8).as_strided((pages, page_size * width), (k_cache.stride(0), 1))
-    if k_cache.stride(3) != 1 or (page_size > 1 and k_cache.stride(1) != width):
+    if not decode.has_dense_pages(k_cache):
         raise ValueError(f"{function}: k_cache's pages must each be dense, got strides {list(k_cache.stride())}")
     return PagedKV(data=rows, layout=layout, page_size=page_size)
 

@@ -255,7 +255,7 @@ class Engine:
         tokens of the step have been taken; its request is cancelled, and the others go on.
         """
         # It has decoded plainly until now, or the host must know how many drafts were accepted.
-        if self._unread and (self.drafts or self._unread[-1][0].mode is ForwardMode.TARGET_VERIFY):
+        if self._unread and (self.drafts or self._unread[-1][0].drafts):
             return self._read()
         plan = self.scheduler.plan(drafts=self.drafts)
         if plan is not None:
@@ -265,8 +265,7 @@ class Engine:
                 self.abort()
                 raise
         # Where it drafts, the next round begins where this one ends: the host must know first.
-        drafts = self.drafts or (plan is not None and plan.mode is ForwardMode.TARGET_VERIFY)
-        running = STEPS_AHEAD if plan is not None and not drafts else 0
+        running = STEPS_AHEAD if plan is not None and not (self.drafts or plan.drafts) else 0
         return self._read() if len(self._unread) > running else None
 
     @property
@@ -355,8 +354,7 @@ class Engine:
     def _proposals(self, plan: StepPlan) -> np.ndarray | None:
         if self.propose is None or plan.mode is not ForwardMode.TARGET_VERIFY:
             return None
-        drafts = range(plan.counts[0] - 1)
-        return np.array([[self.propose(r, i) for i in drafts] for r in plan.requests], np.int32)
+        return np.array([[self.propose(r, i) for i in range(plan.drafts)] for r in plan.requests], np.int32)
 
     def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
         caches = self.state.caches
@@ -375,8 +373,8 @@ class Engine:
             requests, rows = options.max_batch, options.chunk_size
             changes = requests + -(-rows // page)
         else:
-            requests, count = min(power_of_two(len(plan.requests)), options.max_batch), int(plan.counts[0])
-            rows, changes = requests * count, requests * (1 + -(-(count - 1) // page))
+            requests = min(power_of_two(len(plan.requests)), options.max_batch)
+            rows, changes = requests * (plan.drafts + 1), requests * (1 + -(-plan.drafts // page))
         if len(plan.mapped) > changes:  # a long prefix that is reused
             changes = power_of_two(len(plan.mapped))
         return plan.mode, requests, rows, plan.max_seq_len, changes, choice

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.layers import V4LayerParams
-from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.engine import Engine
@@ -257,8 +256,7 @@ class Schedulers:
 
     def plan(self, drafts: int = 0) -> JointPlan | None:
         # A step has one number of drafts, which may have been changed since a plan that waits was made.
-        waiting = [plan for plan in self._plans if plan and plan.mode is ForwardMode.TARGET_VERIFY]
-        drafts = int(waiting[0].counts[0]) - 1 if waiting else drafts
+        drafts = next((plan.drafts for plan in self._plans if plan and plan.drafts), drafts)
         plans = [plan or share.plan(drafts) for share, plan in zip(self.shares, self._plans)]
         modes = {plan.mode for plan in plans if plan}
         if not modes:

@@ -112,6 +112,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return int(self.counts.sum())
 
+    @property
+    def drafts(self) -> int:
+        """Draft tokens of each request, which TARGET_VERIFY verifies; 0 in the other modes."""
+        return int(self.counts[0]) - 1 if self.mode is ForwardMode.TARGET_VERIFY else 0
+
     def follows(self, before: StepPlan) -> bool:
         """Whether it decodes the requests of `before`, each a token further that the host has not read, and no more."""
         return (
@@ -144,7 +149,7 @@ class StepPlan:
             seq_lens=padded(self.starts if verify else self.starts + self.counts, num_requests),
             out_cache_loc=padded(slots, num_rows),
             extend_lens=padded(self.counts, num_requests) if extend else None,
-            num_draft_tokens=int(self.counts[0]) if verify else None,
+            num_draft_tokens=self.drafts + 1 if verify else None,
         )
 
 

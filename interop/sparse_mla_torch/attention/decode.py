@@ -218,8 +218,7 @@ def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, lik
     if page_size < 1:
         raise ValueError(f"{function}: {name} must have a page_size of 1 or more, got shape {list(k_cache.shape)}")
     page_bytes = k_cache.stride(0) if pages > 1 else layout.page_bytes(page_size)
-    dense = k_cache.stride(3) == 1 and (page_size == 1 or k_cache.stride(1) == width)
-    if not dense or page_bytes < page_size * width or page_bytes % 8 or k_cache.data_ptr() % 8:
+    if not has_dense_pages(k_cache) or page_bytes < page_size * width or page_bytes % 8 or k_cache.data_ptr() % 8:
         raise ValueError(
             f"{function}: {name}'s pages must each be dense, begin at multiples of 8 bytes and not overlap, got "
             f"strides {list(k_cache.stride())} for shape {list(k_cache.shape)}"
@@ -275,14 +274,18 @@ def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     return run
 
 
+def has_dense_pages(k_cache: torch.Tensor) -> bool:
+    """Whether the tokens of each page of a cache in FlashMLA's shape are one after the other."""
+    return k_cache.stride(3) == 1 and (k_cache.shape[1] < 2 or k_cache.stride(1) == k_cache.shape[3])
+
+
 def page_rows(k_cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """uint8 `[pages, page_bytes]` of a cache in FlashMLA's shape; a copy if it is padded or strided otherwise."""
     pages, page_size, _, width = k_cache.shape
     page_bytes = layout.page_bytes(page_size)
     k_cache = k_cache.view(torch.uint8)
     stored = k_cache.untyped_storage().nbytes() - k_cache.storage_offset()
-    dense = k_cache.stride(3) == 1 and (page_size < 2 or k_cache.stride(1) == width)
-    if dense and (pages < 2 or k_cache.stride(0) == page_bytes) and pages * page_bytes <= stored:
+    if has_dense_pages(k_cache) and (pages < 2 or k_cache.stride(0) == page_bytes) and pages * page_bytes <= stored:
         return k_cache.as_strided((pages, page_bytes), (page_bytes, 1))
     rows = k_cache.new_zeros((pages, page_bytes))
     rows[:, : page_size * width] = k_cache.reshape(pages, page_size * width)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparse_mla_torch.hf.shared_patch import SharedPatch
 
 # Query rows of a block. A block of the V4 preset has about 700 keys, and its scores fit in a CPU's cache.
 BLOCK = 256
@@ -23,29 +24,23 @@ def eager_in_blocks() -> Iterator[None]:
     layers sees 128. Of a block's rows only the keys that one of them sees are multiplied; a key that no row sees adds
     exactly zero. The functions that compute are transformers' own. Attention weights are not returned.
     """
-    _Entered.change(1)
-    try:
+    with _IN_BLOCKS:
         yield
-    finally:
-        _Entered.change(-1)
 
 
-class _Entered:
-    """How many have entered, and the function that transformers had for "eager" before the first of them, if any."""
+def _take_eagers_place() -> Callable[[], None]:
+    before = ALL_ATTENTION_FUNCTIONS.get("eager")
+    ALL_ATTENTION_FUNCTIONS["eager"] = _attend
 
-    lock, count, before = threading.Lock(), 0, None
+    def take_back():
+        del ALL_ATTENTION_FUNCTIONS["eager"]
+        if before is not None:
+            ALL_ATTENTION_FUNCTIONS["eager"] = before
 
-    @classmethod
-    def change(cls, by: int) -> None:
-        with cls.lock:
-            if cls.count == 0:
-                cls.before = ALL_ATTENTION_FUNCTIONS.get("eager")
-                ALL_ATTENTION_FUNCTIONS["eager"] = _attend
-            cls.count += by
-            if cls.count == 0:
-                del ALL_ATTENTION_FUNCTIONS["eager"]
-                if cls.before is not None:
-                    ALL_ATTENTION_FUNCTIONS["eager"] = cls.before
+    return take_back
+
+
+_IN_BLOCKS = SharedPatch(_take_eagers_place)
 
 
 def _attend(

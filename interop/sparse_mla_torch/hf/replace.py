@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 from transformers.models.glm5_next import modeling_glm5_next as glm53
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
+
+from sparse_mla_torch.hf.shared_patch import SharedPatch
 
 _REPLACED = (
     v4.DeepseekV4Attention,
@@ -31,33 +31,18 @@ class AttentionReplacement:
     """While active, `model`'s attention modules call `forward(layer_index, hidden, position_embeddings)` and every
     attention, compressor and indexer forward of transformers raises. Several may be active at once."""
 
-    _lock = threading.Lock()
-    _active = 0
-    _originals: ClassVar[dict[type, Callable]] = {}
-
     def __init__(self, model: torch.nn.Module, forward: Callable[[int, torch.Tensor, object], torch.Tensor]):
         self._modules = [layer.self_attn for layer in model.model.layers]
         self._forward = forward
 
     def __enter__(self) -> AttentionReplacement:
-        shared = AttentionReplacement
-        with shared._lock:
-            if not shared._active:
-                shared._originals = {cls: cls.forward for cls in _REPLACED}
-                for cls in _REPLACED:
-                    cls.forward = _refuse(cls)
-            shared._active += 1
+        _REFUSING.__enter__()
         for index, module in enumerate(self._modules):
             module.forward = self._module_forward(index)
         return self
 
     def __exit__(self, *_: object) -> None:
-        shared = AttentionReplacement
-        with shared._lock:
-            shared._active -= 1
-            if not shared._active:
-                for cls, original in shared._originals.items():
-                    cls.forward = original
+        _REFUSING.__exit__()
         for module in self._modules:
             del module.forward
 
@@ -98,3 +83,18 @@ def _refuse(cls: type):
         raise RuntimeError(f"{cls.__name__}.forward was called: jax_sparse_mla serves this model's attention")
 
     return forward
+
+
+def _refuse_all() -> Callable[[], None]:
+    originals = {cls: cls.forward for cls in _REPLACED}
+    for cls in _REPLACED:
+        cls.forward = _refuse(cls)
+
+    def take_back():
+        for cls, original in originals.items():
+            cls.forward = original
+
+    return take_back
+
+
+_REFUSING = SharedPatch(_refuse_all)
