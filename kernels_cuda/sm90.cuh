@@ -149,10 +149,13 @@ __device__ __forceinline__ void fence_matrix_reads() { asm volatile("fence.proxy
 
 // --- copies -----------------------------------------------------------------------------------------------------
 
-// Adds to four numbers in global memory, which begin at a multiple of 16 bytes, in any order with other threads.
+// Adds to four numbers in global memory, which begin at a multiple of 16 bytes, in any order with other threads. The L2
+// gives them up last, for they are added to again.
 __device__ __forceinline__ void add_in_global(float* to, float4 x) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("red.relaxed.gpu.global.add.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w), "l"(policy)
                : "memory");
 }
 

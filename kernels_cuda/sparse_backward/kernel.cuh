@@ -8,9 +8,9 @@
 //
 // dq stays in registers; dK is summed over the heads by the products and then added to the keys' rows in global memory.
 //
-// One warpgroup produces: it copies a block's rows of keys. Two consume. Each scores half of the keys, and sums half of
-// the columns of dq and dK. The keys' buffer is free once dq has been summed, so the next block's rows arrive during
-// the products and additions of dK, which read queries and gradients.
+// One warpgroup copies a block's rows of keys. One scores the block, and one sums and adds its dK; each of the two sums
+// half of the columns of dq, 2.5 of the five products. So a block's dK is added while the next block is scored. The keys'
+// buffer is free once dq has been summed, because dK reads queries and gradients: the next block's rows arrive meanwhile.
 
 #pragma once
 
@@ -28,12 +28,11 @@ using sm90::Barrier;
 
 constexpr int kHeads = 64, kBlock = 64, kValues = 512;
 constexpr int kThreads = 384, kConsumers = 256;
-constexpr int kCopyRegisters = 40, kSumRegisters = 232;  // of a thread; a multiprocessor has 3 x 168
+constexpr int kCopyRegisters = 24, kSumRegisters = 240;  // of a thread; a multiprocessor has 3 x 168
 constexpr int kTile = sm90::kTileBytes;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// The named barriers of the consumers.
-constexpr int kReadBarrier = 1, kWrittenBarrier = 2;
+constexpr int kReadBarrier = 1;  // a named barrier of the consumers
 
 struct Call {
   const __nv_bfloat16 *q, *kv, *grad;     // [rows, heads, dim], [num_keys, dim], [rows, heads, 512]
@@ -47,11 +46,11 @@ struct Call {
 
 template <int kDim>
 struct Shared {
-  static constexpr int kTiles = kDim / 64;
+  static constexpr int kTiles = kDim / 64, kScored = kDim > kValues ? 1 : 2;
   uint8_t queries[kTiles][kTile], grads[kValues / 64][kTile], keys[kTiles][kTile];
-  uint8_t scores[kTile], weights[kTile];  // ds and p x factor: heads x keys
-  int slots[2][kBlock];                   // of two blocks' keys; -1: no key
-  Barrier keys_full, keys_empty;
+  uint8_t scores[kScored][kTile], weights[kScored][kTile];  // ds and p x factor of a block: heads x keys
+  int slots[2][kBlock];                                     // of two blocks' keys; -1: no key
+  Barrier keys_full, keys_empty, scores_full[kScored], scores_empty[kScored];
 };
 
 template <int kDim>
@@ -117,104 +116,110 @@ __device__ __forceinline__ void copy_heads(uint32_t to, const __nv_bfloat16* fro
   }
 }
 
-// Adds a warpgroup's sums of 64 keys x 16 kSixteens columns to the keys' rows, from `columns` of the first row on. A
-// thread has sums of two keys, whose rows are `slot` and `slot_8`, or -1.
-// Lanes trade their sums first, so that eight of them add a whole line of 128 bytes: the L2 takes few requests, and
-// additions are what it is busy with. A quad of lanes has a row's 16 columns, and then two rows' quads trade.
-template <int kDim, int kSixteens>
-__device__ __forceinline__ void add_rows(float* columns, int slot, int slot_8, const float* sums) {
-  static_assert(kSixteens % 2 == 0);
-  const int lane = threadIdx.x % 32;
-  const bool odd = lane & 1, high = lane & 2, lower = lane & 4;
-  auto traded = [](float2 x, int with) -> float2 {
-    return {__shfl_xor_sync(~0u, x.x, with), __shfl_xor_sync(~0u, x.y, with)};
-  };
+// Adds a warpgroup's sums of 64 keys x 64 columns to the keys' rows, from `columns` of the first row on. A thread has sums
+// of two keys, whose rows are `slot` and `slot_8`, or -1. Of each 16 columns it has two twice, 8 apart: these four are
+// neighbours in dkv, so dkv's columns are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
+//
+// First lanes of two keys trade sums, so that eight of them have 32 columns of either key: a whole line of 128 bytes to be
+// added. The L2 takes few requests, and additions are what it is busy with. All trades stand before all additions, behind
+// which they would have to wait.
+template <int kDim>
+__device__ __forceinline__ void add_rows(float* columns, int slot, int slot_8, float (&sums)[32]) {
+  const bool lower = threadIdx.x & 4;
+#pragma unroll
+  for (int line = 0; line < 2; line++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      float &first = sums[line * 16 + i], &second = sums[line * 16 + i + 8];
+      const float got = __shfl_xor_sync(~0u, lower ? first : second, 4);
+      (lower ? first : second) = got;
+    }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int own = half ? slot_8 : slot, others = __shfl_xor_sync(~0u, own, 4);
-    const int above = lower ? others : own, below = lower ? own : others;
-    float* to_above = columns + static_cast<int64_t>(max(above, 0)) * kDim + lane % 8 * 4;
-    float* to_below = columns + static_cast<int64_t>(max(below, 0)) * kDim + lane % 8 * 4;
+    const int rows[2] = {lower ? others : own, lower ? own : others};
 #pragma unroll
-    for (int sixteen = 0; sixteen < kSixteens; sixteen += 2) {
-      float2 left[2], right[2];  // four neighbouring columns of this lane's row, of two sixteens
+    for (int key = 0; key < 2; key++) {
+      float* to = columns + static_cast<int64_t>(max(rows[key], 0)) * kDim + threadIdx.x % 8 * 4;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float* sum = sums + (sixteen + i) * 8 + half * 2;
-        const float2 a = {sum[0], sum[1]}, b = {sum[4], sum[5]};
-        float2 got = traded(high ? a : b, 2);
-        const float2 x = high ? got : a, y = high ? b : got;
-        got = traded(odd ? x : y, 1);
-        left[i] = odd ? got : x, right[i] = odd ? y : got;
+      for (int line = 0; line < 2; line++) {
+        const float* sum = sums + line * 16 + key * 8 + half * 2;
+        if (rows[key] >= 0) sm90::add_in_global(to + line * 32, {sum[0], sum[1], sum[4], sum[5]});
       }
-      const float2 x = traded(lower ? left[0] : left[1], 4), y = traded(lower ? right[0] : right[1], 4);
-      const float4 got = {x.x, x.y, y.x, y.y};
-      const float4 first = {left[0].x, left[0].y, right[0].x, right[0].y};
-      const float4 last = {left[1].x, left[1].y, right[1].x, right[1].y};
-      if (above >= 0) sm90::add_in_global(to_above + sixteen * 16, lower ? got : first);
-      if (below >= 0) sm90::add_in_global(to_below + sixteen * 16, lower ? last : got);
     }
   }
 }
 
-template <int kDim>
-__device__ __forceinline__ void sum_keys(const Call& call, Shared<kDim>& shared, int row, int first_head, int blocks,
-                                         int side) {
-  constexpr int kTiles = Shared<kDim>::kTiles;
-  constexpr bool kHasRope = kDim > kValues;
-  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32 % 4), 0);
-  const int heads = min(call.heads - first_head, kHeads);
-  const int64_t first = static_cast<int64_t>(row) * call.heads + first_head;
-  const uint32_t queries = sm90::shared_address(shared.queries), grads = sm90::shared_address(shared.grads);
-  const uint32_t keys = sm90::shared_address(shared.keys);
-  const uint32_t scores = sm90::shared_address(shared.scores), weights = sm90::shared_address(shared.weights);
-  copy_heads<kTiles>(queries, call.q + first * kDim, heads);
-  copy_heads<kValues / 64>(grads, call.grad + first * kValues, heads);
+// Half of the columns of a block's dq: what `side`, a consumer, sums.
+__device__ __forceinline__ void sum_queries(float (&dq)[2][64], uint32_t scores, uint32_t keys, int side) {
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      sm90::multiply_by_columns<false>(dq[half], sm90::advance(sm90::by_rows(scores), k * 32),
+                                       sm90::advance(sm90::by_columns(keys + (side * 4 + half * 2) * kTile), k * 2048),
+                                       true);
+}
 
-  // Of the two heads of which this thread has scores.
-  const int own = warp * 16 + lane / 4;
-  float lse[2], factor[2], offset[2];
+// Stores a warpgroup's sums, of 64 heads x 8 kEights columns, from `columns` of the first head on.
+template <int kDim, int kEights>
+__device__ __forceinline__ void store_queries(__nv_bfloat16* columns, int heads, const float* dq) {
+  const int lane = threadIdx.x % 32, own = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int head = own + i * 8;
+    if (head >= heads) continue;
+    uint32_t* out = reinterpret_cast<uint32_t*>(columns + head * kDim + lane % 4 * 2);
+#pragma unroll
+    for (int j = 0; j < kEights; j++) out[j * 4] = sm90::rounded({dq[j * 4 + i * 2], dq[j * 4 + i * 2 + 1]});
+  }
+}
+
+// Scores all blocks' keys, and sums the first half of dq.
+template <int kDim>
+__device__ __forceinline__ void score_keys(const Call& call, Shared<kDim>& shared, int64_t first, int heads, int blocks) {
+  constexpr int kTiles = Shared<kDim>::kTiles, kScored = Shared<kDim>::kScored;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32 % 4), 0);
+  const uint32_t queries = sm90::shared_address(shared.queries), grads = sm90::shared_address(shared.grads);
+  const uint32_t keys = sm90::shared_address(shared.keys);
+
+  // Of the two heads of which this thread has scores.
+  float lse[2], factor[2], offset[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int head = warp * 16 + lane / 4 + i * 8;
     const bool live = head < heads;
     const float natural = live ? call.lse[first + head] : INFINITY;
     lse[i] = natural == -INFINITY ? INFINITY : natural * kLog2E;
     factor[i] = live ? call.factor[first + head] : 0.f;
     offset[i] = live ? call.offset[first + head] : 0.f;
   }
-  float dq[2][64] = {}, dq_rope[kHasRope ? 32 : 1] = {};
-  sm90::wait_copies();
-  sm90::fence_matrix_reads();
-  sm90::sync_threads(kReadBarrier, kConsumers);
+  float dq[2][64] = {};
 
 #pragma unroll 1
   for (int n = 0; n < blocks; n++) {
-    float s[16], dp[16];
+    const int at = n % kScored, phase = n / kScored & 1;
+    const uint32_t scores = sm90::shared_address(shared.scores[at]), weights = sm90::shared_address(shared.weights[at]);
+    float s[32], dp[32];
     sm90::wait(&shared.keys_full, n & 1);
     sm90::fence_matrix_reads();
     sm90::begin_products();
 #pragma unroll
-    for (int k = 0; k < kTiles * 4; k++) {
-      const uint32_t at = k / 4 * kTile;
-      sm90::multiply<false>(s, sm90::advance(sm90::by_rows(queries + at), k % 4 * 32),
-                            sm90::advance(sm90::by_rows(keys + at + side * 32 * 128), k % 4 * 32), k > 0);
-    }
+    for (int k = 0; k < kTiles * 4; k++)
+      sm90::multiply_64(s, sm90::advance(sm90::by_rows(queries + k / 4 * kTile), k % 4 * 32),
+                        sm90::advance(sm90::by_rows(keys + k / 4 * kTile), k % 4 * 32), k > 0);
 #pragma unroll
-    for (int k = 0; k < kValues / 16; k++) {
-      const uint32_t at = k / 4 * kTile;
-      sm90::multiply<false>(dp, sm90::advance(sm90::by_rows(grads + at), k % 4 * 32),
-                            sm90::advance(sm90::by_rows(keys + at + side * 32 * 128), k % 4 * 32), k > 0);
-    }
+    for (int k = 0; k < kValues / 16; k++)
+      sm90::multiply_64(dp, sm90::advance(sm90::by_rows(grads + k / 4 * kTile), k % 4 * 32),
+                        sm90::advance(sm90::by_rows(keys + k / 4 * kTile), k % 4 * 32), k > 0);
     sm90::commit_products();
     sm90::wait_products<0>();
 
     const int* slots = shared.slots[n & 1];
-    const int slot = slots[own], slot_8 = slots[own + 8];
-    uint32_t ds[8], p[8];  // pairs
+    uint32_t ds[16], p[16];  // pairs
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int head = i % 2, key = side * 32 + i / 2 * 8 + lane % 4 * 2;
+    for (int i = 0; i < 16; i++) {
+      const int head = i % 2, key = i / 2 * 8 + lane % 4 * 2;
       float weight[2], gradient[2];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
@@ -225,94 +230,85 @@ __device__ __forceinline__ void sum_keys(const Call& call, Shared<kDim>& shared,
       }
       ds[i] = sm90::rounded({gradient[0], gradient[1]}), p[i] = sm90::rounded({weight[0], weight[1]});
     }
-    sm90::sync_threads(kReadBarrier, kConsumers);  // the block before has been summed
+    sm90::wait(&shared.scores_empty[at], phase ^ 1);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int head = warp * 16 + lane / 8 % 2 * 8 + lane % 8, chunk = side * 4 + i * 2 + lane / 16;
+    for (int i = 0; i < 4; i++) {
+      const int head = warp * 16 + lane / 8 % 2 * 8 + lane % 8, chunk = i * 2 + lane / 16;
       sm90::store_matrices(chunk_of(scores, head, chunk), {ds[i * 4], ds[i * 4 + 1], ds[i * 4 + 2], ds[i * 4 + 3]});
       sm90::store_matrices(chunk_of(weights, head, chunk), {p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3]});
     }
     sm90::fence_matrix_reads();
-    sm90::sync_threads(kWrittenBarrier, kConsumers);
-
+    __syncwarp();
+    sm90::arrive_warp(&shared.scores_full[at], lane);
+    sm90::wait(&shared.scores_full[at], phase);
     sm90::begin_products();
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        sm90::multiply_by_columns<false>(dq[half], sm90::advance(sm90::by_rows(scores), k * 32),
-                                  sm90::advance(sm90::by_columns(keys + (side * 4 + half * 2) * kTile), k * 2048), true);
-    if constexpr (kHasRope) {
-      if (side == 0)
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          sm90::multiply_by_columns<false>(dq_rope, sm90::advance(sm90::by_rows(scores), k * 32),
-                                              sm90::advance(sm90::by_columns(keys + 8 * kTile), k * 2048), true);
-    }
+    sum_queries(dq, scores, keys, 0);
     sm90::commit_products();
+    sm90::wait_products<0>();
+    sm90::arrive_warp(&shared.keys_empty, lane);
+  }
+  store_queries<kDim, 32>(call.dq + first * kDim, heads, dq[0]);
+}
+
+// Sums all blocks' dK and adds it, and sums the second half of dq.
+template <int kDim>
+__device__ __forceinline__ void sum_keys(const Call& call, Shared<kDim>& shared, int64_t first, int heads, int blocks) {
+  constexpr bool kHasRope = kDim > kValues;
+  constexpr int kScored = Shared<kDim>::kScored, kSteps = Shared<kDim>::kTiles, kBuffers = kHasRope ? 1 : 2;
+  const int lane = threadIdx.x % 32, own = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const uint32_t queries = sm90::shared_address(shared.queries), grads = sm90::shared_address(shared.grads);
+  const uint32_t keys = sm90::shared_address(shared.keys);
+  float dq[2][64] = {}, dq_rope[kHasRope ? 32 : 1] = {};
+
+#pragma unroll 1
+  for (int n = 0; n < blocks; n++) {
+    const int at = n % kScored;
+    const uint32_t scores = sm90::shared_address(shared.scores[at]), weights = sm90::shared_address(shared.weights[at]);
     auto start = [&](int step, float (&sums)[32]) {  // of 64 columns
-      const uint32_t at = (side * 4 + step) * kTile;
       sm90::begin_products();
 #pragma unroll
       for (int k = 0; k < 4; k++)
         sm90::multiply_by_columns<true>(sums, sm90::advance(sm90::by_columns(scores), k * 2048),
-                                        sm90::advance(sm90::by_columns(queries + at), k * 2048), k > 0);
+                                        sm90::advance(sm90::by_columns(queries + step * kTile), k * 2048), k > 0);
+      if (step < kValues / 64)
 #pragma unroll
-      for (int k = 0; k < 4; k++)
-        sm90::multiply_by_columns<true>(sums, sm90::advance(sm90::by_columns(weights), k * 2048),
-                                        sm90::advance(sm90::by_columns(grads + at), k * 2048), true);
+        for (int k = 0; k < 4; k++)
+          sm90::multiply_by_columns<true>(sums, sm90::advance(sm90::by_columns(weights), k * 2048),
+                                          sm90::advance(sm90::by_columns(grads + step * kTile), k * 2048), true);
       sm90::commit_products();
     };
+    sm90::wait(&shared.scores_full[at], n / kScored & 1);
+    sm90::fence_matrix_reads();
+    const int slot = shared.slots[n & 1][own], slot_8 = shared.slots[n & 1][own + 8];
+    sm90::begin_products();
+    sum_queries(dq, scores, keys, 1);
+    if constexpr (kHasRope)
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        sm90::multiply_by_columns<false>(dq_rope, sm90::advance(sm90::by_rows(scores), k * 32),
+                                         sm90::advance(sm90::by_columns(keys + kValues / 64 * kTile), k * 2048), true);
+    sm90::commit_products();
     // One step's sums are added while the next one's products run, if registers suffice for two.
-    constexpr int kBuffers = kHasRope ? 1 : 2;
     float dk[kBuffers][32];
     start(0, dk[0]);
     sm90::wait_products<1>();
     sm90::arrive_warp(&shared.keys_empty, lane);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-      if (kBuffers == 2 && step < 3) {
+    for (int step = 0; step < kSteps; step++) {
+      const bool last = step == kSteps - 1;
+      if (kBuffers == 2 && !last) {
         start(step + 1, dk[(step + 1) % kBuffers]);
         sm90::wait_products<1>();
       } else {
         sm90::wait_products<0>();
       }
-      add_rows<kDim, 4>(call.dkv + side * 256 + step * 64, slot, slot_8, dk[step % kBuffers]);
-      if (kBuffers == 1 && step < 3) start(step + 1, dk[0]);
-    }
-    if constexpr (kHasRope) {
-      if (side == 1) {
-        sm90::begin_products();
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          sm90::multiply_by_columns<true>(dk[0], sm90::advance(sm90::by_columns(scores), k * 2048),
-                                          sm90::advance(sm90::by_columns(queries + 8 * kTile), k * 2048), k > 0);
-        sm90::commit_products();
-        sm90::wait_products<0>();
-        add_rows<kDim, 4>(call.dkv + kValues, slot, slot_8, dk[0]);
-      }
+      if (last) sm90::arrive_warp(&shared.scores_empty[at], lane);
+      add_rows<kDim>(call.dkv + step * 64, slot, slot_8, dk[step % kBuffers]);
+      if (kBuffers == 1 && !last) start(step + 1, dk[0]);
     }
   }
-
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int head = own + i * 8;
-    if (head >= heads) continue;
-    __nv_bfloat16* out = call.dq + (first + head) * kDim + lane % 4 * 2;
-    auto store = [&](int column, float x, float y) {
-      *reinterpret_cast<uint32_t*>(out + column) = sm90::rounded({x, y});
-    };
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int j = 0; j < 16; j++)
-        store(side * 256 + half * 128 + j * 8, dq[half][j * 4 + i * 2], dq[half][j * 4 + i * 2 + 1]);
-    if constexpr (kHasRope) {
-      if (side == 0)
-#pragma unroll
-        for (int j = 0; j < 8; j++) store(kValues + j * 8, dq_rope[j * 4 + i * 2], dq_rope[j * 4 + i * 2 + 1]);
-    }
-  }
+  store_queries<kDim, 32>(call.dq + first * kDim + kValues / 2, heads, dq[0]);
+  if constexpr (kHasRope) store_queries<kDim, 8>(call.dq + first * kDim + kValues, heads, dq_rope);
 }
 
 template <int kDim>
@@ -323,16 +319,30 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_backward_kernel(const __gr
   if (threadIdx.x == 0) {
     sm90::init(&shared.keys_full, 128 + 4 * sm90::kArrivalsOfWarp);
     sm90::init(&shared.keys_empty, 8 * sm90::kArrivalsOfWarp);
+    for (int i = 0; i < Shared<kDim>::kScored; i++) {
+      sm90::init(&shared.scores_full[i], 4 * sm90::kArrivalsOfWarp);
+      sm90::init(&shared.scores_empty[i], 4 * sm90::kArrivalsOfWarp);
+    }
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (warpgroup == 0) {
     sm90::shrink_registers<kCopyRegisters>();
     copy_keys<kDim>(call, shared, row, blocks);
-  } else {
-    sm90::grow_registers<kSumRegisters>();
-    sum_keys<kDim>(call, shared, row, first_head, blocks, warpgroup - 1);
+    return;
   }
+  sm90::grow_registers<kSumRegisters>();
+  const int heads = min(call.heads - first_head, kHeads);
+  const int64_t first = static_cast<int64_t>(row) * call.heads + first_head;
+  copy_heads<kDim / 64>(sm90::shared_address(shared.queries), call.q + first * kDim, heads);
+  copy_heads<kValues / 64>(sm90::shared_address(shared.grads), call.grad + first * kValues, heads);
+  sm90::wait_copies();
+  sm90::fence_matrix_reads();
+  sm90::sync_threads(kReadBarrier, kConsumers);
+  if (warpgroup == 1)
+    score_keys<kDim>(call, shared, first, heads, blocks);
+  else
+    sum_keys<kDim>(call, shared, first, heads, blocks);
 }
 
 }  // namespace sparse_backward

@@ -44,4 +44,10 @@ def backward(
     places = iter(map(tvm.Buffer, range(len(operands) + 2)))
     arguments = [None if x is None else next(places) for x in arrays] + [float(softmax_scale), *places]
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, jnp.float32)]
-    return tvm.call(build.sparse_backward_module, "sparse_backward", arguments, results, *operands)
+    dq, dkv = tvm.call(build.sparse_backward_module, "sparse_backward", arguments, results, *operands)
+    return dq, columns_in_order(dkv)
+
+
+def columns_in_order(dkv: jax.Array) -> jax.Array:
+    """`[num_keys, qk_dim]` as the kernel adds it up: of each 16 columns a thread has two and the two 8 after them."""
+    return dkv.reshape(len(dkv), -1, 4, 2, 2).swapaxes(2, 3).reshape(dkv.shape)
