@@ -310,10 +310,13 @@ def suite() -> str:
     if "counts" in long:
         lines.append(f"The last recorded run of the long tests on a CPU, of commit {long['commit']}:")
         lines.append(f"{_counts(long)[:-1]}.")
-    for name, title in {"vllm": "vLLM", "sglang": "SGLang", "maxtext": "MaxText"}.items():
+    others = {"h100": "The whole suite on an H100", "two_gpus": "The files with tests for two GPUs, on two H200s"}
+    clients = {"vllm": "vLLM", "sglang": "SGLang", "maxtext": "MaxText"}
+    others |= {name: f"The tests with {title} {{}} on a CPU" for name, title in clients.items()}
+    for name, title in others.items():
         if found := result(f"{name}_tests"):
-            of = f"{title} {found['versions'][name]} on a CPU, of commit {found['commit']}"
-            lines.append(f"The tests with {of}: {_counts(found)[:-1]}.")
+            title = title.format(found.get("versions", {}).get(name))
+            lines.append(f"{title}, of commit {found['commit']}: {_counts(found)[:-1]}.")
     return "\n".join(lines)
 
 

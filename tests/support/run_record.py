@@ -14,6 +14,7 @@ import collections
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -101,6 +102,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """$COMMIT, for a copy of the checkout whose history is not its own."""
+    if given := os.environ.get("COMMIT"):
+        return given
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return found.stdout.strip() or None
 
