@@ -72,12 +72,12 @@ def wide(parts: int) -> DecodePlan:
 
 # A launch of each kind, and the case that it runs.
 PLANS = {
-    "persistent, by lengths": (many(2), {"heads": 33}),
+    "persistent, by lengths": (many(2), {"heads": 33, "topk": 130, "extra": (70, 2)}),
     "persistent, two tiles": (many(2), {"heads": 70, "batch": 2}),
     "persistent, cut": (many(3, lengths=False), {"batch": 1, "lengths": "none", "extra_lengths": "none"}),
     "cluster of 16 heads": (few(16, 2), {"heads": 17, "batch": 1, "lengths": "none"}),
     "cluster of 32 heads": (few(32, 3), {"heads": 33, "batch": 1}),
-    "wide cluster": (wide(3), {"heads": 33, "batch": 2}),
+    "wide cluster": (wide(3), {"heads": 33, "batch": 1}),  # no row shares anything with another
 }
 
 
