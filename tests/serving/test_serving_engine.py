@@ -165,7 +165,7 @@ def test_everything_is_given_back_when_a_run_raises(engine, expected):
 def test_a_request_is_served_once(engine, expected):
     """Where one was taken twice its tokens were wrong, or no later step ran."""
     message = "the request has been submitted before: make a Request for each time"
-    first, second, third = new_requests()[:3]
+    first, second, third = new_requests()[3:]
     engine.submit(first)
     engine.step()
     with pytest.raises(ValueError, match="request 1 is request 0 again: make a Request for each time"):
@@ -176,14 +176,14 @@ def test_a_request_is_served_once(engine, expected):
     with pytest.raises(ValueError, match=message):
         engine.submit(first)
     engine.run([second, third])
-    assert [first.output, second.output, third.output] == expected[:3]
+    assert [first.output, second.output, third.output] == expected[3:]
     with pytest.raises(ValueError, match="request 0 has been submitted before"):
         engine.run([first])
 
 
 def test_sequences_of_integers_are_tokens(engine, expected):
     for kind in (tuple, np.array, range):
-        request = new_requests()[0]
+        request = new_requests()[3]
         prompt = range(5, 9) if kind is range else kind(request.prompt)
         request = Request(prompt, np.int64(3), eos_token_ids=np.array([300]), forced=(np.int32(1),))
         assert (type(request.prompt), request.prompt) == (list, [int(token) for token in prompt])
@@ -282,17 +282,17 @@ def test_forced_tokens_are_taken(engine, expected):
 
 
 def test_forced_tokens_in_place_of_drafts(engine, expected):
-    """The model chose the drafts, so their keys were kept, and the request goes on from other tokens."""
+    """The model chose the drafts, so their keys were kept, and the request goes on from other tokens. There are two of
+    it, which end together, so that no program for one request is compiled."""
     prompt, first = new_requests()[1].prompt, expected[1]
     forced = [(token + 1) % 256 for token in first[:3]]
     chosen = serve(engine, [Request(prompt + forced[:n], 3) for n in range(3)])
     alone = Request(prompt + forced, 3)
     serve(engine, [alone])
     engine.scheduler.prefixes.clear()
-    engine.drafts, request = 3, Request(prompt, 6, forced=tuple(forced))
+    engine.drafts, requests = 3, [Request(prompt, 6, forced=tuple(forced)) for _ in range(2)]
     engine.propose = lambda request, i: chosen[len(request.output)][i] if len(request.output) < 3 else -1
-    serve(engine, [request])
-    assert request.output == forced + alone.output and everything_is_free(engine)
+    assert serve(engine, requests) == [forced + alone.output] * 2 and everything_is_free(engine)
 
 
 @pytest.mark.parametrize("count", [-1, OPTIONS.speculative_steps + 1])
@@ -302,17 +302,22 @@ def test_drafts_are_at_most_speculative_steps(engine, count):
     assert engine.drafts == 0
 
 
-@pytest.mark.parametrize(("drafts", "end"), [(0, 2), (3, SIZES[0][1])])
+# Indices of SIZES: one chunk, the first two decode together until the first one ends, and the third waits for a place.
+DROPPED = (4, 3, 5)
+
+
+@pytest.mark.parametrize(("drafts", "end"), [(0, 2), (3, SIZES[DROPPED[0]][1])])
 def test_a_callback_drops_all_requests(engine, expected, drafts, end):
     """In the middle of a request, and at its last token."""
-    engine.drafts, requests = drafts, new_requests()[:3]
+    wanted = [expected[i] for i in DROPPED]
+    engine.drafts, requests = drafts, [new_requests()[i] for i in DROPPED]
     requests[0].on_token = lambda request, token: engine.abort() if len(request.output) == end else None
     serve(engine, requests)
-    assert everything_is_free(engine) and requests[0].output == expected[0][:end]
-    for request, tokens in zip(requests, expected):
+    assert everything_is_free(engine) and requests[0].output == wanted[0][:end]
+    for request, tokens in zip(requests, wanted, strict=True):
         assert request.output == tokens[: len(request.output)]
     engine.drafts = 0
-    assert serve(engine, new_requests()[:3]) == expected[:3]
+    assert serve(engine, [new_requests()[i] for i in DROPPED]) == wanted
 
 
 @pytest.mark.long
