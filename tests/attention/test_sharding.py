@@ -33,6 +33,7 @@ NAMES = (
     "decode_steps",
     "chunks",
     "decode_steps_of_v4",
+    "decode_steps_of_ratio_128",
     "chunks_of_v32",
 )
 

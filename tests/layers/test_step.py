@@ -366,12 +366,9 @@ def test_decode_compiles_once_per_bucket(ratio):
     assert step._cache_size() == compiled
     # The draft of request 0 and 1 continues them: the same as decoding on.
     cache, plain = world.empty_cache(), Results.empty(world.spec)
-    for mode, work, num_rows in (
-        (EXTEND, [(0, 0, 20), (1, 0, 15), 0, 0], ROWS),
-        *((DECODE, [(0, 20 + i, 1), (1, 15 + i, 1), 0, 0], 4) for i in range(3)),
-    ):
-        arguments = {"with_plan": mode is EXTEND, "results": plain}
-        cache = run_step(world, cache, mode, work, num_rows=num_rows, **arguments)
+    for i in range(23):
+        work = [(0, i, 1), (1, i - 5, 1) if i >= 5 else 0, 0, 0]
+        cache = run_step(world, cache, DECODE, work, num_rows=4, with_plan=False, results=plain)
     for i, out in enumerate(outs):
         np.testing.assert_allclose(out[0], plain.out[0, 20 + i], rtol=0, atol=1e-3)
         np.testing.assert_allclose(out[1], plain.out[1, 15 + i], rtol=0, atol=1e-3)
@@ -439,7 +436,7 @@ def test_64_bit_types_change_nothing(ratio):
 
     def step():
         world = make_world(ratio)
-        batch, rows, _ = make_step(world, DECODE, [(0, 0, 1), (1, 3, 1)], num_rows=2)
+        batch, rows, _ = make_step(world, DECODE, [(0, 0, 1), (1, 3, 1), 0, 0], num_rows=4)  # as many as above
         return step_function(ratio, False)(world.empty_cache(), rows, world.params, batch, world.tables)
 
     narrow = step()

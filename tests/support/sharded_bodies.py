@@ -529,6 +529,10 @@ def chunks():
 def decode_steps_of_v4():
     """At the last tokens of groups, whose entries are written and attended to."""
     check_steps(4, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
+
+
+@body
+def decode_steps_of_ratio_128():
     check_steps(128, mla.ForwardMode.DECODE, [(0, 255, 1), (1, 127, 1), (2, 11, 1), 0], num_rows=4)
 
 
