@@ -247,8 +247,8 @@ def test_processes_that_need_it_at_once_compile_it_once(library, cache, tmp_path
         "assert native.load(library, lambda path: ctypes.CDLL(str(path))).answer() == 42"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CC": str(compiler)}
-    processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     assert log.read_text() == "run\n" and len(list(cache.iterdir())) == 1
 
 
