@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_by_name(which, path, wrong, error, message
 # Tokens of the prompts, each the last one of a request of its own. None completes a group, whose entry others read.
 TOKENS = [(i, place, 1) for i, count in enumerate(PROMPTS) for place in reversed(range(count)) if place % 4 != 3]
 # So many rows take other kernels than few where nothing prevents it; the interpreter has one for any logits.
-MANY = 260 if DEVICE == "cuda" else 40
+MANY = 260 if DEVICE == "cuda" else 20
 
 
 def decode_tokens(ratio, count, monkeypatch, **options):
