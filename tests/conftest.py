@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +19,12 @@ if sys.dont_write_bytecode:
     atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+_torch = importlib.util.find_spec("torch")
+if _torch is not None and not os.path.exists(importlib.util.cache_from_source(_torch.origin)):
+    # While this process imports JAX, another one compiles for all of xdist's workers what each would compile itself.
+    _command = [sys.executable, "-c", "import torch._dynamo, transformers, triton"]
+    atexit.register(subprocess.Popen(_command, stderr=subprocess.DEVNULL).kill)
 
 # What programs free stays with the process for the next one, instead of being mapped anew page by page; glibc reads
 # these when xdist's workers and the processes of tests start.
