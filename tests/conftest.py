@@ -177,8 +177,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="is done once, where there is no GPU"))
         if item.get_closest_marker("cpu") and ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs JAX's CPU backend: JAX_PLATFORMS=cpu"))
-    # xdist's workers begin with a half of the tests each. The serving engine's, which share costly fixtures, come first:
-    # what is left at the end, and goes to the worker that is idle, is cheap.
+    # xdist's workers begin with a half of the tests each. The serving engine's, which share costly fixtures, come
+    # first: what is left at the end, and goes to the worker that is idle, is cheap.
     items.sort(key=lambda item: item.path.parent.name != "serving")
     if not any("::" in argument for argument in config.args):  # tests that are named on the command line are meant
         mark_other_cases_long(items)

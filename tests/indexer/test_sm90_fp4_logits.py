@@ -47,6 +47,7 @@ def logits(tmp_path_factory):
     return logits_function(IndexFormat.FP4, tmp_path_factory)
 
 
+@pytest.mark.always(8)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits(shape, way, logits):
@@ -54,6 +55,7 @@ def test_logits(shape, way, logits):
     assert_logits(logits(case), *exact_logits(*case))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="is compiled for the host")
 def test_the_build_for_racecheck_gives_the_same_logits(tmp_path_factory):
     case = logits_case(np.random.default_rng(23), *SHAPES[0])

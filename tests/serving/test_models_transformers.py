@@ -21,7 +21,6 @@ from support.serving_steps import Steps, prefill_and_decode
 from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.layers import gathers
 
-COMPILING = "PLAIN"  # see conftest.py
 MODELS = ("v4", "v32", "glm5")
 # As `serving_models.FLOAT32`, with FP8 caches; the median measured 0.05.
 FP8 = 0.12
