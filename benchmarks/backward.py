@@ -3,12 +3,12 @@
     python -m benchmarks.backward [--only "V4 Flash" ...] [--tiles all] [--products]
 
 Times by CUPTI with the L2 flushed: the whole backward pass (what is summed before the kernel, zeros, the kernel, the
-cast of dkv), the kernel alone, and the forward pass of the backend that the router takes. FLOP are those of five
-products: S, dQ and dK over qk_dim, dP and dV over 512. Errors, norm over norm, are those of 48 queries against float64,
-beside those of attention in bfloat16 differentiated by JAX. `--tiles all` measures other tilings of the kernel, too, or
-those that are named, such as 64x64/128/8 (heads x keys / columns that are added at a time / warps);
-`--products` measures a call without keys, which has all products and neither loads nor additions. Writes backward.json
-to $OUT or benchmarks/results.
+cast of dkv, which puts its columns in order), the kernel alone, and the forward pass of the backend that the router
+takes. FLOP are those of five products: S, dQ and dK over qk_dim, dP and dV over 512. Errors, norm over norm, are those
+of 48 queries against float64, beside those of attention in bfloat16 differentiated by JAX. `--tiles all` measures other
+tilings of the kernel, too, or those that are named, such as 64x64/128/8 (heads x keys / columns that are added at a
+time / warps); `--products` measures a call without keys, which has all products and neither loads nor additions. Writes
+backward.json to $OUT or benchmarks/results.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@
 //
 // dq stays in registers; dK is summed over the heads by the products and then added to the keys' rows in global memory.
 //
-// One warpgroup copies a block's rows of keys. One scores the block, and one sums and adds its dK; each of the two sums
-// half of the columns of dq, 2.5 of the five products. So a block's dK is added while the next block is scored. The keys'
-// buffer is free once dq has been summed, because dK reads queries and gradients: the next block's rows arrive meanwhile.
+// One warpgroup copies a block's rows of keys. The other two, the consumers, have 2.5 of the five products each: one
+// scores the block, the other sums its dK and adds it to dkv, and each sums half of the columns of dq. So a block's dK
+// is added while the next block is scored. dK needs no keys: once dq has been summed the keys' buffer is free, and the
+// next block's rows arrive meanwhile.
 
 #pragma once
 
@@ -28,25 +29,26 @@ using sm90::Barrier;
 
 constexpr int kHeads = 64, kBlock = 64, kValues = 512;
 constexpr int kThreads = 384, kConsumers = 256;
-constexpr int kCopyRegisters = 24, kSumRegisters = 240;  // of a thread; a multiprocessor has 3 x 168
+constexpr int kCopyRegisters = 24, kConsumerRegisters = 240;  // of a thread: 24 + 2 x 240 of 3 x 168
 constexpr int kTile = sm90::kTileBytes;
 constexpr float kLog2E = 1.4426950408889634f;
 
-constexpr int kReadBarrier = 1;  // a named barrier of the consumers
+constexpr int kReadBarrier = 1;  // a named barrier: the consumers have read queries and gradients
 
 struct Call {
   const __nv_bfloat16 *q, *kv, *grad;     // [rows, heads, dim], [num_keys, dim], [rows, heads, 512]
   const int *indices, *lengths;           // [rows, topk]; [rows], or null
   const float *lse, *factor, *offset;     // [rows, heads]; lse is natural, without the sink
   __nv_bfloat16* dq;                      // [rows, heads, dim]
-  float* dkv;                             // [num_keys, dim], zeros
+  float* dkv;                             // [num_keys, dim], zeros; columns in the order of add_rows
   float scale;                            // of the scores
   int heads, topk, num_keys, tiles;       // tiles of 64 heads
 };
 
 template <int kDim>
 struct Shared {
-  static constexpr int kTiles = kDim / 64, kScored = kDim > kValues ? 1 : 2;
+  static constexpr int kTiles = kDim / 64;
+  static constexpr int kScored = kDim > kValues ? 1 : 2;  // blocks whose ds and p are held at once
   uint8_t queries[kTiles][kTile], grads[kValues / 64][kTile], keys[kTiles][kTile];
   uint8_t scores[kScored][kTile], weights[kScored][kTile];  // ds and p x factor of a block: heads x keys
   int slots[2][kBlock];                                     // of two blocks' keys; -1: no key
@@ -55,7 +57,7 @@ struct Shared {
 
 template <int kDim>
 constexpr int kSharedBytes = sizeof(Shared<kDim>);
-static_assert(kSharedBytes<576> <= 232448);
+static_assert(kSharedBytes<512> <= 232448 && kSharedBytes<576> <= 232448);
 
 // Where a tile's row has its 16-byte chunk.
 __device__ __forceinline__ uint32_t chunk_of(uint32_t tile, int row, int chunk) {
@@ -120,9 +122,9 @@ __device__ __forceinline__ void copy_heads(uint32_t to, const __nv_bfloat16* fro
 // of two keys, whose rows are `slot` and `slot_8`, or -1. Of each 16 columns it has two twice, 8 apart: these four are
 // neighbours in dkv, so dkv's columns are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
 //
-// First lanes of two keys trade sums, so that eight of them have 32 columns of either key: a whole line of 128 bytes to be
-// added. The L2 takes few requests, and additions are what it is busy with. All trades stand before all additions, behind
-// which they would have to wait.
+// First, lanes of two keys trade sums, so that eight lanes have 32 columns of one key, and add a whole line of 128
+// bytes. This makes fewer requests to the L2, which the additions keep busy. All trades of sums come before the
+// additions, because they would have to wait behind them.
 template <int kDim>
 __device__ __forceinline__ void add_rows(float* columns, int slot, int slot_8, float (&sums)[32]) {
   const bool lower = threadIdx.x & 4;
@@ -331,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_backward_kernel(const __gr
     copy_keys<kDim>(call, shared, row, blocks);
     return;
   }
-  sm90::grow_registers<kSumRegisters>();
+  sm90::grow_registers<kConsumerRegisters>();
   const int heads = min(call.heads - first_head, kHeads);
   const int64_t first = static_cast<int64_t>(row) * call.heads + first_head;
   copy_heads<kDim / 64>(sm90::shared_address(shared.queries), call.q + first * kDim, heads);

@@ -31,8 +31,9 @@ T* data_of(const ffi::TensorView& tensor) {
 }
 
 // q is bfloat16 [rows, heads, dim], dim 512 or 576, kv [num_keys, dim], grad [rows, heads, 512]; indices int32 [rows,
-// topk], lengths int32 [rows] or none; lse, factor and offset float32 [rows, heads]. All begin at multiples of 16 bytes.
-// It writes dq, as q, and dkv, float32 as kv. The caller validates sizes and dtypes.
+// topk], lengths int32 [rows] or none; lse, factor and offset float32 [rows, heads]. All begin at multiples of 16
+// bytes. It writes dq, as q, and dkv, float32 as kv, whose columns are in the order of `add_rows`. The caller validates
+// sizes and dtypes.
 void SparseBackward(ffi::TensorView q, ffi::TensorView kv, ffi::TensorView indices, ffi::Optional<ffi::TensorView> lengths,
                     ffi::TensorView grad, ffi::TensorView lse, ffi::TensorView factor, ffi::TensorView offset,
                     double scale, ffi::TensorView dq, ffi::TensorView dkv) {

@@ -68,8 +68,9 @@ def test_arrays_of_another_dtype_are_refused():
         sm90.backward(q, kv, indices, lengths, grad, lse, shares, shares, softmax_scale=1.0)
 
 
-# Lines that order accesses; without one the numbers may be right all the same. One more is not seen here: warps of a
-# product read each other's rows of the first matrix, but not those of this model.
+# Lines that order accesses; without one the numbers may be right all the same. The wait of `score_keys` for its own
+# scores is not among them: on a GPU a product's warps may read each other's rows of the first matrix, which this model
+# does not do.
 ORDERS = [
     "",  # unchanged
     "sm90::wait(&shared.keys_empty, (n & 1) ^ 1);",

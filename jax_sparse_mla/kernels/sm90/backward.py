@@ -49,5 +49,9 @@ def backward(
 
 
 def columns_in_order(dkv: jax.Array) -> jax.Array:
-    """`[num_keys, qk_dim]` as the kernel adds it up: of each 16 columns a thread has two and the two 8 after them."""
-    return dkv.reshape(len(dkv), -1, 4, 2, 2).swapaxes(2, 3).reshape(dkv.shape)
+    """`dkv`, `[num_keys, qk_dim]`, with its columns in order.
+
+    The kernel leaves each 16 columns in the order of its `add_rows`: of four neighbours that a thread adds, the last
+    two are columns 8 further.
+    """
+    return dkv.reshape(-1, 4, 2, 2).swapaxes(1, 2).reshape(dkv.shape)
