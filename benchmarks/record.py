@@ -23,7 +23,8 @@ _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch")
 _PEERS = ("sgl-flash-mla", "sgl-deep-gemm", "sglang", "sglang-kernel", "flashinfer-python", "apache-tvm-ffi")
 _CODE = ("jax_sparse_mla", "interop", "kernels_cuda", "benchmarks")
 _SUFFIXES = frozenset((".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"))
-_NOT_MEASURING = ("all.py", "plots.py", "tables.py")  # of benchmarks: they run the others or show what these measured
+# Of benchmarks: they run the others or show what these measured.
+_NOT_MEASURING = ("all.py", "plots.py", "table_rows.py", "tables.py")
 
 
 def results_folder() -> Path:
