@@ -152,15 +152,30 @@ __device__ __forceinline__ void add_rows(float* columns, int slot, int slot_8, f
   }
 }
 
-// Half of the columns of a block's dq: what `side`, a consumer, sums.
-__device__ __forceinline__ void sum_queries(float (&dq)[2][64], uint32_t scores, uint32_t keys, int side) {
+// Products of 64 heads' rows with 64 keys' rows, of 64 kTiles columns.
+template <int kTiles>
+__device__ __forceinline__ void multiply_rows(float (&scores)[32], uint32_t heads, uint32_t keys) {
 #pragma unroll
-  for (int half = 0; half < 2; half++)
+  for (int k = 0; k < kTiles * 4; k++)
+    sm90::multiply_64(scores, sm90::advance(sm90::by_rows(heads + k / 4 * kTile), k % 4 * 32),
+                      sm90::advance(sm90::by_rows(keys + k / 4 * kTile), k % 4 * 32), k > 0);
+}
+
+// sums += a b, or = where `add` is false. The product sums over the 64 rows of b and the columns of a, or the rows of a
+// where `kByColumns`.
+template <bool kByColumns, int kSums>
+__device__ __forceinline__ void sum_columns(float (&sums)[kSums], uint32_t a, uint32_t b, bool add) {
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-      sm90::multiply_by_columns<false>(dq[half], sm90::advance(sm90::by_rows(scores), k * 32),
-                                       sm90::advance(sm90::by_columns(keys + (side * 4 + half * 2) * kTile), k * 2048),
-                                       true);
+  for (int k = 0; k < 4; k++)
+    sm90::multiply_by_columns<kByColumns>(
+        sums, kByColumns ? sm90::advance(sm90::by_columns(a), k * 2048) : sm90::advance(sm90::by_rows(a), k * 32),
+        sm90::advance(sm90::by_columns(b), k * 2048), add || k > 0);
+}
+
+// A block's dq of the 256 columns that begin at `keys`.
+__device__ __forceinline__ void sum_queries(float (&dq)[2][64], uint32_t scores, uint32_t keys) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) sum_columns<false>(dq[half], scores, keys + half * 2 * kTile, true);
 }
 
 // Stores a warpgroup's sums, of 64 heads x 8 kEights columns, from `columns` of the first head on.
@@ -180,7 +195,7 @@ __device__ __forceinline__ void store_queries(__nv_bfloat16* columns, int heads,
 // Scores all blocks' keys, and sums the first half of dq.
 template <int kDim>
 __device__ __forceinline__ void score_keys(const Call& call, Shared<kDim>& shared, int64_t first, int heads, int blocks) {
-  constexpr int kTiles = Shared<kDim>::kTiles, kScored = Shared<kDim>::kScored;
+  constexpr int kScored = Shared<kDim>::kScored;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32 % 4), 0);
   const uint32_t queries = sm90::shared_address(shared.queries), grads = sm90::shared_address(shared.grads);
   const uint32_t keys = sm90::shared_address(shared.keys);
@@ -206,14 +221,8 @@ __device__ __forceinline__ void score_keys(const Call& call, Shared<kDim>& share
     sm90::wait(&shared.keys_full, n & 1);
     sm90::fence_matrix_reads();
     sm90::begin_products();
-#pragma unroll
-    for (int k = 0; k < kTiles * 4; k++)
-      sm90::multiply_64(s, sm90::advance(sm90::by_rows(queries + k / 4 * kTile), k % 4 * 32),
-                        sm90::advance(sm90::by_rows(keys + k / 4 * kTile), k % 4 * 32), k > 0);
-#pragma unroll
-    for (int k = 0; k < kValues / 16; k++)
-      sm90::multiply_64(dp, sm90::advance(sm90::by_rows(grads + k / 4 * kTile), k % 4 * 32),
-                        sm90::advance(sm90::by_rows(keys + k / 4 * kTile), k % 4 * 32), k > 0);
+    multiply_rows<kDim / 64>(s, queries, keys);
+    multiply_rows<kValues / 64>(dp, grads, keys);
     sm90::commit_products();
     sm90::wait_products<0>();
 
@@ -244,7 +253,7 @@ __device__ __forceinline__ void score_keys(const Call& call, Shared<kDim>& share
     sm90::arrive_warp(&shared.scores_full[at], lane);
     sm90::wait(&shared.scores_full[at], phase);
     sm90::begin_products();
-    sum_queries(dq, scores, keys, 0);
+    sum_queries(dq, scores, keys);
     sm90::commit_products();
     sm90::wait_products<0>();
     sm90::arrive_warp(&shared.keys_empty, lane);
@@ -268,27 +277,16 @@ __device__ __forceinline__ void sum_keys(const Call& call, Shared<kDim>& shared,
     const uint32_t scores = sm90::shared_address(shared.scores[at]), weights = sm90::shared_address(shared.weights[at]);
     auto start = [&](int step, float (&sums)[32]) {  // of 64 columns
       sm90::begin_products();
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        sm90::multiply_by_columns<true>(sums, sm90::advance(sm90::by_columns(scores), k * 2048),
-                                        sm90::advance(sm90::by_columns(queries + step * kTile), k * 2048), k > 0);
-      if (step < kValues / 64)
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          sm90::multiply_by_columns<true>(sums, sm90::advance(sm90::by_columns(weights), k * 2048),
-                                          sm90::advance(sm90::by_columns(grads + step * kTile), k * 2048), true);
+      sum_columns<true>(sums, scores, queries + step * kTile, false);
+      if (step < kValues / 64) sum_columns<true>(sums, weights, grads + step * kTile, true);
       sm90::commit_products();
     };
     sm90::wait(&shared.scores_full[at], n / kScored & 1);
     sm90::fence_matrix_reads();
     const int slot = shared.slots[n & 1][own], slot_8 = shared.slots[n & 1][own + 8];
     sm90::begin_products();
-    sum_queries(dq, scores, keys, 1);
-    if constexpr (kHasRope)
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        sm90::multiply_by_columns<false>(dq_rope, sm90::advance(sm90::by_rows(scores), k * 32),
-                                         sm90::advance(sm90::by_columns(keys + kValues / 64 * kTile), k * 2048), true);
+    sum_queries(dq, scores, keys + kValues / 128 * kTile);
+    if constexpr (kHasRope) sum_columns<false>(dq_rope, scores, keys + kValues / 64 * kTile, true);
     sm90::commit_products();
     // One step's sums are added while the next one's products run, if registers suffice for two.
     float dk[kBuffers][32];
