@@ -63,6 +63,11 @@ ROWS = (
         "peer_backward",
         ("V4 Pro 1,024 keys, kv 65,536", "V3.2 2,048 keys, kv 65,536"),
     ),
+    Row(
+        "the same with 64 heads of dimension 576, causal: 4,096 queries, 1,024 keys of 8,192",
+        "peer_backward",
+        ("causal, 64 heads, d 576, 1,024 keys, kv 8,192",),
+    ),
     *(_topk(rows, k) for rows in (1, 64, 4096) for k in (512, 2048)),
     Row(
         "index logits, FP8, 64 heads, 1 / 8 / 64 × 32,768",

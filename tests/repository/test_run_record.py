@@ -2,6 +2,7 @@
 
 import json
 
+import run_record
 from run_record import GPU_RUN, OTHER_RUNS, ROOT, UNRUN, differences, names, nodes, run_nowhere
 
 A, B, C = "tests/a/test_a.py::Test::test_x[1-2]", "tests/a/test_a.py::Test::test_x[3]", "tests/b/test_b.py::test_y"
@@ -13,6 +14,13 @@ def test_names_are_kept_by_file_and_function():
     found = names({A, B, C, MODULE})
     assert found["tests/a/test_a.py"] == {"Test::test_x": ["[1-2]", "[3]"]}
     assert nodes(found) == {A, B, C, MODULE}
+
+
+def test_the_commit_may_be_given(monkeypatch):
+    monkeypatch.setenv("COMMIT", "abc1234")
+    assert run_record._commit() == "abc1234"
+    monkeypatch.delenv("COMMIT")
+    assert run_record._commit() != "abc1234"
 
 
 def test_what_passed_on_a_gpu_does_not_run_nowhere():
