@@ -22,7 +22,6 @@ __all__ = [
     "index_logits_module",
     "library",
     "module",
-    "peer_exchange_module",
     "source",
     "sparse_backward_module",
     "sparse_decode_module",
@@ -34,7 +33,6 @@ _PACKAGE = Path(__file__).parents[1]
 # The architectures for which a wheel carries binaries.
 _CARRIED = {
     "index_logits": ("90a",),
-    "peer_exchange": ("90a",),
     "sparse_backward": ("90a",),
     "sparse_decode": ("90a",),
     "topk": ("80", "90", "100", "120"),
@@ -70,11 +68,6 @@ def sparse_backward_module() -> Any | None:
 def index_logits_module() -> Any | None:
     """The module with the function `index_logits` of index_logits.cu, for SM90, or None where there is none."""
     return module("index_logits", "90a")
-
-
-def peer_exchange_module() -> Any | None:
-    """The module with `prepare` and `peer_exchange` of peer_exchange.cu, for SM90, or None where there is none."""
-    return module("peer_exchange", "90a")
 
 
 @functools.cache

@@ -295,14 +295,6 @@ def context_parallel_decode():
 
 
 @body
-def exchange_over_a_mesh():
-    import sharded_exchange
-
-    sharded_exchange.check_a_mesh_of_cpus()
-    sharded_exchange.check_one_launch()
-
-
-@body
 def context_parallel_prefill():
     def local_part(q, kv, indices):
         first = jax.lax.axis_index("x") * kv.shape[0]
