@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.dispatch import differentiated_as, dispatch, on_cuda, use_triton
 from jax_sparse_mla.indices.ownership import AxisName
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch, use_triton
+from jax_sparse_mla.launch.transforms import differentiated_as, on_cuda
+from jax_sparse_mla.launch.triton_call import launching
 
 # A device's words are a multiple of these: 16 bytes, so that every part is aligned as the first one is.
 _QUAD = 4
@@ -55,7 +56,8 @@ def send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
     if out.size == 0:
         return send_reference(out, lse, n)
     *leading, heads, v_dim = out.shape
-    kernel = launching("context_parallel.send", words=(n, _words(math.prod(leading) * heads // n, v_dim, out.dtype)))
+    words = n, _words(math.prod(leading) * heads // n, v_dim, out.dtype)
+    kernel = launching("attention.triton.exchange.send", words=words)
     return dispatch(kernel, partial(send_reference, n=n), out, lse)
 
 
@@ -88,7 +90,7 @@ def merge_received(
     plain = partial(merge_received_reference, **static)
     if 0 in shape or not use_triton():
         return plain(words, attn_sink)
-    kernel = partial(on_cuda, launching("context_parallel.merge_received", **static), plain)
+    kernel = partial(on_cuda, launching("attention.triton.exchange.merge_received", **static), plain)
     return differentiated_as(kernel, plain)(words, attn_sink)
 
 

@@ -29,7 +29,6 @@ pytest.importorskip("triton")
 
 from triton_device import ON_GPU, Interpreted
 
-from jax_sparse_mla import dispatch
 from jax_sparse_mla.attention import (
     apply_attn_sink,
     context_parallel_decode,
@@ -38,11 +37,11 @@ from jax_sparse_mla.attention import (
     merge_attention,
     sparse_mla_decode,
 )
+from jax_sparse_mla.attention.triton import exchange as kernels
 from jax_sparse_mla.indices import Ownership
 from jax_sparse_mla.indices.ownership import Positions, _pack_rows_reference, pack_positions
-from jax_sparse_mla.kernels.triton import context_parallel as kernels
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
-from jax_sparse_mla.xla import triton_call
+from jax_sparse_mla.launch import dispatch, triton_call
 
 pytestmark = [
     pytest.mark.torch,
