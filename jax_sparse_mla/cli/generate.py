@@ -108,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
       no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
-      without drafts, torch or transformers missing for what needs them; and if transformers cannot load the model that
-      it is to check. With several processes it ends the process.
+      without drafts, no check or a package missing that it needs; and if the check cannot load its model. With several
+      processes it ends the process.
     """
     try:
         together = processes.are_several(args)

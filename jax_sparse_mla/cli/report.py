@@ -1,4 +1,4 @@
-"""What `generate` prints before and after it serves: the plan, what ran, and the comparisons."""
+"""The output of `generate` before and after it serves: the plan, the attention that ran, and the comparisons."""
 
 from __future__ import annotations
 

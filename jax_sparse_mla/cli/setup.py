@@ -55,7 +55,7 @@ class Setup:
 
     def __init__(self, args: argparse.Namespace):
         self.device = choose_device(args.device)
-        preset = args.preset or presets.DEFAULT_PRESET  # argparse's own would not conflict with --model
+        preset = args.preset or presets.DEFAULT_PRESET  # a default of argparse would not conflict with --model
         compares = args.mesh is None and not args.no_check
         self.check = new_check(args.model, preset, args.seed) if compares else None
         self._loading: Future | None = None

@@ -208,7 +208,7 @@ def _report(engine: Engine, index: int, layer: Layer, output: torch.Tensor, eage
 
 
 def _kind(spec: ModelSpec, layer: Layer) -> str:
-    """What a layer attends to, in words."""
+    """The kind of entries that a layer attends to, in words."""
     if spec.window is None and not layer.has_indexer:
         return "linear attention"
     return layer_kind(spec, layer.ratio) + (", shared" if layer.shares else "")
