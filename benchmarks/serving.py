@@ -180,9 +180,7 @@ def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed:
         scheduler = shares[index % len(shares)]
         sampling = Sampling(temperature=1e6, seed=seed + index)
         request = Request(prompt, new_tokens, output=[token], sampling=sampling, row=scheduler.pool.open())
-        for start in range(
-            0, context, size := scheduler.pool.page_size
-        ):  # a window gives back what it leaves
+        for start in range(0, context, size := scheduler.pool.page_size):  # a window gives back what it leaves
             scheduler.pool.extend(request.row, start, min(start + size, context))
         request.computed = context
         scheduler.submit(request)
