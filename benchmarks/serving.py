@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int
 from jax_sparse_mla.cli.generate import keep_programs
 from jax_sparse_mla.cli.setup import choose_device
-from jax_sparse_mla.compressor.api import CompressorState
+from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.indexer.logits import INDEX_DIM, INDEX_K_BYTES, IndexKeys, write_index_k
 from jax_sparse_mla.kv_cache import PagedKV, write_kv
 from jax_sparse_mla.kv_cache.layout import KVLayout
