@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.harness import NotMeasured
+
 _SGLANG = "sglang.kernels.ops.attention.dsv4"
 _MODULES = {
     "flash_mla": "flash_mla",
@@ -38,10 +40,6 @@ _EMPTY_PACKAGES = ("", ".srt", ".kernels", ".kernels.jit", ".kernels.ops", ".ker
 _EMPTY_PACKAGES += (".kernels.ops.quantization", ".srt.utils")
 _EMPTY_PACKAGES += (".kernels.ops.kvcache", ".srt.layers", ".srt.layers.attention")
 _EMPTY_PACKAGES += (".srt.layers.attention.dsa", ".srt.layers.attention.dsv4")
-
-
-class NotMeasured(Exception):
-    """A peer that cannot be loaded here; the message says why."""
 
 
 @functools.cache
