@@ -1,19 +1,17 @@
 """MaxText's DeepSeek-V4 and V3.2 with dense attention and through this library: logits, served tokens, a training step.
 
-    python -m benchmarks.maxtext_step [--models v4 v32] [--parts forward serve train] [--heads 16]
+    python -m benchmarks maxtext [--models v4 v32] [--parts forward serve train] [--heads 16]
         [--one-layer] [--lengths 512 4096] [--train-lengths 8192 32768]
 
 The models are `examples/maxtext/small.py`: small but for the attention's dimensions. The weights are float32, the
 activations bfloat16; dense float32 is the oracle where it fits. Errors of gradients are norms over norms. Memory is
 what XLA plans for a program beside its arguments; time is the best of three steps. A program that the device has no
 memory for is reported so. The indexer is not trained: its teacher is dense in MaxText. All products of matrices are
-cuBLAS's by its own choice, since XLA would compile and time many kernels for each, which takes minutes. Writes
-maxtext_step.json to $OUT or benchmarks/results after each case, and leaves out the cases that this very code has there.
+cuBLAS's by its own choice, since XLA would compile and time many kernels for each, which takes minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -23,21 +21,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.record import ROOT, earlier, environment, results_folder, write_json
+from benchmarks.harness import ROOT, parser, write
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
 sys.path.insert(0, str(ROOT / "examples" / "maxtext"))
 
-import attention
-import serving
-import small
+try:
+    import attention
+    import serving
+    import small
+except ImportError as error:  # MaxText, or what it needs
+    missing: ImportError | None = error
+else:
+    missing = None
 
 MiB = 2**20
-RECORD = "maxtext_step.json"
 FLAGS = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
 PARTS = ("forward", "serve", "train")
+MODELS = ("v4", "v32")
 MOST_SELECTED = {"v4": 512, "v32": 2048}
 FLOAT32_TOKENS = 8192  # XLA plans 345 GiB for 32,768, after 7 minutes of compilation
 REQUESTS = [(300, 6), (7, 40), (129, 30), (480, 5), (64, 20)]  # tokens of the prompt, tokens to make
@@ -155,31 +158,29 @@ def train(args, name: str, length: int) -> dict:
     return result
 
 
-def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=small.MODELS, default=list(small.MODELS))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--lengths", nargs="+", type=int, default=(512, 4096))
-    parser.add_argument("--train-lengths", nargs="+", type=int, default=(8192, 32768))
-    parser.add_argument("--one-layer", action="store_true", help="both then select the same keys: no ties flip")
-    args = parser.parse_args(argv)
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    made.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    made.add_argument("--heads", type=int, default=16)
+    made.add_argument("--lengths", nargs="+", type=int, default=(512, 4096))
+    made.add_argument("--train-lengths", nargs="+", type=int, default=(8192, 32768))
+    made.add_argument("--one-layer", action="store_true", help="both then select the same keys: no ties flip")
+    args = made.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"  # JAX reads it with its first array
     cases = [("forward", forward, name, length) for name in args.models for length in args.lengths]
     cases += [("serve", serve, "v4", 576)] if "v4" in args.models else []
     cases += [("train", train, name, length) for name in args.models for length in args.train_lengths]
-    sizes = {"heads": args.heads, "one layer": args.one_layer}
-    found = earlier(RECORD)
-    results = found["results"] if all(found.get(key) == value for key, value in sizes.items()) else {}
+    cases = [case for case in cases if case[0] in args.parts]
+    cases = [case for case in cases if f"{case[0]} {case[2]} {case[3]}".startswith(tuple(args.only))]
+    if args.dry_run:
+        print(*(f"{part} {name} {length}" for part, _, name, length in cases), sep="\n")
+        return 0
+    if missing is not None:
+        raise SystemExit(f"MaxText cannot be imported: {missing}")
+    rows = []
     for part, function, name, length in cases:
-        case = f"{part} {name} {length}"
-        if part not in args.parts or case in results:
-            continue
-        results[case] = function(args, name, length)
-        print(f"{case}:", *(f"  {key}: {value}" for key, value in results[case].items()), sep="\n", flush=True)
-        write_json(results_folder() / RECORD, environment() | sizes | {"results": results})
-    return results
-
-
-if __name__ == "__main__":
-    main()
+        rows.append({"case": f"{part} {name} {length}", **function(args, name, length)})
+        print(*(f"  {key}: {value}" for key, value in rows[-1].items()), sep="\n", flush=True)
+        write("maxtext", rows, heads=args.heads, one_layer=args.one_layer)
+    return 0
