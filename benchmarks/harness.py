@@ -295,6 +295,20 @@ def matmul_rate(timer: Timer, n: int = 8192, unit: str = "bf16") -> float:
     return 2 * n**3 / timer(product) / 1e6
 
 
+def gpu_work(run: Callable[[], object]) -> list[list[tuple[tuple[int, int], str]]]:
+    """What each GPU does while `run()` runs, which must wait for it: (begin and end in ns, name) of each operation."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    found: dict[int, list[tuple[tuple[int, int], str]]] = {}
+    for event in profiler.profiler.kineto_results.events():
+        if "CUDA" in str(event.device_type()):
+            span = event.start_ns(), event.start_ns() + event.duration_ns()
+            found.setdefault(event.device_index(), []).append((span, event.name()))
+    return [found[device] for device in sorted(found)]
+
+
 def busy(spans: Iterable[tuple[int, int]]) -> int:
     """The time that at least one of these (start, end) covers."""
     covered = last = 0
