@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 try:
@@ -140,6 +138,10 @@ class Timer:
     """
 
     def __init__(self, repeats: int = 15, flush: str = READ):
+        # JAX is imported where it is used: engines' processes import this module, and not all of them have JAX.
+        import jax
+        import jax.numpy as jnp
+
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch allocates on the same GPU
         self.repeats, self.flush = repeats, flush
         if flush == STEP:
@@ -235,6 +237,8 @@ class Timer:
             self._torch_flush.zero_() if self.flush == WRITE else self._torch_flush.sum()
 
     def _wait(self) -> None:
+        import jax
+
         jax.block_until_ready(self._jax_flush(self._jax_buffer))
         torch.cuda.synchronize()
 
@@ -250,6 +254,8 @@ def kernel_backends(phase: str) -> list[str]:
 
 def in_place(function: Callable, state: object, *args) -> Run:
     """A JAX call of `function(state, *args)` with the state donated: each call takes what the last one returned."""
+    import jax
+
     jitted = jax.jit(function, donate_argnums=0)
     kept = [state]
 
@@ -264,6 +270,8 @@ def host_time(run: Run, calls: int, times: int = 9) -> float:
     """Microseconds until `calls` calls are enqueued, per call; so few that none waits for the device."""
 
     def wait(out):
+        import jax
+
         jax.block_until_ready(out) if run.framework == "jax" else torch.cuda.synchronize()
 
     wait(run.call())

@@ -41,7 +41,8 @@ def step(axes) -> None:
         axes.annotate(f"{ratio:.2f}×", (i, top), (0, 15), textcoords="offset points", ha="center", weight="bold")
     axes.set_xticks(range(len(cases)), [thousands(case.replace("x", " × ")) for case in cases])
     axes.set(xlabel="requests × tokens of context", ylabel="time of a step, ms", ylim=(0, max(found.values()) * 1.15))
-    axes.set_title(f"DeepSeek-V4-Flash: attention of all 43 layers, one decode step ({DEVICE})\nbold: SGLang's time over ours", fontsize=10)
+    title = f"DeepSeek-V4-Flash: attention of all 43 layers, one decode step ({DEVICE})"
+    axes.set_title(f"{title}\nbold: SGLang's time over ours", fontsize=10)
     axes.legend(frameon=False, loc="upper left")
 
 

@@ -22,7 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 
 from benchmarks.engines import difference, served
-from benchmarks.sglang.kit import dsa_cases, v4_cases
+from benchmarks.engines.sglang_cases import dsa_cases, v4_cases
 
 
 def report(case: str, **facts) -> None:

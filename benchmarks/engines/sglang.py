@@ -1,6 +1,6 @@
-"""One side of `benchmarks.engines_sglang`: SGLang's test kit run through SGLang's backends, each layer's call recorded.
+"""One side of `python -m benchmarks engines sglang`: SGLang's test kit, each layer's call recorded.
 
-    python -m benchmarks.sglang.layer_calls --results FILE [--only TEXT] [--no-gpu]
+    python -m benchmarks.engines.sglang --results FILE [--only TEXT] [--no-gpu]
 
 Ours serves where JAX_SPARSE_MLA_SGLANG=1. Writes the file after each case.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import time
@@ -20,12 +21,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import Captured, difference, served, timed
-from benchmarks.record import ROOT
-from benchmarks.sglang import kit
+from benchmarks.engines import Captured, difference, lines_of, served, timed
+from benchmarks.engines import sglang_cases as kit
+from benchmarks.engines.absent import Absent
+from benchmarks.harness import Run, Timer
 
-sys.path[:0] = [str(ROOT / "interop"), str(ROOT / "tests" / "engines")]
 WARM_UP = 2
+# Packages that SGLang's modules import and its FlashMLA attention on SM90 does not call.
+MAY_BE_ABSENT = ("sgl_kernel", "IPython", "torchaudio", "soundfile", "timm", "gguf", "kernels")
 
 
 class Recorder:
@@ -127,8 +130,6 @@ class Recorder:
             graph.replay()
             output = graph.output[: case.num_input_tokens].detach().float().cpu()
             if self.timer:
-                from benchmarks.timing import Run
-
                 self.found["graph_us"] = self.timer(Run(graph.replay, "torch"))
         expected = adapter.expected_output(fixture, replay_case, fresh, state)[: case.num_input_tokens]
         self.found |= {"output": output, "error": difference(output, expected.cpu())}
@@ -157,6 +158,36 @@ def _put(held: dict[str, Any], fresh: dict[str, Any]) -> None:
             tensor.copy_(other)
 
 
+class SGLang:
+    """SGLang with its plugins loaded, as its server's processes do it.
+
+    Attributes:
+      stand_ins: packages that are not installed and were imported.
+      said: the lines that our plugin has logged.
+    """
+
+    def __init__(self):
+        absent = Absent(tuple(name for name in MAY_BE_ABSENT if not _installed(name)))
+        os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # the kit gives positions, and not slots
+        sys.meta_path.append(absent)
+        self._absent, self.said = absent, lines_of("sglang")
+        importlib.import_module("sglang")  # where a package is missing, its name is the error: the plugin logs its own
+        from sparse_mla_torch.plugins import sglang as plugin
+
+        plugin.register()  # as SGLang does by its entry point, which a checkout that is not installed has not
+        importlib.import_module("sglang.srt.plugins").load_plugins()
+
+    @property
+    def stand_ins(self) -> list[str]:
+        return sorted(self._absent.imported)
+
+
+def _installed(name: str) -> bool:
+    """Whether there is such a package; a folder of a few of its files is none."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, required=True)
@@ -166,9 +197,6 @@ def main() -> None:
     arguments = parser.parse_args()
     gpu, said, stand_ins = not arguments.no_gpu, list, list
     if gpu:
-        from benchmarks.sglang.loaded import SGLang
-        from benchmarks.timing import Timer
-
         timer, sglang = Timer(), SGLang()
         said, stand_ins = (lambda: sglang.said), (lambda: sglang.stand_ins)
     else:

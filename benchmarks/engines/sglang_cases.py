@@ -1,6 +1,6 @@
 """The cases of SGLang's own attention test kit that reach FlashMLA: DeepSeek-V4's, and V3.2's with FP8 and bfloat16.
 
-`benchmarks.engines_sglang` runs them on a GPU and `tests/engines` on the CPU. Nothing here imports SGLang or torch.
+`python -m benchmarks engines sglang` runs them on a GPU, `tests/engines` on the CPU. Nothing here imports SGLang.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from benchmarks import engine_row
-from benchmarks.engine_row import DECODE, PREFILL, SERVED
+from benchmarks.engines import SERVED
 
+DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
@@ -22,11 +22,6 @@ PARTS = "kit", "graph", "served"  # also how the names of the last two begin
 
 # The most that a case's error may be, above what was measured on the CPU (docs/engines.md).
 V4_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.065, 0.004
-# Decode calls that our plugin leaves to FlashMLA, which does them sooner (`attention/route.py`).
-LEFT = ("served 64x8192, ratio 0", "served 8x8192, 128 heads, flashmla_kv, fp8")
-# Of the decodes from bfloat16 rows, which `flashmla_sparse` makes by FlashMLA's prefill, those of few enough rows for
-# ours (`sooner_than_prefill` of decode_plan.py); SGLang pads 16 heads to 64.
-DECODED = tuple(f"served 8x8192, {heads} heads, flashmla_sparse, bf16" for heads in (128, 16))
 
 
 def part_of(name: str) -> str:
@@ -39,27 +34,6 @@ def most_error(name: str) -> float:
     if "flashmla" not in name:
         return V4_ERROR
     return BF16_ERROR if name.endswith("flashmla_sparse, bf16") else V32_ERROR
-
-
-def problem(row: dict[str, Any]) -> str | None:
-    """Why a row of a GPU's run (`benchmarks.engines_sglang`) shows nothing, or something wrong; None if all is well."""
-    bounds = {"error": most_error(row["case"]), "graph_error": BF16_ERROR}
-
-    def wrong(served: engine_row.Served) -> str | None:
-        return None if served and served <= _may_be(row["case"]) else "ours did not serve it"
-
-    return engine_row.problem(row, wrong, bounds)
-
-
-def _may_be(name: str) -> set[tuple[str, str]]:
-    """The functions that may be called in a case, and who may serve them."""
-    decodes = any(word in name for word in ("decode", "verify", "draft", "served"))
-    if decodes and name.endswith("flashmla_sparse, bf16"):
-        return {(PREFILL, "ours" if name in DECODED else "theirs")}
-    if decodes or "flashmla_kv" in name:
-        return {(DECODE, "theirs" if name in LEFT else "ours")}
-    # Few rows of prefill are ours, the others FlashMLA's; SGLang makes V4's extend by either function.
-    return {(DECODE, "ours"), (PREFILL, "ours"), (PREFILL, "theirs")}
 
 
 class Case(NamedTuple):

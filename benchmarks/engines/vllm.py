@@ -1,6 +1,6 @@
-"""One side of `benchmarks.engines_vllm`: vLLM's layers through its backend or ours, each call compared and timed.
+"""One side of `python -m benchmarks engines vllm`: vLLM's layers, each call compared and timed.
 
-    python -m benchmarks.vllm.layer_calls --side theirs|ours --results FILE [--only TEXT] [--no-gpu]
+    python -m benchmarks.engines.vllm --side theirs|ours --results FILE [--only TEXT] [--no-gpu]
 
 Writes the file after each case.
 """
@@ -17,13 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import plugin_log
-from benchmarks.absent import Absent
-from benchmarks.engine_row import SERVED
-from benchmarks.engines import difference, served, timed
-from benchmarks.record import ROOT
-
-sys.path[:0] = [str(ROOT / "interop"), str(ROOT / "tests" / "engines")]
+from benchmarks.engines import SERVED, difference, lines_of, served, timed
+from benchmarks.engines.absent import Absent
+from benchmarks.harness import Timer
 
 RATIOS = (1, 4, 128)
 # What vLLM imports and a machine may lack: none of it computes in a layer's attention.
@@ -102,17 +98,15 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
-    timer, absent, device, said = None, Absent(MAY_BE_ABSENT), torch.device("cpu"), plugin_log.lines_of("vllm")
+    timer, absent, device, said = None, Absent(MAY_BE_ABSENT), torch.device("cpu"), lines_of("vllm")
     if arguments.no_gpu:
         importlib.import_module("vllm_without_gpu")
         importlib.import_module("drive_vllm").stand_in_for_v32s_operators()
     else:
-        from benchmarks.timing import Timer
-
         timer, device = Timer(), torch.device("cuda", 0)
         sys.meta_path.append(absent)
     importlib.import_module("sparse_mla_torch.plugins.vllm").register()
-    layers = importlib.import_module("benchmarks.vllm.layers")
+    layers = importlib.import_module("benchmarks.engines.vllm_layers")
     backend, results = layers.OURS if arguments.side == "ours" else layers.THEIRS, {}
     for case in cases(layers, backend, device, served=timer is not None):
         if arguments.only and not any(text in case.name for text in arguments.only):
