@@ -3,10 +3,10 @@
     python -m benchmarks cases --backend triton [--limit 600] [--workers 8] [--budget-seconds 500]
 
 The shapes are those of `tests/support/flashmla_cases.py` in an order of which every prefix covers all strata; data,
-oracle and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a
+oracle and tolerances are in `tests/support/case_data.py`. A backend that torch can launch runs there, without a
 compilation for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. `hopper` is
 both: torch launches its decode, `jax.jit` all of its prefill. `--backend drop_in` is torch's `flash_mla`, by whatever
-it picks. Worker processes share the GPU; one that a case ends is replaced.
+it picks. Worker processes share the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import functools
 import multiprocessing
-import multiprocessing.connection
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from benchmarks.harness import described, parser, show, write
 
 DROP_IN = "drop_in"  # no backend of JAX
 JITTED_SHAPES = 60  # where torch launches the others
-CASE_SECONDS = 60  # after which a case counts as hung
 MEMORY_WAITS = (1, 2, 4)  # seconds between attempts of a case that finds too little memory
 KEPT_BYTES = 3 << 30  # of torch's pool, between cases: the workers share one GPU's memory
 
@@ -87,7 +85,7 @@ def run_case(task: Task, backend: str, device: str) -> dict:
 
 
 def _attempt(task: Task, backend: str, device: str) -> dict:
-    from benchmarks import case_data
+    import case_data
 
     entry = {"seed": seed_of(task.shape), "verdict": "failed"}
     try:
@@ -197,92 +195,6 @@ def _jitted_attention(phase: str, backend: str, softmax_scale: float) -> Callabl
     return jax.jit(lambda arrays: attend(**arrays, softmax_scale=softmax_scale, backend=backend))
 
 
-# --- workers --------------------------------------------------------------------------------------
-
-
-def _serve(connection: multiprocessing.connection.Connection, backend: str, device: str) -> None:
-    """Runs the tasks that come through the connection, until one leaves the GPU's context broken."""
-    import torch
-
-    while (task := connection.recv()) is not None:
-        entry = run_case(task, backend, device)
-        connection.send(entry)
-        if device == "cuda" and entry["verdict"] == "failed":
-            torch.cuda.synchronize()
-
-
-class Worker:
-    """A process that runs one task at a time."""
-
-    def __init__(self, backend: str, device: str):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, backend, device), daemon=True)
-        self.process.start()
-        theirs.close()  # so that the end of the process is noticed
-        self.task: Task | None = None
-        self.since = 0.0
-
-    def give(self, task: Task) -> bool:
-        """False if the process has ended."""
-        try:
-            self.connection.send(task)
-        except (BrokenPipeError, ConnectionError):
-            return False
-        self.task, self.since = task, time.monotonic()
-        return True
-
-    def take(self) -> tuple[Task, dict, bool]:
-        """The task, its entry, and whether the process goes on; a process that ended or hangs has failed."""
-        task, self.task = self.task, None
-        try:
-            if self.connection.poll():
-                return task, self.connection.recv(), True
-            why = f"took more than {CASE_SECONDS} s"
-        except (EOFError, ConnectionError):
-            self.process.join()
-            why = f"the process ended with exit code {self.process.exitcode}"
-        return task, {"seed": seed_of(task.shape), "verdict": "failed", "why": why}, False
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.join()
-
-
-def run_tasks(
-    tasks: Iterator[Task], start_worker: Callable[[], Worker], workers: int, budget: float
-) -> Iterator[tuple[Task, dict]]:
-    """Results as they come; no task is begun after `budget` seconds."""
-    deadline, left, pool = time.monotonic() + budget, collections.deque(tasks), []
-    try:
-        while True:
-            if time.monotonic() > deadline:
-                left.clear()
-            idle = [worker for worker in pool if worker.task is None]
-            while left and (idle or len(pool) < workers):
-                worker = idle.pop() if idle else start_worker()
-                if worker not in pool:
-                    pool.append(worker)
-                if worker.give(left[0]):
-                    left.popleft()
-                else:
-                    pool.remove(worker)
-            busy = [worker for worker in pool if worker.task]
-            if not busy:
-                return
-            ready = multiprocessing.connection.wait([worker.connection for worker in busy], timeout=1)
-            for worker in busy:
-                if worker.connection in ready or time.monotonic() - worker.since > CASE_SECONDS:
-                    task, entry, goes_on = worker.take()
-                    if not goes_on:
-                        worker.stop()
-                        pool.remove(worker)
-                    yield task, entry
-    finally:
-        for worker in pool:
-            worker.stop()
-
-
 # --- the tables -----------------------------------------------------------------------------------
 
 
@@ -319,12 +231,15 @@ def main() -> int:
     if args.backend not in (installed := installed_for("decode") | {DROP_IN}):
         print(f"{args.backend} is not installed here; these are: {', '.join(sorted(installed))}")
         return 2
-    entries = {}
-    start = functools.partial(Worker, args.backend, args.device)
-    for task, entry in run_tasks(iter(tasks), start, args.workers, args.budget_seconds):
-        entries[task] = entry
-        if entry["verdict"] == "failed":
-            print(f"FAILED {task.id}\n       {entry['why']}", flush=True)
+    entries, deadline = {}, time.monotonic() + args.budget_seconds
+    run = functools.partial(run_case, backend=args.backend, device=args.device)
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        for task, entry in zip(tasks, pool.imap(run, tasks)):
+            entries[task] = entry
+            if entry["verdict"] == "failed":
+                print(f"FAILED {task.id}\n       {entry['why']}", flush=True)
+            if time.monotonic() > deadline:
+                break
     found = row(args.backend, entries)
     show(found)
     covered, strata = ({task.shape.stratum for task in some} for some in (entries, tasks))

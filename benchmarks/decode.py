@@ -25,13 +25,14 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import case_data
 import torch
 from flashmla_cases import DecodeShape, decode_table
 from sparse_mla_torch import flash_mla as drop_in
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention import decode
 
-from benchmarks import case_data, peers
+from benchmarks import peers
 from benchmarks.harness import FLUSHES, NotMeasured, Run, Timer, copy_rate, parser, show, write
 from jax_sparse_mla.kv_cache.layout import KVLayout
 

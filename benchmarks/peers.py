@@ -60,6 +60,12 @@ def find(name: str) -> ModuleType:
     return found
 
 
+def sglang() -> dict[str, ModuleType]:
+    """SGLang's modules of a step by their names without "sglang"; NotMeasured where one cannot be imported."""
+    names = "topk", "store", "rope", "compress", "lengths", "pages", "gather", "index keys", "workspace"
+    return {name: find(f"sglang {name}") for name in names}
+
+
 def _prepare_sglang() -> None:
     if "sglang" in sys.modules:
         return

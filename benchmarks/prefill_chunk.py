@@ -1,6 +1,6 @@
 """Prefill of DeepSeek-V4-Flash's attention beside SGLang's own: one request in chunks, 43 layers, on one GPU.
 
-    python -m benchmarks prefill_chunk [--prepared FOLDER]     # FOLDER of `python -m benchmarks step --prepare`
+    python -m benchmarks prefill_chunk
 
 SGLang's kernels are launched one after the other, since it has no CUDA graph for a prefill; the rest is as in
 `python -m benchmarks step`. The request's last chunk is compared with our reference before anything is timed. Per
@@ -74,7 +74,6 @@ def parts(kinds: list[tuple[str, float, int]]) -> dict[str, float]:
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--prepared", metavar="FOLDER", help="where SGLang's compiled modules lie")
     made.add_argument("--prompt", default="16384/8192", help="PROMPT/CHUNK, whole chunks")
     made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first, at least 3")
     made.add_argument("--repeats", type=int, default=3)
@@ -91,7 +90,7 @@ def main() -> int:
     results = {"ours": measure_ours(case)[f"prefill {prompt} in {length}"]}
     guards, reason = None, None
     try:
-        load(args.prepared)
+        load()
         theirs, guards = measure_theirs(prompt, length, args)
         results |= theirs
     except NotMeasured as why:

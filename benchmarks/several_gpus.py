@@ -9,10 +9,10 @@ step: a case is REQUESTSxCONTEXT, requests of one device. The step of `benchmark
 every byte of its caches are compared with those that one device has for the same requests, and its program is searched
 for collectives. Weak scaling is the wall time on one device over that on all. --processes: one for each GPU.
 
-context: a layer's attention over pages that lie on all devices: wall time of a program of 10 layers, over 10. Outputs are
-compared with one device's before. one: sparse_mla_decode on one device, which has all pages. own keys: attention of each device
-to its own slots with all heads, no exchange. all-to-all: context_parallel_decode. gathered: own keys, whole outputs
-gathered on every device and merged there, which is what the exchange replaces.
+context: a layer's attention over pages that lie on all devices; wall time of a program of 10 layers, over 10. Outputs
+are compared with one device's before. one: sparse_mla_decode on one device, which has all pages. own keys: attention of
+each device to its own slots with all heads, no exchange. all-to-all: context_parallel_decode. gathered: own keys, whole
+outputs gathered on every device and merged there, which is what the exchange replaces.
 
 serving: a layout is SHARESxDEVICES, shares of the requests and devices that share heads and experts. Each request is
 compared with that of one device up to its first other token; the margin there says how close the two best logits were.

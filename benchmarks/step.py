@@ -3,8 +3,6 @@
     python -m benchmarks step                        # decode: ours, and SGLang's in a CUDA graph where it is installed
     python -m benchmarks step --ours                 # decode, chunked prefill and a long request, ours alone
     python -m benchmarks step --ours --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
-    python -m benchmarks step --prepare FOLDER --wheel sglang-0.5.23-*.whl   # compiles SGLang's modules, without a GPU
-    python -m benchmarks step --prepared FOLDER                              # takes them from there
 
 A decode case is BATCHxCONTEXT, with --staggered each request one token shorter than the one before it (of 128); a
 prefill case PROMPT/CHUNK tokens; the long request is prefilled in chunks and then decodes. After an @ stand options,
@@ -15,8 +13,8 @@ Per case: wall and GPU time per step, the share of the time in which the GPU is 
 enqueue a step under `jax.transfer_guard("disallow")`. Per program: compile time, and whether the caches stay where they
 are (bytes that the executable aliases, copies of a cache's shape in its HLO, buffer addresses).
 
-SGLang's step needs sgl-flash-mla 1.0.0, sgl-deep-gemm 0.1.5.post1, apache-tvm-ffi and msgspec, and CUDA_HOME. Both
-steps have the ratios, tables, cache bytes, rows and parameters of `benchmarks.stack`, take their slots from the request
+SGLang's step needs sglang 0.5.23, which compiles its modules when they are first used, sgl-flash-mla and sgl-deep-gemm.
+Both steps have the ratios, tables, cache bytes, rows and parameters of `benchmarks.stack`, take their slots from the request
 table, add one to the lengths, make their metadata, and give each layer's keys one head of the output below. Ours is
 measured in a process of its own, before.
 
@@ -426,9 +424,6 @@ def main() -> int:
     made.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
     made.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
     made.add_argument("--variants", default="A,B,C", help="of SGLang's step")
-    made.add_argument("--prepare", metavar="FOLDER", help="compile SGLang's modules into it, and measure nothing")
-    made.add_argument("--wheel", help="SGLang's, for --prepare")
-    made.add_argument("--prepared", metavar="FOLDER", help="where SGLang's compiled modules lie")
     args = made.parse_args()
     if args.decode is None:
         args.decode = DECODE if args.ours else PEER_DECODE

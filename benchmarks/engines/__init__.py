@@ -20,8 +20,7 @@ indexer or the engine's graph runner itself. Rows have:
 
 SGLang's rows that begin with "graph:" follow its graph runner: metadata before and inside of the capture, another
 batch put in, and a replay; their times are of metadata, projections and the layer together. Rows with "served" have
-sizes of serving. Packages that the engine imports and are not installed are listed under `stand_ins`; a case that calls
-one fails with its name. The exit code is 1 where a case failed, was skipped or has too large an error.
+sizes of serving. The exit code is 1 where a case failed, was skipped or has too large an error.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ sys.path.insert(0, str(ROOT / "tests" / "engines"))
 SIDES = ("theirs", "ours")
 TIMES = ("graph_us", "busy_us", "eager_us", "host_us")
 ROW = ("error", "graph_error", *TIMES)
-NOTHING = {"results": {}, "said": [], "stand_ins": [], "exit_status": 0}
+NOTHING = {"results": {}, "said": [], "exit_status": 0}
 HOST_CALLS = 10
-SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the rows with sizes of serving
 VLLM_ERROR = GRAPH_ERROR = 0.004  # of a bfloat16 result: 0.0017 is measured
 
 
@@ -133,7 +131,7 @@ class Engine(NamedTuple):
 
 
 def engine(name: str) -> Engine:
-    from benchmarks.engines.sglang_cases import most_error
+    from sglang_cases import most_error
 
     if name == "sglang":
         return Engine(lambda side: [], lambda side: {"JAX_SPARSE_MLA_SGLANG": str(int(side == "ours"))}, most_error)
@@ -214,8 +212,7 @@ def main() -> int:
     result = rows(found["theirs"]["results"], found["ours"]["results"])
     print(table(result))
     if not args.no_gpu:
-        more = {"said": found["ours"]["said"], "stand_ins": found["ours"]["stand_ins"]}
-        write(f"engines_{args.engine}", result, **more)
+        write(f"engines_{args.engine}", result, said=found["ours"]["said"])
     most = engine(args.engine).most_error
     bad = [f"{side}: exit status {status}" for side in SIDES if (status := found[side]["exit_status"])]
     problems = ((row, row.get("failed") if args.no_gpu else problem(row, most(row["case"]))) for row in result)

@@ -10,25 +10,20 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import os
-import sys
 import time
 import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sglang_cases as kit
 import torch
 
 from benchmarks.engines import Captured, difference, lines_of, served, timed
-from benchmarks.engines import sglang_cases as kit
-from benchmarks.engines.absent import Absent
 from benchmarks.harness import Run, Timer
 
 WARM_UP = 2
-# Packages that SGLang's modules import and its FlashMLA attention on SM90 does not call.
-MAY_BE_ABSENT = ("sgl_kernel", "IPython", "torchaudio", "soundfile", "timm", "gguf", "kernels")
 
 
 class Recorder:
@@ -158,34 +153,16 @@ def _put(held: dict[str, Any], fresh: dict[str, Any]) -> None:
             tensor.copy_(other)
 
 
-class SGLang:
-    """SGLang with its plugins loaded, as its server's processes do it.
+def load_sglang() -> list[str]:
+    """Loads SGLang's plugins as its server's processes do it; the list gets the lines that our plugin logs."""
+    os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # the kit gives positions, and not slots
+    said = lines_of("sglang")
+    importlib.import_module("sglang")  # where a package is missing, its name is the error: the plugin logs its own
+    from sparse_mla_torch.plugins import sglang as plugin
 
-    Attributes:
-      stand_ins: packages that are not installed and were imported.
-      said: the lines that our plugin has logged.
-    """
-
-    def __init__(self):
-        absent = Absent(tuple(name for name in MAY_BE_ABSENT if not _installed(name)))
-        os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # the kit gives positions, and not slots
-        sys.meta_path.append(absent)
-        self._absent, self.said = absent, lines_of("sglang")
-        importlib.import_module("sglang")  # where a package is missing, its name is the error: the plugin logs its own
-        from sparse_mla_torch.plugins import sglang as plugin
-
-        plugin.register()  # as SGLang does by its entry point, which a checkout that is not installed has not
-        importlib.import_module("sglang.srt.plugins").load_plugins()
-
-    @property
-    def stand_ins(self) -> list[str]:
-        return sorted(self._absent.imported)
-
-
-def _installed(name: str) -> bool:
-    """Whether there is such a package; a folder of a few of its files is none."""
-    found = importlib.util.find_spec(name)
-    return found is not None and found.origin is not None
+    plugin.register()  # as SGLang does by its entry point, which a checkout that is not installed has not
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+    return said
 
 
 def main() -> None:
@@ -195,12 +172,10 @@ def main() -> None:
     parser.add_argument("--part", choices=kit.PARTS, action="append", help="some of the cases")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
-    gpu, said, stand_ins = not arguments.no_gpu, list, list
+    gpu, timer, said = not arguments.no_gpu, None, []
     if gpu:
-        timer, sglang = Timer(), SGLang()
-        said, stand_ins = (lambda: sglang.said), (lambda: sglang.stand_ins)
+        timer, said = Timer(), load_sglang()
     else:
-        timer = None
         importlib.import_module("sglang_without_gpu")
         importlib.import_module("sparse_mla_torch.plugins.sglang").register()
         importlib.import_module("sglang.srt.plugins").load_plugins()
@@ -225,7 +200,7 @@ def main() -> None:
         results[case.name]["seconds"] = time.perf_counter() - start
         shown = {key: value for key, value in results[case.name].items() if key != "output"}
         print(f"{case.name}: {shown}", flush=True)
-        torch.save({"results": results, "said": said(), "stand_ins": stand_ins()}, arguments.results)
+        torch.save({"results": results, "said": said}, arguments.results)
 
 
 if __name__ == "__main__":

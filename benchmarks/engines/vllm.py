@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.engines import SERVED, difference, lines_of, served, timed
-from benchmarks.engines.absent import Absent
+from benchmarks.engines import difference, lines_of, served, timed
 from benchmarks.harness import Timer
 
 RATIOS = (1, 4, 128)
-# What vLLM imports and a machine may lack: none of it computes in a layer's attention.
-MAY_BE_ABSENT = tuple(f"vllm.vllm_flash_attn.{name}" for name in ("_vllm_fa2_C", "_vllm_fa3_C"))
+SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the rows with sizes of serving
 
 
 class Case(NamedTuple):
@@ -98,15 +95,14 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
-    timer, absent, device, said = None, Absent(MAY_BE_ABSENT), torch.device("cpu"), lines_of("vllm")
+    timer, device, said = None, torch.device("cpu"), lines_of("vllm")
     if arguments.no_gpu:
         importlib.import_module("vllm_without_gpu")
         importlib.import_module("drive_vllm").stand_in_for_v32s_operators()
     else:
         timer, device = Timer(), torch.device("cuda", 0)
-        sys.meta_path.append(absent)
     importlib.import_module("sparse_mla_torch.plugins.vllm").register()
-    layers = importlib.import_module("benchmarks.engines.vllm_layers")
+    layers = importlib.import_module("vllm_layers")
     backend, results = layers.OURS if arguments.side == "ours" else layers.THEIRS, {}
     for case in cases(layers, backend, device, served=timer is not None):
         if arguments.only and not any(text in case.name for text in arguments.only):
@@ -115,7 +111,7 @@ def main() -> None:
         results[case.name] = run(case, timer)
         shown = {key: value for key, value in results[case.name].items() if key not in ("output", "kernels")}
         print(f"{case.name}: {shown} in {time.perf_counter() - start:.1f} s", flush=True)
-        torch.save({"results": results, "said": said, "stand_ins": sorted(absent.imported)}, arguments.results)
+        torch.save({"results": results, "said": said}, arguments.results)
 
 
 if __name__ == "__main__":

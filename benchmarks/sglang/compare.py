@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import json
 import os
 import statistics
@@ -21,7 +20,6 @@ import torch
 from benchmarks import peers
 from benchmarks.harness import ROOT, NotMeasured, write
 from benchmarks.sglang.guards import GuardError, check
-from benchmarks.sglang.prepare import modules, prepare, use_compiled
 from benchmarks.sglang.state import State
 from benchmarks.sglang.step import STREAM_ROWS, VARIANTS, Graph, Step
 from benchmarks.stack import V4_FLASH_RATIOS, Stack
@@ -90,21 +88,9 @@ def measure_ours(arguments: Sequence[str]) -> dict[str, dict]:
     return {row.pop("case"): row for row in rows}
 
 
-def load(prepared: str | None) -> list[str]:
-    """Imports SGLang, out of the folder if one is given, FlashMLA and DeepGEMM.
-
-    Returns:
-      The names of the modules that are compiled here, which grows as they are used.
-
-    Raises:
-      NotMeasured: one of them cannot be imported.
-    """
-    folder = None if prepared is None else Path(prepared).resolve()
-    if folder is not None:
-        sys.path.insert(0, str(folder))
-        importlib.invalidate_caches()
-    modules(), peers.find("deep_gemm"), peers.find("flash_mla")
-    return [] if folder is None else use_compiled(folder)
+def load() -> None:
+    """Imports SGLang's kernels, FlashMLA and DeepGEMM; NotMeasured where one cannot be imported."""
+    peers.sglang(), peers.find("deep_gemm"), peers.find("flash_mla")
 
 
 COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "host_us")
@@ -130,20 +116,15 @@ def table(found: Sequence[dict]) -> str:
 def main(args) -> int:
     """The command `step` without --ours."""
     jax.config.update("jax_platforms", "cpu")  # the tables, rows and reference: the GPU is SGLang's
-    if args.prepare:
-        if args.wheel is None:
-            raise SystemExit("--prepare needs --wheel")
-        for path in prepare(Path(args.prepare), Path(args.wheel)):
-            print(f"{path.stat().st_size:10,} {path}")
-        return 0
     cases, found = args.decode.split(","), []
     size = "--layers", str(args.layers), "--repeats", str(args.repeats), *["--staggered"] * args.staggered
     ours = measure_ours(["--prefill", "", "--decode", args.decode, *size])
     ours = {name.removeprefix("decode ").removesuffix(", staggered"): row for name, row in ours.items()}
+    reason = None
     try:
-        missing, reason = load(args.prepared), None
+        load()
     except NotMeasured as why:
-        missing, reason = [], str(why)
+        reason = str(why)
         print(f"SGLang's step cannot be measured here: {reason}")
     for case in cases:
         own = {key: ours[case][key] for key in ("steps", "gpu_busy", "from_graphs", *COLUMNS) if key in ours[case]}
@@ -151,6 +132,6 @@ def main(args) -> int:
         found += rows(case, {"ours": own} | theirs)
         gc.collect()
         torch.cuda.empty_cache()
-        write("step", found, compiled_here=missing, not_measured=reason)
+        write("step", found, not_measured=reason)
     print(table(found))
     return int(any("failed" in row for row in found))

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import peers
-from benchmarks.sglang.prepare import modules
 from benchmarks.sglang.state import C4_RING, C128_RING, EPS, Compressor, Layer, State
 
 # SGLang takes its side streams for graphs of up to so many rows on SM90.
@@ -122,7 +121,7 @@ class Step:
 
     def __init__(self, state: State, variant: Variant):
         self.state, self.variant = state, variant
-        self.sglang, self.deep_gemm, self.flash_mla = modules(), peers.find("deep_gemm"), peers.find("flash_mla")
+        self.sglang, self.deep_gemm, self.flash_mla = peers.sglang(), peers.find("deep_gemm"), peers.find("flash_mla")
         self.deep_gemm.set_pdl(True)  # as SGLang's server does: its kernels begin while the one before ends
         self.side = [torch.cuda.Stream() for _ in range(5)] if variant.streams else None
 

@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 import attention_oracle
+import case_data
 
-from benchmarks import case_data, cases
+from benchmarks import cases
 
 DECODES = [
     DecodeShape("grid", "V32_FP8", 3, 3, 2, Scope(50, 24, 7)),

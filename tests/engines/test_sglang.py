@@ -13,8 +13,7 @@ import sys
 
 import pytest
 from driver import ROOT, reported, skip_without
-
-from benchmarks.engines.sglang_cases import DECODE, PREFILL, V4_ERROR, most_error
+from sglang_cases import DECODE, PREFILL, V4_ERROR, most_error
 
 pytestmark = [pytest.mark.torch, pytest.mark.no_gpu, skip_without("sglang")]
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from benchmarks.engines import SERVED
-
 DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the rows with sizes of serving
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
