@@ -111,21 +111,15 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer, gpu: str) -> s
     command += ["--launch-timeout", "120", "--print-limit", "0"]  # 0: no limit
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")
-    return subprocess.Popen(command, env=os.environ | alone | own, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    options = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
+    return subprocess.Popen(command, env=os.environ | alone | own, **options)
 
 
 def stop(process: subprocess.Popen) -> None:
     """Ends the sanitizer and the program under it, which outlives the sanitizer alone and holds the GPU's memory."""
-    for pid in (*descendants(process.pid), process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that they started."""
-    children = [int(x) for path in Path(f"/proc/{pid}/task").glob("*/children") for x in path.read_text().split()]
-    return children + [each for child in children for each in descendants(child)]
 
 
 def verdict(log: str, exit_code: int | None) -> dict:

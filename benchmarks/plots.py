@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H200"
 OURS, PEER, GRID = "#1f6fb4", "#9aa3ab", "#d9dde1"
+SAME_TIME = {"color": "black", "linewidth": 0.9, "linestyle": ":"}
 COLOURS = ("#1f6fb4", "#d1603d", "#3a9a6b", "#8a63b0", "#c79a2c")
 
 
@@ -25,21 +26,17 @@ def rows(operation: str, number: int = 0) -> list[dict]:
     return [group for group in groups if group["device"] == DEVICE][number]["rows"]
 
 
-def thousands(text: str) -> str:
-    return re.sub(r"\d{4,}", lambda match: f"{int(match[0]):,}", text)
-
-
 def step(axes) -> None:
     found = {(row["case"], row["step"]): row["wall_us"] / 1e3 for row in rows("step")}
     cases = list(dict.fromkeys(case for case, _ in found))
-    for shift, name, label, colour in ((-0.2, "SGLang B", "SGLang's kernels", PEER), (0.2, "ours", "ours", OURS)):
+    for shift, name, label, colour in ((-0.2, "SGLang", "SGLang's kernels", PEER), (0.2, "ours", "ours", OURS)):
         times = [found[case, name] for case in cases]
         bars = axes.bar([i + shift for i in range(len(cases))], times, 0.38, color=colour, label=label)
         axes.bar_label(bars, [f"{time:.2f}" for time in times], fontsize=8, padding=2)
     for i, case in enumerate(cases):
-        ratio, top = found[case, "SGLang B"] / found[case, "ours"], found[case, "SGLang B"]
+        ratio, top = found[case, "SGLang"] / found[case, "ours"], found[case, "SGLang"]
         axes.annotate(f"{ratio:.2f}×", (i, top), (0, 15), textcoords="offset points", ha="center", weight="bold")
-    axes.set_xticks(range(len(cases)), [thousands(case.replace("x", " × ")) for case in cases])
+    axes.set_xticks(range(len(cases)), [" × ".join(f"{int(x):,}" for x in case.split("x")) for case in cases])
     axes.set(xlabel="requests × tokens of context", ylabel="time of a step, ms", ylim=(0, max(found.values()) * 1.15))
     title = f"DeepSeek-V4-Flash: attention of all 43 layers, one decode step ({DEVICE})"
     axes.set_title(f"{title}\nbold: SGLang's time over ours", fontsize=10)
@@ -59,30 +56,30 @@ def decode(axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, batches)
     axes.set(xlabel="requests, one token each", ylabel="FlashMLA's time / ours", ylim=(0.5, None))
-    _parity(axes)
+    axes.axhline(1, **SAME_TIME)
     axes.set_title(f"Decode from FP8 caches beside FlashMLA ({DEVICE}; the L2 emptied before each call)", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=2)
 
 
 def prefill(axes) -> None:
     found = rows("prefill")
-    names = [re.sub(r"^prefill (.*), kv (\d+)$", r"\1, \2 keys", row["case"]) for row in found]
-    names = [name.replace("V4 sharded", "V4 Flash").replace(" sharded", "") for name in names]
+    names = [row["case"].removeprefix("prefill ").replace("V4 sharded", "V4 Flash") for row in found]
+    names = [re.sub(r"kv (\d+)(\d{3})", r"\1,\2 keys", name.replace(" sharded", "")) for name in names]
     ratios = [row["peers"]["flash_mla"] / row["ours"]["hopper"] for row in found]
     places = range(len(names))
     bars = axes.barh(places, ratios, 0.62, color=OURS)
     labels = [f"{ratio:.2f}×   ({row['ours']['hopper']:,.0f} µs)" for ratio, row in zip(ratios, found)]
     axes.bar_label(bars, labels, fontsize=8, padding=3)
-    axes.set_yticks(places, [thousands(name) for name in names], fontsize=8)
+    axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="FlashMLA's time / ours", xlim=(0, max(ratios) * 1.3))
-    _parity(axes, upright=True)
+    axes.axvline(1, **SAME_TIME)
     axes.set_title(f"Prefill of 4,096 queries beside FlashMLA ({DEVICE})", fontsize=10)
 
 
 def context(left, right) -> None:
     own = {row["case"]: row["wall_us"] / 1e3 for row in rows("step", 1)}
-    sglang = {row["case"]: row["wall_us"] / 1e3 for row in rows("step") if row["step"] == "SGLang B"}
+    sglang = {row["case"]: row["wall_us"] / 1e3 for row in rows("step") if row["step"] == "SGLang"}
     lengths = 8192, 131_072
     left.plot(lengths, [sglang[f"64x{n}"] for n in lengths], "s--", color=PEER, label="64 requests, SGLang's kernels")
     for requests, colour in ((64, COLOURS[0]), (8, COLOURS[2]), (1, COLOURS[1])):
@@ -107,11 +104,6 @@ def context(left, right) -> None:
         axes.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
         axes.set_xlabel("tokens of context")
         axes.legend(frameon=False, fontsize=8, loc="upper left")
-
-
-def _parity(axes, upright: bool = False) -> None:
-    """The line at which both take the same time."""
-    (axes.axvline if upright else axes.axhline)(1, color="black", linewidth=0.9, linestyle=":")
 
 
 PLOTS = {"step": (step, 1, (7, 3.8)), "decode": (decode, 1, (7, 3.8)), "prefill": (prefill, 1, (7, 3.8))}

@@ -13,17 +13,12 @@ Per case: wall and GPU time per step, the share of the time in which the GPU is 
 enqueue a step under `jax.transfer_guard("disallow")`. Per program: compile time, and whether the caches stay where they
 are (bytes that the executable aliases, copies of a cache's shape in its HLO, buffer addresses).
 
-SGLang's step needs sglang 0.5.23, which compiles its modules when they are first used, sgl-flash-mla and sgl-deep-gemm.
-Both steps have the ratios, tables, cache bytes, rows and parameters of `benchmarks.stack`, take their slots from the request
-table, add one to the lengths, make their metadata, and give each layer's keys one head of the output below. Ours is
-measured in a process of its own, before.
-
-    A  SGLang's kernels on one stream
-    B  on the side streams that its model takes for up to 64 rows: what it does, and what ours is compared with
-    C  B with the norm and rope of the query and the rope taken back from the output, which ours leaves out
-
-Of each variant a case is only timed after `benchmarks.sglang.guards` has compared it with our reference; what fails has
-no times, and the exit code is 1. A step of theirs also normalises and rotates the key and rotates the index query.
+SGLang's step, captured in a CUDA graph, needs sglang 0.5.23, which compiles its modules when they are first used,
+sgl-flash-mla and sgl-deep-gemm. Both steps have the ratios, tables, cache bytes, rows and parameters of
+`benchmarks.stack`, take their slots from the request table, add one to the lengths, make their metadata, and give each
+layer's keys one head of the output below. A case of SGLang's is only timed after `benchmarks.sglang.guards` has
+compared it with our reference; what fails has no times, and the exit code is 1. A step of theirs also normalises and
+rotates the key and rotates the index query. Ours is measured in a process of its own, before.
 """
 
 from __future__ import annotations
@@ -423,7 +418,6 @@ def main() -> int:
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
     made.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
-    made.add_argument("--variants", default="A,B,C", help="of SGLang's step")
     args = made.parse_args()
     if args.decode is None:
         args.decode = DECODE if args.ours else PEER_DECODE

@@ -32,7 +32,6 @@ from benchmarks.step import (
     Program,
     Steps,
     busy_time,
-    by_kind,
     compile_all,
     decode_start,
     measure,
@@ -119,8 +118,8 @@ class TorchSteps:
             torch.cuda.synchronize()
 
 
-def measure_case(program: Program, repeats: int, kinds: int) -> dict:
-    """By framework, its times; and how far the outputs of the same steps are apart. Prints `kinds` of operations."""
+def measure_case(program: Program, repeats: int) -> dict:
+    """By framework, its times; and how far the outputs of the same steps are apart."""
     stack = program.stack
     of_torch = TorchSteps(stack, "cuda").capture()
     caches = fill(stack, stack.empty_caches())
@@ -138,8 +137,6 @@ def measure_case(program: Program, repeats: int, kinds: int) -> dict:
             found[name], operations = measure(steps, start, count, repeats, rewind=False)
             found[name]["span_us"] = (max(o.end for o in operations) - operations[0].start) / count / 1e3
             found[name]["layers_us"] = busy_time([o for o in operations if not CHAIN.search(o.name)]) / count / 1e3
-            for kind in by_kind(program, operations, count)[:kinds]:
-                print(f"    {name:6}{kind.us:9.1f} us {kind.count:7.1f} x  {kind.name[:120]}")
     return found
 
 
@@ -162,7 +159,6 @@ def main() -> int:
     made.add_argument("--decode", default=PEER_DECODE, help="cases, BATCHxCONTEXT")
     made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
     args = made.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # half of the memory is torch's
     results, ratios = {}, V4_FLASH_RATIOS[: args.layers]
@@ -173,7 +169,7 @@ def main() -> int:
         return 0
     compile_all(list(programs.values()), workers=4)
     for case, program in programs.items():
-        results[case] = measure_case(program, args.repeats, args.operations)
+        results[case] = measure_case(program, args.repeats)
         apart, largest = results[case]["difference"], results[case]["largest"]
         print(f"{case}: outputs differ by at most {apart:.2g}, where the largest is {largest:.2g}")
         print(table({case: results[case]}), flush=True)

@@ -34,8 +34,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads wait for e
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers allocate on the same GPU
 gc.set_threshold(200_000, 50, 1000)  # a collection of all that JAX keeps takes seconds, and finds little
 
-# `GPUS_OF_TESTS=0,1,2,3 pytest -n 8`: tests use the first GPU that they see, and some a second. So xdist's workers begin
-# at different ones. Each sees no more than two, for it takes memory of every GPU that it sees.
+# `GPUS_OF_TESTS=0,1,2,3 pytest -n 8`: tests use the first GPU that they see, and some a second. So xdist's workers
+# begin at different ones. Each sees no more than two, for it takes memory of every GPU that it sees.
 _worker, _gpus = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("GPUS_OF_TESTS", "").split(",")
 if len(_gpus) > 1:
     _first = int(_worker.removeprefix("gw")) % len(_gpus)

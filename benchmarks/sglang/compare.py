@@ -21,7 +21,7 @@ from benchmarks import peers
 from benchmarks.harness import ROOT, NotMeasured, write
 from benchmarks.sglang.guards import GuardError, check
 from benchmarks.sglang.state import State
-from benchmarks.sglang.step import STREAM_ROWS, VARIANTS, Graph, Step
+from benchmarks.sglang.step import STREAM_ROWS, Graph, Step
 from benchmarks.stack import V4_FLASH_RATIOS, Stack
 from benchmarks.step import ROOM, decode_start, device_operations, host_us, summary, timed_steps
 
@@ -53,30 +53,22 @@ def run(graph: Graph, steps: int) -> tuple[float, float]:
     return enqueued - start, time.perf_counter() - start
 
 
-def measure_case(case: str, args) -> dict[str, dict]:
-    """By variant, its times and what the guards found."""
+def measure_case(case: str, args) -> dict:
+    """SGLang's times and what the guards found; why there are no times, where its step is not ours."""
     batch, context = map(int, case.split("x"))
     state = State(Stack(ratios=V4_FLASH_RATIOS[: args.layers], batch=batch, max_len=context))
-    found, graphs, repeats, staggered = {}, {}, args.repeats, args.staggered
-    for name in args.variants.split(","):
-        if VARIANTS[name].streams and batch > STREAM_ROWS:
-            continue
-        step = Step(state, VARIANTS[name])
-        state.lens.fill_(state.stack.max_len - ROOM)
-        graph = step.capture()
-        try:
-            guards = check(state, step, graph)
-        except GuardError as error:
-            print(f"{case} {name} IS NOT OUR STEP, no times are taken:\n{error}", flush=True)
-            found[name] = {"failed": str(error)}
-            continue
-        print(f"{case} {name}: {guards}", flush=True)
-        graphs[name] = graph
-        found[name] = times(state, graph, repeats, staggered) | {"guards": guards._asdict()}
-    for name, graph in graphs.items():  # after all are timed: a profiler may leave something behind
-        state.lens.copy_(torch.from_numpy(decode_start(state.stack, staggered)))
-        found[name] |= profiled(graph, found[name]["steps"])
-    return found
+    step = Step(state, streams=batch <= STREAM_ROWS)
+    state.lens.fill_(state.stack.max_len - ROOM)
+    graph = step.capture()
+    try:
+        guards = check(state, step, graph)
+    except GuardError as error:
+        print(f"{case} IS NOT OUR STEP, no times are taken:\n{error}", flush=True)
+        return {"failed": str(error)}
+    print(f"{case}: {guards}", flush=True)
+    found = times(state, graph, args.repeats, args.staggered) | {"guards": guards._asdict()}
+    state.lens.copy_(torch.from_numpy(decode_start(state.stack, args.staggered)))
+    return found | profiled(graph, found["steps"])
 
 
 def measure_ours(arguments: Sequence[str]) -> dict[str, dict]:
@@ -96,20 +88,15 @@ def load() -> None:
 COLUMNS = ("wall_us", "gpu_us", "span_us", "operations", "host_us")
 
 
-def rows(case: str, steps: dict[str, dict]) -> list[dict]:
-    """Our step and then SGLang's variants; what failed the guards has no times."""
-    return [{"case": case, "step": name if name == "ours" else f"SGLang {name}", **x} for name, x in steps.items()]
-
-
 def table(found: Sequence[dict]) -> str:
-    """A line for each case and variant; the last column is theirs over ours in wall time."""
-    lines = [f"{'case':12} {'step':12}" + "".join(f"{column:>12}" for column in COLUMNS) + f"{'/ ours':>9}"]
+    """A line for each case and step; the last column is SGLang's time over ours."""
+    lines = [f"{'case':12} {'step':8}" + "".join(f"{column:>12}" for column in COLUMNS) + f"{'/ ours':>9}"]
     ours = {row["case"]: row["wall_us"] for row in found if row["step"] == "ours"}
     for row in found:
         cells = "".join(f"{row[c]:12,.0f}" if c in row else f"{'–':>12}" for c in COLUMNS)
-        compared = row["step"] not in ("ours", "SGLang C") and row["case"] in ours and "wall_us" in row
+        compared = row["step"] != "ours" and "wall_us" in row
         ratio = f"{row['wall_us'] / ours[row['case']]:9.2f}" if compared else ""
-        lines.append(f"{row['case']:12} {row['step']:12}{cells}{ratio}")
+        lines.append(f"{row['case']:12} {row['step']:8}{cells}{ratio}")
     return "\n".join(lines)
 
 
@@ -128,8 +115,9 @@ def main(args) -> int:
         print(f"SGLang's step cannot be measured here: {reason}")
     for case in cases:
         own = {key: ours[case][key] for key in ("steps", "gpu_busy", "from_graphs", *COLUMNS) if key in ours[case]}
-        theirs = {} if reason else measure_case(case, args)
-        found += rows(case, {"ours": own} | theirs)
+        found.append({"case": case, "step": "ours", **own})
+        if reason is None:
+            found.append({"case": case, "step": "SGLang", **measure_case(case, args)})
         gc.collect()
         torch.cuda.empty_cache()
         write("step", found, not_measured=reason)

@@ -84,12 +84,13 @@ def test_ci_runs_the_commands_that_the_documents_show():
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"
 
 
-def test_readme_shows_the_short_examples_as_they_are():
+def test_readme_s_python_runs():
     shown = fenced(readme(), "python")
-    short = [path for path in (ROOT / "examples").glob("*.py") if len(path.read_text().splitlines()) <= 60]
-    assert len(short) >= 2
-    for path in short:
-        assert path.read_text() in shown, f"README.md does not show {path.name} as it is"
+    assert shown
+    for source in shown:
+        if re.search(r"^(import|from) (torch|sparse_mla_torch)", source, re.MULTILINE):
+            pytest.importorskip("torch")
+        exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs"])
