@@ -160,7 +160,8 @@ def drawn(layout: KVLayout, page_size: int) -> torch.Tensor:
         scales.copy_(torch.exp2(exponents.float()).view(torch.uint8))
     if plain := layout.qk_dim - layout.quantised_dim:
         rope = torch.randn(pages, page_size, plain, device="cuda", generator=generator).bfloat16()
-        part(layout.quantised_bytes, layout.data_bytes, 2 * plain).copy_(rope.view(torch.uint8))
+        begin = layout.quantised_bytes + layout.inline_scale_bytes
+        part(begin, layout.data_bytes, 2 * plain).copy_(rope.view(torch.uint8))
     return decode.pages_of(data, layout, page_size)
 
 
