@@ -26,9 +26,9 @@ from benchmarks.record import environment, results_folder, write_json
 from benchmarks.timing import Run, Timer
 from jax_sparse_mla import sparse_mla_prefill
 from jax_sparse_mla.attention import gradient
-from jax_sparse_mla.kernels.sm90 import backward as sm90
-from jax_sparse_mla.kernels.triton.sparse_mla import backward as kernels
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.attention.hopper import backward as sm90
+from jax_sparse_mla.attention.triton import backward as kernels
+from jax_sparse_mla.launch.triton_call import executor
 
 V_DIM = 512
 TILES = ("64x64/64/8", "64x64/128/8", "16x32/128/4")

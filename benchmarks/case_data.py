@@ -23,7 +23,7 @@ from attention_oracle import (
     TOLERANCES,
     V_DIM,
 )
-from flashmla_cases import DecodeShape, PrefillShape, Scope, seed_of
+from flashmla_cases import DecodeShape, PrefillShape, TableShape, seed_of
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
@@ -136,7 +136,7 @@ def _sink(shape: DecodeShape | PrefillShape, draw: Draw) -> torch.Tensor | None:
     return sink.masked_fill_(kind > 0.5, math.inf).masked_fill_(kind < -0.5, -math.inf)
 
 
-def _paged_keys(shape: DecodeShape, scope: Scope, layout: KVLayout, draw: Draw) -> Keys:
+def _paged_keys(shape: DecodeShape, scope: TableShape, layout: KVLayout, draw: Draw) -> Keys:
     tokens = torch.full((shape.batch,), float(scope.tokens), device=draw.device)
     if shape.varied:
         tokens = (tokens + draw.normal(shape.batch) * scope.tokens / 2).clamp_min(shape.q_len)
@@ -164,7 +164,7 @@ def _paged_keys(shape: DecodeShape, scope: Scope, layout: KVLayout, draw: Draw) 
     return keys
 
 
-def _num_pages(batch: int, scope: Scope, wanted: int) -> int:
+def _num_pages(batch: int, scope: TableShape, wanted: int) -> int:
     """Few different sizes, since each is compiled once: quarters of the expected one."""
     step = max(1, batch * -(-scope.tokens // scope.page_size) // 4)
     return max(1, min(-(-wanted // step) * step, MAX_SLOTS // scope.page_size))

@@ -78,9 +78,9 @@ def prefill(name: str) -> Callable[[], object]:
 
 def index_logits(rows: int, keys: int, heads: int, *, fp4: bool) -> Callable[[], object]:
     """Decode: each row reads pages of its own, all of them full."""
-    from sparse_mla_torch.kernels import indexer
+    from sparse_mla_torch.operations import indexer
 
-    from jax_sparse_mla.index_format import IndexFormat
+    from jax_sparse_mla.indexer.keys import IndexFormat
 
     format, page_size = IndexFormat.FP4 if fp4 else IndexFormat.FP8, 64
     pages = rows * keys // page_size

@@ -3,9 +3,9 @@
     python -m benchmarks.decode_plans [--only "V4 C128, 128 heads" ...] [--tiles 16 32 64] [--most-rows 64]
 
 The cases are those of `benchmarks.hopper_decode`; `many` is the persistent kernel, `64 x 6` the wide cluster kernel
-with clusters of six thread blocks, `16 x 6` and `32 x 6` the cluster kernel. µs by CUPTI, the worse of emptying the L2
-by reading and by writing. The times in `jax_sparse_mla/kernels/sm90/decode_plan.py` are fitted to such numbers. Prints
-a line for each case and writes nothing.
+with clusters of six thread blocks, `16 x 6` and `32 x 6` the cluster kernel. µs by CUPTI, the worse of emptying the
+L2 by reading and by writing. The times in `jax_sparse_mla/attention/hopper/decode_plan.py` are fitted to such
+numbers. Prints a line for each case and writes nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from unittest import mock
 
 from benchmarks.hopper_decode import Case, Problem, cases, ours
 from benchmarks.timing import Run, Timer
+from jax_sparse_mla.attention.hopper import decode_plan
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kernels.sm90 import decode_plan
 
 WRONG = 5e-3  # more than twice what the roundings to bfloat16 explain
 

@@ -33,7 +33,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "interop")]
 
-from flashmla_cases import DecodeShape, Scope, decode_table  # noqa: E402
+from flashmla_cases import DecodeShape, TableShape, decode_table  # noqa: E402
 from sparse_mla_torch import flash_mla as ours  # noqa: E402
 
 from benchmarks import case_data  # noqa: E402
@@ -147,7 +147,7 @@ class Problem:
         generator = torch.Generator(device="cuda").manual_seed(0)
         rows = (shape.batch, shape.q_len)
 
-        def table(scope: Scope) -> tuple[Cache, torch.Tensor]:
+        def table(scope: TableShape) -> tuple[Cache, torch.Tensor]:
             key = (layout, scope.page_size)
             if key not in caches:
                 caches[key] = Cache.random(*key, torch.Generator(device="cuda").manual_seed(scope.page_size))

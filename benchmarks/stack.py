@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, ForwardBatch, ForwardMode, ModelSpec, PagedKV, RequestTables, write_kv
-from jax_sparse_mla.dispatch import use_triton
-from jax_sparse_mla.indexer import IndexKeys, write_index_k
+from jax_sparse_mla.indexer.logits import IndexKeys, write_index_k
+from jax_sparse_mla.launch.dispatch import use_triton
 from jax_sparse_mla.layers import (
     CompressorParams,
     IndexRows,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax_sparse_mla.index_format import INDEX_DIM, IndexFormat
+from jax_sparse_mla.indexer.keys import INDEX_DIM, IndexFormat
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 # V4's compress ratio whose layers have an indexer; its layers of ratio 128 attend to every compressed entry.

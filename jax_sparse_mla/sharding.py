@@ -1,6 +1,6 @@
 """How the functions run on several devices.
 
-XLA cannot see through a kernel, and JAX does not guess how the result of a gather is sharded. `Shares` says of a
+XLA cannot see through a kernel, and JAX does not guess how the result of a gather is sharded. `PartitionRule` says of a
 function which dimensions of its arrays may be cut. From it follow two of the three ways:
 
 * Over explicit mesh axes (those of `jax.make_mesh` by default), where an array's type says how it is sharded,
@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_sparse_mla.argument_checks import ArgumentChecks
 
 
-class Shares(NamedTuple):
+class PartitionRule(NamedTuple):
     """Which dimensions of a function's arrays may be cut; hashable.
 
     Attributes:
@@ -62,7 +62,7 @@ def refuse_sharded(check: ArgumentChecks, **arrays: Any) -> None:
             )
 
 
-def on_own_shares(function: Callable[..., Any], shares: Shares, arguments: tuple, **static: Any) -> Any:
+def on_own_shares(function: Callable[..., Any], shares: PartitionRule, arguments: tuple, **static: Any) -> Any:
     """`function(*arguments, **static)` on each device's shares, over explicit axes.
 
     A dimension is cut as the first argument is that has it sharded; the others are resharded to that first. The
@@ -102,7 +102,7 @@ def may_be_partitioned(arguments: tuple) -> bool:
     return all(kind == AxisType.Auto for mesh in meshes for kind in mesh.axis_types)
 
 
-def partitioned(function: Callable[..., Any], shares: Shares, *arguments: Any) -> Any:
+def partitioned(function: Callable[..., Any], shares: PartitionRule, *arguments: Any) -> Any:
     """`function(*arguments)`, of which the partitioner knows what it may cut. No gradient, no batching rule.
 
     A program for one device has the function itself.

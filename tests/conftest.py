@@ -88,7 +88,7 @@ def torch_without_slow_products(request):
     if not used or importlib.util.find_spec("torch") is None:
         yield
         return
-    from sparse_mla_torch.products import quick_products
+    from sparse_mla_torch.cpu_matmul import quick_products
 
     with quick_products():
         yield

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from sparse_mla_torch.kernels import indexer as torch_indexer
+from sparse_mla_torch.operations import indexer as torch_indexer
 
 from benchmarks import peers
 from benchmarks.timing import Case, Run, in_place
-from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference, compressor_window
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import (
+from jax_sparse_mla.compressor.api import compress_kv, compress_kv_reference
+from jax_sparse_mla.compressor.state import CompressorState, compressor_window
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import (
     INDEX_DIM,
     INDEX_K_BYTES,
     IndexKeys,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from sparse_mla_torch.kernels import indices as torch_indices
+from sparse_mla_torch.operations import indices as torch_indices
 
 from benchmarks import peers
 from benchmarks.timing import Case, Run

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from sparse_mla_torch.kernels import kv_cache as torch_kv
+from sparse_mla_torch.operations import kv_cache as torch_kv
 
 from benchmarks import peers
 from benchmarks.timing import Case, Run, in_place

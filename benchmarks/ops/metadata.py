@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from sparse_mla_torch.kernels import metadata as torch_metadata
+from sparse_mla_torch.operations import metadata as torch_metadata
 
 from benchmarks import peers
 from benchmarks.timing import Case, Run

@@ -24,11 +24,13 @@ from benchmarks.sglang.state import C4_RING, C128_RING, EPS, Compressor, Layer, 
 from benchmarks.sglang.step import Graph, Seen, Step
 from benchmarks.stack import Stack
 from jax_sparse_mla import ForwardBatch, ForwardMode
-from jax_sparse_mla.compressor import CompressorState, compress_kv, rope_interleaved
-from jax_sparse_mla.indexer import index_logits, quantize_index_q, write_transformed_index_k
+from jax_sparse_mla.compressor.api import compress_kv
+from jax_sparse_mla.compressor.state import CompressorState
+from jax_sparse_mla.indexer.logits import index_logits, quantize_index_q, write_transformed_index_k
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import IndexRows, V4LayerCache, V4Rows, prepare_v4_step, v4_layer
 from jax_sparse_mla.models import INDEXED_RATIO
+from jax_sparse_mla.rope import rope_interleaved
 
 LEAST_SELECTED = 0.999  # of the top-k
 MOST_ERROR = 1e-2  # of a layer's output, ‖theirs − ours‖ / ‖ours‖: both are bfloat16

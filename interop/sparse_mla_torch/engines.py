@@ -40,7 +40,7 @@ from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4
 from jax_sparse_mla.models import ModelSpec
 from sparse_mla_torch import bridge
 from sparse_mla_torch.attention import route
-from sparse_mla_torch.kernels.checks import check_tensor
+from sparse_mla_torch.operations.checks import check_tensor
 
 INT_MIN = -INT_MAX - 1
 
@@ -277,9 +277,9 @@ def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
 def _launch(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
     # Triton is imported only here, where there is a GPU.
     if spec.window is None:
-        from sparse_mla_torch.kernels.metadata_v32 import build_v32_metadata as build
+        from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata as build
     else:
-        from sparse_mla_torch.kernels.metadata import build_v4_metadata as build
+        from sparse_mla_torch.operations.metadata import build_v4_metadata as build
     with torch.cuda.device_of(step.batch.seq_lens):
         return build(spec, *step, **options, out=out)
 

@@ -26,7 +26,7 @@ from sparse_mla_torch import ops
 from sparse_mla_torch.attention import call_cache, decode, prefill
 from sparse_mla_torch.attention.call_cache import Prepared
 from sparse_mla_torch.attention.route import FasterAlone
-from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_strided
+from sparse_mla_torch.operations.checks import BF16, FLOAT32, check_strided
 
 __all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 

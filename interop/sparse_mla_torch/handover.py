@@ -52,8 +52,8 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from jax_sparse_mla.compressor import compressor_window
-from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES
+from jax_sparse_mla.compressor.state import compressor_window
+from jax_sparse_mla.indexer.logits import INDEX_DIM, INDEX_K_BYTES
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.serving.engine import Engine as JaxEngine

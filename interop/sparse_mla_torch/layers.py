@@ -24,7 +24,7 @@ import jax
 import torch
 
 from jax_sparse_mla.attention.route import Plan
-from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, sylvester
+from jax_sparse_mla.indexer.logits import INDEX_DIM, IndexKeys, sylvester
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.layers import (
@@ -43,12 +43,12 @@ from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from sparse_mla_torch.attention import decode
 from sparse_mla_torch.attention.call_cache import Schedule
-from sparse_mla_torch.kernels.checks import FLOAT32, FLOATS, UINT8, check_tensor
-from sparse_mla_torch.kernels.index_selection import index_topk
-from sparse_mla_torch.kernels.indexer import quantize_index_q, write_index_k
-from sparse_mla_torch.kernels.kv_cache import write_kv
-from sparse_mla_torch.kernels.launch import executor
-from sparse_mla_torch.kernels.metadata import build_v4_metadata
+from sparse_mla_torch.launch.executor import executor
+from sparse_mla_torch.operations.checks import FLOAT32, FLOATS, UINT8, check_tensor
+from sparse_mla_torch.operations.index_selection import index_topk
+from sparse_mla_torch.operations.indexer import quantize_index_q, write_index_k
+from sparse_mla_torch.operations.kv_cache import write_kv
+from sparse_mla_torch.operations.metadata import build_v4_metadata
 
 Cache = TypeVar("Cache", V4LayerCache, V32LayerCache)
 
@@ -70,7 +70,7 @@ def prepare_v4_step(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables)
     """Builds once what `v4_layer` needs in every layer of a step: `metadata`, and no plans.
 
     Raises:
-      TypeError, ValueError: see `sparse_mla_torch.kernels.metadata.build_v4_metadata`.
+      TypeError, ValueError: see `sparse_mla_torch.operations.metadata.build_v4_metadata`.
     """
     with torch.cuda.device_of(batch.seq_lens):
         metadata = build_v4_metadata(spec, batch, tables)
@@ -146,7 +146,7 @@ def v32_layer(
       cache: the layer's caches, or their view `cache.layer(i)`.
       rows: the projected rows of this step, contiguous, padded like the batch; q bfloat16.
       batch, metadata: the step's, shared by all layers; `metadata` of
-        `sparse_mla_torch.kernels.metadata_v32.build_v32_metadata`.
+        `sparse_mla_torch.operations.metadata_v32.build_v32_metadata`.
       spec: the model.
       slots: int32 `[T, index_topk]`, what the last layer with an indexer returned; for a layer without one only.
       batch_invariant, on_plan: as in `v4_layer`.

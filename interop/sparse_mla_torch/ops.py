@@ -20,13 +20,13 @@ import jax
 import torch
 
 import jax_sparse_mla
+from jax_sparse_mla.attention.triton.plan import V_DIM
 from jax_sparse_mla.indices.merge import merged_width
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from sparse_mla_torch.attention import decode, prefill
 from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.bridge import call
-from sparse_mla_torch.kernels.checks import check_strided
+from sparse_mla_torch.operations.checks import check_strided
 
 
 @torch.library.custom_op("jax_sparse_mla::sparse_mla_decode", mutates_args=())
@@ -105,7 +105,7 @@ def write_kv(
         data = call(jax_sparse_mla.write_kv, cache, slots.contiguous(), kv.contiguous()).data
         k_cache.view(torch.uint8).copy_(decode.pages_of(data, cache.layout, cache.page_size))
         return
-    from sparse_mla_torch.kernels import kv_cache as kernels
+    from sparse_mla_torch.operations import kv_cache as kernels
 
     with torch.cuda.device_of(k_cache):
         cache = _written_by(quantizer, _device_cache("write_kv", k_cache, kv_layout))
@@ -120,7 +120,7 @@ def gather_kv(k_cache: torch.Tensor, slots: torch.Tensor, kv_layout: str | None 
     """As `jax_sparse_mla.gather_kv`: bfloat16 `[n, qk_dim]`, zeros for an invalid slot."""
     if not k_cache.is_cuda:
         return call(jax_sparse_mla.gather_kv, _host_cache("gather_kv", k_cache, kv_layout), slots.contiguous()).clone()
-    from sparse_mla_torch.kernels import kv_cache as kernels
+    from sparse_mla_torch.operations import kv_cache as kernels
 
     with torch.cuda.device_of(k_cache):
         return kernels.gather_kv(_device_cache("gather_kv", k_cache, kv_layout), slots.contiguous())
@@ -148,7 +148,7 @@ def split_pages(
         data = call(jax_sparse_mla.split_pages, cache, split.page_size, slots=slots, out=split).data
         out.view(torch.uint8).copy_(decode.pages_of(data, split.layout, split.page_size))
         return
-    from sparse_mla_torch.kernels import kv_cache as kernels
+    from sparse_mla_torch.operations import kv_cache as kernels
 
     with torch.cuda.device_of(k_cache):
         cache, split = (_device_cache("split_pages", x, kv_layout) for x in (k_cache, out))
@@ -257,7 +257,7 @@ def _run(module: str, name: str, *tensors: torch.Tensor, **options: int) -> Any:
     if not tensors[0].is_cuda:
         # Copies, because the results are JAX's memory, which must not be written to.
         return jax.tree.map(torch.clone, call(getattr(jax_sparse_mla, name), *tensors, **options))
-    kernels = importlib.import_module(f"sparse_mla_torch.kernels.{module}")
+    kernels = importlib.import_module(f"sparse_mla_torch.operations.{module}")
     with torch.cuda.device_of(tensors[0]):
         return getattr(kernels, name)(*tensors, **options)
 

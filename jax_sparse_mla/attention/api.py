@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla import dispatch, sharding
+from jax_sparse_mla import sharding
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call, IndexTable
 from jax_sparse_mla.attention.gradient import differentiable
@@ -26,6 +26,7 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from jax_sparse_mla.kv_cache.paged import check_first_cache, check_second_cache
+from jax_sparse_mla.launch import dispatch
 
 __all__ = ["calls_of", "installed_backends", "installed_for", "plan_here", "sparse_mla_decode", "sparse_mla_prefill"]
 
@@ -296,19 +297,19 @@ def _serve(check: ArgumentChecks, route: _Route, arguments: tuple, **static: Any
     return sharding.on_own_shares(_serve_traced, _SHARES[route.phase](*arguments), arguments, **facts)
 
 
-def _decode_shares(q: jax.Array, tables: tuple[IndexTable, ...], attn_sink: jax.Array | None) -> sharding.Shares:
+def _decode_shares(q: jax.Array, tables: tuple[IndexTable, ...], attn_sink: jax.Array | None) -> sharding.PartitionRule:
     """Rows and heads may be cut; every device reads the whole cache."""
     rows, of_q = P("batch", "q_len"), P("batch", "q_len", "heads")
     tables = tuple(IndexTable(P(), rows, None if table.lengths is None else rows) for table in tables)
-    return sharding.Shares((of_q, tables, None if attn_sink is None else P("heads")), (of_q, of_q))
+    return sharding.PartitionRule((of_q, tables, None if attn_sink is None else P("heads")), (of_q, of_q))
 
 
 def _prefill_shares(
     q: jax.Array, kv: jax.Array, indices: jax.Array, lengths: jax.Array | None, attn_sink: jax.Array | None
-) -> sharding.Shares:
+) -> sharding.PartitionRule:
     """As `_decode_shares`; every device reads the whole workspace."""
     optional = None if lengths is None else P("rows"), None if attn_sink is None else P("heads")
-    return sharding.Shares((P("rows", "heads"), P(), P("rows"), *optional), (P("rows", "heads"),) * 3)
+    return sharding.PartitionRule((P("rows", "heads"), P(), P("rows"), *optional), (P("rows", "heads"),) * 3)
 
 
 _SHARES = {"decode": _decode_shares, "prefill": _prefill_shares}

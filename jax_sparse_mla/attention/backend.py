@@ -219,7 +219,7 @@ _RECORDS = (
         devices=(((8, 0), (99, 9)),),
         device_names="SM80 and up",
         needs=(_TRITON, Need(("apache-tvm-ffi", "jax-triton"), ("tvm_ffi", "jax_triton"), frameworks=("jax",))),
-        unready="jax_sparse_mla.dispatch:unready",
+        unready="jax_sparse_mla.launch.dispatch:unready",
         gradients=("prefill",),
         torch=PHASES,
     ),

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import row_lengths, sparse_mla_decode
@@ -39,18 +38,12 @@ def context_parallel_decode(
     attn_sink: jax.Array | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
-    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`sparse_mla_decode` over caches that are cut by pages, called under `jax.shard_map`; each device gets its heads.
 
     A device packs the slots of its own pages to the front of its tables, attends to them with all heads, and exchanges
     parts: of its heads it gets every device's `(out, lse)`, merges them by lse and adds the sink once. So a device
     sends `(n − 1) / n` of one output, what a reduce-scatter sends, and the sum is float32 and in the devices' order.
-
-    Where `mesh` is given, and its devices are GPUs of compute capability 9.0 of one process that reach each other's
-    memory, the exchange is one launch on each of them; `attention/exchange.py` has the whole rule. As with a
-    collective, all devices along the axis have to run the same calls in the same order. A launch that waits 10 seconds
-    for another device ends with CUDA's error of an assertion.
 
     Args:
       q: `[batch, q_len, heads, qk_dim]`, all heads, the same on every device of the axis.
@@ -60,15 +53,13 @@ def context_parallel_decode(
       extra_cache, extra_indices: a second cache that is cut alike, and slots of all of its pages.
       attn_sink: float32 `[heads / n]`, of the device's own heads.
       softmax_scale, topk_length, extra_topk_length, backend, batch_invariant: as in `sparse_mla_decode`.
-      mesh: the mesh that `shard_map` runs over. Without it the exchange is an all-to-all.
 
     Returns:
       out `[batch, q_len, heads / n, v_dim]` and lse float32 `[batch, q_len, heads / n]` of the device's own heads:
       those of `sparse_mla_decode` over whole caches, up to the rounding of each part to q's dtype.
 
     Raises:
-      TypeError, ValueError: heads that n does not divide, a mesh of other axes than `shard_map`'s, and what
-        `sparse_mla_decode` raises.
+      TypeError, ValueError: heads that n does not divide, and what `sparse_mla_decode` raises.
     """
     check = ArgumentChecks("context_parallel_decode")
     check_cache(check, "cache", cache)
@@ -76,7 +67,6 @@ def context_parallel_decode(
     n, heads = lax.axis_size(axis_name), q.shape[2]
     if heads % n:
         raise check.fail(f"q has {heads} heads, which {n} devices of axis {axis_name!r} cannot share evenly")
-    _check_mesh(check, mesh)
     attn_sink = check.optional("attn_sink", attn_sink, (heads // n,), FLOAT32)
     indices = check("indices", indices, ("batch", "q_len", "topk"), INT32)
     tables = [IndexTable(cache, indices, row_lengths(check, "topk_length", topk_length))]
@@ -101,17 +91,7 @@ def context_parallel_decode(
         backend=backend,
         batch_invariant=batch_invariant,
     )
-    return exchanged(out, lse, attn_sink, axis_name, mesh)
-
-
-def _check_mesh(check: ArgumentChecks, mesh: Mesh | None) -> None:
-    if mesh is None:
-        return
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"{check.function}: mesh must be a jax.sharding.Mesh or None, got {type(mesh).__name__}")
-    around = jax.sharding.get_abstract_mesh()
-    if mesh.shape_tuple != around.shape_tuple:
-        raise check.fail(f"mesh has the axes {dict(mesh.shape)}, shard_map runs over {dict(around.shape)}")
+    return exchanged(out, lse, attn_sink, axis_name)
 
 
 def own_slots(slots: jax.Array, cache: PagedKV, axis_name: AxisName) -> jax.Array:

@@ -1,73 +1,37 @@
 """The exchange of context parallel decode: what a device sends of its attention, and the merge of what it gets.
 
-There are two ways. On SM90 GPUs of one process that reach each other's memory, one launch on each does all of it
-(`peer_exchange`). Everywhere else a launch copies outputs and lse into one buffer, one all-to-all moves it, and a
-launch merges what came. NCCL sends each peer one block, so outputs of several rows have to be copied for it in any
-case; lse goes with them, because an exchange of its own would cost a second collective's launch and synchronisation.
-
-`exchanged` decides while a program is traced. The one launch serves where all of this holds:
-
-* The mesh is given. An axis name alone does not tell which devices there are.
-* Along the axis lie 2 to 8 devices, and all of the mesh are GPUs of compute capability 9.0 of this process.
-* out is bfloat16 or float32, and a head's row of it has 128 to 16,384 bytes, a power of two.
-* The environment does not ask for the reference, nor XLA_FLAGS for CUDA graphs whose operations run at once.
-* The kernel's binary is there or can be built, and the GPUs can access each other's memory. Where not, a warning says
-  why, once.
+A launch copies outputs and lse into one buffer, one all-to-all moves it, and a launch merges what came. NCCL sends each
+peer one block, so outputs of several rows have to be copied for it in any case; lse goes with them, because an exchange
+of its own would cost a second collective's launch and synchronisation.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
-from jax_sparse_mla.attention import peer_exchange
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
-from jax_sparse_mla.dispatch import differentiated_as, dispatch, on_cuda, use_triton
 from jax_sparse_mla.indices.ownership import AxisName
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch, use_triton
+from jax_sparse_mla.launch.transforms import differentiated_as, on_cuda
+from jax_sparse_mla.launch.triton_call import launching
 
 # A device's words are a multiple of these: 16 bytes, so that every part is aligned as the first one is.
 _QUAD = 4
 
 
 def exchanged(
-    out: jax.Array, lse: jax.Array, attn_sink: jax.Array | None, axis_name: AxisName, mesh: Mesh | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """out `[..., heads / n, v_dim]` and lse of the device's own heads, of what every device has of all heads.
-
-    Sums are float32 and in the devices' order; out is rounded to its dtype once, after the sink.
-
-    Args:
-      mesh: whose devices run the program, or None where the caller does not know them.
-    """
-    plain = partial(_by_all_to_all, axis_name=axis_name)
-    groups = None if mesh is None else _served_by_one_launch(out, axis_name, mesh)
-    if groups is None:
-        return plain(out, lse, attn_sink)
-    kernel = partial(on_cuda, peer_exchange.exchanging(groups), plain)
-    return differentiated_as(kernel, plain)(out, lse, attn_sink)
-
-
-def _served_by_one_launch(out: jax.Array, axis_name: AxisName, mesh: Mesh) -> peer_exchange.Groups | None:
-    """The GPUs of the mesh, if all holds that this file's head says."""
-    groups = peer_exchange.groups_of(mesh, axis_name)
-    if groups is None or not peer_exchange.takes(out):
-        return None
-    if os.environ.get("JAX_SPARSE_MLA_BACKEND") == "reference" or peer_exchange.runs_launches_at_once():
-        return None
-    return groups if peer_exchange.ready(groups) else None
-
-
-def _by_all_to_all(
     out: jax.Array, lse: jax.Array, attn_sink: jax.Array | None, axis_name: AxisName
 ) -> tuple[jax.Array, jax.Array]:
+    """out `[..., heads / n, v_dim]` and lse of the device's own heads, from every device's out and lse of all heads.
+
+    Sums are float32 and in the devices' order; out is rounded to its dtype once, after the sink.
+    """
     words = lax.all_to_all(_send(out, lse, lax.axis_size(axis_name)), axis_name, 0, 0, tiled=True)
     *leading, heads, v_dim = out.shape
     return merge_received(words, attn_sink, (*leading, heads // len(words), v_dim), out.dtype)
@@ -92,7 +56,8 @@ def send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
     if out.size == 0:
         return send_reference(out, lse, n)
     *leading, heads, v_dim = out.shape
-    kernel = launching("context_parallel.send", words=(n, _words(math.prod(leading) * heads // n, v_dim, out.dtype)))
+    words = n, _words(math.prod(leading) * heads // n, v_dim, out.dtype)
+    kernel = launching("attention.triton.exchange.send", words=words)
     return dispatch(kernel, partial(send_reference, n=n), out, lse)
 
 
@@ -125,7 +90,7 @@ def merge_received(
     plain = partial(merge_received_reference, **static)
     if 0 in shape or not use_triton():
         return plain(words, attn_sink)
-    kernel = partial(on_cuda, launching("context_parallel.merge_received", **static), plain)
+    kernel = partial(on_cuda, launching("attention.triton.exchange.merge_received", **static), plain)
     return differentiated_as(kernel, plain)(words, attn_sink)
 
 

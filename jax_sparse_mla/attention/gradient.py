@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla import dispatch, sharding
+from jax_sparse_mla import sharding
 from jax_sparse_mla.attention import reference
 from jax_sparse_mla.attention.merge import sink_factor
+from jax_sparse_mla.launch import dispatch
 from jax_sparse_mla.packages import why_not
 
 # Sums of integers of 64 bits: at a key's scale none is larger than 2^62.
@@ -73,13 +74,13 @@ def differentiable(
     return called
 
 
-def _shares(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse) -> sharding.Shares:
+def _shares(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse) -> sharding.PartitionRule:
     """Rows and heads may be cut; what every device computes of dkv and dsink is then added up."""
     of_q = P("rows", "heads")
     optional = None if topk_length is None else P("rows"), None if attn_sink is None else P("heads")
     arguments = (of_q, P(), P("rows"), *optional, of_q, of_q, of_q, of_q)
     results = of_q, P(), None if attn_sink is None else P("heads")
-    return sharding.Shares(arguments, results, summed=True)
+    return sharding.PartitionRule(arguments, results, summed=True)
 
 
 def by_reference(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse, *, softmax_scale: float) -> tuple:
@@ -112,9 +113,9 @@ def by_kernel(
 
     `tile` is one of Triton's kernel, and overrides both choices (tuning).
     """
-    from jax_sparse_mla.kernels.sm90 import backward as sm90
-    from jax_sparse_mla.kernels.triton.sparse_mla.backward import backward
-    from jax_sparse_mla.xla.triton_call import executor
+    from jax_sparse_mla.attention.hopper import backward as sm90
+    from jax_sparse_mla.attention.triton.backward import backward
+    from jax_sparse_mla.launch.triton_call import executor
 
     factor, offset, dsink = statistics(attn_sink, out, lse, g_out, g_lse)
     scales = key_scales(q, kv, g_out, offset, softmax_scale) if deterministic else None

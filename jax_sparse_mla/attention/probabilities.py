@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla import dispatch, sharding
+from jax_sparse_mla import sharding
 from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import static_scale
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.reference import rows_at_once, valid_columns
 from jax_sparse_mla.kv_cache.layout import workspace_layout
+from jax_sparse_mla.launch import dispatch
 
 
 def sparse_mla_prefill_probabilities(
@@ -60,10 +61,11 @@ def sparse_mla_prefill_probabilities(
     return sharding.on_own_shares(_of_heads, _shares(topk_length, heads=None), arguments, **static)
 
 
-def _shares(topk_length: jax.Array | None, heads: str | None) -> sharding.Shares:
+def _shares(topk_length: jax.Array | None, heads: str | None) -> sharding.PartitionRule:
     """Rows may be cut, and heads, if they are named: the result is then a sum of what the devices have."""
     optional = None if topk_length is None else P("rows")
-    return sharding.Shares((P("rows", heads), P(), P("rows"), optional, P("rows", heads)), P("rows"), summed=True)
+    operands = P("rows", heads), P(), P("rows"), optional, P("rows", heads)
+    return sharding.PartitionRule(operands, P("rows"), summed=True)
 
 
 @partial(jax.jit, static_argnames="softmax_scale")
@@ -79,8 +81,8 @@ def _of_heads(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.
 
 
 def _by_kernel(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.Array:
-    from jax_sparse_mla.kernels.triton.sparse_mla.backward import probabilities
-    from jax_sparse_mla.xla.triton_call import executor
+    from jax_sparse_mla.attention.triton.backward import probabilities
+    from jax_sparse_mla.launch.triton_call import executor
 
     return probabilities(executor(), q, kv, indices, topk_length, lse, softmax_scale=softmax_scale)
 

@@ -256,7 +256,7 @@ def keep_programs() -> None:
     or the process names is left as it is."""
     import jax
 
-    from jax_sparse_mla.native import private_folder
+    from jax_sparse_mla.launch.compile_cache import private_folder
 
     if jax.config.jax_compilation_cache_dir is not None:
         return

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import launching
 
 # Sparse prefill kernels scan indices in blocks of 64 or 128 (FlashMLA: 128 with 128 heads).
 _WIDTH_MULTIPLE = 128
@@ -67,7 +67,7 @@ def _combine_swa_extra(*args):
         return combine_swa_extra_reference(*args)
 
     width = merged_width(swa_indices.shape[1] + extra_indices.shape[1])
-    return dispatch(launching("indices.combine_swa_extra", width=width), combine_swa_extra_reference, *args)
+    return dispatch(launching("indices.triton.combine_swa_extra", width=width), combine_swa_extra_reference, *args)
 
 
 def combine_swa_extra_reference(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
@@ -160,7 +160,7 @@ def combine_topk_swa_indices(
 @functools.partial(jax.jit, static_argnames=("window", "compress_ratio", "topk"))
 def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk):
     static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
-    kernel = launching("indices.combine_topk_swa", **static, width=merged_width(topk + window))
+    kernel = launching("indices.triton.combine_topk_swa", **static, width=merged_width(topk + window))
     plain = functools.partial(combine_topk_swa_reference, **static)
     if topk_indices.size == 0 or requests[1].size == 0:  # no row, no column to point at, or no request
         return plain(topk_indices, query_pos, requests)

@@ -20,10 +20,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.topk.api import OUTSIDE_KEY, ascending, ordered_keys, topk_positions
-from jax_sparse_mla.sharding import Shares
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import launching
+from jax_sparse_mla.sharding import PartitionRule
 
 # One mesh axis, or several.
 AxisName = Hashable
@@ -149,12 +149,12 @@ def _pack_rows(rows: list[tuple], rank: jax.Array, facts: tuple[tuple[Ownership,
     lists = tuple((rule.interleave, last, given) for (rule, last), given in zip(facts, has_lengths))
 
     def kernel(rows, rank):
-        launch = launching("context_parallel.pack", size=facts[0][0].size, lists=lists)
+        launch = launching("indices.triton_ownership.pack", size=facts[0][0].size, lists=lists)
         found = iter(launch(rank, rows))
         return list(zip(found, found))
 
     plain = partial(_pack_rows_reference, facts=facts)
-    return dispatch(kernel, plain, rows, rank, shares=Shares((P("rows"), P()), P("rows")))
+    return dispatch(kernel, plain, rows, rank, shares=PartitionRule((P("rows"), P()), P("rows")))
 
 
 def _pack_rows_reference(rows: list[tuple], rank: jax.Array, facts: tuple[tuple[Ownership, int], ...]) -> list[tuple]:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import (
     INT_MAX,
     exclusive_cumsum,
@@ -16,7 +15,8 @@ from jax_sparse_mla.indices.lookup import (
     take_2d_or_minus_one,
     take_or_minus_one,
 )
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import launching
 
 
 def swa_slots(
@@ -111,7 +111,7 @@ def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa,
         (seq_lens, extend_lens, req_rows, req_to_token, full_to_swa),
         {"window": window, "capacity": capacity},
     )
-    kernel = launching("metadata.window.swa_gather_plan", **static)
+    kernel = launching("metadata.triton.window.swa_gather_plan", **static)
     plain = functools.partial(swa_gather_plan_reference, **static)
     return dispatch(kernel, plain, *args) if capacity and all(x.size for x in args) else plain(*args)
 

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import sharding
 from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch, shared
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
@@ -23,7 +22,9 @@ from jax_sparse_mla.kv_cache.windows import (
     slots_of_share,
     write_own_pages,
 )
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.transforms import shared
+from jax_sparse_mla.launch.triton_call import launching
 
 
 def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -85,7 +86,7 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
         return write_rows_reference(cache, slots, kv).data
 
     pages = _pages_cut(cache)
-    shares = sharding.Shares((_of_cache(cache, pages), P(), P()), pages, across=write_own_pages)
+    shares = sharding.PartitionRule((_of_cache(cache, pages), P(), P()), pages, across=write_own_pages)
     if cache.layout.least_exponent is None:  # a rule that the kernel has not
         return dataclasses.replace(cache, data=shared(plain, shares)(cache, slots, kv))
     return dataclasses.replace(cache, data=_dispatch("write_kv", plain, cache, slots, kv, shares=shares))
@@ -134,7 +135,7 @@ def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     return _dispatch("gather_kv", gather_rows_reference, cache, slots, shares=_gather_shares(cache))
 
 
-def _gather_shares(cache: PagedKV) -> sharding.Shares:
+def _gather_shares(cache: PagedKV) -> sharding.PartitionRule:
     num_slots = cache.num_slots
 
     def across(gather, axes, cache, slots):
@@ -144,7 +145,7 @@ def _gather_shares(cache: PagedKV) -> sharding.Shares:
         pairs = lax.bitcast_convert_type(rows.reshape(len(slots), -1, 2), jnp.int32)
         return lax.bitcast_convert_type(lax.psum(pairs, axes), rows.dtype).reshape(rows.shape)
 
-    return sharding.Shares((_of_cache(cache, _pages_cut(cache)), P("rows")), P("rows"), across)
+    return sharding.PartitionRule((_of_cache(cache, _pages_cut(cache)), P("rows")), P("rows"), across)
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
@@ -231,7 +232,7 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _dispatch(name: str, plain, *args: Any, shares: sharding.Shares | None = None, **static: Any) -> jax.Array:
+def _dispatch(name: str, plain, *args: Any, shares: sharding.PartitionRule | None = None, **static: Any) -> jax.Array:
     """The kernel of this name, but XLA for a layout that it was not written for; one of args is the cache."""
 
     def cache_of(args: tuple) -> PagedKV:
@@ -242,7 +243,7 @@ def _dispatch(name: str, plain, *args: Any, shares: sharding.Shares | None = Non
         facts = {"layout": cache.layout, "page_size": cache.page_size, "pages": (cache.first_page, cache.num_pages)}
         arrays = [x.data if isinstance(x, PagedKV) else x for x in args]
         scale = [] if cache.scale is None else [cache.tensor_scale]
-        return launching(f"kv_cache.{name}", **facts, **static)(*arrays, *scale)
+        return launching(f"kv_cache.triton.{name}", **facts, **static)(*arrays, *scale)
 
     return (
         dispatch(kernel, plain, *args, shares=shares)

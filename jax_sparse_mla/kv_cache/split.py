@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache, paged
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import launching
 
 
 def split_pages(
@@ -72,7 +72,7 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
     elif cache.num_pages and slots.size:
         pages = cache.first_page, cache.num_pages
         static = {"layout": cache.layout, "page_size": cache.page_size, "pages": pages}
-        launch = launching("kv_cache.split_pages", out_page_size=page_size, out_first_page=first_page, **static)
+        launch = launching("kv_cache.triton.split_pages", out_page_size=page_size, out_first_page=first_page, **static)
 
         def kernel(data, cache, slots):
             return launch(data, cache.data, slots)

@@ -39,7 +39,7 @@ def slots_of_share(slots: jax.Array, axes: tuple[str, ...], num_slots: int) -> j
 
 
 def write_own_pages(write, axes: tuple[str, ...], cache, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """`write(cache, slots, rows)` of the slots in a device's share of the pages; for `sharding.Shares`."""
+    """`write(cache, slots, rows)` of the slots in a device's share of the pages; for `sharding.PartitionRule`."""
     return write(cache, slots_of_share(slots, axes, cache.num_pages * cache.page_size), rows)
 
 

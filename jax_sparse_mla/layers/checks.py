@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.compressor import CompressorState, compressor_window
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import IndexKeys
+from jax_sparse_mla.compressor.state import CompressorState, compressor_window
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, PrefillPlan, RequestTables, V4Metadata

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.argument_checks import ArgumentChecks
-from jax_sparse_mla.compressor import CompressorState, compressor_window
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import IndexKeys
+from jax_sparse_mla.compressor.state import CompressorState, compressor_window
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import bf16_layout
 from jax_sparse_mla.kv_cache.pool import LayerPool

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.compressor import pool_keys
-from jax_sparse_mla.index_selection import logits_at_once, selected_positions
-from jax_sparse_mla.indexer import hadamard_transform, quantize_index_q, write_index_k
+from jax_sparse_mla.compressor.pools import pool_keys
+from jax_sparse_mla.indexer.logits import hadamard_transform, quantize_index_q, write_index_k
+from jax_sparse_mla.indexer.select import logits_at_once, selected_positions
 from jax_sparse_mla.indices import TopkTransform, expand_pools, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import gather_kv, write_kv

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
-from jax_sparse_mla.index_selection import logits_at_once, selected_positions
+from jax_sparse_mla.indexer.select import logits_at_once, selected_positions
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import page_slot_or_minus_one
 from jax_sparse_mla.layers import checks as layer_checks

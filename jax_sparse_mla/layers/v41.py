@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
-from jax_sparse_mla.candidates import index_topk_and_blocks, index_topk_in_blocks
-from jax_sparse_mla.compressor import rope_interleaved, round_to_bfloat16
-from jax_sparse_mla.index_selection import selected_positions
-from jax_sparse_mla.indexer import as_index_keys, quantize_index_q, write_index_k
+from jax_sparse_mla.indexer.candidates import index_topk_and_blocks, index_topk_in_blocks
+from jax_sparse_mla.indexer.logits import as_index_keys, quantize_index_q, write_index_k
+from jax_sparse_mla.indexer.select import selected_positions
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.layers import checks as layer_checks
@@ -26,6 +25,7 @@ from jax_sparse_mla.layers.v4 import attend
 from jax_sparse_mla.layers.write import Step, compress, slots_of_entries, step_of
 from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata
 from jax_sparse_mla.models import V41Layer, V41Spec
+from jax_sparse_mla.rope import rope_interleaved, round_to_bfloat16
 
 
 @pytree_dataclass

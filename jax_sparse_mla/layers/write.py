@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.compressor import CompressorState, compress_kv, compressor_window
-from jax_sparse_mla.dispatch import dispatch
-from jax_sparse_mla.indexer import INDEX_DIM, IndexKeys, quantize_index_q, sylvester, write_transformed_index_k
-from jax_sparse_mla.kernels.launch import Executor
+from jax_sparse_mla.compressor.api import compress_kv
+from jax_sparse_mla.compressor.state import CompressorState, compressor_window
+from jax_sparse_mla.indexer.logits import INDEX_DIM, IndexKeys, quantize_index_q, sylvester, write_transformed_index_k
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
+from jax_sparse_mla.launch.describe import Executor
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.layers.state import CompressorParams, IndexRows, V4LayerCache, V4LayerParams, V4Rows
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, V4Metadata
 from jax_sparse_mla.models import INDEXED_RATIO
-from jax_sparse_mla.xla.triton_call import executor
 
 # A long chunk fills the GPU with each task alone, and programs of one task hold fewer registers.
 MAX_ROWS = 1024
@@ -198,7 +199,7 @@ def write_by_kernel(
       execute: launches it, on arrays of JAX or torch.
       signs: bfloat16 `[128, 128]`, Sylvester's matrix.
     """
-    from jax_sparse_mla.kernels.triton import layer as kernels
+    from jax_sparse_mla.layers import triton as kernels
 
     def compressing(rows, params, state, cache):
         return kernels.Compressing(*rows, params.ape, params.norm_weight, params.inv_freq, state.kv, state.score, cache)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import INT_MAX, exclusive_cumsum, take_or_minus_one
-from jax_sparse_mla.xla.triton_call import launching
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import launching
 
 _BLOCK_TOKENS = 64  # keys that a FlashMLA block covers
 _OVERHEAD_BLOCKS = 5  # the cost of starting on a request, in blocks
@@ -86,7 +86,7 @@ def _flashmla_schedule(topk_length, extra_topk_length, topk, extra_topk, num_sm_
 
     if num_sm_parts > _MOST_PARTS:
         return plain(topk_length, extra_topk_length)
-    kernel = launching("metadata.schedules.flashmla", **static)
+    kernel = launching("metadata.triton.schedules.flashmla", **static)
     return dispatch(kernel, plain, topk_length, extra_topk_length)
 
 
@@ -170,7 +170,7 @@ def _paged_mqa_schedule(context_lens, num_sms, split_kv):
     plain = functools.partial(paged_mqa_schedule_reference, **static)
     if context_lens.shape[0] == 0 or num_sms > _MOST_PARTS:
         return plain(context_lens)
-    return dispatch(launching("metadata.schedules.paged_mqa", **static), plain, context_lens)
+    return dispatch(launching("metadata.triton.schedules.paged_mqa", **static), plain, context_lens)
 
 
 def paged_mqa_schedule_reference(context_lens, num_sms, split_kv):

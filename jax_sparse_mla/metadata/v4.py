@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import take_or_minus_one
 from jax_sparse_mla.indices.window import swa_slots_reference
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables, row_constants
 from jax_sparse_mla.metadata.rows import QueryRows, bucket, check_step, expand_rows, request_pages, round_up
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec, is_indexed
-from jax_sparse_mla.xla.triton_call import executor
 
 # FlashMLA's paged decode scans indices in blocks of 64.
 INDEX_WIDTH_MULTIPLE = 64
@@ -143,7 +143,7 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
     tokens = bucket(batch, tables)
 
     def kernel(batch, tables):
-        from jax_sparse_mla.kernels.triton.metadata import v4
+        from jax_sparse_mla.metadata.triton import v4
 
         mode, requests = row_constants(batch.mode, batch.num_draft_tokens), batch.seq_lens.shape[0]
         constants = v4.v4_constants(spec, mode, requests, tokens)

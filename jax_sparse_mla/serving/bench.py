@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jax_sparse_mla.compressor import CompressorState
-from jax_sparse_mla.indexer import INDEX_DIM, INDEX_K_BYTES, IndexKeys, write_index_k
+from jax_sparse_mla.compressor.state import CompressorState
+from jax_sparse_mla.indexer.logits import INDEX_DIM, INDEX_K_BYTES, IndexKeys, write_index_k
 from jax_sparse_mla.kv_cache import PagedKV, write_kv
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables

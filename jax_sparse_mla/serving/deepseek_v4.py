@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass
-from jax_sparse_mla.compressor import rope_interleaved
 from jax_sparse_mla.layers import (
     CompressorParams,
     IndexRows,
@@ -28,6 +27,7 @@ from jax_sparse_mla.layers import (
 )
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import INDEXED_RATIO
+from jax_sparse_mla.rope import rope_interleaved
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.layers import (
     collapse_streams,
@@ -68,7 +68,7 @@ class V4Weights:
 
 
 @pytree_dataclass
-class V4Small:
+class NormParams:
     """A layer's small parameters, all float32; in `V4Params` with a leading dimension, the layers.
 
     Attributes:
@@ -102,7 +102,7 @@ class V4Draft:
     e_proj: jax.Array
     h_proj: jax.Array
     weights: V4Weights
-    small: V4Small
+    small: NormParams
     attention: V4LayerParams
     norm: jax.Array
     head_fn: jax.Array
@@ -122,7 +122,7 @@ class V4Params:
     head_fn: jax.Array
     head_base: jax.Array
     head_scale: jax.Array
-    small: V4Small
+    small: NormParams
     attention: dict[int, V4LayerParams]
     layers: list[V4Weights]
     draft: V4Draft | None = None
@@ -198,7 +198,7 @@ def _coff(ratio: int) -> int:
     return 2 if ratio == INDEXED_RATIO else 1
 
 
-def _read_layer(config: V4Config, i: int, tensors: Tensors) -> tuple[V4Weights, V4Small, V4LayerParams]:
+def _read_layer(config: V4Config, i: int, tensors: Tensors) -> tuple[V4Weights, NormParams, V4LayerParams]:
     spec, hidden, n = config.spec, config.hidden_size, config.streams.streams
     ratio, hashed = _kind(config, i)
     tensors = tensors.under(f"layers.{i}." if i < config.num_layers else "draft.")
@@ -235,7 +235,7 @@ def _read_layer(config: V4Config, i: int, tensors: Tensors) -> tuple[V4Weights, 
         moe=tensors.under("mlp.").moe(config.moe, hidden, config.vocab_size if hashed else None),
     )
     experts = (config.moe.num_experts,)
-    small = V4Small(
+    small = NormParams(
         attn_norm=tensors.float32("input_layernorm.weight", (hidden,)),
         ffn_norm=tensors.float32("post_attention_layernorm.weight", (hidden,)),
         q_norm=attn.float32("q_a_norm.weight", (config.q_rank,)),
@@ -362,7 +362,7 @@ class _Layer(NamedTuple):
 
     ratio: int
     weights: V4Weights
-    small: V4Small
+    small: NormParams
     attention: V4LayerParams
 
 
@@ -437,7 +437,7 @@ def _join_token(config: V4Config, draft: V4Draft, token_rows: jax.Array, streams
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
-def _before_attention(config: V4Config, ratio: int, weights: V4Weights, small: V4Small, streams, positions):
+def _before_attention(config: V4Config, ratio: int, weights: V4Weights, small: NormParams, streams, positions):
     """The attention's input `[T, hidden]`, its projected rows, and how its output joins the streams."""
     x, post, comb = collapse_streams(
         streams, weights.attn_fn, small.base[0], small.scale[0], config=config.streams, norm_eps=config.norm_eps
@@ -446,7 +446,7 @@ def _before_attention(config: V4Config, ratio: int, weights: V4Weights, small: V
     return x, _project(config, ratio, weights, small, x, positions), post, comb
 
 
-def _project(config: V4Config, ratio: int, weights: V4Weights, small: V4Small, x, positions) -> V4Rows:
+def _project(config: V4Config, ratio: int, weights: V4Weights, small: NormParams, x, positions) -> V4Rows:
     spec, eps = config.spec, config.norm_eps
     inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
 
@@ -486,7 +486,7 @@ def _project_out(config: V4Config, ratio: int, weights: V4Weights, out, position
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
 def _after_attention(
-    config: V4Config, ratio: int, weights: V4Weights, small: V4Small, streams, out, post, comb, positions, tokens
+    config: V4Config, ratio: int, weights: V4Weights, small: NormParams, streams, out, post, comb, positions, tokens
 ):
     """The streams after the attention's output projection and the experts."""
     eps = config.norm_eps

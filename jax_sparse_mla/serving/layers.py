@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_sparse_mla.dispatch import dispatch
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import HyperConnections
-from jax_sparse_mla.xla.triton_call import launching
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -122,7 +122,7 @@ def doubly_stochastic(logits: jax.Array, config: HyperConnections) -> jax.Array:
     n = config.streams
     if n & (n - 1) or logits.shape[0] == 0:
         return plain(logits)
-    return dispatch(launching("streams.doubly_stochastic", **static), plain, logits)
+    return dispatch(launching("serving.triton.doubly_stochastic", **static), plain, logits)
 
 
 def doubly_stochastic_reference(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:

@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.dispatch import on_cuda
+from jax_sparse_mla.launch.transforms import on_cuda
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
-from jax_sparse_mla.compressor import CompressorState
+from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
 from jax_sparse_mla.serving.request import Request

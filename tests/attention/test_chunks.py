@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_sparse_mla import compressor
 from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla.attention import reference
+from jax_sparse_mla.compressor import api as compressor
 
 
 @pytest.mark.long

@@ -29,19 +29,19 @@ pytest.importorskip("triton")
 
 from triton_device import ON_GPU, Interpreted
 
-from jax_sparse_mla import dispatch
 from jax_sparse_mla.attention import (
     apply_attn_sink,
     context_parallel_decode,
+    cut_pages,
     exchange,
     merge_attention,
     sparse_mla_decode,
 )
+from jax_sparse_mla.attention.triton import exchange as kernels
 from jax_sparse_mla.indices import Ownership
 from jax_sparse_mla.indices.ownership import Positions, _pack_rows_reference, pack_positions
-from jax_sparse_mla.kernels.triton import context_parallel as kernels
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
-from jax_sparse_mla.xla import triton_call
+from jax_sparse_mla.launch import dispatch, triton_call
 
 pytestmark = [
     pytest.mark.torch,
@@ -362,3 +362,24 @@ def test_one_device_of_an_axis_is_one_device():
     wanted, wanted_lse = sparse_mla_decode(q, cache, indices, softmax_scale=0.04, attn_sink=sink)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(out.astype(jnp.float32), wanted.astype(jnp.float32), rtol=2**-6, atol=2**-9)
+
+
+@pytest.mark.gpu
+def test_two_gpus_share_the_pages():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs a second GPU")
+    rng = np.random.default_rng(3)
+    cache = PagedKV.zeros(KVLayout.V4_FP8, 8, 64)
+    rows = jnp.asarray(rng.standard_normal((512, 512)), jnp.bfloat16)
+    cache = write_kv(cache, jnp.arange(512, dtype=jnp.int32), rows)
+    q = jnp.asarray(rng.standard_normal((16, 1, 64, 512)), jnp.bfloat16)
+    indices = jnp.asarray(rng.integers(-4, 520, (16, 1, 128)), jnp.int32).at[3].set(-1)
+    sink = sinks(64)
+    attend = functools.partial(context_parallel_decode, axis_name="x", softmax_scale=0.04)
+    specs = {"in_specs": (P(), P("x"), P(), P("x")), "out_specs": P(None, None, "x")}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    program = jax.jit(jax.shard_map(lambda *a: attend(*a[:3], attn_sink=a[3]), mesh=mesh, **specs))
+    out, lse = program(q, cut_pages(cache, 2), indices, sink)
+    expected, expected_lse = sparse_mla_decode(q, cache, indices, softmax_scale=0.04, attn_sink=sink)
+    np.testing.assert_allclose(np.asarray(lse), expected_lse, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), rtol=2**-6, atol=2**-8)

@@ -15,8 +15,8 @@ from host_build import compiled_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_sparse_mla.kernels.sm90 import decode_plan
-from jax_sparse_mla.kernels.sm90.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER
+from jax_sparse_mla.attention.hopper import decode_plan
+from jax_sparse_mla.attention.hopper.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER
 
 BLOCK = 64
 ROW_COST = decode_plan._ROW_COST

@@ -21,7 +21,7 @@ from jax_sparse_mla import packages
 from jax_sparse_mla.attention import DeviceInfo, sparse_mla_decode
 from jax_sparse_mla.attention.backends import flashinfer
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
-from jax_sparse_mla.xla.tvm import Buffer
+from jax_sparse_mla.launch.tvm import Buffer
 
 pytest.importorskip("tvm_ffi")
 pytestmark = pytest.mark.cpu

@@ -42,7 +42,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax_sparse_mla.attention import DeviceInfo, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.backend import BACKENDS, IndexTable
 from jax_sparse_mla.attention.backends import flashmla
-from jax_sparse_mla.xla import torch_operator
+from jax_sparse_mla.launch import torch_operator
 
 pytestmark = [
     pytest.mark.torch,

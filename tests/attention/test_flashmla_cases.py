@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 import pytest
-from flashmla_cases import DecodeShape, PrefillShape, Scope, decode_table, prefill_table, seed_of, stratified
+from flashmla_cases import DecodeShape, PrefillShape, TableShape, decode_table, prefill_table, seed_of, stratified
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -19,10 +19,10 @@ import attention_oracle
 from benchmarks import case_data, cases
 
 DECODES = [
-    DecodeShape("grid", "V32_FP8", 3, 3, 2, Scope(50, 24, 7)),
-    DecodeShape("grid", "V4_FP8", 2, 5, 1, Scope(40, 16, 64, True), Scope(30, 40, 3, True)),
-    DecodeShape("corner", "V4_FP8", 2, 4, 3, Scope(20, 16, 5), Scope(12, 8, 2), all_invalid=True),
-    DecodeShape("corner", "V4_FP8", 2, 6, 2, Scope(20, 16, 5), zero_tokens=True, varied=False, sink=False),
+    DecodeShape("grid", "V32_FP8", 3, 3, 2, TableShape(50, 24, 7)),
+    DecodeShape("grid", "V4_FP8", 2, 5, 1, TableShape(40, 16, 64, True), TableShape(30, 40, 3, True)),
+    DecodeShape("corner", "V4_FP8", 2, 4, 3, TableShape(20, 16, 5), TableShape(12, 8, 2), all_invalid=True),
+    DecodeShape("corner", "V4_FP8", 2, 6, 2, TableShape(20, 16, 5), zero_tokens=True, varied=False, sink=False),
 ]
 PREFILLS = [
     PrefillShape("feature", 512, 3, 9, 40, 24, sink=True, lengths=True),
@@ -166,7 +166,8 @@ def test_comparison_refuses_what_is_wrong(defect):
     assert case_data.compare(call, (out, lse))[1]
 
 
-LONG_ROWS = DecodeShape("grid", "V4_FP8", 64, 4, 1, Scope(2046, 2048, 64), varied=False)  # a published case, unvaried
+# A published case, unvaried.
+LONG_ROWS = DecodeShape("grid", "V4_FP8", 64, 4, 1, TableShape(2046, 2048, 64), varied=False)
 
 
 def without_a_key(call: case_data.Call, row: int) -> case_data.Call:

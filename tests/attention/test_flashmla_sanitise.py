@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from attention_oracle import INT_MAX, INT_MIN, hostile, sinks
 
 from jax_sparse_mla.attention.backends.flashmla import sanitise_reference
-from jax_sparse_mla.kernels.triton import sanitise as kernels
+from jax_sparse_mla.attention.triton import sanitise as kernels
 
 pytestmark = pytest.mark.torch
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -25,7 +25,7 @@ from jax_sparse_mla.attention import gradient, sparse_mla_prefill, sparse_mla_pr
 from jax_sparse_mla.attention import probabilities as probabilities_module
 from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.attention.backend import BACKENDS
-from jax_sparse_mla.xla import triton_call
+from jax_sparse_mla.launch import triton_call
 
 CASES = {
     "V4": small_prefill(0, heads=3, sizes=(60, 40), q_len=7),

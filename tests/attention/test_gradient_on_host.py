@@ -24,10 +24,9 @@ from gradient_oracle import saved
 from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
 
 from jax_sparse_mla.attention import gradient
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90 import backward as sm90
-from jax_sparse_mla.kernels.triton.sparse_mla import backward as triton_backward
-from jax_sparse_mla.xla import triton_call
+from jax_sparse_mla.attention.hopper import backward as sm90
+from jax_sparse_mla.attention.triton import backward as triton_backward
+from jax_sparse_mla.launch import build, triton_call
 
 pytestmark = pytest.mark.no_gpu
 

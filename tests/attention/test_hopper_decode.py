@@ -27,9 +27,8 @@ from layout_oracle import RECORDS, page_bytes, put_token, values_of
 
 from jax_sparse_mla.attention import sparse_mla_decode
 from jax_sparse_mla.attention.api import installed_for
-from jax_sparse_mla.kernels import build as cuda_build
-from jax_sparse_mla.kernels.sm90 import decode_plan as planning
-from jax_sparse_mla.kernels.sm90.decode_plan import (
+from jax_sparse_mla.attention.hopper import decode_plan as planning
+from jax_sparse_mla.attention.hopper.decode_plan import (
     ALWAYS,
     AS_LENGTHS_SAY,
     IN_CLUSTERS,
@@ -45,7 +44,8 @@ from jax_sparse_mla.kernels.sm90.decode_plan import (
     decode_plan,
 )
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
-from jax_sparse_mla.xla import tvm
+from jax_sparse_mla.launch import build as cuda_build
+from jax_sparse_mla.launch import tvm
 
 on_the_gpu = [
     pytest.mark.gpu,

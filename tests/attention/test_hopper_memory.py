@@ -21,7 +21,7 @@ from drop_in_calls import ON_GPU, served_by
 from sparse_mla_torch.flash_mla import flash_mla_with_kvcache
 
 from jax_sparse_mla.attention import sparse_mla_prefill
-from jax_sparse_mla.kernels.sm90.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER
+from jax_sparse_mla.attention.hopper.decode_plan import ALWAYS, AS_LENGTHS_SAY, NEVER
 
 pytestmark = pytest.mark.torch
 BACKEND = "hopper" if ON_GPU else "reference"

@@ -27,8 +27,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_sparse_mla.attention import reference, sparse_mla_prefill
 from jax_sparse_mla.attention.backends.hopper.prefill import prefill
-from jax_sparse_mla.kernels.sm90.prefill.few_heads import team
-from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
+from jax_sparse_mla.attention.hopper.prefill.few_heads import team
+from jax_sparse_mla.attention.hopper.prefill.kernel import sparse_prefill
 
 KERNEL = "@mosaic_gpu_v2"
 

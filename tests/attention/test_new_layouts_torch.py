@@ -14,8 +14,8 @@ from hopper_stub import library
 from layout_oracle import RECORDS
 
 from jax_sparse_mla.attention.backend import BACKENDS
-from jax_sparse_mla.kernels import build
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
+from jax_sparse_mla.launch import build
 
 torch = pytest.importorskip("torch")
 from sparse_mla_torch import flash_mla

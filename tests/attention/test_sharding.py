@@ -23,7 +23,6 @@ NAMES = (
     "gradients_through_kernels",
     "context_parallel",
     "context_parallel_decode",
-    "exchange_over_a_mesh",
     "context_parallel_prefill",
     "plain_jit",
     "plain_jit_of_a_kernel",
@@ -45,7 +44,7 @@ def results(request) -> dict[str, str]:
     return virtual_devices.results(virtual_devices.start("sharded_bodies", *chosen, devices=4), timeout=600)
 
 
-@pytest.mark.always("exchange_over_a_mesh", "prefill_over_tokens", "plain_jit", "decode_steps", "decode_steps_of_v4")
+@pytest.mark.always("context_parallel_decode", "prefill_over_tokens", "plain_jit", "decode_steps", "decode_steps_of_v4")
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_equals_one_device(results, name):
     assert results[name] == "", results[name]

@@ -26,8 +26,10 @@ from compressor_engine import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_sparse_mla import compressor
-from jax_sparse_mla.compressor import CompressorState, compress_kv, rope_interleaved
+from jax_sparse_mla.compressor import api as compressor
+from jax_sparse_mla.compressor.api import compress_kv
+from jax_sparse_mla.compressor.state import CompressorState
+from jax_sparse_mla.rope import rope_interleaved
 
 BF16 = ml_dtypes.bfloat16
 PROPERTY = settings(max_examples=20, deadline=None)

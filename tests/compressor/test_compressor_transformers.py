@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compressor_engine import Engine, Parameters
 
-from jax_sparse_mla.compressor import rope_interleaved
+from jax_sparse_mla.rope import rope_interleaved
 
 pytestmark = pytest.mark.torch
 

@@ -15,12 +15,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
-from sparse_mla_torch.kernels import compressor as torch_compressor
-from sparse_mla_torch.kernels.launch import executor
+from sparse_mla_torch.launch.executor import executor
+from sparse_mla_torch.operations import compressor as torch_compressor
 from triton_device import DEVICE, tensor
 
-from jax_sparse_mla.compressor import CompressorState, compress_kv, compress_kv_reference
-from jax_sparse_mla.kernels.triton import compressor as kernels
+from jax_sparse_mla.compressor import triton as kernels
+from jax_sparse_mla.compressor.api import compress_kv, compress_kv_reference
+from jax_sparse_mla.compressor.state import CompressorState
 
 pytestmark = [
     pytest.mark.torch,

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_sparse_mla.compressor import CompressorState, compress_kv, rope_interleaved
+from jax_sparse_mla.compressor.api import compress_kv
+from jax_sparse_mla.compressor.state import CompressorState
+from jax_sparse_mla.rope import rope_interleaved
 
 torch = pytest.importorskip("torch")
 HEAD_DIM, MAX_REQUESTS, ROWS, EPS = 64, 4, 24, 1e-6

@@ -20,7 +20,7 @@ from hf_models import (
     small_model,
     snapshot,
 )
-from sparse_mla_torch import products
+from sparse_mla_torch import cpu_matmul as products
 from sparse_mla_torch.hf import layers as hf_layers
 from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 from transformers import LlamaConfig, LlamaForCausalLM

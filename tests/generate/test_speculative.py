@@ -20,7 +20,7 @@ from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
 from sparse_mla_torch.hf.speculative import SpeculativeDecoder
 
 from jax_sparse_mla import ForwardMode, gather_kv, write_kv
-from jax_sparse_mla.indexer import write_index_k
+from jax_sparse_mla.indexer.logits import write_index_k
 from jax_sparse_mla.serving.speculative import MAX_MARGIN, DraftOracle, compare_with_plain
 
 COMPILING = "OPTIMISED"  # see conftest.py

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_sparse_mla import candidates
-from jax_sparse_mla.candidates import candidate_blocks, index_topk_and_blocks, index_topk_in_blocks
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import IndexKeys, index_logits, write_index_k
+from jax_sparse_mla.indexer import candidates
+from jax_sparse_mla.indexer.candidates import candidate_blocks, index_topk_and_blocks, index_topk_in_blocks
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import IndexKeys, index_logits, write_index_k
 from jax_sparse_mla.indices import topk_positions
 
 ROWS, PAGES, PAGE_SIZE, TABLE, TOPK, KEPT = 9, 8, 16, 6, 20, 4

@@ -5,8 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import IndexKeys, gather_index_k, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import IndexKeys, gather_index_k, index_logits, quantize_index_q, write_index_k
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by code; bit 3 is the sign

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_sparse_mla as mla
-from jax_sparse_mla import index_selection
-from jax_sparse_mla.indexer import IndexKeys
+from jax_sparse_mla.indexer import select as index_selection
+from jax_sparse_mla.indexer.logits import IndexKeys
 
 PAGED, RAGGED = mla.TopkTransform.PAGED, mla.TopkTransform.RAGGED
 PAGES, PAGE_SIZE, REQUESTS, WIDTH, TOPK = 12, 16, 3, 5, 24

@@ -17,9 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_sparse_mla import indexer
-from jax_sparse_mla.dispatch import use_triton
-from jax_sparse_mla.indexer import (
+from jax_sparse_mla.indexer import logits as indexer
+from jax_sparse_mla.indexer.logits import (
     CHUNK_BYTES,
     gather_index_k,
     hadamard_transform,
@@ -28,6 +27,7 @@ from jax_sparse_mla.indexer import (
     write_index_k,
 )
 from jax_sparse_mla.indices import topk_positions
+from jax_sparse_mla.launch.dispatch import use_triton
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 DIM = 128

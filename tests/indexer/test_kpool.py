@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_sparse_mla.compressor import CompressorState, pool_keys
+from jax_sparse_mla.compressor.pools import pool_keys
+from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.indices import expand_pools, topk_positions
 
 POOL, DIM, MAX_REQUESTS, INT_MAX = 4, 128, 5, 2**31 - 1

@@ -21,10 +21,10 @@ from test_triton_fp4_logits import WILD, WRITERS, exact_logits, logits_case, que
 from test_triton_indexer import HOSTILE, assert_logits
 from triton_device import ON_GPU
 
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import IndexKeys, index_logits
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90 import index_logits as sm90
+from jax_sparse_mla.indexer import hopper as sm90
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import IndexKeys, index_logits
+from jax_sparse_mla.launch import build
 
 pytestmark = pytest.mark.torch
 

@@ -18,19 +18,19 @@ pytest.importorskip("triton")
 import ml_dtypes
 import ptxas
 from logits_on_host import logits_function, logits_on_host
-from sparse_mla_torch.kernels import indexer as torch_indexer
-from sparse_mla_torch.kernels.index_selection import index_topk
+from sparse_mla_torch.operations import indexer as torch_indexer
+from sparse_mla_torch.operations.index_selection import index_topk
 from test_triton_indexer import assert_logits, exact_logits, logits_case
 from triton_device import DEVICE, ON_GPU, tensor
 
 import jax_sparse_mla as mla
-from jax_sparse_mla import index_selection
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.index_selection import INVARIANT_ROWS, rows_at_once
-from jax_sparse_mla.indexer import IndexKeys, index_logits, logits_of
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90 import index_logits as sm90
-from jax_sparse_mla.kernels.triton.indexer import PREFILL_ROWS
+from jax_sparse_mla.indexer import hopper as sm90
+from jax_sparse_mla.indexer import select as index_selection
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import IndexKeys, index_logits, logits_of
+from jax_sparse_mla.indexer.select import INVARIANT_ROWS, rows_at_once
+from jax_sparse_mla.indexer.triton import PREFILL_ROWS
+from jax_sparse_mla.launch import build
 
 pytestmark = pytest.mark.torch
 

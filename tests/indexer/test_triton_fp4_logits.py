@@ -19,16 +19,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
-from sparse_mla_torch.kernels import indexer as torch_indexer
+from sparse_mla_torch.operations import indexer as torch_indexer
 from test_triton_indexer import DECODE_SHAPES, HOSTILE, PROPERTY, TILE_SHAPES, assert_logits
 from triton_bounds import within
 from triton_device import DEVICE, ON_GPU, tensor
 
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import IndexKeys, gather_index_k, index_logits, quantize_index_q, write_index_k
-from jax_sparse_mla.kernels.sm90 import index_logits as sm90
-from jax_sparse_mla.kernels.triton import index_scores
-from jax_sparse_mla.kernels.triton import indexer as kernels
+from jax_sparse_mla.indexer import hopper as sm90
+from jax_sparse_mla.indexer import triton as kernels
+from jax_sparse_mla.indexer import triton_scores as index_scores
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import IndexKeys, gather_index_k, index_logits, quantize_index_q, write_index_k
 
 pytestmark = [
     pytest.mark.torch,

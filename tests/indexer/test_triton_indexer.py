@@ -18,12 +18,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
-from sparse_mla_torch.kernels import indexer as torch_indexer
+from sparse_mla_torch.operations import indexer as torch_indexer
 from torch_graphs import capture
 from triton_device import DEVICE, ON_GPU, tensor
 
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import (
+from jax_sparse_mla.indexer import triton as kernels
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import (
     gather_index_k,
     index_logits,
     quantize_index_q,
@@ -31,7 +32,6 @@ from jax_sparse_mla.indexer import (
     write_index_k,
     write_index_k_reference,
 )
-from jax_sparse_mla.kernels.triton import indexer as kernels
 
 pytestmark = [
     pytest.mark.torch,

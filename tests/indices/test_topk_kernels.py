@@ -31,14 +31,14 @@ pytest.importorskip("triton")
 
 import triton.runtime.interpreter as interpreter
 import triton_interpreter  # noqa: F401
-from sparse_mla_torch.kernels import topk as torch_topk
+from sparse_mla_torch.operations import topk as torch_topk
 from topk_cases import INT_MAX, KINDS, TopkCase, assert_selected, expected, make_case, make_logits, method_of, run_jax
 from torch_graphs import capture
 
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
+from jax_sparse_mla.indices.topk import triton as kernels
 from jax_sparse_mla.indices.topk.api import topk_reference
-from jax_sparse_mla.kernels import build as cuda_build
-from jax_sparse_mla.kernels.triton import topk as kernels
+from jax_sparse_mla.launch import build as cuda_build
 
 pytestmark = [
     pytest.mark.torch,

@@ -25,8 +25,8 @@ if not ON_GPU:
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from sparse_mla_torch.kernels import indices as torch_indices
-from sparse_mla_torch.kernels import kv_cache as torch_kv
+from sparse_mla_torch.operations import indices as torch_indices
+from sparse_mla_torch.operations import kv_cache as torch_kv
 from torch_graphs import capture
 
 from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from layout_oracle import RECORDS, TENSOR_SCALE
-from sparse_mla_torch.kernels import kv_cache as torch_kv
+from sparse_mla_torch.operations import kv_cache as torch_kv
 from triton_device import DEVICE, tensor
 
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, split_pages, write_kv

@@ -11,7 +11,8 @@ import pytest
 from small_engine import make_step, make_world
 
 import jax_sparse_mla as mla
-from jax_sparse_mla import index_selection, layers
+from jax_sparse_mla import layers
+from jax_sparse_mla.indexer import select as index_selection
 
 FEW, MANY = 60, 264  # on a GPU a step of so many rows may take other kernels than one of a few
 

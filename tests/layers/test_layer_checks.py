@@ -13,9 +13,9 @@ import small_engine
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.compressor import compressor_window
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.indexer import INDEX_K_BYTES, IndexKeys
+from jax_sparse_mla.compressor.state import compressor_window
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import INDEX_K_BYTES, IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 
 WORK, ROWS = [(0, 0, 1), (1, 3, 1)], 2

@@ -11,8 +11,9 @@ from small_engine import LAYERS, MIDDLE, V4, V32, all_layers, make_step, make_wo
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.compressor import CompressorState, compress_kv
-from jax_sparse_mla.indexer import IndexKeys, gather_index_k, write_index_k, write_transformed_index_k
+from jax_sparse_mla.compressor.api import compress_kv
+from jax_sparse_mla.compressor.state import CompressorState
+from jax_sparse_mla.indexer.logits import IndexKeys, gather_index_k, write_index_k, write_transformed_index_k
 
 LAYOUTS = pytest.mark.parametrize("layout", [mla.KVLayout.V4_FP8, mla.KVLayout.V32_FP8, mla.KVLayout.V4_BF16], ids=repr)
 

@@ -10,9 +10,9 @@ from small_engine import LAYERS, MIDDLE, V4, all_layers, make_step, make_world, 
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.kernels.launch import Device
+from jax_sparse_mla.launch import triton_call
+from jax_sparse_mla.launch.describe import Device
 from jax_sparse_mla.layers import write
-from jax_sparse_mla.xla import triton_call
 
 pytest.importorskip("triton")
 pytest.importorskip("tvm_ffi")

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.models import (
     DEEPSEEK_V4_FLASH,

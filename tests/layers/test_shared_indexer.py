@@ -12,7 +12,7 @@ from small_engine import MAX_LEN, V32, make_step, make_world
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.indexer import INDEX_K_BYTES
+from jax_sparse_mla.indexer.logits import INDEX_K_BYTES
 
 INDEXED = (True, False, False, True)
 KV, INDEX = ("q", "kv"), ("index_q", "index_k", "index_weights")

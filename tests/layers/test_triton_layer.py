@@ -12,12 +12,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
-from sparse_mla_torch.kernels.launch import executor
+from sparse_mla_torch.launch.executor import executor
 from triton_device import DEVICE, tensor
 
-from jax_sparse_mla.indexer import sylvester
-from jax_sparse_mla.kernels.triton import compressor, indexer, kv_cache, layer
+from jax_sparse_mla.compressor import triton as compressor
+from jax_sparse_mla.indexer import triton as indexer
+from jax_sparse_mla.indexer.logits import sylvester
 from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.kv_cache import triton as kv_cache
+from jax_sparse_mla.layers import triton as layer
 from jax_sparse_mla.layers.write import Step
 
 pytestmark = [

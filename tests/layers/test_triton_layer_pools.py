@@ -15,15 +15,17 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import ml_dtypes
-from sparse_mla_torch.kernels.launch import executor
+from sparse_mla_torch.launch.executor import executor
 from triton_attention_cases import run_decode, small_decode
 from triton_device import DEVICE, tensor
 
 from jax_sparse_mla import PagedKV, gather_kv, sparse_mla_decode, write_kv
-from jax_sparse_mla.kernels.triton import compressor, indexer, kv_cache
-from jax_sparse_mla.kernels.triton.sparse_mla import launch as sparse_mla
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope, Tile
+from jax_sparse_mla.attention.triton import launch as sparse_mla
+from jax_sparse_mla.attention.triton.plan import TableShape, Tile
+from jax_sparse_mla.compressor import triton as compressor
+from jax_sparse_mla.indexer import triton as indexer
 from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.kv_cache import triton as kv_cache
 
 pytestmark = [
     pytest.mark.torch,
@@ -146,7 +148,7 @@ def test_attention_kernel(layout):
         per_length = 0 if lengths is None else indices.size // indices.shape[-1] // lengths.size
         arrays.append((among_others(cache.data), tensor(indices), None if lengths is None else tensor(lengths)))
         scopes.append(
-            Scope(
+            TableShape(
                 indices.shape[-1],
                 per_length,
                 pages * cache.page_size,

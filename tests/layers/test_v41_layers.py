@@ -15,7 +15,7 @@ import pytest
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.index_format import IndexFormat
+from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.models import ModelSpec, v41_layers
 

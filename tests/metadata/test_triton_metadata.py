@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from metadata_tensors import DEVICE, INT_MAX, INT_MIN, POISON, assert_same, poison, tensor
-from sparse_mla_torch.kernels import metadata as torch_metadata
+from sparse_mla_torch.operations import metadata as torch_metadata
 from torch_graphs import capture
 
 from jax_sparse_mla.indices.window import (

@@ -20,9 +20,9 @@ from benchmarks.sglang import kit
 from benchmarks.sglang.layer_calls import Recorder
 from benchmarks.vllm import rows
 from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.hopper.decode_plan import sooner_than_prefill
 from jax_sparse_mla.attention.route import why_flashmla_alone
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kernels.sm90.decode_plan import sooner_than_prefill
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 

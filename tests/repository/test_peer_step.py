@@ -142,7 +142,7 @@ def test_the_state_is_the_stacks(stack, theirs):
 
 
 def test_the_rope_table_is_the_compressors_rope():
-    from jax_sparse_mla.compressor import rope_interleaved
+    from jax_sparse_mla.rope import rope_interleaved
 
     inv_freq = 160000.0 ** -(np.arange(32, dtype=np.float32) / 32)
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)

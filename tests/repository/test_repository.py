@@ -135,7 +135,7 @@ def test_every_package_and_kernel_source_is_in_the_wheel():
     ]
     assert {path.parent for path in files if path.suffix == ".py"} | {ROOT / "kernels_cuda"} == set(folders.values())
     data = {path for name, folder in folders.items() for glob in carried.get(name, []) for path in folder.glob(glob)}
-    built = {path for path in data if path.suffix == ".so"}  # by jax_sparse_mla.kernels.build, for a wheel
+    built = {path for path in data if path.suffix == ".so"}  # by jax_sparse_mla.launch.build, for a wheel
     assert {path for path in files if path.suffix not in (".py", ".md")} == data - built
 
 

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from sparse_mla_torch.kernels.launch import executor
+from sparse_mla_torch.launch.executor import executor
 from triton_device import tensor
 
-from jax_sparse_mla.kernels.triton import streams
+from jax_sparse_mla.serving import triton as streams
 from jax_sparse_mla.serving.config import HyperConnections
 from jax_sparse_mla.serving.layers import doubly_stochastic, doubly_stochastic_reference
 

@@ -22,7 +22,7 @@ from layout_oracle import RECORDS, TENSOR_SCALE, put_token
 
 from jax_sparse_mla.attention import DeviceInfo, api, plan_attention, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.backend import BACKENDS
-from jax_sparse_mla.kernels.sm90 import decode_plan
+from jax_sparse_mla.attention.hopper import decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.kv_cache.paged import paged
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH

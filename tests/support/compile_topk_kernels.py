@@ -5,7 +5,7 @@ Run by test_topk_kernels in a process of its own, because Triton's interpreter, 
 
 from compile_triton import facts
 
-from jax_sparse_mla.kernels.triton import topk
+from jax_sparse_mla.indices.topk import triton as topk
 
 SHAPES = [(64, 131_072, 2048), (64, 131_072, 512), (4096, 131_072, 2048), (1, 8192, 512), (1, 300, 64)]
 

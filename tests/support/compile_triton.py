@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jax_sparse_mla.kernels.launch import Device, Launch
+from jax_sparse_mla.launch.describe import Device, Launch
 
 _POINTERS = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
 

@@ -10,11 +10,11 @@ import sys
 
 from compile_triton import compile_kernel
 
-from jax_sparse_mla.kernels.launch import Device
-from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
-from jax_sparse_mla.kernels.triton.sparse_mla.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.kernels.triton.sparse_mla.launch import launches
+from jax_sparse_mla.attention.triton import plan as planning
+from jax_sparse_mla.attention.triton.kernel import combine_kernel, sparse_mla_kernel
+from jax_sparse_mla.attention.triton.launch import launches
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
+from jax_sparse_mla.launch.describe import Device
 
 # What of the newer layouts is compiled, the second cache's behind a "+": of each tile one capability in every run, and
 # for the long test's capabilities the other ways to read rows.
@@ -38,7 +38,7 @@ def compiled_attention(
     """The kernel as it is launched, and its launch."""
     layouts = layout, extra_layout or layout
     sizes = [(0, 0, 0, 0)] * 2 if prefill else [(n, x.page_bytes(n), 0, 0, x) for n, x in zip((256, 64), layouts)]
-    scopes = [planning.Scope(topk, 1, 16_384, *size) for topk, size in zip((128, 512), sizes)]
+    scopes = [planning.TableShape(topk, 1, 16_384, *size) for topk, size in zip((128, 512), sizes)]
     shape = layout, 64, num_heads, scopes, 0.1, True, Device(capability, 132)
     launch, _ = launches(*shape, max_logits=prefill, may_split=not prefill, tile=tile)
     constants = dict(launch.constants)

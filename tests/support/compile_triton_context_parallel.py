@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from compile_triton import Array, Recorder, facts, in_ptx
 
 from jax_sparse_mla.attention.exchange import _words
-from jax_sparse_mla.kernels.triton import context_parallel
+from jax_sparse_mla.attention.triton import exchange as context_parallel
 
 
 def cases(capability):

@@ -6,7 +6,7 @@ JSON list of facts.
 
 from compile_triton import WHOLE, Array, Recorder, facts, in_ptx
 
-from jax_sparse_mla.kernels.triton.sparse_mla.backward import backward, probabilities
+from jax_sparse_mla.attention.triton.backward import backward, probabilities
 
 
 def cases(capability):

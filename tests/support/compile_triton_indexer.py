@@ -8,8 +8,10 @@ import re
 
 from compile_triton import Array, Recorder, facts, in_ptx
 
-from jax_sparse_mla.kernels.triton import compressor, indexer, layer
+from jax_sparse_mla.compressor import triton as compressor
+from jax_sparse_mla.indexer import triton as indexer
 from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.layers import triton as layer
 from jax_sparse_mla.layers.write import Step
 
 FLOATS = ("weights_ptr", "scale_ptr")

@@ -5,8 +5,11 @@ Run by test_triton_kv in a process of its own, because Triton's interpreter, onc
 
 from compile_triton import facts, in_ptx
 
-from jax_sparse_mla.kernels.triton import indices, kv_cache, merge, sanitise, streams
+from jax_sparse_mla.attention.triton import merge, sanitise
+from jax_sparse_mla.indices import triton as indices
 from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.kv_cache import triton as kv_cache
+from jax_sparse_mla.serving import triton as streams
 
 
 def cases(capability):

@@ -7,11 +7,11 @@ import dataclasses
 
 from compile_triton import facts, in_ptx
 
-from jax_sparse_mla.kernels.triton.metadata import schedules, window
-from jax_sparse_mla.kernels.triton.metadata import v4 as metadata
-from jax_sparse_mla.kernels.triton.metadata import v32 as metadata_v32
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.metadata.batch import row_constants
+from jax_sparse_mla.metadata.triton import schedules, window
+from jax_sparse_mla.metadata.triton import v4 as metadata
+from jax_sparse_mla.metadata.triton import v32 as metadata_v32
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
 
 DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_sparse_mla.compressor import CompressorState, compress_kv
+from jax_sparse_mla.compressor.api import compress_kv
+from jax_sparse_mla.compressor.state import CompressorState
 
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
 MAX_REQUESTS = 6

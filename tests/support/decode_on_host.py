@@ -21,7 +21,7 @@ import numpy as np
 from attention_oracle import DecodeCase, HostCache, assert_close_flashmla, decode_case, decode_oracle
 from host_build import GUARD, aligned, poisoned
 
-from jax_sparse_mla.kernels.sm90.decode_plan import (
+from jax_sparse_mla.attention.hopper.decode_plan import (
     ALWAYS,
     AS_LENGTHS_SAY,
     IN_CLUSTERS,

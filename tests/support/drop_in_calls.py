@@ -27,7 +27,7 @@ from sparse_mla_torch.attention import decode as torch_decode
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from triton_device import ON_GPU, tensor
 
-from jax_sparse_mla.kernels import build
+from jax_sparse_mla.launch import build
 
 BACKENDS = ("hopper", "triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
 ALL_BACKENDS = BACKENDS if ON_GPU else (*BACKENDS, "hopper")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
+class TableShape:
     """One paged cache of a decode case.
 
     Attributes:
@@ -43,8 +43,8 @@ class DecodeShape:
     heads: int
     batch: int
     q_len: int
-    cache: Scope
-    extra: Scope | None = None
+    cache: TableShape
+    extra: TableShape | None = None
     varied: bool = True  # tokens per request are drawn from N(mean, mean / 2)
     sink: bool = True
     all_invalid: bool = False  # no index is valid
@@ -110,19 +110,19 @@ _FEATURES = [("V32_FP8", False, False, False)]
 _FEATURES += [("V4_FP8", False, lengths, False) for lengths in (False, True)]
 _FEATURES += [("V4_FP8", True, *lengths) for lengths in itertools.product((False, True), repeat=2)]
 
-_WINDOW = Scope(16384, 128, 256)
-_PERFORMANCE = [("V32_FP8", 128, Scope(32768, 2048, 64), None, (2, 64, 74, 128))]
+_WINDOW = TableShape(16384, 128, 256)
+_PERFORMANCE = [("V32_FP8", 128, TableShape(32768, 2048, 64), None, (2, 64, 74, 128))]
 _PERFORMANCE += [
     ("V4_FP8", heads, _WINDOW, extra, (2, 64, 74, 128, 148, 256))
     for heads, extra in (
-        (64, Scope(16384, 512, 64)),
-        (128, Scope(16384, 1024, 64)),
-        (64, Scope(16384, 1024, 2, lengths=True)),
-        (128, Scope(16384, 1024, 2, lengths=True)),
+        (64, TableShape(16384, 512, 64)),
+        (128, TableShape(16384, 1024, 64)),
+        (64, TableShape(16384, 1024, 2, lengths=True)),
+        (128, TableShape(16384, 1024, 2, lengths=True)),
     )
 ]
 _PERFORMANCE += [
-    (layout, heads, Scope(32768, 16384, 64), None, (148,)) for layout in ("V32_FP8", "V4_FP8") for heads in _HEADS
+    (layout, heads, TableShape(32768, 16384, 64), None, (148,)) for layout in ("V32_FP8", "V4_FP8") for heads in _HEADS
 ]
 
 
@@ -131,8 +131,8 @@ def decode_table() -> list[DecodeShape]:
     shapes = []
     for layout, has_extra, lengths, extra_lengths in _FEATURES:
         for table, sizes, q_lens in (("grid", _GRID, (1, 3)), ("corner", _CORNER, (3,))):
-            caches = [Scope(*size, lengths) for size in sizes]
-            extras = [Scope(*size, extra_lengths) for size in sizes] if has_extra else [None]
+            caches = [TableShape(*size, lengths) for size in sizes]
+            extras = [TableShape(*size, extra_lengths) for size in sizes] if has_extra else [None]
             calls = itertools.product(_HEADS, caches, extras, _BATCHES, q_lens)
             for heads, cache, extra, batch, q_len in calls:
                 shape = DecodeShape(table, layout, heads, batch, q_len, cache, extra)

@@ -21,7 +21,7 @@ from gradient_oracle import check_gradients, saved
 from host_build import GUARD, aligned, poisoned
 
 from jax_sparse_mla.attention import gradient
-from jax_sparse_mla.kernels.sm90 import backward as sm90
+from jax_sparse_mla.attention.hopper import backward as sm90
 
 THREE_BLOCKS = small_prefill(4, dim=576, heads=33, sizes=(300, 140), q_len=2, lengths=False)
 FIVE_BLOCKS = small_prefill(6, heads=7, sizes=(400, 290), q_len=1, lengths=False)  # ds and p of two are held

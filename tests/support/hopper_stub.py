@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from attention_oracle import attend, unpack_cache
 
-from jax_sparse_mla.kernels.sm90.decode_plan import V4, V4_BF16, V32, V32_BF16, V41, V41_FP4
+from jax_sparse_mla.attention.hopper.decode_plan import V4, V4_BF16, V32, V32_BF16, V41, V41_FP4
 
 PLANNED: list[dict] = []
 RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_sparse_mla.kernels import build
+from jax_sparse_mla.launch import build
 
 SOURCES = Path(__file__).parent / "host_cuda"
 GUARD = 0xA5

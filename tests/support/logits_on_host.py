@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from host_build import GUARD, aligned, compiled_once, poisoned
-from sparse_mla_torch.kernels import indexer as torch_indexer
+from sparse_mla_torch.operations import indexer as torch_indexer
 from triton_device import DEVICE, ON_GPU, tensor
 
-from jax_sparse_mla.index_format import IndexFormat
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90 import index_logits as sm90
+from jax_sparse_mla.indexer import hopper as sm90
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.launch import build
 
 
 def logits_function(index_format: IndexFormat, tmp_path_factory) -> Callable[..., np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_sparse_mla.kernels import build
+from jax_sparse_mla.launch import build
 
 
 def said_of(kernel: str, folder: Path) -> str:

@@ -46,8 +46,9 @@ from sharded_world import (
 from virtual_devices import assert_refused, run_cases
 
 import jax_sparse_mla as mla
-from jax_sparse_mla import index_selection, sharding, write_index_k
+from jax_sparse_mla import sharding, write_index_k
 from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.indexer import select as index_selection
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 
 BODIES = {}
@@ -151,7 +152,7 @@ def gradients_through_kernels():
         return by_all(*args, of=mapped)
 
     expected = by_all(*prefill_args, of=prefill)
-    patched = mock.patch("jax_sparse_mla.dispatch.on_cuda", on_kernel)
+    patched = mock.patch("jax_sparse_mla.launch.dispatch.on_cuda", on_kernel)
     with mock.patch.object(gradient, "by_kernel", by_kernel), patched:
         assert_close(jax.jit(of_mapped)(*prefill_args), expected, 1e-5)
         inside = jax.jit(jax.shard_map(by_all, mesh=square, in_specs=specs, out_specs=(specs[0], P(), P("y"))))
@@ -292,14 +293,6 @@ def context_parallel_decode():
         (lambda: run_sharded(plain, (P(), P("x"), P()), heads, bf16[:, :, :3], pages, spread), "3 heads"),
     ):
         assert_refused(call, words)
-
-
-@body
-def exchange_over_a_mesh():
-    import sharded_exchange
-
-    sharded_exchange.check_a_mesh_of_cpus()
-    sharded_exchange.check_one_launch()
 
 
 @body

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
-from jax_sparse_mla.compressor import rope_interleaved
+from jax_sparse_mla.rope import rope_interleaved
 from jax_sparse_mla.serving.model import ForwardOutput
 
 HIDDEN = 64

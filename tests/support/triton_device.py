@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 import triton_attention_cases  # noqa: F401
-from sparse_mla_torch.kernels.launch import executor
+from sparse_mla_torch.launch.executor import executor
 
 ON_GPU = jax.default_backend() == "gpu"
 DEVICE = "cuda" if ON_GPU else "cpu"

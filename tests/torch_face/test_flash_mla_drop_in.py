@@ -31,7 +31,7 @@ from drop_in_calls import (
     served_by,
     valid_case,
 )
-from flashmla_cases import DecodeShape, PrefillShape, Scope
+from flashmla_cases import DecodeShape, PrefillShape, TableShape
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import decode as torch_decode
 from sparse_mla_torch.attention import route
@@ -141,9 +141,9 @@ def test_prefill_equals_the_oracle(backend, setting):
 
 
 SHAPES = [
-    DecodeShape("grid", "V4_FP8", 2, 5, 1, Scope(40, 16, 64, True), Scope(30, 40, 3, True)),
-    DecodeShape("corner", "V4_FP8", 2, 4, 3, Scope(20, 16, 5), Scope(12, 8, 2), all_invalid=True),
-    DecodeShape("grid", "V32_FP8", 3, 3, 2, Scope(50, 24, 7)),
+    DecodeShape("grid", "V4_FP8", 2, 5, 1, TableShape(40, 16, 64, True), TableShape(30, 40, 3, True)),
+    DecodeShape("corner", "V4_FP8", 2, 4, 3, TableShape(20, 16, 5), TableShape(12, 8, 2), all_invalid=True),
+    DecodeShape("grid", "V32_FP8", 3, 3, 2, TableShape(50, 24, 7)),
     PrefillShape("feature", 512, 3, 9, 40, 24, sink=True, lengths=True),
     PrefillShape("corner", 576, 2, 6, 8, 32, sink=True, lengths=True, all_invalid=True),
 ]
@@ -505,7 +505,7 @@ def test_a_flash_mla_without_the_operators_is_not_routed_to(tmp_path, file, expe
 
 
 def test_what_flashmla_cannot_take():
-    scope = torch_decode.Scope(64, 0, 128, 64, 64 * 656)
+    scope = torch_decode.TableShape(64, 0, 128, 64, 64 * 656)
 
     def obstacle(layout=KVLayout.V4_FP8, q_len=1, scopes=(scope,), shift=0):
         options = torch_decode.Options("decode", 0.1, math.inf)

@@ -17,10 +17,10 @@ triton = pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_mla_torch.attention import call_cache
-from sparse_mla_torch.kernels import launch as launching
-from sparse_mla_torch.kernels import launcher
+from sparse_mla_torch.launch import executor as launching
+from sparse_mla_torch.launch import launcher
 
-from jax_sparse_mla.kernels.launch import Launch, Output
+from jax_sparse_mla.launch.describe import Launch, Output
 
 pytestmark = pytest.mark.torch
 UINT = ctypes.c_uint

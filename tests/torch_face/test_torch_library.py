@@ -14,7 +14,7 @@ from attention_calls import small_decode, small_prefill
 from attention_oracle import assert_close_flashmla, decode_oracle, prefill_oracle
 from drop_in_calls import served_by
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.kernels import merge
+from sparse_mla_torch.operations import merge
 
 import jax_sparse_mla
 from jax_sparse_mla import KVLayout, PagedKV

@@ -66,7 +66,7 @@ def add(options: tuple, tensors: tuple, new: Callable[..., Prepared]) -> Prepare
     """A call that `find` does not know: made by `new`, which checks it, and remembered."""
     global facts
     if facts is _unknown and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
-        from sparse_mla_torch.kernels import launcher
+        from sparse_mla_torch.launch import launcher
 
         module = launcher.module()
         facts = module.facts if module else lambda *tensors: None

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
+from jax_sparse_mla.attention.triton.plan import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
-from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
+from sparse_mla_torch.operations.checks import BF16, FLOAT32, check_scale, check_strided
 
 # Those that a cache's bytes per token tell. The others share theirs (528: three, 288: two), and are asked for by name.
 LAYOUTS = {
@@ -212,7 +212,7 @@ def _check(function, kv_layout, q, k_cache, indices, lengths, extra_k_cache, ext
     return layout, extra_layout, tuple(scopes)
 
 
-def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, like) -> Scope:
+def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, like) -> TableShape:
     name = f"{prefix}k_cache"
     pages, page_size, _, width = k_cache.shape
     if page_size < 1:
@@ -232,7 +232,7 @@ def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, lik
         check_strided(function, f"{prefix}topk_length", lengths, tuple(expected), like)
         shared = shape[1] if per_request else 1
     place = pages * page_size, page_size, page_bytes
-    return Scope(topk, shared, *place, stride=_row_stride(indices), layout=layout)
+    return TableShape(topk, shared, *place, stride=_row_stride(indices), layout=layout)
 
 
 def _row_stride(indices: torch.Tensor) -> int:

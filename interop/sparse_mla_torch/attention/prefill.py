@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
+from jax_sparse_mla.attention.triton.plan import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
-from sparse_mla_torch.kernels.checks import BF16, FLOAT32, check_scale, check_strided
+from sparse_mla_torch.operations.checks import BF16, FLOAT32, check_scale, check_strided
 
 
 class Options(NamedTuple):
@@ -78,7 +78,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = 0 in (q_len, heads, topk, kv_len)
-    scope = Scope(topk, int(lengths is not None), kv_len)
+    scope = TableShape(topk, int(lengths is not None), kv_len)
     run = (_nothing if empty else backend.prefill)(options, q, scope, attn_sink is not None)
     return Prepared(on_contiguous(run, tensors), plan, backend.WRITES_INTO and not empty)
 

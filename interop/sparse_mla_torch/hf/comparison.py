@@ -19,11 +19,11 @@ from jax_sparse_mla.serving.engine import Engine as JaxEngine
 from jax_sparse_mla.serving.engine import TracedStep as JaxTracedStep
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED
+from sparse_mla_torch.cpu_matmul import quick_products
 from sparse_mla_torch.hf.eager import eager_in_blocks
 from sparse_mla_torch.hf.engine import Engine, TracedStep
 from sparse_mla_torch.hf.glm53 import Glm53Layer, decoder_layers
 from sparse_mla_torch.hf.layers import V4Layer, V32Layer
-from sparse_mla_torch.products import quick_products
 
 MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
 # The bound of a single row: one wrong row in a thousand hardly changes the cosine of the whole layer.

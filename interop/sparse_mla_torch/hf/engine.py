@@ -45,10 +45,10 @@ from jax_sparse_mla.serving.scheduler import (
     check_all,
 )
 from sparse_mla_torch.bridge import jax_device, to_jax
+from sparse_mla_torch.cpu_matmul import quick_products
 from sparse_mla_torch.hf.graph import Capture, StepGraph
 from sparse_mla_torch.hf.layers import Step, TorchStep, V4Layer, V32Layer
 from sparse_mla_torch.hf.replace import AttentionReplacement
-from sparse_mla_torch.products import quick_products
 
 __all__ = ["GATHERED", "PAGED", "PREFILL_BACKENDS", "Engine", "EngineOptions", "Request", "TracedStep"]
 

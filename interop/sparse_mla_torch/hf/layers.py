@@ -104,8 +104,8 @@ class TorchStep:
     def new(cls, spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, routes: dict) -> TorchStep:
         """The step of a batch and tables of torch tensors; its metadata are made here."""
         # Both need triton.
-        from sparse_mla_torch.kernels.metadata_v32 import build_v32_metadata
         from sparse_mla_torch.layers import prepare_v4_step
+        from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata
 
         if spec.window is not None:
             return cls(batch, prepare_v4_step(spec, batch, tables).metadata, routes)

@@ -24,8 +24,8 @@ from jax_sparse_mla import packages
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
-from jax_sparse_mla.xla import tvm
-from jax_sparse_mla.xla.tvm import Buffer, pages_of
+from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.launch.tvm import Buffer, pages_of
 
 _V_DIM = 512
 _CHUNK = 64  # index columns of one split

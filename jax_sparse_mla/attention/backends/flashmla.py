@@ -34,12 +34,12 @@ import jax.numpy as jnp
 from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.launch import torch_operator
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.metadata.schedules import flashmla_schedule
 from jax_sparse_mla.packages import why_not
-from jax_sparse_mla.xla import torch_operator
-from jax_sparse_mla.xla.triton_call import executor
 
 _V_DIM = 512
 DECODE_COLUMNS = 64  # the kernels scan whole blocks: topk is a multiple
@@ -241,7 +241,7 @@ def _sanitise(
     widths = [math.ceil(table.indices.shape[1] / DECODE_COLUMNS) * DECODE_COLUMNS for table in tables]
 
     def kernel(pairs, sink):
-        from jax_sparse_mla.kernels.triton import sanitise
+        from jax_sparse_mla.attention.triton import sanitise
 
         facts = [
             sanitise.Table(index.shape[1], width, slots, lengths is not None)

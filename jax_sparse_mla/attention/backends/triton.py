@@ -1,4 +1,4 @@
-"""The portable GPU backend: the Triton kernel of `kernels/triton/sparse_mla/`.
+"""The portable GPU backend: the Triton kernel of `attention/triton/`.
 
 SM80 and up, FP8 and BF16 caches, FP4 ones beside FP8, any head count and any topk. How many programs share a row's keys
 is chosen from the static shapes and the device's multiprocessors; lengths and indices stay data, so one compilation
@@ -13,11 +13,11 @@ from functools import partial
 import jax
 
 from jax_sparse_mla.attention.backend import IndexTable
-from jax_sparse_mla.kernels.triton.sparse_mla import launch as kernels
-from jax_sparse_mla.kernels.triton.sparse_mla import plan as planning
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
+from jax_sparse_mla.attention.triton import launch as kernels
+from jax_sparse_mla.attention.triton import plan as planning
+from jax_sparse_mla.attention.triton.plan import TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.launch.triton_call import executor
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
@@ -54,23 +54,23 @@ def prefill(
     del batch_invariant  # a row's result never depends on the others
     q_len, _, qk_dim = q.shape
     layout = workspace_layout(qk_dim)
-    table = (kv, indices, topk_length), Scope(indices.shape[-1], int(topk_length is not None), kv.shape[0])
+    table = (kv, indices, topk_length), TableShape(indices.shape[-1], int(topk_length is not None), kv.shape[0])
     shape = softmax_scale, layout, q_len
     out, lse, max_logits = _attend(q, [table], attn_sink, *shape, may_split=False, max_logits=True)
     return out, max_logits, lse
 
 
-def _table(table: IndexTable) -> tuple[tuple, Scope]:
+def _table(table: IndexTable) -> tuple[tuple, TableShape]:
     """A table's arrays and its facts."""
     cache, indices, lengths = table
     pages = cache.page_size, cache.layout.page_bytes(cache.page_size), cache.first_page
-    scope = Scope(indices.shape[-1], int(lengths is not None), cache.num_slots, *pages, layout=cache.layout)
+    scope = TableShape(indices.shape[-1], int(lengths is not None), cache.num_slots, *pages, layout=cache.layout)
     return (cache.data, indices, lengths, cache.tensor_scale), scope
 
 
 def _attend(
     q: jax.Array,
-    tables: Sequence[tuple[tuple, Scope]],
+    tables: Sequence[tuple[tuple, TableShape]],
     attn_sink: jax.Array | None,
     softmax_scale: float,
     layout: KVLayout,

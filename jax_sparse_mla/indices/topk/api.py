@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks
-from jax_sparse_mla.dispatch import dispatch
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.indices.topk.route import engine_here
-from jax_sparse_mla.sharding import Shares
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.sharding import PartitionRule
 
 _INT_MIN = -(2**31)
 OUTSIDE_KEY = _INT_MIN  # below every column of the window
@@ -87,7 +87,8 @@ def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
     of_rows = {name: None if x is None else P("rows") for name, x in optional.items()}
     if optional.get("row_to_request") is not None:
         of_rows["page_table"] = P()  # any row may ask for any request's
-    return dispatch(kernel, plain, logits, lengths, optional, shares=Shares((P("rows"), P("rows"), of_rows), P("rows")))
+    rule = PartitionRule((P("rows"), P("rows"), of_rows), P("rows"))
+    return dispatch(kernel, plain, logits, lengths, optional, shares=rule)
 
 
 def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):

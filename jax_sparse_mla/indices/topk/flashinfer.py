@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla.indices.topk.api import ascending, indices_of
-from jax_sparse_mla.xla import tvm
-from jax_sparse_mla.xla.tvm import Buffer
+from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.launch.tvm import Buffer
 
 _LOWER_INDEX = 1  # FlashInfer's TopKTieBreak.SMALL
 _FEW_ROWS, _LONG_ROW = 32, 16384  # where FlashInfer itself turns to CUB, for float32 and its tie_break

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.xla import tvm
-from jax_sparse_mla.xla.triton_call import executor
+from jax_sparse_mla.launch import build, tvm
+from jax_sparse_mla.launch.triton_call import executor
 
 
 def topk_triton(logits: jax.Array, lengths: jax.Array, **arguments) -> jax.Array:
     """As `topk_cuda`."""
-    from jax_sparse_mla.kernels.triton.topk import topk
+    from jax_sparse_mla.indices.topk.triton import topk
 
     return topk(executor(), logits, lengths, **arguments)
 

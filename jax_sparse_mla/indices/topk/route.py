@@ -65,7 +65,7 @@ _RECORDS = (
         name="triton",
         function="jax_sparse_mla.indices.topk.kernels:topk_triton",
         needs=(Need(("triton",), ("triton",)), Need(("apache-tvm-ffi", "jax-triton"), ("tvm_ffi", "jax_triton"))),
-        unready="jax_sparse_mla.dispatch:unready",
+        unready="jax_sparse_mla.launch.dispatch:unready",
     ),
     Engine(
         name="flashinfer",
@@ -84,7 +84,7 @@ TOPK_BACKENDS: dict[str, Engine] = {engine.name: engine for engine in _RECORDS}
 
 def cuda_unready(phase: str, framework: str) -> str | None:
     """Why the CUDA kernel cannot be launched here although its packages are found; it is built if need be."""
-    from jax_sparse_mla.kernels import build
+    from jax_sparse_mla.launch import build
 
     capability = DeviceInfo.current().compute_capability
     if capability is None or build.topk_module(capability) is None:

@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 
 from jax_sparse_mla.attention.backends import flashmla
+from jax_sparse_mla.attention.triton.plan import V_DIM
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results, Schedule
-from sparse_mla_torch.kernels.sanitise import Sanitiser, Table
+from sparse_mla_torch.operations.sanitise import Sanitiser, Table
 
 WRITES_INTO = False
 _LN_2 = math.log(2)

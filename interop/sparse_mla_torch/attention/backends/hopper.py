@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90.decode_plan import NO_CACHE, V_DIM, cache_numbers, decode_format, decode_plan
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import Scope
+from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, V_DIM, cache_numbers, decode_format, decode_plan
+from jax_sparse_mla.attention.triton.plan import TableShape
+from jax_sparse_mla.launch import build
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results
-from sparse_mla_torch.kernels import launcher
+from sparse_mla_torch.launch import launcher
 
 WRITES_INTO = True
 _NUM_TENSORS = 11
@@ -32,7 +32,7 @@ def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
     return None
 
 
-def _numbers(scope: Scope) -> list[int]:
+def _numbers(scope: TableShape) -> list[int]:
     """The kernel's Shape of a table."""
     places = cache_numbers(scope.layout, scope.num_slots, scope.page_size, scope.page_bytes)
     return [scope.topk, scope.stride or scope.topk, scope.rows_per_length, *places]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from jax_sparse_mla.kernels.triton.sparse_mla import launch as kernels
-from jax_sparse_mla.kernels.triton.sparse_mla.plan import V_DIM, Scope
+from jax_sparse_mla.attention.triton import launch as kernels
+from jax_sparse_mla.attention.triton.plan import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from sparse_mla_torch.attention.backends import in_base_2, into_results
 from sparse_mla_torch.attention.call_cache import Results
-from sparse_mla_torch.kernels.launch import DirectLaunch, device_facts
+from sparse_mla_torch.launch.executor import DirectLaunch, device_facts
 
 WRITES_INTO = True
 
@@ -28,7 +28,7 @@ class Attention:
         layout: KVLayout,
         rows: int,
         heads: int,
-        scopes: tuple[Scope, ...],
+        scopes: tuple[TableShape, ...],
         softmax_scale: float,
         has_sink: bool,
         device: torch.device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax_sparse_mla.attention.backends.hopper.decode import decode
 from jax_sparse_mla.attention.backends.hopper.prefill import prefill
-from jax_sparse_mla.kernels import build
+from jax_sparse_mla.launch import build
 
 __all__ = ["decode", "prefill", "unready"]
 

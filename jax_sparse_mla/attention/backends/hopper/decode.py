@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, V_DIM, cache_numbers, decode_format, decode_plan
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kernels import build
-from jax_sparse_mla.kernels.sm90.decode_plan import NO_CACHE, V_DIM, cache_numbers, decode_format, decode_plan
 from jax_sparse_mla.kv_cache import PagedKV
-from jax_sparse_mla.xla import tvm
-from jax_sparse_mla.xla.tvm import Buffer, pages_of
+from jax_sparse_mla.launch import build, tvm
+from jax_sparse_mla.launch.tvm import Buffer, pages_of
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))

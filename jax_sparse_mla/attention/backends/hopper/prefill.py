@@ -1,4 +1,4 @@
-"""Prefill on SM90 by our kernels in Pallas Mosaic GPU: `kernels/sm90/prefill/`, docs/kernels-prefill.md.
+"""Prefill on SM90 by our kernels in Pallas Mosaic GPU: `attention/hopper/prefill/`, docs/kernels-prefill.md.
 
 One serves few heads, the other any number. JAX compiles them itself, when the program is compiled: a program
 that uses them needs no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list
@@ -30,8 +30,8 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
     del batch_invariant  # a row's result never depends on the others
-    from jax_sparse_mla.kernels.sm90.prefill.few_heads.kernel import serves, sparse_prefill_few_heads
-    from jax_sparse_mla.kernels.sm90.prefill.kernel import sparse_prefill
+    from jax_sparse_mla.attention.hopper.prefill.few_heads.kernel import serves, sparse_prefill_few_heads
+    from jax_sparse_mla.attention.hopper.prefill.kernel import sparse_prefill
 
     sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT
     attend = sparse_prefill_few_heads if serves(*q.shape[1:]) else sparse_prefill

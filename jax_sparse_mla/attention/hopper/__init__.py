@@ -1,0 +1,1 @@
+"""Our own attention kernels for Hopper (SM90)."""

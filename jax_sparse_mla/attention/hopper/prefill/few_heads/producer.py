@@ -1,0 +1,109 @@
+"""The producer's work: it gathers an item's queries and its blocks of keys by `cp.async`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
+from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
+    BLOCK,
+    REF,
+    SHARED_TYPES,
+    SLICE,
+    Item,
+    Shape,
+    Shared,
+    Team,
+)
+from jax_sparse_mla.attention.hopper.prefill.tiles import SPLAT, inline, scalar
+
+_ROW_NUMBERS = tiles.per_thread_layout(tiles.ROWS_PER_THREAD)  # of a block
+
+
+def _gather_queries(shape: Shape, q_ref, shared: Shared, team, item: Item) -> None:
+    """Copies a token's heads; heads that q does not have become zero."""
+
+    @inline(REF, *SHARED_TYPES, SPLAT, SPLAT, SPLAT)
+    def emit(ctx, q, *args):
+        *refs, team, t, item = args
+        team = Team(shape, refs, scalar(team))
+        _, heads, columns = ir.MemRefType(q.type).shape
+        copied = -(-shape.heads // 16)  # rows of a thread
+        target = tiles.tile_address_at(team.queries, columns)
+        ptx.barrier_wait_at(team.barrier(shape.queries_empty), ptx.previous(scalar(item)))
+        for i, row in enumerate(tiles.thread_rows()[:copied]):
+            exists = arith.cmpi(arith.CmpIPredicate.slt, row, ptx.i32(heads))
+            number = arith.addi(arith.muli(ptx.extend(scalar(t)), ptx.i64(heads)), ptx.extend(row))
+            number = arith.select(exists, number, ptx.i64(0))
+            source = tiles.source_address(q, number)
+            nbytes = arith.select(exists, ptx.i32(16), ptx.i32(0))
+            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, ptx.i32(shape.heads))):
+                for tile in range(shape.slices):
+                    offset = 2 * i * tiles.row_stride(columns) + tile * tiles.TILE_BYTES
+                    ptx.copy_16(target, offset, source, tile * 2 * SLICE, nbytes)
+        ptx.barrier_arrive_after_copies_at(team.barrier(shape.queries_full))
+
+    emit(q_ref, *shared, team, item.t, item.number)
+
+
+def _row_numbers(indices_ref, t, first_column, limit, kv_len: int) -> jax.Array:
+    """The rows of kv that the calling thread copies for a block; −1 where there is no key."""
+
+    @inline(REF, SPLAT, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct(_ROW_NUMBERS.args[0], jnp.int32, _ROW_NUMBERS))
+    def emit(ctx, indices, t, first_column, limit):
+        columns = [arith.addi(scalar(first_column), row) for row in tiles.thread_rows()]
+        return tiles.per_thread(
+            [tiles.load_index(indices, scalar(t), column, scalar(limit), kv_len) for column in columns]
+        )
+
+    return emit(indices_ref, t, first_column, limit)
+
+
+def _gather_block(shape: Shape, row_numbers, kv_ref, shared: Shared, team, block) -> None:
+    """Starts the copies of a block, slice by slice."""
+
+    @inline(_ROW_NUMBERS, REF, *SHARED_TYPES, SPLAT, SPLAT)
+    def emit(ctx, row_numbers, kv, *args):
+        *refs, team, block = args
+        team, block = Team(shape, refs, scalar(team)), scalar(block)
+        rows = tiles.from_per_thread(row_numbers)
+        sources = [tiles.source_address(kv, ptx.extend(row)) for row in rows]
+        for i, (slot, uses) in enumerate(team.slots(block)):
+            ptx.barrier_wait_at(team.slot_empty(slot), ptx.previous(uses))
+            if i == 0:
+                _store_valid(team, block, rows)
+            target = tiles.tile_address_at(team.slot_address(slot), SLICE)
+            source_tile = (i - shape.tails) % shape.slices
+            tiles.copy_rows(target, SLICE, [0], rows, sources, source_tile)
+            ptx.barrier_arrive_after_copies_at(team.slot_full(slot))
+
+    emit(row_numbers, kv_ref, *shared, team, block)
+
+
+def _store_valid(team: Team, block: ir.Value, rows: list[ir.Value]) -> None:
+    """Stores the mask of a block's keys; eight threads store the same value."""
+    for place, row in zip(tiles.thread_rows(), rows):
+        exists = arith.cmpi(arith.CmpIPredicate.sge, row, ptx.i32(0))
+        team.set_valid(block, place, arith.select(exists, ptx.i32(1), ptx.i32(0)))
+    barrier, _ = team.valid_barrier(block)
+    ptx.barrier_arrive_at(barrier)
+
+
+def produce(shape: Shape, q_ref, kv_ref, indices_ref, shared: Shared, team, item: Item) -> None:
+    _gather_queries(shape, q_ref, shared, team, item)
+
+    def row_numbers(block):
+        return _row_numbers(indices_ref, item.t, (block - item.first_block) * BLOCK, item.limit, kv_ref.shape[0])
+
+    def step(block, rows):
+        following = row_numbers(block + 1)
+        _gather_block(shape, rows, kv_ref, shared, team, block)
+        return following
+
+    lax.fori_loop(item.first_block, item.end_block, step, row_numbers(item.first_block))

@@ -1,0 +1,1 @@
+"""The compressor of DeepSeek-V4 and V4.1, and KPool: tokens become fewer rows."""

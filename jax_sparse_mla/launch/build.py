@@ -1,0 +1,143 @@
+"""The CUDA C++ kernels of `kernels_cuda/`, behind TVM FFI: one binary of each that XLA and torch call.
+
+A binary is taken from the package, where `python -m jax_sparse_mla.launch.build` puts it before a wheel is built, or
+nvcc compiles it at the first use, which takes some seconds; `compile_cache` says where it is kept. Where neither
+works other kernels serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jax_sparse_mla.launch import compile_cache
+from jax_sparse_mla.packages import why_not
+
+__all__ = [
+    "binder",
+    "folder",
+    "index_logits_module",
+    "library",
+    "module",
+    "source",
+    "sparse_backward_module",
+    "sparse_decode_module",
+    "topk_module",
+]
+
+_PACKAGE = Path(__file__).parents[1]
+
+# The architectures for which a wheel carries binaries.
+_CARRIED = {
+    "index_logits": ("90a",),
+    "sparse_backward": ("90a",),
+    "sparse_decode": ("90a",),
+    "topk": ("80", "90", "100", "120"),
+}
+
+
+def folder() -> Path:
+    """The kernels' sources: an installed package holds `kernels_cuda`, in a checkout it lies beside the package."""
+    installed = _PACKAGE / "kernels_cuda"
+    return installed if installed.is_dir() else _PACKAGE.parent / "kernels_cuda"
+
+
+def source(name: str) -> Path:
+    """A kernel's source, `kernels_cuda/{name}/{name}.cu`."""
+    return folder() / name / f"{name}.cu"
+
+
+def topk_module(capability: tuple[int, int]) -> Any | None:
+    """The module with the function `topk` of topk.cu, for this compute capability, or None where there is none."""
+    return module("topk", "{}{}".format(*capability)) if capability >= (8, 0) else None
+
+
+def sparse_decode_module() -> Any | None:
+    """The module with the function `sparse_decode` of sparse_decode.cu, for SM90, or None where there is none."""
+    return module("sparse_decode", "90a")
+
+
+def sparse_backward_module() -> Any | None:
+    """The module with the function `sparse_backward` of sparse_backward.cu, for SM90, or None where there is none."""
+    return module("sparse_backward", "90a")
+
+
+def index_logits_module() -> Any | None:
+    """The module with the function `index_logits` of index_logits.cu, for SM90, or None where there is none."""
+    return module("index_logits", "90a")
+
+
+@functools.cache
+def module(name: str, arch: str) -> Any | None:
+    """The module of `kernels_cuda/{name}/{name}.cu` for an architecture such as "90a", or None, with a warning why."""
+    if why_not("tvm_ffi"):
+        return None
+    import tvm_ffi
+
+    try:
+        return compile_cache.load(library(name, arch), lambda path: tvm_ffi.load_module(str(path)))
+    except RuntimeError as error:
+        warnings.warn(f"jax_sparse_mla: the CUDA kernel {name} cannot be used: {error}", stacklevel=2)
+        return None
+
+
+def library(name: str, arch: str) -> compile_cache.Library:
+    """The binary of `kernels_cuda/{name}/{name}.cu` for an architecture."""
+    others = {*source(name).parent.glob("*.cu*"), *folder().glob("*.cuh")} - {source(name)}
+    return compile_cache.Library(
+        name=f"{name}-sm{arch}",
+        sources=(source(name), *sorted(others)),
+        compiler="nvcc",
+        flags=("-std=c++20", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"),
+        includes=_tvm_headers,
+        packages=("apache-tvm-ffi",),
+        carried=folder(),
+    )
+
+
+def binder() -> compile_cache.Library:
+    """What XLA calls the kernels through; `launch/tvm.py` loads it."""
+    return compile_cache.Library(
+        name="tvm_bind",
+        sources=tuple(_PACKAGE / "launch" / name for name in ("tvm_bind.cc", "kernel_launch.h", "xla_call.h")),
+        compiler="c++",
+        flags=("-std=c++17", "-O2"),
+        includes=_binder_headers,
+        packages=("apache-tvm-ffi", "jaxlib"),
+        carried=folder(),
+    )
+
+
+def _binder_headers() -> list[str]:
+    """TVM-FFI's headers and XLA's."""
+    import jax
+
+    return [*_tvm_headers(), jax.ffi.include_dir()]
+
+
+def _tvm_headers() -> list[str]:
+    """The folders of TVM-FFI's headers."""
+    from tvm_ffi import libinfo
+
+    return sorted({libinfo.find_include_path(), libinfo.find_dlpack_include_path()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_sparse_mla.launch.build",
+        description="Compiles the CUDA kernels, and what XLA calls them through, into the package, so that a wheel "
+        "built from it carries them.",
+    )
+    parser.parse_args()
+    libraries = [binder(), *(library(name, arch) for name, archs in _CARRIED.items() for arch in archs)]
+    for each in libraries:
+        for old in folder().glob(f"{each.name}-*.so"):
+            old.unlink()
+        print(compile_cache.compile_to(each, compile_cache.carried_path(each)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Triton kernels: one source each, launched inside XLA programs, and by torch on its own stream.
+
+Nothing here imports triton until a kernel is wanted, so the package imports without it. `dispatch` is how a JAX
+function takes a kernel: where the program is lowered for CUDA the kernel runs, everywhere else, and under `vmap`,
+the plain JAX code that defines the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_sparse_mla import sharding
+from jax_sparse_mla.launch.transforms import on_cuda, shared
+from jax_sparse_mla.packages import why_not
+
+__all__ = ["available", "dispatch", "unready", "use_triton"]
+
+
+def use_triton() -> bool:
+    """Whether programs traced now may take Triton kernels.
+
+    True with an NVIDIA GPU as JAX's default backend, triton and what launches it importable, unless the environment
+    says `JAX_SPARSE_MLA_BACKEND=reference`.
+    """
+    return os.environ.get("JAX_SPARSE_MLA_BACKEND") != "reference" and available()
+
+
+def available() -> bool:
+    """Whether JAX's default backend is an NVIDIA GPU, and triton and what launches it are importable."""
+    return unready() is None
+
+
+@functools.cache
+def unready(phase: str = "", framework: str = "jax") -> str | None:
+    """Why Triton kernels cannot be launched from JAX here, None if they can; from torch nothing is left to ask.
+
+    A package that is installed and does not import is warned of: plain code serves, many times slower.
+    """
+    if framework != "jax":
+        return None
+    if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
+        return "JAX's default backend is no NVIDIA GPU"
+    from jax_sparse_mla.launch.triton_call import own_launcher
+
+    return why_not("triton") or (None if own_launcher() else why_not("jax_triton"))
+
+
+def dispatch(
+    kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, shares: sharding.PartitionRule | None = None
+) -> Any:
+    """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
+
+    Args:
+      kernel: launches through `launch.triton_call.Executor`, which has no batching rule.
+      plain: the same function in plain JAX.
+      args: arrays, or pytrees of them; what else the two need, they close over. Nothing is differentiated through
+        either: the results are bytes, indices, or rows of bytes.
+      shares: which dimensions may be cut where several devices share the arrays; None leaves it to the partitioner,
+        to which a kernel is opaque: each device gets all of its arguments.
+    """
+    if shares is not None:
+        kernel, plain = shared(kernel, shares), shared(plain, shares)
+    if not use_triton():
+        return plain(*args)
+    return on_cuda(kernel, plain, *jax.lax.stop_gradient(args))

@@ -1,0 +1,174 @@
+"""Launches of Triton kernels inside XLA programs by a few lines of our own C++, `kernel_launch.h`.
+
+Triton compiles a kernel for the GPU when the call is lowered; the program then calls a function that holds the machine
+code and the numbers, and takes XLA's buffers. jaxlib's launcher, which jax-triton emits, looks a kernel up by its whole
+text before every execution, of recorded calls too: for a step of 43 layers that takes the host longer than all else.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend as jex
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.packages import give_triton_a_cache
+
+DRIVER = "libcuda.so.1"
+
+_POINTERS = {
+    "bfloat16": "*bf16",
+    "bool": "*i1",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int32": "*i32",
+    "uint8": "*u8",
+}
+_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
+
+
+class Compiled(NamedTuple):
+    """A kernel's machine code, and its SHA-256."""
+
+    image: bytes
+    digest: str
+    name: str
+    threads: int
+    shared_bytes: int
+
+
+def call(
+    kernel: Any,
+    inputs: Sequence[jax.Array | int | float | np.float32 | None],
+    outputs: Sequence[jax.ShapeDtypeStruct | None],
+    *,
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int],
+    zeroed: Sequence[int],
+    constants: Mapping[str, Any],
+    capability: tuple[int, int],
+) -> tuple[jax.Array | None, ...]:
+    """The outputs that a `triton.jit` kernel writes; to the program that is being traced.
+
+    Args:
+      kernel: its parameters are inputs, outputs and constants, in this order.
+      inputs: arrays, numbers, or None where the kernel reads nothing.
+      outputs: what it writes; None where it writes nothing.
+      grid: up to three numbers of programs.
+      aliases: by output, the input whose buffer it has; both are indices into what was given.
+      zeroed: outputs that the kernel expects zeros in.
+      constants: by name, with Triton's options (num_warps, num_stages, maxnreg).
+      capability: compute capability of the GPU.
+    """
+    given = dict(zip((name for name in kernel.arg_names if name not in constants), (*inputs, *outputs), strict=True))
+    constants = dict(constants) | {name: None for name, x in given.items() if x is None}
+    types = {name: _type(x) for name, x in given.items() if x is not None}
+    options = {name: constants.pop(name) for name in list(constants) if name not in kernel.arg_names}
+    operands = [x for x in inputs if isinstance(x, jax.Array)]
+    results = [x for x in outputs if x is not None]
+    buffers = iter(range(len(operands) + len(results)))
+    parameters = []
+    for name, kind in types.items():
+        parameters += (next(buffers), 0) if kind.startswith("*") else (-1, _bytes(kind, given[name]))
+    parameters += (-1, 0) * 2  # memory for the kernel and for a profiler, which these kernels do not ask for
+    operand = {i: n for n, i in enumerate(i for i, x in enumerate(inputs) if isinstance(x, jax.Array))}
+    result = {i: n for n, i in enumerate(i for i, x in enumerate(outputs) if x is not None)}
+    written = iter(
+        _launch_p.bind(
+            *operands,
+            kernel=(kernel, _items(types), _items(constants), _items(options), capability),
+            grid=(*grid, 1, 1)[:3],
+            parameters=tuple(parameters),
+            zeroed=tuple(len(operands) + result[i] for i in zeroed),
+            aliases=tuple((operand[source], result[i]) for i, source in aliases.items()),
+            results=tuple(results),
+        )
+    )
+    return tuple(None if x is None else next(written) for x in outputs)
+
+
+_launch_p = jex.core.Primitive("triton_launch")
+_launch_p.multiple_results = True
+_launch_p.def_impl(lambda *operands, **params: jax.jit(functools.partial(_launch_p.bind, **params))(*operands))
+
+
+@_launch_p.def_abstract_eval
+def _abstract(*operands: Any, results: tuple, **params: Any) -> list[jax.core.ShapedArray]:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in results]
+
+
+def _lower(ctx: Any, *operands: Any, kernel: tuple, grid, parameters, zeroed, aliases, results) -> Sequence[Any]:
+    compiled = compile_kernel(*kernel)
+    launch = (*grid, compiled.threads, compiled.shared_bytes), parameters, zeroed
+    target = tvm.target(compiled.name, (compiled.digest, *launch), _bind, compiled, *launch)
+    return jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases))(ctx, *operands, key=target.key)
+
+
+for _platform in ("cuda", "cpu"):  # on a CPU, for the test's own driver
+    mlir.register_lowering(_launch_p, _lower, platform=_platform)
+
+
+@functools.cache
+def compile_kernel(
+    kernel: Any, types: tuple, constants: tuple, options: tuple, capability: tuple[int, int]
+) -> Compiled:
+    """The machine code for parameters of these types; pointers are at multiples of 16 bytes, as XLA's are.
+
+    Raises:
+      RuntimeError: a kernel that asks for memory of its own or for thread block clusters, or a cache folder that cannot
+        be written.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    places, constants = {name: i for i, name in enumerate(kernel.arg_names)}, dict(constants)
+    signature = {name: dict(types).get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {(places[name],): [["tt.divisibility", 16]] for name, kind in types if kind.startswith("*")}
+    values = {(places[name],): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    give_triton_a_cache()
+    try:
+        made = triton.compile(source, target=target, options=dict(options))
+    except OSError as error:
+        raise RuntimeError(
+            f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder"
+        ) from error
+    facts = made.metadata
+    if facts.global_scratch_size or facts.profile_scratch_size or facts.num_ctas != 1:
+        raise RuntimeError(f"{facts.name} needs scratch memory or a cluster, which kernel_launch.h does not give")
+    image = made.asm["cubin"]
+    return Compiled(image, hashlib.sha256(image).hexdigest(), facts.name, 32 * facts.num_warps, facts.shared)
+
+
+def _bind(compiled: Compiled, shape: tuple, parameters: tuple, zeroed: tuple) -> Any:
+    """The function of XLA's buffers that launches the kernel."""
+    name, shape, parameters = compiled.name, list(shape), list(parameters)
+    return tvm.binder().bind_kernel(compiled.image, name, shape, parameters, list(zeroed), DRIVER)
+
+
+def _type(x: Any) -> str:
+    """As Triton's signatures have it."""
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        return _POINTERS[x.dtype.name]
+    if isinstance(x, (float, np.floating)):
+        return "fp32"
+    return "i32" if -(2**31) <= x < 2**31 else "i64"
+
+
+def _bytes(kind: str, number: float) -> int:
+    """The bytes of a number, as an int of 8 bytes."""
+    return int.from_bytes(struct.pack(_FORMATS[kind], number).ljust(8, b"\0"), "little", signed=True)
+
+
+def _items(mapping: Mapping[str, Any]) -> tuple:
+    return tuple(mapping.items())

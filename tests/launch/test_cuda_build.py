@@ -1,0 +1,127 @@
+"""Where the CUDA kernels' binaries come from: the package, the user's cache, nvcc, or nowhere, with the reason."""
+
+import pytest
+
+from jax_sparse_mla import packages
+from jax_sparse_mla.launch import build as cuda_build
+from jax_sparse_mla.launch import compile_cache
+
+tvm_ffi = pytest.importorskip("tvm_ffi")
+
+NVCC = """
+while [ "$1" != -o ]; do shift || exit 1; done
+echo compiled > "$2"
+"""
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    """A package with one kernel, a user's cache, and no compiler yet; a library is any file that says "compiled"."""
+
+    def load_module(path):
+        with open(path) as file:
+            text = file.read()
+        if text != "compiled\n":
+            raise RuntimeError(f"Failed to load {path}")
+        return path
+
+    folder = tmp_path / "package" / "kernels_cuda"
+    (folder / "some").mkdir(parents=True)
+    (folder / "some" / "some.cu").write_text("// a kernel\n")
+    (folder / "some" / "some.cuh").write_text("// what it includes\n")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(cuda_build, "_PACKAGE", folder.parent)
+    monkeypatch.setattr(tvm_ffi, "load_module", load_module)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(compile_cache.shutil, "which", lambda name: None)
+    packages.warn_once.cache_clear()
+    return folder
+
+
+def add_compiler(monkeypatch, tmp_path, text: str = NVCC) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{text}")
+    nvcc.chmod(0o700)
+    monkeypatch.setattr(compile_cache.shutil, "which", lambda name: str(nvcc))
+
+
+def module(name: str = "some", arch: str = "90a"):
+    return cuda_build.module.__wrapped__(name, arch)
+
+
+def test_it_is_compiled_once_into_the_cache(kernels, monkeypatch, tmp_path):
+    add_compiler(monkeypatch, tmp_path)
+    path = compile_cache.Path(module())
+    assert path.parent == tmp_path / "cache" / "jax_sparse_mla" and path.name.startswith("some-sm90a-")
+    assert list(path.parent.iterdir()) == [path], "what the compiler left is gone"
+    monkeypatch.setattr(compile_cache.shutil, "which", lambda name: None)
+    assert compile_cache.Path(module()) == path
+
+
+def test_one_that_the_package_carries_needs_no_compiler_and_no_home(kernels, monkeypatch):
+    carried = compile_cache.carried_path(cuda_build.library("some", "90a"))
+    assert carried.parent == kernels
+    carried.write_text("compiled\n")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(compile_cache.Path, "expanduser", lambda self: pytest.fail("a home is asked for"))
+    assert compile_cache.Path(module()) == carried
+
+
+def test_another_source_architecture_or_machine_is_another_binary(kernels, monkeypatch):
+    def name(arch):
+        return compile_cache.carried_path(cuda_build.library("some", arch)).name
+
+    names = {name("90a"), name("100")}
+    monkeypatch.setattr(compile_cache.platform, "machine", lambda: "another")
+    names.add(name("90a"))
+    (kernels / "some" / "some.cuh").write_text("// something else\n")
+    names.add(name("90a"))
+    (kernels / "shared.cuh").write_text("// what all include\n")
+    names.add(name("90a"))
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize("obstacle", ["nothing", "a compiler that fails", "no home"])
+def test_without_a_binary_a_warning_says_why(kernels, monkeypatch, tmp_path, obstacle):
+    reason = "nvcc is not on the PATH"
+    if obstacle == "a compiler that fails":
+        add_compiler(monkeypatch, tmp_path, "echo unsupported architecture >&2\nexit 1\n")
+        reason = "unsupported architecture"
+    if obstacle == "no home":
+
+        def no_home(self):
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(compile_cache.Path, "expanduser", no_home)
+        reason = "home directory"
+    with pytest.warns(UserWarning, match=f"(?s)the CUDA kernel some cannot be used: .*{reason}"):
+        assert module() is None
+    assert not list(tmp_path.glob("cache/*/*"))
+
+
+def test_a_binary_that_cannot_be_loaded_is_refused(kernels):
+    compile_cache.carried_path(cuda_build.library("some", "90a")).write_text("no ELF")
+    with (
+        pytest.warns(UserWarning, match="some-sm90a has to be compiled"),
+        pytest.warns(UserWarning, match="no ELF|load"),
+    ):
+        assert module() is None
+
+
+def test_the_command_puts_all_that_a_wheel_carries_into_the_package(kernels, monkeypatch, tmp_path, capsys):
+    """What XLA calls the kernels through too: with a wheel's binaries no compiler is needed."""
+    add_compiler(monkeypatch, tmp_path)
+    monkeypatch.setattr(cuda_build, "_CARRIED", {"some": ("80", "90a")})
+    (kernels.parent / "xla").mkdir()
+    for name in ("tvm_bind.cc", "kernel_launch.h", "xla_call.h"):
+        (kernels.parent / "xla" / name).touch()
+    monkeypatch.setattr("sys.argv", ["build"])
+    (kernels / "some-sm80-of-before.so").touch()
+    cuda_build.main()
+    made = sorted(path.name for path in kernels.glob("*.so"))
+    assert [name.partition("-x")[0].partition("-a")[0] for name in made] == ["some-sm80", "some-sm90a", "tvm_bind"]
+    assert sorted(capsys.readouterr().out.split()) == [str(kernels / name) for name in made]
+    monkeypatch.setattr(compile_cache.shutil, "which", lambda name: None)
+    assert compile_cache.Path(module()).parent == kernels
