@@ -66,6 +66,13 @@ def fenced(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+def section(title, text):
+    """The text under the heading that starts with `title`, up to the next heading of its level."""
+    match = re.search(rf"^(#+) {title}\b.*?\n(.*?)(?=^\1 |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert match, f"no heading starts with {title!r}"
+    return match[2]
+
+
 def commands(script):
     """The commands of a shell script, without comments, options of the shell and changes of directory."""
     lines = script.replace("\\\n", " ").splitlines()
@@ -73,9 +80,19 @@ def commands(script):
     return [" ".join(part.split()) for part in split if part and not re.match(r"#|set -|cd ", part)]
 
 
-def test_ci_runs_the_commands_that_the_documents_show():
-    pages = readme(), *(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    shown = [{line for block in fenced(page, "bash") for line in commands(block)} for page in pages]
+def first_command(title, text):
+    """The commands of the first shell block under the heading."""
+    shown = [block for language in ("bash", "sh", "shell", "") for block in fenced(section(title, text), language)]
+    assert shown, f"no command stands under the heading {title}"
+    return commands(shown[0])
+
+
+def test_ci_runs_the_documented_commands():
+    """README's command for the tests, then the one of docs/contributing.md for the documents."""
+    tests = first_command("Test", readme())
+    documents = first_command("Read", (ROOT / "docs" / "contributing.md").read_text())
+    assert any("pip install" in command for command in tests) and any("pytest" in command for command in tests)
+    assert any("mkdocs build --strict" in command for command in documents)
     script = ROOT / ".ci" / "run"
     run = commands(script.read_text())
     assert any("mkdocs build --strict" in command for command in run) and set(run) <= set.union(*shown)
@@ -84,23 +101,22 @@ def test_ci_runs_the_commands_that_the_documents_show():
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"
 
 
-def test_readme_s_python_runs():
-    shown = fenced(readme(), "python")
-    assert shown
-    for source in shown:
-        if re.search(r"^(import|from) (torch|sparse_mla_torch)", source, re.MULTILINE):
-            pytest.importorskip("torch")
-        exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+def test_the_readme_runs_a_command_and_fits_on_a_page():
+    assert any("jax-sparse-mla generate" in command for command in first_command("Run", readme()))
+    assert len(readme().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs"])
 def test_pages_name_what_exists(page):
-    for path in sorted((ROOT / page).glob("*.md")) or [ROOT / page]:
+    for path in sorted((ROOT / page).rglob("*.md")) or [ROOT / page]:
         text = path.read_text()
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
             assert (path.parent / link).exists(), link
         for name in re.findall(r"`((?:examples|docs|benchmarks|tests|kernels_cuda)/[\w./-]+)(?:::\w+)?`", text):
             assert (ROOT / name).exists(), name
+        for module in re.findall(r"python -m ((?:benchmarks|jax_sparse_mla)[\w.]*)", text):
+            path_of_module = ROOT / module.replace(".", "/")
+            assert path_of_module.with_suffix(".py").exists() or (path_of_module / "__main__.py").exists(), module
         for operation in re.findall(r"python -m benchmarks (\w+)", text):
             assert operation in OPERATIONS, operation
 
