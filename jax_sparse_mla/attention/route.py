@@ -18,7 +18,7 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import KVLayout, bf16_layout, workspace_layout
 from jax_sparse_mla.models import ModelSpec
 
-# Measured on an H200 (docs/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
+# Measured on an H200 (docs/*/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
 # multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies that XLA needs around it.
 _BLOCKS_PER_SM_BEFORE_FLASHMLA = 5
 
@@ -41,7 +41,7 @@ class _Sooner(NamedTuple):
         return call.layout == self.layout and all(low <= size <= high for size, (low, high) in zip(sizes, ranges))
 
 
-# Measured on an H200 (docs/routing.md). V4's calls of 1,152 columns are those of C128 layers, whose compressed entries
+# Measured on an H200 (routing.md). V4's calls of 1,152 columns are those of C128 layers, whose compressed entries
 # stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
 _PAGES_OF_C128 = (1, 2)
 _FLASHMLA_SOONER = (
@@ -52,7 +52,7 @@ _FLASHMLA_SOONER = (
     _Sooner(KVLayout.V4_FP8, (64, 64), (0, 128), (34, 127), "0.98"),
 )
 
-# Measured on an H200 (docs/routing.md): from so many rows on, a prefill chunk is done earlier from a gathered workspace
+# Measured on an H200 (routing.md): from so many rows on, a prefill chunk is done earlier from a gathered workspace
 # than from the paged caches.
 _GATHERED_FROM_ROWS = 256
 
@@ -164,7 +164,7 @@ def why_flashmla_alone(call: Call, backend: str) -> str | None:
     """Why FlashMLA's kernel by itself does a call sooner than a backend; None if it does not. Pure.
 
     For a caller that has FlashMLA's functions of its own, as serving engines do: it runs them without our sanitiser and
-    without copies. Measured on an H200 (docs/routing.md).
+    without copies. Measured on an H200 (docs/reference/routing.md).
     """
     if BACKENDS["flashmla"].cannot(call):
         return None

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 # For each engine, by the name of its distribution: the group of its plugins, and the switch that chooses ours
-# (docs/engines.md).
+# (docs/guides/engines.md).
 _ENGINES = {
     "vllm": ("vllm.general_plugins", "--attention-backend JAX_SPARSE_MLA"),
     "sglang": ("sglang.srt.plugins", "JAX_SPARSE_MLA_SGLANG=1"),

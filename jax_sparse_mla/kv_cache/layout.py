@@ -1,7 +1,7 @@
 """Byte layouts of a cached K row. A layout is data: reader and writer never branch on its name.
 
 Sources: FlashMLA's FP8 and FP4 formats (656 B "V32", 584 B "MODEL1"/"V4", 528 B and 288 B "V41"), and the pools of
-SGLang and vLLM, as listed in `docs/layouts.md`.
+SGLang and vLLM, as listed in `docs/reference/layouts.md`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_the_first_installed_backend_that_serves_the_call_is_chosen(device, phas
     "heads, topk, rows", [(64, 640, 66), (16, 640, 66), (128, 1152, 18), (128, 2048, 10), (64, 0, 100_000)]
 )
 def test_few_keys_of_an_h200_go_to_triton_before_flashmla(heads, topk, rows):
-    """Measured, see docs/routing.md: 5 blocks of 64 x 64 for each of 132 multiprocessors."""
+    """Measured, see docs/reference/routing.md: 5 blocks of 64 x 64 for each of 132 multiprocessors."""
     shape = {"device": DEVICES["sm90"], "num_heads": heads, "topk": topk}
     few = plan(**shape, num_q_tokens=rows, installed={"flashmla", "triton"})
     assert few.backend == "triton" and "prefer" in few.rejected["flashmla"]
@@ -178,7 +178,7 @@ def test_bf16_caches_are_our_own_kernels(layout):
 
 @pytest.mark.parametrize("rows, kernel", [(1, "paged_decode"), (255, "paged_decode"), (256, "sparse_prefill")])
 def test_a_chunk_is_gathered_from_the_measured_crossover_on(rows, kernel):
-    """docs/routing.md; only a chunk's rows have a context that can be gathered for all of them."""
+    """docs/reference/routing.md; only a chunk's rows have a context that can be gathered for all of them."""
     call = Call("decode", KVLayout.V4_FP8, rows, 64, DEVICES["sm90"], 640)
     chunk = plan_call(dataclasses.replace(call, chunk=True), unable={})
     assert (chunk.backend, chunk.kernel) == ("hopper", kernel)
@@ -224,7 +224,7 @@ def test_the_cap_does_not_touch_prefill():
     ],
 )
 def test_our_kernel_for_an_h200_goes_first(spec, rows, order):
-    """Then which one it is turns at 5 blocks of 64 x 64 for each of 132 multiprocessors; see docs/routing.md."""
+    """Then which one it is turns at 5 blocks of 64 x 64 for each of 132 multiprocessors; see docs/*/routing.md."""
     installed = {"hopper", "flashmla", "triton"}
     for name in order:
         chosen = plan(spec=spec, device=DEVICES["sm90"], num_heads=64, topk=640, num_q_tokens=rows, installed=installed)

@@ -19,7 +19,7 @@ V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
 PARTS = "kit", "graph", "served"  # also how the names of the last two begin
 
-# The most that a case's error may be, above what was measured on the CPU (docs/engines.md).
+# The most that a case's error may be, above what was measured on the CPU (docs/guides/engines.md).
 V4_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.065, 0.004
 
 

@@ -1,6 +1,6 @@
 """SGLang 0.5.23 with our hooks, on the CPU: its own attention backends over its own test kit, our functions below.
 
-Skipped where SGLang is not installed; docs/engines.md has the commands. Errors are relative, root mean square, against
+Skipped where SGLang is not installed; contributing.md has the commands. Errors are relative, root mean square, against
 the kit's torch attention over rows that were not quantised: most of them is FP8's. The kit's own tolerances let zeros
 pass, whose error here is 1.
 """

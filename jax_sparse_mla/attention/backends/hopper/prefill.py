@@ -1,4 +1,4 @@
-"""Prefill on SM90 by our kernels in Pallas Mosaic GPU: `attention/hopper/prefill/`, docs/kernels-prefill.md.
+"""Prefill on SM90 by our kernels in Pallas Mosaic GPU: `attention/hopper/prefill/`, docs/internals/kernels-prefill.md.
 
 One serves few heads, the other any number. JAX compiles them itself, when the program is compiled: a program
 that uses them needs no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list
