@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "interop"))
 
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention import decode
+from sparse_mla_torch.attention.pages import pages_of
 
 SLOTS, PAGE_SIZE = 1 << 20, 64  # of each cache: many times the L2
 FLOPS_A_CLOCK, CLOCK = 4096, 1.75e9  # of a multiprocessor
@@ -87,7 +88,7 @@ def caches_of(layout: KVLayout, seed: int) -> dict[KVLayout, Cache]:
     found = {}
     for each in (layout, FP8[layout]):
         data = torch.zeros((SLOTS // PAGE_SIZE, each.page_bytes(PAGE_SIZE)), dtype=torch.uint8, device="cuda")
-        found[each] = Cache(decode.pages_of(data, each, PAGE_SIZE), each)
+        found[each] = Cache(pages_of(data, each, PAGE_SIZE), each)
     for begin in range(0, SLOTS, 1 << 16):
         slots = torch.arange(begin, begin + (1 << 16), dtype=torch.int32, device="cuda")
         rows = torch.randn((len(slots), layout.qk_dim), device="cuda", generator=generator).bfloat16()

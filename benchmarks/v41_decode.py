@@ -25,6 +25,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 sys.path.insert(0, str(ROOT / "interop"))
 
 from sparse_mla_torch.attention import decode
+from sparse_mla_torch.attention.pages import pages_of
 
 SLOTS, PAGE_SIZE, TOKENS = 1 << 20, 64, 2
 COLUMNS = (128, 512)
@@ -56,7 +57,7 @@ def cache_of(layout: KVLayout) -> torch.Tensor:
     if plain := layout.qk_dim - layout.quantised_dim:
         rope = torch.randn(pages, PAGE_SIZE, plain, device="cuda").bfloat16().view(torch.uint8)
         part(layout.quantised_bytes, layout.data_bytes, 2 * plain).copy_(rope)
-    return decode.pages_of(data, layout, PAGE_SIZE)
+    return pages_of(data, layout, PAGE_SIZE)
 
 
 def calls(pair: tuple[KVLayout, KVLayout], caches: dict, q: torch.Tensor, indices: list) -> dict[str, Callable]:

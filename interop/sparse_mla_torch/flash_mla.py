@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from jax_sparse_mla.argument_checks import BF16, FLOAT32
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention import call_cache, decode, prefill
 from sparse_mla_torch.attention.call_cache import Prepared
 from sparse_mla_torch.attention.route import FasterAlone
-from sparse_mla_torch.operations.checks import BF16, FLOAT32, check_strided
+from sparse_mla_torch.operations.checks import TensorChecks
 
 __all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -329,15 +330,14 @@ def _own_schedule(given: Any) -> FlashMLASchedMeta | None:
 def _checked_out(
     function: str, out: Any, shapes: list[tuple[int, ...]], like: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """What to write into, None where the caller gives nothing. The first result is bfloat16, the others float32."""
+    """The tensors to write into, None where the caller gives none. The first is bfloat16, the others float32."""
+    check = TensorChecks(function, like)
     if isinstance(out, torch.Tensor):
-        out = (out, *(None for _ in shapes[1:]))
-        check_strided(function, "out", out[0], shapes[0], like, BF16)
-        return out
+        return (check.strided("out", out, shapes[0], BF16), *(None for _ in shapes[1:]))
     if not isinstance(out, (tuple, list)) or len(out) != len(shapes):
         raise TypeError(f"{function}: out must be a tensor or {len(shapes)} tensors, got {type(out).__name__}")
     for i, (x, shape) in enumerate(zip(out, shapes)):
-        check_strided(function, f"out[{i}]", x, shape, like, FLOAT32 if i else BF16)
+        check.strided(f"out[{i}]", x, shape, FLOAT32 if i else BF16)
     return tuple(out)
 
 

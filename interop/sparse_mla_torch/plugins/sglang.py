@@ -70,7 +70,7 @@ def _register() -> str | None:
             return why
     from sparse_mla_torch.plugins import calls
 
-    calls.log = log
+    calls.log_under("sglang")
     for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
         HookRegistry.register(f"{MODULE}.{hook.__name__}", hook, HookType.AROUND)
     when_imported(V32_BACKEND, _keep_queries, log)
@@ -206,9 +206,9 @@ def _prefill(
     SGLang takes the output alone.
     """
     from sparse_mla_torch import flash_mla
-    from sparse_mla_torch.plugins import few_rows
+    from sparse_mla_torch.plugins import short_prefill
 
-    if d_v == 512 and (decoded := few_rows.decode(q, kv, indices, sm_scale, attn_sink, topk_length)):
+    if d_v == 512 and (decoded := short_prefill.decode(q, kv, indices, sm_scale, attn_sink, topk_length)):
         out, lse = decoded
         return out, None, lse / math.log(2) if use_legacy else lse
     options = {"return_log2_lse": True if use_legacy else None, "beside_flashmla": True}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.plugins import calls, vllm
+from sparse_mla_torch.plugins import calls
 
 _LAYER = "DeepseekV4FlashMLAAttention"
 _CALLERS = {"_forward_decode": "flash_mla_with_kvcache", "_forward_prefill": "flash_mla_sparse_fwd"}
@@ -26,10 +26,10 @@ def attention_class(theirs: type) -> type:
     Raises:
       AttributeError, TypeError: the class is not as it was when this was written.
     """
+    calls.log_under("vllm")
     if theirs.__name__ != _LAYER:
-        vllm.log.warning("jax-sparse-mla leaves %s to vLLM: only %s is served", theirs.__name__, _LAYER)
+        calls.log.warning("jax-sparse-mla leaves %s to vLLM: only %s is served", theirs.__name__, _LAYER)
         return theirs
-    calls.log = vllm.log
     methods: dict[str, Any] = {"get_padded_num_q_heads": classmethod(lambda cls, num_heads: num_heads)}
     methods["__doc__"] = f"{_LAYER} with the kernels of jax-sparse-mla."
     for method, name in _CALLERS.items():
