@@ -293,18 +293,18 @@ def _check_format(k_cache, kv_format, descale_q, descale_k) -> None:
         )
 
 
-def _use_schedule(given: Any, call: Prepared) -> FlashMLASchedMeta:
+def _use_schedule(schedule: Any, call: Prepared) -> FlashMLASchedMeta:
     """The schedule of a call: filled with its config by the first one, refused by one of another shape."""
     name, shape = "flash_mla_with_kvcache", call.shape
     if call.plan is None:
         call.run()  # raises
-    meta = _own_schedule(given)
+    meta = _own_schedule(schedule)
     if meta is not None and meta._shape is shape:
         return meta
     if meta is None:
         raise TypeError(
             f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
-            f"engine's FlashMLASchedMeta or schedule tensor, got {type(given).__name__}"
+            f"engine's FlashMLASchedMeta or schedule tensor, got {type(schedule).__name__}"
         )
     if not meta.have_initialized:
         meta.have_initialized, meta.config = True, shape
@@ -314,17 +314,20 @@ def _use_schedule(given: Any, call: Prepared) -> FlashMLASchedMeta:
     return meta
 
 
-def _own_schedule(given: Any) -> FlashMLASchedMeta | None:
-    """Ours: itself, or what an engine's object of FlashMLA's class keeps; a new one for tensors. None for the rest."""
-    if isinstance(given, FlashMLASchedMeta):
-        return given
-    if isinstance(given, torch.Tensor):
+def _own_schedule(schedule: Any) -> FlashMLASchedMeta | None:
+    """Our schedule: itself, the one that an engine's object of FlashMLA's class keeps, or a new one for a tensor.
+
+    None for anything else.
+    """
+    if isinstance(schedule, FlashMLASchedMeta):
+        return schedule
+    if isinstance(schedule, torch.Tensor):
         return FlashMLASchedMeta()
-    if type(given).__name__ != FlashMLASchedMeta.__name__ or not hasattr(given, "__dict__"):
+    if type(schedule).__name__ != FlashMLASchedMeta.__name__ or not hasattr(schedule, "__dict__"):
         return None
-    if _OURS not in given.__dict__:
-        given.__dict__[_OURS] = FlashMLASchedMeta()
-    return given.__dict__[_OURS]
+    if _OURS not in schedule.__dict__:
+        schedule.__dict__[_OURS] = FlashMLASchedMeta()
+    return schedule.__dict__[_OURS]
 
 
 def _checked_out(

@@ -24,7 +24,7 @@ class TensorChecks(Checks):
 
     def __init__(self, function: str, like: Any):
         super().__init__(function)
-        self.like = like
+        self.device = getattr(like, "device", None)  # the check of `like` itself says that it is no tensor
 
     def __call__(self, name: str, x: Any, shape: Shape, dtypes: Sequence[str] = INT32) -> Tensor:
         """Returns `x`, a contiguous tensor.
@@ -44,15 +44,16 @@ class TensorChecks(Checks):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             wanted = f"{' or '.join(dtypes)} {self.expected(shape)}"
             raise TypeError(f"{self.function}: {name} must be a torch.Tensor, {wanted}, got {got}")
-        self.bind(name, x.shape, shape)
-        if x.device != self.like.device:
-            raise self.fail(f"{name} must be on {self.like.device}, got {x.device}")
+        if x.shape != shape:
+            self.bind(name, x.shape, shape)
+        if x.device != self.device:
+            raise self.fail(f"{name} must be on {self.device}, got {x.device}")
         return x
 
     def out(self, x: Tensor | None, shape: tuple[int, ...], dtype: str = "int32", name: str = "out") -> Tensor:
         """The tensor that a caller gives to be written, checked; a new one where there is none."""
         if x is None:
-            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.like.device)
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
         return self(name, x, shape, (dtype,))
 
     def outs(self, out: tuple[Tensor, Tensor] | None, *shapes: tuple, dtypes: Sequence[str]) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ def allocate_v32_metadata(
     """Buffers for `build_v32_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
     rows, ragged = row_constants(mode, None), transform is TopkTransform.RAGGED
     outputs = kernels.v32_outputs(spec, rows, ragged, num_requests, num_rows, max_seq_len)
-    return V32Metadata(**allocate(outputs, device), topk_transform=transform)
+    return V32Metadata(topk_transform=transform, **allocate(outputs, device))
 
 
 def build_v32_metadata(

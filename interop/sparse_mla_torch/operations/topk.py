@@ -52,7 +52,7 @@ def _scratch_sizes(rows: int, columns: int, topk: int) -> tuple[int, ...]:
 
 
 class _Mapping(NamedTuple):
-    """What positions become: slots by a page table, rows by offsets; without either they stay positions."""
+    """How positions are mapped: to slots by a page table, to rows by offsets; without either they stay positions."""
 
     page_table: Tensor | None = None
     page_size: int = 1
