@@ -107,7 +107,7 @@ def _attempt(task: Task, backend: str, device: str) -> dict:
 def _launched(call, backend: str):
     """What `flash_mla` does with a call whose backend the environment names; results are poisoned before."""
     import torch
-    from sparse_mla_torch.attention import decode, prefill
+    from sparse_mla_torch.attention import decode, pages, prefill
 
     shape = call.q.shape[:-1]
     out = torch.full((*shape, 512), torch.nan, dtype=torch.bfloat16, device=call.q.device)
@@ -121,7 +121,7 @@ def _launched(call, backend: str):
             return prefill.prepare(prefill.Options(*options), *tensors).run(*tensors, (out, *stats))
         tensors = [call.q]
         for keys in call.keys:
-            tensors += [decode.pages_of(keys.data, keys.layout, keys.page_size), keys.indices, keys.lengths]
+            tensors += [pages.pages_of(keys.data, keys.layout, keys.page_size), keys.indices, keys.lengths]
         tensors += [None] * (7 - len(tensors)) + [call.attn_sink]
         out, lse = decode.prepare(decode.Options(*options), *tensors).run(*tensors, None, (out, stats[0]))
     return out, lse.transpose(1, 2)
@@ -131,7 +131,7 @@ def through_the_drop_in(call):
     """Through `sparse_mla_torch.flash_mla`; its lse of an empty row, +inf, becomes ours."""
     import torch
     from sparse_mla_torch import flash_mla
-    from sparse_mla_torch.attention.decode import pages_of
+    from sparse_mla_torch.attention.pages import pages_of
 
     first, *extra = call.keys
     if call.q.ndim == 3:

@@ -31,6 +31,7 @@ from flashmla_cases import DecodeShape, decode_table
 from sparse_mla_torch import flash_mla as drop_in
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention import decode
+from sparse_mla_torch.attention.pages import pages_of
 
 from benchmarks import peers
 from benchmarks.harness import FLUSHES, NotMeasured, Run, Timer, copy_rate, parser, show, write
@@ -162,7 +163,7 @@ def drawn(layout: KVLayout, page_size: int) -> torch.Tensor:
         rope = torch.randn(pages, page_size, plain, device="cuda", generator=generator).bfloat16()
         begin = layout.quantised_bytes + layout.inline_scale_bytes
         part(begin, layout.data_bytes, 2 * plain).copy_(rope.view(torch.uint8))
-    return decode.pages_of(data, layout, page_size)
+    return pages_of(data, layout, page_size)
 
 
 @functools.cache
@@ -170,7 +171,7 @@ def written(layout: KVLayout, page_size: int) -> torch.Tensor:
     """A cache of random rows, the same in each layout of a width."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     data = torch.zeros((SLOTS // page_size, layout.page_bytes(page_size)), dtype=torch.uint8, device="cuda")
-    pages = decode.pages_of(data, layout, page_size)
+    pages = pages_of(data, layout, page_size)
     for slots in torch.arange(SLOTS, dtype=torch.int32, device="cuda").split(1 << 16):
         rows = torch.randn((len(slots), layout.qk_dim), device="cuda", generator=generator).bfloat16()
         ops.write_kv(pages, slots, rows)

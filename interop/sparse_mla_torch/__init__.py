@@ -1,7 +1,7 @@
 """The PyTorch face of jax_sparse_mla: its kernels for torch tensors, which JAX and torch exchange without a copy.
 
 `flash_mla` stands in for FlashMLA's module; `ops` has the same kernels as operators for `torch.compile`
-(`torch.ops.jax_sparse_mla.*`); `kernels` launches them into an engine's own buffers. `bridge` exchanges tensors with
+(`torch.ops.jax_sparse_mla.*`); `operations` launches them into an engine's own buffers. `bridge` exchanges tensors with
 JAX, `handover` hands requests from process to process, `plugins` makes vLLM and SGLang choose our kernels, and `check`
 compares a run of `jax-sparse-mla generate` with transformers.
 

@@ -35,7 +35,7 @@ from drop_in_calls import (
 from flashmla_cases import DecodeShape, PrefillShape, TableShape
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import decode as torch_decode
-from sparse_mla_torch.attention import route
+from sparse_mla_torch.attention import pages, route
 from sparse_mla_torch.attention.backends import flashmla
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
@@ -480,7 +480,7 @@ def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, named):
     case = calls.decode_arguments(per_request())
     cache = torch.zeros(2, 64, 1, 528, dtype=torch.uint8, device=case["q"].device)
     options = torch_decode.Options("decode", 0.1, math.inf)
-    monkeypatch.setitem(torch_decode.LAYOUTS, 528, MADE_UP)
+    monkeypatch.setitem(pages.LAYOUTS, 528, MADE_UP)
     monkeypatch.setattr(route, "device_info", lambda device: H200)
     monkeypatch.setattr(route, "missing", lambda name, phase: None)
     for name in OVERRIDES:

@@ -1,4 +1,4 @@
-"""FlashMLA's sanitiser on torch tensors, on the current stream: what its decode kernel does not check itself."""
+"""Makes indices, lengths and sinks safe for FlashMLA's kernels, which do not check them, on torch tensors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,15 @@ class Sanitiser:
         fits = 4 * (rows * (sum(widths) + 2) + padded + 32) <= _WORKSPACE_BYTES
         self._keeps_memory = keeps_memory and fits
         self.again: Callable[..., Results | None] = _never
-        sizes = {"heads": heads, "padded_heads": padded, "least_sink": LEAST_SINK, "rows_per_length": rows_per_length}
-        self._launch = DirectLaunch(kernels.sanitise(rows, tables, **sizes))
+        self._launch = DirectLaunch(
+            kernels.sanitise(
+                *(rows, tables),
+                heads=heads,
+                padded_heads=padded,
+                least_sink=LEAST_SINK,
+                rows_per_length=rows_per_length,
+            )
+        )
 
     def __call__(
         self,
@@ -52,23 +59,23 @@ class Sanitiser:
         The results last until the next call on this stream by this thread. `again` takes the same and is quicker, but
         answers None where it knows no results from before.
         """
-        given = (indices, lengths, extra_indices, extra_lengths, sink)
-        return self.again(*given) or self._first(given)
+        tensors = (indices, lengths, extra_indices, extra_lengths, sink)
+        return self.again(*tensors) or self._first(tensors)
 
-    def _first(self, given: Results) -> Results:
-        indices = given[0]
+    def _first(self, tensors: Results) -> Results:
+        indices = tensors[0]
         # A captured graph is replayed on any stream: what it writes is its own.
         if not self._keeps_memory or not indices.is_cuda or torch.cuda.is_current_stream_capturing():
-            results = self._carve(given, indices.new_empty)
-            self._launch(given, results)
+            results = self._carve(tensors, indices.new_empty)
+            self._launch(tensors, results)
             return results
-        results = self._carve(given, _Taken(_workspace(indices.get_device())))
-        self._launch(given, results)
+        results = self._carve(tensors, _Carver(_workspace(indices.get_device())))
+        self._launch(tensors, results)
         self.again = self._launch.keep(results) or _never
         return results
 
-    def _carve(self, given: Results, empty: Callable[..., torch.Tensor]) -> Results:
-        indices, lengths, extra_indices, extra_lengths, _ = given
+    def _carve(self, tensors: Results, empty: Callable[..., torch.Tensor]) -> Results:
+        indices, lengths, extra_indices, extra_lengths, _ = tensors
         results = []
         for table, x, n in zip(self._tables, (indices, extra_indices), (lengths, extra_lengths)):
             results.append(empty((*x.shape[:-1], table.width)) if x is not None and table.rewritten else None)
@@ -81,15 +88,15 @@ def _never(*tensors: torch.Tensor | None) -> None:
     return None
 
 
-class _Taken:
+class _Carver:
     """Tensors one behind the other in a workspace."""
 
     def __init__(self, workspace: torch.Tensor):
-        self._rest = workspace
+        self._free = workspace
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         size = math.prod(shape)
-        taken, self._rest = self._rest[:size], self._rest[-(-size // 4) * 4 :]  # 16 bytes
+        taken, self._free = self._free[:size], self._free[-(-size // 4) * 4 :]  # 16 bytes
         return taken.view(dtype).view(shape)
 
 
@@ -101,11 +108,11 @@ def _workspace(device: int) -> torch.Tensor:
 
     On one stream, the kernels of one thread's call have read it before those of its next call write it.
     """
-    place = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
-    workspace = _workspaces.get(place)
+    key = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
+    workspace = _workspaces.get(key)
     if workspace is None:
         workspace = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
         if len(_workspaces) >= _MAX_WORKSPACES:
             _workspaces.clear()  # also another thread's, which has its own hold on it
-        _workspaces[place] = workspace
+        _workspaces[key] = workspace
     return workspace

@@ -20,13 +20,13 @@ def decode(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What `flash_mla_sparse_fwd` returns without the largest logits; None where a prefill kernel is for the call.
+    """As `flash_mla_sparse_fwd`, without the largest logits; None where a prefill kernel is for the call.
 
     Args:
       q: bfloat16 `[rows, heads, dim]`.
       kv: bfloat16 `[slots, 1, dim]`.
       indices: int32 `[rows, 1, topk]`.
-      sm_scale, attn_sink, topk_length: as of `flash_mla_sparse_fwd`.
+      sm_scale, attn_sink, topk_length: as in `flash_mla_sparse_fwd`.
 
     Returns:
       out bfloat16 `[rows, heads, 512]`, and lse float32 `[rows, heads]`, natural log.
