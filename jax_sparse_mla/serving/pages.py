@@ -235,10 +235,11 @@ class RequestPool:
         return self._swa_page[page]
 
     def take_changes(self) -> np.ndarray:
-        """What was mapped since the last call: int32 `[n, 4]` of (row, index of the page in the request, page, window
-        page or 0), for tables on a device. What was unmapped is never read there.
+        """Pages mapped since the last call: int32 `[n, 4]` of (row, index of the page in the request, page, window page
+        or 0), for tables on a device, which never reads unmapped ones.
 
-        What has been unmapped since is left out, so that no entry is named twice: a device writes them in any order.
+        Pages that have been unmapped since are left out, so that no entry is named twice: a device writes them in any
+        order.
         """
         changes, self._changes = self._changes, []
         latest = [

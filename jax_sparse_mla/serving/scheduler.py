@@ -169,7 +169,7 @@ def _next_tokens(request: Request, count: int) -> list[int]:
 
 @dataclasses.dataclass
 class Counters:
-    """What happened since the scheduler was made.
+    """Counts of events since the scheduler was made.
 
     Attributes:
       finished, cancelled: requests.
