@@ -40,7 +40,7 @@ DTYPES = {
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Routed experts can be FP4: two e2m1 values a byte, the even one in the low nibble, and a scale for so many of a row.
 FP4, FP4_SCALE, FP4_GROUP = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e8m0fnu), 32
-# What a weight's dtype may be; routers' tables are integers.
+# Dtypes of weights that are read; routers' tables are integers.
 WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 NAMES_SHOWN = 6
 
@@ -136,7 +136,7 @@ def _map_file(path: Path) -> dict[str, np.ndarray]:
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
-            # What nobody asks for may have any dtype.
+            # A tensor that is not read may have any dtype.
             arrays[name] = _Unread(entry["dtype"], tuple(entry["shape"]))
             continue
         first, last = (start + offset for offset in entry["data_offsets"])
@@ -190,7 +190,7 @@ _GLM53_RULES: Rules = (
 )
 # Further draft layers, what a draft layer shares with the model, and buffers that follow from the config.
 _LEFT_OUT = re.compile(r"^mtp\.|^draft\.(emb|embed|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
-# By this a draft layer of the form that is read is known.
+# The tensor that only a draft layer of the known form has.
 _DRAFT_LAYER_HAS = {V4Config: "draft.e_proj.weight", V32Config: "draft.eh_proj.weight"}
 
 

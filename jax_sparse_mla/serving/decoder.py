@@ -4,16 +4,16 @@ Each model's module (`deepseek_v4`, `deepseek_v32`, `glm53`) adds its attention 
 
     read_attention(config, kind, tensors)            weights, norms and further parameters of a layer's attention
     new_cache(config, layers, sizes)                 empty caches of layers of one pool
-    prepare(config, pools, inputs)                   what all layers of a step share
+    prepare(config, pools, inputs)                   the step, with the metadata that all layers share
     attend(config, layer, cache, x, step, selected)  the attention's output, the cache after it, and the selection
-    read_draft(config, tensors, layer), join_token(config, draft, token_rows, states)    of a draft layer
+    join_token(config, draft, token_rows, states)    the input of a draft layer, where there is one
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,8 @@ class CacheSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedStep:
-    """A step and what its layers share: the metadata, and the places of its rows in linear attention. `index_scores`
-    float32 `[T, columns]` select in place of the indexer's scores."""
+    """A step, the metadata that its layers share, and those of linear attention. `index_scores` float32 `[T, columns]`
+    select in place of the indexer's scores."""
 
     inputs: StepInputs
     shared: V4Step | V32Metadata
@@ -140,13 +140,3 @@ def last_rows(config: Config, head: HeadParams, streams: jax.Array) -> jax.Array
     elif config.streams is not None:
         rows = jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
     return rms_norm(rows, head.norm, config.norm_eps)
-
-
-def layer_cache(config: Config, caches: dict[Any, Any], i: int) -> Any:
-    """The view of layer i's caches."""
-    return caches[config.pools[i]].layer(config.number_in_pool(i))
-
-
-def with_layer_cache(config: Config, caches: dict[Any, Any], i: int, cache: Any) -> dict[Any, Any]:
-    """The caches with those of layer i replaced."""
-    return caches | {config.pools[i]: cache.whole()}

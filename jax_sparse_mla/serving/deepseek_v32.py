@@ -24,7 +24,7 @@ from jax_sparse_mla.serving.layers import layer_norm, linear, matmul, rms_norm, 
 from jax_sparse_mla.serving.params import DraftParams, LatentNorms, LayerParams
 from jax_sparse_mla.serving.tensors import Tensors
 
-# Of the norms inside attention, whatever the config says of the others.
+# Epsilon of the norms inside attention, whatever the config says about the others.
 LATENT_NORM_EPS = 1e-6
 
 

@@ -15,12 +15,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_sparse_mla.attention.api import calls_of
+from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.model import Caches, Draft, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import Choice
-from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan, check_all
+from jax_sparse_mla.serving.scheduler import (
+    GATHERED,
+    PAGED,
+    EngineOptions,
+    Scheduler,
+    StepPlan,
+    check_all,
+    power_of_two,
+)
 from jax_sparse_mla.serving.step import (
     Program,
     Result,
@@ -48,8 +57,8 @@ class TracedStep:
 
     Attributes:
       plan, batch, tables: the step; tables as they were then.
-      requests, positions: of its real rows: `id(request)` and int32 `[n]`.
-      layers: of each layer the attention's input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
+      requests, positions: `id(request)` and the position of each real row, int32 `[n]`.
+      layers: each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
       logits: float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen.
     """
 
@@ -99,7 +108,7 @@ class Engine:
       propose: replaces drafts.
       accepted: how many rounds of a request kept 0 … `drafts` drafts. In the round that ends a request only the drafts
         that it still needed count.
-      prefill_backend: of its prefill steps, one of PREFILL_BACKENDS.
+      prefill_backend: the backend of prefill steps, one of PREFILL_BACKENDS.
       routes: `{program: (phase, backend)}`, the attention that each program calls, read from the program.
       compile_seconds: spent on compiling programs, or on loading them.
       trace: with `options.trace`, the steps of the latest `run`.
@@ -423,13 +432,6 @@ class Engine:
 _executables: dict[tuple, tuple[Any, frozenset[tuple[str, str]]]] = {}
 
 
-def power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
-
-
 def chosen_prefill(spec: ModelSpec, options: EngineOptions) -> str:
     """The prefill backend that the plan of a chunk says."""
-    from jax_sparse_mla.layers import gathers
-
     return GATHERED if gathers(spec, options.chunk_size) else PAGED

@@ -26,7 +26,7 @@ from jax_sparse_mla.serving.config import KDA
 
 # Tokens of a chunk: the decays between all pairs of them, in each channel, stand side by side.
 CHUNK = 16
-# Of the keys' and the queries' norms.
+# Epsilon of the keys' and the queries' norms.
 NORM_EPS = 1e-6
 
 
@@ -149,7 +149,7 @@ def kda_layer(
     Args:
       state: a view of one layer; donate it.
       rows, params: the layer's.
-      step: of `prepare`.
+      step: from `prepare`.
       config: sizes (static).
       chunked: whether requests have several rows; otherwise row i is that of request i (static).
 

@@ -92,7 +92,7 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
 
 
 def init_cut_params(model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Model, Params]:
-    """As `cut_model` of `model.init_params(seed, dtype)`: each device makes its own part, and none has the whole.
+    """As `cut_model` with `model.init_params(seed, dtype)`, but each device makes its own part, and none has the whole.
 
     Raises:
       ValueError: as `cut_model`.
@@ -292,8 +292,8 @@ class MeshEngine(Engine):
     """An engine over a mesh of devices.
 
     Args:
-      model, params: of `cut_model` with this mesh.
-      options: of each share: `max_batch`, `chunk_size`, `num_pages` and `reuse_points` count a share's own.
+      model, params: from `cut_model` with this mesh.
+      options: those of each share: `max_batch`, `chunk_size`, `num_pages` and `reuse_points` count a share's own.
       mesh: every process of it runs the same engine with the same requests in the same order.
 
     Raises:

@@ -26,9 +26,7 @@ from jax_sparse_mla.serving.decoder import (
     block_input,
     embed,
     last_rows,
-    layer_cache,
     layer_params,
-    with_layer_cache,
 )
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.layers import matmul
@@ -37,7 +35,6 @@ from jax_sparse_mla.serving.params import LayerParams, ModelParams
 # Pytrees of arrays: `ModelParams`, a dict of layers' caches, or those of another project's model.
 Params: TypeAlias = Any
 Caches: TypeAlias = Any
-Trace: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 @pytree_dataclass
@@ -58,7 +55,7 @@ class ForwardOutput:
     caches: Caches
     states: jax.Array | None = None
     overflow: jax.Array | None = None
-    trace: list[Trace] = dataclasses.field(default_factory=list)
+    trace: list[tuple[jax.Array, jax.Array | None]] = dataclasses.field(default_factory=list)
 
 
 @pytree_dataclass
@@ -66,9 +63,9 @@ class Draft:
     """State of a draft layer between steps.
 
     Attributes:
-      cache: of its attention. Its row of a position depends on the token behind that position, too.
+      cache: its attention's cache. A position's row there depends on the next position's token, too.
       states: `[requests, …]`, its own `ForwardOutput.states` of the position before each request's last token.
-      tokens: int32 `[requests]`, the drafts that it made there: of the token behind the last one.
+      tokens: int32 `[requests]`, the drafts made from these states: each guesses the token after the last one.
     """
 
     cache: Caches
@@ -168,11 +165,11 @@ class Model:
 
     def layer_cache(self, caches: Caches, layer: int) -> V4LayerCache | V32LayerCache | KDAState:
         """The view of one layer's caches."""
-        return layer_cache(self.config, caches, layer)
+        return caches[self.config.pools[layer]].layer(self.config.number_in_pool(layer))
 
     def with_layer_cache(self, caches: Caches, layer: int, cache: V4LayerCache | V32LayerCache | KDAState) -> Caches:
         """The caches with an updated `layer_cache`."""
-        return with_layer_cache(self.config, caches, layer, cache)
+        return caches | {self.config.pools[layer]: cache.whole()}
 
     def forward(
         self, params: ModelParams, caches: Caches, inputs: StepInputs, *, layers: int | None = None
@@ -195,8 +192,8 @@ class Model:
         streams = embed(config, params, inputs.tokens)
         for i in range(layers):
             layer = layer_params(config, params, i)
-            streams, cache, (x, selected) = self._run(layer, layer_cache(config, caches, i), streams, step, selected)
-            caches = with_layer_cache(config, caches, i, cache)
+            streams, cache, x, selected = self._run(layer, self.layer_cache(caches, i), streams, step, selected)
+            caches = self.with_layer_cache(caches, i, cache)
             if inputs.trace:
                 trace.append((x, selected))
         hidden = last_rows(config, params.head, streams)
@@ -205,13 +202,14 @@ class Model:
 
     def _run(
         self, layer: LayerParams, cache: Caches, streams: jax.Array, step: PreparedStep, selected: jax.Array | None
-    ) -> tuple[jax.Array, Caches, Trace]:
-        """The streams after a layer, its cache, and its trace. `selected` is the selection of the layer before."""
+    ) -> tuple[jax.Array, Caches, jax.Array, jax.Array | None]:
+        """The streams after a layer, its cache, its attention's input, and its selection, from that of the layer
+        before."""
         config, weights, norms = self.config, layer.weights, layer.norms
         x, mixing = block_input(config, weights, norms, streams, block=ATTENTION)
         out, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
         streams = after_attention(config, weights, norms, streams, out, mixing, step.inputs.tokens)
-        return streams, cache, (x, selected)
+        return streams, cache, x, selected
 
     def new_draft(
         self, params: ModelParams, *, max_requests: int, num_pages: int, num_swa_pages: int, bf16: bool
@@ -251,7 +249,7 @@ class Model:
         config, draft = self.config, params.draft
         step = self._module.prepare(config, [cache], inputs)
         streams = self._module.join_token(config, draft, params.embedding[inputs.tokens], states)
-        streams, cache, _ = self._run(draft.layer, cache, streams, step, None)
+        streams, cache, *_ = self._run(draft.layer, cache, streams, step, None)
         hidden = last_rows(config, draft.head, streams)
         states = hidden if draft.head.fn is None else streams
         return ForwardOutput(hidden=hidden, caches=cache.whole(), states=states, overflow=step.shared.overflow)
@@ -281,9 +279,9 @@ class Model:
         step = self._module.prepare(config, caches.values(), inputs)
         step = dataclasses.replace(step, index_scores=index_scores)
         for i in layers:
-            layer, cache = layer_params(config, params, i), layer_cache(config, caches, i)
+            layer, cache = layer_params(config, params, i), self.layer_cache(caches, i)
             x, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
-            caches = with_layer_cache(config, caches, i, cache)
+            caches = self.with_layer_cache(caches, i, cache)
         return x, caches
 
     def logits(self, params: ModelParams, hidden: jax.Array) -> jax.Array:

@@ -103,7 +103,7 @@ class RequestPool:
       req_to_token: int32 `[max_requests, max_len]`, full-pool slots; −1 where unmapped.
       full_to_swa: int32 `[pool + 1]`, sliding-window slots; −1 where unmapped, and in the last entry.
       pages, swa_pages: the two pools.
-      trims_from: of each row the length from which `trim` has something to give back.
+      trims_from: for each row the length from which `trim` has something to give back.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RequestPool:
         pages, keep = self._pages_of[row], -(-length // self.page_size)
         if len(pages) <= keep:
             return
-        while len(pages) > keep:  # the last one first: of a prefix that stays, the end goes before its beginning
+        while len(pages) > keep:  # the last one first, so that a kept prefix loses its end before its beginning
             page = pages.pop()
             if self.window is not None and len(pages) >= self._first_in_window[row]:
                 self.leave_window(page)

@@ -58,8 +58,8 @@ class NormParams:
 
 @pytree_dataclass
 class LayerWeights:
-    """A layer's large weights, `[out, in]`: of its attention; of its MLP, the experts or a wide one; attn_fn and ffn_fn
-    float32, of the hyper-connections before the two (`collapse_streams`), None without them."""
+    """A layer's large weights, `[out, in]`: those of its attention and of its MLP, which is wide or has experts;
+    float32 attn_fn and ffn_fn of the hyper-connections before the two (`collapse_streams`), None without them."""
 
     attention: Any
     mlp: MoEParams | DenseParams
@@ -72,7 +72,7 @@ class LayerParams:
     """One layer's parameters.
 
     Attributes:
-      kind: of its attention, see `Config.layer_kind` (static).
+      kind: the kind of its attention, see `layer_kind` of the config (static).
       weights, norms: the large and the small ones.
       attention: further small ones of attention: V4's `V4LayerParams`, GLM-5.3's `LatentNorms` or `KDAParams`.
     """

@@ -1,7 +1,7 @@
 """One step of the engine on the device, as one program: request tables, model, choice of tokens.
 
-All that changes is in `State`, which a step takes donated and returns. What the host has to say comes in one array of
-int32, and what it wants to know goes back in one: each array of a call costs the host some microseconds.
+All that changes is in `State`, which a step takes donated and returns. The host sends one array of int32 and gets one
+back, since each array of a call costs it some microseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The static arguments of a step, one compilation for each.
+    """The static arguments of a step; each different one is a compilation.
 
     Attributes:
       model: whose step it is.
@@ -183,7 +183,8 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
     """The step; jit it with the state donated.
 
     Returns:
-      The state, the packed `Result`, `following`, and what `trace` and `logits` ask for (else empty and None).
+      The state, the packed `Result`, the array that `following` makes, the trace, and the logits; the last two are
+      empty and None unless the program asks for them.
     """
     parts = unpack(program, packed)
     num_table_rows = state.tables.req_to_token.shape[0]
