@@ -84,7 +84,8 @@ class ToyModel:
             )  # fmt: skip
             traced.append((hidden, selected))
             hidden = hidden + jnp.tensordot(rope(attended, inverse=True), output, 2)
-        return ForwardOutput(hidden=hidden, caches=caches, overflow=shared.overflow, trace=traced if inputs.trace else [])
+        trace = traced if inputs.trace else []
+        return ForwardOutput(hidden=hidden, caches=caches, overflow=shared.overflow, trace=trace)
 
     def logits(self, params, hidden):
         return (hidden @ params[0].T).astype(jnp.float32)
