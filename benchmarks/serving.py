@@ -37,6 +37,7 @@ from jax_sparse_mla.kv_cache import PagedKV, write_kv
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving import memory
+from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.mesh import REQUESTS, MeshEngine, init_cut_params, new_mesh, parameter_specs
@@ -267,7 +268,8 @@ def attention_steps(engine: Engine) -> Callable[[int], None]:
             out_cache_loc=state.tables.req_to_token[rows, positions],
         )
         layers = range(model.num_layers)
-        out, caches = model.attention(params, state.caches, batch, state.tables, x, positions, layers=layers)
+        inputs = StepInputs(batch=batch, tables=state.tables, positions=positions)
+        out, caches = model.attention(params, state.caches, inputs, x, layers=layers)
         return dataclasses.replace(state, caches=caches), out
 
     jitted = jax.jit(step, donate_argnums=1)

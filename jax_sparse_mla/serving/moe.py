@@ -35,25 +35,35 @@ class MoEParams:
     experts_of_token: jax.Array | None = None
 
 
-def moe(
+@pytree_dataclass
+class DenseParams:
+    """A wide MLP: gate_up `[2 * width, hidden]`, the gate first, down `[hidden, width]`."""
+
+    gate_up: jax.Array
+    down: jax.Array
+
+
+def feed_forward(
     x: jax.Array,
-    params: MoEParams,
+    params: MoEParams | DenseParams,
     bias: jax.Array,
     tokens: jax.Array,
     *,
     config: MoE,
-    float32_router: bool,
     axis_name: str | None = None,
 ) -> jax.Array:
-    """What the chosen experts and the shared one add up to: x `[T, hidden]` → `[T, hidden]`.
+    """A layer's MLP, wide or of experts: x `[T, hidden]` → `[T, hidden]`.
+
+    The chosen experts' outputs are added to the shared expert's.
 
     Args:
       bias: float32 `[experts]`, added to the scores by which experts are chosen, not to those that weigh them.
       tokens: int32 `[T]`, read by a hash layer.
-      float32_router: whether the router's product is float32; else it is rounded to x's dtype, as transformers' V4 is.
       axis_name: the mesh axis whose devices share the routed experts, in order; None: they are all here.
     """
-    if float32_router:
+    if isinstance(params, DenseParams):
+        return mlp(x, params.gate_up, params.down, config.limit)
+    if config.float32_router:
         logits = matmul(x.astype(jnp.float32), params.router.astype(jnp.float32))
     else:
         logits = linear(x, params.router)
