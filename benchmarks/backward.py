@@ -26,8 +26,10 @@ from benchmarks.record import environment, results_folder, write_json
 from benchmarks.timing import Run, Timer
 from jax_sparse_mla import sparse_mla_prefill
 from jax_sparse_mla.attention import gradient
-from jax_sparse_mla.attention.hopper import backward as sm90
+from jax_sparse_mla.attention.backend import GRADIENT_BACKENDS, GradientCall
 from jax_sparse_mla.attention.triton import backward as kernels
+from jax_sparse_mla.backend import first_able
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch.triton_call import executor
 
 V_DIM = 512
@@ -79,20 +81,21 @@ def tile_of(name: str) -> kernels.Tile:
 
 
 def kernel_of(case: Case, tile: kernels.Tile | None, deterministic: bool) -> str:
-    """The kernel that serves: the SM90 one, or Triton's with its tiling."""
+    """The kernel that serves: our own for Hopper, or Triton's with its tiling."""
     device = executor().device
-    if tile is None and not deterministic and sm90.serves(device.compute_capability, case.qk_dim):
-        return "sm90"
+    call = GradientCall(DeviceInfo.current(), case.qk_dim, deterministic)
+    if tile is None and (name := first_able(GRADIENT_BACKENDS, call, "gradient").name) != "triton":
+        return name
     tile = tile or kernels.choose_tile(case.heads, device)
     return f"triton {tile.block_h}x{tile.block_n}/{tile.segment}/{tile.num_warps}"
 
 
-def saved(case: Case, arrays: dict) -> tuple:
+def saved(case: Case, arrays: dict) -> gradient.Arrays:
     """What the forward pass saves, and the gradients of out and lse."""
     given = {name: arrays[name] for name in ("q", "kv", "indices", "attn_sink")}
     out, _, lse = jax.jit(partial(sparse_mla_prefill, softmax_scale=case.qk_dim**-0.5))(**given)
     q, kv, indices, sink = given.values()
-    return q, kv, indices, None, sink, out, lse, arrays["g_out"], jnp.zeros_like(lse)
+    return gradient.Arrays(q, kv, indices, None, sink, out, lse, arrays["g_out"], jnp.zeros_like(lse))
 
 
 def in_bfloat16(q, kv, indices, sink, scale):
@@ -110,7 +113,7 @@ def errors(case: Case, tile: kernels.Tile | None, deterministic: bool) -> dict[s
     case = checked(case)
     arrays, scale = case.arrays(1), case.qk_dim**-0.5
     call = partial(gradient.by_kernel, softmax_scale=scale, deterministic=deterministic, tile=tile)
-    found = jax.jit(call)(*saved(case, arrays))[:2]
+    found = jax.jit(call)(saved(case, arrays))[:2]
     q, kv, indices, sink, g = arrays.values()
     plain = jax.jit(lambda q, kv: jax.vjp(lambda q, kv: in_bfloat16(q, kv, indices, sink, scale), q, kv)[1](g))(q, kv)
     wanted = exact(q, kv, indices, sink, g, scale)
@@ -156,14 +159,14 @@ def measure(case: Case, timer: Timer, tiles: list[kernels.Tile | None], products
     forward_us = timer(Run(forward, "jax"))
     inputs, rows = saved(case, arrays), []
     if products:
-        inputs = (*inputs[:2], jnp.full_like(inputs[2], -1), *inputs[3:])
+        inputs = inputs._replace(indices=jnp.full_like(inputs.indices, -1))
     for tile, deterministic in ((tile, deterministic) for deterministic in (False, True) for tile in tiles):
         row = {"case": case.name, "kernel": kernel_of(case, tile, deterministic), "deterministic": deterministic}
         row["keys"] = not products
         static = {"softmax_scale": case.qk_dim**-0.5, "deterministic": deterministic, "tile": tile}
         try:
             row["errors"] = errors(case, tile, deterministic)
-            total = timer(Run(partial(jax.jit(partial(gradient.by_kernel, **static)), *inputs), "jax"))
+            total = timer(Run(partial(jax.jit(partial(gradient.by_kernel, **static)), inputs), "jax"))
         except Exception as error:  # a tile may not fit
             rows.append(row | {"failed": f"{type(error).__name__}: {error}"[:300]})
             print(rows[-1], flush=True)

@@ -365,7 +365,7 @@ def report(ledger: Ledger, tasks: list[Task]) -> None:
 
 def _installed() -> frozenset[str]:
     """All that can decode here; a kernel that has to be built is built before the workers want it."""
-    from jax_sparse_mla.attention.api import installed_for
+    from jax_sparse_mla.attention.machine import installed_for
 
     return installed_for("decode")
 

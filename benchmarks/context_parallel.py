@@ -43,8 +43,8 @@ from jax_sparse_mla.attention import (
     merge_attention,
     sparse_mla_decode,
 )
-from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.context_parallel import own_tables
+from jax_sparse_mla.attention.index_table import IndexTable
 
 CALLS = 10
 AXIS = "pages"

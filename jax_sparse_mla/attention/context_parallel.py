@@ -15,8 +15,8 @@ from jax import lax
 
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import row_lengths, sparse_mla_decode
-from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.exchange import exchanged
+from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.indices.ownership import AxisName, Ownership, Positions, pack_positions
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache

@@ -18,6 +18,8 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from sparse_mla_torch.attention.beside_flashmla import why_flashmla_alone
+
 from benchmarks import (
     counters,
     flashmla_from_jit,
@@ -35,7 +37,6 @@ from benchmarks.ops import attention
 from benchmarks.timing import Case, Operation, Run
 from jax_sparse_mla import sparse_mla_decode
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.attention.route import why_flashmla_alone
 from jax_sparse_mla.device import DeviceInfo
 
 CEILINGS = run.Ceilings(copy=4.0, matmul={"bf16": 800.0, "fp8": 1600.0})

@@ -12,6 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from sparse_mla_torch.attention.beside_flashmla import why_flashmla_alone
+
 from benchmarks import all as everything
 from benchmarks import engines, engines_sglang, engines_vllm, record, tables
 from benchmarks.absent import Absent, Missing
@@ -21,7 +23,6 @@ from benchmarks.sglang.layer_calls import Recorder
 from benchmarks.vllm import rows
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.hopper.decode_plan import sooner_than_prefill
-from jax_sparse_mla.attention.route import why_flashmla_alone
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import KVLayout
 

@@ -12,7 +12,7 @@ import torch
 
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.indices.topk import triton as kernels
-from jax_sparse_mla.launch import build
+from jax_sparse_mla.indices.topk.kernels import topk_binary
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import FLOATS, check_tensor, output_or_new
 
@@ -143,7 +143,7 @@ def _topk(function, logits, lengths, topk, row_starts, out, scratch, **tables):
 
 @functools.cache
 def _cuda_module(device: torch.device):
-    return build.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    return topk_binary(torch.cuda.get_device_capability(device))() if device.type == "cuda" else None
 
 
 def _checked_scratch(function, scratch, logits, topk):
