@@ -109,7 +109,7 @@ KERNEL_UNUSABLE = "its CUDA kernel cannot be used here: a warning says why"
 
 
 def load(name: str) -> Any:
-    """What "module:attribute" names."""
+    """The object that "module:attribute" names."""
     module, attribute = name.split(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -189,7 +189,7 @@ def _leaves(prefix: Any, tree: Any) -> list[PartitionSpec]:
 
 
 def _spec(shape: jax.ShapeDtypeStruct) -> PartitionSpec:
-    """What the partitioner knows of an array's sharding; GSPMD may know nothing yet."""
+    """The sharding of an array as the partitioner knows it; GSPMD may know nothing yet."""
     return getattr(shape.sharding, "spec", PartitionSpec())
 
 

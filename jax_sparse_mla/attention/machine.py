@@ -1,4 +1,4 @@
-"""What this machine can run of attention, and what the environment asks for; `route` decides from it."""
+"""The backends that this machine can run and the one that the environment names; `route` decides from them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Service(NamedTuple):
         return f"{_SCOPE}{self.phase}"
 
     def scope_of(self, backend: str) -> str:
-        """What `calls_of` and profilers find."""
+        """The scope that `calls_of` and profilers find."""
         return f"{self.name}.{backend}"
 
     def function_of(self, backend: str) -> Any:

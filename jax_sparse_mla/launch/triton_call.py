@@ -77,8 +77,16 @@ def own_launcher() -> bool:
 
 
 def _by_triton_launch(launch: Launch, inputs, outputs, aliases, zeroed, capability) -> tuple[jax.Array | None, ...]:
-    options = {"grid": launch.grid, "constants": launch.constants, "capability": capability}
-    return triton_launch.call(launch.kernel, inputs, outputs, aliases=aliases, zeroed=zeroed, **options)
+    return triton_launch.call(
+        launch.kernel,
+        inputs,
+        outputs,
+        grid=launch.grid,
+        aliases=aliases,
+        zeroed=zeroed,
+        constants=launch.constants,
+        capability=capability,
+    )
 
 
 def _by_jax_triton(launch: Launch, inputs, outputs, aliases, zeroed, capability) -> tuple[jax.Array | None, ...]:
@@ -122,7 +130,7 @@ def launching(name: str, **static: Any) -> Callable[..., Any]:
 
 
 def executor() -> Executor:
-    """Of the first device of JAX's default backend, a GPU."""
+    """The executor for the first device of JAX's default backend, a GPU."""
     info = DeviceInfo.current()
     return Executor(Device(info.compute_capability, info.sm_count))
 

@@ -68,16 +68,17 @@ def call(
       constants: by name, with Triton's options (num_warps, num_stages, maxnreg).
       capability: compute capability of the GPU.
     """
-    given = dict(zip((name for name in kernel.arg_names if name not in constants), (*inputs, *outputs), strict=True))
-    constants = dict(constants) | {name: None for name, x in given.items() if x is None}
-    types = {name: _type(x) for name, x in given.items() if x is not None}
+    names = (name for name in kernel.arg_names if name not in constants)
+    arguments = dict(zip(names, (*inputs, *outputs), strict=True))
+    constants = dict(constants) | {name: None for name, x in arguments.items() if x is None}
+    types = {name: _type(x) for name, x in arguments.items() if x is not None}
     options = {name: constants.pop(name) for name in list(constants) if name not in kernel.arg_names}
     operands = [x for x in inputs if isinstance(x, jax.Array)]
     results = [x for x in outputs if x is not None]
     buffers = iter(range(len(operands) + len(results)))
     parameters = []
     for name, kind in types.items():
-        parameters += (next(buffers), 0) if kind.startswith("*") else (-1, _bytes(kind, given[name]))
+        parameters += (next(buffers), 0) if kind.startswith("*") else (-1, _bytes(kind, arguments[name]))
     parameters += (-1, 0) * 2  # memory for the kernel and for a profiler, which these kernels do not ask for
     operand = {i: n for n, i in enumerate(i for i, x in enumerate(inputs) if isinstance(x, jax.Array))}
     result = {i: n for n, i in enumerate(i for i, x in enumerate(outputs) if x is not None)}
@@ -130,10 +131,10 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    places, constants = {name: i for i, name in enumerate(kernel.arg_names)}, dict(constants)
+    positions, constants = {name: i for i, name in enumerate(kernel.arg_names)}, dict(constants)
     signature = {name: dict(types).get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {(places[name],): [["tt.divisibility", 16]] for name, kind in types if kind.startswith("*")}
-    values = {(places[name],): value for name, value in constants.items()}
+    attributes = {(positions[name],): [["tt.divisibility", 16]] for name, kind in types if kind.startswith("*")}
+    values = {(positions[name],): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     give_triton_a_cache()
@@ -143,11 +144,12 @@ def compile_kernel(
         raise RuntimeError(
             f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder"
         ) from error
-    facts = made.metadata
-    if facts.global_scratch_size or facts.profile_scratch_size or facts.num_ctas != 1:
-        raise RuntimeError(f"{facts.name} needs scratch memory or a cluster, which kernel_launch.h does not give")
+    metadata = made.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+        raise RuntimeError(f"{metadata.name} needs scratch memory or a cluster, which kernel_launch.h does not give")
     image = made.asm["cubin"]
-    return Compiled(image, hashlib.sha256(image).hexdigest(), facts.name, 32 * facts.num_warps, facts.shared)
+    digest = hashlib.sha256(image).hexdigest()
+    return Compiled(image, digest, metadata.name, 32 * metadata.num_warps, metadata.shared)
 
 
 def _bind(compiled: Compiled, shape: tuple, parameters: tuple, zeroed: tuple) -> Any:

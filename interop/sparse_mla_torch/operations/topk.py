@@ -75,7 +75,7 @@ def topk_positions(
       TypeError: a tensor of another dtype.
       ValueError: a tensor of another shape, not contiguous, or on another device; a scratch that is too small.
     """
-    return _topk("topk_positions", logits, lengths, topk, row_starts, out, scratch)
+    return _topk("topk_positions", logits, lengths, topk, row_starts, kernels.Transform(), out, scratch)
 
 
 def topk_transform(
@@ -103,8 +103,8 @@ def topk_transform(
     function = "topk_transform"
     if method is TopkTransform.RAGGED:
         check_tensor(function, "topk_indices_offset", topk_indices_offset, (logits.shape[0],), logits)
-        offsets = {"offsets": topk_indices_offset}
-        return _topk(function, logits, lengths, topk, row_starts, out, scratch, **offsets)
+        transform = kernels.Transform(offsets=topk_indices_offset)
+        return _topk(function, logits, lengths, topk, row_starts, transform, out, scratch)
     if method is not TopkTransform.PAGED:
         raise TypeError(f"{function}: method must be a TopkTransform, got {method!r}")
     if page_size < 1:
@@ -113,11 +113,11 @@ def topk_transform(
     check_tensor(function, "page_table", page_table, (requests, None), logits)
     if row_to_request is not None:
         check_tensor(function, "row_to_request", row_to_request, (logits.shape[0],), logits)
-    paged = {"page_table": page_table, "page_size": page_size, "row_to_request": row_to_request}
-    return _topk(function, logits, lengths, topk, row_starts, out, scratch, **paged)
+    transform = kernels.Transform(page_table, page_size, row_to_request)
+    return _topk(function, logits, lengths, topk, row_starts, transform, out, scratch)
 
 
-def _topk(function, logits, lengths, topk, row_starts, out, scratch, **tables):
+def _topk(function, logits, lengths, topk, row_starts, transform, out, scratch):
     if topk < 1:
         raise ValueError(f"{function}: topk must be >= 1, got {topk}")
     check_tensor(function, "logits", logits, (None, None), logits, FLOATS)
@@ -131,14 +131,24 @@ def _topk(function, logits, lengths, topk, row_starts, out, scratch, **tables):
     if module := _cuda_module(logits.device):
         import tvm_ffi
 
-        page_table, row_to_request, offsets = map(tables.get, ("page_table", "row_to_request", "offsets"))
-        arrays = logits, lengths, row_starts, page_table, row_to_request, offsets
+        page_table, page_size, row_to_request, offsets = transform
         with tvm_ffi.use_torch_stream():
-            module.topk(*arrays, tables.get("page_size", 1), out)
+            module.topk(logits, lengths, row_starts, page_table, row_to_request, offsets, page_size, out)
         return out
     if columns and kernels.plan_topk(rows, columns, topk).filtered:
-        tables["scratch"] = _checked_scratch(function, scratch, logits, topk)
-    return kernels.topk(executor(logits.device), logits, lengths, topk=topk, row_starts=row_starts, **tables, out=out)
+        scratch = _checked_scratch(function, scratch, logits, topk)
+    else:
+        scratch = (None,) * 5
+    return kernels.topk(
+        executor(logits.device),
+        logits,
+        lengths,
+        topk=topk,
+        row_starts=row_starts,
+        transform=transform,
+        out=out,
+        scratch=scratch,
+    )
 
 
 @functools.cache

@@ -10,11 +10,12 @@ from jax_sparse_mla.launch import build, tvm
 from jax_sparse_mla.launch.triton_call import executor
 
 
-def topk_triton(logits: jax.Array, lengths: jax.Array, **options) -> jax.Array:
+def topk_triton(logits: jax.Array, lengths: jax.Array, *, topk: int, row_starts=None, **tables) -> jax.Array:
     """As `topk_cuda`."""
-    from jax_sparse_mla.indices.topk.triton import topk
+    from jax_sparse_mla.indices.topk import triton as kernels
 
-    return topk(executor(), logits, lengths, **options)
+    transform = kernels.Transform(**tables)
+    return kernels.topk(executor(), logits, lengths, topk=topk, row_starts=row_starts, transform=transform)
 
 
 def topk_binary(capability: tuple[int, int]) -> build.Binary:
