@@ -6,6 +6,7 @@ reference elsewhere.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -100,25 +101,12 @@ def sparse_mla_decode(
     # A table without columns or a cache without slots has nothing to read.
     tables = [table for table in tables if table.indices.shape[-1] and table.cache.num_slots]
     batch, q_len, heads, _ = q.shape
-    call = Call(
-        phase="decode",
-        layout=layout,
-        num_q_tokens=batch * q_len,
-        num_heads=max(heads, 1),
-        device=DeviceInfo.current(),
-        topk=sum(table.indices.shape[-1] for table in tables),
-        dtype=q.dtype.name,
-        batch_invariant=batch_invariant,
-        extra_layout=None if extra_cache is None else extra_cache.layout,
-    )
-    service = Service(
-        phase="decode",
-        backend=_backend(check, call, backend),
-        named=bool(backend or override_of("decode")),
-        softmax_scale=softmax_scale,
-        assume_valid_indices=bool(assume_valid_indices),
-        batch_invariant=batch_invariant,
-    )
+    columns = sum(table.indices.shape[-1] for table in tables)
+    call = Call("decode", layout, batch * q_len, max(heads, 1), DeviceInfo.current(), columns, q.dtype.name)
+    extra_layout = None if extra_cache is None else extra_cache.layout
+    call = dataclasses.replace(call, batch_invariant=batch_invariant, extra_layout=extra_layout)
+    service = Service("decode", *_backend(check, call, backend), softmax_scale, batch_invariant)
+    service = service._replace(assume_valid_indices=bool(assume_valid_indices))
     if q.size == 0 or not tables:
         return _nothing(q, layout.v_dim)
     return serve(check, service, (q, tuple(tables), attn_sink))
@@ -170,24 +158,11 @@ def sparse_mla_prefill(
     softmax_scale, batch_invariant = static_scale(check, softmax_scale), bool(batch_invariant)
     q_len, heads, qk_dim = q.shape
     layout = workspace_layout(qk_dim)
-    call = Call(
-        phase="prefill",
-        layout=layout,
-        num_q_tokens=q_len,
-        num_heads=max(heads, 1),
-        device=DeviceInfo.current(),
-        topk=indices.shape[1],
-        dtype="float32" if np.float32 in (q.dtype, kv.dtype) else q.dtype.name,
-        batch_invariant=batch_invariant,
-    )
-    service = Service(
-        phase="prefill",
-        backend=_backend(check, call, backend),
-        named=bool(backend or override_of("prefill")),
-        softmax_scale=softmax_scale,
-        batch_invariant=batch_invariant,
-        deterministic_gradient=bool(deterministic_gradient),
-    )
+    dtype = "float32" if np.float32 in (q.dtype, kv.dtype) else q.dtype.name
+    call = Call("prefill", layout, q_len, max(heads, 1), DeviceInfo.current(), indices.shape[1], dtype)
+    call = dataclasses.replace(call, batch_invariant=batch_invariant)
+    service = Service("prefill", *_backend(check, call, backend), softmax_scale, batch_invariant)
+    service = service._replace(deterministic_gradient=bool(deterministic_gradient))
     if 0 in (q.size, kv.size, indices.size):
         out, lse = _nothing(q, layout.v_dim)
         return out, lse, lse
@@ -212,12 +187,13 @@ def _nothing(q: jax.Array, v_dim: int) -> tuple[jax.Array, jax.Array]:
     return varying_like(out, q), varying_like(lse, q)
 
 
-def _backend(check: ArgumentChecks, call: Call, named: str | None) -> str:
-    """The backend that serves the call on this machine; errors name the function."""
+def _backend(check: ArgumentChecks, call: Call, named: str | None) -> tuple[str, bool]:
+    """The backend that serves the call here, and whether it was asked for by name; errors name the function."""
     try:
-        return plan_here(call, backend=named).backend
+        plan = plan_here(call, backend=named)
     except ValueError as error:
         raise check.fail(str(error)) from None
+    return plan.backend, bool(named or override_of(call.phase))
 
 
 def static_scale(check: ArgumentChecks, softmax_scale: Any) -> float:

@@ -38,7 +38,7 @@ _LARGEST_EXPONENT = 128  # of float32
 
 
 def differentiable(
-    forward: Callable[..., tuple], *, name: str, softmax_scale: float, deterministic: bool
+    forward: Callable[..., tuple], name: str, softmax_scale: float, deterministic: bool
 ) -> Callable[..., tuple]:
     """`forward(q, kv, indices, topk_length, attn_sink)`, which is prefill, with a gradient in q, kv and the sink.
 

@@ -28,15 +28,15 @@ class Service(NamedTuple):
     Attributes:
       phase, backend: which function is called.
       named: whether the caller or the environment asked for the backend by name.
-      softmax_scale, assume_valid_indices, batch_invariant, deterministic_gradient: as in the public functions.
+      softmax_scale, batch_invariant, assume_valid_indices, deterministic_gradient: as in the public functions.
     """
 
     phase: str
     backend: str
     named: bool
     softmax_scale: float
-    assume_valid_indices: bool = False
     batch_invariant: bool = False
+    assume_valid_indices: bool = False
     deterministic_gradient: bool = False
 
     @property
@@ -91,12 +91,7 @@ def _traced(*arguments: Any, service: Service) -> tuple[jax.Array, ...]:
         replaceable=not service.named,
     )
     if service.phase in record.gradients:
-        call = differentiable(
-            call,
-            name=service.name,
-            softmax_scale=service.softmax_scale,
-            deterministic=service.deterministic_gradient,
-        )
+        call = differentiable(call, service.name, service.softmax_scale, service.deterministic_gradient)
     return call(*arguments)
 
 

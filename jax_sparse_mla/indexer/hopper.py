@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.route import LOGITS_BACKENDS
 from jax_sparse_mla.launch import build, tvm
 
 FP4_MOST_ROWS = 256  # the kernel for FP4 keys has room for so many in shared memory
@@ -27,4 +28,5 @@ def index_logits(execute: Any, *arrays: jax.Array, pages: tuple[int, int] | None
     arguments = [*map(tvm.Buffer, range(5)), num_pages, first_page, fill, tvm.Buffer(5)]
     out = jax.ShapeDtypeStruct((rows, capacity), jnp.float32)
     function = "index_logits_fp4" if fp4 else "index_logits"
-    return tvm.call(build.Binary("index_logits", "90a"), function, arguments, [out], *arrays)[0]
+    kernel = build.Binary(*LOGITS_BACKENDS["hopper"].binaries["index_logits"])
+    return tvm.call(kernel, function, arguments, [out], *arrays)[0]

@@ -67,31 +67,29 @@ class Backend(shared.Backend):
 FROM_ROWS = 256
 MAX_KERNEL_HEADS = 64  # of both models; a kernel's accumulators grow with them
 
+_HOPPER = Backend(
+    name="hopper",
+    function="jax_sparse_mla.indexer.hopper:index_logits",
+    devices=(SM90,),
+    device_names="SM90",
+    needs=(TVM_FFI,),
+    binaries={"index_logits": ("index_logits", "90a")},
+    reads=(("float8_e4m3fn", "FP8"),),
+    rows=(FROM_ROWS, _ANY),
+    heads=(64, 64),  # a warpgroup's product of a row
+    page_multiple=64,  # a copied tile lies in one page
+)
+
 _RECORDS = (
-    Backend(
-        name="hopper",
-        function="jax_sparse_mla.indexer.hopper:index_logits",
-        devices=(SM90,),
-        device_names="SM90",
-        needs=(TVM_FFI,),
-        binaries={"index_logits": ("index_logits", "90a")},
-        reads=(("float8_e4m3fn", "FP8"),),
-        rows=(FROM_ROWS, _ANY),
-        heads=(64, 64),  # a warpgroup's product of a row
-        page_multiple=64,  # a copied tile lies in one page
-    ),
-    Backend(
+    _HOPPER,
+    # e5m2 holds hardly any e4m3 query, and what the kernel does then is slower than Triton's. It has a specialisation
+    # for at most 16, 32 and 64 heads.
+    dataclasses.replace(
+        _HOPPER,
         name="hopper_fp4",
-        function="jax_sparse_mla.indexer.hopper:index_logits",
-        devices=(SM90,),
-        device_names="SM90",
-        needs=(TVM_FFI,),
-        binaries={"index_logits": ("index_logits", "90a")},
-        # e5m2 holds hardly any e4m3 query, and what the kernel does then is slower than Triton's.
         reads=(("bfloat16", "FP4"),),
         rows=(0, FROM_ROWS - 1),
-        heads=(0, MAX_KERNEL_HEADS),  # there is a specialisation for at most 16, 32 and 64
-        page_multiple=64,
+        heads=(0, MAX_KERNEL_HEADS),
     ),
     Backend(
         name="triton",

@@ -98,14 +98,7 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
 
     Other modes attend to the paged caches: their rows have no context in common.
     """
-    call = Call(
-        phase="decode",
-        layout=spec.kv_layout,
-        num_q_tokens=rows,
-        num_heads=spec.num_heads,
-        device=DeviceInfo.current(),
-        topk=(spec.window or 0) + spec.index_width,
-        chunk=True,
-        extra_layout=spec.compressed_layout,
-    )
+    columns = (spec.window or 0) + spec.index_width
+    call = Call("decode", spec.kv_layout, rows, spec.num_heads, DeviceInfo.current(), columns)
+    call = dataclasses.replace(call, chunk=True, extra_layout=spec.compressed_layout)
     return plan_here(call).kernel == "sparse_prefill"

@@ -135,7 +135,7 @@ def gradients_through_kernels():
         return reference.prefill(*args, softmax_scale=0.3)
 
     square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-    through = gradient.differentiable(forward, name="prefill", softmax_scale=0.3, deterministic=False)
+    through = gradient.differentiable(forward, "prefill", 0.3, deterministic=False)
     specs = (P("x", "y"), P(), P("x"), P("x"), P("y"))
 
     def loss_of(prefill):

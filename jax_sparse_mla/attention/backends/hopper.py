@@ -16,6 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, cache_numbers, decode_format, decode_plan
 from jax_sparse_mla.attention.index_table import V_DIM, IndexTable
 from jax_sparse_mla.device import DeviceInfo
@@ -23,7 +24,7 @@ from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.launch import build, tvm
 from jax_sparse_mla.launch.tvm import Buffer, pages_of
 
-_DECODE = build.Binary("sparse_decode", "90a")
+_DECODE = build.Binary(*BACKENDS["hopper"].binaries["decode"])
 _H200_SM_COUNT = 132  # what a prefill is made for where there is no GPU; it is right on any other, too
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.attention.backend import GradientArrays
+from jax_sparse_mla.attention.backend import GRADIENT_BACKENDS, GradientArrays
 from jax_sparse_mla.launch import build, tvm
 
 
@@ -28,7 +28,7 @@ def backward(execute: Any, arrays: GradientArrays, *, softmax_scale: float) -> t
     buffers = iter(map(tvm.Buffer, range(len(operands) + 2)))
     arguments = [None if x is None else next(buffers) for x in arrays] + [float(softmax_scale), *buffers]
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, jnp.float32)]
-    kernel = build.Binary("sparse_backward", "90a")
+    kernel = build.Binary(*GRADIENT_BACKENDS["hopper"].binaries["gradient"])
     dq, dkv = tvm.call(kernel, "sparse_backward", arguments, results, *operands)
     return dq, columns_in_order(dkv)
 

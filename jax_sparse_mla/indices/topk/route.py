@@ -7,17 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_sparse_mla import backend as shared
-from jax_sparse_mla.backend import (
-    KERNEL_UNUSABLE,
-    SM80_AND_UP,
-    TRITON,
-    TRITON_LAUNCHER,
-    TVM_FFI,
-    Choice,
-    Need,
-    choose,
-    load,
-)
+from jax_sparse_mla.backend import SM80_AND_UP, TRITON, TRITON_LAUNCHER, TVM_FFI, Choice, Need, choose, load
 from jax_sparse_mla.device import DeviceInfo
 
 
@@ -94,7 +84,7 @@ def cuda_unready(phase: str, framework: str) -> str | None:
     """Why the CUDA kernel cannot be launched here although its packages are found; it is built if need be."""
     from jax_sparse_mla.indices.topk.kernels import topk_binary
 
-    return KERNEL_UNUSABLE if topk_binary(DeviceInfo.current().compute_capability)() is None else None
+    return shared.KERNEL_UNUSABLE if topk_binary(DeviceInfo.current().compute_capability)() is None else None
 
 
 def missing() -> dict[str, str]:

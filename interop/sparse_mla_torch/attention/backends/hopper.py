@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, cache_numbers, decode_format, decode_plan
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.launch import build
@@ -50,7 +51,7 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         batch_invariant=options.batch_invariant,
     )
     tables, kernel_format = [*map(_numbers, scopes), _NO_TABLE], decode_format(x.layout for x in scopes)
-    library, shape = build.module("sparse_decode", "90a"), (batch, q_len, heads)
+    library, shape = build.module(*BACKENDS["hopper"].binaries["decode"]), (batch, q_len, heads)
     bytes_of_it = library.sparse_decode_plan(
         *(batch * q_len, heads, kernel_format, tables[0], tables[1]),
         *(options.softmax_scale, options.empty_lse, plan.tile, plan.groups, plan.cuts, q.get_device()),
