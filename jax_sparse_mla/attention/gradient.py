@@ -63,7 +63,8 @@ def differentiable(
         rule = _rule(arrays)
         kernel = partial(by_kernel, softmax_scale=softmax_scale, deterministic=deterministic)
         plain = shared(partial(by_reference, softmax_scale=softmax_scale), rule)
-        dq, dkv, dsink = KernelCall(kernel, plain, name=f"gradient of {name}", rule=rule)(arrays)
+        kernel.__name__ = f"gradient of {name}"
+        dq, dkv, dsink = KernelCall(kernel, plain, rule=rule)(arrays)
         return dq, dkv, None, None, dsink
 
     attend.defvjp(save, pull)
