@@ -19,6 +19,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.launch.describe import Launch
 from jax_sparse_mla.packages import give_triton_a_cache
 
 DRIVER = "libcuda.so.1"
@@ -46,28 +47,24 @@ class Compiled(NamedTuple):
 
 
 def call(
-    kernel: Any,
-    inputs: Sequence[jax.Array | int | float | np.float32 | None],
+    launch: Launch,
+    inputs: Sequence[jax.Array | int | np.float32 | None],
     outputs: Sequence[jax.ShapeDtypeStruct | None],
-    *,
-    grid: tuple[int, ...],
     aliases: Mapping[int, int],
     zeroed: Sequence[int],
-    constants: Mapping[str, Any],
     capability: tuple[int, int],
 ) -> tuple[jax.Array | None, ...]:
-    """The outputs that a `triton.jit` kernel writes; to the program that is being traced.
+    """The outputs of a launch, in the program that is being traced.
 
     Args:
-      kernel: its parameters are inputs, outputs and constants, in this order.
-      inputs: arrays, numbers, or None where the kernel reads nothing.
-      outputs: what it writes; None where it writes nothing.
-      grid: up to three numbers of programs.
-      aliases: by output, the input whose buffer it has; both are indices into what was given.
+      launch: its kernel, grid and constants are read.
+      inputs: arrays and numbers, the launch's scalars behind them; None where the kernel reads nothing.
+      outputs: the arrays that it writes; None where it writes nothing.
+      aliases: by output, the input whose buffer it has; both are indices into these two lists.
       zeroed: outputs that the kernel expects zeros in.
-      constants: by name, with Triton's options (num_warps, num_stages, maxnreg).
       capability: compute capability of the GPU.
     """
+    kernel, constants = launch.kernel, launch.constants
     names = (name for name in kernel.arg_names if name not in constants)
     arguments = dict(zip(names, (*inputs, *outputs), strict=True))
     constants = dict(constants) | {name: None for name, x in arguments.items() if x is None}
@@ -86,7 +83,7 @@ def call(
         _launch_p.bind(
             *operands,
             kernel=(kernel, _items(types), _items(constants), _items(options), capability),
-            grid=(*grid, 1, 1)[:3],
+            grid=(*launch.grid, 1, 1)[:3],
             parameters=tuple(parameters),
             zeroed=tuple(len(operands) + result[i] for i in zeroed),
             aliases=tuple((operand[source], result[i]) for i, source in aliases.items()),
