@@ -30,10 +30,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
-from jax_sparse_mla.attention.hopper.prefill.launch import launch
 from jax_sparse_mla.attention.hopper.prefill.tiles import BY_COLUMN, BY_ROW, FRAGMENT, SPLAT, TILED, inline, scalar
-from jax_sparse_mla.attention.index_table import V_DIM
 
+V_DIM = 512
 HEADS = 64  # of a work item: the rows of a wgmma
 BLOCK = 64  # keys that one warpgroup scores at a time
 PAIR = 2 * BLOCK
@@ -514,21 +513,25 @@ def _consume(half: int, refs, shared: Shared, scale: float, item: Item) -> None:
 
 
 def sparse_prefill(
-    q: jax.Array,
-    kv: jax.Array,
-    indices: jax.Array,
-    topk_length: jax.Array | None,
-    attn_sink: jax.Array | None,
+    q: jax.Array,  # bfloat16 [tokens, heads, qk_dim]
+    kv: jax.Array,  # bfloat16 [kv_len, qk_dim]
+    indices: jax.Array,  # int32 [tokens, topk]
+    topk_length: jax.Array | None,  # int32 [tokens]
+    attn_sink: jax.Array | None,  # float32 [heads]
     *,
     softmax_scale: float,
     sm_count: int = 132,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Prefill of any number of heads; arrays and results as in `launch`."""
+    """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
     blocks = min(sm_count, tokens * -(-heads // HEADS))
+    optional = [x for x in (topk_length, attn_sink) if x is not None]
 
-    def work(q_ref, kv_ref, indices_ref, length_ref, out_refs, scratch):
-        shared = Shared(*scratch)
+    def body(q_ref, kv_ref, indices_ref, *refs):
+        refs = list(refs)
+        length_ref = None if topk_length is None else refs.pop(0)
+        sink_ref = None if attn_sink is None else refs.pop(0)
+        out_refs, shared = (*refs[:3], sink_ref), Shared(*refs[3:])
         each = functools.partial(
             _for_each_item, length_ref=length_ref, tokens=tokens, heads=heads, topk=topk, blocks=blocks
         )
@@ -546,5 +549,20 @@ def sparse_prefill(
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             each(functools.partial(_produce, q_ref, kv_ref, indices_ref, shared))
 
-    arrays = q, kv, indices, topk_length, attn_sink
-    return launch(work, arrays, scratch=_scratch(qk_dim), blocks=blocks, num_threads=3)
+    statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
+    kernel = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((tokens, heads, V_DIM), jnp.bfloat16), statistic, statistic),
+        scratch_types=_scratch(qk_dim),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # ours are enough
+            reduction_scratch_bytes=0,  # no reduction leaves its warp
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return kernel(q, kv, indices, *optional)

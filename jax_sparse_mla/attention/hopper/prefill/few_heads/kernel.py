@@ -30,13 +30,13 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     LOG2_E,
     MOST_HEADS,
     TEAMS,
+    V_DIM,
     Item,
     Shape,
     Shared,
     init_barriers,
     scratch,
 )
-from jax_sparse_mla.attention.hopper.prefill.launch import launch
 
 
 def _for_each_item(work, team, length_ref, *, tokens: int, topk: int, blocks: int) -> None:
@@ -65,21 +65,26 @@ def serves(heads: int, qk_dim: int) -> bool:
 
 
 def sparse_prefill_few_heads(
-    q: jax.Array,
-    kv: jax.Array,
-    indices: jax.Array,
-    topk_length: jax.Array | None,
-    attn_sink: jax.Array | None,
+    q: jax.Array,  # bfloat16 [tokens, heads, qk_dim]
+    kv: jax.Array,  # bfloat16 [kv_len, qk_dim]
+    indices: jax.Array,  # int32 [tokens, topk]
+    topk_length: jax.Array | None,  # int32 [tokens]
+    attn_sink: jax.Array | None,  # float32 [heads]
     *,
     softmax_scale: float,
     sm_count: int = 132,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Prefill of as few heads as this kernel `serves`; arrays and results as in `launch`."""
+    """`kernel.sparse_prefill` for as few heads as this kernel `serves`."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
-    shape, blocks = _shape(heads, qk_dim), min(sm_count, tokens)
+    shape = _shape(heads, qk_dim)
+    blocks = min(sm_count, tokens)
+    optional = [x for x in (topk_length, attn_sink) if x is not None]
 
-    def work(q_ref, kv_ref, indices_ref, length_ref, out_refs, shared_refs):
-        shared = Shared(*shared_refs)
+    def body(q_ref, kv_ref, indices_ref, *refs):
+        refs = list(refs)
+        length_ref = None if topk_length is None else refs.pop(0)
+        sink_ref = None if attn_sink is None else refs.pop(0)
+        out_refs, shared = (*refs[:3], sink_ref), Shared(*refs[3:])
         each = functools.partial(_for_each_item, length_ref=length_ref, tokens=tokens, topk=topk, blocks=blocks)
         init_barriers(shape, shared)
         role = lax.axis_index("role")
@@ -94,5 +99,20 @@ def sparse_prefill_few_heads(
             plgpu.set_max_registers(shape.producer_registers, action="decrease")
             each(functools.partial(produce, shape, q_ref, kv_ref, indices_ref, shared), role - TEAMS)
 
-    arrays = q, kv, indices, topk_length, attn_sink
-    return launch(work, arrays, scratch=scratch(shape), blocks=blocks, num_threads=2 * TEAMS)
+    statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
+    kernel = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((tokens, heads, V_DIM), jnp.bfloat16), statistic, statistic),
+        scratch_types=scratch(shape),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=2 * TEAMS,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # ours are enough
+            reduction_scratch_bytes=0,  # there are no reductions of Pallas'
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return kernel(q, kv, indices, *optional)

@@ -16,9 +16,9 @@ from jaxlib.mlir.dialects import arith, memref
 
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
 from jax_sparse_mla.attention.hopper.prefill.tiles import TILED, inline
-from jax_sparse_mla.attention.index_table import V_DIM
 
 MOST_HEADS = 32
+V_DIM = 512
 BLOCK = 64  # keys: the rows of a wgmma
 TEAMS = 2
 SLICE = tiles.TILE_COLUMNS
