@@ -46,11 +46,13 @@ class KernelCall:
     replaceable: bool = True
 
     def __call__(self, *args: Any) -> Any:
+        cut = self.rule is not None and sharding.may_be_partitioned(args)
         # The plain code is traced once, for its shapes and as the other branch.
-        call = dataclasses.replace(self, plain=jax.jit(self.plain))
-        whole = dataclasses.replace(call, rule=None)  # `vmap` has no rule for a call that the partitioner cuts
-        mapped = whole._launched() if self.batches or not self.replaceable else call.plain
-        kernel = _batched_as(call._launched(), mapped)
+        call = dataclasses.replace(self, plain=jax.jit(self.plain), rule=self.rule if cut else None)
+        kernel = call._launched()
+        if self.replaceable or cut:  # a call that the partitioner cuts has no batching rule
+            whole = dataclasses.replace(call, rule=None)._launched()
+            kernel = _batched_as(kernel, whole if self.batches or not self.replaceable else call.plain)
         return jax.lax.platform_dependent(*args, cuda=kernel, default=call.plain) if self.replaceable else kernel(*args)
 
     def _launched(self) -> Callable[..., Any]:
@@ -65,7 +67,7 @@ class KernelCall:
         """
         shapes = jax.eval_shape(self.plain, *args)  # first: it names what is wrong with the arguments
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-            if self.rule is not None and sharding.may_be_partitioned(args):
+            if self.rule is not None:
                 results = sharding.partitioned(self.kernel, self.rule, *args)
             else:
                 results = self.kernel(*args)
