@@ -1,7 +1,7 @@
 """A server in a few lines: requests come and go while others are served, and share what they have in common.
 
 The engine of `jax_sparse_mla.serving` does the work: continuous batching, chunked prefill, paged caches, reuse of
-prefixes, one donated program a step. docs/serving.md tells what each part is for. `--model` serves a checkpoint folder;
+prefixes, one donated program a step. serving.md tells what each part is for. `--model` serves a checkpoint folder;
 by default a small random model does.
 """
 

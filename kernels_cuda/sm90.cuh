@@ -112,7 +112,7 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
 }
 
 // One lane arrives for its warp, and for all that the warp has written. racecheck sees the order only of the lanes that
-// arrive (docs/kernels-checked.md), so for it every lane arrives.
+// arrive (docs/internals/kernels-checked.md), so for it every lane arrives.
 #ifdef EVERY_LANE_ARRIVES
 constexpr int kArrivalsOfWarp = 32;
 #else

@@ -40,7 +40,7 @@ from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4
 from jax_sparse_mla.models import ModelSpec
 from sparse_mla_torch import bridge
 from sparse_mla_torch.attention import route
-from sparse_mla_torch.operations.checks import check_tensor
+from sparse_mla_torch.operations.checks import TensorChecks
 
 INT_MIN = -INT_MAX - 1
 
@@ -90,10 +90,10 @@ def sglang_step(
       TypeError: not a tensor, or of another dtype.
       ValueError: an unknown mode, a tensor of another rank, not contiguous, or on another device than `seq_lens`.
     """
-    check = _Tensors("sglang_step", seq_lens)
+    check = _StepChecks("sglang_step", seq_lens)
     name = forward_mode if isinstance(forward_mode, str) else getattr(forward_mode, "name", repr(forward_mode))
     if name not in _SGLANG_MODES:
-        raise ValueError(f"sglang_step: forward_mode must be one of {', '.join(_SGLANG_MODES)}, got {name}")
+        raise check.fail(f"forward_mode must be one of {', '.join(_SGLANG_MODES)}, got {name}")
     mode = _SGLANG_MODES[name]
     lens = check.values("seq_lens", seq_lens)
     table = check.table("req_to_token", req_to_token)
@@ -149,21 +149,19 @@ def vllm_step(
       ValueError: a tensor of another rank or shape, not contiguous, or on another device than `seq_lens`; arguments
         that exclude or need each other.
     """
-    check = _Tensors("vllm_step", seq_lens)
+    check = _StepChecks("vllm_step", seq_lens)
     if (query_start_loc is None) == (uniform_query_len is None):
-        raise ValueError("vllm_step: give either query_start_loc or uniform_query_len")
+        raise check.fail("give either query_start_loc or uniform_query_len")
     if (swa_block_tables is None) != (num_blocks is None):
-        raise ValueError("vllm_step: swa_block_tables and num_blocks go together")
+        raise check.fail("swa_block_tables and num_blocks go together")
     if block_size < 1 or block_size % spec.page_size:
-        raise ValueError(
-            f"vllm_step: block_size must be a multiple of {spec.page_size} for {spec.name}, got {block_size}"
-        )
+        raise check.fail(f"block_size must be a multiple of {spec.page_size} for {spec.name}, got {block_size}")
     if uniform_query_len is not None and uniform_query_len < 1:
-        raise ValueError(f"vllm_step: uniform_query_len must be at least 1, got {uniform_query_len}")
+        raise check.fail(f"uniform_query_len must be at least 1, got {uniform_query_len}")
     lens = check.values("seq_lens", seq_lens)
     full = check.table("block_tables", block_tables)
     if len(full) != len(lens):
-        raise ValueError(f"vllm_step: block_tables must have one row per request, {len(lens)}, got {len(full)}")
+        raise check.fail(f"block_tables must have one row per request, {len(lens)}, got {len(full)}")
     covered = full.shape[1] * block_size
     tokens = covered if max_seq_len is None else min(max_seq_len, covered)
     used = torch.arange(full.shape[1], device=full.device) * block_size < lens[:, None]
@@ -172,7 +170,7 @@ def vllm_step(
     if swa_block_tables is not None:
         swa = check.table("swa_block_tables", swa_block_tables)
         if swa.shape != full.shape:
-            raise ValueError(f"vllm_step: swa_block_tables must be {list(full.shape)}, got {list(swa.shape)}")
+            raise check.fail(f"swa_block_tables must be {list(full.shape)}, got {list(swa.shape)}")
         to_swa = _full_to_swa(full, _blocks_in_use(swa, used, block_size), num_blocks, block_size)
     mode, extend_lens = ForwardMode.DECODE, None
     if uniform_query_len is None:
@@ -257,36 +255,40 @@ def build_metadata(
     Raises:
       TypeError, ValueError: as the builders; `out` of another mode, model or shape.
     """
-    options = {}
     if spec.window is None:
         prefill_backend = prefill_backend or _prefill_backend(spec, step)
-        options = {"fp8_kv_cache": fp8_kv_cache, "prefill_backend": prefill_backend}
-    if spec.window is not None and step.tables.full_to_swa is None:
+    elif step.tables.full_to_swa is None:
         raise ValueError(f"build_metadata: {spec.name} has a window, and the step no full_to_swa (swa_block_tables)")
     build = _launch if step.batch.seq_lens.is_cuda else _build_by_jax
-    return build(spec, step, options, out)
+    return build(spec, step, fp8_kv_cache, prefill_backend, out)
 
 
 def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
-    """What an EXTEND step attends to, by its rows; the other modes attend to the pages whatever this says."""
+    """The part that an EXTEND step attends to, by its rows; other modes attend to the pages whatever this says."""
     rows, device = len(step.batch.out_cache_loc), route.device_info(step.batch.seq_lens.device)
     call = Call("decode", spec.kv_layout, rows, spec.num_heads, device, spec.index_width, chunk=True)
     return "flashmla_sparse" if route.plan(call).kernel == "sparse_prefill" else "flashmla_kv"
 
 
-def _launch(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
+def _launch(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backend: str | None, out: Any) -> Any:
     # Triton is imported only here, where there is a GPU.
-    if spec.window is None:
-        from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata as build
-    else:
-        from sparse_mla_torch.operations.metadata import build_v4_metadata as build
     with torch.cuda.device_of(step.batch.seq_lens):
-        return build(spec, *step, **options, out=out)
+        if spec.window is not None:
+            from sparse_mla_torch.operations.metadata import build_v4_metadata
+
+            return build_v4_metadata(spec, *step, out=out)
+        from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata
+
+        return build_v32_metadata(spec, *step, fp8_kv_cache=fp8_kv_cache, prefill_backend=prefill_backend, out=out)
 
 
-def _build_by_jax(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
-    build = metadata.build_v32_metadata if spec.window is None else metadata.build_v4_metadata
-    made = bridge.call(build, spec, *step, **options)
+def _build_by_jax(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backend: str | None, out: Any) -> Any:
+    if spec.window is not None:
+        made = bridge.call(metadata.build_v4_metadata, spec, *step)
+    else:
+        made = bridge.call(
+            metadata.build_v32_metadata, spec, *step, fp8_kv_cache=fp8_kv_cache, prefill_backend=prefill_backend
+        )
     if out is None:
         # Copies, because the bridge's tensors are JAX's memory and layers write into the indexer's indices.
         return jax.tree.map(torch.clone, made)
@@ -305,23 +307,18 @@ def _build_by_jax(spec: ModelSpec, step: EngineStep, options: dict[str, Any], ou
     return out
 
 
-class _Tensors(NamedTuple):
-    """Validates the tensors of a call, which must all be on the device of `like`."""
-
-    function: str
-    like: Any
+class _StepChecks(TensorChecks):
+    """Checks of the tensors of an engine's step."""
 
     def values(self, name: str, x: Any) -> torch.Tensor:
         """int32 or int64 `[n]`, as int32; saturated, so that a value past int32 does not become a valid one."""
         if isinstance(x, torch.Tensor) and x.dtype == torch.int64:
             x = x.clamp(INT_MIN, INT_MAX).to(torch.int32)
-        check_tensor(self.function, name, x, (None,), self.like, (torch.int32, torch.int64))
-        return x
+        return self(name, x, (None,), ("int32", "int64"))
 
     def table(self, name: str, x: Any) -> torch.Tensor:
         """int32 `[rows, columns]`; int64 is refused, since its conversion would copy the table in every step."""
-        check_tensor(self.function, name, x, (None, None), self.like)
-        return x
+        return self(name, x, (None, None))
 
 
 def _blocks_in_use(blocks: torch.Tensor, used: torch.Tensor, block_size: int) -> torch.Tensor:

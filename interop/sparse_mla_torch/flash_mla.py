@@ -5,8 +5,8 @@ keywords come last). Calls that its Hopper kernels refuse are served too: any nu
 columns, V3.2 with `topk_length` or with an extra cache, out-of-range indices and lengths, any batch, CPU tensors.
 
 On CUDA the router picks FlashMLA's own operators, where they are installed and faster, or our kernels
-(docs/routing.md). All run on torch's current stream. A CUDA graph can capture them once a call of the same shapes has
-run; where JAX runs in the process too, capture with `capture_error_mode="thread_local"` (docs/cuda-graphs.md). The
+(docs/*/routing.md). All run on torch's current stream. A CUDA graph can capture them once a call of the same shapes has
+run; where JAX runs in the process too, capture with `capture_error_mode="thread_local"` (docs/*/cuda-graphs.md). The
 environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and JAX_SPARSE_MLA_BACKEND name a
 backend instead. They are read at the first call of new shapes.
 
@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from jax_sparse_mla.argument_checks import BF16, FLOAT32
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention import call_cache, decode, prefill
 from sparse_mla_torch.attention.call_cache import Prepared
 from sparse_mla_torch.attention.route import FasterAlone
-from sparse_mla_torch.operations.checks import BF16, FLOAT32, check_strided
+from sparse_mla_torch.operations.checks import TensorChecks
 
 __all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -292,18 +293,18 @@ def _check_format(k_cache, kv_format, descale_q, descale_k) -> None:
         )
 
 
-def _use_schedule(given: Any, call: Prepared) -> FlashMLASchedMeta:
+def _use_schedule(schedule: Any, call: Prepared) -> FlashMLASchedMeta:
     """The schedule of a call: filled with its config by the first one, refused by one of another shape."""
     name, shape = "flash_mla_with_kvcache", call.shape
     if call.plan is None:
         call.run()  # raises
-    meta = _own_schedule(given)
+    meta = _own_schedule(schedule)
     if meta is not None and meta._shape is shape:
         return meta
     if meta is None:
         raise TypeError(
             f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
-            f"engine's FlashMLASchedMeta or schedule tensor, got {type(given).__name__}"
+            f"engine's FlashMLASchedMeta or schedule tensor, got {type(schedule).__name__}"
         )
     if not meta.have_initialized:
         meta.have_initialized, meta.config = True, shape
@@ -313,31 +314,33 @@ def _use_schedule(given: Any, call: Prepared) -> FlashMLASchedMeta:
     return meta
 
 
-def _own_schedule(given: Any) -> FlashMLASchedMeta | None:
-    """Ours: itself, or what an engine's object of FlashMLA's class keeps; a new one for tensors. None for the rest."""
-    if isinstance(given, FlashMLASchedMeta):
-        return given
-    if isinstance(given, torch.Tensor):
+def _own_schedule(schedule: Any) -> FlashMLASchedMeta | None:
+    """Our schedule: itself, the one that an engine's object of FlashMLA's class keeps, or a new one for a tensor.
+
+    None for anything else.
+    """
+    if isinstance(schedule, FlashMLASchedMeta):
+        return schedule
+    if isinstance(schedule, torch.Tensor):
         return FlashMLASchedMeta()
-    if type(given).__name__ != FlashMLASchedMeta.__name__ or not hasattr(given, "__dict__"):
+    if type(schedule).__name__ != FlashMLASchedMeta.__name__ or not hasattr(schedule, "__dict__"):
         return None
-    if _OURS not in given.__dict__:
-        given.__dict__[_OURS] = FlashMLASchedMeta()
-    return given.__dict__[_OURS]
+    if _OURS not in schedule.__dict__:
+        schedule.__dict__[_OURS] = FlashMLASchedMeta()
+    return schedule.__dict__[_OURS]
 
 
 def _checked_out(
     function: str, out: Any, shapes: list[tuple[int, ...]], like: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """What to write into, None where the caller gives nothing. The first result is bfloat16, the others float32."""
+    """The tensors to write into, None where the caller gives none. The first is bfloat16, the others float32."""
+    check = TensorChecks(function, like)
     if isinstance(out, torch.Tensor):
-        out = (out, *(None for _ in shapes[1:]))
-        check_strided(function, "out", out[0], shapes[0], like, BF16)
-        return out
+        return (check.strided("out", out, shapes[0], BF16), *(None for _ in shapes[1:]))
     if not isinstance(out, (tuple, list)) or len(out) != len(shapes):
         raise TypeError(f"{function}: out must be a tensor or {len(shapes)} tensors, got {type(out).__name__}")
     for i, (x, shape) in enumerate(zip(out, shapes)):
-        check_strided(function, f"out[{i}]", x, shape, like, FLOAT32 if i else BF16)
+        check.strided(f"out[{i}]", x, shape, FLOAT32 if i else BF16)
     return tuple(out)
 
 

@@ -11,7 +11,7 @@ A step of a server, with caches and tables that are torch's own:
 Batch, tables, caches, rows and parameters are the dataclasses of `jax_sparse_mla`, of torch tensors. Caches are updated
 in place. Everything runs on torch's current stream, nothing waits for the host or is copied to it, no JAX backend is
 started: a CUDA graph captures the step, and a replay reads lengths, tables and rows again. What a step allocates is the
-graph's. V3.2's step is `kernels.metadata_v32.build_v32_metadata` once, then `v32_layer`.
+graph's. V3.2's step is `operations.metadata_v32.build_v32_metadata` once, then `v32_layer`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TypeVar
 import jax
 import torch
 
+from jax_sparse_mla.argument_checks import BF16, FLOAT32, FLOATS, UINT8
 from jax_sparse_mla.attention.route import Plan
 from jax_sparse_mla.indexer.logits import INDEX_DIM, IndexKeys, sylvester
 from jax_sparse_mla.indices import TopkTransform
@@ -43,8 +44,9 @@ from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from sparse_mla_torch.attention import decode
 from sparse_mla_torch.attention.call_cache import Schedule
+from sparse_mla_torch.attention.pages import pages_of
 from sparse_mla_torch.launch.executor import executor
-from sparse_mla_torch.operations.checks import FLOAT32, FLOATS, UINT8, check_tensor
+from sparse_mla_torch.operations.checks import TensorChecks
 from sparse_mla_torch.operations.index_selection import index_topk
 from sparse_mla_torch.operations.indexer import quantize_index_q, write_index_k
 from sparse_mla_torch.operations.kv_cache import write_kv
@@ -159,38 +161,43 @@ def v32_layer(
       ValueError: a step that is not DECODE, a model with pools of index keys, a layer with both an indexer and `slots`
         or with neither; a tensor of another shape, not contiguous or on another device.
     """
-    function, like = "v32_layer", rows.q
+    check, q = TensorChecks("v32_layer", rows.q), rows.q
     if batch.mode is not ForwardMode.DECODE or spec.index_pool > 1:
-        raise ValueError(
-            f"{function}: serves DECODE steps of models whose tokens have an index key each, got {batch.mode.name} and "
+        raise check.fail(
+            f"serves DECODE steps of models whose tokens have an index key each, got {batch.mode.name} and "
             f"pools of {spec.index_pool}: jax_sparse_mla.layers.v32_layer serves the others"
         )
     if (rows.index_k is None) != (slots is not None):
-        given = "neither" if slots is None else "both"
-        raise ValueError(f"{function}: needs rows of an indexer or slots, got {given}")
+        raise check.fail(f"needs rows of an indexer or slots, got {'neither' if slots is None else 'both'}")
     # Checks the caches too; that slots are given it knows as `index_scores`.
     check_v32_layer(cache, rows, batch, slots, None, None, spec=spec)
     cache = cache.alone()
-    num_rows, *_ = check_tensor(function, "rows.q", like, (None, None, spec.qk_dim), like, (torch.bfloat16,))
-    with torch.cuda.device_of(like):
+    num_rows = len(check("rows.q", q, (None, None, spec.qk_dim), BF16))
+    with torch.cuda.device_of(q):
         write_kv(cache.kv, metadata.out_cache_loc, rows.kv)
         if slots is None:
             keys, lengths = _pages(cache.index_k), metadata.seqlens_expanded
-            heads = check_tensor(function, "rows.index_q", rows.index_q, (num_rows, None, INDEX_DIM), like, FLOATS)[1]
-            check_tensor(function, "rows.index_weights", rows.index_weights, (num_rows, heads), like, FLOAT32)
+            heads = check("rows.index_q", rows.index_q, (num_rows, None, INDEX_DIM), FLOATS).shape[1]
+            check("rows.index_weights", rows.index_weights, (num_rows, heads), FLOAT32)
             write_index_k(keys, metadata.out_cache_loc, rows.index_k)
             index_q, scale = quantize_index_q(rows.index_q)
             keys = index_q, rows.index_weights * scale, keys, metadata.page_table, lengths
             slots = _selected(*keys, spec, spec.page_size, batch_invariant)
-        check_tensor(function, "slots", slots, (num_rows, spec.index_topk), like)
+        check("slots", slots, (num_rows, spec.index_topk))
         table = _rows_of(cache.kv), slots[:, None], metadata.topk_lengths
-        return _attend(function, spec, on_plan, batch_invariant, like[:, None], *table, None, None, None, None), slots
+        tensors = q[:, None], *table, None, None, None, None
+        return _attend("v32_layer", spec, on_plan, batch_invariant, *tensors), slots
 
 
 def _selected(q, weights, keys, page_table, lengths, spec: ModelSpec, page_size: int, batch_invariant: bool):
     """The slots of the entries that the indexer selects; no logit past a row's length is made."""
-    options = {"kv_page_table": page_table, "page_size": page_size, "batch_invariant": batch_invariant}
-    return index_topk(q, weights, keys, page_table, lengths, spec.index_topk, method=TopkTransform.PAGED, **options)
+    return index_topk(
+        *(q, weights, keys, page_table, lengths, spec.index_topk),
+        method=TopkTransform.PAGED,
+        kv_page_table=page_table,
+        page_size=page_size,
+        batch_invariant=batch_invariant,
+    )
 
 
 def _attend(
@@ -200,7 +207,7 @@ def _attend(
     batch_invariant: bool,
     *tensors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """out `[T, heads, 512]` of what `decode.prepare` takes, one query of each row."""
+    """out `[T, heads, 512]`, of the tensors that `decode.prepare` takes, one query of each row."""
     options = decode.Options(function, spec.softmax_scale, -float("inf"), batch_invariant=batch_invariant)
     prepared = decode.prepare(options, *tensors)
     on_plan(prepared.plan)
@@ -216,7 +223,7 @@ def _signs(device: torch.device) -> torch.Tensor:
 
 def _rows_of(cache: PagedKV) -> torch.Tensor:
     """The cache in FlashMLA's shape."""
-    return decode.pages_of(cache.data, cache.layout, cache.page_size)
+    return pages_of(cache.data, cache.layout, cache.page_size)
 
 
 def _pages(index_k: torch.Tensor | IndexKeys) -> torch.Tensor:
@@ -227,32 +234,28 @@ def _check_tensors(
     cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, spec: ModelSpec, ratio: int
 ) -> None:
     """Refuses what the kernel cannot read; the functions that follow it check what they take themselves."""
-    like = rows.q
+    check = TensorChecks("v4_layer", rows.q)
 
-    def check(name: str, x: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-        check_tensor("v4_layer", name, x, shape, like, dtypes)
+    def check_pages(name: str, cache: PagedKV) -> None:
+        check(f"{name}.data", cache.data, (None, cache.layout.page_bytes(cache.page_size)), UINT8)
 
-    def check_pages(name: str, pages: PagedKV) -> None:
-        check(f"{name}.data", pages.data, (None, pages.layout.page_bytes(pages.page_size)), UINT8)
-
-    def check_compressor(prefix: str, of: CompressorParams, kv, score, state, head_dim: int) -> None:
+    def check_compressor(prefix: str, params: CompressorParams, kv, score, state, head_dim: int) -> None:
         width = head_dim * (2 if ratio == INDEXED_RATIO else 1)
         check(f"rows.{prefix}kv", kv, (num_rows, width), FLOATS)
         check(f"rows.{prefix}score", score, (num_rows, width), FLOATS)
         name = "index_" if prefix == "index." else ""
-        check(f"params.{name}compressor.ape", of.ape, (ratio, width), FLOAT32)
-        check(f"params.{name}compressor.norm_weight", of.norm_weight, (head_dim,), FLOATS)
-        check(f"params.{name}compressor.inv_freq", of.inv_freq, (spec.rope_dim // 2,), FLOAT32)
+        check(f"params.{name}compressor.ape", params.ape, (ratio, width), FLOAT32)
+        check(f"params.{name}compressor.norm_weight", params.norm_weight, (head_dim,), FLOATS)
+        check(f"params.{name}compressor.inv_freq", params.inv_freq, (spec.rope_dim // 2,), FLOAT32)
         check(f"cache.{name}state.kv", state.kv, (None, None, width), FLOAT32)
         check(f"cache.{name}state.score", state.score, tuple(state.kv.shape), FLOAT32)
 
-    num_rows, heads, dim = check_tensor("v4_layer", "rows.q", like, (None, None, spec.qk_dim), like, (torch.bfloat16,))
+    num_rows, heads, dim = check("rows.q", rows.q, (None, None, spec.qk_dim), BF16).shape
     check("rows.kv", rows.kv, (num_rows, dim), FLOATS)
     check("params.attn_sink", params.attn_sink, (heads,), FLOAT32)
     check_pages("cache.swa", cache.swa)
     for name, x in step._asdict().items():
-        if x is not None:
-            check_tensor("v4_layer", f"the step's {name}", x, (None if name == "query_start_loc" else num_rows,), like)
+        check.optional(f"the step's {name}", x, (None if name == "query_start_loc" else num_rows,))
     if ratio == 0:
         return
     check_pages("cache.compressed", cache.compressed)
@@ -262,6 +265,6 @@ def _check_tensors(
         return
     index = rows.index
     check_compressor("index.", params.index_compressor, index.kv, index.score, cache.index_state, spec.index_dim)
-    _, index_heads, _ = check_tensor("v4_layer", "rows.index.q", index.q, (num_rows, None, INDEX_DIM), like, FLOATS)
+    index_heads = check("rows.index.q", index.q, (num_rows, None, INDEX_DIM), FLOATS).shape[1]
     check("rows.index.weights", index.weights, (num_rows, index_heads), FLOAT32)
     check("cache.index_k", _pages(cache.index_k), (None, None), UINT8)

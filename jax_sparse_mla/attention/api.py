@@ -48,7 +48,7 @@ def sparse_mla_decode(
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
     sharded by pages are what `context_parallel_decode` is for. Over explicit mesh axes the call shards itself,
-    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/sharding.md). Decode kernels have
+    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/*/sharding.md). Decode kernels have
     no gradient: differentiate with `backend="reference"`.
 
     Args:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, ArgumentChecks, Checks
 from jax_sparse_mla.indices.lookup import add_or_minus_one, take_or_minus_one
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.triton_call import launching
@@ -50,14 +50,20 @@ def combine_swa_extra_indices(
       ValueError: shapes that do not agree, an int `num_swa_rows` that is negative or does not fit int32.
     """
     check = ArgumentChecks("combine_swa_extra_indices")
-    swa_indices = check("swa_indices", swa_indices, ("T", "Ws"), INT32)
-    swa_lengths = check("swa_lengths", swa_lengths, ("T",), INT32)
-    extra_indices = check("extra_indices", extra_indices, ("T", "We"), INT32)
-    extra_lengths = check("extra_lengths", extra_lengths, ("T",), INT32)
+    lists = check_swa_extra(check, swa_indices, swa_lengths, extra_indices, extra_lengths)
     if isinstance(num_swa_rows, (int, np.integer)):
         num_swa_rows = jnp.int32(check.static_int("num_swa_rows", num_swa_rows, minimum=0))
-    num_swa_rows = check("num_swa_rows", num_swa_rows, (), INT32)
-    return _combine_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows)
+    return _combine_swa_extra(*lists, check("num_swa_rows", num_swa_rows, (), INT32))
+
+
+def check_swa_extra(check: Checks, swa_indices, swa_lengths, extra_indices, extra_lengths) -> tuple:
+    """The two lists of `combine_swa_extra_indices`, checked; JAX's and torch's functions share this."""
+    return (
+        check("swa_indices", swa_indices, ("T", "Ws"), INT32),
+        check("swa_lengths", swa_lengths, ("T",), INT32),
+        check("extra_indices", extra_indices, ("T", "We"), INT32),
+        check("extra_lengths", extra_lengths, ("T",), INT32),
+    )
 
 
 @jax.jit
@@ -141,27 +147,47 @@ def combine_topk_swa_indices(
       ValueError: shapes that do not agree, K < topk, a static argument out of range.
     """
     check = ArgumentChecks("combine_topk_swa_indices")
+    requests = query_start_loc, seq_lens, gather_lens, compressed_base, swa_base
+    arrays = check_topk_swa(check, topk_indices, query_pos, requests)
+    return _combine_topk_swa(*arrays, *check_topk_swa_sizes(check, window, compress_ratio, topk))
+
+
+def check_topk_swa(check: Checks, topk_indices, query_pos, requests: tuple) -> tuple:
+    """The arrays of `combine_topk_swa_indices`, checked; JAX's and torch's functions share this."""
+    query_start_loc, seq_lens, gather_lens, compressed_base, swa_base = requests
     topk_indices = check("topk_indices", topk_indices, ("N", "K"), INT32)
     query_pos = check("query_pos", query_pos, ("N",), INT32)
     seq_lens = check("seq_lens", seq_lens, ("B",), INT32)
-    query_start_loc = check("query_start_loc", query_start_loc, (check.dims["B"] + 1,), INT32)
-    gather_lens = check("gather_lens", gather_lens, ("B",), INT32)
-    compressed_base = check("compressed_base", compressed_base, ("B",), INT32)
-    swa_base = check("swa_base", swa_base, ("B",), INT32)
+    requests = (
+        check("query_start_loc", query_start_loc, (check.dims["B"] + 1,), INT32),
+        seq_lens,
+        check("gather_lens", gather_lens, ("B",), INT32),
+        check("compressed_base", compressed_base, ("B",), INT32),
+        check("swa_base", swa_base, ("B",), INT32),
+    )
+    return topk_indices, query_pos, requests
+
+
+def check_topk_swa_sizes(check: Checks, window: int, compress_ratio: int, topk: int) -> tuple[int, int, int]:
+    """The static arguments of `combine_topk_swa_indices`, after its arrays."""
     window = check.static_int("window", window, minimum=1)
     compress_ratio = check.static_int("compress_ratio", compress_ratio, minimum=1)
     topk = check.static_int("topk", topk, minimum=0)
     if topk > check.dims["K"]:
         raise check.fail(f"topk_indices must have at least topk={topk} columns, got {check.dims['K']}")
-    requests = (query_start_loc, seq_lens, gather_lens, compressed_base, swa_base)
-    return _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk)
+    return window, compress_ratio, topk
 
 
 @functools.partial(jax.jit, static_argnames=("window", "compress_ratio", "topk"))
 def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk):
-    static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
-    kernel = launching("indices.triton.combine_topk_swa", **static, width=merged_width(topk + window))
-    plain = functools.partial(combine_topk_swa_reference, **static)
+    kernel = launching(
+        "indices.triton.combine_topk_swa",
+        window=window,
+        compress_ratio=compress_ratio,
+        topk=topk,
+        width=merged_width(topk + window),
+    )
+    plain = functools.partial(combine_topk_swa_reference, window=window, compress_ratio=compress_ratio, topk=topk)
     if topk_indices.size == 0 or requests[1].size == 0:  # no row, no column to point at, or no request
         return plain(topk_indices, query_pos, requests)
     return dispatch(kernel, plain, topk_indices, query_pos, requests)

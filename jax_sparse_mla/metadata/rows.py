@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass
-from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import INT32, Checks
 from jax_sparse_mla.indices.lookup import (
     INT_MAX,
     exclusive_cumsum,
@@ -64,9 +64,11 @@ class QueryRows:
 
 
 def check_step(
-    check: ArgumentChecks, spec: ModelSpec, batch: ForwardBatch, tables: RequestTables
+    check: Checks, spec: ModelSpec, batch: ForwardBatch, tables: RequestTables
 ) -> tuple[ForwardBatch, RequestTables]:
-    """Refuses what is not a model, a batch and its tables; returns both with their arrays as jax arrays.
+    """Refuses what is not a model, a batch and its tables; returns both with the arrays that `check` returns.
+
+    JAX's and torch's functions share this.
 
     Raises:
       TypeError: an object or an array of another type.
@@ -83,7 +85,7 @@ def check_step(
     )
 
 
-def check_batch(check: ArgumentChecks, batch: ForwardBatch) -> ForwardBatch:
+def check_batch(check: Checks, batch: ForwardBatch) -> ForwardBatch:
     """Refuses a batch whose arrays do not fit each other or its mode."""
     if not isinstance(batch, ForwardBatch):
         raise TypeError(f"{check.function}: batch must be a ForwardBatch, got {type(batch).__name__}")

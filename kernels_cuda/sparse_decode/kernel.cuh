@@ -2,7 +2,7 @@
 //
 // The persistent kernel runs one thread block on each multiprocessor, with two producer and two consumer warpgroups.
 // The cluster kernel serves few rows: a cluster of thread blocks shares each row. In the wide cluster kernel it does so
-// too, and each thread block has the warpgroups of the persistent one. docs/kernels.md explains shared memory, the
+// too, and each thread block has the warpgroups of the persistent one. kernels-decode.md explains shared memory, the
 // barriers and the limits.
 
 #pragma once

@@ -488,7 +488,7 @@ class TestOnTorch:
         torch = pytest.importorskip("torch")
         from sparse_mla_torch import flash_mla, to_torch
         from sparse_mla_torch.attention.call_cache import forget
-        from sparse_mla_torch.attention.decode import pages_of
+        from sparse_mla_torch.attention.pages import pages_of
 
         monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "hopper")
         forget()

@@ -1,7 +1,7 @@
 """The SM90 decode kernels on the host, each load and store watched: accesses of shared memory that no barrier orders.
 
 `support/host_cuda/races.h` says what is looked at and what is not. On a GPU racecheck looks for much of the same
-(`docs/kernels-checked.md`).
+(`docs/internals/kernels-checked.md`).
 """
 
 from __future__ import annotations

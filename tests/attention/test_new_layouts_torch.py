@@ -19,7 +19,7 @@ from jax_sparse_mla.launch import build
 
 torch = pytest.importorskip("torch")
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.attention import decode, route
+from sparse_mla_torch.attention import decode, pages, route
 from sparse_mla_torch.bridge import to_jax, to_torch
 
 OPS = torch.ops.jax_sparse_mla
@@ -43,7 +43,7 @@ def tensor(x: np.ndarray | None):
 
 def view_of(host) -> torch.Tensor:
     layout = getattr(KVLayout, host.layout)
-    return decode.pages_of(torch.from_numpy(host.data.copy()), layout, host.page_size)
+    return pages.pages_of(torch.from_numpy(host.data.copy()), layout, host.page_size)
 
 
 def tensors_of(case, device: str = "cpu") -> tuple:
@@ -122,13 +122,13 @@ def test_caches_are_written_and_gathered_by_name(name):
     quantizer = "vllm" if name == "V41_FP8" else None
     written = layout if quantizer is None else layout.written_by(quantizer)
     expected = write_kv(PagedKV(data=jnp.asarray(data), layout=written, page_size=8), slots, kv)
-    view = decode.pages_of(torch.from_numpy(data), layout, 8)
+    view = pages.pages_of(torch.from_numpy(data), layout, 8)
     OPS.write_kv(view, tensor(slots), tensor(kv), kv_layout=name, quantizer=quantizer)
     tokens = 8 * layout.bytes_per_token
     np.testing.assert_array_equal(data[:, :tokens], np.asarray(expected.data)[:, :tokens])
     read = OPS.gather_kv(view, tensor(slots), kv_layout=name)
     np.testing.assert_array_equal(read.float().numpy(), np.asarray(gather_kv(expected, slots), np.float32))
-    small = decode.pages_of(torch.zeros((12, layout.page_bytes(2)), dtype=torch.uint8), layout, 2)
+    small = pages.pages_of(torch.zeros((12, layout.page_bytes(2)), dtype=torch.uint8), layout, 2)
     OPS.split_pages(view, small, kv_layout=name)
     valid = tensor(np.array([3, 23, 8], np.int32))
     assert torch.equal(OPS.gather_kv(small, valid, kv_layout=name), read[[0, 1, 3]])

@@ -1,4 +1,4 @@
-"""MaxText's DeepSeek-V4 and V3.2 through this library, against MaxText's own dense attention; see docs/maxtext.md."""
+"""MaxText's DeepSeek-V4 and V3.2 through this library, against MaxText's own dense attention; see docs/*/maxtext.md."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("maxtext", reason="MaxText is not installed: see docs/maxtext.md")
+pytest.importorskip("maxtext", reason="MaxText is not installed: see docs/guides/maxtext.md")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "maxtext"))
 

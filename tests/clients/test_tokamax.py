@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("tokamax", reason="tokamax is not installed: see docs/maxtext.md")
+pytest.importorskip("tokamax", reason="tokamax is not installed: see docs/guides/maxtext.md")
 
 from tokamax._src.ops.lightning_indexer import api as indexer_api
 from tokamax._src.ops.lightning_indexer import test_base as indexer_inputs

@@ -23,9 +23,9 @@ import torch
 import vllm.config.vllm as vllm_config
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_layers import OURS, V4, V32, LayerCall, sizes, slots_of
 
 from benchmarks.engines import difference, served
-from benchmarks.vllm.layers import OURS, V4, V32, LayerCall, sizes, slots_of
 
 CPU = torch.device("cpu")
 
@@ -132,20 +132,20 @@ def stand_in_for_v32s_operators() -> None:
 
 def as_on_sm90() -> None:
     """Has few rows of prefill decoded, as where our SM90 kernels are; here the reference decodes."""
-    from sparse_mla_torch.plugins import few_rows
+    from sparse_mla_torch.plugins import short_prefill
 
     from jax_sparse_mla.device import DeviceInfo
 
-    few_rows.device_info = lambda device: DeviceInfo("cuda", (9, 0), 132, 232_448)
-    few_rows.missing = lambda name, phase: None
-    decode = few_rows.decode
+    short_prefill.device_info = lambda device: DeviceInfo("cuda", (9, 0), 132, 232_448)
+    short_prefill.missing = lambda name, phase: None
+    decode = short_prefill.decode
 
     def counted(*args, **kwargs):
         found = decode(*args, **kwargs)
         report(f"{len(args[0])} rows of prefill", decoded=found is not None)
         return found
 
-    few_rows.decode = counted
+    short_prefill.decode = counted
 
 
 def bf16() -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def skip_without(engine: str) -> pytest.MarkDecorator:
     absent = importlib.util.find_spec(engine) is None
-    return pytest.mark.skipif(absent, reason=f"{engine} is not installed: docs/engines.md has the commands")
+    return pytest.mark.skipif(absent, reason=f"{engine} is not installed: docs/contributing.md has the commands")
 
 
 @functools.cache

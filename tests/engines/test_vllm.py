@@ -1,6 +1,6 @@
 """vLLM 0.33 with our plugin, on the CPU: chosen by its flag, its own metadata and forward methods, our functions below.
 
-Skipped where vLLM is not installed; docs/engines.md has the commands. Errors are relative, root mean square, against
+Skipped where vLLM is not installed; contributing.md has the commands. Errors are relative, root mean square, against
 float32 attention over the same cache rows.
 """
 

@@ -121,7 +121,7 @@ def check(case: TopkCase) -> None:
     out = torch.full((rows, case.topk), -99, dtype=torch.int32, device=DEVICE)
     dtype = torch.bfloat16 if case.logits.dtype == jnp.bfloat16 else torch.float32
     scratch = torch_topk.TopkScratch.allocate(rows, columns, case.topk, DEVICE, dtype)
-    for x in scratch.tensors():
+    for x in scratch:
         x.fill_(-77)
     run_torch(case, out=out, scratch=scratch)
     assert_selected(out.cpu().numpy(), case)

@@ -360,7 +360,7 @@ def test_merges_refuse_bad_tensors_by_name():
     with pytest.raises(TypeError, match="combine_swa_extra_indices: extra_lengths must be"):
         torch_indices.combine_swa_extra_indices(*args[:3], args[3].to(torch.int64), args[4])
     args = [tensor(x) for x in topk_swa_case(0, 4, 8, 2)]
-    with pytest.raises(ValueError, match="0 <= topk <= 8"):
+    with pytest.raises(ValueError, match="at least topk=9 columns, got 8"):
         torch_indices.combine_topk_swa_indices(*args, window=4, compress_ratio=4, topk=9)
     with pytest.raises(ValueError, match="query_start_loc"):
         torch_indices.combine_topk_swa_indices(args[0], args[1][1:], *args[2:], window=4, compress_ratio=4, topk=8)

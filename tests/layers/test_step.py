@@ -410,7 +410,7 @@ def test_draft_steps_share_one_compilation_of_draft_step_batch():
     ],
 )
 def test_the_plan_decides_what_a_step_attends_to(mode, rows, gathered, expected):
-    """From the measured crossover on (docs/routing.md) a chunk gathers, unless the caller says which."""
+    """From the measured crossover on (docs/reference/routing.md) a chunk gathers, unless the caller says which."""
     requests = rows if mode is DECODE else 2
     numbers = {name: jnp.zeros(requests, jnp.int32) for name in ("req_pool_indices", "seq_lens")}
     batch = mla.ForwardBatch(

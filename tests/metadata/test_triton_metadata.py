@@ -278,7 +278,7 @@ def test_bad_tensors_are_refused_by_name():
         build(dataclasses.replace(batch, seq_lens=wide), tables)
     with pytest.raises(ValueError, match="num_draft_tokens must be given in TARGET_VERIFY"):
         build(dataclasses.replace(batch, mode=ForwardMode.TARGET_VERIFY), tables)
-    with pytest.raises(ValueError, match=r"out_cache_loc must have 2 \* 1 entries in DECODE, got 3"):
+    with pytest.raises(ValueError, match=r"out_cache_loc must have one entry per request in DECODE, \[2\], got \[3\]"):
         build(dataclasses.replace(batch, out_cache_loc=tensor([1, 2, 3])), tables)
     with pytest.raises(ValueError, match="compress ratios 0, 4 and one more at most"):
         spec = dataclasses.replace(TINY_V4, compress_ratios=(0, 8))

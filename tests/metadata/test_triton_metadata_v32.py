@@ -110,9 +110,11 @@ def test_what_it_refuses():
     pooled = ModelSpec.from_hf_config({"model_type": "glm5_next", "index_kpool": 4})
     with pytest.raises(ValueError, match=r"tokens have an index key each, got glm5_next with pools of 4"):
         build_v32_metadata(pooled, batch, tables, **SPARSE)
-    with pytest.raises(ValueError, match=r"out_cache_loc must have 2 \* 1 entries in DECODE, got 6; cut a step"):
+    with pytest.raises(
+        ValueError, match=r"one entry per request in DECODE, \[2\], got \[6\]; for a step of a multi-step draft"
+    ):
         build(dataclasses.replace(batch, out_cache_loc=tensor(range(6))), tables)
-    with pytest.raises(TypeError, match=r"batch.seq_lens must be a torch.Tensor, int32 \[2\]"):
+    with pytest.raises(TypeError, match=r"batch.seq_lens must be a torch.Tensor, int32 \[B\]"):
         build(dataclasses.replace(batch, seq_lens=batch.seq_lens.long()), tables)
     ragged = allocate_v32_metadata(
         DEEPSEEK_V32, ForwardMode.EXTEND, TopkTransform.RAGGED, 2, 2, max_seq_len=64, device=DEVICE

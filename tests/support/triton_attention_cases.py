@@ -35,7 +35,7 @@ from attention_oracle import (
 from layout_oracle import TENSOR_SCALE
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention.backends.triton import Attention
-from sparse_mla_torch.attention.decode import pages_of
+from sparse_mla_torch.attention.pages import pages_of
 
 from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton import plan as planning

@@ -10,7 +10,7 @@ from attention_calls import H200
 def decoded(monkeypatch):
     """As on an H200; the shapes of the caches that decode is asked to read."""
     from sparse_mla_torch import flash_mla
-    from sparse_mla_torch.plugins import few_rows
+    from sparse_mla_torch.plugins import short_prefill
 
     asked, decode = [], flash_mla.flash_mla_with_kvcache
 
@@ -18,8 +18,8 @@ def decoded(monkeypatch):
         asked.append(tuple(k_cache.shape))
         return decode(q, k_cache, *rest)
 
-    monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
-    monkeypatch.setattr(few_rows, "missing", lambda name, phase: None)
-    monkeypatch.setattr(few_rows, "sooner_than_prefill", lambda rows, heads, topk, sm_count: rows < 10)
+    monkeypatch.setattr(short_prefill, "device_info", lambda device: H200)
+    monkeypatch.setattr(short_prefill, "missing", lambda name, phase: None)
+    monkeypatch.setattr(short_prefill, "sooner_than_prefill", lambda rows, heads, topk, sm_count: rows < 10)
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", watched)
     return asked

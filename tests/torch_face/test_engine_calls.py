@@ -1,6 +1,6 @@
 """The drop-in as vLLM and SGLang call FlashMLA: their schedules, `out` as one tensor, rows and pages that stand apart.
 
-What they pass was recorded from vLLM 0.33.0 and SGLang 0.5.23 (docs/engines.md); `tests/engines` drives their own code.
+What they pass was recorded from vLLM 0.33.0 and SGLang 0.5.23 (engines.md); `tests/engines` drives their own code.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def by_jax(spec, batch, tables):
 
 def launch(spec, step, out=None):
     """The kernels, whatever the device."""
-    return engines._launch(spec, step, OPTIONS if spec.window is None else {}, out)
+    return engines._launch(spec, step, **OPTIONS, out=out)
 
 
 # A workspace also for few rows, which by the plan attend to the pages.
@@ -177,7 +177,7 @@ def test_buffers_of_another_step_are_refused():
 
 @pytest.mark.parametrize("rows, transform", [(255, TopkTransform.PAGED), (256, TopkTransform.RAGGED)])
 def test_the_plan_decides_what_an_extend_step_attends_to(rows, transform):
-    """From the measured crossover on (docs/routing.md) it gathers, where the engine leaves the choice to the plan."""
+    """From the measured crossover on (docs/*/routing.md) it gathers, where the engine leaves the choice to the plan."""
     step = sglang_step(
         "EXTEND",
         req_to_token=torch.zeros((1, 64), dtype=torch.int32),
@@ -476,7 +476,7 @@ tensors = {name: torch.tensor(x) for name, x in tensors.items()}
 tables = {"req_to_token": torch.arange(512, dtype=torch.int32).view(2, 256), "full_to_swa": torch.arange(513)}
 draft = engines.sglang_step("DECODE", **tensors, **tables)
 for spec, options in ((DEEPSEEK_V4_FLASH, {}), (DEEPSEEK_V32, dict(fp8_kv_cache=True, prefill_backend="flashmla_kv"))):
-    made = engines._launch(spec, engines.draft_step(draft, 1, 3), options, None)
+    made = engines._launch(spec, engines.draft_step(draft, 1, 3), **OPTIONS, out=None)
     assert made.out_cache_loc.tolist() == [2, 5]
 assert not xla_bridge.backends_are_initialized()
 """

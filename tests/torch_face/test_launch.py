@@ -316,8 +316,8 @@ def some_tensor(draw):
 def test_calls_are_told_apart_as_python_does(module, pairs):
     one = [x for x, *_ in pairs]
     other = [x if same else y for x, y, same in pairs]
-    in_python = [call_cache._facts_in_python(xs) for xs in (one, other)]
-    assert (in_python[0] == in_python[1]) == (module.facts(*one) == module.facts(*other))
+    in_python = [call_cache._signature_in_python(xs) for xs in (one, other)]
+    assert (in_python[0] == in_python[1]) == (module.signature(*one) == module.signature(*other))
 
 
 def test_each_fact_tells_calls_apart(module):
@@ -330,19 +330,22 @@ def test_each_fact_tells_calls_apart(module):
         storage.as_strided((2, 3, 1), (3, 1, 1)),
         *(storage.as_strided((2, 3), (3, 1), offset) for offset in (1, 4)),
     ]
-    for facts in (module.facts, lambda *tensors: call_cache._facts_in_python(tensors)):
-        known = [facts(x), facts(x, x), facts(x, None), facts(None, x), *(facts(y, None) for y in others)]
+    for signature in (module.signature, lambda *tensors: call_cache._signature_in_python(tensors)):
+        alone = [signature(x), signature(x, x), signature(x, None), signature(None, x)]
+        known = [*alone, *(signature(y, None) for y in others)]
         assert len(set(known)) == len(known)
-        assert facts(storage.as_strided((2, 3), (3, 1), call_cache.ALIGNMENT // 4), None) == facts(x, None)
+        assert signature(storage.as_strided((2, 3), (3, 1), call_cache.ALIGNMENT // 4), None) == signature(x, None)
 
 
 def test_what_host_does_not_read(module):
     x = torch.zeros(3)
-    assert module.facts(x, 1) is None and module.facts("x") is None and module.facts(x.to_sparse()) is None
-    assert module.facts(torch.Tensor.as_subclass(x, type("Mine", (torch.Tensor,), {}))) is None
-    assert module.facts(*[torch.zeros([1] * 30)] * 5) is None
-    assert module.facts(torch.nn.Parameter(x)) == module.facts(x) == module.facts(x.clone().requires_grad_())
-    assert call_cache._facts_in_python((x, "x")) is None
+    assert module.signature(x, 1) is None and module.signature("x") is None and module.signature(x.to_sparse()) is None
+    assert module.signature(torch.Tensor.as_subclass(x, type("Mine", (torch.Tensor,), {}))) is None
+    assert module.signature(*[torch.zeros([1] * 30)] * 5) is None
+    assert (
+        module.signature(torch.nn.Parameter(x)) == module.signature(x) == module.signature(x.clone().requires_grad_())
+    )
+    assert call_cache._signature_in_python((x, "x")) is None
 
 
 def test_what_host_does_not_read_is_prepared_all_the_same(module, monkeypatch):
@@ -353,7 +356,7 @@ def test_what_host_does_not_read_is_prepared_all_the_same(module, monkeypatch):
         return object()
 
     monkeypatch.setattr(call_cache, "calls", {})
-    monkeypatch.setattr(call_cache, "facts", module.facts)
+    monkeypatch.setattr(call_cache, "signature", module.signature)
     mine = torch.zeros(3).as_subclass(type("Mine", (torch.Tensor,), {}))
     for x in (torch.zeros(3), mine):
         assert call_cache.add(("a",), (x,), new) is call_cache.add(("a",), (x,), new)

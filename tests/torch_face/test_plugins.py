@@ -23,8 +23,8 @@ from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.beside_flashmla import why_flashmla_alone
 from sparse_mla_torch.plugins import calls as served
-from sparse_mla_torch.plugins import few_rows
 from sparse_mla_torch.plugins import sglang as sglang_plugin
+from sparse_mla_torch.plugins import short_prefill
 from sparse_mla_torch.plugins import vllm as vllm_plugin
 
 from jax_sparse_mla.attention.backend import Call
@@ -356,12 +356,12 @@ def test_the_v32_class(vllm, monkeypatch):
     out, lse = impl._bf16_flash_mla_kernel(q, small["kv"], small["indices"], small["topk_length"], 16)
     expected = flash_mla.flash_mla_sparse_fwd(**small)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[2])
-    monkeypatch.setattr(few_rows, "device_info", lambda device: H200)
-    monkeypatch.setattr(few_rows, "missing", lambda name, phase: None)
-    monkeypatch.setattr(few_rows, "sooner_than_prefill", lambda rows, heads, topk, sm_count: True)
+    monkeypatch.setattr(short_prefill, "device_info", lambda device: H200)
+    monkeypatch.setattr(short_prefill, "missing", lambda name, phase: None)
+    monkeypatch.setattr(short_prefill, "sooner_than_prefill", lambda rows, heads, topk, sm_count: True)
     small = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64), sink=False))
     few = impl._bf16_flash_mla_kernel(small["q"], small["kv"], small["indices"], small["topk_length"])
-    assert all(torch.equal(a, b) for a, b in zip(few, few_rows.decode(**small | {"sm_scale": impl.softmax_scale})))
+    assert all(torch.equal(a, b) for a, b in zip(few, short_prefill.decode(**small | {"sm_scale": impl.softmax_scale})))
     monkeypatch.setattr(served, "_off", {DECODE, PREFILL})
     assert (
         impl._fp8_flash_mla_kernel(*given) == impl._bf16_flash_mla_kernel(q, small["kv"], small["indices"]) == "theirs"
@@ -569,7 +569,7 @@ def test_the_engines_have_few_rows_decoded(decoded, sglang, monkeypatch):
     sglang_plugin.register()
     sglang.apply(sys.modules[sglang_plugin.MODULE])
     given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
-    out, lse = few_rows.decode(**given)
+    out, lse = short_prefill.decode(**given)
     for use_legacy in (True, False):
         found = sys.modules[sglang_plugin.MODULE].flash_mla_sparse_fwd(**given, use_legacy=use_legacy)
         assert torch.equal(found[0], out) and found[1] is None

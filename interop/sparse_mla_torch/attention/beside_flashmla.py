@@ -26,7 +26,7 @@ class _Sooner(NamedTuple):
         return call.layout == self.layout and all(low <= size <= high for size, (low, high) in zip(sizes, ranges))
 
 
-# Measured on an H200 (docs/routing.md). V4's calls of 1,152 columns are those of C128 layers, whose compressed entries
+# Measured on an H200 (docs/reference/routing.md). V4's calls of 1,152 columns are those of C128 layers, whose compressed entries
 # stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
 _PAGES_OF_C128 = (1, 2)
 _FLASHMLA_SOONER = (
@@ -42,7 +42,7 @@ def why_flashmla_alone(call: Call, backend: str) -> str | None:
     """Why FlashMLA's bare kernel is faster than `backend` for this call, or None. Pure.
 
     For a caller that has FlashMLA's functions of its own, as serving engines do: it runs them without our sanitiser and
-    without copies. Measured on an H200 (docs/routing.md).
+    without copies. Measured on an H200 (docs/reference/routing.md).
     """
     if BACKENDS["flashmla"].cannot(call):
         return None

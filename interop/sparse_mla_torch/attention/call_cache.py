@@ -48,8 +48,8 @@ class Prepared(NamedTuple):
 calls: dict[tuple, Prepared] = {}
 
 
-def facts(*tensors: Any) -> Hashable | None:
-    """What a call depends on of its tensors: dtype, device, shape, strides, alignment; None if `add` must find out.
+def signature(*tensors: Any) -> Hashable | None:
+    """Dtype, device, shape, strides and alignment of a call's tensors; None if `add` must find out.
 
     Once there are CUDA tensors, `launcher.c`'s function takes the place of this one. It answers where they are on the
     current device.
@@ -58,41 +58,41 @@ def facts(*tensors: Any) -> Hashable | None:
 
 
 def find(options: tuple, tensors: tuple) -> Prepared | None:
-    """A call that was prepared with these options for such tensors on the current device, as far as `facts` says."""
-    return calls.get((options, facts(*tensors)))
+    """A call that was prepared with these options for tensors of this `signature` on the current device."""
+    return calls.get((options, signature(*tensors)))
 
 
 def add(options: tuple, tensors: tuple, new: Callable[..., Prepared]) -> Prepared:
     """A call that `find` does not know: made by `new`, which checks it, and remembered."""
-    global facts
-    if facts is _unknown and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
+    global signature
+    if signature is _unknown and isinstance(tensors[0], torch.Tensor) and tensors[0].is_cuda:
         from sparse_mla_torch.launch import launcher
 
         module = launcher.module()
-        facts = module.facts if module else lambda *tensors: None
-    known = facts(*tensors) or _facts_in_python(tensors)
-    found = calls.get((options, known)) if known else None
-    if found is None:
-        found = new(options, *tensors)
+        signature = module.signature if module else lambda *tensors: None
+    known = signature(*tensors) or _signature_in_python(tensors)
+    call = calls.get((options, known)) if known else None
+    if call is None:
+        call = new(options, *tensors)
         if len(calls) >= _MAX_CALLS:
             calls.clear()
         if known:
-            calls[options, known] = found
-    return found
+            calls[options, known] = call
+    return call
 
 
-_unknown = facts
+_unknown = signature
 
 
-def _facts_in_python(tensors: tuple) -> tuple | None:
+def _signature_in_python(tensors: tuple) -> tuple | None:
     """None for what is no tensor: the checks say what is wrong."""
     try:
-        return tuple([None if x is None else _facts_of(x) for x in tensors])
+        return tuple([None if x is None else _signature_of(x) for x in tensors])
     except AttributeError:
         return None
 
 
-def _facts_of(x: torch.Tensor) -> tuple:
+def _signature_of(x: torch.Tensor) -> tuple:
     return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() % ALIGNMENT
 
 

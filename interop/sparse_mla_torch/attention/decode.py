@@ -7,30 +7,24 @@ between; CPU tensors go to the reference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from jax_sparse_mla.argument_checks import BF16, FLOAT32
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
-from sparse_mla_torch.operations.checks import BF16, FLOAT32, check_scale, check_strided
-
-# Those that a cache's bytes per token tell. The others share theirs (528: three, 288: two), and are asked for by name.
-LAYOUTS = {
-    layout.bytes_per_token: layout
-    for layout in (KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16)
-}
-NAMED_LAYOUTS = {x.name: x for x in vars(KVLayout).values() if isinstance(x, KVLayout) and not x.has_tensor_scale}
-CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+from sparse_mla_torch.attention.pages import CACHE_DTYPES, extra_layout_of, has_dense_pages, layout_of
+from sparse_mla_torch.operations.checks import TensorChecks, check_scale
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a split-KV schedule depends on, under FlashMLA's names."""
+    """The shapes that a split-KV schedule depends on, under FlashMLA's names."""
 
     b: int
     s_q: int
@@ -46,7 +40,7 @@ class Shape:
 
 
 class Options(NamedTuple):
-    """What else a decode call depends on; see `flash_mla.flash_mla_with_kvcache`.
+    """The options of a decode call; see `flash_mla.flash_mla_with_kvcache`.
 
     Attributes:
       function: named by errors.
@@ -55,7 +49,8 @@ class Options(NamedTuple):
       beside_flashmla: the caller has FlashMLA's functions, and leaves to them what they do sooner: see `route.plan`.
       keeps_memory: False if the call must let go of all that it allocates, since a compiled graph may give it memory
         that is the graph's.
-      kv_layout: the name of the caches' layout, of `NAMED_LAYOUTS`; None: the one of `LAYOUTS` with k_cache's bytes.
+      kv_layout: the name of the caches' layout, of `pages.NAMED_LAYOUTS`; None: the one of `pages.LAYOUTS` with
+        k_cache's bytes.
     """
 
     function: str
@@ -101,47 +96,51 @@ def prepare(
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
-    layout, extra_layout, scopes = _check(options.function, options.kv_layout, *tensors)
+    tables = _check(options, tensors)
+    layout, extra_layout = tables[0].layout, tables[-1].layout
     scale = layout.qk_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     options = options._replace(softmax_scale=check_scale(options.function, scale))
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
     batch, q_len, heads, _ = q.shape
     device = route.device_info(q.device)
-    kept = [scope for scope in scopes if scope.topk and scope.num_slots]
-    topk = sum(scope.topk for scope in kept)
+    kept = [table for table in tables if table.topk and table.num_slots]
+    topk = sum(table.topk for table in kept)
     if kept and extra_layout != layout:
-        kept = list(scopes)  # an extra layout cannot stand alone
-    facts = {"batch_invariant": options.batch_invariant, "extra_layout": extra_layout}
-    facts |= {"extra_page_size": None if extra_k_cache is None else extra_k_cache.shape[1]}
-    call = Call("decode", layout, batch * q_len, max(heads, 1), device, topk, **facts)
-    facts = options, layout, kept, (q, k_cache, indices, extra_k_cache, extra_indices), device
+        kept = list(tables)  # an extra layout cannot stand alone
+    call = Call(
+        *("decode", layout, batch * q_len, max(heads, 1), device, topk),
+        batch_invariant=options.batch_invariant,
+        extra_layout=extra_layout,
+        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+    )
+    addressed = q, k_cache, indices, extra_k_cache, extra_indices
     try:
-        plan = route.plan(call, *facts, beside_flashmla=options.beside_flashmla)
+        plan = route.plan(call, options, layout, kept, addressed, device, beside_flashmla=options.beside_flashmla)
     except route.FasterAlone as reason:
         return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = not q.numel() or not kept
     run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)
-    if not empty and len(kept) < len(scopes):
-        run = _without_empty_tables(run, scopes.index(kept[0]))
-    extra = scopes[1] if len(scopes) > 1 else None
+    if not empty and len(kept) < len(tables):
+        run = _without_empty_tables(run, tables.index(kept[0]))
+    extra = tables[1] if len(tables) > 1 else None
     shape = Shape(
         b=batch,
         s_q=q_len,
         h_q=heads,
-        page_block_size=scopes[0].page_size,
+        page_block_size=tables[0].page_size,
         h_k=1,
         causal=False,
         is_fp8_kvcache=True,
-        topk=scopes[0].topk,
+        topk=tables[0].topk,
         extra_page_block_size=extra and extra.page_size,
         extra_topk=extra and extra.topk,
         enable_batch_invariant=bool(options.batch_invariant),
     )
     # Any queries and caches will do, and rows of indices that are evenly apart.
     copied = [None, None, *tensors[2:4], None, *tensors[5:]]
-    for i, scope in zip((2, 5), scopes):
-        copied[i] = None if scope.stride else copied[i]
+    for i, table in zip((2, 5), tables):
+        copied[i] = None if table.stride else copied[i]
     run = on_contiguous(run, tuple(copied))
     lengths = [i for i in (3, 6) if q_len == 1 and tensors[i] is not None and tensors[i].dim() == 2]
     if lengths:
@@ -149,90 +148,58 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     return Prepared(run, plan, backend.WRITES_INTO and not empty, shape)
 
 
-def layout_of(function: str, name: str, k_cache: torch.Tensor, kv_layout: str | None) -> KVLayout:
-    """The layout of a cache in FlashMLA's shape; a ValueError where its bytes are another's, or tell none.
-
-    Args:
-      function, name: what the error names.
-      k_cache: `[pages, page_size, 1, bytes_per_token]`.
-      kv_layout: the layout's name; None: the bytes tell it.
-    """
-    width = k_cache.shape[-1]
-    if kv_layout is None:
-        if width in LAYOUTS:
-            return LAYOUTS[width]
-        names = " or ".join(repr(x.name) for x in NAMED_LAYOUTS.values() if x.bytes_per_token == width)
-        hint = f": name it as kv_layout, {names}" if names else ""
-        raise ValueError(
-            f"{function}: {name} must be [pages, page_size, 1, bytes], bytes one of {', '.join(map(str, LAYOUTS))}, "
-            f"got {list(k_cache.shape)}{hint}"
-        )
-    if kv_layout not in NAMED_LAYOUTS:
-        raise ValueError(f"{function}: kv_layout must be one of {', '.join(NAMED_LAYOUTS)}, got {kv_layout!r}")
-    layout = NAMED_LAYOUTS[kv_layout]
-    if layout.bytes_per_token != width:
-        raise ValueError(
-            f"{function}: {name} has {width} bytes a token, kv_layout {kv_layout} {layout.bytes_per_token}"
-        )
-    return layout
-
-
-def extra_layout_of(layout: KVLayout, extra_k_cache: torch.Tensor) -> KVLayout | None:
-    """The layout of the second cache beside one of `layout`, by its bytes per token; None: it can have none of them."""
-    width = extra_k_cache.shape[-1]
-    return next((x for x in layout.beside if x.bytes_per_token == width), None)
-
-
-def _check(function, kv_layout, q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink):
-    """The caches' layouts and the tables' facts; raises what the call cannot be served for."""
-    *shape, heads, qk_dim = check_strided(function, "q", q, (None,) * 4, q, BF16)
-    check_strided(function, "k_cache", k_cache, (None, None, 1, None), q, CACHE_DTYPES)
-    layout = layout_of(function, "k_cache", k_cache, kv_layout)
+def _check(options: Options, tensors: Sequence[torch.Tensor | None]) -> tuple[TableShape, ...]:
+    """The shapes of the call's one or two tables; raises where the call cannot be served."""
+    function = options.function
+    q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink = tensors
+    check = TensorChecks(function, q)
+    *shape, heads, qk_dim = check.strided("q", q, (None,) * 4, BF16).shape
+    check.strided("k_cache", k_cache, (None, None, 1, None), CACHE_DTYPES)
+    layout = extra_layout = layout_of(function, "k_cache", k_cache, options.kv_layout)
     if layout.extra_only:
-        raise ValueError(f"{function}: k_cache has layout {layout.name}, which can be extra_k_cache's alone")
-    extra_layout = layout
-    scopes = [_check_table(function, "", layout, k_cache, indices, lengths, shape, q)]
+        raise check.fail(f"k_cache has layout {layout.name}, which can be extra_k_cache's alone")
+    tables = [_check_table(check, "", layout, k_cache, indices, lengths, shape)]
     if extra_k_cache is not None:
-        check_strided(function, "extra_k_cache", extra_k_cache, (None, None, 1, None), q, CACHE_DTYPES)
-        extra_layout = extra_layout_of(layout, extra_k_cache) or layout_of(
-            function, "extra_k_cache", extra_k_cache, None
-        )
-        tables = extra_layout, extra_k_cache, extra_indices, extra_lengths
-        scopes.append(_check_table(function, "extra_", *tables, shape, q))
+        check.strided("extra_k_cache", extra_k_cache, (None, None, 1, None), CACHE_DTYPES)
+        extra_layout = extra_layout_of(layout, extra_k_cache)
+        extra_layout = extra_layout or layout_of(function, "extra_k_cache", extra_k_cache, None)
+        tables.append(_check_table(check, "extra_", extra_layout, extra_k_cache, extra_indices, extra_lengths, shape))
     elif extra_indices is not None or extra_lengths is not None:
-        raise ValueError(f"{function}: extra indices or lengths were given without an extra cache")
+        raise check.fail("extra indices or lengths were given without an extra cache")
     if extra_layout not in layout.beside or layout.qk_dim != qk_dim:
         beside = ", ".join(x.name for x in layout.beside)
         wanted, got = f"queries of {layout.qk_dim} values", f"queries of {qk_dim} values"
         if extra_k_cache is not None:
             wanted, got = f"{wanted} and an extra cache of {beside}", f"{got} and an extra cache of {extra_layout.name}"
-        raise ValueError(f"{function}: a cache of {layout.name} goes with {wanted}, got {got}")
+        raise check.fail(f"a cache of {layout.name} goes with {wanted}, got {got}")
     if attn_sink is not None:
-        check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
-    return layout, extra_layout, tuple(scopes)
+        check.strided("attn_sink", attn_sink, (heads,), FLOAT32)
+    return tuple(tables)
 
 
-def _check_table(function, prefix, layout, k_cache, indices, lengths, shape, like) -> TableShape:
+def _check_table(
+    check: TensorChecks, prefix: str, layout: KVLayout, k_cache, indices, lengths, shape: list[int]
+) -> TableShape:
+    """The shape of a cache and its index table, for queries `[*shape, heads, qk_dim]`."""
     name = f"{prefix}k_cache"
     pages, page_size, _, width = k_cache.shape
     if page_size < 1:
-        raise ValueError(f"{function}: {name} must have a page_size of 1 or more, got shape {list(k_cache.shape)}")
+        raise check.fail(f"{name} must have a page_size of 1 or more, got shape {list(k_cache.shape)}")
     page_bytes = k_cache.stride(0) if pages > 1 else layout.page_bytes(page_size)
     if not has_dense_pages(k_cache) or page_bytes < page_size * width or page_bytes % 8 or k_cache.data_ptr() % 8:
-        raise ValueError(
-            f"{function}: {name}'s pages must each be dense, begin at multiples of 8 bytes and not overlap, got "
+        raise check.fail(
+            f"{name}'s pages must each be dense, begin at multiples of 8 bytes and not overlap, got "
             f"strides {list(k_cache.stride())} for shape {list(k_cache.shape)}"
         )
-    table = f"{prefix}indices" + "_in_kvcache" * (prefix == "extra_" and function == "flash_mla_with_kvcache")
-    topk = check_strided(function, table, indices, (*shape, None), like)[-1]
-    shared = 0
+    table = f"{prefix}indices" + "_in_kvcache" * (prefix == "extra_" and check.function == "flash_mla_with_kvcache")
+    topk = check.strided(table, indices, (*shape, None)).shape[-1]
+    rows_per_length = 0
     if lengths is not None:
         per_request = isinstance(lengths, torch.Tensor) and lengths.dim() == 1
-        expected = shape[:1] if per_request else shape
-        check_strided(function, f"{prefix}topk_length", lengths, tuple(expected), like)
-        shared = shape[1] if per_request else 1
-    place = pages * page_size, page_size, page_bytes
-    return TableShape(topk, shared, *place, stride=_row_stride(indices), layout=layout)
+        check.strided(f"{prefix}topk_length", lengths, shape[:1] if per_request else shape)
+        rows_per_length = shape[1] if per_request else 1
+    slots = pages * page_size
+    return TableShape(topk, rows_per_length, slots, page_size, page_bytes, stride=_row_stride(indices), layout=layout)
 
 
 def _row_stride(indices: torch.Tensor) -> int:
@@ -248,9 +215,9 @@ def _row_stride(indices: torch.Tensor) -> int:
 def _without_empty_tables(run: Callable[..., Results], kept: int) -> Callable[..., Results]:
     """`run` of the one table that has a column and a slot, the main (0) or the extra one (1)."""
 
-    def alone(q, *tensors):
-        tables, rest = tensors[:6], tensors[6:]
-        return run(q, *tables[3 * kept : 3 * kept + 3], None, None, None, *rest)
+    def alone(q, *arguments):
+        tables, (attn_sink, schedule, into) = arguments[:6], arguments[6:]
+        return run(q, *tables[3 * kept : 3 * kept + 3], None, None, None, attn_sink, schedule, into)
 
     return alone
 
@@ -264,7 +231,7 @@ def _by_request(run: Callable[..., Results], lengths: list[int]) -> Callable[...
     return squeezed
 
 
-def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+def _nothing(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     batch, q_len, heads, _ = q.shape
 
     def run(q, *tensors):
@@ -272,27 +239,3 @@ def _nothing(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
         return q.new_zeros((batch, q_len, heads, V_DIM)), lse
 
     return run
-
-
-def has_dense_pages(k_cache: torch.Tensor) -> bool:
-    """Whether the tokens of each page of a cache in FlashMLA's shape are one after the other."""
-    return k_cache.stride(3) == 1 and (k_cache.shape[1] < 2 or k_cache.stride(1) == k_cache.shape[3])
-
-
-def page_rows(k_cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """uint8 `[pages, page_bytes]` of a cache in FlashMLA's shape; a copy if it is padded or strided otherwise."""
-    pages, page_size, _, width = k_cache.shape
-    page_bytes = layout.page_bytes(page_size)
-    k_cache = k_cache.view(torch.uint8)
-    stored = k_cache.untyped_storage().nbytes() - k_cache.storage_offset()
-    if has_dense_pages(k_cache) and (pages < 2 or k_cache.stride(0) == page_bytes) and pages * page_bytes <= stored:
-        return k_cache.as_strided((pages, page_bytes), (page_bytes, 1))
-    rows = k_cache.new_zeros((pages, page_bytes))
-    rows[:, : page_size * width] = k_cache.reshape(pages, page_size * width)
-    return rows
-
-
-def pages_of(data: torch.Tensor, layout: KVLayout, page_size: int) -> torch.Tensor:
-    """FlashMLA's view `[pages, page_size, 1, bytes_per_token]` of a cache `[pages, page_bytes]`."""
-    width = layout.bytes_per_token
-    return data.as_strided((data.shape[0], page_size, 1, width), (data.stride(0), width, width, 1))

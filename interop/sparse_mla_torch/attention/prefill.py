@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from jax_sparse_mla.argument_checks import BF16, FLOAT32
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
-from sparse_mla_torch.operations.checks import BF16, FLOAT32, check_scale, check_strided
+from sparse_mla_torch.operations.checks import TensorChecks, check_scale
 
 
 class Options(NamedTuple):
@@ -59,17 +60,18 @@ def prepare(
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
-    function, (q, kv, indices, lengths, attn_sink) = options.function, tensors
-    options = options._replace(softmax_scale=check_scale(function, options.softmax_scale))
-    q_len, heads, qk_dim = check_strided(function, "q", q, (None,) * 3, q, BF16)
+    q, kv, indices, lengths, attn_sink = tensors
+    check = TensorChecks(options.function, q)
+    options = options._replace(softmax_scale=check_scale(options.function, options.softmax_scale))
+    q_len, heads, qk_dim = check.strided("q", q, (None,) * 3, BF16).shape
     if qk_dim not in (512, 576):
-        raise ValueError(f"{function}: q must have rows of 512 or 576 values, got {qk_dim}")
-    kv_len = check_strided(function, "kv", kv, (None, 1, qk_dim), q, BF16)[0]
-    topk = check_strided(function, "indices", indices, (q_len, 1, None), q)[-1]
+        raise check.fail(f"q must have rows of 512 or 576 values, got {qk_dim}")
+    kv_len = len(check.strided("kv", kv, (None, 1, qk_dim), BF16))
+    topk = check.strided("indices", indices, (q_len, 1, None)).shape[-1]
     if lengths is not None:
-        check_strided(function, "topk_length", lengths, (q_len,), q)
+        check.strided("topk_length", lengths, (q_len,))
     if attn_sink is not None:
-        check_strided(function, "attn_sink", attn_sink, (heads,), q, FLOAT32)
+        check.strided("attn_sink", attn_sink, (heads,), FLOAT32)
     device = route.device_info(q.device)
     call = Call("prefill", workspace_layout(qk_dim), q_len, max(heads, 1), device, topk)
     try:
@@ -78,12 +80,12 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = 0 in (q_len, heads, topk, kv_len)
-    scope = TableShape(topk, int(lengths is not None), kv_len)
-    run = (_nothing if empty else backend.prefill)(options, q, scope, attn_sink is not None)
+    table = TableShape(topk, int(lengths is not None), kv_len)
+    run = (_nothing if empty else backend.prefill)(options, q, table, attn_sink is not None)
     return Prepared(on_contiguous(run, tensors), plan, backend.WRITES_INTO and not empty)
 
 
-def _nothing(options, q, scope, has_sink) -> Callable[..., Results]:
+def _nothing(options, q, table, has_sink) -> Callable[..., Results]:
     q_len, heads, _ = q.shape
 
     def run(q, *tensors):

@@ -1,4 +1,4 @@
-"""Which kernel serves an attention call on torch tensors, and why: the router of `jax_sparse_mla` on torch's facts.
+"""Which kernel serves an attention call on torch tensors, and why: the router of `jax_sparse_mla` on torch's devices.
 
 A backend's functions for torch stand in `attention/backends/<name>.py`: `decode` and `prefill` make the call of one
 shape; `decode_obstacle` and `prefill_obstacle`, where there are any, say why the backend cannot take these tensors;
@@ -25,12 +25,12 @@ class FasterAlone(Exception):
     """FlashMLA's own kernel does a call sooner, and the caller has it; the message says why."""
 
 
-def plan(call: Call, *facts: Any, beside_flashmla: bool = False) -> Plan:
+def plan(call: Call, *arguments: Any, beside_flashmla: bool = False) -> Plan:
     """The backend of a call; the environment's overrides are read.
 
     Args:
-      call: its facts.
-      facts: what the backends' obstacles take; without them none is asked.
+      call: its shape and options.
+      arguments: the arguments of the backends' `decode_obstacle` or `prefill_obstacle`; without them none is asked.
       beside_flashmla: the caller has FlashMLA's functions of its own.
 
     Raises:
@@ -39,9 +39,9 @@ def plan(call: Call, *facts: Any, beside_flashmla: bool = False) -> Plan:
     """
     override = override_of(call.phase)
     unable = unable_for(call.phase, call.device)
-    for name in BACKENDS if facts else ():
+    for name in BACKENDS if arguments else ():
         obstacle = None if name in unable else getattr(backend_module(name), f"{call.phase}_obstacle", None)
-        if obstacle is not None and (why := obstacle(*facts)):
+        if obstacle is not None and (why := obstacle(*arguments)):
             unable[name] = why
     made = plan_call(call, unable=unable, override=override)
     if beside_flashmla and override is None and (why := why_flashmla_alone(call, made.backend)):
@@ -74,9 +74,8 @@ def backend_module(name: str) -> ModuleType:
 
 @functools.cache
 def device_info(device: torch.device) -> DeviceInfo:
-    """What routing needs to know of torch's device; JAX is not asked."""
+    """Torch's device as the router takes it; JAX is not asked."""
     if device.type != "cuda":
         return DeviceInfo("cpu")
-    facts = torch.cuda.get_device_properties(device)
-    capability = (facts.major, facts.minor)
-    return DeviceInfo("cuda", capability, facts.multi_processor_count, facts.shared_memory_per_block_optin)
+    gpu = torch.cuda.get_device_properties(device)
+    return DeviceInfo("cuda", (gpu.major, gpu.minor), gpu.multi_processor_count, gpu.shared_memory_per_block_optin)

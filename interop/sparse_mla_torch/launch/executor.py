@@ -20,7 +20,7 @@ from sparse_mla_torch.launch import launcher
 
 # How a kernel takes numbers, by Triton's names of their types.
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
-# What a launch without a GPU (Triton's interpreter) is planned for.
+# The device that a launch without a GPU, by Triton's interpreter, is planned for.
 _INTERPRETED = Device((8, 0), 4)
 
 
@@ -31,7 +31,7 @@ class Executor:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self._place = device_facts(device), device
+        self.device, self._torch_device = launch_device(device), device
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class Executor:
             if output is not None and output.alias is not None:
                 result = inputs[output.alias]
             elif output is not None and result is None:
-                result = _empty(output, self._place)
+                result = _empty(output, self._torch_device)
             if output is not None and output.zeroed:
                 result.zero_()
             results.append(result)
@@ -64,8 +64,8 @@ executor = functools.cache(Executor)
 
 
 @functools.cache
-def device_facts(device: torch.device) -> Device:
-    """What launches on torch's device depend on."""
+def launch_device(device: torch.device) -> Device:
+    """Torch's device as launches are planned for it."""
     if device.type != "cuda":
         return _INTERPRETED
     properties = torch.cuda.get_device_properties(device)

@@ -76,11 +76,11 @@ static bool is_current(DLDevice device) {
   return device.device_type != kDLCUDA || (context_device(&current) == 0 && current == device.device_id);
 }
 
-PyDoc_STRVAR(facts_doc,
-             "facts(*tensors) -> bytes: dtypes, devices, shapes, strides, and addresses modulo 32, of tensors or Nones; "
+PyDoc_STRVAR(signature_doc,
+             "signature(*tensors) -> bytes: dtypes, devices, shapes, strides, and addresses modulo 32, of tensors or Nones; "
              "None if one is neither, or if the first is on a GPU that is not this thread's current one.");
 
-static PyObject* facts(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
+static PyObject* signature(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
   int64_t words[kMaxWords];
   size_t used = 0;
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -334,7 +334,7 @@ static PyObject* bind(PyObject* module, PyObject* arguments) {
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS, bind_doc},
-    {"facts", (PyCFunction)(void (*)(void))facts, METH_FASTCALL, facts_doc},
+    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, signature_doc},
     {"kernel", make_kernel, METH_VARARGS, kernel_doc},
     {"keep", keep, METH_VARARGS, keep_doc},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},

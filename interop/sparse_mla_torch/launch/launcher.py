@@ -61,23 +61,23 @@ def for_triton() -> Any | None:
     return module() if triton.__version__.startswith(_KNOWN_TRITON) else None
 
 
-def planned(run: int, bytes_of_it: bytes, num_tensors: int) -> Callable[..., None]:
+def planned(run: int, plan: bytes, num_tensors: int) -> Callable[..., None]:
     """`launch(*tensors)` of what a CUDA library planned, on torch's current stream; None for a tensor that is absent.
 
     Args:
       run: the address of the library's `int run(const void* planned, const uint64_t* addresses, void* stream)`, which
         returns CUDA's error.
-      bytes_of_it: the plan.
+      plan: its plan, in bytes.
       num_tensors: how many tensors `launch` takes, at least one of them there.
     """
     built = module()
     if built is None:
-        return functools.partial(_run_by_ctypes, _RUN(run), bytes_of_it)
-    kernel, direct = built.planned(run, bytes_of_it, num_tensors), built.launch
+        return functools.partial(_run_by_ctypes, _RUN(run), plan)
+    kernel, direct = built.planned(run, plan, num_tensors), built.launch
 
     def launch(*tensors: torch.Tensor | None) -> None:
         if not direct(kernel, *tensors):  # a subclass of torch's tensors
-            _run_by_ctypes(_RUN(run), bytes_of_it, *tensors)
+            _run_by_ctypes(_RUN(run), plan, *tensors)
 
     return launch
 
@@ -85,11 +85,11 @@ def planned(run: int, bytes_of_it: bytes, num_tensors: int) -> Callable[..., Non
 _RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p)
 
 
-def _run_by_ctypes(run: Callable[..., int], bytes_of_it: bytes, *tensors: torch.Tensor | None) -> None:
+def _run_by_ctypes(run: Callable[..., int], plan: bytes, *tensors: torch.Tensor | None) -> None:
     addresses = (ctypes.c_uint64 * len(tensors))(*(0 if x is None else x.data_ptr() for x in tensors))
     device = next(x.device for x in tensors if x is not None)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    if error := run(bytes_of_it, addresses, stream):
+    if error := run(plan, addresses, stream):
         raise RuntimeError(f"launching a kernel failed with CUDA error {error}")
 
 

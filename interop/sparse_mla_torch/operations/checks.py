@@ -1,87 +1,66 @@
-"""Argument checks, by name, before a kernel sees a tensor."""
+"""Argument checks of torch tensors, by the rules of `jax_sparse_mla.argument_checks`."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from jax_sparse_mla.launch.describe import Output
+from jax_sparse_mla.argument_checks import INT32, Checks, Shape
 
-INT32 = (torch.int32,)
-UINT8 = (torch.uint8,)
-BF16 = (torch.bfloat16,)
-FLOAT32 = (torch.float32,)
-FLOATS = (torch.bfloat16, torch.float32)
+_NAMES = {x: str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
-def check_tensor(
-    function: str,
-    name: str,
-    x: torch.Tensor,
-    shape: tuple[int | None, ...],
-    like: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...] = INT32,
-) -> tuple[int, ...]:
-    """The shape of a contiguous tensor on `like`'s device; None in `shape` stands for any size.
+class TensorChecks(Checks):
+    """Checks the tensors of one call, which lie on the device of `like`.
 
-    Raises:
-      TypeError: no tensor, or of another dtype.
-      ValueError: of another shape, not contiguous, or on another device.
+    >>> check = TensorChecks("swa_slots", positions)
+    >>> positions = check("positions", positions, ("T",))
     """
-    found = check_strided(function, name, x, shape, like, dtypes)
-    if not x.is_contiguous():
-        raise ValueError(f"{function}: {name} must be contiguous, got strides {list(x.stride())}")
-    return found
 
+    def __init__(self, function: str, like: Any):
+        super().__init__(function)
+        self.device = getattr(like, "device", None)  # the check of `like` itself says that it is no tensor
 
-def check_strided(
-    function: str,
-    name: str,
-    x: torch.Tensor,
-    shape: tuple[int | None, ...],
-    like: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...] = INT32,
-) -> tuple[int, ...]:
-    """As `check_tensor`, of a tensor with any strides."""
-    if isinstance(x, torch.Tensor) and x.dtype in dtypes and x.device == like.device and _is_of(x.shape, shape):
-        return tuple(x.shape)
-    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    expected = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
-    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
-        given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"{function}: {name} must be a torch.Tensor, {wanted} {expected}, got {given}")
-    if not _is_of(x.shape, shape):
-        raise ValueError(f"{function}: {name} must have shape {expected}, got {list(x.shape)}")
-    raise ValueError(f"{function}: {name} must be on {like.device}, got {x.device}")
+    def __call__(self, name: str, x: Any, shape: Shape, dtypes: Sequence[str] = INT32) -> Tensor:
+        """Returns `x`, a contiguous tensor.
 
+        Raises:
+          TypeError: not a tensor, or of another dtype.
+          ValueError: of another shape, not contiguous, or on another device.
+        """
+        self.strided(name, x, shape, dtypes)
+        if not x.is_contiguous():
+            raise self.fail(f"{name} must be contiguous, got strides {list(x.stride())}")
+        return x
 
-def _is_of(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
-    """Whether these are the sizes that the shape names, None being any."""
-    if sizes == tuple(shape):
-        return True
-    return len(sizes) == len(shape) and all(want in (None, size) for size, want in zip(sizes, shape))
+    def strided(self, name: str, x: Any, shape: Shape, dtypes: Sequence[str] = INT32) -> Tensor:
+        """As `__call__`, of a tensor with any strides."""
+        if not isinstance(x, Tensor) or _NAMES[x.dtype] not in dtypes:
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            wanted = f"{' or '.join(dtypes)} {self.expected(shape)}"
+            raise TypeError(f"{self.function}: {name} must be a torch.Tensor, {wanted}, got {got}")
+        if x.shape != shape:
+            self.bind(name, x.shape, shape)
+        if x.device != self.device:
+            raise self.fail(f"{name} must be on {self.device}, got {x.device}")
+        return x
 
+    def out(self, x: Tensor | None, shape: tuple[int, ...], dtype: str = "int32", name: str = "out") -> Tensor:
+        """The tensor that a caller gives to be written, checked; a new one where there is none."""
+        if x is None:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+        return self(name, x, shape, (dtype,))
 
-def check_output(function: str, name: str, x: torch.Tensor, output: Output, like: torch.Tensor) -> None:
-    """Refuses a tensor that a launch cannot write its output into."""
-    check_tensor(function, name, x, tuple(output.shape), like, (getattr(torch, output.dtype),))
-
-
-def output_or_new(
-    function: str,
-    name: str,
-    x: torch.Tensor | None,
-    shape: tuple[int, ...],
-    like: torch.Tensor,
-    dtype: torch.dtype = torch.int32,
-) -> torch.Tensor:
-    """The tensor that a caller gives to be written, checked; a new one where there is none."""
-    if x is None:
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    check_tensor(function, name, x, shape, like, (dtype,))
-    return x
+    def outs(self, out: tuple[Tensor, Tensor] | None, *shapes: tuple, dtypes: Sequence[str]) -> tuple[Tensor, ...]:
+        """As `out`, of several results."""
+        tensors = out or [None] * len(shapes)
+        results = zip(tensors, shapes, dtypes, strict=True)
+        return tuple(self.out(x, shape, dtype, f"out[{i}]") for i, (x, shape, dtype) in enumerate(results))
 
 
 def check_scale(function: str, softmax_scale: float) -> float:

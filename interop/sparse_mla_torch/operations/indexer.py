@@ -1,14 +1,13 @@
-"""The indexer's kernels on torch tensors, by the rules of `jax_sparse_mla.indexer.logits`, on torch's current stream.
-
-Nothing is allocated that its caller passes, nothing synchronises or copies to the host: a CUDA graph captures all.
-"""
+"""The indexer's kernels on torch tensors."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+from torch import Tensor
 
+from jax_sparse_mla.argument_checks import BF16, FLOAT32, FLOATS, UINT8
 from jax_sparse_mla.backend import first_able
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indexer import triton as kernels
@@ -16,96 +15,54 @@ from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.route import LOGITS_BACKENDS, MAX_KERNEL_HEADS, Call
 from jax_sparse_mla.launch import build
 from sparse_mla_torch.launch.executor import executor
-from sparse_mla_torch.operations.checks import FLOATS, UINT8, check_tensor, output_or_new
+from sparse_mla_torch.operations.checks import TensorChecks
 
 
 def quantize_index_q(
-    q: torch.Tensor, *, hadamard: bool = False, out: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises index queries, as `jax_sparse_mla.indexer.logits.quantize_index_q`.
+    q: Tensor, *, hadamard: bool = False, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Torch's `jax_sparse_mla.indexer.logits.quantize_index_q`.
 
-    Args:
-      q: bfloat16 or float32 `[rows, heads, 128]`.
-      hadamard: q passes the Walsh-Hadamard transform first, as V4's do.
-      out: `(values, scale)` to write into, float8_e4m3fn `[rows, heads, 128]` and float32 `[rows, heads]`; allocated
-        by default.
-
-    Returns:
-      `out`.
-
-    Raises:
-      TypeError: a wrong dtype.
-      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
+    With `hadamard` q passes the Walsh-Hadamard transform first, as V4's do. `out` are `(values, scale)`, float8_e4m3fn
+    `[rows, heads, 128]` and float32 `[rows, heads]`.
     """
-    function = "quantize_index_q"
-    shape = check_tensor(function, "q", q, (None, None, 128), q, FLOATS)
-    values, scale = out or (None, None)
-    values = output_or_new(function, "out[0]", values, shape, q, torch.float8_e4m3fn)
-    scale = output_or_new(function, "out[1]", scale, shape[:2], q, torch.float32)
+    check = TensorChecks("quantize_index_q", q)
+    shape = check("q", q, (None, None, 128), FLOATS).shape
+    values, scale = check.outs(out, shape, shape[:2], dtypes=("float8_e4m3fn", "float32"))
     if scale.numel():
         kernels.quantize_index_q(executor(q.device), q, hadamard=hadamard, out=(values, scale))
     return values, scale
 
 
-def write_index_k(
-    index_cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, *, hadamard: bool = False
-) -> torch.Tensor:
-    """Writes index keys into the cache in place, as `jax_sparse_mla.write_index_k`.
-
-    Args:
-      index_cache: uint8 `[num_pages, page_size * 132]`.
-      slots: int32 `[n]`. A negative or out-of-range slot skips its row.
-      k: bfloat16 or float32 `[n, 128]`.
-      hadamard: keys pass the Walsh-Hadamard transform first, as V4's do.
-
-    Returns:
-      The same cache.
-
-    Raises:
-      TypeError: a wrong dtype.
-      ValueError: a wrong shape, or a tensor that is not contiguous or on another device.
-    """
-    function = "write_index_k"
-    _page_size(function, index_cache)
-    (n,) = check_tensor(function, "slots", slots, (None,), index_cache)
-    check_tensor(function, "k", k, (n, 128), index_cache, FLOATS)
+def write_index_k(index_cache: Tensor, slots: Tensor, k: Tensor, *, hadamard: bool = False) -> Tensor:
+    """Torch's `jax_sparse_mla.write_index_k`, in place; returns the same cache. `hadamard` as in `quantize_index_q`."""
+    check = TensorChecks("write_index_k", index_cache)
+    _check_cache(check, index_cache)
+    (n,) = check("slots", slots, ("n",)).shape
+    check("k", k, ("n", 128), FLOATS)
     if n and index_cache.numel():
         kernels.write_index_k(executor(index_cache.device), index_cache, slots, k, hadamard=hadamard)
     return index_cache
 
 
 def index_logits(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    index_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
     *,
     format: IndexFormat = IndexFormat.FP8,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What the top-k selects by, as `jax_sparse_mla.index_logits`.
+    out: Tensor | None = None,
+) -> Tensor:
+    """Torch's `jax_sparse_mla.index_logits`: float32 `[rows, P * page_size]`, new or `out`.
 
-    Args:
-      q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads; bfloat16 over FP4 keys.
-      weights: float32 `[rows, heads]`.
-      index_cache: uint8 `[num_pages, page_size * 132]`; of FP4 keys `[num_pages, page_size * 68]`, at a multiple of 16
-        bytes.
-      page_table: int32 `[rows, P]`.
-      lengths: int32 `[rows]`.
-      format: of the keys.
-      out: float32 `[rows, P * page_size]` to write into; allocated by default.
-
-    Returns:
-      `out`; −inf from `lengths[t]` on and where there is no page.
-
-    Raises:
-      TypeError: a wrong dtype.
-      ValueError: a wrong shape, more heads, or a tensor that is not contiguous or on another device.
+    q: float8_e4m3fn `[rows, heads, 128]`, at most 64 heads; bfloat16 over keys of the format FP4, whose cache is uint8
+    `[num_pages, page_size * 68]`, at a multiple of 16 bytes.
     """
-    function = "index_logits"
-    rows, capacity = check_logits(function, q, weights, index_cache, page_table, lengths, format=format)
-    out = output_or_new(function, "out", out, (rows, capacity), index_cache, torch.float32)
+    check = TensorChecks("index_logits", index_cache)
+    rows, capacity = check_logits(check, q, weights, index_cache, page_table, lengths, format=format)
+    out = check.out(out, (rows, capacity), "float32")
     if not index_cache.numel():
         return out.fill_(float("-inf"))
     if out.numel():
@@ -114,24 +71,24 @@ def index_logits(
 
 
 def check_logits(
-    function: str, q, weights, index_cache, page_table, lengths, *, format: IndexFormat, requests: int | None = None
+    check: TensorChecks, q, weights, index_cache, page_table, lengths, *, format: IndexFormat, requests: str = "rows"
 ) -> tuple[int, int]:
-    """Checks what logits are made of; `requests` rows of the table, one per row by default. (rows, columns)."""
-    page_size = _page_size(function, index_cache, format.key_bytes)
+    """Checks the arguments of logits, and returns their rows and columns.
+
+    `requests` names the rows of the page table, one per row of q by default.
+    """
+    page_size = _check_cache(check, index_cache, format.key_bytes)
     # The kernel takes four bytes of an FP4 key that one thread has loaded side by side, which it does of aligned ones.
     if format.name == "FP4" and index_cache.data_ptr() % 16:
-        raise ValueError(
-            f"{function}: index_cache of FP4 keys must begin at a multiple of 16 bytes, got {index_cache.data_ptr():#x}"
+        raise check.fail(
+            f"index_cache of FP4 keys must begin at a multiple of 16 bytes, got {index_cache.data_ptr():#x}"
         )
-    dtype = torch.float8_e4m3fn if format.name == "FP8" else torch.bfloat16
-    rows, heads, _ = check_tensor(function, "q", q, (None, None, 128), index_cache, (dtype,))
+    rows, heads, _ = check("q", q, ("rows", "heads", 128), ("float8_e4m3fn",) if format.name == "FP8" else BF16).shape
     if not 0 < heads <= MAX_KERNEL_HEADS:
-        raise ValueError(f"{function}: q must have 1 to {MAX_KERNEL_HEADS} heads, got {heads}")
-    check_tensor(function, "weights", weights, (rows, heads), index_cache, (torch.float32,))
-    _, pages = check_tensor(
-        function, "page_table", page_table, (rows if requests is None else requests, None), index_cache
-    )
-    check_tensor(function, "lengths", lengths, (rows,), index_cache)
+        raise check.fail(f"q must have 1 to {MAX_KERNEL_HEADS} heads, got {heads}")
+    check("weights", weights, ("rows", "heads"), FLOAT32)
+    _, pages = check("page_table", page_table, (requests, None)).shape
+    check("lengths", lengths, ("rows",))
     return rows, pages * page_size
 
 
@@ -163,15 +120,13 @@ def _cuda_kernel(device: torch.device, fp4: bool, rows: int, heads: int, page_si
     return first_able(LOGITS_BACKENDS, call, "index_logits", "torch").binaries.get("index_logits")
 
 
-def _page_size(function: str, index_cache: torch.Tensor, key_bytes: int = kernels.TOKEN_BYTES) -> int:
-    _, page_bytes = check_tensor(function, "index_cache", index_cache, (None, None), index_cache, UINT8)
+def _check_cache(check: TensorChecks, index_cache: Tensor, key_bytes: int = kernels.TOKEN_BYTES) -> int:
+    """The page size of a cache of index keys."""
+    _, page_bytes = check("index_cache", index_cache, (None, None), UINT8).shape
     if page_bytes == 0 or page_bytes % key_bytes:
-        raise ValueError(
-            f"{function}: index_cache must have pages of page_size * {key_bytes} bytes, page_size >= 1, "
-            f"got {page_bytes}"
+        raise check.fail(
+            f"index_cache must have pages of page_size * {key_bytes} bytes, page_size >= 1, got {page_bytes}"
         )
     if index_cache.data_ptr() % 4:  # a page's last bytes are scales, read by words
-        raise ValueError(
-            f"{function}: index_cache must begin at a multiple of 4 bytes, got {index_cache.data_ptr():#x}"
-        )
+        raise check.fail(f"index_cache must begin at a multiple of 4 bytes, got {index_cache.data_ptr():#x}")
     return page_bytes // key_bytes

@@ -1,27 +1,25 @@
-"""Top-k and its transforms on torch tensors, by the rules of `jax_sparse_mla.indices`, on the current stream.
-
-With `out=` and `scratch=` nothing is allocated and nothing waits for the host, so a CUDA graph captures the call.
-"""
+"""Top-k and its transforms on torch tensors."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.indices.topk import triton as kernels
+from jax_sparse_mla.indices.topk.api import check_topk
 from jax_sparse_mla.indices.topk.kernels import topk_binary
 from sparse_mla_torch.launch.executor import executor
-from sparse_mla_torch.operations.checks import FLOATS, check_tensor, output_or_new
+from sparse_mla_torch.operations.checks import TensorChecks
 
 
-@dataclasses.dataclass
-class TopkScratch:
-    """What the Triton kernels need for rows longer than a tile; reused from call to call, whatever it holds.
+class TopkScratch(NamedTuple):
+    """Memory of the Triton kernels for rows longer than a tile; reused from call to call, whatever it holds.
 
-    The CUDA kernel, which serves where it can be built, needs nothing.
+    The CUDA kernel, which serves where it can be built, needs none.
 
     Attributes:
       thresholds, num_candidates: float32 and int32, one per row.
@@ -29,11 +27,11 @@ class TopkScratch:
       candidates, candidate_positions: as the logits and int32, one per row and candidate.
     """
 
-    thresholds: torch.Tensor
-    progress: torch.Tensor
-    candidates: torch.Tensor
-    candidate_positions: torch.Tensor
-    num_candidates: torch.Tensor
+    thresholds: Tensor
+    progress: Tensor
+    candidates: Tensor
+    candidate_positions: Tensor
+    num_candidates: Tensor
 
     @classmethod
     def allocate(
@@ -44,11 +42,8 @@ class TopkScratch:
         dtypes = (torch.float32, torch.int32, dtype, torch.int32, torch.int32)
         return cls(*(torch.empty(size, dtype=t, device=device) for size, t in zip(sizes, dtypes, strict=True)))
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
-
-def _scratch_sizes(rows, columns, topk):
+def _scratch_sizes(rows: int, columns: int, topk: int) -> tuple[int, ...]:
     if not rows or not columns or not (plan := kernels.plan_topk(rows, columns, topk)).filtered:
         return 0, 0, 0, 0, 0
     shared_rows = min(rows, kernels.SPLIT_BELOW_ROWS - 1)
@@ -57,111 +52,86 @@ def _scratch_sizes(rows, columns, topk):
 
 
 def topk_positions(
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
+    logits: Tensor,
+    lengths: Tensor,
     topk: int,
-    row_starts: torch.Tensor | None = None,
+    row_starts: Tensor | None = None,
     *,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     scratch: TopkScratch | None = None,
-) -> torch.Tensor:
-    """As `jax_sparse_mla.topk_positions`; tensors contiguous.
-
-    Args:
-      out: int32 `[rows, topk]` to write into; allocated by default.
-      scratch: for at least these rows, columns and topk; allocated by default.
-
-    Raises:
-      TypeError: a tensor of another dtype.
-      ValueError: a tensor of another shape, not contiguous, or on another device; a scratch that is too small.
-    """
-    return _topk("topk_positions", logits, lengths, topk, row_starts, kernels.Transform(), out, scratch)
+) -> Tensor:
+    """Torch's `jax_sparse_mla.topk_positions`; a scratch that is too small raises ValueError."""
+    check = TensorChecks("topk_positions", logits)
+    return _topk(check, logits, lengths, topk, row_starts, kernels.Transform(), out, scratch)
 
 
 def topk_transform(
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
+    logits: Tensor,
+    lengths: Tensor,
     topk: int,
     *,
     method: TopkTransform,
-    page_table: torch.Tensor | None = None,
+    page_table: Tensor | None = None,
     page_size: int = 1,
-    row_to_request: torch.Tensor | None = None,
-    topk_indices_offset: torch.Tensor | None = None,
-    row_starts: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    row_to_request: Tensor | None = None,
+    topk_indices_offset: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    out: Tensor | None = None,
     scratch: TopkScratch | None = None,
-) -> torch.Tensor:
-    """As `jax_sparse_mla.topk_transform`; tensors contiguous.
-
-    Args:
-      out, scratch: as those of `topk_positions`.
-
-    Raises:
-      TypeError, ValueError: as `topk_positions`, or an argument missing that the method needs.
-    """
-    function = "topk_transform"
+) -> Tensor:
+    """Torch's `jax_sparse_mla.topk_transform`; `out` and `scratch` as in `topk_positions`."""
+    check = TensorChecks("topk_transform", logits)
     if method is TopkTransform.RAGGED:
-        check_tensor(function, "topk_indices_offset", topk_indices_offset, (logits.shape[0],), logits)
-        transform = kernels.Transform(offsets=topk_indices_offset)
-        return _topk(function, logits, lengths, topk, row_starts, transform, out, scratch)
+        check("topk_indices_offset", topk_indices_offset, (logits.shape[0],))
+        mapping = kernels.Transform(offsets=topk_indices_offset)
+        return _topk(check, logits, lengths, topk, row_starts, mapping, out, scratch)
     if method is not TopkTransform.PAGED:
-        raise TypeError(f"{function}: method must be a TopkTransform, got {method!r}")
+        raise TypeError(f"topk_transform: method must be a TopkTransform, got {method!r}")
     if page_size < 1:
-        raise ValueError(f"{function}: page_size must be >= 1, got {page_size}")
-    requests = None if row_to_request is not None else logits.shape[0]
-    check_tensor(function, "page_table", page_table, (requests, None), logits)
-    if row_to_request is not None:
-        check_tensor(function, "row_to_request", row_to_request, (logits.shape[0],), logits)
-    transform = kernels.Transform(page_table, page_size, row_to_request)
-    return _topk(function, logits, lengths, topk, row_starts, transform, out, scratch)
+        raise check.fail(f"page_size must be >= 1, got {page_size}")
+    check("page_table", page_table, (None if row_to_request is not None else logits.shape[0], None))
+    check.optional("row_to_request", row_to_request, (logits.shape[0],))
+    mapping = kernels.Transform(page_table, page_size, row_to_request)
+    return _topk(check, logits, lengths, topk, row_starts, mapping, out, scratch)
 
 
-def _topk(function, logits, lengths, topk, row_starts, transform, out, scratch):
-    if topk < 1:
-        raise ValueError(f"{function}: topk must be >= 1, got {topk}")
-    check_tensor(function, "logits", logits, (None, None), logits, FLOATS)
+def _topk(
+    check: TensorChecks,
+    logits: Tensor,
+    lengths: Tensor,
+    topk: int,
+    row_starts: Tensor | None,
+    mapping: kernels.Transform,
+    out: Tensor | None,
+    scratch: TopkScratch | None,
+) -> Tensor:
+    check_topk(check, logits, lengths, topk, row_starts)
     rows, columns = logits.shape
-    check_tensor(function, "lengths", lengths, (rows,), logits)
-    if row_starts is not None:
-        check_tensor(function, "row_starts", row_starts, (rows,), logits)
-    out = output_or_new(function, "out", out, (rows, topk), logits)
+    out = check.out(out, (rows, topk))
     if not rows:
         return out
+    page_table, page_size, row_to_request, offsets = mapping
     if module := _cuda_module(logits.device):
         import tvm_ffi
 
-        page_table, page_size, row_to_request, offsets = transform
         with tvm_ffi.use_torch_stream():
             module.topk(logits, lengths, row_starts, page_table, row_to_request, offsets, page_size, out)
         return out
     if columns and kernels.plan_topk(rows, columns, topk).filtered:
-        scratch = _checked_scratch(function, scratch, logits, topk)
-    else:
-        scratch = (None,) * 5
+        scratch = scratch or TopkScratch.allocate(rows, columns, topk, logits.device, logits.dtype)
+        fits = all(x.numel() >= size for x, size in zip(scratch, _scratch_sizes(rows, columns, topk), strict=True))
+        if not fits or scratch.candidates.dtype != logits.dtype or any(x.device != logits.device for x in scratch):
+            raise check.fail(f"scratch is not for {logits.dtype} [{rows}, {columns}] and topk {topk}")
     return kernels.topk(
-        executor(logits.device),
-        logits,
-        lengths,
+        *(executor(logits.device), logits, lengths),
         topk=topk,
         row_starts=row_starts,
-        transform=transform,
+        transform=mapping,
         out=out,
-        scratch=scratch,
+        scratch=scratch or (None,) * 5,
     )
 
 
 @functools.cache
 def _cuda_module(device: torch.device):
     return topk_binary(torch.cuda.get_device_capability(device))() if device.type == "cuda" else None
-
-
-def _checked_scratch(function, scratch, logits, topk):
-    rows, columns = logits.shape
-    if scratch is None:
-        scratch = TopkScratch.allocate(rows, columns, topk, logits.device, logits.dtype)
-    tensors = scratch.tensors()
-    fits = all(x.numel() >= size for x, size in zip(tensors, _scratch_sizes(rows, columns, topk), strict=True))
-    if not fits or scratch.candidates.dtype != logits.dtype or any(x.device != logits.device for x in tensors):
-        raise ValueError(f"{function}: scratch is not for {logits.dtype} [{rows}, {columns}] and topk {topk}")
-    return tensors

@@ -18,12 +18,18 @@ from sparse_mla_torch.flash_mla import FasterAlone
 
 T = TypeVar("T")
 
-log = logging.getLogger("sparse_mla_torch.plugins")  # an engine's plugin puts one here that the engine shows
+log = logging.getLogger("sparse_mla_torch.plugins")
 
 # How often each function was served by "ours", by "theirs" because that is faster, or was "refused" or "failed".
 counts: Counter[tuple[str, str]] = Counter()
 _said: set[tuple[str, str]] = set()
 _off: set[str] = set()  # functions in which ours has failed
+
+
+def log_under(engine: str) -> None:
+    """Logs where the engine shows it, below its own name."""
+    global log
+    log = logging.getLogger(f"{engine}.jax_sparse_mla")
 
 
 def ours_or_theirs(function: str, ours: Callable[[], T], theirs: Callable[[], T]) -> T:

@@ -70,7 +70,7 @@ def _register() -> str | None:
             return why
     from sparse_mla_torch.plugins import calls
 
-    calls.log = log
+    calls.log_under("sglang")
     for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
         HookRegistry.register(f"{MODULE}.{hook.__name__}", hook, HookType.AROUND)
     when_imported(V32_BACKEND, _keep_queries, log)
@@ -171,14 +171,14 @@ def _decode(
     *,
     use_legacy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SGLang's arguments, in its order. With a schedule of tensors it does not say that an indexed cache is FP8.
+    """SGLang's arguments, in its order, since it passes them by place and `_differs` compares them.
 
-    Of padded queries the results have only the heads that are no padding: SGLang takes these of them.
+    With a schedule of tensors it does not say that an indexed cache is FP8. The results of padded queries have only the
+    heads that are no padding, which are those that SGLang takes.
     """
     from sparse_mla_torch import flash_mla
 
     q, attn_sink = _without_padding(q, attn_sink)
-
     return flash_mla.flash_mla_with_kvcache(
         *(q, k_cache, None, None, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal),
         *(is_fp8_kvcache or None, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
@@ -201,18 +201,21 @@ def _prefill(
     *,
     use_legacy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """SGLang's arguments; the statistics of its legacy kernel are in base 2. Of few rows there are no largest logits.
+    """SGLang's arguments; the statistics of its legacy kernel are in base 2.
 
-    SGLang takes the output alone.
+    A decode of few rows makes no largest logits: SGLang takes the output alone.
     """
     from sparse_mla_torch import flash_mla
-    from sparse_mla_torch.plugins import few_rows
+    from sparse_mla_torch.plugins import short_prefill
 
-    if d_v == 512 and (decoded := few_rows.decode(q, kv, indices, sm_scale, attn_sink, topk_length)):
+    if d_v == 512 and (decoded := short_prefill.decode(q, kv, indices, sm_scale, attn_sink, topk_length)):
         out, lse = decoded
         return out, None, lse / math.log(2) if use_legacy else lse
-    options = {"return_log2_lse": True if use_legacy else None, "beside_flashmla": True}
-    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, **options)
+    return flash_mla.flash_mla_sparse_fwd(
+        *(q, kv, indices, sm_scale, d_v, attn_sink, topk_length),
+        return_log2_lse=True if use_legacy else None,
+        beside_flashmla=True,
+    )
 
 
 _SIGNATURES = {"flash_mla_with_kvcache": _decode, "flash_mla_sparse_fwd": _prefill}

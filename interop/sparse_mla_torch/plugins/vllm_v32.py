@@ -12,9 +12,9 @@ import torch
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.plugins import calls, few_rows, vllm
+from sparse_mla_torch.plugins import calls, short_prefill
 
-calls.log = vllm.log
+calls.log_under("vllm")
 
 
 class JaxSparseMLAImpl(FlashMLASparseImpl):
@@ -50,10 +50,10 @@ class JaxSparseMLAImpl(FlashMLASparseImpl):
         def ours() -> tuple[torch.Tensor, torch.Tensor]:
             kv = kv_c_and_k_pe_cache.view(-1, 1, kv_c_and_k_pe_cache.shape[-1])
             heads = q.shape[1] if actual_num_heads is None else actual_num_heads
-            given = q[:, :heads], kv, topk_indices.view(len(q), 1, -1), self.softmax_scale
-            if decoded := few_rows.decode(*given, topk_length=topk_length):
+            prefill = q[:, :heads], kv, topk_indices.view(len(q), 1, -1), self.softmax_scale
+            if decoded := short_prefill.decode(*prefill, topk_length=topk_length):
                 return decoded
-            result, _, lse = flash_mla.flash_mla_sparse_fwd(*given, topk_length=topk_length, beside_flashmla=True)
+            result, _, lse = flash_mla.flash_mla_sparse_fwd(*prefill, topk_length=topk_length, beside_flashmla=True)
             return result, lse
 
         theirs = super()._bf16_flash_mla_kernel
@@ -67,7 +67,7 @@ def _check_methods() -> None:
             list(inspect.signature(getattr(cls, name)).parameters) for cls in (FlashMLASparseImpl, JaxSparseMLAImpl)
         )
         if theirs != ours:
-            raise ImportError(f"{vllm.NAME} does not suit this vLLM: FlashMLASparseImpl.{name} takes {theirs}")
+            raise ImportError(f"JAX_SPARSE_MLA does not suit this vLLM: FlashMLASparseImpl.{name} takes {theirs}")
 
 
 _check_methods()

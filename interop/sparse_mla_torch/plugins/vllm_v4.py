@@ -11,10 +11,19 @@ from typing import Any
 import torch
 
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.plugins import calls, vllm
+from sparse_mla_torch.plugins import calls
 
 _LAYER = "DeepseekV4FlashMLAAttention"
 _CALLERS = {"_forward_decode": "flash_mla_with_kvcache", "_forward_prefill": "flash_mla_sparse_fwd"}
+# The arguments that vLLM's functions take, of the names that `flash_mla`'s have; it passes them by name.
+_ARGUMENTS = {
+    "flash_mla_with_kvcache": (
+        *("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits"),
+        *("softmax_scale", "causal", "is_fp8_kvcache", "indices", "attn_sink", "extra_k_cache"),
+        *("extra_indices_in_kvcache", "topk_length", "extra_topk_length", "out"),
+    ),
+    "flash_mla_sparse_fwd": ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "out"),
+}
 # Heads that FlashMLA's kernels take, the prefill ones on SM90.
 _DECODE_HEADS, _PREFILL_HEADS, _SM90_PREFILL_HEADS = (64, 128), (64, 128), (8, 16, 32, 64, 128)
 
@@ -26,18 +35,17 @@ def attention_class(theirs: type) -> type:
     Raises:
       AttributeError, TypeError: the class is not as it was when this was written.
     """
+    calls.log_under("vllm")
     if theirs.__name__ != _LAYER:
-        vllm.log.warning("jax-sparse-mla leaves %s to vLLM: only %s is served", theirs.__name__, _LAYER)
+        calls.log.warning("jax-sparse-mla leaves %s to vLLM: only %s is served", theirs.__name__, _LAYER)
         return theirs
-    calls.log = vllm.log
     methods: dict[str, Any] = {"get_padded_num_q_heads": classmethod(lambda cls, num_heads: num_heads)}
     methods["__doc__"] = f"{_LAYER} with the kernels of jax-sparse-mla."
     for method, name in _CALLERS.items():
         caller = getattr(theirs, method)
-        function, ours = caller.__globals__[name], _OURS[name]
-        takes, known = (inspect.signature(x).parameters for x in (function, ours))
-        if name not in caller.__code__.co_names or not set(takes) >= set(known):
-            raise TypeError(f"{method} does not call {name} with {', '.join(known)}")
+        function, arguments = caller.__globals__[name], _ARGUMENTS[name]
+        if name not in caller.__code__.co_names or not {*inspect.signature(function).parameters} >= {*arguments}:
+            raise TypeError(f"{method} does not call {name} with {', '.join(arguments)}")
         # The method with our function in the place of vLLM's: its module is left as it is.
         methods[method] = types.FunctionType(
             caller.__code__,
@@ -49,54 +57,10 @@ def attention_class(theirs: type) -> type:
 
 
 def _serve(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:
-    return calls.ours_or_theirs(name, lambda: _OURS[name](**kwargs), lambda: _padded(name, theirs, **kwargs))
-
-
-def _decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any,
-    num_splits: None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    is_fp8_kvcache: bool = False,
-    indices: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_k_cache: torch.Tensor | None = None,
-    extra_indices_in_kvcache: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's arguments, in its order."""
-    return flash_mla.flash_mla_with_kvcache(
-        *(q, k_cache, None, None, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal),
-        *(is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-        *(topk_length, extra_topk_length),
-        out=out,
-        beside_flashmla=True,
+    ours = getattr(flash_mla, name)
+    return calls.ours_or_theirs(
+        name, lambda: ours(**kwargs, beside_flashmla=True), lambda: _padded(name, theirs, **kwargs)
     )
-
-
-def _prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """vLLM's arguments, in its order."""
-    tensors = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
-    return flash_mla.flash_mla_sparse_fwd(*tensors, out=out, beside_flashmla=True)
-
-
-_OURS = {"flash_mla_with_kvcache": _decode, "flash_mla_sparse_fwd": _prefill}
 
 
 def _padded(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:

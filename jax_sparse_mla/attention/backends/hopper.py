@@ -2,10 +2,10 @@
 
 Decode is CUDA C++ (`kernels_cuda/sparse_decode/`), called through TVM FFI: XLA gives the kernel results and scratch,
 and may record it in a command buffer. Prefill is Pallas Mosaic GPU (`attention/hopper/prefill/`,
-docs/kernels-prefill.md): one kernel for few heads, one for any number. JAX compiles it with the program, which so needs
-no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list of stable ones), and
-shards under `shard_map`. Launches are planned from static shapes; lengths and indices are data, so one compilation
-serves a bucket.
+docs/internals/kernels-prefill.md): one kernel for few heads, one for any number. JAX compiles it with the program,
+which so needs no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list of
+stable ones), and shards under `shard_map`. Launches are planned from static shapes; lengths and indices are data, so
+one compilation serves a bucket.
 """
 
 from __future__ import annotations

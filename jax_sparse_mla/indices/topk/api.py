@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks, Checks
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.indices.topk.route import engine_here
 from jax_sparse_mla.launch.dispatch import dispatch
@@ -55,7 +55,7 @@ def topk_positions(logits: jax.Array, lengths: jax.Array, topk: int, row_starts:
       ValueError: shapes that do not agree, a topk below 1.
     """
     check = ArgumentChecks("topk_positions")
-    logits, lengths, topk, row_starts = _check_topk(check, logits, lengths, topk, row_starts)
+    logits, lengths, topk, row_starts = check_topk(check, logits, lengths, topk, row_starts)
     return _topk(logits, lengths, topk, backend=_named_backend(), row_starts=row_starts)
 
 
@@ -64,7 +64,8 @@ def _named_backend() -> str | None:
     return os.environ.get("JAX_SPARSE_MLA_TOPK_BACKEND") or None
 
 
-def _check_topk(check, logits, lengths, topk, row_starts):
+def check_topk(check: Checks, logits, lengths, topk: int, row_starts) -> tuple:
+    """The arguments of `topk_positions`, checked; JAX's and torch's functions share this."""
     logits = check("logits", logits, ("rows", "columns"), FLOATS)
     lengths = check("lengths", lengths, ("rows",), INT32)
     row_starts = check.optional("row_starts", row_starts, ("rows",), INT32)
@@ -188,7 +189,7 @@ def topk_transform(
       ValueError: shapes that do not agree, PAGED without `page_table`, RAGGED without `topk_indices_offset`.
     """
     check = ArgumentChecks("topk_transform")
-    logits, lengths, topk, row_starts = _check_topk(check, logits, lengths, topk, row_starts)
+    logits, lengths, topk, row_starts = check_topk(check, logits, lengths, topk, row_starts)
     if not isinstance(method, TopkTransform):
         raise TypeError(f"topk_transform: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}")
 

@@ -1,4 +1,4 @@
-"""What calls each backend on torch tensors, one module a backend (see `attention/route.py`), and what they share."""
+"""The calls of each backend on torch tensors, one module a backend (see `attention/route.py`)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from sparse_mla_torch.attention.call_cache import Results
 _LOG2_E = 1.4426950408889634
 
 
-def into_results(attend: Callable, tables: int, shape: tuple[int, int, int]) -> Callable[..., Results]:
-    """What writes into given tensors, `(q, tables, attn_sink, out, lse)`, as a decode call that may also allocate them.
+def into_results(attend: Callable, num_tables: int, shape: tuple[int, int, int]) -> Callable[..., Results]:
+    """A decode call that allocates its results or takes them, from one that only takes them.
 
     Args:
-      tables: one or two.
+      attend: called with `(q, tables, attn_sink, out, lse)`.
+      num_tables: one or two.
       shape: batch, q_len and heads.
     """
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
         q = q.contiguous()
-        given = ((k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths))[:tables]
+        tables = ((k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths))[:num_tables]
         out, lse = into or (None, None)
         if out is None:
             out = q.new_empty((*shape, V_DIM))
         if lse is None:
             lse = q.new_empty(shape, dtype=torch.float32)
-        attend(q, given, attn_sink, out, lse)
+        attend(q, tables, attn_sink, out, lse)
         return out, lse.transpose(1, 2)
 
     return run

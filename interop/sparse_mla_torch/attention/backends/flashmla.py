@@ -1,4 +1,4 @@
-"""FlashMLA's own operators on torch tensors: what they cannot take, and what must be put right before and after them.
+"""FlashMLA's own operators on torch tensors, with what must be put right before and after them.
 
 They come from `sgl-flash-mla` or from `sglang-kernel`; `jax_sparse_mla.attention.backends.flashmla` lists their
 traps.
@@ -18,7 +18,7 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results, Schedule
-from sparse_mla_torch.operations.sanitise import Sanitiser, Table
+from sparse_mla_torch.attention.sanitise import Sanitiser, Table
 
 WRITES_INTO = False
 _LN_2 = math.log(2)
@@ -35,44 +35,44 @@ def _chunk(q_len: int, padded: int, device: DeviceInfo) -> int:
     return rows // max(q_len, 1) - _parts(max(q_len, 1), padded, device)
 
 
-def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
+def decode_obstacle(options, layout, tables, tensors, device) -> str | None:
     """Why the decode operator cannot take these tensors; None if it can."""
     q_len, heads = tensors[0].shape[1:3]
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
-    if not aligned or any(scope.page_bytes % 16 for scope in scopes):
+    if not aligned or any(table.page_bytes % 16 for table in tables):
         return "its kernels read 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
-    if layout == KVLayout.V32_FP8 and len(scopes) > 1:
+    if layout == KVLayout.V32_FP8 and len(tables) > 1:
         return "its V3.2 kernel reads one cache"
-    if any(scope.rows_per_length not in (0, q_len) for scope in scopes):
+    if any(table.rows_per_length not in (0, q_len) for table in tables):
         return "its lengths are a request's, not a query token's"
     if _chunk(q_len, flashmla.padded_heads(heads), device) < 1:
         return f"its accumulators for one request of {q_len} query tokens are too large"
     return None
 
 
-def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape. The sanitiser runs first where the operator needs it."""
     batch, q_len, heads, _ = q.shape
     padded = flashmla.padded_heads(heads)
     chunk = _chunk(q_len, padded, route.device_info(q.device))
     takes_lengths = layout != KVLayout.V32_FP8  # what lies beyond them is −1 instead
     columns = flashmla.DECODE_COLUMNS
-    tables = [
+    cleaned = [
         Table(
-            scope.topk,
-            -(-scope.topk // columns) * columns,
-            scope.num_slots,
-            scope.rows_per_length > 0,
+            table.topk,
+            -(-table.topk // columns) * columns,
+            table.num_slots,
+            table.rows_per_length > 0,
             keeps_lengths=takes_lengths,
-            stride=scope.stride,
+            stride=table.stride,
         )
-        for scope in scopes
+        for table in tables
     ]
     sanitise = None
-    fits = (padded == heads or not has_sink) and all(table.width == table.topk for table in tables)
+    fits = (padded == heads or not has_sink) and all(table.width == table.topk for table in cleaned)
     if not options.assume_valid_indices or not fits:
         sinks = heads if has_sink else 0
-        sanitise = Sanitiser(batch * q_len, q_len, tables, sinks, padded, options.keeps_memory)
+        sanitise = Sanitiser(batch * q_len, q_len, cleaned, sinks, padded, options.keeps_memory)
     at_once = functools.partial(_decode_at_once, _operator("sparse_decode_fwd"), options.softmax_scale, takes_lengths)
     if padded == heads and batch <= chunk:
         attend = at_once(sanitise)
@@ -83,8 +83,8 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     if strides_fit and options.empty_lse > 0:
         return attend
 
-    def run(q, *rest):
-        out, lse = attend(q if strides_fit else q.contiguous(), *rest)
+    def run(q, *arguments):
+        out, lse = attend(q if strides_fit else q.contiguous(), *arguments)
         if options.empty_lse < 0:
             lse = lse.masked_fill(torch.isposinf(lse), options.empty_lse)
         return out, lse
@@ -131,16 +131,15 @@ def _decode_in_pieces(
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
         if sanitise is not None:
-            given = (indices, lengths, extra_indices, extra_lengths, attn_sink)
-            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise(*given)
+            tables = (indices, lengths, extra_indices, extra_lengths)
+            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise(*tables, attn_sink)
         q = _pad_heads(q, padded)
         pieces = []
         for start in range(0, batch, chunk):
-            some = slice(start, start + chunk)
-            rows = [x if x is None else x[some] for x in (q, indices, lengths, extra_indices, extra_lengths)]
-            own = schedule if chunk >= batch else Schedule()
+            piece = slice(start, start + chunk)
+            rows = [x if x is None else x[piece] for x in (q, indices, lengths, extra_indices, extra_lengths)]
             tables = (k_cache, rows[1], rows[2], extra_k_cache, rows[3], rows[4])
-            out, lse = alone(rows[0], *tables, attn_sink, own)
+            out, lse = alone(rows[0], *tables, attn_sink, schedule if chunk >= batch else Schedule())
             pieces.append((out[:, :, :heads], lse[:, :heads]))
         return tuple(torch.cat(x) for x in zip(*pieces))
 
@@ -154,19 +153,19 @@ def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -
     return None
 
 
-def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
+def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     """As `prefill.prepare`'s `run`, at one shape. The operator checks every index, and the sanitiser does the rest."""
     rows, heads, _ = q.shape
     library, padded = flashmla.library(), flashmla.padded_heads(heads)
-    has_lengths = scope.rows_per_length > 0
-    width = -(-scope.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
+    has_lengths = table.rows_per_length > 0
+    width = -(-table.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
     clips = has_lengths and not options.assume_valid_indices
     # SM100's kernel reads rows beyond the length, NaN included.
-    rewrites = width != scope.topk or (clips and route.device_info(q.device).compute_capability[0] == 10)
+    rewrites = width != table.topk or (clips and route.device_info(q.device).compute_capability[0] == 10)
     sanitise = None
     if rewrites or clips:
-        table = Table(scope.topk, width, scope.num_slots, has_lengths, rewritten=rewrites)
-        sanitise = Sanitiser(rows, 1, [table], 0, padded, options.keeps_memory)
+        cleaned = Table(table.topk, width, table.num_slots, has_lengths, rewritten=rewrites)
+        sanitise = Sanitiser(rows, 1, [cleaned], 0, padded, options.keeps_memory)
     asks_for_log2 = options.log2 and not library.log2_prefill
     wants_natural = library.log2_prefill and not options.log2
     attend = _prefill_at_once(_operator("sparse_prefill_fwd"), sanitise, options.softmax_scale, rewrites, asks_for_log2)
@@ -218,8 +217,8 @@ def _prefill_padded(at_once: Callable[..., Results], heads: int, padded: int, wa
 
 def _operator(name: str) -> Callable:
     """FlashMLA's operator: the function that torch's `OpOverload` would only call."""
-    found = getattr(getattr(torch.ops, flashmla.library().namespace), name).default
-    return getattr(found, "_op", found)
+    operator = getattr(getattr(torch.ops, flashmla.library().namespace), name).default
+    return getattr(operator, "_op", operator)
 
 
 def _pad_heads(x: torch.Tensor, padded: int) -> torch.Tensor:

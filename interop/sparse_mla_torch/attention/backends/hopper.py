@@ -26,37 +26,37 @@ def are_aligned(tensors: Iterable[torch.Tensor | None]) -> bool:
     return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
 
 
-def decode_obstacle(options, layout, scopes, tensors, device) -> str | None:
+def decode_obstacle(options, layout, tables, tensors, device) -> str | None:
     """Why the kernel cannot take these tensors; None if it can."""
-    if not are_aligned(tensors) or any(scope.page_bytes % 16 for scope in scopes):
+    if not are_aligned(tensors) or any(table.page_bytes % 16 for table in tables):
         return "its kernel reads 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
     return None
 
 
-def _numbers(scope: TableShape) -> list[int]:
+def _numbers(table: TableShape) -> list[int]:
     """The kernel's Shape of a table."""
-    places = cache_numbers(scope.layout, scope.num_slots, scope.page_size, scope.page_bytes)
-    return [scope.topk, scope.stride or scope.topk, scope.rows_per_length, *places]
+    cache = cache_numbers(table.layout, table.num_slots, table.page_size, table.page_bytes)
+    return [table.topk, table.stride or table.topk, table.rows_per_length, *cache]
 
 
-def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
     batch, q_len, heads, _ = q.shape
     plan = decode_plan(
         batch * q_len,
         heads,
-        tuple(scope.topk for scope in scopes),
-        has_lengths=any(scope.rows_per_length for scope in scopes),
+        tuple(table.topk for table in tables),
+        has_lengths=any(table.rows_per_length for table in tables),
         sm_count=route.device_info(q.device).sm_count,
         batch_invariant=options.batch_invariant,
     )
-    tables, kernel_format = [*map(_numbers, scopes), _NO_TABLE], decode_format(x.layout for x in scopes)
+    numbers, kernel_format = [*map(_numbers, tables), _NO_TABLE], decode_format(x.layout for x in tables)
     library, shape = build.module(*BACKENDS["hopper"].binaries["decode"]), (batch, q_len, heads)
-    bytes_of_it = library.sparse_decode_plan(
-        *(batch * q_len, heads, kernel_format, tables[0], tables[1]),
+    plan_bytes = library.sparse_decode_plan(
+        *(batch * q_len, heads, kernel_format, numbers[0], numbers[1]),
         *(options.softmax_scale, options.empty_lse, plan.tile, plan.groups, plan.cuts, q.get_device()),
     )
-    launch = launcher.planned(library.sparse_decode_run(), bytes_of_it, _NUM_TENSORS)
+    launch = launcher.planned(library.sparse_decode_run(), plan_bytes, _NUM_TENSORS)
     scratch_bytes = plan.scratch_bytes
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):

@@ -1,4 +1,4 @@
-"""The reference on torch tensors: what CPU tensors go to, and what no kernel serves. JAX computes it, over DLPack."""
+"""The reference, for CPU tensors and for calls that no kernel serves. JAX computes it, over DLPack."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.kv_cache import PagedKV
 from sparse_mla_torch.attention.backends import in_base_2
 from sparse_mla_torch.attention.call_cache import Results
-from sparse_mla_torch.attention.decode import extra_layout_of, page_rows
+from sparse_mla_torch.attention.pages import extra_layout_of, page_rows
 from sparse_mla_torch.bridge import call
 
 WRITES_INTO = False
 
 
-def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.detach().contiguous()
+
+
+def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
 
-    def cache_of(k_cache, scope, layout=layout):
+    def cache_of(k_cache, layout, page_size):
         if k_cache is None:
             return None
-        return PagedKV(data=page_rows(k_cache, layout), layout=layout, page_size=scope.page_size)
+        return PagedKV(data=page_rows(k_cache, layout), layout=layout, page_size=page_size)
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
-        arguments = {"topk_length": lengths, "attn_sink": attn_sink}
-        arguments |= {"extra_indices": extra_indices, "extra_topk_length": extra_lengths}
-        arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
         extra_layout = layout if extra_k_cache is None else extra_layout_of(layout, extra_k_cache)
         out, lse = call(
-            sparse_mla_decode,
-            q.detach().contiguous(),
-            cache_of(k_cache, scopes[0]),
-            indices.contiguous(),
-            extra_cache=cache_of(extra_k_cache, scopes[-1], extra_layout),
+            *(sparse_mla_decode, _dense(q), cache_of(k_cache, layout, tables[0].page_size), indices.contiguous()),
+            topk_length=_dense(lengths),
+            attn_sink=_dense(attn_sink),
+            extra_cache=cache_of(extra_k_cache, extra_layout, tables[-1].page_size),
+            extra_indices=_dense(extra_indices),
+            extra_topk_length=_dense(extra_lengths),
             softmax_scale=options.softmax_scale,
             backend="reference",
             batch_invariant=options.batch_invariant,
-            **arguments,
         )
         lse = lse.masked_fill(torch.isneginf(lse), options.empty_lse).transpose(1, 2)
         return out.clone(), lse  # JAX's memory is not to be written to
@@ -46,16 +47,15 @@ def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
     return run
 
 
-def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
+def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     """As `prefill.prepare`'s `run`, at one shape."""
 
     def run(q, kv, indices, lengths, attn_sink, into):
-        arguments = {"kv": kv[:, 0], "indices": indices[:, 0], "topk_length": lengths, "attn_sink": attn_sink}
-        arguments = {name: x if x is None else x.detach().contiguous() for name, x in arguments.items()}
         results = call(
             sparse_mla_prefill,
-            q.detach().contiguous(),
-            **arguments,
+            *(_dense(q), _dense(kv[:, 0]), _dense(indices[:, 0])),
+            topk_length=_dense(lengths),
+            attn_sink=_dense(attn_sink),
             softmax_scale=options.softmax_scale,
             backend="reference",
         )

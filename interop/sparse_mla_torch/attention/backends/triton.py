@@ -11,7 +11,7 @@ from jax_sparse_mla.attention.triton import launch as kernels
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from sparse_mla_torch.attention.backends import in_base_2, into_results
 from sparse_mla_torch.attention.call_cache import Results
-from sparse_mla_torch.launch.executor import DirectLaunch, device_facts
+from sparse_mla_torch.launch.executor import DirectLaunch, launch_device
 
 WRITES_INTO = True
 
@@ -28,17 +28,17 @@ class Attention:
         layout: KVLayout,
         rows: int,
         heads: int,
-        scopes: tuple[TableShape, ...],
+        tables: tuple[TableShape, ...],
         softmax_scale: float,
         has_sink: bool,
         device: torch.device,
-        **options,
+        **options: bool,
     ):
-        shape = kernels.CallShape(layout, rows, heads, scopes, softmax_scale, has_sink)
-        attend, combine = kernels.launches(shape, device_facts(device), **options)
+        shape = kernels.CallShape(layout, rows, heads, tables, softmax_scale, has_sink)
+        attend, combine = kernels.launches(shape, launch_device(device), **options)
         self._attend = DirectLaunch(attend)
         self._combine = None if combine is None else DirectLaunch(combine)
-        self._some_shapes = [x.shape for x in attend.outputs[:2]]
+        self._part_shapes = [x.shape for x in attend.outputs[:2]]
 
     def __call__(
         self,
@@ -54,33 +54,33 @@ class Attention:
         if self._combine is None:
             self._attend(inputs, (out, lse, max_logits))
             return
-        some_out, some_lse = (q.new_empty(shape, dtype=torch.float32) for shape in self._some_shapes)
-        self._attend(inputs, (some_out, some_lse, None))
-        self._combine((some_out, some_lse, inputs[-1]), (out, lse))
+        part_out, part_lse = (q.new_empty(shape, dtype=torch.float32) for shape in self._part_shapes)
+        self._attend(inputs, (part_out, part_lse, None))
+        self._combine((part_out, part_lse, inputs[-1]), (out, lse))
 
 
-def decode(options, q, layout, scopes, has_sink) -> Callable[..., Results]:
+def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
     batch, q_len, heads, _ = q.shape
     attend = Attention(
         layout,
         batch * q_len,
         heads,
-        tuple(scopes),
+        tuple(tables),
         options.softmax_scale,
         has_sink,
         q.device,
         empty_is_inf=options.empty_lse > 0,
         may_split=not options.batch_invariant,
     )
-    return into_results(attend, len(scopes), (batch, q_len, heads))
+    return into_results(attend, len(tables), (batch, q_len, heads))
 
 
-def prefill(options, q, scope, has_sink) -> Callable[..., Results]:
+def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     """As `prefill.prepare`'s `run`, at one shape."""
     q_len, heads, qk_dim = q.shape
     attend = Attention(
-        *(workspace_layout(qk_dim), q_len, heads, (scope,)),
+        *(workspace_layout(qk_dim), q_len, heads, (table,)),
         options.softmax_scale,
         has_sink,
         q.device,

@@ -1,4 +1,4 @@
-"""Sparse MLA prefill for SM90 in Pallas Mosaic GPU: a persistent kernel, explained in docs/kernels-prefill.md.
+"""Sparse MLA prefill for SM90 in Pallas Mosaic GPU: a persistent kernel, explained in docs/*/kernels-prefill.md.
 
 A thread block takes work items one after the other; an item is 64 heads of a query token. It goes through the token's
 keys in pairs of blocks of 64. Two warpgroups are consumers: warpgroup 0 scores block 0 and owns the left half of the

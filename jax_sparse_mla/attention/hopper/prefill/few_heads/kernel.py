@@ -1,4 +1,4 @@
-"""Sparse MLA prefill for SM90 with few heads, in Pallas Mosaic GPU; docs/kernels-prefill.md explains it.
+"""Sparse MLA prefill for SM90 with few heads, in Pallas Mosaic GPU; docs/internals/kernels-prefill.md explains it.
 
 Scores and output are computed transposed, Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ. Keys, or columns of V, are then the 64 rows of a
 wgmma and the heads its 8, 16 or 32 columns, so no head is padded to 64.
