@@ -17,12 +17,12 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
 from jax_sparse_mla.models import ModelSpec
 
-# Measured on an H200 (docs/reference/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
-# multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies that XLA needs around it.
+# Measured on an H200 (docs/reference/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for
+# each multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies that XLA needs around it.
 _BLOCKS_PER_SM_BEFORE_FLASHMLA = 5
 
-# Measured on an H200 (docs/reference/routing.md): from so many rows on, a prefill chunk is done earlier from a gathered workspace
-# than from the paged caches.
+# Measured on an H200 (docs/reference/routing.md): from so many rows on, a prefill chunk is done earlier from a gathered
+# workspace than from the paged caches.
 _GATHERED_FROM_ROWS = 256
 
 

@@ -26,8 +26,8 @@ class _Sooner(NamedTuple):
         return call.layout == self.layout and all(low <= size <= high for size, (low, high) in zip(sizes, ranges))
 
 
-# Measured on an H200 (docs/reference/routing.md). V4's calls of 1,152 columns are those of C128 layers, whose compressed entries
-# stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
+# Measured on an H200 (docs/reference/routing.md). V4's calls of 1,152 columns are those of C128 layers, whose
+# compressed entries stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
 _PAGES_OF_C128 = (1, 2)
 _FLASHMLA_SOONER = (
     _Sooner(KVLayout.V32_FP8, (65, 128), (1153, _ANY), (2, 15), "0.9 to 1.0"),
