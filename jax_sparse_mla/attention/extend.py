@@ -70,8 +70,8 @@ def sparse_mla_extend(
     if workspace is not None and workspace.shape[0] < plan.workspace_rows:
         raise check.fail(f"workspace must have at least {plan.workspace_rows} rows, got {workspace.shape[0]}")
     if (compressed_cache is None) != (plan.compress_ratio == 0):
-        given = "None" if compressed_cache is None else "a cache"
-        raise check.fail(f"compressed_cache must be None exactly when the plan's ratio is 0; got {given}, "
+        argument = "None" if compressed_cache is None else "a cache"
+        raise check.fail(f"compressed_cache must be None exactly when the plan's ratio is 0; got {argument}, "
                          f"ratio {plan.compress_ratio}")  # fmt: skip
     if compressed_cache is not None:
         check_second_cache(check, caches, swa_cache, compressed_cache)

@@ -9,7 +9,9 @@ import operator
 import jax
 
 from jax_sparse_mla._pytree import pytree_dataclass
-from jax_sparse_mla.attention.api import plan_here
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.machine import plan_here
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.metadata import (
     ForwardBatch,
@@ -96,7 +98,7 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
 
     Other modes attend to the paged caches: their rows have no context in common.
     """
-    topk = (spec.window or 0) + spec.index_width
-    layouts = {"layout": spec.kv_layout, "extra_layout": spec.compressed_layout}
-    plan = plan_here("decode", **layouts, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
-    return plan.kernel == "sparse_prefill"
+    columns = (spec.window or 0) + spec.index_width
+    call = Call("decode", spec.kv_layout, rows, spec.num_heads, DeviceInfo.current(), columns)
+    call = dataclasses.replace(call, chunk=True, extra_layout=spec.compressed_layout)
+    return plan_here(call).kernel == "sparse_prefill"
