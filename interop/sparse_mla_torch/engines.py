@@ -258,10 +258,10 @@ def build_metadata(
       TypeError, ValueError: as the builders; `out` of another mode, model or shape.
     """
     options = {}
-    if spec.window is None:
+    if not spec.windowed:
         prefill_backend = prefill_backend or _prefill_backend(spec, step)
         options = {"fp8_kv_cache": fp8_kv_cache, "prefill_backend": prefill_backend}
-    if spec.window is not None and step.tables.full_to_swa is None:
+    if spec.windowed and step.tables.full_to_swa is None:
         raise ValueError(f"build_metadata: {spec.name} has a window, and the step no full_to_swa (swa_block_tables)")
     build = _launch if step.batch.seq_lens.is_cuda else _build_by_jax
     return build(spec, step, options, out)
@@ -276,7 +276,7 @@ def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
 
 def _launch(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
     # Triton is imported only here, where there is a GPU.
-    if spec.window is None:
+    if not spec.windowed:
         from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata as build
     else:
         from sparse_mla_torch.operations.metadata import build_v4_metadata as build
@@ -285,7 +285,7 @@ def _launch(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
 
 
 def _build_by_jax(spec: ModelSpec, step: EngineStep, options: dict[str, Any], out):
-    build = metadata.build_v32_metadata if spec.window is None else metadata.build_v4_metadata
+    build = metadata.build_v4_metadata if spec.windowed else metadata.build_v32_metadata
     made = bridge.call(build, spec, *step, **options)
     if out is None:
         # Copies, because the bridge's tensors are JAX's memory and layers write into the indexer's indices.

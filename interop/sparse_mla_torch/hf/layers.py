@@ -33,7 +33,7 @@ from jax_sparse_mla.layers import (
     v4_layer,
     v32_layer,
 )
-from jax_sparse_mla.metadata.v4 import INDEXED_RATIO
+from jax_sparse_mla.models import INDEXED_RATIO
 from jax_sparse_mla.serving.scheduler import PAGED
 from sparse_mla_torch.bridge import to_jax, to_torch
 from sparse_mla_torch.hf.replace import selected_indices

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from jax_sparse_mla.compressor import triton as kernels
-from jax_sparse_mla.compressor.state import OVERLAP_RATIO, compressor_window
+from jax_sparse_mla.compressor.state import compressor_window, row_halves
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import FLOATS, check_tensor, output_or_new
 
@@ -27,6 +27,7 @@ def compress_kv(
     inv_freq: torch.Tensor,
     ratio: int,
     norm_eps: float = 1e-6,
+    overlap: bool | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compresses the groups that this step's tokens complete; the state is updated in place.
@@ -34,7 +35,7 @@ def compress_kv(
     Args:
       state_kv, state_score: the carried tokens, float32 `[max_requests, ring, coff * head_dim]`.
       kv, score: bfloat16 or float32 `[T, coff * head_dim]`, both of one dtype; head_dim even.
-      positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, ratio, norm_eps: as
+      positions, req_rows, query_start_loc, ape, norm_weight, inv_freq, ratio, norm_eps, overlap: as
         `jax_sparse_mla.compress_kv`; norm_weight of kv's dtype or float32, at least one frequency.
       out: `(entries, rows)` to write into, bfloat16 `[N, head_dim]` and int32 `[N]`, `N = min(T, T // ratio + B)`;
         allocated by default.
@@ -49,16 +50,16 @@ def compress_kv(
     function = "compress_kv"
     (head_dim,) = check_tensor(function, "norm_weight", norm_weight, (None,), kv, FLOATS)
     (half_rope,) = check_tensor(function, "inv_freq", inv_freq, (None,), kv, (torch.float32,))
-    width = (2 if ratio == OVERLAP_RATIO else 1) * head_dim
+    width, window = row_halves(ratio, overlap) * head_dim, compressor_window(ratio, overlap)
     num_rows, _ = check_tensor(function, "kv", kv, (None, width), kv, FLOATS)
     state_shape = (None, None, width)
     max_requests, ring, _ = check_tensor(function, "state_kv", state_kv, state_shape, kv, (torch.float32,))
     num_requests = check_tensor(function, "query_start_loc", query_start_loc, (None,), kv)[0] - 1
     num_entries = min(num_rows, num_rows // ratio + num_requests)
-    if head_dim % 2 or not 0 < 2 * half_rope <= head_dim or ring < compressor_window(ratio) or num_requests < 0:
+    if head_dim % 2 or not 0 < 2 * half_rope <= head_dim or ring < window or num_requests < 0:
         raise ValueError(
             f"{function}: needs an even head_dim, 1 to head_dim / 2 frequencies, a ring of at least "
-            f"{compressor_window(ratio)} tokens and query_start_loc [B + 1], "
+            f"{window} tokens and query_start_loc [B + 1], "
             f"got head_dim {head_dim}, {half_rope}, {ring} and {num_requests + 1} entries"
         )
     entries, rows = out or (None, None)
@@ -77,6 +78,14 @@ def compress_kv(
         rows.fill_(-1)
         return entries, rows
     step = kv, score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq
-    static = {"ratio": ratio, "norm_eps": float(norm_eps), "num_entries": num_entries}
-    kernels.compress(executor(kv.device), state_kv, state_score, *step, **static, out=(entries, rows))
+    kernels.compress(
+        executor(kv.device),
+        state_kv,
+        state_score,
+        *step,
+        ratio=ratio,
+        norm_eps=float(norm_eps),
+        num_entries=num_entries,
+        out=(entries, rows),
+    )
     return entries, rows

@@ -13,7 +13,7 @@ from jax_sparse_mla.metadata.triton import schedules
 from jax_sparse_mla.metadata.triton import v4 as kernels
 from jax_sparse_mla.metadata.triton import window as window_kernels
 from jax_sparse_mla.metadata.v4 import V4Metadata, assemble_v4, has_v4_kernel
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import ModelSpec
 from sparse_mla_torch.launch.executor import allocate, executor
 from sparse_mla_torch.operations.checks import check_output, check_tensor, output_or_new
 
@@ -94,10 +94,10 @@ def build_v4_metadata(
         not contiguous or on another device.
     """
     function, mode = "build_v4_metadata", batch.mode
-    if spec.window is None or not has_v4_kernel(spec):
+    if not spec.windowed or not has_v4_kernel(spec):
         raise ValueError(
-            f"{function}: spec must have a window and compress ratios 0, {INDEXED_RATIO} and one more at most, "
-            f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
+            f"{function}: spec must have a window, at most one compress ratio whose layers select and beside it one "
+            f"more, got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
     requests, rows, drafts = check_step(function, batch, tables)
     like = batch.seq_lens

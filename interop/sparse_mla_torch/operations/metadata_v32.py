@@ -54,12 +54,12 @@ def build_v32_metadata(
         device.
     """
     function, mode = "build_v32_metadata", batch.mode
-    if spec.window is not None:
+    if spec.windowed:
         raise ValueError(f"{function}: spec must be a model without a sliding window, got {spec.name}")
-    if spec.index_pool > 1:
+    if (pool := spec.kind().pool) > 1:
         raise ValueError(
             f"{function}: spec must be a model whose tokens have an index key each, got {spec.name} with pools of "
-            f"{spec.index_pool}; jax_sparse_mla.build_v32_metadata serves it"
+            f"{pool}; jax_sparse_mla.build_v32_metadata serves it"
         )
     transform = topk_transform_of(function, mode, fp8_kv_cache, prefill_backend)
     requests, rows, drafts = check_step(function, batch, tables)
