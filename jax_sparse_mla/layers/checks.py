@@ -73,10 +73,7 @@ def check_v4_layer(
     if step.plan is not None and (of := step.plan.compress_ratio) != ratio:
         raise check.fail(f"plan must be of the layer's ratio {ratio}, got one of ratio {of}: V4Step.plans[{ratio}]")
     own_keys, compresses_keys = kind.selected and kind.owns_kv, kind.owns_kv and kind.index_keys == "compressor"
-    where, made_by = (
-        f"{name or 'a layer'} of compress ratio {ratio}",
-        f"V4LayerCache.zeros(spec, {ratio * kind.owns_kv}, ...)",
-    )
+    where, made_ratio = f"{name or 'a layer'} of compress ratio {ratio}", ratio if kind.owns_kv else 0
     for part, value, needed, expected in (
         ("cache.swa", cache.swa, True, PagedKV),
         ("cache.compressed", cache.compressed, kind.owns_kv, PagedKV),
@@ -92,7 +89,7 @@ def check_v4_layer(
         ("source", source, ratio > 0 and not kind.owns_kv, "given"),
     ):
         if needed:
-            _need(check, part, value, expected, f"in {where}", made_by)
+            _need(check, part, value, expected, f" in {where}", f"V4LayerCache.zeros(spec, {made_ratio}, ...)")
         elif name is not None and value is not None:
             without = " without an indexer" * (part == "rows.index")
             raise check.fail(f"{part} must be None in {where}{without}, got {type(value).__name__}")
@@ -102,22 +99,10 @@ def check_v4_layer(
         return
     holder, read = ("cache", cache) if kind.owns_kv else ("source", source)
     for part in ("compressed", "index_k") if kind.selected else ():
-        if getattr(read, part) is None:
-            raise TypeError(
-                f"{check.function}: {holder}.{part} must be given: the caches of the layer's KV source, got None"
-            )
+        _need(check, f"{holder}.{part}", getattr(read, part), "given: the caches of the layer's KV source")
     _check_one_layer(check, holder, read)
     if kind.selected:
-        _check_index_k(
-            check,
-            read.index_k,
-            f"{holder}.index_k",
-            f"{holder}.compressed",
-            read.compressed,
-            entries=spec.page_size // ratio,
-            unit=f"{ratio} tokens",
-            format=spec.index_format,
-        )
+        _check_index_k(check, holder, read.index_k, "compressed", read.compressed, spec=spec, tokens=ratio)
     pool = metadata.compressed[ratio]
     if (tokens := read.compressed.num_slots * ratio) < (pool.pool_tokens or 0):
         raise check.fail(
@@ -126,10 +111,8 @@ def check_v4_layer(
             f"has {pool.pool_tokens} (full_to_swa): make it with the pool's number of pages"
         )
     window = compressor_window(ratio, kind.overlap)
-    if kind.gated:
-        _check_state(check, "cache.state", cache.state, step.batch, window, pool.pool_requests)
-    if compresses_keys:
-        _check_state(check, "cache.index_state", cache.index_state, step.batch, window, pool.pool_requests)
+    for part in ("state",) * kind.gated + ("index_state",) * compresses_keys:
+        _check_state(check, f"cache.{part}", getattr(cache, part), step.batch, window, pool.pool_requests)
 
 
 def check_v41_layer(
@@ -169,13 +152,15 @@ def check_v41_layer(
     return kind
 
 
-def _need(check: ArgumentChecks, part: str, value: Any, expected: type | str, where: str, made_by: str) -> None:
+def _need(
+    check: ArgumentChecks, part: str, value: Any, expected: type | str, where: str = "", made_by: str = ""
+) -> None:
     """Refuses a part that is missing, or not of the expected type."""
-    if value is None or (isinstance(expected, type) and not isinstance(value, expected)):
-        wanted = f"a {expected.__name__}" if isinstance(expected, type) else expected
-        remedy = f"; {made_by} makes it" if part.startswith("cache.") else ""
-        said = f"{wanted} {where}".rstrip()
-        raise TypeError(f"{check.function}: {part} must be {said}, got {type(value).__name__}{remedy}")
+    of_type = isinstance(expected, type)
+    if value is None or (of_type and not isinstance(value, expected)):
+        remedy = f"; {made_by} makes it" if made_by and part.startswith("cache.") else ""
+        said = f"a {expected.__name__}" if of_type else expected
+        raise TypeError(f"{check.function}: {part} must be {said}{where}, got {type(value).__name__}{remedy}")
 
 
 def _check_state(
@@ -235,7 +220,7 @@ def check_v32_layer(
         ("cache.index_state", cache.index_state, pools, CompressorState),
     ):
         if needed:
-            _need(check, part, value, expected, "", "V32LayerCache.zeros(spec, ...)")
+            _need(check, part, value, expected, made_by="V32LayerCache.zeros(spec, ...)")
     if indexed != cache.has_index_k:
         raise check.fail(
             "rows and cache must both be of a layer with an indexer or both of one without, got "
@@ -265,17 +250,7 @@ def check_v32_layer(
     if indexed:
         if pool > 1:
             _check_state(check, "cache.index_state", cache.index_state, batch, pool)
-        _check_index_k(
-            check,
-            cache.index_k,
-            "cache.index_k",
-            "cache.kv",
-            cache.kv,
-            entries=spec.page_size // pool,
-            unit="token" if pool == 1 else "pool",
-            tokens=pool,
-            format=spec.index_format,
-        )
+        _check_index_k(check, "cache", cache.index_k, "kv", cache.kv, spec=spec, tokens=pool)
 
 
 def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: bool = False) -> None:
@@ -299,18 +274,10 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
 
 
 def _check_index_k(
-    check: ArgumentChecks,
-    index_k: Any,
-    name: str,
-    beside_name: str,
-    beside: PagedKV,
-    *,
-    entries: int,
-    unit: str,
-    tokens: int = 1,
-    format: IndexFormat,
+    check: ArgumentChecks, holder: str, index_k: Any, part: str, beside: PagedKV, *, spec: ModelSpec, tokens: int
 ) -> None:
-    """index_k has pages of `entries` keys of this format, and a key for every `tokens` slots of the cache beside it."""
+    """index_k has pages of keys of `tokens` tokens in the model's format, as many as the cache beside it can hold."""
+    name, format, entries = f"{holder}.index_k", spec.index_format, spec.page_size // tokens
     stored, data = (index_k.format, index_k.data) if isinstance(index_k, IndexKeys) else (IndexFormat.FP8, index_k)
     if stored != format:
         raise check.fail(f"{name} must be of {format!r}, by which its layer quantises queries, got {stored!r}")
@@ -325,8 +292,9 @@ def _check_index_k(
             f"all, got {shape[1]} bytes (of {shape[1] / format.key_bytes:g} keys)"
         )
     pages = index_k.num_pages if isinstance(index_k, IndexKeys) else shape[0]
-    if pages * entries * tokens != beside.num_slots:
+    if pages * entries * (tokens if part == "kv" else 1) != beside.num_slots:
+        unit = f"{tokens} tokens" if tokens > 1 else "token"
         raise check.fail(
-            f"{name} must have a key for every {unit} that {beside_name} has room for, got {pages} pages of {entries} "
-            f"keys and {beside.num_pages} pages of {beside.page_size}: make both with the pool's number of pages"
+            f"{name} must have a key for every {unit} that {holder}.{part} has room for, got {pages} pages of "
+            f"{entries} keys and {beside.num_pages} pages of {beside.page_size}: make both with the pool's number of pages"
         )

@@ -207,7 +207,7 @@ def test_what_is_refused():
             dataclasses.replace(cache, index_k=cache.index_k[:2]),
             rows,
             {"index_ape": ape},
-            "cache.index_k must have a key for every pool that cache.kv has room for, got 2 pages",
+            "cache.index_k must have a key for every 4 tokens that cache.kv has room for, got 2 pages",
         ),
         (
             ValueError,
