@@ -1,4 +1,4 @@
-"""What a layer refuses at trace time: caches that cannot be right, which would give wrong results and no error.
+"""Checks of a layer's arguments at trace time: caches that cannot be right would give wrong results and no error.
 
 A V4 layer's arrays may be torch's: only their shapes and dtypes are read.
 
@@ -296,5 +296,5 @@ def _check_index_k(
         unit = f"{tokens} tokens" if tokens > 1 else "token"
         raise check.fail(
             f"{name} must have a key for every {unit} that {holder}.{part} has room for, got {pages} pages of "
-            f"{entries} keys and {beside.num_pages} pages of {beside.page_size}: make both with the pool's number of pages"
+            f"{entries} keys and {beside.num_pages} pages of {beside.page_size}: make both with the pool's pages"
         )

@@ -42,7 +42,7 @@ class LayerOptions(NamedTuple):
 
 @pytree_dataclass
 class V41Selection:
-    """What an index source leaves for the layers after it.
+    """The selection of an index source, for the layers after it.
 
     Attributes:
       positions: int32 `[T, index_topk]`, the selected compressed positions, −1 padded.
@@ -171,8 +171,8 @@ class V4LayerParams(LayerPool):
 
     def _each(self, function: Callable[[LayerPool], LayerPool]) -> V4LayerParams:
         parts = {name: getattr(self, name) for name in ("compressor", "index_compressor", "index_keys")}
-        parts = {name: function(part) for name, part in parts.items() if part is not None}
-        return dataclasses.replace(function(self), **parts)
+        replaced = {name: function(part) for name, part in parts.items() if part is not None}
+        return dataclasses.replace(function(self), **replaced)
 
 
 class _LayerCache:

@@ -1,4 +1,4 @@
-"""What a V4 prefill chunk gathers into its workspace, and where each request's rows lie there."""
+"""The plan of a V4 prefill chunk: the rows gathered into its workspace, and where each request's rows lie there."""
 
 from __future__ import annotations
 

@@ -159,13 +159,14 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
 
 def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
     """The metadata of arrays by name: a field's, or a compress ratio and a field's of its CompressedMetadata."""
-    fields, compressed = {}, {}
+    fields, by_ratio = {}, {}
     for name, x in arrays.items():
         if isinstance(name, tuple):
-            compressed.setdefault(name[0], {})[name[1]] = x
+            by_ratio.setdefault(name[0], {})[name[1]] = x
         else:
             fields[name] = x
-    return V4Metadata(**fields, compressed={ratio: CompressedMetadata(**of) for ratio, of in compressed.items()})
+    compressed = {ratio: CompressedMetadata(**of_ratio) for ratio, of_ratio in by_ratio.items()}
+    return V4Metadata(compressed=compressed, **fields)
 
 
 def has_v4_kernel(spec: ModelSpec) -> bool:

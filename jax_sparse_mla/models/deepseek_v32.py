@@ -55,9 +55,10 @@ def _layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     """The kind of each layer; () where the config does not say how many there are."""
     if not is_int(reader(config)("num_hidden_layers")):
         return ()
-    own = kind_of_ratio(0, window=None)
+    indexing = kind_of_ratio(0, window=None)
     _, indexed = _layers_with_indexer(config)
-    return tuple(own if has_indexer else dataclasses.replace(own, selects="shared") for has_indexer in indexed)
+    sharing = dataclasses.replace(indexing, selects="shared")
+    return tuple(indexing if has_indexer else sharing for has_indexer in indexed)
 
 
 _INDEXER_TYPES = {"full": True, "F": True, "shared": False, "S": False}

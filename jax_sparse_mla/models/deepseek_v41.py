@@ -39,7 +39,7 @@ class V41Spec(ModelSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class V41Layer:
-    """What a layer of DeepSeek-V4.1 owns, and of which layers it reads the rest; a static argument of `v41_layer`.
+    """A layer of DeepSeek-V4.1: what it owns, and which layers it reads; a static argument of `v41_layer`.
 
     Attributes:
       index: the layer's number.

@@ -13,7 +13,8 @@ V41_RATIOS = (1, 2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What a layer's attention reads and owns. The default is a layer without sparse attention (GLM-5.3's linear ones).
+    """The kind of a layer: what its attention reads and owns. The default is a layer without sparse attention, as the
+    linear ones of GLM-5.3.
 
     Attributes:
       ratio: the compress ratio, tokens of a compressed entry; 0 where the layer reads no compressed cache.
