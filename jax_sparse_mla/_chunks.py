@@ -22,5 +22,5 @@ def map_rows(function: Callable[[Any], Any], rows: Any, at_most: int) -> Any:
     size = -(-count // chunks)
     if missing := chunks * size - count:
         rows = jax.tree.map(lambda x: jnp.concatenate([x, x[:missing]]), rows)
-    found = jax.lax.map(function, rows, batch_size=size)
-    return jax.tree.map(lambda x: x[:count], found) if missing else found
+    results = jax.lax.map(function, rows, batch_size=size)
+    return jax.tree.map(lambda x: x[:count], results) if missing else results

@@ -1,9 +1,9 @@
-"""The PyTorch face of jax_sparse_mla: tensors are exchanged without a copy, and transformers models run through it.
+"""The PyTorch face of jax_sparse_mla: its kernels for torch tensors, which JAX and torch exchange without a copy.
 
 `flash_mla` stands in for FlashMLA's module; `ops` has the same kernels as operators for `torch.compile`
 (`torch.ops.jax_sparse_mla.*`); `kernels` launches them into an engine's own buffers. `bridge` exchanges tensors with
-JAX; `hf` replaces the attention of a transformers DeepSeek-V3.2 or V4 model and serves it from paged caches
-(`jax-sparse-mla generate`). `plugins` makes vLLM and SGLang choose our kernels.
+JAX, `handover` hands requests from process to process, `plugins` makes vLLM and SGLang choose our kernels, and `check`
+compares a run of `jax-sparse-mla generate` with transformers.
 
 Importing the package imports neither torch nor JAX: engines load its plugins into every process. What is named here is
 imported when it is first asked for.

@@ -1,9 +1,8 @@
 """Writes a request's cached state to a file, so that another process continues the request from there.
 
-Disaggregated prefill and decode need this. `export_request` and `import_request` serve the engines of
-`sparse_mla_torch.hf` and of `jax_sparse_mla.serving`, in either direction. `read_cache` and `write_cache` serve the
-caches of one layer in any engine, as torch tensors (written in place) or JAX arrays; a layer's view (`layer(i)`) of
-arrays of several layers, too.
+Disaggregated prefill and decode need this. `export_request` and `import_request` serve the engine of
+`jax_sparse_mla.serving`. `read_cache` and `write_cache` serve the caches of one layer in any engine, as torch tensors
+(written in place) or JAX arrays; a layer's view (`layer(i)`) of arrays of several layers, too.
 
 The file is one safetensors file, version 1. Its metadata are `format` ("sparse_mla_handover"), `version` ("1") and
 `request`, JSON of
@@ -55,9 +54,9 @@ from safetensors.torch import save_file
 from jax_sparse_mla.indexer.logits import INDEX_DIM, INDEX_K_BYTES
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
-from jax_sparse_mla.serving.engine import Engine as JaxEngine
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.request import Request
 from sparse_mla_torch.bridge import to_torch
-from sparse_mla_torch.hf.engine import Engine, Request
 
 FORMAT, VERSION = "sparse_mla_handover", "1"
 
@@ -111,7 +110,7 @@ def write_cache(
     Raises:
       ValueError: `parts` has other names, dtypes or shapes than `read_cache` gives at this place.
     """
-    own = _own(cache)
+    layer_cache = _without_others(cache)
     check_parts(cache, place, parts)
     written = []
     for name, x in _leaves(cache).items():
@@ -121,8 +120,8 @@ def write_cache(
         else:
             x[tuple(torch.as_tensor(i, device=x.device) for i in index)] = parts[name].to(x.device)
         written.append(x)
-    updated = jax.tree.unflatten(jax.tree.structure(own), written)
-    return updated if own is cache else dataclasses.replace(cache, kv=updated.kv)
+    updated = jax.tree.unflatten(jax.tree.structure(layer_cache), written)
+    return updated if layer_cache is cache else dataclasses.replace(cache, kv=updated.kv)
 
 
 def check_parts(
@@ -141,14 +140,14 @@ def check_parts(
     for name, x in leaves.items():
         index = _rows_of(name, cache, place)
         expected = str(x.dtype).removeprefix("torch."), [len(index[-1]), *x.shape[len(index) :]]
-        given = str(parts[name].dtype).removeprefix("torch."), list(parts[name].shape)
-        if given != expected:
+        actual = str(parts[name].dtype).removeprefix("torch."), list(parts[name].shape)
+        if actual != expected:
             raise ValueError(
-                f"hand-over: {prefix}{name} must be {expected[0]} {expected[1]}, got {given[0]} {given[1]}"
+                f"hand-over: {prefix}{name} must be {expected[0]} {expected[1]}, got {actual[0]} {actual[1]}"
             )
 
 
-def export_request(engine: Engine | JaxEngine, request: Request, path: str | os.PathLike) -> None:
+def export_request(engine: Engine, request: Request, path: str | os.PathLike) -> None:
     """Writes a request that the engine is serving to a file. The file appears whole or not at all.
 
     Call it between steps, as `Engine.run`'s `on_step` does. The engine continues the request as before.
@@ -157,8 +156,7 @@ def export_request(engine: Engine | JaxEngine, request: Request, path: str | os.
       ValueError: the request is not being served, or nothing of it is cached yet; a model without a file format.
     """
     _check_model("export_request", engine)
-    if isinstance(engine, JaxEngine):
-        engine.wait()  # all tokens but the last are cached, and the host must know which one that is
+    engine.wait()  # all tokens but the last are cached, and the host must know which one that is
     if request.row is None or not request.computed:
         raise ValueError("export_request: the request must be in service, with tokens cached")
     place = _place(engine, request)
@@ -166,15 +164,15 @@ def export_request(engine: Engine | JaxEngine, request: Request, path: str | os.
     for i in range(len(engine.ratios)):
         parts = read_cache(engine.layer_cache(i), place)
         tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in parts.items()}
-    facts = {**_cache_facts(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
+    description = {**_cache_description(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
     path = Path(path)
     with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
         partial = Path(folder) / path.name
-        save_file(tensors, partial, {"format": FORMAT, "version": VERSION, "request": json.dumps(facts)})
+        save_file(tensors, partial, {"format": FORMAT, "version": VERSION, "request": json.dumps(description)})
         os.replace(partial, path)
 
 
-def import_request(engine: Engine | JaxEngine, path: str | os.PathLike, max_new_tokens: int) -> Request:
+def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int) -> Request:
     """Takes a request from a file into the engine's caches; `Engine.run` then goes on with it.
 
     Args:
@@ -190,11 +188,11 @@ def import_request(engine: Engine | JaxEngine, path: str | os.PathLike, max_new_
       RuntimeError: the engine has no free row.
     """
     _check_model("import_request", engine)
-    facts, tensors = _read_file(path)
-    for name, here in _cache_facts(engine).items():
-        if (there := facts.get(name)) != here:
+    description, tensors = _read_file(path)
+    for name, here in _cache_description(engine).items():
+        if (there := description.get(name)) != here:
             raise ValueError(f"import_request: {name} is {there} in {path}, and {here} here")
-    request = _new_request(engine, facts, tensors.pop("tokens", None), max_new_tokens)
+    request = _new_request(engine, description, tensors.pop("tokens", None), max_new_tokens)
     parts = [{} for _ in engine.ratios]
     for name, x in tensors.items():
         layer, _, field = name.removeprefix("layers.").partition(".")
@@ -219,14 +217,14 @@ def import_request(engine: Engine | JaxEngine, path: str | os.PathLike, max_new_
     return request
 
 
-def _check_model(function: str, engine: Engine | JaxEngine) -> None:
+def _check_model(function: str, engine: Engine) -> None:
     if engine.spec.kind().pool > 1:
         raise ValueError(f"{function}: the file has no place for the states of pools and linear attention, which "
                          f"{engine.spec.name} carries")  # fmt: skip
 
 
-def _cache_facts(engine: Engine | JaxEngine) -> dict[str, Any]:
-    """The facts in which two engines must agree."""
+def _cache_description(engine: Engine) -> dict[str, Any]:
+    """What two engines must agree in."""
     cache, spec = engine.layer_cache(0), engine.spec
     return {
         "model": spec.name,
@@ -245,8 +243,8 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch
                 raise ValueError(f"import_request: {path} has format {metadata.get('format')}, not {FORMAT}")
             if metadata.get("version") != VERSION:
                 raise ValueError(f"import_request: {path} has version {metadata.get('version')}, not {VERSION}")
-            facts = _parse(path, metadata.get("request", "null"))
-            return facts, {name: file.get_tensor(name) for name in sorted(file.keys())}
+            description = _parse(path, metadata.get("request", "null"))
+            return description, {name: file.get_tensor(name) for name in sorted(file.keys())}
     except safetensors.SafetensorError as error:
         raise ValueError(f"import_request: {path} is no whole safetensors file: {error}") from error
 
@@ -254,24 +252,24 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch
 def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
     """What a file says of its request: numbers, strings, and lists of them."""
     try:
-        facts = json.loads(text)
+        description = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, a thousand deep
         raise ValueError(f"import_request: {path} has metadata that is no JSON of a request: {error}") from None
-    if not isinstance(facts, dict):
+    if not isinstance(description, dict):
         raise ValueError(f"import_request: {path} does not say what it holds (metadata request: {text[:80]})")
-    for name, value in facts.items():
+    for name, value in description.items():
         if any(isinstance(x, (list, dict)) for x in (value if isinstance(value, list) else [value])):
             raise ValueError(f"import_request: {path} has metadata of lists within lists, or of objects: {name[:80]}")
-    return facts
+    return description
 
 
 def _new_request(
-    engine: Engine | JaxEngine, facts: dict[str, Any], tokens: torch.Tensor | None, max_new_tokens: int
+    engine: Engine, description: dict[str, Any], tokens: torch.Tensor | None, max_new_tokens: int
 ) -> Request:
     """The request of a file; validates its counts against each other and against the engine."""
     if tokens is None or tokens.dtype != torch.int32 or tokens.ndim != 1:
         raise ValueError("import_request: tokens must be int32 [tokens]")
-    total, prompt, computed = len(tokens), facts.get("prompt_tokens"), facts.get("computed")
+    total, prompt, computed = len(tokens), description.get("prompt_tokens"), description.get("computed")
     if not isinstance(prompt, int) or not isinstance(computed, int) or not 1 <= prompt <= total:
         raise ValueError(f"import_request: prompt_tokens must be 1 … {total}, got {prompt}")
     # In prefill nothing is generated yet; afterwards all tokens but the last are cached.
@@ -289,7 +287,7 @@ def _new_request(
     return Request(tokens[:prompt], max_new_tokens, output, margins=[math.nan] * len(output), computed=computed)
 
 
-def _place(engine: Engine | JaxEngine, request: Request) -> Place:
+def _place(engine: Engine, request: Request) -> Place:
     page_size = engine.spec.page_size
     pool = engine.scheduler.pool
     slots = pool.req_to_token[request.row, : request.computed : page_size].astype(np.int64)
@@ -303,7 +301,7 @@ def _place(engine: Engine | JaxEngine, request: Request) -> Place:
 # Which part of which array is the request's.
 
 
-def _own(cache: V4LayerCache | V32LayerCache) -> V4LayerCache | V32LayerCache:
+def _without_others(cache: V4LayerCache | V32LayerCache) -> V4LayerCache | V32LayerCache:
     """The cache without the index keys of other layers, which a layer that has none carries along."""
     if isinstance(cache, V32LayerCache) and cache.index_k is not None and not cache.has_index_k:
         return dataclasses.replace(cache, index_k=None)
@@ -311,7 +309,7 @@ def _own(cache: V4LayerCache | V32LayerCache) -> V4LayerCache | V32LayerCache:
 
 
 def _leaves(cache: V4LayerCache | V32LayerCache) -> dict[str, Any]:
-    cache = _own(cache)
+    cache = _without_others(cache)
     pools = [x for x in vars(cache).values() if isinstance(x, LayerPool)]
     if any(pool.num_layers > 1 and pool.layer_index is None for pool in pools):
         raise ValueError(

@@ -1,5 +1,4 @@
-"""The command `jax-sparse-mla`: `generate` runs a model through the library, `bench` measures how fast, `doctor` tells
-what would serve it."""
+"""The command `jax-sparse-mla`: `generate` runs a model through the library, `doctor` tells what would serve it."""
 
 from __future__ import annotations
 
@@ -14,16 +13,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="print the device, the backends, and what would serve each model")
     generate = commands.add_parser("generate", help="generate text with a DeepSeek-V3.2 or V4 model")
-    bench = commands.add_parser("bench", help="measure the serving of a model: first token, tokens per second, latency")
     if argv[:1] == ["generate"]:
         from jax_sparse_mla.cli import generate as command
 
         command.add_arguments(generate)
-        return command.run(parser.parse_args(argv))
-    if argv[:1] == ["bench"]:
-        from jax_sparse_mla.cli import bench as command
-
-        command.add_arguments(bench)
         return command.run(parser.parse_args(argv))
     from jax_sparse_mla.cli import doctor as command
 

@@ -6,7 +6,7 @@ import argparse
 
 
 def positive_int(text: str) -> int:
-    """An argparse type."""
+    """An argparse type: a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -14,16 +14,11 @@ def positive_int(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """An argparse type."""
+    """An argparse type: a whole number of at least 0."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
     return value
-
-
-def positive_ints(text: str) -> list[int]:
-    """An argparse type: numbers between commas."""
-    return [positive_int(part) for part in text.split(",")]
 
 
 def mesh_shape(text: str) -> tuple[int, int]:
@@ -35,7 +30,7 @@ def mesh_shape(text: str) -> tuple[int, int]:
 
 
 def probability(text: str) -> float:
-    """An argparse type."""
+    """An argparse type: a number from 0 to 1."""
     value = float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"must be 0 … 1, got {value}")

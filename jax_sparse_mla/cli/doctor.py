@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# By the name of their distribution: the group of their plugins, and how ours is chosen (docs/engines.md).
+# For each engine, by the name of its distribution: the group of its plugins, and the switch that chooses ours
+# (docs/engines.md).
 _ENGINES = {
     "vllm": ("vllm.general_plugins", "--attention-backend JAX_SPARSE_MLA"),
     "sglang": ("sglang.srt.plugins", "JAX_SPARSE_MLA_SGLANG=1"),
@@ -61,9 +62,9 @@ _ENGINES = {
 
 
 def _engines() -> Iterator[tuple[str, str]]:
-    """Each engine, whether it is installed and finds our plugin, and what the plugin says of this version."""
+    """Each engine, and in words whether it is installed, finds our plugin and has a version that the plugin suits."""
     for name, (group, switch) in _ENGINES.items():
-        ours = [x for x in entry_points(group=group) if x.value.startswith("sparse_mla_torch.")]
+        ours = [plugin for plugin in entry_points(group=group) if plugin.name == "jax_sparse_mla"]
         installed = version(name)
         if installed is None:
             yield name, "not installed"
@@ -89,7 +90,7 @@ def _describe(device: DeviceInfo) -> str:
 
 
 def _state(backend: Backend, phases: dict[str, str | None]) -> str:
-    """What it serves here, or why it does not; and the packages that JAX calls it through."""
+    """The phases that a backend serves here, or why it serves none; and the packages that JAX calls it through."""
     served = [phase for phase, why in phases.items() if why is None]
     parts = [f"serves {' and '.join(served)}"] if served else []
     refused = [f"no {phase}: {why}" if served else f"not here: {why}" for phase, why in phases.items() if why]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,12 @@ from jax_sparse_mla.cli import processes, report
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, probability
 from jax_sparse_mla.cli.progress import Progress, Stream
 
-ENGINES = ("jax", "torch")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     from jax_sparse_mla.serving.presets import PRESETS
     from jax_sparse_mla.serving.scheduler import PREFILL_BACKENDS
 
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="jax",
-        help="jax: the whole step is one JAX program (default); torch: transformers' modules around our attention",
-    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4, GLM-5 or 5.3")
     source.add_argument(
@@ -35,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue; a long English text by default")
     text.add_argument("--prompt-file", type=Path, metavar="FILE")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where the engine has it")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
     parser.add_argument("--max-new-tokens", type=positive_int, default=16, metavar="N")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="draw tokens at this temperature (default: 0, none)"
@@ -71,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-steps",
         type=positive_int,
         metavar="K",
-        help="draft K tokens at a time with the checkpoint's draft layer (JAX engine) or the model's first layer, "
+        help="draft K tokens at a time with the checkpoint's draft layer or, without one, the model's first layer, "
         "verify them in one step (default: plain decoding)",
     )
     parser.add_argument(
@@ -91,14 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         type=mesh_shape,
         metavar="SHARESxDEVICES",
-        help="over several devices (JAX engine): so many shares of the requests, heads and experts of each over so "
+        help="over several devices: so many shares of the requests, heads and experts of each over so "
         "many devices. 2x1: requests over two devices, 1x2: heads and experts over two",
     )
     processes.add_arguments(parser)
 
 
 def backend_names(text: str) -> list[str]:
-    """An argparse type."""
+    """An argparse type: names of attention backends between commas."""
     names = text.split(",")
     for name in names:
         if name not in BACKENDS:
@@ -115,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
       no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
-      without drafts, torch or transformers missing for what needs them; and if transformers cannot load the model that
-      it is to check. With several processes it ends the process.
+      without drafts, no check or a package missing that it needs; and if the check cannot load its model. With several
+      processes it ends the process.
     """
     try:
         together = processes.are_several(args)
@@ -134,10 +127,6 @@ def _run(args: argparse.Namespace) -> int:
     try:
         if args.draft_oracle and not args.speculative_steps:
             raise ValueError("--draft-oracle needs --speculative-steps")
-        if args.engine == "torch" and args.temperature:
-            raise ValueError("--temperature needs --engine jax: the torch engine takes the most likely token only")
-        if args.mesh is not None and args.engine == "torch":
-            raise ValueError("--mesh needs --engine jax: the torch engine serves on one device")
         if args.mesh is not None and args.compare_backends:
             raise ValueError("--compare-backends compares logits of one device: leave out --mesh")
         sampling = [Sampling(args.temperature, args.top_p, args.seed + i) for i in range(args.requests)]
@@ -184,7 +173,7 @@ def _run(args: argparse.Namespace) -> int:
             f", plain decoding's token with probability {args.draft_oracle}" if oracle else ""))  # fmt: skip
         report.print_accepted(_serve(setup, engine, requests, args.speculative_steps, oracle))
         if not args.no_check:
-            status = max(status, report.check_tokens(lambda some: setup.serve(engine, some), requests, plain))
+            status = max(status, report.check_tokens(functools.partial(setup.serve, engine), requests, plain))
     else:
         _serve(setup, engine, requests)
         status = 0 if args.no_check else _check(args, setup, engine, requests)
@@ -197,7 +186,7 @@ def _refused(args: argparse.Namespace, error: Exception) -> int:
     """Says why there is nothing to run; returns the exit status."""
     what = "this needs torch and transformers (the extra [hf]): " if isinstance(error, ImportError) else ""
     print(f"jax-sparse-mla generate: {what}{error}", file=sys.stderr)
-    if what and args.engine == "jax" and not args.no_check:
+    if what and not args.no_check:
         print("--no-check goes without them", file=sys.stderr)
     return 2
 
@@ -215,7 +204,7 @@ def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle
 
 
 def _again(request: Any) -> Any:
-    """The request before it was served."""
+    """A new request with the prompt and options of one that was served."""
     options = {"sampling": request.sampling, "eos_token_ids": request.eos_token_ids}
     return type(request)(request.prompt, request.max_new_tokens, **options)
 
@@ -225,13 +214,13 @@ def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any
         print("decoding   on one device, for the check")
         one, again = setup.new_engine_of_one_device(engine), [_again(request) for request in requests]
         setup.serve(one, again)
-        return report.check_tokens(lambda some: setup.serve(one, some), requests, again, "one device")
+        return report.check_tokens(functools.partial(setup.serve, one), requests, again, "one device")
     try:
-        model = setup.torch_model
+        setup.wait_for_check()
     except (OSError, ValueError, ImportError) as error:
         print("check      not done: transformers' model could not be loaded")
         return _refused(args, error)
-    return report.check(setup, model, engine, requests)
+    return 0 if setup.check.compare(engine, requests) else 1
 
 
 def _prompts(prompt: list[int], count: int) -> list[list[int]]:

@@ -37,10 +37,10 @@ def are_several(args: argparse.Namespace) -> bool:
     Raises:
       ValueError: arguments that do not go together.
     """
-    given = [getattr(args, name) is not None for name in ("coordinator", "num_processes", "process_id")]
-    if not any(given):
+    present = [getattr(args, name) is not None for name in ("coordinator", "num_processes", "process_id")]
+    if not any(present):
         return False
-    if not all(given):
+    if not all(present):
         raise ValueError("--coordinator, --num-processes and --process-id go together")
     if args.mesh is None:
         raise ValueError("--coordinator needs --mesh: processes serve over one mesh")

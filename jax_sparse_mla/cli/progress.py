@@ -1,4 +1,4 @@
-"""What `generate` prints while it serves: progress, text as it comes, speed."""
+"""The output of `generate` while it serves: progress, text as it comes, speed."""
 
 from __future__ import annotations
 

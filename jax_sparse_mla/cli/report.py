@@ -1,4 +1,4 @@
-"""What `generate` prints before and after it serves: the plan, what ran, and the comparisons."""
+"""The output of `generate` before and after it serves: the plan, the attention that ran, and the comparisons."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
     Raises:
       ValueError: the backend cannot.
     """
-    wanted = options.prefill_backend
-    gathered = wanted == GATHERED if wanted else gathers(spec, options.chunk_size)
+    prefill = options.prefill_backend
+    gathered = prefill == GATHERED if prefill else gathers(spec, options.chunk_size)
     gathered = gathered and (spec.windowed or not options.bf16_cache)
     cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
     steps = [
@@ -68,7 +68,7 @@ def print_accepted(accepted: collections.Counter[int]) -> None:
 
 
 def print_routes(setup: Any, engine: Any) -> None:
-    """The attention that the programs called, and how the torch engine's decode steps ran."""
+    """Prints the attention that the programs of each kind of step called, and for which layers."""
     modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
     calls = setup.calls(engine)
     for mode, step in modes.items():
@@ -78,8 +78,6 @@ def print_routes(setup: Any, engine: Any) -> None:
                 kinds.setdefault(f"{backend}, {phase}", {})[layer_kind(setup.spec, ratio)] = None
         for call, names in kinds.items():
             print(f"ran        {step}: {call} ({'; '.join(names)})")
-    if how := getattr(engine, "decode_steps", None):  # the torch engine's
-        print(f"decode     {how}")
 
 
 def compare(engine: Any, requests: list[Request], names: list[str]) -> int:
@@ -95,35 +93,6 @@ def compare(engine: Any, requests: list[Request], names: list[str]) -> int:
         )
     ok = all(report.passes for report in reports)
     print(f"backends   {'agree' if ok else 'DISAGREE'}")
-    return 0 if ok else 1
-
-
-def check(setup: Any, model: Any, engine: Any, requests: list[Request]) -> int:
-    """Compares the latest run with transformers' model; returns the exit status."""
-    from sparse_mla_torch.hf import comparison
-
-    cache = "bf16" if engine.options.bf16_cache else "fp8"
-    print(
-        "check      against transformers' eager attention on the same inputs and entries: "
-        f"cosine ≥ {comparison.MIN_COSINE[cache]}, of a row ≥ {comparison.MIN_ROW_COSINE[cache]}; "
-        f"overlap of the selected entries ≥ {comparison.MIN_OVERLAP}"
-    )
-    print("layer  kind                     cosine    worst row   overlap  (rows that drop entries)")
-    ok = True
-    agreeing = None
-    if not any(request.sampling.temperature for request in requests):
-        agreeing = comparison.TRANSFORMERS.submit(comparison.count_agreeing_tokens, model, requests)
-    for report in comparison.compare_layers(setup.traced_run(engine), requests):
-        passed = report.passes(cache)
-        ok &= passed
-        overlap = "   -   " if report.overlap is None else f"{report.overlap:.5f}"
-        print(
-            f"{report.layer:5}  {report.kind:22}  {report.cosine:.6f}   {report.worst_row:.6f}   {overlap}  "
-            f"({report.dropping_rows}){'' if passed else '  FAILED'}"
-        )
-    if agreeing is not None:
-        print("tokens     {} of {} are transformers' own choice too".format(*agreeing.result()))
-    print("check      passed" if ok else "check      FAILED")
     return 0 if ok else 1
 
 

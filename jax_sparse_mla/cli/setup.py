@@ -1,48 +1,64 @@
-"""The engine of `generate`: its model, tokenizer and device."""
+"""The setup of `generate`: a model, its tokenizer and device, and the check of what it generates."""
 
 from __future__ import annotations
 
 import argparse
 import collections
 import dataclasses
-import importlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, Protocol
 
 import jax
 
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import presets
-from jax_sparse_mla.serving.bench import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
+from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
 from jax_sparse_mla.serving.model import Model, load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import DraftOracle
 
+CHECKS = "jax_sparse_mla.check"  # the group of entry points under which a check is installed
 
-class JaxSetup:
-    """A model for the JAX engine.
+
+class Check(Protocol):
+    """A check against another implementation of the same model: of a checkpoint folder, or of a preset and its seed."""
+
+    def __init__(self, checkpoint: str | None, preset: str, seed: int): ...
+
+    def load(self) -> None:
+        """Loads the other implementation's model."""
+
+    def compare(self, engine: Engine, requests: list[Request]) -> bool:
+        """Compares the latest traced run of an engine with it, and prints the result; returns whether it passes."""
+
+
+class Setup:
+    """A model for one device.
 
     Attributes:
-      name: what is served, in words. device: in words.
-      model, params: of the JAX engine.
-      tokenizer: encodes and decodes. eos_token_ids: tokens that end a text; none for the tokenizer of bytes.
+      name: the model, in words.
+      device: the device, in words.
+      model, params: the model and its parameters.
+      tokenizer: encodes and decodes.
+      eos_token_ids: tokens that end a text; none for the tokenizer of bytes.
+      check: the installed check; None with --no-check, and over a mesh.
 
     Raises:
       OSError, ValueError: no such folder, device or model, or a tokenizer that cannot be loaded.
-      ImportError: torch or transformers are missing, or too old, and the check needs them.
+      ImportError: the check is not installed, or lacks torch or transformers.
     """
 
     def __init__(self, args: argparse.Namespace):
         self.device = choose_device(args.device)
-        if args.mesh is None and not args.no_check:
-            importlib.import_module("sparse_mla_torch.hf")
-        self._args = args
+        preset = args.preset or presets.DEFAULT_PRESET  # a default of argparse would not conflict with --model
+        compares = args.mesh is None and not args.no_check
+        self.check = new_check(args.model, preset, args.seed) if compares else None
         self._loading: Future | None = None
-        self._preset = args.preset or presets.DEFAULT_PRESET  # argparse's own would not conflict with --model
         if args.model is not None:
             self.name = args.model
             if not os.path.isdir(args.model):
@@ -50,28 +66,12 @@ class JaxSetup:
             self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
         else:
-            self.name = f"preset {self._preset}, seed {args.seed} (random weights)"
-            self.model = Model.from_config(presets.CONFIGS[self._preset])
+            self.name = f"preset {preset}, seed {args.seed} (random weights)"
+            self.model = Model.from_config(presets.CONFIGS[preset])
             self.params = self.model.from_named_arrays(self.model.random_arrays(args.seed))
             self.tokenizer = presets.ByteTokenizer()
         bytes_only = isinstance(self.tokenizer, presets.ByteTokenizer)
         self.eos_token_ids = () if bytes_only else self.model.eos_token_ids
-
-    def load_torch_model(self) -> Any:
-        """transformers' model with the same weights, for the check.
-
-        A checkpoint's stays on the CPU: the JAX model may leave no room for it on the GPU.
-        """
-        from sparse_mla_torch.hf.presets import build_preset, load_checkpoint, on_device_of_jax
-
-        if self._args.model is not None:
-            return load_checkpoint(self._args.model)
-        return on_device_of_jax(build_preset(self._preset, self._args.seed))
-
-    @property
-    def torch_model(self) -> Any:
-        """What `load_torch_model` returns; it has run since the engine was made, and this waits for its end."""
-        return self._loading.result()
 
     @property
     def spec(self) -> ModelSpec:
@@ -84,9 +84,13 @@ class JaxSetup:
 
     def new_engine(self, options: EngineOptions) -> Engine:
         engine = Engine(self.model, self.params, options)
-        if not self._args.no_check:  # its imports take as long as the first programs
-            self._loading = ThreadPoolExecutor(1).submit(self.load_torch_model)
+        if self.check is not None:  # its imports take as long as the first programs
+            self._loading = ThreadPoolExecutor(1).submit(self.check.load)
         return engine
+
+    def wait_for_check(self) -> None:
+        """Waits until the check has loaded its model, which began with the engine; raises what loading raises."""
+        self._loading.result()
 
     def serve(
         self,
@@ -103,7 +107,7 @@ class JaxSetup:
         return engine.accepted
 
     def calls(self, engine: Engine) -> list[tuple[Any, int, str, str]]:
-        """What the programs that ran attend with: (mode, compress ratio, phase, backend)."""
+        """The attention calls of the programs that ran: (mode, compress ratio, phase, backend)."""
         return [
             (program.mode, ratio, phase, backend)
             for program, calls in engine.routes.items()
@@ -111,22 +115,16 @@ class JaxSetup:
             for ratio in sorted(set(self.ratios))
         ]
 
-    def traced_run(self, engine: Engine) -> Any:
-        """The engine's latest run, for the comparison with transformers."""
-        from sparse_mla_torch.hf.comparison import JaxRun
 
-        return JaxRun(engine, self.torch_model)
-
-
-class MeshSetup(JaxSetup):
-    """A model for the JAX engine over a mesh of devices; its check compares with one device, and needs no torch.
+class MeshSetup(Setup):
+    """A model over a mesh of devices. It is checked against one device, without torch.
 
     Attributes:
-      mesh: of all devices that serve. `spec` is that of one of them, with its heads.
-      whole: the model and parameters of one device, for the check; None without one.
+      mesh: the mesh of all devices that serve. `spec` is that of one of them, with its heads.
+      whole: the model and parameters of one device, for the check; None with --no-check.
 
     Raises:
-      OSError, ValueError: as `JaxSetup`; too few devices, or a model that they cannot share.
+      OSError, ValueError: as `Setup`; too few devices, or a model that they cannot share.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -152,7 +150,7 @@ class MeshSetup(JaxSetup):
         return engine
 
     def new_engine_of_one_device(self, engine: Engine) -> Engine:
-        """With the options of a share, but no drafts."""
+        """An engine of one device with the options of a share, but no drafts."""
         return Engine(*self.whole, dataclasses.replace(engine.options, speculative_steps=0))
 
 
@@ -164,20 +162,27 @@ def _host() -> jax.Device | None:
         return None
 
 
-def new_setup(args: argparse.Namespace) -> Any:
-    """The setup of the engine that the arguments name.
+def new_check(checkpoint: str | None, preset: str, seed: int) -> Check:
+    """The installed check.
 
     Raises:
-      OSError, ValueError: no such folder, device or model, or a tokenizer that cannot be loaded.
-      ImportError: torch or transformers are missing, or too old, and the arguments need them.
+      ImportError: no check is installed, or one of the packages that it needs is missing or too old.
+    """
+    checks = list(entry_points(group=CHECKS))
+    if not checks:
+        raise ImportError(f'no entry point {CHECKS} is installed: install "jax-sparse-mla[hf]" again')
+    return checks[0].load()(checkpoint, preset, seed)
+
+
+def new_setup(args: argparse.Namespace) -> Setup:
+    """The setup that the arguments ask for.
+
+    Raises:
+      OSError, ValueError, ImportError: as `Setup` and `MeshSetup`.
     """
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if args.engine == "jax":
-        return JaxSetup(args) if args.mesh is None else MeshSetup(args)
-    from sparse_mla_torch.hf.setup import TorchSetup
-
-    return TorchSetup(args)
+    return Setup(args) if args.mesh is None else MeshSetup(args)
 
 
 def choose_device(wanted: str | None) -> str:

@@ -159,9 +159,14 @@ def combine_topk_swa_indices(
 
 @functools.partial(jax.jit, static_argnames=("window", "compress_ratio", "topk"))
 def _combine_topk_swa(topk_indices, query_pos, requests, window, compress_ratio, topk):
-    static = {"window": window, "compress_ratio": compress_ratio, "topk": topk}
-    kernel = launching("indices.triton.combine_topk_swa", **static, width=merged_width(topk + window))
-    plain = functools.partial(combine_topk_swa_reference, **static)
+    kernel = launching(
+        "indices.triton.combine_topk_swa",
+        window=window,
+        compress_ratio=compress_ratio,
+        topk=topk,
+        width=merged_width(topk + window),
+    )
+    plain = functools.partial(combine_topk_swa_reference, window=window, compress_ratio=compress_ratio, topk=topk)
     if topk_indices.size == 0 or requests[1].size == 0:  # no row, no column to point at, or no request
         return plain(topk_indices, query_pos, requests)
     return dispatch(kernel, plain, topk_indices, query_pos, requests)

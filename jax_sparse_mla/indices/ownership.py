@@ -69,21 +69,21 @@ class Ownership:
         return positions // self.interleave % self.size
 
     def local(self, positions: jax.Array) -> jax.Array:
-        """What their ranks call these positions."""
+        """These positions as their own ranks count them."""
         turn = self.interleave * self.size
         return positions // turn * self.interleave + positions % self.interleave
 
     def position(self, local: jax.Array, rank: jax.Array | int) -> jax.Array:
-        """The positions that the rank calls so: the inverse of `local`."""
+        """The positions of a rank's local ones: the inverse of `local`."""
         turn, offset = local // self.interleave, local % self.interleave
         return (turn * self.size + rank) * self.interleave + offset
 
     def local_lengths(self, lengths: jax.Array, rank: jax.Array | int) -> jax.Array:
         """How many of the first `lengths` positions lie on the rank; a negative length means 0."""
         lengths = jnp.maximum(lengths, 0)
-        whole = lengths // (self.interleave * self.size) * self.interleave
-        rest = lengths - whole * self.size - rank * self.interleave
-        return whole + jnp.clip(rest, 0, self.interleave)
+        full_turns = lengths // (self.interleave * self.size) * self.interleave
+        last_turn = lengths - full_turns * self.size - rank * self.interleave
+        return full_turns + jnp.clip(last_turn, 0, self.interleave)
 
     def own(self, positions: jax.Array, rank: jax.Array | int) -> jax.Array:
         """The rank's local positions of these; −1 for those of other ranks and for negative ones."""
@@ -112,10 +112,10 @@ class Ownership:
 
 
 class Positions(NamedTuple):
-    """Index lists, and who has what of them.
+    """Index lists, and which rank has which position.
 
     Attributes:
-      rule: who has what.
+      rule: the rank of each position.
       last: the last position that there is; those beyond it are nobody's, as negative ones are.
       positions, lengths: as in `Ownership.pack`.
     """
@@ -129,44 +129,43 @@ class Positions(NamedTuple):
 def pack_positions(lists: Sequence[Positions], rank: jax.Array | int) -> list[tuple[jax.Array, jax.Array]]:
     """`Ownership.pack` of one or two lists for each row, by rules of one size; on a GPU in one launch."""
     results: list[Any] = [None] * len(lists)
-    facts, rows = [], []
-    for rule, last, positions, lengths in lists:
-        facts.append((rule, last))
-        rows.append((_rows(positions), lengths if lengths is None else lengths.reshape(-1)))
-    full = [i for i, (positions, _) in enumerate(rows) if positions.size]
-    for some, function in ((full, _pack_rows), ([i for i in range(len(rows)) if i not in full], _pack_rows_reference)):
-        if some:
-            found = function([rows[i] for i in some], jnp.asarray(rank, jnp.int32), tuple(facts[i] for i in some))
-            for i, (positions, counts) in zip(some, found):
+    rules = [(rule, last) for rule, last, _, _ in lists]
+    rows = [(_rows(x.positions), x.lengths if x.lengths is None else x.lengths.reshape(-1)) for x in lists]
+    with_entries = [i for i, (positions, _) in enumerate(rows) if positions.size]
+    empty = [i for i in range(len(rows)) if i not in with_entries]
+    for chosen, function in ((with_entries, _pack_rows), (empty, _pack_rows_reference)):
+        if chosen:
+            chosen_rules = tuple(rules[i] for i in chosen)
+            parts = function([rows[i] for i in chosen], jnp.asarray(rank, jnp.int32), chosen_rules)
+            for i, (positions, counts) in zip(chosen, parts):
                 shape = lists[i].positions.shape
                 results[i] = positions.reshape(shape), counts.reshape(shape[:-1])
     return results
 
 
-@partial(jax.jit, static_argnames="facts")
-def _pack_rows(rows: list[tuple], rank: jax.Array, facts: tuple[tuple[Ownership, int], ...]) -> list[tuple]:
-    has_lengths = [lengths is not None for _, lengths in rows]
-    lists = tuple((rule.interleave, last, given) for (rule, last), given in zip(facts, has_lengths))
+@partial(jax.jit, static_argnames="rules")
+def _pack_rows(rows: list[tuple], rank: jax.Array, rules: tuple[tuple[Ownership, int], ...]) -> list[tuple]:
+    lists = tuple((rule.interleave, last, lengths is not None) for (rule, last), (_, lengths) in zip(rules, rows))
 
     def kernel(rows, rank):
-        launch = launching("indices.triton_ownership.pack", size=facts[0][0].size, lists=lists)
-        found = iter(launch(rank, rows))
-        return list(zip(found, found))
+        launch = launching("indices.triton_ownership.pack", size=rules[0][0].size, lists=lists)
+        results = iter(launch(rank, rows))
+        return list(zip(results, results))
 
-    plain = partial(_pack_rows_reference, facts=facts)
+    plain = partial(_pack_rows_reference, rules=rules)
     return dispatch(kernel, plain, rows, rank, shares=PartitionRule((P("rows"), P()), P("rows")))
 
 
-def _pack_rows_reference(rows: list[tuple], rank: jax.Array, facts: tuple[tuple[Ownership, int], ...]) -> list[tuple]:
+def _pack_rows_reference(rows: list[tuple], rank: jax.Array, rules: tuple[tuple[Ownership, int], ...]) -> list[tuple]:
     """`pack_positions` in plain JAX, of `[rows, k]`."""
-    found = []
-    for (positions, lengths), (rule, last) in zip(rows, facts):
+    results = []
+    for (positions, lengths), (rule, last) in zip(rows, rules):
         columns = jnp.arange(positions.shape[-1], dtype=jnp.int32)
-        there = positions <= last
+        exists = positions <= last
         if lengths is not None:
-            there &= columns < lengths[:, None]
-        found.append(packed(rule.own(jnp.where(there, positions, -1), rank)))
-    return found
+            exists &= columns < lengths[:, None]
+        results.append(packed(rule.own(jnp.where(exists, positions, -1), rank)))
+    return results
 
 
 def packed(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -198,7 +197,7 @@ def local_candidates(
     rank: jax.Array | int,
     row_starts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What a rank offers for the top-k of all ranks' positions: the best of its own.
+    """A rank's candidates for the top-k of all ranks' positions: the best of its own.
 
     Args:
       logits: float32 or bfloat16 `[rows, columns]` of the rank's local positions.
@@ -216,14 +215,14 @@ def local_candidates(
     check = ArgumentChecks("local_candidates")
     logits = check("logits", logits, ("rows", "columns"), FLOATS)
     lengths = check("lengths", lengths, ("rows",), INT32)
-    own = topk_positions(logits, ownership.local_lengths(lengths, rank), topk, row_starts)
-    column = own if row_starts is None else own + row_starts[:, None]
-    there = (own >= 0) & (column >= 0) & (column < logits.shape[1])
+    chosen = topk_positions(logits, ownership.local_lengths(lengths, rank), topk, row_starts)
+    column = chosen if row_starts is None else chosen + row_starts[:, None]
+    valid = (chosen >= 0) & (column >= 0) & (column < logits.shape[1])
     if logits.shape[1] == 0:
-        return jnp.full_like(own, OUTSIDE_KEY), jnp.full_like(own, -1)
-    found = jnp.take_along_axis(logits, jnp.where(there, column, 0), axis=1)
-    keys = jnp.where(there, ordered_keys(found), OUTSIDE_KEY)
-    return keys, jnp.where(there, ownership.position(own, rank), -1)
+        return jnp.full_like(chosen, OUTSIDE_KEY), jnp.full_like(chosen, -1)
+    values = jnp.take_along_axis(logits, jnp.where(valid, column, 0), axis=1)
+    keys = jnp.where(valid, ordered_keys(values), OUTSIDE_KEY)
+    return keys, jnp.where(valid, ownership.position(chosen, rank), -1)
 
 
 def select_candidates(keys: jax.Array, positions: jax.Array, lengths: jax.Array, topk: int) -> jax.Array:
@@ -267,7 +266,7 @@ def global_topk(
     Args:
       logits: float32 or bfloat16 `[rows, columns]` of the device's local positions.
       lengths, topk, row_starts: as in `local_candidates`; lengths are the same on every device.
-      axis_name: the mesh axis. ownership: who has what; its size is the axis'.
+      axis_name: the mesh axis. ownership: the rank of each position; its size is the axis'.
 
     Returns:
       int32 `[rows, topk]`, the same on every device: `Ownership.pack` makes each device's part of it.

@@ -39,9 +39,9 @@ def _pack_row(
         inside = (column // 4 < (scanned + 3) // 4) & (column < TOPK)
         index = tl.load(indices_ptr + row * TOPK + column, mask=inside, other=-1)
         mine = (column < scanned) & (index >= 0) & (index <= last) & (index // INTERLEAVE % SIZE == rank)
-        own = index // (INTERLEAVE * SIZE) * INTERLEAVE + index % INTERLEAVE
-        place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(out_ptr + row * TOPK + place, own, mask=mine)
+        local = index // (INTERLEAVE * SIZE) * INTERLEAVE + index % INTERLEAVE
+        position = count + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(out_ptr + row * TOPK + position, local, mask=mine)
         count += tl.sum(mine.to(tl.int32), 0)
     tl.store(counts_ptr + row, count)
     for start in range(count // COLUMNS * COLUMNS, TOPK, COLUMNS):
@@ -95,7 +95,7 @@ def pack_kernel(
 
 
 class Lists(NamedTuple):
-    """What is static of index lists.
+    """The static description of index lists.
 
     Attributes:
       interleave: indices of a turn.
@@ -117,10 +117,9 @@ def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int,
       size: ranks.
       lists: the fields of `Lists`.
     """
-    given, left, lists = [], list(arrays), [Lists(*some) for some in lists]
-    for some in lists:
-        given.append((left.pop(0), left.pop(0) if some.has_lengths else None))
-    (indices, lengths), (extra, extra_lengths) = (*given, (None, None))[:2]
+    remaining, lists = list(arrays), [Lists(*fields) for fields in lists]
+    operands = [(remaining.pop(0), remaining.pop(0) if each.has_lengths else None) for each in lists]
+    (indices, lengths), (extra, extra_lengths) = (*operands, (None, None))[:2]
     first, second = (*lists, Lists(1, -1, False))[:2]
     outputs = []
     for positions in (indices, extra):

@@ -107,12 +107,9 @@ def swa_gather_plan(
 
 @functools.partial(jax.jit, static_argnames=("window", "capacity"))
 def _swa_gather_plan(seq_lens, extend_lens, req_rows, req_to_token, full_to_swa, window, capacity):
-    args, static = (
-        (seq_lens, extend_lens, req_rows, req_to_token, full_to_swa),
-        {"window": window, "capacity": capacity},
-    )
-    kernel = launching("metadata.triton.window.swa_gather_plan", **static)
-    plain = functools.partial(swa_gather_plan_reference, **static)
+    args = seq_lens, extend_lens, req_rows, req_to_token, full_to_swa
+    kernel = launching("metadata.triton.window.swa_gather_plan", window=window, capacity=capacity)
+    plain = functools.partial(swa_gather_plan_reference, window=window, capacity=capacity)
     return dispatch(kernel, plain, *args) if capacity and all(x.size for x in args) else plain(*args)
 
 

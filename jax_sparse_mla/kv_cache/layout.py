@@ -7,7 +7,8 @@ SGLang and vLLM, as listed in `docs/layouts.md`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class KVLayout:
 
     @property
     def kind(self) -> str:
-        """What most of a row is stored in: "fp8", "fp4" or "bf16"."""
+        """The number format that most of a row is stored in: "fp8", "fp4" or "bf16"."""
         return "fp8" if self.fp8_dim else "fp4" if self.fp4_dim else "bf16"
 
     @property
@@ -167,72 +168,68 @@ class KVLayout:
 SCALE_BYTES = {"float32": 4, "ue8m0": 1, "e4m3": 1, "tensor": 0}
 
 
-def _named(name: str, **facts: Any) -> KVLayout:
-    layout = KVLayout(name, **facts)
-    setattr(KVLayout, name, layout)
+def _name(layout: KVLayout) -> KVLayout:
+    setattr(KVLayout, layout.name, layout)
     return layout
 
 
-_V32 = {"nope_dim": 512, "rope_dim": 64, "v_dim": 512}
-_V4 = {"nope_dim": 448, "rope_dim": 64, "v_dim": 512}  # V4.1's too: V is the whole row
-_NOPE = {"nope_dim": 512, "rope_dim": 0, "v_dim": 512}
 _FLASHMLA, _SGLANG, _VLLM = "flashmla", "sglang", "vllm"
 
-_named(
-    "V32_FP8",
-    **_V32,
-    fp8_dim=512,
-    group=128,
-    inline_scale_bytes=16,
-    min_scale_exponent=-13,
-    quantizers=((_FLASHMLA, -13),),
+_V32_BF16 = _name(KVLayout("V32_BF16", nope_dim=512, rope_dim=64, v_dim=512))
+_V4_BF16 = _name(KVLayout("V4_BF16", nope_dim=448, rope_dim=64, v_dim=512))  # V is the whole row
+_NOPE_BF16 = _name(KVLayout("NOPE_BF16", nope_dim=512, rope_dim=0, v_dim=512))  # GLM-5.3: no rotary embedding
+_V32_FP8 = _name(
+    replace(
+        _V32_BF16,
+        name="V32_FP8",
+        fp8_dim=512,
+        group=128,
+        inline_scale_bytes=16,
+        min_scale_exponent=-13,
+        quantizers=((_FLASHMLA, -13),),
+    )
 )
-_named(
-    "V4_FP8",
-    **_V4,
-    fp8_dim=448,
-    group=64,
-    footer_scale_bytes=8,
-    page_align=576,
-    min_scale_exponent=-22,
-    quantizers=((_SGLANG, -22), (_VLLM, -22)),
+_name(
+    replace(
+        _V4_BF16,
+        name="V4_FP8",
+        fp8_dim=448,
+        group=64,
+        footer_scale_bytes=8,
+        page_align=576,
+        min_scale_exponent=-22,
+        quantizers=((_SGLANG, -22), (_VLLM, -22)),
+    )
 )
-_named("V32_BF16", **_V32)
-_named("V4_BF16", **_V4)
+_name(
+    replace(
+        _V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))
+    )
+)
+_name(replace(_NOPE_BF16, name="NOPE_FP8_TENSOR", fp8_dim=512, group=512, scale_format="tensor"))
 
 # DeepSeek-V4.1: the same records in two orders of bytes, which their sizes do not tell apart.
-_V41_FP8 = _V4 | {
-    "fp8_dim": 512,
-    "group": 32,
-    "scale_format": "ue8m0",
-    "min_scale_exponent": -13,
-    "quantizers": ((_FLASHMLA, -13), (_SGLANG, -13), (_VLLM, -22)),
-}
-_V41_FP4 = _V4 | {
-    "fp4_dim": 512,
-    "group": 16,
-    "scale_format": "e4m3",
-    "min_scale_exponent": -9,
-    "quantizers": ((_FLASHMLA, -9), (_SGLANG, -9), (_VLLM, -9)),
-    "extra_only": True,
-}
-_named("V41_FP8", **_V41_FP8, inline_scale_bytes=16, page_align=528, extras=("V41_FP4",))
-_named("V41_FP8_SPLIT", **_V41_FP8, footer_scale_bytes=16, page_align=512, extras=("V41_FP4_SPLIT",))
-_named("V41_FP4", **_V41_FP4, inline_scale_bytes=32, page_align=288)
-_named("V41_FP4_SPLIT", **_V41_FP4, footer_scale_bytes=32, page_align=256)
-
-# Rows without rotary embedding (GLM-5.3).
-_named("NOPE_BF16", **_NOPE)
-_named(
-    "NOPE_FP8",
-    **_NOPE,
+_V41_FP8 = replace(
+    _V4_BF16,
     fp8_dim=512,
-    group=128,
-    inline_scale_bytes=16,
+    group=32,
+    scale_format="ue8m0",
     min_scale_exponent=-13,
-    quantizers=((_FLASHMLA, -13), (_SGLANG, None)),
+    quantizers=((_FLASHMLA, -13), (_SGLANG, -13), (_VLLM, -22)),
 )
-_named("NOPE_FP8_TENSOR", **_NOPE, fp8_dim=512, group=512, scale_format="tensor")
+_V41_FP4 = replace(
+    _V4_BF16,
+    fp4_dim=512,
+    group=16,
+    scale_format="e4m3",
+    min_scale_exponent=-9,
+    quantizers=((_FLASHMLA, -9), (_SGLANG, -9), (_VLLM, -9)),
+    extra_only=True,
+)
+_name(replace(_V41_FP8, name="V41_FP8", inline_scale_bytes=16, page_align=528, extras=("V41_FP4",)))
+_name(replace(_V41_FP8, name="V41_FP8_SPLIT", footer_scale_bytes=16, page_align=512, extras=("V41_FP4_SPLIT",)))
+_name(replace(_V41_FP4, name="V41_FP4", inline_scale_bytes=32, page_align=288))
+_name(replace(_V41_FP4, name="V41_FP4_SPLIT", footer_scale_bytes=32, page_align=256))
 
 # What the kernels of `kernels/triton/kv_cache.py` were written for: they move 64 values or 8 bytes at a time, and would
 # leave out the rest of another layout's parts. Plain JAX serves every layout.

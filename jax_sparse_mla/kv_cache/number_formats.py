@@ -90,7 +90,7 @@ def quantise_groups(bits, MIN_SCALE_EXPONENT: tl.constexpr):
 
 @triton.jit
 def quantise_by_tensor(bits, scale):
-    """What is stored as e4m3, float32, of float32 bits: the quotients by a scale, within ±448."""
+    """The float32 values to store as e4m3: the quotients of float32 bits by a scale, within ±448."""
     quotient = tl.div_rn(_clipped(bits).to(tl.float32, bitcast=True), scale)
     quotient = tl.where(quotient > 448.0, 448.0, quotient).to(tl.int32, bitcast=True)
     return (quotient | (bits & ~MAGNITUDE_MASK)).to(tl.float32, bitcast=True)

@@ -47,9 +47,8 @@ class PagedKV(LayerPool):
             raise TypeError(f"PagedKV.zeros: layout must be a KVLayout, got {type(layout).__name__}")
         page_size = check.static_int("page_size", page_size, minimum=1)
         shape = layer_shape(check, num_layers, ("num_pages", num_pages), layout.page_bytes(page_size))
-        facts = {"layout": layout, "page_size": page_size, "num_layers": num_layers}
         scale = jnp.ones(num_layers, jnp.float32) if layout.has_tensor_scale else None
-        return paged(jnp.zeros(shape, jnp.uint8), scale, **facts)
+        return paged(jnp.zeros(shape, jnp.uint8), scale, layout=layout, page_size=page_size, num_layers=num_layers)
 
     @property
     def num_pages(self) -> int:
@@ -88,9 +87,11 @@ class ScaledPagedKV(PagedKV):
     scale: jax.Array | None = None
 
 
-def paged(data: Any, scale: Any | None, **facts: Any) -> PagedKV:
+def paged(data: Any, scale: Any | None, *, layout: KVLayout, page_size: int, num_layers: int = 1) -> PagedKV:
     """A `PagedKV`, or a `ScaledPagedKV` where there is a scale."""
-    return PagedKV(data=data, **facts) if scale is None else ScaledPagedKV(data=data, scale=scale, **facts)
+    if scale is None:
+        return PagedKV(data=data, layout=layout, page_size=page_size, num_layers=num_layers)
+    return ScaledPagedKV(data=data, scale=scale, layout=layout, page_size=page_size, num_layers=num_layers)
 
 
 def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
@@ -98,8 +99,8 @@ def check_cache(check: ArgumentChecks, name: str, cache: PagedKV) -> None:
     if not isinstance(cache, PagedKV):
         raise TypeError(f"{check.function}: {name} must be a PagedKV, got {type(cache).__name__}")
     if not isinstance(cache.layout, KVLayout):
-        given = type(cache.layout).__name__
-        raise TypeError(f"{check.function}: {name}.layout must be a KVLayout, got {given}")
+        layout_type = type(cache.layout).__name__
+        raise TypeError(f"{check.function}: {name}.layout must be a KVLayout, got {layout_type}")
     page_size = check.static_int(f"{name}.page_size", cache.page_size, minimum=1)
     check(f"{name}.data", cache.data, (None, cache.layout.page_bytes(page_size)), UINT8)
     cache.check_view(check, name, cache.data.shape[0])

@@ -17,7 +17,7 @@ Pool = TypeVar("Pool", bound="LayerPool")
 
 
 class LayerPool:
-    """What caches and states of several layers have in common; a dataclass with the two static fields below.
+    """The common part of caches and states of several layers; a dataclass with the two static fields below.
 
     Attributes:
       num_layers: how many layers its arrays hold.
@@ -70,7 +70,7 @@ class LayerPool:
             raise check.fail(f"{name} holds {layers} layers: pass the view of one, {name}.layer(i)")
 
 
-def layer_shape(check: ArgumentChecks, num_layers: int, rows: tuple[str, int], *rest: int) -> tuple[int, ...]:
+def layer_shape(check: ArgumentChecks, num_layers: int, rows: tuple[str, int], *row_shape: int) -> tuple[int, ...]:
     """The shape of an array with so many rows (a name and a number) for each layer."""
     num_layers = check.static_int("num_layers", num_layers, minimum=1)
-    return num_layers * check.static_int(*rows, minimum=1), *rest
+    return num_layers * check.static_int(*rows, minimum=1), *row_shape

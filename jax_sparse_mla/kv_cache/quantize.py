@@ -90,10 +90,10 @@ def divide(numerator: jax.Array, divisor: jax.Array | int) -> jax.Array:
     # after the first, 8 at a time because uint32 holds no more. The last one rounds: no quotient of two float32 numbers
     # is halfway between two others.
     below = below.astype(jnp.uint32)
-    quotient, rest = jnp.uint32(1), (above << smaller).astype(jnp.uint32) - below
+    quotient, remainder = jnp.uint32(1), (above << smaller).astype(jnp.uint32) - below
     for _ in range(3):
-        digits = (rest << 8) // below
-        quotient, rest = (quotient << 8) + digits, (rest << 8) - digits * below
+        digits = (remainder << 8) // below
+        quotient, remainder = (quotient << 8) + digits, (remainder << 8) - digits * below
     bits = ((exponent - 1) << _MANTISSA_BITS) + ((quotient + 1) >> 1).astype(jnp.int32)
     bits = jnp.where((bits >= _IMPLICIT_ONE) & (numerator >= _IMPLICIT_ONE), bits, 0)
     bits = jnp.where(exponent > 254, _F32_INF, bits)

@@ -240,10 +240,16 @@ def _dispatch(name: str, plain, *args: Any, shares: sharding.PartitionRule | Non
 
     def kernel(*args):
         cache = cache_of(args)  # maybe a device's share, with fewer pages
-        facts = {"layout": cache.layout, "page_size": cache.page_size, "pages": (cache.first_page, cache.num_pages)}
         arrays = [x.data if isinstance(x, PagedKV) else x for x in args]
         scale = [] if cache.scale is None else [cache.tensor_scale]
-        return launching(f"kv_cache.triton.{name}", **facts, **static)(*arrays, *scale)
+        launch = launching(
+            f"kv_cache.triton.{name}",
+            layout=cache.layout,
+            page_size=cache.page_size,
+            pages=(cache.first_page, cache.num_pages),
+            **static,
+        )
+        return launch(*arrays, *scale)
 
     return (
         dispatch(kernel, plain, *args, shares=shares)

@@ -70,9 +70,14 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
         pieces = _split(cache.pages, cache.layout, cache.page_size, ratio)
         data = lax.dynamic_update_slice(data, pieces, (first_page, 0))
     elif cache.num_pages and slots.size:
-        pages = cache.first_page, cache.num_pages
-        static = {"layout": cache.layout, "page_size": cache.page_size, "pages": pages}
-        launch = launching("kv_cache.triton.split_pages", out_page_size=page_size, out_first_page=first_page, **static)
+        launch = launching(
+            "kv_cache.triton.split_pages",
+            out_page_size=page_size,
+            out_first_page=first_page,
+            layout=cache.layout,
+            page_size=cache.page_size,
+            pages=(cache.first_page, cache.num_pages),
+        )
 
         def kernel(data, cache, slots):
             return launch(data, cache.data, slots)

@@ -43,7 +43,7 @@ _CHUNK = tl.constexpr(64)
 
 @functools.cache
 def layout_constants(layout: KVLayout, page_size: int, page_bytes: int | None = None) -> dict[str, int]:
-    """What a kernel has to know of a layout at a page size, as its constexpr arguments.
+    """The constexpr arguments of a kernel that describe a layout at a page size.
 
     `page_bytes` are the bytes from one page's start to the next one's; None stands for the layout's own.
     """
@@ -379,8 +379,8 @@ def touched_pages_kernel(
     # The slots of a window share few pages: most of them find the page already seen and skip the exchange.
     unseen = valid & (tl.load(seen_ptr + page, mask=valid, other=1) == 0)
     first = unseen & (tl.atomic_xchg(seen_ptr + page, 1, mask=unseen) == 0)
-    place = tl.atomic_add(seen_ptr + tl.zeros_like(page) + num_pages, 1, mask=first)
-    tl.store(pages_ptr + place, page, mask=first)
+    position = tl.atomic_add(seen_ptr + tl.zeros_like(page) + num_pages, 1, mask=first)
+    tl.store(pages_ptr + position, page, mask=first)
 
 
 @triton.jit

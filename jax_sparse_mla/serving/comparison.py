@@ -40,7 +40,7 @@ def compare_backends(engine: Any, requests: list[Request], backends: list[str]) 
     """Serves the tokens of requests that were served with each backend, in the same steps over caches of its own.
 
     Args:
-      engine: either engine; the others are compared with its backend, or the router's choice.
+      engine: the others are compared with its backend, or the router's choice.
       requests: the requests that the engine has served.
       backends: the names of the others.
 

@@ -134,7 +134,7 @@ V4_FLASH_SLICE: Mapping[str, Any] = {
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     "rope_parameters": CONFIGS["v4"]["rope_parameters"],
 }
-# What `bench` measures: the small models, and one that is too large for most devices.
+# The models that benchmarks/serving.py measures: the small ones, and one that is too large for most devices.
 BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE}
 
 

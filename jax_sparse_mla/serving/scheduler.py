@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """Options of either engine.
+    """Options of an engine.
 
     Attributes:
       bf16_cache: whether the caches are bfloat16 instead of FP8.
@@ -46,7 +46,7 @@ class EngineOptions:
       speculative_steps: the most draft tokens of a step for which the caches have room.
       backend: the attention backend's name; None takes the router's choice for each call.
       num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
-      reuse_points: prefix reuse (JAX engine): for a model with a window the number of states that are kept, for
+      reuse_points: prefix reuse: for a model with a window the number of states that are kept, for
         others any number switches it on; 0 switches it off.
 
     Raises:

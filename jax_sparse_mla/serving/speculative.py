@@ -1,4 +1,4 @@
-"""Speculative decoding beside the engines: drafts from an oracle, and the comparison with plain decoding."""
+"""Speculative decoding beside the engine: drafts from an oracle, and the comparison with plain decoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_sparse_mla.serving.request import Request
 
-# A share of the best logit. A verify step has other shapes than a plain step: torch's matrix products take other tiles,
+# A share of the best logit. A verify step has other shapes than a plain step: matrix products take other tiles,
 # attention other splits or another kernel, and so they round differently. bfloat16 resolves 1/128 of a value at worst,
 # and where two entries of the indexer or two experts tie, rounding chooses between them. The top-k's order is no part
 # of it: it is the same in every step.

@@ -17,8 +17,7 @@ from attention_calls import pretend_installed
 from jax_sparse_mla import DeviceInfo, packages
 from jax_sparse_mla.attention import api
 from jax_sparse_mla.attention.backend import BACKENDS
-from jax_sparse_mla.cli import doctor, generate, main, report
-from jax_sparse_mla.cli.setup import JaxSetup
+from jax_sparse_mla.cli import doctor, generate, main, report, setup
 from jax_sparse_mla.serving import presets as texts
 from jax_sparse_mla.serving.speculative import Difference
 
@@ -100,20 +99,21 @@ def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monk
 
 
 def test_doctor_lists_the_engines_that_find_our_plugins(monkeypatch):
-    ours = {
-        "vllm.general_plugins": EntryPoint("ours", "sparse_mla_torch.plugins.vllm:register", "vllm.general_plugins"),
+    ours = "sparse_mla_torch.plugins.vllm:register"
+    plugins = {
+        "vllm.general_plugins": EntryPoint("jax_sparse_mla", ours, "vllm.general_plugins"),
         "sglang.srt.plugins": EntryPoint("theirs", "another.package:register", "sglang.srt.plugins"),
     }
     installed = {"vllm": "0.33.2", "sglang": None}
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [ours[group]])
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [plugins[group]])
     monkeypatch.setattr(doctor, "version", installed.get)
     assert dict(doctor._engines()) == {
         "vllm": "0.33.2: chosen by --attention-backend JAX_SPARSE_MLA",
         "sglang": "not installed",
     }
     installed |= {"vllm": "0.34.0", "sglang": "0.5.23"}
-    found = dict(doctor._engines())
-    assert found["vllm"].startswith("0.34.0: left alone, made for 0.33.") and "our plugin is not" in found["sglang"]
+    engines = dict(doctor._engines())
+    assert engines["vllm"].startswith("0.34.0: left alone, made for 0.33.") and "our plugin is not" in engines["sglang"]
 
 
 def test_the_installed_command():
@@ -134,29 +134,37 @@ def test_the_package_and_doctor_never_import_torch():
 # generate: arguments
 
 
-@pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_generate_without_torch_says_what_is_missing(engine):
-    code = "import sys; sys.modules['torch'] = None; from jax_sparse_mla.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = python(code, "generate", "--engine", engine)
-    assert done.returncode == 2 and "this needs torch and transformers (the extra [hf])" in done.stderr
-    assert ("--no-check goes without them" in done.stderr) == (engine == "jax")
+def test_generate_without_torch_says_what_is_missing():
+    code = "import sys; sys.modules['torch'] = None; from jax_sparse_mla.cli import main; sys.exit(main(['generate']))"
+    done = python(code)
+    assert (
+        done.returncode == 2 and "this needs torch and transformers (the extra [hf]): no package torch" in done.stderr
+    )
+    assert "--no-check goes without them" in done.stderr
+
+
+def test_a_check_that_is_not_installed_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(setup, "entry_points", lambda group: [])
+    status, out, err = run(capsys, "generate")
+    assert status == 2 and not out and "no entry point jax_sparse_mla.check is installed" in err
+    assert "jax-sparse-mla[hf]" in err and "--no-check goes without them" in err
 
 
 @needs_models
 def test_an_older_transformers_is_said(capsys, monkeypatch):
     """Not `KeyError: 'deepseek_sparse_attention'`, from somewhere within."""
-    for name in [name for name in sys.modules if name.startswith("sparse_mla_torch.hf")]:
+    for name in [name for name in sys.modules if name.startswith("sparse_mla_torch.check")]:
         monkeypatch.delitem(sys.modules, name)  # else it is not imported again
-    for version, engine in (("4.57.1", "jax"), ("5.22.9", "torch"), ("5.9.0.dev0", "torch")):
+    for version in ("4.57.1", "5.22.9", "5.9.0.dev0"):
         monkeypatch.setattr(packages, "version", lambda name, version=version: version)
-        status, _, err = run(capsys, "generate", "--engine", engine)
+        status, _, err = run(capsys, "generate")
         assert status == 2 and f"transformers {version} is installed" in err
         assert 'needs 5.23 or newer: pip install "transformers>=5.23"' in err
 
 
 @needs_models
 def test_the_oldest_transformers_is_the_extra_s():
-    from sparse_mla_torch.hf import OLDEST_TRANSFORMERS
+    from sparse_mla_torch.check import OLDEST_TRANSFORMERS
 
     with open(pathlib.Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
         extra = tomllib.load(file)["project"]["optional-dependencies"]["hf"]
@@ -190,7 +198,6 @@ def test_counts_must_be_positive(capsys, value):
     [
         ["--preset", "v5"],
         ["--kv-cache", "int8"],
-        ["--engine", "tpu"],
         ["--device", "tpu"],
         ["--backend", "flash"],
         ["--compare-backends", "triton,flash"],
@@ -227,12 +234,9 @@ def test_nothing_to_generate_from(capsys, tmp_path):
         (["--model", f"{tmp_path}/none"], f"no checkpoint folder {tmp_path}/none"),
         (["--model", ""], "no checkpoint folder"),
         (["--model", str(tmp_path)], "or 'glm_moe_dsa' or 'deepseek_v41' or 'glm5_next', got 'llama'"),
-        (["--engine", "torch", "--model", str(tmp_path)], "safetensors"),
         (["--draft-oracle", "0.5"], "--draft-oracle needs --speculative-steps"),
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
         (["--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
-        (["--engine", "torch", "--temperature", "1"], "--temperature needs --engine jax"),
-        (["--engine", "torch", "--mesh", "1x1"], "--mesh needs --engine jax"),
         (["--mesh", "1x1", "--compare-backends", "reference"], "leave out --mesh"),
         (["--mesh", "99x99"], "a mesh of 99x99 takes 9801 devices, JAX has "),
         (["--mesh", "2x1", "--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
@@ -244,9 +248,9 @@ def test_nothing_to_generate_from(capsys, tmp_path):
 
 
 def test_bad_meshes(capsys):
-    for command, text in (("generate", "2"), ("bench", "2"), ("generate", "0x2"), ("bench", "2xa")):
+    for text in ("2", "0x2", "2xa"):
         with pytest.raises(SystemExit) as exit_:
-            main([command, "--mesh", text])
+            main(["generate", "--mesh", text])
         assert exit_.value.code == 2 and "--mesh" in capsys.readouterr().err
 
 
@@ -263,7 +267,7 @@ def small_presets(monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import hf_models
-    from sparse_mla_torch.hf import presets
+    from sparse_mla_torch.check import presets
 
     monkeypatch.setitem(texts.CONFIGS, "v4", hf_models.as_preset(hf_models.small_v4_config()))
     monkeypatch.setitem(texts.CONFIGS, "v32", hf_models.as_preset(hf_models.small_v32_config()))
@@ -290,7 +294,7 @@ def recorded(monkeypatch, module, name):
 
 def repeat_without_running(monkeypatch, reports):
     """The command serves nothing any more: tokens are 0, and the layers compare as these reports have it."""
-    from sparse_mla_torch.hf import comparison
+    from sparse_mla_torch.check import comparison
 
     def serve(setup, engine, requests, *_):
         for request in requests:
@@ -303,13 +307,12 @@ def repeat_without_running(monkeypatch, reports):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("engine", "preset", "cache"), [("torch", "v4", "bf16"), ("jax", "v32", "fp8")])
-def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch, engine, preset, cache):
+def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    args = ["generate", "--engine", engine, *SHAPES, "--kv-cache", cache, "--no-check"]
-    status, expected, _ = run(capsys, *args, "--preset", preset, "--seed", "3")
-    assert status == 0 and f"preset {preset}, seed 3 (random weights)" in expected
-    small_presets.build_preset(preset, 3).save_pretrained(tmp_path)
+    args = ["generate", *SHAPES, "--no-check"]
+    status, expected, _ = run(capsys, *args, "--preset", "v32", "--seed", "3")
+    assert status == 0 and "preset v32, seed 3 (random weights)" in expected
+    small_presets.build_preset("v32", 3).save_pretrained(tmp_path)
     status, out, _ = run(capsys, *args, "--model", str(tmp_path))
     assert status == 0 and f"model      {tmp_path}: " in out
     assert len(generated(out)) == 2 and all(len(line.split(",")) == 4 for line in generated(out))
@@ -319,7 +322,7 @@ def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monk
 
 @pytest.mark.long
 def test_a_folder_is_served_without_torch(tmp_path, small_presets, capsys):
-    """By the JAX engine: torch and transformers cannot be imported."""
+    """torch and transformers cannot be imported."""
     small_presets.build_preset("v32", 3).save_pretrained(tmp_path)
     # The shapes of the run before, whose programs are in the cache.
     args = ["generate", "--model", str(tmp_path), *SHAPES, "--prompt", texts.default_prompt()]
@@ -347,25 +350,23 @@ def test_a_vocabulary_too_small_for_bytes(capsys, tmp_path, small_presets):
     import hf_models
 
     hf_models.random_model(hf_models.small_v32_config(vocab_size=200), 0).save_pretrained(tmp_path)
-    for engine in ("jax", "torch"):
-        status, out, err = run(capsys, "generate", "--engine", engine, "--model", str(tmp_path))
-        assert status == 2 and out == "" and "no tokenizer, and a vocabulary too small for bytes: 200" in err
+    status, out, err = run(capsys, "generate", "--model", str(tmp_path))
+    assert status == 2 and out == "" and "no tokenizer, and a vocabulary too small for bytes: 200" in err
 
 
 @pytest.mark.parametrize(
-    ("engine", "preset", "cache", "backend"),
+    ("preset", "cache", "backend"),
     [
-        pytest.param("jax", "v4", "fp8", "flashmla_sparse", marks=pytest.mark.long),
-        pytest.param("jax", "v32", "fp8", "flashmla_sparse", marks=pytest.mark.long),
-        pytest.param("torch", "v4", "bf16", "flashmla_sparse", marks=pytest.mark.long),
-        ("torch", "v32", "fp8", "flashmla_kv"),
+        pytest.param("v4", "fp8", "flashmla_sparse", marks=pytest.mark.long),
+        pytest.param("v32", "fp8", "flashmla_sparse", marks=pytest.mark.long),
+        ("v32", "fp8", "flashmla_kv"),
     ],
 )
-def test_status_of_the_check(capsys, small_presets, monkeypatch, engine, preset, cache, backend):
-    from sparse_mla_torch.hf import comparison
+def test_status_of_the_check(capsys, small_presets, monkeypatch, preset, cache, backend):
+    from sparse_mla_torch.check import comparison
 
     reports = recorded(monkeypatch, comparison, "compare_layers")
-    args = ["generate", "--engine", engine, "--preset", preset, "--seed", "1", *SHAPES, "--kv-cache", cache]
+    args = ["generate", "--preset", preset, "--seed", "1", *SHAPES, "--kv-cache", cache]
     args += ["--prefill-backend", backend]
     status, out, err = run(capsys, *args)
     assert status == 0 and out.endswith("check      passed\n") and "FAILED" not in out
@@ -378,7 +379,6 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, engine, preset,
     kinds = "window; window + C4 top-16; window + C128" if preset == "v4" else "top-64"
     for step, attended in (("prefill", phase), ("decode", "decode")):
         assert re.search(rf"^ran +{step}: {ROUTED}, {attended} \({re.escape(kinds)}\)$", out, re.M)
-    assert ("\ndecode     through JAX: " in out) == (engine == "torch")
     agreeing = int(re.search(r"^tokens +(\d) of 8 are", out, re.M)[1])
     assert agreeing >= 3 and "extend" in err  # near-ties go either way
 
@@ -390,12 +390,14 @@ def test_status_of_the_check(capsys, small_presets, monkeypatch, engine, preset,
 
 def test_a_model_that_transformers_cannot_load_is_said(capsys, small_presets, monkeypatch):
     """It is loaded beside the first programs, so that the text has been made by then."""
+    from sparse_mla_torch.check import Check
+
     repeat_without_running(monkeypatch, [])
 
-    def load(setup):
+    def load(check):
         raise ValueError("an unknown quantisation")
 
-    monkeypatch.setattr(JaxSetup, "load_torch_model", load)
+    monkeypatch.setattr(Check, "load", load)
     status, out, err = run(capsys, "generate", "--preset", "v32", "--max-new-tokens", "1")
     assert status == 2 and out.endswith("check      not done: transformers' model could not be loaded\n")
     assert err == "jax-sparse-mla generate: an unknown quantisation\n"
@@ -403,25 +405,14 @@ def test_a_model_that_transformers_cannot_load_is_said(capsys, small_presets, mo
 
 @pytest.mark.long
 @pytest.mark.cpu
-@pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_speculative_decoding(capsys, small_presets, monkeypatch, engine):
+def test_speculative_decoding(capsys, small_presets, monkeypatch):
     """Both decodings, their comparison, and how many drafts were accepted."""
-    args = [
-        "generate",
-        "--engine",
-        engine,
-        "--preset",
-        "v32",
-        "--prompt",
-        texts.default_prompt()[:100],
-        "--requests",
-        "2",
-    ]
+    args = ["generate", "--preset", "v32", "--prompt", texts.default_prompt()[:100], "--requests", "2"]
     args += ["--chunk-size", "112", "--max-new-tokens", "12", "--speculative-steps", "2"]
     status, out, _ = run(capsys, *args, "--draft-oracle", "0.7")
     assert status == 0 and out.count("check      passed") == 2 and "FAILED" not in out
-    first, second, *rest = generated(out)
-    assert rest == [first, second] and len(first.split(",")) == 12
+    plain, speculative = generated(out)[:2], generated(out)[2:]
+    assert speculative == plain and len(plain[0].split(",")) == 12
     assert re.search(r"^route +verify: \w+, paged_decode", out, re.M) and "probability 0.7" in out
     histogram = re.findall(r"^ +(\d) drafts: +(\d+)", out, re.M)
     assert [int(count) for count, _ in histogram] == [0, 1, 2]
@@ -430,15 +421,10 @@ def test_speculative_decoding(capsys, small_presets, monkeypatch, engine):
     assert re.search(r"^accepted +\d\.\d\d tokens a round, \d+ rounds of a request$", out, re.M)
     assert "tokens     24 of 24 are plain decoding's" in out
 
-    if engine == "torch":  # programs of the JAX engine that do not trace are others
-        status, out, _ = run(capsys, *args, "--no-check")
-        assert status == 0 and "check" not in out and "decoding   plain" not in out
-        assert generated(out) == [first, second]
-
     repeat_without_running(monkeypatch, [])
     for margin, expected in ((0.01, 0), (0.5, 1)):
-        found = [Difference(1, 3, margin)]
-        monkeypatch.setattr(report, "compare_with_plain", lambda *_, found=found: found)
+        differences = [Difference(1, 3, margin)]
+        monkeypatch.setattr(report, "compare_with_plain", lambda *_, differences=differences: differences)
         status, out, _ = run(capsys, *args)
         assert status == expected and "tokens     23 of 24 are plain decoding's" in out
         assert f"request 1, token 3 differs, under a top-2 margin of {margin:.4f}" in out
@@ -487,40 +473,21 @@ def test_the_lines_ran_are_true(capsys, small_presets, preset, backend):
 @needs_models
 def test_a_backend_that_cannot_serve(capsys, small_presets):
     """Nothing is served, by none."""
-    for engine, option, backend in (
-        ("jax", "--backend", "flashinfer"),
-        ("jax", "--compare-backends", "reference,flashinfer"),
-        ("torch", "--backend", "flashinfer"),
-    ):
-        status, out, err = run(capsys, "generate", "--engine", engine, "--preset", "v32", *SHAPES, option, backend)
+    for option, backend in (("--backend", "flashinfer"), ("--compare-backends", "reference,flashinfer")):
+        status, out, err = run(capsys, "generate", "--preset", "v32", *SHAPES, option, backend)
         assert status == 2 and out == "" and "backend 'flashinfer' cannot serve this prefill call" in err
 
 
-@needs_models
-def test_a_device_that_is_not_there(capsys, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    status, out, err = run(capsys, "generate", "--engine", "torch", "--device", "cuda")
-    assert status == 2 and out == "" and f"--device cuda: torch {torch.__version__} has no GPU here" in err
-
-
 @pytest.mark.cpu
-@needs_models
-@pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_a_gpu_that_only_torch_has(capsys, monkeypatch, engine):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    status, out, err = run(capsys, "generate", "--engine", engine, "--device", "cuda")
+def test_a_device_that_is_not_there(capsys):
+    status, out, err = run(capsys, "generate", "--device", "cuda")
     assert status == 2 and out == "" and f"--device cuda: JAX {jax.__version__} has no GPU here" in err
 
 
 @pytest.mark.long
 @pytest.mark.cpu
 @needs_models
-@pytest.mark.parametrize("engine", ["jax", "torch"])
-def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch, engine):
+def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch):
     from jax_sparse_mla.serving import comparison
 
     def other_logits(engine, backend, requests, serve=comparison.replay_logits):
@@ -528,7 +495,7 @@ def test_the_comparison_of_backends_can_fail(capsys, small_presets, monkeypatch,
         return logits * 0.9 if backend else logits
 
     monkeypatch.setattr(comparison, "replay_logits", other_logits)
-    args = ["generate", "--engine", engine, "--preset", "v32", *SHAPES, "--no-check", "--compare-backends", "reference"]
+    args = ["generate", "--preset", "v32", *SHAPES, "--no-check", "--compare-backends", "reference"]
     status, out, _ = run(capsys, *args)
     assert status == 1 and out.endswith("backends   DISAGREE\n")
     assert re.search(r"^ +reference +0\.(0999|1000)\d +8 of 8 tokens  FAILED$", out, re.M)

@@ -1,7 +1,6 @@
 """transformers' eager attention in blocks of query rows gives what it gives as a whole."""
 
 import copy
-import dataclasses
 import sys
 
 import pytest
@@ -9,12 +8,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import OPTIONS, random_tokens, small_model
-from sparse_mla_torch.hf import comparison, eager
-from sparse_mla_torch.hf.engine import Engine, Request
-from sparse_mla_torch.hf.replace import AttentionReplacement
+from hf_models import new_engine, random_tokens, small_model
+from sparse_mla_torch.check import comparison, eager
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+
+from jax_sparse_mla.serving.request import Request
 
 pytestmark = pytest.mark.torch
 LENGTH = 70
@@ -28,11 +26,11 @@ def shapes(monkeypatch):
 
     def record(model):
         modeling = sys.modules[type(model).__module__]
-        own = modeling.eager_attention_forward
+        original = modeling.eager_attention_forward
 
         def forward(module, query, key, *args, **options):
             seen.append((query.shape[2], key.shape[2]))
-            return own(module, query, key, *args, **options)
+            return original(module, query, key, *args, **options)
 
         monkeypatch.setattr(modeling, "eager_attention_forward", forward)
         return seen
@@ -84,12 +82,12 @@ def test_a_row_that_sees_nothing_is_left_to_the_whole(heads, shapes):
 
 
 def test_transformers_is_as_before_when_all_have_left():
-    first, second = eager.eager_in_blocks(), eager.eager_in_blocks()
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
-    first.__enter__(), second.__enter__()
-    first.__exit__(None, None, None)
-    assert ALL_ATTENTION_FUNCTIONS["eager"] is eager._attend
-    second.__exit__(None, None, None)
+    with pytest.raises(KeyboardInterrupt), eager.eager_in_blocks():
+        with eager.eager_in_blocks():
+            pass
+        assert ALL_ATTENTION_FUNCTIONS["eager"] is eager._attend
+        raise KeyboardInterrupt
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
 
 
@@ -98,24 +96,11 @@ def test_transformers_is_as_before_when_all_have_left():
 def test_the_check_runs_in_blocks(shapes):
     model = copy.deepcopy(small_model("v4")).cpu()
     request = Request(random_tokens(LENGTH - 1, 0), 2)
-    engine = Engine(model, dataclasses.replace(OPTIONS, max_batch=1))
+    engine = new_engine("v4")
     engine.run([request])
     seen = shapes(model)
     comparison.count_agreeing_tokens(model, [request])
     by_tokens, seen[:] = list(seen), []
-    comparison.compare_layers(comparison.TorchRun(engine), [request], [0])
-    for found in (by_tokens, seen):
-        assert found and max(rows for rows, _ in found) == 16
-
-
-def test_two_replacements_of_attention_overlap():
-    """As engines in two threads do: transformers' own come back when both have ended."""
-    model = small_model("v32")
-    first, second = (AttentionReplacement(copy.deepcopy(model), lambda *_: None) for _ in range(2))
-    own = DeepseekV32Indexer.forward
-    first.__enter__()
-    second.__enter__()
-    first.__exit__()
-    assert DeepseekV32Indexer.forward is not own
-    second.__exit__()
-    assert DeepseekV32Indexer.forward is own
+    comparison.compare_layers(engine, model, [request], [0])
+    for calls in (by_tokens, seen):
+        assert calls and max(rows for rows, _ in calls) == 16

@@ -14,8 +14,7 @@ import hf_models
 from hf_models import random_tokens, small_model, to_jax_model
 from jax.sharding import Mesh
 from sparse_mla_torch import handover
-from sparse_mla_torch.hf.comparison import count_agreeing_tokens
-from sparse_mla_torch.hf.engine import Engine as TorchEngine
+from sparse_mla_torch.check.comparison import count_agreeing_tokens
 from support import serving_models
 from support.serving_steps import Steps, prefill_and_decode
 
@@ -79,8 +78,6 @@ def test_what_carried_states_rule_out():
     for option in ("speculative_steps", "reuse_points"):
         with pytest.raises(ValueError, match=f"{option} must be 0 for glm5_next, got 2: its linear attention carries"):
             new_engine(**{option: 2})
-    with pytest.raises(ValueError, match="the torch engine does not serve glm5_next"):
-        TorchEngine(small_model("glm53"), EngineOptions())
     devices = types.SimpleNamespace(axis_names=("data", "model"), shape={"data": 1, "model": 2})
     with pytest.raises(ValueError, match="cut_model: 2 devices cannot share the heads of glm5_next"):
         cut_model(model, params, devices)

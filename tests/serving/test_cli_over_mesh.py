@@ -1,4 +1,4 @@
-"""`jax-sparse-mla generate` and `bench` over meshes of virtual CPU devices, in processes of their own."""
+"""`jax-sparse-mla generate` over meshes of virtual CPU devices, in processes of their own."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ def of_four_devices(request):
 
 
 @pytest.mark.always("refusals")
-@pytest.mark.parametrize("case", ["refusals", "with_the_check", "benchmark", "speculative"])
+@pytest.mark.parametrize("case", ["refusals", "with_the_check", "speculative"])
 def test_the_command_over_a_mesh(of_four_devices, case):
     assert of_four_devices[case] == "", of_four_devices[case]
 

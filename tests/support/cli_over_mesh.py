@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
-import pathlib
 import re
 import signal
 import sys
-import tempfile
 
 import jax
-import numpy as np
 from serving_over_mesh import V32, WINDOWS
 from virtual_devices import run_cases
 
 from jax_sparse_mla.cli import generate, main
 from jax_sparse_mla.cli.setup import MeshSetup
-from jax_sparse_mla.serving import bench, presets
+from jax_sparse_mla.serving import memory, presets
 from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.mesh import MeshEngine
 
-presets.CONFIGS = presets.BENCH_CONFIGS = {**presets.BENCH_CONFIGS, "v4": WINDOWS, "v32": V32}
+presets.CONFIGS = {**presets.CONFIGS, "v4": WINDOWS, "v32": V32}
 generate.keep_programs = lambda: None
-bench.PREFILLS = 1
 GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32"]
-BENCH = ["bench", "--preset", "v4", "--contexts", "100", "--new-tokens", "3"]
 
 
 def run(*args):
@@ -80,59 +73,21 @@ def speculative():
     assert re.search(r"are one device's.*are plain decoding's", out, re.S)
 
 
-def benchmark():
-    """Rows of a mesh; a device's part of the weights and caches is what must fit."""
-    engines, real = [], bench.open_unread
-
-    def opened(engine, *args):
-        real(engine, *args)
-        engines.append(engine)
-        tables = np.asarray(engine.state.tables.req_to_token)
-        rows = np.split(tables, len(engine.scheduler.shares))
-        for share, own in zip(engine.scheduler.shares, rows):
-            np.testing.assert_array_equal(own, share.pool.req_to_token)
-            assert [request.computed for request in share.running] == [100] * len(share.running)
-        for pages in jax.tree.leaves(engine.state.caches):
-            if pages.dtype == np.uint8:
-                assert np.asarray(pages).any(axis=tuple(range(1, pages.ndim))).all()
-            assert len(pages.sharding.device_set) == 4
-
-    bench.open_unread = opened
-    file = pathlib.Path(tempfile.mkdtemp()) / "bench.json"
-    status, out, err = run(*BENCH, "--requests", "1,3", "--mesh", "2x2", "--json", file)
-    bench.open_unread = real
-    assert status == 0 and not err and "heads and experts over 2 devices" in out, (out, err)
-    measured = json.loads(file.read_text())
-    assert measured["mesh"] == "2x2" and measured["device"] == "4 x CPU"
-    assert measured["weight_bytes"] / 2 < measured["weight_bytes_of_a_device"] < measured["weight_bytes"]
-    for row, engine, counts in zip(measured["rows"], engines, ([1, 0], [2, 1]), strict=True):
-        assert row["problem"] is None and row["first_token_ms"]["p50"] > 0 and row["tokens_per_s"] > 0
-        assert row["attention_ms"] is None and row["attention_share"] is None
-        assert isinstance(engine, MeshEngine) and engine.options.max_batch == max(counts)
-    assert re.search(r"^ +3 +100 .* – +–$", out, re.M)
-
-    whole, bench.device_memory = bench.device_memory, lambda: measured["weight_bytes_of_a_device"] + 1
-    try:
-        status, out, _ = run(*BENCH, "--requests", 1, "--mesh", "2x2")
-        assert status == 0 and "does not fit: weights and caches need" in out
-        bench.device_memory = lambda: measured["weight_bytes_of_a_device"] - 1
-        assert run(*BENCH, "--requests", 1, "--mesh", "2x2")[0] == 2
-    finally:
-        bench.device_memory = whole
-
-
 def refusals():
     for args, words in (
         ([*GENERATE, "--mesh", "3x2"], "a mesh of 3x2 takes 6 devices, JAX has 4"),
         ([*GENERATE, "--mesh", "1x3"], "3 devices cannot share 8 heads evenly"),
-        ([*BENCH, "--mesh", "4x2"], "a mesh of 4x2 takes 8 devices, JAX has 4"),
-        ([*BENCH, "--mesh", "1x3"], "3 devices cannot share 8 heads evenly"),
     ):
         status, out, err = run(*args)
         assert status == 2 and out == "" and words in err, (args, out, err)
 
+    memory.device_memory, real = lambda: 1 << 20, memory.device_memory
+    status, out, err = run(*GENERATE, "--mesh", "2x2")
+    memory.device_memory = real
+    assert status == 2 and not out and "the check on one device, which --no-check leaves out, needs" in err, (out, err)
 
-CASES = {case.__name__: case for case in (with_the_check, speculative, benchmark, refusals)}
+
+CASES = {case.__name__: case for case in (with_the_check, speculative, refusals)}
 
 
 def break_at_the_fourth_step(how):

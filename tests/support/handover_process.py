@@ -3,18 +3,16 @@
 Run by test_handover in a process of its own: `handover_process.py MAX_NEW_TOKENS FILES`, FILES a JSON object of lists.
 """
 
-import dataclasses
 import json
 import sys
 
-from hf_models import OPTIONS, small_model
+from hf_models import new_engine
 from sparse_mla_torch.handover import import_request
-from sparse_mla_torch.hf.engine import Engine
 
 
 def continued(name, files, max_new_tokens):
     # Other pages than where the requests come from.
-    engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, seed=5))
+    engine = new_engine(name, trace=False, seed=5)
     requests = [import_request(engine, file, max_new_tokens) for file in files]
     engine.run(requests)
     return [request.output for request in requests]

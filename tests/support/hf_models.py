@@ -8,29 +8,24 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from serving_steps import named_arrays
-from sparse_mla_torch.hf.engine import Engine, EngineOptions, Request
-from sparse_mla_torch.hf.layers import Step
-from sparse_mla_torch.hf.presets import in_bfloat16
+from sparse_mla_torch.check.presets import in_bfloat16
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.glm5_next import Glm5NextConfig, Glm5NextForConditionalGeneration
 from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
+from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.pages import RequestPool
+from jax_sparse_mla.serving.request import Request
 
 # These models are too small for a second thread to help, and waiting for it costs much in parallel test runs.
 torch.set_num_threads(1)
 
 # The GPU where there is one.
 DEVICE = torch.device("cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu")
-MODELS = ("v4", "v32")
-# For tests that compare tokens or logits of steps of different sizes. On a GPU the size decides how a matrix product
-# rounds, and in the small V3.2 model the last bit decides between experts and keys.
-STEADY_MODELS = ("v4", pytest.param("v32", marks=pytest.mark.cpu))
 _YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 
 
@@ -150,7 +145,7 @@ def random_model(config, seed: int):
 
 
 def to_jax_model(model):
-    """The same model for the JAX engine, and copies of its parameters."""
+    """The same model in JAX, and copies of its parameters."""
     jax_model = Model.from_config(model.config.to_dict())
     return jax_model, jax_model.from_named_arrays(named_arrays(model))
 
@@ -160,7 +155,7 @@ def small_model(name: str):
     return random_model(CONFIGS[name](), seed=0).to(DEVICE)
 
 
-# One shape for nearly all tests, so that a layer compiles once per cache kind and mode. Three requests, of which
+# One shape for nearly all tests, so that a program compiles once per cache kind and mode. Three requests, of which
 # two are served at once: the longest is prefilled in several chunks, leaves its first sliding-window page behind,
 # and has more entries than are selected; the shortest fits into the window and completes no C128 group.
 OPTIONS = EngineOptions(prefill_backend="flashmla_sparse", chunk_size=112, max_batch=2, max_len=512, trace=True)
@@ -176,75 +171,35 @@ def new_requests() -> list[Request]:
     return [Request(random_tokens(length, seed), new) for seed, (length, new) in enumerate(shapes)]
 
 
+@functools.cache
+def small_jax_model(name: str):
+    return to_jax_model(small_model(name))
+
+
 def new_engine(name: str, **changes) -> Engine:
-    return Engine(small_model(name), dataclasses.replace(OPTIONS, **changes))
-
-
-@dataclasses.dataclass
-class Run:
-    """An engine after serving `requests`; logits: per request `[new tokens, vocab]`, whose argmax its tokens are."""
-
-    engine: Engine
-    requests: list[Request]
-    logits: list[torch.Tensor]
-
-    @property
-    def steps(self) -> list[Step]:
-        return [traced.step for traced in self.engine.trace]
-
-    def index_of(self, step: Step) -> list[int]:
-        """Which of the requests each real row of a step belongs to."""
-        index = {id(request): i for i, request in enumerate(self.requests)}
-        return [index[key] for key in step.requests]
-
-    def hidden(self, layer: int) -> list[torch.Tensor]:
-        """The input rows of a layer, `[tokens, hidden]` per request."""
-        rows = [[] for _ in self.requests]
-        for traced in self.engine.trace:
-            for i, row in zip(self.index_of(traced.step), traced.hidden(layer)):
-                rows[i].append(row)
-        return [torch.stack(part) for part in rows]
-
-
-def serve(engine: Engine, requests: list[Request], on_step=lambda *_: None) -> Run:
-    run = Run(engine, requests, [[] for _ in requests])
-    seen = []
-    hook = engine.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out[0].float()))
-
-    def record(step, served):
-        rows = dict(zip(run.index_of(step), step.positions))  # the last row of each request
-        for (i, position), logits in zip(rows.items(), seen.pop()):
-            if position >= len(requests[i].prompt) - 1:
-                run.logits[i].append(logits)
-        on_step(step, served)
-
-    try:
-        engine.run(requests, record)
-    finally:
-        hook.remove()
-    run.logits = [torch.stack(rows) for rows in run.logits]
-    return run
+    return Engine(*small_jax_model(name), dataclasses.replace(OPTIONS, **changes))
 
 
 @functools.cache
-def served(name: str, bf16: bool, prefill_backend: str = "flashmla_sparse") -> Run:
-    """`new_requests`, served with the shapes of OPTIONS. Shared: look at it, do not run its engine again."""
-    return serve(new_engine(name, bf16_cache=bf16, prefill_backend=prefill_backend), new_requests())
+def served(name: str, bf16: bool) -> tuple[Engine, list[Request]]:
+    """An engine with the shapes of OPTIONS, and the `new_requests` that it has served. Do not run it again."""
+    engine, requests = new_engine(name, bf16_cache=bf16), new_requests()
+    engine.run(requests)
+    return engine, requests
 
 
 def poison(engine: Engine) -> None:
     """Fills all caches and carried states with NaN bytes, as memory that others have used may be."""
 
     def poisoned(x):
-        if isinstance(x, torch.Tensor):
-            return x.fill_(255 if x.dtype == torch.uint8 else torch.nan)
-        return jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan)
+        return jax.device_put(jnp.full_like(x, 255 if x.dtype == jnp.uint8 else jnp.nan), x.sharding)
 
-    engine.caches = jax.tree.map(poisoned, engine.caches)
+    caches = jax.tree.map(poisoned, engine.state.caches)
+    engine.state = dataclasses.replace(engine.state, caches=caches)
 
 
 def snapshot(pool: RequestPool):
-    """What is free, and what the tables say; equal before and after everything was given back."""
+    """The free pages and rows, and the tables; equal before and after everything was given back."""
     return (
         sorted(map(int, pool.pages.free)),
         sorted(map(int, pool.swa_pages.free)),

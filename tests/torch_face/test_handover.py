@@ -1,6 +1,5 @@
 """Requests handed from engine to engine through files: the same tokens, the stated format, errors by name."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -17,30 +16,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import (
-    DEVICE,
-    MODELS,
-    OPTIONS,
-    STEADY_MODELS,
-    new_engine,
-    poison,
-    random_tokens,
-    small_model,
-    snapshot,
-    to_jax_model,
-)
+from hf_models import DEVICE, OPTIONS, new_engine, poison, random_tokens, snapshot
 from safetensors.torch import load_file, safe_open, save_file
 from sparse_mla_torch import handover
 from sparse_mla_torch.handover import export_request, import_request
-from sparse_mla_torch.hf.engine import Engine, Request
-from sparse_mla_torch.hf.speculative import SpeculativeDecoder
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 from jax_sparse_mla.layers import V4LayerCache
-from jax_sparse_mla.serving.engine import Engine as JaxEngine
+from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import MAX_MARGIN, DraftOracle
 
 pytestmark = pytest.mark.torch
+MODELS = ("v4", "v32")
 
 # The first request generates past position 384, where a C128 group ends and the window has left V4's first page.
 # Seeds whose tokens are no near-ties: steps with drafts have other shapes, and so round otherwise.
@@ -63,24 +50,25 @@ def moment(requests):
     return "-".join(str(request.computed) for request in requests)
 
 
-def serve(engine, requests, label, draft_oracle=None):
+def serve(engine, requests, label, oracle=None):
     """Serves requests to their end; a file of each after every step in which all are in service, by moments."""
     files = {}
-
-    def export(step, requests):
+    engine.drafts, engine.propose = (DRAFTS, oracle.propose) if oracle else (0, None)
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+        engine.wait()
         if all(request.computed and request.row is not None and not request.finished for request in requests):
             paths = [folder() / f"{label}-{moment(requests)}-{i}.safetensors" for i in range(len(requests))]
             for request, path in zip(requests, paths):
                 export_request(engine, request, path)
             files[tuple(request.computed for request in requests)] = paths
-
-    advance = SpeculativeDecoder(engine, DRAFTS, draft_oracle).advance if draft_oracle else None
-    engine.run(requests, export, advance=advance)
     return files
 
 
 def poisoned_engine(name, **changes):
-    engine = Engine(small_model(name), dataclasses.replace(OPTIONS, trace=False, **changes))
+    engine = new_engine(name, trace=False, **changes)
     poison(engine)
     return engine
 
@@ -95,21 +83,16 @@ def exported(name: str):
 def continued(name, paths, *, label=None, oracle=None):
     """The requests of files, served by another engine, and new files; with an oracle by one that drafts."""
     engine = poisoned_engine(name, speculative_steps=DRAFTS if oracle else 0, seed=9)
-    free = snapshot(engine.pool)
+    free = snapshot(engine.scheduler.pool)
     requests = [import_request(engine, path, NEW_TOKENS) for path in paths]
     files = serve(engine, requests, label or f"{name}-continued", oracle)
-    assert snapshot(engine.pool) == free
+    assert snapshot(engine.scheduler.pool) == free
     return requests, files
 
 
 def after_the_prompts(files):
     """The first files of which every prompt is computed."""
     return files[min(computed for computed in files if all(c >= n for c, n in zip(computed, SHAPES)))]
-
-
-def copied(x):
-    """In numpy, of an array of JAX or a tensor."""
-    return np.array(x.cpu() if isinstance(x, torch.Tensor) else x)
 
 
 def outputs(requests):
@@ -156,7 +139,9 @@ def assert_same_tokens(requests, expected):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", STEADY_MODELS)
+# On a GPU the size of a step decides how a matrix product rounds, and in the small V3.2 model the last bit decides
+# between experts and keys.
+@pytest.mark.parametrize("name", ["v4", pytest.param("v32", marks=pytest.mark.cpu)])
 def test_drafts_on_either_side(name):
     """To an engine that drafts, and from it to one that does not: rings of other lengths, rejected rows left behind."""
     requests, files = exported(name)
@@ -178,11 +163,11 @@ def test_the_file_is_as_documented(name):
     path = files[at := max(files)][0]
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    facts = json.loads(metadata.pop("request"))
+    description = json.loads(metadata.pop("request"))
     assert metadata == {"format": "sparse_mla_handover", "version": "1"}
     page, count = (256 if name == "v4" else 64), at[0]
     pages = -(-count // page)
-    assert facts == {
+    assert description == {
         "model": f"deepseek_{name}",
         "kv_layout": "V4_FP8" if name == "v4" else "V32_FP8",
         "page_size": page,
@@ -243,13 +228,13 @@ def test_torch_caches_hold_the_same_as_jax_ones(name):
     path, count = files[max(files)][0], max(files)[0]
     engine, rng = new_engine(name, trace=False), np.random.default_rng(0)
     tensors = load_file(path)
-    for i in range(len(engine.caches)):
-        cache = engine.new_cache(i)
+    for i in range(len(engine.ratios)):
+        cache = jax.tree.map(jnp.copy, engine.layer_cache(i).alone())
         parts = {key.split(".", 2)[2]: x for key, x in tensors.items() if key.startswith(f"layers.{i}.")}
         page = engine.spec.page_size
-        pages = rng.permutation(engine.pool.num_pages)[: -(-count // page)]
-        first = handover.first_window_page(count, page, engine.spec.window) if engine.is_v4 else len(pages)
-        swa = rng.permutation(engine.pool.num_swa_pages)[: len(pages) - first]
+        pages = rng.permutation(engine.scheduler.pool.num_pages)[: -(-count // page)]
+        first = handover.first_window_page(count, page, engine.spec.window) if name == "v4" else len(pages)
+        swa = rng.permutation(engine.scheduler.pool.num_swa_pages)[: len(pages) - first]
         place = handover.Place(count, page, pages, swa, row=1)
         in_torch = jax.tree.map(lambda x: torch.from_numpy(np.array(x)), cache)
         pointers = [x.data_ptr() for x in jax.tree.leaves(in_torch)]
@@ -265,12 +250,12 @@ def test_torch_caches_hold_the_same_as_jax_ones(name):
 # What is refused.
 
 
-def changed(path, *, tensors=lambda x: x, **facts):
+def changed(path, *, tensors=lambda x: x, **values):
     """A copy of a file with other contents."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    request = {**json.loads(metadata["request"]), **{k: v for k, v in facts.items() if k not in metadata}}
-    metadata |= {key: value for key, value in facts.items() if key in metadata} | {"request": json.dumps(request)}
+    request = {**json.loads(metadata["request"]), **{k: v for k, v in values.items() if k not in metadata}}
+    metadata |= {key: value for key, value in values.items() if key in metadata} | {"request": json.dumps(request)}
     copy = path.with_name(f"changed-{path.name}")
     save_file(tensors(load_file(path)), copy, metadata)
     return copy
@@ -317,7 +302,7 @@ def test_other_files_are_refused_and_leave_nothing_behind():
     engine = new_engine("v32", trace=False)
     _, files = exported("v32")
     path = files[max(files)][1]
-    before, caches = snapshot(engine.pool), jax.tree.map(copied, engine.caches)
+    before, caches = snapshot(engine.scheduler.pool), jax.tree.map(np.array, engine.state.caches)
     for changes, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             import_request(engine, changed(path, **changes), NEW_TOKENS)
@@ -341,9 +326,9 @@ def test_other_files_are_refused_and_leave_nothing_behind():
     for count in (1, OPTIONS.max_len):
         with pytest.raises(ValueError, match="max_new_tokens must exceed the"):
             import_request(engine, path, count)
-    assert snapshot(engine.pool) == before
-    for x, y in zip(jax.tree.leaves(engine.caches), jax.tree.leaves(caches), strict=True):
-        np.testing.assert_array_equal(copied(x), y)
+    assert snapshot(engine.scheduler.pool) == before
+    for x, y in zip(jax.tree.leaves(engine.state.caches), jax.tree.leaves(caches), strict=True):
+        np.testing.assert_array_equal(x, y)
     for _ in range(OPTIONS.max_batch):
         import_request(engine, path, NEW_TOKENS)
     with pytest.raises(RuntimeError, match="no free row left"):
@@ -360,38 +345,10 @@ def test_what_fails_midway_leaves_nothing_behind(monkeypatch):
     assert sorted(folder().iterdir()) == before
 
     monkeypatch.setattr(handover, "write_cache", lambda *_: 1 / 0)
-    free = snapshot(engine.pool)
+    free = snapshot(engine.scheduler.pool)
     with pytest.raises(ZeroDivisionError):
         import_request(engine, path, NEW_TOKENS)
-    assert snapshot(engine.pool) == free
-
-
-@pytest.mark.long
-@pytest.mark.cpu  # see STEADY_MODELS
-@pytest.mark.parametrize("name", MODELS)
-def test_from_engine_to_engine(name):
-    """What the torch engine has read, the JAX engine goes on with, and the other way round."""
-    model, params = to_jax_model(small_model(name))
-    options = dataclasses.replace(OPTIONS, trace=False, seed=7)
-    there, back = JaxEngine(model, params, options), poisoned_engine(name, seed=8)
-    requests, files = exported(name)
-    for path, expected in zip(after_the_prompts(files), requests):
-        request, copy = import_request(there, path, NEW_TOKENS), folder() / f"{name}-jax.safetensors"
-        moment = len(request.output) + 2
-
-        def export(_, served, moment=moment, copy=copy):
-            if served[0].row is not None and len(served[0].output) == moment:
-                export_request(there, served[0], copy)
-
-        there.run([request], export)
-        again = import_request(back, copy, NEW_TOKENS)
-        assert len(again.output) >= moment and again.output == request.output[: len(again.output)]
-        back.run([again])
-        for served in (request, again):
-            at = next((i for i, pair in enumerate(zip(served.output, expected.output)) if pair[0] != pair[1]), None)
-            # Two implementations round more differently than two shapes of one.
-            assert at is None or expected.margins[at] <= 2 * MAX_MARGIN
-            assert len(served.output) == NEW_TOKENS
+    assert snapshot(engine.scheduler.pool) == free
 
 
 def test_only_a_request_in_service_is_exported():
@@ -400,11 +357,6 @@ def test_only_a_request_in_service_is_exported():
         with pytest.raises(ValueError, match="must be in service"):
             export_request(engine, request, folder() / "never")
     assert not list(folder().glob("never*"))
-
-
-def test_a_request_served_by_another_engine_is_still_refused():
-    with pytest.raises(ValueError, match="request 0 has been served before"):
-        new_engine("v32", trace=False).run([Request([1], 2, [3], computed=1)])
 
 
 def test_arrays_of_several_layers():

@@ -85,17 +85,15 @@ def test_nothing_changes_where_torch_has_kernels(monkeypatch):
 
 def test_transformers_runs_within_it(without_kernels, monkeypatch):
     pytest.importorskip("transformers")
-    from hf_models import OPTIONS, random_tokens, small_model
-    from sparse_mla_torch.hf.comparison import count_agreeing_tokens
-    from sparse_mla_torch.hf.engine import Engine, Request
+    from hf_models import random_tokens, small_model
+    from sparse_mla_torch.check.comparison import count_agreeing_tokens
+
+    from jax_sparse_mla.serving.request import Request
 
     seen, wide = [], products._wide
     monkeypatch.setattr(products, "_wide", lambda x: seen.append(x) or wide(x))
-    model, requests = small_model("v32"), [Request(random_tokens(9, 0), 2)]
+    model, request = small_model("v32"), Request(random_tokens(9, 0), 2, output=[1, 2])
     if next(model.parameters()).device.type != "cpu":
         pytest.skip("products on a GPU are torch's own")
-    Engine(model, OPTIONS).run(requests)
-    assert seen
-    seen.clear()
-    count_agreeing_tokens(model, requests)
+    count_agreeing_tokens(model, [request])
     assert seen

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from sparse_mla_torch.hf.shared_patch import SharedPatch
 
 # Query rows of a block. A block of the V4 preset has about 700 keys, and its scores fit in a CPU's cache.
 BLOCK = 256
@@ -18,29 +16,21 @@ BLOCK = 256
 
 @contextlib.contextmanager
 def eager_in_blocks() -> Iterator[None]:
-    """Within it, in all threads, transformers' eager attention takes `BLOCK` query rows at a time. Also a decorator.
+    """Within it, transformers' eager attention takes `BLOCK` query rows at a time. Also a decorator.
 
     Eager attention multiplies each query with each key, and then masks most scores: of 3,400 keys a row of V4's window
     layers sees 128. Of a block's rows only the keys that one of them sees are multiplied; a key that no row sees adds
-    exactly zero. The functions that compute are transformers' own. Attention weights are not returned.
+    exactly zero. The functions that compute are transformers' own. Attention weights are not returned. It may be
+    nested, but only one thread may use it at a time.
     """
-    with _IN_BLOCKS:
-        yield
-
-
-def _take_eagers_place() -> Callable[[], None]:
     before = ALL_ATTENTION_FUNCTIONS.get("eager")
     ALL_ATTENTION_FUNCTIONS["eager"] = _attend
-
-    def take_back():
+    try:
+        yield
+    finally:
         del ALL_ATTENTION_FUNCTIONS["eager"]
         if before is not None:
             ALL_ATTENTION_FUNCTIONS["eager"] = before
-
-    return take_back
-
-
-_IN_BLOCKS = SharedPatch(_take_eagers_place)
 
 
 def _attend(

@@ -20,13 +20,13 @@ def build_preset(name: str, seed: int) -> PreTrainedModel:
     """The random model of one of PRESETS that the JAX engine has from this seed, in bfloat16 with eager attention."""
     if name not in CONFIGS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
-    of_jax = Model.from_config(CONFIGS[name])
-    arrays = of_jax.random_arrays(seed)
+    jax_model = Model.from_config(CONFIGS[name])
+    arrays = jax_model.random_arrays(seed)
     config = AutoConfig.for_model(**CONFIGS[name], attn_implementation="eager")
     model = in_bfloat16(_auto_class(config).from_config(config))
     with torch.no_grad():
-        for given, tensor in model.state_dict().items():
-            if (stored := checkpoint.canonical_name(given, of_jax.config)) is not None:
+        for tensor_name, tensor in model.state_dict().items():
+            if (stored := checkpoint.canonical_name(tensor_name, jax_model.config)) is not None:
                 tensor.copy_(torch.from_numpy(arrays[stored].astype(np.float32)))
     return model
 

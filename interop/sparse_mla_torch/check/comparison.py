@@ -1,0 +1,263 @@
+"""Compares a run of the JAX engine with transformers on the same inputs: each layer's attention, and the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+import jax
+import numpy as np
+import torch
+
+from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.serving.comparison import layer_kind
+from jax_sparse_mla.serving.engine import Engine, TracedStep
+from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import GATHERED
+from sparse_mla_torch.check.eager import eager_in_blocks
+from sparse_mla_torch.check.layers import Layer, layers_of
+from sparse_mla_torch.cpu_matmul import quick_products
+
+MIN_COSINE = {"fp8": 0.999, "bf16": 0.9999}
+# The bound of a single row: one wrong row in a thousand hardly changes the cosine of the whole layer.
+MIN_ROW_COSINE = {"fp8": 0.99, "bf16": 0.999}
+MIN_OVERLAP = 0.97
+
+# The thread in which transformers runs, so that XLA compiles meanwhile. A single one: both `eager_in_blocks` and
+# `selected_indices` replace functions of transformers.
+TRANSFORMERS = ThreadPoolExecutor(1, "transformers")
+
+
+@dataclasses.dataclass
+class LayerReport:
+    """One row of the table.
+
+    Attributes:
+      layer, kind: the layer's index, and what it attends to.
+      cosine: the cosine over all outputs of the layer: ours, computed with eager's selected entries, and eager's.
+      worst_row: the lowest cosine of a single row.
+      overlap: the mean share of eager's selected entries that our own selection also has, over the rows whose selection
+        drops entries; None if there are no such rows.
+      dropping_rows: the number of these rows.
+    """
+
+    layer: int
+    kind: str
+    cosine: float
+    worst_row: float
+    overlap: float | None
+    dropping_rows: int
+
+    def passes(self, cache: str) -> bool:
+        """Whether the layer is as close to eager as this kind of cache ("fp8" or "bf16") allows."""
+        close = self.cosine >= MIN_COSINE[cache] and self.worst_row >= MIN_ROW_COSINE[cache]
+        return close and (self.overlap is None or self.overlap >= MIN_OVERLAP)
+
+
+@dataclasses.dataclass
+class EagerRun:
+    """A layer run by transformers: by request (`id`), its output `[tokens, hidden]` and the entries that it selects."""
+
+    outputs: dict[int, torch.Tensor]
+    selected: dict[int, np.ndarray | None]
+
+
+# Runs layers on a traced step, with each layer's index scores `[rows, columns]` (None: the indexer's own); returns each
+# layer's output float32 `[n, hidden]`.
+Replay: TypeAlias = Callable[[TracedStep, Sequence[np.ndarray | None]], list[torch.Tensor]]
+
+
+@quick_products()
+def compare_layers(
+    engine: Engine, model: torch.nn.Module, requests: list[Request], indices: Sequence[int] | None = None
+) -> list[LayerReport]:
+    """Runs layers again, with fresh caches and the same steps (chunks, batches, padding and slots), but with the
+    entries that eager selects on the same inputs, and compares the outputs with eager's.
+
+    Args:
+      engine: has traced a run of plain decoding; in speculative decoding rejected tokens are in no sequence.
+      model: transformers' model of the same weights.
+      requests: the requests of that run.
+      indices: of the layers; all by default.
+    """
+    layers, trace = layers_of(model, engine.spec, engine.ratios), engine.trace
+    indices = range(len(layers)) if indices is None else indices
+    finished: dict[int, EagerRun] = {}
+    futures = [TRANSFORMERS.submit(_run_eager, model, layers, index, trace, requests, finished) for index in indices]
+    replay = _compile_replay(engine, layers, indices)
+    eager_runs = [future.result() for future in futures]
+    outputs: list[list[torch.Tensor]] = [[] for _ in indices]
+    for traced in trace:
+        scores = [
+            _as_scores(traced, _rows_of(traced, eager.selected), engine.spec) if layers[index].has_indexer else None
+            for index, eager in zip(indices, eager_runs)
+        ]
+        for steps, output in zip(outputs, replay(traced, scores), strict=True):
+            steps.append(output)
+    return [
+        _report(engine, index, layers[index], torch.cat(steps), eager)
+        for index, steps, eager in zip(indices, outputs, eager_runs)
+    ]
+
+
+def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[int]) -> Replay:
+    """Compiles one program for each shape of a traced step, over new caches."""
+
+    def attend(params, caches, batch, tables, rows, positions, scores):
+        outputs = []
+        for index, x, index_scores in zip(indices, rows, scores, strict=True):
+            output, caches = engine.model.attention(
+                params,
+                caches,
+                batch,
+                tables,
+                x,
+                positions,
+                layers=(index,),
+                gathered=engine.prefill_backend == GATHERED,
+                backend=engine.options.backend,
+                index_scores=index_scores,
+            )
+            outputs.append(output)
+        return outputs, caches
+
+    jitted = jax.jit(attend, donate_argnums=1)
+    caches, programs = engine.new_caches(), {}
+
+    def arguments(traced: TracedStep, scores: Sequence[np.ndarray | None]) -> tuple:
+        positions = np.zeros(_num_rows(traced), np.int32)
+        positions[: len(traced.positions)] = traced.positions
+        rows = [traced.layers[index][0] for index in indices]
+        return traced.batch, traced.tables, rows, positions, list(scores)
+
+    for traced in engine.trace:
+        if (shape := _shape(traced)) not in programs:
+            scores = [_no_scores(traced, engine.spec) if layers[index].has_indexer else None for index in indices]
+            programs[shape] = jitted.lower(engine.params, caches, *arguments(traced, scores)).compile()
+
+    def replay(traced: TracedStep, scores: Sequence[np.ndarray | None]) -> list[torch.Tensor]:
+        nonlocal caches
+        outputs, caches = programs[_shape(traced)](engine.params, caches, *arguments(traced, scores))
+        count = len(traced.positions)
+        return [torch.from_numpy(np.asarray(output)[:count].astype(np.float32)) for output in outputs]
+
+    return replay
+
+
+def _num_rows(traced: TracedStep) -> int:
+    """The rows of a step, padding included."""
+    return traced.batch.out_cache_loc.shape[0]
+
+
+def _shape(traced: TracedStep) -> tuple:
+    """The key of a step's program."""
+    return traced.batch.mode, _num_rows(traced), traced.batch.seq_lens.shape, traced.batch.max_seq_len
+
+
+@quick_products()
+@eager_in_blocks()
+@torch.no_grad()
+def _run_eager(
+    model: torch.nn.Module,
+    layers: list[Layer],
+    index: int,
+    trace: list[TracedStep],
+    requests: list[Request],
+    finished: dict[int, EagerRun],
+) -> EagerRun:
+    """Runs a layer by transformers, and keeps the result in `finished`. A layer that shares takes what the last layer
+    with an indexer selects on that layer's own rows."""
+    if index in finished:
+        return finished[index]
+    layer, shared = layers[index], {}
+    if layer.shares:
+        indexed = max(i for i in range(index) if not layers[i].shares)
+        shared = _run_eager(model, layers, indexed, trace, requests, finished).selected
+    device = _device(model)
+    rows = [torch.from_numpy(traced.hidden(index)).to(device, model.dtype) for traced in trace]
+    outputs, selected = {}, {}
+    for request in requests:
+        key = id(request)
+        hidden = torch.cat([x[np.flatnonzero(traced.requests == key)] for x, traced in zip(rows, trace)])
+        output, selected[key] = layer.eager(hidden[None], shared.get(key))
+        outputs[key] = output[0].cpu()
+    finished[index] = EagerRun(outputs, selected)
+    return finished[index]
+
+
+def _report(engine: Engine, index: int, layer: Layer, output: torch.Tensor, eager: EagerRun) -> LayerReport:
+    """The report of a layer's output `[rows of all steps, hidden]`."""
+    overlaps = []
+    if layer.has_indexer:
+        for traced in engine.trace:
+            visible = (traced.positions + 1) // max(layer.ratio, 1)
+            overlaps += _overlaps(traced.selected(index), _rows_of(traced, eager.selected), visible)
+    rows = [eager.outputs[r][p] for traced in engine.trace for r, p in zip(traced.requests, traced.positions)]
+    output, expected = output.double(), torch.stack(rows).double()
+    cosines = torch.nn.functional.cosine_similarity(output, expected, dim=-1)
+    return LayerReport(
+        layer=index,
+        kind=_kind(engine.spec, layer),
+        cosine=float(torch.nn.functional.cosine_similarity(output.flatten(), expected.flatten(), dim=0)),
+        worst_row=float(cosines.min()),
+        overlap=float(np.mean(overlaps)) if overlaps else None,
+        dropping_rows=len(overlaps),
+    )
+
+
+def _kind(spec: ModelSpec, layer: Layer) -> str:
+    """The kind of entries that a layer attends to, in words."""
+    if spec.window is None and not layer.has_indexer:
+        return "linear attention"
+    return layer_kind(spec, layer.ratio) + (", shared" if layer.shares else "")
+
+
+@quick_products()
+@eager_in_blocks()
+def count_agreeing_tokens(model: torch.nn.Module, requests: list[Request]) -> tuple[int, int]:
+    """`(agreeing, total)`: the generated tokens that transformers also chooses after the same tokens, and all."""
+    agree = total = 0
+    for request in requests:
+        tokens = torch.tensor(request.tokens[:-1], device=_device(model))[None]
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt) - 1 :]
+        agree += int((logits.float().argmax(-1).cpu() == torch.tensor(request.output)).sum())
+        total += len(request.output)
+    return agree, total
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _rows_of(traced: TracedStep, selected: dict[int, np.ndarray]) -> list[np.ndarray]:
+    """The entries that eager selects at each real row of a step."""
+    rows = (selected[request][position] for request, position in zip(traced.requests, traced.positions))
+    return [row[row >= 0] for row in rows]
+
+
+def _overlaps(positions: np.ndarray, expected: list[np.ndarray], visible: np.ndarray) -> list[float]:
+    """The share of eager's entries that our selection has, for each row that sees more entries than are selected."""
+    return [
+        len(np.intersect1d(ours, eager)) / len(eager)
+        for ours, eager, entries in zip(positions, expected, visible)
+        if entries > positions.shape[1]
+    ]
+
+
+def _as_scores(traced: TracedStep, entries: list[np.ndarray], spec: ModelSpec) -> np.ndarray:
+    """Index scores for which our selection is exactly these entries of each row."""
+    scores = _no_scores(traced, spec)
+    for row, selected in enumerate(entries):
+        scores[row, selected // spec.index_pool] = 1
+    return scores
+
+
+def _no_scores(traced: TracedStep, spec: ModelSpec) -> np.ndarray:
+    """Zeros, as index scores of a step."""
+    _, width = traced.tables.req_to_token.shape
+    pages = -(-min(traced.batch.max_seq_len, width) // spec.page_size)
+    entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else spec.index_pool)
+    return np.zeros((_num_rows(traced), pages * entries), np.float32)
