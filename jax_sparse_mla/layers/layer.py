@@ -70,16 +70,22 @@ def windowed_layer(
     metadata = step.metadata
     cache, attn_sink, index_q, index_weights = write_layer(cache, rows, params, step, kind=kind, fp4_rows=spec.fp4_rows)
     compressed_source, slots = cache if kind.owns_kv else source, None
-    if kind.selects == "own" and kind.index_keys == "compressor":
-        entries = _compressed_entries(compressed_source, metadata, spec, kind)
-        paged = step.plan is None
-        positions, slots = select_entries(
-            (index_q, index_weights), entries, spec.index_topk, options=options, at_once=paged, with_slots=paged
+    if kind.selects == "own":
+        entries = IndexedEntries(
+            index_k=compressed_source.index_k,
+            lengths=metadata.compressed[kind.ratio].lengths,
+            page_table=metadata.page_table,
+            row_to_request=None,
+            page_size=spec.page_size // kind.ratio,
         )
-        selection = V41Selection(positions=positions)
-    elif kind.selects == "own":
-        entries = _compressed_entries(compressed_source, metadata, spec, kind)
-        selection = _select_among_candidates(rows.index, entries, selection, spec=spec, kind=kind)
+        if kind.index_keys == "compressor":
+            queries, paged = (index_q, index_weights), step.plan is None
+            positions, slots = select_entries(
+                queries, entries, spec.index_topk, options=options, at_once=paged, with_slots=paged
+            )
+            selection = V41Selection(positions=positions)
+        else:
+            selection = _select_among_candidates(rows.index, entries, selection, spec=spec, kind=kind)
     compressed = None if kind.ratio == 0 else compressed_source.compressed
     positions = selection.positions if kind.selected else None
     if step.plan is not None:
@@ -110,16 +116,6 @@ def windowed_layer(
         extra=(compressed, extra_indices, extra_lengths),
     )
     return out, cache, selection
-
-
-def _compressed_entries(cache: V4LayerCache, metadata: V4Metadata, spec: ModelSpec, kind: LayerKind) -> IndexedEntries:
-    return IndexedEntries(
-        index_k=cache.index_k,
-        lengths=metadata.compressed[kind.ratio].lengths,
-        page_table=metadata.page_table,
-        row_to_request=None,
-        page_size=spec.page_size // kind.ratio,
-    )
 
 
 def _extra_indices(

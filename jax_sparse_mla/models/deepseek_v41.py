@@ -17,7 +17,7 @@ _V41_TYPES = ("deepseek_v41", "deepseek_v41_text")
 _V41_PAGE_SIZE = 256
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class V41Spec(ModelSpec):
     """The attention constants of DeepSeek-V4.1: a `ModelSpec`, and what the other models do not have.
 

@@ -17,7 +17,7 @@ GLM53_TYPES = ("glm5_next", "glm5_next_text")
 _LINEAR = "linear_attention"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PooledModelSpec(ModelSpec):
     """The constants of a model with an index key for each pool of tokens (KPool, GLM-5.3).
 

@@ -15,7 +15,7 @@ from jax_sparse_mla.models.kinds import LayerKind, kind_of_ratio
 FAMILIES: dict[str, Callable[[Any], ModelSpec]] = {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSpec:
     """The attention constants of a model, hashable (it may be a static argument).
 
@@ -33,8 +33,7 @@ class ModelSpec:
       compress_ratios: the distinct compress ratios of the layers, ascending; 0 is a sliding-window layer.
       has_attn_sink: whether each head has an attention sink.
       layers: the kind of each layer in order, of a spec from a config. () leaves to `kind` what published models have,
-        as the constants below do. Specs that differ in the order of their layers alone are equal.
-      kinds: for each compress ratio the kind of its layers, as `kind` gives it (derived, and compared).
+        as the constants do. Not compared: specs with the same `kinds` are equal, whatever the order of their layers.
 
     `index_pool`, `compressed_layout` and `index_format` are constants here, and fields of the classes below.
     """
@@ -54,8 +53,7 @@ class ModelSpec:
     window: int | None = None
     compress_ratios: tuple[int, ...] = ()
     has_attn_sink: bool = False
-    layers: tuple[LayerKind, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    kinds: tuple[LayerKind, ...] = dataclasses.field(init=False, repr=False)
+    layers: tuple[LayerKind, ...] = dataclasses.field(default=(), repr=False)
 
     # Fields of `V41Spec`, and of `PooledModelSpec`, alone.
     compressed_layout = None
@@ -71,7 +69,20 @@ class ModelSpec:
             if layer.selects == "own" and layer.pool != self.index_pool:
                 raise ValueError(f"ModelSpec: layers must have pools of {self.index_pool} tokens, got {layer}")
         kinds = tuple(self._kind_of(ratio) for ratio in self.compress_ratios or (0,))
-        object.__setattr__(self, "kinds", kinds)
+        values = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "layers"]
+        object.__setattr__(self, "_kinds", kinds)
+        object.__setattr__(self, "_compared", (*values, kinds))
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared == other._compared if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """For each compress ratio the kind of its layers, as `kind` gives it."""
+        return self._kinds
 
     def _kind_of(self, ratio: int) -> LayerKind:
         layers = [layer for layer in self.layers if layer.ratio == ratio]
@@ -110,8 +121,10 @@ class ModelSpec:
         """
         model_type = reader(config)("model_type")
         if model_type not in FAMILIES:
-            known = " or ".join(map(repr, sorted(FAMILIES)))
-            raise ValueError(f"ModelSpec.from_hf_config: model_type must be {known}, got {model_type!r}")
+            raise ValueError(
+                "ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa' or "
+                f"'deepseek_v41' or 'glm5_next', got {model_type!r}"
+            )
         return FAMILIES[model_type](config)
 
 
