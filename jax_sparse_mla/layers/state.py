@@ -170,9 +170,9 @@ class V4LayerParams(LayerPool):
         return self._each(LayerPool.alone)
 
     def _each(self, function: Callable[[LayerPool], LayerPool]) -> V4LayerParams:
-        parts = {name: getattr(self, name) for name in ("compressor", "index_compressor", "index_keys")}
-        replaced = {name: function(part) for name, part in parts.items() if part is not None}
-        return dataclasses.replace(function(self), **replaced)
+        names, view = ("compressor", "index_compressor", "index_keys"), function(self)
+        parts = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(view, **{name: function(part) for name, part in parts.items() if part is not None})
 
 
 class _LayerCache:
