@@ -1,41 +1,31 @@
-"""FlashMLA's published cases on one backend, as many as the time allows; a ledger remembers what passed.
+"""FlashMLA's published test shapes on one backend, against float64; a row for each table.
 
-    python -m benchmarks.cases --backend triton [--budget-seconds 100] [--workers 8] [--limit N]
+    python -m benchmarks cases --backend triton [--limit 600] [--workers 8] [--budget-seconds 500]
 
 The shapes are those of `tests/support/flashmla_cases.py` in an order of which every prefix covers all strata; data,
-oracle and tolerances are in `benchmarks/case_data.py`. A backend that torch can launch runs there, without a
+oracle and tolerances are in `tests/support/case_data.py`. A backend that torch can launch runs there, without a
 compilation for every shape, and 60 shapes also through `jax.jit`; the others run through `jax.jit` only. `hopper` is
 both: torch launches its decode, `jax.jit` all of its prefill. `--backend drop_in` is torch's `flash_mla`, by whatever
-it picks. Worker processes share the GPU; one that a case ends is replaced. What passed is not run again; what failed
-is.
+it picks. Worker processes share the GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import multiprocessing
-import multiprocessing.connection
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from benchmarks.record import earlier, environment, results_folder, write_json
+from flashmla_cases import DecodeShape, Shape, decode_table, prefill_table, seed_of, stratified
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "interop")]
-
-from flashmla_cases import DecodeShape, Shape, decode_table, prefill_table, seed_of, stratified  # noqa: E402
+from benchmarks.harness import described, parser, show, write
 
 DROP_IN = "drop_in"  # no backend of JAX
 JITTED_SHAPES = 60  # where torch launches the others
-CASE_SECONDS = 60  # after which a case counts as hung
-SAVE_SECONDS = 10
 MEMORY_WAITS = (1, 2, 4)  # seconds between attempts of a case that finds too little memory
 KEPT_BYTES = 3 << 30  # of torch's pool, between cases: the workers share one GPU's memory
 
@@ -95,7 +85,7 @@ def run_case(task: Task, backend: str, device: str) -> dict:
 
 
 def _attempt(task: Task, backend: str, device: str) -> dict:
-    from benchmarks import case_data
+    import case_data
 
     entry = {"seed": seed_of(task.shape), "verdict": "failed"}
     try:
@@ -110,7 +100,7 @@ def _attempt(task: Task, backend: str, device: str) -> dict:
         else:
             entry["verdict"] = "passed"
     except Exception as error:
-        entry["why"] = f"{type(error).__name__}: {error}"[:600]
+        entry["why"] = described(error)
     return entry
 
 
@@ -205,200 +195,54 @@ def _jitted_attention(phase: str, backend: str, softmax_scale: float) -> Callabl
     return jax.jit(lambda arrays: attend(**arrays, softmax_scale=softmax_scale, backend=backend))
 
 
-# --- workers --------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
-def _serve(connection: multiprocessing.connection.Connection, backend: str, device: str) -> None:
-    """Runs the tasks that come through the connection; says with each whether the GPU's context still works."""
-    import torch
-
-    while (task := connection.recv()) is not None:
-        entry, usable = run_case(task, backend, device), True
-        if device == "cuda" and entry["verdict"] == "failed":
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                usable = False
-        connection.send((entry, usable))
-
-
-class Worker:
-    """A process that runs one task at a time."""
-
-    def __init__(self, backend: str, device: str):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, backend, device), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.task: Task | None = None
-        self.usable = True
-        self._since = 0.0
-
-    def give(self, task: Task) -> None:
-        self.task, self._since = task, time.monotonic()
-        self.connection.send(task)
-
-    def take(self) -> tuple[Task, dict]:
-        """The task's entry; of a process that ended or hangs, a failure."""
-        task, self.task = self.task, None
-        try:
-            entry, self.usable = self.connection.recv()
-            return task, entry
-        except (EOFError, ConnectionError):
-            self.usable = False
-            self._process.join()
-            why = f"the process ended with exit code {self._process.exitcode}"
-            return task, {"seed": seed_of(task.shape), "verdict": "failed", "why": why}
-
-    @property
-    def hangs(self) -> bool:
-        return self.task is not None and time.monotonic() - self._since > CASE_SECONDS
-
-    def stop(self) -> None:
-        """At once when it has a task."""
-        if self.task is None and self.usable:
-            self.connection.send(None)
-            self._process.join(10)
-        self.usable = False
-        self._process.terminate()
-        self._process.join()
-
-
-def run_tasks(
-    tasks: Iterator[Task], start_worker: Callable[[], Worker], workers: int, budget: float
-) -> Iterator[tuple[Task, dict]]:
-    """Results as they come; no task is begun after `budget` seconds."""
-    deadline = time.monotonic() + budget
-    pool: list[Worker] = []
-    left = collections.deque(tasks)
-    try:
-        while True:
-            if time.monotonic() > deadline:
-                left.clear()
-            for worker in [worker for worker in pool if not worker.usable]:
-                worker.stop()
-                pool.remove(worker)
-            while len(pool) < min(workers, len(left) + sum(worker.task is not None for worker in pool)):
-                pool.append(start_worker())
-            for worker in pool:
-                if worker.task is None and left:
-                    worker.give(left.popleft())
-            busy = [worker for worker in pool if worker.task]
-            if not busy:
-                return
-            ready = multiprocessing.connection.wait([worker.connection for worker in busy], timeout=1)
-            for worker in busy:
-                if worker.connection in ready:
-                    yield worker.take()
-                elif worker.hangs:
-                    task, worker.task = worker.task, None
-                    worker.stop()
-                    why = f"took more than {CASE_SECONDS} s"
-                    yield task, {"seed": seed_of(task.shape), "verdict": "failed", "why": why}
-    finally:
-        for worker in pool:
-            worker.stop()
-
-
-# --- the ledger -----------------------------------------------------------------------------------
-
-
-class Ledger:
-    """What this code ran, by case id; other code begins anew."""
-
-    def __init__(self, backend: str):
-        self._name = f"cases_{backend}.json"
-        self._environment = environment()
-        self.entries: dict[str, dict] = earlier(self._name).get("cases", {})
-        self._saved = time.monotonic()
-
-    def passed(self, task: Task) -> bool:
-        """With the data that it would have now."""
-        entry = self.entries.get(task.id)
-        return entry is not None and entry["verdict"] == "passed" and entry["seed"] == seed_of(task.shape)
-
-    def add(self, task: Task, entry: dict) -> None:
-        self.entries[task.id] = entry
-        if time.monotonic() - self._saved > SAVE_SECONDS:
-            self.save()
-
-    def save(self) -> None:
-        self._saved = time.monotonic()
-        write_json(results_folder() / self._name, self._environment | self.summary() | {"cases": self.entries})
-
-    def summary(self) -> dict:
-        """Counts by table and route."""
-        counts: dict[str, dict[str, int]] = {}
-        for name, entry in self.entries.items():
-            route, _, shape = name.partition(": ")
-            table = f"{route} {'-'.join(shape.split('-')[:2])}"
-            count = counts.setdefault(table, {"passed": 0, "failed": 0})
-            count[entry["verdict"]] += 1
-        return {"tables": dict(sorted(counts.items()))}
-
-
-def strata_covered(ledger: Ledger, tasks: list[Task]) -> tuple[int, int]:
-    """How many of the strata have a case in the ledger, and how many there are."""
-    ran = {task.shape.stratum for task in tasks if task.id in ledger.entries}
-    return len(ran), len({task.shape.stratum for task in tasks})
-
-
-def report(ledger: Ledger, tasks: list[Task]) -> None:
-    for table, count in ledger.summary()["tables"].items():
-        print(f"{table:28} {count['passed']:5} passed {count['failed']:5} failed")
-    verdicts = collections.Counter(entry["verdict"] for entry in ledger.entries.values())
-    covered, strata = strata_covered(ledger, tasks)
-    print(
-        f"{'in all':28} {verdicts['passed']:5} passed {verdicts['failed']:5} failed, of {len(tasks)} cases; "
-        f"{covered} of {strata} strata"
-    )
-    failures = [(name, entry) for name, entry in ledger.entries.items() if entry["verdict"] == "failed"]
-    for name, entry in failures[:12]:
-        print(f"FAILED {name}\n       {entry['why'][:300]}")
-    for phase in ("decode", "prefill"):
-        shape_names = [n for n in ledger.entries if n.split(": ")[1].startswith(phase)]
-        errors = [ledger.entries[n].get("errors", {}).get("out", {}).get("cos_diff", 0) for n in shape_names]
-        if errors:
-            print(f"{phase}: largest cos_diff of out {max(errors):.2g}")
-
-
-def _installed() -> frozenset[str]:
-    """All that can decode here; a kernel that has to be built is built before the workers want it."""
-    from jax_sparse_mla.attention.api import installed_for
-
-    return installed_for("decode")
+def row(backend: str, entries: dict[Task, dict]) -> dict:
+    """Counts by route and table, and the largest cos_diff of each result."""
+    tables, worst = {}, collections.defaultdict(float)
+    for task, entry in entries.items():
+        table = f"{task.route} {'-'.join(task.shape.id.split('-')[:2])}"
+        tables.setdefault(table, {"passed": 0, "failed": 0})[entry["verdict"]] += 1
+        for name, errors in entry.get("errors", {}).items():
+            worst[name] = max(worst[name], errors["cos_diff"])
+    counts = {verdict: sum(table[verdict] for table in tables.values()) for verdict in ("passed", "failed")}
+    shapes = len({task.shape for task in entries})
+    return {"case": backend, **counts, "shapes": shapes, "tables": tables, "worst_cos_diff": dict(worst)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", required=True, help="a backend of jax_sparse_mla, such as triton, or drop_in")
-    parser.add_argument("--budget-seconds", type=float, default=100)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--limit", type=int, help="at most so many cases in this run")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    args = parser.parse_args()
-
+    made = parser(__doc__, "cases whose ids begin so")
+    made.add_argument("--backend", default="triton", help="a backend of jax_sparse_mla, such as triton, or drop_in")
+    made.add_argument("--budget-seconds", type=float, default=500)
+    made.add_argument("--workers", type=int, default=8)
+    made.add_argument("--limit", type=int, help="at most so many cases")
+    made.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    args = made.parse_args()
+    tasks = list(tasks_of(args.backend, stratified(decode_table() + prefill_table())))
+    tasks = [task for task in tasks if task.shape.id.startswith(tuple(args.only))][: args.limit]
+    if args.dry_run:
+        print(*(task.id for task in tasks), sep="\n")
+        return 0
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")  # the workers share one GPU's memory
-    if args.backend not in (installed := _installed() | {DROP_IN}):
+    from jax_sparse_mla.attention.api import installed_for
+
+    # Also builds a kernel that has to be built, before the workers want it.
+    if args.backend not in (installed := installed_for("decode") | {DROP_IN}):
         print(f"{args.backend} is not installed here; these are: {', '.join(sorted(installed))}")
         return 2
-    shapes = stratified(decode_table() + prefill_table())
-    tasks = list(tasks_of(args.backend, shapes))
-    ledger = Ledger(args.backend)
-    left = [task for task in tasks if not ledger.passed(task)][: args.limit]
-    started = time.monotonic()
-    ran = 0
-    for task, entry in run_tasks(
-        iter(left), lambda: Worker(args.backend, args.device), args.workers, args.budget_seconds
-    ):
-        ledger.add(task, entry)
-        ran += 1
-    ledger.save()
-    print(f"{args.backend}: {ran} cases run in {time.monotonic() - started:.0f} s")
-    report(ledger, tasks)
-    return int(any(entry["verdict"] == "failed" for entry in ledger.entries.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    entries, deadline = {}, time.monotonic() + args.budget_seconds
+    run = functools.partial(run_case, backend=args.backend, device=args.device)
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        for task, entry in zip(tasks, pool.imap(run, tasks)):
+            entries[task] = entry
+            if entry["verdict"] == "failed":
+                print(f"FAILED {task.id}\n       {entry['why']}", flush=True)
+            if time.monotonic() > deadline:
+                break
+    found = row(args.backend, entries)
+    show(found)
+    covered, strata = ({task.shape.stratum for task in some} for some in (entries, tasks))
+    print(f"{len(entries)} of {len(tasks)} cases, {len(covered)} of {len(strata)} strata")
+    write(f"cases_{args.backend}", [found])
+    return int(found["failed"] > 0)

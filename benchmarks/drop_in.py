@@ -1,80 +1,63 @@
 """The host's time of a drop-in call beside FlashMLA's own, and the memory that many calls leave behind.
 
-    python -m benchmarks.drop_in [--calls 10000]
+    python -m benchmarks drop_in [--calls 10000]
 
-prints, in microseconds per call that is only enqueued, FlashMLA called directly, and the drop-in's difference from it:
+A row has microseconds per call that is only enqueued: FlashMLA called directly, and the drop-in's difference from it,
 over FlashMLA's operator with and without the sanitiser, over our SM90 and Triton kernels, and over what the router
-picks; and of a CUDA graph of 16 such calls, microseconds of the device per call. Needs an NVIDIA GPU and sgl-flash-mla;
-it fails if a JAX backend was initialised or if `--calls` calls leave more memory behind than there was.
+picks; and of a CUDA graph of 16 such calls, microseconds of the device per call. Needs sgl-flash-mla. It fails if a JAX
+backend was initialised or if `--calls` calls leave more memory behind than there was.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-
-from benchmarks.record import environment, results_folder, write_json
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
-
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache
+
+from benchmarks.harness import parser, show, write
 
 BATCH = 16  # calls in a row: few, so that none waits for the device
 ROUNDS = 101
 LEAK_MIB = 8
+DECODES = {  # heads, batch, index columns of both caches, whether there are lengths
+    "V4 Flash b1": (64, 1, 128, 512, False),
+    "V4 Flash b1 lengths": (64, 1, 128, 512, True),
+    "V4 Flash b64 lengths": (64, 64, 128, 512, True),
+    "V4 Pro b64": (128, 64, 128, 1024, False),
+    "V3.2 b1": (128, 1, 2048, 0, False),
+    "V3.2 b64": (128, 64, 2048, 0, False),
+}
+PREFILLS = {  # heads, dimension, index columns, whether there are lengths
+    "V4 Flash prefill": (64, 512, 512, False),
+    "V4 Flash prefill lengths": (64, 512, 512, True),
+    "V3.2 prefill": (128, 576, 2048, False),
+}
+VARIANTS = [("flashmla", {}), ("flashmla", {"assume_valid_indices": True}), ("hopper", {}), ("triton", {}), ("", {})]
 
 
-class Decode(NamedTuple):
-    name: str
-    heads: int
-    batch: int
-    topk: int
-    extra_topk: int = 0
-    lengths: bool = False
+def decode_arguments(heads: int, batch: int, topk: int, extra_topk: int, has_lengths: bool) -> dict:
+    dim, width = (512, 584) if extra_topk else (576, 656)
 
-
-DECODES = [
-    Decode("V4 Flash b1", 64, 1, 128, 512),
-    Decode("V4 Flash b1 lengths", 64, 1, 128, 512, lengths=True),
-    Decode("V4 Flash b64 lengths", 64, 64, 128, 512, lengths=True),
-    Decode("V4 Pro b64", 128, 64, 128, 1024),
-    Decode("V3.2 b1", 128, 1, 2048),
-    Decode("V3.2 b64", 128, 64, 2048),
-]
-PREFILLS = [
-    ("V4 Flash prefill", 64, 512, 512, False),
-    ("V4 Flash prefill lengths", 64, 512, 512, True),
-    ("V3.2 prefill", 128, 576, 2048, False),
-]
-
-
-def decode_arguments(case: Decode) -> dict:
-    dim, width = (512, 584) if case.extra_topk else (576, 656)
-
-    def table(topk: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        cache = torch.zeros((64, page_size, 1, width), dtype=torch.uint8, device="cuda")
-        indices = torch.randint(64 * page_size, (case.batch, 1, topk), dtype=torch.int32, device="cuda")
-        lengths = torch.full((case.batch,), topk, dtype=torch.int32, device="cuda") if case.lengths else None
+    def table(topk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        cache = torch.zeros((64, 64, 1, width), dtype=torch.uint8, device="cuda")
+        indices = torch.randint(64 * 64, (batch, 1, topk), dtype=torch.int32, device="cuda")
+        lengths = torch.full((batch,), topk, dtype=torch.int32, device="cuda") if has_lengths else None
         return cache, indices, lengths
 
-    names = ("k_cache", "indices", "topk_length")
-    arguments = {"q": torch.randn(case.batch, 1, case.heads, dim, device="cuda").bfloat16(), "head_dim_v": 512}
-    arguments |= dict.fromkeys(("block_table", "cache_seqlens")) | dict(zip(names, table(case.topk, 64)))
-    if case.extra_topk:
+    arguments = {"q": torch.randn(batch, 1, heads, dim, device="cuda").bfloat16(), "head_dim_v": 512}
+    arguments |= {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True, "use_legacy": True}
+    arguments |= dict(zip(("k_cache", "indices", "topk_length"), table(topk)))
+    if extra_topk:
         names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-        arguments |= dict(zip(names, table(case.extra_topk, 64)))
-        arguments["attn_sink"] = torch.randn(case.heads, device="cuda")
-    return arguments | {"is_fp8_kvcache": True, "use_legacy": True}
+        arguments |= dict(zip(names, table(extra_topk))) | {"attn_sink": torch.randn(heads, device="cuda")}
+    return arguments
 
 
 def prefill_arguments(heads: int, dim: int, topk: int, has_lengths: bool) -> dict:
@@ -82,7 +65,7 @@ def prefill_arguments(heads: int, dim: int, topk: int, has_lengths: bool) -> dic
     kv = torch.randn(4096, 1, dim, device="cuda").bfloat16()
     indices = torch.randint(4096, (64, 1, topk), dtype=torch.int32, device="cuda")
     lengths = torch.full((64,), topk, dtype=torch.int32, device="cuda") if has_lengths else None
-    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1, "topk_length": lengths}
+    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1, "topk_length": lengths, "use_legacy": True}
 
 
 def enqueue(call: Callable[[], object]) -> float:
@@ -96,7 +79,7 @@ def enqueue(call: Callable[[], object]) -> float:
 
 
 def beside(direct: Callable[[], object], ours: Callable[[], object], backend: str) -> tuple[float, float]:
-    """Microseconds of the first, and what the second takes beyond it, of the backend named ("": the router's choice).
+    """Microseconds of the first, and what the second takes beyond it, by the backend named ("": the router's choice).
 
     They take turns: the median of their differences is free of the clock's drift.
     """
@@ -121,80 +104,66 @@ def in_a_graph(call: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / BATCH)
-    return min(times)
+    return round(min(times), 2)
 
 
-VARIANTS = [("flashmla", {}), ("flashmla", {"assume_valid_indices": True}), ("hopper", {}), ("triton", {}), ("", {})]
+def measure(name: str, wheel) -> dict:
+    """A row: the direct call's time, and what each variant takes beyond it."""
+    decodes = name in DECODES
+    arguments = decode_arguments(*DECODES[name]) if decodes else prefill_arguments(*PREFILLS[name])
+    function = "flash_mla_with_kvcache" if decodes else "flash_mla_sparse_fwd"
 
+    def call(package, **options) -> Callable[[], object]:
+        schedule = {"tile_scheduler_metadata": package.get_mla_metadata()[0]} if decodes else {}
+        return functools.partial(getattr(package, function), **arguments, **options, **schedule)
 
-def rows(wheel) -> Iterator[dict]:
-    for case in DECODES:
-        arguments = decode_arguments(case)
-        theirs = {"tile_scheduler_metadata": wheel.get_mla_metadata()[0]} | arguments
-        yield measure(case.name, wheel.flash_mla_with_kvcache, theirs, flash_mla.flash_mla_with_kvcache, arguments)
-    for name, *shape in PREFILLS:
-        arguments = prefill_arguments(*shape) | {"use_legacy": True}
-        yield measure(name, wheel.flash_mla_sparse_fwd, arguments, flash_mla.flash_mla_sparse_fwd, arguments)
-
-
-def measure(name: str, peer: Callable, peer_arguments: dict, function: Callable, arguments: dict) -> dict:
-    """One line: the direct call's time, and what each variant takes beyond it."""
-    row, graphs = {"case": name}, {"direct": round(in_a_graph(functools.partial(peer, **peer_arguments)), 2)}
+    row, graphs, direct = {"case": name}, {"direct": in_a_graph(call(wheel))}, call(wheel)
     for backend, options in VARIANTS:
-        schedule = {}
-        if "tile_scheduler_metadata" not in peer_arguments:
-            if backend == "hopper":
-                continue  # torch calls its decode alone
-        else:
-            schedule = {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
-        ours = functools.partial(function, **arguments, **options, **schedule)
-        direct, beyond = beside(functools.partial(peer, **peer_arguments), ours, backend)
+        if backend == "hopper" and not decodes:
+            continue  # torch calls its decode alone
+        ours = call(flash_mla, **options)
+        own, beyond = beside(direct, ours, backend)
         label = f"{backend or 'routed'}{' valid' if options else ''}"
-        row |= {"direct": round(direct, 2), label: round(beyond, 2)}
-        graphs[label] = round(in_a_graph(ours), 2)
-    row["in a graph"] = graphs
-    print("  ".join(f"{key} {value}" if key != "case" else f"{value:22}" for key, value in row.items()), flush=True)
-    return row
-
-
-def resident_mib() -> float:
-    """What the process holds now: its peak would hide a leak below what it held before."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        row |= {"direct": round(own, 2), label: round(beyond, 2)}
+        graphs[label] = in_a_graph(ours)
+    return row | {"in a graph": graphs}
 
 
 def leaked(calls: int, backend: str) -> dict[str, float]:
-    """MiB that so many calls leave behind, of torch's memory and of the process's."""
-    arguments = decode_arguments(DECODES[1])
+    """MiB that so many calls leave behind, of torch's memory and of the process's, whose peak would hide them."""
+    arguments = decode_arguments(*DECODES["V4 Flash b1 lengths"])
     os.environ["JAX_SPARSE_MLA_BACKEND"] = backend
     call_cache.forget()
 
-    def some(count: int) -> tuple[float, float]:
+    def held_after(count: int) -> tuple[float, float]:
         for _ in range(count):
             fresh = flash_mla.get_mla_metadata()[0]
             flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=fresh)
         torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() / 2**20, resident_mib()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return torch.cuda.memory_allocated() / 2**20, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-    before, after = some(max(calls // 10, 1)), some(calls)
+    before, after = held_after(max(calls // 10, 1)), held_after(calls)
     return {"torch": after[0] - before[0], "process": after[1] - before[1]}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=10_000)
-    args = parser.parse_args()
-
+    made = parser(__doc__)
+    made.add_argument("--calls", type=int, default=10_000)
+    args = made.parse_args()
+    names = [name for name in (*DECODES, *PREFILLS) if name.startswith(tuple(args.only))]
+    if args.dry_run:
+        print(*names, sep="\n")
+        return 0
     import flash_mla as wheel
 
-    print("us of the host per call: FlashMLA directly, and what the drop-in takes beyond it")
-    table, memory = list(rows(wheel)), leaked(args.calls, "flashmla")
+    rows = []
+    for name in names:
+        rows.append(measure(name, wheel))
+        show(rows[-1])
+    memory = leaked(args.calls, "flashmla")
     print(f"{args.calls} calls leave {memory['torch']:.1f} MiB of torch, {memory['process']:.1f} MiB of the process")
+    write("drop_in", rows, leaked_mib=memory)
     from jax._src import xla_bridge
 
-    write_json(results_folder() / "drop_in.json", environment() | {"rows": table, "leaked_mib": memory})
     return int(max(memory.values()) > LEAK_MIB or bool(xla_bridge._backends))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,15 @@
 """compute-sanitizer over small, hostile shapes of every kernel: its memcheck, or another of its tools.
 
-    python -m benchmarks.memcheck [GROUP ...] [--tool racecheck] [--tests wide] [--limit-seconds 120]
+    python -m benchmarks memcheck [--only GROUP ...] [--tool racecheck] [--tests wide] [--limit-seconds 500]
 
 A group is a test file that launches its kernels on the GPU, or a part of one, most of it through torch, some through
 `jax.jit`, or the short list of cases that such a file runs as a script; a control has errors that must be found. Each
 runs in a sanitised process of its own, all at once, in turn on each GPU. For memcheck memory is allocated one array at
-a time, so that a step past an array's end is outside of every allocation. racecheck sees shared memory alone. A group
-that this code left clean before is not run again unless it is named. Writes memcheck.json, or as the tool is called, to
-$OUT or benchmarks/results.
+a time, so that a step past an array's end is outside of every allocation. racecheck sees shared memory alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -21,12 +18,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.record import ROOT, earlier, environment, gpu_names, own_rows, results_folder, write_json
+from benchmarks.harness import ROOT, gpu_names, parser, write
 
 TESTS = ROOT / "tests"
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
@@ -90,9 +88,10 @@ def groups(tests: str | None = None) -> dict[str, list[str]]:
 class Sanitizer(NamedTuple):
     program: str
     tool: str
+    logs: Path
 
     def log(self, group: str) -> Path:
-        return results_folder() / f"{self.tool}_{group.replace(' ', '_')}.log"
+        return self.logs / f"{self.tool}_{group.replace(' ', '_')}.log"
 
 
 def start(group: str, arguments: list[str], sanitizer: Sanitizer, gpu: str) -> subprocess.Popen:
@@ -112,21 +111,15 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer, gpu: str) -> s
     command += ["--launch-timeout", "120", "--print-limit", "0"]  # 0: no limit
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")
-    return subprocess.Popen(command, env=os.environ | alone | own, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    options = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
+    return subprocess.Popen(command, env=os.environ | alone | own, **options)
 
 
 def stop(process: subprocess.Popen) -> None:
     """Ends the sanitizer and the program under it, which outlives the sanitizer alone and holds the GPU's memory."""
-    for pid in (*descendants(process.pid), process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that they started."""
-    children = [int(x) for path in Path(f"/proc/{pid}/task").glob("*/children") for x in path.read_text().split()]
-    return children + [each for child in children for each in descendants(child)]
 
 
 def verdict(log: str, exit_code: int | None) -> dict:
@@ -182,31 +175,26 @@ def judged(group: str, sanitizer: Sanitizer, exit_code: int | None) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("group", nargs="*", help=f"all by default: {', '.join(groups())}")
-    parser.add_argument("--tool", choices=TOOLS, default="memcheck")
-    parser.add_argument("--tests", help="of each group those alone that pytest's -k finds by this")
-    parser.add_argument("--limit-seconds", type=float, default=120)
-    args = parser.parse_args()
-    if unknown := set(args.group) - set(groups()):
-        parser.error(f"no such group: {', '.join(sorted(unknown))}")
+    made = parser(__doc__, "groups whose names begin so")
+    made.add_argument("--tool", choices=TOOLS, default="memcheck")
+    made.add_argument("--tests", help="of each group those alone that pytest's -k finds by this")
+    made.add_argument("--limit-seconds", type=float, default=500)
+    args = made.parse_args()
+    chosen = {group: found for group, found in groups(args.tests).items() if group.startswith(tuple(args.only))}
+    if args.tool != "memcheck":
+        chosen = {group: found for group, found in chosen.items() if not group.startswith(CONTROL)}
+    if args.dry_run:
+        print(*(f"{group:24} {' '.join(arguments)}" for group, arguments in chosen.items()), sep="\n")
+        return 0
     program = shutil.which("compute-sanitizer") or SANITIZER
     if not Path(program).exists():
         print("compute-sanitizer is not installed: it comes with the CUDA toolkit")
         return 2
-    every = [group for group in groups() if args.tool == "memcheck" or not group.startswith(CONTROL)]
-    before = {} if args.tests else earlier(f"{args.tool}.json").get("groups", {})
-    verdicts = {group: result for group, result in own_rows(before).items() if group in every and result["as_wanted"]}
-    wanted = args.group or [group for group in every if group not in verdicts]
-    chosen = {group: arguments for group, arguments in groups(args.tests).items() if group in wanted}
-    for group, result in run(chosen, Sanitizer(program, args.tool), args.limit_seconds):
-        verdicts[group] = result
-        word = "as wanted" if result["as_wanted"] else "NOT CLEAN"
+    rows, logs = [], Path(tempfile.mkdtemp(prefix="sanitizer_"))
+    for group, result in run(chosen, Sanitizer(program, args.tool, logs), args.limit_seconds):
+        rows.append({"case": group, **result})
+        word = "as wanted" if result["as_wanted"] else f"NOT CLEAN, see {logs}"
         tests, seconds = result.get("tests"), result["seconds"]
         print(f"{group:18} {word:10} {result['errors']} errors, {tests}, {seconds:.0f} s", flush=True)
-        write_json(results_folder() / f"{args.tool}.json", environment() | {"groups": verdicts})
-    return int(not all(verdicts[group]["as_wanted"] for group in args.group or every))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        write(args.tool, rows)
+    return int(len(rows) < len(chosen) or not all(row["as_wanted"] for row in rows))

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.harness import NotMeasured
+
 _SGLANG = "sglang.kernels.ops.attention.dsv4"
 _MODULES = {
     "flash_mla": "flash_mla",
@@ -40,10 +42,6 @@ _EMPTY_PACKAGES += (".kernels.ops.kvcache", ".srt.layers", ".srt.layers.attentio
 _EMPTY_PACKAGES += (".srt.layers.attention.dsa", ".srt.layers.attention.dsv4")
 
 
-class NotMeasured(Exception):
-    """A peer that cannot be loaded here; the message says why."""
-
-
 @functools.cache
 def _loaded(name: str) -> ModuleType | str:
     module = _MODULES[name]
@@ -60,6 +58,12 @@ def find(name: str) -> ModuleType:
     if isinstance(found := _loaded(name), str):
         raise NotMeasured(found)
     return found
+
+
+def sglang() -> dict[str, ModuleType]:
+    """SGLang's modules of a step by their names without "sglang"; NotMeasured where one cannot be imported."""
+    names = "topk", "store", "rope", "compress", "lengths", "pages", "gather", "index keys", "workspace"
+    return {name: find(f"sglang {name}") for name in names}
 
 
 def _prepare_sglang() -> None:

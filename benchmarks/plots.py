@@ -1,167 +1,132 @@
-"""Draws the results of `benchmarks.run` from their JSON: needs matplotlib, and neither a GPU nor JAX.
+"""The plots of the documents, drawn from `results.json`: neither a GPU nor JAX is needed.
 
-    python -m benchmarks.plots [FOLDER]
+    python -m benchmarks plots [FOLDER]        # docs/plots by default
 
-roofline.png: attained rate over operations per byte under the measured ceilings, and bandwidth over bytes for what
-does no matrix product. latency_<op>.png: ours, the peers and the ceiling of every case.
+step: all 43 layers of a decode step beside SGLang's kernels. decode, prefill: FlashMLA's time over ours. context: what
+a step, the index logits and the top-k cost over the length of the context. All rows of a plot are of one device.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.record import RESULTS
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "NVIDIA H200"
+OURS, PEER, GRID = "#1f6fb4", "#9aa3ab", "#d9dde1"
+SAME_TIME = {"color": "black", "linewidth": 0.9, "linestyle": ":"}
+COLOURS = ("#1f6fb4", "#d1603d", "#3a9a6b", "#8a63b0", "#c79a2c")
 
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f")
-OURS_MARKERS = ("o", "^", "D", "v")
-PEER_MARKERS = ("s", "X", "P", "*")
-PEER_COLOUR = "#555555"
+
+def rows(operation: str, number: int = 0) -> list[dict]:
+    """The rows of one run of the operation on `DEVICE`: the first, or the one of this number."""
+    groups = json.loads((ROOT / "benchmarks" / "results.json").read_text())[operation]
+    return [group for group in groups if group["device"] == DEVICE][number]["rows"]
 
 
-def draw(folder: Path, behind: Iterable[Path] = ()) -> list[Path]:
-    """Draws the results in `folder`, and those in `behind` that it lacks, into `folder`; returns the plots' paths."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed: no plots (python -m benchmarks.plots draws them from the JSON)")
-        return []
+def step(axes) -> None:
+    found = {(row["case"], row["step"]): row["wall_us"] / 1e3 for row in rows("step")}
+    cases = list(dict.fromkeys(case for case, _ in found))
+    for shift, name, label, colour in ((-0.2, "SGLang", "SGLang's kernels", PEER), (0.2, "ours", "ours", OURS)):
+        times = [found[case, name] for case in cases]
+        bars = axes.bar([i + shift for i in range(len(cases))], times, 0.38, color=colour, label=label)
+        axes.bar_label(bars, [f"{time:.2f}" for time in times], fontsize=8, padding=2)
+    for i, case in enumerate(cases):
+        ratio, top = found[case, "SGLang"] / found[case, "ours"], found[case, "SGLang"]
+        axes.annotate(f"{ratio:.2f}×", (i, top), (0, 15), textcoords="offset points", ha="center", weight="bold")
+    axes.set_xticks(range(len(cases)), [" × ".join(f"{int(x):,}" for x in case.split("x")) for case in cases])
+    axes.set(xlabel="requests × tokens of context", ylabel="time of a step, ms", ylim=(0, max(found.values()) * 1.15))
+    title = f"DeepSeek-V4-Flash: attention of all 43 layers, one decode step ({DEVICE})"
+    axes.set_title(f"{title}\nbold: SGLang's time over ours", fontsize=10)
+    axes.legend(frameon=False, loc="upper left")
+
+
+def decode(axes) -> None:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows("decode"):
+        if row["table"] == "one token":
+            name, _, size = row["case"].rpartition(", ")
+            lines.setdefault(name, []).append((int(size.split(" x ")[0]), row["peer_us"] / row["ours_us"]))
+    shown = "V4 Flash, 64 heads", "V4 Flash, 16 heads", "V4 Pro, 128 heads", "V4 C128, 64 heads", "V3.2, 128 heads"
+    for name, colour in zip(shown, COLOURS):
+        axes.plot(*zip(*lines[name]), "o-", color=colour, label=name, markersize=4.5)
+    batches = [batch for batch, _ in lines[shown[0]]]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, batches)
+    axes.set(xlabel="requests, one token each", ylabel="FlashMLA's time / ours", ylim=(0.5, None))
+    axes.axhline(1, **SAME_TIME)
+    axes.set_title(f"Decode from FP8 caches beside FlashMLA ({DEVICE}; the L2 emptied before each call)", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+
+
+def prefill(axes) -> None:
+    found = rows("prefill")
+    names = [row["case"].removeprefix("prefill ").replace("V4 sharded", "V4 Flash") for row in found]
+    names = [re.sub(r"kv (\d+)(\d{3})", r"\1,\2 keys", name.replace(" sharded", "")) for name in names]
+    ratios = [row["peers"]["flash_mla"] / row["ours"]["hopper"] for row in found]
+    places = range(len(names))
+    bars = axes.barh(places, ratios, 0.62, color=OURS)
+    labels = [f"{ratio:.2f}×   ({row['ours']['hopper']:,.0f} µs)" for ratio, row in zip(ratios, found)]
+    axes.bar_label(bars, labels, fontsize=8, padding=3)
+    axes.set_yticks(places, names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="FlashMLA's time / ours", xlim=(0, max(ratios) * 1.3))
+    axes.axvline(1, **SAME_TIME)
+    axes.set_title(f"Prefill of 4,096 queries beside FlashMLA ({DEVICE})", fontsize=10)
+
+
+def context(left, right) -> None:
+    own = {row["case"]: row["wall_us"] / 1e3 for row in rows("step", 1)}
+    sglang = {row["case"]: row["wall_us"] / 1e3 for row in rows("step") if row["step"] == "SGLang"}
+    lengths = 8192, 131_072
+    left.plot(lengths, [sglang[f"64x{n}"] for n in lengths], "s--", color=PEER, label="64 requests, SGLang's kernels")
+    for requests, colour in ((64, COLOURS[0]), (8, COLOURS[2]), (1, COLOURS[1])):
+        points = [(n, own[f"decode {requests}x{n}"]) for n in lengths]
+        points += [(393_216, own["long: decode after 393216"])] if requests == 1 else []
+        left.plot(*zip(*points), "o-", color=colour, label=f"{requests} request{'s' * (requests > 1)}, ours")
+    left.set_title("A decode step, 43 layers", fontsize=10)
+    left.set(ylabel="ms", ylim=(0, 7))
+    for operation, case, what, peer, colour in (
+        ("indexer", r"index_logits 64 x (\d+)$", "index logits", ("deep_gemm", "DeepGEMM"), COLOURS[0]),
+        ("topk", r"topk_transform paged, 64 x (\d+), k 512$", "top-512 and pages", ("sglang", "SGLang"), COLOURS[1]),
+    ):
+        found = [(4 * int(match[1]), row) for row in rows(operation) if (match := re.match(case, row["case"]))]
+        lengths, times = [length for length, _ in found], [row for _, row in found]
+        right.plot(lengths, [row["peers"][peer[0]] for row in times], "s--", color=PEER, label=f"{what}, {peer[1]}")
+        right.plot(lengths, [row["ours"]["jax"] for row in times], "o-", color=colour, label=f"{what}, ours")
+    right.set_title("In one layer of ratio 4, 64 requests", fontsize=10)
+    right.set(ylabel="µs", yscale="log", ylim=(2, 2000))
+    right.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
+    for axes, ticks in ((left, (8192, 131_072, 393_216)), (right, (16_384, 32_768, 131_072, 524_288))):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
+        axes.set_xlabel("tokens of context")
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+PLOTS = {"step": (step, 1, (7, 3.8)), "decode": (decode, 1, (7, 3.8)), "prefill": (prefill, 1, (7, 3.8))}
+PLOTS |= {"context": (context, 2, (9, 3.8))}
+
+
+def main() -> int:
+    import matplotlib
+
     matplotlib.use("Agg")
-    results = [result for result in _results([*behind, folder]) if any(row["ours"] for row in result["rows"])]
-    if not results:
-        return []
-    paths = [_roofline(results, folder / "roofline.png")]
-    return paths + [_latency(result, folder / f"latency_{result['op']}.png") for result in results]
-
-
-def _results(folders: list[Path]) -> list[dict]:
-    """What `benchmarks.run` wrote; of a file in several folders the last one. Other files have no operation's name."""
-    paths = {path.name: path for folder in folders for path in folder.glob("*.json")}
-    contents = (json.loads(paths[name].read_text()) for name in sorted(paths))
-    return [content for content in contents if "op" in content and "ceilings" in content]
-
-
-# --- roofline -------------------------------------------------------------------------------------
-
-
-def _roofline(results: list[dict], path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure, (compute, memory) = pyplot.subplots(1, 2, figsize=(13, 5.6), layout="constrained")
-    # Runs of one machine differ by a percent or two; the first result's ceilings are drawn.
-    copy, matmul = results[0]["ceilings"]["copy"], results[0]["ceilings"]["matmul"]
-    for number, result in enumerate(results):
-        colour = COLOURS[number % len(COLOURS)]
-        for axes, rows in (
-            (compute, [row for row in result["rows"] if row["flop"]]),
-            (memory, [row for row in result["rows"] if not row["flop"]]),
-        ):
-            _points(axes, rows, colour, result["op"])
-    _roofs(compute, [row for result in results for row in result["rows"] if row["flop"]], copy, matmul)
-    compute.set(xscale="log", yscale="log", xlabel="operations per byte that must move", ylabel="TFLOP/s")
-    compute.set_title("Matrix products")
-    memory.axhline(copy, color="black", linewidth=1)
-    memory.annotate(f"copy {copy:.2f} TB/s", (0.02, copy), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
-    memory.set(xscale="log", xlabel="bytes that must move", ylabel="TB/s", ylim=(0, copy * 1.15))
-    memory.set_title("Without a matrix product")
-    for axes in (compute, memory):
-        axes.grid(True, which="major", alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="lower right")
-    figure.suptitle(f"{results[0]['device']}: filled = ours, open = the best peer", fontsize=11)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
-
-
-def _points(axes, rows: list[dict], colour: str, label: str) -> None:
-    """Ours filled (its fastest launch), the best peer open, a line between the two of a case."""
-    for row in rows:
-        if not row["ours"]:
-            continue
-        work, x = (row["flop"], row["flop"] / row["bytes"]) if row["flop"] else (row["bytes"], row["bytes"])
-        ours = work / min(row["ours"].values()) / 1e6
-        axes.plot(x, ours, "o", color=colour, markersize=6, label=label)
-        label = None
-        if row["best_peer"]:
-            peer = work / row["peers"][row["best_peer"]] / 1e6
-            axes.plot([x, x], [ours, peer], color=colour, linewidth=0.8, alpha=0.6)
-            axes.plot(x, peer, "o", markerfacecolor="white", color=colour, markersize=6)
-
-
-def _roofs(axes, rows: list[dict], copy: float, matmul: dict[str, float]) -> None:
-    intensities = [row["flop"] / row["bytes"] for row in rows] or [1, 1000]
-    units = sorted({row["flop_unit"] for row in rows}) or ["bf16"]
-    left, right = min(intensities) / 4, max(*intensities, 2 * max(matmul[unit] for unit in units) / copy)
-    ridge = max(matmul[unit] for unit in units) / copy
-    axes.plot([left, ridge], [left * copy, ridge * copy], color="black", linewidth=1)
-    axes.annotate(f"copy {copy:.2f} TB/s ", (left * 2.5, left * 2.5 * copy), ha="right", va="bottom", fontsize=9)
-    for unit in units:
-        rate = matmul[unit]
-        axes.plot([rate / copy, right * 1.5], [rate, rate], color="black", linewidth=1)
-        axes.annotate(f"{unit} {rate:.0f} TFLOP/s", (right * 1.5, rate * 0.97), ha="right", va="top", fontsize=9)
-
-
-# --- latency --------------------------------------------------------------------------------------
-
-
-def _latency(result: dict, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    rows = [row for row in result["rows"] if row["ours"]]
-    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.3 * len(rows)), layout="constrained")
-    names = {group: sorted({name for row in rows for name in row[group]}) for group in ("ours", "peers")}
-    for y, row in enumerate(rows):
-        times = [*row["ours"].values(), *row["peers"].values(), row["ceiling_us"]]
-        axes.plot([min(times), max(times)], [y, y], color="#cccccc", linewidth=1, zorder=1)
-        axes.plot(row["ceiling_us"], y, "|", color="black", markersize=11, markeredgewidth=2, zorder=2)
-        for name, us in row["peers"].items():
-            marker = PEER_MARKERS[names["peers"].index(name) % len(PEER_MARKERS)]
-            axes.plot(us, y, marker, markerfacecolor="white", color=PEER_COLOUR, markersize=7, zorder=3)
-        for name, us in row["ours"].items():
-            marker = OURS_MARKERS[names["ours"].index(name) % len(OURS_MARKERS)]
-            axes.plot(us, y, marker, color=COLOURS[0], markersize=7, zorder=4)
-        axes.annotate(_verdict(row), (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8)
-    fastest = min(us for row in rows for us in (*row["ours"].values(), *row["peers"].values()))
-    axes.set(xscale="log", xlabel="µs", ylim=(len(rows) - 0.4, -0.6))
-    axes.set_xlim(left=max(axes.get_xlim()[0], fastest / 3))  # a ceiling far below any launch is not shown
-    axes.set_yticks(range(len(rows)), [row["case"] for row in rows], fontsize=8)
-    axes.grid(True, axis="x", which="both", alpha=0.25)
-    axes.annotate(
-        "peer/ours, share", (1.01, -0.95), xycoords=("axes fraction", "data"), fontsize=8, annotation_clip=False
-    )
-    figure.legend(*_latency_legend(names), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    figure.suptitle(f"{result['op']} on {result['device']}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
-
-
-def _verdict(row: dict) -> str:
-    """Of the fastest launch of ours: peer / ours, and the share of the ceiling."""
-    best = min(row["ours"], key=row["ours"].get)
-    ratio = row["peer_over_ours"].get(best)
-    return f"{f'{ratio:.2f}×' if ratio else '–':>6}  {row['share_of_ceiling'][best]:4.0%}"
-
-
-def _latency_legend(names: dict[str, list[str]]) -> tuple[list, list[str]]:
-    from matplotlib.lines import Line2D
-
-    handles, labels = [], []
-    for number, name in enumerate(names["ours"]):
-        marker = OURS_MARKERS[number % len(OURS_MARKERS)]
-        handles.append(Line2D([], [], marker=marker, color=COLOURS[0], linestyle=""))
-        labels.append(f"ours, {name}")
-    for number, name in enumerate(names["peers"]):
-        marker = PEER_MARKERS[number % len(PEER_MARKERS)]
-        handles.append(Line2D([], [], marker=marker, color=PEER_COLOUR, markerfacecolor="white", linestyle=""))
-        labels.append(name)
-    handles.append(Line2D([], [], marker="|", color="black", linestyle="", markersize=11, markeredgewidth=2))
-    return handles, [*labels, "ceiling"]
-
-
-if __name__ == "__main__":
-    for drawn in draw(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS):
-        print(drawn)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (draw, columns, size) in PLOTS.items():
+        figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
+        for each in axes[0]:
+            each.grid(True, axis="x" if name == "prefill" else "y", color=GRID, linewidth=0.7)
+            each.set_axisbelow(True)
+            each.spines[["top", "right"]].set_visible(False)
+        draw(*axes[0])
+        if columns > 1:
+            figure.suptitle(f"DeepSeek-V4-Flash: cost over the length of the context ({DEVICE})", fontsize=10)
+        figure.savefig(folder / f"{name}.png", dpi=100)
+        print(folder / f"{name}.png")
+    return 0

@@ -1,8 +1,8 @@
-"""A forward step of DeepSeek-V4-Flash's attention, 43 layers in one jitted program, as an engine runs it.
+"""A decode step of DeepSeek-V4-Flash's attention, 43 layers in one jitted program, beside SGLang's own kernels.
 
-    python -m benchmarks.step                                   # every case: decode, chunked prefill, a long request
-    python -m benchmarks.step --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
-    python -m benchmarks.step --decode 8x8192,8x8192@xla_gpu_graph_min_graph_size=1000000 --prefill '' --long ''
+    python -m benchmarks step                        # decode: ours, and SGLang's in a CUDA graph where it is installed
+    python -m benchmarks step --ours                 # decode, chunked prefill and a long request, ours alone
+    python -m benchmarks step --ours --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
 
 A decode case is BATCHxCONTEXT, with --staggered each request one token shorter than the one before it (of 128); a
 prefill case PROMPT/CHUNK tokens; the long request is prefilled in chunks and then decodes. After an @ stand options,
@@ -11,13 +11,18 @@ NAME=VALUE joined by &: XLA's, or environment variables that are read while a pr
 Per case: wall and GPU time per step, the share of the time in which the GPU is busy and device operations per step
 (CUPTI, through torch's profiler), how many of them came out of CUDA graphs, and the time that the host takes to
 enqueue a step under `jax.transfer_guard("disallow")`. Per program: compile time, and whether the caches stay where they
-are (bytes that the executable aliases, copies of a cache's shape in its HLO, buffer addresses). Prints tables and
-writes JSON to $OUT or benchmarks/results, beside the cases that earlier runs of the same code measured.
+are (bytes that the executable aliases, copies of a cache's shape in its HLO, buffer addresses).
+
+SGLang's step, captured in a CUDA graph, needs sglang 0.5.23, which compiles its modules when they are first used,
+sgl-flash-mla and sgl-deep-gemm. Both steps have the ratios, tables, cache bytes, rows and parameters of
+`benchmarks.stack`, take their slots from the request table, add one to the lengths, make their metadata, and give each
+layer's keys one head of the output below. A case of SGLang's is only timed after `benchmarks.sglang.guards` has
+compared it with our reference; what fails has no times, and the exit code is 1. A step of theirs also normalises and
+rotates the key and rotates the index query. Ours is measured in a process of its own, before.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -35,12 +40,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.record import earlier, environment, results_folder, write_json
+from benchmarks.harness import busy, parser, write
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
-from jax_sparse_mla.serving.bench import busy
 
 DECODE = "1x8192,4x8192,8x8192,64x8192,1x131072,4x131072,8x131072,64x131072"
+PEER_DECODE = "1x8192,8x8192,64x8192,64x131072"
 PREFILL = "5602/8192,13302/8192,30352/8192,5602/32768,13302/32768,30352/32768"
 LONG = "393216/8192"
 
@@ -402,59 +407,62 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
-    parser.add_argument("--decode", default=DECODE)
-    parser.add_argument("--staggered", action="store_true", help="decode with lengths that differ")
-    parser.add_argument("--prefill", default=PREFILL)
-    parser.add_argument("--long", default=LONG)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
-    parser.add_argument("--record", default="step", help="the results' file, without .json")
-    parser.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
-    arguments = parser.parse_args()
-    decode, prefill, long = programs(arguments)
-    results, used, where = {}, [], environment()
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--ours", action="store_true", help="ours alone")
+    made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
+    made.add_argument("--decode", help="cases, BATCHxCONTEXT")
+    made.add_argument("--staggered", action="store_true", help="decode with lengths that differ")
+    made.add_argument("--prefill", default=PREFILL, help="cases, PROMPT/CHUNK, with --ours")
+    made.add_argument("--long", default=LONG, help="a case, PROMPT/CHUNK, with --ours")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--workers", type=int, default=4, help="programs compiled at once; 1 for their compile times")
+    made.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
+    args = made.parse_args()
+    if args.decode is None:
+        args.decode = DECODE if args.ours else PEER_DECODE
+    if not args.ours:
+        args.prefill = args.long = ""
+    if args.dry_run:
+        decode, prefill, long = programs(args)
+        names = [f"decode {case}" for case in decode] + [f"prefill {n} in {chunk}" for n, chunk in prefill]
+        print(*names, *(f"long: {prompt}" for prompt in long), sep="\n")
+        return 0
+    if args.ours:
+        return measure_ours(args)
+    from benchmarks.sglang import compare
+
+    return compare.main(args)
+
+
+def measure_ours(args) -> int:
+    decode, prefill, long = programs(args)
+    results, used = {}, []
 
     def prepare(some):
         used.extend(some := list(dict.fromkeys(some)))
-        compile_all(some, arguments.workers)
+        compile_all(some, args.workers)
 
     def record(name, program, measured):
         results[name], operations = measured
         print(table({name: results[name]}).splitlines()[-1], flush=True)
-        kinds = by_kind(program, operations, results[name]["steps"])[: arguments.operations]
+        kinds = by_kind(program, operations, results[name]["steps"])[: args.operations]
         if kinds:
             results[name]["kinds"] = [(kind.name[:120], kind.us, kind.count) for kind in kinds]
         for kind in kinds:
             print(f"    {kind.us:9.1f} us {kind.count:7.1f} x {kind.captured:7.1f} in graphs  {kind.name[:150]}")
-        save(arguments.record, results, used, where)
+        of_programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
+        write("step_ours", [{"case": case, **row} for case, row in results.items()], programs=of_programs)
 
     prepare(decode.values())
     for case, program in decode.items():
-        name = f"decode {case}{', staggered' * arguments.staggered}"
-        record(name, program, decode_case(program, arguments.repeats, arguments.staggered))
+        name = f"decode {case}{', staggered' * args.staggered}"
+        record(name, program, decode_case(program, args.repeats, args.staggered))
     prepare(prefill.values())
     for (prompt, chunk), program in prefill.items():
-        record(f"prefill {prompt} in {chunk}", program, prefill_case(program, prompt, arguments.repeats))
+        record(f"prefill {prompt} in {chunk}", program, prefill_case(program, prompt, args.repeats))
     for prompt, pair in long.items():
         prepare(pair)
         long_case(*pair, prompt, record)
     print(table(results))
-
-
-def save(name: str, results: dict, used: list[Program], where: dict) -> None:
-    """After every case, beside what earlier runs of this code left; a case says which command it is of."""
-    before = earlier(f"{name}.json")
-    programs = {p.name: {"compile_seconds": p.compile_seconds, **p.in_place} for p in used}
-    record = where | {
-        "results": before.get("results", {})
-        | {case: {**result, "command": where["command"]} for case, result in results.items()},
-        "programs": before.get("programs", {}) | programs,
-    }
-    write_json(results_folder() / f"{name}.json", record)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,20 +1,18 @@
 """A decode step of DeepSeek-V4-Flash's attention from torch beside the same step from JAX, on one GPU, in one process.
 
-    python -m benchmarks.torch_step                                      # 43 layers, four cases
-    python -m benchmarks.torch_step --layers 6 --decode 8x8192
+    python -m benchmarks torch_step                                      # 43 layers, four cases
+    python -m benchmarks torch_step --layers 6 --decode 8x8192
 
-JAX's is the program of `python -m benchmarks.step`, torch's is captured in a CUDA graph: the same layers, tables, cache
+JAX's is the program of `python -m benchmarks step`, torch's is captured in a CUDA graph: the same layers, tables, cache
 bytes, rows and parameters, the same kernels. Both first take three steps from the same caches, and the greatest
 difference of their outputs is printed, which is to be 0. Then each is timed twice and profiled after either time, so
 that both have a second time behind a profiler; the second one counts. Per case and framework: wall time of a step among
 those called back to back, the time in which the GPU is busy, from the first operation to the last, operations, and what
-a step takes the host, of ten behind an idle GPU. The last columns are torch over JAX. Prints a table and writes
-torch_step.json to $OUT or benchmarks/results.
+a step takes the host, of ten behind an idle GPU. The last columns are torch over JAX.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import os
@@ -27,13 +25,21 @@ import torch
 from sparse_mla_torch import to_torch
 from sparse_mla_torch.layers import prepare_v4_step, v4_layer
 
-from benchmarks.record import environment, results_folder, write_json
+from benchmarks.harness import parser, write
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
-from benchmarks.step import Program, Steps, busy_time, by_kind, compile_all, decode_start, measure, timed_steps
+from benchmarks.step import (
+    PEER_DECODE,
+    Program,
+    Steps,
+    busy_time,
+    compile_all,
+    decode_start,
+    measure,
+    timed_steps,
+)
 from jax_sparse_mla import ForwardBatch, ForwardMode
 from jax_sparse_mla.layers import V4LayerCache
 
-DECODE = "1x8192,8x8192,64x8192,64x131072"
 COLUMNS = ("wall_us", "gpu_us", "layers_us", "span_us", "operations", "host_us")
 CHAIN = re.compile(r"^loop_add_fusion|CUDAFunctor_add<c10::BFloat16>")  # the additions, by XLA's name and by torch's
 COMPARED_STEPS = 3
@@ -112,8 +118,8 @@ class TorchSteps:
             torch.cuda.synchronize()
 
 
-def measure_case(program: Program, repeats: int, kinds: int) -> dict:
-    """By framework, its times; and how far the outputs of the same steps are apart. Prints `kinds` of operations."""
+def measure_case(program: Program, repeats: int) -> dict:
+    """By framework, its times; and how far the outputs of the same steps are apart."""
     stack = program.stack
     of_torch = TorchSteps(stack, "cuda").capture()
     caches = fill(stack, stack.empty_caches())
@@ -131,8 +137,6 @@ def measure_case(program: Program, repeats: int, kinds: int) -> dict:
             found[name], operations = measure(steps, start, count, repeats, rewind=False)
             found[name]["span_us"] = (max(o.end for o in operations) - operations[0].start) / count / 1e3
             found[name]["layers_us"] = busy_time([o for o in operations if not CHAIN.search(o.name)]) / count / 1e3
-            for kind in by_kind(program, operations, count)[:kinds]:
-                print(f"    {name:6}{kind.us:9.1f} us {kind.count:7.1f} x  {kind.name[:120]}")
     return found
 
 
@@ -150,29 +154,27 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--decode", default=DECODE, help="cases, BATCHxCONTEXT")
-    parser.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--operations", type=int, default=0, help="list so many kinds of operations per case")
-    parser.add_argument("--record", default="torch_step", help="the results' file, without .json")
-    arguments = parser.parse_args()
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--decode", default=PEER_DECODE, help="cases, BATCHxCONTEXT")
+    made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
+    made.add_argument("--repeats", type=int, default=5)
+    args = made.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # half of the memory is torch's
-    results, where, ratios = {}, environment(), V4_FLASH_RATIOS[: arguments.layers]
-    sizes = {case: tuple(map(int, case.split("x"))) for case in arguments.decode.split(",")}
+    results, ratios = {}, V4_FLASH_RATIOS[: args.layers]
+    sizes = {case: tuple(map(int, case.split("x"))) for case in args.decode.split(",")}
     programs = {c: Program(Stack(ratios=ratios, batch=n, max_len=k), "decode", n) for c, (n, k) in sizes.items()}
+    if args.dry_run:
+        print(*(program.name for program in programs.values()), sep="\n")
+        return 0
     compile_all(list(programs.values()), workers=4)
     for case, program in programs.items():
-        results[case] = measure_case(program, arguments.repeats, arguments.operations)
+        results[case] = measure_case(program, args.repeats)
         apart, largest = results[case]["difference"], results[case]["largest"]
         print(f"{case}: outputs differ by at most {apart:.2g}, where the largest is {largest:.2g}")
         print(table({case: results[case]}), flush=True)
-        write_json(results_folder() / f"{arguments.record}.json", where | {"results": results})
+        write("torch_step", [{"case": case, **found} for case, found in results.items()])
         gc.collect()
         torch.cuda.empty_cache()
     print(table(results))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

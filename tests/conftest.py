@@ -1,4 +1,4 @@
-"""What all tests share: which are skipped where, the cache of compiled programs, and the record of a run."""
+"""What all tests share: which are skipped where, and the cache of compiled programs."""
 
 import atexit
 import collections
@@ -34,8 +34,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads wait for e
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers allocate on the same GPU
 gc.set_threshold(200_000, 50, 1000)  # a collection of all that JAX keeps takes seconds, and finds little
 
-# Tests use the first GPU, and some a second: xdist's workers begin to count those that `benchmarks.suite` names at
-# different ones, and see no more than two, for each takes memory of every GPU that it sees.
+# `GPUS_OF_TESTS=0,1,2,3 pytest -n 8`: tests use the first GPU that they see, and some a second. So xdist's workers
+# begin at different ones. Each sees no more than two, for it takes memory of every GPU that it sees.
 _worker, _gpus = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("GPUS_OF_TESTS", "").split(",")
 if len(_gpus) > 1:
     _first = int(_worker.removeprefix("gw")) % len(_gpus)
@@ -46,14 +46,11 @@ import pytest
 from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
-from run_record import RunRecord
 
 # Failing assertions of these say as much as those of test modules do.
 pytest.register_assert_rewrite(
     "attention_conformance", "compressor_engine", "metadata_cases", "support.serving_models", "topk_oracle"
 )
-
-pytest_plugins = ["pytester"]
 
 HAS_OLDER_EMITTERS = jax.__version_info__ < (0, 11)  # XLA ends the process for a flag that it does not know
 
@@ -68,12 +65,7 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_addoption(parser):
-    parser.addoption("--record", metavar="FILE", help="write which tests passed, failed and were skipped, and why")
-
-
 def pytest_configure(config):
-    config.pluginmanager.register(RunRecord(config, jax.devices()[0].device_kind))
     if not ON_GPU:
         share_compiled_programs(config)
         give_options_to_all_programs()

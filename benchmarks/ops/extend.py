@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import Case, Run, kernel_backends
+from benchmarks.harness import Case, Run, Spec, kernel_backends, operation
 from jax_sparse_mla import (
     DEEPSEEK_V4_FLASH,
     ForwardBatch,
@@ -30,13 +30,13 @@ TOKENS = 32_768
 ROWS = (64, 256, 1024, 4096, 8192)
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
-    swa_cache, compressed_cache = _cache(rng, TOKENS + PAGE, PAGE), _cache(rng, (TOKENS + PAGE) // RATIO, PAGE // RATIO)
+def specs() -> Iterator[Spec]:
     for rows in ROWS:
-        yield _case(rng, rows, swa_cache, compressed_cache)
+        yield Spec(f"extend V4 Flash, {rows} rows", functools.partial(_case, rows=rows))
 
 
-def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_cache: PagedKV) -> Case:
+def _case(rng: np.random.Generator, rows: int) -> Case:
+    swa_cache, compressed_cache = _cache(rng, TOKENS + PAGE, PAGE), _cache(rng, (TOKENS + PAGE) // RATIO, PAGE // RATIO)
     key = jax.random.key(int(rng.integers(2**31)))
     q = jax.random.normal(key, (rows, SPEC.num_heads, SPEC.qk_dim), jnp.bfloat16)
     sink = jnp.zeros((SPEC.num_heads,), jnp.float32)
@@ -81,7 +81,6 @@ def _case(rng: np.random.Generator, rows: int, swa_cache: PagedKV, compressed_ca
             runs[f"{backend} {name}"] = Run(functools.partial(jitted, *arguments), "jax")
     keys = rows * (SPEC.window + SPEC.index_topk)
     return Case(
-        f"extend V4 Flash, {rows} rows",
         ours=runs,
         peers={},
         bytes=2 * rows * SPEC.num_heads * 1024
@@ -111,3 +110,6 @@ def _cache(rng: np.random.Generator, slots: int, page_size: int) -> PagedKV:
     rows = jax.random.normal(jax.random.key(int(rng.integers(2**31))), (slots, LAYOUT.qk_dim), jnp.bfloat16)
     empty = PagedKV.zeros(LAYOUT, slots // page_size, page_size)
     return jax.jit(write_kv, donate_argnums=0)(empty, jnp.arange(slots, dtype=jnp.int32), rows)
+
+
+main = operation("extend", __doc__, specs)

@@ -17,7 +17,7 @@ import torch
 from sparse_mla_torch.operations import indexer as torch_indexer
 
 from benchmarks import peers
-from benchmarks.timing import Case, Run, in_place
+from benchmarks.harness import Case, Run, Spec, in_place, operation
 from jax_sparse_mla.compressor.api import compress_kv, compress_kv_reference
 from jax_sparse_mla.compressor.state import CompressorState, compressor_window
 from jax_sparse_mla.indexer.keys import IndexFormat
@@ -49,19 +49,25 @@ COMPRESS = ((64, 64), (8192, 1))
 COMPRESSORS = ((4, 512), (4, 128), (128, 512))
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
-    for shape in (*DECODE, *PREFILL):
-        yield _logits(rng, *shape)
-    for shape in V41_DECODE:
+def specs() -> Iterator[Spec]:
+    def spec(name: str, make: Callable, *shape, **options) -> Spec:
+        return Spec(name, lambda rng: make(rng, *shape, **options))
+
+    for rows, columns, kind in (*DECODE, *PREFILL):
+        name = f"index_logits {rows} x {columns}" + ("" if kind == "full" else f", {kind}")
+        yield spec(name, _logits, rows, columns, kind)
+    for rows, columns, kind in V41_DECODE:
         for format in (IndexFormat.FP8, IndexFormat.FP4):
-            yield _logits(rng, *shape, heads=V41_HEADS, format=format)
+            name = f"index_logits {rows} x {columns}, {V41_HEADS} heads, {format.name} keys"
+            yield spec(name, _logits, rows, columns, kind, heads=V41_HEADS, format=format)
     for n in (64, 65_536):
-        yield _write(rng, n)
+        yield spec(f"write_index_k {n}", _write, n)
     for rows in (64, 8192):
-        yield _quantise(rng, rows)
+        yield spec(f"quantize_index_q {rows} x {HEADS}, hadamard", _quantise, rows)
     for tokens, requests in COMPRESS:
         for ratio, head_dim in COMPRESSORS:
-            yield _compress(rng, tokens, requests, ratio, head_dim)
+            name = f"compress_kv ratio {ratio} head_dim {head_dim}, {tokens} tokens of {requests}"
+            yield spec(name, _compress, tokens, requests, ratio, head_dim)
 
 
 def _normal(rng, *shape, dtype=jnp.bfloat16) -> jax.Array:
@@ -117,9 +123,7 @@ def _logits(
         theirs = theirs if rival.framework == "torch" else _tensor(jax.block_until_ready(theirs))
         return _largest_difference(ours(), theirs, given[-1], differ)
 
-    name = f"index_logits {rows} x {columns}" + ("" if kind == "full" else f", {kind}")
     return Case(
-        name=name + ("" if heads == HEADS else f", {heads} heads, {format.name} keys"),
         ours={
             "jax": _jitted(functools.partial(logits_of, fill=False), *args),
             "torch": Run(ours, "torch"),
@@ -208,7 +212,6 @@ def _write(rng, n: int) -> Case:
         return share
 
     return Case(
-        name=f"write_index_k {n}",
         ours={"jax": ours},
         peers={"sglang": Run(sglang, "torch")},
         bytes=n * (2 * INDEX_DIM + INDEX_K_BYTES + 4),
@@ -226,7 +229,6 @@ def _keys_of(cache: torch.Tensor) -> torch.Tensor:
 def _quantise(rng, rows: int) -> Case:
     q = _normal(rng, rows, HEADS, INDEX_DIM)
     return Case(
-        name=f"quantize_index_q {rows} x {HEADS}, hadamard",
         ours={"jax": _jitted(functools.partial(quantize_index_q, hadamard=True), q)},
         peers={"xla": _jitted(functools.partial(quantize_index_q_reference, hadamard=True), q)},
         bytes=3 * q.size + 4 * rows * HEADS,
@@ -272,8 +274,10 @@ def _compress(rng, tokens: int, requests: int, ratio: int, head_dim: int) -> Cas
     moved = completed * head_dim * (2 * window + 2) + kept * 2 * width * 4
     moved += (kept if requests == tokens else tokens) * 2 * width * 2
     return Case(
-        name=f"compress_kv ratio {ratio} head_dim {head_dim}, {tokens} tokens of {requests}",
         ours={"jax": in_place(ours, start(), kv, score, *others)},
         peers={"xla": in_place(plain, start(), kv, score, *others)},
         bytes=moved,
     )
+
+
+main = operation("indexer", __doc__, specs)

@@ -12,7 +12,7 @@ import torch
 from sparse_mla_torch.operations import indices as torch_indices
 
 from benchmarks import peers
-from benchmarks.timing import Case, Run
+from benchmarks.harness import Case, Run, Spec, operation
 from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices
 from jax_sparse_mla.indices.merge import combine_swa_extra_reference
 
@@ -20,10 +20,10 @@ WINDOW = 128
 SIZES = ((16_384, 512), (32_768, 1_024))  # rows, top-k
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
+def specs() -> Iterator[Spec]:
     for rows, topk in SIZES:
-        yield _topk_swa(rng, rows, topk)
-        yield _swa_extra(rng, rows, topk)
+        yield Spec(f"combine_topk_swa {rows} x {topk}", functools.partial(_topk_swa, rows=rows, topk=topk))
+        yield Spec(f"combine_swa_extra {rows} x {topk}", functools.partial(_swa_extra, rows=rows, topk=topk))
 
 
 def _topk_swa(rng: np.random.Generator, rows: int, topk: int, requests: int = 8, seq_len: int = 65_536) -> Case:
@@ -46,7 +46,6 @@ def _topk_swa(rng: np.random.Generator, rows: int, topk: int, requests: int = 8,
         return combine(*args, window_size=WINDOW, compress_ratio=4, topk=topk)
 
     return _case(
-        f"combine_topk_swa {rows} x {topk}",
         args,
         sglang=sglang,
         ours=lambda *args: combine_topk_swa_indices(*args, **static),
@@ -65,7 +64,6 @@ def _swa_extra(rng: np.random.Generator, rows: int, topk: int) -> Case:
         np.array(65_536, np.int32),
     )
     return _case(
-        f"combine_swa_extra {rows} x {topk}",
         args,
         plain=combine_swa_extra_reference,  # SGLang hands FlashMLA two tables instead
         ours=combine_swa_extra_indices,
@@ -76,7 +74,6 @@ def _swa_extra(rng: np.random.Generator, rows: int, topk: int) -> Case:
 
 
 def _case(
-    name: str,
     args: tuple,
     *,
     ours: Callable,
@@ -96,7 +93,6 @@ def _case(
     else:
         rival = {"sglang": Run(functools.partial(sglang, *torch_args), "torch")}
     return Case(
-        name,
         ours={"jax": ours, "torch": Run(lambda: on_torch(*torch_args, out=out), "torch")},
         peers=rival,
         bytes=bytes,
@@ -112,3 +108,6 @@ def _entries_that_differ(ours: Run, theirs: Run) -> float:
     differ += (found[:, wanted.shape[1] :] != -1).sum()
     assert not differ, f"{int(differ)} entries differ"
     return float(differ)
+
+
+main = operation("indices", __doc__, specs)

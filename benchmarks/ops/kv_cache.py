@@ -16,7 +16,7 @@ import torch
 from sparse_mla_torch.operations import kv_cache as torch_kv
 
 from benchmarks import peers
-from benchmarks.timing import Case, Run, in_place
+from benchmarks.harness import Case, Run, Spec, in_place, operation
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, split_pages, write_kv
 from jax_sparse_mla.kv_cache.split import split_touched_reference
 
@@ -27,67 +27,60 @@ POOL_PAGES = 2048  # 524,288 slots, 307 MB: far more than the L2 holds
 READ_BYTES, WRITTEN_BYTES, ROW_BYTES, SLOT_BYTES = 584, 583, 1024, 4
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
-    # No scale is so small that a product is denormal: SGLang flushes those to 0.
-    pool = rng.integers(64, 120, (POOL_PAGES, V4.page_bytes(PAGE_SIZE)), dtype=np.uint8)
-    yield from _gathers(rng, pool)
-    yield from _writes(rng, pool)
-    yield _split(rng, pool)
-
-
-def _gathers(rng: np.random.Generator, pool: np.ndarray) -> Iterator[Case]:
-    jax_cache, torch_cache = _jax_cache(pool), _torch_cache(pool)
-    jitted = jax.jit(gather_kv)
+def specs() -> Iterator[Spec]:
     for n, kind in ((8_192, "pages"), (32_768, "pages"), (131_072, "pages"), (131_072, "random")):
-        slots = _slots(rng, n, kind)
-        jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
-        out, their_out = (torch.empty((n, V4.qk_dim), dtype=torch.bfloat16, device="cuda") for _ in range(2))
-
-        def on_torch(slots=torch_slots, out=out):
-            torch_kv.gather_kv(torch_cache, slots, out=out)
-
-        def sglang(slots=torch_slots, out=their_out):
-            gather = peers.find("sglang gather").dequantize_k_cache_paged_dsv4
-            return gather(torch_cache.data, slots, PAGE_SIZE, out=out[:, None])[:, 0]
-
-        ours = Run(functools.partial(jitted, jax_cache, jax_slots), "jax")
-        yield Case(
-            f"gather_kv V4 {n} {kind}",
-            ours={"jax": ours, "torch": Run(on_torch, "torch")},
-            peers={"sglang": Run(sglang, "torch")},
-            bytes=n * (READ_BYTES + ROW_BYTES + SLOT_BYTES),
-            checks={"sglang": lambda ours=ours, sglang=sglang: _unequal(ours.call(), sglang(), most=0.0)},
-        )
-
-
-def _writes(rng: np.random.Generator, pool: np.ndarray, n: int = 65_536) -> Iterator[Case]:
-    torch_cache = _torch_cache(pool)
-    kv = rng.standard_normal((n, V4.qk_dim)).astype(np.float32)
-    jax_kv, torch_rows = jnp.asarray(kv, jnp.bfloat16), torch.from_numpy(kv).to("cuda", torch.bfloat16)
+        yield Spec(f"gather_kv V4 {n} {kind}", functools.partial(_gather, n=n, kind=kind))
     for kind in ("pages", "random"):
-        slots = _slots(rng, n, kind)
-        jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
-        ours, their_cache = in_place(write_kv, _jax_cache(pool), jax_slots, jax_kv), _torch_cache(pool)
-
-        def sglang(slots=torch_slots, cache=their_cache):
-            store = peers.find("sglang store").fused_store_cache
-            store(torch_rows, cache.data, slots, page_size=PAGE_SIZE, type="flashmla")
-            return cache.data
-
-        yield Case(
-            f"write_kv V4 {n} {kind}",
-            ours={
-                "jax": ours,
-                "torch": Run(lambda s=torch_slots: torch_kv.write_kv(torch_cache, s, torch_rows), "torch"),
-            },
-            peers={"sglang": Run(sglang, "torch")},
-            bytes=n * (ROW_BYTES + WRITTEN_BYTES + SLOT_BYTES),
-            checks={"sglang": lambda ours=ours, sglang=sglang: _unequal(ours.call().data, sglang(), most=1e-4)},
-        )
+        yield Spec(f"write_kv V4 65536 {kind}", functools.partial(_write, n=65_536, kind=kind))
+    yield Spec("split_pages 128 of 2048", _split)
 
 
-def _split(rng: np.random.Generator, pool: np.ndarray) -> Case:
+def _pool(rng: np.random.Generator) -> np.ndarray:
+    """Random pages. No scale is so small that a product is denormal: SGLang flushes those to 0."""
+    return rng.integers(64, 120, (POOL_PAGES, V4.page_bytes(PAGE_SIZE)), dtype=np.uint8)
+
+
+def _gather(rng: np.random.Generator, n: int, kind: str) -> Case:
+    pool, slots = _pool(rng), _slots(rng, n, kind)
+    torch_cache, torch_slots = _torch_cache(pool), torch.from_numpy(slots).cuda()
+    out, their_out = (torch.empty((n, V4.qk_dim), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def sglang():
+        gather = peers.find("sglang gather").dequantize_k_cache_paged_dsv4
+        return gather(torch_cache.data, torch_slots, PAGE_SIZE, out=their_out[:, None])[:, 0]
+
+    ours = Run(functools.partial(jax.jit(gather_kv), _jax_cache(pool), jnp.asarray(slots)), "jax")
+    return Case(
+        ours={"jax": ours, "torch": Run(lambda: torch_kv.gather_kv(torch_cache, torch_slots, out=out), "torch")},
+        peers={"sglang": Run(sglang, "torch")},
+        bytes=n * (READ_BYTES + ROW_BYTES + SLOT_BYTES),
+        checks={"sglang": lambda: _unequal(ours.call(), sglang(), most=0.0)},
+    )
+
+
+def _write(rng: np.random.Generator, n: int, kind: str) -> Case:
+    pool, slots = _pool(rng), _slots(rng, n, kind)
+    torch_cache, their_cache, torch_slots = _torch_cache(pool), _torch_cache(pool), torch.from_numpy(slots).cuda()
+    kv = rng.standard_normal((n, V4.qk_dim)).astype(np.float32)
+    torch_rows = torch.from_numpy(kv).to("cuda", torch.bfloat16)
+    ours = in_place(write_kv, _jax_cache(pool), jnp.asarray(slots), jnp.asarray(kv, jnp.bfloat16))
+
+    def sglang():
+        store = peers.find("sglang store").fused_store_cache
+        store(torch_rows, their_cache.data, torch_slots, page_size=PAGE_SIZE, type="flashmla")
+        return their_cache.data
+
+    return Case(
+        ours={"jax": ours, "torch": Run(lambda: torch_kv.write_kv(torch_cache, torch_slots, torch_rows), "torch")},
+        peers={"sglang": Run(sglang, "torch")},
+        bytes=n * (ROW_BYTES + WRITTEN_BYTES + SLOT_BYTES),
+        checks={"sglang": lambda: _unequal(ours.call().data, sglang(), most=1e-4)},
+    )
+
+
+def _split(rng: np.random.Generator) -> Case:
     """The windows of 64 requests: 128 neighbouring slots each, in two pages of their own."""
+    pool = _pool(rng)
     starts = rng.permutation(POOL_PAGES // 2)[:64, None] * 2 * PAGE_SIZE + 200
     slots = (starts + np.arange(128)).astype(np.int32)
     jax_slots, torch_slots = jnp.asarray(slots), torch.from_numpy(slots).cuda()
@@ -103,7 +96,6 @@ def _split(rng: np.random.Generator, pool: np.ndarray) -> Case:
         return dataclasses.replace(out, data=split_touched_reference(out.data, cache, 64, slots))
 
     return Case(
-        "split_pages 128 of 2048",
         ours={
             "jax": in_place(lambda o, c, s: split_pages(c, 64, slots=s, out=o), small(), jax_cache, jax_slots),
             "torch": Run(lambda: torch_kv.split_pages(torch_cache, out, torch_slots, scratch=scratch), "torch"),
@@ -134,3 +126,6 @@ def _slots(rng: np.random.Generator, n: int, kind: str) -> np.ndarray:
         return rng.permutation(POOL_PAGES * PAGE_SIZE)[:n].astype(np.int32)
     pages = rng.permutation(POOL_PAGES)[: n // PAGE_SIZE]
     return (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1).astype(np.int32)
+
+
+main = operation("kv_cache", __doc__, specs)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks import peers
-from benchmarks.timing import Case, Run
+from benchmarks.harness import Case, Run, Spec, operation
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
 from jax_sparse_mla.indices.topk import route
@@ -25,22 +25,21 @@ COLUMNS = (4096, 32768, 131072)
 TOPK = (512, 2048)
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Full rows of normal logits and a page table of random pages; both frameworks read the same buffers."""
-    generator = torch.Generator("cuda").manual_seed(int(rng.integers(2**31)))
+def specs() -> Iterator[Spec]:
     for rows in ROWS:
         for columns in COLUMNS:
-            logits = torch.randn(rows, columns, device="cuda", generator=generator)
-            pages = torch.randint(
-                0, 1 << 20, (rows, columns // PAGE_SIZE), dtype=torch.int32, device="cuda", generator=generator
-            )
-            lengths = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
             for topk in TOPK:
-                yield _case(logits, lengths, pages, topk)
+                make = functools.partial(_case, rows=rows, columns=columns, topk=topk)
+                yield Spec(f"topk_transform paged, {rows} x {columns}, k {topk}", make)
 
 
-def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> Case:
-    rows, columns = logits.shape
+def _case(rng: np.random.Generator, rows: int, columns: int, topk: int) -> Case:
+    """Full rows of normal logits and a page table of random pages; both frameworks read the same buffers."""
+    generator = torch.Generator("cuda").manual_seed(int(rng.integers(2**31)))
+    logits = torch.randn(rows, columns, device="cuda", generator=generator)
+    pages = (rows, columns // PAGE_SIZE)
+    pages = torch.randint(0, 1 << 20, pages, dtype=torch.int32, device="cuda", generator=generator)
+    lengths = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
     args = [jax.dlpack.from_dlpack(x) for x in (logits, lengths, pages)]
     ours = _jitted(_paged, args, topk)
     rivals = {"flashinfer": _flashinfer(logits, lengths, pages, topk), "sglang": _sglang(logits, lengths, pages, topk)}
@@ -48,7 +47,6 @@ def _case(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk
     if "flashinfer" not in route.missing():
         rivals["flashinfer from jax"] = _jitted(_flashinfer_from_jax, args, topk)
     return Case(
-        f"topk_transform paged, {rows} x {columns}, k {topk}",
         ours={"jax": ours},
         peers=rivals,
         bytes=4 * rows * (columns + 2 * topk),
@@ -99,3 +97,6 @@ def _share_of_other_slots(ours: Run, theirs: Run) -> float:
     share = (found.gather(1, at) != wanted).double().mean().item()
     assert share < 1e-3, f"{share:.2%} of the slots are others"
     return share
+
+
+main = operation("topk", __doc__, specs)

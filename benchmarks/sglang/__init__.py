@@ -1,1 +1,1 @@
-"""SGLang's decode step of DeepSeek-V4-Flash's attention, from the kernels of its wheel; see `benchmarks.peer_step`."""
+"""SGLang's decode step of DeepSeek-V4-Flash's attention, from the kernels of its wheel; see `benchmarks.step`."""

@@ -79,18 +79,17 @@ def check(state: State, step: Step, graph: Graph) -> Report:
     report, failures = Report(1.0, 0.0, 0.0, _graph_error(state, eager, graph)), []
     if not report.graph_error <= MOST_ERROR:
         failures.append(f"the captured step's output differs from the eager one's by {report.graph_error:.3g}")
-    if not step.variant.query:  # else its queries and outputs are not those of our step
-        for (number, request), first, then in zip(pairs, before, after, strict=True):
-            where = f"layer {number} of ratio {stack.ratios[number]}, request {request}"
-            try:
-                found = compare(state, number, request, first, then, seen[number])
-            except GuardError as error:
-                failures.append(f"{where}: {error}")
-                continue
-            print(f"    {where}: {found}")
-            report = report.worse(found)
-            if not (found.selected >= LEAST_SELECTED and found.output_error <= MOST_ERROR):
-                failures.append(f"{where}: {found}")
+    for (number, request), first, then in zip(pairs, before, after, strict=True):
+        where = f"layer {number} of ratio {stack.ratios[number]}, request {request}"
+        try:
+            found = compare(state, number, request, first, then, seen[number])
+        except GuardError as error:
+            failures.append(f"{where}: {error}")
+            continue
+        print(f"    {where}: {found}")
+        report = report.worse(found)
+        if not (found.selected >= LEAST_SELECTED and found.output_error <= MOST_ERROR):
+            failures.append(f"{where}: {found}")
     if failures:
         raise GuardError("\n".join(failures))
     return report

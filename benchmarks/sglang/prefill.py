@@ -7,7 +7,7 @@ import types
 import torch
 
 from benchmarks.sglang.state import C4_RING, C128_RING, Layer, State
-from benchmarks.sglang.step import Metadata, Seen, Step, Variant
+from benchmarks.sglang.step import Metadata, Seen, Step
 
 
 class ChunkMetadata(Metadata):
@@ -76,7 +76,7 @@ class Chunk(Step):
     """`chunk(start)` prefills request 0 from `start` on, as many tokens as the state's inputs have rows."""
 
     def __init__(self, state: State):
-        super().__init__(state, Variant(streams=False))
+        super().__init__(state, streams=False)
         self.buffer = self.sglang["workspace"].SparsePrefillKVBuffer(torch.device(state.device))
         self.keys = types.SimpleNamespace(index_page_size=64, index_head_dim=state.stack.spec.index_dim)
 

@@ -11,28 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import peers
-from benchmarks.sglang.prepare import modules
 from benchmarks.sglang.state import C4_RING, C128_RING, EPS, Compressor, Layer, State
 
 # SGLang takes its side streams for graphs of up to so many rows on SM90.
 STREAM_ROWS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How a step is launched.
-
-    Attributes:
-      streams: on five side streams: the window's key, the compressor, the indexer's compressor and its query in
-        parallel, as SGLang does for up to `STREAM_ROWS` rows.
-      query: with the norm and rope of the query and the rope taken back from the output, which our step leaves out.
-    """
-
-    streams: bool
-    query: bool = False
-
-
-VARIANTS = {"A": Variant(streams=False), "B": Variant(streams=True), "C": Variant(streams=True, query=True)}
 
 
 class Metadata:
@@ -118,13 +100,17 @@ class Seen:
 
 
 class Step:
-    """`step()` runs one step on `state` and returns the last layer's output, bfloat16 `[B, heads, 512]`."""
+    """`step()` runs one step on `state` and returns the last layer's output, bfloat16 `[B, heads, 512]`.
 
-    def __init__(self, state: State, variant: Variant):
-        self.state, self.variant = state, variant
-        self.sglang, self.deep_gemm, self.flash_mla = modules(), peers.find("deep_gemm"), peers.find("flash_mla")
+    With `streams`, as in SGLang's graphs of up to `STREAM_ROWS` rows, the window's key, the compressor, the indexer's
+    compressor and its query run on side streams.
+    """
+
+    def __init__(self, state: State, streams: bool):
+        self.state = state
+        self.sglang, self.deep_gemm, self.flash_mla = peers.sglang(), peers.find("deep_gemm"), peers.find("flash_mla")
         self.deep_gemm.set_pdl(True)  # as SGLang's server does: its kernels begin while the one before ends
-        self.side = [torch.cuda.Stream() for _ in range(5)] if variant.streams else None
+        self.side = [torch.cuda.Stream() for _ in range(5)] if streams else None
 
     def __call__(self, seen: dict[int, Seen] | None = None) -> torch.Tensor:
         """With `seen`, the layers whose numbers it has are recorded in it."""
@@ -166,19 +152,9 @@ class Step:
         with _fork(compressor_stream):
             if layer.compressor is not None:
                 self._compress(layer.ratio, layer.compressor, layer.compressed, metadata)
-        q = self._query(metadata) if self.variant.query else self.state.q
         for stream in (kv_stream, compressor_stream, indexer_stream):
             _join(stream)
-        out = self._attend(layer, q, metadata)
-        if self.variant.query:
-            rope = out[..., -self.state.stack.spec.rope_dim :]
-            self.sglang["rope"].fused_rope_inplace(rope, None, self.state.freqs, metadata.positions, inverse=True)
-        return out
-
-    def _query(self, metadata: Metadata) -> torch.Tensor:
-        q = torch.empty_like(self.state.q)
-        self.sglang["rope"].fused_q_norm_rope(self.state.q, q, EPS, self.state.freqs, metadata.positions)
-        return q
+        return self._attend(layer, self.state.q, metadata)
 
     def _write_kv(self, layer: Layer, kv: torch.Tensor, metadata: Metadata) -> None:
         self.sglang["rope"].fused_k_norm_rope_flashmla(

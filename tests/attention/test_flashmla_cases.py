@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import re
 
 import numpy as np
 import pytest
-from flashmla_cases import DecodeShape, PrefillShape, TableShape, decode_table, prefill_table, seed_of, stratified
+from flashmla_cases import DecodeShape, PrefillShape, TableShape, decode_table, prefill_table, stratified
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 import attention_oracle
+import case_data
 
-from benchmarks import case_data, cases
+from benchmarks import cases
 
 DECODES = [
     DecodeShape("grid", "V32_FP8", 3, 3, 2, TableShape(50, 24, 7)),
@@ -244,114 +244,3 @@ def test_a_backend_that_torch_launches_by_name_passes(shape):
 def test_a_name_that_torch_cannot_serve_is_a_failure():
     entry = cases.run_case(cases.Task(DECODES[0], "torch"), "hopper", "cpu")
     assert entry["verdict"] == "failed" and "'hopper' cannot serve" in entry["why"]
-
-
-@pytest.mark.cpu
-def test_an_exception_is_a_failure_with_its_reason():
-    entry = cases.run_case(cases.Task(DECODES[0], "jit"), "hopper", "cpu")
-    assert entry["verdict"] == "failed" and "hopper" in entry["why"]
-
-
-@pytest.mark.cpu
-def test_memory_that_others_hold_is_waited_for(monkeypatch):
-    make_call, attempts = case_data.make_call, []
-
-    def short_of_memory(*args):
-        attempts.append(args)
-        if len(attempts) < 3:
-            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return make_call(*args)
-
-    monkeypatch.setattr(case_data, "make_call", short_of_memory)
-    monkeypatch.setattr(cases, "MEMORY_WAITS", (0, 0))
-    task = cases.Task(PREFILLS[2], "jit")
-    assert cases.run_case(task, "reference", "cpu")["verdict"] == "passed" and len(attempts) == 3
-    attempts.clear()
-    monkeypatch.setattr(cases, "MEMORY_WAITS", (0,))
-    assert "Out of memory" in cases.run_case(task, "reference", "cpu")["why"] and len(attempts) == 2
-
-
-def test_sixty_shapes_of_a_launched_backend_are_jitted():
-    order = stratified(decode_table() + prefill_table())
-    tasks = list(cases.tasks_of("triton", order))
-    assert sum(task.route == "jit" for task in tasks) == 60
-    assert [task.shape for task in tasks if task.route == "torch"] == order
-    assert [task.route for task in cases.tasks_of("flashmla", order[:3])] == ["jit"] * 3
-    assert [task.route for task in cases.tasks_of("drop_in", order[:9])] == ["torch"] * 9
-
-
-def test_of_a_prefill_beside_a_launched_decode_all_shapes_are_jitted():
-    order = stratified(decode_table() + prefill_table())
-    tasks = list(cases.tasks_of("hopper", order))
-    assert [task.shape for task in tasks if task.route == "torch"] == [s for s in order if isinstance(s, DecodeShape)]
-    jitted = {kind: [t.shape for t in tasks if t.route == "jit" and isinstance(t.shape, kind)] for kind in PHASES}
-    assert len(jitted[DecodeShape]) == 60 and set(jitted[PrefillShape]) == set(prefill_table())
-
-
-def test_the_ledger_runs_again_what_failed(monkeypatch, tmp_path):
-    monkeypatch.setenv("OUT", str(tmp_path))
-    good, bad, stale, never = (cases.Task(shape, "jit") for shape in DECODES)
-    ledger = cases.Ledger("none")
-    ledger.add(good, {"seed": seed_of(good.shape), "verdict": "passed"})
-    ledger.add(bad, {"seed": seed_of(bad.shape), "verdict": "failed", "why": "it is wrong"})
-    ledger.add(stale, {"seed": 1, "verdict": "passed"})
-    ledger.save()
-    again = cases.Ledger("none")
-    assert [again.passed(task) for task in (good, bad, stale, never)] == [True, False, False, False]
-    saved = json.loads((tmp_path / "cases_none.json").read_text())
-    assert saved["tables"]["jit decode-grid"] == {"passed": 1, "failed": 1} and "commit" in saved
-
-
-class Scripted:
-    """A worker that does as it is told, without a process."""
-
-    def __init__(self, script: list[str]):
-        import multiprocessing
-
-        self.script, self.task, self.usable = script, None, True
-        self.connection, self._other = multiprocessing.Pipe()
-        self.stopped = False
-
-    def give(self, task):
-        self.task, self.step = task, self.script.pop(0)
-        if self.step != "hang":
-            self._other.send("ready")
-
-    def take(self):
-        task, self.task = self.task, None
-        self.connection.recv()
-        self.usable = self.step != "crash"
-        return task, {"verdict": "passed" if self.step == "pass" else "failed"}
-
-    @property
-    def hangs(self):
-        return self.task is not None and self.step == "hang"
-
-    def stop(self):
-        self.usable, self.stopped = False, True
-
-
-def test_a_crash_or_a_hang_costs_its_case_and_no_other():
-    script = ["pass", "crash", "pass", "hang", "pass", "pass"]
-    started = []
-
-    def start():
-        started.append(Scripted(script))
-        return started[-1]
-
-    tasks = [cases.Task(DECODES[0], str(i)) for i in range(6)]
-    results = dict(cases.run_tasks(iter(tasks), start, workers=2, budget=60))
-    assert [results[task]["verdict"] for task in tasks] == ["passed", "failed", "passed", "failed", "passed", "passed"]
-    assert len(started) == 4 and all(worker.stopped for worker in started)
-    assert list(cases.run_tasks(iter(tasks), start, workers=2, budget=-1)) == []
-
-
-def test_a_process_that_ends_is_a_failure_by_its_exit_code():
-    worker = cases.Worker("reference", "cpu")
-    try:
-        worker.give(cases.Task(DECODES[0], "jit"))
-        worker._process.kill()
-        task, entry = worker.take()
-        assert task.shape is DECODES[0] and entry["why"] == "the process ended with exit code -9"
-    finally:
-        worker.stop()

@@ -1,7 +1,7 @@
 """Small, hostile calls of the SM90 kernels against the oracle, few enough that compute-sanitizer can watch them all.
 
-`python -m benchmarks.memcheck hopper_memory` does. Decode is launched by torch, prefill by `jax.jit`. Without a GPU the
-reference serves the same calls.
+`python -m benchmarks memcheck --only hopper_memory` does. Decode is launched by torch, prefill by `jax.jit`. Without a
+GPU the reference serves the same calls.
 """
 
 from __future__ import annotations

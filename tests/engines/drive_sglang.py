@@ -20,9 +20,9 @@ import sglang_without_gpu
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
+from sglang_cases import dsa_cases, v4_cases
 
 from benchmarks.engines import difference, served
-from benchmarks.sglang.kit import dsa_cases, v4_cases
 
 
 def report(case: str, **facts) -> None:

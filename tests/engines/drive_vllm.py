@@ -23,9 +23,9 @@ import torch
 import vllm.config.vllm as vllm_config
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_layers import OURS, V4, V32, LayerCall, sizes, slots_of
 
 from benchmarks.engines import difference, served
-from benchmarks.vllm.layers import OURS, V4, V32, LayerCall, sizes, slots_of
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,7 @@ import sys
 
 import pytest
 from driver import ROOT, reported, skip_without
-
-from benchmarks.sglang.kit import DECODE, PREFILL, V4_ERROR, most_error
+from sglang_cases import DECODE, PREFILL, V4_ERROR, most_error
 
 pytestmark = [pytest.mark.torch, pytest.mark.no_gpu, skip_without("sglang")]
 
@@ -93,7 +92,7 @@ def test_what_ours_refuses_is_sglangs():
 
 def test_the_graph_cases_of_the_gpu_form():
     """Metadata as SGLang's graph runner makes it, with a call in the place of a replay."""
-    command = [sys.executable, "-m", "benchmarks.engines_sglang", "--no-gpu", "--only", "graph: decode, ratio"]
+    command = [sys.executable, "-m", "benchmarks", "engines", "sglang", "--no-gpu", "--only", "graph: decode, ratio"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "JAX_SPARSE_MLA_PLUGIN_STRICT": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)

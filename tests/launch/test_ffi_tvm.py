@@ -108,7 +108,7 @@ def test_a_target_s_name_says_what_is_bound(tmp_path):
         import sys
         sys.modules["torch"] = None  # tvm_ffi would import it, and takes seconds
         import jax, tvm_stub
-        from jax_sparse_mla.xla import tvm
+        from jax_sparse_mla.launch import tvm
 
         def add(x, n, out): out[...] = x + n
 

@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import jax_sparse_mla as mla
@@ -17,7 +18,7 @@ PACKAGES = (ROOT / "jax_sparse_mla", ROOT / "interop" / "sparse_mla_torch")
 
 def documented():
     """The names that the API reference shows."""
-    pages = [path.read_text() for path in (DOCS / "api").glob("*.md")]
+    pages = [path.read_text() for path in (DOCS / "reference" / "api").glob("*.md")]
     return {name for page in pages for name in re.findall(r"^::: ([\w.]+)", page, re.MULTILINE)}
 
 
@@ -32,12 +33,34 @@ def test_every_page_is_in_the_navigation():
     assert shown == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
+def python_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run(source, page):
+    names = {"__name__": page.stem}
+    exec(compile(source, page, "exec"), names)
+    return names
+
+
 @pytest.mark.always("step")
-@pytest.mark.parametrize("guide", ["step", "serving"])
+@pytest.mark.parametrize("guide", ["step", "guides/serving"])
 def test_a_guide_runs(guide):
     page = DOCS / f"{guide}.md"
-    source = "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
-    exec(compile(source, page, "exec"), {"__name__": guide})
+    run("\n".join(python_blocks(page)), page)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_readmes_first_results(framework):
+    pytest.importorskip(framework)
+    page = ROOT / "README.md"
+    (source,) = (block for block in python_blocks(page) if block.startswith(f"import {framework}\n"))
+    names = run(source, page)
+    out, lse = (
+        np.asarray(x.astype("float32") if framework == "jax" else x.float()) for x in (names["out"], names["lse"])
+    )
+    assert out.shape == (1, 1, 128, 512) and lse.size == 128
+    assert np.isfinite(out).all() and np.isfinite(lse).all() and out.any()
 
 
 def args_lists(tree):

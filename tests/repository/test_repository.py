@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jax_sparse_mla as mla
+from benchmarks.__main__ import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax_sparse_mla", "interop/sparse_mla_torch")
@@ -65,11 +66,11 @@ def fenced(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def section(title):
-    """The text under README's heading that starts with `title`, up to the next heading of its level."""
-    found = re.search(rf"^(#+) {title}\b.*?\n(.*?)(?=^\1 |\Z)", readme(), re.DOTALL | re.MULTILINE)
-    assert found, f"README.md has no heading that starts with {title!r}"
-    return found[2]
+def section(title, text):
+    """The text under the heading that starts with `title`, up to the next heading of its level."""
+    match = re.search(rf"^(#+) {title}\b.*?\n(.*?)(?=^\1 |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert match, f"no heading starts with {title!r}"
+    return match[2]
 
 
 def commands(script):
@@ -79,40 +80,45 @@ def commands(script):
     return [" ".join(part.split()) for part in split if part and not re.match(r"#|set -|cd ", part)]
 
 
-def first_command(title):
-    """The commands of the first shell block under README's heading."""
-    shown = [block for language in ("bash", "sh", "shell", "") for block in fenced(section(title), language)]
-    assert shown, f"README.md shows no command under its heading {title}"
+def first_command(title, text):
+    """The commands of the first shell block under the heading."""
+    shown = [block for language in ("bash", "sh", "shell", "") for block in fenced(section(title, text), language)]
+    assert shown, f"no command stands under the heading {title}"
     return commands(shown[0])
 
 
-def test_ci_runs_the_readmes_commands():
-    tests, documents = first_command("Test"), first_command("Read")
+def test_ci_runs_the_documented_commands():
+    """README's command for the tests, then the one of docs/contributing.md for the documents."""
+    tests = first_command("Test", readme())
+    documents = first_command("Read", (ROOT / "docs" / "contributing.md").read_text())
     assert any("pip install" in command for command in tests) and any("pytest" in command for command in tests)
     assert any("mkdocs build --strict" in command for command in documents)
     script = ROOT / ".ci" / "run"
-    assert commands(script.read_text()) == tests + documents
+    run = commands(script.read_text())
+    assert any("mkdocs build --strict" in command for command in run) and set(run) <= set.union(*shown)
+    tests = [command for command in run if "pytest" in command]
+    assert tests and set(tests) <= shown[0], "README.md shows another command for the tests"
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"
 
 
-def test_readme_shows_the_short_examples_as_they_are():
-    shown = fenced(readme(), "python")
-    short = [path for path in (ROOT / "examples").glob("*.py") if len(path.read_text().splitlines()) <= 60]
-    assert len(short) >= 2
-    for path in short:
-        assert path.read_text() in shown, f"README.md does not show {path.name} as it is"
+def test_the_readme_runs_a_command_and_fits_on_a_page():
+    assert any("jax-sparse-mla generate" in command for command in first_command("Run", readme()))
+    assert len(readme().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs"])
 def test_pages_name_what_exists(page):
-    for path in sorted((ROOT / page).glob("*.md")) or [ROOT / page]:
+    for path in sorted((ROOT / page).rglob("*.md")) or [ROOT / page]:
         text = path.read_text()
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
             assert (path.parent / link).exists(), link
         for name in re.findall(r"`((?:examples|docs|benchmarks|tests|kernels_cuda)/[\w./-]+)(?:::\w+)?`", text):
             assert (ROOT / name).exists(), name
-        for module in re.findall(r"python -m (benchmarks[\w.]*)", text):
-            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+        for module in re.findall(r"python -m ((?:benchmarks|jax_sparse_mla)[\w.]*)", text):
+            path_of_module = ROOT / module.replace(".", "/")
+            assert path_of_module.with_suffix(".py").exists() or (path_of_module / "__main__.py").exists(), module
+        for operation in re.findall(r"python -m benchmarks (\w+)", text):
+            assert operation in OPERATIONS, operation
 
 
 def test_versions_agree():

@@ -2,7 +2,7 @@
 
 Read from FlashMLA's `tests/test_flash_mla_sparse_decoding.py` and `test_flash_mla_sparse_prefill.py`. Left out is what
 has no meaning here: how many times a case is timed, and tensors that are not contiguous (JAX has none). Where its
-tables repeat a case they are listed once. The data of a case and its oracle are in `benchmarks/case_data.py`.
+tables repeat a case they are listed once. The data of a case and its oracle are in `case_data.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The drop-in `flash_mla`: FlashMLA's signatures and conventions, whoever serves the call.
 
 Results are judged by `attention_oracle` (numpy float64 over poisoned caches and hostile indices) and, for a sample of
-FlashMLA's published cases, by `benchmarks/case_data.py`.
+FlashMLA's published cases, by `tests/support/case_data.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import case_data
 import drop_in_calls as calls
 import flashmla_stub as stub
 from attention_calls import H200, OVERRIDES, small_prefill
@@ -38,7 +39,7 @@ from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.backends import flashmla
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-from benchmarks import case_data, cases
+from benchmarks import cases
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.backends import flashmla as jax_flashmla
 from jax_sparse_mla.kv_cache import KVLayout

@@ -95,7 +95,7 @@ def decode_plan(
 
 
 # Microseconds of FlashMLA's prefill on an H200 for 64 keys of a row with 64 heads on a multiprocessor: a row of 2,048
-# takes 58.6 and one of 512 14.8 (`benchmarks/results/attention.json`, 4,096 queries; those that run at once). What a
+# takes 58.6 and one of 512 14.8 (`python -m benchmarks prefill`, 4,096 queries; those that run at once). What a
 # launch takes besides is not known. Ours has to be a sixth sooner, since neither was measured beside the other.
 _PREFILL_BLOCK, _SOONER = 1.8, 0.85
 

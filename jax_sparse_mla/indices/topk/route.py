@@ -78,7 +78,7 @@ _RECORDS = (
     Engine(name="xla", function="jax_sparse_mla.indices.topk.api:topk_reference", everywhere=True),
 )
 
-# Preferred first: the order of the times on an H200 (`python -m benchmarks.run --op topk`). "xla" is plain JAX.
+# Preferred first: the order of the times on an H200 (`python -m benchmarks topk`). "xla" is plain JAX.
 TOPK_BACKENDS: dict[str, Engine] = {engine.name: engine for engine in _RECORDS}
 
 

@@ -1,0 +1,48 @@
+"""Runs a benchmark: `python -m benchmarks OPERATION [ARGUMENTS]`; without an operation, lists them.
+
+Each prints a table and writes its rows as JSON to $OUT or benchmarks/out. `OPERATION --help` shows the arguments,
+`OPERATION --dry-run` lists the cases and needs no GPU. `benchmarks/results.json` has the rows that the documents print.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+OPERATIONS = {  # the module, and what it measures
+    "decode": ("decode", "decode from paged caches beside FlashMLA and FlashAttention 3"),
+    "prefill": ("ops.prefill", "prefill beside FlashMLA"),
+    "prefill_chunk": ("prefill_chunk", "a prefill chunk of all 43 layers beside SGLang's kernels"),
+    "gradient": ("gradient", "the gradient of prefill beside cudnn-frontend and TileLang"),
+    "topk": ("ops.topk", "top-k and page tables beside FlashInfer and SGLang"),
+    "indexer": ("ops.indexer", "index logits, index keys, queries, compressors beside DeepGEMM, SGLang and XLA"),
+    "kv_cache": ("ops.kv_cache", "gathers, writes and page split of KV caches beside SGLang and XLA"),
+    "indices": ("ops.indices", "merges of index lists beside SGLang and XLA"),
+    "metadata": ("ops.metadata", "a step's metadata and schedules beside DeepGEMM and XLA"),
+    "extend": ("ops.extend", "a prefill chunk from paged caches and from a gathered workspace"),
+    "step": ("step", "a decode step of all 43 layers beside SGLang's kernels"),
+    "torch_step": ("torch_step", "the decode step from torch beside the one from JAX"),
+    "drop_in": ("drop_in", "the host's time of a drop-in call beside FlashMLA's own"),
+    "cases": ("cases", "FlashMLA's published test shapes against float64"),
+    "counters": ("counters", "what limits our kernels, by Nsight Compute"),
+    "memcheck": ("memcheck", "every kernel under compute-sanitizer"),
+    "engines": ("engines", "attention layers of SGLang and vLLM with FlashMLA and with ours"),
+    "several_gpus": ("several_gpus", "the step, context parallel decode and the engine over several GPUs"),
+    "serving": ("serving", "the engine in JAX: first token, tokens per second, the attention's part"),
+    "maxtext": ("maxtext", "MaxText's models with dense attention and through this library"),
+    "plots": ("plots", "draws docs/plots from results.json"),
+}
+
+
+def main() -> int:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in OPERATIONS:
+        print(__doc__)
+        print("\n".join(f"    {operation:14} {what}" for operation, (_, what) in OPERATIONS.items()))
+        return int(name not in ("", "-h", "--help"))
+    sys.argv[:2] = [f"python -m benchmarks {name}"]
+    return importlib.import_module(f"benchmarks.{OPERATIONS[name][0]}").main() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""vLLM's attention layers with FlashMLA and with ours: `benchmarks.engines_vllm` on a GPU, `tests/engines` on a CPU."""

@@ -1,0 +1,183 @@
+"""The cases of SGLang's own attention test kit that reach FlashMLA: DeepSeek-V4's, and V3.2's with FP8 and bfloat16.
+
+`python -m benchmarks engines sglang` runs them on a GPU, `tests/engines` on the CPU. Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the rows with sizes of serving
+METHODS = "sglang.test.kits.attention_unittest.attention_methods"
+V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
+GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
+PARTS = "kit", "graph", "served"  # also how the names of the last two begin
+
+# The most that a case's error may be, above what was measured on the CPU (docs/engines.md).
+V4_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.065, 0.004
+
+
+def part_of(name: str) -> str:
+    """Of PARTS, the one that a case of this name belongs to."""
+    return next((part for part in PARTS if name.startswith(part)), PARTS[0])
+
+
+def most_error(name: str) -> float:
+    """The bound of a case's errors: by name, as SGLang's `flashmla_kv` makes FP8 rows of a bfloat16 cache."""
+    if "flashmla" not in name:
+        return V4_ERROR
+    return BF16_ERROR if name.endswith("flashmla_sparse, bf16") else V32_ERROR
+
+
+class Case(NamedTuple):
+    """A call of the kit: `function(testcase, case, device=…, **options)`."""
+
+    name: str
+    function: Callable
+    case: Any
+    options: dict[str, Any]
+
+    @property
+    def part(self) -> str:
+        return part_of(self.name)
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether SGLang calls the attention inside a CUDA graph: its prefill is eager."""
+        mode = self.case.forward_mode
+        return mode.is_decode() or mode.is_target_verify()
+
+
+def v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
+    """The kit's own, then each ratio in three modes, and drafts' verification; `modes` is SGLang's ForwardMode.
+
+    SGLang's draft model has window layers only.
+    """
+    own = kit.make_dsv4_cases("dsv4")
+    for case in own:
+        yield Case(f"kit {case.name}", kit.run_dsv4_attention_case, case, {})
+    decode = {"forward_mode": modes.DECODE, "prefix_lens": (70, 200), "extend_lens": ()}
+    extend = {"prefix_lens": (100, 40), "extend_lens": (5, 9)}
+    for ratio in (0, 4, 128):
+        for name, changes, sparse in (("decode", decode, False), ("extend", extend, False), ("prefill", extend, True)):
+            changes = changes | {"compress_ratio": ratio, "attn_sink_value": 0.3, "name": name}
+            if ratio == 4 and sparse:  # the kit chooses positions of one request
+                changes |= {"prefix_lens": (100,), "extend_lens": (5,)}
+            case = dataclasses.replace(own[0], **changes)
+            if ratio == 0:
+                yield Case(f"{name}, ratio 0", kit.run_dsv4_attention_case, case, {})
+            else:
+                function = kit.run_dsv4_compress_attention_case
+                yield Case(f"{name}, ratio {ratio}", function, case, {"sparse_prefill": sparse})
+    drafts = {"prefix_lens": (70, 200), "extend_lens": (3, 3)}
+    for ratio in (0, 4, 128):
+        name, mode = f"verify, ratio {ratio}", modes.TARGET_VERIFY
+        case = dataclasses.replace(own[0], name=name, forward_mode=mode, compress_ratio=ratio, **drafts)
+        yield Case(name, kit.run_dsv4_target_verify_attention_case, case, {})
+    case = dataclasses.replace(own[0], name="draft", forward_mode=modes.DRAFT_EXTEND_V2, **drafts)
+    yield Case("draft", kit.run_dsv4_draft_extend_attention_case, case, {})
+
+
+def dsa_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
+    """The kit's sparse cases by SGLang's kernel and the cache's type, then verification of drafts and the draft model.
+
+    For `flashmla_kv` SGLang makes FP8 rows of a bfloat16 cache in each call.
+    """
+    decodes = [("flashmla_kv", True), ("flashmla_kv", False), ("flashmla_sparse", False)]
+    prefills = [("flashmla_sparse", False), ("flashmla_sparse", True), ("flashmla_kv", True)]
+    for case in kit.make_dsa_sparse_cases("dsa"):
+        kind, kernels = ("decode", decodes) if case.forward_mode.is_decode() else ("prefill", prefills)
+        for kernel, fp8 in kernels:
+            options = {f"dsa_{kind}_backend": kernel, "fp8_kv_cache": fp8}
+            name = f"{case.name}, {kernel}, {'fp8' if fp8 else 'bf16'}"
+            yield Case(name, kit.run_dsa_sparse_attention_case, case, options)
+    for kind, mode in (("verify", modes.TARGET_VERIFY), ("draft", modes.DRAFT_EXTEND_V2)):
+        name, lengths = f"dsa_sparse_{kind}, flashmla_kv, bf16", {"prefix_lens": (40, 30), "extend_lens": (3, 3)}
+        own = dataclasses.replace(kit.make_dsa_sparse_cases("dsa")[0], name=name, forward_mode=mode, **lengths)
+        yield Case(name, kit.run_dsa_sparse_speculative_forward_mode_case, own, {})
+
+
+def graph_cases(graphs: ModuleType, v4: ModuleType, dsa: ModuleType, modes: Any) -> Iterator[Case]:
+    """The decode cases through the kit's form of SGLang's graph runner, which fills a graph's metadata before each run.
+
+    Requests are as many as the graph was captured for, but for V4's of one request, whose graph is for two.
+    """
+    for found in v4_cases(v4, modes):
+        if found.case.forward_mode.is_decode():
+            yield Case(f"graph: {found.name}", graphs.run_dsv4_cuda_graph_decode_case, found.case, {})
+    for found in dsa_cases(dsa, modes):
+        if found.case.forward_mode.is_decode():
+            yield Case(f"graph: {found.name}", graphs.run_dsa_sparse_cuda_graph_decode_case, found.case, found.options)
+
+
+# --- sizes of serving ------------------------------------------------------------------------------
+
+V4_TOKENS_A_PAGE, V32_TOPK = 256, 2048
+
+
+def served_v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
+    """Decode steps of V4-Flash's sizes: `enlarge_v4` must have been called."""
+    own = kit.make_dsv4_cases("dsv4")[0]
+    for batch, context in SERVED:
+        for ratio in (0, 4, 128):
+            name = f"served {batch}x{context}, ratio {ratio}"
+            size = {"prefix_lens": (context - 1,) * batch, "extend_lens": (), "attn_sink_value": 0.3}
+            case = dataclasses.replace(own, name=name, forward_mode=modes.DECODE, compress_ratio=ratio, **size)
+            if ratio == 0:
+                yield Case(name, kit.run_dsv4_attention_case, case, {})
+            else:
+                entries = batch * (context // V4_TOKENS_A_PAGE + 1) * V4_TOKENS_A_PAGE // ratio
+                yield Case(name, kit.run_dsv4_compress_attention_case, case, {"extra_entries": entries})
+
+
+def served_dsa_cases(kit: ModuleType) -> Iterator[Case]:
+    """Decode steps of V3.2's sizes, with all heads and with those of one rank of eight, from FP8 and bfloat16 rows."""
+    own = next(case for case in kit.make_dsa_sparse_cases("dsa") if case.forward_mode.is_decode())
+    options = {"index_topk": V32_TOPK, "index_pattern": "strided"}
+    for kernel, fp8 in (("flashmla_kv", True), ("flashmla_sparse", False)):
+        how = options | {"dsa_decode_backend": kernel, "fp8_kv_cache": fp8}
+        for (batch, context), heads in itertools.product(SERVED, (128, 16)):
+            name = f"served {batch}x{context}, {heads} heads, {kernel}, {'fp8' if fp8 else 'bf16'}"
+            case = dataclasses.replace(own, name=name, num_heads=heads, prefix_lens=(context - 1,) * batch)
+            yield Case(name, kit.run_dsa_sparse_attention_case, case, how)
+
+
+def enlarge_v4(kit: ModuleType, torch: ModuleType) -> None:
+    """Makes the kit's pools as large as a case needs, and lets each query of C4 choose entries of its own.
+
+    The kit has 1,024 slots, and all queries read the same first entries: few bytes, which stay in the L2.
+    """
+    build, pool = kit.build_dsv4_attention_fixture, kit.DeepSeekV4TokenToKVPool
+
+    def fixture(testcase, case, **options):
+        pages = sum(-(-(length + 1) // V4_TOKENS_A_PAGE) + 1 for length in case.seq_lens)
+        return build(testcase, case, **{"swa_size": max(1024, pages * V4_TOKENS_A_PAGE)} | options)
+
+    def larger(**options):
+        entries = options["swa_size"]
+        for ratio in (4, 128):
+            options[f"c{ratio}_size"] = max(options[f"c{ratio}_size"], entries // ratio)
+        return pool(**options)
+
+    @functools.cache  # a graph is captured after a call, and its capture cannot take what is made on the host
+    def chosen(rows: int, width: int, count: int, entries: int, device, dtype):
+        generator, indices = torch.Generator().manual_seed(entries), torch.full((rows, width), -1)
+        for row in indices:
+            row[:count] = torch.randperm(entries, generator=generator)[:count]
+        return indices.to(device, dtype)
+
+    def choose(fixture, *, num_entries):
+        metadata, ratio = fixture.backend.forward_metadata.core_metadata, fixture.case.compress_ratio
+        old, lengths = metadata.sparse_page_indices(ratio), metadata.sparse_topk_lengths(ratio)
+        count = min(num_entries, old.shape[1])
+        indices = chosen(*old.shape, count, num_entries, old.device, old.dtype).clone()
+        metadata.set_sparse_topk(ratio, page_indices=indices, topk_lengths=torch.full_like(lengths, count))
+
+    kit.build_dsv4_attention_fixture, kit.DeepSeekV4TokenToKVPool = fixture, larger
+    kit._seed_c4_sparse_indices = choose
