@@ -28,7 +28,7 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
     """
     prefill = options.prefill_backend
     gathered = prefill == GATHERED if prefill else gathers(spec, options.chunk_size)
-    gathered = gathered and (spec.window is not None or not options.bf16_cache)
+    gathered = gathered and (spec.windowed or not options.bf16_cache)
     cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
     steps = [
         ("prefill", "prefill" if gathered else "decode", options.chunk_size),

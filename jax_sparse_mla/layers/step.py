@@ -1,4 +1,4 @@
-"""What all layers of a step of V4 or V4.1 share, built once."""
+"""The metadata and plans that all layers of a step of V4 or V4.1 share, built once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jax_sparse_mla.models import ModelSpec
 
 @pytree_dataclass
 class V4Step:
-    """What all V4 layers of a step share: the metadata, and by compress ratio the plans of a gathered prefill, none
+    """The metadata that all V4 layers of a step share, and by compress ratio the plans of a gathered prefill; no plans
     where the layers attend to the paged caches."""
 
     metadata: V4Metadata
@@ -88,9 +88,12 @@ def prepare_v4_step(
 
 def with_pool_sizes(metadata: V4Metadata, tables: RequestTables) -> V4Metadata:
     """The metadata, which now knows how many tokens and requests the pool has: layers check their caches against it."""
-    sizes = {"pool_tokens": tables.full_to_swa.shape[0] - 1, "pool_requests": tables.req_to_token.shape[0]}
-    parts = {ratio: dataclasses.replace(part, **sizes) for ratio, part in metadata.compressed.items()}
-    return dataclasses.replace(metadata, compressed=parts)
+    tokens, requests = tables.full_to_swa.shape[0] - 1, tables.req_to_token.shape[0]
+    compressed = {
+        ratio: dataclasses.replace(part, pool_tokens=tokens, pool_requests=requests)
+        for ratio, part in metadata.compressed.items()
+    }
+    return dataclasses.replace(metadata, compressed=compressed)
 
 
 def gathers(spec: ModelSpec, rows: int) -> bool:
