@@ -175,9 +175,9 @@ def _name(layout: KVLayout) -> KVLayout:
 
 _FLASHMLA, _SGLANG, _VLLM = "flashmla", "sglang", "vllm"
 
-_V32_BF16 = _name(KVLayout("V32_BF16", nope_dim=512, rope_dim=64, v_dim=512))
-_V4_BF16 = _name(KVLayout("V4_BF16", nope_dim=448, rope_dim=64, v_dim=512))  # V is the whole row
-_NOPE_BF16 = _name(KVLayout("NOPE_BF16", nope_dim=512, rope_dim=0, v_dim=512))  # GLM-5.3: no rotary embedding
+_V32_BF16 = KVLayout("V32_BF16", nope_dim=512, rope_dim=64, v_dim=512)
+_V4_BF16 = KVLayout("V4_BF16", nope_dim=448, rope_dim=64, v_dim=512)  # V is the whole row
+_NOPE_BF16 = KVLayout("NOPE_BF16", nope_dim=512, rope_dim=0, v_dim=512)  # GLM-5.3: no rotary embedding
 _V32_FP8 = _name(
     replace(
         _V32_BF16,
@@ -201,12 +201,8 @@ _name(
         quantizers=((_SGLANG, -22), (_VLLM, -22)),
     )
 )
-_name(
-    replace(
-        _V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))
-    )
-)
-_name(replace(_NOPE_BF16, name="NOPE_FP8_TENSOR", fp8_dim=512, group=512, scale_format="tensor"))
+_name(_V32_BF16)
+_name(_V4_BF16)
 
 # DeepSeek-V4.1: the same records in two orders of bytes, which their sizes do not tell apart.
 _V41_FP8 = replace(
@@ -231,7 +227,16 @@ _name(replace(_V41_FP8, name="V41_FP8_SPLIT", footer_scale_bytes=16, page_align=
 _name(replace(_V41_FP4, name="V41_FP4", inline_scale_bytes=32, page_align=288))
 _name(replace(_V41_FP4, name="V41_FP4_SPLIT", footer_scale_bytes=32, page_align=256))
 
-# What the kernels of `kernels/triton/kv_cache.py` were written for: they move 64 values or 8 bytes at a time, and would
+# Rows without rotary embedding (GLM-5.3).
+_name(_NOPE_BF16)
+_name(
+    replace(
+        _V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))
+    )
+)
+_name(replace(_NOPE_BF16, name="NOPE_FP8_TENSOR", fp8_dim=512, group=512, scale_format="tensor"))
+
+# What the kernels of `kv_cache/triton.py` were written for: they move 64 values or 8 bytes at a time, and would
 # leave out the rest of another layout's parts. Plain JAX serves every layout.
 KERNEL_LAYOUTS = tuple(layout for layout in vars(KVLayout).values() if isinstance(layout, KVLayout))
 

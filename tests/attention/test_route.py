@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jax_sparse_mla.attention import DeviceInfo, Plan, plan_attention
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.attention.route import plan_call, why_flashmla_alone
+from jax_sparse_mla.attention.route import plan_call
 from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
 
@@ -274,12 +274,13 @@ FLASHMLA_SOONER = {
 
 @pytest.mark.parametrize(("model", "heads"), [(model, heads) for model in MEASURED for heads in (128, 64)])
 def test_calls_that_flashmla_s_kernel_does_sooner_are_those_that_were_measured(model, heads):
+    beside_flashmla = pytest.importorskip("sparse_mla_torch.attention.beside_flashmla")  # needs torch
     layout, columns, page_size = MEASURED[model]
 
     def is_left(rows: int) -> bool:
         device = DEVICES["sm90"]
         call = Call("decode", getattr(KVLayout, layout), rows, heads, device, columns, extra_page_size=page_size)
-        return why_flashmla_alone(call, "hopper") is not None
+        return beside_flashmla.why_flashmla_alone(call, "hopper") is not None
 
     left = tuple(rows for rows in MEASURED_ROWS if is_left(rows))
     assert left == FLASHMLA_SOONER.get((model, heads), ())

@@ -180,7 +180,7 @@ def test_many_rows_take_the_logits_of_few(rows, monkeypatch):
     q, weights, cache, table, lengths = map(jnp.asarray, logits_case(np.random.default_rng(4), rows, 2, 3, 64))
     arrays = q, weights, cache, table, lengths
     index_selection.selected_positions(*arrays, 16, batch_invariant=True)
-    assert calls == [(min(rows, index_selection.INVARIANT_ROWS), {"fill": False, "alone": True})]
+    assert calls == [(min(rows, index_selection.INVARIANT_ROWS), {"rows_of_call": None, "fill": False, "alone": True})]
 
 
 @pytest.mark.parametrize("method", [PAGED, RAGGED])

@@ -38,7 +38,7 @@ GPU_SHAPES = (
 def test_every_engine_gives_one_result(name, shape, monkeypatch):
     rows, columns, topk = shape
     monkeypatch.setenv("JAX_SPARSE_MLA_TOPK_BACKEND", name)
-    call = route.Call(rows, columns, topk, route.DeviceInfo.current().compute_capability)
+    call = route.Call(rows, columns, topk, route.DeviceInfo.current())
     if why := route.missing().get(name) or "; ".join(route.TOPK_BACKENDS[name].cannot(call)):
         pytest.skip(why)
     kinds = KINDS if rows * columns < 1 << 20 else ("normal", "mostly zero", "spikes")
