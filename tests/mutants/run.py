@@ -43,7 +43,8 @@ def copy_project(folder: Path) -> Path:
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, folder)
     code = "import jax_sparse_mla, sparse_mla_torch; print(jax_sparse_mla.__file__, sparse_mla_torch.__file__)"
-    imported = subprocess.run([sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True)
+    options = {"cwd": folder, "env": environment(folder), "capture_output": True, "text": True}
+    imported = subprocess.run([sys.executable, "-c", code], **options)
     if imported.stdout.count(str(folder)) != 2:
         raise SystemExit(f"Python does not import the copy in {folder}: {imported.stdout}{imported.stderr}")
     return folder
