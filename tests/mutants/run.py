@@ -32,7 +32,7 @@ from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("jax_sparse_mla", "interop", "kernels_cuda", "tests", "benchmarks", "docs", "examples", "pyproject.toml")
-TIMEOUT_S = 600  # a fault may make a loop endless: its tests count as failed
+TIMEOUT_S = 240  # a fault may make a loop endless: its tests count as failed
 TIMES = itertools.count(1)
 
 
