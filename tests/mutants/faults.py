@@ -227,7 +227,8 @@ fault("triton-attention-sink", "Triton attention: the sink is scaled by ln 2",
 fault = of("jax_sparse_mla/kernels/triton/sparse_mla/backward.py", "tests/attention/test_gradient.py")
 fault("triton-gradient-offset", "Triton gradient: the softmax's own term has the wrong sign",
       "dp * head_factor[:, None] - head_offset[:, None]", "dp * head_factor[:, None] + head_offset[:, None]")
-fault = of("jax_sparse_mla/kernels/triton/sanitise.py", "tests/attention/test_flashmla_sanitise.py")
+fault = of("jax_sparse_mla/kernels/triton/sanitise.py", "tests/attention/test_flashmla_sanitise.py",
+           "tests/torch_face/test_flash_mla_drop_in.py")
 fault("triton-sanitise", "Triton sanitiser: the slot past the last one stays",
       "(slot >= 0) & (slot < num_slots)", "(slot >= 0) & (slot <= num_slots)")
 fault = of("jax_sparse_mla/kernels/triton/context_parallel.py", "tests/attention/test_context_parallel.py")
