@@ -87,8 +87,7 @@ def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weigh
         o_b=attn("o_b_proj.weight", (hidden, config.o_groups * config.o_rank)),
     )
     norms = LatentNorms(
-        q_norm=attn.float32("q_a_norm.weight", (config.q_rank,)),
-        kv_norm=attn.float32("kv_norm.weight", (spec.qk_dim,)),
+        q_norm=attn.float32("q_a_norm.weight", (config.q_rank,)), kv_norm=attn.float32("kv_norm.weight", (spec.qk_dim,))
     )
     params = V4LayerParams(
         attn_sink=attn.float32("sinks", (spec.num_heads,)),

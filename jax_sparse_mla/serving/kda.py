@@ -14,6 +14,8 @@ not pass here, and a prefix cannot be reused without the state at its end.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,6 +25,7 @@ from jax_sparse_mla.indices.lookup import exclusive_cumsum, split_ragged
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, V32Metadata
 from jax_sparse_mla.serving.config import KDA
+from jax_sparse_mla.serving.layers import normalised
 
 # Tokens of a chunk: the decays between all pairs of them, in each channel, stand side by side.
 CHUNK = 16
@@ -110,11 +113,7 @@ class KDAStep:
 
 
 def prepare(batch: ForwardBatch, metadata: V32Metadata) -> KDAStep:
-    """The step of a batch.
-
-    Raises:
-      ValueError: a mode other than EXTEND, DECODE or IDLE: rejected tokens would stay in the state.
-    """
+    """The step of a batch in EXTEND, DECODE or IDLE; rejected tokens of another mode would stay in the state."""
     if batch.mode not in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.IDLE):
         raise ValueError(f"kda.prepare: batch.mode must be EXTEND, DECODE or IDLE, got {batch.mode.name}")
     (rows,), (requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
@@ -147,10 +146,8 @@ def kda_layer(
     """One layer's linear attention, before the norm of its output.
 
     Args:
-      state: a view of one layer; donate it.
-      rows, params: the layer's.
-      step: from `prepare`.
-      config: sizes (static).
+      state, rows, params: the layer's; donate the state, a view.
+      step, config: from `prepare`, and the sizes (static).
       chunked: whether requests have several rows; otherwise row i is that of request i (static).
 
     Returns:
@@ -176,21 +173,17 @@ def kda_layer(
 
     # After everything that reads the state, which is donated; a request without rows is dropped.
     to = jnp.where(has_row, state_rows, state.recurrent.shape[0])
-    state_after = KDAState(
+    state_after = dataclasses.replace(
+        state,
         conv=state.conv.at[to].set(_last_inputs(qkv, conv, step), mode="drop"),
         recurrent=state.recurrent.at[to].set(recurrent, mode="drop"),
-        num_layers=state.num_layers,
-        layer_index=state.layer_index,
     )
     return jnp.where(step.owner[:, None, None] >= 0, out, 0).astype(rows.qkv.dtype), state_after
 
 
 def gated_norm(out: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of each head's output, times the sigmoid of the gate, both `[T, heads, dim]`: in out's dtype, computed in
-    float32."""
-    wide = out.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (weight * wide * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
+    """RMSNorm of each head's output times the gate's sigmoid, both `[T, heads, dim]`: float32, then out's dtype."""
+    return (weight * normalised(out, eps) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -42,10 +42,9 @@ class Match:
 
 
 class PrefixCache:
-    """Pages by the digests of their tokens.
+    """Pages of a pool by the digests of their tokens; those that nobody uses stay idle until the pool needs them.
 
     Args:
-      pool: whose pages these are; pages that nobody uses stay idle in it until it needs them.
       state_rows: rows of carried states for reuse points. A model without a window needs none.
 
     Raises:

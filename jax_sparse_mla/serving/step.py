@@ -21,15 +21,15 @@ from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.pages import RequestPool
 from jax_sparse_mla.serving.sampling import Choice, SamplingArrays, greedy, sample
 from jax_sparse_mla.serving.scheduler import StepPlan
 
 
 @pytree_dataclass
 class State:
-    """State that a step updates: caches of the model, request tables, the latest token of each of their rows `[rows]`,
-    and the draft layer's, where one drafts."""
+    """State that a step updates: the model's caches, request tables, each row's latest token `[rows]`, and the draft
+    layer's, where one drafts."""
 
     caches: Caches
     tables: RequestTables
@@ -121,19 +121,13 @@ def pack(
         parts["rows"][1, : len(tokens)] = np.repeat(plan.rows, plan.counts)
         if program.draft_layer:
             ends = (plan.starts + plan.counts).tolist()
-            behind = [-1 if s else _token_at(r, end) for r, end, s in zip(plan.requests, ends, plan.samples)]
+            behind = [-1 if s else r.tokens_at(end, 1)[0] for r, end, s in zip(plan.requests, ends, plan.samples)]
             parts["behind"][:n] = behind
     else:
         parts["tokens"][:n] = tokens[:: program.drafts + 1]
     if proposals is not None:
         parts["proposals"][:n] = proposals
     return packed
-
-
-def _token_at(request: Request, position: int) -> int:
-    """A token of a request that has so many: its tokens need not be joined for one of them."""
-    length = len(request.prompt)
-    return request.prompt[position] if position < length else request.output[position - length]
 
 
 def following(program: Program, packed: jax.Array, num_table_rows: int) -> jax.Array | None:
@@ -291,15 +285,7 @@ def _proposed(program: Program, params: Params, hidden: jax.Array, proposals: ja
     return jnp.where(proposals >= 0, proposals, greedy(program.model.logits(params, hidden))[0])
 
 
-def _follow(
-    program: Program,
-    params: Params,
-    state: State,
-    inputs: StepInputs,
-    states: jax.Array,
-    rows: jax.Array,
-    last_rows: jax.Array,
-) -> State:
+def _follow(program: Program, params: Params, state: State, inputs: StepInputs, states, rows, last_rows) -> State:
     """The draft layer over the rows of a step: its tokens are those behind the rows, `last_rows` each request's last
     row that counts, from which the first draft of the next round is made."""
     state, out = _draft(program, params, state, inputs, states)
@@ -312,9 +298,7 @@ def _follow(
     return dataclasses.replace(state, draft=draft)
 
 
-def _draft(
-    program: Program, params: Params, state: State, inputs: StepInputs, states: jax.Array
-) -> tuple[State, ForwardOutput]:
+def _draft(program: Program, params: Params, state: State, inputs: StepInputs, states) -> tuple[State, ForwardOutput]:
     out = program.model.draft(params, state.draft.cache, inputs, states)
     return dataclasses.replace(state, draft=dataclasses.replace(state.draft, cache=out.caches)), out
 
@@ -333,7 +317,7 @@ def _inputs(program: Program, state: State, batch: ForwardBatch, tokens, positio
 
 
 def _live_rows(batch: ForwardBatch) -> jax.Array:
-    (num_rows,) = batch.out_cache_loc.shape
+    num_rows = len(batch.out_cache_loc)
     if batch.mode is ForwardMode.EXTEND:
         return jnp.arange(num_rows) < jnp.sum(batch.extend_lens)
     return jnp.repeat(batch.seq_lens > 0, num_rows // batch.seq_lens.shape[0])
@@ -353,8 +337,7 @@ def _batch(program: Program, mode: ForwardMode, rows, seq_lens, slots, counts) -
 
 def _slots(tables: RequestTables, rows: jax.Array, positions: jax.Array) -> jax.Array:
     """The slot of each position; 0 where there is none."""
-    slots = tables.req_to_token.at[rows, positions].get(mode="fill", fill_value=0)
-    return jnp.maximum(slots, 0)
+    return jnp.maximum(tables.req_to_token.at[rows, positions].get(mode="fill", fill_value=0), 0)
 
 
 def _choose(program: Program, logits, positions, requests):
@@ -383,31 +366,19 @@ def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> R
     return RequestTables(req_to_token=req_to_token, full_to_swa=tables.full_to_swa.at[slots].set(swa_slots))
 
 
-def new_state(
-    caches: Caches,
-    draft: Draft | None,
-    *,
-    max_requests: int,
-    max_len: int,
-    num_pages: int,
-    page_size: int,
-    window: bool,
-) -> State:
-    """Empty tables around a model's caches."""
+def new_state(caches: Caches, draft: Draft | None, pool: RequestPool) -> State:
+    """Empty tables, of the sizes of the host's, around a model's caches."""
+    max_requests, page_size = len(pool.req_to_token), pool.page_size
     full_to_swa = None
-    if window:
-        full_to_swa = jnp.full(num_pages * page_size + 1, -1, jnp.int32)
+    if pool.window is not None:
+        full_to_swa = jnp.full(pool.full_to_swa.shape, -1, jnp.int32)
         full_to_swa = full_to_swa.at[:page_size].set(jnp.arange(page_size, dtype=jnp.int32))
-    tables = RequestTables(req_to_token=jnp.full((max_requests, max_len), -1, jnp.int32), full_to_swa=full_to_swa)
-    last_tokens = jnp.zeros(max_requests, jnp.int32)
-    return State(caches=caches, tables=tables, last_tokens=last_tokens, draft=draft)
+    tables = RequestTables(req_to_token=jnp.full(pool.req_to_token.shape, -1, jnp.int32), full_to_swa=full_to_swa)
+    return State(caches=caches, tables=tables, last_tokens=jnp.zeros(max_requests, jnp.int32), draft=draft)
 
 
 def copy_states(caches: Caches, pairs: jax.Array) -> Caches:
-    """Copies carried states from rows to rows, in all layers; pairs int32 `[n, 2]` of (from, to).
-
-    Jit it with the caches donated.
-    """
+    """Copies carried states in all layers; pairs int32 `[n, 2]` of rows (from, to). Jit it with the caches donated."""
 
     def copy(part):
         if not isinstance(part, CompressorState):

@@ -41,7 +41,6 @@ class Tensors:
         return self.get(self.prefix + name, shape, self.dtype)
 
     def float32(self, name: str, shape: Shape) -> jax.Array:
-        """A parameter that is kept in float32."""
         return self.get(self.prefix + name, shape, jnp.float32)
 
     def under(self, prefix: str) -> Tensors:
@@ -53,7 +52,6 @@ class Tensors:
         return read(config, i, self) if self.read_layer is None else self.read_layer(read, config, i, kind)
 
     def swiglu(self, width: int, hidden: int) -> DenseParams:
-        """The two weights of an MLP."""
         gate_up = [self(f"{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj")]
         return DenseParams(gate_up=jnp.concatenate(gate_up), down=self("down_proj.weight", (hidden, width)))
 
@@ -92,8 +90,7 @@ def random_params(
 ) -> Any:
     """Random parameters, made on the device: by jitted functions, one for each kind of layer.
 
-    Args:
-      shardings: the shardings of a layer's arrays, from the arrays' shapes; by default they are on one device.
+    `shardings` makes those of a layer's arrays from the arrays' shapes; by default they are on one device.
     """
     first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
     placed: dict[Hashable, tuple] = {}  # of its kind, as `_layer_program` takes it
