@@ -18,16 +18,11 @@ MAX_LOGIT_DIFFERENCE = 1 / 16
 
 @dataclasses.dataclass
 class BackendReport:
-    """How a backend's logits compare with those of the engine's own choice, after the same tokens.
-
-    Attributes:
-      difference: the largest difference of a logit, as a share of the largest logit.
-      agreeing, total: the tokens that both choose, and all tokens.
-    """
+    """How a backend's logits compare with those of the engine's own choice, after the same tokens."""
 
     backend: str
-    difference: float
-    agreeing: int
+    difference: float  # the largest difference of a logit, as a share of the largest logit
+    agreeing: int  # tokens that both choose
     total: int
 
     @property

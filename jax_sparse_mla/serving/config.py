@@ -29,22 +29,16 @@ WEIGHT_BLOCK = (128, 128)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding of `dim` values; with a factor above 1 its frequencies are YaRN's (arXiv 2309.00071, §3.2).
+    """A rotary embedding of `dim` values; with a factor above 1 its frequencies are YaRN's (arXiv 2309.00071, §3.2)."""
 
-    Attributes:
-      dim: rotated values of a head, two for each frequency. theta: the base of the frequencies.
-      factor: by how much YaRN extends `original_len` tokens; 1 is plain rope.
-      beta_fast, beta_slow: rotations over `original_len` above which a frequency stays, and below which it is divided.
-      magnitude: what cos and sin are multiplied by.
-    """
-
-    dim: int
-    theta: float
-    factor: float = 1.0
+    dim: int  # rotated values of a head, two for each frequency
+    theta: float  # the base of the frequencies
+    factor: float = 1.0  # by how much YaRN extends `original_len` tokens; 1 is plain rope
     original_len: int = 0
+    # Rotations over `original_len` above which a frequency stays, and below which it is divided.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    magnitude: float = 1.0
+    magnitude: float = 1.0  # what cos and sin are multiplied by
 
     def inv_freq(self) -> np.ndarray:
         """float32 `[dim / 2]`, radians per position."""
@@ -65,29 +59,19 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Experts and how rows are sent to them.
-
-    Attributes:
-      num_experts, top_k: routed experts, and how many of them a row goes to.
-      width, shared_width: hidden values of a routed expert and of the shared one.
-      score: how logits become scores, one of SCORES. normalised: whether the chosen scores are divided by their sum.
-      scale: what the chosen scores are multiplied by.
-      groups, top_groups: experts are in so many groups, and chosen from the best of these.
-      limit: bound of the SwiGLU's inputs; None has no bound.
-      float32_router: whether the router's product is float32; else it has the rows' dtype, as in transformers' V4.
-    """
+    """Experts and how rows are sent to them."""
 
     num_experts: int
-    top_k: int
-    width: int
-    shared_width: int
-    score: str
-    scale: float
-    normalised: bool = True
-    groups: int = 1
-    top_groups: int = 1
-    limit: float | None = None
-    float32_router: bool = True
+    top_k: int  # experts that a row goes to
+    width: int  # hidden values of a routed expert
+    shared_width: int  # hidden values of the shared expert
+    score: str  # how logits become scores, one of SCORES
+    scale: float  # what the chosen scores are multiplied by
+    normalised: bool = True  # whether the chosen scores are divided by their sum
+    groups: int = 1  # experts are in so many groups
+    top_groups: int = 1  # and chosen from the best of these
+    limit: float | None = None  # bound of the SwiGLU's inputs; None has no bound
+    float32_router: bool = True  # else the router's product has the rows' dtype, as in transformers' V4
 
     def __post_init__(self):
         limits = {"num_experts_per_tok": (self.top_k, self.num_experts), "topk_group": (self.top_groups, self.groups)}
@@ -107,41 +91,31 @@ class HyperConnections:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KDA:
-    """Linear attention (`serving.kda`): heads, values of one, tokens of the convolution, the decay's lower bound (None
-    without one)."""
+    """Linear attention, see `serving.kda`."""
 
     heads: int
     head_dim: int
-    kernel: int
-    lower_bound: float | None
+    kernel: int  # tokens of the convolution
+    lower_bound: float | None  # of the decay; None without one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """The common part of all configs.
+    """The common part of all configs."""
 
-    Attributes:
-      spec: the attention constants.
-      vocab_size, hidden_size, num_layers: sizes. q_rank: values between the two projections of the queries.
-      moe: the experts. norm_eps: of the RMSNorms. tied: whether the logits' weights are the embedding's.
-      eos_token_ids: the tokens that end a sequence.
-      ratios: the compress ratio of each layer, 0 where nothing is compressed.
-      streams: the hyper-connections; None where there is one residual stream.
-      axis_name: the mesh axis over which heads and experts are cut, under `jax.shard_map`; the heads and output groups
-        here are then those of one device. None: nothing is cut.
-    """
-
-    spec: ModelSpec
+    spec: ModelSpec  # the attention constants
     vocab_size: int
     hidden_size: int
     num_layers: int
-    q_rank: int
+    q_rank: int  # values between the two projections of the queries
     moe: MoE
-    norm_eps: float
-    tied: bool
-    eos_token_ids: tuple[int, ...]
-    ratios: tuple[int, ...]
-    streams: HyperConnections | None = None
+    norm_eps: float  # of the RMSNorms
+    tied: bool  # whether the logits' weights are the embedding's
+    eos_token_ids: tuple[int, ...]  # tokens that end a sequence
+    ratios: tuple[int, ...]  # the compress ratio of each layer, 0 where nothing is compressed
+    streams: HyperConnections | None = None  # None where there is one residual stream
+    # The mesh axis over which heads and experts are cut, under `jax.shard_map`; the heads and output groups here are
+    # then those of one device. None: nothing is cut.
     axis_name: str | None = None
 
     @property
@@ -156,19 +130,13 @@ class _Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class V4Config(_Config):
-    """DeepSeek-V4.
+    """DeepSeek-V4."""
 
-    Attributes:
-      hashed: whether a layer's experts follow from the token's number.
-      o_groups, o_rank: of the grouped output projection.
-      window_rope, compress_rope: of layers of ratio 0, and of the others.
-    """
-
-    hashed: tuple[bool, ...]
-    o_groups: int
+    hashed: tuple[bool, ...]  # whether a layer's experts follow from the token's number
+    o_groups: int  # of the grouped output projection, as o_rank
     o_rank: int
-    window_rope: Rope
-    compress_rope: Rope
+    window_rope: Rope  # of layers of ratio 0
+    compress_rope: Rope  # of the others
 
     @property
     def pools(self) -> tuple[int, ...]:
@@ -185,33 +153,23 @@ class V4Config(_Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig(_Config):
-    """The common part of models whose attention is V3.2's.
+    """The common part of models whose attention is V3.2's."""
 
-    Attributes:
-      dense: whether a layer has one wide MLP, of `dense_width` hidden values, instead of experts.
-      nope_dim, v_dim: values of a head's key without rope and of its value, before they are multiplied into the latent
-        space (`spec.nope_dim` and `spec.v_dim` are those of the latent).
-    """
-
-    dense: tuple[bool, ...]
-    dense_width: int
+    dense: tuple[bool, ...]  # whether a layer has one wide MLP instead of experts
+    dense_width: int  # hidden values of the wide MLP
+    # Values of a head's key without rope and of its value, before they are multiplied into the latent space
+    # (`spec.nope_dim` and `spec.v_dim` are those of the latent).
     nope_dim: int
     v_dim: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class V32Config(LatentConfig):
-    """DeepSeek-V3.2, and GLM-5, which has its architecture.
-
-    Attributes:
-      rope: the rotary embedding.
-      index_interleaved: whether the indexer rotates neighbours, as attention does, instead of two halves.
-      indexed: whether a layer has an indexer; one without takes what the last one with it selected.
-    """
+    """DeepSeek-V3.2, and GLM-5, which has its architecture."""
 
     rope: Rope
-    index_interleaved: bool
-    indexed: tuple[bool, ...]
+    index_interleaved: bool  # whether the indexer rotates neighbours, as attention does, instead of two halves
+    indexed: tuple[bool, ...]  # whether a layer has an indexer; else it takes what the last one with it selected
 
     def layer_kind(self, i: int) -> tuple[bool, str]:
         """Whether a layer has an indexer, and "moe" or "dense"; behind the last one is the draft layer."""
@@ -220,13 +178,9 @@ class V32Config(LatentConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm53Config(LatentConfig):
-    """GLM-5.3-Flash: layers of linear attention, and of V3.2's with pools of index keys and without rope.
+    """GLM-5.3-Flash: layers of linear attention, and of V3.2's with pools of index keys and without rope."""
 
-    Attributes:
-      linear: whether a layer has linear attention. kda: its sizes.
-    """
-
-    linear: tuple[bool, ...]
+    linear: tuple[bool, ...]  # whether a layer has linear attention
     kda: KDA
 
     @property

@@ -43,22 +43,16 @@ _copy_states = jax.jit(copy_states, donate_argnums=0)
 
 @dataclasses.dataclass
 class TracedStep:
-    """A step that ran, for comparisons.
-
-    Attributes:
-      plan, batch, tables: the step; tables as they were then.
-      requests, positions: `id(request)` and the position of each real row, int32 `[n]`.
-      layers: each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
-      logits: float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen.
-    """
+    """A step that ran, for comparisons."""
 
     plan: StepPlan
     batch: ForwardBatch
-    tables: RequestTables
-    requests: np.ndarray
-    positions: np.ndarray
+    tables: RequestTables  # as they were then
+    requests: np.ndarray  # `[n]`, `id(request)` of each real row
+    positions: np.ndarray  # int32 `[n]`
+    # Each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
     layers: list[tuple[jax.Array, jax.Array | None]]
-    logits: jax.Array
+    logits: jax.Array  # float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen
 
     def hidden(self, layer: int) -> np.ndarray:
         """float32 `[n, hidden]`."""

@@ -82,28 +82,18 @@ class EngineOptions:
 
 @dataclasses.dataclass
 class StepPlan:
-    """A step: `counts[i]` positions of `requests[i]`, from `starts[i]` on.
+    """A step: `counts[i]` positions of `requests[i]`, from `starts[i]` on."""
 
-    Attributes:
-      mode: EXTEND, DECODE or TARGET_VERIFY.
-      requests: in the order of the batch.
-      rows, starts, counts: int32 `[n]`.
-      tokens: int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0.
-      samples: bool `[n]`, whether the request's last row chooses a token.
-      max_seq_len: the bucket.
-      mapped: int32 `[m, 4]`, pages that tables on a device lack; see `RequestPool.take_changes`.
-      restored, kept: (from, to) rows of carried states to copy before and after the step.
-    """
-
-    mode: ForwardMode
-    requests: list[Request]
-    rows: np.ndarray
+    mode: ForwardMode  # EXTEND, DECODE or TARGET_VERIFY
+    requests: list[Request]  # n, in the order of the batch
+    rows: np.ndarray  # int32 `[n]`, as starts and counts
     starts: np.ndarray
     counts: np.ndarray
-    tokens: np.ndarray
-    samples: np.ndarray
-    max_seq_len: int
-    mapped: np.ndarray
+    tokens: np.ndarray  # int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0
+    samples: np.ndarray  # bool `[n]`, whether the request's last row chooses a token
+    max_seq_len: int  # the bucket
+    mapped: np.ndarray  # int32 `[m, 4]`, pages that tables on a device lack; see `RequestPool.take_changes`
+    # (from, to) rows of carried states to copy before and after the step.
     restored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     kept: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
@@ -160,20 +150,13 @@ def _next_tokens(request: Request, count: int) -> list[int]:
 
 @dataclasses.dataclass
 class Counters:
-    """Counts of events since the scheduler was made.
+    """Counts of events since the scheduler was made."""
 
-    Attributes:
-      finished, cancelled: requests.
-      queued: requests that had a row but no pages when they could have begun.
-      preempted: times that a running request gave its pages back.
-      reused: prompt tokens that were not computed, because others had read them.
-    """
-
-    finished: int = 0
-    cancelled: int = 0
-    queued: int = 0
-    preempted: int = 0
-    reused: int = 0
+    finished: int = 0  # requests
+    cancelled: int = 0  # requests
+    queued: int = 0  # requests that had a row but no pages when they could have begun
+    preempted: int = 0  # times that a running request gave its pages back
+    reused: int = 0  # prompt tokens that were not computed, because others had read them
 
 
 class Scheduler:

@@ -28,45 +28,32 @@ from jax_sparse_mla.serving.scheduler import StepPlan
 
 @pytree_dataclass
 class State:
-    """State that a step updates: the model's caches, request tables, each row's latest token `[rows]`, and the draft
-    layer's, where one drafts."""
+    """State that a step updates."""
 
     caches: Caches
     tables: RequestTables
-    last_tokens: jax.Array
-    draft: Draft | None = None
+    last_tokens: jax.Array  # `[rows]`, the latest token of each row of the tables
+    draft: Draft | None = None  # the draft layer's, where one drafts
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The static arguments of a step; each different one is a compilation.
-
-    Attributes:
-      model: whose step it is.
-      mode: EXTEND, DECODE or TARGET_VERIFY.
-      num_requests, num_rows: of the padded batch. num_rows is `num_requests · (drafts + 1)` but in EXTEND.
-      max_seq_len: width of the page tables, in tokens.
-      num_changes: pages that the step can map.
-      drafts: draft tokens of each request, which the draft layer or the model's first layer makes in the same program.
-      draft_layer: whether a draft layer follows the model in this step.
-      choice: how tokens are chosen.
-      gathered, backend, trace: as in `StepInputs`.
-      logits: whether to return the logits that tokens were chosen from.
-    """
+    """The static arguments of a step; each different one is a compilation."""
 
     model: Model
-    mode: ForwardMode
-    num_requests: int
-    num_rows: int
-    max_seq_len: int
-    num_changes: int
-    drafts: int = 0
-    draft_layer: bool = False
-    choice: Choice = Choice.GREEDY
+    mode: ForwardMode  # EXTEND, DECODE or TARGET_VERIFY
+    num_requests: int  # of the padded batch
+    num_rows: int  # of the padded batch: `num_requests · (drafts + 1)` but in EXTEND
+    max_seq_len: int  # width of the page tables, in tokens
+    num_changes: int  # pages that the step can map
+    drafts: int = 0  # of each request, which the draft layer or the model's first layer makes in the same program
+    draft_layer: bool = False  # whether a draft layer follows the model in this step
+    choice: Choice = Choice.GREEDY  # how tokens are chosen
+    # As in `StepInputs`.
     gathered: bool | None = None
     backend: str | None = None
     trace: bool = False
-    logits: bool = False
+    logits: bool = False  # whether to return the logits that tokens were chosen from
 
     @functools.cached_property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -154,13 +141,12 @@ def unpack(program: Program, packed: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Result:
-    """Results of a step for the host: tokens int32 and margins float32 `[requests, drafts + 1]`, accepted int32
-    `[requests]`, the number of drafts that the model chose too, and whether a bucket was too small."""
+    """Results of a step for the host."""
 
-    tokens: np.ndarray
-    margins: np.ndarray
-    accepted: np.ndarray
-    overflow: bool
+    tokens: np.ndarray  # int32 `[requests, drafts + 1]`
+    margins: np.ndarray  # float32 `[requests, drafts + 1]`
+    accepted: np.ndarray  # int32 `[requests]`, the number of drafts that the model chose too
+    overflow: bool  # whether a bucket was too small
 
 
 def unpack_result(program: Program, packed: np.ndarray) -> Result:

@@ -22,19 +22,12 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """Where a model's parameters come from.
+    """Where a model's parameters come from."""
 
-    Attributes:
-      get: `(name, shape, dtype) -> array`; the name without "model.".
-      dtype: of the weights that are not kept in float32.
-      prefix: of the names that follow.
-      read_layer: what `layer` does; None reads.
-    """
-
-    get: Callable[[str, Shape, Any], jax.Array]
-    dtype: Any
-    prefix: str = ""
-    read_layer: Callable[..., Any] | None = None
+    get: Callable[[str, Shape, Any], jax.Array]  # (name, shape, dtype) → array; the name without "model."
+    dtype: Any  # of the weights that are not kept in float32
+    prefix: str = ""  # of the names that follow
+    read_layer: Callable[..., Any] | None = None  # what `layer` does; None reads
 
     def __call__(self, name: str, shape: Shape) -> jax.Array:
         """A weight in the model's dtype."""
