@@ -194,7 +194,7 @@ class Engine:
     # Requests.
 
     def submit(self, request: Request) -> None:
-        """Takes a request that passes `Scheduler.check`; steps serve it."""
+        """Takes a request, which steps serve; raises what `Scheduler.check` raises."""
         self.scheduler.submit(request)
 
     def run(
@@ -227,7 +227,9 @@ class Engine:
         self.scheduler.abort()
 
     def step(self) -> StepPlan | None:
-        """Starts the next step, and reads the tokens of the one that is `STEPS_AHEAD` before it, which it returns.
+        """Starts the next step, and reads the tokens of the one that is `STEPS_AHEAD` before it.
+
+        Returns the step whose tokens were read, None if none was.
 
         Where a step fails on the device, all requests are dropped; it may have taken the caches along, which it was
         given to write: make a new engine then. What an `on_token` raises is raised here when all tokens of the step

@@ -226,7 +226,7 @@ class Scheduler:
             raise ValueError(f"{name} has tokens out of the model's vocabulary of {self.vocab_size}")
 
     def submit(self, request: Request) -> None:
-        """Takes a new request that passes `check`, or one that is in the tables already (a hand-over)."""
+        """Takes a new request, or one that is in the tables already (a hand-over); raises what `check` raises."""
         self.check(request)
         request.submitted = True
         if request.row is None:

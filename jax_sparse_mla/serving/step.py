@@ -46,7 +46,7 @@ class Program:
     num_rows: int  # of the padded batch: `num_requests · (drafts + 1)` but in EXTEND
     max_seq_len: int  # width of the page tables, in tokens
     num_changes: int  # pages that the step can map
-    drafts: int = 0  # of each request, which the draft layer or the model's first layer makes in the same program
+    drafts: int = 0  # draft tokens of each request, made in the same program by the draft layer or the first layer
     draft_layer: bool = False  # whether a draft layer follows the model in this step
     choice: Choice = Choice.GREEDY  # how tokens are chosen
     # As in `StepInputs`.
@@ -354,13 +354,13 @@ def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> R
 
 def new_state(caches: Caches, draft: Draft | None, pool: RequestPool) -> State:
     """Empty tables, of the sizes of the host's, around a model's caches."""
-    max_requests, page_size = len(pool.req_to_token), pool.page_size
-    full_to_swa = None
+    req_to_token, full_to_swa = jnp.full(pool.req_to_token.shape, -1, jnp.int32), None
     if pool.window is not None:
         full_to_swa = jnp.full(pool.full_to_swa.shape, -1, jnp.int32)
-        full_to_swa = full_to_swa.at[:page_size].set(jnp.arange(page_size, dtype=jnp.int32))
-    tables = RequestTables(req_to_token=jnp.full(pool.req_to_token.shape, -1, jnp.int32), full_to_swa=full_to_swa)
-    return State(caches=caches, tables=tables, last_tokens=jnp.zeros(max_requests, jnp.int32), draft=draft)
+        full_to_swa = full_to_swa.at[: pool.page_size].set(jnp.arange(pool.page_size, dtype=jnp.int32))
+    tables = RequestTables(req_to_token=req_to_token, full_to_swa=full_to_swa)
+    last_tokens = jnp.zeros(len(pool.req_to_token), jnp.int32)
+    return State(caches=caches, tables=tables, last_tokens=last_tokens, draft=draft)
 
 
 def copy_states(caches: Caches, pairs: jax.Array) -> Caches:
