@@ -6,8 +6,10 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from jax_sparse_mla.attention.api import plan_here
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.machine import plan_here
 from jax_sparse_mla.attention.route import Plan
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.models import ModelSpec
@@ -24,13 +26,13 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
       ValueError: the backend cannot.
     """
     gathered = prefill_backend(spec, options) == GATHERED
-    gathered = gathered and (spec.window is not None or not options.bf16_cache)
+    gathered = gathered and (spec.windowed or not options.bf16_cache)
     cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
 
     def plan(phase: str, rows: int) -> Plan:
         layout = workspace_layout(spec.qk_dim) if phase == "prefill" else cached
-        topk = (spec.window or 0) + spec.index_width
-        return plan_here(phase, layout, rows=rows, heads=spec.num_heads, topk=topk, backend=backend)
+        columns = (spec.window or 0) + spec.index_width
+        return plan_here(Call(phase, layout, rows, spec.num_heads, DeviceInfo.current(), columns), backend=backend)
 
     planned = {"prefill": plan("prefill" if gathered else "decode", options.chunk_size)}
     planned["decode"] = plan("decode", options.max_batch)

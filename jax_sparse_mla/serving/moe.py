@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.launch.transforms import on_cuda
+from jax_sparse_mla.launch.transforms import KernelCall
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
 
@@ -136,7 +136,7 @@ def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
     if _hopper_serves(x, weight):
-        return on_cuda(_ragged_on_hopper, _ragged_by_xla, x, weight, sizes)
+        return KernelCall(_ragged_on_hopper, _ragged_by_xla)(x, weight, sizes)
     return _ragged_by_xla(x, weight, sizes)
 
 
