@@ -82,9 +82,11 @@ def feed_forward(
 
 
 def _scores(logits: jax.Array, kind: str) -> jax.Array:
-    if kind == "sqrtsoftplus":
-        return jnp.sqrt(jax.nn.softplus(logits))
-    return jax.nn.sigmoid(logits) if kind == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    if kind == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    if kind == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    return jnp.sqrt(jax.nn.softplus(logits))
 
 
 def choose(scores: jax.Array, config: MoE) -> jax.Array:
