@@ -15,78 +15,50 @@ from jax_sparse_mla.cli.progress import Progress, Stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     from jax_sparse_mla.serving.presets import PRESETS
     from jax_sparse_mla.serving.scheduler import PREFILL_BACKENDS
 
-    source = parser.add_mutually_exclusive_group()
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4, GLM-5 or 5.3")
-    source.add_argument(
-        "--preset", choices=PRESETS, help="a small random model with the true head dimensions (default: v4)"
-    )
-    parser.add_argument("--seed", type=natural, default=0, help="of the preset's weights, the page order and the draws")
+    preset = "a small random model with the true head dimensions (default: v4)"
+    source.add_argument("--preset", choices=PRESETS, help=preset)
+    add("--seed", type=natural, default=0, help="of the preset's weights, the page order and the draws")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue; a long English text by default")
     text.add_argument("--prompt-file", type=Path, metavar="FILE")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=16, metavar="N")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="draw tokens at this temperature (default: 0, none)"
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
+    add("--max-new-tokens", type=positive_int, default=16, metavar="N")
+    temperature = "draw tokens at this temperature (default: 0, none)"
+    add("--temperature", type=float, default=0.0, metavar="T", help=temperature)
+    add("--top-p", type=float, default=1.0, metavar="P", help="of the most likely tokens that sum to P")
+    add("--stream", action="store_true", help="print the first request's text as it is generated")
+    add("--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once")
+    batch = "requests served at once, with --mesh by each share"
+    add("--max-batch", type=positive_int, default=8, metavar="N", help=batch)
+    add("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
+    add("--kv-cache", choices=("bf16", "fp8"), default="fp8")
+    prefill = "prefill from a gathered bf16 workspace, or from the paged cache (default: as the plan says)"
+    add("--prefill-backend", choices=PREFILL_BACKENDS, help=prefill)
+    add("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
+    backends = "serve the same tokens with each of these backends too, and compare the logits"
+    add("--compare-backends", type=backend_names, default=[], metavar="NAME,…", help=backends)
+    drafts = (
+        "draft K tokens at a time with the checkpoint's draft layer or, without one, the model's first layer, verify "
+        "them in one step (default: plain decoding)"
     )
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the most likely tokens that sum to P")
-    parser.add_argument("--stream", action="store_true", help="print the first request's text as it is generated")
-    parser.add_argument(
-        "--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once"
+    add("--speculative-steps", type=positive_int, metavar="K", help=drafts)
+    oracle = "with --speculative-steps: propose plain decoding's own token with this probability"
+    add("--draft-oracle", type=probability, default=0.0, metavar="P", help=oracle)
+    no_check = (
+        "skip the comparison with transformers' eager attention (with --mesh: with one device's tokens), and of "
+        "speculative with plain decoding"
     )
-    parser.add_argument(
-        "--max-batch",
-        type=positive_int,
-        default=8,
-        metavar="N",
-        help="requests served at once, with --mesh by each share",
+    add("--no-check", action="store_true", help=no_check)
+    mesh = (
+        "over several devices: so many shares of the requests, heads and experts of each over so many devices. "
+        "2x1: requests over two devices, 1x2: heads and experts over two"
     )
-    parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
-    parser.add_argument("--kv-cache", choices=("bf16", "fp8"), default="fp8")
-    parser.add_argument(
-        "--prefill-backend",
-        choices=PREFILL_BACKENDS,
-        help="prefill from a gathered bf16 workspace, or from the paged cache (default: as the plan says)",
-    )
-    parser.add_argument("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
-    parser.add_argument(
-        "--compare-backends",
-        type=backend_names,
-        default=[],
-        metavar="NAME,…",
-        help="serve the same tokens with each of these backends too, and compare the logits",
-    )
-    parser.add_argument(
-        "--speculative-steps",
-        type=positive_int,
-        metavar="K",
-        help="draft K tokens at a time with the checkpoint's draft layer or, without one, the model's first layer, "
-        "verify them in one step (default: plain decoding)",
-    )
-    parser.add_argument(
-        "--draft-oracle",
-        type=probability,
-        default=0.0,
-        metavar="P",
-        help="with --speculative-steps: propose plain decoding's own token with this probability",
-    )
-    parser.add_argument(
-        "--no-check",
-        action="store_true",
-        help="skip the comparison with transformers' eager attention (with --mesh: with one device's tokens), and of "
-        "speculative with plain decoding",
-    )
-    parser.add_argument(
-        "--mesh",
-        type=mesh_shape,
-        metavar="SHARESxDEVICES",
-        help="over several devices: so many shares of the requests, heads and experts of each over so "
-        "many devices. 2x1: requests over two devices, 1x2: heads and experts over two",
-    )
+    add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help=mesh)
     processes.add_arguments(parser)
 
 
@@ -100,16 +72,12 @@ def backend_names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates, prints, compares.
-
-    Args:
-      args: as the command's parser gives them.
+    """Generates, prints, compares; with several processes it ends the process.
 
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
       no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
-      without drafts, no check or a package missing that it needs; and if the check cannot load its model. With several
-      processes it ends the process.
+      without drafts, no check or a package missing that it needs; and if the check cannot load its model.
     """
     try:
         together = processes.are_several(args)
@@ -205,8 +173,8 @@ def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle
 
 def _again(request: Any) -> Any:
     """A new request with the prompt and options of one that was served."""
-    options = {"sampling": request.sampling, "eos_token_ids": request.eos_token_ids}
-    return type(request)(request.prompt, request.max_new_tokens, **options)
+    new, prompt, count = type(request), request.prompt, request.max_new_tokens
+    return new(prompt, count, sampling=request.sampling, eos_token_ids=request.eos_token_ids)
 
 
 def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any]) -> int:

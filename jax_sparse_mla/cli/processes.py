@@ -17,26 +17,16 @@ REFUSED = 2  # the exit status of a command that had nothing to run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of each process."""
     group = parser.add_argument_group("several processes", "with --mesh; all get the same other arguments")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     group.add_argument("--num-processes", type=positive_int, metavar="N")
     group.add_argument("--process-id", type=natural, metavar="I", help="of this process, 0 … N − 1; 0 prints the text")
-    group.add_argument(
-        "--process-timeout",
-        type=positive_int,
-        default=60,
-        metavar="SECONDS",
-        help="how long to wait for the others to start, and until one that has died is noticed (default: 60)",
-    )
+    timeout = "how long to wait for the others to start, and until one that has died is noticed (default: 60)"
+    group.add_argument("--process-timeout", type=positive_int, default=60, metavar="SECONDS", help=timeout)
 
 
 def are_several(args: argparse.Namespace) -> bool:
-    """Whether there are several processes.
-
-    Raises:
-      ValueError: arguments that do not go together.
-    """
+    """Whether there are several processes; a ValueError names arguments that do not go together."""
     present = [getattr(args, name) is not None for name in ("coordinator", "num_processes", "process_id")]
     if not any(present):
         return False

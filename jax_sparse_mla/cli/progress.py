@@ -22,7 +22,7 @@ class Progress:
         self._prints = jax.process_index() == 0
         self._total = sum(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
         self._start = self._last = time.perf_counter()
-        self._compiled = self._compile_seconds()
+        self._compiled = engine.compile_seconds
         self._first: float | None = None  # when the first token was there
         self._seen: set[tuple] = set()
         # By mode, tokens and seconds of the steps whose bucket had run before and was compiled.
@@ -30,7 +30,7 @@ class Progress:
         self._read = self._count = 0
 
     def __call__(self, step: Any, requests: list[Request]) -> None:
-        now, compiled = time.perf_counter(), self._compile_seconds()
+        now, compiled = time.perf_counter(), self._engine.compile_seconds
         self._read += step.num_tokens if step.mode is ForwardMode.EXTEND else 0
         count = self._read + sum(max(0, len(r.output) - 1) for r in requests)
         tokens, seconds = count - self._count, now - self._last - (compiled - self._compiled)
@@ -59,9 +59,6 @@ class Progress:
         for mode, (tokens, warm_seconds) in self._warm.items():
             if tokens:
                 print(f"           {mode.value}: {tokens / warm_seconds:.1f} tokens/s once compiled")
-
-    def _compile_seconds(self) -> float:
-        return getattr(self._engine, "compile_seconds", 0.0)
 
 
 class Stream:

@@ -11,12 +11,11 @@ from jax_sparse_mla.attention.machine import plan_here
 from jax_sparse_mla.attention.route import Plan
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
-from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.comparison import MAX_LOGIT_DIFFERENCE, compare_backends, layer_kind
 from jax_sparse_mla.serving.request import Request
-from jax_sparse_mla.serving.scheduler import GATHERED, EngineOptions
+from jax_sparse_mla.serving.scheduler import GATHERED, EngineOptions, prefill_backend
 from jax_sparse_mla.serving.speculative import MAX_MARGIN, compare_with_plain
 
 
@@ -26,30 +25,27 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
     Raises:
       ValueError: the backend cannot.
     """
-    prefill = options.prefill_backend
-    gathered = prefill == GATHERED if prefill else gathers(spec, options.chunk_size)
+    gathered = prefill_backend(spec, options) == GATHERED
     gathered = gathered and (spec.windowed or not options.bf16_cache)
     cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
-    steps = [
-        ("prefill", "prefill" if gathered else "decode", options.chunk_size),
-        ("decode", "decode", options.max_batch),
-    ]
-    if options.speculative_steps:
-        steps.append(("verify", "decode", options.max_batch * (options.speculative_steps + 1)))
-    planned = {}
-    for step, phase, rows in steps:
+
+    def plan(phase: str, rows: int) -> Plan:
         layout = workspace_layout(spec.qk_dim) if phase == "prefill" else cached
         columns = (spec.window or 0) + spec.index_width
-        call = Call(phase, layout, rows, spec.num_heads, DeviceInfo.current(), columns)
-        planned[step] = plan_here(call, backend=backend)
+        return plan_here(Call(phase, layout, rows, spec.num_heads, DeviceInfo.current(), columns), backend=backend)
+
+    planned = {"prefill": plan("prefill" if gathered else "decode", options.chunk_size)}
+    planned["decode"] = plan("decode", options.max_batch)
+    if options.speculative_steps:
+        planned["verify"] = plan("decode", options.max_batch * (options.speculative_steps + 1))
     return planned
 
 
 def print_header(setup: Any, engine: Any, requests: list[Request], planned: dict[str, Plan]) -> None:
     spec, options = setup.spec, engine.options
     print(f"device     {setup.device}")
-    heads = f"{spec.num_heads} heads{'' if getattr(engine, 'mesh', None) is None else ' on each device'}"
-    print(f"model      {setup.name}: {len(setup.ratios)} layers, {heads}")
+    heads = f"{spec.num_heads} heads{'' if engine.mesh is None else ' on each device'}"
+    print(f"model      {setup.name}: {setup.model.num_layers} layers, {heads}")
     lengths = ", ".join(str(len(r.prompt)) for r in requests)
     print(f"requests   {len(requests)} with {lengths} prompt tokens, {requests[0].max_new_tokens} new tokens each")
     print(f"KV cache   {'BF16' if options.bf16_cache else spec.kv_layout.name}, paged, {spec.page_size} tokens a page")
@@ -68,14 +64,12 @@ def print_accepted(accepted: collections.Counter[int]) -> None:
 def print_routes(setup: Any, engine: Any) -> None:
     """Prints the attention that the programs of each kind of step called, and for which layers."""
     modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
-    calls = setup.calls(engine)
+    layers = dict.fromkeys(layer_kind(setup.spec, ratio) for ratio in sorted(set(engine.ratios)))
     for mode, step in modes.items():
-        kinds: dict[str, dict[str, None]] = {}  # of layers, in order, by what attends in them
-        for ran, ratio, phase, backend in calls:
-            if ran is mode:
-                kinds.setdefault(f"{backend}, {phase}", {})[layer_kind(setup.spec, ratio)] = None
-        for call, names in kinds.items():
-            print(f"ran        {step}: {call} ({'; '.join(names)})")
+        # In the order in which programs were made, each once.
+        calls = [call for program, calls in engine.routes.items() if program.mode is mode for call in sorted(calls)]
+        for phase, backend in dict.fromkeys(calls):
+            print(f"ran        {step}: {backend}, {phase} ({'; '.join(layers)})")
 
 
 def compare(engine: Any, requests: list[Request], names: list[str]) -> int:

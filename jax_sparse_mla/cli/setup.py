@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
@@ -41,10 +41,8 @@ class Setup:
     """A model for one device.
 
     Attributes:
-      name: the model, in words.
-      device: the device, in words.
-      model, params: the model and its parameters.
-      tokenizer: encodes and decodes.
+      name, device: the model and the device, in words.
+      model, params, tokenizer: what serves.
       eos_token_ids: tokens that end a text; none for the tokenizer of bytes.
       check: the installed check; None with --no-check, and over a mesh.
 
@@ -77,11 +75,6 @@ class Setup:
     def spec(self) -> ModelSpec:
         return self.model.spec
 
-    @property
-    def ratios(self) -> tuple[int, ...]:
-        """The compress ratio of each layer."""
-        return self.model.ratios
-
     def new_engine(self, options: EngineOptions) -> Engine:
         engine = Engine(self.model, self.params, options)
         if self.check is not None:  # its imports take as long as the first programs
@@ -105,15 +98,6 @@ class Setup:
         engine.accepted = collections.Counter({count: 0 for count in range(drafts + 1)})
         engine.run(requests, on_step)
         return engine.accepted
-
-    def calls(self, engine: Engine) -> list[tuple[Any, int, str, str]]:
-        """The attention calls of the programs that ran: (mode, compress ratio, phase, backend)."""
-        return [
-            (program.mode, ratio, phase, backend)
-            for program, calls in engine.routes.items()
-            for phase, backend in sorted(calls)
-            for ratio in sorted(set(self.ratios))
-        ]
 
 
 class MeshSetup(Setup):
@@ -143,10 +127,8 @@ class MeshSetup(Setup):
         engine = MeshEngine(self.model, self.params, options, self.mesh)
         if self.whole is not None:
             weights, caches = map(bytes_of_a_device, (engine.params, engine.state))
-            check_memory(
-                "the check on one device, which --no-check leaves out, needs",
-                weights + 2 * caches + size_of(self.whole[1]),
-            )
+            needed = weights + 2 * caches + size_of(self.whole[1])
+            check_memory("the check on one device, which --no-check leaves out, needs", needed)
         return engine
 
     def new_engine_of_one_device(self, engine: Engine) -> Engine:
@@ -163,11 +145,7 @@ def _host() -> jax.Device | None:
 
 
 def new_check(checkpoint: str | None, preset: str, seed: int) -> Check:
-    """The installed check.
-
-    Raises:
-      ImportError: no check is installed, or one of the packages that it needs is missing or too old.
-    """
+    """The installed check; an ImportError says that there is none, or what it needs is missing or too old."""
     checks = list(entry_points(group=CHECKS))
     if not checks:
         raise ImportError(f'no entry point {CHECKS} is installed: install "jax-sparse-mla[hf]" again')
@@ -175,22 +153,14 @@ def new_check(checkpoint: str | None, preset: str, seed: int) -> Check:
 
 
 def new_setup(args: argparse.Namespace) -> Setup:
-    """The setup that the arguments ask for.
-
-    Raises:
-      OSError, ValueError, ImportError: as `Setup` and `MeshSetup`.
-    """
+    """The setup that the arguments ask for; raises what `Setup` and `MeshSetup` raise."""
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return Setup(args) if args.mesh is None else MeshSetup(args)
 
 
 def choose_device(wanted: str | None) -> str:
-    """Chooses JAX's device, and returns it in words; CUDA where JAX has it, else the CPU.
-
-    Raises:
-      ValueError: CUDA is wanted and JAX lacks it.
-    """
+    """Chooses JAX's device, and returns it in words: CUDA where JAX has it, else the CPU, unless CUDA is wanted."""
     if wanted != "cpu" and jax.default_backend() == "gpu":
         return jax.devices()[0].device_kind
     if wanted == "cuda":

@@ -74,9 +74,8 @@ def _read_layer(config: Config, i: int, tensors: Tensors) -> LayerParams:
     """The parameters of layer i; that behind the last one is the draft layer."""
     kind, mlp_kind = config.layer_kind(i)
     tensors = tensors.under(f"layers.{i}." if i < config.num_layers else "draft.")
-    attention, latent, attention_params = MODULES[type(config)].read_attention(
-        config, kind, tensors.under("self_attn.")
-    )
+    read_attention = MODULES[type(config)].read_attention
+    attention, latent, attention_params = read_attention(config, kind, tensors.under("self_attn."))
     hidden, experts, mlp = config.hidden_size, (config.moe.num_experts,), tensors.under("mlp.")
     if mlp_kind == "dense":
         mlp_weights = mlp.swiglu(config.dense_width, hidden)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,8 +22,8 @@ from jax import lax
 
 from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
 from jax_sparse_mla.serving.architectures import read_params
-from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config, read_config
-from jax_sparse_mla.serving.tensors import Shape, Tensors, random_host_arrays, random_params, shapes_of
+from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config
+from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
 
 DTYPES = {
     "F64": np.float64,
@@ -45,15 +44,6 @@ WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfl
 NAMES_SHOWN = 6
 
 
-def load_folder(folder: str | os.PathLike[str], *, draft_layer: bool) -> tuple[Config, Any]:
-    """The config and parameters of a checkpoint folder; see `serving.load`."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint folder {folder}")
-    config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    return config, from_named_arrays(config, _map_folder(folder), draft_layer=draft_layer)
-
-
 def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer: bool = True) -> Any:
     """The parameters of arrays by name, as a state dict or a checkpoint has them.
 
@@ -64,8 +54,8 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
         values, `x_scale_inv` (released V4: `….scale` beside `….weight`). A routed expert's weight may be FP4: int8
         `[out, in / 2]`, two e2m1 values a byte with the even one in the low nibble, and float8_e8m0fnu scales
         `[out, in / 32]` of the same name.
-      draft_layer: whether to read the draft layer if there is one. A second one is left out, and so are drafters of
-        another form. What the config says of them does not count: transformers says one and saves none.
+      draft_layer: whether to read the draft layer if there is one. Further ones and drafters of another form are left
+        out. What the config says does not count: transformers says one and saves none.
 
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
@@ -82,39 +72,19 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
     dtype = stored["embed_tokens.weight"].dtype
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"checkpoint: embed_tokens.weight must be bfloat16 or float32, got {dtype}")
-    return read(Tensors(_Stored(stored), dtype))
+    return read(Tensors(functools.partial(_tensor, stored), dtype))
 
 
 def init_params(
-    config: Config,
-    seed: int,
-    dtype: Any,
-    *,
-    draft_layer: bool,
-    shardings: Callable[[Any], Any] | None = None,
+    config: Config, seed: int, dtype: Any, *, draft_layer: bool, shardings: Callable[[Any], Any] | None = None
 ) -> Any:
     """Random parameters; see `Model.init_params` and `random_params`."""
     read = functools.partial(read_params, config, draft_layer=draft_layer)
     return random_params(read, seed, dtype, config.moe.num_experts, shardings)
 
 
-def random_arrays(config: Config, seed: int) -> dict[str, np.ndarray]:
-    """Random tensors; see `Model.random_arrays`."""
-    return random_host_arrays(functools.partial(read_params, config, draft_layer=False), seed, config.moe.num_experts)
-
-
-def canonical_name(name: str, config: Config) -> str | None:
-    """A tensor's name without "model.", and as transformers' modules have it; None for what is not read."""
-    if isinstance(config, Glm53Config):
-        return _glm53_name(name, config)
-    return _v4_name(name, config) if isinstance(config, V4Config) else _v32_name(name, config)
-
-
-# --- files -----------------------------------------------------------------------------------------
-
-
-def _map_folder(folder: Path) -> dict[str, np.ndarray]:
-    """The tensors of all files, mapped: they are read when they are used."""
+def map_folder(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of all safetensors files of a folder, mapped: they are read when they are used."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -154,12 +124,9 @@ class _Unread:
     shape: Shape
 
 
-# --- names -----------------------------------------------------------------------------------------
-
-Rules = tuple[tuple[str, str], ...]
-
 # From the released names to those of transformers' modules; each is applied once, in this order.
-_V4_RULES: Rules = (
+_V4_RULES = (
+    (r"^mtp\.0\.", "draft."),
     (r"^embed\.", "embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"(^|\.)hc_head_(fn|base|scale)$", r"\1hc_head.hc_\2"),
@@ -183,43 +150,33 @@ _V4_RULES: Rules = (
     (r"\.w3\.", ".up_proj."),
     (r"_proj\.scale$", "_proj.weight_scale_inv"),
 )
-_GLM53_RULES: Rules = (
+_GLM53_RULES = (
     (r"^language_model\.", ""),
     (r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)(?=$|\.)", r".self_attn.forget_gate.\1"),
     (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
 )
+_RULES = {V4Config: _V4_RULES, V32Config: (), Glm53Config: _GLM53_RULES}
 # Further draft layers, what a draft layer shares with the model, and buffers that follow from the config.
-_LEFT_OUT = re.compile(r"^mtp\.|^draft\.(emb|embed|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
+_NOT_READ = re.compile(r"^mtp\.|^draft\.(emb|embed|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
+_LEFT_OUT = {V4Config: _NOT_READ, V32Config: _NOT_READ, Glm53Config: re.compile(r"^visual\.")}
 # The tensor that only a draft layer of the known form has.
 _DRAFT_LAYER_HAS = {V4Config: "draft.e_proj.weight", V32Config: "draft.eh_proj.weight"}
 
 
-def _v4_name(name: str, config: V4Config) -> str | None:
-    """The name of transformers' module, with "draft." before those of the draft layer; None for what is left out."""
-    name = re.sub(r"^mtp\.0\.", "draft.", name.removeprefix("model."))
-    for pattern, replacement in _V4_RULES:
-        name = re.sub(pattern, replacement, name)
-    return None if _LEFT_OUT.search(name) or (config.tied and name == "lm_head.weight") else name
+def canonical_name(name: str, config: Config) -> str | None:
+    """A tensor's name without "model.", and as transformers' modules have it; None for what is not read.
 
-
-def _v32_name(name: str, config: V32Config) -> str | None:
-    """As `_v4_name`. The released draft layer is numbered as one behind the model's layers."""
-    name = re.sub(rf"^layers\.{config.num_layers}\.", "draft.", name.removeprefix("model."))
-    layer = re.match(r"layers\.(\d+)\.", name)
-    if layer and int(layer[1]) > config.num_layers:
-        return None
-    return None if _LEFT_OUT.search(name) or (config.tied and name == "lm_head.weight") else name
-
-
-def _glm53_name(name: str, config: Glm53Config) -> str | None:
-    """As `_v4_name`, of the text model; the vision tower and the draft layer behind the model's layers are left out."""
-    name = name.removeprefix("model.")
-    for pattern, replacement in _GLM53_RULES:
+    The draft layer's begin with "draft.". V3.2's is stored as a layer behind the model's; GLM-5.3's is not read.
+    """
+    kind, name = type(config), name.removeprefix("model.")
+    if kind is V32Config:
+        name = re.sub(rf"^layers\.{config.num_layers}\.", "draft.", name)
+    for pattern, replacement in _RULES[kind]:
         name = re.sub(pattern, replacement, name)
     layer = re.match(r"layers\.(\d+)\.", name)
-    if name.startswith("visual.") or (layer and int(layer[1]) >= config.num_layers):
-        return None
-    return None if config.tied and name == "lm_head.weight" else name
+    is_behind = kind is not V4Config and layer is not None and int(layer[1]) >= config.num_layers
+    is_tied = config.tied and name == "lm_head.weight"
+    return None if is_behind or is_tied or _LEFT_OUT[kind].search(name) else name
 
 
 def _join_convolutions(stored: dict[str, Any]) -> None:
@@ -330,39 +287,28 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-# --- values ----------------------------------------------------------------------------------------
-
-
-class _Stored:
+def _tensor(stored: Mapping[str, np.ndarray], name: str, shape: Shape, dtype: Any) -> jax.Array:
     """`Tensors.get` of stored arrays."""
-
-    def __init__(self, stored: Mapping[str, np.ndarray]):
-        self.stored = stored
-
-    def __call__(self, name: str, shape: Shape, dtype: Any) -> jax.Array:
-        if name in self.stored or not _is_stacked(name):
-            return self._on_device([name], dtype, shape)
-        parts = _parts(name, shape[0])
-        joined = [self._on_device(names, dtype, (shape[0], shape[1] // len(parts), shape[2])) for names in parts]
-        return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=1)
-
-    def _on_device(self, names: list[str], dtype: Any, shape: Shape) -> jax.Array:
-        """The arrays of these names, stacked."""
-        arrays = [self.stored[name] for name in names]
-        is_fp4 = _is_fp4(names[0], arrays[0])
-        if not is_fp4 and arrays[0].dtype != FP8:
-            # No `jnp` here, and the host gives the shape: each shape would be a program of its own.
-            return jax.device_put(_stack([array.astype(dtype) for array in arrays]).reshape(shape))
-        scales = [self.stored[_scale_of(name)] for name in names]
-        if is_fp4:
-            packed, scales = (jnp.asarray(_stack(parts).view(np.uint8)) for parts in (arrays, scales))
-            return dequantised_fp4(packed, scales, dtype=dtype).reshape(shape)
-        scales = jnp.asarray(_stack([scale.astype(np.float32) for scale in scales]))
-        return dequantised(jnp.asarray(_stack(arrays)), scales, dtype=dtype).reshape(shape)
+    if name in stored or not _is_stacked(name):
+        return _on_device(stored, [name], dtype, shape)
+    parts = _parts(name, shape[0])
+    joined = [_on_device(stored, names, dtype, (shape[0], shape[1] // len(parts), shape[2])) for names in parts]
+    return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=1)
 
 
-def _stack(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.stack(arrays)
+def _on_device(stored: Mapping[str, np.ndarray], names: list[str], dtype: Any, shape: Shape) -> jax.Array:
+    """The arrays of these names, stacked."""
+    arrays = [stored[name] for name in names]
+    is_fp4 = _is_fp4(names[0], arrays[0])
+    if not is_fp4 and arrays[0].dtype != FP8:
+        # No `jnp` here, and the host gives the shape: each shape would be a program of its own.
+        return jax.device_put(np.stack([array.astype(dtype) for array in arrays]).reshape(shape))
+    scales = [stored[_scale_of(name)] for name in names]
+    if is_fp4:
+        packed, scales = (jnp.asarray(np.stack(parts).view(np.uint8)) for parts in (arrays, scales))
+        return dequantised_fp4(packed, scales, dtype=dtype).reshape(shape)
+    scales = jnp.asarray(np.stack([scale.astype(np.float32) for scale in scales]))
+    return dequantised(jnp.asarray(np.stack(arrays)), scales, dtype=dtype).reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -18,17 +18,11 @@ MAX_LOGIT_DIFFERENCE = 1 / 16
 
 @dataclasses.dataclass
 class BackendReport:
-    """How a backend's logits compare with those of the engine's own choice, after the same tokens.
-
-    Attributes:
-      backend: its name.
-      difference: the largest difference of a logit, as a share of the largest logit.
-      agreeing, total: the tokens that both choose, and all tokens.
-    """
+    """How a backend's logits compare with those of the engine's own choice, after the same tokens."""
 
     backend: str
-    difference: float
-    agreeing: int
+    difference: float  # the largest difference of a logit, as a share of the largest logit
+    agreeing: int  # tokens that both choose
     total: int
 
     @property
@@ -37,15 +31,9 @@ class BackendReport:
 
 
 def compare_backends(engine: Any, requests: list[Request], backends: list[str]) -> list[BackendReport]:
-    """Serves the tokens of requests that were served with each backend, in the same steps over caches of its own.
+    """Serves the tokens of requests that the engine has served again by each backend, over caches of its own.
 
-    Args:
-      engine: the others are compared with its backend, or the router's choice.
-      requests: the requests that the engine has served.
-      backends: the names of the others.
-
-    Raises:
-      ValueError: a backend that cannot serve a call.
+    All are compared with the engine's backend, or the router's choice; one that cannot serve a call raises ValueError.
     """
     expected, reports = replay_logits(engine, engine.options.backend, requests), []
     for name in backends:

@@ -7,25 +7,19 @@ refused by its name, so that no checkpoint runs as something else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from jax_sparse_mla.models import (
-    GLM53_TYPES,
-    ModelSpec,
-    indexed_layers,
-    text_config,
-    v4_layer_ratios,
-    yarn_mscale,
-)
+from jax_sparse_mla.models import GLM53_TYPES, ModelSpec, indexed_layers, text_config, v4_layer_ratios, yarn_mscale
 
 SCORES = ("sqrtsoftplus", "softmax", "sigmoid")
 V4_RATIOS = (0, 4, 128)
 V4_MLPS = ("hash_moe", "moe")
-V32_MLPS = ("dense", "sparse")
+LATENT_MLPS = ("dense", "sparse")
 # Whether layers of a kind have linear attention; the last name is that of released configs.
 GLM53_LAYERS = {"linear_attention": True, "indexed_attention": False, "full_attention": False}
 
@@ -35,22 +29,16 @@ WEIGHT_BLOCK = (128, 128)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding of `dim` values; with a factor above 1 its frequencies are YaRN's (arXiv 2309.00071, §3.2).
+    """A rotary embedding of `dim` values; with a factor above 1 its frequencies are YaRN's (arXiv 2309.00071, §3.2)."""
 
-    Attributes:
-      dim: rotated values of a head, two for each frequency. theta: the base of the frequencies.
-      factor: by how much YaRN extends `original_len` tokens; 1 is plain rope.
-      beta_fast, beta_slow: rotations over `original_len` above which a frequency stays, and below which it is divided.
-      magnitude: what cos and sin are multiplied by.
-    """
-
-    dim: int
-    theta: float
-    factor: float = 1.0
+    dim: int  # rotated values of a head, two for each frequency
+    theta: float  # the base of the frequencies
+    factor: float = 1.0  # by how much YaRN extends `original_len` tokens; 1 is plain rope
     original_len: int = 0
+    # Rotations over `original_len` above which a frequency stays, and below which it is divided.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    magnitude: float = 1.0
+    magnitude: float = 1.0  # what cos and sin are multiplied by
 
     def inv_freq(self) -> np.ndarray:
         """float32 `[dim / 2]`, radians per position."""
@@ -71,29 +59,19 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Experts and how rows are sent to them.
-
-    Attributes:
-      num_experts, top_k: routed experts, and how many of them a row goes to.
-      width, shared_width: hidden values of a routed expert and of the shared one.
-      score: how logits become scores, one of SCORES. normalised: whether the chosen scores are divided by their sum.
-      scale: what the chosen scores are multiplied by.
-      groups, top_groups: experts are in so many groups, and chosen from the best of these.
-      limit: bound of the SwiGLU's inputs; None has no bound.
-      float32_router: whether the router's product is float32; else it has the rows' dtype, as in transformers' V4.
-    """
+    """Experts and how rows are sent to them."""
 
     num_experts: int
-    top_k: int
-    width: int
-    shared_width: int
-    score: str
-    scale: float
-    normalised: bool = True
-    groups: int = 1
-    top_groups: int = 1
-    limit: float | None = None
-    float32_router: bool = True
+    top_k: int  # experts that a row goes to
+    width: int  # hidden values of a routed expert
+    shared_width: int  # hidden values of the shared expert
+    score: str  # how logits become scores, one of SCORES
+    scale: float  # what the chosen scores are multiplied by
+    normalised: bool = True  # whether the chosen scores are divided by their sum
+    groups: int = 1  # experts are in so many groups
+    top_groups: int = 1  # and chosen from the best of these
+    limit: float | None = None  # bound of the SwiGLU's inputs; None has no bound
+    float32_router: bool = True  # else the router's product has the rows' dtype, as in transformers' V4
 
     def __post_init__(self):
         limits = {"num_experts_per_tok": (self.top_k, self.num_experts), "topk_group": (self.top_groups, self.groups)}
@@ -113,41 +91,31 @@ class HyperConnections:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KDA:
-    """Linear attention (`serving.kda`): heads, values of one, tokens of the convolution, the decay's lower bound (None
-    without one)."""
+    """Linear attention, see `serving.kda`."""
 
     heads: int
     head_dim: int
-    kernel: int
-    lower_bound: float | None
+    kernel: int  # tokens of the convolution
+    lower_bound: float | None  # of the decay; None without one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """The common part of all configs.
+    """The common part of all configs."""
 
-    Attributes:
-      spec: the attention constants.
-      vocab_size, hidden_size, num_layers: sizes. q_rank: values between the two projections of the queries.
-      moe: the experts. norm_eps: of the RMSNorms. tied: whether the logits' weights are the embedding's.
-      eos_token_ids: the tokens that end a sequence.
-      ratios: the compress ratio of each layer, 0 where nothing is compressed.
-      streams: the hyper-connections; None where there is one residual stream.
-      axis_name: the mesh axis over which heads and experts are cut, under `jax.shard_map`; the heads and output groups
-        here are then those of one device. None: nothing is cut.
-    """
-
-    spec: ModelSpec
+    spec: ModelSpec  # the attention constants
     vocab_size: int
     hidden_size: int
     num_layers: int
-    q_rank: int
+    q_rank: int  # values between the two projections of the queries
     moe: MoE
-    norm_eps: float
-    tied: bool
-    eos_token_ids: tuple[int, ...]
-    ratios: tuple[int, ...]
-    streams: HyperConnections | None = None
+    norm_eps: float  # of the RMSNorms
+    tied: bool  # whether the logits' weights are the embedding's
+    eos_token_ids: tuple[int, ...]  # tokens that end a sequence
+    ratios: tuple[int, ...]  # the compress ratio of each layer, 0 where nothing is compressed
+    streams: HyperConnections | None = None  # None where there is one residual stream
+    # The mesh axis over which heads and experts are cut, under `jax.shard_map`; the heads and output groups here are
+    # then those of one device. None: nothing is cut.
     axis_name: str | None = None
 
     @property
@@ -162,19 +130,13 @@ class _Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class V4Config(_Config):
-    """DeepSeek-V4.
+    """DeepSeek-V4."""
 
-    Attributes:
-      hashed: whether a layer's experts follow from the token's number.
-      o_groups, o_rank: of the grouped output projection.
-      window_rope, compress_rope: of layers of ratio 0, and of the others.
-    """
-
-    hashed: tuple[bool, ...]
-    o_groups: int
+    hashed: tuple[bool, ...]  # whether a layer's experts follow from the token's number
+    o_groups: int  # of the grouped output projection, as o_rank
     o_rank: int
-    window_rope: Rope
-    compress_rope: Rope
+    window_rope: Rope  # of layers of ratio 0
+    compress_rope: Rope  # of the others
 
     @property
     def pools(self) -> tuple[int, ...]:
@@ -190,25 +152,24 @@ class V4Config(_Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class V32Config(_Config):
-    """DeepSeek-V3.2, and GLM-5, which has its architecture.
+class LatentConfig(_Config):
+    """The common part of models whose attention is V3.2's."""
 
-    Attributes:
-      dense: whether a layer has one wide MLP, of `dense_width` hidden values, instead of experts.
-      nope_dim, v_dim: values of a head's key without rope and of its value, before they are multiplied into the latent
-        space (`spec.nope_dim` and `spec.v_dim` are those of the latent).
-      rope: the rotary embedding.
-      index_interleaved: whether the indexer rotates neighbours, as attention does, instead of two halves.
-      indexed: whether a layer has an indexer; one without takes what the last one with it selected.
-    """
-
-    dense: tuple[bool, ...]
-    dense_width: int
+    dense: tuple[bool, ...]  # whether a layer has one wide MLP instead of experts
+    dense_width: int  # hidden values of the wide MLP
+    # Values of a head's key without rope and of its value, before they are multiplied into the latent space
+    # (`spec.nope_dim` and `spec.v_dim` are those of the latent).
     nope_dim: int
     v_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class V32Config(LatentConfig):
+    """DeepSeek-V3.2, and GLM-5, which has its architecture."""
+
     rope: Rope
-    index_interleaved: bool
-    indexed: tuple[bool, ...]
+    index_interleaved: bool  # whether the indexer rotates neighbours, as attention does, instead of two halves
+    indexed: tuple[bool, ...]  # whether a layer has an indexer; else it takes what the last one with it selected
 
     def layer_kind(self, i: int) -> tuple[bool, str]:
         """Whether a layer has an indexer, and "moe" or "dense"; behind the last one is the draft layer."""
@@ -216,20 +177,11 @@ class V32Config(_Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Glm53Config(_Config):
-    """GLM-5.3-Flash: layers of linear attention, and of V3.2's with pools of index keys and without rope.
+class Glm53Config(LatentConfig):
+    """GLM-5.3-Flash: layers of linear attention, and of V3.2's with pools of index keys and without rope."""
 
-    Attributes:
-      linear: whether a layer has linear attention. kda: its sizes.
-      dense, dense_width, nope_dim, v_dim: as in `V32Config`.
-    """
-
-    linear: tuple[bool, ...]
+    linear: tuple[bool, ...]  # whether a layer has linear attention
     kda: KDA
-    dense: tuple[bool, ...]
-    dense_width: int
-    nope_dim: int
-    v_dim: int
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -241,13 +193,14 @@ class Glm53Config(_Config):
 
 
 Config: TypeAlias = V4Config | V32Config | Glm53Config
+_C = TypeVar("_C")
 
 
 def read_config(config: Mapping[str, Any]) -> Config:
     """The config of a `config.json` mapping.
 
     Raises:
-      ValueError: what `Model.from_config` says. KeyError never: a missing key is named in a ValueError.
+      ValueError: see `Model.from_config`; a missing key is named.
     """
     spec = ModelSpec.from_hf_config(_without_draft_layers(config))  # refuses other model types
     if spec.name == "deepseek_v41":
@@ -275,11 +228,11 @@ def _without_draft_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if ratios is None else {**config, "compress_ratios": list(ratios)[: config.get("num_hidden_layers")]}
 
 
+@dataclasses.dataclass(frozen=True)
 class _Reader:
     """Reads a mapping; what is missing or unknown raises a ValueError that names it."""
 
-    def __init__(self, config: Mapping[str, Any]):
-        self.config = config
+    config: Mapping[str, Any]
 
     def __call__(self, *names: str, default: Any = None) -> Any:
         """The value of the first name that is there and not None; without a default it must be there."""
@@ -364,6 +317,40 @@ def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
     return eos
 
 
+def _config_of(
+    kind: Callable[..., _C], read: _Reader, spec: ModelSpec, *, norm_eps: float, ratios: tuple[int, ...]
+) -> Callable[..., _C]:
+    """The constructor of a config of this kind, with the fields that all models read alike."""
+    return functools.partial(
+        kind,
+        spec=spec,
+        vocab_size=read("vocab_size"),
+        hidden_size=read("hidden_size"),
+        num_layers=read("num_hidden_layers"),
+        q_rank=read("q_lora_rank"),
+        norm_eps=float(read("rms_norm_eps", default=norm_eps)),
+        tied=bool(read("tie_word_embeddings", default=False)),
+        eos_token_ids=_eos_token_ids(read),
+        ratios=ratios,
+    )
+
+
+def _latent_config_of(
+    kind: Callable[..., _C], read: _Reader, spec: ModelSpec, *, norm_eps: float, nope_dim: int, v_dim: int
+) -> Callable[..., _C]:
+    """As `_config_of`, with the fields of `LatentConfig`."""
+    read.only("moe_layer_freq", 1)
+    num_dense = read("first_k_dense_replace", default=3)
+    mlps = read.per_layer("mlp_layer_types", LATENT_MLPS, lambda i: LATENT_MLPS[i >= num_dense])
+    return functools.partial(
+        _config_of(kind, read, spec, norm_eps=norm_eps, ratios=(0,) * len(mlps)),
+        dense=tuple(mlp == "dense" for mlp in mlps),
+        dense_width=read("intermediate_size"),
+        nope_dim=read("qk_nope_head_dim", default=nope_dim),
+        v_dim=read("v_head_dim", default=v_dim),
+    )
+
+
 def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
     read.only("scoring_func", *SCORES)
     read.only("norm_topk_prob", True)
@@ -384,23 +371,13 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         main, compress = parameters["main"], parameters["compress"]
     else:  # the released form: one set, which layers without compression do not follow
         main, compress = {}, {**parameters, "rope_theta": None}
-    width = read("moe_intermediate_size")
     window_rope = _rope(main, spec.rope_dim, read("rope_theta", default=10000.0))
     # The released models rotate without YaRN's magnitude.
     compress_rope = _rope(compress, spec.rope_dim, read("compress_rope_theta", default=160000.0), magnitude=1.0)
     for rope in (window_rope, compress_rope):
         if rope.magnitude != 1:
             raise ValueError(f"Model.from_config: rope_parameters must have attention_factor 1, got {rope.magnitude}")
-    return V4Config(
-        spec=spec,
-        vocab_size=read("vocab_size"),
-        hidden_size=read("hidden_size"),
-        num_layers=read("num_hidden_layers"),
-        q_rank=read("q_lora_rank"),
-        norm_eps=float(read("rms_norm_eps", default=1e-6)),
-        tied=bool(read("tie_word_embeddings", default=False)),
-        eos_token_ids=_eos_token_ids(read),
-        ratios=tuple(ratios[:layers]),
+    return _config_of(V4Config, read, spec, norm_eps=1e-6, ratios=tuple(ratios[:layers]))(
         hashed=tuple(mlp == "hash_moe" for mlp in mlps),
         o_groups=read("o_groups"),
         o_rank=read("o_lora_rank"),
@@ -410,31 +387,14 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         moe=MoE(
             num_experts=read("n_routed_experts", "num_local_experts"),
             top_k=read("num_experts_per_tok"),
-            width=width,
-            shared_width=width,
+            width=read("moe_intermediate_size"),
+            shared_width=read("moe_intermediate_size"),
             score=read("scoring_func", default="sqrtsoftplus"),
             scale=float(read("routed_scaling_factor", default=1.5)),
             limit=float(read("swiglu_limit", default=10.0)),
             float32_router=False,
         ),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _V32Defaults:
-    """The defaults of transformers' config class."""
-
-    nope_dim: int
-    v_dim: int
-    groups: int
-    top_groups: int
-    norm_eps: float
-
-
-_V32_DEFAULTS = {
-    "deepseek_v32": _V32Defaults(nope_dim=128, v_dim=128, groups=8, top_groups=4, norm_eps=1e-6),
-    "glm_moe_dsa": _V32Defaults(nope_dim=192, v_dim=256, groups=1, top_groups=1, norm_eps=1e-5),
-}
 
 
 def _experts_in_groups(read: _Reader, *, groups: int, top_groups: int, limit: float | None = None) -> MoE:
@@ -460,30 +420,14 @@ def _experts_in_groups(read: _Reader, *, groups: int, top_groups: int, limit: fl
 
 
 def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
-    read.only("moe_layer_freq", 1)
-    num_dense = read("first_k_dense_replace", default=3)
-    mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
     kinds = read.per_layer("layer_types", GLM53_LAYERS, lambda i: list(GLM53_LAYERS)[i % 4 == 3])
     linear = tuple(GLM53_LAYERS[kind] for kind in kinds)
     if all(linear):
         raise ValueError("Model.from_config: layer_types must have an indexed_attention layer")
     indexed_layers(read.config)  # refuses layers that share an indexer's entries
-    return Glm53Config(
-        spec=spec,
-        vocab_size=read("vocab_size"),
-        hidden_size=read("hidden_size"),
-        num_layers=read("num_hidden_layers"),
-        q_rank=read("q_lora_rank"),
-        norm_eps=float(read("rms_norm_eps", default=1e-5)),
-        tied=bool(read("tie_word_embeddings", default=False)),
-        eos_token_ids=_eos_token_ids(read),
-        ratios=(0,) * len(linear),
+    return _latent_config_of(Glm53Config, read, spec, norm_eps=1e-5, nope_dim=256, v_dim=256)(
         linear=linear,
         kda=_kda(read),
-        dense=tuple(mlp == "dense" for mlp in mlps),
-        dense_width=read("intermediate_size"),
-        nope_dim=read("qk_nope_head_dim", default=256),
-        v_dim=read("v_head_dim", default=256),
         streams=_streams(read),
         moe=_experts_in_groups(read, groups=1, top_groups=1, limit=float(read("swiglu_limit", default=10.0))),
     )
@@ -512,29 +456,16 @@ def _streams(read: _Reader) -> HyperConnections:
 
 
 def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
-    is_glm, default = spec.name == "glm_moe_dsa", _V32_DEFAULTS[spec.name]
-    read.only("moe_layer_freq", 1)
+    is_glm = spec.name == "glm_moe_dsa"
     read.only("rope_interleave", True)
     read.only("indexer_rope_interleave", is_glm)
-    num_dense = read("first_k_dense_replace", default=3)
-    mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
+    # The defaults of transformers' config classes.
+    nope_dim, v_dim, norm_eps = (192, 256, 1e-5) if is_glm else (128, 128, 1e-6)
+    groups, top_groups = (1, 1) if is_glm else (8, 4)
     parameters = read("rope_parameters", "rope_scaling", default={})
-    return V32Config(
-        spec=spec,
-        vocab_size=read("vocab_size"),
-        hidden_size=read("hidden_size"),
-        num_layers=read("num_hidden_layers"),
-        q_rank=read("q_lora_rank"),
-        norm_eps=float(read("rms_norm_eps", default=default.norm_eps)),
-        tied=bool(read("tie_word_embeddings", default=False)),
-        eos_token_ids=_eos_token_ids(read),
-        ratios=(0,) * len(mlps),
-        dense=tuple(mlp == "dense" for mlp in mlps),
-        dense_width=read("intermediate_size"),
-        nope_dim=read("qk_nope_head_dim", default=default.nope_dim),
-        v_dim=read("v_head_dim", default=default.v_dim),
+    return _latent_config_of(V32Config, read, spec, norm_eps=norm_eps, nope_dim=nope_dim, v_dim=v_dim)(
         rope=_rope(parameters, spec.rope_dim, read("rope_theta", default=10000.0)),
         index_interleaved=is_glm,
         indexed=indexed_layers(read.config),
-        moe=_experts_in_groups(read, groups=default.groups, top_groups=default.top_groups),
+        moe=_experts_in_groups(read, groups=groups, top_groups=top_groups),
     )

@@ -30,20 +30,14 @@ LATENT_NORM_EPS = 1e-6
 
 @pytree_dataclass
 class LatentWeights:
-    """The large weights of a layer's attention.
+    """The large weights of a layer's attention."""
 
-    Attributes:
-      in_proj: `[widths, hidden]`, all that reads the layer's input, in the order of `input_widths`.
-      q_b: `[heads * (nope_dim + rope_dim) + index_heads * 128, q_rank]`, queries, then those of the indexer, if any.
-      k_up: `[heads, nope_dim, 512]`, v_up `[heads, v_dim, 512]`: from the latent to a head's key and value.
-      o_proj: `[hidden, heads * v_dim]`.
-    """
-
-    in_proj: jax.Array
+    in_proj: jax.Array  # `[widths, hidden]`, all that reads the layer's input, in the order of `input_widths`
+    # `[heads * (nope_dim + rope_dim) + index_heads * 128, q_rank]`, queries, then those of the indexer, if any.
     q_b: jax.Array
-    k_up: jax.Array
-    v_up: jax.Array
-    o_proj: jax.Array
+    k_up: jax.Array  # `[heads, nope_dim, 512]`, from the latent to a head's key
+    v_up: jax.Array  # `[heads, v_dim, 512]`, and to its value
+    o_proj: jax.Array  # `[hidden, heads * v_dim]`
 
 
 def input_widths(config: V32Config | Glm53Config, indexed: bool) -> list[int]:

@@ -31,18 +31,12 @@ from jax_sparse_mla.serving.tensors import Tensors
 
 @pytree_dataclass
 class V4Weights:
-    """The large weights of a layer's attention.
+    """The large weights of a layer's attention."""
 
-    Attributes:
-      in_proj: `[widths, hidden]`, all that reads the layer's input, in the order of `_input_widths`.
-      q_b: `[heads * 512 + index_heads * 128, q_rank]`, queries, then those of the indexer (ratio 4).
-      o_a: `[groups, o_rank, heads / groups * 512]`. o_b: `[hidden, groups * o_rank]`.
-    """
-
-    in_proj: jax.Array
-    q_b: jax.Array
-    o_a: jax.Array
-    o_b: jax.Array
+    in_proj: jax.Array  # `[widths, hidden]`, all that reads the layer's input, in the order of `_input_widths`
+    q_b: jax.Array  # `[heads * 512 + index_heads * 128, q_rank]`, queries, then those of the indexer (ratio 4)
+    o_a: jax.Array  # `[groups, o_rank, heads / groups * 512]`
+    o_b: jax.Array  # `[hidden, groups * o_rank]`
 
 
 def _input_widths(config: V4Config, ratio: int) -> list[int]:
@@ -87,8 +81,7 @@ def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weigh
         o_b=attn("o_b_proj.weight", (hidden, config.o_groups * config.o_rank)),
     )
     norms = LatentNorms(
-        q_norm=attn.float32("q_a_norm.weight", (config.q_rank,)),
-        kv_norm=attn.float32("kv_norm.weight", (spec.qk_dim,)),
+        q_norm=attn.float32("q_a_norm.weight", (config.q_rank,)), kv_norm=attn.float32("kv_norm.weight", (spec.qk_dim,))
     )
     params = V4LayerParams(
         attn_sink=attn.float32("sinks", (spec.num_heads,)),

@@ -15,31 +15,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_sparse_mla.attention.api import calls_of
-from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving.model import Caches, Draft, Model, Params
+from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import (
     GATHERED,
-    PAGED,
     EngineOptions,
     Scheduler,
     StepPlan,
     check_all,
     power_of_two,
+    prefill_backend,
 )
-from jax_sparse_mla.serving.step import (
-    Program,
-    Result,
-    State,
-    copy_states,
-    new_state,
-    pack,
-    run_step,
-    unpack_result,
-)
+from jax_sparse_mla.serving.step import Program, Result, State, copy_states, new_state, pack, run_step, unpack_result
 
 # Proposes drafts in the model's place: (request, how many drafts are before it) → a token, or −1 for the model's own.
 Propose = Callable[[Request, int], int]
@@ -53,22 +43,16 @@ _copy_states = jax.jit(copy_states, donate_argnums=0)
 
 @dataclasses.dataclass
 class TracedStep:
-    """A step that ran, for comparisons.
-
-    Attributes:
-      plan, batch, tables: the step; tables as they were then.
-      requests, positions: `id(request)` and the position of each real row, int32 `[n]`.
-      layers: each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
-      logits: float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen.
-    """
+    """A step that ran, for comparisons."""
 
     plan: StepPlan
     batch: ForwardBatch
-    tables: RequestTables
-    requests: np.ndarray
-    positions: np.ndarray
+    tables: RequestTables  # as they were then
+    requests: np.ndarray  # `[n]`, `id(request)` of each real row
+    positions: np.ndarray  # int32 `[n]`
+    # Each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
     layers: list[tuple[jax.Array, jax.Array | None]]
-    logits: jax.Array
+    logits: jax.Array  # float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen
 
     def hidden(self, layer: int) -> np.ndarray:
         """float32 `[n, hidden]`."""
@@ -95,8 +79,7 @@ class Engine:
     one thread.
 
     Args:
-      model, params: the served model.
-      options: see `EngineOptions`.
+      model, params, options: the served model; see `EngineOptions`.
 
     Raises:
       ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`).
@@ -129,7 +112,7 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self.drafts, self.propose = options.speculative_steps, None
         self.accepted: collections.Counter[int] = collections.Counter()
-        self.prefill_backend = options.prefill_backend or chosen_prefill(self.spec, options)
+        self.prefill_backend = prefill_backend(self.spec, options)
         self.routes: dict[Program, frozenset[tuple[str, str]]] = {}
         self.trace: list[TracedStep] = []
         self.compile_seconds = 0.0
@@ -186,16 +169,16 @@ class Engine:
         return jax.device_put((self._new_state(params), params), jax.local_devices()[0])
 
     def _new_state(self, params: Params) -> State:
-        pool = self.scheduler.pool
-        return new_state(
-            self.new_caches(),
-            self._new_draft(params),
-            max_requests=self.options.max_batch,
-            max_len=pool.req_to_token.shape[1],
-            num_pages=pool.num_pages,
-            page_size=self.spec.page_size,
-            window=self.spec.window is not None,
-        )
+        options, pool, draft = self.options, self.scheduler.pool, None
+        if options.speculative_steps:
+            draft = self.model.new_draft(
+                params,
+                max_requests=options.max_batch,
+                num_pages=pool.num_pages,
+                num_swa_pages=pool.num_swa_pages,
+                bf16=options.bf16_cache,
+            )
+        return new_state(self.new_caches(), draft, pool)
 
     def new_caches(self) -> Caches:
         """Empty caches for the engine's pages and requests."""
@@ -208,36 +191,18 @@ class Engine:
             bf16=options.bf16_cache,
         )
 
-    def _new_draft(self, params: Params) -> Draft | None:
-        options, pool = self.options, self.scheduler.pool
-        if not options.speculative_steps:
-            return None
-        return self.model.new_draft(
-            params,
-            max_requests=options.max_batch,
-            num_pages=pool.num_pages,
-            num_swa_pages=pool.num_swa_pages,
-            bf16=options.bf16_cache,
-        )
-
     # Requests.
 
     def submit(self, request: Request) -> None:
-        """Takes a request; steps serve it.
-
-        Raises:
-          ValueError: it cannot be served, see `Scheduler.check`.
-        """
+        """Takes a request, which steps serve; raises what `Scheduler.check` raises."""
         self.scheduler.submit(request)
 
     def run(
         self, requests: Iterable[Request], on_step: Callable[[StepPlan, list[Request]], None] = lambda *_: None
     ) -> None:
-        """Serves requests to their end; their outputs are filled in.
+        """Serves new requests to their end; their outputs are filled in.
 
-        Args:
-          requests: new requests.
-          on_step: called with each step when its tokens have been read, and all requests.
+        `on_step` is called with each step when its tokens have been read, and all requests.
 
         Raises:
           ValueError: one cannot be served. None has been served then.
@@ -267,8 +232,8 @@ class Engine:
         Returns the step whose tokens were read, None if none was.
 
         Where a step fails on the device, all requests are dropped; it may have taken the caches along, which it was
-        given to write: make a new engine then. What an `on_token` raises is raised here when all
-        tokens of the step have been taken; its request is cancelled, and the others go on.
+        given to write: make a new engine then. What an `on_token` raises is raised here when all tokens of the step
+        have been taken; its request is cancelled, and the others go on.
         """
         # It has decoded plainly until now, or the host must know how many drafts were accepted.
         if self._unread and (self.drafts or self._unread[-1][0].drafts):
@@ -300,8 +265,7 @@ class Engine:
             self._programs[key] = self._compile(*key)
             self.compile_seconds += time.perf_counter() - start
         program, call = self._programs[key]
-        packed = self._counted_on(program, plan)
-        if packed is None:
+        if (packed := self._counted_on(program, plan)) is None:
             packed = self._pack(program, plan)
         self.state, result, following, layers, logits = call(self.params, self.state, packed)
         self._latest = program, plan, following
@@ -314,9 +278,7 @@ class Engine:
 
     def _counted_on(self, program: Program, plan: StepPlan) -> jax.Array | None:
         """The step's array where the device has it already: a copy to it costs the host some 50 us."""
-        if self._latest is None:
-            return None
-        latest_program, latest, following = self._latest
+        latest_program, latest, following = self._latest or (None, None, None)
         return following if program is latest_program and plan.follows(latest) else None
 
     def _pack(self, program: Program, plan: StepPlan) -> np.ndarray:
@@ -345,17 +307,6 @@ class Engine:
         except BaseException:
             self.abort()
             raise
-        if plan.mode is not ForwardMode.TARGET_VERIFY:
-            tokens, margins = result.tokens.tolist(), result.margins.tolist()
-            self.scheduler.complete(plan, tokens, margins)
-        else:
-            self._accept(plan, result)
-        return plan
-
-    def _unpack(self, program: Program, plan: StepPlan, packed: np.ndarray) -> Result:
-        return unpack_result(program, packed)
-
-    def _accept(self, plan: StepPlan, result: Result) -> None:
         before = [len(request.output) for request in plan.requests]
         ends = (result.accepted + 1).tolist()
         tokens = [row[:end] for row, end in zip(result.tokens.tolist(), ends)]
@@ -363,9 +314,13 @@ class Engine:
         try:
             self.scheduler.complete(plan, tokens, margins)
         finally:  # a callback may raise
-            for request, start in zip(plan.requests, before):
-                if len(request.output) > start:
-                    self.accepted[len(request.output) - start - 1] += 1
+            if plan.mode is ForwardMode.TARGET_VERIFY:
+                kept = (len(request.output) - start - 1 for request, start in zip(plan.requests, before))
+                self.accepted.update(count for count in kept if count >= 0)
+        return plan
+
+    def _unpack(self, program: Program, plan: StepPlan, packed: np.ndarray) -> Result:
+        return unpack_result(program, packed)
 
     def _proposals(self, plan: StepPlan) -> np.ndarray | None:
         if self.propose is None or plan.mode is not ForwardMode.TARGET_VERIFY:
@@ -413,8 +368,7 @@ class Engine:
         )
         arguments = self.params, self.state, self._empty(program)
         leaves, tree = jax.tree.flatten(arguments)
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        key = program, self.mesh, tree, shapes
+        key = program, self.mesh, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in _executables:
             lowered = self._jitted(program).lower(*arguments)
             _executables[key] = lowered.compile(), calls_of(lowered)
@@ -430,8 +384,3 @@ class Engine:
 
 # Compiled programs, and what attends in them; engines of the same shapes share them.
 _executables: dict[tuple, tuple[Any, frozenset[tuple[str, str]]]] = {}
-
-
-def chosen_prefill(spec: ModelSpec, options: EngineOptions) -> str:
-    """The prefill backend that the plan of a chunk says."""
-    return GATHERED if gathers(spec, options.chunk_size) else PAGED

@@ -79,11 +79,7 @@ def new_cache(config: Glm53Config, layers: Sequence[int], sizes: CacheSizes) -> 
     if config.linear[layers[0]]:
         return KDAState.zeros(config.kda, sizes.max_requests, num_layers=len(layers))
     return V32LayerCache.zeros(
-        config.spec,
-        num_pages=sizes.num_pages,
-        bf16=sizes.bf16,
-        num_layers=len(layers),
-        max_requests=sizes.max_requests,
+        config.spec, num_pages=sizes.num_pages, bf16=sizes.bf16, num_layers=len(layers), max_requests=sizes.max_requests
     )
 
 

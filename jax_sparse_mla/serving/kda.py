@@ -14,6 +14,8 @@ not pass here, and a prefix cannot be reused without the state at its end.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,6 +25,7 @@ from jax_sparse_mla.indices.lookup import exclusive_cumsum, split_ragged
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, V32Metadata
 from jax_sparse_mla.serving.config import KDA
+from jax_sparse_mla.serving.layers import normalised
 
 # Tokens of a chunk: the decays between all pairs of them, in each channel, stand side by side.
 CHUNK = 16
@@ -34,20 +37,15 @@ NORM_EPS = 1e-6
 class KDAState(LayerPool):
     """States of the requests, of several layers in the same arrays; `layer(i)` is the view of one, see `PagedKV`.
 
-    Attributes:
-      conv: float32 `[num_layers * max_requests, kernel - 1, 3 * heads * dim]`, the convolution's last inputs, oldest
-        first: those of the queries, the keys, the values.
-      recurrent: float32 `[num_layers * max_requests, heads, dim, dim]`, S of each head, `[key, value]`.
-      num_layers: how many layers' requests the arrays hold, one layer after the other (static).
-      layer_index: the layer of a view; None for all of them (static).
-
     A request whose first token is at position 0 begins with zeros, whatever its row holds.
     """
 
+    # Float32 `[num_layers * max_requests, kernel - 1, 3 * heads * dim]`, the convolution's last inputs, oldest first:
+    # those of the queries, the keys, the values.
     conv: jax.Array
-    recurrent: jax.Array
-    num_layers: int = static(default=1)
-    layer_index: int | None = static(default=None)
+    recurrent: jax.Array  # float32 `[num_layers * max_requests, heads, dim, dim]`, S of each head, `[key, value]`
+    num_layers: int = static(default=1)  # how many layers' requests the arrays hold, one layer after the other
+    layer_index: int | None = static(default=None)  # the layer of a view; None for all of them
 
     @classmethod
     def zeros(cls, config: KDA, max_requests: int, *, num_layers: int = 1) -> KDAState:
@@ -66,55 +64,39 @@ class KDAState(LayerPool):
 
 @pytree_dataclass
 class KDARows:
-    """The projections of a layer from T rows, in the model's dtype: qkv `[T, 3 * heads * dim]`, the convolution's
-    input; decay `[T, heads * dim]`, from which g is made; beta `[T, heads]`, the logits of β."""
+    """The projections of a layer from T rows, in the model's dtype."""
 
-    qkv: jax.Array
-    decay: jax.Array
-    beta: jax.Array
+    qkv: jax.Array  # `[T, 3 * heads * dim]`, the convolution's input
+    decay: jax.Array  # `[T, heads * dim]`, from which g is made
+    beta: jax.Array  # `[T, heads]`, the logits of β
 
 
 @pytree_dataclass
 class KDAParams:
-    """A layer's small parameters, float32: conv `[3 * heads * dim, kernel]`, the last column for a token itself;
-    dt_bias `[heads * dim]`, added to the decay; a_log `[heads]`, the logarithm of the decay's rate; o_norm `[dim]`, of
-    the RMSNorm of the output."""
+    """A layer's small parameters, float32."""
 
-    conv: jax.Array
-    dt_bias: jax.Array
-    a_log: jax.Array
-    o_norm: jax.Array
+    conv: jax.Array  # `[3 * heads * dim, kernel]`, the last column for a token itself
+    dt_bias: jax.Array  # `[heads * dim]`, added to the decay
+    a_log: jax.Array  # `[heads]`, the logarithm of the decay's rate
+    o_norm: jax.Array  # `[dim]`, of the RMSNorm of the output
 
 
 @pytree_dataclass
 class KDAStep:
-    """Where a step's rows belong, for all layers of the step; int32.
+    """Where a step's rows belong, for all layers of the step; int32."""
 
-    Attributes:
-      owner, offset: `[T]`, the request of a row and its number within the request's rows; −1 on padding rows.
-      starts, counts: `[B]`, each request's first row and number of rows.
-      req_rows: `[B]`, its row of the state; beyond all rows where the request has none here.
-      fresh: bool `[B]`, its first row is at position 0.
-      chunk_request: `[N]`, the request of each chunk, in order; −1 behind the last.
-      chunk_rows: `[N, CHUNK]`, the rows of a chunk; T where it has no more.
-    """
-
-    owner: jax.Array
-    offset: jax.Array
-    starts: jax.Array
-    counts: jax.Array
-    req_rows: jax.Array
-    fresh: jax.Array
-    chunk_request: jax.Array
-    chunk_rows: jax.Array
+    owner: jax.Array  # `[T]`, the request of a row; −1 on padding rows
+    offset: jax.Array  # `[T]`, a row's number within the request's rows; −1 on padding rows
+    starts: jax.Array  # `[B]`, each request's first row
+    counts: jax.Array  # `[B]`, and number of rows
+    req_rows: jax.Array  # `[B]`, its row of the state; beyond all rows where the request has none here
+    fresh: jax.Array  # bool `[B]`, its first row is at position 0
+    chunk_request: jax.Array  # `[N]`, the request of each chunk, in order; −1 behind the last
+    chunk_rows: jax.Array  # `[N, CHUNK]`, the rows of a chunk; T where it has no more
 
 
 def prepare(batch: ForwardBatch, metadata: V32Metadata) -> KDAStep:
-    """The step of a batch.
-
-    Raises:
-      ValueError: a mode other than EXTEND, DECODE or IDLE: rejected tokens would stay in the state.
-    """
+    """The step of a batch in EXTEND, DECODE or IDLE; rejected tokens of another mode would stay in the state."""
     if batch.mode not in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.IDLE):
         raise ValueError(f"kda.prepare: batch.mode must be EXTEND, DECODE or IDLE, got {batch.mode.name}")
     (rows,), (requests,) = batch.out_cache_loc.shape, batch.seq_lens.shape
@@ -147,10 +129,8 @@ def kda_layer(
     """One layer's linear attention, before the norm of its output.
 
     Args:
-      state: a view of one layer; donate it.
-      rows, params: the layer's.
-      step: from `prepare`.
-      config: sizes (static).
+      state, rows, params: the layer's; donate the state, a view.
+      step, config: from `prepare`, and the sizes (static).
       chunked: whether requests have several rows; otherwise row i is that of request i (static).
 
     Returns:
@@ -176,21 +156,17 @@ def kda_layer(
 
     # After everything that reads the state, which is donated; a request without rows is dropped.
     to = jnp.where(has_row, state_rows, state.recurrent.shape[0])
-    state_after = KDAState(
+    state_after = dataclasses.replace(
+        state,
         conv=state.conv.at[to].set(_last_inputs(qkv, conv, step), mode="drop"),
         recurrent=state.recurrent.at[to].set(recurrent, mode="drop"),
-        num_layers=state.num_layers,
-        layer_index=state.layer_index,
     )
     return jnp.where(step.owner[:, None, None] >= 0, out, 0).astype(rows.qkv.dtype), state_after
 
 
 def gated_norm(out: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of each head's output, times the sigmoid of the gate, both `[T, heads, dim]`: in out's dtype, computed in
-    float32."""
-    wide = out.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (weight * wide * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
+    """RMSNorm of each head's output times the gate's sigmoid, both `[T, heads, dim]`: float32, then out's dtype."""
+    return (weight * normalised(out, eps) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
 
 
 def _unit(x: jax.Array) -> jax.Array:

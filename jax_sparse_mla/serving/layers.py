@@ -85,13 +85,7 @@ def mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | None =
 
 
 def collapse_streams(
-    streams: jax.Array,
-    fn: jax.Array,
-    base: jax.Array,
-    scale: jax.Array,
-    *,
-    config: HyperConnections,
-    norm_eps: float,
+    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, config: HyperConnections, norm_eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The input of a block from the residual streams, and how its output joins them (arXiv 2512.24880).
 

@@ -19,11 +19,7 @@ def device_memory() -> int:
 
 
 def check_memory(what: str, needed: int) -> None:
-    """Refuses a need that is larger than the device; the error names both sizes.
-
-    Raises:
-      NotEnoughMemory: the need is larger.
-    """
+    """Refuses a need that is larger than the device with a `NotEnoughMemory` that names both sizes."""
     if needed > (limit := device_memory()):
         raise NotEnoughMemory(f"does not fit: {what} {needed / 2**30:.1f} GiB, the device has {limit / 2**30:.1f} GiB")
 

@@ -63,9 +63,6 @@ def new_mesh(shares: int, devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:wanted]).reshape(shares, devices), (REQUESTS, HEADS))
 
 
-# --- parameters ------------------------------------------------------------------------------------
-
-
 def parameter_specs(params: Params, mesh: Mesh) -> Any:
     """The PartitionSpec of each parameter that `cut_model` places: whole on every device if one has all heads."""
     cut = _CUT if mesh.shape[HEADS] > 1 else {}
@@ -88,22 +85,16 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
       ValueError: other axes, or heads, output groups or experts that the devices cannot share evenly; a model with
         linear attention, whose heads no device shares.
     """
-    return model_of_a_device(model, mesh), _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
+    return model_of_a_device(model, mesh), _placed(model, params, mesh)
 
 
 def init_cut_params(model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Model, Params]:
-    """As `cut_model` with `model.init_params(seed, dtype)`, but each device makes its own part, and none has the whole.
-
-    Raises:
-      ValueError: as `cut_model`.
-    """
+    """As `cut_model` with `model.init_params(seed, dtype)`, but each device makes its own part; none has the whole."""
     device_model = model_of_a_device(model, mesh)  # refuses what cannot be cut
 
-    def shardings(layer: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(layer, mesh))
-
+    shardings = functools.partial(_shardings, mesh=mesh)
     params = init_params(model.config, seed, dtype, draft_layer=False, shardings=shardings)
-    return device_model, _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
+    return device_model, _placed(model, params, mesh)
 
 
 def model_of_a_device(model: Model, mesh: Mesh) -> Model:
@@ -130,20 +121,19 @@ def model_of_a_device(model: Model, mesh: Mesh) -> Model:
     return Model(dataclasses.replace(config, o_groups=config.o_groups // n) if is_v4 else config)
 
 
-def _placed(params: Params, mesh: Mesh) -> Params:
-    return jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, parameter_specs(params, mesh)
-    )
+def _shardings(params: Params, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(params, mesh))
 
 
-def _by_device(model: Model, params: Params, n: int) -> Params:
-    """Parameters with each device's part in one piece, where that is not so yet.
+def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
+    """Parameters on their devices, with each device's part in one piece.
 
     Rows of the queries' heads are followed by those of the indexer, which every device has whole. The sinks of several
     layers are one array.
     """
+    n = mesh.shape[HEADS]
     if n == 1:
-        return params
+        return jax.device_put(params, _shardings(params, mesh))
     config, spec = model.config, model.spec
     head_dim = spec.qk_dim if isinstance(config, V4Config) else config.nope_dim + spec.rope_dim
 
@@ -162,10 +152,7 @@ def _by_device(model: Model, params: Params, n: int) -> Params:
         params = dataclasses.replace(params, draft=dataclasses.replace(params.draft, layer=layer))
     if isinstance(config, V4Config):
         params = dataclasses.replace(params, attention={r: sinks(x) for r, x in params.attention.items()})
-    return params
-
-
-# --- the host's side -------------------------------------------------------------------------------
+    return jax.device_put(params, _shardings(params, mesh))
 
 
 @dataclasses.dataclass
@@ -215,9 +202,6 @@ class Schedulers:
 
     A request goes to the share with the fewest, and stays there. A step has one mode; where shares want different ones,
     the modes take turns, and a plan of the other mode waits.
-
-    Attributes:
-      shares: the schedulers.
     """
 
     def __init__(self, shares: Sequence[Scheduler]):
@@ -227,14 +211,13 @@ class Schedulers:
 
     @property
     def pool(self):
-        """That of the first share; all have the same sizes."""
+        """The first share's; all have the same sizes."""
         return self.shares[0].pool
 
     @property
     def counters(self) -> Counters:
         """Sums over the shares."""
-        counters = [dataclasses.astuple(share.counters) for share in self.shares]
-        return Counters(*map(sum, zip(*counters)))
+        return Counters(*map(sum, zip(*(dataclasses.astuple(share.counters) for share in self.shares))))
 
     @property
     def running(self) -> list[Request]:
@@ -320,12 +303,10 @@ class MeshEngine(Engine):
         return jax.jit(new_state)(), params
 
     def _pack(self, program: Program, plan: JointPlan) -> jax.Array:
-        proposals, start, packed = self._proposals(plan), 0, []
-        for part in plan.parts:
-            end = start + (len(part.requests) if part else 0)
-            part_proposals = None if proposals is None else proposals[start:end]
-            packed.append(pack(program, part, self.options.max_batch, part_proposals))
-            start = end
+        packed = [
+            pack(program, part, self.options.max_batch, None if part is None else self._proposals(part))
+            for part in plan.parts
+        ]
         return self._of_shares(np.concatenate(packed))
 
     def _empty(self, program: Program) -> jax.Array:

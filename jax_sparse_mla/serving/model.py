@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +18,7 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import checkpoint
-from jax_sparse_mla.serving.architectures import MODULES
+from jax_sparse_mla.serving.architectures import MODULES, read_params
 from jax_sparse_mla.serving.config import Config, read_config
 from jax_sparse_mla.serving.decoder import (
     ATTENTION,
@@ -31,6 +34,7 @@ from jax_sparse_mla.serving.decoder import (
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.layers import matmul
 from jax_sparse_mla.serving.params import LayerParams, ModelParams
+from jax_sparse_mla.serving.tensors import random_host_arrays
 
 # Pytrees of arrays: `ModelParams`, a dict of layers' caches, or those of another project's model.
 Params: TypeAlias = Any
@@ -126,7 +130,8 @@ class Model:
 
     def random_arrays(self, seed: int) -> dict[str, np.ndarray]:
         """Random parameters of a small model from a seed, for `from_named_arrays`: bfloat16, made on the host."""
-        return checkpoint.random_arrays(self.config, seed)
+        read = functools.partial(read_params, self.config, draft_layer=False)
+        return random_host_arrays(read, seed, self.config.moe.num_experts)
 
     def from_named_arrays(self, arrays: Mapping[str, Any]) -> Params:
         """The parameters of numpy arrays by name, as a state dict of transformers' or a checkpoint has them.
@@ -139,13 +144,7 @@ class Model:
         return checkpoint.from_named_arrays(self.config, arrays)
 
     def new_caches(
-        self,
-        *,
-        num_pages: int,
-        num_swa_pages: int,
-        max_requests: int,
-        max_draft_tokens: int = 0,
-        bf16: bool = False,
+        self, *, num_pages: int, num_swa_pages: int, max_requests: int, max_draft_tokens: int = 0, bf16: bool = False
     ) -> Caches:
         """Empty caches of all layers, a pytree that a step takes donated and returns; see `V4LayerCache.zeros`.
 
@@ -177,8 +176,7 @@ class Model:
         """One step of the whole model; jit it with the caches donated.
 
         Args:
-          params, caches: the model's.
-          inputs: the step's.
+          params, caches, inputs: the model's, and the step's.
           layers: runs only the first so many layers, then the final norm: a draft of the model by itself (static).
 
         Raises:
@@ -214,13 +212,7 @@ class Model:
     def new_draft(
         self, params: ModelParams, *, max_requests: int, num_pages: int, num_swa_pages: int, bf16: bool
     ) -> Draft | None:
-        """The draft layer's first state; None if the parameters have no draft layer.
-
-        Args:
-          params: the model's.
-          max_requests: rows of the request tables.
-          num_pages, num_swa_pages, bf16: as of `new_caches`.
-        """
+        """The draft layer's first state, of the sizes of `new_caches`; None if the parameters have no draft layer."""
         if params.draft is None:
             return None
         config = self.config
@@ -236,15 +228,13 @@ class Model:
         """One step of the draft layer, which predicts two tokens ahead (multi-token prediction, arXiv 2412.19437).
 
         Args:
-          params: the model's.
-          cache: `Draft.cache`.
+          params, cache: the model's, and `Draft.cache`.
           inputs: the step's; its tokens are those *behind* each position: the model has chosen them from the
             positions' rows.
           states: `[T, …]`, `ForwardOutput.states` of the positions; of the draft layer itself, of the position before,
             where the model has not been there yet.
 
-        Returns:
-          As `forward`: `logits` of `hidden` are those of the token behind `inputs.tokens`.
+        Returns as `forward`: `logits` of `hidden` are those of the token behind `inputs.tokens`.
         """
         config, draft = self.config, params.draft
         step = self._module.prepare(config, [cache], inputs)
@@ -293,13 +283,15 @@ class Model:
 def load(folder: str | os.PathLike[str], *, draft_layer: bool = True) -> tuple[Model, Params]:
     """The model and parameters of a checkpoint folder: `config.json` and safetensors.
 
-    Args:
-      folder: the checkpoint's.
-      draft_layer: whether to read the draft layer too, if there is one; it is as large as a layer.
+    With `draft_layer` the draft layer is read too, if there is one; it is as large as a layer.
 
     Raises:
       FileNotFoundError: no such folder, or a file that is missing in it.
       ValueError: what `Model.from_config` raises; tensors that are missing, unknown or of a wrong shape, by name.
     """
-    config, params = checkpoint.load_folder(folder, draft_layer=draft_layer)
-    return Model(config), params
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder {folder}")
+    config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    arrays = checkpoint.map_folder(folder)
+    return Model(config), checkpoint.from_named_arrays(config, arrays, draft_layer=draft_layer)

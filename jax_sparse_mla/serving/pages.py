@@ -24,8 +24,7 @@ class PagePool:
     waited longest is taken first.
 
     Attributes:
-      free: page numbers.
-      idle: page numbers, the first one to be taken first.
+      free, idle: page numbers, the first idle one to be taken first.
       on_evict: called with an idle page before it is given out for something else.
     """
 
@@ -43,11 +42,7 @@ class PagePool:
         return len(self.free) + len(self.idle)
 
     def take(self) -> int:
-        """A page for one user.
-
-        Raises:
-          OutOfPages: all are in use.
-        """
+        """A page for one user; `OutOfPages` where all are in use."""
         if self.free:
             page = self.free.pop()
         elif self.idle:
@@ -93,8 +88,7 @@ class RequestPool:
 
     Args:
       max_requests, max_len: sizes of the tables.
-      page_size: tokens of a page.
-      window: tokens of the sliding window, None for a model without one.
+      page_size, window: tokens of a page and of the sliding window, None for a model without one.
       seed: of the page order.
       num_pages: pages of the full pool, page 0 included; by default enough for every request.
       num_swa_pages: of the window's pool; by default as many.

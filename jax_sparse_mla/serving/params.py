@@ -20,38 +20,23 @@ from jax_sparse_mla.serving.moe import DenseParams, MoEParams
 
 @pytree_dataclass
 class LatentNorms:
-    """Norms inside an attention layer.
+    """Norms inside an attention layer."""
 
-    Attributes:
-      q_norm, kv_norm: `[q_rank]` and `[512]`, of the RMSNorms of queries and latent: float32 for V4, else in the
-        model's dtype.
-      index_norm: `[2, 128]`, weight and bias of the index keys' LayerNorm, zeros in a layer without an indexer.
-      index_ape: float32 `[pool, 128]`, added to the scores that weigh the keys of a pool (GLM-5.3).
-    """
-
-    q_norm: jax.Array
-    kv_norm: jax.Array
-    index_norm: jax.Array | None = None
-    index_ape: jax.Array | None = None
+    q_norm: jax.Array  # `[q_rank]`, of the queries' RMSNorm: float32 for V4, else in the model's dtype
+    kv_norm: jax.Array  # `[512]`, of the latent's RMSNorm, likewise
+    index_norm: jax.Array | None = None  # `[2, 128]`, weight and bias of the index keys' LayerNorm; zeros if unindexed
+    index_ape: jax.Array | None = None  # float32 `[pool, 128]`, added to scores that weigh a pool's keys (GLM-5.3)
 
 
 @pytree_dataclass
 class NormParams:
-    """A layer's small parameters; in `ModelParams` with a leading dimension, the layers.
+    """A layer's small parameters; in `ModelParams` with a leading dimension, the layers."""
 
-    Attributes:
-      attn_norm, ffn_norm: `[hidden]`, of the RMSNorms before attention and MLP: float32 for V4, else in the model's
-        dtype.
-      router_bias: float32 `[experts]`; zeros in a layer without a router or with a table of experts.
-      latent: the norms inside attention; None for GLM-5.3, whose layers have no common form.
-      base, scale: float32 `[2, (2 + n) * n]` and `[2, 3]`, of the hyper-connections before attention and MLP; None
-        without them.
-    """
-
-    attn_norm: jax.Array
-    ffn_norm: jax.Array
-    router_bias: jax.Array
-    latent: LatentNorms | None = None
+    attn_norm: jax.Array  # `[hidden]`, of the RMSNorm before attention: float32 for V4, else in the model's dtype
+    ffn_norm: jax.Array  # before the MLP, likewise
+    router_bias: jax.Array  # float32 `[experts]`; zeros in a layer without a router or with a table of experts
+    latent: LatentNorms | None = None  # None for GLM-5.3, whose layers have no common form
+    # Float32 `[2, (2 + n) * n]` and `[2, 3]`, of the hyper-connections before attention and MLP; None without them.
     base: jax.Array | None = None
     scale: jax.Array | None = None
 
@@ -69,18 +54,12 @@ class LayerWeights:
 
 @pytree_dataclass
 class LayerParams:
-    """One layer's parameters.
+    """One layer's parameters."""
 
-    Attributes:
-      kind: the kind of its attention, see `layer_kind` of the config (static).
-      weights, norms: the large and the small ones.
-      attention: further small ones of attention: V4's `V4LayerParams`, GLM-5.3's `LatentNorms` or `KDAParams`.
-    """
-
-    kind: Hashable = static()
+    kind: Hashable = static()  # of its attention, see `layer_kind` of the config
     weights: LayerWeights
     norms: NormParams
-    attention: Any = None
+    attention: Any = None  # further small ones of attention: V4's `V4LayerParams`, GLM-5.3's `LatentNorms`, `KDAParams`
 
 
 @pytree_dataclass
@@ -96,17 +75,12 @@ class HeadParams:
 
 @pytree_dataclass
 class DraftParams:
-    """The draft layer's parameters; embedding and logits' weights are the model's.
+    """The draft layer's parameters; embedding and logits' weights are the model's."""
 
-    Attributes:
-      token_norm, states_norm: `[hidden]`, of the next token's row and of the state before it (of each stream).
-      projections: V4 multiplies the two by `[hidden, hidden]` each and adds them, the token's first; V3.2 multiplies
-        both in a row by one `[hidden, 2 * hidden]`.
-      layer, head: as in the model.
-    """
-
-    token_norm: jax.Array
-    states_norm: jax.Array
+    token_norm: jax.Array  # `[hidden]`, of the next token's row
+    states_norm: jax.Array  # `[hidden]`, of the state before it (of each stream)
+    # V4 multiplies the two by `[hidden, hidden]` each and adds them, the token's first; V3.2 multiplies both in a row
+    # by one `[hidden, 2 * hidden]`.
     projections: list[jax.Array]
     layer: LayerParams
     head: HeadParams
@@ -114,23 +88,14 @@ class DraftParams:
 
 @pytree_dataclass
 class ModelParams:
-    """A model's parameters.
+    """A model's parameters."""
 
-    Attributes:
-      embedding, unembedding: `[vocab, hidden]`; the logits' weights are the embedding where there are none.
-      head: the final norm.
-      layers: the large weights of each layer.
-      norms: the small parameters of all layers, stacked.
-      attention: `LayerParams.attention`, stacked by `Config.pools`.
-      draft: the draft layer's, if there is one.
-    """
-
-    embedding: jax.Array
-    unembedding: jax.Array | None
+    embedding: jax.Array  # `[vocab, hidden]`
+    unembedding: jax.Array | None  # `[vocab, hidden]`; None: the logits' weights are the embedding
     head: HeadParams
     layers: list[LayerWeights]
-    norms: NormParams
-    attention: dict[Hashable, Any]
+    norms: NormParams  # of all layers, stacked
+    attention: dict[Hashable, Any]  # `LayerParams.attention`, stacked by `Config.pools`
     draft: DraftParams | None = None
 
 

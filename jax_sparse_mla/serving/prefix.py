@@ -28,24 +28,17 @@ from jax_sparse_mla.serving.pages import RequestPool
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The prefix of a prompt that others have read.
+    """The prefix of a prompt that others have read."""
 
-    Attributes:
-      pages: pages that can be reused, in order.
-      state: the row of carried states that belongs to them; None where the model has none, or nothing is reused.
-      known: tokens in full pages that others have filled; more than those of `pages` where no reuse point is.
-    """
-
-    pages: list[int]
-    state: int | None
-    known: int
+    pages: list[int]  # pages that can be reused, in order
+    state: int | None  # the row of carried states that belongs to them; None without one, or where nothing is reused
+    known: int  # tokens in full pages that others have filled; more than those of `pages` where no reuse point is
 
 
 class PrefixCache:
-    """Pages by the digests of their tokens.
+    """Pages of a pool by the digests of their tokens; those that nobody uses stay idle until the pool needs them.
 
     Args:
-      pool: whose pages these are; pages that nobody uses stay idle in it until it needs them.
       state_rows: rows of carried states for reuse points. A model without a window needs none.
 
     Raises:

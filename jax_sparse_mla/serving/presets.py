@@ -11,22 +11,27 @@ from typing import Any
 VOCABULARY = 256
 
 _YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
+# Sizes of all small models, and of those whose attention is V3.2's.
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 16,
+}
+_SMALL_LATENT = {**_SMALL, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 # As `config.json` has them, with transformers' keys; its defaults hold for the others.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     # True head dimensions, window, ratios and top-k; few layers, heads and channels.
     "v4": {
         "model_type": "deepseek_v4",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
+        **_SMALL,
         "num_attention_heads": 16,
-        "q_lora_rank": 128,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
         "o_groups": 4,
         "o_lora_rank": 64,
-        "index_n_heads": 16,
         "num_hidden_layers": 4,
         "layer_types": [
             "sliding_attention",
@@ -39,20 +44,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
     "v32": {
         "model_type": "deepseek_v32",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "moe_intermediate_size": 128,
+        **_SMALL_LATENT,
         "num_hidden_layers": 2,
         "first_k_dense_replace": 1,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "q_lora_rank": 128,
-        "n_routed_experts": 4,
         "n_group": 1,
         "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "index_n_heads": 16,
         "rope_parameters": {
             **_YARN,
             "rope_theta": 10000.0,
@@ -65,19 +61,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     # GLM-5.2's order of layers with an indexer and layers that share one, cut short.
     "glm5": {
         "model_type": "glm_moe_dsa",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "moe_intermediate_size": 128,
+        **_SMALL_LATENT,
         "num_hidden_layers": 4,
         "first_k_dense_replace": 1,
         "indexer_types": ["full", "shared", "shared", "full"],
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "q_lora_rank": 128,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "index_n_heads": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
     # GLM-5.3-Flash's order of linear and sparse attention, cut short, and its pools. transformers' model has a vision
@@ -85,19 +72,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "glm53": {
         "model_type": "glm5_next",
         "text_config": {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "moe_intermediate_size": 128,
+            **_SMALL_LATENT,
             "num_hidden_layers": 4,
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
             "linear_num_heads": 2,
-            "q_lora_rank": 128,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "index_n_heads": 16,
             "index_kpool": 4,
             "pad_token_id": None,
         },
@@ -117,7 +95,7 @@ DEFAULT_PRESET = "v4"
 # Four layers of DeepSeek-V4-Flash in their true size, with all experts: 51.1 GiB in bfloat16. They are of the kinds of
 # the small model; the first chooses its experts by the token, as the first layers of the released model do.
 V4_FLASH_SLICE: Mapping[str, Any] = {
-    "model_type": "deepseek_v4",
+    **CONFIGS["v4"],
     "vocab_size": 129280,
     "hidden_size": 4096,
     "moe_intermediate_size": 2048,
@@ -129,14 +107,10 @@ V4_FLASH_SLICE: Mapping[str, Any] = {
     "o_lora_rank": 1024,
     "index_n_heads": 64,
     "index_topk": 512,
-    "num_hidden_layers": 4,
-    "layer_types": CONFIGS["v4"]["layer_types"],
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-    "rope_parameters": CONFIGS["v4"]["rope_parameters"],
 }
 # The models that benchmarks/serving.py measures: the small ones, and one that is too large for most devices.
 BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE}
-
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "vocab.json")
 
@@ -176,5 +150,5 @@ def load_tokenizer(folder: str, vocab_size: int):
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
-        message = f"transformers does not load the tokenizer of {folder}: {type(error).__name__}: {error}"
-        raise ValueError(message) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"transformers does not load the tokenizer of {folder}: {reason}") from error

@@ -104,6 +104,13 @@ class Request:
     def tokens(self) -> list[int]:
         return self.prompt + self.output
 
+    def tokens_at(self, start: int, count: int) -> list[int]:
+        """`tokens[start : start + count]`; prompt and output are not joined for it."""
+        behind = start - len(self.prompt)
+        if behind >= 0:
+            return self.output[behind : behind + count]
+        return self.prompt[start : start + count] + self.output[: max(0, behind + count)]
+
     @property
     def prefill_len(self) -> int:
         """Tokens that are read in chunks; decoding begins behind them."""

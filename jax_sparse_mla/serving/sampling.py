@@ -28,10 +28,7 @@ class SamplingArrays:
 
 
 def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The most likely tokens, the lower one of equals, and how clear the choice is.
-
-    Args:
-      logits: float32 `[B, vocab]`.
+    """The most likely tokens of logits float32 `[B, vocab]`, the lower one of equals, and how clear the choice is.
 
     Returns:
       tokens int32 `[B]`, and margins float32 `[B]`: the distance of the best logit from the second best, as a share of
@@ -56,7 +53,6 @@ def sample(
     Args:
       logits: float32 `[B, vocab]`.
       positions: int32 `[B]`, the position that each new token will have in its request.
-      params: of the B requests.
       cut: whether any top_p may be less than 1. Static; the tokens of requests that have 1 do not depend on it.
 
     Returns:
@@ -74,10 +70,7 @@ def sample(
 
 
 def _lowest_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The lowest of the fewest most likely logits whose probabilities sum to `top_p`; those that equal it are kept too.
-
-    `[B, 1]`; -inf for a `top_p` of 1.
-    """
+    """`[B, 1]`, the lowest of the fewest most likely logits whose probabilities sum to `top_p`; -inf if it is 1."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, -1)
     before = jnp.cumsum(probabilities, -1) - probabilities

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.pages import OutOfPages, RequestPool
@@ -36,18 +37,16 @@ class EngineOptions:
 
     Attributes:
       bf16_cache: whether the caches are bfloat16 instead of FP8.
-      prefill_backend: "flashmla_sparse" gathers a workspace, "flashmla_kv" attends to the paged cache; None takes
-        what the plan says.
+      prefill_backend: "flashmla_sparse" gathers a workspace, "flashmla_kv" attends to the pages; None: as planned.
       chunk_size: query rows of a prefill step.
       max_batch: requests served at once.
       max_len: tokens of the longest request, its output included.
       seed: of the page order.
-      trace: whether to keep what the comparison with eager needs of the latest run.
+      trace: whether to keep the steps of the latest run, for comparisons.
       speculative_steps: the most draft tokens of a step for which the caches have room.
       backend: the attention backend's name; None takes the router's choice for each call.
       num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
-      reuse_points: prefix reuse: for a model with a window the number of states that are kept, for
-        others any number switches it on; 0 switches it off.
+      reuse_points: prefix reuse, 0 is off: with a window the number of states that are kept, else any number is on.
 
     Raises:
       TypeError: a count that is no integer. ValueError: an unknown prefill backend, or a count below its least.
@@ -83,28 +82,18 @@ class EngineOptions:
 
 @dataclasses.dataclass
 class StepPlan:
-    """A step: `counts[i]` positions of `requests[i]`, from `starts[i]` on.
+    """A step: `counts[i]` positions of `requests[i]`, from `starts[i]` on."""
 
-    Attributes:
-      mode: EXTEND, DECODE or TARGET_VERIFY.
-      requests: in the order of the batch.
-      rows, starts, counts: int32 `[n]`.
-      tokens: int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0.
-      samples: bool `[n]`, whether the request's last row chooses a token.
-      max_seq_len: the bucket.
-      mapped: int32 `[m, 4]`, pages that tables on a device lack; see `RequestPool.take_changes`.
-      restored, kept: (from, to) rows of carried states to copy before and after the step.
-    """
-
-    mode: ForwardMode
-    requests: list[Request]
-    rows: np.ndarray
+    mode: ForwardMode  # EXTEND, DECODE or TARGET_VERIFY
+    requests: list[Request]  # n, in the order of the batch
+    rows: np.ndarray  # int32 `[n]`, as starts and counts
     starts: np.ndarray
     counts: np.ndarray
-    tokens: np.ndarray
-    samples: np.ndarray
-    max_seq_len: int
-    mapped: np.ndarray
+    tokens: np.ndarray  # int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0
+    samples: np.ndarray  # bool `[n]`, whether the request's last row chooses a token
+    max_seq_len: int  # the bucket
+    mapped: np.ndarray  # int32 `[m, 4]`, pages that tables on a device lack; see `RequestPool.take_changes`
+    # (from, to) rows of carried states to copy before and after the step.
     restored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     kept: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
@@ -136,9 +125,7 @@ class StepPlan:
         """The step in numpy arrays, padded to `num_rows` and `num_requests`."""
 
         def padded(values: np.ndarray, size: int) -> np.ndarray:
-            out = np.zeros(size, np.int32)
-            out[: len(values)] = values
-            return out
+            return np.pad(values, (0, size - len(values)))
 
         verify, extend = self.mode is ForwardMode.TARGET_VERIFY, self.mode is ForwardMode.EXTEND
         slots = pool.req_to_token[np.repeat(self.rows, self.counts), self.positions()]
@@ -155,48 +142,33 @@ class StepPlan:
 
 def _next_tokens(request: Request, count: int) -> list[int]:
     """A request's next tokens."""
-    first = request.computed
-    if request.unread and first >= len(request.prompt):  # the last one is on its way
+    if request.unread and request.computed >= len(request.prompt):  # the last one is on its way
         taken = len(request.output) + request.unread
         return [request.forced[taken - 1] if taken <= len(request.forced) else -1]
-    if first + count <= len(request.prompt):
-        return request.prompt[first : first + count]
-    first -= len(request.prompt)
-    if first < 0:  # after a preemption
-        return request.tokens[request.computed : request.computed + count]
-    return request.output[first : first + count]
+    return request.tokens_at(request.computed, count)
 
 
 @dataclasses.dataclass
 class Counters:
-    """Counts of events since the scheduler was made.
+    """Counts of events since the scheduler was made."""
 
-    Attributes:
-      finished, cancelled: requests.
-      queued: requests that had a row but no pages when they could have begun.
-      preempted: times that a running request gave its pages back.
-      reused: prompt tokens that were not computed, because others had read them.
-    """
-
-    finished: int = 0
-    cancelled: int = 0
-    queued: int = 0
-    preempted: int = 0
-    reused: int = 0
+    finished: int = 0  # requests
+    cancelled: int = 0  # requests
+    queued: int = 0  # requests that had a row but no pages when they could have begun
+    preempted: int = 0  # times that a running request gave its pages back
+    reused: int = 0  # prompt tokens that were not computed, because others had read them
 
 
 class Scheduler:
     """Plans the steps of an engine.
 
     Args:
-      spec: the model's.
-      options: the engine's.
+      spec, options: the model's, the engine's.
       vocab_size: tokens of requests are below it.
       reuse: whether the engine copies carried states, as `EngineOptions.reuse_points` needs.
 
     Attributes:
-      pool: the request tables. waiting, running: requests, in order.
-      counters: what happened.
+      pool: the request tables. waiting, running: requests, in order. counters: what happened.
     """
 
     def __init__(self, spec: ModelSpec, options: EngineOptions, vocab_size: int, *, reuse: bool = False):
@@ -254,11 +226,7 @@ class Scheduler:
             raise ValueError(f"{name} has tokens out of the model's vocabulary of {self.vocab_size}")
 
     def submit(self, request: Request) -> None:
-        """Takes a new request, or one that is in the tables already (a hand-over).
-
-        Raises:
-          ValueError: see `check`.
-        """
+        """Takes a new request, or one that is in the tables already (a hand-over); raises what `check` raises."""
         self.check(request)
         request.submitted = True
         if request.row is None:
@@ -276,11 +244,10 @@ class Scheduler:
 
         Prefixes are forgotten: a step that was planned and did not run has not written its pages.
         """
-        for request in self.running:
-            self._close(request)
         for request in (*self.running, *self.waiting):
             request.submitted = False
-        self.running.clear()
+        for request in list(self.running):
+            self._close(request)
         self.waiting.clear()
         if self.prefixes:
             self.prefixes.clear()
@@ -291,8 +258,7 @@ class Scheduler:
     def plan(self, drafts: int = 0) -> StepPlan | None:
         """The next step; None if there is nothing to run until a step that runs is completed, or a request comes.
 
-        Args:
-          drafts: draft tokens of each request in a step that would decode: it becomes a TARGET_VERIFY step.
+        A step that would decode becomes a TARGET_VERIFY step of so many drafts for each request.
         """
         self._drop_cancelled()
         self._trim()
@@ -320,8 +286,7 @@ class Scheduler:
           tokens, margins: for each of its requests the tokens that it chose, none where it only read. In TARGET_VERIFY
             these are the accepted drafts and the token behind them.
 
-        Returns:
-          The requests that the step finished; their rows and pages are free again.
+        Returns the requests that the step finished; their rows and pages are free again.
 
         Raises:
           BaseException: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
@@ -351,7 +316,6 @@ class Scheduler:
                 self.pool.truncate(request.row, request.computed)
             if request.finished:
                 finished.append(request)
-                self.running.remove(request)
                 self._close(request)
                 self.counters.cancelled += request.cancelled
                 self.counters.finished += not request.cancelled
@@ -360,19 +324,17 @@ class Scheduler:
         return finished
 
     def _trim(self) -> None:
-        trims_from = self.pool.trims_from
         for request in self.running:
-            if request.computed >= trims_from[request.row]:
+            if request.computed >= self.pool.trims_from[request.row]:
                 self.pool.trim(request.row, request.computed)
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in self.running if r.cancelled]:
-            self.running.remove(request)
             self._close(request)
             self.counters.cancelled += 1
-        if any(r.cancelled for r in self.waiting):
-            self.counters.cancelled += sum(r.cancelled for r in self.waiting)
-            self.waiting = collections.deque(r for r in self.waiting if not r.cancelled)
+        for request in [r for r in self.waiting if r.cancelled]:
+            self.waiting.remove(request)
+            self.counters.cancelled += 1
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.options.max_batch and self.pool.free_rows:
@@ -444,7 +406,6 @@ class Scheduler:
         return served
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
         self._close(request)
         request.computed, request.reread = 0, len(request.tokens)
         self.waiting.appendleft(request)
@@ -457,19 +418,17 @@ class Scheduler:
         rows = np.array([request.row for request in requests], np.int32)
         starts = np.array([request.computed for request in requests], np.int32)
         counts = np.array([count for _, count in served], np.int32)
-        verify = mode is ForwardMode.TARGET_VERIFY
-        tokens: list[int] = []
+        tokens, samples, kept = [], [], []
         for request, count in served:
-            tokens += _next_tokens(request, 1) + [0] * (count - 1) if verify else _next_tokens(request, count)
-        kept = []
-        for request, count in served:
-            if not verify:
+            if mode is ForwardMode.TARGET_VERIFY:
+                tokens += _next_tokens(request, 1) + [0] * (count - 1)
+            else:
+                tokens += _next_tokens(request, count)
                 request.computed += count
             if mode is ForwardMode.EXTEND:
                 kept += self._remember(request)
-        samples = [mode is not ForwardMode.EXTEND or not request.in_prefill for request in requests]
-        for request, sample in zip(requests, samples):
-            request.unread += sample
+            samples.append(mode is not ForwardMode.EXTEND or not request.in_prefill)
+            request.unread += samples[-1]
         restored, self._restored = self._restored, []
         self._unread_steps += 1
         return StepPlan(
@@ -495,13 +454,13 @@ class Scheduler:
         pages = self.pool.pages_of(request.row)
         for digest, number in zip(digests[:filled], pages):
             self.prefixes.add(digest, number)
-        if request.computed in request.cuts:
-            state = self.prefixes.add_point(digests[filled - 1], pages[filled - 1])
-            if state is not None:
-                return [(request.row, state)]
-        return []
+        if request.computed not in request.cuts:
+            return []
+        state = self.prefixes.add_point(digests[filled - 1], pages[filled - 1])
+        return [] if state is None else [(request.row, state)]
 
     def _close(self, request: Request) -> None:
+        self.running.remove(request)
         self._restored = [(state, row) for state, row in self._restored if row != request.row]
         request.digests = None
         self.pool.close(request.row)
@@ -534,3 +493,8 @@ def check_all(scheduler: Scheduler, requests: Sequence[Request]) -> None:
         scheduler.check(request, f"request {i}")
         if (before := first.setdefault(id(request), i)) != i:
             raise ValueError(f"request {i} is request {before} again: make a Request for each time that it is served")
+
+
+def prefill_backend(spec: ModelSpec, options: EngineOptions) -> str:
+    """The prefill backend of the options, or what the plan of a chunk says."""
+    return options.prefill_backend or (GATHERED if gathers(spec, options.chunk_size) else PAGED)

@@ -53,13 +53,8 @@ def compare_with_plain(
 ) -> list[Difference]:
     """The tokens of the requests that differ from plain decoding.
 
-    Behind a differing token the two texts cannot be compared. So plain decoding starts again there, and every token is
-    compared with plain decoding's choice after the same tokens.
-
-    Args:
-      serve: serves requests by plain decoding, again where needed.
-      requests: the requests, served by speculative decoding.
-      plain: the same requests, served by plain decoding.
+    Behind a differing token the two texts cannot be compared. So plain decoding, `serve`, starts again there, and every
+    token is compared with its choice after the same tokens. `plain` are the same requests, served by it before.
     """
     differences, pending = [], [(i, 0, other) for i, other in enumerate(plain)]
     while pending:

@@ -21,52 +21,39 @@ from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.pages import RequestPool
 from jax_sparse_mla.serving.sampling import Choice, SamplingArrays, greedy, sample
 from jax_sparse_mla.serving.scheduler import StepPlan
 
 
 @pytree_dataclass
 class State:
-    """State that a step updates: caches of the model, request tables, the latest token of each of their rows `[rows]`,
-    and the draft layer's, where one drafts."""
+    """State that a step updates."""
 
     caches: Caches
     tables: RequestTables
-    last_tokens: jax.Array
-    draft: Draft | None = None
+    last_tokens: jax.Array  # `[rows]`, the latest token of each row of the tables
+    draft: Draft | None = None  # the draft layer's, where one drafts
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The static arguments of a step; each different one is a compilation.
-
-    Attributes:
-      model: whose step it is.
-      mode: EXTEND, DECODE or TARGET_VERIFY.
-      num_requests, num_rows: of the padded batch. num_rows is `num_requests · (drafts + 1)` but in EXTEND.
-      max_seq_len: width of the page tables, in tokens.
-      num_changes: pages that the step can map.
-      drafts: draft tokens of each request, which the draft layer or the model's first layer makes in the same program.
-      draft_layer: whether a draft layer follows the model in this step.
-      choice: how tokens are chosen.
-      gathered, backend, trace: as in `StepInputs`.
-      logits: whether to return the logits that tokens were chosen from.
-    """
+    """The static arguments of a step; each different one is a compilation."""
 
     model: Model
-    mode: ForwardMode
-    num_requests: int
-    num_rows: int
-    max_seq_len: int
-    num_changes: int
-    drafts: int = 0
-    draft_layer: bool = False
-    choice: Choice = Choice.GREEDY
+    mode: ForwardMode  # EXTEND, DECODE or TARGET_VERIFY
+    num_requests: int  # of the padded batch
+    num_rows: int  # of the padded batch: `num_requests · (drafts + 1)` but in EXTEND
+    max_seq_len: int  # width of the page tables, in tokens
+    num_changes: int  # pages that the step can map
+    drafts: int = 0  # draft tokens of each request, made in the same program by the draft layer or the first layer
+    draft_layer: bool = False  # whether a draft layer follows the model in this step
+    choice: Choice = Choice.GREEDY  # how tokens are chosen
+    # As in `StepInputs`.
     gathered: bool | None = None
     backend: str | None = None
     trace: bool = False
-    logits: bool = False
+    logits: bool = False  # whether to return the logits that tokens were chosen from
 
     @functools.cached_property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -121,19 +108,13 @@ def pack(
         parts["rows"][1, : len(tokens)] = np.repeat(plan.rows, plan.counts)
         if program.draft_layer:
             ends = (plan.starts + plan.counts).tolist()
-            behind = [-1 if s else _token_at(r, end) for r, end, s in zip(plan.requests, ends, plan.samples)]
+            behind = [-1 if s else r.tokens_at(end, 1)[0] for r, end, s in zip(plan.requests, ends, plan.samples)]
             parts["behind"][:n] = behind
     else:
         parts["tokens"][:n] = tokens[:: program.drafts + 1]
     if proposals is not None:
         parts["proposals"][:n] = proposals
     return packed
-
-
-def _token_at(request: Request, position: int) -> int:
-    """A token of a request that has so many: its tokens need not be joined for one of them."""
-    length = len(request.prompt)
-    return request.prompt[position] if position < length else request.output[position - length]
 
 
 def following(program: Program, packed: jax.Array, num_table_rows: int) -> jax.Array | None:
@@ -160,13 +141,12 @@ def unpack(program: Program, packed: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Result:
-    """Results of a step for the host: tokens int32 and margins float32 `[requests, drafts + 1]`, accepted int32
-    `[requests]`, the number of drafts that the model chose too, and whether a bucket was too small."""
+    """Results of a step for the host."""
 
-    tokens: np.ndarray
-    margins: np.ndarray
-    accepted: np.ndarray
-    overflow: bool
+    tokens: np.ndarray  # int32 `[requests, drafts + 1]`
+    margins: np.ndarray  # float32 `[requests, drafts + 1]`
+    accepted: np.ndarray  # int32 `[requests]`, the number of drafts that the model chose too
+    overflow: bool  # whether a bucket was too small
 
 
 def unpack_result(program: Program, packed: np.ndarray) -> Result:
@@ -291,15 +271,7 @@ def _proposed(program: Program, params: Params, hidden: jax.Array, proposals: ja
     return jnp.where(proposals >= 0, proposals, greedy(program.model.logits(params, hidden))[0])
 
 
-def _follow(
-    program: Program,
-    params: Params,
-    state: State,
-    inputs: StepInputs,
-    states: jax.Array,
-    rows: jax.Array,
-    last_rows: jax.Array,
-) -> State:
+def _follow(program: Program, params: Params, state: State, inputs: StepInputs, states, rows, last_rows) -> State:
     """The draft layer over the rows of a step: its tokens are those behind the rows, `last_rows` each request's last
     row that counts, from which the first draft of the next round is made."""
     state, out = _draft(program, params, state, inputs, states)
@@ -312,9 +284,7 @@ def _follow(
     return dataclasses.replace(state, draft=draft)
 
 
-def _draft(
-    program: Program, params: Params, state: State, inputs: StepInputs, states: jax.Array
-) -> tuple[State, ForwardOutput]:
+def _draft(program: Program, params: Params, state: State, inputs: StepInputs, states) -> tuple[State, ForwardOutput]:
     out = program.model.draft(params, state.draft.cache, inputs, states)
     return dataclasses.replace(state, draft=dataclasses.replace(state.draft, cache=out.caches)), out
 
@@ -333,7 +303,7 @@ def _inputs(program: Program, state: State, batch: ForwardBatch, tokens, positio
 
 
 def _live_rows(batch: ForwardBatch) -> jax.Array:
-    (num_rows,) = batch.out_cache_loc.shape
+    num_rows = len(batch.out_cache_loc)
     if batch.mode is ForwardMode.EXTEND:
         return jnp.arange(num_rows) < jnp.sum(batch.extend_lens)
     return jnp.repeat(batch.seq_lens > 0, num_rows // batch.seq_lens.shape[0])
@@ -353,8 +323,7 @@ def _batch(program: Program, mode: ForwardMode, rows, seq_lens, slots, counts) -
 
 def _slots(tables: RequestTables, rows: jax.Array, positions: jax.Array) -> jax.Array:
     """The slot of each position; 0 where there is none."""
-    slots = tables.req_to_token.at[rows, positions].get(mode="fill", fill_value=0)
-    return jnp.maximum(slots, 0)
+    return jnp.maximum(tables.req_to_token.at[rows, positions].get(mode="fill", fill_value=0), 0)
 
 
 def _choose(program: Program, logits, positions, requests):
@@ -383,31 +352,19 @@ def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> R
     return RequestTables(req_to_token=req_to_token, full_to_swa=tables.full_to_swa.at[slots].set(swa_slots))
 
 
-def new_state(
-    caches: Caches,
-    draft: Draft | None,
-    *,
-    max_requests: int,
-    max_len: int,
-    num_pages: int,
-    page_size: int,
-    window: bool,
-) -> State:
-    """Empty tables around a model's caches."""
-    full_to_swa = None
-    if window:
-        full_to_swa = jnp.full(num_pages * page_size + 1, -1, jnp.int32)
-        full_to_swa = full_to_swa.at[:page_size].set(jnp.arange(page_size, dtype=jnp.int32))
-    tables = RequestTables(req_to_token=jnp.full((max_requests, max_len), -1, jnp.int32), full_to_swa=full_to_swa)
-    last_tokens = jnp.zeros(max_requests, jnp.int32)
+def new_state(caches: Caches, draft: Draft | None, pool: RequestPool) -> State:
+    """Empty tables, of the sizes of the host's, around a model's caches."""
+    req_to_token, full_to_swa = jnp.full(pool.req_to_token.shape, -1, jnp.int32), None
+    if pool.window is not None:
+        full_to_swa = jnp.full(pool.full_to_swa.shape, -1, jnp.int32)
+        full_to_swa = full_to_swa.at[: pool.page_size].set(jnp.arange(pool.page_size, dtype=jnp.int32))
+    tables = RequestTables(req_to_token=req_to_token, full_to_swa=full_to_swa)
+    last_tokens = jnp.zeros(len(pool.req_to_token), jnp.int32)
     return State(caches=caches, tables=tables, last_tokens=last_tokens, draft=draft)
 
 
 def copy_states(caches: Caches, pairs: jax.Array) -> Caches:
-    """Copies carried states from rows to rows, in all layers; pairs int32 `[n, 2]` of (from, to).
-
-    Jit it with the caches donated.
-    """
+    """Copies carried states in all layers; pairs int32 `[n, 2]` of rows (from, to). Jit it with the caches donated."""
 
     def copy(part):
         if not isinstance(part, CompressorState):

@@ -22,26 +22,18 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """Where a model's parameters come from.
+    """Where a model's parameters come from."""
 
-    Attributes:
-      get: `(name, shape, dtype) -> array`; the name without "model.".
-      dtype: of the weights that are not kept in float32.
-      prefix: of the names that follow.
-      read_layer: what `layer` does; None reads.
-    """
-
-    get: Callable[[str, Shape, Any], jax.Array]
-    dtype: Any
-    prefix: str = ""
-    read_layer: Callable[..., Any] | None = None
+    get: Callable[[str, Shape, Any], jax.Array]  # (name, shape, dtype) → array; the name without "model."
+    dtype: Any  # of the weights that are not kept in float32
+    prefix: str = ""  # of the names that follow
+    read_layer: Callable[..., Any] | None = None  # what `layer` does; None reads
 
     def __call__(self, name: str, shape: Shape) -> jax.Array:
         """A weight in the model's dtype."""
         return self.get(self.prefix + name, shape, self.dtype)
 
     def float32(self, name: str, shape: Shape) -> jax.Array:
-        """A parameter that is kept in float32."""
         return self.get(self.prefix + name, shape, jnp.float32)
 
     def under(self, prefix: str) -> Tensors:
@@ -53,7 +45,6 @@ class Tensors:
         return read(config, i, self) if self.read_layer is None else self.read_layer(read, config, i, kind)
 
     def swiglu(self, width: int, hidden: int) -> DenseParams:
-        """The two weights of an MLP."""
         gate_up = [self(f"{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj")]
         return DenseParams(gate_up=jnp.concatenate(gate_up), down=self("down_proj.weight", (hidden, width)))
 
@@ -92,8 +83,7 @@ def random_params(
 ) -> Any:
     """Random parameters, made on the device: by jitted functions, one for each kind of layer.
 
-    Args:
-      shardings: the shardings of a layer's arrays, from the arrays' shapes; by default they are on one device.
+    `shardings` makes those of a layer's arrays from the arrays' shapes; by default they are on one device.
     """
     first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
     placed: dict[Hashable, tuple] = {}  # of its kind, as `_layer_program` takes it
