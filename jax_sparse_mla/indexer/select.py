@@ -195,12 +195,7 @@ def rows_at_once(width: int, scratch_bytes: int, batch_invariant: bool = False) 
 
 
 def in_chunks(function: Callable[[Any], Any], rows_of: Any, chunk: int) -> Any:
-    """`function(rows_of)`, of at most `chunk` rows at a time.
-
-    Args:
-      function: takes a pytree of arrays `[n, …]` and returns one.
-      rows_of: arrays `[rows, …]`.
-    """
+    """`function(rows_of)`, both of pytrees of arrays `[rows, …]`, of at most `chunk` rows at a time."""
     rows = jax.tree.leaves(rows_of)[0].shape[0]
     if rows <= chunk:
         return function(rows_of)

@@ -111,11 +111,7 @@ class Lists(NamedTuple):
 def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int, int, bool]]) -> tuple[Any, ...]:
     """Own parts of one or two index lists int32 `[rows, k]` a row, and their lengths, as `Ownership.pack` makes them.
 
-    Args:
-      rank: int32 scalar.
-      arrays: of each of the lists the indices, then the lengths if it has any.
-      size: ranks.
-      lists: the fields of `Lists`.
+    `arrays` are of each list its indices, then its lengths if it has any; `lists` the fields of its `Lists`.
     """
     remaining, lists = list(arrays), [Lists(*fields) for fields in lists]
     operands = [(remaining.pop(0), remaining.pop(0) if each.has_lengths else None) for each in lists]

@@ -201,11 +201,7 @@ _name(
         quantizers=((_SGLANG, -22), (_VLLM, -22)),
     )
 )
-_name(
-    replace(
-        _V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))
-    )
-)
+_name(replace(_V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))))
 _name(replace(_NOPE_BF16, name="NOPE_FP8_TENSOR", fp8_dim=512, group=512, scale_format="tensor"))
 
 # DeepSeek-V4.1: the same records in two orders of bytes, which their sizes do not tell apart.

@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.attention.triton.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.attention.triton.plan import (
-    MIN_FP4_BLOCK,
-    Tile,
-    choose_splits,
-    choose_tile,
-    row_kind,
-)
+from jax_sparse_mla.attention.triton.plan import MIN_FP4_BLOCK, Tile, choose_splits, choose_tile, row_kind
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.launch.describe import Device, Launch, Output
 

@@ -148,15 +148,7 @@ def _narrow(k, probe, after, count, lo, hi, count_lo, count_hi, surplus, deficit
     deficit = tl.where(up, tl.where(last > 0, deficit * 0.5, (k - count_hi).to(tl.float32)), (k - count).to(tl.float32))
     lo = tl.where(up, probe, lo)
     hi = tl.where(up, tl.minimum(hi, after), probe)
-    return (
-        lo,
-        hi,
-        tl.where(up, count, count_lo),
-        tl.where(up, count_hi, count),
-        surplus,
-        deficit,
-        tl.where(up, 1, -1),
-    )
+    return (lo, hi, tl.where(up, count, count_lo), tl.where(up, count_hi, count), surplus, deficit, tl.where(up, 1, -1))
 
 
 @triton.jit

@@ -210,8 +210,7 @@ def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
 
     keys, tails = shared.keys, shared.weights
     emit(
-        *(row_numbers, kv_ref, keys.at[0], keys.at[1], tails.at[0], tails.at[1]),
-        *(shared.valid, shared.barriers, pair),
+        *(row_numbers, kv_ref, keys.at[0], keys.at[1], tails.at[0], tails.at[1]), *(shared.valid, shared.barriers, pair)
     )
 
 
