@@ -208,15 +208,8 @@ def combine_topk_swa(
 ) -> tuple[Any, ...]:
     """As `jax_sparse_mla.combine_topk_swa_indices`."""
     (n, stride), num_requests = topk_indices.shape, seq_lens.shape[0]
-    constants = {
-        "TOPK_STRIDE": stride,
-        "TOPK": topk,
-        "WINDOW": window,
-        "RATIO": compress_ratio,
-        "WIDTH": width,
-        "SEARCH_STEPS": num_requests.bit_length(),
-        **TOPK_SWA_OPTIONS,
-    }
+    constants = {"TOPK_STRIDE": stride, "TOPK": topk, "WINDOW": window, "RATIO": compress_ratio, "WIDTH": width}
+    constants |= {"SEARCH_STEPS": num_requests.bit_length(), **TOPK_SWA_OPTIONS}
     grid = (triton.cdiv(n, TOPK_SWA_OPTIONS["ROWS"]),)
     outputs = Output((n, width), "int32"), Output((n,), "int32")
     launch = Launch(combine_topk_swa_kernel, "combine_topk_swa", grid, (n, num_requests), outputs, constants)
