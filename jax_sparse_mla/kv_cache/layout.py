@@ -227,7 +227,7 @@ _name(replace(_V41_FP8, name="V41_FP8_SPLIT", footer_scale_bytes=16, page_align=
 _name(replace(_V41_FP4, name="V41_FP4", inline_scale_bytes=32, page_align=288))
 _name(replace(_V41_FP4, name="V41_FP4_SPLIT", footer_scale_bytes=32, page_align=256))
 
-# What the kernels of `kernels/triton/kv_cache.py` were written for: they move 64 values or 8 bytes at a time, and would
+# What the kernels of `kv_cache/triton.py` were written for: they move 64 values or 8 bytes at a time, and would
 # leave out the rest of another layout's parts. Plain JAX serves every layout.
 KERNEL_LAYOUTS = tuple(layout for layout in vars(KVLayout).values() if isinstance(layout, KVLayout))
 

@@ -366,20 +366,10 @@ def split_pages_kernel(
 # --- launches: sizes are not zero -----------------------------------------------------------------
 # `scale`: float32 [1], of a layout that has one for all values.
 # `pages` are the first page and the number of pages of the cache in its buffer; None: the buffer is the cache.
+# `page_bytes`: from one page's start to the next one's; None: the layout's own.
 
 
-def write_kv(
-    execute: Executor,
-    data,
-    slots,
-    kv,
-    scale=None,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    page_bytes: int | None = None,
-    pages: tuple[int, int] | None = None,
-) -> Any:
+def write_kv(execute: Executor, data, slots, kv, scale=None, *, layout, page_size, page_bytes=None, pages=None) -> Any:
     """`data`, uint8 `[pages, page_bytes]`, with the rows written, by a rule whose scales are powers of two."""
     n, (first_page, num_pages) = slots.shape[0], pages or (0, data.shape[0])
     constants = layout_constants(layout, page_size, page_bytes) | WRITE_OPTIONS
@@ -391,18 +381,7 @@ def write_kv(
 
 
 def gather_kv(
-    execute: Executor,
-    data,
-    slots,
-    scale=None,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    page_bytes: int | None = None,
-    pages: tuple[int, int] | None = None,
-    rows: int | None = None,
-    start: int = 0,
-    out=None,
+    execute, data, slots, scale=None, *, layout, page_size, page_bytes=None, pages=None, rows=None, start=0, out=None
 ) -> Any:
     """bfloat16 `[rows, qk_dim]`, new or `out`, with the slots' rows from `start` on; other rows are left undefined.
 
@@ -414,16 +393,7 @@ def gather_kv(
 
 
 def gather_kv_into(
-    execute: Executor,
-    workspace,
-    data,
-    slots,
-    scale=None,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    start: int,
-    pages: tuple[int, int] | None = None,
+    execute: Executor, workspace, data, slots, scale=None, *, layout, page_size, start, pages=None
 ) -> Any:
     """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
     output = Output(workspace.shape, "bfloat16", alias=3)

@@ -7,7 +7,6 @@ serves a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -59,15 +58,7 @@ def _table(table: IndexTable) -> tuple[tuple, TableShape]:
     return (cache.data, indices, lengths, cache.tensor_scale), shape
 
 
-def _attend(
-    q: jax.Array,
-    tables: Sequence[tuple],
-    attn_sink: jax.Array | None,
-    shape: CallShape,
-    *,
-    may_split: bool,
-    max_logits: bool = False,
-) -> list[jax.Array]:
+def _attend(q, tables, attn_sink, shape: CallShape, *, may_split: bool, max_logits: bool = False) -> list[jax.Array]:
     """out `[rows, heads, 512]`, lse `[rows, heads]` and, if asked for, max_logits."""
     execute, inputs = executor(), kernels.inputs(q, tables, attn_sink)
     attend, combine = kernels.launches(shape, execute.device, max_logits=max_logits, may_split=may_split)

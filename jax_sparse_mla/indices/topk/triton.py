@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -497,15 +496,7 @@ class Transform(NamedTuple):
 
 
 def topk(
-    execute: Executor,
-    logits,
-    lengths,
-    *,
-    topk: int,
-    row_starts=None,
-    transform: Transform,
-    out=None,
-    scratch: Sequence[Any] = (None,) * 5,
+    execute: Executor, logits, lengths, *, topk, row_starts=None, transform: Transform, out=None, scratch=(None,) * 5
 ) -> Any:
     """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets.
 
