@@ -36,14 +36,9 @@ def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices=False, b
         jax.ShapeDtypeStruct((batch, q_len, heads, V_DIM), jnp.bfloat16),
         jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
     )
-    plan = decode_plan(
-        batch * q_len,
-        heads,
-        tuple(table.indices.shape[-1] for table in tables),
-        has_lengths=any(table.lengths is not None for table in tables),
-        sm_count=DeviceInfo.current().sm_count,
-        batch_invariant=batch_invariant,
-    )
+    topks, has_lengths = tuple(table.indices.shape[-1] for table in tables), any(x.lengths is not None for x in tables)
+    sizes, sm_count = (batch * q_len, heads, topks), DeviceInfo.current().sm_count
+    plan = decode_plan(*sizes, has_lengths=has_lengths, sm_count=sm_count, batch_invariant=batch_invariant)
     operands: list[jax.Array] = []
 
     def operand(x: PagedKV | jax.Array | None) -> Buffer | None:

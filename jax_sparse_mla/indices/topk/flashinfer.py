@@ -99,11 +99,9 @@ def _in_their_order(logits: jax.Array) -> jax.Array:
     −0.0 and +0.0 become one number, which leaves room to put NaN below what was −inf; +inf becomes a NaN, the largest
     of FlashInfer's order. XLA fuses this into whatever computes the logits.
     """
-    unsigned, signed, sign, infinity = (
-        (jnp.uint16, jnp.int16, 1 << 15, 0x7F80)
-        if logits.dtype == jnp.bfloat16
-        else (jnp.uint32, jnp.int32, 1 << 31, 0x7F800000)
-    )
+    unsigned, signed, sign, infinity = jnp.uint32, jnp.int32, 1 << 31, 0x7F800000
+    if logits.dtype == jnp.bfloat16:
+        unsigned, signed, sign, infinity = jnp.uint16, jnp.int16, 1 << 15, 0x7F80
     bits = lax.bitcast_convert_type(logits, unsigned)
     magnitude = bits & unsigned(sign - 1)
     rank = lax.bitcast_convert_type(magnitude, signed)
