@@ -24,15 +24,7 @@ from jax_sparse_mla.indices import (
     topk_positions,
     topk_transform,
 )
-from jax_sparse_mla.kv_cache import (
-    KVLayout,
-    PagedKV,
-    dequantize_kv,
-    gather_kv,
-    quantize_ue8m0,
-    split_pages,
-    write_kv,
-)
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, dequantize_kv, gather_kv, quantize_ue8m0, split_pages, write_kv
 from jax_sparse_mla.metadata import (
     ForwardBatch,
     ForwardMode,

@@ -114,13 +114,8 @@ def check_batch(batch: ForwardBatch, tables: RequestTables) -> None:
         bad = (batch.extend_lens < 0) | (batch.extend_lens > jnp.maximum(batch.seq_lens, 0))
         require("extend_lens", bad, "outside [0, seq_lens]")
         total = jnp.cumsum(batch.extend_lens)  # of checked lengths; it may wrap only where they are absurd
-        _require(
-            "check_batch",
-            "cumsum(batch.extend_lens)",
-            total,
-            (total > num_rows) | (total < 0),
-            f"above the {num_rows} rows of out_cache_loc",
-        )
+        bad, what = (total > num_rows) | (total < 0), f"above the {num_rows} rows of out_cache_loc"
+        _require("check_batch", "cumsum(batch.extend_lens)", total, bad, what)
     bad = (batch.req_pool_indices < 0) | (batch.req_pool_indices >= max_requests)
     require("req_pool_indices", in_use & bad, f"outside the {max_requests} rows of req_to_token")
 

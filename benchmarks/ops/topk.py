@@ -1,7 +1,7 @@
 """Top-k of indexer logits with its page-table transform, from one decode row to a prefill chunk.
 
-Peers: FlashInfer's transform from torch and, with nothing of our contract around it, from jitted JAX; SGLang's for
-DeepSeek-V4 (`topk_transform_paged_v2`), whose plan is made once a step and not timed.
+Peers, called from torch: FlashInfer's transform, and SGLang's for DeepSeek-V4 (`topk_transform_paged_v2`), whose plan
+is made once a step and not timed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from benchmarks import peers
 from benchmarks.harness import Case, Run, Spec, operation
 from jax_sparse_mla.indices import TopkTransform, topk_transform
-from jax_sparse_mla.indices.topk import flashinfer as topk_flashinfer
-from jax_sparse_mla.indices.topk import route
 
 PAGE_SIZE = 64
 ROWS = (1, 64, 4096)
@@ -44,8 +42,6 @@ def _case(rng: np.random.Generator, rows: int, columns: int, topk: int) -> Case:
     ours = _jitted(_paged, args, topk)
     rivals = {"flashinfer": _flashinfer(logits, lengths, pages, topk), "sglang": _sglang(logits, lengths, pages, topk)}
     checks = {name: functools.partial(_share_of_other_slots, ours, run) for name, run in rivals.items()}
-    if "flashinfer" not in route.missing():
-        rivals["flashinfer from jax"] = _jitted(_flashinfer_from_jax, args, topk)
     return Case(
         ours={"jax": ours},
         peers=rivals,
@@ -60,11 +56,6 @@ def _jitted(function: Callable, args: list[jax.Array], topk: int) -> Run:
 
 def _paged(logits, lengths, pages, *, topk):
     return topk_transform(logits, lengths, topk, method=TopkTransform.PAGED, page_table=pages, page_size=PAGE_SIZE)
-
-
-def _flashinfer_from_jax(logits, lengths, pages, *, topk):
-    """Its transform on its own terms, but for ties: nothing of our contract around it."""
-    return topk_flashinfer.page_table_transform(logits, pages, lengths, topk, PAGE_SIZE)
 
 
 def _flashinfer(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, topk: int) -> Run:

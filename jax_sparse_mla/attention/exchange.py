@@ -79,12 +79,9 @@ def send_reference(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
 def merge_received(
     words: jax.Array, attn_sink: jax.Array | None, shape: tuple[int, ...], dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """`merge_attention` of the parts that all devices sent, and `apply_attn_sink`.
+    """`merge_attention` of the parts, int32 `[n, words]`, that all devices sent by `send`, and `apply_attn_sink`.
 
-    Args:
-      words: int32 `[n, words]`, what each device sent by `send`.
-      attn_sink: float32, of the device's own heads.
-      shape, dtype: of out, `[..., own heads, v_dim]`.
+    The sink is that of the device's own heads; shape and dtype are out's, `[..., own heads, v_dim]`.
     """
     dtype = np.dtype(dtype).name
     plain = partial(merge_received_reference, shape=shape, dtype=dtype)

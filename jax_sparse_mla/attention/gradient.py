@@ -42,13 +42,8 @@ def differentiable(
 ) -> Callable[..., tuple]:
     """`forward(q, kv, indices, topk_length, attn_sink)`, which is prefill, with a gradient in q, kv and the sink.
 
-    Args:
-      forward: returns out, max_logits and lse.
-      name: of the public function, for errors.
-      softmax_scale: of the scores.
-      deterministic: dkv repeats to the bit; q's and the sink's gradients always do.
+    `name` is the public function's, for errors. `deterministic`: dkv repeats to the bit, as dq and dsink always do.
     """
-
     attend = jax.custom_vjp(forward)
 
     def save(*arguments):

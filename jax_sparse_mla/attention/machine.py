@@ -37,12 +37,7 @@ def installed_backends() -> frozenset[str]:
 
 
 def plan_here(call: Call, *, backend: str | None = None) -> Plan:
-    """The plan of a call on this machine; the environment's overrides are read.
-
-    Args:
-      call: what is known of it; its device is this machine's.
-      backend: the name of the backend that must serve the call; by default JAX_SPARSE_MLA_DECODE_BACKEND or
-        …_PREFILL_BACKEND, then JAX_SPARSE_MLA_BACKEND, then the router's choice.
+    """The plan of a call on this machine, by the named backend, or the environment's, or by the router's choice.
 
     Raises:
       ValueError: the named backend is unknown or cannot serve the call, with the reason.

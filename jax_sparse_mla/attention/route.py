@@ -105,25 +105,17 @@ def plan_attention(
 
 
 def plan_call(call: Call, *, unable: Mapping[str, str], override: str | None = None) -> Plan:
-    """The backend and kernel of a call. Pure.
+    """The backend and kernel of a call, or of the backend that `override` names. Pure.
 
-    Args:
-      call: what is known of it.
-      unable: backends that cannot be used for reasons beyond that (what is not installed, what the tensors do not
-        allow), and why.
-      override: a backend's name that must serve the call.
+    `unable` are backends that cannot be used for reasons that the call does not hold (what is not installed, what the
+    tensors do not allow), and why.
 
     Raises:
       ValueError: an unknown name, or an override that cannot serve the call, with the reason.
     """
+    described, order = f"{call.phase} call", _preference(call)
     choice = choose(
-        "plan_attention",
-        BACKENDS,
-        call,
-        described=f"{call.phase} call",
-        unable=unable,
-        order=_preference(call),
-        override=override,
+        "plan_attention", BACKENDS, call, described=described, unable=unable, order=order, override=override
     )
     kernel, reason = _kernel(choice.backend, call)
     return Plan(choice.backend, kernel, f"{choice.reason}; {reason}", choice.rejected)

@@ -102,18 +102,12 @@ def index_topk_and_blocks(
     check, rows_of, index_cache = _check("index_topk_and_blocks", q, weights, index_cache, page_table, lengths)
     topk = check.static_int("topk", topk, minimum=1)
     topk_blocks = check.static_int("topk_blocks", topk_blocks, minimum=1)
-    return _both(
-        rows_of,
-        index_cache,
-        topk=topk,
-        topk_blocks=topk_blocks,
-        block_size=_check_block(check, block_size, index_cache),
-        scratch_bytes=SCRATCH_BYTES,
-    )
+    block_size = _check_block(check, block_size, index_cache)
+    return _both(rows_of, index_cache, topk, topk_blocks, block_size, SCRATCH_BYTES)
 
 
 @functools.partial(jax.jit, static_argnames=("topk", "topk_blocks", "block_size", "scratch_bytes"))
-def _both(rows_of, index_cache, *, topk, topk_blocks, block_size, scratch_bytes):
+def _both(rows_of, index_cache, topk, topk_blocks, block_size, scratch_bytes):
     def select(rows_of, index_cache):
         (rows,), width = rows_of["lengths"].shape, rows_of["pages"].shape[1] * page_size_of(index_cache)
 
@@ -167,8 +161,7 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
 
     def select(rows_of, keys):
         def chunk(rows_of):
-            pages, lengths = rows_of["pages"], rows_of["lengths"]
-            blocks = rows_of["blocks"]
+            pages, lengths, blocks = rows_of["pages"], rows_of["lengths"], rows_of["blocks"]
             of_table = pages.shape[1] * keys.page_size // block_size
             # Blocks that do not exist go behind the others, where no column that counts is theirs.
             blocks = jnp.sort(jnp.where((blocks >= 0) & (blocks < of_table), blocks, INT_MAX), axis=1)

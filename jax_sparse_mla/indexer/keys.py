@@ -110,15 +110,7 @@ IndexFormat.FP4 = IndexFormat("FP4", 64, 32, (("sglang", -13), ("vllm", _LEAST_Q
 
 
 def encode_keys(format: IndexFormat, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bytes of keys.
-
-    Args:
-      format: of the cache.
-      k: bfloat16 or float32 `[n, 128]`.
-
-    Returns:
-      `(values, scales)`: uint8 `[n, value_bytes]` and `[n, 4]`.
-    """
+    """The bytes of keys `[n, 128]`: `(values, scales)`, uint8 `[n, value_bytes]` and `[n, 4]`."""
     if format.name == "FP8":
         values, scales = quantize_fp8(k, format)
         return lax.bitcast_convert_type(values, jnp.uint8), lax.bitcast_convert_type(scales, jnp.uint8)
@@ -131,12 +123,7 @@ def encode_keys(format: IndexFormat, k: jax.Array) -> tuple[jax.Array, jax.Array
 def decode_keys(format: IndexFormat, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The keys of bytes: what is stored of a key's values, and what each group of them is multiplied by.
 
-    Args:
-      format: of the cache.
-      values, scales: uint8 `[..., value_bytes]` and `[..., 4]`.
-
-    Returns:
-      float8_e4m3fn `[..., 128]`, which holds every e2m1 number, and float32 `[..., 128 / group]`.
+    They are float8_e4m3fn `[..., 128]`, which holds every e2m1 number, and float32 `[..., 128 / group]`.
     """
     if format.name == "FP8":
         scales = lax.bitcast_convert_type(scales, jnp.float32)[..., None]

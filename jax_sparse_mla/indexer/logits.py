@@ -96,11 +96,7 @@ class IndexKeys(LayerPool):
 
 
 def index_logits(
-    q: jax.Array,
-    weights: jax.Array,
-    index_cache: jax.Array | IndexKeys,
-    page_table: jax.Array,
-    lengths: jax.Array,
+    q: jax.Array, weights: jax.Array, index_cache: jax.Array | IndexKeys, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
     """The logits from which the top-k selects: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
 

@@ -85,11 +85,7 @@ _RECORDS = (
     # e5m2 holds hardly any e4m3 query, and what the kernel does then is slower than Triton's. It has a specialisation
     # for at most 16, 32 and 64 heads.
     dataclasses.replace(
-        _HOPPER,
-        name="hopper_fp4",
-        reads=(("bfloat16", "FP4"),),
-        rows=(0, FROM_ROWS - 1),
-        heads=(0, MAX_KERNEL_HEADS),
+        _HOPPER, name="hopper_fp4", reads=(("bfloat16", "FP4"),), rows=(0, FROM_ROWS - 1), heads=(0, MAX_KERNEL_HEADS)
     ),
     Backend(
         name="triton",

@@ -167,15 +167,7 @@ def _by_chunks(selection, rows_of, index_cache, page_table, kv_page_table):
     return in_chunks(chunk, rows_of, rows_at_once(capacity, selection.scratch_bytes, batch_invariant))
 
 
-def logits_at_once(
-    q: jax.Array,
-    weights: jax.Array,
-    index_cache: jax.Array | IndexKeys,
-    page_table: jax.Array,
-    lengths: jax.Array,
-    *,
-    batch_invariant: bool = False,
-) -> jax.Array | None:
+def logits_at_once(q, weights, index_cache, page_table, lengths, *, batch_invariant: bool = False) -> jax.Array | None:
     """The logits of a decode step, for a top-k, which reads none past a row's length: there they may be anything.
 
     Arguments and errors as of `index_logits`, `batch_invariant` as of `selected_positions`. None where the logits are
@@ -195,12 +187,7 @@ def rows_at_once(width: int, scratch_bytes: int, batch_invariant: bool = False) 
 
 
 def in_chunks(function: Callable[[Any], Any], rows_of: Any, chunk: int) -> Any:
-    """`function(rows_of)`, of at most `chunk` rows at a time.
-
-    Args:
-      function: takes a pytree of arrays `[n, …]` and returns one.
-      rows_of: arrays `[rows, …]`.
-    """
+    """`function(rows_of)`, both of pytrees of arrays `[rows, …]`, of at most `chunk` rows at a time."""
     rows = jax.tree.leaves(rows_of)[0].shape[0]
     if rows <= chunk:
         return function(rows_of)

@@ -258,21 +258,11 @@ def index_logits_decode_kernel(
         limit = tl.sum(tl.where(row == current, length, 0), axis=0)
         stop = tl.minimum(end, last)
         score(
-            q_ptr,
-            weights_ptr,
-            current,
-            rows,
+            *(q_ptr, weights_ptr, current, rows),
             (cache_ptr, num_pages, page_table_ptr + current.to(tl.int64) * (capacity // PAGE_SIZE)),
             (limit + one, out_ptr + (current.to(tl.int64) * capacity + one), one == 0),
             ((block - begin) * BLOCK, (stop - begin) * BLOCK, capacity),
-            PAGE_SIZE,
-            HEADS,
-            HEADS_POW2,
-            1,
-            FP4,
-            HARDWARE_FP8,
-            BLOCK,
-            STAGES,
+            *(PAGE_SIZE, HEADS, HEADS_POW2, 1, FP4, HARDWARE_FP8, BLOCK, STAGES),
         )
         block = stop
 
@@ -327,21 +317,11 @@ def index_logits_prefill_kernel(
         differ = tl.max(tl.max((read & (own != theirs)).to(tl.int32), axis=1), axis=0)
         if differ == 0:
             score(
-                q_ptr,
-                weights_ptr,
-                first_row,
-                rows,
+                *(q_ptr, weights_ptr, first_row, rows),
                 (cache_ptr, num_pages, page_table_ptr + leader.to(tl.int64) * table_width),
                 (length, out, in_rows),
                 (start, scored, capacity),
-                PAGE_SIZE,
-                HEADS,
-                HEADS_POW2,
-                ROWS,
-                FP4,
-                HARDWARE_FP8,
-                BLOCK,
-                STAGES,
+                *(PAGE_SIZE, HEADS, HEADS_POW2, ROWS, FP4, HARDWARE_FP8, BLOCK, STAGES),
             )
         else:
             one = tl.arange(0, 1)
@@ -352,21 +332,11 @@ def index_logits_prefill_kernel(
                 if FILL:
                     _fill(out_ptr + single.to(tl.int64) * capacity, end, scored)
                 score(
-                    q_ptr,
-                    weights_ptr,
-                    single,
-                    rows,
+                    *(q_ptr, weights_ptr, single, rows),
                     (cache_ptr, num_pages, page_table_ptr + single.to(tl.int64) * table_width),
                     (limit + one, out_ptr + (single.to(tl.int64) * capacity + one), one == 0),
                     (start, end, capacity),
-                    PAGE_SIZE,
-                    HEADS,
-                    HEADS_POW2,
-                    1,
-                    FP4,
-                    HARDWARE_FP8,
-                    BLOCK,
-                    STAGES,
+                    *(PAGE_SIZE, HEADS, HEADS_POW2, 1, FP4, HARDWARE_FP8, BLOCK, STAGES),
                 )
                 single += 1
     if FILL:
@@ -398,12 +368,8 @@ def write_index_k(
     """uint8 `[pages, page_size * 132]` with the keys written."""
     n, page_bytes = slots.shape[0], index_cache.shape[1]
     first_page, num_pages = pages or (0, index_cache.shape[0])
-    constants = {
-        "PAGE_SIZE": page_bytes // TOKEN_BYTES,
-        "HADAMARD": hadamard,
-        "HARDWARE_FP8": execute.device.hardware_fp8,
-        **WRITE_OPTIONS,
-    }
+    constants = {"PAGE_SIZE": page_bytes // TOKEN_BYTES, "HADAMARD": hadamard, **WRITE_OPTIONS}
+    constants["HARDWARE_FP8"] = execute.device.hardware_fp8
     grid, outputs = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),), (Output(index_cache.shape, "uint8", alias=2),)
     launch = Launch(write_index_k_kernel, "write_index_k", grid, (n, num_pages, first_page), outputs, constants)
     return execute(launch, (slots, k, index_cache))[0]
@@ -415,14 +381,12 @@ def index_logits(
     fp4: bool = False,
     pages: tuple[int, int] | None = None,
     fill: bool = True,
-    out: Any = None,
+    out=None,
 ) -> Any:
     """float32 `[rows, capacity]`, for float8_e4m3fn q over FP8 keys and bfloat16 q over FP4 keys.
 
-    Without `fill` columns are unwritten from the end of the block on that holds a row's last key.
-
-    Args:
-      arrays: q, weights, index_cache, page_table, lengths.
+    Arrays are q, weights, index_cache, page_table and lengths. Without `fill` columns are unwritten from the end of the
+    block on that holds a row's last key.
     """
     q, _, index_cache, page_table, _ = arrays
     (rows, heads, _), (first_page, num_pages) = q.shape, pages or (0, index_cache.shape[0])

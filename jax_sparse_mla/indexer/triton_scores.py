@@ -26,8 +26,7 @@ _FP8_BYTES, _FP4_BYTES = tl.constexpr(FP8_BYTES), tl.constexpr(FP4_BYTES)
 
 _PACKED = tl.constexpr(64)  # bytes of the values of an FP4 key
 _GROUP_BYTES = tl.constexpr(16)  # of them that share a scale
-_LEAST_SCALE = tl.constexpr(114)  # UE8M0 of 2^-13
-_LEAST_SCALES = tl.constexpr(0x72727272)
+_LEAST_SCALES = tl.constexpr(0x72727272)  # four UE8M0 bytes of 2^-13
 _UP_TO_26 = tl.constexpr(0x65656565)  # added to a byte of 7 bits, it sets bit 7 where the byte is above 26
 _LOW_BITS = tl.constexpr(0x7F7F7F7F)
 _HIGH_BITS = tl.constexpr(0x80808080)

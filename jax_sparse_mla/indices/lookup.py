@@ -13,15 +13,7 @@ INT_MAX = 2**31 - 1
 
 
 def take_or_minus_one(table: jax.Array, index: jax.Array) -> jax.Array:
-    """`table[index]`, and −1 where `index` is outside `[0, len(table))` or the entry itself is negative.
-
-    Args:
-      table: int32 `[n]`; n may be 0.
-      index: int32, any shape.
-
-    Returns:
-      int32, the shape of `index`.
-    """
+    """`table[index]` of int32 `[n]`, and −1 where `index` is outside `[0, n)` or the entry itself is negative."""
     size = table.shape[0]
     if size == 0:
         return jnp.full(index.shape, -1, jnp.int32)
@@ -33,14 +25,8 @@ def take_or_minus_one(table: jax.Array, index: jax.Array) -> jax.Array:
 def take_2d_or_minus_one(table: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
     """`table[row, column]`, and −1 where row or column is outside the table or the entry itself is negative.
 
-    The two coordinates are never joined into one, so the table may hold more than 2³¹ entries.
-
-    Args:
-      table: int32 `[rows, columns]`; either may be 0.
-      row, column: int32, shapes that broadcast to each other.
-
-    Returns:
-      int32, the broadcast shape.
+    Row and column broadcast to each other. They are never joined into one number, so the table may hold more than 2³¹
+    entries.
     """
     row, column = jnp.broadcast_arrays(row, column)
     rows, columns = table.shape
@@ -55,15 +41,7 @@ def page_slot_or_minus_one(page_table: jax.Array, row: jax.Array, position: jax.
     """The slot `page_table[row, position // page_size] * page_size + position % page_size` of a token.
 
     −1 where the position is negative or beyond the table, the row is not one of the table's, the page is
-    negative, or the slot does not fit int32.
-
-    Args:
-      page_table: int32 `[rows, pages]`.
-      row, position: int32, shapes that broadcast to each other.
-      page_size: tokens per page (static).
-
-    Returns:
-      int32, the broadcast shape.
+    negative, or the slot does not fit int32. Row and position broadcast to each other.
     """
     # Division rounds down: a negative position has a negative page.
     page = take_2d_or_minus_one(page_table, row, position // page_size)
@@ -73,39 +51,24 @@ def page_slot_or_minus_one(page_table: jax.Array, row: jax.Array, position: jax.
 
 
 def add_or_minus_one(index: jax.Array, base: jax.Array) -> jax.Array:
-    """`index + base`, and −1 where either is negative or the sum does not fit int32.
-
-    Args:
-      index, base: int32, shapes that broadcast to each other.
-
-    Returns:
-      int32, the broadcast shape.
-    """
+    """`index + base` of int32 numbers, and −1 where either is negative or the sum does not fit int32."""
     valid = (index >= 0) & (base >= 0) & (index <= INT_MAX - jnp.maximum(base, 0))
     return jnp.where(valid, index + base, -1)
 
 
 def exclusive_cumsum(counts: jax.Array) -> jax.Array:
-    """The start of each of the concatenated parts, then the total: int32 `[n + 1]`.
+    """The start of each of the concatenated parts, then the total: int32 `[n + 1]` of counts `[n]`, none negative.
 
     Sums past INT_MAX stay INT_MAX instead of wrapping, so "the total exceeds the capacity" is never missed.
-
-    Args:
-      counts: int32 `[n]`, none negative.
     """
     sums = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, INT_MAX - a), counts.astype(jnp.int32))
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), sums])
 
 
 def split_ragged(starts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """The part to which each element of a ragged concatenation belongs.
+    """`(part, index)` of the first `capacity` elements of a ragged concatenation; −1 past the last part.
 
-    Args:
-      starts: int32 `[n + 1]`, exclusive sums of the parts' lengths.
-      capacity: elements to answer for (static).
-
-    Returns:
-      `(part, index)`, int32 `[capacity]`: the element's part and its place in it; −1 past the last part.
+    `starts` are the exclusive sums of the parts' lengths, int32 `[n + 1]`.
     """
     element = jnp.arange(capacity, dtype=jnp.int32)
     # The last part that starts at or before the element: empty parts before it repeat its start.

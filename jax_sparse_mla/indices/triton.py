@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -171,15 +170,7 @@ def _load_entries(topk_ptr, row, start, topk_len, TOPK_STRIDE, TOPK: tl.constexp
 
 
 def combine_swa_extra(
-    execute: Executor,
-    swa_indices,
-    swa_lengths,
-    extra_indices,
-    extra_lengths,
-    num_swa_rows,
-    *,
-    width: int,
-    out: Sequence[Any] | None = None,
+    execute: Executor, swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows, *, width: int, out=None
 ) -> tuple[Any, ...]:
     """As `jax_sparse_mla.combine_swa_extra_indices`, `num_swa_rows` an int32 scalar."""
     n, swa_width = swa_indices.shape
@@ -191,34 +182,13 @@ def combine_swa_extra(
 
 
 def combine_topk_swa(
-    execute: Executor,
-    topk_indices,
-    query_pos,
-    query_start_loc,
-    seq_lens,
-    gather_lens,
-    compressed_base,
-    swa_base,
-    *,
-    window: int,
-    compress_ratio: int,
-    topk: int,
-    width: int,
-    out: Sequence[Any] | None = None,
+    execute: Executor, topk_indices, query_pos, *requests, window, compress_ratio, topk, width, out=None
 ) -> tuple[Any, ...]:
-    """As `jax_sparse_mla.combine_topk_swa_indices`."""
-    (n, stride), num_requests = topk_indices.shape, seq_lens.shape[0]
-    constants = {
-        "TOPK_STRIDE": stride,
-        "TOPK": topk,
-        "WINDOW": window,
-        "RATIO": compress_ratio,
-        "WIDTH": width,
-        "SEARCH_STEPS": num_requests.bit_length(),
-        **TOPK_SWA_OPTIONS,
-    }
+    """As `jax_sparse_mla.combine_topk_swa_indices`; requests are its five arrays of them."""
+    (n, stride), (num_requests,) = topk_indices.shape, requests[1].shape
+    constants = {"TOPK_STRIDE": stride, "TOPK": topk, "WINDOW": window, "RATIO": compress_ratio, "WIDTH": width}
+    constants |= {"SEARCH_STEPS": num_requests.bit_length(), **TOPK_SWA_OPTIONS}
     grid = (triton.cdiv(n, TOPK_SWA_OPTIONS["ROWS"]),)
     outputs = Output((n, width), "int32"), Output((n,), "int32")
     launch = Launch(combine_topk_swa_kernel, "combine_topk_swa", grid, (n, num_requests), outputs, constants)
-    requests = seq_lens, gather_lens, compressed_base, swa_base
-    return execute(launch, (topk_indices, query_start_loc, query_pos, *requests), out)
+    return execute(launch, (topk_indices, requests[0], query_pos, *requests[1:]), out)

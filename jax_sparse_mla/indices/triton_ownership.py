@@ -17,17 +17,15 @@ _MOST_COLUMNS = 4096
 @triton.jit
 def _pack_row(
     rank,
-    indices_ptr,
-    lengths_ptr,
+    arrays,  # pointers to indices and lengths, and to the results and their numbers
     last,
-    out_ptr,
-    counts_ptr,
     TOPK: tl.constexpr,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
+    indices_ptr, lengths_ptr, out_ptr, counts_ptr = arrays
     row = tl.program_id(0).to(tl.int64)
     scanned = TOPK
     if HAS_LENGTHS:
@@ -75,23 +73,11 @@ def pack_kernel(
     """One list of one row: what is the rank's own, by the rank's own numbers and in its order, then -1."""
     rank = tl.load(rank_ptr)
     if tl.program_id(1) == 0:
-        _pack_row(
-            rank, indices_ptr, lengths_ptr, last, out_ptr, counts_ptr, TOPK, COLUMNS, SIZE, INTERLEAVE, HAS_LENGTHS
-        )
+        arrays = indices_ptr, lengths_ptr, out_ptr, counts_ptr
+        _pack_row(rank, arrays, last, TOPK, COLUMNS, SIZE, INTERLEAVE, HAS_LENGTHS)
     elif EXTRA_TOPK > 0:
-        _pack_row(
-            rank,
-            extra_ptr,
-            extra_lengths_ptr,
-            extra_last,
-            extra_out_ptr,
-            extra_counts_ptr,
-            EXTRA_TOPK,
-            EXTRA_COLUMNS,
-            SIZE,
-            EXTRA_INTERLEAVE,
-            EXTRA_HAS_LENGTHS,
-        )
+        extra = extra_ptr, extra_lengths_ptr, extra_out_ptr, extra_counts_ptr
+        _pack_row(rank, extra, extra_last, EXTRA_TOPK, EXTRA_COLUMNS, SIZE, EXTRA_INTERLEAVE, EXTRA_HAS_LENGTHS)
 
 
 class Lists(NamedTuple):
@@ -111,11 +97,7 @@ class Lists(NamedTuple):
 def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int, int, bool]]) -> tuple[Any, ...]:
     """Own parts of one or two index lists int32 `[rows, k]` a row, and their lengths, as `Ownership.pack` makes them.
 
-    Args:
-      rank: int32 scalar.
-      arrays: of each of the lists the indices, then the lengths if it has any.
-      size: ranks.
-      lists: the fields of `Lists`.
+    `arrays` are of each list its indices, then its lengths if it has any; `lists` the fields of its `Lists`.
     """
     remaining, lists = list(arrays), [Lists(*fields) for fields in lists]
     operands = [(remaining.pop(0), remaining.pop(0) if each.has_lengths else None) for each in lists]
@@ -128,18 +110,11 @@ def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int,
         else:
             outputs += [Output(tuple(positions.shape), "int32"), Output(tuple(positions.shape[:1]), "int32")]
     columns = [min(triton.next_power_of_2(x.shape[1]), _MOST_COLUMNS) for x in (indices, extra) if x is not None]
-    constants = {
-        "TOPK": indices.shape[1],
-        "COLUMNS": columns[0],
-        "INTERLEAVE": first.interleave,
-        "HAS_LENGTHS": first.has_lengths,
-        "EXTRA_TOPK": 0 if extra is None else extra.shape[1],
-        "EXTRA_COLUMNS": columns[-1],
-        "EXTRA_INTERLEAVE": second.interleave,
-        "EXTRA_HAS_LENGTHS": second.has_lengths,
-        "SIZE": size,
-        "num_warps": min(max(max(columns) // 256, 4), 16),
-    }
+    constants = {"TOPK": indices.shape[1], "EXTRA_TOPK": 0 if extra is None else extra.shape[1], "SIZE": size}
+    constants |= {"COLUMNS": columns[0], "EXTRA_COLUMNS": columns[-1]}
+    constants |= {"INTERLEAVE": first.interleave, "EXTRA_INTERLEAVE": second.interleave}
+    constants |= {"HAS_LENGTHS": first.has_lengths, "EXTRA_HAS_LENGTHS": second.has_lengths}
+    constants["num_warps"] = min(max(max(columns) // 256, 4), 16)
     grid, scalars = (indices.shape[0], len(lists)), (first.last, second.last)
     launch = Launch(pack_kernel, "pack_own", grid, scalars, outputs, constants)
     results = execute(launch, (rank, indices, lengths, extra, extra_lengths))

@@ -229,11 +229,7 @@ _name(replace(_V41_FP4, name="V41_FP4_SPLIT", footer_scale_bytes=32, page_align=
 
 # Rows without rotary embedding (GLM-5.3).
 _name(_NOPE_BF16)
-_name(
-    replace(
-        _V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))
-    )
-)
+_name(replace(_V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))))
 _name(replace(_NOPE_BF16, name="NOPE_FP8_TENSOR", fp8_dim=512, group=512, scale_format="tensor"))
 
 # What the kernels of `kv_cache/triton.py` were written for: they move 64 values or 8 bytes at a time, and would

@@ -75,12 +75,8 @@ def divide(numerator: jax.Array, divisor: jax.Array | int) -> jax.Array:
     and does not round a division correctly on a GPU. Each is sometimes off by a unit in the last place, and a cache's
     bytes would then differ from those that torch and CUDA write.
 
-    Args:
-      numerator, divisor: int32, broadcast against each other.
-
-    Returns:
-      int32. A quotient that is no normal number is 0 or infinity; a numerator that is none gives 0. An infinity or NaN
-      on either side gives NaN.
+    A quotient that is no normal number is 0 or infinity; a numerator that is none gives 0. An infinity or NaN on either
+    side gives NaN.
     """
     divisor = jnp.asarray(divisor, jnp.int32)
     above, below = ((x & _MANTISSA_MASK) | _IMPLICIT_ONE for x in (numerator, divisor))
@@ -106,17 +102,11 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def scale_exponent(amax_bits: jax.Array, min_exponent: int) -> jax.Array:
-    """`max(ceil(log2(amax / 448)), min_exponent)`, exact.
+    """`max(ceil(log2(amax / 448)), min_exponent)`, exact, of the bits (int32) of non-negative float32 numbers.
 
-    With `amax = m * 2^k`, `1 <= m < 2`, and `448 = 1.75 * 2^8`, the ceiling is `k - 8`, plus 1 where
-    `m > 1.75`.
-
-    Args:
-      amax_bits: the bits (int32) of non-negative float32 numbers.
-      min_exponent: the floor, at least -126 (so that zeros and subnormal numbers need no care).
-
-    Returns:
-      int32. Infinity gives 120, as the largest finite numbers do.
+    With `amax = m * 2^k`, `1 <= m < 2`, and `448 = 1.75 * 2^8`, the ceiling is `k - 8`, plus 1 where `m > 1.75`.
+    The floor is at least -126, so that zeros and subnormal numbers need no care. Infinity gives 120, as the largest
+    finite numbers do.
     """
     exponent = _shifted(amax_bits, _MANTISSA_BITS) - _EXPONENT_BIAS
     above = (amax_bits & _MANTISSA_MASK) > _MANTISSA_OF_1_75
@@ -124,16 +114,10 @@ def scale_exponent(amax_bits: jax.Array, min_exponent: int) -> jax.Array:
 
 
 def quantize_groups(x: jax.Array, group: int, min_exponent: int) -> tuple[jax.Array, jax.Array]:
-    """Quantises groups of neighbouring values to float8_e4m3fn with one power-of-two scale each.
+    """Quantises each `group` of values of float32 `[..., d]` to float8_e4m3fn with a scale of `2^min_exponent` or more.
 
-    Args:
-      x: float32 `[..., d]`.
-      group: values per scale; divides d.
-      min_exponent: the smallest scale is `2^min_exponent`.
-
-    Returns:
-      `(values, exponents)`: float8_e4m3fn `[..., d]` and int32 `[..., d // group]`; a value stands for
-      `value * 2^exponent`. Infinite values become +-448 units; a NaN stays one.
+    Returns `(values, exponents)`, `[..., d]` and int32 `[..., d // group]`; a value stands for `value * 2^exponent`.
+    Infinite values become +-448 units; a NaN stays one.
     """
     grouped, amax_bits = _groups(x, group)
     exponents = scale_exponent(amax_bits, min_exponent)
@@ -213,17 +197,13 @@ def _quantize_e2m1(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
 
 
 def encode_rows(layout: KVLayout, kv: jax.Array, tensor_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """The bytes of K rows.
+    """The bytes of K rows, bfloat16 or float32 `[n, qk_dim]`.
 
-    Args:
-      layout: the byte layout.
-      kv: bfloat16 or float32 `[n, qk_dim]`. Rows are rounded to bfloat16 first; finite values that would
-        round to infinity become the largest bfloat16, and what is quantised is clipped to `MAX_QUANTISED`.
-      tensor_scale: float32 `[1]`, of layouts that have it.
+    Rows are rounded to bfloat16 first; finite values that would round to infinity become the largest bfloat16, and what
+    is quantised is clipped to `MAX_QUANTISED`.
 
-    Returns:
-      `(rows, scales)`: uint8 `[n, data_bytes]` and the footer scales, uint8 `[n, scale_bytes]` (`[n, 0]` for layouts
-      without a footer).
+    Returns `(rows, scales)`: uint8 `[n, data_bytes]` and the footer scales, uint8 `[n, scale_bytes]` (`[n, 0]` for
+    layouts without a footer).
     """
     bf16 = _finite_bfloat16_bits(kv)
     parts, scales = [], jnp.zeros((kv.shape[0], 0), jnp.uint8)
@@ -312,14 +292,8 @@ def decode_rows(
 ) -> jax.Array:
     """The K rows of bytes, as bfloat16 bits: values are `bfloat16(float32(code) * scale)`.
 
-    Args:
-      layout: the byte layout.
-      rows: uint8 `[..., data_bytes]`.
-      scales: footer scales, uint8 `[..., scale_bytes]`; ignored for layouts without a footer.
-      tensor_scale: float32 `[1]`, of layouts that have it.
-
-    Returns:
-      uint16 `[..., qk_dim]`: bits, so that masking or moving them changes no NaN and no subnormal number.
+    Rows are uint8 `[..., data_bytes]`, footer scales uint8 `[..., scale_bytes]`, ignored for layouts without a footer.
+    The result is uint16 `[..., qk_dim]`: bits, so that masking or moving them changes no NaN and no subnormal number.
     """
     end, scale_end = layout.quantised_bytes, layout.quantised_bytes + layout.inline_scale_bytes
     bf16 = _from_bytes(rows[..., scale_end:], jnp.uint16)
@@ -392,9 +366,7 @@ def times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
     Byte 0 is 2^-127, itself subnormal, and byte 255 is NaN. A device that flushes subnormal numbers would lose them
     in a multiplication, so the exponent is added in integers.
 
-    Args:
-      values: float32 numbers that float8_e4m3fn holds: they have 4 significant bits and are not subnormal.
-      scales: uint8, broadcast against values.
+    Values are float32 numbers that float8_e4m3fn holds: they have 4 significant bits and are not subnormal.
     """
     bits, scales = float32_bits(values), scales.astype(jnp.int32)
     magnitude, sign = bits & _MAGNITUDE_MASK, bits & ~_MAGNITUDE_MASK

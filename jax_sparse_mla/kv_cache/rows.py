@@ -149,16 +149,9 @@ def _gather_shares(cache: PagedKV) -> sharding.PartitionRule:
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:
-    """The workspace with `gather_kv(cache, slots)` as its rows from `start` on: several gathers, one buffer.
+    """The workspace with `gather_kv(cache, slots)` as its rows from `start` (static) on: several gathers, one buffer.
 
-    Args:
-      workspace: bfloat16 `[>= start + n, qk_dim]`; written in place where XLA may.
-      start: the row of the workspace that the first slot goes to (static).
-      cache: the cache.
-      slots: int32 `[n]`.
-
-    Returns:
-      bfloat16, the workspace's shape; its other rows are unchanged.
+    It is written in place where XLA may; its other rows are unchanged.
     """
 
     def plain(workspace, cache, slots):
@@ -170,15 +163,9 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
 
 
 def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.Array:
-    """A new workspace that begins with `gather_kv(cache, slots)`, for `gather_kv_into` to fill up.
+    """A new workspace `[rows, qk_dim]` that begins with `gather_kv(cache, slots)`, for `gather_kv_into` to fill up.
 
-    Args:
-      cache: the cache.
-      slots: int32 `[n]`.
-      rows: of the workspace, at least n (static).
-
-    Returns:
-      bfloat16 `[rows, qk_dim]`. Rows from n on are not initialised, which saves the time to zero them.
+    The rows behind these are not initialised, which saves the time to zero them.
     """
 
     def plain(cache, slots):
@@ -205,9 +192,6 @@ def gather_rows_reference(cache: PagedKV, slots: jax.Array) -> jax.Array:
 
 def dequantize_kv(cache: PagedKV) -> jax.Array:
     """All rows of the cache as bfloat16, in slot order, by the rule of `gather_kv`.
-
-    Args:
-      cache: the cache.
 
     Returns:
       bfloat16 `[num_slots, qk_dim]`.
@@ -251,11 +235,8 @@ def _dispatch(name: str, plain, *args: Any, shares: sharding.PartitionRule | Non
         )
         return launch(*arrays, *scale)
 
-    return (
-        dispatch(kernel, plain, *args, shares=shares)
-        if cache_of(args).layout.read_as in KERNEL_LAYOUTS
-        else plain(*args)
-    )
+    known = cache_of(args).layout.read_as in KERNEL_LAYOUTS
+    return dispatch(kernel, plain, *args, shares=shares) if known else plain(*args)
 
 
 def _of_cache(cache: PagedKV, pages: P) -> Any:

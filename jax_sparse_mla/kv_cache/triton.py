@@ -48,21 +48,14 @@ def layout_constants(layout: KVLayout, page_size: int, page_bytes: int | None = 
     `page_bytes` are the bytes from one page's start to the next one's; None stands for the layout's own.
     """
     chunks = (layout.qk_dim - layout.quantised_dim) // _CHUNK.value
+    groups_pow2, chunks_pow2 = (triton.next_power_of_2(n) if n else 0 for n in (layout.num_groups, chunks))
     scale_start, scale_stride = layout.scale_place(page_size)
-    return {
-        "PAGE_SIZE": page_size,
-        "PAGE_BYTES": layout.page_bytes(page_size) if page_bytes is None else page_bytes,
-        "DATA_BYTES": layout.data_bytes,
-        "SCALE_START": scale_start,
-        "SCALE_STRIDE": scale_stride,
-        "SCALES": SCALE_KINDS[layout.scales],
-        "QK_DIM": layout.qk_dim,
-        "QUANT_DIM": layout.quantised_dim,
-        "GROUP": layout.group,
-        "GROUPS_POW2": triton.next_power_of_2(layout.num_groups) if layout.group else 0,
-        "BF16_START": layout.quantised_bytes + layout.inline_scale_bytes,
-        "CHUNKS_POW2": triton.next_power_of_2(chunks) if chunks else 0,
-    }
+    page_bytes = layout.page_bytes(page_size) if page_bytes is None else page_bytes
+    constants = {"PAGE_SIZE": page_size, "PAGE_BYTES": page_bytes, "DATA_BYTES": layout.data_bytes}
+    constants |= {"SCALE_START": scale_start, "SCALE_STRIDE": scale_stride, "SCALES": SCALE_KINDS[layout.scales]}
+    constants |= {"QK_DIM": layout.qk_dim, "QUANT_DIM": layout.quantised_dim}
+    constants |= {"GROUP": layout.group, "GROUPS_POW2": groups_pow2, "CHUNKS_POW2": chunks_pow2}
+    return constants | {"BF16_START": layout.quantised_bytes + layout.inline_scale_bytes}
 
 
 def split_constants(
@@ -73,14 +66,11 @@ def split_constants(
     out_page_bytes: int | None = None,
 ) -> dict[str, int]:
     """The constexpr arguments of `split_pages_kernel`; bytes of pages as in `layout_constants`."""
-    return {
-        "PAGE_SIZE": page_size,
-        "PAGE_BYTES": layout.page_bytes(page_size) if page_bytes is None else page_bytes,
-        "DATA_BYTES": layout.data_bytes,
-        "FOOTER_BYTES": layout.footer_scale_bytes,
-        "RATIO": page_size // out_page_size,
-        "OUT_PAGE_BYTES": layout.page_bytes(out_page_size) if out_page_bytes is None else out_page_bytes,
-    }
+    page_bytes = layout.page_bytes(page_size) if page_bytes is None else page_bytes
+    out_page_bytes = layout.page_bytes(out_page_size) if out_page_bytes is None else out_page_bytes
+    constants = {"PAGE_SIZE": page_size, "PAGE_BYTES": page_bytes, "OUT_PAGE_BYTES": out_page_bytes}
+    constants |= {"DATA_BYTES": layout.data_bytes, "FOOTER_BYTES": layout.footer_scale_bytes}
+    return constants | {"RATIO": page_size // out_page_size}
 
 
 # Tokens per program and warps: four 16-byte loads in flight per thread. On an H200 no other size, cache modifier or
@@ -228,6 +218,7 @@ def gather_kv_kernel(
     slots_ptr,  # int32 [n]
     data_ptr,  # uint8 [pages, PAGE_BYTES]
     scale_ptr,  # float32 [1] of a TENSOR_SCALE, or None
+    out_in_ptr,  # the same buffer as out_ptr, where it exists already; otherwise None
     n,
     num_pages,
     first_page,
@@ -298,59 +289,6 @@ def gather_kv_kernel(
         target = out_ptr + (out_start + token).to(tl.int64) * QK_DIM + QUANT_DIM + chunk * _CHUNK
         target = target.to(tl.pointer_type(tl.int16), bitcast=True)
         tl.store(target[:, None] + column, bits, mask=in_out[:, None])
-
-
-@triton.jit
-def gather_kv_into_kernel(
-    slots_ptr,
-    data_ptr,
-    scale_ptr,
-    out_in_ptr,  # the same buffer as out_ptr
-    n,
-    num_pages,
-    first_page,
-    out_start,
-    out_ptr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_BYTES: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_START: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    SCALES: tl.constexpr,
-    QK_DIM: tl.constexpr,
-    QUANT_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS_POW2: tl.constexpr,
-    BF16_START: tl.constexpr,
-    CHUNKS_POW2: tl.constexpr,
-    HARDWARE_CASTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """`gather_kv_kernel` into a workspace that exists: an aliased buffer is passed twice."""
-    gather_kv_kernel(
-        slots_ptr,
-        data_ptr,
-        scale_ptr,
-        n,
-        num_pages,
-        first_page,
-        out_start,
-        out_ptr,
-        PAGE_SIZE,
-        PAGE_BYTES,
-        DATA_BYTES,
-        SCALE_START,
-        SCALE_STRIDE,
-        SCALES,
-        QK_DIM,
-        QUANT_DIM,
-        GROUP,
-        GROUPS_POW2,
-        BF16_START,
-        CHUNKS_POW2,
-        HARDWARE_CASTS,
-        TOKENS,
-    )
 
 
 TOUCHED_OPTIONS = {"BLOCK": 256, "num_warps": 4}
@@ -428,28 +366,14 @@ def split_pages_kernel(
 # --- launches: sizes are not zero -----------------------------------------------------------------
 # `scale`: float32 [1], of a layout that has one for all values.
 # `pages` are the first page and the number of pages of the cache in its buffer; None: the buffer is the cache.
+# `page_bytes`: from one page's start to the next one's; None: the layout's own.
 
 
-def write_kv(
-    execute: Executor,
-    data,
-    slots,
-    kv,
-    scale=None,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    page_bytes: int | None = None,
-    pages: tuple[int, int] | None = None,
-) -> Any:
+def write_kv(execute: Executor, data, slots, kv, scale=None, *, layout, page_size, page_bytes=None, pages=None) -> Any:
     """`data`, uint8 `[pages, page_bytes]`, with the rows written, by a rule whose scales are powers of two."""
     n, (first_page, num_pages) = slots.shape[0], pages or (0, data.shape[0])
-    constants = {
-        **layout_constants(layout, page_size, page_bytes),
-        "MIN_SCALE_EXPONENT": layout.least_exponent,
-        "HARDWARE_CASTS": execute.device.hardware_fp8,
-        **WRITE_OPTIONS,
-    }
+    constants = layout_constants(layout, page_size, page_bytes) | WRITE_OPTIONS
+    constants |= {"MIN_SCALE_EXPONENT": layout.least_exponent, "HARDWARE_CASTS": execute.device.hardware_fp8}
     grid = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),)
     outputs = (Output(data.shape, "uint8", alias=3),)
     launch = Launch(write_kv_kernel, "write_kv", grid, (n, num_pages, first_page), outputs, constants)
@@ -457,18 +381,7 @@ def write_kv(
 
 
 def gather_kv(
-    execute: Executor,
-    data,
-    slots,
-    scale=None,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    page_bytes: int | None = None,
-    pages: tuple[int, int] | None = None,
-    rows: int | None = None,
-    start: int = 0,
-    out=None,
+    execute, data, slots, scale=None, *, layout, page_size, page_bytes=None, pages=None, rows=None, start=0, out=None
 ) -> Any:
     """bfloat16 `[rows, qk_dim]`, new or `out`, with the slots' rows from `start` on; other rows are left undefined.
 
@@ -476,33 +389,24 @@ def gather_kv(
     """
     constants = layout_constants(layout, page_size, page_bytes)
     output = Output((slots.shape[0] if rows is None else rows, layout.qk_dim), "bfloat16")
-    return _gather(execute, gather_kv_kernel, (slots, data, scale), pages, start, output, constants, out)
+    return _gather(execute, (slots, data, scale, None), pages, start, output, constants, out)
 
 
 def gather_kv_into(
-    execute: Executor,
-    workspace,
-    data,
-    slots,
-    scale=None,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    start: int,
-    pages: tuple[int, int] | None = None,
+    execute: Executor, workspace, data, slots, scale=None, *, layout, page_size, start, pages=None
 ) -> Any:
     """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
     output = Output(workspace.shape, "bfloat16", alias=3)
     constants = layout_constants(layout, page_size)
-    return _gather(execute, gather_kv_into_kernel, (slots, data, scale, workspace), pages, start, output, constants)
+    return _gather(execute, (slots, data, scale, workspace), pages, start, output, constants)
 
 
-def _gather(execute: Executor, kernel, inputs, pages, start: int, output: Output, constants, out=None) -> Any:
+def _gather(execute: Executor, inputs, pages, start: int, output: Output, constants, out=None) -> Any:
     n, (first_page, num_pages) = inputs[0].shape[0], pages or (0, inputs[1].shape[0])
     constants = {**constants, "HARDWARE_CASTS": execute.device.hardware_fp8, **GATHER_OPTIONS}
     grid = (triton.cdiv(n, GATHER_OPTIONS["TOKENS"]),)
     scalars = n, num_pages, first_page, start
-    return execute(Launch(kernel, "gather_kv", grid, scalars, (output,), constants), inputs, (out,))[0]
+    return execute(Launch(gather_kv_kernel, "gather_kv", grid, scalars, (output,), constants), inputs, (out,))[0]
 
 
 def split_pages(

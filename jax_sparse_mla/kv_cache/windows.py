@@ -11,15 +11,9 @@ from jax import lax
 
 
 def locate_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The pages and offsets of slots.
+    """`(valid, page, offset)` of int32 slots: whether a slot exists, its page, and its token within the page.
 
-    Args:
-      slots: int32, any shape, any values.
-      num_pages, page_size: the geometry.
-
-    Returns:
-      `(valid, page, offset)`, like slots: whether the slot exists, its page and its token within the page. A
-      slot that does not exist has page `num_pages` (which `scatter_windows` drops) and offset 0.
+    A slot that does not exist has page `num_pages` (which `scatter_windows` drops) and offset 0.
     """
     page = lax.div(jnp.maximum(slots, 0), jnp.int32(page_size))
     valid = (slots >= 0) & (page < num_pages)
@@ -27,13 +21,7 @@ def locate_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.
 
 
 def slots_of_share(slots: jax.Array, axes: tuple[str, ...], num_slots: int) -> jax.Array:
-    """The slots as those of the pages that a device has, −1 for the others.
-
-    Args:
-      slots: int32, any shape, any values.
-      axes: the mesh axes that the pages are sharded over.
-      num_slots: of a device's share.
-    """
+    """Slots as those of a device's share of `num_slots`, −1 for the others; pages are sharded over the mesh `axes`."""
     first = lax.axis_index(axes) * num_slots
     return jnp.where((slots >= first) & (slots - first < num_slots), slots - first, -1)
 
@@ -44,15 +32,9 @@ def write_own_pages(write, axes: tuple[str, ...], cache, slots: jax.Array, rows:
 
 
 def gather_windows(data: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    """`data[page[i], start[i] : start[i] + width]`; positions are clamped, so mask what was out of range.
+    """`data[page[i], start[i] : start[i] + width]`, of at least one page, for int32 page and start `[n]`.
 
-    Args:
-      data: `[num_pages, page_bytes]`, at least one page.
-      page, start: int32 `[n]`.
-      width: static.
-
-    Returns:
-      `[n, width]` of data's dtype.
+    Positions are clamped, so mask what was out of range.
     """
     return lax.gather(
         data,
@@ -64,15 +46,10 @@ def gather_windows(data: jax.Array, page: jax.Array, start: jax.Array, width: in
 
 
 def scatter_windows(data: jax.Array, page: jax.Array, start: jax.Array, windows: jax.Array) -> jax.Array:
-    """`data[page[i], start[i] : start[i] + width] = windows[i]`; a page out of range drops its window.
+    """`data[page[i], start[i] : start[i] + width] = windows[i]`, in place where XLA may (a donated argument of `jit`).
 
-    Args:
-      data: `[num_pages, page_bytes]`.
-      page, start: int32 `[n]`, not negative; a window stays within its page.
-      windows: `[n, width]` of data's dtype.
-
-    Returns:
-      The updated buffer, in place where XLA may (a donated argument of the surrounding `jit`).
+    Page and start are int32 `[n]`, not negative; a page out of range drops its window, and a window stays within its
+    page.
     """
     return lax.scatter(
         data,

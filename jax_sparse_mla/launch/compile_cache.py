@@ -42,11 +42,7 @@ __all__ = ["Library", "available", "carried_path", "compile_to", "load", "python
 T = TypeVar("T")
 
 # By kind: the variable that names the compiler, and what is looked for on the PATH without it.
-_COMPILERS = {
-    "nvcc": (None, ("nvcc",)),
-    "c": ("CC", ("cc", "gcc", "clang")),
-    "c++": ("CXX", ("c++", "g++", "clang++")),
-}
+_COMPILERS = {"nvcc": (None, ("nvcc",)), "c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
 _SHARED = {"nvcc": ("-shared", "-Xcompiler", "-fPIC"), "c": ("-shared", "-fPIC"), "c++": ("-shared", "-fPIC")}
 _FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc reads them by itself
 

@@ -92,7 +92,7 @@ def test_the_ring_of_slots(heads, qk_dim):
     """A block's mask is written again once a slice of V of the block two before is released: it must have been read."""
     shape = team.Shape(heads, qk_dim)
     assert shape.slices <= shape.slots <= 2 * shape.slices - shape.tails
-    assert len(shape.arrivals) == shape.weights_empty + 1
+    assert len(shape.arrivals) == shape.barriers.weights_empty + 1
 
 
 @pytest.mark.always(1)

@@ -48,23 +48,6 @@ def cub_stub(logits, out, offsets, lengths, workspace, k, tie_break, starts):
     ragged_stub(logits, out, offsets, lengths, None, k, False, tie_break, False, starts)
 
 
-def table_stub(logits, out, table, to_row, lengths, states, k, det, tie, page_size, safe, starts, table_starts, raw):
-    assert (to_row, states, det, tie, safe, starts, table_starts, raw) == (
-        None,
-        None,
-        False,
-        1,
-        False,
-        None,
-        None,
-        None,
-    )
-    ragged_stub(logits, out, np.zeros_like(lengths), lengths, None, k, False, 1, False, None)
-    for row, positions in enumerate(out):
-        slots = table[row, positions // page_size] * page_size + positions % page_size
-        out[row] = np.where(positions < 0, -1, slots)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def their_module():
     if jax.default_backend() == "gpu":
@@ -72,8 +55,7 @@ def their_module():
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        functions = {"radix_topk_ragged_transform": ragged_stub, "radix_topk_page_table_transform": table_stub}
-        functions["cub_topk_ragged_transform"] = cub_stub
+        functions = {"radix_topk_ragged_transform": ragged_stub, "cub_topk_ragged_transform": cub_stub}
         patch.setattr(topk_flashinfer, "_module", tvm_stub.module(**functions))
         yield
 
@@ -126,21 +108,6 @@ def test_a_few_long_rows(kind):
     lengths, starts = np.array([columns + 5, 900, 499], np.int32), np.array([-3, 7, 0], np.int32)
     got = positions(logits, lengths, topk=topk, row_starts=starts)
     assert_positions(got, brute_positions(logits, lengths, topk, starts), topk)
-
-
-def test_page_table_transform():
-    rng = np.random.default_rng(0)
-    rows, columns, topk, page_size = 5, 128, 16, 8
-    logits = rng.standard_normal((rows, columns)).astype(np.float32)
-    lengths = np.array([128, 0, 7, 100, 17], np.int32)
-    table = rng.permutation(rows * columns // page_size).astype(np.int32).reshape(rows, -1)
-    transform = jax.jit(topk_flashinfer.page_table_transform, static_argnums=(3, 4))
-    got = np.asarray(transform(logits, table, lengths, topk, page_size))
-    for row, chosen in enumerate(np.asarray(topk_positions(logits, lengths, topk))):
-        chosen = chosen[chosen >= 0]
-        slots = table[row, chosen // page_size] * page_size + chosen % page_size
-        assert sorted(got[row, : len(chosen)]) == sorted(slots)
-        assert (got[row, len(chosen) :] == -1).all()
 
 
 @pytest.mark.gpu

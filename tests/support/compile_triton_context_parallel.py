@@ -5,6 +5,7 @@ from compile_triton import Array, Recorder, facts, in_ptx
 
 from jax_sparse_mla.attention.exchange import _words
 from jax_sparse_mla.attention.triton import exchange as context_parallel
+from jax_sparse_mla.indices import triton_ownership
 
 
 def cases(capability):
@@ -16,9 +17,9 @@ def cases(capability):
 
     lists = (64, 2**20, True), (16, 2**31 - 1, True)
     tables = ints(64, 128), ints(64), ints(64, 512), ints(64)
-    context_parallel.pack(record, ints(), *tables, size=2, lists=lists)
-    context_parallel.pack(record, ints(), ints(64, 128), ints(64, 8320), size=3, lists=[(256, 9, False)] * 2)
-    context_parallel.pack(record, ints(), ints(64, 2048), size=8, lists=[(64, 2**20, False)])
+    triton_ownership.pack(record, ints(), *tables, size=2, lists=lists)
+    triton_ownership.pack(record, ints(), ints(64, 128), ints(64, 8320), size=3, lists=[(256, 9, False)] * 2)
+    triton_ownership.pack(record, ints(), ints(64, 2048), size=8, lists=[(64, 2**20, False)])
     for dtype, rows, heads, parts in (("bfloat16", 64, 64, 2), ("float32", 7, 6, 3)):
         out, lse = Array((rows, 1, heads, 512), dtype), Array((rows, 1, heads))
         words = parts, _words(rows * heads // parts, 512, jnp.dtype(dtype))

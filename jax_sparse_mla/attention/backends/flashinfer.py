@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,16 +51,8 @@ def _with_lengths(table: IndexTable) -> IndexTable:
 
 
 @functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
-def decode(
-    q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    tables: Sequence[IndexTable],  # one or two
-    attn_sink: jax.Array | None,  # [heads]
-    *,
-    softmax_scale: float,
-    assume_valid_indices: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices=False, batch_invariant=False):
+    """As `reference.decode`; out is bfloat16."""
     del assume_valid_indices, batch_invariant  # every index is checked; its record refuses batch-invariant calls
     batch, q_len, heads, qk_dim = q.shape
     q = q.reshape(batch * q_len, heads, qk_dim)
@@ -91,16 +82,9 @@ def _attend(q: jax.Array, tables: list[IndexTable], scale: float) -> tuple[jax.A
         valid = (indices >= 0) & (indices < cache.num_slots)
         operands += [cache.data, jnp.where(valid, indices, -1), lengths]
     splits = sum(-(-table.indices.shape[1] // _CHUNK) for table in tables)
-    results = [
-        jax.ShapeDtypeStruct((rows, kernel_heads, V_DIM), jnp.bfloat16),
-        jax.ShapeDtypeStruct((rows, kernel_heads), jnp.float32),
-    ]
-    if decodes:
-        partial = (rows, scratch_heads(kernel_heads), splits)
-        results += [
-            jax.ShapeDtypeStruct((*partial, V_DIM), jnp.bfloat16),
-            jax.ShapeDtypeStruct(partial, jnp.float32),
-        ]
+    results = []
+    for shape in ((rows, kernel_heads), (rows, scratch_heads(kernel_heads), splits))[: 1 + decodes]:
+        results += [jax.ShapeDtypeStruct((*shape, V_DIM), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.float32)]
     caches = [table.cache for table in tables]
     function, arguments = _call(layout, caches, kernel_heads, decodes, splits, scale)
     out, lse, *_ = tvm.call(_module, function, arguments, results, *operands)

@@ -118,16 +118,8 @@ def _load_sgl_kernel() -> Library:
 
 
 @functools.partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
-def decode(
-    q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    tables: Sequence[IndexTable],  # one or two
-    attn_sink: jax.Array | None,  # [heads]
-    *,
-    softmax_scale: float,
-    assume_valid_indices: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices=False, batch_invariant=False):
+    """As `reference.decode`; out is bfloat16."""
     del batch_invariant  # its record refuses such calls
     batch, q_len, heads, qk_dim = q.shape
     tables = [table.rows() for table in tables]
@@ -142,15 +134,8 @@ def decode(
     return out.reshape(batch, q_len, heads, V_DIM), lse.reshape(batch, q_len, heads)
 
 
-def _decode_rows(
-    q: jax.Array,  # [rows, heads, qk_dim]
-    tables: list[IndexTable],
-    attn_sink: jax.Array | None,
-    *,
-    softmax_scale: float,
-    assume_valid_indices: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """out `[rows, heads, 512]`, lse `[rows, heads]`, in as many calls as the accumulators need."""
+def _decode_rows(q, tables: list[IndexTable], attn_sink, *, softmax_scale: float, assume_valid_indices: bool):
+    """out and lse of q `[rows, heads, qk_dim]`, in as many calls as the accumulators need."""
     rows, heads, _ = q.shape
     device = DeviceInfo.current()
     chunk = MAX_ACCUMULATOR_BYTES // (padded_heads(heads) * V_DIM * 4) - device.sm_count
@@ -162,8 +147,7 @@ def _decode_rows(
             for cache, indices, lengths in tables
         ]
         schedule = _schedule(tables_of_part, q[part].shape, device)
-        static = schedule, softmax_scale, assume_valid_indices
-        pieces.append(_decode_call(q[part], tables_of_part, attn_sink, *static))
+        pieces.append(_decode_call(q[part], tables_of_part, attn_sink, schedule, softmax_scale, assume_valid_indices))
     return pieces[0] if len(pieces) == 1 else tuple(jnp.concatenate(x) for x in zip(*pieces))
 
 
@@ -185,14 +169,8 @@ def _schedule(
     return build(lengths[0], extra_topk_length=lengths[1] if extra_topk else None)
 
 
-def _decode_call(
-    q: jax.Array,
-    tables: list[IndexTable],
-    attn_sink: jax.Array | None,
-    schedule: tuple[jax.Array, jax.Array] | None,
-    softmax_scale: float,
-    assume_valid_indices: bool,
-) -> tuple[jax.Array, jax.Array]:
+def _decode_call(q, tables: list[IndexTable], attn_sink, schedule, softmax_scale: float, assume_valid_indices: bool):
+    """out `[rows, heads, 512]` and lse `[rows, heads]` of one call."""
     rows, heads, qk_dim = q.shape
     padded = padded_heads(heads)
     if not assume_valid_indices or any(table.indices.shape[1] % DECODE_COLUMNS for table in tables):
@@ -201,25 +179,17 @@ def _decode_call(
         attn_sink = _pad_heads(attn_sink[None], padded)[0]
     if tables[0].cache.layout == KVLayout.V32_FP8:  # takes no lengths: what lies beyond them is −1
         tables = [table._replace(lengths=None) for table in tables]
-    arguments = {
-        "q": _pad_heads(q, padded).reshape(rows, 1, padded, qk_dim),
-        "attn_sink": attn_sink,
-        "tile_scheduler_metadata": None if schedule is None else schedule[0],
-        "num_splits": None if schedule is None else schedule[1],
-        "extra_kv": None,
-        "extra_indices": None,
-        "extra_topk_length": None,
-        "d_v": V_DIM,
-        "sm_scale": softmax_scale,
-    }
+    metadata, num_splits = schedule or (None, None)
+    arguments = dict.fromkeys(("extra_kv", "extra_indices", "extra_topk_length"))
+    arguments |= {"q": _pad_heads(q, padded).reshape(rows, 1, padded, qk_dim), "attn_sink": attn_sink}
+    arguments |= {"tile_scheduler_metadata": metadata, "num_splits": num_splits}
+    arguments |= {"d_v": V_DIM, "sm_scale": softmax_scale}
     for prefix, (cache, indices, lengths) in zip(("", "extra_"), tables):
         arguments[f"{prefix}kv"] = _pages(cache)
         arguments[f"{prefix}indices"] = indices[:, None, :]
         arguments[f"{prefix}topk_length"] = lengths
-    results = [
-        jax.ShapeDtypeStruct((rows, heads, V_DIM), jnp.bfloat16),
-        jax.ShapeDtypeStruct((rows, padded), jnp.float32),
-    ]
+    shapes = ((rows, heads, V_DIM), jnp.bfloat16), ((rows, padded), jnp.float32)
+    results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     out, lse = torch_operator.torch_call(f"{library().namespace}::sparse_decode_fwd", arguments, results)
     return out, _natural_lse(lse[:, :heads], log2=False)
 
@@ -283,17 +253,8 @@ def sanitise_reference(
 
 
 @functools.partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
-def prefill(
-    q: jax.Array,  # [q_len, heads, qk_dim]
-    kv: jax.Array,  # [kv_len, qk_dim]
-    indices: jax.Array,  # [q_len, topk] rows of kv
-    topk_length: jax.Array | None,  # [q_len]
-    attn_sink: jax.Array | None,  # [heads]
-    *,
-    softmax_scale: float,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale, batch_invariant=False):
+    """As `reference.prefill`; out is bfloat16."""
     del batch_invariant  # a row's result never depends on the others
     (rows, heads, _), topk = q.shape, indices.shape[1]
     package, padded = library(), padded_heads(heads)

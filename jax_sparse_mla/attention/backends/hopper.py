@@ -10,7 +10,6 @@ one compilation serves a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, cache_numbers, decode_format, decode_plan
-from jax_sparse_mla.attention.index_table import V_DIM, IndexTable
+from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.launch import build, tvm
@@ -29,30 +28,17 @@ _H200_SM_COUNT = 132  # what a prefill is made for where there is no GPU; it is 
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
-def decode(
-    q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    tables: Sequence[IndexTable],  # one or two
-    attn_sink: jax.Array | None,  # [heads]
-    *,
-    softmax_scale: float,
-    assume_valid_indices: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices=False, batch_invariant=False):
+    """As `reference.decode`; out is bfloat16."""
     del assume_valid_indices  # every index is checked
     batch, q_len, heads, _ = q.shape
     shapes = (
         jax.ShapeDtypeStruct((batch, q_len, heads, V_DIM), jnp.bfloat16),
         jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
     )
-    plan = decode_plan(
-        batch * q_len,
-        heads,
-        tuple(table.indices.shape[-1] for table in tables),
-        has_lengths=any(table.lengths is not None for table in tables),
-        sm_count=DeviceInfo.current().sm_count,
-        batch_invariant=batch_invariant,
-    )
+    topks, has_lengths = tuple(table.indices.shape[-1] for table in tables), any(x.lengths is not None for x in tables)
+    sizes, sm_count = (batch * q_len, heads, topks), DeviceInfo.current().sm_count
+    plan = decode_plan(*sizes, has_lengths=has_lengths, sm_count=sm_count, batch_invariant=batch_invariant)
     operands: list[jax.Array] = []
 
     def operand(x: PagedKV | jax.Array | None) -> Buffer | None:
@@ -85,17 +71,8 @@ def _pages(cache: PagedKV | None) -> tuple[int, ...]:
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
-def prefill(
-    q: jax.Array,  # [q_len, heads, qk_dim], qk_dim 512 or 576
-    kv: jax.Array,  # [kv_len, qk_dim]
-    indices: jax.Array,  # [q_len, topk] rows of kv
-    topk_length: jax.Array | None,  # [q_len]; None scans all columns
-    attn_sink: jax.Array | None,  # [heads]
-    *,
-    softmax_scale: float,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale, batch_invariant=False):
+    """As `reference.prefill`; out is bfloat16."""
     del batch_invariant  # a row's result never depends on the others
     from jax_sparse_mla.attention.hopper.prefill.few_heads.kernel import serves, sparse_prefill_few_heads
     from jax_sparse_mla.attention.hopper.prefill.kernel import sparse_prefill

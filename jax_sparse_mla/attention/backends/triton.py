@@ -7,7 +7,6 @@ serves a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -20,16 +19,8 @@ from jax_sparse_mla.launch.triton_call import executor
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "assume_valid_indices", "batch_invariant"))
-def decode(
-    q: jax.Array,  # [batch, q_len, heads, qk_dim]
-    tables: Sequence[IndexTable],  # one or two
-    attn_sink: jax.Array | None,  # [heads]
-    *,
-    softmax_scale: float,
-    assume_valid_indices: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
+def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices=False, batch_invariant=False):
+    """As `reference.decode`; out is bfloat16."""
     del assume_valid_indices  # every index is checked
     batch, q_len, heads, _ = q.shape
     arrays, shapes = zip(*map(_table, tables))
@@ -41,17 +32,8 @@ def decode(
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
-def prefill(
-    q: jax.Array,  # [q_len, heads, qk_dim]
-    kv: jax.Array,  # [kv_len, qk_dim]
-    indices: jax.Array,  # [q_len, topk] rows of kv
-    topk_length: jax.Array | None,  # [q_len]; None scans all columns
-    attn_sink: jax.Array | None,  # [heads]
-    *,
-    softmax_scale: float,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
+def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale, batch_invariant=False):
+    """As `reference.prefill`; out is bfloat16."""
     del batch_invariant  # a row's result never depends on the others
     q_len, heads, qk_dim = q.shape
     table = TableShape(indices.shape[-1], int(topk_length is not None), kv.shape[0])
@@ -76,15 +58,7 @@ def _table(table: IndexTable) -> tuple[tuple, TableShape]:
     return (cache.data, indices, lengths, cache.tensor_scale), shape
 
 
-def _attend(
-    q: jax.Array,
-    tables: Sequence[tuple],
-    attn_sink: jax.Array | None,
-    shape: CallShape,
-    *,
-    may_split: bool,
-    max_logits: bool = False,
-) -> list[jax.Array]:
+def _attend(q, tables, attn_sink, shape: CallShape, *, may_split: bool, max_logits: bool = False) -> list[jax.Array]:
     """out `[rows, heads, 512]`, lse `[rows, heads]` and, if asked for, max_logits."""
     execute, inputs = executor(), kernels.inputs(q, tables, attn_sink)
     attend, combine = kernels.launches(shape, execute.device, max_logits=max_logits, may_split=may_split)

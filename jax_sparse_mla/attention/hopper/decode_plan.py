@@ -72,13 +72,7 @@ NO_CACHE = (0, 1, 0, 0, 0, 0)  # the same where there is none
 
 
 def decode_plan(
-    rows: int,
-    heads: int,
-    topks: tuple[int, ...],
-    *,
-    has_lengths: bool,
-    sm_count: int,
-    batch_invariant: bool = False,
+    rows: int, heads: int, topks: tuple[int, ...], *, has_lengths: bool, sm_count: int, batch_invariant: bool = False
 ) -> DecodePlan:
     """The launch for `rows` query rows that read `topks` index columns of each cache.
 

@@ -239,15 +239,9 @@ def backward(
     (rows, heads, qk_dim), (num_keys, _) = arrays.q.shape, arrays.kv.shape
     fixed_point = arrays.key_scales is not None
     tile = tile or choose_tile(heads, execute.device)
-    constants = {
-        "QK_DIM": qk_dim,
-        "FIXED_POINT": fixed_point,
-        "SEGMENT": tile.segment,
-        "BLOCK_H": tile.block_h,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+    constants = {"QK_DIM": qk_dim, "FIXED_POINT": fixed_point, "SEGMENT": tile.segment}
+    constants |= {"BLOCK_H": tile.block_h, "BLOCK_N": tile.block_n}
+    constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     sums = Output((num_keys, (1 + fixed_point) * qk_dim), "int32" if fixed_point else "float32", zeroed=True)
     outputs = Output((rows, heads, qk_dim), "bfloat16"), sums
     scalars = float(softmax_scale), heads, arrays.indices.shape[1], num_keys

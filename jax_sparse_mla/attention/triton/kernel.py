@@ -289,18 +289,9 @@ def sparse_mla_kernel(
             slot = tl.where(valid, slot, 0)
             base = tl.where(second, extra_cache, cache)
             rows, scales = _find(
-                slot,
-                valid,
-                second,
-                base,
-                scale,
-                extra_scale,
-                EXTRA_KIND if part == 1 else KIND,
-                EXTRA_ROW_BYTES if part == 1 else ROW_BYTES,
-                PAGE_SIZE,
-                PAGE_BYTES,
-                EXTRA_PAGE_SIZE,
-                EXTRA_PAGE_BYTES,
+                *(slot, valid, second, base, scale, extra_scale),
+                *(EXTRA_KIND if part == 1 else KIND, EXTRA_ROW_BYTES if part == 1 else ROW_BYTES),
+                *(PAGE_SIZE, PAGE_BYTES, EXTRA_PAGE_SIZE, EXTRA_PAGE_BYTES),
             )
             k_a = _segment(rows, scales, valid, 0, SEG_A, EXTRA_KIND if part == 1 else KIND, NATIVE, BLOCK_N)
             if PARTS:

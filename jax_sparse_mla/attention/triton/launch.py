@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.attention.triton.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.attention.triton.plan import (
-    MIN_FP4_BLOCK,
-    Tile,
-    choose_splits,
-    choose_tile,
-    row_kind,
-)
+from jax_sparse_mla.attention.triton.plan import MIN_FP4_BLOCK, Tile, choose_splits, choose_tile, row_kind
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.launch.describe import Device, Launch, Output
 
@@ -82,26 +76,14 @@ def launches(
     results = parts = Output((rows, heads, V_DIM), "bfloat16"), lse
     if splits > 1:
         parts = Output((splits, rows, heads, V_DIM), "float32"), Output((splits, rows, heads), "float32")
-    constants = {
-        "KIND": row_kind(layout),
-        "EXTRA_KIND": row_kind(extra_layout),
-        "NATIVE": device.hardware_fp8 if native_fp8 is None else native_fp8,
-        "HAS_SINK": has_sink and splits == 1,
-        "SPLIT": splits > 1,
-        "HAS_EXTRA": second.topk > 0,
-        "EMPTY_IS_INF": empty_is_inf,
-        "PAGE_SIZE": first.page_size,
-        "PAGE_BYTES": first.page_bytes,
-        "EXTRA_PAGE_SIZE": second.page_size,
-        "EXTRA_PAGE_BYTES": second.page_bytes,
-        "ROW_BYTES": layout.data_bytes,
-        "EXTRA_ROW_BYTES": extra_layout.data_bytes,
-        "QK_DIM": layout.qk_dim,
-        "BLOCK_H": tile.block_h,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+    constants = {"NATIVE": device.hardware_fp8 if native_fp8 is None else native_fp8, "QK_DIM": layout.qk_dim}
+    constants |= {"HAS_SINK": has_sink and splits == 1, "SPLIT": splits > 1, "EMPTY_IS_INF": empty_is_inf}
+    constants |= {"KIND": row_kind(layout), "ROW_BYTES": layout.data_bytes, "HAS_EXTRA": second.topk > 0}
+    constants |= {"EXTRA_KIND": row_kind(extra_layout), "EXTRA_ROW_BYTES": extra_layout.data_bytes}
+    constants |= {"PAGE_SIZE": first.page_size, "PAGE_BYTES": first.page_bytes}
+    constants |= {"EXTRA_PAGE_SIZE": second.page_size, "EXTRA_PAGE_BYTES": second.page_bytes}
+    constants |= {"BLOCK_H": tile.block_h, "BLOCK_N": tile.block_n}
+    constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     sizes = [x for table in (first, second) for x in (table.rows_per_length, table.topk, table.num_slots)]
     sizes += [x for table in (first, second) for x in (table.first_page, table.stride or table.topk)]
     scalars, outputs = (softmax_scale * _LOG2_E, heads, *sizes), (*parts, lse if max_logits else None)

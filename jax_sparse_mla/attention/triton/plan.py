@@ -47,13 +47,7 @@ def row_kind(layout: KVLayout) -> int:
 
 
 def choose_tile(
-    layout: KVLayout,
-    *,
-    rows: int,
-    num_heads: int,
-    columns: tuple[int, int],
-    device: Device,
-    may_split: bool,
+    layout: KVLayout, *, rows: int, num_heads: int, columns: tuple[int, int], device: Device, may_split: bool
 ) -> Tile:
     """Heads and indices of a program, and its compilation; measured on an H200, elsewhere chosen by what fits.
 

@@ -22,12 +22,9 @@ def grid(rows: int, width: int, extra_width: int) -> tuple[int, int]:
 
 @triton.jit
 def _sanitise_tile(
-    indices_ptr,
-    lengths_ptr,
+    arrays,  # pointers to indices and lengths, and to what becomes of them
     n,
     num_slots,
-    out_ptr,
-    out_lengths_ptr,
     tile,
     TOPK: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -37,6 +34,7 @@ def _sanitise_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    indices_ptr, lengths_ptr, out_ptr, out_lengths_ptr = arrays
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_rows = row < n
     column = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -97,43 +95,19 @@ def sanitise_kernel(
         tl.store(out_sink_ptr + head, tl.maximum(sink, LEAST_SINK, propagate_nan=tl.PropagateNan.ALL))
     first_tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     if tile < first_tiles:
-        _sanitise_tile(
-            indices_ptr,
-            lengths_ptr,
-            n,
-            num_slots,
-            out_ptr,
-            out_lengths_ptr,
-            tile,
-            TOPK,
-            STRIDE,
-            WIDTH,
-            HAS_LENGTHS,
-            ROWS_PER_LENGTH,
-            ROWS,
-            COLUMNS,
-        )
+        arrays = indices_ptr, lengths_ptr, out_ptr, out_lengths_ptr
+        _sanitise_tile(arrays, n, num_slots, tile, TOPK, STRIDE, WIDTH, HAS_LENGTHS, ROWS_PER_LENGTH, ROWS, COLUMNS)
     elif EXTRA_WIDTH > 0:
+        extra = extra_ptr, extra_lengths_ptr, extra_out_ptr, extra_out_lengths_ptr
+        tile -= first_tiles
         _sanitise_tile(
-            extra_ptr,
-            extra_lengths_ptr,
-            n,
-            num_extra_slots,
-            extra_out_ptr,
-            extra_out_lengths_ptr,
-            tile - first_tiles,
-            EXTRA_TOPK,
-            EXTRA_STRIDE,
-            EXTRA_WIDTH,
-            HAS_EXTRA_LENGTHS,
-            ROWS_PER_LENGTH,
-            ROWS,
-            COLUMNS,
+            *(extra, n, num_extra_slots, tile, EXTRA_TOPK, EXTRA_STRIDE, EXTRA_WIDTH, HAS_EXTRA_LENGTHS),
+            *(ROWS_PER_LENGTH, ROWS, COLUMNS),
         )
 
 
 class Table(NamedTuple):
-    """An index table's static facts.
+    """The static shape of an index table.
 
     Attributes:
       topk: its columns.
@@ -171,21 +145,12 @@ def sanitise(
     for table, width in zip(both, widths):
         outputs.append(Output((rows, width) if width else (1,), "int32"))
         outputs.append(Output((rows // rows_per_length,) if table.has_lengths else (1,), "int32"))
-    constants = {
-        "TOPK": first.topk,
-        "STRIDE": first.stride or first.topk,
-        "WIDTH": first.width,
-        "HAS_LENGTHS": first.has_lengths,
-        "EXTRA_TOPK": second.topk,
-        "EXTRA_STRIDE": second.stride or second.topk,
-        "EXTRA_WIDTH": second.width,
-        "HAS_EXTRA_LENGTHS": second.has_lengths,
-        "HEADS": padded_heads,
-        "HAS_SINK": heads > 0,
-        "LEAST_SINK": least_sink,
-        "ROWS_PER_LENGTH": rows_per_length,
-        **OPTIONS,
-    }
+    constants = {"HEADS": padded_heads, "HAS_SINK": heads > 0, "LEAST_SINK": least_sink}
+    constants |= {"ROWS_PER_LENGTH": rows_per_length, **OPTIONS}
+    constants |= {"HAS_LENGTHS": first.has_lengths, "HAS_EXTRA_LENGTHS": second.has_lengths}
+    for prefix, table in (("", first), ("EXTRA_", second)):
+        sizes = {"TOPK": table.topk, "STRIDE": table.stride or table.topk, "WIDTH": table.width}
+        constants |= {f"{prefix}{name}": size for name, size in sizes.items()}
     scalars = rows, first.num_slots, second.num_slots, heads
     outputs.append(Output((padded_heads,), "float32"))
     return Launch(sanitise_kernel, "sanitise", grid(rows, max(widths[0], 1), widths[1]), scalars, outputs, constants)

@@ -192,6 +192,7 @@ def topk_transform(
     logits, lengths, topk, row_starts = check_topk(check, logits, lengths, topk, row_starts)
     if not isinstance(method, TopkTransform):
         raise TypeError(f"topk_transform: method must be TopkTransform.PAGED or TopkTransform.RAGGED, got {method!r}")
+    transformed = functools.partial(_topk, logits, lengths, topk, backend=_named_backend(), row_starts=row_starts)
 
     if method is TopkTransform.RAGGED:
         if topk_indices_offset is None:
@@ -202,7 +203,7 @@ def topk_transform(
                 "be TopkTransform.PAGED"
             )
         offset = check("topk_indices_offset", topk_indices_offset, ("rows",), INT32)
-        return _topk(logits, lengths, topk, backend=_named_backend(), row_starts=row_starts, offsets=offset)
+        return transformed(offsets=offset)
 
     if page_table is None:
         raise check.fail("page_table is missing, and TopkTransform.PAGED needs it")
@@ -214,13 +215,4 @@ def topk_transform(
         raise check.fail(
             f"page_table has {requests} rows for {rows} rows of logits: give row_to_request, or one row each"
         )
-    return _topk(
-        logits,
-        lengths,
-        topk,
-        page_size,
-        backend=_named_backend(),
-        row_starts=row_starts,
-        page_table=page_table,
-        row_to_request=row_to_request,
-    )
+    return transformed(page_size=page_size, page_table=page_table, row_to_request=row_to_request)

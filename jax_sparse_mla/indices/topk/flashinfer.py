@@ -1,4 +1,4 @@
-"""FlashInfer's top-k kernels as XLA custom calls: its two transforms, and our contract on top of them.
+"""FlashInfer's top-k kernels as XLA custom calls: its ragged transform, and our contract on top of it.
 
 FlashInfer orders floats by their bits (−0.0 below +0.0, NaN at the end of its sign), trusts every index, and returns
 the positions of a row in any order; a sort by XLA follows. With `tie_break` 1 it takes the lower of equal logits and
@@ -31,42 +31,13 @@ def _module() -> Any:
     return gen_topk_module().build_and_load()
 
 
-def page_table_transform(
-    logits: jax.Array, page_table: jax.Array, lengths: jax.Array, topk: int, page_size: int
-) -> jax.Array:
-    """FlashInfer's `top_k_page_table_transform`: values are not validated, page_size is a power of two.
-
-    Args:
-      logits: float32 or bfloat16 `[rows, columns]`.
-      page_table: int32 `[rows, pages]`, a valid page for every position below the row's length.
-      lengths: int32 `[rows]`, 0 … columns.
-      topk: how many slots, 1 … 2,048.
-      page_size: tokens of a page.
-
-    Returns:
-      int32 `[rows, topk]` slots in any order, −1 behind them.
-    """
-    # radix_topk_page_table_transform(input, output, page_table, row_to_batch, lengths, row_states, k, deterministic,
-    #   tie_break, page_size, dsa_graph_safe, row_starts, page_table_row_starts, output_raw_indices)
-    table, out = Buffer(1), Buffer(3)
-    arguments = (Buffer(0), out, table, None, Buffer(2), None, topk, False, _LOWER_INDEX, page_size, False)
-    return _call("radix_topk_page_table_transform", (*arguments, None, None, None), topk, logits, page_table, lengths)
-
-
 def ragged_transform(
     logits: jax.Array, offsets: jax.Array, lengths: jax.Array, topk: int, row_starts: jax.Array | None = None
 ) -> jax.Array:
     """FlashInfer's `top_k_ragged_transform`: each position plus its row's offset; values are not validated.
 
-    Args:
-      logits: float32 or bfloat16 `[rows, columns]`.
-      offsets: int32 `[rows]`.
-      lengths: int32 `[rows]`, positions of each row; the window stays inside the row.
-      topk: how many indices, 1 … 2,048.
-      row_starts: int32 `[rows]`, the column of each row's position 0; None means 0.
-
-    Returns:
-      int32 `[rows, topk]` in any order, −1 behind them.
+    A row's window of `lengths` columns from `row_starts` on (None: from 0) stays inside the row. The result is int32
+    `[rows, topk]` in any order, −1 behind them.
     """
     rows, columns = logits.shape
     operands = (logits, offsets, lengths) if row_starts is None else (logits, offsets, lengths, row_starts)
@@ -128,11 +99,9 @@ def _in_their_order(logits: jax.Array) -> jax.Array:
     −0.0 and +0.0 become one number, which leaves room to put NaN below what was −inf; +inf becomes a NaN, the largest
     of FlashInfer's order. XLA fuses this into whatever computes the logits.
     """
-    unsigned, signed, sign, infinity = (
-        (jnp.uint16, jnp.int16, 1 << 15, 0x7F80)
-        if logits.dtype == jnp.bfloat16
-        else (jnp.uint32, jnp.int32, 1 << 31, 0x7F800000)
-    )
+    unsigned, signed, sign, infinity = jnp.uint32, jnp.int32, 1 << 31, 0x7F800000
+    if logits.dtype == jnp.bfloat16:
+        unsigned, signed, sign, infinity = jnp.uint16, jnp.int16, 1 << 15, 0x7F80
     bits = lax.bitcast_convert_type(logits, unsigned)
     magnitude = bits & unsigned(sign - 1)
     rank = lax.bitcast_convert_type(magnitude, signed)

@@ -24,15 +24,7 @@ def topk_binary(capability: tuple[int, int]) -> build.Binary:
 
 
 def topk_cuda(
-    logits: jax.Array,
-    lengths: jax.Array,
-    *,
-    topk: int,
-    row_starts: jax.Array | None = None,
-    page_table: jax.Array | None = None,
-    page_size: int = 1,
-    row_to_request: jax.Array | None = None,
-    offsets: jax.Array | None = None,
+    logits, lengths, *, topk, row_starts=None, page_table=None, page_size=1, row_to_request=None, offsets=None
 ) -> jax.Array:
     """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets."""
     operands = [logits, lengths]

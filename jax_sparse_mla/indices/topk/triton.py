@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -148,15 +147,7 @@ def _narrow(k, probe, after, count, lo, hi, count_lo, count_hi, surplus, deficit
     deficit = tl.where(up, tl.where(last > 0, deficit * 0.5, (k - count_hi).to(tl.float32)), (k - count).to(tl.float32))
     lo = tl.where(up, probe, lo)
     hi = tl.where(up, tl.minimum(hi, after), probe)
-    return (
-        lo,
-        hi,
-        tl.where(up, count, count_lo),
-        tl.where(up, count_hi, count),
-        surplus,
-        deficit,
-        tl.where(up, 1, -1),
-    )
+    return lo, hi, tl.where(up, count, count_lo), tl.where(up, count_hi, count), surplus, deficit, tl.where(up, 1, -1)
 
 
 @triton.jit
@@ -234,19 +225,10 @@ def _places(keys, lo, hi, ties, seen_ties):
 
 @triton.jit
 def _transformed(
-    position,
-    live,
-    row,
-    page_table,
-    row_to_request,
-    offsets,
-    num_requests,
-    num_pages,
-    METHOD: tl.constexpr,
-    HAS_REQUESTS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    position, live, row, tables, METHOD: tl.constexpr, HAS_REQUESTS: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):
-    """The live positions transformed, and -1 for the others."""
+    """The live positions transformed by the tables that the kernel gets, and -1 for the others."""
+    page_table, row_to_request, offsets, num_requests, num_pages = tables
     if METHOD == PAGED:
         request = row
         if HAS_REQUESTS:
@@ -429,6 +411,7 @@ def topk_select_kernel(
     row = tl.program_id(0).to(tl.int64)
     length, position, origin, lead, stop = _window(lengths, row_starts, row, width * ALIGN, HAS_STARTS, ALIGN)
     source = logits + (row * width * ALIGN + origin)
+    tables = page_table, row_to_request, offsets, num_requests, num_pages
     out += row * TOPK
     slot = tl.arange(0, TILE)
     n = stop - lead
@@ -437,8 +420,7 @@ def topk_select_kernel(
         shift = tl.where(length <= TOPK, 0, position)
         for begin in range(0, TOPK, TILE):
             live = begin + slot < given
-            index = _transformed(shift + begin + slot, live, row, page_table, row_to_request, offsets, num_requests,
-                                 num_pages, METHOD, HAS_REQUESTS, PAGE_SIZE)  # fmt: skip
+            index = _transformed(shift + begin + slot, live, row, tables, METHOD, HAS_REQUESTS, PAGE_SIZE)
             tl.store(out + begin + slot, index, mask=begin + slot < TOPK)
     else:
         in_registers = n <= TILE
@@ -459,11 +441,9 @@ def topk_select_kernel(
             chosen, place, _, _ = _places(keys, lo, hi, TOPK - count_hi, 0)
             at = position - lead + slot
             if FILTERED:
-                at = tl.where(
-                    filtered, tl.load(candidate_positions + row * TILE + slot, mask=filtered & chosen, other=0), at
-                )
-            index = _transformed(at, chosen, row, page_table, row_to_request, offsets, num_requests, num_pages,
-                                 METHOD, HAS_REQUESTS, PAGE_SIZE)  # fmt: skip
+                found_at = tl.load(candidate_positions + row * TILE + slot, mask=filtered & chosen, other=0)
+                at = tl.where(filtered, found_at, at)
+            index = _transformed(at, chosen, row, tables, METHOD, HAS_REQUESTS, PAGE_SIZE)
             tl.store(out + place, index, mask=chosen)
         else:
             if FILTERED:
@@ -474,8 +454,7 @@ def topk_select_kernel(
                     keys = _load_keys(source, begin + slot, lead, stop, ALIGN)
                     chosen, place, sure, tied = _places(keys, lo, hi, ties, ties_before)
                     at = position - lead + begin + slot
-                    index = _transformed(at, chosen, row, page_table, row_to_request, offsets, num_requests, num_pages,
-                                         METHOD, HAS_REQUESTS, PAGE_SIZE)  # fmt: skip
+                    index = _transformed(at, chosen, row, tables, METHOD, HAS_REQUESTS, PAGE_SIZE)
                     tl.store(out + sure_before + tl.minimum(ties_before, ties) + place, index, mask=chosen)
                     sure_before += sure
                     ties_before += tied
@@ -487,15 +466,8 @@ FILTER_WARPS = 4
 
 
 def threshold_constants(plan: TopkPlan, topk: int, has_starts: bool) -> dict:
-    return {
-        "TOPK": topk,
-        "TILE": plan.tile,
-        "ALIGN": plan.align,
-        "HAS_STARTS": has_starts,
-        "SAMPLE": _SAMPLE,
-        "PIECE": _PIECE,
-        "num_warps": THRESHOLD_WARPS,
-    }
+    constants = {"TOPK": topk, "TILE": plan.tile, "ALIGN": plan.align, "HAS_STARTS": has_starts}
+    return constants | {"SAMPLE": _SAMPLE, "PIECE": _PIECE, "num_warps": THRESHOLD_WARPS}
 
 
 def filter_constants(plan: TopkPlan, topk: int, has_starts: bool) -> dict:
@@ -506,17 +478,9 @@ def filter_constants(plan: TopkPlan, topk: int, has_starts: bool) -> dict:
 def select_constants(
     plan: TopkPlan, topk: int, method: int, page_size: int, has_starts: bool, has_requests: bool
 ) -> dict:
-    return {
-        "TOPK": topk,
-        "TILE": plan.tile,
-        "FILTERED": plan.filtered,
-        "ALIGN": plan.align,
-        "METHOD": method,
-        "HAS_STARTS": has_starts,
-        "HAS_REQUESTS": has_requests,
-        "PAGE_SIZE": page_size,
-        "num_warps": plan.select_warps,
-    }
+    constants = {"TOPK": topk, "TILE": plan.tile, "FILTERED": plan.filtered, "ALIGN": plan.align}
+    constants |= {"METHOD": method, "HAS_STARTS": has_starts, "HAS_REQUESTS": has_requests}
+    return constants | {"PAGE_SIZE": page_size, "num_warps": plan.select_warps}
 
 
 # --- launches -------------------------------------------------------------------------------------
@@ -532,15 +496,7 @@ class Transform(NamedTuple):
 
 
 def topk(
-    execute: Executor,
-    logits,
-    lengths,
-    *,
-    topk: int,
-    row_starts=None,
-    transform: Transform,
-    out=None,
-    scratch: Sequence[Any] = (None,) * 5,
+    execute: Executor, logits, lengths, *, topk, row_starts=None, transform: Transform, out=None, scratch=(None,) * 5
 ) -> Any:
     """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets.
 

@@ -210,8 +210,7 @@ def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
 
     keys, tails = shared.keys, shared.weights
     emit(
-        *(row_numbers, kv_ref, keys.at[0], keys.at[1], tails.at[0], tails.at[1]),
-        *(shared.valid, shared.barriers, pair),
+        *(row_numbers, kv_ref, keys.at[0], keys.at[1], tails.at[0], tails.at[1]), *(shared.valid, shared.barriers, pair)
     )
 
 
@@ -525,13 +524,10 @@ def sparse_prefill(
     """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
     blocks = min(sm_count, tokens * -(-heads // HEADS))
-    optional = [x for x in (topk_length, attn_sink) if x is not None]
 
-    def body(q_ref, kv_ref, indices_ref, *refs):
-        refs = list(refs)
-        length_ref = None if topk_length is None else refs.pop(0)
-        sink_ref = None if attn_sink is None else refs.pop(0)
-        out_refs, shared = (*refs[:3], sink_ref), Shared(*refs[3:])
+    def work(inputs, results, scratch):
+        q_ref, kv_ref, indices_ref, length_ref, sink_ref = inputs
+        out_refs, shared = (*results, sink_ref), Shared(*scratch)
         each = functools.partial(
             _for_each_item, length_ref=length_ref, tokens=tokens, heads=heads, topk=topk, blocks=blocks
         )
@@ -549,20 +545,35 @@ def sparse_prefill(
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             each(functools.partial(_produce, q_ref, kv_ref, indices_ref, shared))
 
+    return launched(work, (q, kv, indices, topk_length, attn_sink), _scratch(qk_dim), blocks, warpgroups=3)
+
+
+def launched(work, arrays: tuple, scratch: list, blocks: int, warpgroups: int) -> tuple[jax.Array, ...]:
+    """out, max_logits and lse of q, kv, indices, topk_length and attn_sink, by `blocks` thread blocks that `work`.
+
+    `work` gets the references of the arrays, None for one that is absent, those of the results, and of the scratch.
+    """
+    tokens, heads, _ = arrays[0].shape
+
+    def body(*refs):
+        refs = iter(refs)
+        inputs = [None if x is None else next(refs) for x in arrays]
+        work(inputs, [next(refs) for _ in range(3)], list(refs))
+
     statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
     kernel = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((tokens, heads, V_DIM), jnp.bfloat16), statistic, statistic),
-        scratch_types=_scratch(qk_dim),
+        scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=3,
+        num_threads=warpgroups,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # ours are enough
-            reduction_scratch_bytes=0,  # no reduction leaves its warp
+            reduction_scratch_bytes=0,  # no reduction of Pallas leaves its warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    return kernel(q, kv, indices, *optional)
+    return kernel(*(x for x in arrays if x is not None))

@@ -212,10 +212,7 @@ def transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
             high = low + distance
             sent = arith.select(upper, words[low], words[high])
             taken = mgpu_utils.shfl_bfly(sent, distance)
-            words[low], words[high] = (
-                arith.select(upper, taken, words[low]),
-                arith.select(upper, words[high], taken),
-            )
+            words[low], words[high] = (arith.select(upper, taken, words[low]), arith.select(upper, words[high], taken))
     return words
 
 

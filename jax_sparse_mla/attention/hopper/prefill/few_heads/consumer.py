@@ -75,7 +75,7 @@ def _wait_for_queries(shape: Shape, shared: Shared, team, number) -> None:
     @inline(*SHARED_TYPES, SPLAT, SPLAT)
     def emit(ctx, *args):
         *refs, team, number = args
-        ptx.barrier_wait_at(Team(shape, refs, scalar(team)).barrier(shape.queries_full), scalar(number))
+        ptx.barrier_wait_at(Team(shape, refs, scalar(team)).barrier(shape.barriers.queries_full), scalar(number))
 
     emit(*shared, team, number)
 
@@ -93,11 +93,11 @@ def _step(shape: Shape, scale: float, shared: Shared, team, last_block, block, s
         _release(team, slots[: shape.tails])
         is_last = arith.cmpi(arith.CmpIPredicate.eq, block, scalar(last_block))
         with mgpu_utils.when(is_last):
-            ptx.barrier_arrive_by_warp(team.barrier(shape.queries_empty))
+            ptx.barrier_arrive_by_warp(team.barrier(shape.barriers.queries_empty))
         scores = _masked(team, block, scores, scale)
         state = _weigh(team, block, scores, state)
         acc = _multiply(team, slots[shape.tails :], state.acc)
-        ptx.barrier_arrive_by_warp(team.barrier(shape.weights_empty))
+        ptx.barrier_arrive_by_warp(team.barrier(shape.barriers.weights_empty))
         return tiles.per_thread_floats(state._replace(acc=acc).packed())
 
     return emit(*shared, team, last_block, block, state)
@@ -169,7 +169,7 @@ def _weigh(team: Team, block: ir.Value, scores: list[ir.Value], state: _State) -
         of_heads = ([x for i, x in enumerate(block_weights) if head_of(i) == h] for h in range(shape.per_thread))
         return [arith.addf(*pair) for pair in of_heads]
 
-    ptx.barrier_wait_at(team.barrier(shape.weights_empty), ptx.previous(block))
+    ptx.barrier_wait_at(team.barrier(shape.barriers.weights_empty), ptx.previous(block))
     sums = weights(state.reference)
     rises = ptx.warpgroup_any(team.vote_barrier, arith.cmpi(arith.CmpIPredicate.ne, over, ptx.i32(0)))
     kept = [*sums, *state.packed()]

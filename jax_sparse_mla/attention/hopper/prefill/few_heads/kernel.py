@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -30,13 +29,13 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     LOG2_E,
     MOST_HEADS,
     TEAMS,
-    V_DIM,
     Item,
     Shape,
     Shared,
     init_barriers,
     scratch,
 )
+from jax_sparse_mla.attention.hopper.prefill.kernel import launched
 
 
 def _for_each_item(work, team, length_ref, *, tokens: int, topk: int, blocks: int) -> None:
@@ -64,27 +63,15 @@ def serves(heads: int, qk_dim: int) -> bool:
     return heads <= MOST_HEADS and _shape(heads, qk_dim).fits
 
 
-def sparse_prefill_few_heads(
-    q: jax.Array,  # bfloat16 [tokens, heads, qk_dim]
-    kv: jax.Array,  # bfloat16 [kv_len, qk_dim]
-    indices: jax.Array,  # int32 [tokens, topk]
-    topk_length: jax.Array | None,  # int32 [tokens]
-    attn_sink: jax.Array | None,  # float32 [heads]
-    *,
-    softmax_scale: float,
-    sm_count: int = 132,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def sparse_prefill_few_heads(q, kv, indices, topk_length, attn_sink, *, softmax_scale: float, sm_count: int = 132):
     """`kernel.sparse_prefill` for as few heads as this kernel `serves`."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
     shape = _shape(heads, qk_dim)
     blocks = min(sm_count, tokens)
-    optional = [x for x in (topk_length, attn_sink) if x is not None]
 
-    def body(q_ref, kv_ref, indices_ref, *refs):
-        refs = list(refs)
-        length_ref = None if topk_length is None else refs.pop(0)
-        sink_ref = None if attn_sink is None else refs.pop(0)
-        out_refs, shared = (*refs[:3], sink_ref), Shared(*refs[3:])
+    def work(inputs, results, memory):
+        q_ref, kv_ref, indices_ref, length_ref, sink_ref = inputs
+        out_refs, shared = (*results, sink_ref), Shared(*memory)
         each = functools.partial(_for_each_item, length_ref=length_ref, tokens=tokens, topk=topk, blocks=blocks)
         init_barriers(shape, shared)
         role = lax.axis_index("role")
@@ -99,20 +86,4 @@ def sparse_prefill_few_heads(
             plgpu.set_max_registers(shape.producer_registers, action="decrease")
             each(functools.partial(produce, shape, q_ref, kv_ref, indices_ref, shared), role - TEAMS)
 
-    statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
-    kernel = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct((tokens, heads, V_DIM), jnp.bfloat16), statistic, statistic),
-        scratch_types=scratch(shape),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=2 * TEAMS,
-        thread_name="role",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,  # ours are enough
-            reduction_scratch_bytes=0,  # there are no reductions of Pallas'
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )
-    return kernel(q, kv, indices, *optional)
+    return launched(work, (q, kv, indices, topk_length, attn_sink), scratch(shape), blocks, warpgroups=2 * TEAMS)

@@ -36,7 +36,7 @@ def _gather_queries(shape: Shape, q_ref, shared: Shared, team, item: Item) -> No
         _, heads, columns = ir.MemRefType(q.type).shape
         copied = -(-shape.heads // 16)  # rows of a thread
         target = tiles.tile_address_at(team.queries, columns)
-        ptx.barrier_wait_at(team.barrier(shape.queries_empty), ptx.previous(scalar(item)))
+        ptx.barrier_wait_at(team.barrier(shape.barriers.queries_empty), ptx.previous(scalar(item)))
         for i, row in enumerate(tiles.thread_rows()[:copied]):
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, ptx.i32(heads))
             number = arith.addi(arith.muli(ptx.extend(scalar(t)), ptx.i64(heads)), ptx.extend(row))
@@ -47,7 +47,7 @@ def _gather_queries(shape: Shape, q_ref, shared: Shared, team, item: Item) -> No
                 for tile in range(shape.slices):
                     offset = 2 * i * tiles.row_stride(columns) + tile * tiles.TILE_BYTES
                     ptx.copy_16(target, offset, source, tile * 2 * SLICE, nbytes)
-        ptx.barrier_arrive_after_copies_at(team.barrier(shape.queries_full))
+        ptx.barrier_arrive_after_copies_at(team.barrier(shape.barriers.queries_full))
 
     emit(q_ref, *shared, team, item.t, item.number)
 

@@ -35,6 +35,17 @@ REF = plgpu.RefType()
 TILES = plgpu.RefType(TILED)
 
 
+class Barriers(NamedTuple):
+    """The numbers of a team's barriers."""
+
+    full: int  # one for each slot: the slice has arrived
+    empty: int  # one for each slot: the consumer reads the slice no more
+    valid: int  # two, for blocks in turn: the mask of the block's keys is written
+    queries_full: int
+    queries_empty: int
+    weights_empty: int  # no warp's products read the weights any more
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Static shape: padded heads and qk_dim."""
@@ -90,34 +101,10 @@ class Shape:
     def consumer_registers(self) -> int:
         return 256 - self.producer_registers
 
-    # Barriers of a team.
     @property
-    def full(self) -> int:
-        """One for each slot: the slice has arrived."""
-        return 0
-
-    @property
-    def empty(self) -> int:
-        """One for each slot: the consumer reads the slice no more."""
-        return self.slots
-
-    @property
-    def valid(self) -> int:
-        """Two, for blocks in turn: the mask of the block's keys is written."""
-        return 2 * self.slots
-
-    @property
-    def queries_full(self) -> int:
-        return 2 * self.slots + 2
-
-    @property
-    def queries_empty(self) -> int:
-        return 2 * self.slots + 3
-
-    @property
-    def weights_empty(self) -> int:
-        """No warp's products read the weights any more."""
-        return 2 * self.slots + 4
+    def barriers(self) -> Barriers:
+        after = 2 * self.slots
+        return Barriers(0, self.slots, after, after + 2, after + 3, after + 4)
 
     @property
     def arrivals(self) -> list[int]:
@@ -201,7 +188,7 @@ class Team:
 
     def valid_barrier(self, block: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The barrier of the block's mask, and its phase."""
-        number = arith.addi(ptx.i32(self.shape.valid), arith.andi(block, ptx.i32(1)))
+        number = arith.addi(ptx.i32(self.shape.barriers.valid), arith.andi(block, ptx.i32(1)))
         return self.barrier(number), arith.shrui(block, ptx.i32(1))
 
     def slots(self, block: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
@@ -222,10 +209,10 @@ class Team:
         return arith.addi(self.keys, arith.muli(slot, ptx.i32(SLICE_BYTES)))
 
     def slot_full(self, slot: ir.Value) -> ir.Value:
-        return self.barrier(arith.addi(slot, ptx.i32(self.shape.full)))
+        return self.barrier(arith.addi(slot, ptx.i32(self.shape.barriers.full)))
 
     def slot_empty(self, slot: ir.Value) -> ir.Value:
-        return self.barrier(arith.addi(slot, ptx.i32(self.shape.empty)))
+        return self.barrier(arith.addi(slot, ptx.i32(self.shape.barriers.empty)))
 
     def over_warps(self, values: list[ir.Value], combine) -> list[ir.Value]:
         """Combines the thread's number of each of its heads with those of all threads that hold the same head."""
