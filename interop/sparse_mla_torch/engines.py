@@ -277,7 +277,7 @@ def _launch(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backe
             from sparse_mla_torch.operations.metadata import build_v4_metadata
 
             return build_v4_metadata(spec, *step, out=out)
-        from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata
+        from sparse_mla_torch.operations.metadata import build_v32_metadata
 
         return build_v32_metadata(spec, *step, fp8_kv_cache=fp8_kv_cache, prefill_backend=prefill_backend, out=out)
 

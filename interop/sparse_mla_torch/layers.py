@@ -11,7 +11,7 @@ A step of a server, with caches and tables that are torch's own:
 Batch, tables, caches, rows and parameters are the dataclasses of `jax_sparse_mla`, of torch tensors. Caches are updated
 in place. Everything runs on torch's current stream, nothing waits for the host or is copied to it, no JAX backend is
 started: a CUDA graph captures the step, and a replay reads lengths, tables and rows again. What a step allocates is the
-graph's. V3.2's step is `operations.metadata_v32.build_v32_metadata` once, then `v32_layer`.
+graph's. V3.2's step is `operations.metadata.build_v32_metadata` once, then `v32_layer`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.attention.pages import pages_of
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
-from sparse_mla_torch.operations.index_selection import index_topk
-from sparse_mla_torch.operations.indexer import quantize_index_q, write_index_k
+from sparse_mla_torch.operations.indexer import index_topk, quantize_index_q, write_index_k
 from sparse_mla_torch.operations.kv_cache import write_kv
 from sparse_mla_torch.operations.metadata import build_v4_metadata
 
@@ -148,7 +147,7 @@ def v32_layer(
       cache: the layer's caches, or their view `cache.layer(i)`.
       rows: the projected rows of this step, contiguous, padded like the batch; q bfloat16.
       batch, metadata: the step's, shared by all layers; `metadata` of
-        `sparse_mla_torch.operations.metadata_v32.build_v32_metadata`.
+        `sparse_mla_torch.operations.metadata.build_v32_metadata`.
       spec: the model.
       slots: int32 `[T, index_topk]`, what the last layer with an indexer returned; for a layer without one only.
       batch_invariant, on_plan: as in `v4_layer`.
