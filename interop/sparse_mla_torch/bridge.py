@@ -22,11 +22,7 @@ import torch
 _ALIGNMENT = 16  # bytes, which an XLA program expects of its arguments on a GPU
 
 # JAX without 64-bit types, its default, would narrow these silently, in a copy.
-_NARROWED = {
-    torch.int64: torch.int32,
-    torch.float64: torch.float32,
-    torch.complex128: torch.complex64,
-}
+_NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 @contextlib.contextmanager

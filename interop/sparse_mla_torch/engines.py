@@ -273,12 +273,10 @@ def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
 def _launch(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backend: str | None, out: Any) -> Any:
     # Triton is imported only here, where there is a GPU.
     with torch.cuda.device_of(step.batch.seq_lens):
+        from sparse_mla_torch.operations.metadata import build_v4_metadata, build_v32_metadata
+
         if spec.window is not None:
-            from sparse_mla_torch.operations.metadata import build_v4_metadata
-
             return build_v4_metadata(spec, *step, out=out)
-        from sparse_mla_torch.operations.metadata import build_v32_metadata
-
         return build_v32_metadata(spec, *step, fp8_kv_cache=fp8_kv_cache, prefill_backend=prefill_backend, out=out)
 
 

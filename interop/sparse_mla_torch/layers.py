@@ -28,15 +28,7 @@ from jax_sparse_mla.attention.route import Plan
 from jax_sparse_mla.indexer.logits import INDEX_DIM, IndexKeys, sylvester
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kv_cache import PagedKV
-from jax_sparse_mla.layers import (
-    CompressorParams,
-    V4LayerCache,
-    V4LayerParams,
-    V4Rows,
-    V4Step,
-    V32LayerCache,
-    V32Rows,
-)
+from jax_sparse_mla.layers import CompressorParams, V4LayerCache, V4LayerParams, V4Rows, V4Step, V32LayerCache, V32Rows
 from jax_sparse_mla.layers.checks import check_v4_layer, check_v32_layer
 from jax_sparse_mla.layers.step import with_pool_sizes
 from jax_sparse_mla.layers.write import Step, kernel_obstacle, rows_each, step_of, write_by_kernel
@@ -183,8 +175,7 @@ def v32_layer(
             keys = index_q, rows.index_weights * scale, keys, metadata.page_table, lengths
             slots = _selected(*keys, spec, spec.page_size, batch_invariant)
         check("slots", slots, (num_rows, spec.index_topk))
-        table = _rows_of(cache.kv), slots[:, None], metadata.topk_lengths
-        tensors = q[:, None], *table, None, None, None, None
+        tensors = q[:, None], _rows_of(cache.kv), slots[:, None], metadata.topk_lengths, None, None, None, None
         return _attend("v32_layer", spec, on_plan, batch_invariant, *tensors), slots
 
 

@@ -44,12 +44,6 @@ def layout_of(function: str, name: str, k_cache: torch.Tensor, kv_layout: str | 
     return layout
 
 
-def extra_layout_of(layout: KVLayout, extra_k_cache: torch.Tensor) -> KVLayout | None:
-    """The layout of the second cache beside one of `layout`, by its bytes per token; None: it can have none of them."""
-    width = extra_k_cache.shape[-1]
-    return next((x for x in layout.beside if x.bytes_per_token == width), None)
-
-
 def has_dense_pages(k_cache: torch.Tensor) -> bool:
     """Whether the tokens of each page of a cache in FlashMLA's shape are one after the other."""
     return k_cache.stride(3) == 1 and (k_cache.shape[1] < 2 or k_cache.stride(1) == k_cache.shape[3])

@@ -27,12 +27,7 @@ class TensorChecks(Checks):
         self.device = getattr(like, "device", None)  # the check of `like` itself says that it is no tensor
 
     def __call__(self, name: str, x: Any, shape: Shape, dtypes: Sequence[str] = INT32) -> Tensor:
-        """Returns `x`, a contiguous tensor.
-
-        Raises:
-          TypeError: not a tensor, or of another dtype.
-          ValueError: of another shape, not contiguous, or on another device.
-        """
+        """Returns `x`, a contiguous tensor; raises TypeError for no tensor or another dtype, else ValueError."""
         self.strided(name, x, shape, dtypes)
         if not x.is_contiguous():
             raise self.fail(f"{name} must be contiguous, got strides {list(x.stride())}")

@@ -9,7 +9,7 @@ import torch
 from jax_sparse_mla.attention.triton import launch as kernels
 from jax_sparse_mla.attention.triton.plan import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
-from sparse_mla_torch.attention.backends import in_base_2, into_results
+from sparse_mla_torch.attention.backends import in_base_2
 from sparse_mla_torch.attention.call_cache import Results
 from sparse_mla_torch.launch.executor import DirectLaunch, launch_device
 
@@ -64,17 +64,26 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
     batch, q_len, heads, _ = q.shape
     attend = Attention(
-        layout,
-        batch * q_len,
-        heads,
-        tuple(tables),
+        *(layout, batch * q_len, heads, tuple(tables)),
         options.softmax_scale,
         has_sink,
         q.device,
         empty_is_inf=options.empty_lse > 0,
         may_split=not options.batch_invariant,
     )
-    return into_results(attend, len(tables), (batch, q_len, heads))
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+        q = q.contiguous()
+        call_tables = (k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths)
+        out, lse = into or (None, None)
+        if out is None:
+            out = q.new_empty((batch, q_len, heads, V_DIM))
+        if lse is None:
+            lse = q.new_empty((batch, q_len, heads), dtype=torch.float32)
+        attend(q, call_tables[: len(tables)], attn_sink, out, lse)
+        return out, lse.transpose(1, 2)
+
+    return run
 
 
 def prefill(options, q, table, has_sink) -> Callable[..., Results]:
@@ -94,10 +103,8 @@ def prefill(options, q, table, has_sink) -> Callable[..., Results]:
         out, *statistics = into or (None, None, None)
         if out is None:
             out = q.new_empty((q_len, heads, V_DIM))
-        statistics = (q.new_empty((q_len, heads), dtype=torch.float32) if x is None else x for x in statistics)
-        results = (out, *statistics)
-        out, max_logits, lse = results
+        max_logits, lse = (q.new_empty((q_len, heads), dtype=torch.float32) if x is None else x for x in statistics)
         attend(q, [(kv, indices, lengths)], attn_sink, out, lse, max_logits)
-        return in_base_2(results) if options.log2 else results
+        return in_base_2((out, max_logits, lse)) if options.log2 else (out, max_logits, lse)
 
     return run
