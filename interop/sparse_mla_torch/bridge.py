@@ -87,9 +87,8 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return jax.numpy.zeros(tuple(tensor.shape), dtype, device=jax_device(tensor.device))
     if tensor.is_cuda and tensor.data_ptr() % _ALIGNMENT:
-        raise ValueError(
-            f"to_jax: {name} starts at {tensor.data_ptr():#x}, not {_ALIGNMENT}-byte aligned: pass .clone()"
-        )
+        address = hex(tensor.data_ptr())
+        raise ValueError(f"to_jax: {name} starts at {address}, not {_ALIGNMENT}-byte aligned: pass .clone()")
     with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             # JAX's stream would wait for an event of the capture, and so become part of it.

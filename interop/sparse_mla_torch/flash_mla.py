@@ -28,7 +28,7 @@ from sparse_mla_torch import ops
 from sparse_mla_torch.attention import call_cache, decode, prefill
 from sparse_mla_torch.attention.call_cache import Prepared
 from sparse_mla_torch.attention.route import FasterAlone
-from sparse_mla_torch.operations.checks import TensorChecks
+from sparse_mla_torch.operations.checks import TensorChecks, are_aligned
 
 __all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -197,22 +197,19 @@ def flash_mla_sparse_fwd(
       indices: int32 `[s_q, 1, topk]`; an index of no row is skipped.
       sm_scale: the factor of q·k.
       d_v: 512.
-      attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
       topk_length: int32 `[s_q]`, how many leading columns count.
-      use_legacy: ignored: which of the wheel's two builds runs is decided here.
       return_log2_lse: None gives max_logits and lse in natural units, True in base 2, False gives None for both.
       out: `(out, max_logits, lse)` to write into, or out alone, as in `flash_mla_with_kvcache`. Both statistics are
         written even if `return_log2_lse` is False.
       assume_valid_indices: a promise that every length is from 0 to the columns; indices are always checked.
-      beside_flashmla: as in `flash_mla_with_kvcache`.
+      attn_sink, use_legacy, beside_flashmla: as in `flash_mla_with_kvcache`.
 
     Returns:
       out bfloat16 `[s_q, heads, 512]`, 0 where no row counts; max_logits float32 `[s_q, heads]`, −inf there; lse
       float32 `[s_q, heads]`, without the sink, +inf there.
 
     Raises:
-      TypeError, ValueError: what is not served; the message names the argument.
-      FasterAlone: see `beside_flashmla`.
+      TypeError, ValueError, FasterAlone: as `flash_mla_with_kvcache`.
     """
     if d_v != 512:
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
@@ -352,8 +349,7 @@ def _traced(function: str, results: tuple, out: Any) -> tuple[torch.Tensor, ...]
 
 def _into(call: Prepared, tensors: tuple, out: tuple, rows: tuple) -> tuple[torch.Tensor, ...]:
     """The call's results in `out`, new ones where it has None; `rows` are its views in the kernels' shapes."""
-    # Kernels store up to 16 bytes at a time.
-    direct = call.writes_into and all(x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) for x in rows)
-    if not direct:
+    dense = all(x is None or x.is_contiguous() for x in rows)
+    if not call.writes_into or not dense or not are_aligned(rows):
         return _copied(call.run(*tensors, None), out)
     return tuple(result if x is None else x for x, result in zip(out, call.run(*tensors, rows)))

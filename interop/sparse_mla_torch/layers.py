@@ -86,7 +86,7 @@ def v4_layer(
 
     Args:
       cache: the layer's caches, or their view `cache.layer(i)`.
-      rows: the projected rows of this step, padded like the batch; q bfloat16.
+      rows: the projected rows of this step, contiguous, padded like the batch; q bfloat16.
       params: the layer's parameters, or their view `params.layer(i)`.
       batch, metadata: the step's, shared by all layers, `metadata` of `prepare_v4_step`.
       spec: the model. ratio: the layer's compress ratio.
@@ -136,13 +136,9 @@ def v32_layer(
     """One V3.2 or GLM-5 layer's attention in a DECODE step; the caches are updated in place.
 
     Args:
-      cache: the layer's caches, or their view `cache.layer(i)`.
-      rows: the projected rows of this step, contiguous, padded like the batch; q bfloat16.
-      batch, metadata: the step's, shared by all layers; `metadata` of
-        `sparse_mla_torch.operations.metadata.build_v32_metadata`.
-      spec: the model.
+      cache, rows, batch, spec, batch_invariant, on_plan: as in `v4_layer`.
+      metadata: of `sparse_mla_torch.operations.metadata.build_v32_metadata`.
       slots: int32 `[T, index_topk]`, what the last layer with an indexer returned; for a layer without one only.
-      batch_invariant, on_plan: as in `v4_layer`.
 
     Returns:
       out bfloat16 `[T, heads, 512]`, in the latent space; and the slots that it attended to.

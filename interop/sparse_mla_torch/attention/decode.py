@@ -127,8 +127,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     any_strides = {0, 1, 4, *(i for i, table in zip((2, 5), tables) if table.stride)}
     run = on_contiguous(run, tuple(None if i in any_strides else x for i, x in enumerate(tensors)))
     lengths = [i for i in (3, 6) if q_len == 1 and tensors[i] is not None and tensors[i].dim() == 2]
-    if lengths:
-        run = _by_request(run, lengths)
+    run = _by_request(run, lengths) if lengths else run
     return Prepared(run, plan, backend.WRITES_INTO and not empty, shape)
 
 

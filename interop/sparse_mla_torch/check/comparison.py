@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,7 +74,6 @@ def compare_layers(
 
     Args:
       engine: has traced a run of plain decoding; in speculative decoding rejected tokens are in no sequence.
-      model: transformers' model of the same weights.
       requests: the requests of that run.
       indices: of the layers; all by default.
     """
@@ -114,13 +114,16 @@ def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[i
         )
         outputs = []
         for index, x, index_scores in zip(indices, rows, scores, strict=True):
-            made = engine.model.attention(params, caches, inputs, x, layers=(index,), index_scores=index_scores)
-            output, caches = made
+            step = functools.partial(engine.model.attention, layers=(index,), index_scores=index_scores)
+            output, caches = step(params, caches, inputs, x)
             outputs.append(output)
         return outputs, caches
 
     jitted = jax.jit(attend, donate_argnums=1)
     caches, programs = engine.new_caches(), {}
+
+    def program(traced: TracedStep) -> tuple:
+        return traced.batch.mode, _num_rows(traced), traced.batch.seq_lens.shape, traced.batch.max_seq_len
 
     def arguments(traced: TracedStep, scores: Sequence[np.ndarray | None]) -> tuple:
         positions = np.zeros(_num_rows(traced), np.int32)
@@ -129,13 +132,13 @@ def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[i
         return traced.batch, traced.tables, rows, positions, list(scores)
 
     for traced in engine.trace:
-        if (shape := _shape(traced)) not in programs:
+        if (key := program(traced)) not in programs:
             scores = [_scores_for([], traced, engine.spec) if layers[index].has_indexer else None for index in indices]
-            programs[shape] = jitted.lower(engine.params, caches, *arguments(traced, scores)).compile()
+            programs[key] = jitted.lower(engine.params, caches, *arguments(traced, scores)).compile()
 
     def replay(traced: TracedStep, scores: Sequence[np.ndarray | None]) -> list[torch.Tensor]:
         nonlocal caches
-        outputs, caches = programs[_shape(traced)](engine.params, caches, *arguments(traced, scores))
+        outputs, caches = programs[program(traced)](engine.params, caches, *arguments(traced, scores))
         count = len(traced.positions)
         return [torch.from_numpy(np.asarray(output)[:count].astype(np.float32)) for output in outputs]
 
@@ -145,11 +148,6 @@ def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[i
 def _num_rows(traced: TracedStep) -> int:
     """The rows of a step, padding included."""
     return traced.batch.out_cache_loc.shape[0]
-
-
-def _shape(traced: TracedStep) -> tuple:
-    """The key of a step's program."""
-    return traced.batch.mode, _num_rows(traced), traced.batch.seq_lens.shape, traced.batch.max_seq_len
 
 
 @quick_products()

@@ -16,7 +16,7 @@ from jax_sparse_mla.indexer.select import SCRATCH_BYTES, rows_at_once
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.launch import build
 from sparse_mla_torch.launch.executor import executor
-from sparse_mla_torch.operations.checks import TensorChecks
+from sparse_mla_torch.operations.checks import TensorChecks, are_aligned
 from sparse_mla_torch.operations.topk import topk_transform
 
 
@@ -178,8 +178,7 @@ def launch_logits(
     """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits.logits_of`."""
     fp4 = format.name == "FP4"
     page_size, serves = index_cache.shape[1] // format.key_bytes, sm90.serves_fp4 if fp4 else sm90.serves
-    wide = (q, index_cache, out) if fp4 else (q, weights, index_cache, out)  # by 16 bytes, FP4's q by 8
-    aligned = all(x.data_ptr() % 16 == 0 for x in wide)
+    aligned = are_aligned((q, index_cache, out) if fp4 else (q, weights, index_cache, out))  # FP4's q by 8
     if q.is_cuda and aligned and serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
         import tvm_ffi
 

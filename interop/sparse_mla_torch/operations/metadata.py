@@ -46,7 +46,7 @@ def flashmla_schedule(
         )
     extra = topk_length if extra_topk_length is None else extra_topk_length
     check("extra_topk_length", extra, ("batch",))
-    out = check.outs(out, (num_sm_parts, 8), (batch + 1,), dtypes=("int32", "int32"))
+    out = check.outs(out, (num_sm_parts, 8), (batch + 1,))
     return schedules.flashmla(
         *(executor(topk_length.device), topk_length, extra),
         topk=topk,

@@ -8,8 +8,8 @@ from jax_sparse_mla.attention.api import override_of
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import sooner_than_prefill
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.attention.backends.hopper import are_aligned
 from sparse_mla_torch.attention.route import device_info, missing
+from sparse_mla_torch.operations.checks import are_aligned
 
 
 def decode(

@@ -19,6 +19,7 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results, Schedule
 from sparse_mla_torch.attention.sanitise import Sanitiser, Table
+from sparse_mla_torch.operations.checks import are_aligned
 
 WRITES_INTO = False
 _LN_2 = math.log(2)
@@ -36,8 +37,7 @@ def _chunk(q_len: int, padded: int, device: DeviceInfo) -> int:
 def decode_obstacle(options, layout, tables, tensors, device) -> str | None:
     """Why the decode operator cannot take these tensors; None if it can."""
     q_len, heads = tensors[0].shape[1:3]
-    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
-    if not aligned or any(table.page_bytes % 16 for table in tables):
+    if not are_aligned(tensors) or any(table.page_bytes % 16 for table in tables):
         return "its kernels read 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
     if layout == KVLayout.V32_FP8 and len(tables) > 1:
         return "its V3.2 kernel reads one cache"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from jax_sparse_mla.attention.triton import launch as kernels
-from jax_sparse_mla.attention.triton.plan import V_DIM, TableShape
-from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
+from jax_sparse_mla.attention.triton.plan import V_DIM
+from jax_sparse_mla.kv_cache.layout import workspace_layout
+from jax_sparse_mla.launch.describe import Launch
 from sparse_mla_torch.attention.backends import in_base_2
 from sparse_mla_torch.attention.call_cache import Results
 from sparse_mla_torch.launch.executor import DirectLaunch, launch_device
@@ -23,20 +24,7 @@ class Attention:
     captures it. Under TRITON_INTERPRET=1 (set before triton is imported) it also runs on CPU tensors, slowly.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        rows: int,
-        heads: int,
-        tables: tuple[TableShape, ...],
-        softmax_scale: float,
-        has_sink: bool,
-        device: torch.device,
-        **options: bool,
-    ):
-        attend, combine = kernels.launches(
-            layout, rows, heads, tables, softmax_scale, has_sink, launch_device(device), **options
-        )
+    def __init__(self, attend: Launch, combine: Launch | None):
         self._attend = DirectLaunch(attend)
         self._combine = None if combine is None else DirectLaunch(combine)
         self._part_shapes = [x.shape for x in attend.outputs[:2]]
@@ -63,14 +51,12 @@ class Attention:
 def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
     batch, q_len, heads, _ = q.shape
-    attend = Attention(
-        *(layout, batch * q_len, heads, tuple(tables)),
-        options.softmax_scale,
-        has_sink,
-        q.device,
+    launches = kernels.launches(
+        *(layout, batch * q_len, heads, tuple(tables), options.softmax_scale, has_sink, launch_device(q.device)),
         empty_is_inf=options.empty_lse > 0,
         may_split=not options.batch_invariant,
     )
+    attend = Attention(*launches)
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
         q = q.contiguous()
@@ -89,15 +75,13 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
 def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     """As `prefill.prepare`'s `run`, at one shape."""
     q_len, heads, qk_dim = q.shape
-    attend = Attention(
-        *(workspace_layout(qk_dim), q_len, heads, (table,)),
-        options.softmax_scale,
-        has_sink,
-        q.device,
+    launches = kernels.launches(
+        *(workspace_layout(qk_dim), q_len, heads, (table,), options.softmax_scale, has_sink, launch_device(q.device)),
         empty_is_inf=options.empty_lse > 0,
         max_logits=True,
         may_split=False,
     )
+    attend = Attention(*launches)
 
     def run(q, kv, indices, lengths, attn_sink, into):
         out, *statistics = into or (None, None, None)
