@@ -40,11 +40,7 @@ def torch_device_kept() -> Iterator[None]:
 
 @torch_device_kept()
 def jax_device(device: torch.device) -> jax.Device:
-    """The JAX device of a torch device.
-
-    Raises:
-      ValueError: JAX does not have this device here.
-    """
+    """The JAX device of a torch device; a ValueError if JAX does not have it here."""
     try:
         return jax.devices(device.type)[device.index or 0]
     except (RuntimeError, IndexError) as error:

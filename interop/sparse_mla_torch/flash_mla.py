@@ -288,13 +288,8 @@ def _use_schedule(schedule: Any, call: Prepared) -> FlashMLASchedMeta:
     if call.plan is None:
         call.run()  # raises
     meta = _own_schedule(schedule)
-    if meta is not None and meta._shape is shape:
+    if meta._shape is shape:
         return meta
-    if meta is None:
-        raise TypeError(
-            f"{_DECODE}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
-            f"engine's FlashMLASchedMeta or schedule tensor, got {type(schedule).__name__}"
-        )
     if not meta.have_initialized:
         meta.have_initialized, meta.config = True, shape
     elif meta.config != shape:
@@ -305,17 +300,17 @@ def _use_schedule(schedule: Any, call: Prepared) -> FlashMLASchedMeta:
     return meta
 
 
-def _own_schedule(schedule: Any) -> FlashMLASchedMeta | None:
-    """Our schedule: itself, the one that an engine's object of FlashMLA's class keeps, or a new one for a tensor.
-
-    None for anything else.
-    """
+def _own_schedule(schedule: Any) -> FlashMLASchedMeta:
+    """Our schedule: itself, the one that an engine's object of FlashMLA's class keeps, or a new one for a tensor."""
     if isinstance(schedule, FlashMLASchedMeta):
         return schedule
     if isinstance(schedule, torch.Tensor):
         return FlashMLASchedMeta()
     if type(schedule).__name__ != FlashMLASchedMeta.__name__ or not hasattr(schedule, "__dict__"):
-        return None
+        raise TypeError(
+            f"{_DECODE}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
+            f"engine's FlashMLASchedMeta or schedule tensor, got {type(schedule).__name__}"
+        )
     if _OURS not in schedule.__dict__:
         schedule.__dict__[_OURS] = FlashMLASchedMeta()
     return schedule.__dict__[_OURS]

@@ -87,12 +87,7 @@ def first_window_page(computed: int, page_size: int, window: int) -> int:
 
 
 def read_cache(cache: V4LayerCache | V32LayerCache, place: Place) -> dict[str, torch.Tensor]:
-    """A request's part of a layer's caches, under the file's names without the layer, as new tensors on the CPU.
-
-    Args:
-      cache: of torch tensors or JAX arrays.
-      place: where the request lies in it.
-    """
+    """A request's part of a layer's caches, under the file's names without the layer, as new tensors on the CPU."""
     parts = {}
     for name, x in _leaves(cache).items():
         x = to_torch(x) if isinstance(x, jax.Array) else x
