@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["call", "flash_mla", "ops", "to_jax", "to_torch"]
 
-_OF_BRIDGE = ("call", "to_jax", "to_torch")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_BRIDGE:
+    if name in ("call", "to_jax", "to_torch"):
         return getattr(importlib.import_module("sparse_mla_torch.bridge"), name)
-    if name in __all__:
+    if name in ("flash_mla", "ops"):
         return importlib.import_module(f"sparse_mla_torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -22,11 +22,7 @@ import torch
 _ALIGNMENT = 16  # bytes, which an XLA program expects of its arguments on a GPU
 
 # JAX without 64-bit types, its default, would narrow these silently, in a copy.
-_NARROWED = {
-    torch.int64: torch.int32,
-    torch.float64: torch.float32,
-    torch.complex128: torch.complex64,
-}
+_NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 @contextlib.contextmanager
@@ -44,11 +40,7 @@ def torch_device_kept() -> Iterator[None]:
 
 @torch_device_kept()
 def jax_device(device: torch.device) -> jax.Device:
-    """The JAX device of a torch device.
-
-    Raises:
-      ValueError: JAX does not have this device here.
-    """
+    """The JAX device of a torch device; a ValueError if JAX does not have it here."""
     try:
         return jax.devices(device.type)[device.index or 0]
     except (RuntimeError, IndexError) as error:
@@ -91,9 +83,8 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return jax.numpy.zeros(tuple(tensor.shape), dtype, device=jax_device(tensor.device))
     if tensor.is_cuda and tensor.data_ptr() % _ALIGNMENT:
-        raise ValueError(
-            f"to_jax: {name} starts at {tensor.data_ptr():#x}, not {_ALIGNMENT}-byte aligned: pass .clone()"
-        )
+        address = hex(tensor.data_ptr())
+        raise ValueError(f"to_jax: {name} starts at {address}, not {_ALIGNMENT}-byte aligned: pass .clone()")
     with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             # JAX's stream would wait for an event of the capture, and so become part of it.

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -37,14 +38,11 @@ def _has_kernels() -> bool:
 class _Float32Products(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _PRODUCTS or "out" in kwargs or not any(map(_is_slow, _flat(args))):
+        is_product = getattr(func, "__name__", "") in _PRODUCTS and "out" not in kwargs
+        if not is_product or not any(map(_is_slow, jax.tree.leaves(args))):
             return func(*args, **kwargs)
-        return func(*map(_wide, args), **{name: _wide(x) for name, x in kwargs.items()}).to(torch.bfloat16)
-
-
-def _flat(args: Any) -> Iterator[Any]:
-    for x in args:
-        yield from _flat(x) if isinstance(x, (list, tuple)) else (x,)
+        args, kwargs = jax.tree.map(_wide, (args, kwargs))
+        return func(*args, **kwargs).to(torch.bfloat16)
 
 
 def _is_slow(x: Any) -> bool:
@@ -52,6 +50,4 @@ def _is_slow(x: Any) -> bool:
 
 
 def _wide(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return type(x)(map(_wide, x))
     return x.float() if _is_slow(x) else x

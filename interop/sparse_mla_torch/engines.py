@@ -96,7 +96,7 @@ def sglang_step(
         raise check.fail(f"forward_mode must be one of {', '.join(_SGLANG_MODES)}, got {name}")
     mode = _SGLANG_MODES[name]
     lens = check.values("seq_lens", seq_lens)
-    table = check.table("req_to_token", req_to_token)
+    table = check("req_to_token", req_to_token, (None, None))
     return EngineStep(
         ForwardBatch(
             mode=mode,
@@ -159,7 +159,7 @@ def vllm_step(
     if uniform_query_len is not None and uniform_query_len < 1:
         raise check.fail(f"uniform_query_len must be at least 1, got {uniform_query_len}")
     lens = check.values("seq_lens", seq_lens)
-    full = check.table("block_tables", block_tables)
+    full = check("block_tables", block_tables, (None, None))
     if len(full) != len(lens):
         raise check.fail(f"block_tables must have one row per request, {len(lens)}, got {len(full)}")
     covered = full.shape[1] * block_size
@@ -168,7 +168,7 @@ def vllm_step(
     full = _blocks_in_use(full, used, block_size)
     to_swa = None
     if swa_block_tables is not None:
-        swa = check.table("swa_block_tables", swa_block_tables)
+        swa = check("swa_block_tables", swa_block_tables, (None, None))
         if swa.shape != full.shape:
             raise check.fail(f"swa_block_tables must be {list(full.shape)}, got {list(swa.shape)}")
         to_swa = _full_to_swa(full, _blocks_in_use(swa, used, block_size), num_blocks, block_size)
@@ -273,12 +273,10 @@ def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
 def _launch(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backend: str | None, out: Any) -> Any:
     # Triton is imported only here, where there is a GPU.
     with torch.cuda.device_of(step.batch.seq_lens):
+        from sparse_mla_torch.operations.metadata import build_v4_metadata, build_v32_metadata
+
         if spec.windowed:
-            from sparse_mla_torch.operations.metadata import build_v4_metadata
-
             return build_v4_metadata(spec, *step, out=out)
-        from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata
-
         return build_v32_metadata(spec, *step, fp8_kv_cache=fp8_kv_cache, prefill_backend=prefill_backend, out=out)
 
 
@@ -315,10 +313,6 @@ class _StepChecks(TensorChecks):
         if isinstance(x, torch.Tensor) and x.dtype == torch.int64:
             x = x.clamp(INT_MIN, INT_MAX).to(torch.int32)
         return self(name, x, (None,), ("int32", "int64"))
-
-    def table(self, name: str, x: Any) -> torch.Tensor:
-        """int32 `[rows, columns]`; int64 is refused, since its conversion would copy the table in every step."""
-        return self(name, x, (None, None))
 
 
 def _blocks_in_use(blocks: torch.Tensor, used: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ index rows that stand apart, pages with padding behind them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from sparse_mla_torch import ops
 from sparse_mla_torch.attention import call_cache, decode, prefill
 from sparse_mla_torch.attention.call_cache import Prepared
 from sparse_mla_torch.attention.route import FasterAlone
-from sparse_mla_torch.operations.checks import TensorChecks
+from sparse_mla_torch.operations.checks import TensorChecks, are_aligned
 
 __all__ = ["FasterAlone", "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -140,26 +141,17 @@ def flash_mla_with_kvcache(
         _check_format(k_cache, kv_format, descale_q, descale_k)
     if is_compiling():
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        first = (q, k_cache, indices, scale, topk_length, extra_k_cache, extra_indices_in_kvcache)
-        options = (enable_batch_invariant, assume_valid_indices, True)
-        rows, lse = ops.sparse_mla_decode(*first, extra_topk_length, attn_sink, *options)
-        return _traced("flash_mla_with_kvcache", (rows, lse.transpose(1, 2)), out)
+        rows, lse = ops.sparse_mla_decode(
+            *(q, k_cache, indices, scale, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length),
+            *(attn_sink, enable_batch_invariant, assume_valid_indices, True),
+        )
+        return _traced(_DECODE, (rows, lse.transpose(1, 2)), out)
     # The fields of decode.Options: a plain tuple is made faster.
     options = (_DECODE, softmax_scale, _INF, enable_batch_invariant, assume_valid_indices, beside_flashmla)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
-        if not _on_current_device(q):
-            with torch.cuda.device(q.device):
-                return flash_mla_with_kvcache(
-                    *(q, k_cache, None, None, 512, tile_scheduler_metadata, None, softmax_scale, False, True, indices),
-                    *(attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length),
-                    enable_batch_invariant,
-                    out=out,
-                    assume_valid_indices=assume_valid_indices,
-                    beside_flashmla=beside_flashmla,
-                )
-        call = decode.prepare(options, *tensors)
+        call = _prepared(decode.prepare, options, tensors)
     if type(tile_scheduler_metadata) is not FlashMLASchedMeta or tile_scheduler_metadata._shape is not call.shape:
         tile_scheduler_metadata = _use_schedule(tile_scheduler_metadata, call)
     if out is None:
@@ -205,22 +197,19 @@ def flash_mla_sparse_fwd(
       indices: int32 `[s_q, 1, topk]`; an index of no row is skipped.
       sm_scale: the factor of q·k.
       d_v: 512.
-      attn_sink: float32 `[heads]`, a logit per head, in the denominator only.
       topk_length: int32 `[s_q]`, how many leading columns count.
-      use_legacy: ignored: which of the wheel's two builds runs is decided here.
       return_log2_lse: None gives max_logits and lse in natural units, True in base 2, False gives None for both.
       out: `(out, max_logits, lse)` to write into, or out alone, as in `flash_mla_with_kvcache`. Both statistics are
         written even if `return_log2_lse` is False.
       assume_valid_indices: a promise that every length is from 0 to the columns; indices are always checked.
-      beside_flashmla: as in `flash_mla_with_kvcache`.
+      attn_sink, use_legacy, beside_flashmla: as in `flash_mla_with_kvcache`.
 
     Returns:
       out bfloat16 `[s_q, heads, 512]`, 0 where no row counts; max_logits float32 `[s_q, heads]`, −inf there; lse
       float32 `[s_q, heads]`, without the sink, +inf there.
 
     Raises:
-      TypeError, ValueError: what is not served; the message names the argument.
-      FasterAlone: see `beside_flashmla`.
+      TypeError, ValueError, FasterAlone: as `flash_mla_with_kvcache`.
     """
     if d_v != 512:
         raise ValueError(f"flash_mla_sparse_fwd: d_v must be 512, got {d_v}")
@@ -228,26 +217,17 @@ def flash_mla_sparse_fwd(
         # Without a branch, which would break the graph: two dimensions have no third to transpose, and what has several
         # KV heads keeps three, which the operator refuses.
         kv, indices = (x.transpose(1, 2).squeeze(2) for x in (kv, indices))
-        tensors = (q, kv, indices, sm_scale, topk_length, attn_sink)
-        results = ops.sparse_mla_prefill(*tensors, True)
+        results = ops.sparse_mla_prefill(q, kv, indices, sm_scale, topk_length, attn_sink, True)
         if return_log2_lse:
             results = (results[0], results[1] / _LN_2, results[2] / _LN_2)
-        results = _traced("flash_mla_sparse_fwd", results, out)
+        results = _traced(_PREFILL, results, out)
         return (results[0], None, None) if return_log2_lse is False else results
     # The fields of prefill.Options.
     options = (_PREFILL, sm_scale, _INF, return_log2_lse is True, assume_valid_indices, beside_flashmla)
     tensors = (q, kv, indices, topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:
-        if not _on_current_device(q):
-            with torch.cuda.device(q.device):
-                return flash_mla_sparse_fwd(
-                    *(q, kv, indices, sm_scale, 512, attn_sink, topk_length, use_legacy, return_log2_lse),
-                    out=out,
-                    assume_valid_indices=assume_valid_indices,
-                    beside_flashmla=beside_flashmla,
-                )
-        call = prefill.prepare(options, *tensors)
+        call = _prepared(prefill.prepare, options, tensors)
     if out is None:
         results = call.run(q, kv, indices, topk_length, attn_sink, None)
     else:
@@ -256,21 +236,31 @@ def flash_mla_sparse_fwd(
     return (results[0], None, None) if return_log2_lse is False else results
 
 
-def _on_current_device(q: Any) -> bool:
-    """Whether q is on the current device, on which kernels are launched; FlashMLA makes q's device the current one."""
-    device = q.get_device() if isinstance(q, torch.Tensor) else -1
-    return device < 0 or device == torch._C._cuda_getDevice()
+def _prepared(prepare: Callable[..., Prepared], options: tuple, tensors: tuple) -> Prepared:
+    """The call; as FlashMLA's, it makes q's device the current one, on which kernels are launched."""
+    device = tensors[0].get_device() if isinstance(tensors[0], torch.Tensor) else -1
+    if device < 0 or device == torch._C._cuda_getDevice():
+        return prepare(options, *tensors)
+    with torch.cuda.device(device):
+        call = prepare(options, *tensors)
+
+    def run(*arguments):
+        with torch.cuda.device(device):
+            return call.run(*arguments)
+
+    return call._replace(run=run)
 
 
 def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> None:
     """Names the argument that asks for something other than sparse decode from an FP8 cache."""
-    name = "flash_mla_with_kvcache"
     if indices is None:
-        raise ValueError(f"{name}: dense decode (indices=None) is not served here: call FlashMLA's own function for it")
+        raise ValueError(
+            f"{_DECODE}: dense decode (indices=None) is not served here: call FlashMLA's own function for it"
+        )
     if is_fp8_kvcache is False:
         raise ValueError(
-            f"{name}: is_fp8_kvcache must be True or None, got False: k_cache holds bytes here, and how many a token "
-            "has says whether they are FP8 (656, 584) or bfloat16 (1152, 1024)"
+            f"{_DECODE}: is_fp8_kvcache must be True or None, got False: k_cache holds bytes here, and how many a "
+            "token has says whether they are FP8 (656, 584) or bfloat16 (1152, 1024)"
         )
     for argument, value, expected in (
         ("head_dim_v", head_dim_v, 512),
@@ -278,53 +268,49 @@ def _refuse_dense(indices, head_dim_v, num_splits, causal, is_fp8_kvcache) -> No
         ("causal", causal, False),
     ):
         if value != expected:
-            raise ValueError(f"{name}: {argument} must be {expected}, got {value!r}")
+            raise ValueError(f"{_DECODE}: {argument} must be {expected}, got {value!r}")
 
 
 def _check_format(k_cache, kv_format, descale_q, descale_k) -> None:
-    name = "flash_mla_with_kvcache"
     if descale_q is not None or descale_k is not None:
-        raise ValueError(f"{name}: descale_q and descale_k belong to dense FP8 decode, which is not served here")
+        raise ValueError(f"{_DECODE}: descale_q and descale_k belong to dense FP8 decode, which is not served here")
     served = _KV_FORMATS.get(k_cache.shape[-1], ())
     if kv_format not in served:
         raise ValueError(
-            f"{name}: kv_format {kv_format!r} is not what k_cache's {k_cache.shape[-1]} bytes per token are "
+            f"{_DECODE}: kv_format {kv_format!r} is not what k_cache's {k_cache.shape[-1]} bytes per token are "
             f"({' or '.join(served) or 'no format that is served'}); V32 (656) and V4 (584) are served"
         )
 
 
 def _use_schedule(schedule: Any, call: Prepared) -> FlashMLASchedMeta:
     """The schedule of a call: filled with its config by the first one, refused by one of another shape."""
-    name, shape = "flash_mla_with_kvcache", call.shape
+    shape = call.shape
     if call.plan is None:
         call.run()  # raises
     meta = _own_schedule(schedule)
-    if meta is not None and meta._shape is shape:
+    if meta._shape is shape:
         return meta
-    if meta is None:
-        raise TypeError(
-            f"{name}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
-            f"engine's FlashMLASchedMeta or schedule tensor, got {type(schedule).__name__}"
-        )
     if not meta.have_initialized:
         meta.have_initialized, meta.config = True, shape
     elif meta.config != shape:
-        raise ValueError(f"{name}: tile_scheduler_metadata was filled by a call of {meta.config}, this call is {shape}")
+        raise ValueError(
+            f"{_DECODE}: tile_scheduler_metadata was filled by a call of {meta.config}, this call is {shape}"
+        )
     meta._shape = shape
     return meta
 
 
-def _own_schedule(schedule: Any) -> FlashMLASchedMeta | None:
-    """Our schedule: itself, the one that an engine's object of FlashMLA's class keeps, or a new one for a tensor.
-
-    None for anything else.
-    """
+def _own_schedule(schedule: Any) -> FlashMLASchedMeta:
+    """Our schedule: itself, the one that an engine's object of FlashMLA's class keeps, or a new one for a tensor."""
     if isinstance(schedule, FlashMLASchedMeta):
         return schedule
     if isinstance(schedule, torch.Tensor):
         return FlashMLASchedMeta()
     if type(schedule).__name__ != FlashMLASchedMeta.__name__ or not hasattr(schedule, "__dict__"):
-        return None
+        raise TypeError(
+            f"{_DECODE}: tile_scheduler_metadata must come from sparse_mla_torch.flash_mla.get_mla_metadata, or be an "
+            f"engine's FlashMLASchedMeta or schedule tensor, got {type(schedule).__name__}"
+        )
     if _OURS not in schedule.__dict__:
         schedule.__dict__[_OURS] = FlashMLASchedMeta()
     return schedule.__dict__[_OURS]
@@ -336,7 +322,7 @@ def _checked_out(
     """The tensors to write into, None where the caller gives none. The first is bfloat16, the others float32."""
     check = TensorChecks(function, like)
     if isinstance(out, torch.Tensor):
-        return (check.strided("out", out, shapes[0], BF16), *(None for _ in shapes[1:]))
+        return check.strided("out", out, shapes[0], BF16), *[None] * (len(shapes) - 1)
     if not isinstance(out, (tuple, list)) or len(out) != len(shapes):
         raise TypeError(f"{function}: out must be a tensor or {len(shapes)} tensors, got {type(out).__name__}")
     for i, (x, shape) in enumerate(zip(out, shapes)):
@@ -346,14 +332,7 @@ def _checked_out(
 
 def _copied(results: tuple, out: tuple) -> tuple[torch.Tensor, ...]:
     """`out` with the results copied into it; the results themselves where it has None."""
-    for target, result in zip(out, results, strict=True):
-        if target is not None:
-            target.copy_(result)
-    return _filled(results, out)
-
-
-def _filled(results: tuple, out: tuple) -> tuple[torch.Tensor, ...]:
-    return tuple(result if target is None else target for target, result in zip(out, results))
+    return tuple(result if x is None else x.copy_(result) for x, result in zip(out, results, strict=True))
 
 
 def _traced(function: str, results: tuple, out: Any) -> tuple[torch.Tensor, ...]:
@@ -365,8 +344,7 @@ def _traced(function: str, results: tuple, out: Any) -> tuple[torch.Tensor, ...]
 
 def _into(call: Prepared, tensors: tuple, out: tuple, rows: tuple) -> tuple[torch.Tensor, ...]:
     """The call's results in `out`, new ones where it has None; `rows` are its views in the kernels' shapes."""
-    # Kernels store up to 16 bytes at a time.
-    direct = call.writes_into and all(x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) for x in rows)
-    if not direct:
+    dense = all(x is None or x.is_contiguous() for x in rows)
+    if not call.writes_into or not dense or not are_aligned(rows):
         return _copied(call.run(*tensors, None), out)
-    return _filled(call.run(*tensors, rows), out)
+    return tuple(result if x is None else x for x, result in zip(out, call.run(*tensors, rows)))

@@ -86,12 +86,7 @@ def first_window_page(computed: int, page_size: int, window: int) -> int:
 
 
 def read_cache(cache: V4LayerCache | V32LayerCache, place: Place) -> dict[str, torch.Tensor]:
-    """A request's part of a layer's caches, under the file's names without the layer, as new tensors on the CPU.
-
-    Args:
-      cache: of torch tensors or JAX arrays.
-      place: where the request lies in it.
-    """
+    """A request's part of a layer's caches, under the file's names without the layer, as new tensors on the CPU."""
     parts = {}
     for name, x in _leaves(cache).items():
         x = to_torch(x) if isinstance(x, jax.Array) else x
@@ -142,9 +137,8 @@ def check_parts(
         expected = str(x.dtype).removeprefix("torch."), [len(index[-1]), *x.shape[len(index) :]]
         actual = str(parts[name].dtype).removeprefix("torch."), list(parts[name].shape)
         if actual != expected:
-            raise ValueError(
-                f"hand-over: {prefix}{name} must be {expected[0]} {expected[1]}, got {actual[0]} {actual[1]}"
-            )
+            wanted, got = (f"{dtype} {shape}" for dtype, shape in (expected, actual))
+            raise ValueError(f"hand-over: {prefix}{name} must be {wanted}, got {got}")
 
 
 def export_request(engine: Engine, request: Request, path: str | os.PathLike) -> None:
@@ -219,8 +213,8 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
 
 def _check_model(function: str, engine: Engine) -> None:
     if engine.spec.kind().pool > 1:
-        raise ValueError(f"{function}: the file has no place for the states of pools and linear attention, which "
-                         f"{engine.spec.name} carries")  # fmt: skip
+        states = f"the states of pools and linear attention, which {engine.spec.name} carries"
+        raise ValueError(f"{function}: the file has no place for {states}")
 
 
 def _cache_description(engine: Engine) -> dict[str, Any]:
@@ -239,10 +233,9 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"import_request: {path} has format {metadata.get('format')}, not {FORMAT}")
-            if metadata.get("version") != VERSION:
-                raise ValueError(f"import_request: {path} has version {metadata.get('version')}, not {VERSION}")
+            for name, known in (("format", FORMAT), ("version", VERSION)):
+                if metadata.get(name) != known:
+                    raise ValueError(f"import_request: {path} has {name} {metadata.get(name)}, not {known}")
             description = _parse(path, metadata.get("request", "null"))
             return description, {name: file.get_tensor(name) for name in sorted(file.keys())}
     except safetensors.SafetensorError as error:
@@ -288,8 +281,7 @@ def _new_request(
 
 
 def _place(engine: Engine, request: Request) -> Place:
-    page_size = engine.spec.page_size
-    pool = engine.scheduler.pool
+    pool, page_size = engine.scheduler.pool, engine.spec.page_size
     slots = pool.req_to_token[request.row, : request.computed : page_size].astype(np.int64)
     swa_slots = np.zeros(0, np.int64)
     if engine.spec.windowed:

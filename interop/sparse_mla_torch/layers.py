@@ -11,7 +11,7 @@ A step of a server, with caches and tables that are torch's own:
 Batch, tables, caches, rows and parameters are the dataclasses of `jax_sparse_mla`, of torch tensors. Caches are updated
 in place. Everything runs on torch's current stream, nothing waits for the host or is copied to it, no JAX backend is
 started: a CUDA graph captures the step, and a replay reads lengths, tables and rows again. What a step allocates is the
-graph's. V3.2's step is `operations.metadata_v32.build_v32_metadata` once, then `v32_layer`.
+graph's. V3.2's step is `operations.metadata.build_v32_metadata` once, then `v32_layer`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,7 @@ from jax_sparse_mla.compressor.state import row_halves
 from jax_sparse_mla.indexer.logits import INDEX_DIM, IndexKeys, sylvester
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kv_cache import PagedKV
-from jax_sparse_mla.layers import (
-    CompressorParams,
-    V4LayerCache,
-    V4LayerParams,
-    V4Rows,
-    V4Step,
-    V32LayerCache,
-    V32Rows,
-)
+from jax_sparse_mla.layers import CompressorParams, V4LayerCache, V4LayerParams, V4Rows, V4Step, V32LayerCache, V32Rows
 from jax_sparse_mla.layers.checks import check_v4_layer, check_v32_layer
 from jax_sparse_mla.layers.state import LayerStep
 from jax_sparse_mla.layers.step import with_pool_sizes
@@ -49,8 +41,7 @@ from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.attention.pages import pages_of
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
-from sparse_mla_torch.operations.index_selection import index_topk
-from sparse_mla_torch.operations.indexer import quantize_index_q, write_index_k
+from sparse_mla_torch.operations.indexer import index_topk, quantize_index_q, write_index_k
 from sparse_mla_torch.operations.kv_cache import write_kv
 from sparse_mla_torch.operations.metadata import build_v4_metadata
 
@@ -97,7 +88,7 @@ def v4_layer(
 
     Args:
       cache: the layer's caches, or their view `cache.layer(i)`.
-      rows: the projected rows of this step, padded like the batch; q bfloat16.
+      rows: the projected rows of this step, contiguous, padded like the batch; q bfloat16.
       params: the layer's parameters, or their view `params.layer(i)`.
       batch, metadata: the step's, shared by all layers, `metadata` of `prepare_v4_step`.
       spec: the model. ratio: the layer's compress ratio.
@@ -148,13 +139,9 @@ def v32_layer(
     """One V3.2 or GLM-5 layer's attention in a DECODE step; the caches are updated in place.
 
     Args:
-      cache: the layer's caches, or their view `cache.layer(i)`.
-      rows: the projected rows of this step, contiguous, padded like the batch; q bfloat16.
-      batch, metadata: the step's, shared by all layers; `metadata` of
-        `sparse_mla_torch.operations.metadata_v32.build_v32_metadata`.
-      spec: the model.
+      cache, rows, batch, spec, batch_invariant, on_plan: as in `v4_layer`.
+      metadata: of `sparse_mla_torch.operations.metadata.build_v32_metadata`.
       slots: int32 `[T, index_topk]`, what the last layer with an indexer returned; for a layer without one only.
-      batch_invariant, on_plan: as in `v4_layer`.
 
     Returns:
       out bfloat16 `[T, heads, 512]`, in the latent space; and the slots that it attended to.
@@ -188,8 +175,7 @@ def v32_layer(
             keys = index_q, rows.index_weights * scale, keys, metadata.page_table, lengths
             slots = _selected(*keys, spec, spec.page_size, batch_invariant)
         check("slots", slots, (num_rows, spec.index_topk))
-        table = _rows_of(cache.kv), slots[:, None], metadata.topk_lengths
-        tensors = q[:, None], *table, None, None, None, None
+        tensors = q[:, None], _rows_of(cache.kv), slots[:, None], metadata.topk_lengths, None, None, None, None
         return _attend("v32_layer", spec, on_plan, batch_invariant, *tensors), slots
 
 

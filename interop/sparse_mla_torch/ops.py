@@ -73,10 +73,9 @@ def sparse_mla_decode(
     FlashMLA's lse of a row without a key. `kv_layout` names the layout of k_cache; the extra cache then has the same
     one, or the one of its bytes that goes beside it.
     """
+    empty_lse = math.inf if empty_lse_is_inf else -math.inf
     options = decode.Options(
-        *("sparse_mla_decode", softmax_scale, math.inf if empty_lse_is_inf else -math.inf),
-        batch_invariant=batch_invariant,
-        assume_valid_indices=assume_valid_indices,
+        *("sparse_mla_decode", softmax_scale, empty_lse, batch_invariant, assume_valid_indices),
         keeps_memory=False,
         kv_layout=kv_layout,
     )
@@ -142,8 +141,7 @@ def split_pages(k_cache: Tensor, out: Tensor, slots: Tensor | None = None, kv_la
     if k_cache.is_cuda:
         _run("kv_cache", "split_pages", k_cache.device, cache, split, slots)
     else:
-        slots = slots.contiguous()
-        _store(out, call(jax_sparse_mla.split_pages, cache, split.page_size, slots=slots, out=split))
+        _store(out, call(jax_sparse_mla.split_pages, cache, split.page_size, slots=slots.contiguous(), out=split))
 
 
 @_operator(lambda outs, lses: (outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])))
@@ -158,11 +156,11 @@ def apply_attn_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
     return _run("merge", "apply_attn_sink", out.device, out, lse, attn_sink)
 
 
-def _fake_swa_extra(swa_indices, swa_lengths, extra_indices, extra_lengths, num_swa_rows):
-    return _fake_merged(swa_indices, swa_indices.shape[1] + extra_indices.shape[1])
+def _fake_merged(like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    return like.new_empty((like.shape[0], merged_width(columns))), like.new_empty(like.shape[:1])
 
 
-@_operator(_fake_swa_extra)
+@_operator(lambda swa, swa_lengths, extra, *lengths: _fake_merged(swa, swa.shape[1] + extra.shape[1]))
 def combine_swa_extra_indices(
     swa_indices: Tensor, swa_lengths: Tensor, extra_indices: Tensor, extra_lengths: Tensor, num_swa_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -190,17 +188,13 @@ def combine_topk_swa_indices(
     topk: int,
 ) -> tuple[Tensor, Tensor]:
     """`jax_sparse_mla.combine_topk_swa_indices`."""
+    tensors = topk_indices, query_start_loc, query_pos, seq_lens, gather_lens, compressed_base, swa_base
     return _run(
-        *("indices", "combine_topk_swa_indices", topk_indices.device, topk_indices, query_start_loc, query_pos),
-        *(seq_lens, gather_lens, compressed_base, swa_base),
+        *("indices", "combine_topk_swa_indices", topk_indices.device, *tensors),
         window=window,
         compress_ratio=compress_ratio,
         topk=topk,
     )
-
-
-def _fake_merged(like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty((like.shape[0], merged_width(columns))), like.new_empty(like.shape[:1])
 
 
 def _paged(function: str, k_cache: Tensor, kv_layout: str | None) -> PagedKV:

@@ -180,6 +180,7 @@ class TestOnTheGPU:
         if not torch.cuda.is_available():
             pytest.skip("this torch has no CUDA")
         from sparse_mla_torch.attention.backends.triton import Attention
+        from sparse_mla_torch.launch.executor import launch_device
         from torch_graphs import capture
 
         torch.manual_seed(0)
@@ -188,7 +189,8 @@ class TestOnTheGPU:
         q = torch.randn(2, 1, 64, 512, device="cuda").bfloat16()
         indices = torch.randint(0, 256, (2, 1, 512), device="cuda", dtype=torch.int32)
         scope = TableShape(512, 0, 256, 64, layout.page_bytes(64))
-        attend = Attention(layout, 2, 64, (scope,), 0.04, False, q.device)
+        shape = CallShape(layout, 2, 64, (scope,), 0.04, False)
+        attend = Attention(*launches(shape, launch_device(q.device)))
         out, expected = (
             (torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda"))
             for _ in range(2)

@@ -19,7 +19,7 @@ import ml_dtypes
 import ptxas
 from logits_on_host import logits_function, logits_on_host
 from sparse_mla_torch.operations import indexer as torch_indexer
-from sparse_mla_torch.operations.index_selection import index_topk
+from sparse_mla_torch.operations.indexer import index_topk
 from test_triton_indexer import assert_logits, exact_logits, logits_case
 from triton_device import DEVICE, ON_GPU, tensor
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from metadata_tensors import DEVICE, INT_MAX, assert_same, poison, tensor
-from sparse_mla_torch.operations.metadata_v32 import allocate_v32_metadata, build_v32_metadata
+from sparse_mla_torch.operations.metadata import allocate_v32_metadata, build_v32_metadata
 
 from jax_sparse_mla import metadata
 from jax_sparse_mla.indices import TopkTransform

@@ -36,9 +36,11 @@ from layout_oracle import TENSOR_SCALE
 from sparse_mla_torch import ops
 from sparse_mla_torch.attention.backends.triton import Attention
 from sparse_mla_torch.attention.pages import pages_of
+from sparse_mla_torch.launch.executor import launch_device
 
 from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton import plan as planning
+from jax_sparse_mla.attention.triton.launch import launches
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -114,8 +116,8 @@ def attend(layout, case, tables, results, **options):
     tensors, scopes = zip(*tables)
     q, sink = tensor(case.q), tensor(case.attn_sink)
     rows, heads = int(np.prod(case.q.shape[:-2])), case.q.shape[-2]
-    launch = Attention(layout, rows, heads, scopes, case.softmax_scale, sink is not None, q.device, **options)
-    launch(q, tensors, sink, *results)
+    arguments = layout, rows, heads, scopes, case.softmax_scale, sink is not None, launch_device(q.device)
+    Attention(*launches(*arguments, **options))(q, tensors, sink, *results)
 
 
 def small_decode(seed: int, **setting):

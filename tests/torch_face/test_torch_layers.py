@@ -26,8 +26,8 @@ from small_engine import LAYERS, MAX_REQUESTS, MIDDLE
 from sparse_mla_torch import layers as torch_layers
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.backends import triton as triton_backend
-from sparse_mla_torch.operations import index_selection as torch_selection
-from sparse_mla_torch.operations.metadata_v32 import build_v32_metadata
+from sparse_mla_torch.operations import indexer as torch_selection
+from sparse_mla_torch.operations.metadata import build_v32_metadata
 from triton_device import DEVICE, tensor
 
 import jax_sparse_mla as mla

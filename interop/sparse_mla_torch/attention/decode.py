@@ -18,7 +18,7 @@ from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
-from sparse_mla_torch.attention.pages import CACHE_DTYPES, extra_layout_of, has_dense_pages, layout_of
+from sparse_mla_torch.attention.pages import CACHE_DTYPES, has_dense_pages, layout_of
 from sparse_mla_torch.operations.checks import TensorChecks, check_scale
 
 
@@ -63,41 +63,28 @@ class Options(NamedTuple):
     kv_layout: str | None = None
 
 
-def prepare(
-    options: tuple,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_lengths: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-) -> Prepared:
+def prepare(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     """A call of these shapes; all tensors on one device, the current one.
 
     Args:
       options: the fields of `Options`.
-      q: bfloat16 `[batch, q_len, heads, qk_dim]`.
-      k_cache, extra_k_cache: uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`, the bytes of a page
-        in a row; pages may be any multiple of 8 bytes apart.
-      indices, extra_indices: int32 `[batch, q_len, topk]`; copied if rows are not dense or not evenly apart.
-      lengths, extra_lengths: int32 `[batch]` or `[batch, q_len]`.
-      attn_sink: float32 `[heads]`.
+      tensors: q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths and attn_sink, as
+        `flash_mla.flash_mla_with_kvcache` takes them. Pages may be any multiple of 8 bytes apart. Indices are copied if
+        rows are not dense or not evenly apart.
 
     Returns:
-      `run(q, …, attn_sink, schedule, into)` takes the tensors in this order, a `call_cache.Schedule` or what has its
-      fields, and None or `(out, lse)` to write into, contiguous `[batch, q_len, heads, …]`; it returns out
-      `[batch, q_len, heads, 512]` and lse `[batch, heads, q_len]`, a view.
+      `run(*tensors, schedule, into)` takes a `call_cache.Schedule` or what has its fields, and None or `(out, lse)` to
+      write into, contiguous `[batch, q_len, heads, …]`; it returns out `[batch, q_len, heads, 512]` and lse
+      `[batch, heads, q_len]`, a view.
     """
-    tensors = (q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink)
     return call_cache.find(options, tensors) or call_cache.add(options, tensors, _new)
 
 
 def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     options = Options(*options)
     tables = _check(options, tensors)
-    layout, extra_layout = tables[0].layout, tables[-1].layout
+    main, extra = tables[0], tables[1] if len(tables) > 1 else None
+    layout, extra_layout = main.layout, tables[-1].layout
     scale = layout.qk_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     options = options._replace(softmax_scale=check_scale(options.function, scale))
     q, k_cache, indices, _, extra_k_cache, extra_indices, _, attn_sink = tensors
@@ -111,7 +98,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         *("decode", layout, batch * q_len, max(heads, 1), device, topk),
         batch_invariant=options.batch_invariant,
         extra_layout=extra_layout,
-        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_page_size=extra and extra.page_size,
     )
     addressed = q, k_cache, indices, extra_k_cache, extra_indices
     try:
@@ -123,28 +110,24 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)
     if not empty and len(kept) < len(tables):
         run = _without_empty_tables(run, tables.index(kept[0]))
-    extra = tables[1] if len(tables) > 1 else None
     shape = Shape(
         b=batch,
         s_q=q_len,
         h_q=heads,
-        page_block_size=tables[0].page_size,
+        page_block_size=main.page_size,
         h_k=1,
         causal=False,
         is_fp8_kvcache=True,
-        topk=tables[0].topk,
+        topk=main.topk,
         extra_page_block_size=extra and extra.page_size,
         extra_topk=extra and extra.topk,
         enable_batch_invariant=bool(options.batch_invariant),
     )
     # Any queries and caches will do, and rows of indices that are evenly apart.
-    copied = [None, None, *tensors[2:4], None, *tensors[5:]]
-    for i, table in zip((2, 5), tables):
-        copied[i] = None if table.stride else copied[i]
-    run = on_contiguous(run, tuple(copied))
+    any_strides = {0, 1, 4, *(i for i, table in zip((2, 5), tables) if table.stride)}
+    run = on_contiguous(run, tuple(None if i in any_strides else x for i, x in enumerate(tensors)))
     lengths = [i for i in (3, 6) if q_len == 1 and tensors[i] is not None and tensors[i].dim() == 2]
-    if lengths:
-        run = _by_request(run, lengths)
+    run = _by_request(run, lengths) if lengths else run
     return Prepared(run, plan, backend.WRITES_INTO and not empty, shape)
 
 
@@ -161,7 +144,8 @@ def _check(options: Options, tensors: Sequence[torch.Tensor | None]) -> tuple[Ta
     tables = [_check_table(check, "", layout, k_cache, indices, lengths, shape)]
     if extra_k_cache is not None:
         check.strided("extra_k_cache", extra_k_cache, (None, None, 1, None), CACHE_DTYPES)
-        extra_layout = extra_layout_of(layout, extra_k_cache)
+        width = extra_k_cache.shape[-1]
+        extra_layout = next((x for x in layout.beside if x.bytes_per_token == width), None)
         extra_layout = extra_layout or layout_of(function, "extra_k_cache", extra_k_cache, None)
         tables.append(_check_table(check, "extra_", extra_layout, extra_k_cache, extra_indices, extra_lengths, shape))
     elif extra_indices is not None or extra_lengths is not None:

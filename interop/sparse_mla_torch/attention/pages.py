@@ -17,12 +17,9 @@ CACHE_DTYPES = ("uint8", "int8", "float8_e4m3fn")
 
 
 def layout_of(function: str, name: str, k_cache: torch.Tensor, kv_layout: str | None) -> KVLayout:
-    """The layout of a cache in FlashMLA's shape; a ValueError where its bytes are another's, or tell none.
+    """The layout of a cache in FlashMLA's shape: the one named, or the one that its bytes tell.
 
-    Args:
-      function, name: what the error names.
-      k_cache: `[pages, page_size, 1, bytes_per_token]`.
-      kv_layout: the layout's name; None: the bytes tell it.
+    A ValueError, which names `function` and `name`, where its bytes are another's, or tell none.
     """
     width = k_cache.shape[-1]
     if kv_layout is None:
@@ -42,12 +39,6 @@ def layout_of(function: str, name: str, k_cache: torch.Tensor, kv_layout: str | 
             f"{function}: {name} has {width} bytes a token, kv_layout {kv_layout} {layout.bytes_per_token}"
         )
     return layout
-
-
-def extra_layout_of(layout: KVLayout, extra_k_cache: torch.Tensor) -> KVLayout | None:
-    """The layout of the second cache beside one of `layout`, by its bytes per token; None: it can have none of them."""
-    width = extra_k_cache.shape[-1]
-    return next((x for x in layout.beside if x.bytes_per_token == width), None)
 
 
 def has_dense_pages(k_cache: torch.Tensor) -> bool:

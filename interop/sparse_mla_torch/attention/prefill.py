@@ -32,29 +32,17 @@ class Options(NamedTuple):
     keeps_memory: bool = True
 
 
-def prepare(
-    options: tuple,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-) -> Prepared:
+def prepare(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     """A call of these shapes; all tensors on one device, the current one.
 
     Args:
       options: the fields of `Options`.
-      q: bfloat16 `[q_len, heads, qk_dim]`, qk_dim 512 or 576.
-      kv: bfloat16 `[kv_len, 1, qk_dim]`.
-      indices: int32 `[q_len, 1, topk]`.
-      lengths: int32 `[q_len]`.
-      attn_sink: float32 `[heads]`.
+      tensors: q, kv, indices, lengths and attn_sink, as `flash_mla.flash_mla_sparse_fwd` takes them.
 
     Returns:
-      `run(q, kv, indices, lengths, attn_sink, into)`, `into` None or `(out, max_logits, lse)` to write into,
-      contiguous; it returns out `[q_len, heads, 512]`, max_logits and lse `[q_len, heads]`.
+      `run(*tensors, into)`, `into` None or `(out, max_logits, lse)` to write into, contiguous; it returns out
+      `[q_len, heads, 512]`, max_logits and lse `[q_len, heads]`.
     """
-    tensors = (q, kv, indices, lengths, attn_sink)
     return call_cache.find(options, tensors) or call_cache.add(options, tensors, _new)
 
 

@@ -28,14 +28,11 @@ class FasterAlone(Exception):
 def plan(call: Call, *arguments: Any, beside_flashmla: bool = False) -> Plan:
     """The backend of a call; the environment's overrides are read.
 
-    Args:
-      call: its shape and options.
-      arguments: the arguments of the backends' `decode_obstacle` or `prefill_obstacle`; without them none is asked.
-      beside_flashmla: the caller has FlashMLA's functions of its own.
+    `arguments` are those of the backends' `decode_obstacle` or `prefill_obstacle`; without them none is asked.
 
     Raises:
       ValueError: the environment names a backend that cannot serve the call, with the reason.
-      FasterAlone: with `beside_flashmla`, if the environment names no backend.
+      FasterAlone: `beside_flashmla` (the caller has FlashMLA's functions), and the environment names no backend.
     """
     override = override_of(call.phase)
     unable = unable_for(call.phase, call.device)

@@ -36,42 +36,27 @@ class Sanitiser:
         fits = 4 * (rows * (sum(widths) + 2) + padded + 32) <= _WORKSPACE_BYTES
         self._keeps_memory = keeps_memory and fits
         self.again: Callable[..., Results | None] = _never
-        self._launch = DirectLaunch(
-            kernels.sanitise(
-                *(rows, tables),
-                heads=heads,
-                padded_heads=padded,
-                least_sink=LEAST_SINK,
-                rows_per_length=rows_per_length,
-            )
+        launch = kernels.sanitise(
+            *(rows, tables), heads=heads, padded_heads=padded, least_sink=LEAST_SINK, rows_per_length=rows_per_length
         )
+        self._launch = DirectLaunch(launch)
 
-    def __call__(
-        self,
-        indices: torch.Tensor,
-        lengths: torch.Tensor | None,
-        extra_indices: torch.Tensor | None,
-        extra_lengths: torch.Tensor | None,
-        sink: torch.Tensor | None,
-    ) -> Results:
-        """The same made safe, None for indices that are not rewritten; all contiguous, indices int32 `[..., topk]`.
+    def __call__(self, *tensors: torch.Tensor | None) -> Results:
+        """`(indices, lengths, extra_indices, extra_lengths, sink)` made safe; None for indices that are not rewritten.
 
-        The results last until the next call on this stream by this thread. `again` takes the same and is quicker, but
-        answers None where it knows no results from before.
+        All are contiguous, indices int32 `[..., topk]`. The results last until the next call on this stream by this
+        thread. `again` takes the same and is quicker, but answers None where it knows no results from before.
         """
-        tensors = (indices, lengths, extra_indices, extra_lengths, sink)
         return self.again(*tensors) or self._first(tensors)
 
     def _first(self, tensors: Results) -> Results:
         indices = tensors[0]
         # A captured graph is replayed on any stream: what it writes is its own.
-        if not self._keeps_memory or not indices.is_cuda or torch.cuda.is_current_stream_capturing():
-            results = self._carve(tensors, indices.new_empty)
-            self._launch(tensors, results)
-            return results
-        results = self._carve(tensors, _Carver(_workspace(indices.get_device())))
+        keeps = self._keeps_memory and indices.is_cuda and not torch.cuda.is_current_stream_capturing()
+        results = self._carve(tensors, _Carver(_workspace(indices.get_device())) if keeps else indices.new_empty)
         self._launch(tensors, results)
-        self.again = self._launch.keep(results) or _never
+        if keeps:
+            self.again = self._launch.keep(results) or _never
         return results
 
     def _carve(self, tensors: Results, empty: Callable[..., torch.Tensor]) -> Results:

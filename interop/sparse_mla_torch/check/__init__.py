@@ -32,10 +32,7 @@ if _installed and tuple(map(int, re.findall(r"\d+", _installed)[:2])) < OLDEST_T
 class Check:
     """Compares runs of an engine with transformers' model of the same weights.
 
-    Args:
-      checkpoint: the folder of the model's checkpoint; None for a preset.
-      preset: the preset's name.
-      seed: the seed of the preset's weights.
+    They are those of a checkpoint's folder or, if that is None, a preset's from a seed.
     """
 
     def __init__(self, checkpoint: str | None, preset: str, seed: int):
@@ -43,12 +40,9 @@ class Check:
         self._model: Any = None
 
     def load(self) -> None:
-        """Loads transformers' model.
+        """Loads transformers' model; raises OSError or ValueError for a checkpoint that transformers cannot load.
 
         A checkpoint's stays on the CPU: the JAX model may leave no room for it on the GPU.
-
-        Raises:
-          OSError, ValueError: transformers cannot load the checkpoint.
         """
         from sparse_mla_torch.check import presets
 
@@ -58,14 +52,9 @@ class Check:
             self._model = presets.on_device_of_jax(presets.build_preset(self._preset, self._seed))
 
     def compare(self, engine: Any, requests: list[Any]) -> bool:
-        """Compares the latest run of an engine, which it has traced; prints a table.
+        """Compares the latest run of a `jax_sparse_mla.serving.engine.Engine`, which it has traced; prints a table.
 
-        Args:
-          engine: a `jax_sparse_mla.serving.engine.Engine`.
-          requests: the requests of that run.
-
-        Returns:
-          Whether every layer is as close as its bounds ask for.
+        Returns whether every layer is as close as its bounds ask for.
         """
         from sparse_mla_torch.check import comparison
 

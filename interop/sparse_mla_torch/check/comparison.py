@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -65,11 +65,6 @@ class EagerRun:
     selected: dict[int, np.ndarray | None]
 
 
-# Runs layers on a traced step, with each layer's index scores `[rows, columns]` (None: the indexer's own); returns each
-# layer's output float32 `[n, hidden]`.
-Replay: TypeAlias = Callable[[TracedStep, Sequence[np.ndarray | None]], list[torch.Tensor]]
-
-
 @quick_products()
 def compare_layers(
     engine: Engine, model: torch.nn.Module, requests: list[Request], indices: Sequence[int] | None = None
@@ -79,7 +74,6 @@ def compare_layers(
 
     Args:
       engine: has traced a run of plain decoding; in speculative decoding rejected tokens are in no sequence.
-      model: transformers' model of the same weights.
       requests: the requests of that run.
       indices: of the layers; all by default.
     """
@@ -92,7 +86,7 @@ def compare_layers(
     outputs: list[list[torch.Tensor]] = [[] for _ in indices]
     for traced in trace:
         scores = [
-            _as_scores(traced, _rows_of(traced, eager.selected), engine.spec) if layers[index].has_indexer else None
+            _scores_for(_rows_of(traced, eager.selected), traced, engine.spec) if layers[index].has_indexer else None
             for index, eager in zip(indices, eager_runs)
         ]
         for steps, output in zip(outputs, replay(traced, scores), strict=True):
@@ -103,8 +97,12 @@ def compare_layers(
     ]
 
 
-def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[int]) -> Replay:
-    """Compiles one program for each shape of a traced step, over new caches."""
+def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[int]) -> Callable:
+    """Compiles one program for each shape of a traced step, over new caches.
+
+    The result runs layers on a traced step, with each one's index scores `[rows, columns]` (None: the indexer's own),
+    and returns their outputs, float32 `[n, hidden]`.
+    """
 
     def attend(params, caches, batch, tables, rows, positions, scores):
         inputs = StepInputs(
@@ -116,14 +114,16 @@ def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[i
         )
         outputs = []
         for index, x, index_scores in zip(indices, rows, scores, strict=True):
-            output, caches = engine.model.attention(
-                params, caches, inputs, x, layers=(index,), index_scores=index_scores
-            )
+            step = functools.partial(engine.model.attention, layers=(index,), index_scores=index_scores)
+            output, caches = step(params, caches, inputs, x)
             outputs.append(output)
         return outputs, caches
 
     jitted = jax.jit(attend, donate_argnums=1)
     caches, programs = engine.new_caches(), {}
+
+    def program(traced: TracedStep) -> tuple:
+        return traced.batch.mode, _num_rows(traced), traced.batch.seq_lens.shape, traced.batch.max_seq_len
 
     def arguments(traced: TracedStep, scores: Sequence[np.ndarray | None]) -> tuple:
         positions = np.zeros(_num_rows(traced), np.int32)
@@ -132,13 +132,13 @@ def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[i
         return traced.batch, traced.tables, rows, positions, list(scores)
 
     for traced in engine.trace:
-        if (shape := _shape(traced)) not in programs:
-            scores = [_no_scores(traced, engine.spec) if layers[index].has_indexer else None for index in indices]
-            programs[shape] = jitted.lower(engine.params, caches, *arguments(traced, scores)).compile()
+        if (key := program(traced)) not in programs:
+            scores = [_scores_for([], traced, engine.spec) if layers[index].has_indexer else None for index in indices]
+            programs[key] = jitted.lower(engine.params, caches, *arguments(traced, scores)).compile()
 
     def replay(traced: TracedStep, scores: Sequence[np.ndarray | None]) -> list[torch.Tensor]:
         nonlocal caches
-        outputs, caches = programs[_shape(traced)](engine.params, caches, *arguments(traced, scores))
+        outputs, caches = programs[program(traced)](engine.params, caches, *arguments(traced, scores))
         count = len(traced.positions)
         return [torch.from_numpy(np.asarray(output)[:count].astype(np.float32)) for output in outputs]
 
@@ -148,11 +148,6 @@ def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[i
 def _num_rows(traced: TracedStep) -> int:
     """The rows of a step, padding included."""
     return traced.batch.out_cache_loc.shape[0]
-
-
-def _shape(traced: TracedStep) -> tuple:
-    """The key of a step's program."""
-    return traced.batch.mode, _num_rows(traced), traced.batch.seq_lens.shape, traced.batch.max_seq_len
 
 
 @quick_products()
@@ -174,7 +169,7 @@ def _run_eager(
     if layer.shares:
         indexed = max(i for i in range(index) if not layers[i].shares)
         shared = _run_eager(model, layers, indexed, trace, requests, finished).selected
-    device = _device(model)
+    device = model.device
     rows = [torch.from_numpy(traced.hidden(index)).to(device, model.dtype) for traced in trace]
     outputs, selected = {}, {}
     for request in requests:
@@ -219,16 +214,12 @@ def count_agreeing_tokens(model: torch.nn.Module, requests: list[Request]) -> tu
     """`(agreeing, total)`: the generated tokens that transformers also chooses after the same tokens, and all."""
     agree = total = 0
     for request in requests:
-        tokens = torch.tensor(request.tokens[:-1], device=_device(model))[None]
+        tokens = torch.tensor(request.tokens[:-1], device=model.device)[None]
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt) - 1 :]
         agree += int((logits.float().argmax(-1).cpu() == torch.tensor(request.output)).sum())
         total += len(request.output)
     return agree, total
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _rows_of(traced: TracedStep, selected: dict[int, np.ndarray]) -> list[np.ndarray]:
@@ -246,17 +237,12 @@ def _overlaps(positions: np.ndarray, expected: list[np.ndarray], visible: np.nda
     ]
 
 
-def _as_scores(traced: TracedStep, entries: list[np.ndarray], spec: ModelSpec) -> np.ndarray:
-    """Index scores for which our selection is exactly these entries of each row."""
-    scores = _no_scores(traced, spec)
+def _scores_for(entries: list[np.ndarray], traced: TracedStep, spec: ModelSpec) -> np.ndarray:
+    """Index scores of a step for which our selection is exactly these entries of each row."""
+    _, width = traced.tables.req_to_token.shape
+    pages = -(-min(traced.batch.max_seq_len, width) // spec.page_size)
+    page_entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else spec.index_pool)
+    scores = np.zeros((_num_rows(traced), pages * page_entries), np.float32)
     for row, selected in enumerate(entries):
         scores[row, selected // spec.index_pool] = 1
     return scores
-
-
-def _no_scores(traced: TracedStep, spec: ModelSpec) -> np.ndarray:
-    """Zeros, as index scores of a step."""
-    _, width = traced.tables.req_to_token.shape
-    pages = -(-min(traced.batch.max_seq_len, width) // spec.page_size)
-    entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else spec.index_pool)
-    return np.zeros((_num_rows(traced), pages * entries), np.float32)

@@ -41,11 +41,7 @@ def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_checkpoint(path: str) -> PreTrainedModel:
-    """The model of a checkpoint folder in bfloat16 with eager attention.
-
-    Raises:
-      OSError, ValueError: no such folder, no checkpoint in it, or a model type that transformers does not know.
-    """
+    """The model of a checkpoint folder in bfloat16 with eager attention; OSError or ValueError if there is none."""
     if not os.path.isdir(path):  # otherwise transformers would look for it on the Hub
         raise FileNotFoundError(f"no checkpoint folder {path}")
     auto_class = _auto_class(AutoConfig.from_pretrained(path))

@@ -150,8 +150,7 @@ PyDoc_STRVAR(kernel_doc,
              "Each parameter is the number of the tensor whose address it is, or the bytes of a constant.");
 
 static PyObject* make_kernel(PyObject* module, PyObject* arguments) {
-  static const Kernel none;
-  Kernel kernel = none;
+  Kernel kernel = {.function = NULL};
   unsigned long long function;
   PyObject* parameters;
   if (!PyArg_ParseTuple(arguments, "KIIIIIiO!", &function, &kernel.grid[0], &kernel.grid[1], &kernel.grid[2],
@@ -175,8 +174,7 @@ PyDoc_STRVAR(planned_doc,
              "the bytes, the tensors' addresses and a stream, and returns CUDA's error.");
 
 static PyObject* make_planned(PyObject* module, PyObject* arguments) {
-  static const Kernel none;
-  Kernel kernel = none;
+  Kernel kernel = {.function = NULL};
   unsigned long long run;
   if (!PyArg_ParseTuple(arguments, "KO!i", &run, &PyBytes_Type, &kernel.planned, &kernel.num_tensors)) return NULL;
   if (kernel.num_tensors > kMaxParameters) {
@@ -233,22 +231,33 @@ static bool start(const Kernel* kernel, const Arguments* arguments, void* stream
   return status == 0;
 }
 
+// The kernel, the tensors' addresses and torch's current stream. NULL with an exception or, if a tensor is not a plain
+// one, without.
+static const Kernel* read_call(const char* function, PyObject* const* items, Py_ssize_t count, Arguments* arguments,
+                               void** stream) {
+  const Kernel* kernel = count == 0 ? NULL : PyCapsule_GetPointer(items[0], kKernelName);
+  if (kernel == NULL) {
+    PyErr_Format(PyExc_TypeError, "%s: the first argument must be a kernel", function);
+    return NULL;
+  }
+  if (!read_arguments(items + 1, count - 1, arguments) || current_stream(arguments, stream) != 0) return NULL;
+  return kernel;
+}
+
+static PyObject* unless_raised(PyObject* result) { return PyErr_Occurred() ? NULL : Py_NewRef(result); }
+
 PyDoc_STRVAR(launch_doc,
              "launch(kernel, *tensors) -> bool: on torch's current stream of the tensors' device; False if it was not "
              "launched: a tensor is not a plain one or, of what is not planned, not at a multiple of 16 bytes, or the "
              "thread has no context.");
 
 static PyObject* launch(PyObject* module, PyObject* const* items, Py_ssize_t count) {
-  const Kernel* kernel = count == 0 ? NULL : PyCapsule_GetPointer(items[0], kKernelName);
-  if (kernel == NULL) return PyErr_Format(PyExc_TypeError, "launch: the first argument must be a kernel");
   Arguments arguments = {.count = 0};
-  if (!read_arguments(items + 1, count - 1, &arguments)) Py_RETURN_FALSE;
-  if (kernel->run == NULL && arguments.all % 16 != 0) Py_RETURN_FALSE;
   void* stream = NULL;
-  if (current_stream(&arguments, &stream) != 0) return NULL;
-  if (start(kernel, &arguments, stream)) Py_RETURN_TRUE;
-  if (PyErr_Occurred()) return NULL;
-  Py_RETURN_FALSE;
+  const Kernel* kernel = read_call("launch", items, count, &arguments, &stream);
+  const bool fits = kernel != NULL && (kernel->run != NULL || arguments.all % 16 == 0);
+  if (fits && start(kernel, &arguments, stream)) Py_RETURN_TRUE;
+  return unless_raised(Py_False);
 }
 
 PyDoc_STRVAR(keep_doc,
@@ -287,15 +296,12 @@ PyDoc_STRVAR(launch_again_doc,
              "returned. None if there are none, if the stream is being captured, or if it was not launched.");
 
 static PyObject* launch_again(PyObject* module, PyObject* const* items, Py_ssize_t count) {
-  const Kernel* kernel = count == 0 ? NULL : PyCapsule_GetPointer(items[0], kKernelName);
-  if (kernel == NULL) return PyErr_Format(PyExc_TypeError, "launch_again: the first argument must be a kernel");
   Arguments arguments = {.count = 0};
-  if (!read_arguments(items + 1, count - 1, &arguments)) Py_RETURN_NONE;
   void* stream = NULL;
-  if (current_stream(&arguments, &stream) != 0) return NULL;
-  const Place* place = find_place(kernel, stream);
+  const Kernel* kernel = read_call("launch_again", items, count, &arguments, &stream);
+  const Place* place = kernel == NULL ? NULL : find_place(kernel, stream);
   int capturing = 0;
-  if (place == NULL || stream_is_capturing(stream, &capturing) != 0 || capturing != 0) Py_RETURN_NONE;
+  if (place == NULL || stream_is_capturing(stream, &capturing) != 0 || capturing != 0) return unless_raised(Py_None);
   PyObject* results = Py_NewRef(place->results);  // other threads may forget the place
   const Py_ssize_t kept = PyTuple_GET_SIZE(results);
   if (arguments.count + kept <= kMaxParameters && arguments.all % 16 == 0) {
@@ -304,8 +310,7 @@ static PyObject* launch_again(PyObject* module, PyObject* const* items, Py_ssize
     if (start(kernel, &arguments, stream)) return results;
   }
   Py_DECREF(results);
-  if (PyErr_Occurred()) return NULL;
-  Py_RETURN_NONE;
+  return unless_raised(Py_None);
 }
 
 // --- the module ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,7 @@ class TensorChecks(Checks):
         self.device = getattr(like, "device", None)  # the check of `like` itself says that it is no tensor
 
     def __call__(self, name: str, x: Any, shape: Shape, dtypes: Sequence[str] = INT32) -> Tensor:
-        """Returns `x`, a contiguous tensor.
-
-        Raises:
-          TypeError: not a tensor, or of another dtype.
-          ValueError: of another shape, not contiguous, or on another device.
-        """
+        """Returns `x`, a contiguous tensor; raises TypeError for no tensor or another dtype, else ValueError."""
         self.strided(name, x, shape, dtypes)
         if not x.is_contiguous():
             raise self.fail(f"{name} must be contiguous, got strides {list(x.stride())}")
@@ -56,11 +51,17 @@ class TensorChecks(Checks):
             return torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
         return self(name, x, shape, (dtype,))
 
-    def outs(self, out: tuple[Tensor, Tensor] | None, *shapes: tuple, dtypes: Sequence[str]) -> tuple[Tensor, ...]:
-        """As `out`, of several results."""
-        tensors = out or [None] * len(shapes)
-        results = zip(tensors, shapes, dtypes, strict=True)
+    def outs(
+        self, out: tuple[Tensor, Tensor] | None, *shapes: tuple, dtypes: Sequence[str] = INT32 * 2
+    ) -> tuple[Tensor, ...]:
+        """As `out`, of two results."""
+        results = zip(out or (None, None), shapes, dtypes, strict=True)
         return tuple(self.out(x, shape, dtype, f"out[{i}]") for i, (x, shape, dtype) in enumerate(results))
+
+
+def are_aligned(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether all begin at multiples of 16 bytes, which kernels read and store at a time."""
+    return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def check_scale(function: str, softmax_scale: float) -> float:

@@ -1,4 +1,4 @@
-"""The indexer's kernels on torch tensors."""
+"""The indexer on torch tensors: its keys, its logits, and the selection of entries in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indexer import triton as kernels
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.route import LOGITS_BACKENDS, MAX_KERNEL_HEADS, Call
+from jax_sparse_mla.indexer.select import SCRATCH_BYTES, rows_at_once
+from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.launch import build
 from sparse_mla_torch.launch.executor import executor
-from sparse_mla_torch.operations.checks import TensorChecks
+from sparse_mla_torch.operations.checks import TensorChecks, are_aligned
+from sparse_mla_torch.operations.topk import topk_transform
 
 
 def quantize_index_q(
@@ -61,7 +64,7 @@ def index_logits(
     `[num_pages, page_size * 68]`, at a multiple of 16 bytes.
     """
     check = TensorChecks("index_logits", index_cache)
-    rows, capacity = check_logits(check, q, weights, index_cache, page_table, lengths, format=format)
+    rows, capacity = _check_logits(check, q, weights, index_cache, page_table, lengths, format=format)
     out = check.out(out, (rows, capacity), "float32")
     if not index_cache.numel():
         return out.fill_(float("-inf"))
@@ -70,7 +73,85 @@ def index_logits(
     return out
 
 
-def check_logits(
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    topk: int,
+    *,
+    method: TopkTransform,
+    kv_page_table: Tensor | None = None,
+    page_size: int = 1,
+    row_to_request: Tensor | None = None,
+    topk_indices_offset: Tensor | None = None,
+    batch_invariant: bool = False,
+    format: IndexFormat = IndexFormat.FP8,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """Torch's `jax_sparse_mla.index_topk`, padded with −1; q and index_cache as in `index_logits`.
+
+    Args:
+      batch_invariant: a row's logits do not depend on how many rows there are: at most 128 are computed together.
+      scratch: float32, for the logits of at least one row; more of it takes more rows at a time. By default 256 MiB are
+        allocated, or what all rows need.
+    """
+    check = TensorChecks("index_topk", index_cache)
+    rows, capacity = _check_logits(
+        *(check, q, weights, index_cache, page_table, lengths),
+        format=format,
+        requests="rows" if row_to_request is None else "requests",
+    )
+    check.optional("row_to_request", row_to_request, ("rows",))
+    if not isinstance(method, TopkTransform):
+        raise TypeError(f"index_topk: method must be a TopkTransform, got {method!r}")
+    paged = method is TopkTransform.PAGED
+    if (kv_page_table if paged else topk_indices_offset) is None:
+        raise check.fail(f"{'kv_page_table' if paged else 'topk_indices_offset'} is missing, and {method} needs it")
+    out = check.out(out, (rows, topk))
+    if not rows or not page_table.shape[0]:
+        return out.fill_(-1)
+    if scratch is None:
+        elements = min(rows, rows_at_once(capacity, SCRATCH_BYTES, batch_invariant)) * capacity
+        scratch = torch.empty(elements, dtype=torch.float32, device=q.device)
+    fits = scratch.dtype == torch.float32 and scratch.numel() >= capacity and scratch.device == q.device
+    if not fits or not scratch.is_contiguous():
+        raise check.fail(f"scratch must be contiguous float32 with at least {capacity} elements on {q.device}")
+    chunk = min(rows, rows_at_once(capacity, 4 * scratch.numel(), batch_invariant)) if capacity else rows
+
+    if row_to_request is not None:
+        # A row of no request has no keys.
+        known = (row_to_request >= 0) & (row_to_request < page_table.shape[0])
+        lengths, request = lengths * known, row_to_request.clamp(0, page_table.shape[0] - 1)
+    for first in range(0, rows, chunk):
+        part = slice(first, min(first + chunk, rows))
+        count = part.stop - first
+        pages = page_table[part] if row_to_request is None else page_table[request[part]]
+        logits = scratch.view(-1)[: count * capacity].view(count, capacity)
+        if not index_cache.numel():
+            logits.fill_(float("-inf"))
+        elif capacity:
+            launch_logits(
+                *(q[part], weights[part], index_cache, pages, lengths[part], logits),
+                rows_of_call=count if batch_invariant else rows,
+                fill=False,
+                format=format,
+            )
+        topk_transform(
+            *(logits, lengths[part], topk),
+            method=method,
+            page_table=kv_page_table[part] if paged and row_to_request is None else kv_page_table,
+            page_size=page_size,
+            row_to_request=row_to_request[part] if paged and row_to_request is not None else None,
+            topk_indices_offset=None if paged else topk_indices_offset[part],
+            out=out[part],
+        )
+    return out
+
+
+def _check_logits(
     check: TensorChecks, q, weights, index_cache, page_table, lengths, *, format: IndexFormat, requests: str = "rows"
 ) -> tuple[int, int]:
     """Checks the arguments of logits, and returns their rows and columns.
@@ -98,8 +179,7 @@ def launch_logits(
     """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits.logits_of`."""
     fp4 = format.name == "FP4"
     page_size = index_cache.shape[1] // format.key_bytes
-    wide = (q, index_cache, out) if fp4 else (q, weights, index_cache, out)  # by 16 bytes, FP4's q by 8
-    aligned = all(x.data_ptr() % 16 == 0 for x in wide)
+    aligned = are_aligned((q, index_cache, out) if fp4 else (q, weights, index_cache, out))  # FP4's q by 8
     if q.is_cuda and aligned and (binary := _cuda_kernel(q.device, fp4, rows_of_call, q.shape[1], page_size)):
         import tvm_ffi
 

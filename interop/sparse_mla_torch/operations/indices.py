@@ -9,8 +9,6 @@ from jax_sparse_mla.indices.merge import check_swa_extra, check_topk_swa, check_
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
 
-_INT32_TWICE = ("int32", "int32")
-
 
 def combine_swa_extra_indices(
     swa_indices: Tensor,
@@ -29,7 +27,7 @@ def combine_swa_extra_indices(
     lists = check_swa_extra(check, swa_indices, swa_lengths, extra_indices, extra_lengths)
     check("num_swa_rows", num_swa_rows.reshape(-1), (1,))
     n, width = len(swa_indices), merged_width(check.dims["Ws"] + check.dims["We"])
-    out = check.outs(out, (n, width), (n,), dtypes=_INT32_TWICE)
+    out = check.outs(out, (n, width), (n,))
     if n and width:
         kernels.combine_swa_extra(executor(swa_indices.device), *lists, num_swa_rows, width=width, out=out)
     return out
@@ -55,7 +53,7 @@ def combine_topk_swa_indices(
     check_topk_swa(check, topk_indices, query_pos, requests)
     window, compress_ratio, topk = check_topk_swa_sizes(check, window, compress_ratio, topk)
     n, width = len(topk_indices), merged_width(topk + window)
-    out = check.outs(out, (n, width), (n,), dtypes=_INT32_TWICE)
+    out = check.outs(out, (n, width), (n,))
     if n:
         kernels.combine_topk_swa(
             *(executor(topk_indices.device), topk_indices, query_pos, *requests),

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from jax_sparse_mla.indices.lookup import INT_MAX
+from jax_sparse_mla.indices.topk.api import TopkTransform
 from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables, row_constants
 from jax_sparse_mla.metadata.rows import bucket, check_step
+from jax_sparse_mla.metadata.selection import topk_transform_of
 from jax_sparse_mla.metadata.triton import schedules
-from jax_sparse_mla.metadata.triton import v4 as kernels
+from jax_sparse_mla.metadata.triton import v4 as v4_kernels
+from jax_sparse_mla.metadata.triton import v32 as v32_kernels
 from jax_sparse_mla.metadata.triton import window as window_kernels
 from jax_sparse_mla.metadata.v4 import V4Metadata, assemble_v4, has_v4_kernel
+from jax_sparse_mla.metadata.v32 import V32Metadata
 from jax_sparse_mla.models import ModelSpec
 from sparse_mla_torch.launch.executor import allocate, executor
 from sparse_mla_torch.operations.checks import TensorChecks
@@ -41,7 +46,7 @@ def flashmla_schedule(
         )
     extra = topk_length if extra_topk_length is None else extra_topk_length
     check("extra_topk_length", extra, ("batch",))
-    out = check.outs(out, (num_sm_parts, 8), (batch + 1,), dtypes=("int32", "int32"))
+    out = check.outs(out, (num_sm_parts, 8), (batch + 1,))
     return schedules.flashmla(
         *(executor(topk_length.device), topk_length, extra),
         topk=topk,
@@ -71,8 +76,8 @@ def allocate_v4_metadata(
     num_draft_tokens: int | None = None,
 ) -> V4Metadata:
     """Buffers for `build_v4_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
-    constants = kernels.v4_constants(spec, row_constants(mode, num_draft_tokens), num_requests, max_seq_len)
-    return assemble_v4(allocate(kernels.v4_outputs(constants, num_requests, num_rows), device))
+    constants = v4_kernels.v4_constants(spec, row_constants(mode, num_draft_tokens), num_requests, max_seq_len)
+    return assemble_v4(allocate(v4_kernels.v4_outputs(constants, num_requests, num_rows), device))
 
 
 def build_v4_metadata(
@@ -88,11 +93,11 @@ def build_v4_metadata(
             "spec must have a window, at most one compress ratio whose layers select and beside it one more, "
             f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
-    batch, tables = checked_step(check, spec, batch, tables)
+    batch, tables = _checked_step(check, spec, batch, tables)
     check("tables.full_to_swa", tables.full_to_swa, (None,))
     requests, device, tokens = check.dims["B"], batch.seq_lens.device, bucket(batch, tables)
-    constants = kernels.v4_constants(spec, row_constants(batch.mode, batch.num_draft_tokens), requests, tokens)
-    outputs = kernels.v4_outputs(constants, requests, check.dims["T"])
+    constants = v4_kernels.v4_constants(spec, row_constants(batch.mode, batch.num_draft_tokens), requests, tokens)
+    outputs = v4_kernels.v4_outputs(constants, requests, check.dims["T"])
     if out is None:
         out = assemble_v4(allocate(outputs, device))
     fields = {}
@@ -103,7 +108,63 @@ def build_v4_metadata(
         check(f"out.{name}", fields[key], output.shape, (output.dtype,))
     arrays = batch.req_pool_indices, batch.seq_lens, batch.extend_lens, batch.out_cache_loc
     arrays += tables.req_to_token, tables.full_to_swa
-    kernels.v4_metadata(executor(device), constants, *arrays, tokens=tokens, out=fields)
+    v4_kernels.v4_metadata(executor(device), constants, *arrays, tokens=tokens, out=fields)
+    return out
+
+
+def allocate_v32_metadata(
+    spec: ModelSpec,
+    mode: ForwardMode,
+    transform: TopkTransform,
+    num_requests: int,
+    num_rows: int,
+    *,
+    max_seq_len: int,
+    device,
+) -> V32Metadata:
+    """Buffers for `build_v32_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
+    rows, ragged = row_constants(mode, None), transform is TopkTransform.RAGGED
+    outputs = v32_kernels.v32_outputs(spec, rows, ragged, num_requests, num_rows, max_seq_len)
+    return V32Metadata(topk_transform=transform, **allocate(outputs, device))
+
+
+def build_v32_metadata(
+    spec: ModelSpec,
+    batch: ForwardBatch,
+    tables: RequestTables,
+    *,
+    fp8_kv_cache: bool,
+    prefill_backend: str,
+    out: V32Metadata | None = None,
+) -> V32Metadata:
+    """Torch's `jax_sparse_mla.build_v32_metadata`; `out` are buffers to write into, of the same top-k transform.
+
+    A model with a window or with index pools, a batch that does not fit its mode and an unknown `prefill_backend` raise
+    ValueError.
+    """
+    check = TensorChecks("build_v32_metadata", batch.seq_lens)
+    if spec.windowed:
+        raise check.fail(f"spec must be a model without a sliding window, got {spec.name}")
+    if (pool := spec.kind().pool) > 1:
+        raise check.fail(
+            f"spec must be a model whose tokens have an index key each, got {spec.name} with pools of "
+            f"{pool}; jax_sparse_mla.build_v32_metadata serves it"
+        )
+    transform = topk_transform_of(check.function, batch.mode, fp8_kv_cache, prefill_backend)
+    batch, tables = _checked_step(check, spec, batch, tables)
+    (requests, rows), tokens, device = (check.dims[x] for x in "BT"), bucket(batch, tables), batch.seq_lens.device
+    ragged = transform is TopkTransform.RAGGED
+    if ragged and requests * tokens > INT_MAX:
+        raise check.fail(f"{requests} requests of up to {tokens} tokens have more slots than int32 counts")
+    if out is None:
+        out = allocate_v32_metadata(spec, batch.mode, transform, requests, rows, max_seq_len=tokens, device=device)
+    if out.topk_transform is not transform:
+        raise check.fail(f"out.topk_transform must be {transform}, got {out.topk_transform}")
+    fields, expansion = {}, row_constants(batch.mode, batch.num_draft_tokens)
+    for name, output in v32_kernels.v32_outputs(spec, expansion, ragged, requests, rows, tokens).items():
+        fields[name] = check(f"out.{name}", getattr(out, name), output.shape, (output.dtype,))
+    arrays = batch.req_pool_indices, batch.seq_lens, batch.extend_lens, batch.out_cache_loc, tables.req_to_token
+    v32_kernels.v32_metadata(executor(device), spec, expansion, *arrays, tokens=tokens, out=fields)
     return out
 
 
@@ -142,7 +203,7 @@ def _check_tables(check: TensorChecks, tables: RequestTables) -> None:
     check("tables.full_to_swa", tables.full_to_swa, (None,))
 
 
-def checked_step(
+def _checked_step(
     check: TensorChecks, spec: ModelSpec, batch: ForwardBatch, tables: RequestTables
 ) -> tuple[ForwardBatch, RequestTables]:
     """JAX's checks of a step, which must have a request; without the fields that its mode does not read."""

@@ -84,14 +84,14 @@ def topk_transform(
     if method is TopkTransform.RAGGED:
         check("topk_indices_offset", topk_indices_offset, (logits.shape[0],))
         mapping = kernels.Transform(offsets=topk_indices_offset)
-        return _topk(check, logits, lengths, topk, row_starts, mapping, out, scratch)
-    if method is not TopkTransform.PAGED:
+    elif method is TopkTransform.PAGED:
+        if page_size < 1:
+            raise check.fail(f"page_size must be >= 1, got {page_size}")
+        check("page_table", page_table, (None if row_to_request is not None else logits.shape[0], None))
+        check.optional("row_to_request", row_to_request, (logits.shape[0],))
+        mapping = kernels.Transform(page_table, page_size, row_to_request)
+    else:
         raise TypeError(f"topk_transform: method must be a TopkTransform, got {method!r}")
-    if page_size < 1:
-        raise check.fail(f"page_size must be >= 1, got {page_size}")
-    check("page_table", page_table, (None if row_to_request is not None else logits.shape[0], None))
-    check.optional("row_to_request", row_to_request, (logits.shape[0],))
-    mapping = kernels.Transform(page_table, page_size, row_to_request)
     return _topk(check, logits, lengths, topk, row_starts, mapping, out, scratch)
 
 

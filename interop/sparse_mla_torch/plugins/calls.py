@@ -44,15 +44,15 @@ def ours_or_theirs(function: str, ours: Callable[[], T], theirs: Callable[[], T]
         result = ours()
     except FasterAlone as reason:
         _say(function, "theirs", reason, logging.INFO)
-    except (TypeError, ValueError) as reason:
-        _raise_if_strict(reason)
-        _say(function, "refused", reason, logging.WARNING)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        _raise_if_strict(error)
-        _off.add(function)
-        _say(function, "failed", error, logging.WARNING)
+        if os.environ.get("JAX_SPARSE_MLA_PLUGIN_STRICT") == "1":
+            raise
+        refused = isinstance(error, (TypeError, ValueError))
+        if not refused:
+            _off.add(function)
+        _say(function, "refused" if refused else "failed", error, logging.WARNING)
     else:
         counts[function, "ours"] += 1
         if (function, "ours") not in _said:
@@ -60,11 +60,6 @@ def ours_or_theirs(function: str, ours: Callable[[], T], theirs: Callable[[], T]
             log.info("jax-sparse-mla serves %s", function)
         return result
     return theirs()
-
-
-def _raise_if_strict(error: Exception) -> None:
-    if os.environ.get("JAX_SPARSE_MLA_PLUGIN_STRICT") == "1":
-        raise error
 
 
 def _say(function: str, what: str, reason: Exception, level: int) -> None:

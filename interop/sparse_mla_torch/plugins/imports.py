@@ -1,4 +1,4 @@
-"""A function that is called with a module of an engine's as soon as the engine imports it, and not before."""
+"""How a plugin gets into an engine: by functions that log what they raise, so that the engine goes on without us."""
 
 from __future__ import annotations
 
@@ -11,10 +11,20 @@ from types import ModuleType
 from typing import Any
 
 
+def or_leave(engine: str, register: Callable[[], str | None], log: logging.Logger) -> None:
+    """Calls `register`, and logs why nothing was registered: what it returns or raises."""
+    try:
+        why = register()
+    except Exception as error:  # whatever it is, the engine goes on with its own kernels
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        log.warning("jax-sparse-mla leaves %s as it is: %s", engine, why)
+
+
 def when_imported(name: str, then: Callable[[ModuleType], None], log: logging.Logger) -> None:
-    """Calls `then` with the module when it is imported, or now if it is there; what it raises is only logged."""
+    """Calls `then` with the module as soon as the engine imports it, or now if it is there; logs what it raises."""
     if name in sys.modules:
-        _call(then, sys.modules[name], log)
+        or_leave(name, lambda: then(sys.modules[name]), log)
     elif not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watcher(name, then, log))
 
@@ -43,14 +53,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
                     return
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
-                _call(self._then, module, self._log)
+                or_leave(self.name, lambda: self._then(module), self._log)
 
             spec.loader.exec_module = exec_module
         return spec
-
-
-def _call(then: Callable[[ModuleType], None], module: ModuleType, log: logging.Logger) -> None:
-    try:
-        then(module)
-    except Exception as error:  # whatever it is, the engine goes on without us
-        log.warning("jax-sparse-mla leaves %s as it is: %s: %s", module.__name__, type(error).__name__, error)

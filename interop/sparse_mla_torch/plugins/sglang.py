@@ -8,15 +8,17 @@ FlashMLA; around V3.2's and V4's decode we remember how many there are, so that 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import math
 import os
 import threading
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparse_mla_torch.plugins.imports import when_imported
+from sparse_mla_torch.plugins.imports import or_leave, when_imported
 
 if TYPE_CHECKING:
     import torch
@@ -47,17 +49,11 @@ _unpadded = _Unpadded()
 def register() -> None:
     """Registers the hooks, once in a process; leaves an SGLang alone that is not as it was when this was written."""
     if os.environ.get(SWITCH, "") not in ("", "0") and not _registered:
-        try:
-            if why := _register():
-                log.warning("jax-sparse-mla leaves SGLang as it is: %s", why)
-        except Exception as error:  # whatever it is, the engine goes on with its own kernels
-            log.warning("jax-sparse-mla leaves SGLang as it is: %s: %s", type(error).__name__, error)
+        or_leave("SGLang", _register, log)
 
 
 def _register() -> str | None:
     """Why nothing was registered; None if it is."""
-    import importlib
-
     from sglang.version import __version__
 
     if not __version__.startswith(TESTED):
@@ -65,8 +61,8 @@ def _register() -> str | None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     module = importlib.import_module(MODULE)
-    for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
-        if why := _differs(getattr(module, hook.__name__), _SIGNATURES[hook.__name__]):
+    for name, parameters in (("flash_mla_with_kvcache", _DECODE), ("flash_mla_sparse_fwd", _PREFILL)):
+        if why := _differs(getattr(module, name), name, parameters):
             return why
     from sparse_mla_torch.plugins import calls
 
@@ -80,16 +76,16 @@ def _register() -> str | None:
     return None
 
 
-def _differs(function: Any, ours: Any) -> str | None:
+def _differs(function: Any, name: str, parameters: Iterable[str]) -> str | None:
     """Whether SGLang's function takes other arguments than ours; one that has been hooked shows its own."""
-    theirs, known = (list(inspect.signature(x).parameters) for x in (function, ours))
-    return None if theirs == known else f"{ours.__name__} takes {', '.join(theirs)}"
+    theirs = list(inspect.signature(function).parameters)
+    return None if theirs == list(parameters) else f"{name} takes {', '.join(theirs)}"
 
 
 def _replace(cls: type, name: str, ours: Any) -> None:
     """Puts ours in the place of a method, unless that takes other arguments."""
     theirs = getattr(cls, name)
-    if why := _differs(theirs, ours):
+    if why := _differs(theirs, ours.__name__, inspect.signature(ours).parameters):
         raise TypeError(why)
     setattr(cls, name, functools.wraps(theirs)(ours))
 
@@ -148,74 +144,39 @@ def flash_mla_sparse_fwd(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     return ours_or_theirs("flash_mla_sparse_fwd", lambda: _prefill(*args, **kwargs), lambda: theirs(*args, **kwargs))
 
 
-def _decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any,
-    num_splits: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    descale_q: torch.Tensor | None = None,
-    descale_k: torch.Tensor | None = None,
-    is_fp8_kvcache: bool = False,
-    indices: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_k_cache: torch.Tensor | None = None,
-    extra_indices_in_kvcache: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    kv_format: str | None = None,
-    *,
-    use_legacy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """SGLang's arguments, in its order, since it passes them by place and `_differs` compares them.
+# The arguments of SGLang's functions, in its order, under the names that `flash_mla`'s have.
+_DECODE = (
+    *("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits"),
+    *("softmax_scale", "causal", "descale_q", "descale_k", "is_fp8_kvcache", "indices", "attn_sink", "extra_k_cache"),
+    *("extra_indices_in_kvcache", "topk_length", "extra_topk_length", "kv_format", "use_legacy"),
+)
+_PREFILL = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "use_legacy")
 
-    With a schedule of tensors it does not say that an indexed cache is FP8. The results of padded queries have only the
-    heads that are no padding, which are those that SGLang takes.
-    """
+
+def _decode(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of padded queries have only the heads that are no padding, which are those that SGLang takes."""
     from sparse_mla_torch import flash_mla
 
-    q, attn_sink = _without_padding(q, attn_sink)
-    return flash_mla.flash_mla_with_kvcache(
-        *(q, k_cache, None, None, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal),
-        *(is_fp8_kvcache or None, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-        *(topk_length, extra_topk_length),
-        kv_format=kv_format,
-        descale_q=descale_q,
-        descale_k=descale_k,
-        beside_flashmla=True,
-    )
+    arguments = dict(zip(_DECODE, args)) | kwargs
+    arguments["q"], arguments["attn_sink"] = _without_padding(arguments["q"], arguments.get("attn_sink"))
+    # With a schedule of tensors SGLang does not say that an indexed cache is FP8.
+    arguments["is_fp8_kvcache"] = arguments.get("is_fp8_kvcache") or None
+    return flash_mla.flash_mla_with_kvcache(**arguments, beside_flashmla=True)
 
 
-def _prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    *,
-    use_legacy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """SGLang's arguments; the statistics of its legacy kernel are in base 2.
+def _prefill(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The statistics of SGLang's legacy kernel, its default, are in base 2.
 
     A decode of few rows makes no largest logits: SGLang takes the output alone.
     """
     from sparse_mla_torch import flash_mla
     from sparse_mla_torch.plugins import short_prefill
 
-    if d_v == 512 and (decoded := short_prefill.decode(q, kv, indices, sm_scale, attn_sink, topk_length)):
+    arguments = dict(zip(_PREFILL, args)) | kwargs
+    in_base_2, d_v = arguments.pop("use_legacy", True), arguments.pop("d_v", 512)
+    if d_v == 512 and (decoded := short_prefill.decode(**arguments)):
         out, lse = decoded
-        return out, None, lse / math.log(2) if use_legacy else lse
+        return out, None, lse / math.log(2) if in_base_2 else lse
     return flash_mla.flash_mla_sparse_fwd(
-        *(q, kv, indices, sm_scale, d_v, attn_sink, topk_length),
-        return_log2_lse=True if use_legacy else None,
-        beside_flashmla=True,
+        **arguments, d_v=d_v, return_log2_lse=True if in_base_2 else None, beside_flashmla=True
     )
-
-
-_SIGNATURES = {"flash_mla_with_kvcache": _decode, "flash_mla_sparse_fwd": _prefill}

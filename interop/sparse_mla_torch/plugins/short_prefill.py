@@ -8,8 +8,8 @@ from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import sooner_than_prefill
 from jax_sparse_mla.attention.machine import override_of
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.attention.backends.hopper import are_aligned
 from sparse_mla_torch.attention.route import device_info, missing
+from sparse_mla_torch.operations.checks import are_aligned
 
 
 def decode(
@@ -20,17 +20,7 @@ def decode(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As `flash_mla_sparse_fwd`, without the largest logits; None where a prefill kernel is for the call.
-
-    Args:
-      q: bfloat16 `[rows, heads, dim]`.
-      kv: bfloat16 `[slots, 1, dim]`.
-      indices: int32 `[rows, 1, topk]`.
-      sm_scale, attn_sink, topk_length: as in `flash_mla_sparse_fwd`.
-
-    Returns:
-      out bfloat16 `[rows, heads, 512]`, and lse float32 `[rows, heads]`, natural log.
-    """
+    """`(out, lse)` of `flash_mla_sparse_fwd`, lse in natural units; None where a prefill kernel is to serve."""
     device = device_info(q.device)
     if BACKENDS["hopper"].wrong_device(device) or missing("hopper", "decode"):
         return None

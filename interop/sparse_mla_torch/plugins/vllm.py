@@ -10,7 +10,7 @@ import logging
 from types import ModuleType
 from typing import Any
 
-from sparse_mla_torch.plugins.imports import when_imported
+from sparse_mla_torch.plugins.imports import or_leave, when_imported
 
 NAME = "JAX_SPARSE_MLA"
 TESTED = ("0.33.",)  # vLLM's versions
@@ -22,11 +22,7 @@ log = logging.getLogger("vllm.jax_sparse_mla")  # vLLM shows what is below "vllm
 
 def register() -> None:
     """Registers the backend; leaves a vLLM alone that is not as it was when this was written."""
-    try:
-        if why := _register():
-            log.warning("jax-sparse-mla leaves vLLM as it is: %s", why)
-    except Exception as error:  # whatever it is, the engine goes on without us
-        log.warning("jax-sparse-mla leaves vLLM as it is: %s: %s", type(error).__name__, error)
+    or_leave("vLLM", _register, log)
 
 
 def _register() -> str | None:

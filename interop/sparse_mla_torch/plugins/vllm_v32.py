@@ -63,9 +63,8 @@ class JaxSparseMLAImpl(FlashMLASparseImpl):
 def _check_methods() -> None:
     """Raises where vLLM's methods take other arguments than ours, before the backend is used."""
     for name in ("_fp8_flash_mla_kernel", "_bf16_flash_mla_kernel"):
-        theirs, ours = (
-            list(inspect.signature(getattr(cls, name)).parameters) for cls in (FlashMLASparseImpl, JaxSparseMLAImpl)
-        )
+        methods = (getattr(cls, name) for cls in (FlashMLASparseImpl, JaxSparseMLAImpl))
+        theirs, ours = (list(inspect.signature(method).parameters) for method in methods)
         if theirs != ours:
             raise ImportError(f"JAX_SPARSE_MLA does not suit this vLLM: FlashMLASparseImpl.{name} takes {theirs}")
 

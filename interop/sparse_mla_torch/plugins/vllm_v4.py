@@ -24,8 +24,8 @@ _ARGUMENTS = {
     ),
     "flash_mla_sparse_fwd": ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "out"),
 }
-# Heads that FlashMLA's kernels take, the prefill ones on SM90.
-_DECODE_HEADS, _PREFILL_HEADS, _SM90_PREFILL_HEADS = (64, 128), (64, 128), (8, 16, 32, 64, 128)
+# Heads that FlashMLA's kernels take: all of them, and prefill on SM90.
+_HEADS, _SM90_PREFILL_HEADS = (64, 128), (8, 16, 32, 64, 128)
 
 
 @functools.cache
@@ -58,9 +58,8 @@ def attention_class(theirs: type) -> type:
 
 def _serve(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:
     ours = getattr(flash_mla, name)
-    return calls.ours_or_theirs(
-        name, lambda: ours(**kwargs, beside_flashmla=True), lambda: _padded(name, theirs, **kwargs)
-    )
+    padded = functools.partial(_padded, name, theirs, **kwargs)
+    return calls.ours_or_theirs(name, lambda: ours(**kwargs, beside_flashmla=True), padded)
 
 
 def _padded(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:
@@ -79,8 +78,6 @@ def _padded(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def _heads_of_kernel(name: str, q: torch.Tensor) -> int:
-    served = _DECODE_HEADS
-    if name == "flash_mla_sparse_fwd":
-        on_sm90 = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
-        served = _SM90_PREFILL_HEADS if on_sm90 else _PREFILL_HEADS
+    on_sm90 = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+    served = _SM90_PREFILL_HEADS if name == "flash_mla_sparse_fwd" and on_sm90 else _HEADS
     return next((n for n in served if n >= q.shape[-2]), q.shape[-2])

@@ -19,27 +19,25 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results, Schedule
 from sparse_mla_torch.attention.sanitise import Sanitiser, Table
+from sparse_mla_torch.operations.checks import are_aligned
 
 WRITES_INTO = False
 _LN_2 = math.log(2)
 
 
-def _parts(q_len: int, padded: int, device: DeviceInfo) -> int:
-    """Partitions of the device's multiprocessors; one thread block for 64 heads of a query token."""
-    return max(device.sm_count // (q_len * (padded // 64)), 1)
-
-
 def _chunk(q_len: int, padded: int, device: DeviceInfo) -> int:
-    """Requests of one operator call: its accumulators, (requests + partitions) · q_len rows, are bounded."""
-    rows = flashmla.MAX_ACCUMULATOR_BYTES // (padded * V_DIM * 4)
-    return rows // max(q_len, 1) - _parts(max(q_len, 1), padded, device)
+    """Requests of one operator call: its accumulators, (requests + partitions) · q_len rows, are bounded.
+
+    Partitions are of the device's multiprocessors; one thread block serves 64 heads of a query token.
+    """
+    rows, q_len = flashmla.MAX_ACCUMULATOR_BYTES // (padded * V_DIM * 4), max(q_len, 1)
+    return rows // q_len - max(device.sm_count // (q_len * (padded // 64)), 1)
 
 
 def decode_obstacle(options, layout, tables, tensors, device) -> str | None:
     """Why the decode operator cannot take these tensors; None if it can."""
     q_len, heads = tensors[0].shape[1:3]
-    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
-    if not aligned or any(table.page_bytes % 16 for table in tables):
+    if not are_aligned(tensors) or any(table.page_bytes % 16 for table in tables):
         return "its kernels read 16 bytes at a time: tensors and pages must begin at multiples of 16 bytes"
     if layout == KVLayout.V32_FP8 and len(tables) > 1:
         return "its V3.2 kernel reads one cache"
@@ -56,13 +54,9 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     padded = flashmla.padded_heads(heads)
     chunk = _chunk(q_len, padded, route.device_info(q.device))
     takes_lengths = layout != KVLayout.V32_FP8  # what lies beyond them is −1 instead
-    columns = flashmla.DECODE_COLUMNS
     cleaned = [
         Table(
-            table.topk,
-            -(-table.topk // columns) * columns,
-            table.num_slots,
-            table.rows_per_length > 0,
+            *(table.topk, _multiple(table.topk, flashmla.DECODE_COLUMNS), table.num_slots, table.rows_per_length > 0),
             keeps_lengths=takes_lengths,
             stride=table.stride,
         )
@@ -131,8 +125,9 @@ def _decode_in_pieces(
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
         if sanitise is not None:
-            tables = (indices, lengths, extra_indices, extra_lengths)
-            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise(*tables, attn_sink)
+            indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise(
+                indices, lengths, extra_indices, extra_lengths, attn_sink
+            )
         q = _pad_heads(q, padded)
         pieces = []
         for start in range(0, batch, chunk):
@@ -158,7 +153,7 @@ def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     rows, heads, _ = q.shape
     library, padded = flashmla.library(), flashmla.padded_heads(heads)
     has_lengths = table.rows_per_length > 0
-    width = -(-table.topk // flashmla.PREFILL_COLUMNS) * flashmla.PREFILL_COLUMNS
+    width = _multiple(table.topk, flashmla.PREFILL_COLUMNS)
     clips = has_lengths and not options.assume_valid_indices
     # SM100's kernel reads rows beyond the length, NaN included.
     rewrites = width != table.topk or (clips and route.device_info(q.device).compute_capability[0] == 10)
@@ -185,6 +180,7 @@ def _prefill_at_once(
     operator: Callable, sanitise: Sanitiser | None, scale: float, rewrites: bool, asks_for_log2: bool
 ) -> Callable[..., Results]:
     """The results are the operator's own."""
+    log2 = (True,) if asks_for_log2 else ()
 
     def run(q, kv, indices, lengths, attn_sink, into=None):
         if sanitise is not None:
@@ -192,9 +188,7 @@ def _prefill_at_once(
             lengths = safe[1]
             if rewrites:
                 indices = safe[0]
-        if asks_for_log2:
-            return tuple(operator(q, kv, indices, scale, V_DIM, attn_sink, lengths, True))
-        return tuple(operator(q, kv, indices, scale, V_DIM, attn_sink, lengths))
+        return tuple(operator(q, kv, indices, scale, V_DIM, attn_sink, lengths, *log2))
 
     return run
 
@@ -213,6 +207,11 @@ def _prefill_padded(at_once: Callable[..., Results], heads: int, padded: int, wa
         return out, max_logits, lse
 
     return run
+
+
+def _multiple(topk: int, columns: int) -> int:
+    """The columns of a table that the operator takes."""
+    return -(-topk // columns) * columns
 
 
 def _operator(name: str) -> Callable:

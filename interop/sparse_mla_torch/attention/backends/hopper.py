@@ -5,7 +5,7 @@ The library plans a call once; `launcher.c` then reads the tensors' addresses an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -16,14 +16,11 @@ from jax_sparse_mla.launch import build
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results
 from sparse_mla_torch.launch import launcher
+from sparse_mla_torch.operations.checks import are_aligned
 
 WRITES_INTO = True
 _NUM_TENSORS = 11
 _NO_TABLE = [0, 0, 0, *NO_CACHE]
-
-
-def are_aligned(tensors: Iterable[torch.Tensor | None]) -> bool:
-    return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def decode_obstacle(options, layout, tables, tensors, device) -> str | None:

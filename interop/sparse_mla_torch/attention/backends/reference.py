@@ -10,7 +10,7 @@ from jax_sparse_mla import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.kv_cache import PagedKV
 from sparse_mla_torch.attention.backends import in_base_2
 from sparse_mla_torch.attention.call_cache import Results
-from sparse_mla_torch.attention.pages import extra_layout_of, page_rows
+from sparse_mla_torch.attention.pages import page_rows
 from sparse_mla_torch.bridge import call
 
 WRITES_INTO = False
@@ -23,18 +23,17 @@ def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
 def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
 
-    def cache_of(k_cache, layout, page_size):
+    def cache_of(k_cache, table):
         if k_cache is None:
             return None
-        return PagedKV(data=page_rows(k_cache, layout), layout=layout, page_size=page_size)
+        return PagedKV(data=page_rows(k_cache, table.layout), layout=table.layout, page_size=table.page_size)
 
     def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
-        extra_layout = layout if extra_k_cache is None else extra_layout_of(layout, extra_k_cache)
         out, lse = call(
-            *(sparse_mla_decode, _dense(q), cache_of(k_cache, layout, tables[0].page_size), indices.contiguous()),
+            *(sparse_mla_decode, _dense(q), cache_of(k_cache, tables[0]), indices.contiguous()),
             topk_length=_dense(lengths),
             attn_sink=_dense(attn_sink),
-            extra_cache=cache_of(extra_k_cache, extra_layout, tables[-1].page_size),
+            extra_cache=cache_of(extra_k_cache, tables[-1]),
             extra_indices=_dense(extra_indices),
             extra_topk_length=_dense(extra_lengths),
             softmax_scale=options.softmax_scale,

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from jax_sparse_mla.attention.index_table import V_DIM, TableShape
+from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.attention.triton import launch as kernels
-from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
-from sparse_mla_torch.attention.backends import in_base_2, into_results
+from jax_sparse_mla.kv_cache.layout import workspace_layout
+from jax_sparse_mla.launch.describe import Launch
+from sparse_mla_torch.attention.backends import in_base_2
 from sparse_mla_torch.attention.call_cache import Results
 from sparse_mla_torch.launch.executor import DirectLaunch, launch_device
 
@@ -23,19 +24,7 @@ class Attention:
     captures it. Under TRITON_INTERPRET=1 (set before triton is imported) it also runs on CPU tensors, slowly.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        rows: int,
-        heads: int,
-        tables: tuple[TableShape, ...],
-        softmax_scale: float,
-        has_sink: bool,
-        device: torch.device,
-        **options: bool,
-    ):
-        shape = kernels.CallShape(layout, rows, heads, tables, softmax_scale, has_sink)
-        attend, combine = kernels.launches(shape, launch_device(device), **options)
+    def __init__(self, attend: Launch, combine: Launch | None):
         self._attend = DirectLaunch(attend)
         self._combine = None if combine is None else DirectLaunch(combine)
         self._part_shapes = [x.shape for x in attend.outputs[:2]]
@@ -62,41 +51,48 @@ class Attention:
 def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
     batch, q_len, heads, _ = q.shape
-    attend = Attention(
-        layout,
-        batch * q_len,
-        heads,
-        tuple(tables),
-        options.softmax_scale,
-        has_sink,
-        q.device,
+    shape = kernels.CallShape(layout, batch * q_len, heads, tuple(tables), options.softmax_scale, has_sink)
+    launches = kernels.launches(
+        shape,
+        launch_device(q.device),
         empty_is_inf=options.empty_lse > 0,
         may_split=not options.batch_invariant,
     )
-    return into_results(attend, len(tables), (batch, q_len, heads))
+    attend = Attention(*launches)
+
+    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+        q = q.contiguous()
+        call_tables = (k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths)
+        out, lse = into or (None, None)
+        if out is None:
+            out = q.new_empty((batch, q_len, heads, V_DIM))
+        if lse is None:
+            lse = q.new_empty((batch, q_len, heads), dtype=torch.float32)
+        attend(q, call_tables[: len(tables)], attn_sink, out, lse)
+        return out, lse.transpose(1, 2)
+
+    return run
 
 
 def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     """As `prefill.prepare`'s `run`, at one shape."""
     q_len, heads, qk_dim = q.shape
-    attend = Attention(
-        *(workspace_layout(qk_dim), q_len, heads, (table,)),
-        options.softmax_scale,
-        has_sink,
-        q.device,
+    shape = kernels.CallShape(workspace_layout(qk_dim), q_len, heads, (table,), options.softmax_scale, has_sink)
+    launches = kernels.launches(
+        shape,
+        launch_device(q.device),
         empty_is_inf=options.empty_lse > 0,
         max_logits=True,
         may_split=False,
     )
+    attend = Attention(*launches)
 
     def run(q, kv, indices, lengths, attn_sink, into):
         out, *statistics = into or (None, None, None)
         if out is None:
             out = q.new_empty((q_len, heads, V_DIM))
-        statistics = (q.new_empty((q_len, heads), dtype=torch.float32) if x is None else x for x in statistics)
-        results = (out, *statistics)
-        out, max_logits, lse = results
+        max_logits, lse = (q.new_empty((q_len, heads), dtype=torch.float32) if x is None else x for x in statistics)
         attend(q, [(kv, indices, lengths)], attn_sink, out, lse, max_logits)
-        return in_base_2(results) if options.log2 else results
+        return in_base_2((out, max_logits, lse)) if options.log2 else (out, max_logits, lse)
 
     return run
