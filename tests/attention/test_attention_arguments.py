@@ -193,33 +193,31 @@ class TestOverrides:
             with pytest.raises(ValueError, match=f"backend must be one of .*reference.*got '{name}'"):
                 call()
 
-    def test_each_phase_has_its_own(self, monkeypatch):
-        monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "flashmla")
-        self.prefill()
-        with pytest.raises(ValueError, match="flashmla"):
-            self.decode()
-        monkeypatch.delenv("JAX_SPARSE_MLA_DECODE_BACKEND")
-        monkeypatch.setenv("JAX_SPARSE_MLA_PREFILL_BACKEND", "flashmla")
-        self.decode()
-        with pytest.raises(ValueError, match="flashmla"):
-            self.prefill()
-
-    def test_the_phase_s_own_goes_before_the_common_one(self, monkeypatch):
-        monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "flashmla")
-        monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "reference")
-        self.decode()
-        with pytest.raises(ValueError, match="flashmla"):
-            self.prefill()
+    @pytest.mark.parametrize(
+        "variables, refused",
+        [
+            ({"DECODE_BACKEND": "flashmla"}, "decode"),
+            ({"PREFILL_BACKEND": "flashmla"}, "prefill"),
+            ({"BACKEND": "flashmla", "DECODE_BACKEND": "reference"}, "prefill"),
+            ({"BACKEND": ""}, None),
+        ],
+        ids=str,
+    )
+    def test_the_phase_s_own_goes_before_the_common_one(self, monkeypatch, variables, refused):
+        for name, value in variables.items():
+            monkeypatch.setenv(f"JAX_SPARSE_MLA_{name}", value)
+        for phase in ("decode", "prefill"):
+            if phase == refused:
+                with pytest.raises(ValueError, match="flashmla"):
+                    getattr(self, phase)()
+            else:
+                getattr(self, phase)()
 
     def test_an_argument_goes_before_the_environment(self, monkeypatch):
         monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "flashmla")
         sparse_mla_decode(**decode_input(), backend="reference")
         with pytest.raises(ValueError, match="triton"):
             sparse_mla_prefill(**prefill_input(), backend="triton")
-
-    def test_an_empty_variable_is_none(self, monkeypatch):
-        monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "")
-        self.decode()
 
     @pytest.mark.parametrize("name", ["q", "kv"])
     def test_float32_goes_to_the_reference_wherever_it_runs(self, monkeypatch, name):

@@ -43,10 +43,7 @@ RATIOS = (0, 4, 128)
 # (tokens, this chunk included; query rows of this chunk). A long prefix; a request shorter than the window;
 # padding; a chunk across a page border, whose first row does not see the last compressed entry; no prefix.
 REQUESTS = ((700, 20), (37, 30), (0, 0), (261, 6), (5, 5))
-CAPACITIES = {
-    "swa_capacity": 352,
-    "compressed_capacity": 272,
-}  # needed: 147 + 37 + 133 + 5, and 175 + 9 + 65 + 1
+CAPACITIES = {"swa_capacity": 352, "compressed_capacity": 272}  # needed: 147 + 37 + 133 + 5, and 175 + 9 + 65 + 1
 
 SINK = np.array([np.inf, -np.inf, 0.5, 2.0], np.float32)
 
@@ -345,35 +342,26 @@ def test_no_positions_stand_for_every_complete_entry():
 
 def window_order(chunk: Chunk) -> dict[tuple[int, int], int]:
     """The place of each gathered token: request by request, the union of its windows in ascending order."""
-    tokens = [
-        (b, position)
-        for b, (seq, new) in enumerate(chunk.requests)
-        if new
-        for position in range(max(0, seq - new - WINDOW + 1), seq)
-    ]
-    return {token: place for place, token in enumerate(tokens)}
+    windows = [(b, range(max(0, seq - new - WINDOW + 1), seq)) for b, (seq, new) in enumerate(chunk.requests) if new]
+    return {token: place for place, token in enumerate((b, p) for b, window in windows for p in window)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ratio, capacity", [(0, 321), (4, 200), (128, 1)])
-def test_window_rows_that_do_not_fit_are_skipped(ratio, capacity):
-    chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, swa_capacity=capacity)
-    order = window_order(chunk)
-    assert len(order) == 322 and plan.overflow
+@pytest.mark.parametrize("part", ["swa", "compressed"])
+@pytest.mark.parametrize("ratio, window, compressed", [(0, 321, None), (4, 200, 249), (4, 200, 0), (128, 1, 6)])
+def test_what_does_not_fit_is_left_out(ratio, window, compressed, part):
+    """Window rows one by one; of compressed rows, requests whose own do not fit go without."""
+    capacity = window if part == "swa" else compressed
+    if capacity is None:
+        pytest.skip("without compressed rows")
+    chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, **{f"{part}_capacity": capacity})
+    order, ends = window_order(chunk), np.cumsum([seq // ratio if ratio else 0 for seq, _ in chunk.requests])
+    kept = {"window_kept": lambda *token: order[token] < capacity}
+    if part == "compressed":
+        kept = {"compressed_kept": lambda b, _: ends[b] <= capacity}
+    assert plan.overflow and capacity < (len(order) if part == "swa" else ends[-1])
     workspace = jnp.full((plan.workspace_rows + 1, 512), jnp.nan, jnp.bfloat16)
-    result = extend(plan, arguments_of(chunk, ratio), workspace)
-    check(result, oracle(chunk, ratio, window_kept=lambda *token: order[token] < capacity))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ratio, capacity", [(4, 249), (4, 0), (128, 6)])
-def test_requests_whose_compressed_rows_do_not_fit_go_without(ratio, capacity):
-    chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, compressed_capacity=capacity)
-    ends = np.cumsum([seq // ratio for seq, _ in chunk.requests])
-    assert plan.overflow and ends[-1] > capacity
-    workspace = jnp.full((plan.workspace_rows + 1, 512), jnp.nan, jnp.bfloat16)
-    result = extend(plan, arguments_of(chunk, ratio), workspace)
-    check(result, oracle(chunk, ratio, compressed_kept=lambda b, _: ends[b] <= capacity))
+    check(extend(plan, arguments_of(chunk, ratio), workspace), oracle(chunk, ratio, **kept))
 
 
 @pytest.mark.parametrize("ratio", [0, 4])
@@ -422,6 +410,8 @@ def test_a_bucket_below_the_longest_request_makes_no_nan(ratio):
         (4, {"workspace": np.zeros((999, 512), np.float32)}, TypeError, "workspace"),
         (4, {"workspace": np.zeros((999, 576), BF16)}, ValueError, "workspace"),
         (4, {"workspace": np.zeros((9, 512), BF16)}, ValueError, "workspace"),
+        (0, {"softmax_scale": None}, TypeError, "softmax_scale"),
+        (0, {"backend": "cutlass"}, ValueError, "backend"),
     ],
 )
 def test_bad_input(ratio, change, error, name):
@@ -429,12 +419,3 @@ def test_bad_input(ratio, change, error, name):
     given = {"plan": plan_of(chunk, ratio)} | arguments_of(chunk, ratio) | {"softmax_scale": SCALE} | change
     with pytest.raises(error, match=rf"^sparse_mla_extend: .*?\b{name}\b"):
         sparse_mla_extend(**given)
-
-
-def test_a_scale_or_a_backend_that_is_none():
-    chunk = shared_chunk()
-    given = {"plan": plan_of(chunk, 0)} | arguments_of(chunk, 0)
-    with pytest.raises(TypeError, match="softmax_scale"):
-        sparse_mla_extend(**given, softmax_scale=None)
-    with pytest.raises(ValueError, match="backend"):
-        sparse_mla_extend(**given, softmax_scale=SCALE, backend="cutlass")

@@ -104,24 +104,6 @@ def test_any_leading_dimensions():
     chex.assert_shape([out, lse], [(0, HEADS, DIM), (0, HEADS)])
 
 
-def test_one_part_is_itself_and_empty_parts_weigh_nothing():
-    outs, lses, _, _ = attention_parts(3, 1)
-    outs, lses = float32(outs, lses)
-    out, lse = merge(outs, lses)
-    chex.assert_trees_all_close((out, lse), (outs[0], lses[0]), rtol=1e-6)
-    nothing = jnp.zeros_like(outs[0]), jnp.full_like(lses[0], -jnp.inf)
-    merged = merge([nothing[0], outs[0], nothing[0]], [nothing[1], lses[0], nothing[1]])
-    chex.assert_trees_all_close(merged, (out, lse), rtol=1e-6)
-    out, lse = merge([nothing[0]] * 3, [nothing[1]] * 3)
-    assert not np.any(out) and np.all(np.isneginf(lse))
-
-
-def test_the_order_of_parts_does_not_matter():
-    outs, lses, _, _ = attention_parts(4, 4)
-    outs, lses = float32(outs, lses)
-    chex.assert_trees_all_close(merge(outs[::-1], lses[::-1]), merge(outs, lses), rtol=1e-5, atol=1e-6)
-
-
 def test_far_apart_lses():
     """No overflow, no NaN: the larger part takes it all."""
     outs = jnp.stack([jnp.full((2, 4), 1.0), jnp.full((2, 4), 2.0)])
@@ -167,19 +149,7 @@ def prefill_inputs(seed: int):
     q, kv = float32(rng.standard_normal((ROWS, HEADS, DIM)), rng.standard_normal((KEYS, DIM)))
     indices = rng.integers(-3, KEYS + 3, (ROWS, 32)).astype(np.int32)
     indices[0] = -1
-    return q, kv, indices, rng.integers(0, 3, (ROWS, 32))
-
-
-def test_split_prefill_calls_merge_to_one_call():
-    q, kv, indices, part_of = prefill_inputs(6)
-    whole_out, _, whole_lse = sparse_mla_prefill(q, kv, jnp.asarray(indices), softmax_scale=SCALE)
-    parts = [
-        sparse_mla_prefill(q, kv, jnp.asarray(np.where(part_of == i, indices, -1)), softmax_scale=SCALE)
-        for i in range(3)
-    ]
-    out, lse = merge([out for out, _, _ in parts], [lse for _, _, lse in parts])
-    np.testing.assert_allclose(lse, whole_lse, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(out, whole_out, rtol=1e-5, atol=1e-6)
+    return q, kv, jnp.asarray(indices)
 
 
 SINK = np.array([np.inf, -np.inf, 0.7], np.float32)
@@ -187,11 +157,11 @@ SINK = np.array([np.inf, -np.inf, 0.7], np.float32)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_sink_after_the_merge_is_the_sink_in_the_call(dtype):
-    q, kv, indices, _ = prefill_inputs(7)
+    q, kv, indices = prefill_inputs(7)
     q = q.astype(dtype)
-    out, _, lse = sparse_mla_prefill(q, kv, jnp.asarray(indices), softmax_scale=SCALE)
+    out, _, lse = sparse_mla_prefill(q, kv, indices, softmax_scale=SCALE)
     arguments = {"softmax_scale": SCALE, "attn_sink": jnp.asarray(SINK)}
-    expected, _, _ = sparse_mla_prefill(q, kv, jnp.asarray(indices), **arguments)
+    expected, _, _ = sparse_mla_prefill(q, kv, indices, **arguments)
     actual = apply_attn_sink(out, lse, jnp.asarray(SINK))
     assert actual.dtype == dtype
     tolerance = 1e-6 if dtype == jnp.float32 else 2**-7
