@@ -180,13 +180,6 @@ def test_the_reference_passes_through_jit(shape):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("shape", (DECODES[1], PREFILLS[0]), ids=lambda shape: shape.id)
-def test_the_drop_in_passes(shape):
-    entry = cases.run_case(cases.Task(shape, "torch"), "drop_in", "cpu")
-    assert entry["verdict"] == "passed", entry
-
-
-@pytest.mark.cpu
 def test_a_name_that_torch_cannot_serve_is_a_failure():
     entry = cases.run_case(cases.Task(DECODES[0], "torch"), "hopper", "cpu")
     assert entry["verdict"] == "failed" and "'hopper' cannot serve" in entry["why"]

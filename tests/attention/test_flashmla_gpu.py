@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import assert_agree, assert_same, decode_arguments, prefill_arguments, small_decode, small_prefill
+from attention_calls import (
+    assert_agree,
+    assert_same,
+    check_last_slots_of_5_gib,
+    decode_arguments,
+    prefill_arguments,
+    small_decode,
+    small_prefill,
+)
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.api import installed_backends
@@ -71,20 +79,7 @@ def test_decode_gives_the_bits_of_the_call_from_torch(layout):
 
 @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8"])
 def test_the_last_slots_of_a_5_gib_cache(layout):
-    case = small_decode(layout=layout, lengths="none")
-    arguments = decode_arguments(case)
-    page = arguments["cache"]
-    expected = sparse_mla_decode(**arguments, backend="flashmla")
-    count, page_bytes = page.data.shape
-    total = -(-(5 << 30) // page_bytes)
-    put = jax.jit(lambda big, last: big.at[total - count :].set(last), donate_argnums=0)
-    big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
-    indices = np.asarray(case.indices)
-    first = (total - count) * page.page_size
-    moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
-    arguments |= {"cache": dataclasses.replace(page, data=big), "indices": jnp.asarray(moved.astype(np.int32))}
-    for a, b in zip(sparse_mla_decode(**arguments, backend="flashmla"), expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    check_last_slots_of_5_gib(layout, "flashmla")
 
 
 def test_more_rows_than_the_vendors_schedule_takes():

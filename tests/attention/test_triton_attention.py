@@ -7,11 +7,11 @@ integer e4m3 decode, and the shared memory of devices that are not at hand ("com
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import pytest
+from attention_calls import check_last_slots_of_5_gib
 from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 
 pytest.importorskip("triton")
@@ -150,29 +150,7 @@ class TestOnTheGPU:
 
     @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V32_BF16"])
     def test_the_last_slots_of_a_5_gib_cache(self, layout):
-        import jax
-        import jax.numpy as jnp
-        import numpy as np
-        from attention_calls import decode_arguments, small_decode
-
-        from jax_sparse_mla.attention import sparse_mla_decode
-
-        case = small_decode(layout=layout, lengths="none")
-        arguments = decode_arguments(case)
-        page = arguments["cache"]
-        expected = sparse_mla_decode(**arguments, backend="triton")
-        pages, page_bytes = page.data.shape
-        total = -(-(5 << 30) // page_bytes)
-        put = jax.jit(lambda big, last: big.at[total - pages :].set(last), donate_argnums=0)
-        big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
-        indices = np.asarray(case.indices)
-        first = (total - pages) * page.page_size
-        moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
-        arguments["cache"] = dataclasses.replace(page, data=big)
-        arguments["indices"] = jnp.asarray(moved.astype(np.int32))
-        actual = sparse_mla_decode(**arguments, backend="triton")
-        for a, b in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        check_last_slots_of_5_gib(layout, "triton")
 
     def test_a_cuda_graph_captures_the_torch_launch(self):
         torch = pytest.importorskip("torch")

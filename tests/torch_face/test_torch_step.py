@@ -144,19 +144,6 @@ def needs_two_gpus() -> None:
     torch.cuda.set_device(0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_call_runs_on_its_tensors_device(backend, monkeypatch):
-    needs_two_gpus()
-    engine, rng = Engine(3), np.random.default_rng(2)
-    engine.fill(rng)
-    with served_by(backend, monkeypatch):
-        expected = engine.step(engine.caches)
-        vars(engine).update(torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("cuda:1"), vars(engine)))
-        for x, y in zip(engine.step(engine.caches), expected):
-            assert x.device.index == 1 and torch.equal(x.cpu(), y.cpu())
-        assert torch.cuda.current_device() == 0
-
-
 class Pair:
     """An engine on each of two GPUs with equal tables and values, and inputs for some steps."""
 
