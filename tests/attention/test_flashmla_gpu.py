@@ -19,7 +19,7 @@ from attention_calls import (
 )
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.machine import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 from attention_calls import OVERRIDES
 from attention_conformance import SparseMLAConformance
 
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.machine import installed_backends
 
 
 @pytest.fixture(

@@ -70,7 +70,7 @@ def take_engine(name: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_for_numpy_2_4)
     elif name == "triton":
         patch.setattr(torch_topk, "_cuda_module", lambda device: None)
-    elif cuda_build.topk_module(torch.cuda.get_device_capability()) is None:
+    elif cuda_build.module("topk", cuda_build.arch_of(torch.cuda.get_device_capability())) is None:
         pytest.skip("needs nvcc and apache-tvm-ffi")
 
 
