@@ -249,7 +249,7 @@ def test_nan_stays_nan():
 @pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
-    for fact in compiled_facts("compile_triton_context_parallel.py", tmp_path, capabilities):
+    for fact in compiled_facts("context_parallel", tmp_path, capabilities):
         assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
         assert fact["wide_load"] and fact["wide_store"] == (not fact["kernel"].startswith("pack")), fact
 

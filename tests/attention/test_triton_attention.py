@@ -128,7 +128,7 @@ class TestPlan:
 @ARCHITECTURES
 def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     """Compiled, not run."""
-    facts = compiled_facts("compile_triton_attention.py", tmp_path, capabilities)
+    facts = compiled_facts("attention", tmp_path, capabilities)
     for capability in capabilities:
         rows = [fact for fact in facts if fact["capability"] == capability]
         newer = ["V41_FP8", "V41_FP8+V41_FP4"]
@@ -136,10 +136,9 @@ def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
             newer = ["V41_FP8_SPLIT+V41_FP4_SPLIT", "NOPE_FP8_TENSOR"]
         assert [row["kernel"] for row in rows] == ["V4_FP8", "V32_FP8", *newer, "workspace 576", "combine"]
         for row in rows:
-            assert row["cubin_bytes"] > 0
             assert row["shared"] <= SHARED_MEMORY[capability], row
             assert row["e4m3"] == (capability >= 89 and "_FP8" in row["kernel"]), row
-            assert row["wgmma"] == (capability == 90 and row["num_heads"] >= 64), row
+            assert row["wgmma"] == (capability == 90 and row["kernel"] not in ("workspace 576", "combine")), row
             # Keys come 16 bytes at a time; on SM80 the e4m3 ones are no asynchronous copies.
             wide = row["wide_copies"] or (row["kernel"] in newer and row["wide_loads"])
             assert wide or row["kernel"] == "combine", row
