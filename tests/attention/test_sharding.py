@@ -23,7 +23,7 @@ def results(request) -> dict[str, str]:
     return virtual_devices.results(virtual_devices.start("sharded_bodies", *chosen, devices=4), timeout=600)
 
 
-@pytest.mark.always("context_parallel_decode", "prefill_over_tokens", "plain_jit", "decode_steps", "decode_steps_of_v4")
+@pytest.mark.always("context_parallel_decode", "heads_and_tokens", "plain_jit", "decode_steps", "decode_steps_of_v4")
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_equals_one_device(results, name):
     assert results[name] == "", results[name]

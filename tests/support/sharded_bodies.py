@@ -60,36 +60,17 @@ def body(function):
 
 
 @body
-def decode_over_heads():
-    specs = (P(None, None, "x"), P(), P(), P(), P(), P(), P("x"))
-    sharded, collectives = run_sharded(decode, specs, P(None, None, "x"), *decode_args)
-    assert collectives == [], collectives
-    assert sharded[0].sharding.spec[2] == "x"
-    assert_close(sharded, decode(*decode_args), 1e-6)
-
-
-@body
-def decode_over_tokens():
-    specs = (P("x"), P(), P("x"), P("x"), P(), P("x"), P())
-    sharded, collectives = run_sharded(decode, specs, P("x"), *decode_args)
-    assert collectives == [], collectives
-    assert_close(sharded, decode(*decode_args), 1e-6)
-
-
-@body
-def prefill_over_heads():
-    specs = (P(None, "x"), P(), P(), P(), P("x"))
-    sharded, collectives = run_sharded(prefill, specs, P(None, "x"), *prefill_args)
-    assert collectives == [], collectives
-    assert_close(sharded, prefill(*prefill_args), 1e-6)
-
-
-@body
-def prefill_over_tokens():
-    specs = (P("x"), P(), P("x"), P("x"), P())
-    sharded, collectives = run_sharded(prefill, specs, P("x"), *prefill_args)
-    assert collectives == [], collectives
-    assert_close(sharded, prefill(*prefill_args), 1e-6)
+def heads_and_tokens():
+    heads, rows, whole = P(None, None, "x"), P("x"), P()
+    for function, args, specs, out_specs in (
+        (decode, decode_args, (heads, *[whole] * 5, rows), heads),
+        (decode, decode_args, (rows, whole, rows, rows, whole, rows, whole), rows),
+        (prefill, prefill_args, (P(None, "x"), *[whole] * 3, rows), P(None, "x")),
+        (prefill, prefill_args, (rows, whole, rows, rows, whole), rows),
+    ):
+        sharded, collectives = run_sharded(function, specs, out_specs, *args)
+        assert collectives == [] and tuple(sharded[0].sharding.spec)[: len(out_specs)] == tuple(out_specs), collectives
+        assert_close(sharded, function(*args), 1e-6)
 
 
 @body
