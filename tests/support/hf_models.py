@@ -73,12 +73,9 @@ _LATENT = {
 def small_v32_config(**changes) -> DeepseekV32Config:
     """64 tokens are selected."""
     yarn = {**_YARN, "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
-    fields = {
-        "num_hidden_layers": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_parameters": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
-    }
+    fields = dict(
+        num_hidden_layers=2, n_group=1, topk_group=1, rope_parameters={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
+    )
     return DeepseekV32Config(**{**_LATENT, **fields, **changes})
 
 

@@ -51,13 +51,9 @@ def tables():
 
 def batch(mode=mla.ForwardMode.DECODE, **changes):
     """Requests of 9 and 20 tokens: one query row each, or 3 and 2 of them (EXTEND)."""
-    fields = {
-        "mode": mode,
-        "max_seq_len": MAX_LEN,
-        "req_pool_indices": i32([0, 1]),
-        "seq_lens": i32([9, 20]),
-        "out_cache_loc": i32([24, 67]),
-    }
+    fields = dict(
+        mode=mode, max_seq_len=MAX_LEN, req_pool_indices=i32([0, 1]), seq_lens=i32([9, 20]), out_cache_loc=i32([24, 67])
+    )
     if mode is mla.ForwardMode.EXTEND:
         fields |= {"out_cache_loc": i32([22, 23, 24, 66, 67, 0]), "extend_lens": i32([3, 2])}
     return mla.ForwardBatch(**(fields | changes))
@@ -136,12 +132,9 @@ _BUILD = {
     },
     "gather_kv": lambda: {"cache": full_cache(), "slots": i32([0, 95, -1])},
     "dequantize_kv": lambda: {"cache": full_cache(mla.KVLayout.V32_BF16)},
-    "split_pages": lambda: {
-        "cache": full_cache(),
-        "page_size": 4,
-        "slots": i32([3, 40]),
-        "out": full_cache(pages=4 * PAGES, page_size=4, seed=8),
-    },
+    "split_pages": lambda: dict(
+        cache=full_cache(), page_size=4, slots=i32([3, 40]), out=full_cache(pages=4 * PAGES, page_size=4, seed=8)
+    ),
     "split_pages all": lambda: {"cache": full_cache(), "page_size": 8},
     "quantize_ue8m0": lambda: {"x": normal(3, 128), "group": 64},
     "sparse_mla_decode": _decode,
@@ -225,21 +218,12 @@ _BUILD = {
         "fp8_kv_cache": True,
         "prefill_backend": "flashmla_sparse",
     },
-    "draft_step_batch": lambda: {
-        "batch": batch(out_cache_loc=i32(range(12))),
-        "step": 1,
-        "num_steps": 3,
-        "topk": 2,
-        "shift_seq_lens": True,
-    },
-    "flashmla_schedule": lambda: {
-        "topk_length": i32([1, 128]),
-        "batch": 2,
-        "topk": 128,
-        "extra_topk": 64,
-        "extra_topk_length": i32([0, 64]),
-        "num_sm_parts": 3,
-    },
+    "draft_step_batch": lambda: dict(
+        batch=batch(out_cache_loc=i32(range(12))), step=1, num_steps=3, topk=2, shift_seq_lens=True
+    ),
+    "flashmla_schedule": lambda: dict(
+        topk_length=i32([1, 128]), batch=2, topk=128, extra_topk=64, extra_topk_length=i32([0, 64]), num_sm_parts=3
+    ),
     "paged_mqa_schedule": lambda: {"context_lens": i32([1, 700]), "num_sms": 3, "split_kv": 256},
     "index_logits": lambda: {
         "q": normal(2, 3, 128),
@@ -259,11 +243,7 @@ _BUILD = {
         "kv_page_table": i32([[0, 3], [2, -1]]),
         "page_size": 8,
     },
-    "write_index_k": lambda: {
-        "index_cache": index_cache(),
-        "slots": i32([0, 31, -1]),
-        "k": normal(3, 128, seed=7),
-    },
+    "write_index_k": lambda: dict(index_cache=index_cache(), slots=i32([0, 31, -1]), k=normal(3, 128, seed=7)),
     "compress_kv": _compress,
 }
 

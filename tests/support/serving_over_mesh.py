@@ -47,12 +47,7 @@ V4 = {
     "mlp_layer_types": ["moe"],
 }
 # Two layers whose sinks share an array, and quick to compile.
-WINDOWS = {
-    **V4,
-    "num_hidden_layers": 2,
-    "layer_types": ["sliding_attention"] * 2,
-    "mlp_layer_types": ["hash_moe", "moe"],
-}
+WINDOWS = dict(**V4, num_hidden_layers=2, layer_types=["sliding_attention"] * 2, mlp_layer_types=["hash_moe", "moe"])
 V32 = {
     **CONFIGS["v32"],
     "hidden_size": 128,
