@@ -146,14 +146,6 @@ def test_a_backend_asked_for_by_name_is_not_replaced(kernel, phase, monkeypatch)
 
 
 @BOTH
-def test_on_a_cpu_results_are_the_reference_s(kernel, phase):
-    if jax.default_backend() != "cpu":
-        pytest.skip("the kernel's constants would be the result")
-    expected = ATTENTION[phase](**arguments_of(phase), backend="reference")
-    assert_same(ATTENTION[phase](**arguments_of(phase)), expected)
-
-
-@BOTH
 def test_vmap_takes_the_reference(kernel, phase):
     given = arguments_of(phase)
     scale, q = given.pop("softmax_scale"), given.pop("q")

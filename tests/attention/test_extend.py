@@ -283,24 +283,6 @@ def test_the_workspace_s_size_is_the_plan_s():
             extend(plan, arguments_of(shared_chunk(), 4), workspace)
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_the_order_of_requests_does_not_matter(ratio):
-    chunk = shared_chunk()
-    order = [3, 4, 2, 0, 1]
-    starts = np.cumsum([0, *(new for _, new in chunk.requests)])
-    rows = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in order] + [np.arange(starts[-1], ROWS)])
-    permuted = dataclasses.replace(
-        chunk,
-        requests=tuple(chunk.requests[b] for b in order),
-        req_pool_indices=chunk.req_pool_indices[order],
-        q=chunk.q[rows],
-        chosen=chunk.chosen[rows],
-    )
-    out, lse = extend(plan_of(permuted, ratio), arguments_of(permuted, ratio))
-    expected = oracle(chunk, ratio)
-    check((out, lse), (expected[0][rows], expected[1][rows]))
-
-
 def test_padding_rows_may_hold_anything():
     chunk = shared_chunk()
     expected = extend(plan_of(chunk, 4), arguments_of(chunk, 4))

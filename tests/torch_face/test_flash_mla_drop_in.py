@@ -33,7 +33,6 @@ from drop_in_calls import (
     served_with_stand_ins,
     valid_case,
 )
-from flashmla_cases import DecodeShape, PrefillShape, TableShape
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import decode as torch_decode
 from sparse_mla_torch.attention import pages, route
@@ -134,25 +133,10 @@ def test_prefill_equals_the_oracle(backend, setting):
     check_prefill(case, prefill(case))
 
 
-SHAPES = [
-    DecodeShape("grid", "V4_FP8", 2, 5, 1, TableShape(40, 16, 64, True), TableShape(30, 40, 3, True)),
-    DecodeShape("corner", "V4_FP8", 2, 4, 3, TableShape(20, 16, 5), TableShape(12, 8, 2), all_invalid=True),
-    DecodeShape("grid", "V32_FP8", 3, 3, 2, TableShape(50, 24, 7)),
-    PrefillShape("feature", 512, 3, 9, 40, 24, sink=True, lengths=True),
-    PrefillShape("corner", 576, 2, 6, 8, 32, sink=True, lengths=True, all_invalid=True),
-]
-
-
 def published(shape, device):
     """A case of FlashMLA's kind through the drop-in; what is wrong with the results."""
     call = case_data.make_call(shape, device)
     return case_data.compare(call, cases.through_the_drop_in(call))[1]
-
-
-@pytest.mark.always(5)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.id)
-def test_small_cases_of_flashmlas_kind(backend, shape):
-    assert not published(shape, "cuda" if ON_GPU else "cpu")
 
 
 @pytest.mark.long
