@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from attention_calls import (
     H200,
-    OVERRIDES,
     assert_same,
     decode_arguments,
     prefill_arguments,
@@ -22,12 +21,6 @@ from jax_sparse_mla.attention import (
     sparse_mla_decode,
     sparse_mla_prefill,
 )
-
-
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def decode_input() -> dict:

@@ -20,7 +20,6 @@ import pytest
 from attention_calls import (
     H200,
     MADE_UP,
-    OVERRIDES,
     assert_same,
     decode_arguments,
     prefill_arguments,
@@ -109,8 +108,6 @@ def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, backend):
     """On the device of each backend the call takes the reference, by name it is refused."""
     devices = BACKENDS[backend].devices
     device = DeviceInfo("cpu") if devices is None else dataclasses.replace(H200, compute_capability=devices[0][0])
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: device))
     pretend_installed(monkeypatch, *BACKENDS)
     cache = PagedKV.zeros(MADE_UP, 2, 64)

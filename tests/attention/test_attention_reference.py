@@ -8,9 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from attention_calls import (
-    OVERRIDES,
     assert_same,
     check_prefill,
     run_decode,
@@ -21,12 +19,6 @@ from attention_calls import (
 from attention_oracle import BF16, decode_oracle, prefill_oracle
 
 from jax_sparse_mla.attention import sparse_mla_prefill
-
-
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def total(results, weights, array_module):

@@ -185,12 +185,6 @@ def check(result, expected) -> None:
     assert not np.any(np.asarray(out, np.float32)[np.isneginf(expected[1])])
 
 
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in ("JAX_SPARSE_MLA_BACKEND", "JAX_SPARSE_MLA_PREFILL_BACKEND"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.always(2)
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("seed", range(2))

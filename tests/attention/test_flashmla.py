@@ -23,7 +23,6 @@ pytest.importorskip("torch")
 import flashmla_stub as stub
 from attention_calls import (
     H200,
-    OVERRIDES,
     assert_agree,
     assert_same,
     check_decode,
@@ -75,8 +74,6 @@ def traced_anew():
 @pytest.fixture(autouse=True)
 def pretend_h200(monkeypatch, libraries, namespace):
     """An H200 with one of the vendors' libraries."""
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
     library = flashmla.Library(namespace, log2_prefill=namespace == "stub_sgl_kernel")
     monkeypatch.setattr(flashmla, "library", lambda: library)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))

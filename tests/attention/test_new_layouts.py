@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from attention_calls import (
     H200,
-    OVERRIDES,
     check_decode,
     decode_arguments,
     pretend_h200,
@@ -38,12 +37,6 @@ OF_PAIRS = pytest.mark.parametrize("layout, extra", PAIRS)
 def read_by(backend: str) -> set[str]:
     """The names of the layouts that a backend's decode kernel was written for."""
     return {layout.name for layout in BACKENDS[backend].layouts["decode"]}
-
-
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def a_case(layout: str, extra: str, seed: int = 0, **setting):

@@ -7,7 +7,6 @@ A backend joins by being installed. What only the reference promises (float32, g
 from __future__ import annotations
 
 import pytest
-from attention_calls import OVERRIDES
 from attention_conformance import SparseMLAConformance
 
 from jax_sparse_mla.attention.machine import installed_backends
@@ -21,12 +20,6 @@ from jax_sparse_mla.attention.machine import installed_backends
 )
 def backend(request) -> str:
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
 
 
 class TestSparseMLA(SparseMLAConformance):

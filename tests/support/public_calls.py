@@ -5,27 +5,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import metadata_cases
 import numpy as np
+from metadata_cases import INT_MAX, INT_MIN, i32  # noqa: F401
 
 import jax_sparse_mla as mla
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-TINY_V4 = dataclasses.replace(
-    mla.DEEPSEEK_V4_FLASH,
-    name="tiny V4",
-    num_heads=2,
-    page_size=16,
-    window=5,
-    index_topk=6,
-    compress_ratios=(0, 4, 8),
-)
-TINY_V32 = dataclasses.replace(mla.DEEPSEEK_V32, name="tiny V3.2", num_heads=2, page_size=8, index_topk=6)
+TINY_V4 = dataclasses.replace(metadata_cases.TINY_V4, num_heads=2)
+TINY_V32 = dataclasses.replace(metadata_cases.TINY_V32, num_heads=2)
 PAGE, PAGES, MAX_LEN, POOL = 16, 6, 32, 96
 DEVICE = mla.DeviceInfo("cuda", (9, 0), 132, 232_448)
-
-
-def i32(values):
-    return jnp.asarray(np.asarray(values, np.int64).astype(np.int32))
 
 
 def normal(*shape, dtype=jnp.bfloat16, seed=0):
