@@ -21,7 +21,6 @@ from sharded_world import (
     HEADS,
     PAGE,
     PAGES,
-    SLOTS,
     TOPK,
     assert_close,
     attend,
@@ -32,7 +31,6 @@ from sharded_world import (
     extra_cache,
     extra_indices,
     indices,
-    kv,
     lengths,
     mesh,
     prefill,
@@ -47,7 +45,7 @@ from virtual_devices import assert_refused, run_cases
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import sharding, write_index_k
-from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.indexer import select as index_selection
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 
@@ -142,32 +140,6 @@ def gradients_through_kernels():
         found, collectives = run_plain(by_all, specs, *prefill_args, mesh=square)
         assert collectives == ["all-reduce"], collectives
         assert_close(found, expected, 1e-5)
-
-
-@body
-def context_parallel():
-    # Each device holds a quarter of the pages and keeps the indices into them: global slot to local slot.
-    def local_part(q, cache, indices, lengths):
-        first = jax.lax.axis_index("x") * cache.num_slots
-        mine = (indices >= first) & (indices < first + cache.num_slots)
-        local = jnp.where(mine, indices - first, -1)
-        return sparse_mla_decode(q, cache, local, softmax_scale=0.3, topk_length=lengths)
-
-    def stacked(*args):
-        return jax.tree.map(lambda x: x[None], local_part(*args))
-
-    # Requests 2 and 3 have all their keys on the first and on the last device.
-    quarter = SLOTS // 4
-    run = jnp.arange(TOPK) % quarter
-    spread = indices.at[2].set(run).at[3].set(SLOTS - 1 - run)
-    args, specs = (q, cache, spread, lengths), (P(), P("x"), P(), P())
-    whole = sparse_mla_decode(q, cache, spread, softmax_scale=0.3, topk_length=lengths)
-    assert np.isneginf(whole[1][0]).all() and np.isfinite(whole[1]).any()
-
-    (outs, lses), collectives = run_sharded(stacked, specs, P("x"), *args)
-    assert collectives == [], collectives
-    assert outs.shape == (4, *q.shape) and np.isneginf(lses[1:, 2]).all()
-    assert_close(merge_attention(outs, lses), whole, 1e-5)
 
 
 @body
@@ -275,21 +247,6 @@ def context_parallel_decode():
         (lambda: run_sharded(plain, (P(), P("x"), P()), heads, bf16[:, :, :3], pages, spread), "3 heads"),
     ):
         assert_refused(call, words)
-
-
-@body
-def context_parallel_prefill():
-    def local_part(q, kv, indices):
-        first = jax.lax.axis_index("x") * kv.shape[0]
-        mine = (indices >= first) & (indices < first + kv.shape[0])
-        out, _, lse = sparse_mla_prefill(q, kv, jnp.where(mine, indices - first, -1), softmax_scale=0.3)
-        return out[None], lse[None]
-
-    rows, table = q[:, 0], indices[:, 0]
-    parts, collectives = run_sharded(local_part, (P(), P("x"), P()), P("x"), rows, kv, table)
-    assert collectives == [], collectives
-    out, _, lse = sparse_mla_prefill(rows, kv, table, softmax_scale=0.3)
-    assert_close(merge_attention(*parts), (out, lse), 1e-5)
 
 
 @body
