@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import skip_unless_able
+from attention_calls import device_cache, skip_unless_able
 from attention_oracle import (
     BF16,
     INT_MAX,
@@ -30,7 +30,6 @@ from attention_oracle import (
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
 from jax_sparse_mla.attention.machine import installed_backends
-from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, PrefillPlan, RequestTables, build_prefill_plan
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -137,10 +136,6 @@ def oracle(chunk: Chunk, ratio: int, *, window_kept=None, compressed_kept=None, 
                 keys.append(chunk.compressed_key(ratio, b, int(entry)))
         out[row], _, lse[row] = attend(chunk.q[row], np.array(keys).reshape(-1, 512), SCALE, sink)
     return out, lse
-
-
-def device_cache(host: HostCache) -> PagedKV:
-    return PagedKV(data=jax.device_put(host.data), layout=KVLayout.V4_FP8, page_size=host.page_size)
 
 
 def plan_of(chunk: Chunk, ratio: int, *, rows: int = ROWS, bucket: int = BUCKET, **capacities) -> PrefillPlan:
