@@ -318,15 +318,21 @@ def window_order(chunk: Chunk) -> dict[tuple[int, int], int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["swa", "compressed"])
-@pytest.mark.parametrize("ratio, window, compressed", [(0, 321, None), (4, 200, 249), (4, 200, 0), (128, 1, 6)])
-def test_what_does_not_fit_is_left_out(ratio, window, compressed, part):
+@pytest.mark.parametrize(
+    "ratio, part, capacity",
+    [
+        (0, "swa", 321),
+        (4, "swa", 200),
+        (128, "swa", 1),
+        (4, "compressed", 249),
+        (4, "compressed", 0),
+        (128, "compressed", 6),
+    ],
+)
+def test_what_does_not_fit_is_left_out(ratio, part, capacity):
     """Window rows one by one; of compressed rows, requests whose own do not fit go without."""
-    capacity = window if part == "swa" else compressed
-    if capacity is None:
-        pytest.skip("without compressed rows")
     chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, **{f"{part}_capacity": capacity})
-    order, ends = window_order(chunk), np.cumsum([seq // ratio if ratio else 0 for seq, _ in chunk.requests])
+    order, ends = window_order(chunk), np.cumsum([seq // max(ratio, 1) for seq, _ in chunk.requests])
     kept = {"window_kept": lambda *token: order[token] < capacity}
     if part == "compressed":
         kept = {"compressed_kept": lambda b, _: ends[b] <= capacity}
@@ -365,5 +371,5 @@ def test_a_bucket_below_the_longest_request_makes_no_nan(ratio):
 def test_bad_input(change, error):
     """`tests/contract/test_bad_input.py` has the rest."""
     given = {"plan": plan_of(shared_chunk(), 4)} | arguments_of(shared_chunk(), 4) | {"softmax_scale": SCALE}
-    with pytest.raises(error, match=rf"^sparse_mla_extend: .*?\b{next(iter(change))}\b"):
+    with pytest.raises(error, match=rf"\b{next(iter(change))}\b"):
         sparse_mla_extend(**given | change)
