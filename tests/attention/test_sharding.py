@@ -13,7 +13,9 @@ import pytest
 import virtual_devices
 
 # The functions of `sharded_bodies`, which is not imported here: it needs four devices.
-NAMES = re.findall(r"^@body\ndef (\w+)", Path(virtual_devices.SUPPORT, "sharded_bodies.py").read_text(), re.MULTILINE)
+_TEXT = Path(virtual_devices.SUPPORT, "sharded_bodies.py").read_text()
+NAMES = re.findall(r"^@body\ndef (\w+)|^    \"(\w+)\": \((?:None|4|128), ", _TEXT, re.MULTILINE)
+NAMES = [body or step for body, step in NAMES]
 
 
 @pytest.fixture(scope="module")

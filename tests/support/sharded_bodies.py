@@ -447,31 +447,17 @@ def chunks_of_a_selection():
     np.testing.assert_array_equal(sharded, select(*args))
 
 
-@body
-def decode_steps():
-    check_steps(None, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
-
-
-@body
-def chunks():
-    check_steps(4, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
-
-
-@body
-def decode_steps_of_v4():
-    """At the last tokens of groups, whose entries are written and attended to."""
-    check_steps(4, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
-
-
-@body
-def decode_steps_of_ratio_128():
-    check_steps(128, mla.ForwardMode.DECODE, [(0, 255, 1), (1, 127, 1), (2, 11, 1), 0], num_rows=4)
-
-
-@body
-def chunks_of_v32():
-    check_steps(None, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
-
+# Of a layer of each kind; those of V4 are at the last tokens of groups, whose entries are written and attended to.
+_DECODES = mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], 4
+_CHUNKS = mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], 48
+STEPS = {
+    "decode_steps": (None, *_DECODES),
+    "chunks": (4, *_CHUNKS),
+    "decode_steps_of_v4": (4, *_DECODES),
+    "decode_steps_of_ratio_128": (128, mla.ForwardMode.DECODE, [(0, 255, 1), (1, 127, 1), (2, 11, 1), 0], 4),
+    "chunks_of_v32": (None, *_CHUNKS),
+}
+BODIES |= {name: functools.partial(check_steps, *arguments) for name, arguments in STEPS.items()}
 
 if __name__ == "__main__":
     run_cases(BODIES, sys.argv[1:] or BODIES)
