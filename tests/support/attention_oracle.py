@@ -413,11 +413,21 @@ def decode_cases(count: int = 15, seed: int = 20251) -> list[DecodeCase]:
     settings = strata(
         rng,
         count,
-        dict(layout=("V32_FP8", "V4_FP8", "V4_FP8", "V32_BF16", "V4_BF16"), heads=(1, 3, 16, 64))
-        | dict(topk=(64, 128, 100, 128, 512), page_size=(2, 61, 64, 256), batch=(1, 4, 7), q_len=(1, 3))
-        | dict(extra=(None, (64, 64), None, (128, 2), (100, 61)), lengths=("none", "batch", "row"))
-        | dict(extra_lengths=("none", "row", "batch"), sink=(False, True), scale_power=(0.5, 0.55))
-        | dict(hot=(False, False, False, True), rows=("mixed",)),
+        {
+            "layout": ("V32_FP8", "V4_FP8", "V4_FP8", "V32_BF16", "V4_BF16"),
+            "heads": (1, 3, 16, 64),
+            "topk": (64, 128, 100, 128, 512),
+            "page_size": (2, 61, 64, 256),
+            "batch": (1, 4, 7),
+            "q_len": (1, 3),
+            "extra": (None, (64, 64), None, (128, 2), (100, 61)),
+            "lengths": ("none", "batch", "row"),
+            "extra_lengths": ("none", "row", "batch"),
+            "sink": (False, True),
+            "scale_power": (0.5, 0.55),
+            "hot": (False, False, False, True),
+            "rows": ("mixed",),
+        },
     )
     corner = dict(batch=4, q_len=3, lengths="none", extra_lengths="none", scale_power=0.55, hot=False)
     v4, v32 = {"layout": "V4_FP8", "topk": 64}, {"layout": "V32_FP8", "topk": 64}
@@ -456,10 +466,17 @@ def prefill_cases(count: int = 12, seed: int = 20252) -> list[PrefillCase]:
     settings = strata(
         rng,
         count,
-        dict(dim=(512, 576), heads=(1, 3, 16, 64))
-        | dict(sizes=((128, 128), (592, 128), (95, 128), (153, 256), (114, 100), (200, 64), (32, 512)))
-        | dict(q_len=(1, 13, 62), lengths=(False, True), sink=(False, True), scale=(0.5, 576**-0.55))
-        | dict(hot=(False, False, False, True), rows=("mixed",)),
+        {
+            "dim": (512, 576),
+            "heads": (1, 3, 16, 64),
+            "sizes": ((128, 128), (592, 128), (95, 128), (153, 256), (114, 100), (200, 64), (32, 512)),
+            "q_len": (1, 13, 62),
+            "lengths": (False, True),
+            "sink": (False, True),
+            "scale": (0.5, 576**-0.55),
+            "hot": (False, False, False, True),
+            "rows": ("mixed",),
+        },
     )
     corner = dict(dim=512, sizes=(128, 128), q_len=3, lengths=False, sink=True, scale=0.5, hot=False)
     settings += [corner | {"heads": 128, "rows": "mixed"}, corner | {"heads": 16, "rows": "none"}]

@@ -65,9 +65,12 @@ def make_batch(rng, mode, *, hostile=False, longest=MAX_LEN - DRAFTS):
         ForwardMode.EXTEND: EXTEND_ROWS,
         ForwardMode.IDLE: IDLE_ROWS,
     }.get(mode, NUM_REQUESTS * DRAFTS)
-    batch = dict(req_pool_indices=rng.permutation(MAX_REQUESTS)[:NUM_REQUESTS], seq_lens=seq_lens) | dict(
-        extend_lens=extend_lens, out_cache_loc=rng.integers(1, POOL, rows)
-    )
+    batch = {
+        "req_pool_indices": rng.permutation(MAX_REQUESTS)[:NUM_REQUESTS],
+        "seq_lens": seq_lens,
+        "extend_lens": extend_lens,
+        "out_cache_loc": rng.integers(1, POOL, rows),
+    }
     if hostile:
         for name, values in {
             "req_pool_indices": [-7, INT_MAX, INT_MIN, MAX_REQUESTS],
@@ -194,22 +197,24 @@ def oracle_v32(spec, mode, fields, table, bucket):
     ragged = []
     for request, length in zip(request_of, lengths):
         ragged += [at(table, request, pos) for pos in range(min(length, len(lengths) * bucket - len(ragged)))]
-    return (
-        dict(cache_seqlens=lengths, seqlens_expanded=seqs)
-        | dict(topk_lengths=[min(n, spec.index_topk) for n in seqs], positions=[n - 1 for n in seqs])
-        | dict(out_cache_loc=[int(x) if row else 0 for row, x in zip(rows, fields["out_cache_loc"])])
-        | dict(cu_seqlens_q=cu_q, cu_seqlens_k=starts)
-        | dict(
-            page_table=[
-                [at(table, request, p) // spec.page_size for p in range(0, bucket, spec.page_size)]
-                for request in request_of
-            ]
-        )
-        | dict(row_to_request=[row[0] if row else 0 for row in rows], index_row_starts=row_starts)
-        | dict(index_row_ends=[min(s + n, INT_MAX) for s, n in zip(row_starts, seqs)])
-        | dict(kv_slots=ragged + [-1] * (len(lengths) * bucket - len(ragged)))
-        | dict(overflow=dropped or any(n > bucket for n in lengths))
-    )
+    return {
+        "cache_seqlens": lengths,
+        "seqlens_expanded": seqs,
+        "topk_lengths": [min(n, spec.index_topk) for n in seqs],
+        "positions": [n - 1 for n in seqs],
+        "out_cache_loc": [int(x) if row else 0 for row, x in zip(rows, fields["out_cache_loc"])],
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": starts,
+        "page_table": [
+            [at(table, request, p) // spec.page_size for p in range(0, bucket, spec.page_size)]
+            for request in request_of
+        ],
+        "row_to_request": [row[0] if row else 0 for row in rows],
+        "index_row_starts": row_starts,
+        "index_row_ends": [min(s + n, INT_MAX) for s, n in zip(row_starts, seqs)],
+        "kv_slots": ragged + [-1] * (len(lengths) * bucket - len(ragged)),
+        "overflow": dropped or any(n > bucket for n in lengths),
+    }
 
 
 def assert_equal(name, got, want):
