@@ -391,7 +391,7 @@ class TestOnTheGPU:
         arguments |= {"extra_topk_length": jnp.asarray(lengths), "topk_length": jnp.asarray(lengths // 8)}
         assert_agree(self.run(arguments), self.run(arguments, "triton"), "decode")
 
-    @pytest.mark.parametrize("batch", [1, 4, 8, 40, 149, 300])
+    @pytest.mark.parametrize("batch", [1, 8, 40, 149])
     @pytest.mark.parametrize("heads", [64, 128])
     @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V4_BF16", "V32_BF16", "NOPE_BF16"])
     def test_a_hundred_runs_give_the_same_bits(self, layout, heads, batch):
