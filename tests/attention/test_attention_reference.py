@@ -8,9 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from attention_calls import (
-    OVERRIDES,
     assert_same,
     check_prefill,
     run_decode,
@@ -23,14 +21,20 @@ from attention_oracle import BF16, decode_oracle, prefill_oracle
 from jax_sparse_mla.attention import sparse_mla_prefill
 
 
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
+def total(results, weights, array_module):
+    """A weighted sum of the results, where they are not -inf."""
+    finite = (array_module.where(array_module.isneginf(x), 0, x) for x in results)
+    return sum((w * x).sum() for w, x in zip(weights, finite, strict=True))
 
 
-def directional_derivative(f, x: np.ndarray, direction: np.ndarray, step: float = 1e-5) -> float:
-    return (f(x + step * direction) - f(x - step * direction)) / (2 * step)
+def check_slopes(case, oracle, gradients: dict[str, np.ndarray], rng, step: float = 1e-5) -> None:
+    """The gradients are the float64 oracle's slopes along random directions."""
+    for name, gradient in gradients.items():
+        x = getattr(case, name).astype(np.float64)
+        for _ in range(3):
+            direction = np.where(np.isfinite(x), rng.standard_normal(x.shape), 0)
+            slope = (oracle(**{name: x + step * direction}) - oracle(**{name: x - step * direction})) / (2 * step)
+            np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=2e-4, atol=2e-4)
 
 
 class TestReference:
@@ -88,16 +92,11 @@ class TestReference:
         unused[[0, 13, 26]] = False
         weights = [rng.standard_normal(shape) for shape in [(6, 4, 512), (6, 4), (6, 4)]]
 
-        def total(results, where):
-            return sum((w * where(x)).sum() for w, x in zip(weights, results, strict=True))
-
         def oracle(**changes) -> float:
-            results = prefill_oracle(dataclasses.replace(case, **changes))
-            return total(results, lambda x: np.where(np.isneginf(x), 0, x))
+            return total(prefill_oracle(dataclasses.replace(case, **changes)), weights, np)
 
         def loss(q, kv, sink):
-            results = run_prefill(case, q=q, kv=kv, attn_sink=sink)
-            return total(results, lambda x: jnp.where(jnp.isneginf(x), 0, x))
+            return total(run_prefill(case, q=q, kv=kv, attn_sink=sink), weights, jnp)
 
         value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(case.q, case.kv, case.attn_sink)
         np.testing.assert_allclose(value, oracle(), rtol=1e-5, atol=1e-5)
@@ -105,12 +104,7 @@ class TestReference:
         by_q, by_kv, by_sink = (np.asarray(x, np.float64) for x in gradients)
         assert not np.any(by_q[4:]) and np.any(by_q[:4]) and not np.any(by_kv[unused])
         assert not np.any(by_sink[:2]) and np.all(by_sink[2:] != 0)
-        for name, gradient in (("q", by_q), ("kv", by_kv), ("attn_sink", by_sink)):
-            x = getattr(case, name).astype(np.float64)
-            for _ in range(3):
-                direction = np.where(np.isfinite(x), rng.standard_normal(x.shape), 0)
-                slope = directional_derivative(lambda y, name=name: oracle(**{name: y}), x, direction)
-                np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=2e-4, atol=2e-4)
+        check_slopes(case, oracle, {"q": by_q, "kv": by_kv, "attn_sink": by_sink}, rng)
 
     def test_decode_gradients(self):
         case = small_decode(seed=2, extra=(16, 2))
@@ -120,28 +114,18 @@ class TestReference:
         case.topk_length[2], case.extra_topk_length[2] = 0, 0
         weights = [rng.standard_normal(shape) for shape in [(3, 2, 4, 512), (3, 2, 4)]]
 
-        def total(results, where):
-            return sum((w * where(x)).sum() for w, x in zip(weights, results, strict=True))
-
         def oracle(**changes) -> float:
-            results = decode_oracle(dataclasses.replace(case, **changes))
-            return total(results, lambda x: np.where(np.isneginf(x), 0, x))
+            return total(decode_oracle(dataclasses.replace(case, **changes)), weights, np)
 
         def loss(q, sink):
-            results = run_decode(case, q=q, attn_sink=sink)
-            return total(results, lambda x: jnp.where(jnp.isneginf(x), 0, x))
+            return total(run_decode(case, q=q, attn_sink=sink), weights, jnp)
 
         value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(case.q, case.attn_sink)
         np.testing.assert_allclose(value, oracle(), rtol=1e-5, atol=1e-5)
         chex.assert_tree_all_finite(gradients)
         by_q, by_sink = (np.asarray(x, np.float64) for x in gradients)
         assert not np.any(by_q[2]) and np.any(by_q[0]) and not np.any(by_sink[:2])
-        for name, gradient in (("q", by_q), ("attn_sink", by_sink)):
-            x = getattr(case, name).astype(np.float64)
-            for _ in range(3):
-                direction = np.where(np.isfinite(x), rng.standard_normal(x.shape), 0)
-                slope = directional_derivative(lambda y, name=name: oracle(**{name: y}), x, direction)
-                np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=2e-4, atol=2e-4)
+        check_slopes(case, oracle, {"q": by_q, "attn_sink": by_sink}, rng)
 
     def test_scores_far_below_zero(self):
         """What is masked scores 0, here far above every key: neither results nor gradients may see it."""

@@ -249,7 +249,7 @@ def test_nan_stays_nan():
 @pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
-    for fact in compiled_facts("compile_triton_context_parallel.py", tmp_path, capabilities):
+    for fact in compiled_facts("context_parallel", tmp_path, capabilities):
         assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
         assert fact["wide_load"] and fact["wide_store"] == (not fact["kernel"].startswith("pack")), fact
 
@@ -341,45 +341,25 @@ def test_jax_exchanges_with_the_kernels(dtype):
 
 
 @pytest.mark.gpu
-def test_one_device_of_an_axis_is_one_device():
+@pytest.mark.parametrize("count", [1, 2])
+def test_devices_of_an_axis_share_the_pages(count):
     """A layer's program has three launches of Triton beside its attention, and no scatter."""
-    rng = np.random.default_rng(3)
-    cache = PagedKV.zeros(KVLayout.V4_FP8, 8, 64)
-    cache = write_kv(
-        cache, jnp.arange(512, dtype=jnp.int32), jnp.asarray(rng.standard_normal((512, 512)), jnp.bfloat16)
-    )
-    q = jnp.asarray(rng.standard_normal((16, 1, 64, 512)), jnp.bfloat16)
-    indices = jnp.asarray(rng.integers(-4, 520, (16, 1, 128)), jnp.int32).at[3].set(-1)
-    sink = sinks(64)
-    attend = functools.partial(context_parallel_decode, axis_name="x", softmax_scale=0.04)
-    specs = {"in_specs": (P(), P("x"), P(), P("x")), "out_specs": P(None, None, "x")}
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    program = jax.jit(jax.shard_map(lambda *a: attend(*a[:3], attn_sink=a[3]), mesh=mesh, **specs))
-    text = program.lower(q, cache, indices, sink).as_text()
-    launches = re.findall(r"jax_sparse_mla\.(pack|send|merge_received)_kernel", text)
-    assert sorted(set(launches)) == ["merge_received", "pack", "send"] and "scatter" not in text
-    out, lse = program(q, cache, indices, sink)
-    wanted, wanted_lse = sparse_mla_decode(q, cache, indices, softmax_scale=0.04, attn_sink=sink)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(out.astype(jnp.float32), wanted.astype(jnp.float32), rtol=2**-6, atol=2**-9)
-
-
-@pytest.mark.gpu
-def test_two_gpus_share_the_pages():
-    if len(jax.devices()) < 2:
+    if len(jax.devices()) < count:
         pytest.skip("needs a second GPU")
     rng = np.random.default_rng(3)
-    cache = PagedKV.zeros(KVLayout.V4_FP8, 8, 64)
-    rows = jnp.asarray(rng.standard_normal((512, 512)), jnp.bfloat16)
+    cache, rows = PagedKV.zeros(KVLayout.V4_FP8, 8, 64), jnp.asarray(rng.standard_normal((512, 512)), jnp.bfloat16)
     cache = write_kv(cache, jnp.arange(512, dtype=jnp.int32), rows)
     q = jnp.asarray(rng.standard_normal((16, 1, 64, 512)), jnp.bfloat16)
     indices = jnp.asarray(rng.integers(-4, 520, (16, 1, 128)), jnp.int32).at[3].set(-1)
-    sink = sinks(64)
     attend = functools.partial(context_parallel_decode, axis_name="x", softmax_scale=0.04)
     specs = {"in_specs": (P(), P("x"), P(), P("x")), "out_specs": P(None, None, "x")}
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
     program = jax.jit(jax.shard_map(lambda *a: attend(*a[:3], attn_sink=a[3]), mesh=mesh, **specs))
-    out, lse = program(q, cut_pages(cache, 2), indices, sink)
-    expected, expected_lse = sparse_mla_decode(q, cache, indices, softmax_scale=0.04, attn_sink=sink)
-    np.testing.assert_allclose(np.asarray(lse), expected_lse, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), rtol=2**-6, atol=2**-8)
+    arguments = q, cut_pages(cache, count), indices, sinks(64)
+    text = program.lower(*arguments).as_text()
+    launches = re.findall(r"jax_sparse_mla\.(pack|send|merge_received)_kernel", text)
+    assert sorted(set(launches)) == ["merge_received", "pack", "send"] and "scatter" not in text
+    out, lse = program(*arguments)
+    wanted, wanted_lse = sparse_mla_decode(q, cache, indices, softmax_scale=0.04, attn_sink=sinks(64))
+    np.testing.assert_allclose(np.asarray(lse), wanted_lse, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(wanted, np.float32), rtol=2**-6, atol=2**-9)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import skip_unless_able
+from attention_calls import device_cache, skip_unless_able
 from attention_oracle import (
     BF16,
     INT_MAX,
@@ -30,7 +30,6 @@ from attention_oracle import (
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
 from jax_sparse_mla.attention.machine import installed_backends
-from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, PrefillPlan, RequestTables, build_prefill_plan
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -43,10 +42,7 @@ RATIOS = (0, 4, 128)
 # (tokens, this chunk included; query rows of this chunk). A long prefix; a request shorter than the window;
 # padding; a chunk across a page border, whose first row does not see the last compressed entry; no prefix.
 REQUESTS = ((700, 20), (37, 30), (0, 0), (261, 6), (5, 5))
-CAPACITIES = {
-    "swa_capacity": 352,
-    "compressed_capacity": 272,
-}  # needed: 147 + 37 + 133 + 5, and 175 + 9 + 65 + 1
+CAPACITIES = {"swa_capacity": 352, "compressed_capacity": 272}  # needed: 147 + 37 + 133 + 5, and 175 + 9 + 65 + 1
 
 SINK = np.array([np.inf, -np.inf, 0.5, 2.0], np.float32)
 
@@ -142,10 +138,6 @@ def oracle(chunk: Chunk, ratio: int, *, window_kept=None, compressed_kept=None, 
     return out, lse
 
 
-def device_cache(host: HostCache) -> PagedKV:
-    return PagedKV(data=jax.device_put(host.data), layout=KVLayout.V4_FP8, page_size=host.page_size)
-
-
 def plan_of(chunk: Chunk, ratio: int, *, rows: int = ROWS, bucket: int = BUCKET, **capacities) -> PrefillPlan:
     seq_lens, extend_lens = (jnp.asarray(x, jnp.int32) for x in zip(*chunk.requests))
     batch = ForwardBatch(
@@ -186,12 +178,6 @@ def check(result, expected) -> None:
     assert_close_flashmla(lse, expected[1], "prefill.lse")
     assert_close_flashmla(out, expected[0], "prefill.out")
     assert not np.any(np.asarray(out, np.float32)[np.isneginf(expected[1])])
-
-
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in ("JAX_SPARSE_MLA_BACKEND", "JAX_SPARSE_MLA_PREFILL_BACKEND"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.always(2)
@@ -286,24 +272,6 @@ def test_the_workspace_s_size_is_the_plan_s():
             extend(plan, arguments_of(shared_chunk(), 4), workspace)
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_the_order_of_requests_does_not_matter(ratio):
-    chunk = shared_chunk()
-    order = [3, 4, 2, 0, 1]
-    starts = np.cumsum([0, *(new for _, new in chunk.requests)])
-    rows = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in order] + [np.arange(starts[-1], ROWS)])
-    permuted = dataclasses.replace(
-        chunk,
-        requests=tuple(chunk.requests[b] for b in order),
-        req_pool_indices=chunk.req_pool_indices[order],
-        q=chunk.q[rows],
-        chosen=chunk.chosen[rows],
-    )
-    out, lse = extend(plan_of(permuted, ratio), arguments_of(permuted, ratio))
-    expected = oracle(chunk, ratio)
-    check((out, lse), (expected[0][rows], expected[1][rows]))
-
-
 def test_padding_rows_may_hold_anything():
     chunk = shared_chunk()
     expected = extend(plan_of(chunk, 4), arguments_of(chunk, 4))
@@ -345,35 +313,32 @@ def test_no_positions_stand_for_every_complete_entry():
 
 def window_order(chunk: Chunk) -> dict[tuple[int, int], int]:
     """The place of each gathered token: request by request, the union of its windows in ascending order."""
-    tokens = [
-        (b, position)
-        for b, (seq, new) in enumerate(chunk.requests)
-        if new
-        for position in range(max(0, seq - new - WINDOW + 1), seq)
-    ]
-    return {token: place for place, token in enumerate(tokens)}
+    windows = [(b, range(max(0, seq - new - WINDOW + 1), seq)) for b, (seq, new) in enumerate(chunk.requests) if new]
+    return {token: place for place, token in enumerate((b, p) for b, window in windows for p in window)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ratio, capacity", [(0, 321), (4, 200), (128, 1)])
-def test_window_rows_that_do_not_fit_are_skipped(ratio, capacity):
-    chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, swa_capacity=capacity)
-    order = window_order(chunk)
-    assert len(order) == 322 and plan.overflow
+@pytest.mark.parametrize(
+    "ratio, part, capacity",
+    [
+        (0, "swa", 321),
+        (4, "swa", 200),
+        (128, "swa", 1),
+        (4, "compressed", 249),
+        (4, "compressed", 0),
+        (128, "compressed", 6),
+    ],
+)
+def test_what_does_not_fit_is_left_out(ratio, part, capacity):
+    """Window rows one by one; of compressed rows, requests whose own do not fit go without."""
+    chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, **{f"{part}_capacity": capacity})
+    order, ends = window_order(chunk), np.cumsum([seq // max(ratio, 1) for seq, _ in chunk.requests])
+    kept = {"window_kept": lambda *token: order[token] < capacity}
+    if part == "compressed":
+        kept = {"compressed_kept": lambda b, _: ends[b] <= capacity}
+    assert plan.overflow and capacity < (len(order) if part == "swa" else ends[-1])
     workspace = jnp.full((plan.workspace_rows + 1, 512), jnp.nan, jnp.bfloat16)
-    result = extend(plan, arguments_of(chunk, ratio), workspace)
-    check(result, oracle(chunk, ratio, window_kept=lambda *token: order[token] < capacity))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ratio, capacity", [(4, 249), (4, 0), (128, 6)])
-def test_requests_whose_compressed_rows_do_not_fit_go_without(ratio, capacity):
-    chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, compressed_capacity=capacity)
-    ends = np.cumsum([seq // ratio for seq, _ in chunk.requests])
-    assert plan.overflow and ends[-1] > capacity
-    workspace = jnp.full((plan.workspace_rows + 1, 512), jnp.nan, jnp.bfloat16)
-    result = extend(plan, arguments_of(chunk, ratio), workspace)
-    check(result, oracle(chunk, ratio, compressed_kept=lambda b, _: ends[b] <= capacity))
+    check(extend(plan, arguments_of(chunk, ratio), workspace), oracle(chunk, ratio, **kept))
 
 
 @pytest.mark.parametrize("ratio", [0, 4])
@@ -401,40 +366,10 @@ def test_a_bucket_below_the_longest_request_makes_no_nan(ratio):
 
 
 @pytest.mark.parametrize(
-    "ratio, change, error, name",
-    [
-        (4, {"plan": None}, TypeError, "plan"),
-        (4, {"q": np.zeros((ROWS, HEADS, 576), BF16)}, ValueError, "q"),
-        (4, {"q": np.zeros((ROWS, 512), BF16)}, ValueError, "q"),
-        (4, {"q": np.zeros((ROWS + 1, HEADS, 512), BF16)}, ValueError, "plan.query_pos"),
-        (4, {"q": np.zeros((ROWS, HEADS, 512), np.int8)}, TypeError, "q"),
-        (4, {"swa_cache": None}, TypeError, "swa_cache"),
-        (4, {"compressed_cache": None}, ValueError, "compressed_cache"),
-        (4, {"compressed_cache": 3}, TypeError, "compressed_cache"),
-        (4, {"compressed_cache": PagedKV.zeros(KVLayout.V4_BF16, 2, 64)}, ValueError, "compressed_cache"),
-        (0, {"compressed_cache": PagedKV.zeros(KVLayout.V4_FP8, 2, 64)}, ValueError, "compressed_cache"),
-        (4, {"topk_positions": np.zeros((ROWS - 1, TOPK), np.int32)}, ValueError, "topk_positions"),
-        (4, {"topk_positions": np.zeros((ROWS, TOPK - 1), np.int32)}, ValueError, "topk_positions"),
-        (4, {"topk_positions": np.zeros((ROWS, TOPK), np.float32)}, TypeError, "topk_positions"),
-        (4, {"topk_positions": np.zeros((ROWS, TOPK), np.int64)}, TypeError, "topk_positions"),
-        (4, {"attn_sink": np.zeros(HEADS + 1, np.float32)}, ValueError, "attn_sink"),
-        (4, {"attn_sink": np.zeros(HEADS, BF16)}, TypeError, "attn_sink"),
-        (4, {"workspace": np.zeros((999, 512), np.float32)}, TypeError, "workspace"),
-        (4, {"workspace": np.zeros((999, 576), BF16)}, ValueError, "workspace"),
-        (4, {"workspace": np.zeros((9, 512), BF16)}, ValueError, "workspace"),
-    ],
+    "change, error", [({"attn_sink": np.zeros(HEADS, BF16)}, TypeError), ({"backend": "cutlass"}, ValueError)]
 )
-def test_bad_input(ratio, change, error, name):
-    chunk = shared_chunk()
-    given = {"plan": plan_of(chunk, ratio)} | arguments_of(chunk, ratio) | {"softmax_scale": SCALE} | change
-    with pytest.raises(error, match=rf"^sparse_mla_extend: .*?\b{name}\b"):
-        sparse_mla_extend(**given)
-
-
-def test_a_scale_or_a_backend_that_is_none():
-    chunk = shared_chunk()
-    given = {"plan": plan_of(chunk, 0)} | arguments_of(chunk, 0)
-    with pytest.raises(TypeError, match="softmax_scale"):
-        sparse_mla_extend(**given, softmax_scale=None)
-    with pytest.raises(ValueError, match="backend"):
-        sparse_mla_extend(**given, softmax_scale=SCALE, backend="cutlass")
+def test_bad_input(change, error):
+    """`tests/contract/test_bad_input.py` has the rest."""
+    given = {"plan": plan_of(shared_chunk(), 4)} | arguments_of(shared_chunk(), 4) | {"softmax_scale": SCALE}
+    with pytest.raises(error, match=rf"\b{next(iter(change))}\b"):
+        sparse_mla_extend(**given | change)

@@ -139,29 +139,21 @@ def test_more_rows_than_decode_takes(layout, extra, stub):
     assert (entry, heads, widths[0], others) == ("prefill", 16, 128, [])
 
 
-def test_decode_takes_shapes_as_they_are(stub):
-    case = small_decode(heads=12, topk=100, extra=(70, 64))
+@pytest.mark.parametrize(
+    "setting, calls",
+    [
+        ({"heads": 12, "topk": 100, "extra": (70, 64)}, [("V4_FP8", 12, [100, 70], [64, 64])]),
+        ({"layout": "V32_FP8", "extra": (70, 64)}, [("V32_FP8", 4, [16], [64]), ("V32_FP8", 4, [70], [64])]),
+        ({"page_size": 256, "topk": 300, "extra": (20, 2)}, [("V4_FP8", 4, [300, 20], [256, 2])]),
+        ({"page_size": 192, "topk": 300}, [("V4_FP8", 4, [300], [192])]),
+        ({"topk": 1100, "batch": 1, "q_len": 1}, [("V4_FP8", 4, [1100], [64])]),
+    ],
+)
+def test_decode_takes_shapes_as_they_are(stub, setting, calls):
+    """Two V3.2 caches are two calls."""
+    case = small_decode(**setting)
     check_decode(case, decode(case))
-    assert stub.calls == [("decode", "V4_FP8", 12, [100, 70], [64, 64])]
-
-
-def test_two_v32_caches_are_two_calls(stub):
-    case = small_decode(layout="V32_FP8", extra=(70, 64))
-    check_decode(case, decode(case))
-    assert [call[3] for call in stub.calls] == [[16], [70]]
-
-
-def test_pages_of_other_sizes(stub):
-    case = small_decode(page_size=256, topk=300, extra=(20, 2))
-    check_decode(case, decode(case))
-    assert stub.calls[0][4] == [256, 2]
-    case = small_decode(page_size=192, topk=300)
-    check_decode(case, decode(case))
-
-
-def test_any_number_of_columns(stub):
-    case = small_decode(topk=1100, page_size=64, batch=1, q_len=1)
-    check_decode(case, decode(case))
+    assert stub.calls == [("decode", *call) for call in calls]
 
 
 @pytest.mark.parametrize(

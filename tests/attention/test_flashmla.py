@@ -8,6 +8,7 @@ only this one has follows. On a GPU `test_sparse_mla.py` runs the real kernels.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -22,7 +23,6 @@ pytest.importorskip("torch")
 import flashmla_stub as stub
 from attention_calls import (
     H200,
-    OVERRIDES,
     assert_agree,
     assert_same,
     check_decode,
@@ -74,8 +74,6 @@ def traced_anew():
 @pytest.fixture(autouse=True)
 def pretend_h200(monkeypatch, libraries, namespace):
     """An H200 with one of the vendors' libraries."""
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
     library = flashmla.Library(namespace, log2_prefill=namespace == "stub_sgl_kernel")
     monkeypatch.setattr(flashmla, "library", lambda: library)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
@@ -197,39 +195,23 @@ class TestTransformations:
             assert_agree(got, expected, "decode")
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    def test_shard_map_over_heads(self, check_vma):
-        case = small_decode(heads=6, extra=(16, 2))
-        arguments = decode_arguments(case)
-        scale = arguments.pop("softmax_scale")
-        expected = sparse_mla_decode(**arguments, softmax_scale=scale, backend="flashmla")
-        mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
-        heads, all_of_it = PartitionSpec(None, None, "tp"), PartitionSpec()
-        specs = {name: all_of_it for name in arguments} | {"q": heads, "attn_sink": PartitionSpec("tp")}
+    @pytest.mark.parametrize("phase", ["decode", "prefill"])
+    def test_shard_map(self, phase, check_vma):
+        """Decode over heads, prefill over rows."""
+        if phase == "decode":
+            function, arguments = sparse_mla_decode, decode_arguments(small_decode(heads=6, extra=(16, 2)))
+            out_specs, cut = PartitionSpec(None, None, "x"), {"q": PartitionSpec(None, None, "x")}
+            cut |= {"attn_sink": PartitionSpec("x")}
+        else:
+            function, arguments = sparse_mla_prefill, prefill_arguments(small_prefill())
+            out_specs, cut = PartitionSpec("x"), dict.fromkeys(("q", "indices", "topk_length"), PartitionSpec("x"))
+        attend = functools.partial(function, softmax_scale=arguments.pop("softmax_scale"), backend="flashmla")
+        specs = dict.fromkeys(arguments, PartitionSpec()) | cut
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
         sharded = jax.shard_map(
-            lambda arguments: sparse_mla_decode(**arguments, softmax_scale=scale, backend="flashmla"),
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=heads,
-            check_vma=check_vma,
+            lambda given: attend(**given), mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=check_vma
         )
-        assert_agree(jax.jit(sharded)(arguments), expected, "decode")
-
-    @pytest.mark.parametrize("check_vma", [True, False])
-    def test_shard_map_over_prefill_rows(self, check_vma):
-        arguments = prefill_arguments(small_prefill())
-        scale = arguments.pop("softmax_scale")
-        expected = sparse_mla_prefill(**arguments, softmax_scale=scale, backend="flashmla")
-        mesh = jax.make_mesh((1,), ("sp",), axis_types=(AxisType.Auto,))
-        rows, all_of_it = PartitionSpec("sp"), PartitionSpec()
-        specs = {name: rows for name in arguments} | {"kv": all_of_it, "attn_sink": all_of_it}
-        sharded = jax.shard_map(
-            lambda arguments: sparse_mla_prefill(**arguments, softmax_scale=scale, backend="flashmla"),
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=rows,
-            check_vma=check_vma,
-        )
-        assert_agree(jax.jit(sharded)(arguments), expected, "prefill")
+        assert_agree(jax.jit(sharded)(arguments), attend(**arguments), phase)
 
 
 @pytest.mark.usefixtures("traced_anew")

@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import assert_agree, assert_same, decode_arguments, prefill_arguments, small_decode, small_prefill
+from attention_calls import (
+    assert_agree,
+    assert_same,
+    check_last_slots_of_5_gib,
+    decode_arguments,
+    prefill_arguments,
+    small_decode,
+    small_prefill,
+)
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.machine import installed_backends
-from jax_sparse_mla.kv_cache import KVLayout, PagedKV
+from jax_sparse_mla.kv_cache import KVLayout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,37 +28,11 @@ pytestmark = [
 ]
 
 
-def pages(torch, cache: PagedKV):
-    data, width = torch.from_dlpack(cache.data), cache.layout.bytes_per_token
-    return data.as_strided((len(data), cache.page_size, 1, width), (data.shape[1], width, width, 1))
-
-
-def in_pages(torch, arguments):
-    """The arguments of FlashMLA's own call, over the same memory."""
-    import flash_mla
-
-    given = {name: torch.from_dlpack(x) for name, x in arguments.items() if isinstance(x, jax.Array)}
-    caches = {name: pages(torch, x) for name, x in arguments.items() if isinstance(x, PagedKV)}
-    return flash_mla.flash_mla_with_kvcache(
-        q=given["q"],
-        k_cache=caches["cache"],
-        block_table=None,
-        cache_seqlens=None,
-        head_dim_v=512,
-        tile_scheduler_metadata=flash_mla.get_mla_metadata()[0],
-        softmax_scale=arguments["softmax_scale"],
-        is_fp8_kvcache=True,
-        indices=given["indices"],
-        attn_sink=given.get("attn_sink"),
-        extra_k_cache=caches.get("extra_cache"),
-        extra_indices_in_kvcache=given.get("extra_indices"),
-        use_legacy=True,
-    )
-
-
 @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8"])
 def test_decode_gives_the_bits_of_the_call_from_torch(layout):
-    torch, _ = pytest.importorskip("torch"), pytest.importorskip("flash_mla")
+    torch, wheel = pytest.importorskip("torch"), pytest.importorskip("flash_mla")
+    import drop_in_calls
+
     extra = (512, 64) if layout == "V4_FP8" else None
     case = small_decode(
         layout=layout, heads=64, batch=9, q_len=1, topk=128, extra=extra, lengths="none", extra_lengths="none"
@@ -59,10 +41,9 @@ def test_decode_gives_the_bits_of_the_call_from_torch(layout):
         if indices is not None:
             indices[(indices < 0) | (indices >= len(cache.rows))] = -1
     case.attn_sink = np.linspace(-3, 3, 64, dtype=np.float32)
-    arguments = decode_arguments(case)
-    out, lse = sparse_mla_decode(**arguments, backend="flashmla")
-    jax.block_until_ready(out)
-    wanted, wanted_lse = in_pages(torch, arguments)
+    out, lse = sparse_mla_decode(**decode_arguments(case), backend="flashmla")
+    given = {"tile_scheduler_metadata": wheel.get_mla_metadata()[0], "use_legacy": True}
+    wanted, wanted_lse = wheel.flash_mla_with_kvcache(**drop_in_calls.decode_arguments(case) | given)
     torch.cuda.synchronize()
     np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32)), wanted.float().cpu().numpy())
     wanted_lse = wanted_lse.transpose(1, 2).cpu().numpy()
@@ -71,20 +52,7 @@ def test_decode_gives_the_bits_of_the_call_from_torch(layout):
 
 @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8"])
 def test_the_last_slots_of_a_5_gib_cache(layout):
-    case = small_decode(layout=layout, lengths="none")
-    arguments = decode_arguments(case)
-    page = arguments["cache"]
-    expected = sparse_mla_decode(**arguments, backend="flashmla")
-    count, page_bytes = page.data.shape
-    total = -(-(5 << 30) // page_bytes)
-    put = jax.jit(lambda big, last: big.at[total - count :].set(last), donate_argnums=0)
-    big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
-    indices = np.asarray(case.indices)
-    first = (total - count) * page.page_size
-    moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
-    arguments |= {"cache": dataclasses.replace(page, data=big), "indices": jnp.asarray(moved.astype(np.int32))}
-    for a, b in zip(sparse_mla_decode(**arguments, backend="flashmla"), expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    check_last_slots_of_5_gib(layout, "flashmla")
 
 
 def test_more_rows_than_the_vendors_schedule_takes():

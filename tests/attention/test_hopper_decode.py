@@ -17,6 +17,7 @@ from attention_calls import (
     assert_same,
     by_decode_kernel,
     check_decode,
+    check_last_slots_of_5_gib,
     decode_arguments,
     plan_of_many,
     pretend_h200,
@@ -111,13 +112,10 @@ class TestPlan:
 
     @pytest.mark.parametrize(("rows", "cuts"), [(1, ALWAYS), (13, ALWAYS), (132, NEVER), (148, ALWAYS), (1320, NEVER)])
     def test_rows_are_cut_where_whole_ones_spread_unevenly(self, rows, cuts):
-        assert self.plan(rows).cuts == cuts
-
-    def test_without_cuts_there_is_no_scratch(self):
-        assert self.plan(132).scratch_bytes == 0
-
-    def test_the_kernel_decides_where_lengths_do(self):
-        assert self.plan(132, has_lengths=True).cuts == AS_LENGTHS_SAY
+        """Without cuts there is no scratch; the kernel decides where lengths do."""
+        plan = self.plan(rows)
+        assert plan.cuts == cuts and (plan.scratch_bytes == 0) == (cuts == NEVER)
+        assert self.plan(rows, has_lengths=True).cuts == AS_LENGTHS_SAY
 
     def test_rows_that_must_not_depend_on_the_batch_are_whole(self):
         for rows in (1, 7, 148):
@@ -145,7 +143,8 @@ class TestPlan:
 
 
 V41_PAIRS = [("V41_FP8",) * 2, ("V41_FP8_SPLIT",) * 2, ("V41_FP8", "V41_FP4"), ("V41_FP8_SPLIT", "V41_FP4_SPLIT")]
-of_v41_pairs = pytest.mark.parametrize("layout, extra", V41_PAIRS)
+PAIRS = [*V41_PAIRS, *((name, name) for name in ("V4_FP8", "V32_FP8", "V4_BF16", "V32_BF16"))]
+of_plain_rows = pytest.mark.parametrize("layout", [KVLayout.V4_FP8, KVLayout.V4_BF16, KVLayout.V32_BF16], ids=str)
 BF16_ROWS = [KVLayout.V4_BF16, KVLayout.V32_BF16, KVLayout.NOPE_BF16]
 of_bf16 = pytest.mark.parametrize("layout", BF16_ROWS, ids=str)
 
@@ -281,41 +280,14 @@ class TestOnTheGPU:
     def run(self, arguments: dict, backend: str = "hopper"):
         return sparse_mla_decode(**arguments, softmax_scale=self.SCALE, backend=backend)
 
-    @pytest.mark.parametrize("batch", [1, 3, 20, 67, 150])
-    @pytest.mark.parametrize("heads", [16, 128])
-    def test_any_share_of_rows_equals_the_triton_kernel(self, batch, heads):
-        for layout, *topks in ((KVLayout.V4_FP8, 128, 512), (KVLayout.V4_FP8, 77, 1030), (KVLayout.V32_FP8, 2048)):
-            arguments = arguments_of(layout, batch, 2, heads, *topks)
+    @pytest.mark.parametrize("batch, heads", [(1, 16), (3, 128), (20, 8), (67, 64), (150, 128)])
+    @pytest.mark.parametrize("layout, extra", [*PAIRS, ("NOPE_BF16",) * 2])
+    def test_any_share_of_rows_equals_the_triton_kernel(self, batch, heads, layout, extra):
+        layout, extra_layout = getattr(KVLayout, layout), getattr(KVLayout, extra)
+        for topks in ((128, 512), (77, 1030), (2048,))[: 3 if extra == layout.name else 2]:
+            arguments = arguments_of(layout, batch, 2, heads, *topks, extra_layout=extra_layout)
             for given in (arguments, without_lengths(arguments)):
                 assert_agree(self.run(given), self.run(given, "triton"), "decode")
-
-    @pytest.mark.parametrize("batch, heads", [(1, 16), (20, 128), (67, 64), (150, 64)])
-    @of_v41_pairs
-    def test_any_share_of_v41_rows_equals_the_triton_kernel(self, batch, heads, layout, extra):
-        layouts = getattr(KVLayout, layout), getattr(KVLayout, extra)
-        arguments = arguments_of(layouts[0], batch, 2, heads, 77, 1030, extra_layout=layouts[1])
-        for given in (arguments, without_lengths(arguments)):
-            assert_agree(self.run(given), self.run(given, "triton"), "decode")
-
-    @of_bf16
-    @pytest.mark.parametrize("batch, heads", [(1, 16), (20, 8), (67, 64), (150, 128)])
-    def test_any_share_of_bf16_rows_equals_the_triton_kernel(self, batch, heads, layout):
-        for topks in ((128, 512), (77, 1030), (2048,)):
-            arguments = arguments_of(layout, batch, 2, heads, *topks)
-            for given in (arguments, without_lengths(arguments)):
-                assert_agree(self.run(given), self.run(given, "triton"), "decode")
-
-    @of_bf16
-    @pytest.mark.parametrize("sizes", [(1, 64, 4, (65, 2)), (130, 61, 70, (200, 3)), (590, 7, 129, (2, 1))], ids=str)
-    def test_bf16_rows_equal_the_oracle(self, sizes, layout, kernel):
-        """Holes, duplicates, hostile indices and lengths, sinks; unused rows are NaN. Then either cache alone."""
-        topk, page_size, heads, extra = sizes
-        case = small_decode(layout=layout.name, topk=topk, page_size=page_size, heads=heads, extra=extra)
-        check_decode(case, run_decode(case, "hopper"))
-        changes = {"indices": case.indices[..., :0], "topk_length": None}
-        for alone in (changes, {"extra_cache": None, "extra_indices": None, "extra_topk_length": None}):
-            one = dataclasses.replace(case, **alone)
-            check_decode(one, run_decode(one, "hopper"))
 
     @of_bf16
     def test_every_number_of_bf16_rows_is_copied_to_its_place(self, layout, kernel):
@@ -354,24 +326,18 @@ class TestOnTheGPU:
         np.testing.assert_array_equal(found, 2 * np.eye(width)[:, :512])
         np.testing.assert_allclose(np.asarray(lse), 256, rtol=1e-5)
 
-    @pytest.mark.parametrize("case", [small_decode(topk=1), small_decode(topk=130, heads=70, extra=(3, 2))])
-    def test_odd_sizes_equal_the_oracle(self, case, kernel):
-        check_decode(case, run_decode(case, "hopper"))
-
-    @pytest.mark.parametrize("sizes", [(1, 64, 4, (65, 2)), (130, 61, 70, (200, 3))])
-    @of_v41_pairs
-    def test_v41_s_rows_equal_the_oracle(self, sizes, layout, extra, kernel):
+    @pytest.mark.parametrize("sizes", [(1, 64, 4, (65, 2)), (130, 61, 70, (200, 3)), (590, 7, 129, (2, 1))], ids=str)
+    @pytest.mark.parametrize("layout, extra", [*PAIRS, ("NOPE_BF16",) * 2])
+    def test_rows_equal_the_oracle(self, sizes, layout, extra, kernel):
         """Holes, duplicates, hostile indices and lengths, sinks; unused rows are NaN. Then either cache alone."""
         topk, page_size, heads, extra_sizes = sizes
         setting = {"topk": topk, "page_size": page_size, "heads": heads, "extra": extra_sizes}
         case = small_decode(layout=layout, extra_layout=extra, **setting)
-        check_decode(case, run_decode(case, "hopper"))
-        for prefix in ("", "extra_"):
-            changes = {f"{prefix}indices": getattr(case, f"{prefix}indices")[..., :0], f"{prefix}topk_length": None}
-            alone = dataclasses.replace(case, **changes)
-            check_decode(alone, run_decode(alone, "hopper"))
-        alone = dataclasses.replace(case, extra_cache=None, extra_indices=None, extra_topk_length=None)
-        check_decode(alone, run_decode(alone, "hopper"))
+        without = {f"{prefix}indices": getattr(case, f"{prefix}indices")[..., :0] for prefix in ("", "extra_")}
+        alone = [{name: x, name.replace("indices", "topk_length"): None} for name, x in without.items()]
+        for changes in ({}, *alone, dict.fromkeys(("extra_cache", "extra_indices", "extra_topk_length"))):
+            one = dataclasses.replace(case, **changes)
+            check_decode(one, run_decode(one, "hopper"))
 
     @pytest.mark.parametrize("name", ["V41_FP8", "V41_FP8_SPLIT", "V41_FP4", "V41_FP4_SPLIT"])
     def test_every_byte_of_v41_s_rows_converts_exactly(self, name, kernel):
@@ -425,18 +391,12 @@ class TestOnTheGPU:
         arguments |= {"extra_topk_length": jnp.asarray(lengths), "topk_length": jnp.asarray(lengths // 8)}
         assert_agree(self.run(arguments), self.run(arguments, "triton"), "decode")
 
-    @pytest.mark.parametrize("batch", [1, 4, 8, 40, 149])
+    @pytest.mark.parametrize("batch", [1, 8, 40, 149])
     @pytest.mark.parametrize("heads", [64, 128])
-    @pytest.mark.parametrize("layout, topks", [(KVLayout.V4_FP8, (128, 512)), (KVLayout.V32_FP8, (2048,))], ids=str)
-    def test_a_hundred_runs_give_the_same_bits(self, layout, topks, heads, batch):
-        self.check_runs(arguments_of(layout, batch, 1, heads, *topks))
-
-    @of_bf16
-    @pytest.mark.parametrize("batch", [1, 40, 149, 300])
-    def test_a_hundred_runs_over_bf16_rows_give_the_same_bits(self, batch, layout):
-        self.check_runs(arguments_of(layout, batch, 1, 64, 128, 512))
-
-    def check_runs(self, arguments: dict) -> None:
+    @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V4_BF16", "V32_BF16", "NOPE_BF16"])
+    def test_a_hundred_runs_give_the_same_bits(self, layout, heads, batch):
+        topks = (2048,) if layout == "V32_FP8" else (128, 512)
+        arguments = arguments_of(getattr(KVLayout, layout), batch, 1, heads, *topks)
         call = jax.jit(lambda arguments: self.run(arguments))
         first = jax.tree.map(np.asarray, call(arguments))
         for _ in range(100):
@@ -460,22 +420,9 @@ class TestOnTheGPU:
         for _ in range(3):
             np.testing.assert_allclose(np.asarray(compiled(q, arguments)), expected, rtol=1e-6, atol=1e-5)
 
-    @pytest.mark.parametrize(
-        "layout", [KVLayout.V4_FP8, KVLayout.V32_FP8, KVLayout.V41_FP8_SPLIT, *BF16_ROWS[:2]], ids=str
-    )
+    @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V41_FP8_SPLIT", "V4_BF16", "V32_BF16"])
     def test_the_last_slots_of_a_5_gib_cache(self, layout, kernel):
-        case = small_decode(layout=layout.name, lengths="none")
-        arguments = decode_arguments(case)
-        page, expected = arguments["cache"], sparse_mla_decode(**arguments, backend="hopper")
-        pages, page_bytes = page.data.shape
-        total = -(-(5 << 30) // page_bytes)
-        put = jax.jit(lambda big, last: big.at[total - pages :].set(last), donate_argnums=0)
-        big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
-        indices = np.asarray(case.indices)
-        first = (total - pages) * page.page_size
-        moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
-        arguments |= {"cache": dataclasses.replace(page, data=big), "indices": jnp.asarray(moved.astype(np.int32))}
-        assert_same(sparse_mla_decode(**arguments, backend="hopper"), expected)
+        check_last_slots_of_5_gib(layout, "hopper")
 
 
 class TestOnTorch:
@@ -508,16 +455,10 @@ class TestOnTorch:
         )
         return torch, call
 
+    @of_plain_rows
     @pytest.mark.parametrize("batch", [1, 150])
-    def test_a_cuda_graph_captures_it(self, batch, monkeypatch):
-        self.check_capture(without_lengths(arguments_of(KVLayout.V4_FP8, batch, 1, 64, 128, 512)), monkeypatch)
-
-    @pytest.mark.parametrize("layout", BF16_ROWS[:2], ids=str)
-    @pytest.mark.parametrize("batch", [1, 150])
-    def test_a_cuda_graph_captures_a_call_of_bf16_rows(self, batch, layout, monkeypatch):
-        self.check_capture(without_lengths(arguments_of(layout, batch, 1, 64, 128, 512)), monkeypatch)
-
-    def check_capture(self, arguments: dict, monkeypatch) -> None:
+    def test_a_cuda_graph_captures_it(self, batch, layout, monkeypatch):
+        arguments = without_lengths(arguments_of(layout, batch, 1, 64, 128, 512))
         torch, call = self.call(arguments, monkeypatch)
         from torch_graphs import capture
 
@@ -532,14 +473,8 @@ class TestOnTorch:
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(captured, expected))
 
-    def test_a_row_s_result_need_not_depend_on_the_batch(self, monkeypatch):
-        self.check_invariance(KVLayout.V4_FP8, monkeypatch)
-
-    @pytest.mark.parametrize("layout", BF16_ROWS[:2], ids=str)
-    def test_a_row_s_result_over_bf16_rows_need_not_depend_on_the_batch(self, layout, monkeypatch):
-        self.check_invariance(layout, monkeypatch)
-
-    def check_invariance(self, layout: KVLayout, monkeypatch) -> None:
+    @of_plain_rows
+    def test_a_row_s_result_need_not_depend_on_the_batch(self, layout, monkeypatch):
         # 11 blocks each: the second row of a thread block begins at an odd one, the other warpgroup's.
         arguments = without_lengths(arguments_of(layout, 149, 1, 64, 128, 513))
         _, call = self.call(arguments, monkeypatch, enable_batch_invariant=True)

@@ -95,18 +95,13 @@ def test_the_ring_of_slots(heads, qk_dim):
     assert len(shape.arrivals) == shape.barriers.weights_empty + 1
 
 
-@pytest.mark.always(1)
+@pytest.mark.always(2)
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("given", [True, False])
-def test_it_lowers_where_64_bits_are_enabled(given):
+def test_it_lowers_where_64_bits_are_enabled(given, heads):
     """Python's numbers are int64 there, which `lax` does not mix with int32."""
     with jax.enable_x64(True):
-        assert program(scaled, shapes(lengths=given, sink=given)).count(KERNEL) == 1
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_few_heads_lower_where_64_bits_are_enabled(given):
-    with jax.enable_x64(True):
-        assert program(scaled, shapes(heads=16, lengths=given, sink=given)).count(KERNEL) == 1
+        assert program(scaled, shapes(heads=heads, lengths=given, sink=given)).count(KERNEL) == 1
 
 
 @pytest.mark.parametrize("shared_kv", [True, False])
@@ -201,22 +196,19 @@ class TestOnHopper:
         check_prefill(case, call(prefill_arguments(case)))
 
     @pytest.mark.parametrize("topk", [1, 63, 64, 65, 127, 128, 129, 193, 1000])
-    def test_any_topk(self, topk):
-        case = small_prefill(sizes=(200, topk))
-        check_prefill(case, call(prefill_arguments(case)))
-
-    @pytest.mark.parametrize("topk", [1, 64, 65, 128, 129, 193, 1000])
-    def test_any_topk_of_64_heads(self, topk):
-        case = small_prefill(heads=64, sizes=(200, topk))
+    @pytest.mark.parametrize("heads", [4, 64])
+    def test_any_topk(self, heads, topk):
+        case = small_prefill(heads=heads, sizes=(200, topk))
         check_prefill(case, call(prefill_arguments(case)))
 
     @pytest.mark.parametrize("qk_dim", [512, 576])
-    @pytest.mark.parametrize("heads", [8, 16, 32])
-    def test_more_items_than_teams(self, heads, qk_dim):
-        """`test_more_items_than_multiprocessors` of the kernel of few heads."""
-        arguments = random_arguments(heads, tokens=1500, heads=heads, qk_dim=qk_dim)
-        lengths = jax.random.randint(jax.random.key(9), (1500,), -3, 300, jnp.int32)
-        arguments["topk_length"] = lengths.at[200:540].set(0)
+    @pytest.mark.parametrize("heads", [8, 16, 32, 128])
+    def test_more_items_than_teams_or_multiprocessors(self, heads, qk_dim):
+        """Every block of threads takes several items, of lengths 0 to topk in any order."""
+        tokens = 700 if heads == 128 else 1500
+        arguments = random_arguments(heads, tokens=tokens, heads=heads, qk_dim=qk_dim)
+        lengths = jax.random.randint(jax.random.key(9), (tokens,), -3, 300, jnp.int32)
+        arguments["topk_length"] = lengths.at[100:440].set(0)
         results = call(arguments)
         assert_agree(results, call(arguments, reference.prefill), "prefill")
         for _ in range(20):
@@ -243,16 +235,6 @@ class TestOnHopper:
     def test_both_kernels_agree(self, heads, qk_dim):
         arguments = random_arguments(tokens=200, heads=heads, qk_dim=qk_dim, topk=500)
         assert_agree(call(arguments), call(arguments, sparse_prefill), "prefill")
-
-    def test_more_items_than_multiprocessors(self):
-        """Every block of threads takes several items, of lengths 0 to topk in any order."""
-        arguments = random_arguments(tokens=700, heads=128, qk_dim=576)
-        lengths = jax.random.randint(jax.random.key(9), (700,), -3, 300, jnp.int32)
-        arguments["topk_length"] = lengths.at[100:240].set(0)
-        results = call(arguments)
-        assert_agree(results, call(arguments, reference.prefill), "prefill")
-        for _ in range(20):
-            assert all(jnp.array_equal(a, b) for a, b in zip(call(arguments), results, strict=True))
 
     @pytest.mark.parametrize("qk_dim", [512, 576])
     @pytest.mark.parametrize("heads", [16, 64])
@@ -320,12 +302,3 @@ class TestOnHopper:
         others[2, 3] = False
         assert_same([x[others] for x in found], [np.asarray(x, np.float32)[others] for x in expected])
         assert np.isnan(found[0][2, 3]).all() and np.isnan(found[2][2, 3])
-
-    def test_a_query_of_nan_stays_in_its_row(self):
-        case = small_prefill(lengths=False)
-        expected = call(prefill_arguments(case))
-        case = dataclasses.replace(case, q=case.q.copy())
-        case.q[2] = np.nan
-        found = call(prefill_arguments(case))
-        others = np.arange(6) != 2
-        assert_same([np.asarray(x)[others] for x in found], [np.asarray(x)[others] for x in expected])

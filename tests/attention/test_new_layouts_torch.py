@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import H200, OVERRIDES, check_decode, run_decode, small_decode
+from attention_calls import H200, check_decode, run_decode, small_decode
 from hopper_stub import library
 from layout_oracle import RECORDS
 
@@ -27,12 +27,6 @@ NAMED = [name for name in RECORDS if name != "NOPE_FP8_TENSOR"]
 PAIRS = [("V41_FP8", "V41_FP8"), ("V41_FP8", "V41_FP4"), ("V41_FP8_SPLIT", "V41_FP4_SPLIT")]
 PAIRS += [("NOPE_FP8", "NOPE_FP8"), ("NOPE_BF16", "NOPE_BF16")]
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def no_overrides(monkeypatch):
-    for name in OVERRIDES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def tensor(x: np.ndarray | None):

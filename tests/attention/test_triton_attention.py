@@ -7,11 +7,11 @@ integer e4m3 decode, and the shared memory of devices that are not at hand ("com
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import pytest
+from attention_calls import check_last_slots_of_5_gib
 from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 
 pytest.importorskip("triton")
@@ -34,7 +34,7 @@ def test_results_equal_the_oracle():
         pytest.skip("this torch has no CUDA")
     from triton_attention_cases import CHECKS
 
-    assert len(CHECKS) == 14
+    assert len(CHECKS) == 13
     for check in CHECKS:
         check()
 
@@ -128,7 +128,7 @@ class TestPlan:
 @ARCHITECTURES
 def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     """Compiled, not run."""
-    facts = compiled_facts("compile_triton_attention.py", tmp_path, capabilities)
+    facts = compiled_facts("attention", tmp_path, capabilities)
     for capability in capabilities:
         rows = [fact for fact in facts if fact["capability"] == capability]
         newer = ["V41_FP8", "V41_FP8+V41_FP4"]
@@ -136,10 +136,9 @@ def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
             newer = ["V41_FP8_SPLIT+V41_FP4_SPLIT", "NOPE_FP8_TENSOR"]
         assert [row["kernel"] for row in rows] == ["V4_FP8", "V32_FP8", *newer, "workspace 576", "combine"]
         for row in rows:
-            assert row["cubin_bytes"] > 0
             assert row["shared"] <= SHARED_MEMORY[capability], row
             assert row["e4m3"] == (capability >= 89 and "_FP8" in row["kernel"]), row
-            assert row["wgmma"] == (capability == 90 and row["num_heads"] >= 64), row
+            assert row["wgmma"] == (capability == 90 and row["kernel"] not in ("workspace 576", "combine")), row
             # Keys come 16 bytes at a time; on SM80 the e4m3 ones are no asynchronous copies.
             wide = row["wide_copies"] or (row["kernel"] in newer and row["wide_loads"])
             assert wide or row["kernel"] == "combine", row
@@ -151,29 +150,7 @@ class TestOnTheGPU:
 
     @pytest.mark.parametrize("layout", ["V4_FP8", "V32_FP8", "V32_BF16"])
     def test_the_last_slots_of_a_5_gib_cache(self, layout):
-        import jax
-        import jax.numpy as jnp
-        import numpy as np
-        from attention_calls import decode_arguments, small_decode
-
-        from jax_sparse_mla.attention import sparse_mla_decode
-
-        case = small_decode(layout=layout, lengths="none")
-        arguments = decode_arguments(case)
-        page = arguments["cache"]
-        expected = sparse_mla_decode(**arguments, backend="triton")
-        pages, page_bytes = page.data.shape
-        total = -(-(5 << 30) // page_bytes)
-        put = jax.jit(lambda big, last: big.at[total - pages :].set(last), donate_argnums=0)
-        big = put(jnp.zeros((total, page_bytes), jnp.uint8), page.data)
-        indices = np.asarray(case.indices)
-        first = (total - pages) * page.page_size
-        moved = np.where((indices >= 0) & (indices < len(case.cache.rows)), indices.astype(np.int64) + first, -1)
-        arguments["cache"] = dataclasses.replace(page, data=big)
-        arguments["indices"] = jnp.asarray(moved.astype(np.int32))
-        actual = sparse_mla_decode(**arguments, backend="triton")
-        for a, b in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        check_last_slots_of_5_gib(layout, "triton")
 
     def test_a_cuda_graph_captures_the_torch_launch(self):
         torch = pytest.importorskip("torch")

@@ -21,6 +21,7 @@ import vllm_without_gpu  # isort: split
 
 import torch
 import vllm.config.vllm as vllm_config
+from quiet import Quiet
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_layers import OURS, V4, V32, LayerCall, sizes, slots_of
@@ -120,9 +121,9 @@ def gather_by_torch(*arguments) -> None:
 def stand_in_for_v32s_operators() -> None:
     from vllm.v1.attention.backends.mla import flashmla_sparse, index_group
 
-    index_group._create_side_stream = lambda device: vllm_without_gpu.Quiet()
-    index_group._create_event = vllm_without_gpu.Quiet
-    index_group.current_stream = flashmla_sparse.current_stream = vllm_without_gpu.Quiet
+    index_group._create_side_stream = lambda device: Quiet()
+    index_group._create_event = Quiet
+    index_group.current_stream = flashmla_sparse.current_stream = Quiet
     operators = vllm_without_gpu._custom_ops
     operators.concat_mla_q = lambda nope, rope, out: torch.cat([nope, rope], -1, out=out)
     operators.cp_gather_and_upconvert_fp8_kv_cache = gather_by_torch

@@ -21,6 +21,7 @@ os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # SGLang's test kit gives positions, a
 
 import sparse_mla_torch.ops  # noqa: F401 - JAX looks for GPUs when it is imported: before torch pretends to have one
 import torch
+from quiet import Quiet
 
 
 class StandIn(type):
@@ -66,27 +67,6 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         pass
-
-
-class Quiet:
-    """A stream or an event that does nothing."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        return False
-
-    def query(self):
-        return True
 
 
 PROPERTIES = types.SimpleNamespace(

@@ -47,22 +47,6 @@ class H200(CudaPlatformBase):
         return False
 
 
-class Quiet:
-    """A stream or an event that does nothing."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        return False
-
-
 vllm.platforms._current_platform = H200()
 torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
 

@@ -318,7 +318,7 @@ def test_bad_tensors_are_refused_by_name():
 @pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_within_its_shared_memory(capabilities, tmp_path):
-    for fact in compiled_facts("compile_triton_indexer.py", tmp_path, capabilities):
+    for fact in compiled_facts("indexer", tmp_path, capabilities):
         logits = fact["kernel"].startswith("logits")  # its stages follow the device's shared memory
         assert fact["shared"] <= (SHARED_MEMORY[fact["capability"]] if logits else LEAST_SHARED_MEMORY), fact
         # SM80 has no e4m3 type and multiplies float16 numbers.

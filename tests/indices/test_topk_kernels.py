@@ -270,7 +270,7 @@ def test_nothing_to_select():
 @pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
-    for fact in compiled_facts("compile_topk_kernels.py", tmp_path, capabilities):
+    for fact in compiled_facts("topk", tmp_path, capabilities):
         assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
 
 

@@ -372,7 +372,7 @@ def test_merges_refuse_bad_tensors_by_name():
 @pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
-    facts = compiled_facts("compile_triton_kv.py", tmp_path, capabilities)
+    facts = compiled_facts("kv", tmp_path, capabilities)
     for fact in facts:
         assert fact["shared"] <= LEAST_SHARED_MEMORY, fact
         assert fact["wide_store"] or fact["kernel"] == "touched", fact

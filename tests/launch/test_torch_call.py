@@ -146,30 +146,10 @@ def test_results_without_rows_or_elements(shape):
     np.testing.assert_array_equal(result, np.resize(X, shape))
 
 
-class TestHostCode:
-    """`test_native` has what all compiled code has in common."""
-
-    @pytest.fixture(autouse=True)
-    def cache(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        return tmp_path / "jax_sparse_mla"
-
-    @pytest.mark.long
-    def test_it_is_compiled_once(self, monkeypatch, cache):
+def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
+    """`test_compile_cache` has what all compiled code has in common."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compile_cache, "find_compiler", lambda kind: None)
+    assert not torch_operator.available()
+    with pytest.raises(RuntimeError, match=r"torch_call has to be compiled, and none of c\+\+, .* name it in CXX"):
         torch_operator._load()
-        assert len(list(cache.iterdir())) == 1
-        monkeypatch.setattr(compile_cache, "find_compiler", lambda kind: None)
-        assert torch_operator.available()
-        assert torch_operator._load().jax_sparse_mla_bind_torch
-
-    def test_without_a_compiler_it_says_so(self, monkeypatch):
-        monkeypatch.setattr(compile_cache, "find_compiler", lambda kind: None)
-        assert not torch_operator.available()
-        with pytest.raises(RuntimeError, match=r"torch_call has to be compiled, and none of c\+\+, .* name it in CXX"):
-            torch_operator._load()
-
-    @pytest.mark.long
-    def test_another_machine_s_file_does_not_matter(self, cache):
-        cache.mkdir(mode=0o700)
-        (cache / compile_cache._file_name(torch_operator._HOST_CODE)).write_bytes(b"not a library")
-        assert torch_operator._load().jax_sparse_mla_bind_torch

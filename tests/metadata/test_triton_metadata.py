@@ -291,7 +291,7 @@ def test_bad_tensors_are_refused_by_name():
 @pytest.mark.long
 @ARCHITECTURES
 def test_kernels_compile_for_every_architecture_without_a_gpu(capabilities, tmp_path):
-    facts = compiled_facts("compile_triton_metadata.py", tmp_path, capabilities)
+    facts = compiled_facts("metadata", tmp_path, capabilities)
     for fact in facts:
         # However large the batch: its lengths stay in device memory.
         assert fact["shared"] <= 8192, fact

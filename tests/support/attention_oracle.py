@@ -429,14 +429,7 @@ def decode_cases(count: int = 15, seed: int = 20251) -> list[DecodeCase]:
             "rows": ("mixed",),
         },
     )
-    corner = {
-        "batch": 4,
-        "q_len": 3,
-        "lengths": "none",
-        "extra_lengths": "none",
-        "scale_power": 0.55,
-        "hot": False,
-    }
+    corner = dict(batch=4, q_len=3, lengths="none", extra_lengths="none", scale_power=0.55, hot=False)
     v4, v32 = {"layout": "V4_FP8", "topk": 64}, {"layout": "V32_FP8", "topk": 64}
     settings += [
         corner | v4 | {"heads": 128, "page_size": 64, "extra": (64, 2), "sink": True, "rows": "mixed"},
@@ -485,15 +478,7 @@ def prefill_cases(count: int = 12, seed: int = 20252) -> list[PrefillCase]:
             "rows": ("mixed",),
         },
     )
-    corner = {
-        "dim": 512,
-        "sizes": (128, 128),
-        "q_len": 3,
-        "lengths": False,
-        "sink": True,
-        "scale": 0.5,
-        "hot": False,
-    }
+    corner = dict(dim=512, sizes=(128, 128), q_len=3, lengths=False, sink=True, scale=0.5, hot=False)
     settings += [corner | {"heads": 128, "rows": "mixed"}, corner | {"heads": 16, "rows": "none"}]
     for setting in settings:
         setting["topk"] = setting["sizes"][1]

@@ -1,4 +1,4 @@
-"""What a script of this folder says of kernels that it compiles for GPUs that are not at hand."""
+"""Facts about kernels that `compile_triton.py` compiles for GPUs that are not at hand."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ ARCHITECTURES = pytest.mark.parametrize(
 )
 
 
-def compiled_facts(script: str, cache: Path, capabilities: Sequence[int]) -> list[dict]:
-    """The facts of every kernel that the script compiles for these, in a process of its own.
+def compiled_facts(name: str, cache: Path, capabilities: Sequence[int]) -> list[dict]:
+    """The facts about the kernels of this name for these capabilities, compiled in a process of its own.
 
     Triton's interpreter, once on, replaces the compiler.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # What debuggers read of a kernel takes a tenth of the time.
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(Path(__file__).with_name(script)), ",".join(map(str, capabilities))]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("compile_triton.py")),
+        name,
+        ",".join(map(str, capabilities)),
+    ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     facts = json.loads(run.stdout.splitlines()[-1])

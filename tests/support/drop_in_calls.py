@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flashmla_stub
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,7 @@ from sparse_mla_torch.attention import decode as torch_decode
 from sparse_mla_torch.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from triton_device import ON_GPU, tensor
 
+from jax_sparse_mla.attention.backends import flashmla as jax_flashmla
 from jax_sparse_mla.launch import build
 
 BACKENDS = ("hopper", "triton", "flashmla") if ON_GPU else ("reference", "triton", "flashmla")
@@ -51,6 +53,17 @@ def served_by(backend: str, monkeypatch):
     call_cache.forget()
     yield
     call_cache.forget()
+
+
+@contextlib.contextmanager
+def served_with_stand_ins(backend: str, monkeypatch):
+    """`served_by`, with stand-ins for FlashMLA's operators where there is no GPU."""
+    if not ON_GPU:
+        flashmla_stub.register()
+        monkeypatch.setattr(jax_flashmla, "library", lambda: jax_flashmla.Library("stub_flash_mla", log2_prefill=False))
+    flashmla_stub.CALLS.clear()
+    with served_by(backend, monkeypatch):
+        yield backend
 
 
 def optional(x: np.ndarray | None) -> torch.Tensor | None:

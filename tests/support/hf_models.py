@@ -31,54 +31,26 @@ _YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 
 def small_v4_config(**changes) -> DeepseekV4Config:
     """One layer of each kind; 16 of the C4 entries are selected."""
-    fields = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "moe_intermediate_size": 64,
-        "num_attention_heads": 4,
-        "q_lora_rank": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "o_groups": 2,
-        "o_lora_rank": 32,
-        "index_n_heads": 16,
-        "index_topk": 16,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-        "mlp_layer_types": ["moe"] * 3,
-        "rope_parameters": {**_YARN, "factor": 16.0, "original_max_position_embeddings": 65536},
-        "attn_implementation": "eager",
-    }
-    return DeepseekV4Config(**{**fields, **changes})
+    fields = dict(vocab_size=256, hidden_size=64, moe_intermediate_size=64, num_attention_heads=4, q_lora_rank=32)
+    fields |= dict(n_routed_experts=4, num_experts_per_tok=2, o_groups=2, o_lora_rank=32, index_n_heads=16)
+    fields |= dict(index_topk=16, num_hidden_layers=3, mlp_layer_types=["moe"] * 3, attn_implementation="eager")
+    fields["layer_types"] = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    fields["rope_parameters"] = {**_YARN, "factor": 16.0, "original_max_position_embeddings": 65536}
+    return DeepseekV4Config(**fields | changes)
 
 
 # What the small V3.2 and GLM-5 models share.
-_LATENT = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "index_n_heads": 16,
-    "index_topk": 64,
-    "attn_implementation": "eager",
-}
+_LATENT = dict(vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, first_k_dense_replace=1)
+_LATENT |= dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=32, n_routed_experts=4)
+_LATENT |= dict(num_experts_per_tok=2, index_n_heads=16, index_topk=64, attn_implementation="eager")
 
 
 def small_v32_config(**changes) -> DeepseekV32Config:
     """64 tokens are selected."""
     yarn = {**_YARN, "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
-    fields = {
-        "num_hidden_layers": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_parameters": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
-    }
+    fields = dict(
+        num_hidden_layers=2, n_group=1, topk_group=1, rope_parameters={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
+    )
     return DeepseekV32Config(**{**_LATENT, **fields, **changes})
 
 
@@ -95,16 +67,9 @@ def small_glm5_config(**changes) -> GlmMoeDsaConfig:
 def small_glm53_config(**changes) -> Glm5NextConfig:
     """A sparse layer between two of linear attention, the first one dense; 64 tokens are selected, in pools of 4."""
     without_rope = {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
-    text = {
-        **without_rope,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "index_kpool": 4,
-        "linear_head_dim": 32,
-        "linear_num_heads": 2,
-        "pad_token_id": None,
-    }
+    text = without_rope | dict(index_kpool=4, linear_head_dim=32, linear_num_heads=2, pad_token_id=None)
+    text |= dict(num_hidden_layers=3, mlp_layer_types=["dense", "sparse", "sparse"])
+    text["layer_types"] = ["linear_attention", "indexed_attention", "linear_attention"]
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16, "out_hidden_size": 64}
     vision["projection_intermediate_size"] = 16
     parts = {"text_config": {**text, **changes}, "vision_config": vision}

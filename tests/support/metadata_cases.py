@@ -29,16 +29,8 @@ NUM_REQUESTS, DRAFTS, EXTEND_ROWS, IDLE_ROWS = 4, 3, 19, 5
 MAX_REQUESTS, MAX_LEN, POOL = 6, 60, 512
 
 
-V4_ROW_FIELDS = (
-    "seq_lens_causal",
-    "positions",
-    "row_to_request",
-    "out_cache_loc",
-    "page_table",
-    "swa_page_indices",
-    "swa_topk_lengths",
-    "swa_out_cache_loc",
-)
+V4_ROW_FIELDS = ("seq_lens_causal", "positions", "row_to_request", "out_cache_loc", "page_table")
+V4_ROW_FIELDS += ("swa_page_indices", "swa_topk_lengths", "swa_out_cache_loc")
 
 
 def i32(values):

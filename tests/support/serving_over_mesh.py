@@ -36,44 +36,15 @@ from jax_sparse_mla.serving.presets import CONFIGS
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
-V4 = {
-    **CONFIGS["v4"],
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "index_n_heads": 4,
-    "index_topk": 16,
-    "num_hidden_layers": 1,
-    "layer_types": ["compressed_sparse_attention"],
-    "mlp_layer_types": ["moe"],
-}
+HEADS_OF_FOUR = dict(num_attention_heads=4, index_n_heads=4, index_topk=32, num_hidden_layers=2)
+V4 = CONFIGS["v4"] | dict(hidden_size=128, num_attention_heads=8, index_n_heads=4, index_topk=16, num_hidden_layers=1)
+V4 |= dict(layer_types=["compressed_sparse_attention"], mlp_layer_types=["moe"])
 # Two layers whose sinks share an array, and quick to compile.
-WINDOWS = {
-    **V4,
-    "num_hidden_layers": 2,
-    "layer_types": ["sliding_attention"] * 2,
-    "mlp_layer_types": ["hash_moe", "moe"],
-}
-V32 = {
-    **CONFIGS["v32"],
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "index_n_heads": 4,
-    "index_topk": 32,
-    "n_group": 2,
-    "num_hidden_layers": 2,
-}
-GLM53 = {
-    **CONFIGS["glm53"]["text_config"],
-    "model_type": "glm5_next_text",
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "index_n_heads": 4,
-    "index_topk": 32,
-    "linear_head_dim": 32,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "indexed_attention"],
-    "mlp_layer_types": ["dense", "sparse"],
-}
+WINDOWS = V4 | dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2, mlp_layer_types=["hash_moe", "moe"])
+V32 = CONFIGS["v32"] | HEADS_OF_FOUR | dict(hidden_size=128, n_group=2)
+GLM53 = CONFIGS["glm53"]["text_config"] | HEADS_OF_FOUR | dict(model_type="glm5_next_text", hidden_size=64)
+GLM53 |= dict(linear_head_dim=32, layer_types=["linear_attention", "indexed_attention"])
+GLM53 |= dict(mlp_layer_types=["dense", "sparse"])
 # Two logits that are closer than this, as a share of the larger one, may change places. Weights are float32: only a
 # key that is rounded to FP8 on the other side moves a logit by more than the order of a sum does.
 ROUNDING = 2e-3

@@ -21,7 +21,6 @@ from sharded_world import (
     HEADS,
     PAGE,
     PAGES,
-    SLOTS,
     TOPK,
     assert_close,
     attend,
@@ -32,7 +31,6 @@ from sharded_world import (
     extra_cache,
     extra_indices,
     indices,
-    kv,
     lengths,
     mesh,
     prefill,
@@ -47,7 +45,7 @@ from virtual_devices import assert_refused, run_cases
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import sharding, write_index_k
-from jax_sparse_mla.attention import merge_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.indexer import select as index_selection
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 
@@ -60,36 +58,17 @@ def body(function):
 
 
 @body
-def decode_over_heads():
-    specs = (P(None, None, "x"), P(), P(), P(), P(), P(), P("x"))
-    sharded, collectives = run_sharded(decode, specs, P(None, None, "x"), *decode_args)
-    assert collectives == [], collectives
-    assert sharded[0].sharding.spec[2] == "x"
-    assert_close(sharded, decode(*decode_args), 1e-6)
-
-
-@body
-def decode_over_tokens():
-    specs = (P("x"), P(), P("x"), P("x"), P(), P("x"), P())
-    sharded, collectives = run_sharded(decode, specs, P("x"), *decode_args)
-    assert collectives == [], collectives
-    assert_close(sharded, decode(*decode_args), 1e-6)
-
-
-@body
-def prefill_over_heads():
-    specs = (P(None, "x"), P(), P(), P(), P("x"))
-    sharded, collectives = run_sharded(prefill, specs, P(None, "x"), *prefill_args)
-    assert collectives == [], collectives
-    assert_close(sharded, prefill(*prefill_args), 1e-6)
-
-
-@body
-def prefill_over_tokens():
-    specs = (P("x"), P(), P("x"), P("x"), P())
-    sharded, collectives = run_sharded(prefill, specs, P("x"), *prefill_args)
-    assert collectives == [], collectives
-    assert_close(sharded, prefill(*prefill_args), 1e-6)
+def heads_and_tokens():
+    heads, rows, whole = P(None, None, "x"), P("x"), P()
+    for function, args, specs, out_specs in (
+        (decode, decode_args, (heads, *[whole] * 5, rows), heads),
+        (decode, decode_args, (rows, whole, rows, rows, whole, rows, whole), rows),
+        (prefill, prefill_args, (P(None, "x"), *[whole] * 3, rows), P(None, "x")),
+        (prefill, prefill_args, (rows, whole, rows, rows, whole), rows),
+    ):
+        sharded, collectives = run_sharded(function, specs, out_specs, *args)
+        assert collectives == [] and tuple(sharded[0].sharding.spec)[: len(out_specs)] == tuple(out_specs), collectives
+        assert_close(sharded, function(*args), 1e-6)
 
 
 @body
@@ -161,32 +140,6 @@ def gradients_through_kernels():
         found, collectives = run_plain(by_all, specs, *prefill_args, mesh=square)
         assert collectives == ["all-reduce"], collectives
         assert_close(found, expected, 1e-5)
-
-
-@body
-def context_parallel():
-    # Each device holds a quarter of the pages and keeps the indices into them: global slot to local slot.
-    def local_part(q, cache, indices, lengths):
-        first = jax.lax.axis_index("x") * cache.num_slots
-        mine = (indices >= first) & (indices < first + cache.num_slots)
-        local = jnp.where(mine, indices - first, -1)
-        return sparse_mla_decode(q, cache, local, softmax_scale=0.3, topk_length=lengths)
-
-    def stacked(*args):
-        return jax.tree.map(lambda x: x[None], local_part(*args))
-
-    # Requests 2 and 3 have all their keys on the first and on the last device.
-    quarter = SLOTS // 4
-    run = jnp.arange(TOPK) % quarter
-    spread = indices.at[2].set(run).at[3].set(SLOTS - 1 - run)
-    args, specs = (q, cache, spread, lengths), (P(), P("x"), P(), P())
-    whole = sparse_mla_decode(q, cache, spread, softmax_scale=0.3, topk_length=lengths)
-    assert np.isneginf(whole[1][0]).all() and np.isfinite(whole[1]).any()
-
-    (outs, lses), collectives = run_sharded(stacked, specs, P("x"), *args)
-    assert collectives == [], collectives
-    assert outs.shape == (4, *q.shape) and np.isneginf(lses[1:, 2]).all()
-    assert_close(merge_attention(outs, lses), whole, 1e-5)
 
 
 @body
@@ -294,21 +247,6 @@ def context_parallel_decode():
         (lambda: run_sharded(plain, (P(), P("x"), P()), heads, bf16[:, :, :3], pages, spread), "3 heads"),
     ):
         assert_refused(call, words)
-
-
-@body
-def context_parallel_prefill():
-    def local_part(q, kv, indices):
-        first = jax.lax.axis_index("x") * kv.shape[0]
-        mine = (indices >= first) & (indices < first + kv.shape[0])
-        out, _, lse = sparse_mla_prefill(q, kv, jnp.where(mine, indices - first, -1), softmax_scale=0.3)
-        return out[None], lse[None]
-
-    rows, table = q[:, 0], indices[:, 0]
-    parts, collectives = run_sharded(local_part, (P(), P("x"), P()), P("x"), rows, kv, table)
-    assert collectives == [], collectives
-    out, _, lse = sparse_mla_prefill(rows, kv, table, softmax_scale=0.3)
-    assert_close(merge_attention(*parts), (out, lse), 1e-5)
 
 
 @body
@@ -509,31 +447,17 @@ def chunks_of_a_selection():
     np.testing.assert_array_equal(sharded, select(*args))
 
 
-@body
-def decode_steps():
-    check_steps(None, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
-
-
-@body
-def chunks():
-    check_steps(4, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
-
-
-@body
-def decode_steps_of_v4():
-    """At the last tokens of groups, whose entries are written and attended to."""
-    check_steps(4, mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], num_rows=4)
-
-
-@body
-def decode_steps_of_ratio_128():
-    check_steps(128, mla.ForwardMode.DECODE, [(0, 255, 1), (1, 127, 1), (2, 11, 1), 0], num_rows=4)
-
-
-@body
-def chunks_of_v32():
-    check_steps(None, mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], num_rows=48)
-
+# Of a layer of each kind; those of V4 are at the last tokens of groups, whose entries are written and attended to.
+_DECODES = mla.ForwardMode.DECODE, [(0, 7, 1), (1, 3, 1), (2, 11, 1), 0], 4
+_CHUNKS = mla.ForwardMode.EXTEND, [(0, 0, 12), (1, 0, 12), (2, 0, 12), 12], 48
+STEPS = {
+    "decode_steps": (None, *_DECODES),
+    "chunks": (4, *_CHUNKS),
+    "decode_steps_of_v4": (4, *_DECODES),
+    "decode_steps_of_ratio_128": (128, mla.ForwardMode.DECODE, [(0, 255, 1), (1, 127, 1), (2, 11, 1), 0], 4),
+    "chunks_of_v32": (None, *_CHUNKS),
+}
+BODIES |= {name: functools.partial(check_steps, *arguments) for name, arguments in STEPS.items()}
 
 if __name__ == "__main__":
     run_cases(BODIES, sys.argv[1:] or BODIES)

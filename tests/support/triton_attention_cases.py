@@ -11,31 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 
+import attention_calls
 import ml_dtypes
 import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 import triton_interpreter  # noqa: F401
-from attention_calls import with_unused_bytes
 from attention_oracle import (
     E4M3,
     INT_MAX,
     INT_MIN,
     assert_close_flashmla,
-    decode_case,
     decode_oracle,
-    prefill_case,
     prefill_oracle,
     unpack_cache,
 )
 from layout_oracle import TENSOR_SCALE
-from sparse_mla_torch import ops
 from sparse_mla_torch.attention.backends.triton import Attention
-from sparse_mla_torch.attention.pages import pages_of
 from sparse_mla_torch.launch.executor import launch_device
 
 from jax_sparse_mla.attention.index_table import TableShape
@@ -121,9 +116,7 @@ def attend(layout, case, tables, results, **options):
 
 
 def small_decode(seed: int, **setting):
-    base = {"layout": "V4_FP8", "heads": 4, "topk": 40, "page_size": 64, "batch": 2, "q_len": 2, "extra": None}
-    base |= {"lengths": "row", "extra_lengths": "row", "sink": True, "scale_power": 0.5, "hot": False, "rows": "mixed"}
-    return decode_case(np.random.default_rng(seed), "small", base | setting)
+    return attention_calls.small_decode(seed, **{"topk": 40, "batch": 2} | setting)
 
 
 def run_decode(case, num_splits=None, plan=True, **changes):
@@ -178,7 +171,7 @@ def every_layout():
         case = small_decode(seed, layout=layout, page_size=(64, 61, 2, 64, 61)[seed], extra=(24, 2))
         check_decode(case, run_decode(case, 1))
         if layout.startswith("V41"):
-            case.cache = with_unused_bytes(case.cache, 0)
+            case.cache = attention_calls.with_unused_bytes(case.cache, 0)
             check_decode(case, run_decode(case, 2, native_fp8=False))
 
 
@@ -192,7 +185,7 @@ def two_layouts_at_once():
         for splits in (1, 2):
             check_decode(case, run_decode(case, splits))
         for cache in ("cache", "extra_cache"):
-            setattr(case, cache, with_unused_bytes(getattr(case, cache), 0))
+            setattr(case, cache, attention_calls.with_unused_bytes(getattr(case, cache), 0))
         check_decode(case, run_decode(case, 5, native_fp8=False))
         case.indices, case.topk_length = case.indices[..., :0], None
         check_decode(case, run_decode(case, 1))
@@ -311,40 +304,14 @@ def nothing_to_attend_to():
 
 @check
 def prefill():
-    base = {"q_len": 4, "lengths": True, "sink": True, "scale": 0.1, "hot": False, "rows": "mixed"}
     for seed, (dim, heads, hot) in enumerate(((512, 3, False), (576, 17, False), (512, 1, True))):
-        setting = base | {"dim": dim, "heads": heads, "hot": hot, "sizes": (40, 24)}
-        case = prefill_case(np.random.default_rng(seed), "small", setting)
+        case = attention_calls.small_prefill(seed, q_len=4, dim=dim, heads=heads, hot=hot, sizes=(40, 24))
         check_prefill(case, **SMALL)
-    check_prefill(prefill_case(np.random.default_rng(3), "small", base | {"dim": 576, "heads": 2, "sizes": (40, 20)}))
+    check_prefill(attention_calls.small_prefill(3, q_len=4, dim=576, heads=2, sizes=(40, 20)))
     case.kv = case.kv[:0]
     check_prefill(case)
     case.indices = case.indices[:, :0]
     check_prefill(case)
-
-
-@check
-def bad_arguments_are_named():
-    case = small_decode(16)
-    cache = pages_of(tensor(case.cache.data), getattr(KVLayout, case.cache.layout), case.cache.page_size)
-    good = {"q": tensor(case.q), "k_cache": cache, "indices": tensor(case.indices), "softmax_scale": 0.1}
-    bad = [
-        ({"q": good["q"].float()}, TypeError, "q must be .*bfloat16"),
-        ({"q": good["q"][..., :448].contiguous()}, ValueError, "goes with queries of 512 .*, got queries of 448"),
-        ({"k_cache": cache[..., :448]}, ValueError, "k_cache must be "),
-        ({"indices": good["indices"].long()}, TypeError, "indices must be .*int32"),
-        ({"indices": good["indices"][:1]}, ValueError, "indices must have shape"),
-        ({"topk_length": good["indices"][0, 0]}, ValueError, "topk_length must have shape"),
-        ({"extra_indices": good["indices"]}, ValueError, "without an extra cache"),
-        ({"attn_sink": torch.zeros(3, device=DEVICE)}, ValueError, "attn_sink must have shape"),
-    ]
-    for change, error, message in bad:
-        try:
-            ops.sparse_mla_decode(**good | change)
-        except error as raised:
-            assert re.search(f"^sparse_mla_decode: .*{message}", str(raised)), raised
-        else:
-            raise AssertionError(f"{message}: nothing was raised")
 
 
 if __name__ == "__main__":

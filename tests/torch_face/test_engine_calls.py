@@ -13,27 +13,25 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import drop_in_calls as calls
-import flashmla_stub as stub
 from attention_calls import small_prefill
-from drop_in_calls import ALL_BACKENDS, ON_GPU, check_decode, check_prefill, decode, per_request, prefill, served_by
+from drop_in_calls import (
+    ALL_BACKENDS,
+    check_decode,
+    check_prefill,
+    decode,
+    per_request,
+    prefill,
+    served_with_stand_ins,
+)
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.flash_mla import flash_mla_with_kvcache
-
-from jax_sparse_mla.attention.backends import flashmla as jax_flashmla
 
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(scope="module")
-def libraries():
-    return stub.register()
-
-
 @pytest.fixture(params=ALL_BACKENDS)
-def backend(request, monkeypatch, libraries):
-    if not ON_GPU:
-        monkeypatch.setattr(jax_flashmla, "library", lambda: jax_flashmla.Library("stub_flash_mla", log2_prefill=False))
-    with served_by(request.param, monkeypatch):
+def backend(request, monkeypatch):
+    with served_with_stand_ins(request.param, monkeypatch):
         yield request.param
 
 

@@ -3,8 +3,6 @@
 import functools
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -97,23 +95,6 @@ def after_the_prompts(files):
 
 def outputs(requests):
     return [request.output for request in requests]
-
-
-@functools.cache
-def outputs_of_a_fresh_process():
-    """By model; from right after the last prompt's end."""
-    files = {name: list(map(str, after_the_prompts(exported(name)[1]))) for name in MODELS}
-    script = Path(__file__).parents[1] / "support" / "handover_process.py"
-    command = [sys.executable, str(script), str(NEW_TOKENS), json.dumps(files)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
-def test_a_fresh_process_continues_with_the_same_tokens(name):
-    assert outputs_of_a_fresh_process()[name] == outputs(exported(name)[0])
 
 
 @pytest.mark.long

@@ -21,14 +21,10 @@ from attention_calls import H200, small_prefill
 from drop_in_calls import check_decode, check_prefill, per_request
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.beside_flashmla import why_flashmla_alone
 from sparse_mla_torch.plugins import calls as served
 from sparse_mla_torch.plugins import sglang as sglang_plugin
 from sparse_mla_torch.plugins import short_prefill
 from sparse_mla_torch.plugins import vllm as vllm_plugin
-
-from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.kv_cache import KVLayout
 
 pytestmark = [pytest.mark.torch, pytest.mark.cpu]
 
@@ -103,38 +99,6 @@ def test_strict_raises(monkeypatch):
         with pytest.raises(error):
             served.ours_or_theirs("f", refuse(error("why")), lambda: "theirs")
     assert served.ours_or_theirs("f", refuse(flash_mla.FasterAlone("why")), lambda: "theirs") == "theirs"
-
-
-@pytest.mark.parametrize(
-    ("phase", "layout", "heads", "rows", "topk", "backend", "is_left"),
-    [
-        ("decode", "V4_FP8", 64, 64, 640, "hopper", False),
-        ("decode", "V32_FP8", 128, 4, 2048, "hopper", True),  # 21.3 µs, and FlashMLA's kernel alone 20.1
-        ("decode", "V32_FP8", 128, 1, 2048, "hopper", False),  # 12.3 and 18.3
-        ("decode", "V32_FP8", 128, 4, 128, "hopper", False),  # few blocks: a cluster for each row
-        ("decode", "V32_FP8", 128, 16, 2048, "hopper", False),  # 37.8 and 38.0
-        ("decode", "V32_FP8", 64, 8, 2048, "hopper", False),  # 22.0 and 22.2
-        ("decode", "V32_FP8", 64, 4, 2048, "hopper", False),  # 18.4 and 18.7
-        ("decode", "V32_FP8", 16, 4, 2048, "hopper", False),
-        ("decode", "V32_FP8", 128, 64, 2048, "hopper", False),
-        ("decode", "V4_FP8", 128, 8, 1152, "hopper", False),  # V4-Pro: 18.9 and 22.2
-        ("decode", "V4_FP8", 128, 4, 1152, "hopper", False),  # 15.1 and 18.2
-        ("decode", "V4_FP8", 128, 16, 640, "hopper", False),  # 21.6 and 22.6
-        ("decode", "V4_FP8", 64, 8, 1152, "hopper", False),  # 14.1 and 18.2
-        ("decode", "V4_FP8", 128, 32, 128, "hopper", True),  # window: 13.4 and 11.4
-        ("decode", "V4_FP8", 128, 256, 128, "hopper", False),  # 39.1 and 46.0
-        ("decode", "V4_FP8", 64, 1, 640, "triton", True),  # 10.9 and 12.2 in a graph, but V3.2's 18.3 and 16.9
-        ("decode", "V32_FP8", 128, 1, 2048, "triton", True),
-        ("decode", "V4_FP8", 64, 256, 640, "triton", True),
-        ("decode", "V4_FP8", 192, 256, 640, "triton", False),  # FlashMLA takes no such heads
-        ("decode", "V4_FP8", 64, 256, 640, "flashmla", True),
-        ("prefill", "V4_BF16", 64, 256, 640, "triton", True),
-        ("prefill", "V4_BF16", 64, 256, 640, "hopper", False),
-    ],
-)
-def test_what_flashmla_alone_does_sooner_is_left_to_it(phase, layout, heads, rows, topk, backend, is_left):
-    call = Call(phase, getattr(KVLayout, layout), rows, heads, H200, topk)
-    assert (why_flashmla_alone(call, backend) is not None) == is_left
 
 
 def test_a_call_that_is_left_is_remembered(monkeypatch):

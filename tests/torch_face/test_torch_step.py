@@ -144,19 +144,6 @@ def needs_two_gpus() -> None:
     torch.cuda.set_device(0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_call_runs_on_its_tensors_device(backend, monkeypatch):
-    needs_two_gpus()
-    engine, rng = Engine(3), np.random.default_rng(2)
-    engine.fill(rng)
-    with served_by(backend, monkeypatch):
-        expected = engine.step(engine.caches)
-        vars(engine).update(torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("cuda:1"), vars(engine)))
-        for x, y in zip(engine.step(engine.caches), expected):
-            assert x.device.index == 1 and torch.equal(x.cpu(), y.cpu())
-        assert torch.cuda.current_device() == 0
-
-
 class Pair:
     """An engine on each of two GPUs with equal tables and values, and inputs for some steps."""
 
@@ -215,44 +202,34 @@ def on_device(engine: Engine, device: str) -> Engine:
     return moved
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_threads_call_two_gpus(backend, monkeypatch):
-    """Eager steps of the same shapes at the same time: bit by bit what one GPU gives, on the GPU of the tensors."""
-    with served_by(backend, monkeypatch):
-        pair = Pair(requests=5, steps=50)
-        expected = pair.alone()
-
-        def run(index, engine):
-            results = []
-            for step in range(len(pair.inputs)):
-                pair.give(engine, step)
-                results.append(tuple(x.clone() for x in engine.step(engine.caches)))
-            return results
-
-        pair.check_together(run, expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_graphs_of_two_gpus_are_replayed_at_once(backend, monkeypatch):
-    """Each GPU's step is captured on it; two threads replay with changing inputs, bit by bit what one GPU gives."""
+def test_two_threads_call_two_gpus(backend, captured, monkeypatch):
+    """Steps of changing inputs at the same time, bit by bit what one GPU gives, on the GPU of the tensors."""
     with served_by(backend, monkeypatch):
         pair = Pair(requests=3, steps=100)
         expected, graphs = pair.alone(), []
-        for index, engine in enumerate(pair.engines):
+        for index, engine in enumerate(pair.engines if captured else ()):
             with torch.cuda.device(index):
                 engine.step([copy_of(cache) for cache in engine.caches])  # compiles
                 torch.cuda.synchronize()
                 stream = torch.cuda.Stream()  # torch's own for captures is of one GPU
                 graphs.append(capture(lambda engine=engine: engine.step(engine.caches), stream=stream))
 
+        def run_step(index, engine):
+            if not captured:
+                return engine.step(engine.caches)
+            graph, results = graphs[index]
+            for x in results:
+                x.fill_(torch.nan)
+            graph.replay()
+            return results
+
         def run(index, engine):
-            (graph, results), found = graphs[index], []
+            found = []
             for step in range(len(pair.inputs)):
                 pair.give(engine, step)
-                for x in results:
-                    x.fill_(torch.nan)
-                graph.replay()
-                found.append(tuple(x.clone() for x in results))
+                found.append(tuple(x.clone() for x in run_step(index, engine)))
             return found
 
         pair.check_together(run, expected)
