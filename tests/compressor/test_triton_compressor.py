@@ -185,20 +185,6 @@ def test_compressor_refuses_bad_tensors_by_name():
         torch_compress((arguments[0][:, :5].copy(), *arguments[1:]), **static)
 
 
-def memcheck_cases():
-    """Launches every kernel over small shapes with padding and hostile requests (for compute-sanitizer)."""
-    rng = np.random.default_rng(9)
-    for ratio, head_dim, lengths, more_ring in [*COMPRESS_SHAPES, (4, 512, (1100, 40), 0)]:
-        arguments, static = compress_case(rng, ratio, head_dim, lengths, more_ring=more_ring)
-        torch_compress(arguments, **static)
-
-
-@pytest.mark.gpu
-def test_every_kernel_runs_over_small_shapes():
-    memcheck_cases()
-    torch.cuda.synchronize()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 512, (1,) * 64), (4, 128, (3, 1100, 0, 40)), (128, 512, (1, 900, 300))], ids=str)
 def test_jax_compresses_in_place(shape):

@@ -294,22 +294,6 @@ def test_bad_tensors_are_refused_by_name():
 # --- through JAX, on a GPU ------------------------------------------------------------------------
 
 
-def memcheck_cases():
-    """Launches the kernels once over small shapes with holes and hostile indices (for compute-sanitizer)."""
-    rng = np.random.default_rng(9)
-    for shape in DECODE_SHAPES:
-        for wild in (False, True):
-            torch_logits(*logits_case(rng, *shape, wild_q=wild))
-    torch_logits(*logits_case(rng, 301, 32, 9, 64, shared=True))
-    torch_logits(*logits_case(rng, 301, 3, 9, 11))
-
-
-@pytest.mark.gpu
-def test_every_kernel_runs_over_small_shapes():
-    memcheck_cases()
-    torch.cuda.synchronize()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 32, 9, 64), (64, 64, 5, 128), (301, 32, 9, 64), (5, 33, 3, 16)], ids=str)
 @pytest.mark.parametrize("wild", [{}, {"wild_q": True}, {"exponents": WILD}], ids=str)

@@ -335,25 +335,6 @@ def test_kernels_compile_for_every_architecture_within_its_shared_memory(capabil
 # --- through JAX, on a GPU ------------------------------------------------------------------------
 
 
-def memcheck_cases():
-    """Launches every kernel once over small shapes with holes and hostile indices (for compute-sanitizer)."""
-    rng = np.random.default_rng(9)
-    cache, slots, keys = write_case(rng, 37, 3, 33)
-    torch_indexer.write_index_k(tensor(cache), tensor(slots), tensor(keys))
-    torch_indexer.write_index_k(tensor(cache), tensor(slots), tensor(keys), hadamard=True)
-    torch_indexer.quantize_index_q(tensor(keys[None]), hadamard=True)
-    for shape in DECODE_SHAPES:
-        torch_logits(*logits_case(rng, *shape))
-    torch_logits(*logits_case(rng, 301, 64, 9, 64, shared=True))
-    torch_logits(*logits_case(rng, 301, 3, 9, 11))
-
-
-@pytest.mark.gpu
-def test_every_kernel_runs_over_small_shapes():
-    memcheck_cases()
-    torch.cuda.synchronize()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 64, 9, 64), (301, 64, 9, 64), (5, 33, 3, 16)], ids=str)
 def test_jax_logits(shape):

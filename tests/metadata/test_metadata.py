@@ -21,7 +21,6 @@ from metadata_cases import (
     assert_equal,
     assert_v4,
     assert_v32,
-    i32,
     make_batch,
     make_tables,
     oracle_rows,
@@ -320,63 +319,3 @@ def test_metadata_passes_through_jit_as_a_pytree():
 
 
 # ---- refusals ----
-
-
-def _args(mode, /, **changes):
-    rng = np.random.default_rng(10)
-    table, to_swa = make_tables(rng, page_size=TINY_V4.page_size)
-    batch, tables = to_jax(mode, make_batch(rng, mode), table, to_swa)
-    return dataclasses.replace(batch, **changes), tables
-
-
-@pytest.mark.parametrize(
-    "mode,changes,error,message",
-    [
-        (
-            ForwardMode.DECODE,
-            {"out_cache_loc": i32([1, 2, 3])},
-            ValueError,
-            r"out_cache_loc.*draft_step_batch",
-        ),
-        (ForwardMode.EXTEND, {"extend_lens": None}, ValueError, "extend_lens"),
-        (ForwardMode.EXTEND, {"extend_lens": i32([1])}, ValueError, "extend_lens"),
-        (ForwardMode.TARGET_VERIFY, {"num_draft_tokens": None}, ValueError, "num_draft_tokens"),
-        (ForwardMode.TARGET_VERIFY, {"num_draft_tokens": 0}, ValueError, "num_draft_tokens"),
-        (ForwardMode.DRAFT_EXTEND, {"num_draft_tokens": 2}, ValueError, r"out_cache_loc.*num_draft_tokens"),
-        (ForwardMode.DECODE, {"req_pool_indices": i32([1, 2])}, ValueError, "req_pool_indices"),
-        (ForwardMode.DECODE, {"seq_lens": jnp.ones(4)}, TypeError, "seq_lens"),
-        (ForwardMode.DECODE, {"out_cache_loc": np.ones(4, np.int64)}, TypeError, "out_cache_loc"),
-        (ForwardMode.DECODE, {"max_seq_len": 12.0}, TypeError, "max_seq_len"),
-        (ForwardMode.DECODE, {"max_seq_len": -1}, ValueError, "max_seq_len"),
-        (ForwardMode.DECODE, {"mode": "decode"}, TypeError, "mode"),
-    ],
-)
-def test_batches_that_do_not_fit_their_mode_are_refused_by_name(mode, changes, error, message):
-    batch, tables = _args(mode, **changes)
-    with pytest.raises(error, match=f"build_v4_metadata.*{message}"):
-        build_v4_metadata(TINY_V4, batch, tables)
-    with pytest.raises(error, match=f"build_v32_metadata.*{message}"):
-        build_v32_metadata(TINY_V32, batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_kv")
-
-
-def test_wrong_models_and_tables_are_refused_by_name():
-    batch, tables = _args(ForwardMode.DECODE)
-    v32 = {"fp8_kv_cache": True, "prefill_backend": "flashmla_sparse"}
-    with pytest.raises(ValueError, match=r"spec.*window"):
-        build_v4_metadata(TINY_V32, batch, tables)
-    with pytest.raises(ValueError, match=r"spec.*window"):
-        build_v32_metadata(TINY_V4, batch, tables, **v32)
-    with pytest.raises(TypeError, match="spec"):
-        build_v4_metadata("v4", batch, tables)
-    with pytest.raises(TypeError, match="tables"):
-        build_v4_metadata(TINY_V4, batch, tables.req_to_token)
-    with pytest.raises(TypeError, match="batch"):
-        build_v32_metadata(TINY_V32, None, tables, **v32)
-    with pytest.raises(TypeError, match="full_to_swa"):
-        build_v4_metadata(TINY_V4, batch, dataclasses.replace(tables, full_to_swa=None))
-    with pytest.raises(ValueError, match="req_to_token"):
-        build_v4_metadata(TINY_V4, batch, dataclasses.replace(tables, req_to_token=i32([1])))
-    with pytest.raises(ValueError, match="compress_ratios"):
-        build_v4_metadata(dataclasses.replace(TINY_V4, compress_ratios=(0, 3)), batch, tables)
-    with pytest.raises(ValueError, match="prefill_backend"):
-        build_v32_metadata(TINY_V32, batch, tables, fp8_kv_cache=True, prefill_backend="fa3")
