@@ -99,33 +99,6 @@ def test_any_chunking_gives_the_same_entries(seed, ratio, data):
         assert_entry(entry, entry_by_hand(p, *tokens[r], (group + 1) * ratio - 1))
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_token_by_token_equals_one_shot(ratio):
-    p = Parameters(3, ratio, *SMALL[ratio])
-    length = 2 * ratio + 4
-    kv, score = p.tokens(4, length)
-    engine = Engine(p)
-    for position in range(length):
-        engine.step([("r", 1, position, kv[position : position + 1], score[position : position + 1])])
-    for group, entry in enumerate(one_shot(p, kv, score)):
-        got, want = (x.astype(np.float32) for x in (engine.entries["r", group], entry))
-        np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)  # float32 rounding, seen through bfloat16
-
-
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_a_new_request_does_not_see_the_former_one(ratio):
-    """A row of the state is taken over without being cleared."""
-    p = Parameters(5, ratio, *SMALL[ratio])
-    engine = Engine(p)
-    old = p.tokens(6, ratio + 3)
-    engine.step([("old", 3, 0, *(1e6 * x for x in old))])
-    new = p.tokens(7, 2 * ratio)
-    for first, last in ((0, 1), (1, ratio - 1), (ratio - 1, 2 * ratio)):
-        engine.step([("new", 3, first, new[0][first:last], new[1][first:last])])
-    for group in (0, 1):
-        assert_entry(engine.entries["new", group], entry_by_hand(p, *new, (group + 1) * ratio - 1))
-
-
 def test_rejected_drafts_need_a_longer_ring():
     """A verify step writes 6 tokens of which 1 is accepted; the next step writes over the others."""
     p = Parameters(11, 4, *SMALL[4])

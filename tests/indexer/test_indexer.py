@@ -461,18 +461,6 @@ def test_selection_equals_transformers_v32_indexer(torch):
         assert set(got[row]) == set(want[row]), row
 
 
-def test_scale_of_q_folds_into_the_weights():
-    rng = np.random.default_rng(11)
-    q = random_rows(rng, 3, 4, DIM)
-    weights = rng.normal(size=(3, 4)).astype(np.float32)
-    cache = filled_cache(rng, 7, 16, range(48))  # the first shape of test_logits
-    table, lengths = np.array([[0, 1, 2]] * 3, np.int32), np.full(3, 48, np.int32)
-    values, scale = quantize_index_q(jnp.asarray(q))
-    got = index_logits(values, jnp.asarray(weights) * scale, *(jnp.asarray(x) for x in (cache, table, lengths)))
-    folded = np.asarray(values).astype(np.float64) * np.asarray(scale)[..., None]
-    assert_logits(got, *logits_by_hand(folded, weights, cache, table, lengths), promised_error(values))
-
-
 # --- Hadamard --------------------------------------------------------------------------------------
 
 

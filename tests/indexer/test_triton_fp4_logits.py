@@ -20,7 +20,16 @@ pytest.importorskip("triton")
 
 import ml_dtypes
 from sparse_mla_torch.operations import indexer as torch_indexer
-from test_triton_indexer import DECODE_SHAPES, HOSTILE, PROPERTY, TILE_SHAPES, assert_logits
+from test_triton_indexer import (
+    DECODE_SHAPES,
+    HOSTILE,
+    NUM_PAGES,
+    PROPERTY,
+    TILE_SHAPES,
+    assert_logits,
+    logits_of_keys,
+    tables_case,
+)
 from triton_bounds import within
 from triton_device import DEVICE, ON_GPU, tensor
 
@@ -36,11 +45,11 @@ pytestmark = [
 ]
 
 DIM = 128
-NUM_PAGES = 11
 WRITERS = ("sglang", "vllm")
 
 # Exponents of the keys' scales: those that e5m2 holds, and others, for which a run is scored in bfloat16.
 MODERATE, WILD = (-8, 8), (-60, 60)
+WAYS = ({}, {"wild_q": True}, {"exponents": WILD})  # on the grid; queries and keys that are not
 
 # Rows, heads, pages, page size: pages of half a block, of several, of a part, and of what divides none.
 BOUND_SHAPES = [(3, 2, 3, 64), (3, 2, 5, 32), (2, 3, 3, 128), (2, 2, 2, 256), (3, 2, 9, 11), (2, 2, 3, 100)]
@@ -59,39 +68,15 @@ def keys_of(data: np.ndarray, writer: str = "sglang") -> IndexKeys:
 
 
 def logits_case(rng, rows, heads, pages, page_size, *, shared=False, writer="sglang", exponents=MODERATE, wild_q=False):
-    """q, weights, cache, table, lengths: NaN scales wherever no row may look, holes and hostile numbers in the tables.
-
-    With `shared`, neighbouring rows belong to one request of three: the same pages, lengths that grow by one. Groups of
-    a key have magnitudes of their own, some are zero. Queries are on the FP4 grid; with `wild_q` some are not.
-    """
-    capacity = pages * page_size
-    owner = np.arange(rows) * 3 // rows if shared else np.arange(rows)
-    table = rng.integers(0, NUM_PAGES, (rows, pages)).astype(np.int32)
-    table[rng.random((rows, pages)) < 0.15] = rng.choice(np.array([*HOSTILE, NUM_PAGES], np.int32))
-    table = table[np.searchsorted(owner, owner)]  # that of the request's first row
-    lengths = rng.integers(0, capacity + 1, rows).astype(np.int32)
-    if shared:
-        lengths = np.minimum(lengths[np.searchsorted(owner, owner)] // 2 + np.arange(rows, dtype=np.int32), capacity)
-        unread = -(-lengths // page_size)  # what lies past a row's length is not its business
-        table = np.where(np.arange(pages) < unread[:, None], table, rng.integers(-3, 20, table.shape)).astype(np.int32)
-    lengths[rng.random(rows) < 0.1] = rng.choice(np.array([-3, 0, capacity, capacity + 1, *HOSTILE], np.int32))
-
-    column = np.arange(capacity)
-    page = table[:, column // page_size]
-    read = (column < lengths[:, None]) & (page >= 0) & (page < NUM_PAGES)
-    slots = np.unique((page * page_size + column % page_size)[read])
+    """q, weights, cache, table, lengths: NaN scales wherever no row may look. Groups of a key have magnitudes of their
+    own, some are zero. Queries are on the FP4 grid; with `wild_q` some are not."""
+    table, lengths, slots = tables_case(rng, rows, pages, page_size, shared)
     keys = rng.standard_normal((len(slots), 4, DIM // 4)) * np.exp2(rng.integers(*exponents, (len(slots), 4, 1)))
     keys[rng.random((len(slots), 4)) < 0.05] = 0
-    keys = keys.reshape(-1, DIM).astype(np.float32)
-    cache = np.full((NUM_PAGES, page_size * 68), 0xFF, np.uint8)
-    cache = np.array(write_index_k(keys_of(cache, writer), slots.astype(np.int32), keys).data)
-    return (
-        queries(rng, rows, heads, wild_q),
-        rng.standard_normal((rows, heads)).astype(np.float32),
-        cache,
-        table,
-        lengths,
-    )
+    cache = keys_of(np.full((NUM_PAGES, page_size * 68), 0xFF, np.uint8), writer)
+    cache = np.array(write_index_k(cache, slots, keys.reshape(-1, DIM).astype(np.float32)).data)
+    q, weights = queries(rng, rows, heads, wild_q), rng.standard_normal((rows, heads)).astype(np.float32)
+    return q, weights, cache, table, lengths
 
 
 def queries(rng, rows, heads, wild):
@@ -104,18 +89,9 @@ def queries(rng, rows, heads, wild):
 
 
 def exact_logits(q, weights, cache, table, lengths):
-    """(logits, the sum of the magnitudes of their terms) in float64, −inf where there is none."""
-    page_size = cache.shape[1] // 68
-    values, scales = gather_index_k(keys_of(cache), np.arange(len(cache) * page_size, dtype=np.int32))
+    values, scales = gather_index_k(keys_of(cache), np.arange(cache.size // 68, dtype=np.int32))
     keys = np.asarray(values).astype(np.float64) * np.repeat(np.asarray(scales).astype(np.float64), 32, axis=1)
-    q, weights = q.astype(np.float64), weights.astype(np.float64)
-    column = np.arange(table.shape[1] * page_size)
-    page = table[:, column // page_size]
-    valid = (column < lengths[:, None]) & (page >= 0) & (page < len(cache))
-    keys = np.where(valid[..., None], keys[np.where(valid, page * page_size + column % page_size, 0)], 0)
-    logits = np.einsum("rch,rh->rc", np.maximum(np.einsum("rhd,rcd->rch", q, keys), 0), weights)
-    magnitude = np.einsum("rch,rh->rc", np.einsum("rhd,rcd->rch", np.abs(q), np.abs(keys)), np.abs(weights))
-    return np.where(valid, logits, -np.inf), magnitude
+    return logits_of_keys(q, weights, keys, cache, table, lengths)
 
 
 def torch_logits(q, weights, cache, table, lengths):
@@ -131,18 +107,9 @@ def bfloat16(x):
 
 
 @PROPERTY
-@given(
-    st.integers(0, 10**6), st.sampled_from(DECODE_SHAPES), st.sampled_from(WRITERS), st.sampled_from((MODERATE, WILD))
-)
-def test_decode_logits(seed, shape, writer, exponents):
-    case = logits_case(np.random.default_rng(seed), *shape, writer=writer, exponents=exponents)
-    assert_logits(torch_logits(*case), *exact_logits(*case))
-
-
-@PROPERTY
-@given(st.integers(0, 10**6), st.sampled_from(DECODE_SHAPES))
-def test_queries_of_any_number(seed, shape):
-    case = logits_case(np.random.default_rng(seed), *shape, wild_q=True)
+@given(st.integers(0, 10**6), st.sampled_from(DECODE_SHAPES), st.sampled_from(WRITERS), st.sampled_from(WAYS))
+def test_decode_logits(seed, shape, writer, way):
+    case = logits_case(np.random.default_rng(seed), *shape, writer=writer, **way)
     assert_logits(torch_logits(*case), *exact_logits(*case))
 
 
@@ -166,7 +133,7 @@ def test_what_e5m2_holds_is_scored_once(named, monkeypatch):
     monkeypatch.setattr(index_scores, named, (lambda *_: 0) if named == "_fp4_fast" else None)
     assert_logits(torch_logits(*usual), *exact_logits(*usual))
     if named == "_fp4_slow":
-        for wild in ({"exponents": WILD}, {"wild_q": True}):
+        for wild in WAYS[1:]:
             with pytest.raises(Exception, match="NoneType"):
                 torch_logits(*logits_case(rng, 4, 2, 3, 64, **wild))
 
@@ -182,7 +149,7 @@ def test_no_access_leaves_the_tensors(shape, tiles, monkeypatch):
         monkeypatch.setitem(kernels.FP4_PREFILL_OPTIONS, "COLUMNS", 64)
     rows, _, pages, page_size = shape
     capacity = pages * page_size
-    for wild in ({}, {"wild_q": True}, {"exponents": WILD}):
+    for wild in WAYS:
         case = logits_case(np.random.default_rng(12), *shape, shared=True, **wild)
         near = np.array([capacity, capacity - 1, 0, 1, page_size, capacity + 1, -1, *HOSTILE], np.int32)
         given = [tensor(x) if x.dtype != ml_dtypes.bfloat16 else bfloat16(x) for x in case[:4]]
@@ -264,18 +231,6 @@ def test_products_and_sums_of_small_numbers_are_exact(tiles, page_size, monkeypa
     np.testing.assert_array_equal(torch_logits(*case).cpu().numpy(), exact_logits(*case)[0].astype(np.float32))
 
 
-def test_a_nan_scale_makes_its_key_nan_and_no_other():
-    rng = np.random.default_rng(6)
-    q, weights, cache, table, _ = logits_case(rng, 2, 4, 3, 64)
-    cache[:, 64 * 64 :] = 127
-    table, lengths = np.array([[3, 1, 2], [2, 4, 5]], np.int32), np.array([192, 192], np.int32)
-    cache[1, 64 * 64 + 4 * 7 + 2] = 255
-    got = torch_logits(q, weights, cache, table, lengths).cpu().numpy()
-    plain = np.asarray(index_logits(*map(jnp.asarray, (q, weights)), keys_of(cache), table, lengths))
-    assert list(np.argwhere(np.isnan(plain)).ravel()) == list(np.argwhere(np.isnan(got)).ravel()) == [0, 64 + 7]
-    np.testing.assert_allclose(got, plain, rtol=0, atol=0.1)
-
-
 def test_bad_tensors_are_refused_by_name():
     q, weights, cache, table, lengths = logits_case(np.random.default_rng(7), 2, 4, 3, 64)
     others = [tensor(x) for x in (weights, cache, table, lengths)]
@@ -296,7 +251,7 @@ def test_bad_tensors_are_refused_by_name():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 32, 9, 64), (64, 64, 5, 128), (301, 32, 9, 64), (5, 33, 3, 16)], ids=str)
-@pytest.mark.parametrize("wild", [{}, {"wild_q": True}, {"exponents": WILD}], ids=str)
+@pytest.mark.parametrize("wild", WAYS, ids=str)
 def test_jax_logits(shape, wild):
     case = logits_case(np.random.default_rng(10), *shape, shared=True, **wild)
     q, weights, cache, table, lengths = case

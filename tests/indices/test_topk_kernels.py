@@ -50,7 +50,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES = ((5, 50, 8), (3, 301, 1), (2, 6, 70), (4, 1024, 512), (3, 8192, 2048), (3, 8196, 512), (2, 20_001, 2048))
 if ON_GPU:  # a cluster that holds keys, and one that makes a list
     SHAPES += ((2, 40_001, 512), (2, 20_001, 2100))
-PROPERTY = settings(max_examples=12 if ON_GPU else 25, deadline=None)  # most compile kernels of their own
+PROPERTY = settings(max_examples=12 if ON_GPU else 16, deadline=None)  # most compile kernels of their own
 
 _patch_tensor = interpreter._patch_lang_tensor
 
@@ -141,12 +141,6 @@ def check(case: TopkCase) -> None:
 )
 def test_equals_plain_jax(seed, shape, kind, method, ragged_logits, dtype):
     check(make_case(seed, shape, kind, method, ragged_logits, dtype))
-
-
-@pytest.mark.always(6)
-@pytest.mark.parametrize("name", [name for name, _ in small_cases()])
-def test_small_cases(name):
-    check(dict(small_cases())[name])
 
 
 @pytest.mark.always(6)

@@ -198,6 +198,3 @@ def test_split_pages_into_out_keeps_its_padding():
     expected = split_by_hand(np.asarray(cache.data), V4, 4, 2, None, np.asarray(out.data))
     np.testing.assert_array_equal(np.asarray(small.data), expected)
     np.testing.assert_array_equal(np.asarray(small.data)[:, 2 * 584 :], np.asarray(out.data)[:, 2 * 584 :])
-
-
-# --- what is refused ------------------------------------------------------------------------------

@@ -243,34 +243,6 @@ def test_capacities_that_just_fit_do_not_overflow():
     assert overflows(AMPLE, [65, 12, 0, 2], [2, 1, 0, 2])
 
 
-def test_the_real_model_by_hand():
-    """600 tokens in pages 5, 2 and 9, the last 100 of them in this chunk."""
-    table = np.zeros((1, 1024), np.int64)
-    table[0, :768] = (np.array([5, 2, 9])[:, None] * 256 + np.arange(256)).reshape(-1)
-    to_swa = np.append(np.arange(4096) + 7, -1)
-    batch, tables = to_jax(
-        {"req_pool_indices": [0], "seq_lens": [600], "extend_lens": [100], "out_cache_loc": np.ones(128)},
-        table,
-        to_swa,
-        max_seq_len=1024,
-    )
-    capacities = {"swa_capacity": 256, "compressed_capacity": 192}
-    c4 = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=4, **capacities)
-    pages = [5 * 64 + np.arange(64), 2 * 64 + np.arange(64), 9 * 64 + np.arange(22)]
-    np.testing.assert_array_equal(c4.compressed_slots, np.pad(np.concatenate(pages), (0, 42), constant_values=-1))
-    np.testing.assert_array_equal(c4.gather_lens, [227])
-    np.testing.assert_array_equal(c4.swa_slots, np.pad(table[0, 373:600] + 7, (0, 29), constant_values=-1))
-    assert (c4.topk, c4.workspace_rows, int(c4.swa_base[0])) == (512, 448, 192)
-    np.testing.assert_array_equal(c4.query_pos, [*range(500, 600), *[-1] * 28])
-    c128 = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=128, **capacities)
-    np.testing.assert_array_equal(c128.compressed_slots[:5], [10, 11, 4, 5, -1])
-    assert c128.topk == 8
-    swa = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=0, **capacities)
-    assert (swa.topk, swa.workspace_rows, int(swa.swa_base[0])) == (0, 256, 0)
-    short = dataclasses.replace(batch, max_seq_len=100)
-    assert build_prefill_plan(DEEPSEEK_V4_FLASH, short, tables, compress_ratio=128, **capacities).topk == 1
-
-
 def test_no_requests():
     fields = {name: np.zeros(0) for name in ("req_pool_indices", "seq_lens", "extend_lens")}
     fields["out_cache_loc"] = np.ones(3)

@@ -93,11 +93,8 @@ SHAPES = [
     (1, 132, 128, 512),
     (2, 33, 100, 1000),
     (5, 66, 64, 1),
-    (5, 1, 128, 512),
     (74, 66, 2048, 0),
-    (74, 132, 100, 1000),
     (321, 132, 128, 512),
-    (321, 33, 64, 1),
 ]
 LENGTHS = {
     "any": lambda rng, n, topk: rng.integers(-3, topk + 70, n),
@@ -108,7 +105,7 @@ LENGTHS = {
 }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     main=st.sampled_from(sorted(LENGTHS)),
@@ -160,13 +157,12 @@ def mqa_walk(context_lens, num_sms, split_kv):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    batch=st.sampled_from([1, 3, 70]),
-    num_sms=st.sampled_from([1, 132]),
-    split_kv=st.sampled_from([256, 128]),
+    shape=st.sampled_from([(1, 1, 256), (3, 132, 128), (70, 132, 256), (70, 1, 128)]),
     top=st.sampled_from([2, 700, 40_000]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_paged_mqa_schedule_is_brute_force(batch, num_sms, split_kv, top, seed):
+def test_paged_mqa_schedule_is_brute_force(shape, top, seed):
+    batch, num_sms, split_kv = shape
     lens = np.random.default_rng(seed).integers(-5, top, batch)
     got = paged_mqa_schedule(jnp.asarray(lens, jnp.int32), num_sms=num_sms, split_kv=split_kv)
     chex.assert_shape(got, (num_sms + 1, 2))
