@@ -32,7 +32,7 @@ from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.rope import rope_interleaved
 
 BF16 = ml_dtypes.bfloat16
-PROPERTY = settings(max_examples=20, deadline=None)
+PROPERTY = settings(max_examples=14, deadline=None)
 
 
 # --- entries ---------------------------------------------------------------------------------------
@@ -240,10 +240,11 @@ def compiled(ratio, tokens, donate=(0,)):
     return jax.jit(step, donate_argnums=donate).lower(state, kv, kv, ints, ints, starts).compile(), state
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_donated_state_is_updated_in_place(ratio):
+def test_donated_state_is_updated_in_place():
+    """Of ratio 128; a whole layer's of ratio 4 are in `test_step.py`."""
+
     def copies(donate):
-        program, state = compiled(ratio, 256, donate)
+        program, state = compiled(128, 256, donate)
         shape = re.escape("f32[" + ",".join(map(str, state.kv.shape)) + "]")
         assert re.search(shape, program.as_text())
         return re.findall(shape + r"\S* copy(?:-start)?\(", program.as_text())

@@ -97,13 +97,9 @@ def exact_logits(q, weights, cache, table, lengths):
 def torch_logits(q, weights, cache, table, lengths):
     """By the kernels, into a poisoned result."""
     out = torch.full((len(q), table.shape[1] * (cache.shape[1] // 68)), float("nan"), device=DEVICE)
-    arguments = bfloat16(q), *map(tensor, (weights, cache, table, lengths))
+    arguments = map(tensor, (q, weights, cache, table, lengths))
     assert torch_indexer.index_logits(*arguments, format=IndexFormat.FP4, out=out) is out
     return out
-
-
-def bfloat16(x):
-    return tensor(np.asarray(x).view(np.int16)).view(torch.bfloat16)
 
 
 @PROPERTY
@@ -152,7 +148,7 @@ def test_no_access_leaves_the_tensors(shape, tiles, monkeypatch):
     for wild in WAYS:
         case = logits_case(np.random.default_rng(12), *shape, shared=True, **wild)
         near = np.array([capacity, capacity - 1, 0, 1, page_size, capacity + 1, -1, *HOSTILE], np.int32)
-        given = [tensor(x) if x.dtype != ml_dtypes.bfloat16 else bfloat16(x) for x in case[:4]]
+        given = [*map(tensor, case[:4])]
         out = torch.empty((rows, capacity))
         for lengths in (case[4], np.resize(near, rows), np.full(rows, capacity, np.int32)):
             given[4:] = [tensor(lengths)]
@@ -208,7 +204,7 @@ def test_pages_beyond_two_gib(wild_q, tiles, monkeypatch):
     pool[torch.from_numpy(places).to(DEVICE).long()] = tensor(cache)
     lengths = np.array([192, 130], np.int32)
     out = torch.full((2, 192), float("nan"), device=DEVICE)
-    given = bfloat16(q), tensor(weights), pool, tensor(np.tile(places, (2, 1))), tensor(lengths)
+    given = tensor(q), tensor(weights), pool, tensor(np.tile(places, (2, 1))), tensor(lengths)
     with contextlib.nullcontext() if ON_GPU else within(*given, out):
         torch_indexer.index_logits(*given, format=IndexFormat.FP4, out=out)
     table = np.tile(np.arange(used, dtype=np.int32), (2, 1))
@@ -237,13 +233,13 @@ def test_bad_tensors_are_refused_by_name():
     with pytest.raises(TypeError, match="index_logits: q must be"):
         torch_indexer.index_logits(tensor(q.astype(np.float32)), *others, format=IndexFormat.FP4)
     with pytest.raises(ValueError, match="page_size \\* 132 bytes"):
-        torch_indexer.index_logits(bfloat16(q), *others)
+        torch_indexer.index_logits(tensor(q), *others)
     with pytest.raises(ValueError, match="FP4 keys must begin at a multiple of 16 bytes"):
         cache = torch.cat([others[1].ravel(), others[1].ravel()[:4]])[4:].view_as(others[1])
-        torch_indexer.index_logits(bfloat16(q), others[0], cache, *others[2:], format=IndexFormat.FP4)
+        torch_indexer.index_logits(tensor(q), others[0], cache, *others[2:], format=IndexFormat.FP4)
     with pytest.raises(ValueError, match="page_size \\* 68 bytes"):
         others[1] = others[1][:, :100].contiguous()
-        torch_indexer.index_logits(bfloat16(q), *others, format=IndexFormat.FP4)
+        torch_indexer.index_logits(tensor(q), *others, format=IndexFormat.FP4)
 
 
 # --- through JAX, on a GPU ------------------------------------------------------------------------
