@@ -225,7 +225,7 @@ def main() -> int:
         print(*(task.id for task in tasks), sep="\n")
         return 0
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")  # the workers share one GPU's memory
-    from jax_sparse_mla.attention.api import installed_for
+    from jax_sparse_mla.attention.machine import installed_for
 
     # Also builds a kernel that has to be built, before the workers want it.
     if args.backend not in (installed := installed_for("decode") | {DROP_IN}):

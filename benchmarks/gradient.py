@@ -139,7 +139,7 @@ def on_host(x) -> np.ndarray:
 
 def our_run(case: Case, saved: tuple, deterministic: bool) -> Callable[[], tuple]:
     call = partial(gradient.by_kernel, softmax_scale=case.qk_dim**-0.5, deterministic=deterministic)
-    return partial(jax.jit(call), *saved)
+    return partial(jax.jit(call), gradient.Arrays(*saved))
 
 
 def in_bfloat16(q, kv, indices, sink, scale):

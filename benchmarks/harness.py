@@ -246,7 +246,7 @@ class Timer:
 def kernel_backends(phase: str) -> list[str]:
     """The backends that can serve this phase here, but for plain XLA; FlashInfer's attention is for SM120 alone."""
     from jax_sparse_mla import DeviceInfo
-    from jax_sparse_mla.attention.api import installed_for
+    from jax_sparse_mla.attention.machine import installed_for
 
     elsewhere = set() if (DeviceInfo.current().compute_capability or (0,))[0] == 12 else {"flashinfer"}
     return sorted(installed_for(phase) - {"reference"} - elsewhere)

@@ -1,6 +1,6 @@
 """How fast the JAX engine serves a model: first token, time per token, tokens a second, and the attention's part.
 
-    python -m benchmarks.serving [--preset v4] [--requests 1,8,64] [--contexts 2048,8192] [--json FILE] [--plot FILE]
+    python -m benchmarks serving [--preset v4] [--requests 1,8,64] [--contexts 2048,8192] [--json FILE]
 
 The first token comes from a real prefill of one request. Decode steps start behind contexts that nobody read: requests
 are opened at their length, and their cached rows are random. The true-size slice of V4-Flash (--preset v4-flash-slice),
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from benchmarks.harness import busy, gpu_work
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int
 from jax_sparse_mla.cli.generate import keep_programs
 from jax_sparse_mla.cli.setup import choose_device
@@ -36,6 +37,7 @@ from jax_sparse_mla.kv_cache import PagedKV, write_kv
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving import memory
+from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.mesh import REQUESTS, MeshEngine, init_cut_params, new_mesh, parameter_specs
@@ -266,7 +268,8 @@ def attention_steps(engine: Engine) -> Callable[[int], None]:
             out_cache_loc=state.tables.req_to_token[rows, positions],
         )
         layers = range(model.num_layers)
-        out, caches = model.attention(params, state.caches, batch, state.tables, x, positions, layers=layers)
+        inputs = StepInputs(batch=batch, tables=state.tables, positions=positions)
+        out, caches = model.attention(params, state.caches, inputs, x, layers=layers)
         return dataclasses.replace(state, caches=caches), out
 
     jitted = jax.jit(step, donate_argnums=1)
@@ -285,40 +288,10 @@ def gpu_ms(run: Callable[[], Any], steps: int) -> float | None:
 
     None without torch, or without a GPU.
     """
+    if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
+        return None
     times = [busy([span for span, _ in operations]) / steps / 1e6 for operations in gpu_work(run)]
     return max(times, default=None)
-
-
-def gpu_work(run: Callable[[], Any]) -> list[list[tuple[tuple[int, int], str]]]:
-    """For each GPU that does anything while `run()` runs, (begin and end in ns, name) of all that it does.
-
-    CUPTI tells, by torch's profiler: none without torch, or without a GPU. `run` must wait for what it started.
-    """
-    if jax.default_backend() != "gpu":
-        return []
-    try:
-        from torch.profiler import ProfilerActivity, profile, supported_activities
-    except ImportError:
-        return []
-    if ProfilerActivity.CUDA not in supported_activities():
-        return []
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-    operations: dict[int, list[tuple[tuple[int, int], str]]] = {}
-    for event in profiler.profiler.kineto_results.events():
-        if "CUDA" in str(event.device_type()):
-            span = event.start_ns(), event.start_ns() + event.duration_ns()
-            operations.setdefault(event.device_index(), []).append((span, event.name()))
-    return [operations[device] for device in sorted(operations)]
-
-
-def busy(spans: Sequence[tuple[int, int]]) -> int:
-    """The time that at least one of these (start, end) covers."""
-    covered = last = 0
-    for start, end in sorted(spans):
-        covered += max(0, end - max(start, last))
-        last = max(last, end)
-    return covered
 
 
 def line(row: dict[str, Any]) -> str:
@@ -341,37 +314,6 @@ def line(row: dict[str, Any]) -> str:
     return cells + (f"  {row['problem']}" if "problem" in row else "")
 
 
-def draw(measured: dict[str, Any], path: Path) -> None:
-    """Draws tokens a second and the time per token over the requests, and the first token over the context."""
-    from matplotlib import pyplot
-
-    figure, (rate, latency, first) = pyplot.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
-    decoded = [row for row in measured["rows"] if "token_ms" in row]
-    for context in dict.fromkeys(row["context"] for row in decoded):
-        rows = sorted((row for row in decoded if row["context"] == context), key=lambda row: row["requests"])
-        requests, label = [row["requests"] for row in rows], f"{context:,} tokens"
-        rate.plot(requests, [row["tokens_per_s"] for row in rows], "o-", label=label)
-        p50, p99 = ([row["token_ms"][name] for row in rows] for name in ("p50", "p99"))
-        above = [high - low for low, high in zip(p50, p99)]
-        latency.errorbar(requests, p50, [[0] * len(above), above], marker="o", capsize=3, label=label)
-    times = {row["context"]: row["first_token_ms"]["p50"] for row in measured["rows"] if "first_token_ms" in row}
-    first.plot(sorted(times), [times[context] for context in sorted(times)], "o-")
-    rate.set(ylabel="tokens a second", title="Decode, all requests")
-    latency.set(ylabel="ms", title="Time per token, p50 and p99")
-    first.set(ylabel="ms", title="First token, one request")
-    for axes, name in ((rate, "requests"), (latency, "requests"), (first, "context")):
-        values = sorted({row[name] for row in measured["rows"]})
-        axes.set(xscale="log", yscale="log", xlabel=name)
-        axes.set_xticks(values, [f"{value:,}" for value in values])
-        axes.minorticks_off()
-        axes.grid(True, alpha=0.3)
-    if decoded:
-        rate.legend(fontsize=8)
-    figure.suptitle(f"preset {measured['preset']} on {measured['device']}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def integers(text: str) -> list[int]:
     """An argparse type: numbers between commas."""
     return [positive_int(number) for number in text.split(",")]
@@ -388,10 +330,7 @@ def main() -> int:
     parser.add_argument("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help="as of `jax-sparse-mla generate`")
     parser.add_argument("--seed", type=natural, default=0, help="of the weights, the tokens and the page order")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything that was measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draws it (needs matplotlib)")
     args = parser.parse_args()
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib (the extra [bench])")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # nobody shares the device
     model, mesh = Model.from_config(BENCH_CONFIGS[args.preset]), None
     try:
@@ -438,8 +377,6 @@ def main() -> int:
             if args.json is not None:  # after each row: a long run that is stopped keeps what it has
                 args.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     print(f"\n{NOTE}")
-    if args.plot is not None:
-        draw(measured, args.plot)
     return 0
 
 

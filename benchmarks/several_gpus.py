@@ -47,8 +47,8 @@ from benchmarks.stack import V4_FLASH_RATIOS, Stack, decode_step, fill
 from benchmarks.step import ROOM, STEPS
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ModelSpec, PagedKV, write_kv
 from jax_sparse_mla.attention import apply_attn_sink, context_parallel_decode, merge_attention, sparse_mla_decode
-from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.context_parallel import own_tables
+from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.mesh import MeshEngine, init_cut_params, new_mesh

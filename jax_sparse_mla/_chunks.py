@@ -13,7 +13,7 @@ def map_rows(function: Callable[[Any], Any], rows: Any, at_most: int) -> Any:
     """`jax.lax.map` of a pytree of arrays `[n, …]`, with no more than `at_most` (at least 1) rows in a chunk.
 
     All chunks have one size; the first rows are taken again where the last chunk is not full. `jax.lax.map` alone would
-    treat a rest by itself, and XLA compile the function twice. Its gradient costs what that of `jax.lax.map` costs.
+    treat the last rows by themselves, and XLA compile the function twice. A gradient costs the same either way.
     """
     count, at_most = jax.tree.leaves(rows)[0].shape[0], max(1, at_most)
     if count <= at_most:

@@ -1,4 +1,4 @@
-"""What a backend's record has whatever its operation: what it needs installed, and how one is chosen among several.
+"""The record of a backend, whatever its operation: its devices, what it needs installed, and how one is chosen.
 
 A record is plain data. Reading it imports no kernel, no triton and no torch: functions are named by strings
 ("module:function") and loaded when they are called.
@@ -11,9 +11,13 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_sparse_mla.packages import found, version, why_not
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.packages import is_found, version, why_not
 
 FRAMEWORKS = ("jax", "torch")
+
+Capability = tuple[int, int]
+SM80_AND_UP, SM90, SM100, SM120 = ((8, 0), (99, 9)), ((9, 0), (9, 0)), ((10, 0), (10, 9)), ((12, 0), (12, 9))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Need:
 
         Of several modules none is imported: the backend's `unready` loads the one that it takes.
         """
-        if not any(map(found, self.modules)):
+        if not any(map(is_found, self.modules)):
             return f"{' or '.join(self.distributions)} is not installed"
         return why_not(self.modules[0]) if len(self.modules) == 1 else None
 
@@ -46,37 +50,77 @@ class Need:
         return ", ".join(versions) or self.missing() or " or ".join(self.modules)
 
 
+TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
+TRITON = Need(("triton",), ("triton",))
+TRITON_LAUNCHER = Need(("apache-tvm-ffi", "jax-triton"), ("tvm_ffi", "jax_triton"), frameworks=("jax",))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """The record of one backend of some operation.
 
     Attributes:
       name: as overrides and plans name it.
+      devices: ranges of compute capabilities, both ends included; None: any device.
+      device_names: the same in words.
       needs: the packages that it calls.
+      binaries: by phase, the CUDA kernel of ours that it launches and its architecture, as `launch.build` has them.
       unready: "module:function" of `(phase, framework) -> str | None`, which says why the backend cannot be used here
-        although its packages are found; it may load or build a kernel. None: nothing is left to ask.
+        although its packages are found; it may load a kernel. None: nothing is left to ask.
     """
 
     name: str
+    devices: tuple[tuple[Capability, Capability], ...] | None = None
+    device_names: str = ""
     needs: tuple[Need, ...] = ()
+    binaries: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     unready: str | None = None
 
     def cannot(self, call: Any) -> list[str]:
         """Why the backend cannot take the call, from plain data; empty if it can."""
-        return []
+        return [why for why in (self.wrong_device(call.device), *self.refuses(call)) if why]
+
+    def refuses(self, call: Any) -> Sequence[str | None]:
+        """Why the backend cannot take the call on any device; None or nothing where it can."""
+        return ()
+
+    def wrong_device(self, device: DeviceInfo) -> str | None:
+        """Why the backend does not run on the device; None if it does."""
+        if self.devices is None:
+            return None
+        capability = device.compute_capability
+        if device.platform != "cuda" or capability is None:
+            return f"needs a CUDA device ({self.device_names}), got {device.platform}"
+        if any(first <= capability <= last for first, last in self.devices):
+            return None
+        return "serves {}, got compute capability {}.{}".format(self.device_names, *capability)
 
     def missing(self, phase: str, framework: str) -> str | None:
-        """Why the backend cannot be used in this process; None if it can."""
+        """Why the backend cannot be used in this process; None if it can. It builds its CUDA kernel if need be."""
         for need in self.needs:
             if framework in need.frameworks and phase in (need.phases or (phase,)) and (why := need.missing()):
                 return why
+        if phase in self.binaries and load("jax_sparse_mla.launch.build:module")(*self.binaries[phase]) is None:
+            return KERNEL_UNUSABLE
         return None if self.unready is None else load(self.unready)(phase, framework)
 
 
+KERNEL_UNUSABLE = "its CUDA kernel cannot be used here: a warning says why"
+
+
 def load(name: str) -> Any:
-    """What "module:attribute" names."""
+    """The object that "module:attribute" names."""
     module, attribute = name.split(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def first_able(backends: Mapping[str, Any], call: Any, phase: str, framework: str = "jax") -> Any:
+    """The record of the first backend that can serve a call in this process; the last one always can.
+
+    Only those are asked for their packages and kernels that can take the call.
+    """
+    *preferred, last = backends.values()
+    return next((x for x in preferred if not x.cannot(call) and not x.missing(phase, framework)), last)
 
 
 @dataclasses.dataclass(frozen=True)

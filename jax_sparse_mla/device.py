@@ -1,4 +1,4 @@
-"""What routing and launching need to know of a device. Plain data; JAX is asked by `DeviceInfo.current` alone."""
+"""A device as routing and launching know it. Plain data; JAX is asked by `DeviceInfo.current` alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARED_MEMORY_OPTIN = {
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """What routing needs to know of a device.
+    """A device as routing knows it.
 
     Attributes:
       platform: "cpu" or "cuda".

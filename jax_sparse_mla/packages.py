@@ -10,10 +10,10 @@ import os
 import sys
 import warnings
 
-__all__ = ["found", "give_triton_a_cache", "version", "warn_once", "why_not"]
+__all__ = ["give_triton_a_cache", "is_found", "version", "warn_once", "why_not"]
 
 
-def found(name: str) -> bool:
+def is_found(name: str) -> bool:
     """Whether there is a package of this import name; it is not imported."""
     return importlib.util.find_spec(name) is not None
 
@@ -24,7 +24,7 @@ def why_not(name: str) -> str | None:
 
     "triton is not installed", "triton does not import: OSError: …".
     """
-    if not found(name):
+    if not is_found(name):
         return f"{name} is not installed"
     cache_dir = os.environ.get("TRITON_CACHE_DIR") or None  # importing jax-triton empties it
     try:

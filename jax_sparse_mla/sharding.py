@@ -52,14 +52,13 @@ def is_sharded(*arrays: Any) -> bool:
     return _mesh(arrays) is not None
 
 
-def refuse_sharded(check: ArgumentChecks, **arrays: Any) -> None:
+def refuse_sharded(check: ArgumentChecks, name: str, keys: Any) -> None:
     """Refuses keys that are sharded over explicit axes: each device would need a copy of all of them."""
-    for name, array in arrays.items():
-        if is_sharded(array):
-            raise check.fail(
-                f"{name} is sharded over explicit mesh axes: replicate it, or call under jax.shard_map with each "
-                "device's own keys and join the results with merge_attention"
-            )
+    if is_sharded(keys):
+        raise check.fail(
+            f"{name} is sharded over explicit mesh axes: replicate it, or call under jax.shard_map with each "
+            "device's own keys and join the results with merge_attention"
+        )
 
 
 def on_own_shares(function: Callable[..., Any], shares: PartitionRule, arguments: tuple, **static: Any) -> Any:
@@ -70,17 +69,22 @@ def on_own_shares(function: Callable[..., Any], shares: PartitionRule, arguments
     """
     types = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(arguments))
     cut = _cuts(zip(_leaves(shares.arguments, arguments), types))
-    facts = {"function": function, "mesh": _mesh(arguments), "static": tuple(static.items())}
-    in_specs, out_specs = (_specs(names, cut) for names in (shares.arguments, shares.results))
-    return _on_own_shares(arguments, **facts, in_specs=in_specs, out_specs=out_specs)
+    return _on_own_shares(
+        arguments,
+        function=function,
+        in_specs=_specs(shares.arguments, cut),
+        out_specs=_specs(shares.results, cut),
+        mesh=_mesh(arguments),
+        static=tuple(static.items()),
+    )
 
 
 @partial(jax.jit, static_argnames=("function", "in_specs", "out_specs", "mesh", "static"))
 def _on_own_shares(arguments, *, function, in_specs, out_specs, mesh, static):
     arguments = tuple(_resharded(mesh, *pair) for pair in zip(arguments, in_specs))
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
-    specs = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": explicit}
-    return jax.shard_map(partial(function, **dict(static)), mesh=mesh, **specs)(*arguments)
+    function = partial(function, **dict(static))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit)(*arguments)
 
 
 def replicated(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -107,7 +111,7 @@ def partitioned(function: Callable[..., Any], shares: PartitionRule, *arguments:
 
     A program for one device has the function itself.
     """
-    # JAX and XLA keep programs on disk by their text, which has no word of the function. So it takes a digest.
+    # The compilation cache is keyed by program text, which does not contain this function, so we pass its digest.
     jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
     text = str(jaxpr).encode() + b"".join(np.asarray(x).tobytes() for x in jaxpr.consts)
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
@@ -121,13 +125,13 @@ def partitioned(function: Callable[..., Any], shares: PartitionRule, *arguments:
         leaves = jax.tree.leaves((results, arguments))
         cut = _cuts(zip([*names[1], *names[0]], map(_spec, leaves)))
 
-        def own(_, *own_shares):
+        def on_shares(_, *parts):
             if PAGES in cut and shares.across:
-                return shares.across(traced, cut[PAGES], *own_shares)
-            found = traced(*own_shares)
-            return _summed(found, names[1], cut) if shares.summed else found
+                return shares.across(traced, cut[PAGES], *parts)
+            results = traced(*parts)
+            return _summed(results, names[1], cut) if shares.summed else results
 
-        return mesh, own, of_mesh(mesh, results, names[1], cut), of_mesh(mesh, arguments, names[0], cut)
+        return mesh, on_shares, of_mesh(mesh, results, names[1], cut), of_mesh(mesh, arguments, names[0], cut)
 
     def infer(mesh: Any, arguments: tuple, results: Any) -> Any:  # GSPMD asks; Shardy has the rule
         cut = _cuts(zip(names[0], map(_spec, jax.tree.leaves(arguments))))
@@ -185,7 +189,7 @@ def _leaves(prefix: Any, tree: Any) -> list[PartitionSpec]:
 
 
 def _spec(shape: jax.ShapeDtypeStruct) -> PartitionSpec:
-    """What the partitioner knows of an array's sharding; GSPMD may know nothing yet."""
+    """The sharding of an array as the partitioner knows it; GSPMD may know nothing yet."""
     return getattr(shape.sharding, "spec", PartitionSpec())
 
 

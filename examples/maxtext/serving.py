@@ -45,23 +45,23 @@ class MaxTextModel:
     def new_caches(self, **sizes):
         return [layers.V4LayerCache.zeros(self.spec, ratio, **sizes) for ratio in self.ratios]
 
-    def forward(self, params, caches, batch, tables, tokens, positions, *,
-                layers=None, gathered=None, backend=None, trace=False):  # fmt: skip
+    def forward(self, params, caches, inputs, *, layers=None):
         """Its hidden rows are before the final norm.
 
         Raises:
           ValueError: for some of the layers, as speculative decoding asks for them, and for a trace.
         """
-        if layers is not None or trace:
+        if layers is not None or inputs.trace:
             raise ValueError("MaxText's decoder runs all its layers and traces none: no speculative_steps, no trace")
         model = nnx.merge(self.graph, params)
         modules = [getattr(model.decoder, f"layers_{i}").self_attention for i in range(self.num_layers)]
         for module, cache in zip(modules, caches):
             module.paged = nnx.Cache(cache)  # as its own caches, MaxText carries it through its rematerialisation
-        attend, overflow = _attention(self.spec, batch, tables, gathered, backend)
+        attend, overflow = _attention(self.spec, inputs)
         with mock.patch.object(CompressedAttention, "__call__", attend):
             # Its first result are logits of all rows, which the compiler drops.
-            hidden = model.decoder(model.token_embedder, tokens[None], positions[None], deterministic=True)[1]
+            tokens, positions = inputs.tokens[None], inputs.positions[None]
+            hidden = model.decoder(model.token_embedder, tokens, positions, deterministic=True)[1]
         caches = [module.paged.get_value() for module in modules]
         return ForwardOutput(hidden=hidden[0], caches=caches, overflow=overflow)
 
@@ -71,9 +71,9 @@ class MaxTextModel:
         return scores[0].astype(jnp.float32)
 
 
-def _attention(spec, batch, tables, gathered, backend):
+def _attention(spec, inputs):
     """A step's `CompressedAttention.__call__`, and whether the step overflows."""
-    shared = layers.prepare_v4_step(spec, batch, tables, gathered=gathered)
+    shared = layers.prepare_v4_step(spec, inputs.batch, inputs.tables, gathered=inputs.gathered)
 
     def attend(module, *, inputs_q, inputs_positions, **_):
         """Its queries and keys come from the same input."""
@@ -84,8 +84,8 @@ def _attention(spec, batch, tables, gathered, backend):
         params = layers.V4LayerParams(attn_sink=module.sinks.get_value().astype(jnp.float32), **params)
         ratio = module.compress_ratio
         out, cache, _ = layers.v4_layer(
-            module.paged.get_value(), rows, params, batch, shared.metadata, shared.plans.get(ratio),
-            spec=spec, ratio=ratio, backend=backend,
+            module.paged.get_value(), rows, params, inputs.batch, shared.metadata, shared.plans.get(ratio),
+            spec=spec, ratio=ratio, backend=inputs.backend,
         )  # fmt: skip
         module.paged.set_value(cache)
         out = module._apply_rotary_embedding_v4(out[None].astype(q.dtype), inputs_positions, reverse=True)

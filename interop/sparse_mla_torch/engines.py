@@ -255,7 +255,7 @@ def build_metadata(
     Raises:
       TypeError, ValueError: as the builders; `out` of another mode, model or shape.
     """
-    if spec.window is None:
+    if not spec.windowed:
         prefill_backend = prefill_backend or _prefill_backend(spec, step)
     elif step.tables.full_to_swa is None:
         raise ValueError(f"build_metadata: {spec.name} has a window, and the step no full_to_swa (swa_block_tables)")
@@ -273,7 +273,7 @@ def _prefill_backend(spec: ModelSpec, step: EngineStep) -> str:
 def _launch(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backend: str | None, out: Any) -> Any:
     # Triton is imported only here, where there is a GPU.
     with torch.cuda.device_of(step.batch.seq_lens):
-        if spec.window is not None:
+        if spec.windowed:
             from sparse_mla_torch.operations.metadata import build_v4_metadata
 
             return build_v4_metadata(spec, *step, out=out)
@@ -283,7 +283,7 @@ def _launch(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backe
 
 
 def _build_by_jax(spec: ModelSpec, step: EngineStep, fp8_kv_cache: bool, prefill_backend: str | None, out: Any) -> Any:
-    if spec.window is not None:
+    if spec.windowed:
         made = bridge.call(metadata.build_v4_metadata, spec, *step)
     else:
         made = bridge.call(

@@ -51,7 +51,6 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from jax_sparse_mla.compressor.state import compressor_window
 from jax_sparse_mla.indexer.logits import INDEX_DIM, INDEX_K_BYTES
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
@@ -219,7 +218,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
 
 
 def _check_model(function: str, engine: Engine) -> None:
-    if engine.spec.index_pool > 1:
+    if engine.spec.kind().pool > 1:
         raise ValueError(f"{function}: the file has no place for the states of pools and linear attention, which "
                          f"{engine.spec.name} carries")  # fmt: skip
 
@@ -229,7 +228,7 @@ def _cache_description(engine: Engine) -> dict[str, Any]:
     cache, spec = engine.layer_cache(0), engine.spec
     return {
         "model": spec.name,
-        "kv_layout": (cache.kv if spec.window is None else cache.swa).layout.name,
+        "kv_layout": (cache.swa if spec.windowed else cache.kv).layout.name,
         "page_size": spec.page_size,
         "window": spec.window,
         "layer_ratios": list(engine.ratios),
@@ -293,7 +292,7 @@ def _place(engine: Engine, request: Request) -> Place:
     pool = engine.scheduler.pool
     slots = pool.req_to_token[request.row, : request.computed : page_size].astype(np.int64)
     swa_slots = np.zeros(0, np.int64)
-    if engine.spec.window is not None:
+    if engine.spec.windowed:
         first = first_window_page(request.computed, page_size, engine.spec.window)
         swa_slots = pool.full_to_swa[slots[first:]].astype(np.int64)
     return Place(request.computed, page_size, slots // page_size, swa_slots // page_size, request.row)
@@ -333,7 +332,8 @@ def _rows_of(name: str, cache: V4LayerCache | V32LayerCache, place: Place) -> tu
         first = (pool.layer_index or 0) * (_leaves(cache)[name].shape[0] // pool.num_layers)
     if not _is_state(name):
         return (first + (place.swa_pages if name.startswith("swa.") else place.pages),)
-    window = compressor_window(place.page_size // cache.compressed.page_size)
+    halves = cache.state.kv.shape[-1] // cache.compressed.layout.qk_dim  # 2 where windows overlap
+    window = halves * (place.page_size // cache.compressed.page_size)
     ring = _leaves(cache)[name].shape[1]
     last = np.arange(max(0, place.computed - window), place.computed)
     return np.full(len(last), first + place.row), last % ring

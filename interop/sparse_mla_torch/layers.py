@@ -23,8 +23,9 @@ from typing import TypeVar
 import jax
 import torch
 
-from jax_sparse_mla.argument_checks import BF16, FLOAT32, FLOATS, UINT8
+from jax_sparse_mla.argument_checks import BF16, FLOAT32, FLOATS, UINT8, ArgumentChecks
 from jax_sparse_mla.attention.route import Plan
+from jax_sparse_mla.compressor.state import row_halves
 from jax_sparse_mla.indexer.logits import INDEX_DIM, IndexKeys, sylvester
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.kv_cache import PagedKV
@@ -38,10 +39,11 @@ from jax_sparse_mla.layers import (
     V32Rows,
 )
 from jax_sparse_mla.layers.checks import check_v4_layer, check_v32_layer
+from jax_sparse_mla.layers.state import LayerStep
 from jax_sparse_mla.layers.step import with_pool_sizes
 from jax_sparse_mla.layers.write import Step, kernel_obstacle, rows_each, step_of, write_by_kernel
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, V4Metadata, V32Metadata
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import LayerKind, ModelSpec
 from sparse_mla_torch.attention import decode
 from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.attention.pages import pages_of
@@ -110,19 +112,20 @@ def v4_layer(
       ValueError: a tensor of another shape, not contiguous or on another device; a step that the layer's kernel does
         not write, or several rows of a request without room in the compressors' states (`max_draft_tokens`).
     """
-    check_v4_layer(cache, rows, params, batch, metadata, None, spec=spec, ratio=ratio)
-    cache, params, step = cache.alone(), params.alone(), step_of(batch, metadata, ratio)
-    _check_tensors(cache, rows, params, step, spec=spec, ratio=ratio)
-    if why := kernel_obstacle(cache, rows, params, step, ratio=ratio, rows_each=rows_each(batch)):
+    kind, of_layer = spec.kind(ratio), LayerStep(batch, metadata)
+    check_v4_layer(ArgumentChecks("v4_layer"), cache, rows, params, of_layer, spec=spec, kind=kind)
+    cache, params, step = cache.alone(), params.alone(), step_of(of_layer, kind)
+    _check_tensors(cache, rows, params, step, spec=spec, kind=kind)
+    if why := kernel_obstacle(cache, rows, params, step, kind=kind, rows_each=rows_each(of_layer)):
         raise ValueError(f"v4_layer: the kernel that writes a layer's caches does not serve this step: {why}")
     device = rows.q.device
     with torch.cuda.device_of(rows.q):
-        written = write_by_kernel(executor(device), _signs(device), cache, rows, params, step, ratio=ratio)
+        written = write_by_kernel(executor(device), _signs(device), cache, rows, params, step, kind=kind)
         extra = None, None, None
         if ratio:
             part = metadata.compressed[ratio]
             slots = part.page_indices
-            if ratio == INDEXED_RATIO:
+            if kind.selected:
                 keys = written.index_q, written.index_weights, _pages(cache.index_k), metadata.page_table, part.lengths
                 slots = _selected(*keys, spec, spec.page_size // ratio, batch_invariant)
             extra = _rows_of(cache.compressed), slots[:, None], part.topk_lengths
@@ -162,10 +165,11 @@ def v32_layer(
         or with neither; a tensor of another shape, not contiguous or on another device.
     """
     check, q = TensorChecks("v32_layer", rows.q), rows.q
-    if batch.mode is not ForwardMode.DECODE or spec.index_pool > 1:
+    pool = spec.kind().pool
+    if batch.mode is not ForwardMode.DECODE or pool > 1:
         raise check.fail(
             f"serves DECODE steps of models whose tokens have an index key each, got {batch.mode.name} and "
-            f"pools of {spec.index_pool}: jax_sparse_mla.layers.v32_layer serves the others"
+            f"pools of {pool}: jax_sparse_mla.layers.v32_layer serves the others"
         )
     if (rows.index_k is None) != (slots is not None):
         raise check.fail(f"needs rows of an indexer or slots, got {'neither' if slots is None else 'both'}")
@@ -231,7 +235,7 @@ def _pages(index_k: torch.Tensor | IndexKeys) -> torch.Tensor:
 
 
 def _check_tensors(
-    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, spec: ModelSpec, ratio: int
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, spec: ModelSpec, kind: LayerKind
 ) -> None:
     """Refuses what the kernel cannot read; the functions that follow it check what they take themselves."""
     check = TensorChecks("v4_layer", rows.q)
@@ -240,11 +244,11 @@ def _check_tensors(
         check(f"{name}.data", cache.data, (None, cache.layout.page_bytes(cache.page_size)), UINT8)
 
     def check_compressor(prefix: str, params: CompressorParams, kv, score, state, head_dim: int) -> None:
-        width = head_dim * (2 if ratio == INDEXED_RATIO else 1)
+        width = head_dim * row_halves(kind.ratio, kind.overlap)
         check(f"rows.{prefix}kv", kv, (num_rows, width), FLOATS)
         check(f"rows.{prefix}score", score, (num_rows, width), FLOATS)
         name = "index_" if prefix == "index." else ""
-        check(f"params.{name}compressor.ape", params.ape, (ratio, width), FLOAT32)
+        check(f"params.{name}compressor.ape", params.ape, (kind.ratio, width), FLOAT32)
         check(f"params.{name}compressor.norm_weight", params.norm_weight, (head_dim,), FLOATS)
         check(f"params.{name}compressor.inv_freq", params.inv_freq, (spec.rope_dim // 2,), FLOAT32)
         check(f"cache.{name}state.kv", state.kv, (None, None, width), FLOAT32)
@@ -256,12 +260,12 @@ def _check_tensors(
     check_pages("cache.swa", cache.swa)
     for name, x in step._asdict().items():
         check.optional(f"the step's {name}", x, (None if name == "query_start_loc" else num_rows,))
-    if ratio == 0:
+    if not kind.owns_kv:
         return
     check_pages("cache.compressed", cache.compressed)
     compressed = rows.compressed_kv, rows.compressed_score, cache.state
     check_compressor("compressed_", params.compressor, *compressed, spec.qk_dim)
-    if ratio != INDEXED_RATIO:
+    if kind.index_keys != "compressor":
         return
     index = rows.index
     check_compressor("index.", params.index_compressor, index.kv, index.score, cache.index_state, spec.index_dim)

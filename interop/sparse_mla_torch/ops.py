@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import jax_sparse_mla
-from jax_sparse_mla.attention.triton.plan import V_DIM
+from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.indices.merge import merged_width
 from jax_sparse_mla.kv_cache import PagedKV
 from sparse_mla_torch.attention import decode, pages, prefill

@@ -1,4 +1,4 @@
-"""The attention backends: one record each, and nothing about a backend is said elsewhere.
+"""The attention backends, and those of its gradient: one record each, and nothing about a backend is said elsewhere.
 
 A new backend is a record here, its functions in `attention/backends/<name>.py` (JAX) and, where torch calls it too, in
 `sparse_mla_torch/attention/backends/<name>.py`. The attention functions, `plan_attention`, torch and
@@ -9,44 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from jax_sparse_mla import backend as shared
-from jax_sparse_mla.backend import Need
+from jax_sparse_mla.backend import SM80_AND_UP, SM90, SM100, SM120, TRITON, TRITON_LAUNCHER, TVM_FFI, Need
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import KVLayout
-
-if TYPE_CHECKING:
-    import jax
-
-    from jax_sparse_mla.kv_cache.paged import PagedKV
 
 PHASES = ("decode", "prefill")
 
 
-class IndexTable(NamedTuple):
-    """A paged cache, and what each query row reads of it; never without a column, nor the cache without a slot.
-
-    Attributes:
-      cache: the `PagedKV`.
-      indices: int32 `[batch, q_len, columns]`, slots of the cache.
-      lengths: int32 `[batch, q_len]`, how many leading columns are scanned; None scans all.
-    """
-
-    cache: PagedKV
-    indices: jax.Array
-    lengths: jax.Array | None
-
-    def rows(self) -> IndexTable:
-        """The table with batch and q_len as one axis: `[batch · q_len, columns]`."""
-        batch, q_len, columns = self.indices.shape
-        lengths = None if self.lengths is None else self.lengths.reshape(batch * q_len)
-        return IndexTable(self.cache, self.indices.reshape(batch * q_len, columns), lengths)
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a decision depends on of an attention call; plain data.
+    """An attention call as decisions see it; plain data.
 
     Attributes:
       phase: "decode" (attends to paged caches) or "prefill" (attends to a bf16 workspace).
@@ -74,9 +49,6 @@ class Call:
     extra_page_size: int | None = None
 
 
-Capability = tuple[int, int]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(shared.Backend):
     """The record of an attention backend.
@@ -88,8 +60,6 @@ class Backend(shared.Backend):
         `batch_invariant` too, which is False in the phases of `batch_dependent`.
       layouts: the row layouts that its kernels were written for, by phase; without a phase it has no such function.
         None: any layout.
-      devices: ranges of compute capabilities, both ends included; None: any device.
-      device_names: the same in words.
       dtypes: of the queries.
       max_heads: the most query heads; None: any number.
       batches: the phases whose kernel has a batching rule; under `vmap` the reference stands in for the others.
@@ -102,8 +72,6 @@ class Backend(shared.Backend):
 
     module: str
     layouts: Mapping[str, tuple[KVLayout, ...]] | None
-    devices: tuple[tuple[Capability, Capability], ...] | None
-    device_names: str = ""
     dtypes: tuple[str, ...] = ("bfloat16",)
     max_heads: int | None = None
     batches: tuple[str, ...] = ()
@@ -116,26 +84,13 @@ class Backend(shared.Backend):
         """The JAX function of a phase."""
         return shared.load(f"{self.module}:{phase}")
 
-    def wrong_device(self, device: DeviceInfo) -> str | None:
-        """Why the device is none of its own; None if it is."""
-        if self.devices is None:
-            return None
-        capability = device.compute_capability
-        if device.platform != "cuda" or capability is None:
-            return f"needs a CUDA device ({self.device_names}), got {device.platform}"
-        if any(first <= capability <= last for first, last in self.devices):
-            return None
-        return "serves {}, got compute capability {}.{}".format(self.device_names, *capability)
-
-    def cannot(self, call: Call) -> list[str]:
-        reasons = [self.wrong_device(call.device), self._wrong_layout(call)]
+    def refuses(self, call: Call) -> list[str | None]:
+        reasons = [self._wrong_layout(call)]
         if call.dtype not in self.dtypes:
             reasons.append(f"{call.dtype} inputs are served by the reference only")
         if self.max_heads is not None and call.num_heads > self.max_heads:
             reasons.append(f"its kernels take up to {self.max_heads} heads, got {call.num_heads}")
-        if call.batch_invariant:
-            reasons.append(self.batch_dependent.get(call.phase))
-        return [why for why in reasons if why]
+        return [*reasons, self.batch_dependent.get(call.phase) if call.batch_invariant else None]
 
     def _wrong_layout(self, call: Call) -> str | None:
         if self.layouts is None:
@@ -163,22 +118,19 @@ _FP8 = (KVLayout.V32_FP8, KVLayout.V4_FP8)
 _BF16 = (KVLayout.V32_BF16, KVLayout.V4_BF16)  # a workspace's rows too
 _V41 = (KVLayout.V41_FP8, KVLayout.V41_FP8_SPLIT, KVLayout.V41_FP4, KVLayout.V41_FP4_SPLIT)
 _NOPE = (KVLayout.NOPE_BF16, KVLayout.NOPE_FP8, KVLayout.NOPE_FP8_TENSOR)
-_SM90, _SM100, _SM120 = ((9, 0), (9, 0)), ((10, 0), (10, 9)), ((12, 0), (12, 9))
-_TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
-_TRITON = Need(("triton",), ("triton",))
 
 _RECORDS = (
     Backend(
         name="hopper",
         module="jax_sparse_mla.attention.backends.hopper",
         layouts={"decode": (*_FP8, *_V41, *_BF16, KVLayout.NOPE_BF16), "prefill": _BF16},
-        devices=(_SM90,),
+        devices=(SM90,),
         device_names="SM90",
         needs=(
-            dataclasses.replace(_TVM_FFI, phases=("decode",)),
+            dataclasses.replace(TVM_FFI, phases=("decode",)),
             Need(("absl-py",), ("absl",), frameworks=("jax",), phases=("prefill",)),  # Mosaic GPU imports it
         ),
-        unready="jax_sparse_mla.attention.backends.hopper:unready",
+        binaries={"decode": ("sparse_decode", "90a")},
         batches=("prefill",),
         gradients=("prefill",),
         torch=("decode",),
@@ -187,13 +139,13 @@ _RECORDS = (
         name="flashmla",
         module="jax_sparse_mla.attention.backends.flashmla",
         layouts={"decode": _FP8, "prefill": _BF16},
-        devices=(_SM90, _SM100),
+        devices=(SM90, SM100),
         device_names="SM90 and SM100",
         max_heads=128,
         needs=(
             Need(("sgl-flash-mla", "sglang-kernel"), ("flash_mla", "sgl_kernel")),
             Need(("torch",), ("torch",)),
-            dataclasses.replace(_TRITON, frameworks=("torch",)),  # our sanitiser goes before its operators
+            dataclasses.replace(TRITON, frameworks=("torch",)),  # our sanitiser goes before its operators
         ),
         unready="jax_sparse_mla.attention.backends.flashmla:unready",
         gradients=("prefill",),
@@ -205,20 +157,20 @@ _RECORDS = (
         name="flashinfer",
         module="jax_sparse_mla.attention.backends.flashinfer",
         layouts={"decode": _FP8},
-        devices=(_SM120,),
+        devices=(SM120,),
         device_names="SM120 and SM121",
         max_heads=128,
         batch_dependent={"decode": "its kernel and its split of a row's keys depend on the batch"},
-        needs=(Need(("flashinfer-python",), ("flashinfer",)), _TVM_FFI),
+        needs=(Need(("flashinfer-python",), ("flashinfer",)), TVM_FFI),
         unready="jax_sparse_mla.attention.backends.flashinfer:unready",
     ),
     Backend(
         name="triton",
         module="jax_sparse_mla.attention.backends.triton",
         layouts={"decode": (*_FP8, *_BF16, *_V41, *_NOPE), "prefill": _BF16},
-        devices=(((8, 0), (99, 9)),),
+        devices=(SM80_AND_UP,),
         device_names="SM80 and up",
-        needs=(_TRITON, Need(("apache-tvm-ffi", "jax-triton"), ("tvm_ffi", "jax_triton"), frameworks=("jax",))),
+        needs=(TRITON, TRITON_LAUNCHER),
         unready="jax_sparse_mla.launch.dispatch:unready",
         gradients=("prefill",),
         torch=PHASES,
@@ -227,7 +179,6 @@ _RECORDS = (
         name="reference",
         module="jax_sparse_mla.attention.reference",
         layouts=None,
-        devices=None,
         dtypes=("bfloat16", "float32"),
         batches=PHASES,
         gradients=PHASES,
@@ -237,3 +188,83 @@ _RECORDS = (
 
 # Preferred first; `route` has what measurements say otherwise.
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _RECORDS}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientCall:
+    """A gradient of prefill as decisions see it; plain data.
+
+    Attributes:
+      device: what will run it.
+      qk_dim: values of a key.
+      deterministic: whether dkv must repeat to the bit.
+    """
+
+    device: DeviceInfo
+    qk_dim: int
+    deterministic: bool
+
+
+class GradientArrays(NamedTuple):
+    """The arrays that a gradient kernel reads.
+
+    Attributes:
+      q, kv, indices, lengths, lse: as in prefill.
+      grad: of out.
+      factor, offset: of `statistics` of `attention/gradient.py`.
+      key_scales: float32 `[num_keys]`, powers of two, where dkv is summed in integers of 64 bits; otherwise None.
+    """
+
+    q: Any
+    kv: Any
+    indices: Any
+    lengths: Any | None
+    grad: Any
+    lse: Any
+    factor: Any
+    offset: Any
+    key_scales: Any | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientBackend(shared.Backend):
+    """The record of a kernel for the gradient of prefill.
+
+    Attributes:
+      function: "module:function" of `(executor, arrays, *, softmax_scale)`, dq and dkv of `GradientArrays`.
+      qk_dims: values of a key that it takes; None: those of prefill.
+      repeats: whether its dkv repeats to the bit where that is asked for.
+    """
+
+    function: str
+    qk_dims: tuple[int, ...] | None = None
+    repeats: bool = False
+
+    def refuses(self, call: GradientCall) -> list[str | None]:
+        wrong_dim = self.qk_dims is not None and call.qk_dim not in self.qk_dims
+        return [
+            f"takes keys of {' or '.join(map(str, self.qk_dims))} values, got {call.qk_dim}" if wrong_dim else None,
+            "its dkv does not repeat to the bit" if call.deterministic and not self.repeats else None,
+        ]
+
+
+_GRADIENT_RECORDS = (
+    GradientBackend(
+        name="hopper",
+        function="jax_sparse_mla.attention.hopper.backward:backward",
+        devices=(SM90,),
+        device_names="SM90",
+        needs=(TVM_FFI,),
+        binaries={"gradient": ("sparse_backward", "90a")},
+        qk_dims=(512, 576),
+    ),
+    GradientBackend(
+        name="triton",
+        function="jax_sparse_mla.attention.triton.backward:backward",
+        needs=(TRITON, TRITON_LAUNCHER),
+        repeats=True,
+    ),
+)
+
+# Preferred first; the last one takes every call that has a kernel.
+GRADIENT_BACKENDS: dict[str, GradientBackend] = {backend.name: backend for backend in _GRADIENT_RECORDS}

@@ -15,8 +15,8 @@ from jax import lax
 
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import row_lengths, sparse_mla_decode
-from jax_sparse_mla.attention.backend import IndexTable
 from jax_sparse_mla.attention.exchange import exchanged
+from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.indices.ownership import AxisName, Ownership, Positions, pack_positions
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache
@@ -95,8 +95,9 @@ def context_parallel_decode(
 
 
 def own_slots(slots: jax.Array, cache: PagedKV, axis_name: AxisName) -> jax.Array:
-    """The slots of the device's own pages that these slots of all pages are; −1 for those of other devices, and for no
-    slot. Under `shard_map`; `write_kv` and `gather_kv` of `cache`, the device's pages, take them.
+    """Global slots as local slots of this device; −1 if another device owns the page, or where there is no slot.
+
+    Under `shard_map`; `write_kv` and `gather_kv` of `cache`, the device's pages, take them.
 
     Args:
       slots: int32, any shape.
@@ -123,7 +124,7 @@ def cut_pages(cache: PagedKV, n: int) -> PagedKV:
 
 
 def own_tables(tables: Sequence[IndexTable], axis_name: AxisName) -> list[tuple[jax.Array, jax.Array]]:
-    """Of each table the device's own slots in their order, then −1, and how many there are.
+    """For each table, the device's own slots in their order, then −1, and how many there are.
 
     Args:
       tables: one or two, of the device's own pages and slots of all pages; lengths are `[batch, q_len]`.

@@ -18,7 +18,7 @@ from jax import lax
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.indices.ownership import AxisName
 from jax_sparse_mla.launch.dispatch import dispatch, use_triton
-from jax_sparse_mla.launch.transforms import differentiated_as, on_cuda
+from jax_sparse_mla.launch.transforms import KernelCall, differentiated_as
 from jax_sparse_mla.launch.triton_call import launching
 
 # A device's words are a multiple of these: 16 bytes, so that every part is aligned as the first one is.
@@ -52,7 +52,7 @@ def _refuse(n, primals, tangents):
 
 @partial(jax.jit, static_argnames="n")
 def send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
-    """int32 `[n, words]`: for each device out's bits of its heads, those of lse, and what fills 16 bytes."""
+    """int32 `[n, words]`, one row a peer: the bits of its heads' `out`, then of `lse`, padded to 16 bytes."""
     if out.size == 0:
         return send_reference(out, lse, n)
     *leading, heads, v_dim = out.shape
@@ -86,12 +86,12 @@ def merge_received(
       attn_sink: float32, of the device's own heads.
       shape, dtype: of out, `[..., own heads, v_dim]`.
     """
-    static = {"shape": shape, "dtype": np.dtype(dtype).name}
-    plain = partial(merge_received_reference, **static)
+    dtype = np.dtype(dtype).name
+    plain = partial(merge_received_reference, shape=shape, dtype=dtype)
     if 0 in shape or not use_triton():
         return plain(words, attn_sink)
-    kernel = partial(on_cuda, launching("attention.triton.exchange.merge_received", **static), plain)
-    return differentiated_as(kernel, plain)(words, attn_sink)
+    kernel = launching("attention.triton.exchange.merge_received", shape=shape, dtype=dtype)
+    return differentiated_as(KernelCall(kernel, plain), plain)(words, attn_sink)
 
 
 def merge_received_reference(

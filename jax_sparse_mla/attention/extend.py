@@ -12,7 +12,6 @@ from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_first_cache, check_second_cache
 from jax_sparse_mla.kv_cache.rows import gather_kv_as_workspace, gather_kv_into
 from jax_sparse_mla.metadata.prefill_plan import PrefillPlan
-from jax_sparse_mla.models import is_indexed
 
 
 def sparse_mla_extend(
@@ -40,7 +39,7 @@ def sparse_mla_extend(
       compressed_cache: the compressed cache, this chunk's rows already written, of a layout that may stand beside
         swa_cache's as in `sparse_mla_decode`; None where the ratio is 0.
       topk_positions: int32 `[T, ≥ plan.topk]`, the compressed positions that the indexer chose, local to the
-        request, −1 padded (ratios 1, 2 and 4). None attends to every complete entry (ratio 128), or to none (ratio 0).
+        request, −1 padded, where `plan.selected`. None attends to every complete entry (ratio 128) or none (ratio 0).
       softmax_scale: what q·k is multiplied by (a static number).
       attn_sink: float32 `[heads]`.
       workspace: bfloat16 `[≥ plan.workspace_rows, qk_dim]`, a buffer to gather into; its rows past the plan's are left
@@ -70,13 +69,13 @@ def sparse_mla_extend(
     if workspace is not None and workspace.shape[0] < plan.workspace_rows:
         raise check.fail(f"workspace must have at least {plan.workspace_rows} rows, got {workspace.shape[0]}")
     if (compressed_cache is None) != (plan.compress_ratio == 0):
-        given = "None" if compressed_cache is None else "a cache"
-        raise check.fail(f"compressed_cache must be None exactly when the plan's ratio is 0; got {given}, "
+        argument = "None" if compressed_cache is None else "a cache"
+        raise check.fail(f"compressed_cache must be None exactly when the plan's ratio is 0; got {argument}, "
                          f"ratio {plan.compress_ratio}")  # fmt: skip
     if compressed_cache is not None:
         check_second_cache(check, caches, swa_cache, compressed_cache)
     if topk_positions is None:
-        if is_indexed(plan.compress_ratio):
+        if plan.selected:
             raise check.fail(f"topk_positions must be given for ratio {plan.compress_ratio}, got None")
         # Every complete entry: the merge keeps those before each query's own position.
         topk_positions = jnp.broadcast_to(jnp.arange(plan.topk, dtype=jnp.int32), (q.shape[0], plan.topk))

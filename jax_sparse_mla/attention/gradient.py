@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla import sharding
 from jax_sparse_mla.attention import reference
+from jax_sparse_mla.attention.backend import GRADIENT_BACKENDS, GradientArrays, GradientCall
 from jax_sparse_mla.attention.merge import sink_factor
-from jax_sparse_mla.launch import dispatch
+from jax_sparse_mla.backend import first_able, load
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.launch.transforms import KernelCall, shared, varying_alike
+from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.packages import why_not
 
 # Sums of integers of 64 bits: at a key's scale none is larger than 2^62.
@@ -33,7 +38,7 @@ _LARGEST_EXPONENT = 128  # of float32
 
 
 def differentiable(
-    forward: Callable[..., tuple], *, name: str, softmax_scale: float, deterministic: bool
+    forward: Callable[..., tuple], name: str, softmax_scale: float, deterministic: bool
 ) -> Callable[..., tuple]:
     """`forward(q, kv, indices, topk_length, attn_sink)`, which is prefill, with a gradient in q, kv and the sink.
 
@@ -44,9 +49,7 @@ def differentiable(
       deterministic: dkv repeats to the bit; q's and the sink's gradients always do.
     """
 
-    @jax.custom_vjp
-    def attend(q, kv, indices, topk_length, attn_sink):
-        return forward(q, kv, indices, topk_length, attn_sink)
+    attend = jax.custom_vjp(forward)
 
     def save(*arguments):
         out, top, lse = forward(*arguments)
@@ -56,74 +59,72 @@ def differentiable(
         if why := why_not("triton"):
             raise NotImplementedError(f'{name}: its gradient needs triton: {why}; or use backend="reference"')
         g_out, _, g_lse = cotangents
-        static = {"softmax_scale": softmax_scale}
-        kernel = partial(by_kernel, **static, deterministic=deterministic)
+        arrays = Arrays(*saved, g_out, g_lse)
+        rule = _rule(arrays)
+        kernel = partial(by_kernel, softmax_scale=softmax_scale, deterministic=deterministic)
+        plain = shared(partial(by_reference, softmax_scale=softmax_scale), rule)
         kernel.__name__ = f"gradient of {name}"
-        given = (*saved, g_out, g_lse)
-        shares = _shares(*given)
-        kernel, plain = (dispatch.shared(function, shares) for function in (kernel, partial(by_reference, **static)))
-        dq, dkv, dsink = dispatch.on_cuda(kernel, plain, *given)
+        dq, dkv, dsink = KernelCall(kernel, plain, rule=rule)(arrays)
         return dq, dkv, None, None, dsink
 
     attend.defvjp(save, pull)
 
     def called(*arguments):
         # What every device of a `shard_map` has is summed over them here, and not in the kernel's gradient.
-        return attend(*dispatch.varying_alike(arguments))
+        return attend(*varying_alike(arguments))
 
     return called
 
 
-def _shares(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse) -> sharding.PartitionRule:
+class Arrays(NamedTuple):
+    """The arrays that a gradient is made of: the arguments and results of prefill, and the gradients of out and lse."""
+
+    q: jax.Array
+    kv: jax.Array
+    indices: jax.Array
+    topk_length: jax.Array | None
+    attn_sink: jax.Array | None
+    out: jax.Array
+    lse: jax.Array
+    g_out: jax.Array
+    g_lse: jax.Array
+
+
+def _rule(arrays: Arrays) -> sharding.PartitionRule:
     """Rows and heads may be cut; what every device computes of dkv and dsink is then added up."""
     of_q = P("rows", "heads")
-    optional = None if topk_length is None else P("rows"), None if attn_sink is None else P("heads")
-    arguments = (of_q, P(), P("rows"), *optional, of_q, of_q, of_q, of_q)
-    results = of_q, P(), None if attn_sink is None else P("heads")
-    return sharding.PartitionRule(arguments, results, summed=True)
+    lengths = None if arrays.topk_length is None else P("rows")
+    sink = None if arrays.attn_sink is None else P("heads")
+    arguments = Arrays(of_q, P(), P("rows"), lengths, sink, of_q, of_q, of_q, of_q)
+    return sharding.PartitionRule((arguments,), (of_q, P(), sink), summed=True)
 
 
-def by_reference(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse, *, softmax_scale: float) -> tuple:
+def by_reference(arrays: Arrays, *, softmax_scale: float) -> tuple:
     """dq, dkv and dsink (None without a sink)."""
 
     def attend(q, kv, attn_sink):
-        out, _, lse = reference.prefill(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale)
+        indices, lengths = arrays.indices, arrays.topk_length
+        out, _, lse = reference.prefill(q, kv, indices, lengths, attn_sink, softmax_scale=softmax_scale)
         return out, lse
 
-    _, pull = jax.vjp(attend, q, kv, attn_sink)
-    return pull((g_out, g_lse))
+    _, pull = jax.vjp(attend, arrays.q, arrays.kv, arrays.attn_sink)
+    return pull((arrays.g_out, arrays.g_lse))
 
 
-def by_kernel(
-    q,
-    kv,
-    indices,
-    topk_length,
-    attn_sink,
-    out,
-    lse,
-    g_out,
-    g_lse,
-    *,
-    softmax_scale: float,
-    deterministic: bool,
-    tile=None,
-) -> tuple:
-    """As `by_reference`. The SM90 kernel serves where it can and nothing must repeat to the bit, else Triton's.
+def by_kernel(arrays: Arrays, *, softmax_scale: float, deterministic: bool, tile: Any = None) -> tuple:
+    """As `by_reference`, by the first kernel of `GRADIENT_BACKENDS` that can.
 
-    `tile` is one of Triton's kernel, and overrides both choices (tuning).
+    `tile` is one of Triton's kernel, which then serves (tuning).
     """
-    from jax_sparse_mla.attention.hopper import backward as sm90
-    from jax_sparse_mla.attention.triton.backward import backward
-    from jax_sparse_mla.launch.triton_call import executor
-
+    q, kv, indices, lengths, attn_sink, out, lse, g_out, g_lse = arrays
     factor, offset, dsink = statistics(attn_sink, out, lse, g_out, g_lse)
     scales = key_scales(q, kv, g_out, offset, softmax_scale) if deterministic else None
-    arrays, execute = (q, kv, indices, topk_length, g_out, lse, factor, offset), executor()
-    if tile is None and not deterministic and sm90.serves(execute.device.compute_capability, q.shape[-1]):
-        dq, dkv = sm90.backward(*arrays, softmax_scale=softmax_scale)
-    else:
-        dq, dkv = backward(execute, *arrays, scales, softmax_scale=softmax_scale, tile=tile)
+    call = GradientCall(DeviceInfo.current(), q.shape[-1], deterministic)
+    backward = load(first_able(GRADIENT_BACKENDS, call, "gradient").function)
+    if tile is not None:
+        backward = partial(load(GRADIENT_BACKENDS["triton"].function), tile=tile)
+    arrays = GradientArrays(q, kv, indices, lengths, g_out, lse, factor, offset, scales)
+    dq, dkv = backward(executor(), arrays, softmax_scale=softmax_scale)
     if deterministic:
         dkv = from_fixed_point(dkv, scales)
     return dq, dkv.astype(kv.dtype), dsink

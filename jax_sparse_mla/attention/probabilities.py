@@ -1,4 +1,4 @@
-"""What the heads attend to: their probabilities for each index, summed. An indexer learns from them."""
+"""The heads' probabilities for each index, summed: what the attention looks at. An indexer learns from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_sparse_mla.attention.api import static_scale
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.reference import rows_at_once, valid_columns
 from jax_sparse_mla.kv_cache.layout import workspace_layout
-from jax_sparse_mla.launch import dispatch
+from jax_sparse_mla.launch.dispatch import dispatch
 
 
 def sparse_mla_prefill_probabilities(
@@ -54,11 +54,12 @@ def sparse_mla_prefill_probabilities(
     lse = check("lse", lse, ("q_len", "heads"), FLOAT32)
     topk_length = check.optional("topk_length", topk_length, ("q_len",), INT32)
     arguments = q, kv, indices, topk_length, lse
-    static = {"softmax_scale": static_scale(check, softmax_scale)}
+    softmax_scale = static_scale(check, softmax_scale)
     if not sharding.is_sharded(arguments):
-        return _of_heads(*arguments, **static)
-    sharding.refuse_sharded(check, kv=kv)
-    return sharding.on_own_shares(_of_heads, _shares(topk_length, heads=None), arguments, **static)
+        return _of_heads(*arguments, softmax_scale=softmax_scale)
+    sharding.refuse_sharded(check, "kv", kv)
+    shares = _shares(topk_length, heads=None)
+    return sharding.on_own_shares(_of_heads, shares, arguments, softmax_scale=softmax_scale)
 
 
 def _shares(topk_length: jax.Array | None, heads: str | None) -> sharding.PartitionRule:
@@ -77,7 +78,7 @@ def _of_heads(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.
     layouts = BACKENDS["triton"].layouts["prefill"]
     if workspace_layout(q.shape[-1]) in layouts and q.dtype == kv.dtype == jnp.bfloat16:
         kernel = partial(_by_kernel, softmax_scale=softmax_scale)
-    return dispatch.dispatch(kernel, plain, *arguments, shares=_shares(topk_length, heads="heads"))
+    return dispatch(kernel, plain, *arguments, shares=_shares(topk_length, heads="heads"))
 
 
 def _by_kernel(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.Array:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._chunks import map_rows
-from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.attention.merge import sink_factor
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.kv_cache.rows import gather_rows_reference

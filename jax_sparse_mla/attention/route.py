@@ -9,51 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
 from jax_sparse_mla.backend import choose, refuse_unknown
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.kv_cache.layout import KVLayout, bf16_layout, workspace_layout
+from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
 from jax_sparse_mla.models import ModelSpec
 
-# Measured on an H200 (docs/*/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for each
-# multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies that XLA needs around it.
+# Measured on an H200 (docs/reference/routing.md): a decode call of at most so many blocks of 64 heads x 64 indices for
+# each multiprocessor is done earlier by the Triton kernel than by FlashMLA with the copies that XLA needs around it.
 _BLOCKS_PER_SM_BEFORE_FLASHMLA = 5
 
-_ANY = 1 << 31  # more than any number of index columns
-
-
-class _Sooner(NamedTuple):
-    """Decode calls that FlashMLA's kernel by itself does sooner than `hopper`. A range has its last number too."""
-
-    layout: KVLayout
-    heads: tuple[int, int]
-    topk: tuple[int, int]  # index columns of both tables together
-    rows: tuple[int, int]
-    share: str  # of our time
-    extra_page_size: tuple[int, int] = (0, _ANY)
-
-    def has(self, call: Call) -> bool:
-        sizes = call.num_heads, call.topk or 0, call.num_q_tokens, call.extra_page_size or 0
-        ranges = self.heads, self.topk, self.rows, self.extra_page_size
-        return call.layout == self.layout and all(low <= size <= high for size, (low, high) in zip(sizes, ranges))
-
-
-# Measured on an H200 (routing.md). V4's calls of 1,152 columns are those of C128 layers, whose compressed entries
-# stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
-_PAGES_OF_C128 = (1, 2)
-_FLASHMLA_SOONER = (
-    _Sooner(KVLayout.V32_FP8, (65, 128), (1153, _ANY), (2, 15), "0.9 to 1.0"),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (9, 31), "0.95", _PAGES_OF_C128),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (34, 127), "0.94", _PAGES_OF_C128),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (0, 128), (17, 127), "0.8 to 0.9"),
-    _Sooner(KVLayout.V4_FP8, (64, 64), (0, 128), (34, 127), "0.98"),
-)
-
-# Measured on an H200 (routing.md): from so many rows on, a prefill chunk is done earlier from a gathered workspace
-# than from the paged caches.
+# Measured on an H200 (docs/reference/routing.md): from so many rows on, a prefill chunk is done earlier from a gathered
+# workspace than from the paged caches.
 _GATHERED_FROM_ROWS = 256
 
 
@@ -139,9 +108,9 @@ def plan_call(call: Call, *, unable: Mapping[str, str], override: str | None = N
     """The backend and kernel of a call. Pure.
 
     Args:
-      call: its facts.
-      unable: backends that cannot be used for reasons beyond these facts (what is not installed, what the tensors
-        do not allow), and why.
+      call: what is known of it.
+      unable: backends that cannot be used for reasons beyond that (what is not installed, what the tensors do not
+        allow), and why.
       override: a backend's name that must serve the call.
 
     Raises:
@@ -160,24 +129,6 @@ def plan_call(call: Call, *, unable: Mapping[str, str], override: str | None = N
     return Plan(choice.backend, kernel, f"{choice.reason}; {reason}", choice.rejected)
 
 
-def why_flashmla_alone(call: Call, backend: str) -> str | None:
-    """Why FlashMLA's kernel by itself does a call sooner than a backend; None if it does not. Pure.
-
-    For a caller that has FlashMLA's functions of its own, as serving engines do: it runs them without our sanitiser and
-    without copies. Measured on an H200 (docs/reference/routing.md).
-    """
-    if BACKENDS["flashmla"].cannot(call):
-        return None
-    if backend == "flashmla":
-        return "FlashMLA's kernel would serve it, behind our sanitiser"
-    if backend != "hopper":
-        return f"FlashMLA's {call.phase} takes less time than {backend}'s, but for some calls of few rows"
-    if call.phase == "prefill":
-        return None
-    sooner = next((sooner for sooner in _FLASHMLA_SOONER if sooner.has(call)), None)
-    return sooner and f"FlashMLA's kernel takes {sooner.share} of our time for few rows of {call.num_heads} heads"
-
-
 def _preference(call: Call) -> tuple[str, ...]:
     """The backends, preferred first."""
     order = tuple(BACKENDS)
@@ -192,7 +143,7 @@ def _preference(call: Call) -> tuple[str, ...]:
 
 
 def _kernel(backend: str, call: Call) -> tuple[str, str]:
-    """What a call attends to, the paged caches or a workspace gathered from them, and why."""
+    """The caches that a call attends to, paged ones or a workspace gathered from them, and why."""
     if call.phase == "prefill":
         return "sparse_prefill", "prefill attends to a bf16 workspace"
     rows, limit = call.num_q_tokens, BACKENDS[backend].most_decode_rows

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 
 import jax
 
-from jax_sparse_mla.attention import api
+from jax_sparse_mla.attention import machine
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
 from jax_sparse_mla.attention.route import plan_call
 from jax_sparse_mla.backend import Backend
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {version('jaxlib')}")
     print(f"device     {_describe(DeviceInfo.current())}")
-    missing = {phase: api.missing_for(phase) for phase in PHASES}
+    missing = {phase: machine.missing_for(phase) for phase in PHASES}
     for name, backend in BACKENDS.items():
         phases = [phase for phase in PHASES if backend.layouts is None or phase in backend.layouts]
         print(f"backend    {name:10} {_state(backend, {phase: missing[phase].get(name) for phase in phases})}")

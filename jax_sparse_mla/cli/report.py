@@ -6,8 +6,10 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from jax_sparse_mla.attention.api import plan_here
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.machine import plan_here
 from jax_sparse_mla.attention.route import Plan
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
 from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardMode
@@ -26,7 +28,7 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
     """
     prefill = options.prefill_backend
     gathered = prefill == GATHERED if prefill else gathers(spec, options.chunk_size)
-    gathered = gathered and (spec.window is not None or not options.bf16_cache)
+    gathered = gathered and (spec.windowed or not options.bf16_cache)
     cached = bf16_layout(spec.kv_layout) if options.bf16_cache else spec.kv_layout
     steps = [
         ("prefill", "prefill" if gathered else "decode", options.chunk_size),
@@ -34,17 +36,13 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
     ]
     if options.speculative_steps:
         steps.append(("verify", "decode", options.max_batch * (options.speculative_steps + 1)))
-    return {
-        step: plan_here(
-            phase,
-            workspace_layout(spec.qk_dim) if phase == "prefill" else cached,
-            rows=rows,
-            heads=spec.num_heads,
-            topk=(spec.window or 0) + spec.index_width,
-            backend=backend,
-        )
-        for step, phase, rows in steps
-    }
+    planned = {}
+    for step, phase, rows in steps:
+        layout = workspace_layout(spec.qk_dim) if phase == "prefill" else cached
+        columns = (spec.window or 0) + spec.index_width
+        call = Call(phase, layout, rows, spec.num_heads, DeviceInfo.current(), columns)
+        planned[step] = plan_here(call, backend=backend)
+    return planned
 
 
 def print_header(setup: Any, engine: Any, requests: list[Request], planned: dict[str, Plan]) -> None:

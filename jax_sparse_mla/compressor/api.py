@@ -36,6 +36,7 @@ from jax_sparse_mla.compressor.state import (
     Tokens,
     carry,
     checked_state,
+    compressor_window,
     row_halves,
     window_sum,
     zero_after,
@@ -59,6 +60,7 @@ def compress_kv(
     ratio: int,
     norm_eps: float = 1e-6,
     round_pooled: bool = False,
+    overlap: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, CompressorState | None]:
     """Compresses the groups that this step's tokens complete, and carries the last tokens on.
 
@@ -77,10 +79,11 @@ def compress_kv(
       ape: float32 `[ratio, coff * head_dim]`, added to the score of a token by `position % ratio`; None: nothing is.
       norm_weight: bfloat16 or float32 `[head_dim]`, of the RMSNorm.
       inv_freq: float32 `[rope_dim / 2]`, inverse frequencies of the rope on the last rope_dim values; `[0]`: no rope.
-      ratio: tokens per entry, at least 1 (static); 4 has overlap.
+      ratio: tokens per entry, at least 1 (static).
       norm_eps: of the RMSNorm (static).
       round_pooled: rounds the weighted sum to bfloat16 before the norm, as SGLang's compressor of V4.1 does and
         vLLM's does not (static).
+      overlap: whether windows overlap (static); None: those of ratio 4 do, as in V4.
 
     Returns:
       `(entries, rows, state)`: bfloat16 `[N, head_dim]`, int32 `[N]` and the updated state, with
@@ -98,7 +101,9 @@ def compress_kv(
             raise check.fail("state and ape must be None where score is: a token of ratio 1 without a gate is an entry")
     elif not isinstance(state, CompressorState):
         raise TypeError(f"compress_kv: state must be a CompressorState, got {type(state).__name__}")
-    coff, window = row_halves(ratio), row_halves(ratio) * ratio
+    if overlap is not None and not isinstance(overlap, bool):
+        raise TypeError(f"compress_kv: overlap must be None or a static bool, got {type(overlap).__name__}")
+    coff, window = row_halves(ratio, overlap), compressor_window(ratio, overlap)
     tokens = Tokens(
         kv=check("kv", kv, ("T", "width"), FLOATS),
         score=None if state is None else check("score", score, ("T", "width"), FLOATS),
@@ -122,8 +127,17 @@ def compress_kv(
         raise TypeError(f"compress_kv: norm_eps must be a static float, got {type(norm_eps).__name__}")
     if not isinstance(round_pooled, bool):
         raise TypeError(f"compress_kv: round_pooled must be a static bool, got {type(round_pooled).__name__}")
-    static = {"ratio": ratio, "norm_eps": float(norm_eps), "round_pooled": round_pooled}
-    return _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, **static)
+    return _compress_kv(
+        state,
+        tokens,
+        query_start_loc,
+        ape,
+        norm_weight,
+        inv_freq,
+        ratio=ratio,
+        norm_eps=float(norm_eps),
+        round_pooled=round_pooled,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "norm_eps", "round_pooled"))
@@ -137,13 +151,21 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     if ape is None:
         ape = jnp.zeros((ratio, tokens.kv.shape[1]), jnp.float32)
     requests = (0 if state is None else state.first_of(max_requests)), max_requests
-    static = {"ratio": ratio, "norm_eps": norm_eps, "num_entries": num_entries, "requests": requests}
     step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
     carried = (None, None) if state is None else (state.kv, state.score)
     arguments = *carried, *step, query_start_loc, ape, norm_weight, inv_freq
 
-    kernel = launching("compressor.triton.compress", **static)
-    plain = functools.partial(compress_kv_reference, **static, round_pooled=round_pooled)
+    kernel = launching(
+        "compressor.triton.compress", ratio=ratio, norm_eps=norm_eps, num_entries=num_entries, requests=requests
+    )
+    plain = functools.partial(
+        compress_kv_reference,
+        ratio=ratio,
+        norm_eps=norm_eps,
+        num_entries=num_entries,
+        requests=requests,
+        round_pooled=round_pooled,
+    )
     # The kernel takes neighbouring values in pairs.
     kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0] and state is not None and not round_pooled
     entries, rows, kv, score = dispatch(kernel, plain, *arguments) if kernel_serves else plain(*arguments)
@@ -171,11 +193,13 @@ def compress_kv_reference(
     """`(entries, rows, state_kv, state_score)` of `compress_kv` in plain JAX: what a kernel must do but for the order
     of its sums. There are tokens and requests.
 
-    `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them.
+    `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them. Windows
+    overlap where kv has two halves of `norm_weight`'s width.
     """
     state = None if state_kv is None else CompressorState(kv=state_kv, score=state_score)
     first_request, max_requests = requests or (0, state_kv.shape[0])
     num_tokens, head_dim = positions.shape[0], norm_weight.shape[0]
+    halves = kv.shape[1] // head_dim
     live = (positions >= 0) & (req_rows >= 0) & (req_rows < max_requests)
     # From here on they are rows of the state.
     tokens = Tokens(kv=kv, score=score, positions=positions, req_rows=req_rows + first_request)
@@ -188,7 +212,7 @@ def compress_kv_reference(
         if state is None:  # a token is the group
             pooled = tokens.kv[jnp.maximum(row, 0)].astype(jnp.float32)
         else:
-            pooled = window_sum(state, tokens, ape, row, ratio, row_halves(ratio))
+            pooled = window_sum(state, tokens, ape, row, ratio, halves)
         pooled = round_to_bfloat16(pooled) if round_pooled else pooled
         normed = pooled * lax.rsqrt(jnp.mean(pooled * pooled) + norm_eps) * norm_weight.astype(jnp.float32)
         first_position = tokens.positions[jnp.maximum(row, 0)] - (ratio - 1)
@@ -196,7 +220,7 @@ def compress_kv_reference(
         return jnp.where(row >= 0, entry, jnp.bfloat16(0))
 
     # Four float32 arrays [window, head_dim]: kv and score, from this step and from the state.
-    window_bytes = 4 * 4 * row_halves(ratio) * ratio * head_dim
+    window_bytes = 4 * 4 * halves * ratio * head_dim
     entries = map_rows(one_entry, rows, CHUNK_BYTES // window_bytes)
     if state is None:
         return entries, rows, None, None

@@ -11,22 +11,20 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.argument_checks import FLOAT32, ArgumentChecks
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
-
-# The one ratio whose windows overlap: its rows are twice as wide, its windows twice as long.
-OVERLAP_RATIO = 4
+from jax_sparse_mla.models.kinds import overlaps
 
 # Bytes of the windows that are compressed at the same time.
 CHUNK_BYTES = 32 << 20
 
 
 def row_halves(ratio: int, overlap: bool | None = None) -> int:
-    """Halves of a row, and groups of a window (DeepSeek's name)."""
-    return 2 if (ratio == OVERLAP_RATIO if overlap is None else overlap) else 1
+    """Halves of a row, and groups of a window: 2 where windows overlap; None: as in the published models."""
+    return 2 if (overlaps(ratio) if overlap is None else overlap) else 1
 
 
-def compressor_window(ratio: int) -> int:
-    """Tokens of a group's window: 8 for ratio 4, which overlaps, and ratio otherwise."""
-    return row_halves(ratio) * ratio
+def compressor_window(ratio: int, overlap: bool | None = None) -> int:
+    """Tokens of a group's window: twice the ratio where windows overlap, which None leaves to the ratio (8 for 4)."""
+    return row_halves(ratio, overlap) * ratio
 
 
 @pytree_dataclass
@@ -72,7 +70,7 @@ class CompressorState(LayerPool):
             must be at least `window + D`, so that rejected tokens do not replace those that the next step still
             needs; SGLang doubles it.
           num_layers: layers, each with rings of its own.
-          overlap: whether windows overlap; None: those of ratio 4 do. KPool's (`pool_keys`) never do.
+          overlap: whether windows overlap; None: those of ratio 4 do, as in V4. KPool's (`pool_keys`) never do.
         """
         check = ArgumentChecks("CompressorState.zeros")
         ratio = check.static_int("ratio", ratio, minimum=1)
@@ -101,9 +99,12 @@ class Tokens:
 
 def checked_state(check: ArgumentChecks, state: CompressorState, width: str, window: int) -> CompressorState:
     """The state with its arrays as jax arrays: of one layer, rows of `width` values, a ring of at least the window."""
-    arrays = {name: (f"state.{name}", getattr(state, name)) for name in ("kv", "score")}
-    arrays = {name: check(*given, ("max_requests", "ring", width), FLOAT32) for name, given in arrays.items()}
-    state = dataclasses.replace(state, **arrays)
+    shape = "max_requests", "ring", width
+    state = dataclasses.replace(
+        state,
+        kv=check("state.kv", state.kv, shape, FLOAT32),
+        score=check("state.score", state.score, shape, FLOAT32),
+    )
     state.check_view(check, "state", state.kv.shape[0])
     if check.dims["ring"] < window:
         raise check.fail(f"state must keep at least {window} tokens per request, got {check.dims['ring']}")
@@ -160,10 +161,10 @@ def carry(state: CompressorState, tokens: Tokens, live: jax.Array, zero: jax.Arr
     max_requests, ring = state.kv.shape[:2]
     kept = live & ~_replaced_later(live, tokens.req_rows, ring)
     request = jnp.where(kept, tokens.req_rows, max_requests)  # out of range: dropped
-    place = request + zero, tokens.positions % ring
+    ring_slot = request + zero, tokens.positions % ring
 
     def write(old, new):
-        return old.at[place].set(new.astype(jnp.float32), mode="drop")
+        return old.at[ring_slot].set(new.astype(jnp.float32), mode="drop")
 
     return CompressorState(kv=write(state.kv, tokens.kv), score=write(state.score, tokens.score))
 

@@ -27,21 +27,18 @@ CARRY_OPTIONS = {"COLUMNS": 512, "num_warps": 4}
 CARRY_ROWS = 4  # A program of a long step looks at so many rows and carries few of them.
 
 
-def overlap_of(ratio: int) -> int:
-    """Halves of a row, and groups of a window."""
-    return 2 if ratio == 4 else 1
-
-
-def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int, loaded: int = 32) -> dict[str, int]:
-    """The constexpr arguments of `window_entry`, with num_warps.
+def entry_constants(
+    ratio: int, halves: int, head_dim: int, rope_dim: int, ring: int, loaded: int = 32
+) -> dict[str, int]:
+    """The constexpr arguments of `window_entry`, with num_warps. A row has `halves`, 2 where windows overlap.
 
     More tokens `loaded` together, a multiple of 8, take less time and more registers: with a window of 128 tokens of
     512 channels a thread has 76 registers for 8 tokens and 173 for 32. The bits do not depend on it.
     """
-    window = overlap_of(ratio) * ratio
+    window = halves * ratio
     return {
         "RATIO": ratio,
-        "OVERLAP": overlap_of(ratio),
+        "OVERLAP": halves,
         "WINDOW_POW2": triton.next_power_of_2(window),
         "UNROLL": math.gcd(window, 8),
         "LOADED": math.gcd(window, loaded),
@@ -53,9 +50,9 @@ def entry_constants(ratio: int, head_dim: int, rope_dim: int, ring: int, loaded:
     }
 
 
-# What the functions below share: `step` is the pointers of the rows' positions and requests, how many rows there are in
-# memory, from which row on they are padding, and how many requests; `rows` the pointers of the step's kv and scores;
-# `state` those of the ring's, and its row with which the layer's requests begin.
+# What the functions below share. `step`: the pointers of the rows' positions and requests, the number of rows in
+# memory, the row where padding begins, the number of requests. `rows`: the pointers of the step's kv and scores.
+# `state`: the pointers of the ring's kv and scores, and the first ring row of this layer.
 
 
 @triton.jit
@@ -146,7 +143,7 @@ def _pool_tokens(
     sums,  # (highest score, sum of the weights, sum of the weighted kv) of the tokens before
     start,  # the first token
     pointers,  # (kv, score) of the window's first token in the step, those of the state, ape; with the channels
-    place,  # (position of the window's first token, first row of the request's ring, how many tokens are in the ring)
+    window_at,  # (position of the window's first token, first row of the request's ring, tokens in the ring)
     in_head,  # channels
     SOURCE: tl.constexpr,  # of the tokens' values: "ring", "step" or "either"
     RATIO: tl.constexpr,
@@ -165,7 +162,7 @@ def _pool_tokens(
     # AHEAD: the tokens lie side by side in the ring, since the window begins at a multiple of RATIO and so of LOADED.
     AHEAD: tl.constexpr = OVERLAP == 1 and RING % LOADED == 0
     kv_ptr, score_ptr, state_kv_ptr, state_score_ptr, ape_ptr = pointers
-    first_position, ring, of_ring = place
+    first_position, ring, of_ring = window_at
     top, total, pooled = sums
     first_slot = ring + (first_position + start) % RING
     kvs, scores = (), ()
@@ -248,13 +245,13 @@ def window_entry(
     at_first = (row - (window - 1)).to(tl.int64) * width + channel
     pointers = kv_ptr + at_first, score_ptr + at_first, state_kv_ptr + channel, state_score_ptr + channel
     pointers = pointers + (ape_ptr + channel,)  # noqa: RUF005
-    place = last_position - (window - 1), (request.to(tl.int64) + first_request) * RING, of_ring
+    window_at = last_position - (window - 1), (request.to(tl.int64) + first_request) * RING, of_ring
     sums = tl.full([HEAD_POW2], float("-inf"), tl.float32), tl.zeros([HEAD_POW2], tl.float32)
     sums = sums + (tl.zeros([HEAD_POW2], tl.float32),)  # noqa: RUF005
     # fmt: off
     if window == LOADED:  # One block is the whole window: its tokens may be in both.
         sums = _pool_tokens(
-            sums, 0, pointers, place, in_head,
+            sums, 0, pointers, window_at, in_head,
             "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
         )
     else:
@@ -262,17 +259,17 @@ def window_entry(
         step_begin = tl.cdiv(of_ring, LOADED) * LOADED
         for start in tl.range(0, ring_end, LOADED):
             sums = _pool_tokens(
-                sums, start, pointers, place, in_head,
+                sums, start, pointers, window_at, in_head,
                 "ring", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
             )
         if ring_end < step_begin:
             sums = _pool_tokens(
-                sums, ring_end, pointers, place, in_head,
+                sums, ring_end, pointers, window_at, in_head,
                 "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
             )
         for start in tl.range(step_begin, window, LOADED):
             sums = _pool_tokens(
-                sums, start, pointers, place, in_head,
+                sums, start, pointers, window_at, in_head,
                 "step", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
             )
     # fmt: on
@@ -334,7 +331,7 @@ def entries_kernel(
     ape_ptr,  # float32 [RATIO, OVERLAP * HEAD_DIM]
     norm_weight_ptr,  # bfloat16 or float32 [HEAD_DIM]
     inv_freq_ptr,  # float32 [ROPE_DIM / 2]
-    found_ptr,  # int32 [num_entries], what find_rows_kernel found; not read with ROWS_POW2
+    completing_ptr,  # int32 [num_entries], the rows of find_rows_kernel; not read with ROWS_POW2
     num_rows,
     num_requests,
     max_requests,  # of the layer, whose rows of the state begin with first_request
@@ -363,7 +360,7 @@ def entries_kernel(
         index = tl.cumsum(completes.to(tl.int32), axis=0) - 1
         row = tl.max(tl.where(completes & (index == entry), candidate, -1), axis=0)
     else:
-        row = tl.load(found_ptr + entry)
+        row = tl.load(completing_ptr + entry)
     tl.store(rows_ptr + entry, row)
 
     channel = tl.arange(0, HEAD_POW2)
@@ -455,18 +452,18 @@ def compress(
     first_request, max_requests = requests or (0, state_kv.shape[0])
     ring, head_dim = state_kv.shape[1], norm_weight.shape[0]
     step = positions, req_rows, query_start_loc
-    found, rows_output = positions if out[1] is None else out[1], Output((num_entries,), "int32")
+    completing, rows_output = positions if out[1] is None else out[1], Output((num_entries,), "int32")
     if num_rows > SEARCHED_ROWS:
         constants, scalars = {"RATIO": ratio, **FIND_OPTIONS}, (num_rows, num_requests, num_entries, max_requests)
         grid = (triton.cdiv(max(num_rows, num_entries), FIND_OPTIONS["CHUNK"]),)
         find = Launch(find_rows_kernel, "compress_find_rows", grid, scalars, (rows_output,), constants)
-        found = execute(find, step, (out[1],))[0]
-    constants = entry_constants(ratio, head_dim, 2 * inv_freq.shape[0], ring)
+        completing = execute(find, step, (out[1],))[0]
+    constants = entry_constants(ratio, kv.shape[1] // head_dim, head_dim, 2 * inv_freq.shape[0], ring)
     constants["ROWS_POW2"] = triton.next_power_of_2(num_rows) if num_rows <= SEARCHED_ROWS else 0
     scalars = num_rows, num_requests, max_requests, first_request, norm_eps
     outputs = Output((num_entries, head_dim), "bfloat16"), rows_output
     entries = Launch(entries_kernel, "compress_entries", (num_entries,), scalars, outputs, constants)
-    inputs = (kv, score, state_kv, state_score, *step, ape, norm_weight, inv_freq, found)
+    inputs = (kv, score, state_kv, state_score, *step, ape, norm_weight, inv_freq, completing)
     entries, rows = execute(entries, inputs, out)
     return entries, rows, *carry(execute, state_kv, state_score, kv, score, *step, rows, requests=requests)
 

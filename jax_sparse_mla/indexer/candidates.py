@@ -85,7 +85,7 @@ def index_topk_and_blocks(
     *,
     block_size: int = BLOCK_SIZE,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the candidate source selects, and the blocks that it publishes, in the bounded memory of `index_topk`.
+    """The positions that the candidate source selects and its published blocks, in the bounded memory of `index_topk`.
 
     Args:
       q, weights, index_cache, page_table, lengths: as in `index_logits`.
@@ -102,8 +102,14 @@ def index_topk_and_blocks(
     check, rows_of, index_cache = _check("index_topk_and_blocks", q, weights, index_cache, page_table, lengths)
     topk = check.static_int("topk", topk, minimum=1)
     topk_blocks = check.static_int("topk_blocks", topk_blocks, minimum=1)
-    static = {"topk": topk, "topk_blocks": topk_blocks, "block_size": _check_block(check, block_size, index_cache)}
-    return _both(rows_of, index_cache, **static, scratch_bytes=SCRATCH_BYTES)
+    return _both(
+        rows_of,
+        index_cache,
+        topk=topk,
+        topk_blocks=topk_blocks,
+        block_size=_check_block(check, block_size, index_cache),
+        scratch_bytes=SCRATCH_BYTES,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("topk", "topk_blocks", "block_size", "scratch_bytes"))
@@ -111,13 +117,13 @@ def _both(rows_of, index_cache, *, topk, topk_blocks, block_size, scratch_bytes)
     def select(rows_of, index_cache):
         (rows,), width = rows_of["lengths"].shape, rows_of["pages"].shape[1] * page_size_of(index_cache)
 
-        def some(rows_of):
+        def chunk(rows_of):
             arguments = rows_of["q"], rows_of["weights"], index_cache, rows_of["pages"], rows_of["lengths"]
             logits = logits_of(*arguments, rows_of_call=rows, fill=False)  # nothing past a length is read
             positions = topk_positions(logits, rows_of["lengths"], topk)
             return positions, _candidate_blocks(logits, rows_of["lengths"], topk_blocks, block_size)
 
-        return in_chunks(some, rows_of, rows_at_once(width, scratch_bytes))
+        return in_chunks(chunk, rows_of, rows_at_once(width, scratch_bytes))
 
     return _over_rows(select, rows_of, index_cache, (P("rows"), P("rows")))
 
@@ -150,9 +156,9 @@ def index_topk_in_blocks(
     """
     check, rows_of, index_cache = _check("index_topk_in_blocks", q, weights, index_cache, page_table, lengths)
     rows_of["blocks"] = check("blocks", blocks, ("rows", "n"), INT32)
-    static = {"topk": check.static_int("topk", topk, minimum=1)}
-    static["block_size"] = _check_block(check, block_size, index_cache)
-    return _in_blocks(rows_of, index_cache, **static, scratch_bytes=SCRATCH_BYTES)
+    topk = check.static_int("topk", topk, minimum=1)
+    block_size = _check_block(check, block_size, index_cache)
+    return _in_blocks(rows_of, index_cache, topk=topk, block_size=block_size, scratch_bytes=SCRATCH_BYTES)
 
 
 @functools.partial(jax.jit, static_argnames=("topk", "block_size", "scratch_bytes"))
@@ -160,7 +166,7 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
     keys = as_index_keys(index_cache)
 
     def select(rows_of, keys):
-        def some(rows_of):
+        def chunk(rows_of):
             pages, lengths = rows_of["pages"], rows_of["lengths"]
             blocks = rows_of["blocks"]
             of_table = pages.shape[1] * keys.page_size // block_size
@@ -177,7 +183,7 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
             first = take_2d_or_minus_one(start, row, column // block_size)  # −1 has a negative block
             return jnp.where(column >= 0, first + column % block_size, -1)
 
-        return in_chunks(some, rows_of, rows_at_once(rows_of["blocks"].shape[1] * block_size, scratch_bytes))
+        return in_chunks(chunk, rows_of, rows_at_once(rows_of["blocks"].shape[1] * block_size, scratch_bytes))
 
     return _over_rows(select, rows_of, keys, P("rows"))
 

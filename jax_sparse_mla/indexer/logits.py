@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_sparse_mla import sharding
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, UINT8, ArgumentChecks
+from jax_sparse_mla.backend import first_able, load
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indexer.keys import (
     INDEX_DIM,
@@ -32,11 +33,12 @@ from jax_sparse_mla.indexer.keys import (
     quantize_fp8,
     round_queries_to_fp4,
 )
+from jax_sparse_mla.indexer.route import LOGITS_BACKENDS, Call
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows, write_own_pages
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.transforms import shared
-from jax_sparse_mla.launch.triton_call import launching
+from jax_sparse_mla.launch.triton_call import executor, launching
 
 INDEX_K_BYTES = IndexFormat.FP8.key_bytes  # per token
 
@@ -45,9 +47,6 @@ CHUNK_BYTES = 32 << 20
 
 # Rows at a time where none may depend on how many there are: fewer than those from which other kernels serve.
 INVARIANT_ROWS = 128
-
-# Both models have 64; a kernel's accumulators grow with them.
-MAX_KERNEL_HEADS = 64
 
 
 @pytree_dataclass
@@ -154,25 +153,19 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
       fill: False where nobody reads the columns from a row's length on; they may then hold anything.
     """
     arguments = q, weights, index_cache, page_table, lengths
-    # The kernels multiply FP8 numbers; over FP4 keys bfloat16 numbers too.
-    empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
-    fp4, plain = as_index_keys(index_cache).format.name == "FP4", index_logits_reference
+    keys, plain = as_index_keys(index_cache), index_logits_reference
     plain = functools.partial(plain, alone=True) if alone else plain
-    served = q.dtype == jnp.float8_e4m3fn or (fp4 and q.dtype == jnp.bfloat16)
-    if not served or q.shape[1] > MAX_KERNEL_HEADS or empty:
+    fp4, page_size = keys.format.name == "FP4", keys.page_size
+    call = Call(DeviceInfo.current(), q.dtype.name, keys.format.name, rows_of_call or q.shape[0], q.shape[1], page_size)
+    empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
+    if empty or any(LOGITS_BACKENDS["triton"].refuses(call)):
         return plain(*arguments)
 
-    def kernel(q, *others):
-        from jax_sparse_mla.indexer import hopper as sm90
-
-        pages, capability = _pages(index_cache), DeviceInfo.current().compute_capability
-        arguments = (q.astype(jnp.bfloat16) if fp4 else q), *others
-        serves = sm90.serves_fp4 if fp4 else sm90.serves
-        sizes = rows_of_call or q.shape[0], q.shape[1], page_size_of(index_cache)
-        # e5m2 holds hardly any e4m3 query, and what the CUDA kernel does then is slower than Triton's.
-        if (q.dtype == jnp.bfloat16) == fp4 and serves(capability, *sizes):
-            return sm90.index_logits(*jax.tree.leaves(arguments), pages=pages, fill=fill, fp4=fp4)
-        return launching("indexer.triton.index_logits", fp4=fp4, pages=pages, fill=fill)(*arguments)
+    def kernel(q, *others):  # maybe a device's share of the rows
+        share = call._replace(rows=rows_of_call or q.shape[0])
+        backend = first_able(LOGITS_BACKENDS, share, "index_logits")
+        arrays = jax.tree.leaves(((q.astype(jnp.bfloat16) if fp4 else q), *others))
+        return load(backend.function)(executor(), *arrays, pages=_pages(index_cache), fill=fill, fp4=fp4)
 
     return dispatch(kernel, plain, *arguments, shares=_LOGITS_SHARES)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +83,8 @@ def index_topk(
     needed = "kv_page_table" if method is TopkTransform.PAGED else "topk_indices_offset"
     if {"kv_page_table": kv_page_table, "topk_indices_offset": topk_indices_offset}[needed] is None:
         raise check.fail(f"{needed} is missing, and {method} needs it")
-    static = {"topk": topk, "method": method, "page_size": page_size, "batch_invariant": False}
-    return _index_topk(rows_of, index_cache, page_table, kv_page_table, **static, scratch_bytes=SCRATCH_BYTES)
+    selection = Selection(topk, method, page_size, False, SCRATCH_BYTES)
+    return _index_topk(rows_of, index_cache, page_table, kv_page_table, selection=selection)
 
 
 def selected_positions(
@@ -98,12 +98,12 @@ def selected_positions(
     """
     arrays, none = (q, weights, index_cache, page_table, lengths), jnp.zeros_like(lengths)
     rows_of, index_cache, page_table = _checked(ArgumentChecks("index_topk"), *arrays, row_to_request, none)
-    static = {"topk": topk, "method": TopkTransform.RAGGED, "page_size": 1, "batch_invariant": bool(batch_invariant)}
-    return _index_topk(rows_of, index_cache, page_table, None, **static, scratch_bytes=SCRATCH_BYTES)
+    selection = Selection(topk, TopkTransform.RAGGED, 1, bool(batch_invariant), SCRATCH_BYTES)
+    return _index_topk(rows_of, index_cache, page_table, None, selection=selection)
 
 
 def _checked(check: ArgumentChecks, q, weights, index_cache, page_table, lengths, row_to_request, offset) -> tuple:
-    """What is of rows, the index keys and the pages, as jax arrays."""
+    """The arrays of rows, the index keys and the pages, as jax arrays."""
     rows_of = {
         "q": check("q", q, ("rows", "heads", INDEX_DIM), (jnp.float8_e4m3fn, *FLOATS)),
         "weights": check("weights", weights, ("rows", "heads"), FLOAT32),
@@ -119,44 +119,52 @@ def _checked(check: ArgumentChecks, q, weights, index_cache, page_table, lengths
     return rows_of, index_cache, page_table
 
 
-@functools.partial(jax.jit, static_argnames=("topk", "method", "page_size", "batch_invariant", "scratch_bytes"))
-def _index_topk(rows_of, index_cache, page_table, kv_page_table, **static):
-    def select(*arguments):
-        return _by_chunks(*arguments, **static)
+class Selection(NamedTuple):
+    """The static options of `index_topk` and `selected_positions`, and the bytes of logits at a time."""
 
+    topk: int
+    method: TopkTransform
+    page_size: int
+    batch_invariant: bool
+    scratch_bytes: int
+
+
+@functools.partial(jax.jit, static_argnames="selection")
+def _index_topk(rows_of, index_cache, page_table, kv_page_table, *, selection):
+    select = functools.partial(_by_chunks, selection)
     of_rows = jax.tree.map(lambda _: P("rows"), rows_of)
     shares = PartitionRule((of_rows, P(), P(), None if kv_page_table is None else P()), P("rows"))
     return shared(select, shares)(rows_of, index_cache, page_table, kv_page_table)
 
 
-def _by_chunks(
-    rows_of, index_cache, page_table, kv_page_table, *, topk, method, page_size, batch_invariant, scratch_bytes
-):
+def _by_chunks(selection, rows_of, index_cache, page_table, kv_page_table):
+    topk, batch_invariant = selection.topk, selection.batch_invariant
     requests, width = page_table.shape
     (rows,), capacity = rows_of["lengths"].shape, width * page_size_of(index_cache)
     if requests == 0:
         return jnp.full((rows, topk), -1, jnp.int32)
 
-    def some(rows_of):
+    def chunk(rows_of):
         request = rows_of["request"]
         known = (request >= 0) & (request < requests)
         pages = jnp.where(known[:, None], page_table[jnp.clip(request, 0, requests - 1)], -1)
         lengths = jnp.where(known, rows_of["lengths"], 0)
         arguments = rows_of["q"], rows_of["weights"], index_cache, pages, lengths
-        how = {"alone": True} if batch_invariant else {"rows_of_call": rows}
-        logits = logits_of(*arguments, fill=False, **how)  # the top-k reads nothing past a length
+        rows_of_call = None if batch_invariant else rows
+        # The top-k reads nothing past a length.
+        logits = logits_of(*arguments, rows_of_call=rows_of_call, fill=False, alone=batch_invariant)
         return topk_transform(
             logits,
             lengths,
             topk,
-            method=method,
+            method=selection.method,
             page_table=kv_page_table,
-            page_size=page_size,
+            page_size=selection.page_size,
             row_to_request=request,
             topk_indices_offset=rows_of["offset"],
         )
 
-    return in_chunks(some, rows_of, rows_at_once(capacity, scratch_bytes, batch_invariant))
+    return in_chunks(chunk, rows_of, rows_at_once(capacity, selection.scratch_bytes, batch_invariant))
 
 
 def logits_at_once(
@@ -186,25 +194,25 @@ def rows_at_once(width: int, scratch_bytes: int, batch_invariant: bool = False) 
     return min(fit, INVARIANT_ROWS) if batch_invariant else fit
 
 
-def in_chunks(some: Callable[[Any], Any], rows_of: Any, chunk: int) -> Any:
-    """`some(rows_of)`, of at most `chunk` rows at a time.
+def in_chunks(function: Callable[[Any], Any], rows_of: Any, chunk: int) -> Any:
+    """`function(rows_of)`, of at most `chunk` rows at a time.
 
     Args:
-      some: takes a pytree of arrays `[n, …]` and returns one.
+      function: takes a pytree of arrays `[n, …]` and returns one.
       rows_of: arrays `[rows, …]`.
     """
     rows = jax.tree.leaves(rows_of)[0].shape[0]
     if rows <= chunk:
-        return some(rows_of)
+        return function(rows_of)
     chunks = -(-rows // chunk)
     # The last chunk begins earlier where the rows do not fill it; what it selects again is left out.
     first = jnp.minimum(jnp.arange(chunks, dtype=jnp.int32) * chunk, rows - chunk)
-    found = lax.map(
-        lambda start: some(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, chunk), rows_of)), first
+    results = lax.map(
+        lambda start: function(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, chunk), rows_of)), first
     )
-    rest = rows - (chunks - 1) * chunk
+    left = rows - (chunks - 1) * chunk
 
     def joined(x):
-        return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, chunk - rest :]])
+        return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, chunk - left :]])
 
-    return jax.tree.map(joined, found)
+    return jax.tree.map(joined, results)

@@ -411,21 +411,20 @@ def write_index_k(
 
 def index_logits(
     execute: Executor,
-    q,
-    weights,
-    index_cache,
-    page_table,
-    lengths,
-    *,
+    *arrays: Any,
     fp4: bool = False,
     pages: tuple[int, int] | None = None,
     fill: bool = True,
-    out=None,
+    out: Any = None,
 ) -> Any:
     """float32 `[rows, capacity]`, for float8_e4m3fn q over FP8 keys and bfloat16 q over FP4 keys.
 
     Without `fill` columns are unwritten from the end of the block on that holds a row's last key.
+
+    Args:
+      arrays: q, weights, index_cache, page_table, lengths.
     """
+    q, _, index_cache, page_table, _ = arrays
     (rows, heads, _), (first_page, num_pages) = q.shape, pages or (0, index_cache.shape[0])
     width, page_size = page_table.shape[1], index_cache.shape[1] // (FP4_BYTES if fp4 else TOKEN_BYTES)
     plan, capacity = plan_logits(rows, heads, width, page_size, execute.device.sm_count, fp4=fp4), width * page_size
@@ -433,4 +432,4 @@ def index_logits(
     outputs = (Output((rows, capacity), "float32"),)
     scalars = rows, num_pages, first_page
     launch = Launch(plan.kernel, "index_logits", (plan.programs,), scalars, outputs, constants)
-    return execute(launch, (q, weights, index_cache, page_table, lengths), (out,))[0]
+    return execute(launch, arrays, (out,))[0]

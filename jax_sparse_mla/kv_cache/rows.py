@@ -72,7 +72,7 @@ def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
     check_cache(check, "cache", cache)
     slots = check("slots", slots, ("n",), INT32)
     kv = check("kv", kv, ("n", cache.layout.qk_dim), FLOATS)
-    sharding.refuse_sharded(check, cache=cache)
+    sharding.refuse_sharded(check, "cache", cache)
     # Every device writes all rows into its own copy of the cache.
     return _write_kv(cache, *sharding.replicated(slots, kv))
 
@@ -122,7 +122,7 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     check = ArgumentChecks("gather_kv")
     check_cache(check, "cache", cache)
     slots = check("slots", slots, ("n",), INT32)
-    sharding.refuse_sharded(check, cache=cache)
+    sharding.refuse_sharded(check, "cache", cache)
     if sharding.is_sharded(slots):
         return sharding.on_own_shares(_gather_kv, _gather_shares(cache), (cache, slots))
     return _gather_kv(cache, slots)

@@ -11,27 +11,17 @@ import argparse
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_sparse_mla.launch import compile_cache
 from jax_sparse_mla.packages import why_not
 
-__all__ = [
-    "binder",
-    "folder",
-    "index_logits_module",
-    "library",
-    "module",
-    "source",
-    "sparse_backward_module",
-    "sparse_decode_module",
-    "topk_module",
-]
+__all__ = ["KERNELS", "Binary", "arch_of", "binder", "folder", "library", "module", "source"]
 
 _PACKAGE = Path(__file__).parents[1]
 
-# The architectures for which a wheel carries binaries.
-_CARRIED = {
+# By kernel, the architectures for which a wheel carries binaries. Others are compiled where they are used.
+KERNELS = {
     "index_logits": ("90a",),
     "sparse_backward": ("90a",),
     "sparse_decode": ("90a",),
@@ -50,24 +40,19 @@ def source(name: str) -> Path:
     return folder() / name / f"{name}.cu"
 
 
-def topk_module(capability: tuple[int, int]) -> Any | None:
-    """The module with the function `topk` of topk.cu, for this compute capability, or None where there is none."""
-    return module("topk", "{}{}".format(*capability)) if capability >= (8, 0) else None
+class Binary(NamedTuple):
+    """The binary of `kernels_cuda/{kernel}/{kernel}.cu` for an architecture such as "90a"; called, it is loaded."""
+
+    kernel: str
+    arch: str
+
+    def __call__(self) -> Any:
+        return module(*self)
 
 
-def sparse_decode_module() -> Any | None:
-    """The module with the function `sparse_decode` of sparse_decode.cu, for SM90, or None where there is none."""
-    return module("sparse_decode", "90a")
-
-
-def sparse_backward_module() -> Any | None:
-    """The module with the function `sparse_backward` of sparse_backward.cu, for SM90, or None where there is none."""
-    return module("sparse_backward", "90a")
-
-
-def index_logits_module() -> Any | None:
-    """The module with the function `index_logits` of index_logits.cu, for SM90, or None where there is none."""
-    return module("index_logits", "90a")
+def arch_of(capability: tuple[int, int]) -> str:
+    """The architecture of kernels that use no feature of one architecture alone."""
+    return "{}{}".format(*capability)
 
 
 @functools.cache
@@ -99,7 +84,7 @@ def library(name: str, arch: str) -> compile_cache.Library:
 
 
 def binder() -> compile_cache.Library:
-    """What XLA calls the kernels through; `launch/tvm.py` loads it."""
+    """The C++ through which XLA calls the kernels; `launch/tvm.py` loads it."""
     return compile_cache.Library(
         name="tvm_bind",
         sources=tuple(_PACKAGE / "launch" / name for name in ("tvm_bind.cc", "kernel_launch.h", "xla_call.h")),
@@ -132,7 +117,7 @@ def main() -> None:
         "built from it carries them.",
     )
     parser.parse_args()
-    libraries = [binder(), *(library(name, arch) for name, archs in _CARRIED.items() for arch in archs)]
+    libraries = [binder(), *(library(name, arch) for name, archs in KERNELS.items() for arch in archs)]
     for each in libraries:
         for old in folder().glob(f"{each.name}-*.so"):
             old.unlink()

@@ -250,26 +250,26 @@ def private_folder() -> Path:
     around = base.stat()
     if around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
         raise PermissionError(f"{base} is not used, everyone may replace what is in it: name another in XDG_CACHE_HOME")
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder} is not used, it is no folder (nor may it be a symbolic link): remove it")
-    if why := _open_to_others(found):
+    if why := _open_to_others(status):
         raise PermissionError(
             f"{folder} is not used, {why}, and could have put a library there: remove it, or name another place in "
             "XDG_CACHE_HOME"
         )
-    if stat.S_IMODE(found.st_mode) != 0o700:
+    if stat.S_IMODE(status.st_mode) != 0o700:
         with contextlib.suppress(OSError):  # a file system that is mounted for reading
             folder.chmod(0o700)
     return folder
 
 
-def _open_to_others(found: os.stat_result) -> str | None:
+def _open_to_others(status: os.stat_result) -> str | None:
     """Who else than the user may have written it."""
-    if found.st_uid != os.geteuid():
-        return f"user {found.st_uid} owns it"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"its mode {stat.S_IMODE(found.st_mode):o} lets others write"
+    if status.st_uid != os.geteuid():
+        return f"user {status.st_uid} owns it"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its mode {stat.S_IMODE(status.st_mode):o} lets others write"
     return None
 
 
@@ -281,10 +281,10 @@ def _cached(library: Library, folder: Path) -> Path | None:
         paths = sorted(folder.glob(f"{_stem(library)}-{_against(library)}-*.so"))
     for path in paths:
         try:
-            found = path.lstat()
+            status = path.lstat()
         except FileNotFoundError:
             continue
-        why = _open_to_others(found) if stat.S_ISREG(found.st_mode) else "it is no plain file"
+        why = _open_to_others(status) if stat.S_ISREG(status.st_mode) else "it is no plain file"
         if why is None:
             return path
         warn_once(f"{path} is not loaded, {why}; it is compiled anew")

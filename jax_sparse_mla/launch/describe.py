@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What launches depend on: the compute capability, such as (9, 0), and how many multiprocessors there are."""
+    """The GPU of a launch: its compute capability, such as (9, 0), and how many multiprocessors it has."""
 
     compute_capability: tuple[int, int]
     sm_count: int

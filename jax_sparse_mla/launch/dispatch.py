@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jax_sparse_mla import sharding
-from jax_sparse_mla.launch.transforms import on_cuda, shared
+from jax_sparse_mla.launch.transforms import KernelCall, shared
 from jax_sparse_mla.packages import why_not
 
 __all__ = ["available", "dispatch", "unready", "use_triton"]
@@ -63,8 +63,7 @@ def dispatch(
       shares: which dimensions may be cut where several devices share the arrays; None leaves it to the partitioner,
         to which a kernel is opaque: each device gets all of its arguments.
     """
-    if shares is not None:
-        kernel, plain = shared(kernel, shares), shared(plain, shares)
+    plain = plain if shares is None else shared(plain, shares)
     if not use_triton():
         return plain(*args)
-    return on_cuda(kernel, plain, *jax.lax.stop_gradient(args))
+    return KernelCall(kernel, plain, rule=shares)(*jax.lax.stop_gradient(args))

@@ -100,8 +100,8 @@ def _marshal(schema, arguments: Mapping[str, Any]) -> tuple[list[jax.Array], dic
             codes += "f"
             floats.append(value)
         else:
-            given = type(value).__name__
-            raise TypeError(f"torch_call: {schema.name}'s {argument.name} is {argument.type}, got {given}")
+            got = type(value).__name__
+            raise TypeError(f"torch_call: {schema.name}'s {argument.name} is {argument.type}, got {got}")
     return operands, {
         "arguments": codes,
         "returns": _return_codes([value.type for value in schema.returns]),

@@ -6,16 +6,76 @@ Where a program is lowered for CUDA the kernel runs, elsewhere the plain code th
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_sparse_mla import sharding
 
-__all__ = ["differentiated_as", "on_cuda", "shared", "varying", "varying_alike"]
+__all__ = ["KernelCall", "differentiated_as", "shared", "varying_alike", "varying_like"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A kernel where the program is lowered for CUDA, elsewhere the plain code that defines its result.
+
+    All of a kernel's rules stand here: what `vmap`, `shard_map`, a derivative and the partitioner make of the call.
+    Differentiated, it raises NotImplementedError: a gradient needs a kernel of its own.
+
+    Attributes:
+      kernel: launches; the caller knows it to be usable.
+      plain: the same function in plain JAX, which has rules of its own for all of them.
+      name: of the function, for errors; by default the kernel's own.
+      rule: which dimensions the partitioner may cut of the kernel's arrays; None: each device gets all of them.
+      scope: what profilers and a program's text call the kernel.
+      batches: whether the kernel has a batching rule; otherwise the plain code serves under `vmap`.
+      replaceable: False where the kernel was asked for by name: it runs or fails.
+    """
+
+    kernel: Callable[..., Any]
+    plain: Callable[..., Any]
+    name: str | None = None
+    rule: sharding.PartitionRule | None = None
+    scope: str | None = None
+    batches: bool = False
+    replaceable: bool = True
+
+    def __call__(self, *args: Any) -> Any:
+        cut = self.rule is not None and sharding.may_be_partitioned(args)
+        # The plain code is traced once, for its shapes and as the other branch.
+        call = dataclasses.replace(self, plain=jax.jit(self.plain), rule=self.rule if cut else None)
+        kernel = call._launched()
+        if self.replaceable or cut:  # a call that the partitioner cuts has no batching rule
+            whole = dataclasses.replace(call, rule=None)._launched()
+            kernel = _batched_as(kernel, whole if self.batches or not self.replaceable else call.plain)
+        return jax.lax.platform_dependent(*args, cuda=kernel, default=call.plain) if self.replaceable else kernel(*args)
+
+    def _launched(self) -> Callable[..., Any]:
+        launched = jax.custom_jvp(self._launch)
+        launched.defjvp(self._refuse)
+        return launched
+
+    def _launch(self, *args: Any) -> Any:
+        """The kernel's results, varying over the mesh axes of a `shard_map` that the plain code's vary over.
+
+        Those of a custom call count as the same on all devices.
+        """
+        shapes = jax.eval_shape(self.plain, *args)  # first: it names what is wrong with the arguments
+        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
+            if self.rule is not None:
+                results = sharding.partitioned(self.kernel, self.rule, *args)
+            else:
+                results = self.kernel(*args)
+        return jax.tree.map(varying_like, results, shapes)
+
+    def _refuse(self, primals: tuple, tangents: tuple) -> NoReturn:
+        name = self.name or self.kernel.__name__
+        raise NotImplementedError(f'{name}: its kernels have no gradient; differentiate with backend="reference"')
 
 
 def shared(function: Callable[..., Any], shares: sharding.PartitionRule) -> Callable[..., Any]:
@@ -34,34 +94,9 @@ def shared(function: Callable[..., Any], shares: sharding.PartitionRule) -> Call
     return either
 
 
-def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, kernel_batches: bool = False) -> Any:
-    """`dispatch` of a kernel of any kind, which the caller knows to be usable; under `jit`.
-
-    A kernel that batches serves under `vmap` as well. Differentiated, it raises NotImplementedError, which names
-    `kernel.__name__`.
-    """
-
-    plain = jax.jit(plain)  # traced once, for its shapes and as the other branch
-    launched = functools.partial(varying, kernel, plain)
-    guarded = _batched_as(launched, launched if kernel_batches else plain)
-    return jax.lax.platform_dependent(*args, cuda=guarded, default=plain)
-
-
-def varying(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
-    """`kernel(*args)`, its results varying over the mesh axes of a `shard_map` that `plain(*args)` vary over.
-
-    A custom call's results count as the same on all devices. Differentiated, it raises NotImplementedError.
-    """
-    shapes = jax.eval_shape(plain, *args)  # first: it names what is wrong with the arguments
-    return jax.tree.map(_varying_like, _without_gradient(kernel)(*args), shapes)
-
-
 def _batched_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
     """The function, and under `vmap` the other."""
-
-    @jax.custom_batching.custom_vmap
-    def guarded(*args):
-        return function(*args)
+    guarded = jax.custom_batching.custom_vmap(function)
 
     @guarded.def_vmap
     def batched(axis_size, in_batched, *batched_args):
@@ -82,23 +117,10 @@ def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -
         moving = {i: t for i, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
 
         def of_moving(*moved):
-            given = dict(zip(moving, moved))
-            return other(*tree.unflatten([given.get(i, x) for i, x in enumerate(leaves)]))
+            values = dict(zip(moving, moved))
+            return other(*tree.unflatten([values.get(i, x) for i, x in enumerate(leaves)]))
 
         return jax.jvp(of_moving, tuple(leaves[i] for i in moving), tuple(moving.values()))
-
-    return called
-
-
-def _without_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, which says what to do where one differentiates through it: a gradient needs a kernel of its own."""
-    called = jax.custom_jvp(kernel)
-
-    @called.defjvp
-    def refuse(primals, tangents):
-        raise NotImplementedError(
-            f'{kernel.__name__}: its kernels have no gradient; differentiate with backend="reference"'
-        )
 
     return called
 
@@ -112,8 +134,10 @@ def varying_alike(arrays: Any) -> Any:
     return jax.tree.map(lambda x: _varying_over(x, axes), arrays)
 
 
-def _varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return _varying_over(x, shape.manual_axis_type.varying if shape.manual_axis_type else frozenset())
+def varying_like(x: jax.Array, other: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """The array, varying over the mesh axes of a `shard_map` that the other one varies over."""
+    axes = other.manual_axis_type if isinstance(other, jax.ShapeDtypeStruct) else jax.typeof(other).manual_axis_type
+    return _varying_over(x, axes.varying if axes else frozenset())
 
 
 def _varying_over(x: jax.Array, wanted: frozenset[str]) -> jax.Array:

@@ -47,7 +47,7 @@ class Executor:
         outputs = [None if x is None else self._shape(x) for x in launch.outputs]
         aliases = {i: x.alias for i, x in enumerate(launch.outputs) if x is not None and x.alias is not None}
         zeroed = tuple(i for i, x in enumerate(launch.outputs) if x is not None and x.zeroed)
-        launched = _by_triton_launch if own_launcher() else _by_jax_triton
+        launched = triton_launch.call if own_launcher() else _by_jax_triton
         results = launched(launch, [*inputs, *scalars], outputs, aliases, zeroed, self.device.compute_capability)
         pairs = zip(results, launch.outputs, strict=True)
         return tuple(None if output is None else _as_dtype(x, output.dtype) for x, output in pairs)
@@ -74,11 +74,6 @@ def own_launcher() -> bool:
         warn_once(f"jax-triton launches kernels, slower on the host: {error}")
         return False
     return True
-
-
-def _by_triton_launch(launch: Launch, inputs, outputs, aliases, zeroed, capability) -> tuple[jax.Array | None, ...]:
-    options = {"grid": launch.grid, "constants": launch.constants, "capability": capability}
-    return triton_launch.call(launch.kernel, inputs, outputs, aliases=aliases, zeroed=zeroed, **options)
 
 
 def _by_jax_triton(launch: Launch, inputs, outputs, aliases, zeroed, capability) -> tuple[jax.Array | None, ...]:
@@ -122,7 +117,7 @@ def launching(name: str, **static: Any) -> Callable[..., Any]:
 
 
 def executor() -> Executor:
-    """Of the first device of JAX's default backend, a GPU."""
+    """The executor for the first device of JAX's default backend, a GPU."""
     info = DeviceInfo.current()
     return Executor(Device(info.compute_capability, info.sm_count))
 

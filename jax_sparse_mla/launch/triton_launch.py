@@ -19,6 +19,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.launch.describe import Launch
 from jax_sparse_mla.packages import give_triton_a_cache
 
 DRIVER = "libcuda.so.1"
@@ -46,38 +47,35 @@ class Compiled(NamedTuple):
 
 
 def call(
-    kernel: Any,
-    inputs: Sequence[jax.Array | int | float | np.float32 | None],
+    launch: Launch,
+    inputs: Sequence[jax.Array | int | np.float32 | None],
     outputs: Sequence[jax.ShapeDtypeStruct | None],
-    *,
-    grid: tuple[int, ...],
     aliases: Mapping[int, int],
     zeroed: Sequence[int],
-    constants: Mapping[str, Any],
     capability: tuple[int, int],
 ) -> tuple[jax.Array | None, ...]:
-    """The outputs that a `triton.jit` kernel writes; to the program that is being traced.
+    """The outputs of a launch, in the program that is being traced.
 
     Args:
-      kernel: its parameters are inputs, outputs and constants, in this order.
-      inputs: arrays, numbers, or None where the kernel reads nothing.
-      outputs: what it writes; None where it writes nothing.
-      grid: up to three numbers of programs.
-      aliases: by output, the input whose buffer it has; both are indices into what was given.
+      launch: its kernel, grid and constants are read.
+      inputs: arrays and numbers, the launch's scalars behind them; None where the kernel reads nothing.
+      outputs: the arrays that it writes; None where it writes nothing.
+      aliases: by output, the input whose buffer it has; both are indices into these two lists.
       zeroed: outputs that the kernel expects zeros in.
-      constants: by name, with Triton's options (num_warps, num_stages, maxnreg).
       capability: compute capability of the GPU.
     """
-    given = dict(zip((name for name in kernel.arg_names if name not in constants), (*inputs, *outputs), strict=True))
-    constants = dict(constants) | {name: None for name, x in given.items() if x is None}
-    types = {name: _type(x) for name, x in given.items() if x is not None}
+    kernel, constants = launch.kernel, launch.constants
+    names = (name for name in kernel.arg_names if name not in constants)
+    arguments = dict(zip(names, (*inputs, *outputs), strict=True))
+    constants = dict(constants) | {name: None for name, x in arguments.items() if x is None}
+    types = {name: _type(x) for name, x in arguments.items() if x is not None}
     options = {name: constants.pop(name) for name in list(constants) if name not in kernel.arg_names}
     operands = [x for x in inputs if isinstance(x, jax.Array)]
     results = [x for x in outputs if x is not None]
     buffers = iter(range(len(operands) + len(results)))
     parameters = []
     for name, kind in types.items():
-        parameters += (next(buffers), 0) if kind.startswith("*") else (-1, _bytes(kind, given[name]))
+        parameters += (next(buffers), 0) if kind.startswith("*") else (-1, _bytes(kind, arguments[name]))
     parameters += (-1, 0) * 2  # memory for the kernel and for a profiler, which these kernels do not ask for
     operand = {i: n for n, i in enumerate(i for i, x in enumerate(inputs) if isinstance(x, jax.Array))}
     result = {i: n for n, i in enumerate(i for i, x in enumerate(outputs) if x is not None)}
@@ -85,7 +83,7 @@ def call(
         _launch_p.bind(
             *operands,
             kernel=(kernel, _items(types), _items(constants), _items(options), capability),
-            grid=(*grid, 1, 1)[:3],
+            grid=(*launch.grid, 1, 1)[:3],
             parameters=tuple(parameters),
             zeroed=tuple(len(operands) + result[i] for i in zeroed),
             aliases=tuple((operand[source], result[i]) for i, source in aliases.items()),
@@ -130,10 +128,10 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    places, constants = {name: i for i, name in enumerate(kernel.arg_names)}, dict(constants)
+    positions, constants = {name: i for i, name in enumerate(kernel.arg_names)}, dict(constants)
     signature = {name: dict(types).get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {(places[name],): [["tt.divisibility", 16]] for name, kind in types if kind.startswith("*")}
-    values = {(places[name],): value for name, value in constants.items()}
+    attributes = {(positions[name],): [["tt.divisibility", 16]] for name, kind in types if kind.startswith("*")}
+    values = {(positions[name],): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     give_triton_a_cache()
@@ -143,11 +141,12 @@ def compile_kernel(
         raise RuntimeError(
             f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder"
         ) from error
-    facts = made.metadata
-    if facts.global_scratch_size or facts.profile_scratch_size or facts.num_ctas != 1:
-        raise RuntimeError(f"{facts.name} needs scratch memory or a cluster, which kernel_launch.h does not give")
+    metadata = made.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+        raise RuntimeError(f"{metadata.name} needs scratch memory or a cluster, which kernel_launch.h does not give")
     image = made.asm["cubin"]
-    return Compiled(image, hashlib.sha256(image).hexdigest(), facts.name, 32 * facts.num_warps, facts.shared)
+    digest = hashlib.sha256(image).hexdigest()
+    return Compiled(image, digest, metadata.name, 32 * metadata.num_warps, metadata.shared)
 
 
 def _bind(compiled: Compiled, shape: tuple, parameters: tuple, zeroed: tuple) -> Any:

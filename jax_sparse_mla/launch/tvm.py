@@ -68,37 +68,38 @@ def call(
     launch kernels, and fill memory, on the stream that it is given; results start as whatever their memory held.
 
     Args:
-      module: loads the module; called once for each function and list of arguments.
+      module: loads the module, such as a `build.Binary`; called once for each function and list of arguments.
       function: the function's name in the module.
       arguments: its arguments in order: a `Buffer`, or a constant.
       results: the arrays that it writes, scratch included.
       operands: the arrays that it reads.
     """
     arguments = tuple(arguments)
-    meaning = module.__module__, module.__qualname__, arguments
+    origin = tuple(module) if isinstance(module, build.Binary) else (module.__module__, module.__qualname__)
+    meaning = *origin, arguments
     name, key = target(function, meaning, _bound, module, function, arguments)
     return tuple(jax.ffi.ffi_call(name, tuple(results))(*operands, key=key))
 
 
 class Target(NamedTuple):
-    """What an XLA custom call names, and its attribute `key`."""
+    """The name of an XLA custom call, and its attribute `key`."""
 
     name: str
     key: np.int64
 
 
-def target(what: str, meaning: tuple, bind: Callable[..., Any], *facts: Any) -> Target:
-    """The target that calls `bind(*facts)`, a function of XLA's buffers.
+def target(what: str, meaning: tuple, bind: Callable[..., Any], *bound: Any) -> Target:
+    """The target that calls `bind(*bound)`, a function of XLA's buffers.
 
     The name is made of `what` and of `meaning`, which says what is bound, since XLA keeps programs on disk by their
     text: another process may run this one's, and a name must mean the same in both.
     """
-    return _target(what, meaning, bind, facts, "gpu" if jax.default_backend() == "gpu" else "cpu")
+    return _target(what, meaning, bind, bound, "gpu" if jax.default_backend() == "gpu" else "cpu")
 
 
 @functools.cache
-def _target(what: str, meaning: tuple, bind: Callable[..., Any], facts: tuple, platform: str) -> Target:
-    bound_to, digest = (bind, facts, platform), hashlib.sha256(repr((meaning, platform)).encode()).hexdigest()[:16]
+def _target(what: str, meaning: tuple, bind: Callable[..., Any], bound: tuple, platform: str) -> Target:
+    bound_to, digest = (bind, bound, platform), hashlib.sha256(repr((meaning, platform)).encode()).hexdigest()[:16]
     first = name = f"jax_sparse_mla.{what}.{digest}"
     with _lock:
         for number in itertools.count(2):
@@ -107,7 +108,7 @@ def _target(what: str, meaning: tuple, bind: Callable[..., Any], facts: tuple, p
             name = f"{first}.{number}"  # two modules of one name
         key = int.from_bytes(hashlib.sha256(f"{name} {platform}".encode()).digest()[:8], "little", signed=True)
         if name not in _registered:
-            binder().add(key, bind(*facts))
+            binder().add(key, bind(*bound))
             handler = jax.ffi.pycapsule(binder().handler(platform == "gpu"))
             jax.ffi.register_ffi_target(name, handler, platform="CUDA" if platform == "gpu" else "cpu")
             _registered.add(name)
@@ -116,8 +117,8 @@ def _target(what: str, meaning: tuple, bind: Callable[..., Any], facts: tuple, p
 
 def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
     """A module's function with its arguments, see `call`."""
-    places = [list(dataclasses.astuple(a)) if isinstance(a, Buffer) else a for a in arguments]
-    return binder().bind(module()[function], places)
+    values = [list(dataclasses.astuple(a)) if isinstance(a, Buffer) else a for a in arguments]
+    return binder().bind(module()[function], values)
 
 
 @functools.cache

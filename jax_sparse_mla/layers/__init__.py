@@ -13,11 +13,12 @@ from jax_sparse_mla.layers.state import (
     V4Rows,
     V32LayerCache,
     V32Rows,
+    V41Selection,
 )
 from jax_sparse_mla.layers.step import V4Step, gathers, prepare_v4_step
 from jax_sparse_mla.layers.v4 import v4_layer
 from jax_sparse_mla.layers.v32 import v32_layer
-from jax_sparse_mla.layers.v41 import V41Selection, v41_layer
+from jax_sparse_mla.layers.v41 import v41_layer
 
 __all__ = [
     "CompressorParams",

@@ -1,10 +1,10 @@
-"""What a layer takes and carries: its projected rows, its parameters, its caches."""
+"""A layer's projected rows, its parameters and its caches: what it takes and what it carries between steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,40 @@ from jax_sparse_mla.indexer.logits import IndexKeys
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import bf16_layout
 from jax_sparse_mla.kv_cache.pool import LayerPool
-from jax_sparse_mla.models import INDEXED_RATIO, V41_RATIOS, ModelSpec
+from jax_sparse_mla.metadata import ForwardBatch, PrefillPlan, V4Metadata
+from jax_sparse_mla.models import ModelSpec
 
 _Cache = TypeVar("_Cache", bound="_LayerCache")
+
+
+class LayerStep(NamedTuple):
+    """A step as its V4 and V4.1 layers share it: the batch, its metadata, and the plan of this layer's ratio (None:
+    the layer attends to the paged caches)."""
+
+    batch: ForwardBatch
+    metadata: V4Metadata
+    plan: PrefillPlan | None = None
+
+
+class LayerOptions(NamedTuple):
+    """How a layer attends; see the arguments of `v4_layer`."""
+
+    index_scores: jax.Array | None = None
+    backend: str | None = None
+    batch_invariant: bool = False
+
+
+@pytree_dataclass
+class V41Selection:
+    """The selection of an index source, for the layers after it.
+
+    Attributes:
+      positions: int32 `[T, index_topk]`, the selected compressed positions, −1 padded.
+      blocks: int32 `[T, n]`, the candidate blocks as `candidate_blocks` gives them; None before the candidate source.
+    """
+
+    positions: jax.Array
+    blocks: jax.Array | None = None
 
 
 @pytree_dataclass
@@ -27,7 +58,8 @@ class CompressorParams(LayerPool):
     """A compressor's parameters, or those of several layers in the same arrays; see `V4LayerParams.stack`.
 
     Attributes:
-      ape: float32 `[num_layers * ratio, coff * head_dim]`, coff 2 for ratio 4 and 1 otherwise; None in V4.1.
+      ape: float32 `[num_layers * ratio, coff * head_dim]`, coff 2 where windows overlap and 1
+        otherwise; None in V4.1.
       norm_weight: float32 `[num_layers * head_dim]`.
       inv_freq: float32 `[num_layers * rope_dim / 2]` of the layer's rotary embedding.
       norm_eps: of its RMSNorm (static).
@@ -80,10 +112,12 @@ class IndexRows:
 
 @pytree_dataclass
 class V4Rows:
-    """The projections of a V4 layer from T rows: q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope;
-    compressed_kv and compressed_score `[T, coff · 512]`, the compressor's input (ratio > 0; coff is 2 for ratio 4, else
-    1); index (ratio 4). In V4.1 a KV source has compressed_kv, and of ratio 2 compressed_score; an index source has
-    index."""
+    """The projections of a V4 layer from T rows.
+
+    q bfloat16 `[T, heads, 512]` and kv bfloat16 `[T, 512]` after rope; compressed_kv and compressed_score
+    `[T, coff · 512]`, the compressor's input (ratio > 0; coff is 2 where windows overlap, else 1); index of a layer
+    that selects. In V4.1 a KV source has compressed_kv, and of ratio 2 compressed_score; an index source has index.
+    """
 
     q: jax.Array
     kv: jax.Array
@@ -99,7 +133,7 @@ class V4LayerParams(LayerPool):
     Attributes:
       attn_sink: float32 `[num_layers * heads]`.
       compressor: of a layer that compresses (ratio > 0).
-      index_compressor: the indexer's (ratio 4).
+      index_compressor: the indexer's, where its keys are compressed apart (V4).
       index_keys: of a KV source of V4.1.
       num_layers, layer_index: as in `CompressorParams` (static).
     """
@@ -136,9 +170,9 @@ class V4LayerParams(LayerPool):
         return self._each(LayerPool.alone)
 
     def _each(self, function: Callable[[LayerPool], LayerPool]) -> V4LayerParams:
-        parts = {name: getattr(self, name) for name in ("compressor", "index_compressor", "index_keys")}
-        own = function(self)
-        return dataclasses.replace(own, **{name: function(part) for name, part in parts.items() if part is not None})
+        names, view = ("compressor", "index_compressor", "index_keys"), function(self)
+        parts = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(view, **{name: function(part) for name, part in parts.items() if part is not None})
 
 
 class _LayerCache:
@@ -200,39 +234,37 @@ class V4LayerCache(_LayerCache):
         refuses a step of more. Where a DRAFT_EXTEND step goes back to tokens before those that the same caches have
         verified, it needs twice as many. `bf16` takes the unquantised layout.
 
-        Of ratios 1 and 2 these are the caches of a KV source of V4.1. Ratio 0 makes those of its other layers, whatever
-        their ratio.
+        Of V4.1 they are the caches of a KV source. Ratio 0 makes those of its other layers, whatever their ratio.
         """
+        kind = spec.kind(ratio)
         layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
-        layers = {"num_layers": num_layers}
-        swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size, **layers)
-        if ratio == 0:
+        swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size, num_layers=num_layers)
+        if not kind.owns_kv:
             return cls(swa=swa)
+
+        def state(head_dim):
+            return CompressorState.zeros(
+                max_requests,
+                ratio=ratio,
+                head_dim=head_dim,
+                ring=compressor_window(ratio, kind.overlap) + max_draft_tokens,
+                num_layers=num_layers,
+                overlap=kind.overlap,
+            )
+
         entries = spec.page_size // ratio
         if spec.compressed_layout is not None and not bf16:
             layout = spec.compressed_layout
-        compressed = PagedKV.zeros(layout, num_pages, entries, **layers)
-        ring = compressor_window(ratio) + max_draft_tokens
-        state = None
-        if ratio != 1:
-            state = CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.qk_dim, ring=ring, **layers)
-        if ratio in V41_RATIOS:
-            keys = _index_keys(num_pages, entries, num_layers, spec.index_format)
-            return cls(swa=swa, compressed=compressed, state=state, index_k=keys)
-        if ratio != INDEXED_RATIO:
-            return cls(swa=swa, compressed=compressed, state=state)
         return cls(
             swa=swa,
-            compressed=compressed,
-            state=state,
-            index_k=_index_keys(num_pages, entries, num_layers),
-            index_state=CompressorState.zeros(max_requests, ratio=ratio, head_dim=spec.index_dim, ring=ring, **layers),
+            compressed=PagedKV.zeros(layout, num_pages, entries, num_layers=num_layers),
+            state=state(spec.qk_dim) if kind.gated else None,
+            index_k=_index_keys(num_pages, entries, num_layers, spec.index_format) if kind.selected else None,
+            index_state=state(spec.index_dim) if kind.index_keys == "compressor" else None,
         )
 
 
-def _index_keys(
-    num_pages: int, page_size: int, num_layers: int, format: IndexFormat = IndexFormat.FP8
-) -> jax.Array | IndexKeys:
+def _index_keys(num_pages: int, page_size: int, num_layers: int, format: IndexFormat) -> jax.Array | IndexKeys:
     """Empty index keys: an array for one layer of keys whose format needs no name."""
     keys = IndexKeys.zeros(num_pages, page_size, num_layers=num_layers, format=format)
     return keys.data if num_layers == 1 and format == IndexFormat.FP8 else keys
@@ -275,19 +307,25 @@ class V32LayerCache(_LayerCache):
         Raises:
           ValueError: `indexed` does not name each layer; pools, and no `max_requests`.
         """
+        kind, index_state = spec.kind(), None
         indexed = (True,) * num_layers if indexed is None else tuple(map(bool, indexed))
         if len(indexed) != num_layers:
             raise ValueError(f"V32LayerCache.zeros: indexed must name {num_layers} layers, got {len(indexed)}")
         layout, keys = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout, sum(indexed)
-        pool, index_state = spec.index_pool, None
-        if pool > 1 and keys:
+        if kind.pool > 1 and keys:
             if max_requests is None:
                 raise ValueError(f"V32LayerCache.zeros: max_requests must be given: {spec.name} has index pools")
-            sizes = {"head_dim": spec.index_dim, "ring": pool + max_draft_tokens, "num_layers": keys}
-            index_state = CompressorState.zeros(max_requests, ratio=pool, overlap=False, **sizes)
+            index_state = CompressorState.zeros(
+                max_requests,
+                ratio=kind.pool,
+                head_dim=spec.index_dim,
+                ring=kind.pool + max_draft_tokens,
+                num_layers=keys,
+                overlap=False,
+            )
         return cls(
             kv=PagedKV.zeros(layout, num_pages, spec.page_size, num_layers=num_layers),
-            index_k=_index_keys(num_pages, spec.page_size // pool, keys) if keys else None,
+            index_k=_index_keys(num_pages, spec.page_size // kind.pool, keys, spec.index_format) if keys else None,
             index_state=index_state,
             indexed=() if all(indexed) or num_layers == 1 else indexed,
         )
@@ -306,8 +344,8 @@ class V32LayerCache(_LayerCache):
                 return part
             return part.layer(sum(self.indexed[:index])) if self.indexed[index] else part.whole()
 
-        parts = {"index_k": of_index(self.index_k), "index_state": of_index(self.index_state)}
-        return dataclasses.replace(self, kv=self.kv.layer(index), **parts)
+        index_k, index_state = of_index(self.index_k), of_index(self.index_state)
+        return dataclasses.replace(self, kv=self.kv.layer(index), index_k=index_k, index_state=index_state)
 
     def alone(self) -> V32LayerCache:
         parts = (self.index_k, self.index_state) if self.has_index_k else (None, None)

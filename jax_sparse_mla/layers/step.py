@@ -1,4 +1,4 @@
-"""What all layers of a step of V4 or V4.1 share, built once."""
+"""The metadata and plans that all layers of a step of V4 or V4.1 share, built once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import operator
 import jax
 
 from jax_sparse_mla._pytree import pytree_dataclass
-from jax_sparse_mla.attention.api import plan_here
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.machine import plan_here
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.metadata import (
     ForwardBatch,
@@ -26,7 +28,7 @@ from jax_sparse_mla.models import ModelSpec
 
 @pytree_dataclass
 class V4Step:
-    """What all V4 layers of a step share: the metadata, and by compress ratio the plans of a gathered prefill, none
+    """The metadata that all V4 layers of a step share, and by compress ratio the plans of a gathered prefill; no plans
     where the layers attend to the paged caches."""
 
     metadata: V4Metadata
@@ -86,9 +88,12 @@ def prepare_v4_step(
 
 def with_pool_sizes(metadata: V4Metadata, tables: RequestTables) -> V4Metadata:
     """The metadata, which now knows how many tokens and requests the pool has: layers check their caches against it."""
-    sizes = {"pool_tokens": tables.full_to_swa.shape[0] - 1, "pool_requests": tables.req_to_token.shape[0]}
-    parts = {ratio: dataclasses.replace(part, **sizes) for ratio, part in metadata.compressed.items()}
-    return dataclasses.replace(metadata, compressed=parts)
+    tokens, requests = tables.full_to_swa.shape[0] - 1, tables.req_to_token.shape[0]
+    compressed = {
+        ratio: dataclasses.replace(part, pool_tokens=tokens, pool_requests=requests)
+        for ratio, part in metadata.compressed.items()
+    }
+    return dataclasses.replace(metadata, compressed=compressed)
 
 
 def gathers(spec: ModelSpec, rows: int) -> bool:
@@ -96,7 +101,7 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
 
     Other modes attend to the paged caches: their rows have no context in common.
     """
-    topk = (spec.window or 0) + spec.index_width
-    layouts = {"layout": spec.kv_layout, "extra_layout": spec.compressed_layout}
-    plan = plan_here("decode", **layouts, rows=rows, heads=spec.num_heads, topk=topk, chunk=True)
-    return plan.kernel == "sparse_prefill"
+    columns = (spec.window or 0) + spec.index_width
+    call = Call("decode", spec.kv_layout, rows, spec.num_heads, DeviceInfo.current(), columns)
+    call = dataclasses.replace(call, chunk=True, extra_layout=spec.compressed_layout)
+    return plan_here(call).kernel == "sparse_prefill"

@@ -1,4 +1,4 @@
-"""The Triton kernel of what a V4 layer does before it selects and attends: one launch, whatever the layer's ratio.
+"""The Triton kernel of a V4 layer's writes, before it selects and attends: one launch, whatever the layer's ratio.
 
 A program has one task: rows of the indexer's compressor (carried, and where they complete a group pooled, normed,
 rotated, transformed and written as a key), rows of the compressor (the same, into the compressed cache), lines of the
@@ -157,8 +157,8 @@ def v4_layer_kernel(
                     _DIM,
                     ROPE_DIM,
                 )
-                # Triton gives a product whose operand it sees joined from two halves another order of its sums, and so
-                # other bits than those of `write_index_k`. It does not look past this sum of one.
+                # If Triton sees that `entry` is two joined halves, it orders the dot's sums differently and the bits
+                # differ from `write_index_k`. Summing over one element hides the join.
                 entry = tl.sum(entry.to(tl.float32)[:, None], axis=1).to(tl.bfloat16)
                 # A tensor core takes 16 rows; one of them has a slot.
                 line = tl.arange(0, 16)
@@ -278,8 +278,8 @@ class Compressing(NamedTuple):
     cache: Any
 
 
-class Facts(NamedTuple):
-    """What is known when a layer is traced.
+class LayerConstants(NamedTuple):
+    """A layer's constants when it is traced.
 
     Attributes:
       layout: of the cached rows.
@@ -311,17 +311,17 @@ def v4_layer(
     indexer: Compressing = NOTHING,
     queries: tuple[Any, Any, Any] = (None, None, None),
     *,
-    facts: Facts,
+    constants: LayerConstants,
 ) -> tuple[Any, ...]:
-    """Writes a layer's caches and states, and makes what its selection and its attention take.
+    """Writes a layer's caches and states, and makes the inputs of its selection and its attention.
 
-    No row of the step may take the place in its ring of a token that another row's window reads.
+    No row of the step may replace in its ring a token that another row's window reads.
 
     Args:
       step: arrays as in `layers.write.Step`.
-      compressor, indexer: theirs, NOTHING without one.
+      compressor, indexer: the rows, parameters and caches of both, NOTHING without one.
       kv, swa: the rows of the sliding window, and its cache.
-      attn_sink: float32, the sinks of all `facts.params` layers.
+      attn_sink: float32, the sinks of all `constants.params` layers.
       queries: the indexer's queries and weights, and bfloat16 `[128, 128]` Sylvester's matrix.
 
     Returns:
@@ -329,25 +329,25 @@ def v4_layer(
       None for what the layer has not: the arrays written, the layer's sink where there are several layers', and the
       quantised queries with the weights that their scales are multiplied into.
     """
-    (num_rows, qk_dim), layout, ratio = kv.shape, facts.layout, facts.ratio
-    (layers, layer), (params_layers, params_layer) = facts.layers, facts.params
+    (num_rows, qk_dim), layout, ratio = kv.shape, constants.layout, constants.ratio
+    (layers, layer), (params_layers, params_layer) = constants.layers, constants.params
     has_index, sinks = indexer.kv is not None, attn_sink.shape[0] // params_layers if params_layers > 1 else 0
     caches = swa, compressor.cache, *compressor[5:7], indexer.cache, *indexer[5:7]
     index_heads, lines = queries[0].shape[1] if has_index else 1, QUANTIZED_LINES
     grid = (num_rows * (1 + bool(ratio) + has_index) + triton.cdiv(num_rows * index_heads, lines) * has_index,)
     # Where every program has a multiprocessor of its own, its registers are of no other use.
     loaded = 32 if grid[0] <= execute.device.sm_count else 8
-    constants, requests = _compressor_constants(compressor, facts, loaded)
-    constants |= {
+    options, requests = _compressor_options(compressor, constants, qk_dim, loaded)
+    options |= {
         "INDEXED": has_index,
         "QK_DIM": qk_dim,
         "FP8_DIM": layout.fp8_dim,
         "DATA_BYTES": layout.data_bytes,
         "FOOTER_BYTES": layout.footer_scale_bytes,
         "MIN_SCALE_EXPONENT": layout.min_scale_exponent,
-        "SWA_PAGE_SIZE": facts.page_sizes[0],
+        "SWA_PAGE_SIZE": constants.page_sizes[0],
         "SWA_PAGE_BYTES": swa.shape[1],
-        "COMPRESSED_PAGE_SIZE": facts.page_sizes[1],
+        "COMPRESSED_PAGE_SIZE": constants.page_sizes[1],
         "COMPRESSED_PAGE_BYTES": compressor.cache.shape[1] if ratio else 1,
         "INDEX_PAGE_SIZE": indexer.cache.shape[1] // TOKEN_BYTES if has_index else 1,
         "INDEX_HEADS": index_heads,
@@ -364,18 +364,20 @@ def v4_layer(
         Output(queries[1].shape, "float32") if has_index else None,
     ]
     pages = (0 if x is None else x.shape[0] // layers for x in (swa, compressor.cache, indexer.cache))
-    scalars = num_rows, step.query_start_loc.shape[0] - 1, requests, layer, params_layer, *pages, *facts.norm_eps
+    scalars = num_rows, step.query_start_loc.shape[0] - 1, requests, layer, params_layer, *pages, *constants.norm_eps
     inputs = (*step, kv, attn_sink, *compressor[:5], *indexer[:5], *queries, *caches)
-    launch = Launch(v4_layer_kernel, "v4_layer", grid, scalars, outputs, constants)
+    launch = Launch(v4_layer_kernel, "v4_layer", grid, scalars, outputs, options)
     return execute(launch, inputs)
 
 
-def _compressor_constants(compressor: Compressing, facts: Facts, loaded: int) -> tuple[dict[str, int], int]:
+def _compressor_options(
+    compressor: Compressing, constants: LayerConstants, qk_dim: int, loaded: int
+) -> tuple[dict[str, int], int]:
     """The constants of `window_entry`, and the requests of the state."""
-    if not facts.ratio:
+    if not constants.ratio:
         names = "RATIO", "OVERLAP", "WINDOW_POW2", "UNROLL", "LOADED", "RING", "ROPE_DIM"
         return dict.fromkeys(names, 0) | {"num_warps": 4}, 0
-    rope_dim = 2 * compressor.inv_freq.shape[0] // facts.params[0]
-    constants = entry_constants(facts.ratio, 0, rope_dim, compressor.state_kv.shape[1], loaded)
-    del constants["HEAD_DIM"], constants["HEAD_POW2"]
-    return constants, compressor.state_kv.shape[0] // facts.layers[0]
+    halves, rope_dim = compressor.kv.shape[1] // qk_dim, 2 * compressor.inv_freq.shape[0] // constants.params[0]
+    options = entry_constants(constants.ratio, halves, 0, rope_dim, compressor.state_kv.shape[1], loaded)
+    del options["HEAD_DIM"], options["HEAD_POW2"]
+    return options, compressor.state_kv.shape[0] // constants.layers[0]

@@ -7,15 +7,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import sparse_mla_prefill
 from jax_sparse_mla.compressor.pools import pool_keys
 from jax_sparse_mla.indexer.logits import hadamard_transform, quantize_index_q, write_index_k
-from jax_sparse_mla.indexer.select import logits_at_once, selected_positions
-from jax_sparse_mla.indices import TopkTransform, expand_pools, topk_positions, topk_transform
+from jax_sparse_mla.indices import TopkTransform, expand_pools
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import checks as layer_checks
-from jax_sparse_mla.layers.state import V32LayerCache, V32Rows
+from jax_sparse_mla.layers.layer import IndexedEntries, attend_paged, select_entries
+from jax_sparse_mla.layers.state import LayerOptions, V32LayerCache, V32Rows
 from jax_sparse_mla.metadata import ForwardBatch, V32Metadata
 from jax_sparse_mla.models import ModelSpec
 
@@ -47,68 +47,51 @@ def v32_layer(
     They have no `batch_invariant`: their transform is a matrix product of XLA's.
     """
     layer_checks.check_v32_layer(cache, rows, batch, index_scores, selected, index_ape, spec=spec)
-    if batch_invariant and spec.index_pool > 1:
-        raise ValueError(f"v32_layer: batch_invariant serves no pools of index keys, got pools of {spec.index_pool}")
+    pool, options = spec.kind().pool, LayerOptions(index_scores, backend, batch_invariant)
+    if batch_invariant and pool > 1:
+        raise ValueError(f"v32_layer: batch_invariant serves no pools of index keys, got pools of {pool}")
     cache = dataclasses.replace(cache, kv=write_kv(cache.kv, metadata.out_cache_loc, rows.kv))
-    pool = spec.index_pool
     if rows.index_k is not None:
         cache = _with_index_k(cache, rows, batch, metadata, index_ape, pool)
-    lengths, positions = metadata.seqlens_expanded // pool, selected
-    ragged = metadata.topk_transform is TopkTransform.RAGGED
+    ragged, positions, slots = metadata.topk_transform is TopkTransform.RAGGED, selected, None
     if selected is None:
-        topk = spec.index_topk // pool
+        queries = None
         if index_scores is None:
             index_q, q_scale = quantize_index_q(rows.index_q if pool == 1 else hadamard_transform(rows.index_q))
-            queries = index_q, rows.index_weights * q_scale, cache.index_k
-            table, request = metadata.page_table, metadata.row_to_request
-            if not ragged:
-                index_scores = logits_at_once(*queries, table[request], lengths, batch_invariant=batch_invariant)
-            if index_scores is None:  # a long chunk's logits would be the step's largest array
-                options = {"row_to_request": request, "batch_invariant": batch_invariant}
-                positions = selected_positions(*queries, table, lengths, topk, **options)
-        if positions is None:
-            positions = topk_positions(index_scores, lengths, topk)
+            queries = index_q, rows.index_weights * q_scale
+        entries = IndexedEntries(
+            index_k=cache.index_k,
+            lengths=metadata.seqlens_expanded // pool,
+            page_table=metadata.page_table,
+            row_to_request=metadata.row_to_request,
+            page_size=spec.page_size,
+        )
+        # Layers that share positions share their slots too: XLA computes them once. A top-k that gives slots would be
+        # a second one where the positions are wanted as well; that of pools gives no tokens.
+        with_slots = not ragged and not cache.indexed and pool == 1
+        positions, slots = select_entries(
+            queries, entries, spec.index_topk // pool, options=options, at_once=not ragged, with_slots=with_slots
+        )
         if pool > 1:
             positions = expand_pools(positions, metadata.seqlens_expanded, pool)
-
     if ragged:
-        indices = add_or_minus_one(positions, metadata.topk_indices_offset[:, None])
         out, _, _ = sparse_mla_prefill(
             rows.q,
             gather_kv(cache.kv, metadata.kv_slots),
-            indices,
+            add_or_minus_one(positions, metadata.topk_indices_offset[:, None]),
             softmax_scale=spec.softmax_scale,
             topk_length=metadata.topk_lengths,
             backend=backend,
             batch_invariant=batch_invariant,
         )
         return out, cache, positions
-
-    if index_scores is None or cache.indexed or pool > 1:
-        # Layers that share positions share these slots too: XLA computes them once. A top-k that gives slots would be
-        # a second one where the positions are wanted as well; that of pools gives no tokens.
+    if slots is None:
         request = metadata.row_to_request[:, None]
         slots = page_slot_or_minus_one(metadata.page_table, request, positions, spec.page_size)
-    else:
-        slots = topk_transform(
-            index_scores,
-            lengths,
-            spec.index_topk,
-            method=TopkTransform.PAGED,
-            page_table=metadata.page_table,
-            page_size=spec.page_size,
-            row_to_request=metadata.row_to_request,
-        )
-    out, _ = sparse_mla_decode(
-        rows.q[:, None],
-        cache.kv,
-        slots[:, None],
-        softmax_scale=spec.softmax_scale,
-        topk_length=metadata.topk_lengths,
-        backend=backend,
-        batch_invariant=batch_invariant,
+    out = attend_paged(
+        rows.q, cache.kv, slots, metadata.topk_lengths, softmax_scale=spec.softmax_scale, options=options
     )
-    return out[:, 0], cache, positions
+    return out, cache, positions
 
 
 def _with_index_k(

@@ -1,4 +1,4 @@
-"""What an engine knows at the start of a forward step: the batch and the request tables."""
+"""The state of an engine at the start of a forward step: the batch and the request tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax_sparse_mla._pytree import pytree_dataclass, static
 
 
 class ForwardMode(enum.Enum):
-    """What a forward step does (SGLang's names)."""
+    """The mode of a forward step (SGLang's names)."""
 
     DECODE = "decode"
     EXTEND = "extend"

@@ -1,4 +1,4 @@
-"""What a V4 prefill chunk gathers into its workspace, and where each request's rows lie there."""
+"""The plan of a V4 prefill chunk: the rows gathered into its workspace, and where each request's rows lie there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_sparse_mla.metadata.rows import (
     request_pages,
 )
 from jax_sparse_mla.metadata.v4 import check_v4
-from jax_sparse_mla.models import ModelSpec, is_indexed
+from jax_sparse_mla.models import ModelSpec
 
 
 @pytree_dataclass
@@ -48,6 +48,7 @@ class PrefillPlan:
       window: tokens of the sliding window (static).
       topk: compressed entries per query: `index_topk` with an indexer, all of the bucket's without (at least
         1), 0 for ratio 0 (static).
+      selected: whether the layers of this ratio attend to entries that an indexer selects (static).
     """
 
     compressed_slots: jax.Array
@@ -63,6 +64,7 @@ class PrefillPlan:
     compress_ratio: int = static()
     window: int = static()
     topk: int = static()
+    selected: bool = static(default=False)
 
     @property
     def workspace_rows(self) -> int:
@@ -131,12 +133,13 @@ def _build_plan(spec, batch, tables, compress_ratio, swa_capacity, compressed_ca
         capacity=swa_capacity,
     )
     overflow |= swa_starts[-1] > swa_capacity
+    selected = spec.kind(compress_ratio).selected
     if compress_ratio == 0:
         topk = 0
         compressed_slots = jnp.zeros((0,), jnp.int32)
         compressed_base = jnp.zeros_like(rows.request_lens)
     else:
-        topk = spec.index_topk if is_indexed(compress_ratio) else max(tokens // compress_ratio, 1)
+        topk = spec.index_topk if selected else max(tokens // compress_ratio, 1)
         pages = request_pages(tables, rows.request_rows, tokens, spec.page_size)
         compressed_slots, starts = _compressed_slots(
             pages, rows.request_lens // compress_ratio, spec.page_size // compress_ratio, compressed_capacity
@@ -159,6 +162,7 @@ def _build_plan(spec, batch, tables, compress_ratio, swa_capacity, compressed_ca
         compress_ratio=compress_ratio,
         window=spec.window,
         topk=topk,
+        selected=selected,
     )
 
 

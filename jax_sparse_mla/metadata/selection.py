@@ -14,7 +14,7 @@ _KV_TOKENS_PER_QUERY = 512
 
 
 def select_topk_transform(forward_mode: ForwardMode, *, fp8_kv_cache: bool, prefill_backend: str) -> TopkTransform:
-    """What the indexer's top-k positions become in a step of V3.2.
+    """The form that the indexer's top-k positions take in a step of V3.2.
 
     Args:
       forward_mode: the step's mode.

@@ -96,7 +96,7 @@ def build_v32_metadata(
     """
     check = ArgumentChecks("build_v32_metadata")
     batch, tables = check_step(check, spec, batch, tables)
-    if spec.window is not None:
+    if spec.windowed:
         raise check.fail(f"spec must be a model without a sliding window, got {spec.name} (window {spec.window})")
     transform = topk_transform_of(check.function, batch.mode, fp8_kv_cache, prefill_backend)
     return _build_v32(spec, batch, RequestTables(req_to_token=tables.req_to_token), transform)
@@ -109,7 +109,7 @@ def _build_v32(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, tran
     num_rows = rows.owner.shape[0]
     cu_seqlens_k = exclusive_cumsum(rows.request_lens)
     row_starts = jnp.where(rows.live, take_or_minus_one(cu_seqlens_k, rows.owner), 0)
-    pool, lengths, key_starts = spec.index_pool, rows.seq_lens_causal, row_starts
+    pool, lengths, key_starts = spec.kind().pool, rows.seq_lens_causal, row_starts
     if pool > 1:
         cu_keys = exclusive_cumsum(rows.request_lens // pool)
         key_starts = jnp.where(rows.live, take_or_minus_one(cu_keys, rows.owner), 0)

@@ -16,7 +16,7 @@ from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables, row_constants
 from jax_sparse_mla.metadata.rows import QueryRows, bucket, check_step, expand_rows, request_pages, round_up
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec, is_indexed
+from jax_sparse_mla.models import LayerKind, ModelSpec
 
 # FlashMLA's paged decode scans indices in blocks of 64.
 INDEX_WIDTH_MULTIPLE = 64
@@ -32,10 +32,10 @@ class CompressedMetadata:
         completes none.
       lengths: `[T]`, complete entries before the row's end, `seq_len // r`; may be 0.
       topk_lengths: `[T]`, how many leading columns of the row's indices a kernel scans: `max(lengths, 1)`,
-        for an indexed ratio (V4's 4, V4.1's 1 and 2) also at most `index_topk`.
-      page_indices: `[T, width]`, width a multiple of 64, slots of the compressed cache. An indexed ratio:
-        all −1, each layer's indexer fills it. Others: entry j of the request in column j < lengths, −1
-        elsewhere.
+        where layers select (V4's ratio 4, V4.1's 1 and 2) also at most `index_topk`.
+      page_indices: `[T, width]`, width a multiple of 64, slots of the compressed cache. Where layers select:
+        all −1, each layer's indexer fills it. Elsewhere: entry j of the request in column j < lengths, −1
+        behind them.
       pool_tokens, pool_requests: slots of the full pool and rows of `req_to_token`, against which the layers check
         their caches and states (static); `prepare_v4_step` fills them in, None elsewhere.
     """
@@ -130,8 +130,8 @@ def build_v4_metadata(spec: ModelSpec, batch: ForwardBatch, tables: RequestTable
 
 def check_v4(check: ArgumentChecks, spec: ModelSpec, tables: RequestTables) -> None:
     """Refuses a model without a window, ratios that cut a page, and tables without `full_to_swa`."""
-    if spec.window is None:
-        raise check.fail(f"spec must be a model with a sliding window, got {spec.name} (window None)")
+    if not spec.windowed:
+        raise check.fail(f"spec must be a model with a sliding window, got {spec.name} (window {spec.window})")
     for ratio in spec.compress_ratios:
         if ratio < 0 or (ratio > 0 and spec.page_size % ratio):
             raise check.fail(f"spec.compress_ratios must divide spec.page_size={spec.page_size}, got {ratio}")
@@ -159,20 +159,20 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
 
 def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
     """The metadata of arrays by name: a field's, or a compress ratio and a field's of its CompressedMetadata."""
-    fields, compressed = {}, {}
+    fields, by_ratio = {}, {}
     for name, x in arrays.items():
         if isinstance(name, tuple):
-            compressed.setdefault(name[0], {})[name[1]] = x
+            by_ratio.setdefault(name[0], {})[name[1]] = x
         else:
             fields[name] = x
-    return V4Metadata(**fields, compressed={ratio: CompressedMetadata(**of) for ratio, of in compressed.items()})
+    compressed = {ratio: CompressedMetadata(**of_ratio) for ratio, of_ratio in by_ratio.items()}
+    return V4Metadata(compressed=compressed, **fields)
 
 
 def has_v4_kernel(spec: ModelSpec) -> bool:
-    """Whether the kernel serves the model's compress ratios: none, the indexed one, or that and one other."""
-    ratios = {ratio for ratio in spec.compress_ratios if ratio}
-    indexed = {ratio for ratio in ratios if is_indexed(ratio)}
-    return not ratios or (len(ratios) <= 2 and indexed == {INDEXED_RATIO})
+    """Whether the kernel serves the model's compress ratios: one whose layers select, and beside it one more."""
+    selected = [kind.selected for kind in spec.kinds if kind.ratio]
+    return selected.count(True) <= 1 and selected.count(False) <= selected.count(True)
 
 
 def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:
@@ -192,17 +192,17 @@ def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTabl
         swa_page_indices=_pad_columns(window, round_up(spec.window, INDEX_WIDTH_MULTIPLE)),
         swa_topk_lengths=jnp.minimum(seq_lens, spec.window),
         swa_out_cache_loc=jnp.where(rows.live, take_or_minus_one(tables.full_to_swa, rows.out_cache_loc), 0),
-        compressed={r: _compressed(spec, r, rows, page_table) for r in spec.compress_ratios if r},
+        compressed={kind.ratio: _compressed(spec, kind, rows, page_table) for kind in spec.kinds if kind.ratio},
         overflow=rows.overflow,
     )
 
 
-def _compressed(spec: ModelSpec, ratio: int, rows: QueryRows, page_table: jax.Array) -> CompressedMetadata:
-    seq_lens, write_slots = rows.seq_lens_causal, jnp.maximum(rows.out_cache_loc, -1)
+def _compressed(spec: ModelSpec, kind: LayerKind, rows: QueryRows, page_table: jax.Array) -> CompressedMetadata:
+    ratio, seq_lens, write_slots = kind.ratio, rows.seq_lens_causal, jnp.maximum(rows.out_cache_loc, -1)
     completes_group = rows.live & (seq_lens % ratio == 0)
     lengths = seq_lens // ratio
     topk_lengths = jnp.where(rows.live, jnp.maximum(lengths, 1), 0)
-    if is_indexed(ratio):
+    if kind.selected:
         topk_lengths = jnp.minimum(topk_lengths, spec.index_topk)
         width = round_up(spec.index_topk, INDEX_WIDTH_MULTIPLE)
         page_indices = jnp.full((seq_lens.shape[0], width), -1, jnp.int32)

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
-from jax_sparse_mla.serving import deepseek_v4, deepseek_v32, glm53
+from jax_sparse_mla.serving.architectures import read_params
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config, read_config
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_host_arrays, random_params, shapes_of
 
@@ -40,12 +40,9 @@ DTYPES = {
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Routed experts can be FP4: two e2m1 values a byte, the even one in the low nibble, and a scale for so many of a row.
 FP4, FP4_SCALE, FP4_GROUP = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e8m0fnu), 32
-# What a weight's dtype may be; routers' tables are integers.
+# Dtypes of weights that are read; routers' tables are integers.
 WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 NAMES_SHOWN = 6
-
-# The module of a config's model: its parameters and its step.
-MODULES = {V4Config: deepseek_v4, V32Config: deepseek_v32, Glm53Config: glm53}
 
 
 def load_folder(folder: str | os.PathLike[str], *, draft_layer: bool) -> tuple[Config, Any]:
@@ -73,12 +70,13 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
     """
-    stored = {name: array for given, array in arrays.items() if (name := canonical_name(given, config)) is not None}
+    by_name = ((canonical_name(name, config), array) for name, array in arrays.items())
+    stored = {name: array for name, array in by_name if name is not None}
     _join_convolutions(stored)
     draft_layer = draft_layer and _DRAFT_LAYER_HAS.get(type(config)) in stored
     if not draft_layer:
         stored = {name: array for name, array in stored.items() if not name.startswith("draft.")}
-    read = functools.partial(_read, config, draft_layer=draft_layer)
+    read = functools.partial(read_params, config, draft_layer=draft_layer)
     expected = _stored_shapes(shapes_of(read), stored)
     _check(expected, stored, config)
     dtype = stored["embed_tokens.weight"].dtype
@@ -96,13 +94,13 @@ def init_params(
     shardings: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Random parameters; see `Model.init_params` and `random_params`."""
-    read = functools.partial(_read, config, draft_layer=draft_layer)
+    read = functools.partial(read_params, config, draft_layer=draft_layer)
     return random_params(read, seed, dtype, config.moe.num_experts, shardings)
 
 
 def random_arrays(config: Config, seed: int) -> dict[str, np.ndarray]:
     """Random tensors; see `Model.random_arrays`."""
-    return random_host_arrays(functools.partial(_read, config, draft_layer=False), seed, config.moe.num_experts)
+    return random_host_arrays(functools.partial(read_params, config, draft_layer=False), seed, config.moe.num_experts)
 
 
 def canonical_name(name: str, config: Config) -> str | None:
@@ -110,10 +108,6 @@ def canonical_name(name: str, config: Config) -> str | None:
     if isinstance(config, Glm53Config):
         return _glm53_name(name, config)
     return _v4_name(name, config) if isinstance(config, V4Config) else _v32_name(name, config)
-
-
-def _read(config: Config, tensors: Tensors, *, draft_layer: bool) -> Any:
-    return MODULES[type(config)].read_params(config, tensors, draft_layer)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -142,7 +136,7 @@ def _map_file(path: Path) -> dict[str, np.ndarray]:
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
-            # What nobody asks for may have any dtype.
+            # A tensor that is not read may have any dtype.
             arrays[name] = _Unread(entry["dtype"], tuple(entry["shape"]))
             continue
         first, last = (start + offset for offset in entry["data_offsets"])
@@ -196,7 +190,7 @@ _GLM53_RULES: Rules = (
 )
 # Further draft layers, what a draft layer shares with the model, and buffers that follow from the config.
 _LEFT_OUT = re.compile(r"^mtp\.|^draft\.(emb|embed|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
-# By this a draft layer of the form that is read is known.
+# The tensor that only a draft layer of the known form has.
 _DRAFT_LAYER_HAS = {V4Config: "draft.e_proj.weight", V32Config: "draft.eh_proj.weight"}
 
 
@@ -294,7 +288,7 @@ def _check(expected: Mapping[str, Shape], stored: Mapping[str, Any], config: Con
 
 
 def _problem(name: str, shape: Shape, stored: Mapping[str, Any]) -> str | None:
-    """What is wrong with a stored tensor of this shape, or with its scales."""
+    """The fault of a stored tensor that must have this shape, or of its scales; None if there is none."""
     array = stored[name]
     if _is_fp4(name, array):
         packed, scales = (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // FP4_GROUP)

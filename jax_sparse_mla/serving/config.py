@@ -1,4 +1,4 @@
-"""What a model needs beyond its `ModelSpec`, read from a checkpoint's `config.json`.
+"""The config of a model beyond its `ModelSpec`, read from a checkpoint's `config.json`.
 
 Both transformers' keys and those of the released checkpoints are read. A value that the model code has no branch for is
 refused by its name, so that no checkpoint runs as something else.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -80,6 +80,7 @@ class MoE:
       scale: what the chosen scores are multiplied by.
       groups, top_groups: experts are in so many groups, and chosen from the best of these.
       limit: bound of the SwiGLU's inputs; None has no bound.
+      float32_router: whether the router's product is float32; else it has the rows' dtype, as in transformers' V4.
     """
 
     num_experts: int
@@ -92,6 +93,7 @@ class MoE:
     groups: int = 1
     top_groups: int = 1
     limit: float | None = None
+    float32_router: bool = True
 
     def __post_init__(self):
         limits = {"num_experts_per_tok": (self.top_k, self.num_experts), "topk_group": (self.top_groups, self.groups)}
@@ -122,13 +124,15 @@ class KDA:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """What all models have.
+    """The common part of all configs.
 
     Attributes:
       spec: the attention constants.
       vocab_size, hidden_size, num_layers: sizes. q_rank: values between the two projections of the queries.
       moe: the experts. norm_eps: of the RMSNorms. tied: whether the logits' weights are the embedding's.
       eos_token_ids: the tokens that end a sequence.
+      ratios: the compress ratio of each layer, 0 where nothing is compressed.
+      streams: the hyper-connections; None where there is one residual stream.
       axis_name: the mesh axis over which heads and experts are cut, under `jax.shard_map`; the heads and output groups
         here are then those of one device. None: nothing is cut.
     """
@@ -142,7 +146,18 @@ class _Config:
     norm_eps: float
     tied: bool
     eos_token_ids: tuple[int, ...]
+    ratios: tuple[int, ...]
+    streams: HyperConnections | None = None
     axis_name: str | None = None
+
+    @property
+    def pools(self) -> tuple[Hashable, ...]:
+        """A name for each layer: layers of the same name have their caches in the same arrays."""
+        return ("sparse",) * self.num_layers
+
+    def number_in_pool(self, i: int) -> int:
+        """The number of layer i among those of its pool."""
+        return self.pools[:i].count(self.pools[i])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,19 +165,24 @@ class V4Config(_Config):
     """DeepSeek-V4.
 
     Attributes:
-      ratios: the compress ratio of each layer. hashed: whether a layer's experts follow from the token's number.
+      hashed: whether a layer's experts follow from the token's number.
       o_groups, o_rank: of the grouped output projection.
-      streams: the hyper-connections.
       window_rope, compress_rope: of layers of ratio 0, and of the others.
     """
 
-    ratios: tuple[int, ...]
     hashed: tuple[bool, ...]
     o_groups: int
     o_rank: int
-    streams: HyperConnections
     window_rope: Rope
     compress_rope: Rope
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        return self.ratios
+
+    def layer_kind(self, i: int) -> tuple[int, str]:
+        """A layer's compress ratio, and "moe" or "hash" for its experts; behind the last one is the draft layer."""
+        return (self.ratios[i], "hash" if self.hashed[i] else "moe") if i < self.num_layers else (0, "moe")
 
     def rope(self, ratio: int) -> Rope:
         """The rotary embedding of a layer of this ratio."""
@@ -190,10 +210,9 @@ class V32Config(_Config):
     index_interleaved: bool
     indexed: tuple[bool, ...]
 
-    @property
-    def ratios(self) -> tuple[int, ...]:
-        """Zeros: V3.2 does not compress."""
-        return (0,) * self.num_layers
+    def layer_kind(self, i: int) -> tuple[bool, str]:
+        """Whether a layer has an indexer, and "moe" or "dense"; behind the last one is the draft layer."""
+        return (self.indexed[i], "dense" if self.dense[i] else "moe") if i < self.num_layers else (True, "moe")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +222,6 @@ class Glm53Config(_Config):
     Attributes:
       linear: whether a layer has linear attention. kda: its sizes.
       dense, dense_width, nope_dim, v_dim: as in `V32Config`.
-      streams: the hyper-connections.
     """
 
     linear: tuple[bool, ...]
@@ -212,12 +230,14 @@ class Glm53Config(_Config):
     dense_width: int
     nope_dim: int
     v_dim: int
-    streams: HyperConnections
 
     @property
-    def ratios(self) -> tuple[int, ...]:
-        """Zeros: no layer compresses what it attends to."""
-        return (0,) * self.num_layers
+    def pools(self) -> tuple[str, ...]:
+        return tuple("linear" if is_linear else "sparse" for is_linear in self.linear)
+
+    def layer_kind(self, i: int) -> tuple[bool, str]:
+        """Whether a layer has linear attention, and "moe" or "dense"."""
+        return self.linear[i], "dense" if self.dense[i] else "moe"
 
 
 Config: TypeAlias = V4Config | V32Config | Glm53Config
@@ -336,21 +356,12 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
     )
 
 
-def _common(read: _Reader, spec: ModelSpec, norm_eps: float) -> dict[str, Any]:
+def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
     eos = read("eos_token_id", default=())
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
     if not all(isinstance(token, int) for token in eos):
         raise ValueError(f"Model.from_config: eos_token_id must be an integer or a list of them, got {eos!r}")
-    return {
-        "spec": spec,
-        "vocab_size": read("vocab_size"),
-        "hidden_size": read("hidden_size"),
-        "num_layers": read("num_hidden_layers"),
-        "q_rank": read("q_lora_rank"),
-        "norm_eps": float(read("rms_norm_eps", default=norm_eps)),
-        "tied": bool(read("tie_word_embeddings", default=False)),
-        "eos_token_ids": eos,
-    }
+    return eos
 
 
 def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
@@ -381,7 +392,14 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         if rope.magnitude != 1:
             raise ValueError(f"Model.from_config: rope_parameters must have attention_factor 1, got {rope.magnitude}")
     return V4Config(
-        **_common(read, spec, norm_eps=1e-6),
+        spec=spec,
+        vocab_size=read("vocab_size"),
+        hidden_size=read("hidden_size"),
+        num_layers=read("num_hidden_layers"),
+        q_rank=read("q_lora_rank"),
+        norm_eps=float(read("rms_norm_eps", default=1e-6)),
+        tied=bool(read("tie_word_embeddings", default=False)),
+        eos_token_ids=_eos_token_ids(read),
         ratios=tuple(ratios[:layers]),
         hashed=tuple(mlp == "hash_moe" for mlp in mlps),
         o_groups=read("o_groups"),
@@ -397,13 +415,14 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
             score=read("scoring_func", default="sqrtsoftplus"),
             scale=float(read("routed_scaling_factor", default=1.5)),
             limit=float(read("swiglu_limit", default=10.0)),
+            float32_router=False,
         ),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _V32Defaults:
-    """What transformers' config class takes for a missing key."""
+    """The defaults of transformers' config class."""
 
     nope_dim: int
     v_dim: int
@@ -450,7 +469,15 @@ def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
         raise ValueError("Model.from_config: layer_types must have an indexed_attention layer")
     indexed_layers(read.config)  # refuses layers that share an indexer's entries
     return Glm53Config(
-        **_common(read, spec, norm_eps=1e-5),
+        spec=spec,
+        vocab_size=read("vocab_size"),
+        hidden_size=read("hidden_size"),
+        num_layers=read("num_hidden_layers"),
+        q_rank=read("q_lora_rank"),
+        norm_eps=float(read("rms_norm_eps", default=1e-5)),
+        tied=bool(read("tie_word_embeddings", default=False)),
+        eos_token_ids=_eos_token_ids(read),
+        ratios=(0,) * len(linear),
         linear=linear,
         kda=_kda(read),
         dense=tuple(mlp == "dense" for mlp in mlps),
@@ -493,7 +520,15 @@ def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
     mlps = read.per_layer("mlp_layer_types", V32_MLPS, lambda i: V32_MLPS[i >= num_dense])
     parameters = read("rope_parameters", "rope_scaling", default={})
     return V32Config(
-        **_common(read, spec, default.norm_eps),
+        spec=spec,
+        vocab_size=read("vocab_size"),
+        hidden_size=read("hidden_size"),
+        num_layers=read("num_hidden_layers"),
+        q_rank=read("q_lora_rank"),
+        norm_eps=float(read("rms_norm_eps", default=default.norm_eps)),
+        tied=bool(read("tie_word_embeddings", default=False)),
+        eos_token_ids=_eos_token_ids(read),
+        ratios=(0,) * len(mlps),
         dense=tuple(mlp == "dense" for mlp in mlps),
         dense_width=read("intermediate_size"),
         nope_dim=read("qk_nope_head_dim", default=default.nope_dim),

@@ -15,12 +15,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_sparse_mla.attention.api import calls_of
+from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.model import Caches, Draft, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import Choice
-from jax_sparse_mla.serving.scheduler import GATHERED, PAGED, EngineOptions, Scheduler, StepPlan, check_all
+from jax_sparse_mla.serving.scheduler import (
+    GATHERED,
+    PAGED,
+    EngineOptions,
+    Scheduler,
+    StepPlan,
+    check_all,
+    power_of_two,
+)
 from jax_sparse_mla.serving.step import (
     Program,
     Result,
@@ -48,8 +57,8 @@ class TracedStep:
 
     Attributes:
       plan, batch, tables: the step; tables as they were then.
-      requests, positions: of its real rows: `id(request)` and int32 `[n]`.
-      layers: of each layer the attention's input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
+      requests, positions: `id(request)` and the position of each real row, int32 `[n]`.
+      layers: each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
       logits: float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen.
     """
 
@@ -86,7 +95,7 @@ class Engine:
     one thread.
 
     Args:
-      model, params: what is served.
+      model, params: the served model.
       options: see `EngineOptions`.
 
     Raises:
@@ -99,7 +108,7 @@ class Engine:
       propose: replaces drafts.
       accepted: how many rounds of a request kept 0 … `drafts` drafts. In the round that ends a request only the drafts
         that it still needed count.
-      prefill_backend: what prefill steps attend to, one of PREFILL_BACKENDS.
+      prefill_backend: the backend of prefill steps, one of PREFILL_BACKENDS.
       routes: `{program: (phase, backend)}`, the attention that each program calls, read from the program.
       compile_seconds: spent on compiling programs, or on loading them.
       trace: with `options.trace`, the steps of the latest `run`.
@@ -110,9 +119,9 @@ class Engine:
     def __init__(self, model: Model, params: Params, options: EngineOptions):
         is_recurrent = getattr(model, "is_recurrent", False)  # models of other projects may not say it
         for name in ("speculative_steps", "reuse_points"):
-            if is_recurrent and (given := getattr(options, name)):
+            if is_recurrent and (value := getattr(options, name)):
                 raise ValueError(
-                    f"{name} must be 0 for {model.spec.name}, got {given}: its linear attention carries a state for "
+                    f"{name} must be 0 for {model.spec.name}, got {value}: its linear attention carries a state for "
                     "each request that cannot go back to an earlier token"
                 )
         self.model, self.options = model, options
@@ -142,7 +151,7 @@ class Engine:
 
     @property
     def drafter(self) -> str:
-        """What makes drafts, in words."""
+        """The maker of drafts, in words."""
         return "first layer" if self.state.draft is None else "draft layer"
 
     @property
@@ -180,7 +189,7 @@ class Engine:
         pool = self.scheduler.pool
         return new_state(
             self.new_caches(),
-            self._new_draft(params) if self.options.speculative_steps else None,
+            self._new_draft(params),
             max_requests=self.options.max_batch,
             max_len=pool.req_to_token.shape[1],
             num_pages=pool.num_pages,
@@ -201,8 +210,15 @@ class Engine:
 
     def _new_draft(self, params: Params) -> Draft | None:
         options, pool = self.options, self.scheduler.pool
-        sizes = {"num_pages": pool.num_pages, "num_swa_pages": pool.num_swa_pages, "bf16": options.bf16_cache}
-        return self.model.new_draft(params, max_requests=options.max_batch, **sizes)
+        if not options.speculative_steps:
+            return None
+        return self.model.new_draft(
+            params,
+            max_requests=options.max_batch,
+            num_pages=pool.num_pages,
+            num_swa_pages=pool.num_swa_pages,
+            bf16=options.bf16_cache,
+        )
 
     # Requests.
 
@@ -416,13 +432,6 @@ class Engine:
 _executables: dict[tuple, tuple[Any, frozenset[tuple[str, str]]]] = {}
 
 
-def power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
-
-
 def chosen_prefill(spec: ModelSpec, options: EngineOptions) -> str:
-    """What prefill steps attend to by the plan of their size."""
-    from jax_sparse_mla.layers import gathers
-
+    """The prefill backend that the plan of a chunk says."""
     return GATHERED if gathers(spec, options.chunk_size) else PAGED

@@ -26,13 +26,13 @@ from jax_sparse_mla.serving.config import KDA
 
 # Tokens of a chunk: the decays between all pairs of them, in each channel, stand side by side.
 CHUNK = 16
-# Of the keys' and the queries' norms.
+# Epsilon of the keys' and the queries' norms.
 NORM_EPS = 1e-6
 
 
 @pytree_dataclass
 class KDAState(LayerPool):
-    """What the requests carry, of several layers in the same arrays; `layer(i)` is the view of one, see `PagedKV`.
+    """States of the requests, of several layers in the same arrays; `layer(i)` is the view of one, see `PagedKV`.
 
     Attributes:
       conv: float32 `[num_layers * max_requests, kernel - 1, 3 * heads * dim]`, the convolution's last inputs, oldest
@@ -149,7 +149,7 @@ def kda_layer(
     Args:
       state: a view of one layer; donate it.
       rows, params: the layer's.
-      step: of `prepare`.
+      step: from `prepare`.
       config: sizes (static).
       chunked: whether requests have several rows; otherwise row i is that of request i (static).
 
@@ -157,12 +157,12 @@ def kda_layer(
       out `[T, heads, dim]` in the rows' dtype, 0 on padding rows, and the state after each request's last row.
     """
     max_requests = state.max_requests
-    known = (step.req_rows >= 0) & (step.req_rows < max_requests)
-    place = jnp.where(known, step.req_rows, 0) + state.first_of(max_requests)
-    begins = step.fresh | ~known
+    has_row = (step.req_rows >= 0) & (step.req_rows < max_requests)
+    state_rows = jnp.where(has_row, step.req_rows, 0) + state.first_of(max_requests)
+    begins = step.fresh | ~has_row
 
     def before(x):
-        return jnp.where(begins.reshape(-1, *[1] * (x.ndim - 1)), 0, x[place])
+        return jnp.where(begins.reshape(-1, *[1] * (x.ndim - 1)), 0, x[state_rows])
 
     conv, recurrent = before(state.conv), before(state.recurrent)
     qkv = rows.qkv.astype(jnp.float32)
@@ -175,7 +175,7 @@ def kda_layer(
     out, recurrent = run(recurrent, q, k, v, decay, beta, step)
 
     # After everything that reads the state, which is donated; a request without rows is dropped.
-    to = jnp.where(known, place, state.recurrent.shape[0])
+    to = jnp.where(has_row, state_rows, state.recurrent.shape[0])
     state_after = KDAState(
         conv=state.conv.at[to].set(_last_inputs(qkv, conv, step), mode="drop"),
         recurrent=state.recurrent.at[to].set(recurrent, mode="drop"),
@@ -252,18 +252,20 @@ def _by_chunks(states, q, k, v, g, beta, step):
 
         cq, ck, cv, cg, cb = map(gathered, (q, k, v, g, beta))
         total = jnp.cumsum(cg, axis=1)
-        # What is left at a token of what an earlier one has written, in each key channel.
+        # The share of an earlier token's update that is left at a later token, in each key channel.
         left = jnp.exp(jnp.where(later[:, :, None], -jnp.inf, total[:, :, None] - total[:, None]))
         state = states[jnp.maximum(request, 0)]
         since = jnp.exp(total)
         coupling = product("hid,hjd,hijd->hij", ck, ck, left) * cb[:, :, None] * earlier
-        own = cb[:, :, None] * (cv - product("hid,hdv->hiv", ck * since, state))
-        u = lax.linalg.triangular_solve(jnp.eye(CHUNK) + coupling, own, left_side=True, lower=True, unit_diagonal=True)
+        delta = cb[:, :, None] * (cv - product("hid,hdv->hiv", ck * since, state))
+        u = lax.linalg.triangular_solve(
+            jnp.eye(CHUNK) + coupling, delta, left_side=True, lower=True, unit_diagonal=True
+        )
         out = product("hid,hdv->hiv", cq * since, state)
         out += product("hij,hjv->hiv", product("hid,hjd,hijd->hij", cq, ck, left), u)
         state = state * since[:, -1, :, None] + product("hjd,hjv->hdv", ck * left[:, -1], u)
-        place = jnp.where(request >= 0, request, states.shape[0])
-        return states.at[place].set(state, mode="drop"), out
+        row = jnp.where(request >= 0, request, states.shape[0])
+        return states.at[row].set(state, mode="drop"), out
 
     states, outs = lax.scan(one_chunk, states, (step.chunk_request, step.chunk_rows))
     outs = jnp.swapaxes(outs, 1, 2).reshape(-1, heads, dim)  # of each chunk's places

@@ -1,4 +1,4 @@
-"""What both models are made of beside attention: products, norms, rotary embeddings, hyper-connections.
+"""The arithmetic of all models beside attention: products, norms, rotary embeddings, hyper-connections.
 
 Rows are `[T, …]`, weights `[out, in]` as checkpoints have them. Arithmetic is float32 where transformers keeps it, and
 in the rows' dtype elsewhere.
@@ -93,7 +93,7 @@ def collapse_streams(
     config: HyperConnections,
     norm_eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a block reads of the residual streams, and how it writes back (arXiv 2512.24880).
+    """The input of a block from the residual streams, and how its output joins them (arXiv 2512.24880).
 
     Args:
       streams: `[T, n, hidden]`.
@@ -117,12 +117,12 @@ def collapse_streams(
 
 def doubly_stochastic(logits: jax.Array, config: HyperConnections) -> jax.Array:
     """float32 `[T, n, n]` of logits: softmax, then columns and rows in turn over their sums (Sinkhorn and Knopp)."""
-    static = {"iterations": config.iterations, "eps": config.eps}
-    plain = functools.partial(doubly_stochastic_reference, **static)
-    n = config.streams
+    n, iterations, eps = config.streams, config.iterations, config.eps
+    plain = functools.partial(doubly_stochastic_reference, iterations=iterations, eps=eps)
     if n & (n - 1) or logits.shape[0] == 0:
         return plain(logits)
-    return dispatch(launching("serving.triton.doubly_stochastic", **static), plain, logits)
+    kernel = launching("serving.hyper_connections_triton.doubly_stochastic", iterations=iterations, eps=eps)
+    return dispatch(kernel, plain, logits)
 
 
 def doubly_stochastic_reference(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:

@@ -23,6 +23,7 @@ from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.params import LayerWeights
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import Counters, EngineOptions, Scheduler, StepPlan
 from jax_sparse_mla.serving.step import Program, Result, State, copy_states, pack, run_step, unpack_result
@@ -87,23 +88,22 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
       ValueError: other axes, or heads, output groups or experts that the devices cannot share evenly; a model with
         linear attention, whose heads no device shares.
     """
-    own = model_of_a_device(model, mesh)
-    return own, _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
+    return model_of_a_device(model, mesh), _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
 
 
 def init_cut_params(model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Model, Params]:
-    """As `cut_model` of `model.init_params(seed, dtype)`: each device makes its own part, and none has the whole.
+    """As `cut_model` with `model.init_params(seed, dtype)`, but each device makes its own part, and none has the whole.
 
     Raises:
       ValueError: as `cut_model`.
     """
-    own = model_of_a_device(model, mesh)
+    device_model = model_of_a_device(model, mesh)  # refuses what cannot be cut
 
     def shardings(layer: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(layer, mesh))
 
     params = init_params(model.config, seed, dtype, draft_layer=False, shardings=shardings)
-    return own, _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
+    return device_model, _placed(_by_device(model, params, mesh.shape[HEADS]), mesh)
 
 
 def model_of_a_device(model: Model, mesh: Mesh) -> Model:
@@ -119,14 +119,15 @@ def model_of_a_device(model: Model, mesh: Mesh) -> Model:
             f"cut_model: {n} devices cannot share the heads of {config.spec.name}, whose linear attention is not cut; "
             f"give the mesh one device over {HEADS}"
         )
+    is_v4 = isinstance(config, V4Config)
     counts = {"heads": config.spec.num_heads, "experts": config.moe.num_experts}
-    counts |= {"output groups": config.o_groups} if hasattr(config, "o_groups") else {}
-    for what, count in counts.items():
+    counts |= {"output groups": config.o_groups} if is_v4 else {}
+    for name, count in counts.items():
         if count % n:
-            raise ValueError(f"cut_model: {n} devices cannot share {count} {what} evenly")
-    own = {"spec": dataclasses.replace(config.spec, num_heads=config.spec.num_heads // n), "axis_name": HEADS}
-    own |= {"o_groups": config.o_groups // n} if hasattr(config, "o_groups") else {}
-    return Model(dataclasses.replace(config, **own))
+            raise ValueError(f"cut_model: {n} devices cannot share {count} {name} evenly")
+    spec = dataclasses.replace(config.spec, num_heads=config.spec.num_heads // n)
+    config = dataclasses.replace(config, spec=spec, axis_name=HEADS)
+    return Model(dataclasses.replace(config, o_groups=config.o_groups // n) if is_v4 else config)
 
 
 def _placed(params: Params, mesh: Mesh) -> Params:
@@ -146,11 +147,10 @@ def _by_device(model: Model, params: Params, n: int) -> Params:
     config, spec = model.config, model.spec
     head_dim = spec.qk_dim if isinstance(config, V4Config) else config.nope_dim + spec.rope_dim
 
-    def queries(weights: Any) -> Any:
-        heads, index = jnp.split(weights.q_b, [spec.num_heads * head_dim])
-        return dataclasses.replace(
-            weights, q_b=jnp.concatenate([part for own in jnp.split(heads, n) for part in (own, index)])
-        )
+    def queries(weights: LayerWeights) -> LayerWeights:
+        heads, index = jnp.split(weights.attention.q_b, [spec.num_heads * head_dim])
+        q_b = jnp.concatenate([part for device_heads in jnp.split(heads, n) for part in (device_heads, index)])
+        return dataclasses.replace(weights, attention=dataclasses.replace(weights.attention, q_b=q_b))
 
     def sinks(of_ratio: V4LayerParams) -> V4LayerParams:
         by_layer = of_ratio.attn_sink.reshape(of_ratio.num_layers, n, -1)
@@ -158,8 +158,8 @@ def _by_device(model: Model, params: Params, n: int) -> Params:
 
     params = dataclasses.replace(params, layers=[queries(weights) for weights in params.layers])
     if params.draft is not None:
-        own = dataclasses.replace(params.draft, weights=queries(params.draft.weights))
-        params = dataclasses.replace(params, draft=own)
+        layer = dataclasses.replace(params.draft.layer, weights=queries(params.draft.layer.weights))
+        params = dataclasses.replace(params, draft=dataclasses.replace(params.draft, layer=layer))
     if isinstance(config, V4Config):
         params = dataclasses.replace(params, attention={r: sinks(x) for r, x in params.attention.items()})
     return params
@@ -182,10 +182,9 @@ class JointPlan(StepPlan):
     @classmethod
     def of(cls, parts: Sequence[StepPlan | None]) -> JointPlan:
         plans = [part for part in parts if part is not None]
-        joined = {
-            name: np.concatenate([getattr(plan, name) for plan in plans])
-            for name in ("rows", "starts", "counts", "tokens", "samples", "mapped")
-        }
+
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([getattr(plan, name) for plan in plans])
 
         def pairs(name: str) -> list:
             return list(zip_longest(*(getattr(part, name) if part else [] for part in parts), fillvalue=(0, 0)))
@@ -193,11 +192,16 @@ class JointPlan(StepPlan):
         return cls(
             mode=plans[0].mode,
             requests=[request for plan in plans for request in plan.requests],
+            rows=joined("rows"),
+            starts=joined("starts"),
+            counts=joined("counts"),
+            tokens=joined("tokens"),
+            samples=joined("samples"),
+            mapped=joined("mapped"),
             max_seq_len=max(plan.max_seq_len for plan in plans),
             restored=pairs("restored"),
             kept=pairs("kept"),
             parts=parts,
-            **joined,
         )
 
     def follows(self, before: JointPlan) -> bool:
@@ -273,12 +277,12 @@ class Schedulers:
         for share, part in zip(self.shares, plan.parts):
             if part is None:
                 continue
-            own = slice(start, start + len(part.requests))
-            start = own.stop
+            end = start + len(part.requests)
             try:
-                finished += share.complete(part, tokens[own], margins[own])
+                finished += share.complete(part, tokens[start:end], margins[start:end])
             except BaseException as error:  # an `on_token` raised: the other shares take their tokens all the same
                 failed = failed or error
+            start = end
         if failed is not None:
             raise failed
         return finished
@@ -288,8 +292,8 @@ class MeshEngine(Engine):
     """An engine over a mesh of devices.
 
     Args:
-      model, params: of `cut_model` with this mesh.
-      options: of each share: `max_batch`, `chunk_size`, `num_pages` and `reuse_points` count a share's own.
+      model, params: from `cut_model` with this mesh.
+      options: those of each share: `max_batch`, `chunk_size`, `num_pages` and `reuse_points` count a share's own.
       mesh: every process of it runs the same engine with the same requests in the same order.
 
     Raises:
@@ -318,9 +322,10 @@ class MeshEngine(Engine):
     def _pack(self, program: Program, plan: JointPlan) -> jax.Array:
         proposals, start, packed = self._proposals(plan), 0, []
         for part in plan.parts:
-            own = slice(start, start + (len(part.requests) if part else 0))
-            packed.append(pack(program, part, self.options.max_batch, None if proposals is None else proposals[own]))
-            start = own.stop
+            end = start + (len(part.requests) if part else 0)
+            part_proposals = None if proposals is None else proposals[start:end]
+            packed.append(pack(program, part, self.options.max_batch, part_proposals))
+            start = end
         return self._of_shares(np.concatenate(packed))
 
     def _empty(self, program: Program) -> jax.Array:
@@ -332,7 +337,7 @@ class MeshEngine(Engine):
 
     def _unpack(self, program: Program, plan: JointPlan, packed: np.ndarray) -> Result:
         shares = np.split(packed, len(plan.parts))
-        results = [(unpack_result(program, own), part) for own, part in zip(shares, plan.parts) if part]
+        results = [(unpack_result(program, share), part) for share, part in zip(shares, plan.parts) if part]
 
         def joined(name: str) -> np.ndarray:
             return np.concatenate([getattr(result, name)[: len(part.requests)] for result, part in results])
@@ -349,17 +354,18 @@ class MeshEngine(Engine):
         return mode[0], *map(max, sizes)
 
     def _jitted(self, program: Program) -> Any:
-        specs = {
-            "in_specs": (parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS)),
-            "out_specs": P(REQUESTS),
-        }
-        step = jax.shard_map(functools.partial(run_step, program), mesh=self.mesh, **specs)
+        step = jax.shard_map(
+            functools.partial(run_step, program),
+            mesh=self.mesh,
+            in_specs=(parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS)),
+            out_specs=P(REQUESTS),
+        )
 
         def on_all(params: Params, state: State, packed: jax.Array):
-            state, result, *rest = step(params, state, packed)
+            state, result, *others = step(params, state, packed)
             if jax.process_count() > 1:  # each schedules all requests, so it has to know all tokens
                 result = jax.lax.with_sharding_constraint(result, NamedSharding(self.mesh, P()))
-            return state, result, *rest
+            return state, result, *others
 
         return jax.jit(on_all, donate_argnums=1)
 

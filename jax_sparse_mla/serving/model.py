@@ -13,21 +13,33 @@ import numpy as np
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
-from jax_sparse_mla.metadata import ForwardBatch, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import checkpoint
-from jax_sparse_mla.serving.config import Config, Glm53Config, read_config
+from jax_sparse_mla.serving.architectures import MODULES
+from jax_sparse_mla.serving.config import Config, read_config
+from jax_sparse_mla.serving.decoder import (
+    ATTENTION,
+    CacheSizes,
+    PreparedStep,
+    StepInputs,
+    after_attention,
+    block_input,
+    embed,
+    last_rows,
+    layer_params,
+)
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.layers import matmul
+from jax_sparse_mla.serving.params import LayerParams, ModelParams
 
-# Pytrees of arrays; what is in them is the model's own affair.
+# Pytrees of arrays: `ModelParams`, a dict of layers' caches, or those of another project's model.
 Params: TypeAlias = Any
 Caches: TypeAlias = Any
 
 
 @pytree_dataclass
 class ForwardOutput:
-    """What a step returns.
+    """The results of a step.
 
     Attributes:
       hidden: `[T, hidden]`, each row after the final norm: what `Model.logits` takes, of the rows that are wanted.
@@ -48,12 +60,12 @@ class ForwardOutput:
 
 @pytree_dataclass
 class Draft:
-    """What a draft layer keeps between steps.
+    """State of a draft layer between steps.
 
     Attributes:
-      cache: of its attention. Its row of a position hangs on the token behind that position, too.
+      cache: its attention's cache. A position's row there depends on the next position's token, too.
       states: `[requests, …]`, its own `ForwardOutput.states` of the position before each request's last token.
-      tokens: int32 `[requests]`, the drafts that it made there: of the token behind the last one.
+      tokens: int32 `[requests]`, the drafts made from these states: each guesses the token after the last one.
     """
 
     cache: Caches
@@ -83,7 +95,7 @@ class Model:
 
     @property
     def _module(self) -> Any:
-        return checkpoint.MODULES[type(self.config)]
+        return MODULES[type(self.config)]
 
     @property
     def vocab_size(self) -> int:
@@ -101,7 +113,7 @@ class Model:
     @property
     def is_recurrent(self) -> bool:
         """Whether layers carry a state for each request that cannot go back: no drafts, no reuse of prefixes."""
-        return isinstance(self.config, Glm53Config) and any(self.config.linear)
+        return "linear" in self.config.pools
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -139,48 +151,35 @@ class Model:
 
         V3.2 has no window and no state: it takes `num_pages` only. GLM-5.3 has states, and no window.
         """
-        return self._module.new_caches(
-            self.config,
+        sizes = CacheSizes(
             num_pages=num_pages,
             num_swa_pages=num_swa_pages,
             max_requests=max_requests,
             max_draft_tokens=max_draft_tokens,
             bf16=bf16,
         )
+        layers: dict[Any, list[int]] = {}
+        for i, pool in enumerate(self.config.pools):
+            layers.setdefault(pool, []).append(i)
+        return {pool: self._module.new_cache(self.config, numbers, sizes) for pool, numbers in layers.items()}
 
     def layer_cache(self, caches: Caches, layer: int) -> V4LayerCache | V32LayerCache | KDAState:
         """The view of one layer's caches."""
-        return self._module.layer_cache(self.config, caches, layer)
+        return caches[self.config.pools[layer]].layer(self.config.number_in_pool(layer))
 
     def with_layer_cache(self, caches: Caches, layer: int, cache: V4LayerCache | V32LayerCache | KDAState) -> Caches:
-        """The caches with what `layer_cache` gave, updated."""
-        return self._module.with_layer_cache(self.config, caches, layer, cache)
+        """The caches with an updated `layer_cache`."""
+        return caches | {self.config.pools[layer]: cache.whole()}
 
     def forward(
-        self,
-        params: Params,
-        caches: Caches,
-        batch: ForwardBatch,
-        tables: RequestTables,
-        tokens: jax.Array,
-        positions: jax.Array,
-        *,
-        layers: int | None = None,
-        gathered: bool | None = None,
-        backend: str | None = None,
-        trace: bool = False,
+        self, params: ModelParams, caches: Caches, inputs: StepInputs, *, layers: int | None = None
     ) -> ForwardOutput:
         """One step of the whole model; jit it with the caches donated.
 
         Args:
           params, caches: the model's.
-          batch, tables: the step, as `prepare_v4_step` and `build_v32_metadata` take it.
-          tokens, positions: int32 `[T]`, padded like the batch (padding rows: token 0, position 0).
+          inputs: the step's.
           layers: runs only the first so many layers, then the final norm: a draft of the model by itself (static).
-          gathered: whether an EXTEND step gathers a bf16 workspace (True) or attends to the pages (False); None: the
-            plan says (static).
-          backend: of the attention; None is the router's choice (static).
-          trace: keeps each layer's attention input and selection (static).
 
         Raises:
           ValueError: no such number of layers; and what the layers raise.
@@ -188,95 +187,104 @@ class Model:
         layers = self.num_layers if layers is None else layers
         if not 1 <= layers <= self.num_layers:
             raise ValueError(f"Model.forward: layers must be from 1 to {self.num_layers}, got {layers}")
-        traced: list[tuple[jax.Array, jax.Array | None]] = []
-        hidden, states, caches, overflow = self._module.forward(
-            self.config,
-            params,
-            caches,
-            batch,
-            tables,
-            tokens,
-            positions,
-            layers=layers,
-            gathered=gathered,
-            backend=backend,
-            trace=lambda *seen: traced.append(seen) if trace else None,
-        )
-        return ForwardOutput(hidden=hidden, caches=caches, states=states, overflow=overflow, trace=traced)
+        config, trace, selected = self.config, [], None
+        step = self._module.prepare(config, caches.values(), inputs)
+        streams = embed(config, params, inputs.tokens)
+        for i in range(layers):
+            layer = layer_params(config, params, i)
+            streams, cache, x, selected = self._run(layer, self.layer_cache(caches, i), streams, step, selected)
+            caches = self.with_layer_cache(caches, i, cache)
+            if inputs.trace:
+                trace.append((x, selected))
+        hidden = last_rows(config, params.head, streams)
+        states = hidden if params.head.fn is None else streams
+        return ForwardOutput(hidden=hidden, caches=caches, states=states, overflow=step.shared.overflow, trace=trace)
 
-    def new_draft(self, params: Params, *, max_requests: int, **sizes: Any) -> Draft | None:
-        """What the draft layer begins with; None if the parameters have no draft layer.
+    def _run(
+        self, layer: LayerParams, cache: Caches, streams: jax.Array, step: PreparedStep, selected: jax.Array | None
+    ) -> tuple[jax.Array, Caches, jax.Array, jax.Array | None]:
+        """The streams after a layer, its cache, its attention's input, and its selection, from that of the layer
+        before."""
+        config, weights, norms = self.config, layer.weights, layer.norms
+        x, mixing = block_input(config, weights, norms, streams, block=ATTENTION)
+        out, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
+        streams = after_attention(config, weights, norms, streams, out, mixing, step.inputs.tokens)
+        return streams, cache, x, selected
+
+    def new_draft(
+        self, params: ModelParams, *, max_requests: int, num_pages: int, num_swa_pages: int, bf16: bool
+    ) -> Draft | None:
+        """The draft layer's first state; None if the parameters have no draft layer.
 
         Args:
           params: the model's.
           max_requests: rows of the request tables.
-          sizes: num_pages, num_swa_pages and bf16, as of `new_caches`.
+          num_pages, num_swa_pages, bf16: as of `new_caches`.
         """
         if params.draft is None:
             return None
-        cache, states = self._module.new_draft(self.config, params, max_requests=max_requests, **sizes)
-        return Draft(cache=cache, states=states, tokens=jnp.zeros(max_requests, jnp.int32))
+        config = self.config
+        sizes = CacheSizes(num_pages=num_pages, num_swa_pages=num_swa_pages, max_requests=max_requests, bf16=bf16)
+        of_streams = () if params.draft.head.fn is None else (config.streams.streams,)
+        return Draft(
+            cache=self._module.new_cache(config, [config.num_layers], sizes),
+            states=jnp.zeros((max_requests, *of_streams, config.hidden_size), params.embedding.dtype),
+            tokens=jnp.zeros(max_requests, jnp.int32),
+        )
 
-    def draft(
-        self,
-        params: Params,
-        cache: Caches,
-        batch: ForwardBatch,
-        tables: RequestTables,
-        tokens: jax.Array,
-        positions: jax.Array,
-        states: jax.Array,
-        *,
-        gathered: bool | None = None,
-        backend: str | None = None,
-    ) -> ForwardOutput:
+    def draft(self, params: ModelParams, cache: Caches, inputs: StepInputs, states: jax.Array) -> ForwardOutput:
         """One step of the draft layer, which predicts two tokens ahead (multi-token prediction, arXiv 2412.19437).
 
         Args:
+          params: the model's.
           cache: `Draft.cache`.
-          tokens: int32 `[T]`, the token *behind* each position: the model has chosen it from the position's row.
+          inputs: the step's; its tokens are those *behind* each position: the model has chosen them from the
+            positions' rows.
           states: `[T, …]`, `ForwardOutput.states` of the positions; of the draft layer itself, of the position before,
             where the model has not been there yet.
-          params, batch, tables, positions, gathered, backend: as in `forward`.
 
         Returns:
-          As `forward`: `logits` of `hidden` are those of the token behind `tokens`.
+          As `forward`: `logits` of `hidden` are those of the token behind `inputs.tokens`.
         """
-        options = {"gathered": gathered, "backend": backend}
-        hidden, states, cache, overflow = self._module.draft(
-            self.config, params, cache, batch, tables, tokens, positions, states, **options
-        )
-        return ForwardOutput(hidden=hidden, caches=cache, states=states, overflow=overflow)
+        config, draft = self.config, params.draft
+        step = self._module.prepare(config, [cache], inputs)
+        streams = self._module.join_token(config, draft, params.embedding[inputs.tokens], states)
+        streams, cache, *_ = self._run(draft.layer, cache, streams, step, None)
+        hidden = last_rows(config, draft.head, streams)
+        states = hidden if draft.head.fn is None else streams
+        return ForwardOutput(hidden=hidden, caches=cache.whole(), states=states, overflow=step.shared.overflow)
 
     def attention(
         self,
-        params: Params,
+        params: ModelParams,
         caches: Caches,
-        batch: ForwardBatch,
-        tables: RequestTables,
+        inputs: StepInputs,
         x: jax.Array,
-        positions: jax.Array,
         *,
         layers: Sequence[int],
-        gathered: bool | None = None,
-        backend: str | None = None,
         index_scores: jax.Array | None = None,
     ) -> tuple[jax.Array, Caches]:
         """The attention of some layers alone, each on what the one before it returns: for comparisons and measurements.
 
         Args:
+          params, caches, inputs: as in `forward`; tokens are not read.
           x: `[T, hidden]`, the attention's input, as `ForwardOutput.trace` has it.
           layers: which, in order (static).
           index_scores: float32 `[T, columns]`, selects by these instead of the indexer's scores.
-          params, caches, batch, tables, positions, gathered, backend: as in `forward`.
 
         Returns:
           Its output `[T, hidden]`, after the output projection, and the updated caches.
         """
-        options = {"layers": layers, "gathered": gathered, "backend": backend, "index_scores": index_scores}
-        return self._module.attention(self.config, params, caches, batch, tables, x, positions, **options)
+        config, selected = self.config, None
+        step = self._module.prepare(config, caches.values(), inputs)
+        step = dataclasses.replace(step, index_scores=index_scores)
+        for i in layers:
+            layer, cache = layer_params(config, params, i), self.layer_cache(caches, i)
+            x, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
+            caches = self.with_layer_cache(caches, i, cache)
+        return x, caches
 
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+    def logits(self, params: ModelParams, hidden: jax.Array) -> jax.Array:
         """float32 `[n, vocab]` of `[n, hidden]` rows of `ForwardOutput.hidden`."""
         weights = params.embedding if params.unembedding is None else params.unembedding
         return matmul(hidden, weights)

@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.launch.transforms import on_cuda
+from jax_sparse_mla.launch.transforms import KernelCall
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
 
@@ -35,25 +35,35 @@ class MoEParams:
     experts_of_token: jax.Array | None = None
 
 
-def moe(
+@pytree_dataclass
+class DenseParams:
+    """A wide MLP: gate_up `[2 * width, hidden]`, the gate first, down `[hidden, width]`."""
+
+    gate_up: jax.Array
+    down: jax.Array
+
+
+def feed_forward(
     x: jax.Array,
-    params: MoEParams,
+    params: MoEParams | DenseParams,
     bias: jax.Array,
     tokens: jax.Array,
     *,
     config: MoE,
-    float32_router: bool,
     axis_name: str | None = None,
 ) -> jax.Array:
-    """What the chosen experts and the shared one add up to: x `[T, hidden]` → `[T, hidden]`.
+    """A layer's MLP, wide or of experts: x `[T, hidden]` → `[T, hidden]`.
+
+    The chosen experts' outputs are added to the shared expert's.
 
     Args:
       bias: float32 `[experts]`, added to the scores by which experts are chosen, not to those that weigh them.
       tokens: int32 `[T]`, read by a hash layer.
-      float32_router: whether the router's product is float32; else it is rounded to x's dtype, as transformers' V4 is.
       axis_name: the mesh axis whose devices share the routed experts, in order; None: they are all here.
     """
-    if float32_router:
+    if isinstance(params, DenseParams):
+        return mlp(x, params.gate_up, params.down, config.limit)
+    if config.float32_router:
         logits = matmul(x.astype(jnp.float32), params.router.astype(jnp.float32))
     else:
         logits = linear(x, params.router)
@@ -128,7 +138,7 @@ def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
     if _hopper_serves(x, weight):
-        return on_cuda(_ragged_on_hopper, _ragged_by_xla, x, weight, sizes)
+        return KernelCall(_ragged_on_hopper, _ragged_by_xla)(x, weight, sizes)
     return _ragged_by_xla(x, weight, sizes)
 
 

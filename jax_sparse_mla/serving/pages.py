@@ -103,7 +103,7 @@ class RequestPool:
       req_to_token: int32 `[max_requests, max_len]`, full-pool slots; −1 where unmapped.
       full_to_swa: int32 `[pool + 1]`, sliding-window slots; −1 where unmapped, and in the last entry.
       pages, swa_pages: the two pools.
-      trims_from: of each row the length from which `trim` has something to give back.
+      trims_from: for each row the length from which `trim` has something to give back.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RequestPool:
         pages, keep = self._pages_of[row], -(-length // self.page_size)
         if len(pages) <= keep:
             return
-        while len(pages) > keep:  # the last one first: of a prefix that stays, the end goes before its beginning
+        while len(pages) > keep:  # the last one first, so that a kept prefix loses its end before its beginning
             page = pages.pop()
             if self.window is not None and len(pages) >= self._first_in_window[row]:
                 self.leave_window(page)
@@ -235,10 +235,11 @@ class RequestPool:
         return self._swa_page[page]
 
     def take_changes(self) -> np.ndarray:
-        """What was mapped since the last call: int32 `[n, 4]` of (row, index of the page in the request, page, window
-        page or 0), for tables on a device. What was unmapped is never read there.
+        """Pages mapped since the last call: int32 `[n, 4]` of (row, index of the page in the request, page, window page
+        or 0), for tables on a device, which never reads unmapped ones.
 
-        What has been unmapped since is left out, so that no entry is named twice: a device writes them in any order.
+        Pages that have been unmapped since are left out, so that no entry is named twice: a device writes them in any
+        order.
         """
         changes, self._changes = self._changes, []
         latest = [

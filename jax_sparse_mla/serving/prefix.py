@@ -6,7 +6,7 @@ prefix of R tokens needs, besides its pages:
 * V3.2: nothing. Any number of full pages can be reused.
 * V4: the window's keys of the last 127 tokens in every layer, and the ratio-4 compressors' last group (an entry of
   ratio 4 also takes the group before its own; the groups of ratio 128 end at a page's end). These cannot be computed
-  again from the last tokens alone: a layer's keys hang on the window of the layer below, so L layers would need L
+  again from the last tokens alone: a layer's keys depend on the window of the layer below, so L layers would need L
   windows of tokens. So they are kept, at *reuse points*: the window page of the prefix's last page stays, and the
   carried states are copied to a row of their own. A state is that of the position where a step ends; the scheduler
   therefore ends a chunk at the last full page of each prompt, and where a prompt leaves what others have read.
@@ -28,7 +28,7 @@ from jax_sparse_mla.serving.pages import RequestPool
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What is known of a prompt.
+    """The prefix of a prompt that others have read.
 
     Attributes:
       pages: pages that can be reused, in order.

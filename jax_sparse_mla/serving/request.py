@@ -15,7 +15,7 @@ class Sampling:
       temperature: 0 takes the most likely token; above, tokens are drawn from the softmax of logits / temperature.
       top_p: draws come from the fewest most likely tokens whose probabilities sum to at least this, and from tokens as
         likely as the last of them; 0 < top_p ≤ 1.
-      seed: of the draws, its last 32 bits. A token depends on the seed and on its own position, not on who else is
+      seed: seeds the draws by its last 32 bits. A token depends on the seed and on its own position, not on who else is
         served.
 
     Raises:

@@ -169,7 +169,7 @@ def _next_tokens(request: Request, count: int) -> list[int]:
 
 @dataclasses.dataclass
 class Counters:
-    """What happened since the scheduler was made.
+    """Counts of events since the scheduler was made.
 
     Attributes:
       finished, cancelled: requests.
@@ -377,7 +377,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.options.max_batch and self.pool.free_rows:
             request = self.waiting[0]
-            # Those that are still reading will take pages for what they have not read.
+            # Requests in prefill will take pages for the tokens that they have not read.
             reserved = sum(self._missing_pages(r) for r in self.running if r.in_prefill)
             length = len(request.prompt) + len(request.output)
             match = None
@@ -515,14 +515,16 @@ class Scheduler:
 
     def _bucket(self, max_len: int) -> int:
         """The table width for `max_len` tokens: a power of two, so that few widths compile."""
-        bucket = SMALLEST_BUCKET
-        while bucket < max_len:
-            bucket *= 2
-        return min(bucket, self.pool.req_to_token.shape[1])
+        return min(max(SMALLEST_BUCKET, power_of_two(max_len)), self.pool.req_to_token.shape[1])
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 def check_all(scheduler: Scheduler, requests: Sequence[Request]) -> None:
-    """Refuses requests that cannot be served together; of a scheduler or what stands for several.
+    """Refuses requests that cannot be served together.
 
     Raises:
       ValueError: see `Scheduler.check`, whose message begins with "request" and its number; or one is named twice.

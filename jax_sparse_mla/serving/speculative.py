@@ -72,8 +72,8 @@ def compare_with_plain(
                 continue
             index = start + at
             differences.append(Difference(i, index, max(request.margins[index], other.margins[at])))
-            if rest := len(request.output) - index - 1:
-                tail = Request(request.prompt + request.output[: index + 1], rest, sampling=request.sampling)
+            if remaining := len(request.output) - index - 1:
+                tail = Request(request.prompt + request.output[: index + 1], remaining, sampling=request.sampling)
                 again.append((i, index + 1, tail))
         if again:
             serve([other for _, _, other in again])

@@ -1,7 +1,7 @@
 """One step of the engine on the device, as one program: request tables, model, choice of tokens.
 
-All that changes is in `State`, which a step takes donated and returns. What the host has to say comes in one array of
-int32, and what it wants to know goes back in one: each array of a call costs the host some microseconds.
+All that changes is in `State`, which a step takes donated and returns. The host sends one array of int32 and gets one
+back, since each array of a call costs it some microseconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import Choice, SamplingArrays, greedy, sample
@@ -27,8 +28,8 @@ from jax_sparse_mla.serving.scheduler import StepPlan
 
 @pytree_dataclass
 class State:
-    """What a step changes: caches of the model, request tables, the latest token of each of their rows `[rows]`, and
-    what a draft layer keeps, where one drafts."""
+    """State that a step updates: caches of the model, request tables, the latest token of each of their rows `[rows]`,
+    and the draft layer's, where one drafts."""
 
     caches: Caches
     tables: RequestTables
@@ -38,7 +39,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What selects a compilation.
+    """The static arguments of a step; each different one is a compilation.
 
     Attributes:
       model: whose step it is.
@@ -49,7 +50,7 @@ class Program:
       drafts: draft tokens of each request, which the draft layer or the model's first layer makes in the same program.
       draft_layer: whether a draft layer follows the model in this step.
       choice: how tokens are chosen.
-      gathered, backend, trace: as in `Model.forward`.
+      gathered, backend, trace: as in `StepInputs`.
       logits: whether to return the logits that tokens were chosen from.
     """
 
@@ -159,7 +160,7 @@ def unpack(program: Program, packed: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Result:
-    """What a step says to the host: tokens int32 and margins float32 `[requests, drafts + 1]`, accepted int32
+    """Results of a step for the host: tokens int32 and margins float32 `[requests, drafts + 1]`, accepted int32
     `[requests]`, the number of drafts that the model chose too, and whether a bucket was too small."""
 
     tokens: np.ndarray
@@ -182,7 +183,8 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
     """The step; jit it with the state donated.
 
     Returns:
-      The state, the packed `Result`, `following`, and what `trace` and `logits` ask for (else empty and None).
+      The state, the packed `Result`, the array that `following` makes, the trace, and the logits; the last two are
+      empty and None unless the program asks for them.
     """
     parts = unpack(program, packed)
     num_table_rows = state.tables.req_to_token.shape[0]
@@ -195,9 +197,9 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
         positions, row_of = starts, rows
     tokens = jnp.where(tokens < 0, state.last_tokens.at[row_of].get(mode="fill", fill_value=0), tokens)
     if program.drafts:
-        return _draft_and_verify(program, params, state, rows, starts, counts, tokens, parts)
+        return _draft_and_verify(program, params, state, tokens, parts)
     batch = _batch(program, program.mode, rows, starts + counts, _slots(state.tables, row_of, positions), counts)
-    out = _forward(program, params, state, batch, tokens, positions)
+    out = program.model.forward(params, state.caches, _inputs(program, state, batch, tokens, positions))
     last_rows = jnp.clip(jnp.cumsum(counts) - 1, 0, program.num_rows - 1)
     hidden = out.hidden[last_rows] if program.mode is ForwardMode.EXTEND else out.hidden
     logits = program.model.logits(params, hidden)
@@ -209,26 +211,28 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
         behind = jnp.where(parts["behind"] < 0, chosen, parts["behind"])
         ends = jnp.where(counts > 0, last_rows, program.num_rows)
         shifted = jnp.roll(tokens, -1).at[ends].set(behind, mode="drop")
-        state = _follow(program, params, state, batch, shifted, positions, out.states, rows, last_rows)
+        inputs = _inputs(program, state, batch, shifted, positions)
+        state = _follow(program, params, state, inputs, out.states, rows, last_rows)
     result = _pack_result(chosen, margins, jnp.zeros_like(rows), out.overflow)
     after = following(program, packed, num_table_rows)
     return state, result, after, out.trace, logits if program.logits else None
 
 
-def _draft_and_verify(program, params, state, rows, starts, counts, tokens, parts):
-    """K drafts, then the whole model over the last token and the drafts.
+def _draft_and_verify(program: Program, params: Params, state: State, tokens: jax.Array, parts: dict[str, jax.Array]):
+    """K drafts, then the whole model over the last token and the drafts: as `run_step`.
 
     Rejected tokens need no clean-up: rows behind a request's length are never read, and the next round writes them
     again.
     """
+    rows, starts, counts = parts["requests"][:3]
     steps, live = program.drafts, counts > 0
     make = _draft_with_layer if program.draft_layer else _draft_with_first_layer
-    state, drafts = make(program, params, state, rows, starts, live, tokens, parts["proposals"])
+    state, drafts = make(program, params, state, tokens, parts)
     positions = (starts[:, None] + jnp.arange(steps + 1)).reshape(-1)
     slots = _slots(state.tables, jnp.repeat(rows, steps + 1), positions)
     # The mode adds the drafts to the lengths; a request of length 0 would be padding, but its prompt has been read.
     batch = _batch(program, ForwardMode.TARGET_VERIFY, rows, jnp.where(live, starts, 0), slots, None)
-    out = _forward(program, params, state, batch, drafts.reshape(-1), positions)
+    out = program.model.forward(params, state.caches, _inputs(program, state, batch, drafts.reshape(-1), positions))
     logits = program.model.logits(params, out.hidden)
     requests = jnp.repeat(parts["requests"], steps + 1, axis=1)
     chosen, margins = _choose(program, logits, positions + 1, requests)
@@ -238,54 +242,67 @@ def _draft_and_verify(program, params, state, rows, starts, counts, tokens, part
     state = dataclasses.replace(state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(last, mode="drop"))
     if program.draft_layer:
         last_rows = jnp.arange(len(rows)) * (steps + 1) + accepted
-        state = _follow(program, params, state, batch, chosen.reshape(-1), positions, out.states, rows, last_rows)
+        inputs = _inputs(program, state, batch, chosen.reshape(-1), positions)
+        state = _follow(program, params, state, inputs, out.states, rows, last_rows)
     result = _pack_result(chosen.reshape(-1), margins, accepted, out.overflow)
     return state, result, None, out.trace, logits if program.logits else None
 
 
-def _draft_with_first_layer(program: Program, params, state: State, rows, starts, live, tokens, proposals):
+def _draft_with_first_layer(program: Program, params: Params, state: State, tokens: jax.Array, parts):
     """K draft steps of the model's first layer: the state, and `[requests, K + 1]`, the last token and the drafts.
 
-    The first layer's keys hang on the tokens only, so drafts write the same rows that the verify step writes.
+    The first layer's keys depend on the tokens only, so drafts write the same rows that the verify step writes.
     """
     drafted = [tokens]
     for i in range(program.drafts):
-        batch, positions = _one_row_each(program, state, rows, starts + i, live)
-        out = _forward(program, params, state, batch, drafted[-1], positions, layers=1)
+        inputs = dataclasses.replace(_one_row_each(program, state, drafted[-1], parts, i), trace=False)
+        out = program.model.forward(params, state.caches, inputs, layers=1)
         state = dataclasses.replace(state, caches=out.caches)
-        drafted.append(_proposed(program, params, out.hidden, proposals[:, i]))
+        drafted.append(_proposed(program, params, out.hidden, parts["proposals"][:, i]))
     return state, jnp.stack(drafted, 1)
 
 
-def _draft_with_layer(program: Program, params, state: State, rows, starts, live, tokens, proposals):
+def _draft_with_layer(program: Program, params: Params, state: State, tokens: jax.Array, parts):
     """As `_draft_with_first_layer`: the first draft is there, and the draft layer makes the others of its own states.
 
     It writes the rows of positions where the model has not been; `_follow` writes them again.
     """
-    own = state.draft.tokens.at[rows].get(mode="fill", fill_value=0)
+    rows, proposals = parts["requests"][0], parts["proposals"]
+    first_draft = state.draft.tokens.at[rows].get(mode="fill", fill_value=0)
     states = state.draft.states.at[rows].get(mode="fill", fill_value=0)
-    drafted = [tokens, jnp.where(proposals[:, 0] >= 0, proposals[:, 0], own)]
+    drafted = [tokens, jnp.where(proposals[:, 0] >= 0, proposals[:, 0], first_draft)]
     for i in range(1, program.drafts):
-        batch, positions = _one_row_each(program, state, rows, starts + i - 1, live)
-        state, out = _draft(program, params, state, batch, drafted[-1], positions, states)
+        state, out = _draft(program, params, state, _one_row_each(program, state, drafted[-1], parts, i - 1), states)
         states = out.states
         drafted.append(_proposed(program, params, out.hidden, proposals[:, i]))
     return state, jnp.stack(drafted, 1)
 
 
-def _one_row_each(program: Program, state: State, rows, positions, live) -> tuple[ForwardBatch, jax.Array]:
+def _one_row_each(program: Program, state: State, tokens: jax.Array, parts, ahead: int) -> StepInputs:
+    """A DECODE step of each request's position `ahead` of its first one."""
+    rows, starts, counts = parts["requests"][:3]
+    positions = starts + ahead
     slots = _slots(state.tables, rows, positions)
-    return _batch(program, ForwardMode.DECODE, rows, jnp.where(live, positions + 1, 0), slots, None), positions
+    batch = _batch(program, ForwardMode.DECODE, rows, jnp.where(counts > 0, positions + 1, 0), slots, None)
+    return _inputs(program, state, batch, tokens, positions)
 
 
-def _proposed(program: Program, params, hidden, proposals):
+def _proposed(program: Program, params: Params, hidden: jax.Array, proposals: jax.Array) -> jax.Array:
     return jnp.where(proposals >= 0, proposals, greedy(program.model.logits(params, hidden))[0])
 
 
-def _follow(program: Program, params, state: State, batch, behind, positions, states, rows, last_rows) -> State:
-    """The draft layer over the rows of a step: `behind` are the tokens behind them, `last_rows` each request's last row
-    that counts, from which the first draft of the next round is made."""
-    state, out = _draft(program, params, state, batch, behind, positions, states)
+def _follow(
+    program: Program,
+    params: Params,
+    state: State,
+    inputs: StepInputs,
+    states: jax.Array,
+    rows: jax.Array,
+    last_rows: jax.Array,
+) -> State:
+    """The draft layer over the rows of a step: its tokens are those behind the rows, `last_rows` each request's last
+    row that counts, from which the first draft of the next round is made."""
+    state, out = _draft(program, params, state, inputs, states)
     tokens = greedy(program.model.logits(params, out.hidden[last_rows]))[0]
     draft = dataclasses.replace(
         state.draft,
@@ -295,35 +312,23 @@ def _follow(program: Program, params, state: State, batch, behind, positions, st
     return dataclasses.replace(state, draft=draft)
 
 
-def _draft(program: Program, params, state: State, batch, tokens, positions, states) -> tuple[State, ForwardOutput]:
-    live = _live_rows(batch)
-    out = program.model.draft(
-        params,
-        state.draft.cache,
-        batch,
-        state.tables,
-        jnp.where(live, tokens, 0),
-        jnp.where(live, positions, 0),
-        states,
-        gathered=program.gathered if batch.mode is ForwardMode.EXTEND else None,
-        backend=program.backend,
-    )
+def _draft(
+    program: Program, params: Params, state: State, inputs: StepInputs, states: jax.Array
+) -> tuple[State, ForwardOutput]:
+    out = program.model.draft(params, state.draft.cache, inputs, states)
     return dataclasses.replace(state, draft=dataclasses.replace(state.draft, cache=out.caches)), out
 
 
-def _forward(program: Program, params, state: State, batch, tokens, positions, layers: int | None = None):
+def _inputs(program: Program, state: State, batch: ForwardBatch, tokens, positions) -> StepInputs:
     live = _live_rows(batch)
-    return program.model.forward(
-        params,
-        state.caches,
-        batch,
-        state.tables,
-        jnp.where(live, tokens, 0),
-        jnp.where(live, positions, 0),
-        layers=layers,
+    return StepInputs(
+        batch=batch,
+        tables=state.tables,
+        tokens=jnp.where(live, tokens, 0),
+        positions=jnp.where(live, positions, 0),
         gathered=program.gathered if batch.mode is ForwardMode.EXTEND else None,
         backend=program.backend,
-        trace=program.trace and layers is None,
+        trace=program.trace,
     )
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_sparse_mla.serving.config import MoE
-from jax_sparse_mla.serving.moe import MoEParams
+from jax_sparse_mla.serving.moe import DenseParams, MoEParams
 
 Layer = TypeVar("Layer")
 Shape = tuple[int, ...]
@@ -52,10 +52,10 @@ class Tensors:
         """`read(config, i, tensors)`, layer i; layers of one kind have the same shapes."""
         return read(config, i, self) if self.read_layer is None else self.read_layer(read, config, i, kind)
 
-    def swiglu(self, width: int, hidden: int) -> dict[str, jax.Array]:
+    def swiglu(self, width: int, hidden: int) -> DenseParams:
         """The two weights of an MLP."""
         gate_up = [self(f"{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj")]
-        return {"gate_up": jnp.concatenate(gate_up), "down": self("down_proj.weight", (hidden, width))}
+        return DenseParams(gate_up=jnp.concatenate(gate_up), down=self("down_proj.weight", (hidden, width)))
 
     def moe(self, config: MoE, hidden: int, vocab_size: int | None) -> MoEParams:
         """A layer's experts; with a vocabulary's size those of a hash layer."""
@@ -65,8 +65,8 @@ class Tensors:
             router=self("gate.weight", (config.num_experts, hidden)),
             gate_up=experts("gate_up_proj", (config.num_experts, 2 * config.width, hidden)),
             down=experts("down_proj", (config.num_experts, hidden, config.width)),
-            shared_gate_up=shared["gate_up"],
-            shared_down=shared["down"],
+            shared_gate_up=shared.gate_up,
+            shared_down=shared.down,
             experts_of_token=table,
         )
 
@@ -178,7 +178,7 @@ def _unit_variance(seed: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which each bit hangs on all (Chris Wellons, "Prospecting for hash functions")."""
+    """A bijection of uint32 in which each bit depends on all (Chris Wellons, "Prospecting for hash functions")."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -9,8 +9,8 @@ import pytest
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import DeviceInfo, KVLayout
-from jax_sparse_mla.attention.api import missing_for
 from jax_sparse_mla.attention.backend import BACKENDS, Call
+from jax_sparse_mla.attention.machine import missing_for
 from jax_sparse_mla.attention.route import plan_call
 
 ROWS, SLOTS = 9, 512

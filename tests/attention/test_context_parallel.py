@@ -38,7 +38,7 @@ from jax_sparse_mla.attention import (
     sparse_mla_decode,
 )
 from jax_sparse_mla.attention.triton import exchange as kernels
-from jax_sparse_mla.indices import Ownership
+from jax_sparse_mla.indices import Ownership, triton_ownership
 from jax_sparse_mla.indices.ownership import Positions, _pack_rows_reference, pack_positions
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 from jax_sparse_mla.launch import dispatch, triton_call
@@ -73,7 +73,7 @@ def check_packed(seed: int, size: int, widths, interleaves, has_lengths, all_slo
     rows = [index_lists(rng, 9, width, end, has_lengths=given) for width, given in zip(widths, has_lengths)]
     facts = tuple((Ownership(size, interleave), last) for interleave, _ in zip(interleaves, widths))
     lists = [(rule.interleave, last, lengths is not None) for (rule, last), (_, lengths) in zip(facts, rows)]
-    found = kernels.pack(EXECUTOR(), jnp.int32(rank), *jax.tree.leaves(rows), size=size, lists=lists)
+    found = triton_ownership.pack(EXECUTOR(), jnp.int32(rank), *jax.tree.leaves(rows), size=size, lists=lists)
     expected = _pack_rows_reference(rows, rank, facts)
     for actual, wanted in zip(found, jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(actual, wanted)
@@ -112,7 +112,7 @@ def test_every_index_is_somebody_s_once():
     rng, rule, lists = np.random.default_rng(0), Ownership(3, 4), []
     indices = jnp.asarray(rng.permutation(9000)[None], jnp.int32)
     for rank in range(3):
-        own, count = kernels.pack(EXECUTOR(), jnp.int32(rank), indices, size=3, lists=[(4, INT_MAX, False)])
+        own, count = triton_ownership.pack(EXECUTOR(), jnp.int32(rank), indices, size=3, lists=[(4, INT_MAX, False)])
         assert not np.any(own[0, : count[0]] < 0) and np.all(own[0, count[0] :] == -1)
         lists.append(rule.position(np.asarray(own[0, : count[0]]), rank))
     np.testing.assert_array_equal(np.sort(np.concatenate(lists)), np.arange(9000))

@@ -29,7 +29,7 @@ from attention_oracle import (
 )
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.machine import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, PrefillPlan, RequestTables, build_prefill_plan
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH

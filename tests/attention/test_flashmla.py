@@ -40,8 +40,9 @@ from attention_oracle import HostCache
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_sparse_mla.attention import DeviceInfo, sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.attention.backend import BACKENDS, IndexTable
+from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.backends import flashmla
+from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.launch import torch_operator
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 from attention_calls import assert_agree, assert_same, decode_arguments, prefill_arguments, small_decode, small_prefill
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.machine import installed_backends
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 
 pytestmark = [

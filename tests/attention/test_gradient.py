@@ -23,8 +23,8 @@ from triton_device import ON_GPU, Interpreted
 
 from jax_sparse_mla.attention import gradient, sparse_mla_prefill, sparse_mla_prefill_probabilities
 from jax_sparse_mla.attention import probabilities as probabilities_module
-from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.attention.machine import installed_for
 from jax_sparse_mla.launch import triton_call
 
 CASES = {
@@ -41,7 +41,8 @@ BOTH = pytest.mark.parametrize("deterministic", [False, True], ids=["float32", "
 def interpreted(monkeypatch):
     if ON_GPU:
         pytest.skip("Triton's interpreter is for the CPU; TestOnTheGPU runs the kernel")
-    monkeypatch.setattr(triton_call, "executor", Interpreted)
+    for module in (triton_call, gradient):
+        monkeypatch.setattr(module, "executor", Interpreted)
 
 
 @pytest.mark.always(2)
@@ -49,17 +50,18 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_s_gradient_is_float64_s(interpreted, name, deterministic):
     case = CASES[name]
-    found = gradient.by_kernel(*saved(case), softmax_scale=case.softmax_scale, deterministic=deterministic)
+    arrays = gradient.Arrays(*saved(case))
+    found = gradient.by_kernel(arrays, softmax_scale=case.softmax_scale, deterministic=deterministic)
     check_gradients(case, found)
 
 
 def test_the_order_of_rows_does_not_matter_in_fixed_point(interpreted):
     case, static = CASES["V4"], {"softmax_scale": CASES["V4"].softmax_scale, "deterministic": True}
     q, kv, indices, lengths, sink, *others = saved(case)
-    _, dkv, _ = gradient.by_kernel(q, kv, indices, lengths, sink, *others, **static)
+    _, dkv, _ = gradient.by_kernel(gradient.Arrays(q, kv, indices, lengths, sink, *others), **static)
     turned = (x[::-1] for x in (q, indices, lengths, *others))
     q, indices, lengths, *others = turned
-    _, again, _ = gradient.by_kernel(q, kv, indices, lengths, sink, *others, **static)
+    _, again, _ = gradient.by_kernel(gradient.Arrays(q, kv, indices, lengths, sink, *others), **static)
     np.testing.assert_array_equal(np.asarray(dkv, np.float32), np.asarray(again, np.float32))
 
 
@@ -90,13 +92,13 @@ def test_a_gradient_that_is_not_finite_shows(interpreted):
     case = CASES["V4"]
     *arrays, g_out, g_lse = saved(case)
     call = partial(gradient.by_kernel, softmax_scale=case.softmax_scale, deterministic=True)
-    _, dkv, _ = call(*arrays, g_out.at[0, 0, 0].set(jnp.inf), g_lse)
+    _, dkv, _ = call(gradient.Arrays(*arrays, g_out.at[0, 0, 0].set(jnp.inf), g_lse))
     assert np.isnan(np.asarray(dkv, np.float32)).all()
 
 
 def test_probabilities(interpreted, monkeypatch):
     """By the kernel and in plain JAX; their sum is the number of heads."""
-    monkeypatch.setattr(probabilities_module.dispatch, "dispatch", lambda kernel, plain, *args, shares: kernel(*args))
+    monkeypatch.setattr(probabilities_module, "dispatch", lambda kernel, plain, *args, shares: kernel(*args))
     for name in ("V4", "V3.2, a second tile of heads"):
         given = prefill_arguments(CASES[name])
         sink = given.pop("attn_sink")
@@ -118,8 +120,8 @@ class TestRoute:
     def h200(self, monkeypatch):
         pretend_h200(monkeypatch, "triton")
 
-        def constant(q, kv, indices, topk_length, attn_sink, *others, **static):
-            return tuple(jnp.full_like(x, 4321.0) for x in (q, kv, attn_sink))
+        def constant(arrays, **static):
+            return tuple(jnp.full_like(x, 4321.0) for x in (arrays.q, arrays.kv, arrays.attn_sink))
 
         def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale):
             return jnp.full((*q.shape[:-1], 512), 8765.0, q.dtype), *[jnp.full(q.shape[:-1], 8765.0)] * 2

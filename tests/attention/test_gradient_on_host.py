@@ -7,12 +7,11 @@ import ctypes
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_calls import small_prefill
+from attention_calls import H200, small_prefill
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -24,9 +23,12 @@ from gradient_oracle import saved
 from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
 
 from jax_sparse_mla.attention import gradient
+from jax_sparse_mla.attention.backend import GRADIENT_BACKENDS, GradientArrays, GradientCall
 from jax_sparse_mla.attention.hopper import backward as sm90
 from jax_sparse_mla.attention.triton import backward as triton_backward
-from jax_sparse_mla.launch import build, triton_call
+from jax_sparse_mla.backend import first_able
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.launch import build
 
 pytestmark = pytest.mark.no_gpu
 
@@ -64,7 +66,7 @@ def test_arrays_of_another_dtype_are_refused():
     q, kv, indices, lengths, _, _, lse, grad, _ = arrays
     shares = jnp.ones(q.shape[:2], jnp.float16)
     with pytest.raises(TypeError, match="sparse_backward: float32 is wanted, got float16, float16"):
-        sm90.backward(q, kv, indices, lengths, grad, lse, shares, shares, softmax_scale=1.0)
+        sm90.backward(None, GradientArrays(q, kv, indices, lengths, grad, lse, shares, shares), softmax_scale=1.0)
 
 
 # Lines that order accesses; without one the numbers may be right all the same. The wait of `score_keys` for its own
@@ -92,34 +94,42 @@ def test_a_missing_order_is_found(line, tmp_path):
     assert (run.returncode == 0) == (not line), run.stderr
 
 
-def test_the_calls_that_it_serves(monkeypatch):
-    monkeypatch.setattr(build, "sparse_backward_module", lambda: object())
-    assert all(sm90.serves((9, 0), dim) for dim in (512, 576))
-    assert not any(sm90.serves(*call) for call in [((9, 0), 640), ((8, 0), 512), ((10, 0), 512), (None, 512)])
-    monkeypatch.setattr(build, "sparse_backward_module", lambda: None)
-    assert not sm90.serves((9, 0), 512)
+GRADIENTS = [
+    ({}, "hopper", None),
+    ({"qk_dim": 576}, "hopper", None),
+    ({"qk_dim": 640}, "triton", "takes keys of 512 or 576 values, got 640"),
+    ({"deterministic": True}, "triton", "its dkv does not repeat to the bit"),
+    ({"device": DeviceInfo("cuda", (8, 0))}, "triton", "serves SM90, got compute capability 8.0"),
+    ({"device": DeviceInfo("cuda", (10, 0))}, "triton", "serves SM90, got compute capability 10.0"),
+]
 
 
-@pytest.mark.parametrize("tile, deterministic, wanted", [
-    (None, False, "sm90"), (None, True, "triton"), (triton_backward.Tile(16, 32, 128, 4), False, "triton"),
-])  # fmt: skip
-def test_what_must_repeat_to_the_bit_is_triton_s(monkeypatch, tile, deterministic, wanted):
+@pytest.mark.parametrize("changes, serves, why", GRADIENTS)
+def test_which_kernel_serves(monkeypatch, changes, serves, why):
+    call = GradientCall(**{"device": H200, "qk_dim": 512, "deterministic": False} | changes)
+    assert GRADIENT_BACKENDS["hopper"].cannot(call) == ([] if why is None else [why])
+    for binary, backend in ((object(), serves), (None, "triton")):
+        monkeypatch.setattr(build, "module", lambda kernel, arch, binary=binary: binary)
+        assert first_able(GRADIENT_BACKENDS, call, "gradient").name == backend
+
+
+@pytest.mark.parametrize("tile", [None, triton_backward.Tile(16, 32, 128, 4)])
+def test_a_tile_of_triton_s_kernel_is_used(monkeypatch, tile):
     case = CASES["V4, two blocks of keys"]
 
     def said(kernel):
-        def backward(*arrays, **options):
+        def backward(execute, arrays, **options):
             raise InterruptedError(kernel)
 
         return backward
 
-    device = SimpleNamespace(compute_capability=(9, 0))
-    monkeypatch.setattr(triton_call, "executor", lambda: SimpleNamespace(device=device))
-    monkeypatch.setattr(build, "sparse_backward_module", lambda: object())
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: H200))
+    monkeypatch.setattr(build, "module", lambda kernel, arch: object())
     monkeypatch.setattr(sm90, "backward", said("sm90"))
     monkeypatch.setattr(triton_backward, "backward", said("triton"))
-    options = {"softmax_scale": case.softmax_scale, "deterministic": deterministic, "tile": tile}
-    with pytest.raises(InterruptedError, match=wanted):
-        gradient.by_kernel(*saved(case), **options)
+    arrays = gradient.Arrays(*saved(case))
+    with pytest.raises(InterruptedError, match="sm90" if tile is None else "triton"):
+        gradient.by_kernel(arrays, softmax_scale=case.softmax_scale, deterministic=False, tile=tile)
 
 
 @pytest.mark.long

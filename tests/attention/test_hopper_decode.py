@@ -26,7 +26,6 @@ from attention_calls import (
 from layout_oracle import RECORDS, page_bytes, put_token, values_of
 
 from jax_sparse_mla.attention import sparse_mla_decode
-from jax_sparse_mla.attention.api import installed_for
 from jax_sparse_mla.attention.hopper import decode_plan as planning
 from jax_sparse_mla.attention.hopper.decode_plan import (
     ALWAYS,
@@ -43,6 +42,7 @@ from jax_sparse_mla.attention.hopper.decode_plan import (
     decode_format,
     decode_plan,
 )
+from jax_sparse_mla.attention.machine import installed_for
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 from jax_sparse_mla.launch import build as cuda_build
 from jax_sparse_mla.launch import tvm

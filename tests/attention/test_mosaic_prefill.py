@@ -26,7 +26,7 @@ from attention_oracle import assert_close_flashmla
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_sparse_mla.attention import reference, sparse_mla_prefill
-from jax_sparse_mla.attention.backends.hopper.prefill import prefill
+from jax_sparse_mla.attention.backends.hopper import prefill
 from jax_sparse_mla.attention.hopper.prefill.few_heads import team
 from jax_sparse_mla.attention.hopper.prefill.kernel import sparse_prefill
 
@@ -162,7 +162,7 @@ def test_it_needs_no_torch():
     code = """
         import sys
         import jax, jax.numpy as jnp
-        from jax_sparse_mla.attention.backends.hopper.prefill import prefill
+        from jax_sparse_mla.attention.backends.hopper import prefill
         q, kv = jnp.zeros((2, 64, 512), jnp.bfloat16), jnp.zeros((9, 512), jnp.bfloat16)
         f = jax.jit(lambda *x: prefill(*x, None, None, softmax_scale=1.0))
         f.trace(q, kv, jnp.zeros((2, 5), jnp.int32)).lower(lowering_platforms=("cuda",))

@@ -96,7 +96,7 @@ def test_a_kernel_reads_both_caches(backend, gap, layout, extra, monkeypatch):
     if ON_GPU and (why := route.missing(backend, "decode")):
         pytest.skip(why)
     if not ON_GPU:
-        monkeypatch.setattr(build, "sparse_decode_module", library)
+        monkeypatch.setattr(build, "module", lambda kernel, arch: library())
         monkeypatch.setattr(route, "device_info", lambda device: H200)
         monkeypatch.setattr(route, "missing", lambda name, phase: None)
     options = decode.Options("decode", None, -math.inf, kv_layout=layout)
@@ -148,7 +148,7 @@ def test_a_kernel_refuses_by_name_what_it_was_not_written_for(backend, layout, e
     options = decode.Options("decode", 0.1, math.inf, kv_layout=layout)
     monkeypatch.setattr(route, "device_info", lambda device: H200)
     monkeypatch.setattr(route, "missing", lambda name, phase: None)
-    monkeypatch.setattr(build, "sparse_decode_module", library)  # which comes first
+    monkeypatch.setattr(build, "module", lambda kernel, arch: library())  # which comes first
     plan = decode._new(options, *tensors).plan
     assert plan.backend != backend and backend in plan.rejected
     monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", backend)

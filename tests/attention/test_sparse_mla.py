@@ -12,7 +12,7 @@ from attention_calls import OVERRIDES, small_decode
 from attention_conformance import SparseMLAConformance
 from attention_oracle import QK_DIM
 
-from jax_sparse_mla.attention.api import installed_backends
+from jax_sparse_mla.attention.machine import installed_backends
 
 
 @pytest.fixture(

@@ -17,8 +17,9 @@ from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 pytest.importorskip("triton")
 
 from jax_sparse_mla.attention.backend import BACKENDS, Call
+from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton import plan as planning
-from jax_sparse_mla.attention.triton.launch import launches
+from jax_sparse_mla.attention.triton.launch import CallShape, launches
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from jax_sparse_mla.launch.describe import Device
@@ -44,8 +45,8 @@ class TestPlan:
     @staticmethod
     def plan(rows: int, num_heads: int = 64, topk: int = 128, extra_topk: int = 512, **changes):
         device = Device(changes.pop("capability", (9, 0)), 132)
-        scopes = [planning.TableShape(columns, 0, 512, 64, 37_440) for columns in (topk, extra_topk)]
-        return launches(KVLayout.V4_FP8, rows, num_heads, scopes, 0.1, True, device, **changes)
+        scopes = [TableShape(columns, 0, 512, 64, 37_440) for columns in (topk, extra_topk)]
+        return launches(CallShape(KVLayout.V4_FP8, rows, num_heads, scopes, 0.1, True), device, **changes)
 
     def test_few_rows_share_the_device(self):
         attend, combine = self.plan(1)
@@ -92,8 +93,8 @@ class TestPlan:
         """One loop over both caches where rows are read in the same way, whoever wrote them; else a loop for each."""
 
         def constants(first: KVLayout, second: KVLayout, extra_topk: int = 512) -> list[int]:
-            scopes = [planning.TableShape(n, 0, 512, 64, 8, layout=x) for n, x in ((128, first), (extra_topk, second))]
-            made = launches(first, 3, 64, scopes, 0.1, True, Device((9, 0), 132))[0].constants
+            scopes = [TableShape(n, 0, 512, 64, 8, layout=x) for n, x in ((128, first), (extra_topk, second))]
+            made = launches(CallShape(first, 3, 64, scopes, 0.1, True), Device((9, 0), 132))[0].constants
             return [made[name] for name in ("KIND", "EXTRA_KIND", "ROW_BYTES", "EXTRA_ROW_BYTES")]
 
         fp8, fp4 = KVLayout.V41_FP8, KVLayout.V41_FP4
@@ -107,14 +108,14 @@ class TestPlan:
         names, device = ("PAGE_SIZE", "EXTRA_PAGE_SIZE", "PAGE_BYTES", "EXTRA_PAGE_BYTES"), Device((9, 0), 132)
 
         def pages(layout, *scopes):
-            constants = launches(layout, 3, 64, scopes, 0.1, True, device)[0].constants
+            constants = launches(CallShape(layout, 3, 64, scopes, 0.1, True), device)[0].constants
             return tuple(constants[name] for name in names)
 
         for layout in (KVLayout.V4_FP8, KVLayout.V32_FP8):
-            scopes = [planning.TableShape(8, 0, 512, size, layout.page_bytes(size)) for size in (256, 2)]
+            scopes = [TableShape(8, 0, 512, size, layout.page_bytes(size)) for size in (256, 2)]
             assert pages(layout, *scopes) == (256, 2, layout.page_bytes(256), layout.page_bytes(2))
         # A workspace's length is data: no compilation of its own for each.
-        assert pages(workspace_layout(512), planning.TableShape(8, 0, 512)) == (0, 0, 0, 0)
+        assert pages(workspace_layout(512), TableShape(8, 0, 512)) == (0, 0, 0, 0)
 
     @pytest.mark.parametrize("qk_dim", [64, 128, 448, 640])
     def test_rows_of_another_width_are_refused(self, qk_dim):
@@ -186,7 +187,7 @@ class TestOnTheGPU:
         rows = torch.randn(4, 64, 512, device="cuda").bfloat16()
         q = torch.randn(2, 1, 64, 512, device="cuda").bfloat16()
         indices = torch.randint(0, 256, (2, 1, 512), device="cuda", dtype=torch.int32)
-        scope = planning.TableShape(512, 0, 256, 64, layout.page_bytes(64))
+        scope = TableShape(512, 0, 256, 64, layout.page_bytes(64))
         attend = Attention(layout, 2, 64, (scope,), 0.04, False, q.device)
         out, expected = (
             (torch.empty(2, 1, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(2, 1, 64, device="cuda"))

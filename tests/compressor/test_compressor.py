@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from jax_sparse_mla.compressor import api as compressor
 from jax_sparse_mla.compressor.api import compress_kv
-from jax_sparse_mla.compressor.state import CompressorState
+from jax_sparse_mla.compressor.state import CompressorState, _replaced_later
 from jax_sparse_mla.rope import rope_interleaved
 
 BF16 = ml_dtypes.bfloat16
@@ -176,7 +176,7 @@ def test_no_place_of_the_ring_is_written_twice():
             any(live[j] and req_rows[j] == req_rows[i] and (j - i) % ring == 0 for j in range(i + 1, len(live)))
             for i in range(len(live))
         ]
-        got = compressor._replaced_later(jax.device_put(live), jax.device_put(req_rows), ring)
+        got = _replaced_later(jax.device_put(live), jax.device_put(req_rows), ring)
         np.testing.assert_array_equal(got, want)
 
 

@@ -70,7 +70,7 @@ SIGNATURES = {
 # Fields that the contract names, in order where it gives an order. A dataclass may have more.
 FIELDS = {
     "ModelSpec": "name num_heads qk_dim v_dim nope_dim rope_dim softmax_scale kv_layout page_size index_topk "
-    "index_heads index_dim window compress_ratios has_attn_sink",
+    "index_heads index_dim window compress_ratios has_attn_sink layers",
     "PagedKV": "data layout page_size num_layers layer_index",
     "ForwardBatch": "mode max_seq_len req_pool_indices seq_lens out_cache_loc extend_lens num_draft_tokens",
     "RequestTables": "req_to_token full_to_swa",

@@ -15,7 +15,7 @@ import pytest
 from attention_calls import pretend_installed
 
 from jax_sparse_mla import DeviceInfo, packages
-from jax_sparse_mla.attention import api
+from jax_sparse_mla.attention import machine
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.cli import doctor, generate, main, report, setup
 from jax_sparse_mla.serving import presets as texts
@@ -90,7 +90,7 @@ def test_doctor_plans_only_the_phases_that_a_backend_can_serve_here(capsys, monk
     monkeypatch.setattr(DeviceInfo, "current", lambda: DeviceInfo("cuda", (9, 0), 132, 232448))
     absent = dict.fromkeys(set(BACKENDS) - {"hopper", "reference"}, "not installed")
     no_kernel = {"prefill": {}, "decode": {"hopper": "its CUDA kernel cannot be used here"}}
-    monkeypatch.setattr(api, "missing_for", lambda phase: absent | no_kernel[phase])
+    monkeypatch.setattr(machine, "missing_for", lambda phase: absent | no_kernel[phase])
     out = run(capsys, "doctor")[1]
     assert re.findall(r", (\w+), 64 query rows, FP8 cache: (\w+)", out) == 3 * [
         ("decode", "reference"),

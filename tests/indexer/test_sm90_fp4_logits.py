@@ -32,15 +32,6 @@ pytestmark = pytest.mark.torch
 SHAPES = [(3, 4, 3, 64), (5, 64, 2, 128), (7, 32, 5, 64), (2, 17, 3, 192), (1, 33, 37, 64), (40, 16, 1, 64)]
 
 
-def test_the_calls_that_it_serves(monkeypatch):
-    monkeypatch.setattr(build, "index_logits_module", lambda: object())
-    assert sm90.serves_fp4((9, 0), 1, 1, 64) and sm90.serves_fp4((9, 0), 255, 64, 192)
-    others = [((8, 9), 8, 32, 64), ((9, 0), 256, 32, 64), ((9, 0), 8, 65, 64), ((9, 0), 8, 32, 32), (None, 8, 32, 64)]
-    assert not any(sm90.serves_fp4(*call) for call in others)
-    monkeypatch.setattr(build, "index_logits_module", lambda: None)
-    assert not sm90.serves_fp4((9, 0), 8, 32, 64)
-
-
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory):
     return logits_function(IndexFormat.FP4, tmp_path_factory)

@@ -24,10 +24,10 @@ from test_triton_indexer import assert_logits, exact_logits, logits_case
 from triton_device import DEVICE, ON_GPU, tensor
 
 import jax_sparse_mla as mla
-from jax_sparse_mla.indexer import hopper as sm90
 from jax_sparse_mla.indexer import select as index_selection
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.logits import IndexKeys, index_logits, logits_of
+from jax_sparse_mla.indexer.route import FROM_ROWS
 from jax_sparse_mla.indexer.select import INVARIANT_ROWS, rows_at_once
 from jax_sparse_mla.indexer.triton import PREFILL_ROWS
 from jax_sparse_mla.launch import build
@@ -38,15 +38,6 @@ PAGED, RAGGED = mla.TopkTransform.PAGED, mla.TopkTransform.RAGGED
 # A call has as many rows, of which some may be computed at a time: what the kernel serves.
 MANY_ROWS = {"rows_of_call": 256} if ON_GPU else {}
 SHAPES = [(301, 64, 9, 64), (256, 64, 3, 320), (263, 64, 5, 128), (1000, 64, 2, 256), (257, 64, 1, 64)]
-
-
-def test_the_calls_that_it_serves(monkeypatch):
-    monkeypatch.setattr(build, "index_logits_module", lambda: object())
-    assert sm90.serves((9, 0), 256, 64, 64) and sm90.serves((9, 0), 8192, 64, 256)
-    others = [((8, 0), 256, 64, 64), ((9, 0), 255, 64, 64), ((9, 0), 256, 32, 64), ((9, 0), 256, 64, 96)]
-    assert not any(sm90.serves(*call) for call in [*others, (None, 256, 64, 64)])
-    monkeypatch.setattr(build, "index_logits_module", lambda: None)
-    assert not sm90.serves((9, 0), 256, 64, 64)
 
 
 @pytest.mark.long
@@ -66,7 +57,7 @@ def logits(tmp_path_factory):
 
 @pytest.fixture
 def on_sm90():
-    if torch.cuda.get_device_capability() != (9, 0) or build.index_logits_module() is None:
+    if torch.cuda.get_device_capability() != (9, 0) or build.module("index_logits", "90a") is None:
         pytest.skip("needs SM90, and the kernel's binary")
 
 
@@ -157,7 +148,7 @@ def whole_numbers(rng, rows, requests, pages, page_size, heads):
 
 
 def test_rows_that_may_not_depend_on_each_other_take_one_kernel():
-    assert rows_at_once(64, 1 << 30, batch_invariant=True) == INVARIANT_ROWS < min(sm90.FROM_ROWS, PREFILL_ROWS)
+    assert rows_at_once(64, 1 << 30, batch_invariant=True) == INVARIANT_ROWS < min(FROM_ROWS, PREFILL_ROWS)
     assert rows_at_once(64, 1 << 30) == 1 << 22 and rows_at_once(1 << 30, 1) == rows_at_once(0, 0) == 1
 
 

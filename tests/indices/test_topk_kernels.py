@@ -52,7 +52,7 @@ def take_engine(name: str, patch: pytest.MonkeyPatch) -> None:
     """Makes the torch launchers take these kernels."""
     if ON_GPU and name == "triton":
         patch.setattr(torch_topk, "_cuda_module", lambda device: None)
-    elif ON_GPU and cuda_build.topk_module(torch.cuda.get_device_capability()) is None:
+    elif ON_GPU and cuda_build.module("topk", cuda_build.arch_of(torch.cuda.get_device_capability())) is None:
         pytest.skip("needs nvcc and apache-tvm-ffi")
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices.topk.route import TOPK_BACKENDS, Call, plan_topk
 
-H200 = {"rows": 64, "columns": 32768, "topk": 2048, "capability": (9, 0)}
+H200 = {"rows": 64, "columns": 32768, "topk": 2048, "device": DeviceInfo("cuda", (9, 0), 132, 232_448)}
 
 
 def plan(installed=frozenset(TOPK_BACKENDS), override=None, **changes):
@@ -26,11 +27,11 @@ def test_every_backend_has_its_line():
         ({"installed": {"triton", "flashinfer"}}, "triton", {"cuda": "not installed"}),
         ({"installed": {"flashinfer"}}, "flashinfer", {"cuda": "not installed", "triton": "not installed"}),
         ({"installed": {"flashinfer"}, "columns": 2000}, "xla", {"flashinfer": "2000 here, got 2048"}),
-        ({"installed": {"flashinfer"}, "capability": (8, 9)}, "xla", {"flashinfer": "128 KiB"}),
-        ({"installed": {"flashinfer"}, "capability": (12, 0)}, "flashinfer", {}),
+        ({"installed": {"flashinfer"}, "device": DeviceInfo("cuda", (8, 9))}, "xla", {"flashinfer": "128 KiB"}),
+        ({"installed": {"flashinfer"}, "device": DeviceInfo("cuda", (12, 0))}, "flashinfer", {}),
         ({"installed": set()}, "xla", {"triton": "not installed"}),
-        ({"capability": None}, "xla", {"triton": "needs a CUDA device"}),
-        ({"capability": (7, 5)}, "xla", {"cuda": "8.0 and up, got 7.5"}),
+        ({"device": DeviceInfo("cpu")}, "xla", {"triton": "needs a CUDA device"}),
+        ({"device": DeviceInfo("cuda", (7, 5))}, "xla", {"cuda": "serves SM80 and up, got compute capability 7.5"}),
         ({"columns": 0}, "xla", {"triton": "nothing to read"}),
         ({"override": "xla"}, "xla", {"cuda": "not asked for"}),
         ({"override": "flashinfer"}, "flashinfer", {"cuda": "not asked for"}),

@@ -113,10 +113,10 @@ def test_a_binary_that_cannot_be_loaded_is_refused(kernels):
 def test_the_command_puts_all_that_a_wheel_carries_into_the_package(kernels, monkeypatch, tmp_path, capsys):
     """What XLA calls the kernels through too: with a wheel's binaries no compiler is needed."""
     add_compiler(monkeypatch, tmp_path)
-    monkeypatch.setattr(cuda_build, "_CARRIED", {"some": ("80", "90a")})
-    (kernels.parent / "xla").mkdir()
+    monkeypatch.setattr(cuda_build, "KERNELS", {"some": ("80", "90a")})
+    (kernels.parent / "launch").mkdir()
     for name in ("tvm_bind.cc", "kernel_launch.h", "xla_call.h"):
-        (kernels.parent / "xla" / name).touch()
+        (kernels.parent / "launch" / name).touch()
     monkeypatch.setattr("sys.argv", ["build"])
     (kernels / "some-sm80-of-before.so").touch()
     cuda_build.main()

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jax_sparse_mla.launch.dispatch as dispatching
 from jax_sparse_mla import packages
 from jax_sparse_mla.launch.dispatch import dispatch, use_triton
+from jax_sparse_mla.launch.transforms import KernelCall
 
 
 def kernel(x):
@@ -85,9 +86,9 @@ def test_nothing_is_differentiated_through_it(with_triton):
 def test_a_derivative_through_a_kernel_says_what_has_one(with_triton):
     """Where the caller did not say that nothing is differentiated through it."""
     for function in (
-        lambda x: dispatching.on_cuda(kernel, plain, x),
-        lambda x: dispatching.on_cuda(kernel, plain, x, kernel_batches=True),
-        lambda x: dispatching.varying(kernel, plain, x),
+        KernelCall(kernel, plain),
+        KernelCall(kernel, plain, batches=True),
+        KernelCall(kernel, plain, replaceable=False),
     ):
         with pytest.raises(
             NotImplementedError, match=r'kernel: .* no gradient; differentiate with backend="reference"'

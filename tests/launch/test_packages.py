@@ -33,7 +33,7 @@ def package(monkeypatch, tmp_path):
 
 
 def test_an_absent_package_is_quiet(recwarn):
-    assert not packages.found("no_such_package") and packages.why_not("no_such_package")
+    assert not packages.is_found("no_such_package") and packages.why_not("no_such_package")
     assert packages.why_not("no_such_package") == "no_such_package is not installed"
     assert not recwarn.list
 

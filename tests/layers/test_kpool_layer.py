@@ -11,6 +11,7 @@ from small_engine import LENGTHS, MAX_LEN, MAX_REQUESTS, REQUEST_ROWS, World, ma
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
+from jax_sparse_mla.indexer.logits import IndexKeys
 from jax_sparse_mla.kv_cache import KVLayout
 
 POOL = 4
@@ -184,7 +185,7 @@ def test_what_is_refused():
             with pytest.raises(ValueError, match=r"v32_layer: cache.* the view of one.*index_state"):
                 call(mixed, rows, index_ape=ape)
     few = jax.tree.map(lambda x: x[:1], cache.index_state)
-    short = mla.indexer.IndexKeys.zeros(world().num_pages, 256).data
+    short = IndexKeys.zeros(world().num_pages, 256).data
     for error, given, of_rows, options, message in (
         (TypeError, cache, rows, {}, "index_ape must be given with pools of 4 tokens"),
         (TypeError, cache, dataclasses.replace(rows, index_score=None), {"index_ape": ape}, "rows.index_score must be"),
@@ -207,7 +208,7 @@ def test_what_is_refused():
             dataclasses.replace(cache, index_k=cache.index_k[:2]),
             rows,
             {"index_ape": ape},
-            "cache.index_k must have a key for every pool that cache.kv has room for, got 2 pages",
+            "cache.index_k must have a key for every 4 tokens that cache.kv has room for, got 2 pages",
         ),
         (
             ValueError,

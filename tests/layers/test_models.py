@@ -185,3 +185,29 @@ def test_v41_config():
 def test_unknown_v41_configs_are_refused_by_name(changed, message):
     with pytest.raises(ValueError, match=message):
         ModelSpec.from_hf_config(v41_json(**changed))
+
+
+def test_layers_of_configs():
+    """One kind a layer, in order; and what stands for a ratio where layers of it differ."""
+    v4 = ModelSpec.from_hf_config(V4_JSON)
+    assert [layer.ratio for layer in v4.layers] == V4_JSON["compress_ratios"]
+    assert [layer.selects for layer in v4.layers] == ["none", "none", "own", "all", "own", "all", "none"]
+    assert v4.kinds == DEEPSEEK_V4_FLASH.kinds and DEEPSEEK_V4_FLASH.layers == ()
+    assert v4.kind(4).overlap and not v4.kind(128).overlap and v4.windowed
+
+    v41 = ModelSpec.from_hf_config(V41_JSON)
+    assert [i for i, layer in enumerate(v41.layers) if layer.owns_kv] == [2, 8, 14, 20]
+    assert [i for i, layer in enumerate(v41.layers) if layer.selects == "own"] == [2, 8, 14, 20, 24, 28, 32, 36]
+    assert [v41.layers[i].candidates for i in (8, 20, 24, 25)] == ["none", "publishes", "among", "none"]
+    assert [(v41.kind(r).owns_kv, v41.kind(r).gated) for r in (0, 1, 2)] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
+
+    shared = {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+    glm = ModelSpec.from_hf_config(shared)
+    assert [layer.selects for layer in glm.layers] == ["own", "shared", "own"] and not glm.windowed
+    glm53 = ModelSpec.from_hf_config({"model_type": "glm5_next", "num_hidden_layers": 4})
+    assert [layer.selects for layer in glm53.layers] == ["none", "none", "none", "own"]
+    assert (glm53.kind().pool, glm53.kind().index_keys) == (16, "tokens")

@@ -19,9 +19,11 @@ from small_engine import (
     REQUEST_ROWS,
     V4,
     Results,
+    compressed_entries,
     make_step,
     make_world,
     run_step,
+    softmax_out,
     step_function,
 )
 
@@ -173,38 +175,6 @@ def test_chunks_and_single_tokens_equal_the_whole_prompt(ratio, how):
     assert_caches_agree(cache, want_cache, skip_page_0=True)
 
 
-def softmax_out(q, keys, scale, sink=None):
-    """float64 attention of q `[heads, d]` to keys `[n, d]`; V is the first 512 values of K."""
-    scores = scale * q @ keys.T
-    top = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    if sink is not None:
-        total = total + np.exp(sink[:, None] - top)
-    return weights @ keys[:, :512] / total
-
-
-def compressed_entries(params, kv, score, ratio):
-    """Every complete group's entry as cached: softmax-pooled window, RMSNorm, rope at the group's start."""
-    kv, score, ape = (np.asarray(x, np.float64) for x in (kv, score, params.ape))
-    head_dim = params.norm_weight.shape[0]
-    entries = []
-    for group in range(len(kv) // ratio):
-        rows = np.arange(group * ratio, (group + 1) * ratio)
-        values, logits = kv[rows, -head_dim:], score[rows, -head_dim:] + ape[:, -head_dim:]
-        if ratio == 4 and group > 0:  # the first halves of the group before
-            before = rows - ratio
-            values = np.concatenate([kv[before, :head_dim], values])
-            logits = np.concatenate([score[before, :head_dim] + ape[:, :head_dim], logits])
-        weights = np.exp(logits - logits.max(0))
-        pooled = (weights * values).sum(0) / weights.sum(0)
-        normed = pooled / np.sqrt((pooled**2).mean() + 1e-6) * np.asarray(params.norm_weight, np.float64)
-        angle = group * ratio * np.asarray(params.inv_freq, np.float64)
-        rotated = (normed[-64::2] + 1j * normed[-63::2]) * np.exp(1j * angle)
-        entries.append(np.concatenate([normed[:-64], np.stack([rotated.real, rotated.imag], -1).ravel()]))
-    return np.array(entries).reshape(-1, head_dim).astype(jnp.bfloat16).astype(np.float64)
-
-
 @pytest.mark.always(1)
 @all_layers
 def test_the_whole_prompt_equals_dense_attention(ratio):
@@ -216,8 +186,8 @@ def test_the_whole_prompt_equals_dense_attention(ratio):
         kv = rows.kv[request].astype(np.float64)
         entries = np.zeros((0, 512))
         if ratio:
-            given = (rows.compressed_kv[request, :length], rows.compressed_score[request, :length])
-            entries = compressed_entries(world.params.compressor, *given, ratio)
+            kv_rows, scores = rows.compressed_kv[request, :length], rows.compressed_score[request, :length]
+            entries = compressed_entries(world.params.compressor, kv_rows, scores, spec.kind(ratio))
         some = {0, 2, 3, 4, 63, 64, 127, 128, 129, length - 1} | set(range(5, length, 23))
         for p in sorted(p for p in some if p < length):
             chosen = results.positions[request, p]
@@ -245,7 +215,7 @@ def test_the_indexer_selects_what_scores_highest(ratio):
     else:
         index = rows.index
         q, weights = index.q[0], index.weights[0]
-        keys = compressed_entries(world.params.index_compressor, index.kv[0], index.score[0], 4)
+        keys = compressed_entries(world.params.index_compressor, index.kv[0], index.score[0], world.spec.kind(4))
     agreed = []
     for p in range(LENGTHS[0] // 2, LENGTHS[0], 7):
         count = (p + 1) // (ratio or 1)

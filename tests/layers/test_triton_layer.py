@@ -139,7 +139,7 @@ def page_sizes(case: Case) -> tuple[int, int]:
 
 def fused(case: Case) -> tuple:
     parameters = len(case.attn_sink) // 3
-    facts = layer.Facts(
+    constants = layer.LayerConstants(
         layout=case.layout,
         ratio=case.ratio,
         page_sizes=page_sizes(case),
@@ -148,7 +148,7 @@ def fused(case: Case) -> tuple:
         norm_eps=EPS,
     )
     arrays = case.step, case.kv, case.swa, case.attn_sink, case.compressor, case.indexer, case.queries
-    return layer.v4_layer(execute, *tensors(arrays), facts=facts)
+    return layer.v4_layer(execute, *tensors(arrays), constants=constants)
 
 
 def one_by_one(case: Case) -> tuple:

@@ -20,8 +20,9 @@ from triton_attention_cases import run_decode, small_decode
 from triton_device import DEVICE, tensor
 
 from jax_sparse_mla import PagedKV, gather_kv, sparse_mla_decode, write_kv
+from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton import launch as sparse_mla
-from jax_sparse_mla.attention.triton.plan import TableShape, Tile
+from jax_sparse_mla.attention.triton.plan import Tile
 from jax_sparse_mla.compressor import triton as compressor
 from jax_sparse_mla.indexer import triton as indexer
 from jax_sparse_mla.kv_cache import KVLayout
@@ -159,9 +160,9 @@ def test_attention_kernel(layout):
         )
     q, sink = tensor(case.q), tensor(case.attn_sink)
     rows, heads = int(np.prod(case.q.shape[:-2])), case.q.shape[-2]
-    shape = kv_layout, rows, heads, scopes, case.softmax_scale, True, execute.device
+    shape = sparse_mla.CallShape(kv_layout, rows, heads, scopes, case.softmax_scale, True)
     tile = Tile(block_h=16, block_n=16, num_warps=4, num_stages=1)
-    attend, _ = sparse_mla.launches(*shape, num_splits=1, tile=tile, native_fp8=True)
+    attend, _ = sparse_mla.launches(shape, execute.device, num_splits=1, tile=tile, native_fp8=True)
     out, lse = execute(attend, sparse_mla.inputs(q, arrays, sink))[:2]
     assert torch.equal(out.cpu().view(torch.int16).reshape(-1), want[0].view(torch.int16).reshape(-1))
     assert torch.equal(lse.cpu().reshape(-1), want[1].reshape(-1))

@@ -410,7 +410,7 @@ def test_what_is_refused():
     vllms = change(SPEC, index_format=IndexFormat.FP4.written_by("vllm"))
     publisher = next(i for i, layer in enumerate(LAYERS) if layer.publishes)
     assert publisher == 4
-    source_of = r"source.compressed must be given: the caches of KV source 4"
+    source_of = r"source.compressed must be given: the caches of the layer.s KV source"
     for error, message, i, cache, given in (
         (TypeError, "cache.compressed must be a PagedKV in a KV source of compress ratio 2", 1, window, {}),
         (ValueError, "cache.compressed must be None in a layer that is no KV source", 5, of_1, {}),

@@ -145,7 +145,7 @@ def test_random_parameters(name):
     params, other = model.init_params(0), model.init_params(1)
     same(params, model.init_params(0))
     jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), params, loaded)
-    weights = [np.asarray(x.in_proj, np.float32) for x in params.layers] + [
+    weights = [np.asarray(x.attention.in_proj, np.float32) for x in params.layers] + [
         np.asarray(other.layers[0].in_proj, np.float32)
     ]
     rows = min(len(x) for x in weights)
@@ -154,7 +154,7 @@ def test_random_parameters(name):
         for y in weights[:i]:
             assert abs(np.corrcoef(x[:rows].ravel(), y[:rows].ravel())[0, 1]) < 0.03
     if name == "v4":
-        table = np.asarray(params.layers[0].moe.experts_of_token)
+        table = np.asarray(params.layers[0].mlp.experts_of_token)
         assert (table[:, 0] != table[:, 1]).all() and len(np.unique(table)) == model.config.moe.num_experts
 
 

@@ -40,11 +40,11 @@ class DraftLayer:
     def new_caches(self, **sizes):
         return self.model.new_caches(**sizes), None
 
-    def forward(self, params, caches, batch, tables, tokens, positions, *, trace):
-        own, cache = caches
-        out = self.model.forward(params, own, batch, tables, tokens % VOCABULARY, positions)
-        arguments = batch, tables, tokens // VOCABULARY, positions, out.states
-        draft = self.model.draft(params, cache, *arguments)
+    def forward(self, params, caches, inputs):
+        model_caches, cache = caches
+        first, second = inputs.tokens % VOCABULARY, inputs.tokens // VOCABULARY
+        out = self.model.forward(params, model_caches, dataclasses.replace(inputs, tokens=first, trace=False))
+        draft = self.model.draft(params, cache, dataclasses.replace(inputs, tokens=second), out.states)
         return dataclasses.replace(draft, caches=(out.caches, draft.caches))
 
     def logits(self, params, hidden):

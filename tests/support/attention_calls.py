@@ -20,7 +20,7 @@ from attention_oracle import (
 )
 from layout_oracle import RECORDS, TENSOR_SCALE, put_token
 
-from jax_sparse_mla.attention import DeviceInfo, api, plan_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import DeviceInfo, machine, plan_attention, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper import decode_plan
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
@@ -34,7 +34,7 @@ OVERRIDES = tuple(f"JAX_SPARSE_MLA_{phase}BACKEND" for phase in ("", "DECODE_", 
 def pretend_installed(monkeypatch, *names: str) -> None:
     """Of the backends these are usable from JAX, and the reference; on any device."""
     absent = {name: "not installed" for name in BACKENDS if name not in (*names, "reference")}
-    monkeypatch.setattr(api, "missing_for", lambda phase: dict(absent))
+    monkeypatch.setattr(machine, "missing_for", lambda phase: dict(absent))
 
 
 def pretend_h200(monkeypatch, *names: str) -> None:

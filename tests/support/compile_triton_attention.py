@@ -10,9 +10,9 @@ import sys
 
 from compile_triton import compile_kernel
 
-from jax_sparse_mla.attention.triton import plan as planning
+from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton.kernel import combine_kernel, sparse_mla_kernel
-from jax_sparse_mla.attention.triton.launch import launches
+from jax_sparse_mla.attention.triton.launch import CallShape, launches
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from jax_sparse_mla.launch.describe import Device
 
@@ -38,9 +38,9 @@ def compiled_attention(
     """The kernel as it is launched, and its launch."""
     layouts = layout, extra_layout or layout
     sizes = [(0, 0, 0, 0)] * 2 if prefill else [(n, x.page_bytes(n), 0, 0, x) for n, x in zip((256, 64), layouts)]
-    scopes = [planning.TableShape(topk, 1, 16_384, *size) for topk, size in zip((128, 512), sizes)]
-    shape = layout, 64, num_heads, scopes, 0.1, True, Device(capability, 132)
-    launch, _ = launches(*shape, max_logits=prefill, may_split=not prefill, tile=tile)
+    scopes = [TableShape(topk, 1, 16_384, *size) for topk, size in zip((128, 512), sizes)]
+    shape = CallShape(layout, 64, num_heads, scopes, 0.1, True)
+    launch, _ = launches(shape, Device(capability, 132), max_logits=prefill, may_split=not prefill, tile=tile)
     constants = dict(launch.constants)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     if not prefill:

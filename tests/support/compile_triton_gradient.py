@@ -6,6 +6,7 @@ JSON list of facts.
 
 from compile_triton import WHOLE, Array, Recorder, facts, in_ptx
 
+from jax_sparse_mla.attention.backend import GradientArrays
 from jax_sparse_mla.attention.triton.backward import backward, probabilities
 
 
@@ -20,8 +21,9 @@ def cases(capability):
         )
         of_heads, grad = Array((64, heads)), Array((64, heads, 512), "bfloat16")
         scales = Array((512,)) if fixed_point else None
-        arrays = q, kv, indices, Array((64,), "int32"), grad, of_heads, of_heads, of_heads, scales
-        backward(execute, *arrays, softmax_scale=0.1)
+        lengths = Array((64,), "int32")
+        arrays = GradientArrays(q, kv, indices, lengths, grad, of_heads, of_heads, of_heads, scales)
+        backward(execute, arrays, softmax_scale=0.1)
         if fixed_point:
             probabilities(execute, q, kv, indices, None, of_heads, softmax_scale=0.1)
         for name, *case in execute.cases:

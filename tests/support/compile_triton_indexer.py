@@ -85,10 +85,12 @@ def write_layer(execute, ratio, rows, layers):
         parts[1] = layer.Compressing(*compressor_arrays(ratio, 128, rows, layers), cache)
         parts[2] = Array((rows, 64, 128), "bfloat16"), Array((rows, 64)), Array((128, 128), "bfloat16")
     sizes, where = (256, 256 // (ratio or 1)), (layers, 0)
-    facts = layer.Facts(layout, ratio, sizes, where, where, (1e-6, 1e-6))
+    constants = layer.LayerConstants(layout, ratio, sizes, where, where, (1e-6, 1e-6))
     step = Step(ints, ints, Array((9,), "int32"), ints, ints if ratio else None)
     swa = Array((layers * 64, layout.page_bytes(256)), "uint8")
-    layer.v4_layer(execute, step, Array((rows, 512), "bfloat16"), swa, Array((layers * 64,)), *parts, facts=facts)
+    layer.v4_layer(
+        execute, step, Array((rows, 512), "bfloat16"), swa, Array((layers * 64,)), *parts, constants=constants
+    )
 
 
 def operand_widths(kernel):

@@ -9,7 +9,7 @@ from jax_sparse_mla.attention.triton import merge, sanitise
 from jax_sparse_mla.indices import triton as indices
 from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.kv_cache import triton as kv_cache
-from jax_sparse_mla.serving import triton as streams
+from jax_sparse_mla.serving import hyper_connections_triton
 
 
 def cases(capability):
@@ -54,7 +54,8 @@ def cases(capability):
         constants = merge.constants(512, 3, has_sink) | {"num_warps": 4}
         yield "merge sink" if has_sink else "merge", merge.merge_kernel, pointers, constants
     pointers = {"logits_ptr": "*fp32", "out_ptr": "*fp32", "eps": "fp32"}
-    yield "streams", streams.doubly_stochastic_kernel, pointers, {"N": 4, "ITERATIONS": 20} | streams.OPTIONS
+    constants = {"N": 4, "ITERATIONS": 20} | hyper_connections_triton.OPTIONS
+    yield "hyper-connections", hyper_connections_triton.doubly_stochastic_kernel, pointers, constants
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def served_by(backend: str, monkeypatch):
     monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend == 'hopper' else ''}BACKEND", backend)
     if not ON_GPU and backend != "reference":
         monkeypatch.setattr(route, "device_info", lambda device: H200)
-        monkeypatch.setattr(build, "sparse_decode_module", library)
+        monkeypatch.setattr(build, "module", lambda kernel, arch: library())
         there = ("reference", "triton", "flashmla", "hopper")
         monkeypatch.setattr(route, "missing", lambda name, phase: None if name in there else "not installed")
     elif why := route.missing(backend, "decode"):

@@ -30,11 +30,13 @@ FIVE_BLOCKS = small_prefill(6, heads=7, sizes=(400, 290), q_len=1, lengths=False
 def check_on_host(library: ctypes.CDLL, case: PrefillCase, seed: int = 0) -> None:
     """Compares `gradient.by_kernel`, whose SM90 kernel is the library's, with float64."""
 
-    def backward(*arrays, softmax_scale):
-        return _on_host(library, arrays, softmax_scale, seed)
+    def backward(execute, arrays, *, softmax_scale):
+        return _on_host(library, arrays[:-1], softmax_scale, seed)
 
-    with mock.patch.object(sm90, "serves", lambda *_: True), mock.patch.object(sm90, "backward", backward):
-        found = gradient.by_kernel(*saved(case), softmax_scale=case.softmax_scale, deterministic=False)
+    able = mock.patch.object(gradient, "first_able", lambda backends, *_: backends["hopper"])
+    with able, mock.patch.object(sm90, "backward", backward):
+        arrays = gradient.Arrays(*saved(case))
+        found = gradient.by_kernel(arrays, softmax_scale=case.softmax_scale, deterministic=False)
     check_gradients(case, found)
 
 

@@ -102,6 +102,6 @@ def run(planned, addresses, stream) -> int:
 
 @functools.cache
 def library() -> object:
-    """What `build.sparse_decode_module` gives."""
+    """The module that `build.module("sparse_decode", "90a")` loads."""
     functions = {"sparse_decode_plan": plan, "sparse_decode_run": lambda: ctypes.cast(run, ctypes.c_void_p).value}
     return type("Library", (), {name: staticmethod(function) for name, function in functions.items()})

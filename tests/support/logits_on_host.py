@@ -14,7 +14,6 @@ from host_build import GUARD, aligned, compiled_once, poisoned
 from sparse_mla_torch.operations import indexer as torch_indexer
 from triton_device import DEVICE, ON_GPU, tensor
 
-from jax_sparse_mla.indexer import hopper as sm90
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.launch import build
 
@@ -23,7 +22,7 @@ def logits_function(index_format: IndexFormat, tmp_path_factory) -> Callable[...
     """`logits(case, *, fill=True)`: q, weights, cache, page table and lengths to logits, in a poisoned result. On the
     host also `blocks` of the launch, and the `seed` of an order of warps."""
     if ON_GPU:
-        if torch.cuda.get_device_capability() != (9, 0) or build.index_logits_module() is None:
+        if torch.cuda.get_device_capability() != (9, 0) or build.module("index_logits", "90a") is None:
             pytest.skip("needs SM90, and the kernel's binary")
         return lambda case, **options: _on_the_device(index_format, case, **options)
     return logits_on_host(index_format, tmp_path_factory)
@@ -43,8 +42,8 @@ def _shape_of_logits(case: tuple, index_format: IndexFormat) -> tuple[int, int]:
 def _on_the_device(index_format: IndexFormat, case: tuple, *, fill: bool = True, rows_of_call: int | None = None):
     q, _, cache, *_ = case
     rows, out = rows_of_call or len(q), torch.full(_shape_of_logits(case, index_format), float("nan"), device=DEVICE)
-    serves = sm90.serves_fp4 if index_format == IndexFormat.FP4 else sm90.serves
-    assert serves(torch.cuda.get_device_capability(), rows, q.shape[1], cache.shape[1] // index_format.key_bytes)
+    sizes = rows, q.shape[1], cache.shape[1] // index_format.key_bytes
+    assert torch_indexer._cuda_kernel(DEVICE, index_format == IndexFormat.FP4, *sizes)
     torch_indexer.launch_logits(*map(tensor, case), out, rows_of_call=rows, fill=fill, format=index_format)
     return out.cpu().numpy()
 

@@ -264,8 +264,7 @@ def over_processes(index, port):
     mesh = Mesh(np.array(jax.devices()), ("pages",))
 
     def attend(q, cache, indices, sink):
-        options = {"axis_name": "pages", "softmax_scale": 0.3, "attn_sink": sink, "mesh": mesh}
-        return context_parallel_decode(q, cache, indices, **options)
+        return context_parallel_decode(q, cache, indices, axis_name="pages", softmax_scale=0.3, attn_sink=sink)
 
     specs = P(), P("pages"), P(), P("pages")
     arguments = jax.tree.map(np.asarray, (q, cut_pages(cache, 4), indices, sink))

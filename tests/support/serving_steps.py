@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, RequestTables
-from jax_sparse_mla.serving import Model
+from jax_sparse_mla.serving import Model, StepInputs
 
 PAGES = 2  # of each request
 
@@ -27,9 +27,9 @@ def named_arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: array(x) for name, x in module.state_dict().items()}
 
 
-@functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnums=2)
-def run(model, params, caches, batch, tables, tokens, positions, options):
-    out = model.forward(params, caches, batch, tables, tokens, positions, trace=True, **dict(options))
+@functools.partial(jax.jit, static_argnames="model", donate_argnums=2)
+def run(model, params, caches, inputs):
+    out = model.forward(params, caches, inputs)
     return out.caches, model.logits(params, out.hidden), out.overflow, out.trace
 
 
@@ -74,9 +74,15 @@ class Steps:
             out_cache_loc=padded([self.slots[row, p] for row, p in zip(served, positions)], num_rows),
             extend_lens=padded(counts, self.num_requests) if mode is ForwardMode.EXTEND else None,
         )
-        tokens = padded([tokens for _, tokens in served.values()], num_rows)
-        arguments = self.params, self.caches, batch, self.tables, tokens, padded(positions, num_rows)
-        self.caches, logits, overflow, trace = run(self.model, *arguments, tuple(sorted(options.items())))
+        inputs = StepInputs(
+            batch=batch,
+            tables=self.tables,
+            tokens=padded([tokens for _, tokens in served.values()], num_rows),
+            positions=padded(positions, num_rows),
+            trace=True,
+            **options,
+        )
+        self.caches, logits, overflow, trace = run(self.model, self.params, self.caches, inputs)
         assert not bool(overflow)
         real = sum(counts)
         trace = [tuple(None if x is None else np.asarray(x)[:real] for x in layer) for layer in trace]

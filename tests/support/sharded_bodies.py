@@ -123,18 +123,19 @@ def gradients_over_tokens():
 def gradients_through_kernels():
     # The backward kernel is the reference's gradient here: what is tested is who adds up what. Heads are cut, too.
     from jax_sparse_mla.attention import gradient, reference
+    from jax_sparse_mla.launch.transforms import KernelCall
 
     def by_kernel(*args, softmax_scale, deterministic):
         return gradient.by_reference(*args, softmax_scale=softmax_scale)
 
-    def on_kernel(kernel, plain, *args):
-        return gradient.dispatch.varying(kernel, plain, *args)
+    def by_name(*args, **options):
+        return KernelCall(*args, **options, replaceable=False)
 
     def forward(*args):
         return reference.prefill(*args, softmax_scale=0.3)
 
     square = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-    through = gradient.differentiable(forward, name="prefill", softmax_scale=0.3, deterministic=False)
+    through = gradient.differentiable(forward, "prefill", 0.3, deterministic=False)
     specs = (P("x", "y"), P(), P("x"), P("x"), P("y"))
 
     def loss_of(prefill):
@@ -152,7 +153,7 @@ def gradients_through_kernels():
         return by_all(*args, of=mapped)
 
     expected = by_all(*prefill_args, of=prefill)
-    patched = mock.patch("jax_sparse_mla.launch.dispatch.on_cuda", on_kernel)
+    patched = mock.patch.object(gradient, "KernelCall", by_name)
     with mock.patch.object(gradient, "by_kernel", by_kernel), patched:
         assert_close(jax.jit(of_mapped)(*prefill_args), expected, 1e-5)
         inside = jax.jit(jax.shard_map(by_all, mesh=square, in_specs=specs, out_specs=(specs[0], P(), P("y"))))

@@ -52,10 +52,12 @@ class World:
 
 
 @functools.cache
-def make_world(ratio: int | None) -> World:
+def make_world(ratio: int | None, spec: mla.ModelSpec | None = None) -> World:
+    """The world of a layer of this ratio, with the rows and parameters that its kind needs."""
     rng = np.random.default_rng(0 if ratio is None else ratio + 1)
     shape = (len(LENGTHS), max(LENGTHS))
-    spec = V32 if ratio is None else V4
+    spec = spec or (V32 if ratio is None else V4)
+    kind = spec.kind(ratio or 0)
 
     def normal(*dims, dtype=np.float32, scale=1.0):
         return (rng.standard_normal(dims) * scale).astype(np.dtype(dtype))
@@ -64,7 +66,7 @@ def make_world(ratio: int | None) -> World:
         return normal(*shape, *dims, dtype=jnp.bfloat16)
 
     def compressor(head_dim):
-        width = head_dim * (2 if ratio == 4 else 1)
+        width = head_dim * (2 if kind.overlap else 1)
         inv_freq = (10000.0 ** -(np.arange(32) / 32)).astype(np.float32)
         params = layers.CompressorParams(
             ape=normal(ratio, width), norm_weight=1 + normal(head_dim, scale=0.1), inv_freq=inv_freq
@@ -96,7 +98,7 @@ def make_world(ratio: int | None) -> World:
         if ratio:
             main, kv, score = compressor(512)
             rows = dataclasses.replace(rows, compressed_kv=kv, compressed_score=score)
-        if ratio == 4:
+        if kind.index_keys == "compressor":
             index, kv, score = compressor(128)
             weights = normal(*shape, spec.index_heads, scale=(128 * spec.index_heads) ** -0.5)
             rows = dataclasses.replace(
@@ -236,3 +238,35 @@ def run_step(world, cache, mode, work, *, num_rows, with_plan, results, hostile=
     live = np.isin(np.arange(num_rows), list(owners.values()))
     results.padding.append(out[~live])
     return cache
+
+
+def softmax_out(q, keys, scale, sink=None):
+    """float64 attention of q `[heads, d]` to keys `[n, d]`; V is the first 512 values of K."""
+    scores = scale * q @ keys.T
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if sink is not None:
+        total = total + np.exp(sink[:, None] - top)
+    return weights @ keys[:, :512] / total
+
+
+def compressed_entries(params, kv, score, kind):
+    """Every complete group's entry as cached: softmax-pooled window, RMSNorm, rope at the group's start."""
+    kv, score, ape = (np.asarray(x, np.float64) for x in (kv, score, params.ape))
+    head_dim, ratio = params.norm_weight.shape[0], kind.ratio
+    entries = []
+    for group in range(len(kv) // ratio):
+        rows = np.arange(group * ratio, (group + 1) * ratio)
+        values, logits = kv[rows, -head_dim:], score[rows, -head_dim:] + ape[:, -head_dim:]
+        if kind.overlap and group > 0:  # the first halves of the group before
+            before = rows - ratio
+            values = np.concatenate([kv[before, :head_dim], values])
+            logits = np.concatenate([score[before, :head_dim] + ape[:, :head_dim], logits])
+        weights = np.exp(logits - logits.max(0))
+        pooled = (weights * values).sum(0) / weights.sum(0)
+        normed = pooled / np.sqrt((pooled**2).mean() + 1e-6) * np.asarray(params.norm_weight, np.float64)
+        angle = group * ratio * np.asarray(params.inv_freq, np.float64)
+        rotated = (normed[-64::2] + 1j * normed[-63::2]) * np.exp(1j * angle)
+        entries.append(np.concatenate([normed[:-64], np.stack([rotated.real, rotated.imag], -1).ravel()]))
+    return np.array(entries).reshape(-1, head_dim).astype(jnp.bfloat16).astype(np.float64)

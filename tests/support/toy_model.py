@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import jax_sparse_mla as mla
 from jax_sparse_mla import layers
+from jax_sparse_mla.layers import prepare_v4_step, v4_layer
 from jax_sparse_mla.rope import rope_interleaved
 from jax_sparse_mla.serving.model import ForwardOutput
 
@@ -65,27 +66,26 @@ class ToyModel:
     def new_draft(self, params, **sizes):
         return None
 
-    def forward(self, params, caches, batch, tables, tokens, positions, *, gathered=None, backend=None,
-                trace=False, **options):  # fmt: skip
-        first = options.get("layers")
-        embedding, inv_freq, layer_weights = params
-        shared = layers.prepare_v4_step(self.spec, batch, tables, gathered=gathered)
-        rope = partial(rope_interleaved, positions=positions[:, None], inv_freq=inv_freq)
-        hidden, caches, traced = embedding[tokens], list(caches), []
-        for i, (ratio, (projections, output, layer_params)) in list(enumerate(zip(self.ratios, layer_weights)))[:first]:
+    def forward(self, params, caches, inputs, *, layers=None):
+        embedding, inv_freq, weights = params
+        shared = prepare_v4_step(self.spec, inputs.batch, inputs.tables, gathered=inputs.gathered)
+        rope = partial(rope_interleaved, positions=inputs.positions[:, None], inv_freq=inv_freq)
+        hidden, caches, traced = embedding[inputs.tokens], list(caches), []
+        for i, (ratio, (projections, output, layer_params)) in list(enumerate(zip(self.ratios, weights)))[:layers]:
             norm = jax.lax.rsqrt(jnp.mean(hidden.astype(jnp.float32) ** 2, -1, keepdims=True)).astype(hidden.dtype)
-            rows = jax.tree.map(lambda weights, x=hidden * norm: jnp.tensordot(x, weights, 1), projections)
+            rows = jax.tree.map(lambda weight, x=hidden * norm: jnp.tensordot(x, weight, 1), projections)
             if (index := rows.index) is not None:
                 scale = (self.spec.index_heads * self.spec.index_dim) ** -0.5
                 index = dataclasses.replace(index, q=rope(index.q), weights=index.weights.astype(jnp.float32) * scale)
             rows = dataclasses.replace(rows, q=rope(rows.q), kv=rope(rows.kv[:, None])[:, 0], index=index)
-            attended, caches[i], selected = layers.v4_layer(
-                caches[i], rows, layer_params, batch, shared.metadata, shared.plans.get(ratio),
-                spec=self.spec, ratio=ratio, backend=backend,
+            attended, caches[i], selected = v4_layer(
+                caches[i], rows, layer_params, inputs.batch, shared.metadata, shared.plans.get(ratio),
+                spec=self.spec, ratio=ratio, backend=inputs.backend,
             )  # fmt: skip
             traced.append((hidden, selected))
             hidden = hidden + jnp.tensordot(rope(attended, inverse=True), output, 2)
-        return ForwardOutput(hidden=hidden, caches=caches, overflow=shared.overflow, trace=traced if trace else [])
+        trace = traced if inputs.trace else []
+        return ForwardOutput(hidden=hidden, caches=caches, overflow=shared.overflow, trace=trace)
 
     def logits(self, params, hidden):
         return (hidden @ params[0].T).astype(jnp.float32)

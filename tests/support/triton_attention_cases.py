@@ -37,6 +37,7 @@ from sparse_mla_torch import ops
 from sparse_mla_torch.attention.backends.triton import Attention
 from sparse_mla_torch.attention.pages import pages_of
 
+from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton import plan as planning
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
@@ -103,7 +104,7 @@ def table(cache, indices, lengths):
     layout = getattr(KVLayout, cache.layout)
     shared = 0 if lengths is None else indices.size // (indices.shape[-1] or 1) // lengths.size
     pages = cache.page_size, layout.page_bytes(cache.page_size)
-    scope = planning.TableShape(indices.shape[-1], shared, len(cache.data) * cache.page_size, *pages, layout=layout)
+    scope = TableShape(indices.shape[-1], shared, len(cache.data) * cache.page_size, *pages, layout=layout)
     scale = tensor(np.full(1, TENSOR_SCALE)) if layout.has_tensor_scale else None
     return (tensor(cache.data), tensor(indices), tensor(lengths), scale), scope
 
@@ -155,7 +156,7 @@ def check_prefill(case, **options) -> None:
         torch.full(size, torch.nan, dtype=dtype, device=DEVICE)
         for size, dtype in (((*shape, 512), torch.bfloat16), (shape, torch.float32), (shape, torch.float32))
     )
-    scope = planning.TableShape(case.indices.shape[-1], int(case.topk_length is not None), len(case.kv))
+    scope = TableShape(case.indices.shape[-1], int(case.topk_length is not None), len(case.kv))
     tables = [((tensor(case.kv), tensor(case.indices), tensor(case.topk_length)), scope)]
     layout = workspace_layout(case.q.shape[-1])
     attend(layout, case, tables, (out, lse, max_logits), may_split=False, **options)

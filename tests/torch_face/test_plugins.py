@@ -21,13 +21,13 @@ from attention_calls import H200, small_prefill
 from drop_in_calls import check_decode, check_prefill, per_request
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.attention.beside_flashmla import why_flashmla_alone
 from sparse_mla_torch.plugins import calls as served
 from sparse_mla_torch.plugins import sglang as sglang_plugin
 from sparse_mla_torch.plugins import short_prefill
 from sparse_mla_torch.plugins import vllm as vllm_plugin
 
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.attention.route import why_flashmla_alone
 from jax_sparse_mla.kv_cache import KVLayout
 
 pytestmark = [pytest.mark.torch, pytest.mark.cpu]

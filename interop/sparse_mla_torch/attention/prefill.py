@@ -13,7 +13,7 @@ import torch
 
 from jax_sparse_mla.argument_checks import BF16, FLOAT32
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.attention.triton.plan import V_DIM, TableShape
+from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from jax_sparse_mla.attention.api import override_of
 from jax_sparse_mla.attention.backend import BACKENDS, Call
-from jax_sparse_mla.attention.route import Plan, plan_call, why_flashmla_alone
+from jax_sparse_mla.attention.machine import override_of
+from jax_sparse_mla.attention.route import Plan, plan_call
 from jax_sparse_mla.device import DeviceInfo
+from sparse_mla_torch.attention.beside_flashmla import why_flashmla_alone
 
 
 class FasterAlone(Exception):

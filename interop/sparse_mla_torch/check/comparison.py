@@ -13,6 +13,7 @@ import torch
 
 from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
 from jax_sparse_mla.serving.comparison import layer_kind
+from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.engine import Engine, TracedStep
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED
@@ -106,19 +107,17 @@ def _compile_replay(engine: Engine, layers: Sequence[Layer], indices: Sequence[i
     """Compiles one program for each shape of a traced step, over new caches."""
 
     def attend(params, caches, batch, tables, rows, positions, scores):
+        inputs = StepInputs(
+            batch=batch,
+            tables=tables,
+            positions=positions,
+            gathered=engine.prefill_backend == GATHERED,
+            backend=engine.options.backend,
+        )
         outputs = []
         for index, x, index_scores in zip(indices, rows, scores, strict=True):
             output, caches = engine.model.attention(
-                params,
-                caches,
-                batch,
-                tables,
-                x,
-                positions,
-                layers=(index,),
-                gathered=engine.prefill_backend == GATHERED,
-                backend=engine.options.backend,
-                index_scores=index_scores,
+                params, caches, inputs, x, layers=(index,), index_scores=index_scores
             )
             outputs.append(output)
         return outputs, caches

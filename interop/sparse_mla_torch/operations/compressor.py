@@ -6,7 +6,7 @@ from torch import Tensor
 
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS
 from jax_sparse_mla.compressor import triton as kernels
-from jax_sparse_mla.compressor.state import OVERLAP_RATIO, compressor_window
+from jax_sparse_mla.compressor.state import compressor_window, row_halves
 from jax_sparse_mla.launch.describe import dtype_of
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
@@ -26,6 +26,7 @@ def compress_kv(
     inv_freq: Tensor,
     ratio: int,
     norm_eps: float = 1e-6,
+    overlap: bool | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Torch's `jax_sparse_mla.compress_kv`; the state, float32 `[max_requests, ring, coff * head_dim]`, is updated.
@@ -37,15 +38,15 @@ def compress_kv(
     check = TensorChecks("compress_kv", kv)
     (head_dim,) = check("norm_weight", norm_weight, (None,), FLOATS).shape
     (half_rope,) = check("inv_freq", inv_freq, (None,), FLOAT32).shape
-    width = (2 if ratio == OVERLAP_RATIO else 1) * head_dim
+    width, window = row_halves(ratio, overlap) * head_dim, compressor_window(ratio, overlap)
     num_rows, _ = check("kv", kv, (None, width), FLOATS).shape
     max_requests, ring, _ = check("state_kv", state_kv, (None, None, width), FLOAT32).shape
     num_requests = check("query_start_loc", query_start_loc, (None,)).shape[0] - 1
     num_entries = min(num_rows, num_rows // ratio + num_requests)
-    if head_dim % 2 or not 0 < 2 * half_rope <= head_dim or ring < compressor_window(ratio) or num_requests < 0:
+    if head_dim % 2 or not 0 < 2 * half_rope <= head_dim or ring < window or num_requests < 0:
         raise check.fail(
             "needs an even head_dim, 1 to head_dim / 2 frequencies, a ring of at least "
-            f"{compressor_window(ratio)} tokens and query_start_loc [B + 1], "
+            f"{window} tokens and query_start_loc [B + 1], "
             f"got head_dim {head_dim}, {half_rope}, {ring} and {num_requests + 1} entries"
         )
     entries, rows = check.outs(out, (num_entries, head_dim), (num_entries,), dtypes=("bfloat16", "int32"))

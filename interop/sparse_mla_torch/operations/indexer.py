@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from jax_sparse_mla.argument_checks import BF16, FLOAT32, FLOATS, UINT8
-from jax_sparse_mla.indexer import hopper as sm90
+from jax_sparse_mla.backend import first_able
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indexer import triton as kernels
 from jax_sparse_mla.indexer.keys import IndexFormat
-from jax_sparse_mla.indexer.logits import MAX_KERNEL_HEADS
+from jax_sparse_mla.indexer.route import LOGITS_BACKENDS, MAX_KERNEL_HEADS, Call
 from jax_sparse_mla.launch import build
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
@@ -96,13 +97,13 @@ def launch_logits(
 ) -> None:
     """Writes logits; no size is zero. Arguments as those of `jax_sparse_mla.indexer.logits.logits_of`."""
     fp4 = format.name == "FP4"
-    page_size, serves = index_cache.shape[1] // format.key_bytes, sm90.serves_fp4 if fp4 else sm90.serves
+    page_size = index_cache.shape[1] // format.key_bytes
     wide = (q, index_cache, out) if fp4 else (q, weights, index_cache, out)  # by 16 bytes, FP4's q by 8
     aligned = all(x.data_ptr() % 16 == 0 for x in wide)
-    if q.is_cuda and aligned and serves(_capability(q.device), rows_of_call, q.shape[1], page_size):
+    if q.is_cuda and aligned and (binary := _cuda_kernel(q.device, fp4, rows_of_call, q.shape[1], page_size)):
         import tvm_ffi
 
-        module, pages = build.index_logits_module(), (index_cache.shape[0], 0)
+        module, pages = build.module(*binary), (index_cache.shape[0], 0)
         function, q = (module.index_logits_fp4, q) if fp4 else (module.index_logits, q.view(torch.uint8))
         with tvm_ffi.use_torch_stream():
             function(q, weights, index_cache, page_table, lengths, *pages, fill, out)
@@ -111,9 +112,12 @@ def launch_logits(
         kernels.index_logits(executor(q.device), *arrays, fp4=fp4, fill=fill, out=out)
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+@functools.lru_cache(maxsize=1024)
+def _cuda_kernel(device: torch.device, fp4: bool, rows: int, heads: int, page_size: int) -> tuple[str, str] | None:
+    """The kernel and architecture of the CUDA binary that serves logits of these sizes; None: Triton's kernels do."""
+    info, kind = DeviceInfo("cuda", torch.cuda.get_device_capability(device)), ("bfloat16", "FP4")
+    call = Call(info, *(kind if fp4 else ("float8_e4m3fn", "FP8")), rows, heads, page_size)
+    return first_able(LOGITS_BACKENDS, call, "index_logits", "torch").binaries.get("index_logits")
 
 
 def _check_cache(check: TensorChecks, index_cache: Tensor, key_bytes: int = kernels.TOKEN_BYTES) -> int:

@@ -14,7 +14,7 @@ from jax_sparse_mla.metadata.triton import schedules
 from jax_sparse_mla.metadata.triton import v4 as kernels
 from jax_sparse_mla.metadata.triton import window as window_kernels
 from jax_sparse_mla.metadata.v4 import V4Metadata, assemble_v4, has_v4_kernel
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import ModelSpec
 from sparse_mla_torch.launch.executor import allocate, executor
 from sparse_mla_torch.operations.checks import TensorChecks
 
@@ -83,9 +83,9 @@ def build_v4_metadata(
     A model that the kernel does not serve and a batch that does not fit its mode raise ValueError.
     """
     check = TensorChecks("build_v4_metadata", batch.seq_lens)
-    if spec.window is None or not has_v4_kernel(spec):
+    if not spec.windowed or not has_v4_kernel(spec):
         raise check.fail(
-            f"spec must have a window and compress ratios 0, {INDEXED_RATIO} and one more at most, "
+            "spec must have a window, at most one compress ratio whose layers select and beside it one more, "
             f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
     batch, tables = checked_step(check, spec, batch, tables)

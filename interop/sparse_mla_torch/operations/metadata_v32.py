@@ -46,12 +46,12 @@ def build_v32_metadata(
     ValueError.
     """
     check = TensorChecks("build_v32_metadata", batch.seq_lens)
-    if spec.window is not None:
+    if spec.windowed:
         raise check.fail(f"spec must be a model without a sliding window, got {spec.name}")
-    if spec.index_pool > 1:
+    if (pool := spec.kind().pool) > 1:
         raise check.fail(
             f"spec must be a model whose tokens have an index key each, got {spec.name} with pools of "
-            f"{spec.index_pool}; jax_sparse_mla.build_v32_metadata serves it"
+            f"{pool}; jax_sparse_mla.build_v32_metadata serves it"
         )
     transform = topk_transform_of(check.function, batch.mode, fp8_kv_cache, prefill_backend)
     batch, tables = checked_step(check, spec, batch, tables)

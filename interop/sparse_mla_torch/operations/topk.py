@@ -11,7 +11,7 @@ from torch import Tensor
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.indices.topk import triton as kernels
 from jax_sparse_mla.indices.topk.api import check_topk
-from jax_sparse_mla.launch import build
+from jax_sparse_mla.indices.topk.kernels import topk_binary
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
 
@@ -51,15 +51,6 @@ def _scratch_sizes(rows: int, columns: int, topk: int) -> tuple[int, ...]:
     return rows, programs, rows * plan.tile, rows * plan.tile, rows
 
 
-class _Mapping(NamedTuple):
-    """How positions are mapped: to slots by a page table, to rows by offsets; without either they stay positions."""
-
-    page_table: Tensor | None = None
-    page_size: int = 1
-    row_to_request: Tensor | None = None
-    offsets: Tensor | None = None
-
-
 def topk_positions(
     logits: Tensor,
     lengths: Tensor,
@@ -71,7 +62,7 @@ def topk_positions(
 ) -> Tensor:
     """Torch's `jax_sparse_mla.topk_positions`; a scratch that is too small raises ValueError."""
     check = TensorChecks("topk_positions", logits)
-    return _topk(check, logits, lengths, topk, row_starts, _Mapping(), out, scratch)
+    return _topk(check, logits, lengths, topk, row_starts, kernels.Transform(), out, scratch)
 
 
 def topk_transform(
@@ -92,7 +83,7 @@ def topk_transform(
     check = TensorChecks("topk_transform", logits)
     if method is TopkTransform.RAGGED:
         check("topk_indices_offset", topk_indices_offset, (logits.shape[0],))
-        mapping = _Mapping(offsets=topk_indices_offset)
+        mapping = kernels.Transform(offsets=topk_indices_offset)
         return _topk(check, logits, lengths, topk, row_starts, mapping, out, scratch)
     if method is not TopkTransform.PAGED:
         raise TypeError(f"topk_transform: method must be a TopkTransform, got {method!r}")
@@ -100,7 +91,7 @@ def topk_transform(
         raise check.fail(f"page_size must be >= 1, got {page_size}")
     check("page_table", page_table, (None if row_to_request is not None else logits.shape[0], None))
     check.optional("row_to_request", row_to_request, (logits.shape[0],))
-    mapping = _Mapping(page_table, page_size, row_to_request)
+    mapping = kernels.Transform(page_table, page_size, row_to_request)
     return _topk(check, logits, lengths, topk, row_starts, mapping, out, scratch)
 
 
@@ -110,7 +101,7 @@ def _topk(
     lengths: Tensor,
     topk: int,
     row_starts: Tensor | None,
-    mapping: _Mapping,
+    mapping: kernels.Transform,
     out: Tensor | None,
     scratch: TopkScratch | None,
 ) -> Tensor:
@@ -135,10 +126,7 @@ def _topk(
         *(executor(logits.device), logits, lengths),
         topk=topk,
         row_starts=row_starts,
-        page_table=page_table,
-        page_size=page_size,
-        row_to_request=row_to_request,
-        offsets=offsets,
+        transform=mapping,
         out=out,
         scratch=scratch or (None,) * 5,
     )
@@ -146,4 +134,4 @@ def _topk(
 
 @functools.cache
 def _cuda_module(device: torch.device):
-    return build.topk_module(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    return topk_binary(torch.cuda.get_device_capability(device))() if device.type == "cuda" else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from jax_sparse_mla.attention.api import override_of
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import sooner_than_prefill
+from jax_sparse_mla.attention.machine import override_of
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention.backends.hopper import are_aligned
 from sparse_mla_torch.attention.route import device_info, missing

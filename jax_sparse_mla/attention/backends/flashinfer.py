@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla import packages
-from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.attention.index_table import V_DIM, IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
 from jax_sparse_mla.launch import tvm
 from jax_sparse_mla.launch.tvm import Buffer, pages_of
 
-_V_DIM = 512
 _CHUNK = 64  # index columns of one split
 _DECODE_ROWS = 64  # more rows go to the prefill entry, which reads the same caches without scratch
 _HEADS = (8, 16, 32, 64, 128)  # what the prefill entry is compiled for; decode takes any number up to 128
@@ -73,7 +72,7 @@ def decode(
     out, lse = parts[0] if len(parts) == 1 else merge_attention(*zip(*parts))
     if attn_sink is not None:
         out = apply_attn_sink(out, lse, attn_sink)
-    return out.reshape(batch, q_len, heads, _V_DIM), lse.reshape(batch, q_len, heads)
+    return out.reshape(batch, q_len, heads, V_DIM), lse.reshape(batch, q_len, heads)
 
 
 def _attend(q: jax.Array, tables: list[IndexTable], scale: float) -> tuple[jax.Array, jax.Array]:
@@ -93,13 +92,13 @@ def _attend(q: jax.Array, tables: list[IndexTable], scale: float) -> tuple[jax.A
         operands += [cache.data, jnp.where(valid, indices, -1), lengths]
     splits = sum(-(-table.indices.shape[1] // _CHUNK) for table in tables)
     results = [
-        jax.ShapeDtypeStruct((rows, kernel_heads, _V_DIM), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, kernel_heads, V_DIM), jnp.bfloat16),
         jax.ShapeDtypeStruct((rows, kernel_heads), jnp.float32),
     ]
     if decodes:
         partial = (rows, scratch_heads(kernel_heads), splits)
         results += [
-            jax.ShapeDtypeStruct((*partial, _V_DIM), jnp.bfloat16),
+            jax.ShapeDtypeStruct((*partial, V_DIM), jnp.bfloat16),
             jax.ShapeDtypeStruct(partial, jnp.float32),
         ]
     caches = [table.cache for table in tables]

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.attention.index_table import V_DIM, IndexTable
 from jax_sparse_mla.attention.merge import apply_attn_sink, merge_attention
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV
@@ -41,7 +41,6 @@ from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.metadata.schedules import flashmla_schedule
 from jax_sparse_mla.packages import why_not
 
-_V_DIM = 512
 DECODE_COLUMNS = 64  # the kernels scan whole blocks: topk is a multiple
 PREFILL_COLUMNS = 128
 
@@ -133,14 +132,14 @@ def decode(
     batch, q_len, heads, qk_dim = q.shape
     tables = [table.rows() for table in tables]
     q = q.reshape(batch * q_len, heads, qk_dim)
-    options = {"softmax_scale": softmax_scale, "assume_valid_indices": assume_valid_indices}
+    attend = functools.partial(_decode_rows, softmax_scale=softmax_scale, assume_valid_indices=assume_valid_indices)
     if len(tables) == 2 and tables[0].cache.layout == KVLayout.V32_FP8:  # its kernel reads one cache
-        parts = [_decode_rows(q, [table], None, **options) for table in tables]
+        parts = [attend(q, [table], None) for table in tables]
         out, lse = merge_attention(*zip(*parts))
         out = out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)
     else:
-        out, lse = _decode_rows(q, tables, attn_sink, **options)
-    return out.reshape(batch, q_len, heads, _V_DIM), lse.reshape(batch, q_len, heads)
+        out, lse = attend(q, tables, attn_sink)
+    return out.reshape(batch, q_len, heads, V_DIM), lse.reshape(batch, q_len, heads)
 
 
 def _decode_rows(
@@ -154,16 +153,17 @@ def _decode_rows(
     """out `[rows, heads, 512]`, lse `[rows, heads]`, in as many calls as the accumulators need."""
     rows, heads, _ = q.shape
     device = DeviceInfo.current()
-    chunk = MAX_ACCUMULATOR_BYTES // (padded_heads(heads) * _V_DIM * 4) - device.sm_count
+    chunk = MAX_ACCUMULATOR_BYTES // (padded_heads(heads) * V_DIM * 4) - device.sm_count
     pieces = []
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
-        some = [
+        tables_of_part = [
             IndexTable(cache, indices[part], lengths if lengths is None else lengths[part])
             for cache, indices, lengths in tables
         ]
-        schedule = _schedule(some, q[part].shape, device)
-        pieces.append(_decode_call(q[part], some, attn_sink, schedule, softmax_scale, assume_valid_indices))
+        schedule = _schedule(tables_of_part, q[part].shape, device)
+        static = schedule, softmax_scale, assume_valid_indices
+        pieces.append(_decode_call(q[part], tables_of_part, attn_sink, *static))
     return pieces[0] if len(pieces) == 1 else tuple(jnp.concatenate(x) for x in zip(*pieces))
 
 
@@ -177,12 +177,12 @@ def _schedule(
     # Each 64 heads of a row have a thread block of their own, and work side by side. A CPU has no multiprocessors.
     parts = max(device.sm_count // (padded_heads(heads) // 64), 1)
     topk, *extra_topk = (table.indices.shape[1] for table in tables)
-    columns = {"batch": rows, "topk": topk, "extra_topk": sum(extra_topk), "num_sm_parts": parts}
+    build = functools.partial(flashmla_schedule, batch=rows, topk=topk, extra_topk=sum(extra_topk), num_sm_parts=parts)
     lengths = [table.lengths for table in tables]
     if tables[0].cache.layout == KVLayout.V32_FP8 or all(length is None for length in lengths):
         with jax.ensure_compile_time_eval():  # this depends on the shape alone: a constant of the program
-            return flashmla_schedule(None, **columns)
-    return flashmla_schedule(lengths[0], extra_topk_length=lengths[1] if extra_topk else None, **columns)
+            return build(None)
+    return build(lengths[0], extra_topk_length=lengths[1] if extra_topk else None)
 
 
 def _decode_call(
@@ -209,7 +209,7 @@ def _decode_call(
         "extra_kv": None,
         "extra_indices": None,
         "extra_topk_length": None,
-        "d_v": _V_DIM,
+        "d_v": V_DIM,
         "sm_scale": softmax_scale,
     }
     for prefix, (cache, indices, lengths) in zip(("", "extra_"), tables):
@@ -217,7 +217,7 @@ def _decode_call(
         arguments[f"{prefix}indices"] = indices[:, None, :]
         arguments[f"{prefix}topk_length"] = lengths
     results = [
-        jax.ShapeDtypeStruct((rows, heads, _V_DIM), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, heads, V_DIM), jnp.bfloat16),
         jax.ShapeDtypeStruct((rows, padded), jnp.float32),
     ]
     out, lse = torch_operator.torch_call(f"{library().namespace}::sparse_decode_fwd", arguments, results)
@@ -243,15 +243,16 @@ def _sanitise(
     def kernel(pairs, sink):
         from jax_sparse_mla.attention.triton import sanitise
 
-        facts = [
+        shapes = [
             sanitise.Table(index.shape[1], width, slots, lengths is not None)
             for (index, lengths), width, slots in zip(pairs, widths, num_slots)
         ]
         heads = 0 if sink is None else sink.shape[0]
-        sizes = {"heads": heads, "padded_heads": padded, "least_sink": LEAST_SINK}
-        launch = sanitise.sanitise(pairs[0][0].shape[0], facts, **sizes)
-        given = [x for pair in (*pairs, (None, None))[:2] for x in pair]
-        *outputs, out_sink = executor()(launch, [*given, sink])
+        launch = sanitise.sanitise(
+            pairs[0][0].shape[0], shapes, heads=heads, padded_heads=padded, least_sink=LEAST_SINK
+        )
+        arrays = [x for pair in (*pairs, (None, None))[:2] for x in pair]
+        *outputs, out_sink = executor()(launch, [*arrays, sink])
         results = zip(pairs, outputs[::2], outputs[1::2])
         safe = [(index, None if lengths is None else clipped) for (_, lengths), index, clipped in results]
         return safe, None if sink is None else out_sink
@@ -307,12 +308,12 @@ def prefill(
         "kv": kv[:, None, :],
         "indices": indices[:, None, :],
         "sm_scale": softmax_scale,
-        "d_v": _V_DIM,
+        "d_v": V_DIM,
         "attn_sink": None if attn_sink is None else _pad_heads(attn_sink[None], padded)[0],
         "topk_length": topk_length,
     }
     statistics = jax.ShapeDtypeStruct((rows, padded), jnp.float32)
-    results = [jax.ShapeDtypeStruct((rows, heads, _V_DIM), jnp.bfloat16), statistics, statistics]
+    results = [jax.ShapeDtypeStruct((rows, heads, V_DIM), jnp.bfloat16), statistics, statistics]
     out, max_logits, lse = torch_operator.torch_call(f"{package.namespace}::sparse_prefill_fwd", arguments, results)
     max_logits = max_logits[:, :heads] * (math.log(2) if package.log2_prefill else 1)
     return out, max_logits, _natural_lse(lse[:, :heads], package.log2_prefill)

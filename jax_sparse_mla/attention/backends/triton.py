@@ -12,11 +12,10 @@ from functools import partial
 
 import jax
 
-from jax_sparse_mla.attention.backend import IndexTable
+from jax_sparse_mla.attention.index_table import V_DIM, IndexTable, TableShape
 from jax_sparse_mla.attention.triton import launch as kernels
-from jax_sparse_mla.attention.triton import plan as planning
-from jax_sparse_mla.attention.triton.plan import TableShape
-from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
+from jax_sparse_mla.attention.triton.launch import CallShape
+from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.launch.triton_call import executor
 
 
@@ -33,10 +32,12 @@ def decode(
     """out bfloat16 `[batch, q_len, heads, v_dim]`, lse float32 `[batch, q_len, heads]`."""
     del assume_valid_indices  # every index is checked
     batch, q_len, heads, _ = q.shape
-    layout = tables[0].cache.layout
-    shape = softmax_scale, layout, batch * q_len
-    out, lse = _attend(q, [*map(_table, tables)], attn_sink, *shape, may_split=not batch_invariant)
-    return out.reshape(batch, q_len, heads, planning.V_DIM), lse.reshape(batch, q_len, heads)
+    arrays, shapes = zip(*map(_table, tables))
+    shape = CallShape(
+        tables[0].cache.layout, batch * q_len, heads, shapes, softmax_scale, has_sink=attn_sink is not None
+    )
+    out, lse = _attend(q, arrays, attn_sink, shape, may_split=not batch_invariant)
+    return out.reshape(batch, q_len, heads, V_DIM), lse.reshape(batch, q_len, heads)
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
@@ -52,38 +53,41 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[q_len, heads, v_dim]`, max_logits and lse float32 `[q_len, heads]`."""
     del batch_invariant  # a row's result never depends on the others
-    q_len, _, qk_dim = q.shape
-    layout = workspace_layout(qk_dim)
-    table = (kv, indices, topk_length), TableShape(indices.shape[-1], int(topk_length is not None), kv.shape[0])
-    shape = softmax_scale, layout, q_len
-    out, lse, max_logits = _attend(q, [table], attn_sink, *shape, may_split=False, max_logits=True)
+    q_len, heads, qk_dim = q.shape
+    table = TableShape(indices.shape[-1], int(topk_length is not None), kv.shape[0])
+    shape = CallShape(workspace_layout(qk_dim), q_len, heads, (table,), softmax_scale, has_sink=attn_sink is not None)
+    arrays = ((kv, indices, topk_length),)
+    out, lse, max_logits = _attend(q, arrays, attn_sink, shape, may_split=False, max_logits=True)
     return out, max_logits, lse
 
 
 def _table(table: IndexTable) -> tuple[tuple, TableShape]:
-    """A table's arrays and its facts."""
+    """A table's arrays and its static shape."""
     cache, indices, lengths = table
-    pages = cache.page_size, cache.layout.page_bytes(cache.page_size), cache.first_page
-    scope = TableShape(indices.shape[-1], int(lengths is not None), cache.num_slots, *pages, layout=cache.layout)
-    return (cache.data, indices, lengths, cache.tensor_scale), scope
+    shape = TableShape(
+        topk=indices.shape[-1],
+        rows_per_length=int(lengths is not None),
+        num_slots=cache.num_slots,
+        page_size=cache.page_size,
+        page_bytes=cache.layout.page_bytes(cache.page_size),
+        first_page=cache.first_page,
+        layout=cache.layout,
+    )
+    return (cache.data, indices, lengths, cache.tensor_scale), shape
 
 
 def _attend(
     q: jax.Array,
-    tables: Sequence[tuple[tuple, TableShape]],
+    tables: Sequence[tuple],
     attn_sink: jax.Array | None,
-    softmax_scale: float,
-    layout: KVLayout,
-    rows: int,
+    shape: CallShape,
     *,
     may_split: bool,
     max_logits: bool = False,
 ) -> list[jax.Array]:
     """out `[rows, heads, 512]`, lse `[rows, heads]` and, if asked for, max_logits."""
-    arrays, scopes = zip(*tables)
-    execute, shape = executor(), (layout, rows, q.shape[-2], scopes, softmax_scale, attn_sink is not None)
-    attend, combine = kernels.launches(*shape, execute.device, max_logits=max_logits, may_split=may_split)
-    inputs = kernels.inputs(q, arrays, attn_sink)
+    execute, inputs = executor(), kernels.inputs(q, tables, attn_sink)
+    attend, combine = kernels.launches(shape, execute.device, max_logits=max_logits, may_split=may_split)
     results = execute(attend, inputs)
     if combine is not None:
         return execute(combine, (*results[:2], inputs[-1]))

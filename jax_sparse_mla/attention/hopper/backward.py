@@ -1,49 +1,35 @@
-"""The gradient of prefill on SM90 (`kernels_cuda/sparse_backward/`): what its kernel serves, and how XLA calls it."""
+"""The gradient of prefill on SM90 by `kernels_cuda/sparse_backward/`, as XLA calls it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_sparse_mla.attention.backend import GRADIENT_BACKENDS, GradientArrays
 from jax_sparse_mla.launch import build, tvm
 
-QK_DIMS = (512, 576)
 
-
-def serves(capability: tuple[int, int] | None, qk_dim: int) -> bool:
-    """Whether the kernel takes calls of this dimension on such a device; the binary is built if need be."""
-    return capability == (9, 0) and qk_dim in QK_DIMS and build.sparse_backward_module() is not None
-
-
-def backward(
-    q: jax.Array,
-    kv: jax.Array,
-    indices: jax.Array,
-    lengths: jax.Array | None,
-    grad: jax.Array,
-    lse: jax.Array,
-    factor: jax.Array,
-    offset: jax.Array,
-    *,
-    softmax_scale: float,
-) -> tuple[jax.Array, jax.Array]:
+def backward(execute: Any, arrays: GradientArrays, *, softmax_scale: float) -> tuple[jax.Array, jax.Array]:
     """dq, and dkv in float32 `[num_keys, qk_dim]`, whose last bits differ from run to run.
-
-    The arrays are those of `attention/triton/backward.py`.
 
     Raises:
       TypeError: an array of another dtype, whose memory the kernel would read as its own.
     """
+    del execute  # TVM FFI launches it
+    q, kv, indices, lengths, grad, lse, factor, offset, _ = arrays
     dtypes = {"bfloat16": (q, kv, grad), "int32": (indices, lengths), "float32": (lse, factor, offset)}
-    for dtype, given in dtypes.items():
-        if wrong := [str(x.dtype) for x in given if x is not None and x.dtype != dtype]:
+    for dtype, members in dtypes.items():
+        if wrong := [str(x.dtype) for x in members if x is not None and x.dtype != dtype]:
             raise TypeError(f"sparse_backward: {dtype} is wanted, got {', '.join(wrong)}")
     arrays = q, kv, indices, lengths, grad, lse, factor, offset
     operands = [x for x in arrays if x is not None]
-    places = iter(map(tvm.Buffer, range(len(operands) + 2)))
-    arguments = [None if x is None else next(places) for x in arrays] + [float(softmax_scale), *places]
+    buffers = iter(map(tvm.Buffer, range(len(operands) + 2)))
+    arguments = [None if x is None else next(buffers) for x in arrays] + [float(softmax_scale), *buffers]
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, jnp.float32)]
-    dq, dkv = tvm.call(build.sparse_backward_module, "sparse_backward", arguments, results, *operands)
+    kernel = build.Binary(*GRADIENT_BACKENDS["hopper"].binaries["gradient"])
+    dq, dkv = tvm.call(kernel, "sparse_backward", arguments, results, *operands)
     return dq, columns_in_order(dkv)
 
 

@@ -12,11 +12,11 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
+from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 _BLOCK = 64  # keys
 _HEADS = 64  # of a tile
-V_DIM = 512
 _ROW_COST, _JOIN_COST, _PARTS_JOINED = 1, 3, 44  # as the kernel's kRowCost, kJoinCost and kPartsJoined
 _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, which has two at least
 
@@ -64,7 +64,7 @@ def decode_format(layouts: Iterable[KVLayout]) -> int:
 
 
 def cache_numbers(layout: KVLayout, num_slots: int, page_size: int, page_bytes: int) -> tuple[int, ...]:
-    """Of a cache, what the kernel's Shape ends with: where slots, pages, rows and scales are."""
+    """The numbers of a cache with which the kernel's Shape ends: where slots, pages, rows and scales are."""
     return num_slots, page_size, page_bytes, layout.data_bytes, *layout.scale_place(page_size)
 
 
@@ -138,10 +138,10 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
     Rows that are left after as many for each group as there are whole rounds are cut in equal parts, if there are few
     of them, or else the line of all rows is cut. Times are in units of a block.
     """
-    row, (rounds, rest) = blocks + _ROW_COST, divmod(rows, groups)
-    whole = (rounds + (rest > 0)) * row
-    if 0 < 2 * rest <= groups:
-        cut, parts = rounds * row - (-blocks // (groups // rest)), rest * min(groups // rest, blocks)
+    row, (rounds, left) = blocks + _ROW_COST, divmod(rows, groups)
+    whole = (rounds + (left > 0)) * row
+    if 0 < 2 * left <= groups:
+        cut, parts = rounds * row - (-blocks // (groups // left)), left * min(groups // left, blocks)
     else:
         cut, parts = -(-rows * row // groups), min(rows, groups) + groups
     cut += _ROW_COST + _JOIN_COST + parts * tiles // _PARTS_JOINED

@@ -23,6 +23,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jax_sparse_mla.attention.backend import GradientArrays
 from jax_sparse_mla.launch.describe import Device, Executor, Launch, Output
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -31,7 +32,7 @@ V_DIM = tl.constexpr(512)
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What one program works on, and how Triton compiles it."""
+    """The work of one program, and how Triton compiles it."""
 
     block_h: int
     block_n: int
@@ -229,29 +230,14 @@ def probabilities_kernel(
 
 
 def backward(
-    execute: Executor,
-    q: Any,
-    kv: Any,
-    indices: Any,
-    lengths: Any | None,
-    grad: Any,
-    lse: Any,
-    factor: Any,
-    offset: Any,
-    key_scales: Any | None,
-    *,
-    softmax_scale: float,
-    tile: Tile | None = None,
+    execute: Executor, arrays: GradientArrays, *, softmax_scale: float, tile: Tile | None = None
 ) -> tuple[Any, Any]:
     """dq, and dkv in float32 `[num_keys, qk_dim]`; with `key_scales` as int64 in int32 `[num_keys, 2 · qk_dim]`.
 
-    Args:
-      execute, the arrays: as the kernel has them.
-      softmax_scale: what q·k is multiplied by.
-      tile: overrides `choose_tile` (tests, tuning).
+    `tile` overrides `choose_tile` (tests, tuning).
     """
-    (rows, heads, qk_dim), (num_keys, _) = q.shape, kv.shape
-    fixed_point = key_scales is not None
+    (rows, heads, qk_dim), (num_keys, _) = arrays.q.shape, arrays.kv.shape
+    fixed_point = arrays.key_scales is not None
     tile = tile or choose_tile(heads, execute.device)
     constants = {
         "QK_DIM": qk_dim,
@@ -264,10 +250,9 @@ def backward(
     }
     sums = Output((num_keys, (1 + fixed_point) * qk_dim), "int32" if fixed_point else "float32", zeroed=True)
     outputs = Output((rows, heads, qk_dim), "bfloat16"), sums
-    scalars = float(softmax_scale), heads, indices.shape[1], num_keys
+    scalars = float(softmax_scale), heads, arrays.indices.shape[1], num_keys
     grid = (rows * -(-heads // tile.block_h),)
-    launch = Launch(backward_kernel, "sparse_mla_backward", grid, scalars, outputs, constants)
-    return execute(launch, (q, kv, indices, lengths, grad, lse, factor, offset, key_scales))
+    return execute(Launch(backward_kernel, "sparse_mla_backward", grid, scalars, outputs, constants), arrays)
 
 
 def probabilities(

@@ -97,7 +97,7 @@ def merge_received_kernel(
 
 
 def send(execute: Executor, out, lse, *, words: tuple[int, int]) -> Any:
-    """The words that each device gets, int32 of the shape `words`; `exchange.send` says of what."""
+    """The words that each device gets, int32 of the shape `words`; `exchange.send` says what is in them."""
     *leading, heads, v_dim = out.shape
     parts, stride = words
     rows = math.prod(leading)
@@ -111,11 +111,11 @@ def send(execute: Executor, out, lse, *, words: tuple[int, int]) -> Any:
 
 def merge_received(execute: Executor, words, sink=None, *, shape: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
     """out of the shape `[..., own heads, v_dim]` and its lse float32, of the words that all devices sent."""
-    *leading, own, v_dim = shape
+    *leading, heads, v_dim = shape
     parts, stride = words.shape
     rows, in_word = math.prod(leading), 4 // _bytes(dtype)
-    constants = {"OWN": own, "V_DIM": v_dim, "COLUMNS": triton.next_power_of_2(v_dim), "IN_WORD": in_word}
-    grid, scalars = (triton.cdiv(rows * own, MERGE_OPTIONS["ITEMS"]),), (rows, stride // 4)
+    constants = {"OWN": heads, "V_DIM": v_dim, "COLUMNS": triton.next_power_of_2(v_dim), "IN_WORD": in_word}
+    grid, scalars = (triton.cdiv(rows * heads, MERGE_OPTIONS["ITEMS"]),), (rows, stride // 4)
     outputs = Output(shape, dtype), Output(shape[:-1], "float32")
     constants |= {"PARTS": parts, "HAS_SINK": sink is not None, **MERGE_OPTIONS}
     launch = Launch(merge_received_kernel, "merge_received", grid, scalars, outputs, constants)

@@ -267,9 +267,8 @@ def sparse_mla_kernel(
 
     if KIND == ONE_SCALE:
         scale, extra_scale = tl.load(scale), tl.load(extra_scale)
-    # Of two loops the first is the extra cache's, usually the longer one, and nothing is hoisted out of either. SM90's
-    # products address shared memory by numbers that the second loop has in common registers, and in spilled ones if
-    # they are hoisted (seen in the SASS).
+    # Of two loops the first is the extra cache's, usually the longer one. With loop-invariant code motion ptxas spills
+    # the second loop's wgmma addresses (seen in SASS), so it is off.
     for part in tl.static_range(1 if APART else 0, -1, -1):
         from_block, to_block = begin, end
         if APART:
@@ -280,9 +279,8 @@ def sparse_mla_kernel(
             start = tl.where(second, block - first_blocks, block) * BLOCK_N
             end_of_span = tl.where(second, extra_span, span)
             lane = tl.arange(0, BLOCK_N)
-            # No value for the lanes past the span, and below another comparison: what the load's mask were needed for
-            # again after its asynchronous copy, each thread would carry from one block to the next, a predicate for
-            # each index.
+            # Load without `other=` and test the span again below. If the mask were used after the async copy, each
+            # thread would keep one predicate per index alive across blocks.
             at = tl.where(second, extra_table, table) + start + lane
             slot = tl.load(at, mask=start + lane < end_of_span).to(tl.uint32)
             # Unsigned, a negative slot is beyond the last one too, and the division of `_find` is the shorter one.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.attention.triton.kernel import combine_kernel, sparse_mla_kernel
 from jax_sparse_mla.attention.triton.plan import (
     MIN_FP4_BLOCK,
-    V_DIM,
-    TableShape,
     Tile,
     choose_splits,
     choose_tile,
@@ -21,13 +20,27 @@ from jax_sparse_mla.launch.describe import Device, Launch, Output
 _LOG2_E = 1.4426950408889634
 
 
+class CallShape(NamedTuple):
+    """A call's static shape.
+
+    Attributes:
+      layout: of the first cache's rows (`workspace_layout` for prefill).
+      rows, heads: query rows and heads, at least 1.
+      tables: one or two; the second may have another layout, which is read in a loop of its own.
+      softmax_scale: what q·k is multiplied by.
+      has_sink: whether the call has an attention sink.
+    """
+
+    layout: KVLayout
+    rows: int
+    heads: int
+    tables: Sequence[TableShape]
+    softmax_scale: float
+    has_sink: bool
+
+
 def launches(
-    layout: KVLayout,
-    rows: int,
-    heads: int,
-    scopes: Sequence[TableShape],
-    softmax_scale: float,
-    has_sink: bool,
+    shape: CallShape,
     device: Device,
     *,
     max_logits: bool = False,
@@ -43,11 +56,7 @@ def launches(
     sink, and writes out and lse.
 
     Args:
-      layout: of the first cache's rows (`workspace_layout` for prefill).
-      rows, heads: query rows and heads, at least 1.
-      scopes: one or two; the second may have another layout, which is read in a loop of its own.
-      softmax_scale: what q·k is multiplied by.
-      has_sink: whether the call has an attention sink.
+      shape: of the call.
       device: what runs it.
       max_logits: whether they are written.
       may_split: False computes each row by one program, in the same order whatever the batch; max_logits needs it.
@@ -57,11 +66,12 @@ def launches(
     Raises:
       ValueError: a tile with fewer keys than a block of FP4 rows may have.
     """
+    layout, rows, heads, tables, softmax_scale, has_sink = shape
     # What is absent has the first cache's pages: the kernel divides by its page size.
-    first, second = (*scopes, scopes[0]._replace(topk=0, rows_per_length=0, num_slots=0))[:2]
+    first, second = (*tables, tables[0]._replace(topk=0, rows_per_length=0, num_slots=0))[:2]
     columns = first.topk, second.topk
-    facts = {"rows": rows, "num_heads": heads, "columns": columns, "device": device, "may_split": may_split}
-    tile = tile or choose_tile(layout, **facts)
+    if tile is None:
+        tile = choose_tile(layout, rows=rows, num_heads=heads, columns=columns, device=device, may_split=may_split)
     extra_layout = second.layout if second.topk and second.layout else layout
     if tile.block_n < MIN_FP4_BLOCK and (layout.fp4_dim or extra_layout.fp4_dim):
         raise ValueError(f"sparse_mla: blocks of FP4 rows have at least {MIN_FP4_BLOCK} keys, got {tile.block_n}")
@@ -69,9 +79,9 @@ def launches(
     programs = rows * -(-heads // tile.block_h)
     splits = num_splits or (choose_splits(programs, blocks, device.sm_count) if may_split else 1)
     lse = Output((rows, heads), "float32")
-    results = some = Output((rows, heads, V_DIM), "bfloat16"), lse
+    results = parts = Output((rows, heads, V_DIM), "bfloat16"), lse
     if splits > 1:
-        some = Output((splits, rows, heads, V_DIM), "float32"), Output((splits, rows, heads), "float32")
+        parts = Output((splits, rows, heads, V_DIM), "float32"), Output((splits, rows, heads), "float32")
     constants = {
         "KIND": row_kind(layout),
         "EXTRA_KIND": row_kind(extra_layout),
@@ -92,9 +102,9 @@ def launches(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    sizes = [x for scope in (first, second) for x in (scope.rows_per_length, scope.topk, scope.num_slots)]
-    sizes += [x for scope in (first, second) for x in (scope.first_page, scope.stride or scope.topk)]
-    scalars, outputs = (softmax_scale * _LOG2_E, heads, *sizes), (*some, lse if max_logits else None)
+    sizes = [x for table in (first, second) for x in (table.rows_per_length, table.topk, table.num_slots)]
+    sizes += [x for table in (first, second) for x in (table.first_page, table.stride or table.topk)]
+    scalars, outputs = (softmax_scale * _LOG2_E, heads, *sizes), (*parts, lse if max_logits else None)
     attend = Launch(sparse_mla_kernel, "sparse_mla", (programs, splits), scalars, outputs, constants)
     if splits == 1:
         return attend, None

@@ -1,4 +1,4 @@
-"""What the launches of the sparse MLA kernel are made of: plain numbers from static shapes and the device.
+"""Plan of the sparse MLA kernel's launches: plain numbers from static shapes and the device.
 
 Imports neither jax nor torch nor triton.
 """
@@ -6,14 +6,12 @@ Imports neither jax nor torch nor triton.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.launch.describe import Device
 
 # KIND of the kernel.
 BF16_ROW, FOOTER_SCALES, INLINE_SCALES, BYTE_SCALES, E2M1_PAIRS, ONE_SCALE = range(6)
-V_DIM = 512
 
 # The fewest keys of a block with FP4 rows. Triton 3.6 lays the operands of the small products out for 8 values a load
 # and 4 threads along the keys; of 16 keys it then multiplies wrong ones (seen on an H200).
@@ -25,32 +23,9 @@ COMBINE_BLOCKS = 1
 PROGRAM_BLOCKS = 3
 
 
-class TableShape(NamedTuple):
-    """The static facts of one index table and of what it names.
-
-    Attributes:
-      topk: index columns.
-      rows_per_length: query rows that share a length; 0 without lengths.
-      num_slots: rows of the cache or workspace.
-      page_size, page_bytes: of the cache, bytes from one page's start to the next one's; 0 for a workspace.
-      first_page: the cache's first page in its buffer.
-      stride: entries from one row of indices to the next; 0: topk.
-      layout: of the cache's rows; None: that of the launch.
-    """
-
-    topk: int
-    rows_per_length: int
-    num_slots: int
-    page_size: int = 0
-    page_bytes: int = 0
-    first_page: int = 0
-    stride: int = 0
-    layout: KVLayout | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What one program works on: heads, indices per block, and how Triton compiles it."""
+    """The work of one program: heads, indices per block, and how Triton compiles it."""
 
     block_h: int
     block_n: int

@@ -160,7 +160,7 @@ ABSENT = Table(topk=1, width=0, num_slots=0, has_lengths=False)
 def sanitise(
     rows: int, tables: Sequence[Table], *, heads: int, padded_heads: int, least_sink: float, rows_per_length: int = 1
 ) -> Launch:
-    """Of one or two tables of `rows` rows, and of a sink of `heads` heads (0: none).
+    """The launch for one or two tables of `rows` rows, and a sink of `heads` heads (0: none).
 
     Inputs are the indices and the lengths of both tables and the sink. Outputs are the same; those of what is absent
     are not written.

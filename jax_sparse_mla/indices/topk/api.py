@@ -98,7 +98,7 @@ def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tab
 
 
 def indices_of(positions, page_size, *, page_table=None, row_to_request=None, offsets=None):
-    """What the positions become: slots with a page table, rows of the concatenated KV with offsets."""
+    """Positions as slots with a page table, as rows of the concatenated KV with offsets."""
     if offsets is not None:
         return add_or_minus_one(positions, offsets[:, None])
     if page_table is not None:
@@ -214,5 +214,13 @@ def topk_transform(
         raise check.fail(
             f"page_table has {requests} rows for {rows} rows of logits: give row_to_request, or one row each"
         )
-    paged = {"page_table": page_table, "row_to_request": row_to_request}
-    return _topk(logits, lengths, topk, page_size, backend=_named_backend(), row_starts=row_starts, **paged)
+    return _topk(
+        logits,
+        lengths,
+        topk,
+        page_size,
+        backend=_named_backend(),
+        row_starts=row_starts,
+        page_table=page_table,
+        row_to_request=row_to_request,
+    )

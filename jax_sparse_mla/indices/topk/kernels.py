@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -12,16 +10,17 @@ from jax_sparse_mla.launch import build, tvm
 from jax_sparse_mla.launch.triton_call import executor
 
 
-def topk_triton(logits: jax.Array, lengths: jax.Array, **arguments) -> jax.Array:
+def topk_triton(logits: jax.Array, lengths: jax.Array, *, topk: int, row_starts=None, **tables) -> jax.Array:
     """As `topk_cuda`."""
-    from jax_sparse_mla.indices.topk.triton import topk
+    from jax_sparse_mla.indices.topk import triton as kernels
 
-    return topk(executor(), logits, lengths, **arguments)
+    transform = kernels.Transform(**tables)
+    return kernels.topk(executor(), logits, lengths, topk=topk, row_starts=row_starts, transform=transform)
 
 
-@functools.cache
-def _cuda_module():
-    return build.topk_module(DeviceInfo.current().compute_capability)
+def topk_binary(capability: tuple[int, int]) -> build.Binary:
+    """The CUDA kernel for a GPU; it is compiled for any architecture from SM80 on."""
+    return build.Binary("topk", build.arch_of(capability))
 
 
 def topk_cuda(
@@ -43,4 +42,4 @@ def topk_cuda(
         operands += [] if x is None else [x]
     arguments += [page_size, tvm.Buffer(len(operands))]
     out = jax.ShapeDtypeStruct((logits.shape[0], topk), jnp.int32)
-    return tvm.call(_cuda_module, "topk", arguments, [out], *operands)[0]
+    return tvm.call(topk_binary(DeviceInfo.current().compute_capability), "topk", arguments, [out], *operands)[0]

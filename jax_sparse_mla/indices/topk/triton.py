@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -246,7 +246,7 @@ def _transformed(
     HAS_REQUESTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """What becomes of the live positions, and -1 of the others."""
+    """The live positions transformed, and -1 for the others."""
     if METHOD == PAGED:
         request = row
         if HAS_REQUESTS:
@@ -308,7 +308,7 @@ def topk_threshold_kernel(
     SAMPLE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """What the programs of `topk_filter_kernel` that share a row start from."""
+    """The threshold from which the programs of `topk_filter_kernel` that share a row start."""
     row = tl.program_id(0).to(tl.int64)
     _, _, origin, lead, stop = _window(lengths, row_starts, row, width * ALIGN, HAS_STARTS, ALIGN)
     if stop - lead > TILE:
@@ -499,8 +499,8 @@ def threshold_constants(plan: TopkPlan, topk: int, has_starts: bool) -> dict:
 
 
 def filter_constants(plan: TopkPlan, topk: int, has_starts: bool) -> dict:
-    own = {"CHUNK": _CHUNK, "ALL_CHUNKS": triton.next_power_of_2(plan.chunks), "num_warps": FILTER_WARPS}
-    return threshold_constants(plan, topk, has_starts) | own
+    chunks = {"CHUNK": _CHUNK, "ALL_CHUNKS": triton.next_power_of_2(plan.chunks), "num_warps": FILTER_WARPS}
+    return threshold_constants(plan, topk, has_starts) | chunks
 
 
 def select_constants(
@@ -522,6 +522,15 @@ def select_constants(
 # --- launches -------------------------------------------------------------------------------------
 
 
+class Transform(NamedTuple):
+    """The arrays that make slots or rows of positions, as in `topk_transform`; without any they stay positions."""
+
+    page_table: Any = None
+    page_size: int = 1
+    row_to_request: Any = None
+    offsets: Any = None
+
+
 def topk(
     execute: Executor,
     logits,
@@ -529,10 +538,7 @@ def topk(
     *,
     topk: int,
     row_starts=None,
-    page_table=None,
-    page_size: int = 1,
-    row_to_request=None,
-    offsets=None,
+    transform: Transform,
     out=None,
     scratch: Sequence[Any] = (None,) * 5,
 ) -> Any:
@@ -540,6 +546,7 @@ def topk(
 
     `scratch` are thresholds, progress, candidates, their positions and how many there are, for these rows and columns.
     """
+    page_table, page_size, row_to_request, offsets = transform
     rows, columns = logits.shape
     plan = plan_topk(rows, max(columns, 1), topk)
     has_starts, width = row_starts is not None, columns // plan.align
@@ -554,8 +561,8 @@ def topk(
             shared = execute(threshold, row, shared)
         # A program that has its row alone reads neither threshold nor progress.
         shared = [lengths if x is None else x for x in shared]
-        places = Output((rows, plan.tile), "int32"), Output((rows,), "int32")
-        outputs = (Output((rows, plan.tile), dtype_of(logits)), *places)
+        candidates = Output((rows, plan.tile), dtype_of(logits))
+        outputs = candidates, Output((rows, plan.tile), "int32"), Output((rows,), "int32")
         constants, grid = filter_constants(plan, topk, has_starts), (rows * plan.chunks,)
         candidates = execute(
             Launch(topk_filter_kernel, "topk_filter", grid, (), outputs, constants),

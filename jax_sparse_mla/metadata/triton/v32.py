@@ -14,7 +14,7 @@ import triton.language as tl
 
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
 from jax_sparse_mla.metadata.triton.schedules import count_at_most
-from jax_sparse_mla.metadata.triton.v4 import batch_facts, request_lens, row_facts
+from jax_sparse_mla.metadata.triton.v4 import batch_bounds, locate_row, request_lens
 from jax_sparse_mla.metadata.triton.window import divide, request_options, take_2d
 from jax_sparse_mla.models import ModelSpec
 
@@ -139,7 +139,7 @@ def v32_metadata_kernel(
     row_blocks = tl.cdiv(num_rows + 1, ROWS)
     program = tl.program_id(0)
     if program == row_blocks:
-        batch_facts(
+        batch_bounds(
             seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests, num_rows, max_tokens,
             cu_seqlens_q_ptr if ROWS_EACH == 0 else None, overflow_ptr,
             ROWS_EACH, DRAFTS_TO_ADD, IDLE, REQUESTS, CHUNKS, True,
@@ -147,7 +147,7 @@ def v32_metadata_kernel(
     elif program < row_blocks:
         row = program * ROWS + tl.arange(0, ROWS)
         in_step = row < num_rows
-        request, causal, _ = row_facts(
+        request, causal, _ = locate_row(
             row, req_pool_indices_ptr, seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests,
             ROWS_EACH, DRAFTS_TO_ADD, IDLE, SEARCH_STEPS,
         )  # fmt: skip
@@ -228,8 +228,8 @@ def v32_metadata(
         {**mode, **request_options(requests)},
     )
     by_request = (req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens)
-    given = execute(starts, by_request[1:], (out["cache_seqlens"], out["cu_seqlens_k"], absent))
-    cache_seqlens, cu_seqlens_k, row_starts = given
+    bounds = execute(starts, by_request[1:], (out["cache_seqlens"], out["cu_seqlens_k"], absent))
+    cache_seqlens, cu_seqlens_k, row_starts = bounds
 
     constants = v32_constants(spec, mode, requests, tokens)
     pages = requests * triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])

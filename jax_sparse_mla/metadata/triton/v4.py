@@ -15,7 +15,7 @@ import triton.language as tl
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
 from jax_sparse_mla.metadata.triton.schedules import count_at_most
 from jax_sparse_mla.metadata.triton.window import divide, request_options, take, take_2d, window_slots
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import ModelSpec
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 
@@ -30,7 +30,9 @@ Name = str | tuple[int, str]
 
 def v4_constants(spec: ModelSpec, mode: dict[str, int], num_requests: int, tokens: int) -> dict[str, Any]:
     """Constants of `v4_metadata_kernel`; `mode` as `metadata.batch.row_constants`, the page table covers `tokens`."""
-    full = [ratio for ratio in spec.compress_ratios if ratio not in (0, INDEXED_RATIO)]
+    compressed = [kind for kind in spec.kinds if kind.ratio]
+    selected = next((kind.ratio for kind in compressed if kind.selected), 0)
+    full = next((kind.ratio for kind in compressed if not kind.selected), 0)
     pages = -(-tokens // spec.page_size)
     window_width = _round_up(spec.window)
     return {
@@ -41,11 +43,11 @@ def v4_constants(spec: ModelSpec, mode: dict[str, int], num_requests: int, token
         "WINDOW": spec.window,
         "WINDOW_WIDTH": window_width,
         "WINDOW_BLOCK": triton.next_power_of_2(window_width),
-        "INDEXED_RATIO": INDEXED_RATIO if INDEXED_RATIO in spec.compress_ratios else 0,
+        "SELECTED_RATIO": selected,
         "INDEX_TOPK": spec.index_topk or 0,
-        "INDEXED_WIDTH": _round_up(spec.index_topk or 0),
-        "RATIO": full[0] if full else 0,
-        "FULL_WIDTH": _round_up(pages * (spec.page_size // full[0])) if full else 0,
+        "SELECTED_WIDTH": _round_up(spec.index_topk or 0),
+        "RATIO": full,
+        "FULL_WIDTH": _round_up(pages * (spec.page_size // full)) if full else 0,
         **request_options(num_requests),
         **V4_OPTIONS,
     }
@@ -62,7 +64,7 @@ def v4_outputs(constants: dict[str, Any], num_requests: int, num_rows: int) -> d
         "query_start_loc": Output((num_requests + 1,), "int32"),
         "overflow": Output((), "bool"),
     }
-    for name, width in (("INDEXED_RATIO", "INDEXED_WIDTH"), ("RATIO", "FULL_WIDTH")):
+    for name, width in (("SELECTED_RATIO", "SELECTED_WIDTH"), ("RATIO", "FULL_WIDTH")):
         if ratio := constants[name]:
             outputs |= {(ratio, name): rows for name in ("out_loc", "lengths", "topk_lengths")}
             outputs[ratio, "page_indices"] = Output((num_rows, constants[width]), "int32")
@@ -103,7 +105,7 @@ def row_starts_kernel(
 
 
 @triton.jit
-def batch_facts(
+def batch_bounds(
     seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests, num_rows, max_tokens, query_start_loc_ptr, overflow_ptr,
     ROWS_EACH: tl.constexpr, DRAFTS_TO_ADD: tl.constexpr, IDLE: tl.constexpr,
     REQUESTS: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_REQUESTS: tl.constexpr = False,
@@ -142,7 +144,7 @@ def batch_facts(
 
 
 @triton.jit
-def row_facts(
+def locate_row(
     row, req_pool_indices_ptr, seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests,
     ROWS_EACH: tl.constexpr, DRAFTS_TO_ADD: tl.constexpr, IDLE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -202,11 +204,11 @@ def v4_metadata_kernel(
     swa_page_indices_ptr,  # int32 [num_rows, WINDOW_WIDTH]
     query_start_loc_ptr,  # int32 [num_requests + 1]
     overflow_ptr,  # bool scalar
-    # Of the ratio with an indexer, INDEXED_RATIO; None where that is 0, as the next four with RATIO.
-    indexed_out_loc_ptr,  # int32 [num_rows], as the next two
-    indexed_lengths_ptr,
-    indexed_topk_lengths_ptr,
-    indexed_page_indices_ptr,  # int32 [num_rows, INDEXED_WIDTH]
+    # The fields of the ratio whose layers select, SELECTED_RATIO, then those of RATIO; None where the ratio is 0.
+    selected_out_loc_ptr,  # int32 [num_rows], as the next two
+    selected_lengths_ptr,
+    selected_topk_lengths_ptr,
+    selected_page_indices_ptr,  # int32 [num_rows, SELECTED_WIDTH]
     full_out_loc_ptr,
     full_lengths_ptr,
     full_topk_lengths_ptr,
@@ -220,9 +222,9 @@ def v4_metadata_kernel(
     WINDOW: tl.constexpr,
     WINDOW_WIDTH: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
-    INDEXED_RATIO: tl.constexpr,
+    SELECTED_RATIO: tl.constexpr,
     INDEX_TOPK: tl.constexpr,
-    INDEXED_WIDTH: tl.constexpr,
+    SELECTED_WIDTH: tl.constexpr,
     RATIO: tl.constexpr,
     FULL_WIDTH: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -232,23 +234,23 @@ def v4_metadata_kernel(
     row = tl.program_id(0)
     if row == num_rows:
         if tl.program_id(1) == 0:
-            batch_facts(
+            batch_bounds(
                 seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests, num_rows, max_tokens,
                 query_start_loc_ptr, overflow_ptr, ROWS_EACH, DRAFTS_TO_ADD, IDLE, REQUESTS, CHUNKS,
             )  # fmt: skip
     else:
-        request, causal, table_row = row_facts(
+        request, causal, table_row = locate_row(
             row, req_pool_indices_ptr, seq_lens_ptr, extend_lens_ptr, starts_ptr, num_requests,
             ROWS_EACH, DRAFTS_TO_ADD, IDLE, SEARCH_STEPS,
         )  # fmt: skip
         wide_row = row.to(tl.int64)
         if tl.program_id(1) == 0:
             column = tl.arange(0, WINDOW_BLOCK)
-            if INDEXED_RATIO > 0:
+            if SELECTED_RATIO > 0:
                 # Each layer's indexer fills these.
-                for start in tl.static_range(0, INDEXED_WIDTH, WINDOW_BLOCK):
-                    unfilled = indexed_page_indices_ptr + wide_row * INDEXED_WIDTH + start + column
-                    tl.store(unfilled, column * 0 - 1, mask=start + column < INDEXED_WIDTH)
+                for start in tl.static_range(0, SELECTED_WIDTH, WINDOW_BLOCK):
+                    unfilled = selected_page_indices_ptr + wide_row * SELECTED_WIDTH + start + column
+                    tl.store(unfilled, column * 0 - 1, mask=start + column < SELECTED_WIDTH)
             slots = window_slots(
                 causal - 1, table_row, req_to_token_ptr, full_to_swa_ptr,
                 table_rows, table_columns, swa_entries, WINDOW, WINDOW_BLOCK,
@@ -263,10 +265,10 @@ def v4_metadata_kernel(
             tl.store(out_cache_loc_ptr + row, write_slot)
             tl.store(swa_topk_lengths_ptr + row, tl.minimum(causal, WINDOW))
             tl.store(swa_out_cache_loc_ptr + row, tl.where(live, swa_slot, 0))
-            if INDEXED_RATIO > 0:
+            if SELECTED_RATIO > 0:
                 _store_compressed(
-                    row, causal, write_slot, indexed_out_loc_ptr, indexed_lengths_ptr, indexed_topk_lengths_ptr,
-                    INDEXED_RATIO, INDEX_TOPK,
+                    row, causal, write_slot, selected_out_loc_ptr, selected_lengths_ptr, selected_topk_lengths_ptr,
+                    SELECTED_RATIO, INDEX_TOPK,
                 )  # fmt: skip
             if RATIO > 0:
                 _store_compressed(
@@ -322,5 +324,5 @@ def v4_metadata(
     grid = rows + 1, 1 + triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
     launch = Launch(v4_metadata_kernel, "v4_metadata", grid, sizes, [*outputs.values(), *absent], constants)
     by_request = req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens, starts
-    given = None if out is None else [*(out[name] for name in outputs), *absent]
-    return dict(zip(outputs, execute(launch, (*by_request, out_cache_loc, req_to_token, full_to_swa), given)))
+    buffers = None if out is None else [*(out[name] for name in outputs), *absent]
+    return dict(zip(outputs, execute(launch, (*by_request, out_cache_loc, req_to_token, full_to_swa), buffers)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from jax_sparse_mla.attention.triton.plan import V_DIM
+from jax_sparse_mla.attention.index_table import V_DIM
 from sparse_mla_torch.attention.call_cache import Results
 
 _LOG2_E = 1.4426950408889634

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from jax_sparse_mla.attention.backends import flashmla
-from jax_sparse_mla.attention.triton.plan import V_DIM
+from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import route

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, V_DIM, cache_numbers, decode_format, decode_plan
-from jax_sparse_mla.attention.triton.plan import TableShape
+from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, cache_numbers, decode_format, decode_plan
+from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.launch import build
 from sparse_mla_torch.attention import route
 from sparse_mla_torch.attention.call_cache import Results
@@ -50,7 +51,7 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
         batch_invariant=options.batch_invariant,
     )
     numbers, kernel_format = [*map(_numbers, tables), _NO_TABLE], decode_format(x.layout for x in tables)
-    library, shape = build.sparse_decode_module(), (batch, q_len, heads)
+    library, shape = build.module(*BACKENDS["hopper"].binaries["decode"]), (batch, q_len, heads)
     plan_bytes = library.sparse_decode_plan(
         *(batch * q_len, heads, kernel_format, numbers[0], numbers[1]),
         *(options.softmax_scale, options.empty_lse, plan.tile, plan.groups, plan.cuts, q.get_device()),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.attention.triton import launch as kernels
-from jax_sparse_mla.attention.triton.plan import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 from sparse_mla_torch.attention.backends import in_base_2, into_results
 from sparse_mla_torch.attention.call_cache import Results
@@ -34,9 +34,8 @@ class Attention:
         device: torch.device,
         **options: bool,
     ):
-        attend, combine = kernels.launches(
-            layout, rows, heads, tables, softmax_scale, has_sink, launch_device(device), **options
-        )
+        shape = kernels.CallShape(layout, rows, heads, tables, softmax_scale, has_sink)
+        attend, combine = kernels.launches(shape, launch_device(device), **options)
         self._attend = DirectLaunch(attend)
         self._combine = None if combine is None else DirectLaunch(combine)
         self._part_shapes = [x.shape for x in attend.outputs[:2]]

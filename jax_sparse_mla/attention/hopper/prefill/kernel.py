@@ -56,7 +56,7 @@ _ROW_NUMBERS = tiles.per_thread_layout(2 * tiles.ROWS_PER_THREAD)  # of both blo
 
 
 class Barrier(enum.IntEnum):
-    """What a barrier's completion means; two barriers for a pair's blocks, four for their halves: [block][half]."""
+    """The meaning of a barrier's completion; two barriers for a pair's blocks, four for their halves: [block][half]."""
 
     FULL = 0  # the half has arrived; the tail comes with block 0's right half and block 1's left half
     EMPTY = 4  # no warpgroup reads the half any more
@@ -188,7 +188,8 @@ def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
     """Starts the copies of a pair of blocks, half by half in the order in which the consumers release them."""
 
     @inline(_ROW_NUMBERS, _REF, *(_TILES,) * 4, _REF, _REF, SPLAT)
-    def emit(ctx, row_numbers, kv, keys_0, keys_1, tail_0, tail_1, valid, barriers, pair):
+    def emit(ctx, row_numbers, kv, *refs):
+        keys_0, keys_1, tail_0, tail_1, valid, barriers, pair = refs
         rows = tiles.from_per_thread(row_numbers)
         rows = rows[: tiles.ROWS_PER_THREAD], rows[tiles.ROWS_PER_THREAD :]
         sources = [[tiles.source_address(kv, ptx.extend(row)) for row in block] for block in rows]
@@ -201,8 +202,8 @@ def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
             if first:
                 _store_valid(valid, block, rows[block])
                 ptx.barrier_arrive(barriers, Barrier.VALID + block)
-            some = range(half * half_tiles, (half + 1) * half_tiles)
-            tiles.copy_rows(keys[block], V_DIM, some, rows[block], sources[block])
+            copied = range(half * half_tiles, (half + 1) * half_tiles)
+            tiles.copy_rows(keys[block], V_DIM, copied, rows[block], sources[block])
             if not first and ir.MemRefType(kv.type).shape[1] > V_DIM:
                 tiles.copy_rows(tails[block], _TAIL, [0], rows[block], sources[block], V_DIM // tiles.TILE_COLUMNS)
             ptx.barrier_arrive_after_copies(barriers, _half_barrier(Barrier.FULL, block, half))
@@ -216,10 +217,10 @@ def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
 
 def _store_valid(valid, block: int, rows) -> None:
     """Stores the mask of a block's keys; eight threads store the same value."""
-    for place, row in zip(tiles.thread_rows(), rows):
+    for key, row in zip(tiles.thread_rows(), rows):
         exists = arith.cmpi(arith.CmpIPredicate.sge, row, ptx.i32(0))
         value = arith.select(exists, ptx.i32(1), ptx.i32(0))
-        memref.store(value, valid, [ptx.index(ptx.i32(block)), ptx.index(place)])
+        memref.store(value, valid, [ptx.index(ptx.i32(block)), ptx.index(key)])
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -283,21 +284,21 @@ def _multiply(acc, weights, shared: Shared, block: int, half: int) -> jax.Array:
 
     @inline(FRAGMENT, *([] if weights is None else [FRAGMENT]), _TILES, _TILES, returns=_fragment_type(HALF))
     def emit(ctx, acc, *operands):
-        *own, shared_weights, keys = operands
+        *registers, shared_weights, keys = operands
         values = ptx.wgmma_descriptor(keys, tiles.TILE_BYTES, tiles.row_stride(V_DIM))
-        words = tiles.fragment_words(own[0]) if own else None
+        words = tiles.fragment_words(registers[0]) if registers else None
         descriptor = ptx.wgmma_descriptor(shared_weights, 0, tiles.row_stride(BLOCK))
         acc = tiles.fragment_values(acc)
         ptx.wgmma_fence()
         for i, offset in enumerate(_tile_steps(0)):
             rows = 2 * i * tiles.row_stride(V_DIM) + half * HALF // tiles.TILE_COLUMNS * tiles.TILE_BYTES
-            a = words[4 * i : 4 * i + 4] if own else descriptor
+            a = words[4 * i : 4 * i + 4] if registers else descriptor
             acc = ptx.wgmma(acc, a, values, a_offset=offset, b_offset=rows, transpose_b=True)
         ptx.wgmma_commit()
         return tiles.fragment(acc, (HEADS, HALF))
 
-    own = [] if weights is None else [weights]
-    return emit(acc, *own, shared.weights.at[block], shared.keys.at[block])
+    registers = [] if weights is None else [weights]
+    return emit(acc, *registers, shared.weights.at[block], shared.keys.at[block])
 
 
 def _finish(acc, in_flight: int = 0) -> jax.Array:
@@ -382,16 +383,16 @@ def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> S
     """Warpgroup 0's work on a pair of blocks."""
     scores = _masked_scores(0, shared, pair, last_pair, scale)
     block_maximum = scores.max(axis=1)
-    own = _raised(state.reference, block_maximum)
-    shared.references[0] = own
+    reference = _raised(state.reference, block_maximum)
+    shared.references[0] = reference
     _arrive(shared, Barrier.REFERENCE)
-    weights = jnp.exp2(scores - _spread(own, scores))
-    shrink = jnp.exp2(state.reference - own)
+    weights = jnp.exp2(scores - _spread(reference, scores))
+    shrink = jnp.exp2(state.reference - reference)
     acc = _multiply(_rescaled(state.acc, shrink), weights.astype(jnp.bfloat16), shared, 0, 0)
 
     _wait(shared, Barrier.WEIGHTS + 1, pair)
     both = _load(shared.references, 1, BY_ROW)
-    again = jnp.exp2(own - both)
+    again = jnp.exp2(reference - both)
     shared.weights[0] = (weights * _spread(again, weights)).astype(jnp.bfloat16)
     _arrive(shared, Barrier.WEIGHTS, for_wgmma=True)
     total = (state.total * shrink + weights.sum(axis=1)) * again
@@ -524,7 +525,7 @@ def sparse_prefill(
     """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
     blocks = min(sm_count, tokens * -(-heads // HEADS))
-    given = [x for x in (topk_length, attn_sink) if x is not None]
+    optional = [x for x in (topk_length, attn_sink) if x is not None]
 
     def body(q_ref, kv_ref, indices_ref, *refs):
         refs = list(refs)
@@ -564,4 +565,4 @@ def sparse_prefill(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    return kernel(q, kv, indices, *given)
+    return kernel(q, kv, indices, *optional)

@@ -49,8 +49,8 @@ def thread_in_warpgroup() -> ir.Value:
 def any_lane(condition: ir.Value) -> ir.Value:
     """Whether the condition holds in any thread of the warp."""
     text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-    found = asm(text, "=r,r", arith.extui(i32_type(), condition), result=i32_type())
-    return arith.cmpi(arith.CmpIPredicate.ne, found, i32(0))
+    answer = asm(text, "=r,r", arith.extui(i32_type(), condition), result=i32_type())
+    return arith.cmpi(arith.CmpIPredicate.ne, answer, i32(0))
 
 
 def shared_address(ref: ir.Value) -> ir.Value:
@@ -130,8 +130,8 @@ def warpgroup_sync(number: ir.Value) -> None:
 def warpgroup_any(number: ir.Value, condition: ir.Value) -> ir.Value:
     """`warpgroup_sync` that tells whether the condition holds in any thread."""
     text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; barrier.red.or.pred p, $2, {WARPGROUP}, p; selp.b32 $0, 1, 0, p; }}"
-    found = asm(text, "=r,r,r", arith.extui(i32_type(), condition), number, result=i32_type())
-    return arith.cmpi(arith.CmpIPredicate.ne, found, i32(0))
+    answer = asm(text, "=r,r,r", arith.extui(i32_type(), condition), number, result=i32_type())
+    return arith.cmpi(arith.CmpIPredicate.ne, answer, i32(0))
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

@@ -210,8 +210,8 @@ def transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
         upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, ptx.i32(distance)), ptx.i32(0))
         for low in (i for i in range(4) if not i & distance):
             high = low + distance
-            given = arith.select(upper, words[low], words[high])
-            taken = mgpu_utils.shfl_bfly(given, distance)
+            sent = arith.select(upper, words[low], words[high])
+            taken = mgpu_utils.shfl_bfly(sent, distance)
             words[low], words[high] = (
                 arith.select(upper, taken, words[low]),
                 arith.select(upper, words[high], taken),

@@ -49,9 +49,9 @@ class _State(NamedTuple):
     @classmethod
     def unpacked(cls, shape: Shape, values: list[ir.Value]) -> _State:
         acc = [values[i * shape.sums : (i + 1) * shape.sums] for i in range(V_SLICES)]
-        rest = values[V_SLICES * shape.sums :]
+        statistics = values[V_SLICES * shape.sums :]
         n = shape.per_thread
-        return cls(acc, rest[:n], rest[n : 2 * n], rest[2 * n :])
+        return cls(acc, statistics[:n], statistics[n : 2 * n], statistics[2 * n :])
 
     def packed(self) -> list[ir.Value]:
         return [*itertools.chain(*self.acc), *self.reference, *self.total, *self.maximum]
@@ -163,10 +163,11 @@ def _weigh(team: Team, block: ir.Value, scores: list[ir.Value], state: _State) -
 
     def weights(reference: list[ir.Value]) -> list[ir.Value]:
         """Stores the weights; the thread's sums of them."""
-        found = [ptx.exp2(arith.subf(x, reference[head_of(i)])) for i, x in enumerate(scores)]
-        _store_weights(team, found)
+        block_weights = [ptx.exp2(arith.subf(x, reference[head_of(i)])) for i, x in enumerate(scores)]
+        _store_weights(team, block_weights)
         ptx.fence_async_proxy()
-        return [arith.addf(*(x for i, x in enumerate(found) if head_of(i) == head)) for head in range(shape.per_thread)]
+        of_heads = ([x for i, x in enumerate(block_weights) if head_of(i) == h] for h in range(shape.per_thread))
+        return [arith.addf(*pair) for pair in of_heads]
 
     ptx.barrier_wait_at(team.barrier(shape.weights_empty), ptx.previous(block))
     sums = weights(state.reference)
@@ -232,12 +233,12 @@ def _multiply(team: Team, slots, acc: list[list[ir.Value]]) -> list[list[ir.Valu
 
 def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: jax.Array) -> None:
     out_ref, max_ref, lse_ref, sink_ref = refs
-    given = [] if sink_ref is None else [sink_ref]
+    sink_refs = [] if sink_ref is None else [sink_ref]
 
-    @inline(REF, REF, REF, *[REF] * len(given), *SHARED_TYPES, SPLAT, SPLAT, shape.state_layout)
+    @inline(REF, REF, REF, *[REF] * len(sink_refs), *SHARED_TYPES, SPLAT, SPLAT, shape.state_layout)
     def emit(ctx, out, max_logits, lse, *args):
         sinks = None
-        if given:
+        if sink_refs:
             sinks, *args = args
         *refs, team, t, state = args
         team, t = Team(shape, refs, scalar(team)), scalar(t)
@@ -264,12 +265,12 @@ def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: 
         for i, head in enumerate(ours):
             exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
             with mgpu_utils.when(arith.andi(writes, exists)):
-                place = [ptx.index(t), ptx.index(head)]
-                memref.store(arith.mulf(maximum[i], _f32(_LN_2)), max_logits, place)
+                position = [ptx.index(t), ptx.index(head)]
+                memref.store(arith.mulf(maximum[i], _f32(_LN_2)), max_logits, position)
                 value = arith.mulf(arith.addf(state.reference[i], ptx.log2(total[i])), _f32(_LN_2))
-                memref.store(arith.select(empty[i], _f32(-math.inf), value), lse, place)
+                memref.store(arith.select(empty[i], _f32(-math.inf), value), lse, position)
 
-    emit(out_ref, max_ref, lse_ref, *given, *shared, team, item.t, state)
+    emit(out_ref, max_ref, lse_ref, *sink_refs, *shared, team, item.t, state)
 
 
 def _store_output(shape: Shape, out: ir.Value, t: ir.Value, acc: list[list[ir.Value]]) -> None:

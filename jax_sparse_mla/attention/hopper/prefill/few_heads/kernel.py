@@ -78,7 +78,7 @@ def sparse_prefill_few_heads(
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
     shape = _shape(heads, qk_dim)
     blocks = min(sm_count, tokens)
-    given = [x for x in (topk_length, attn_sink) if x is not None]
+    optional = [x for x in (topk_length, attn_sink) if x is not None]
 
     def body(q_ref, kv_ref, indices_ref, *refs):
         refs = list(refs)
@@ -115,4 +115,4 @@ def sparse_prefill_few_heads(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    return kernel(q, kv, indices, *given)
+    return kernel(q, kv, indices, *optional)

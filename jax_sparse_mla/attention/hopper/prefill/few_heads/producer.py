@@ -88,9 +88,9 @@ def _gather_block(shape: Shape, row_numbers, kv_ref, shared: Shared, team, block
 
 def _store_valid(team: Team, block: ir.Value, rows: list[ir.Value]) -> None:
     """Stores the mask of a block's keys; eight threads store the same value."""
-    for place, row in zip(tiles.thread_rows(), rows):
+    for key, row in zip(tiles.thread_rows(), rows):
         exists = arith.cmpi(arith.CmpIPredicate.sge, row, ptx.i32(0))
-        team.set_valid(block, place, arith.select(exists, ptx.i32(1), ptx.i32(0)))
+        team.set_valid(block, key, arith.select(exists, ptx.i32(1), ptx.i32(0)))
     barrier, _ = team.valid_barrier(block)
     ptx.barrier_arrive_at(barrier)
 

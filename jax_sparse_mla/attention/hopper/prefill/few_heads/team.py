@@ -37,14 +37,14 @@ TILES = plgpu.RefType(TILED)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What of a call the code depends on."""
+    """Static shape: padded heads and qk_dim."""
 
     heads: int  # columns of a wgmma: 8, 16 or 32
     qk_dim: int
 
     @property
     def slices(self) -> int:
-        """Of a block of keys, the tail's included."""
+        """Slices of a block of keys, the tail's included."""
         return self.qk_dim // SLICE
 
     @property
@@ -54,8 +54,8 @@ class Shape:
     @property
     def slots(self) -> int:
         """Slots of a team's ring: what is left of its shared memory, less than two blocks."""
-        queries, weights, rest = self.heads * self.qk_dim * 2, self.heads * BLOCK * 2, 2_048
-        return (_SHARED_BYTES // TEAMS - queries - weights - rest) // SLICE_BYTES
+        queries, weights, others = self.heads * self.qk_dim * 2, self.heads * BLOCK * 2, 2_048
+        return (_SHARED_BYTES // TEAMS - queries - weights - others) // SLICE_BYTES
 
     @property
     def fits(self) -> bool:
@@ -189,15 +189,15 @@ class Team:
         base = self._address(self._refs.barriers, 8 * len(self.shape.arrivals))
         return arith.addi(base, arith.shli(number, ptx.i32(3)))
 
-    def _mask_place(self, block: ir.Value, key: ir.Value) -> list[ir.Value]:
+    def _mask_at(self, block: ir.Value, key: ir.Value) -> list[ir.Value]:
         return [ptx.index(x) for x in (self.team, arith.andi(block, ptx.i32(1)), key)]
 
     def set_valid(self, block: ir.Value, key: ir.Value, value: ir.Value) -> None:
-        memref.store(value, self._refs.valid, self._mask_place(block, key))
+        memref.store(value, self._refs.valid, self._mask_at(block, key))
 
     def is_valid(self, block: ir.Value, key: ir.Value) -> ir.Value:
-        found = memref.load(self._refs.valid, self._mask_place(block, key))
-        return arith.cmpi(arith.CmpIPredicate.ne, found, ptx.i32(0))
+        mask = memref.load(self._refs.valid, self._mask_at(block, key))
+        return arith.cmpi(arith.CmpIPredicate.ne, mask, ptx.i32(0))
 
     def valid_barrier(self, block: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The barrier of the block's mask, and its phase."""
@@ -209,14 +209,14 @@ class Team:
         count = ptx.i32(self.shape.slots)
         first = arith.muli(block, ptx.i32(self.shape.slices))
         slot, phase = arith.remui(first, count), arith.divui(first, count)
-        found = []
+        slots = []
         for i in range(self.shape.slices):
             here = arith.addi(slot, ptx.i32(i))
             wraps = arith.cmpi(arith.CmpIPredicate.uge, here, count)
             again = arith.select(wraps, ptx.i32(1), ptx.i32(0))
             here = arith.subi(here, arith.select(wraps, count, ptx.i32(0)))
-            found.append((here, arith.addi(phase, again)))
-        return found
+            slots.append((here, arith.addi(phase, again)))
+        return slots
 
     def slot_address(self, slot: ir.Value) -> ir.Value:
         return arith.addi(self.keys, arith.muli(slot, ptx.i32(SLICE_BYTES)))
@@ -238,11 +238,11 @@ class Team:
             for head, value in zip(heads, values):
                 memref.store(value, self._refs.exchange, [team, ptx.index(warp), head])
         ptx.warpgroup_sync(self.sync_barrier)
-        found = []
+        combined = []
         for head in heads:
             parts = [memref.load(self._refs.exchange, [team, ptx.index(ptx.i32(w)), head]) for w in range(WARPS)]
-            found.append(functools.reduce(combine, parts))
-        return found
+            combined.append(functools.reduce(combine, parts))
+        return combined
 
 
 def warp_and_lane() -> tuple[ir.Value, ir.Value]:

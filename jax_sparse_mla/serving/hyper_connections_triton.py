@@ -1,6 +1,6 @@
 """Triton kernel of the hyper-connections: the mixing weights of residual streams, all Sinkhorn steps at once.
 
-XLA launches a kernel or two for each of the 39 divisions by a sum; of a row, here, all stay in registers.
+XLA launches a kernel or two for each of the 39 divisions by a sum. Here a row stays in registers for all of them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from sparse_mla_torch.launch.executor import executor
 from triton_device import tensor
 
-from jax_sparse_mla.serving import triton as streams
+from jax_sparse_mla.serving import hyper_connections_triton
 from jax_sparse_mla.serving.config import HyperConnections
 from jax_sparse_mla.serving.layers import doubly_stochastic, doubly_stochastic_reference
 
@@ -23,7 +23,7 @@ def test_doubly_stochastic():
         static = {"iterations": 20, "eps": 1e-6}
         expected = np.asarray(doubly_stochastic_reference(logits, **static))
         given = tensor(logits)
-        found = streams.doubly_stochastic(executor(given.device), given, **static).cpu().numpy()
+        found = hyper_connections_triton.doubly_stochastic(executor(given.device), given, **static).cpu().numpy()
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-7)
         np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-4)
 

@@ -1,0 +1,107 @@
+"""The module of each model, and its parameters by the names of transformers' modules."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jax_sparse_mla.serving import deepseek_v4, deepseek_v32, glm53
+from jax_sparse_mla.serving.config import Config, Glm53Config, V4Config, V32Config
+from jax_sparse_mla.serving.params import (
+    DraftParams,
+    HeadParams,
+    LayerParams,
+    LayerWeights,
+    ModelParams,
+    NormParams,
+    stack_layers,
+)
+from jax_sparse_mla.serving.tensors import Tensors
+
+MODULES = {V4Config: deepseek_v4, V32Config: deepseek_v32, Glm53Config: glm53}
+
+
+def read_params(config: Config, tensors: Tensors, draft_layer: bool) -> ModelParams:
+    """The parameters of tensors by the names of transformers' modules, those of the draft layer behind "draft."."""
+    layers = [tensors.layer(_read_layer, config, i, config.layer_kind(i)) for i in range(config.num_layers)]
+    size = config.vocab_size, config.hidden_size
+    return ModelParams(
+        embedding=tensors("embed_tokens.weight", size),
+        unembedding=None if config.tied else tensors("lm_head.weight", size),
+        head=_read_head(config, tensors, "norm.weight"),
+        layers=[layer.weights for layer in layers],
+        norms=stack_layers([layer.norms for layer in layers]),
+        attention={
+            pool: stack_layers([layer.attention for layer, its_pool in zip(layers, config.pools) if its_pool == pool])
+            for pool in set(config.pools)
+        },
+        draft=_read_draft(config, tensors) if draft_layer else None,
+    )
+
+
+def _read_norm(config: Config, tensors: Tensors, name: str):
+    shape = (config.hidden_size,)
+    return tensors.float32(name, shape) if isinstance(config, V4Config) else tensors(name, shape)
+
+
+def _read_head(config: Config, tensors: Tensors, name: str) -> HeadParams:
+    norm = _read_norm(config, tensors, name)
+    if not isinstance(config, V4Config):
+        return HeadParams(norm=norm)
+    n = config.streams.streams
+    return HeadParams(
+        norm=norm,
+        fn=tensors.float32("hc_head.hc_fn", (n, n * config.hidden_size)),
+        base=tensors.float32("hc_head.hc_base", (n,)),
+        scale=tensors.float32("hc_head.hc_scale", (1,)),
+    )
+
+
+def _read_draft(config: Config, tensors: Tensors) -> DraftParams:
+    i, hidden, is_v4 = config.num_layers, config.hidden_size, isinstance(config, V4Config)
+    layer = tensors.layer(_read_layer, config, i, config.layer_kind(i))
+    tensors = tensors.under("draft.")
+    projections = {"e_proj": hidden, "h_proj": hidden} if is_v4 else {"eh_proj": 2 * hidden}
+    return DraftParams(
+        token_norm=_read_norm(config, tensors, "enorm.weight"),
+        states_norm=_read_norm(config, tensors, "hnorm.weight"),
+        projections=[tensors(f"{name}.weight", (hidden, width)) for name, width in projections.items()],
+        layer=layer,
+        head=_read_head(config, tensors, "norm.weight" if is_v4 else "shared_head.norm.weight"),
+    )
+
+
+def _read_layer(config: Config, i: int, tensors: Tensors) -> LayerParams:
+    """The parameters of layer i; that behind the last one is the draft layer."""
+    kind, mlp_kind = config.layer_kind(i)
+    tensors = tensors.under(f"layers.{i}." if i < config.num_layers else "draft.")
+    attention, latent, attention_params = MODULES[type(config)].read_attention(
+        config, kind, tensors.under("self_attn.")
+    )
+    hidden, experts, mlp = config.hidden_size, (config.moe.num_experts,), tensors.under("mlp.")
+    if mlp_kind == "dense":
+        mlp_weights = mlp.swiglu(config.dense_width, hidden)
+    else:
+        mlp_weights = mlp.moe(config.moe, hidden, config.vocab_size if mlp_kind == "hash" else None)
+    attn_fn = ffn_fn = base = scale = None
+    if config.streams is not None:
+        n = config.streams.streams
+
+        def of_both(name, *shape):
+            return [tensors.float32(f"{block}_hc.{name}", shape) for block in ("attn", "ffn")]
+
+        attn_fn, ffn_fn = of_both("fn", (2 + n) * n, n * hidden)
+        base, scale = jnp.stack(of_both("base", (2 + n) * n)), jnp.stack(of_both("scale", 3))
+    has_bias = mlp_kind == "moe"
+    return LayerParams(
+        kind=kind,
+        weights=LayerWeights(attention=attention, mlp=mlp_weights, attn_fn=attn_fn, ffn_fn=ffn_fn),
+        norms=NormParams(
+            attn_norm=_read_norm(config, tensors, "input_layernorm.weight"),
+            ffn_norm=_read_norm(config, tensors, "post_attention_layernorm.weight"),
+            router_bias=mlp.float32("gate.e_score_correction_bias", experts) if has_bias else jnp.zeros(experts),
+            latent=latent,
+            base=base,
+            scale=scale,
+        ),
+        attention=attention_params,
+    )

@@ -1,0 +1,142 @@
+"""A step's inputs, and the parts of a decoder that all models share: embedding, a layer around its attention, head.
+
+Each model's module (`deepseek_v4`, `deepseek_v32`, `glm53`) adds its attention by these functions:
+
+    read_attention(config, kind, tensors)            weights, norms and further parameters of a layer's attention
+    new_cache(config, layers, sizes)                 empty caches of layers of one pool
+    prepare(config, pools, inputs)                   the step, with the metadata that all layers share
+    attend(config, layer, cache, x, step, selected)  the attention's output, the cache after it, and the selection
+    join_token(config, draft, token_rows, states)    the input of a draft layer, where there is one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla._pytree import pytree_dataclass, static
+from jax_sparse_mla.layers import V4Step
+from jax_sparse_mla.metadata import ForwardBatch, RequestTables, V32Metadata
+from jax_sparse_mla.serving.config import Config
+from jax_sparse_mla.serving.kda import KDAStep
+from jax_sparse_mla.serving.layers import collapse_streams, expand_streams, head_of_streams, rms_norm
+from jax_sparse_mla.serving.moe import feed_forward
+from jax_sparse_mla.serving.params import HeadParams, LayerParams, LayerWeights, ModelParams, NormParams, layer_of
+
+# The weights of the residual streams after a block: `post` and `comb` of `collapse_streams`; None for one plain stream.
+Mixing: TypeAlias = tuple[jax.Array, jax.Array] | None
+ATTENTION, MLP = 0, 1  # the blocks of a layer
+
+
+@pytree_dataclass
+class StepInputs:
+    """The inputs of a model's step, beside parameters and caches.
+
+    Attributes:
+      batch, tables: the step, as `prepare_v4_step` and `build_v32_metadata` take it.
+      tokens, positions: int32 `[T]`, padded like the batch (padding rows: token 0, position 0). Attention alone reads
+        no tokens.
+      gathered: whether an EXTEND step gathers a bf16 workspace (True) or attends to the pages (False); None: the plan
+        says (static).
+      backend: of the attention; None is the router's choice (static).
+      trace: whether to keep each layer's attention input and selection (static).
+    """
+
+    batch: ForwardBatch
+    tables: RequestTables
+    tokens: jax.Array | None = None
+    positions: jax.Array
+    gathered: bool | None = static(default=None)
+    backend: str | None = static(default=None)
+    trace: bool = static(default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSizes:
+    """Sizes of caches: pages of the full pool and of the window's, rows of the request tables, the most draft tokens of
+    a step, and whether the layout is the unquantised one."""
+
+    num_pages: int
+    num_swa_pages: int
+    max_requests: int
+    max_draft_tokens: int = 0
+    bf16: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedStep:
+    """A step, the metadata that its layers share, and those of linear attention. `index_scores` float32 `[T, columns]`
+    select in place of the indexer's scores."""
+
+    inputs: StepInputs
+    shared: V4Step | V32Metadata
+    kda: KDAStep | None = None
+    index_scores: jax.Array | None = None
+
+
+def layer_params(config: Config, params: ModelParams, i: int) -> LayerParams:
+    """The parameters of layer i."""
+    return LayerParams(
+        kind=config.layer_kind(i)[0],
+        weights=params.layers[i],
+        norms=layer_of(params.norms, i),
+        attention=layer_of(params.attention.get(config.pools[i]), config.number_in_pool(i)),
+    )
+
+
+def embed(config: Config, params: ModelParams, tokens: jax.Array) -> jax.Array:
+    """The rows of tokens `[T, hidden]`, or residual streams that all begin with them, `[T, n, hidden]`."""
+    rows = params.embedding[tokens]
+    if config.streams is None:
+        return rows
+    return jnp.broadcast_to(rows[:, None], (rows.shape[0], config.streams.streams, rows.shape[1]))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "block"))
+def block_input(
+    config: Config, weights: LayerWeights, norms: NormParams, streams: jax.Array, *, block: int
+) -> tuple[jax.Array, Mixing]:
+    """The input `[T, hidden]` of a layer's attention or MLP, and how its output joins the streams."""
+    norm = (norms.attn_norm, norms.ffn_norm)[block]
+    if config.streams is None:
+        return rms_norm(streams, norm, config.norm_eps), None
+    fn, base, scale = (weights.attn_fn, weights.ffn_fn)[block], norms.base[block], norms.scale[block]
+    x, post, comb = collapse_streams(streams, fn, base, scale, config=config.streams, norm_eps=config.norm_eps)
+    return rms_norm(x, norm, config.norm_eps), (post, comb)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def after_attention(
+    config: Config,
+    weights: LayerWeights,
+    norms: NormParams,
+    streams: jax.Array,
+    out: jax.Array,
+    mixing: Mixing,
+    tokens: jax.Array,
+) -> jax.Array:
+    """The streams after a layer, from the attention's output `[T, hidden]` on."""
+    streams = _joined(streams, out, mixing)
+    x, mixing = block_input(config, weights, norms, streams, block=MLP)
+    out = feed_forward(x, weights.mlp, norms.router_bias, tokens, config=config.moe, axis_name=config.axis_name)
+    return _joined(streams, out, mixing)
+
+
+def _joined(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
+    return streams + out if mixing is None else expand_streams(streams, out, *mixing)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def last_rows(config: Config, head: HeadParams, streams: jax.Array) -> jax.Array:
+    """`[T, hidden]`, from which logits are made: V4's head joins the streams, GLM-5.3 takes their mean."""
+    rows = streams
+    if head.fn is not None:
+        eps = config.streams.eps
+        rows = head_of_streams(streams, head.fn, head.base, head.scale, eps=eps, norm_eps=config.norm_eps)
+    elif config.streams is not None:
+        rows = jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
+    return rms_norm(rows, head.norm, config.norm_eps)
