@@ -1,4 +1,4 @@
-"""The public contract as a user sees it: names, signatures, what an import pulls in, jit, hostile values."""
+"""The public contract as a user sees it: names, signatures, what an import pulls in, jit."""
 
 import dataclasses
 import enum
@@ -236,7 +236,7 @@ def test_every_array_function_has_a_good_call():
     assert functions - called == {"plan_attention", "select_prefill_backend", "select_topk_transform"}
 
 
-# ---- hostile values: skipped everywhere, never wrapped into a valid index ----
+# ---- slots that no cache has, and dtypes ----
 
 
 def test_hostile_workspace_rows_are_not_keys():

@@ -56,8 +56,6 @@ from jax_sparse_mla.kv_cache import split as split_module
 from jax_sparse_mla.kv_cache.quantize import bfloat16_bits, power_of_two, scale_exponent
 
 COMPILING = "PLAIN"  # see conftest.py: by the older emitters a product of float32 numbers is rounded otherwise
-# --- layouts and PagedKV --------------------------------------------------------------------------
-
 
 # --- the scale arithmetic -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""kv_cache: writing in place, caches beyond 2 GiB, the page split, and what is refused."""
+"""kv_cache: writing in place, caches beyond 2 GiB, and the page split."""
 
 from __future__ import annotations
 
