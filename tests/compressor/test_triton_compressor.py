@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
-PROPERTY = settings(max_examples=10, deadline=None)
+PROPERTY = settings(max_examples=8, deadline=None)
 
 plain_compress = jax.jit(compress_kv_reference, static_argnames=("ratio", "norm_eps", "num_entries"))
 
@@ -94,8 +94,7 @@ COMPRESS_SHAPES = [
     (4, 32, (1,) * 7, 0),
     (4, 16, (9, 0, 30, 3), 3),
     (128, 16, (1, 1, 260, 1), 0),
-    (128, 12, (1, 300, 130), 5),
-    (128, 16, (1, 140, 5), 5),
+    (128, 12, (1, 140, 5), 5),
     (3, 12, (10, 2, 1), 4),
     (1, 16, (3, 2), 0),
 ]

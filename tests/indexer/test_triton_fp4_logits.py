@@ -150,14 +150,14 @@ def test_no_access_leaves_the_tensors(shape, tiles, monkeypatch):
         near = np.array([capacity, capacity - 1, 0, 1, page_size, capacity + 1, -1, *HOSTILE], np.int32)
         given = [*map(tensor, case[:4])]
         out = torch.empty((rows, capacity))
-        for lengths in (case[4], np.resize(near, rows), np.full(rows, capacity, np.int32)):
+        for lengths in (case[4], np.resize(near, rows)):
             given[4:] = [tensor(lengths)]
             with within(*given, out) as touched:
                 torch_indexer.index_logits(*given, format=IndexFormat.FP4, out=out)
             assert sum(touched) >= rows * capacity
 
 
-@pytest.mark.always(6)
+@pytest.mark.always(4)
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("page_size", [64, 32, 16])
 @pytest.mark.parametrize("far", [0, 200, 383], ids="key {}".format)
