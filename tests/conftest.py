@@ -139,14 +139,6 @@ def compiling_of_the_module(request):
         Compiling[getattr(request.module, "COMPILING", "QUICK")].choose()
 
 
-@pytest.fixture
-def quick_collections():
-    """`gc.collect` looks at what the test makes only: of all that JAX and earlier tests keep it takes seconds."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def share_compiled_programs(config):
     """One folder of compiled programs for all processes of a run: xdist's workers, and what tests start."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -32,7 +32,7 @@ from jax_sparse_mla.compressor.state import CompressorState, _replaced_later
 from jax_sparse_mla.rope import rope_interleaved
 
 BF16 = ml_dtypes.bfloat16
-PROPERTY = settings(max_examples=20, deadline=None)
+PROPERTY = settings(max_examples=14, deadline=None)
 
 
 # --- entries ---------------------------------------------------------------------------------------
@@ -97,47 +97,6 @@ def test_any_chunking_gives_the_same_entries(seed, ratio, data):
     assert len(engine.entries) == sum(lengths // ratio)
     for (r, group), entry in engine.entries.items():
         assert_entry(entry, entry_by_hand(p, *tokens[r], (group + 1) * ratio - 1))
-
-
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_token_by_token_equals_one_shot(ratio):
-    p = Parameters(3, ratio, *SMALL[ratio])
-    length = 2 * ratio + 4
-    kv, score = p.tokens(4, length)
-    engine = Engine(p)
-    for position in range(length):
-        engine.step([("r", 1, position, kv[position : position + 1], score[position : position + 1])])
-    for group, entry in enumerate(one_shot(p, kv, score)):
-        got, want = (x.astype(np.float32) for x in (engine.entries["r", group], entry))
-        np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)  # float32 rounding, seen through bfloat16
-
-
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_a_new_request_does_not_see_the_former_one(ratio):
-    """A row of the state is taken over without being cleared."""
-    p = Parameters(5, ratio, *SMALL[ratio])
-    engine = Engine(p)
-    old = p.tokens(6, ratio + 3)
-    engine.step([("old", 3, 0, *(1e6 * x for x in old))])
-    new = p.tokens(7, 2 * ratio)
-    for first, last in ((0, 1), (1, ratio - 1), (ratio - 1, 2 * ratio)):
-        engine.step([("new", 3, first, new[0][first:last], new[1][first:last])])
-    for group in (0, 1):
-        assert_entry(engine.entries["new", group], entry_by_hand(p, *new, (group + 1) * ratio - 1))
-
-
-def test_order_of_requests_does_not_matter():
-    p = Parameters(8, 4, *SMALL[4])
-    tokens = {r: p.tokens(10 + r, 20) for r in range(3)}
-    engines = []
-    for order in ((0, 1, 2), (2, 0, 1)):
-        engine = Engine(p)
-        for first, last in ((0, 3), (3, 11), (11, 20)):
-            engine.step([(r, r + 1, first, *(x[first:last] for x in tokens[r])) for r in order])
-        engines.append(engine)
-    for key, entry in engines[0].entries.items():
-        np.testing.assert_array_equal(entry, engines[1].entries[key])
-    chex.assert_trees_all_equal(engines[0].state, engines[1].state)
 
 
 def test_rejected_drafts_need_a_longer_ring():
@@ -281,10 +240,11 @@ def compiled(ratio, tokens, donate=(0,)):
     return jax.jit(step, donate_argnums=donate).lower(state, kv, kv, ints, ints, starts).compile(), state
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_donated_state_is_updated_in_place(ratio):
+def test_donated_state_is_updated_in_place():
+    """Of ratio 128; a whole layer's of ratio 4 are in `test_step.py`."""
+
     def copies(donate):
-        program, state = compiled(ratio, 256, donate)
+        program, state = compiled(128, 256, donate)
         shape = re.escape("f32[" + ",".join(map(str, state.kv.shape)) + "]")
         assert re.search(shape, program.as_text())
         return re.findall(shape + r"\S* copy(?:-start)?\(", program.as_text())
@@ -312,23 +272,6 @@ def test_chunks_of_windows_give_the_same_entries(monkeypatch):
     np.testing.assert_allclose(np.asarray(entries[:14], np.float32), np.array(want, np.float32), rtol=2**-7, atol=1e-6)
 
 
-def test_positions_and_requests_are_data():
-    p = Parameters(24, 4, *SMALL[4])
-    traces = []
-
-    @jax.jit
-    def step(state, kv, positions, req_rows, starts):
-        traces.append(1)
-        return call(p, state, kv, kv, positions, req_rows, starts)
-
-    state = CompressorState.zeros(2, ratio=4, head_dim=16)
-    for first in (0, 3, 9):
-        kv, _ = p.tokens(first, 9)
-        positions = jnp.arange(first, first + 9, dtype=jnp.int32)
-        _, _, state = step(state, kv, positions, jnp.full((9,), first % 2), jnp.array([0, first]))
-    assert len(traces) == 1
-
-
 # --- rope ------------------------------------------------------------------------------------------
 
 
@@ -348,51 +291,6 @@ def test_rope_and_back():
 
 
 # --- arguments -------------------------------------------------------------------------------------
-
-
-def good_arguments():
-    p = Parameters(0, 4, *SMALL[4])
-    return dict(
-        state=CompressorState.zeros(2, ratio=4, head_dim=16),
-        kv=jnp.zeros((6, 32)),
-        score=jnp.zeros((6, 32)),
-        positions=jnp.zeros((6,), jnp.int32),
-        req_rows=jnp.zeros((6,), jnp.int32),
-        query_start_loc=jnp.zeros((3,), jnp.int32),
-        ratio=4,
-        **p.arrays(),
-    )
-
-
-@pytest.mark.parametrize(
-    "name, value, error",
-    [
-        ("state", jnp.zeros((2, 8, 32)), TypeError),
-        ("state", CompressorState(kv=jnp.zeros((2, 4, 32)), score=jnp.zeros((2, 4, 32))), ValueError),
-        ("state.kv", CompressorState.zeros(2, ratio=4, head_dim=8), ValueError),
-        ("state.kv", CompressorState(kv=jnp.zeros((2, 8, 32), jnp.bfloat16), score=None), TypeError),
-        ("state.score", CompressorState(kv=jnp.zeros((2, 8, 32)), score=jnp.zeros((3, 8, 32))), ValueError),
-        ("kv", jnp.zeros((6, 32, 1)), ValueError),
-        ("kv", jnp.zeros((6, 32), jnp.float16), TypeError),
-        ("score", jnp.zeros((5, 32)), ValueError),
-        ("positions", jnp.zeros((5,), jnp.int32), ValueError),
-        ("positions", jnp.zeros((6,), jnp.float32), TypeError),
-        ("req_rows", np.zeros((6,), np.int64), TypeError),
-        ("query_start_loc", jnp.zeros((0,), jnp.int32), ValueError),
-        ("query_start_loc", None, TypeError),
-        ("ape", jnp.zeros((8, 16)), ValueError),
-        ("ape", jnp.zeros((4, 32), jnp.bfloat16), TypeError),
-        ("norm_weight", jnp.zeros((16, 1)), ValueError),
-        ("inv_freq", jnp.zeros((9,)), ValueError),
-        ("norm_weight", jnp.zeros((17,)), ValueError),
-        ("norm_eps", "1e-6", TypeError),
-        ("ratio", 0, ValueError),
-        ("ratio", 4.0, TypeError),
-    ],
-)
-def test_bad_arguments(name, value, error):
-    with pytest.raises(error, match=rf"compress_kv: {re.escape(name)} must"):
-        compress_kv(**{**good_arguments(), name.split(".")[0]: value})
 
 
 def test_bad_arguments_of_rope():

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
-PROPERTY = settings(max_examples=10, deadline=None)
+PROPERTY = settings(max_examples=8, deadline=None)
 
 plain_compress = jax.jit(compress_kv_reference, static_argnames=("ratio", "norm_eps", "num_entries"))
 
@@ -94,8 +94,7 @@ COMPRESS_SHAPES = [
     (4, 32, (1,) * 7, 0),
     (4, 16, (9, 0, 30, 3), 3),
     (128, 16, (1, 1, 260, 1), 0),
-    (128, 12, (1, 300, 130), 5),
-    (128, 16, (1, 140, 5), 5),
+    (128, 12, (1, 140, 5), 5),
     (3, 12, (10, 2, 1), 4),
     (1, 16, (3, 2), 0),
 ]
@@ -183,20 +182,6 @@ def test_compressor_refuses_bad_tensors_by_name():
         torch_compress((*arguments[:3], arguments[3][:, :8].copy(), *arguments[4:]), **static)
     with pytest.raises(ValueError, match="a ring of at least 8 tokens"):
         torch_compress((arguments[0][:, :5].copy(), *arguments[1:]), **static)
-
-
-def memcheck_cases():
-    """Launches every kernel over small shapes with padding and hostile requests (for compute-sanitizer)."""
-    rng = np.random.default_rng(9)
-    for ratio, head_dim, lengths, more_ring in [*COMPRESS_SHAPES, (4, 512, (1100, 40), 0)]:
-        arguments, static = compress_case(rng, ratio, head_dim, lengths, more_ring=more_ring)
-        torch_compress(arguments, **static)
-
-
-@pytest.mark.gpu
-def test_every_kernel_runs_over_small_shapes():
-    memcheck_cases()
-    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ from public_calls import (
 )
 
 import jax_sparse_mla as mla
+from jax_sparse_mla.compressor.state import CompressorState
 
 CALLS = {
     **GOOD,
@@ -287,7 +288,7 @@ SPECIAL = {
         ("out", lambda: full_cache(pages=23, page_size=4), ValueError, "out must have .* 24 pages"),
         ("cache", lambda: full_cache(mla.KVLayout.V4_BF16), ValueError, "out must have layout"),
     ],
-    "quantize_ue8m0": [("group", 60, ValueError, "group")],
+    "quantize_ue8m0": [("group", 60, ValueError, "group"), ("x", jnp.float32(1.0), ValueError, "x must have shape")],
     "write_kv": [("cache", v32_cache, ValueError, "kv must have shape .*576")],
     "sparse_mla_decode": [
         ("extra_cache", v32_cache, ValueError, "extra_cache must have cache's layout"),
@@ -366,6 +367,7 @@ SPECIAL = {
         ("topk", 3, ValueError, "batch.out_cache_loc must have"),
         ("step", 3, ValueError, "step must be < num_steps=3"),
         ("step", jnp.zeros(1, jnp.int32), ValueError, "step must have shape"),
+        ("step", jnp.float32(0), TypeError, "step"),
     ],
     "merge_attention": [
         ("outs", [], ValueError, "outs and lses must have as many parts"),
@@ -389,7 +391,9 @@ SPECIAL = {
         ("page_table", None, ValueError, "page_table is missing"),
         ("row_to_request", None, ValueError, "page_table has 2 rows for 3 rows"),
     ],
-    "topk_transform ragged": [("topk_indices_offset", None, ValueError, "topk_indices_offset.*RAGGED.*EXTEND")],
+    "topk_transform ragged": [
+        ("topk_indices_offset", None, ValueError, "offset.*RAGGED.*build_v32.*EXTEND.*flashmla_sparse.*PAGED")
+    ],
     "select_topk_transform": [
         ("forward_mode", "decode", TypeError, "forward_mode"),
         ("fp8_kv_cache", 1, TypeError, "fp8_kv_cache"),
@@ -430,6 +434,9 @@ SPECIAL = {
         ("ratio", 128, ValueError, "state.*128"),
         ("ape", jnp.zeros((8, 16)), ValueError, "ape must have shape"),
         ("inv_freq", jnp.zeros(9), ValueError, "inv_freq must have at most 8 values"),
+        ("norm_eps", "1e-6", TypeError, "norm_eps must"),
+        ("query_start_loc", jnp.zeros(0, jnp.int32), ValueError, "query_start_loc must"),
+        ("state", CompressorState(kv=jnp.zeros((3, 4, 32)), score=jnp.zeros((3, 4, 32))), ValueError, "state must"),
     ],
     "plan_attention": [
         tree("spec", "DEEPSEEK_V32"),

@@ -208,22 +208,6 @@ def test_gathered_keys_are_the_stored_ones(geometry):
         assert s == want_scale
 
 
-def test_jit_gives_the_same():
-    rng = np.random.default_rng(4)
-    cache, slots = jnp.asarray(filled_cache(rng, 3, 8, range(24))), jnp.array([5, -1, 23, 24, 0], jnp.int32)
-    rows = jnp.asarray(random_rows(rng, 5, DIM))
-
-    def step(cache, slots, rows):
-        cache = write_index_k(cache, slots, rows)
-        values, scale = quantize_index_q(hadamard_transform(rows)[None])
-        table, lengths = jnp.array([[2, 0, 1]], jnp.int32), jnp.array([20], jnp.int32)
-        logits = index_logits(values, scale, cache, table, lengths)
-        return cache, values.astype(jnp.float32), scale, logits, gather_index_k(cache, slots)[1]
-
-    for eager, jitted in zip(step(cache, slots, rows), jax.jit(step)(cache, slots, rows)):
-        np.testing.assert_allclose(eager, jitted, rtol=1e-6)
-
-
 def copies_of(text: str, cache) -> list[str]:
     shape = f"u8[{cache.shape[0]},{cache.shape[1]}]"
     assert shape in text
@@ -359,22 +343,6 @@ def test_scores_of_all_heads_are_never_materialised(rows, pages):
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * CHUNK_BYTES + 3 * rows * columns * 4
 
 
-def test_lengths_and_tables_are_data():
-    rng = np.random.default_rng(7)
-    cache = jnp.asarray(filled_cache(rng, 3, 11, range(33)))
-    traces = []
-
-    @jax.jit
-    def function(*arguments):
-        traces.append(1)
-        return index_logits(*arguments)
-
-    for length in (0, 5, 22):
-        table = jnp.asarray(rng.integers(0, 3, (4, 2)), jnp.int32)
-        function(jnp.ones((4, 2, DIM)), jnp.ones((4, 2)), cache, table, jnp.full((4,), length, jnp.int32))
-    assert len(traces) == 1
-
-
 def test_rows_do_not_see_each_other():
     rng = np.random.default_rng(8)
     cache = filled_cache(rng, 6, 8, range(48))
@@ -493,18 +461,6 @@ def test_selection_equals_transformers_v32_indexer(torch):
         assert set(got[row]) == set(want[row]), row
 
 
-def test_scale_of_q_folds_into_the_weights():
-    rng = np.random.default_rng(11)
-    q = random_rows(rng, 3, 4, DIM)
-    weights = rng.normal(size=(3, 4)).astype(np.float32)
-    cache = filled_cache(rng, 7, 16, range(48))  # the first shape of test_logits
-    table, lengths = np.array([[0, 1, 2]] * 3, np.int32), np.full(3, 48, np.int32)
-    values, scale = quantize_index_q(jnp.asarray(q))
-    got = index_logits(values, jnp.asarray(weights) * scale, *(jnp.asarray(x) for x in (cache, table, lengths)))
-    folded = np.asarray(values).astype(np.float64) * np.asarray(scale)[..., None]
-    assert_logits(got, *logits_by_hand(folded, weights, cache, table, lengths), promised_error(values))
-
-
 # --- Hadamard --------------------------------------------------------------------------------------
 
 
@@ -527,46 +483,11 @@ def test_hadamard_is_the_formula(n):
 # --- arguments -------------------------------------------------------------------------------------
 
 
-GOOD = {
-    "q": jnp.zeros((2, 4, DIM), jnp.bfloat16),
-    "weights": jnp.zeros((2, 4), jnp.float32),
-    "index_cache": jnp.zeros((3, 8 * 132), jnp.uint8),
-    "page_table": jnp.zeros((2, 3), jnp.int32),
-    "lengths": jnp.zeros((2,), jnp.int32),
-}
-
-
-@pytest.mark.parametrize(
-    "name, value, error",
-    [
-        ("q", jnp.zeros((2, 4, DIM), jnp.float16), TypeError),
-        ("q", jnp.zeros((2, 4, 64), jnp.bfloat16), ValueError),
-        ("weights", jnp.zeros((2, 4), jnp.bfloat16), TypeError),
-        ("weights", jnp.zeros((2, 5), jnp.float32), ValueError),
-        ("index_cache", jnp.zeros((3, 8 * 132), jnp.int8), TypeError),
-        ("index_cache", jnp.zeros((3, 8 * 132 + 1), jnp.uint8), ValueError),
-        ("index_cache", jnp.zeros((3, 0), jnp.uint8), ValueError),
-        ("page_table", jnp.zeros((3, 3), jnp.int32), ValueError),
-        ("page_table", np.zeros((2, 3), np.int64), TypeError),
-        ("lengths", jnp.zeros((2, 1), jnp.int32), ValueError),
-        ("lengths", None, TypeError),
-    ],
-)
-def test_bad_arguments_of_index_logits(name, value, error):
-    with pytest.raises(error, match=rf"index_logits: {name} must"):
-        index_logits(**{**GOOD, name: value})
-
-
 def test_bad_arguments_of_the_others():
-    cache, slots = GOOD["index_cache"], jnp.zeros((2,), jnp.int32)
-    with pytest.raises(ValueError, match="write_index_k: k must"):
-        write_index_k(cache, slots, jnp.zeros((3, DIM)))
+    """What is no public function; those have their cases in `test_bad_input.py`."""
+    cache, slots = jnp.zeros((3, 8 * 132), jnp.uint8), jnp.zeros((2,), jnp.int32)
     with pytest.raises(TypeError, match="write_index_k: k must"):
         write_index_k(cache, slots, jnp.zeros((2, DIM), jnp.float8_e4m3fn))
-    with pytest.raises(TypeError, match="write_index_k: slots must"):
-        write_index_k(cache, slots.astype(jnp.float32), jnp.zeros((2, DIM)))
-    with pytest.raises(ValueError, match="write_index_k: index_cache must"):
-        write_index_k(cache[:, 1:], slots, jnp.zeros((2, DIM)))
     with pytest.raises(ValueError, match="gather_index_k: slots must"):
         gather_index_k(cache, slots[None])
     with pytest.raises(TypeError, match="quantize_index_q: q must"):

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from logits_on_host import logits_function, logits_on_host
-from test_triton_fp4_logits import WILD, WRITERS, exact_logits, logits_case, queries
+from test_triton_fp4_logits import WAYS, WRITERS, exact_logits, logits_case, queries
 from test_triton_indexer import HOSTILE, assert_logits
 from triton_device import ON_GPU
 
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.torch
 
 # Rows, heads, pages, page size: heads of each specialisation and between, odd numbers of tiles, more steps than stages.
 SHAPES = [(3, 4, 3, 64), (5, 64, 2, 128), (7, 32, 5, 64), (2, 17, 3, 192), (1, 33, 37, 64), (40, 16, 1, 64)]
-WAYS = [{}, {"wild_q": True}, {"exponents": WILD}]
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ def test_logits(shape, shared, logits):
     assert_logits(logits(case, **MANY_ROWS), *exact_logits(*case))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="is compiled for the host")
 def test_the_build_for_racecheck_gives_the_same_logits(tmp_path_factory):
     logits = logits_on_host(IndexFormat.FP8, tmp_path_factory, "EVERY_LANE_ARRIVES")

@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 DIM = 128
+NUM_PAGES = 11
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
 PROPERTY = settings(max_examples=8, deadline=None)
 
@@ -79,52 +80,59 @@ def write_case(rng, n: int, num_pages: int, page_size: int):
     return cache, hostile_slots(rng, n, num_pages * page_size), keys_of_every_kind(n, int(rng.integers(1 << 30)))
 
 
-def logits_case(rng, rows: int, heads: int, pages: int, page_size: int, *, shared: bool = False):
-    """q, weights, cache, table, lengths: NaN wherever no row may look, holes and hostile numbers in the tables.
+def slots_of(table, lengths, num_pages: int, page_size: int):
+    """The slots of each row's columns (0 where there is none), and which columns have one."""
+    column = np.arange(table.shape[1] * page_size)
+    page = table[:, column // page_size]
+    valid = (column < lengths[:, None]) & (page >= 0) & (page < num_pages)
+    return np.where(valid, page * page_size + column % page_size, 0), valid
+
+
+def tables_case(rng, rows: int, pages: int, page_size: int, shared: bool):
+    """table, lengths, and all slots, −1 for those at which no row may look; holes and hostile numbers in the tables.
 
     With `shared`, neighbouring rows belong to one request of three: the same pages, lengths that grow by one.
     """
-    num_pages, capacity = 11, pages * page_size
+    capacity = pages * page_size
     owner = np.arange(rows) * 3 // rows if shared else np.arange(rows)
-    table = rng.integers(0, num_pages, (rows, pages)).astype(np.int32)
-    table[rng.random((rows, pages)) < 0.15] = rng.choice(np.array([*HOSTILE, num_pages], np.int32))
+    table = rng.integers(0, NUM_PAGES, (rows, pages)).astype(np.int32)
+    table[rng.random((rows, pages)) < 0.15] = rng.choice(np.array([*HOSTILE, NUM_PAGES], np.int32))
     table = table[np.searchsorted(owner, owner)]  # that of the request's first row
     lengths = rng.integers(0, capacity + 1, rows).astype(np.int32)
     if shared:
         lengths = np.minimum(lengths[np.searchsorted(owner, owner)] // 2 + np.arange(rows, dtype=np.int32), capacity)
-        # What lies past a row's length is not its business.
-        first_unread = -(-lengths // page_size)
-        table = np.where(np.arange(pages) < first_unread[:, None], table, rng.integers(-3, 20, table.shape))
+        unread = -(-lengths // page_size)  # what lies past a row's length is not its business
+        table = np.where(np.arange(pages) < unread[:, None], table, rng.integers(-3, 20, table.shape)).astype(np.int32)
     lengths[rng.random(rows) < 0.1] = rng.choice(np.array([-3, 0, capacity, capacity + 1, *HOSTILE], np.int32))
-    table = table.astype(np.int32)
+    slots, valid = slots_of(table, lengths, NUM_PAGES, page_size)
+    every = np.arange(NUM_PAGES * page_size, dtype=np.int32)
+    return table, lengths, np.where(np.isin(every, slots[valid]), every, -1)
 
-    cache = np.full((num_pages, page_size * 132), 0xFF, np.uint8)
-    used = np.zeros(num_pages * page_size, bool)
-    for row in range(rows):
-        column = np.arange(min(max(int(lengths[row]), 0), capacity))
-        page = table[row, column // page_size]
-        column, page = column[(page >= 0) & (page < num_pages)], page[(page >= 0) & (page < num_pages)]
-        used[page * page_size + column % page_size] = True
-    keys = rng.standard_normal((len(used), DIM)).astype(np.float32) * np.exp2(rng.integers(-8, 8, (len(used), 1)))
-    slots = np.where(used, np.arange(len(used), dtype=np.int32), -1)
+
+def logits_case(rng, rows: int, heads: int, pages: int, page_size: int, *, shared: bool = False):
+    """q, weights, cache, table, lengths: NaN wherever no row may look."""
+    table, lengths, slots = tables_case(rng, rows, pages, page_size, shared)
+    keys = rng.standard_normal((len(slots), DIM)).astype(np.float32) * np.exp2(rng.integers(-8, 8, (len(slots), 1)))
+    cache = np.full((NUM_PAGES, page_size * 132), 0xFF, np.uint8)
     cache = np.array(plain_write(cache, slots, keys.astype(np.float32)))
     q = (8 * rng.standard_normal((rows, heads, DIM))).astype(ml_dtypes.float8_e4m3fn)
     return q, rng.standard_normal((rows, heads)).astype(np.float32), cache, table, lengths
 
 
-def exact_logits(q, weights, cache, table, lengths):
-    """(logits, the sum of the magnitudes of their terms) in float64, −inf where there is none."""
-    page_size = cache.shape[1] // 132
-    values, scales = gather_index_k(cache, np.arange(len(cache) * page_size, dtype=np.int32))
-    keys = np.asarray(values).astype(np.float64) * np.asarray(scales).astype(np.float64)[:, None]
+def logits_of_keys(q, weights, keys, cache, table, lengths):
+    """(logits, the sum of the magnitudes of their terms) in float64, −inf where there is none; keys of all slots."""
     q, weights = q.astype(np.float64), weights.astype(np.float64)
-    column = np.arange(table.shape[1] * page_size)
-    page = table[:, column // page_size]
-    valid = (column < lengths[:, None]) & (page >= 0) & (page < len(cache))
-    keys = np.where(valid[..., None], keys[np.where(valid, page * page_size + column % page_size, 0)], 0)
+    slots, valid = slots_of(table, lengths, len(cache), len(keys) // len(cache))
+    keys = np.where(valid[..., None], keys[slots], 0)
     logits = np.einsum("rch,rh->rc", np.maximum(np.einsum("rhd,rcd->rch", q, keys), 0), weights)
     magnitude = np.einsum("rch,rh->rc", np.einsum("rhd,rcd->rch", np.abs(q), np.abs(keys)), np.abs(weights))
     return np.where(valid, logits, -np.inf), magnitude
+
+
+def exact_logits(q, weights, cache, table, lengths):
+    values, scales = gather_index_k(cache, np.arange(cache.size // 132, dtype=np.int32))
+    keys = np.asarray(values).astype(np.float64) * np.asarray(scales).astype(np.float64)[:, None]
+    return logits_of_keys(q, weights, keys, cache, table, lengths)
 
 
 def assert_logits(got, want, magnitude):
@@ -333,25 +341,6 @@ def test_kernels_compile_for_every_architecture_within_its_shared_memory(capabil
 
 
 # --- through JAX, on a GPU ------------------------------------------------------------------------
-
-
-def memcheck_cases():
-    """Launches every kernel once over small shapes with holes and hostile indices (for compute-sanitizer)."""
-    rng = np.random.default_rng(9)
-    cache, slots, keys = write_case(rng, 37, 3, 33)
-    torch_indexer.write_index_k(tensor(cache), tensor(slots), tensor(keys))
-    torch_indexer.write_index_k(tensor(cache), tensor(slots), tensor(keys), hadamard=True)
-    torch_indexer.quantize_index_q(tensor(keys[None]), hadamard=True)
-    for shape in DECODE_SHAPES:
-        torch_logits(*logits_case(rng, *shape))
-    torch_logits(*logits_case(rng, 301, 64, 9, 64, shared=True))
-    torch_logits(*logits_case(rng, 301, 3, 9, 11))
-
-
-@pytest.mark.gpu
-def test_every_kernel_runs_over_small_shapes():
-    memcheck_cases()
-    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -82,28 +82,6 @@ class TestPositions:
         got = topk_positions(logits, jnp.array([INT_MAX], jnp.int32), 4, jnp.array([2], jnp.int32))
         assert got[0].tolist() == [0, 1, 2, 3]
 
-    def test_rows_are_independent(self):
-        """A row's answer does not depend on its neighbours or on its place."""
-        rng = np.random.default_rng(2)
-        logits, lengths = draw_logits(rng, 6, 40, "few values"), np.array([40, 3, 17, 0, 9, 30], np.int32)
-        order = rng.permutation(6)
-        whole = np.asarray(topk_positions(logits, lengths, 8))
-        np.testing.assert_array_equal(topk_positions(logits[order], lengths[order], 8), whole[order])
-
-    def test_compiles_once_per_bucket(self):
-        traces = []
-
-        @jax.jit
-        def positions(logits, lengths):
-            traces.append(1)
-            return topk_positions(logits, lengths, 8)
-
-        rng = np.random.default_rng(4)
-        for lengths in ([0, 0, 50], [9, 8, 7]):
-            logits, lengths = draw_logits(rng, 3, 50, "normal"), np.array(lengths, np.int32)
-            assert_positions(positions(logits, lengths), brute_positions(logits, lengths, 8), 8)
-        assert len(traces) == 1
-
 
 def brute_slot(position, page_table, request, page_size):
     if position < 0 or not 0 <= request < page_table.shape[0] or position // page_size >= page_table.shape[1]:
@@ -182,60 +160,3 @@ class TestTransform:
 
         assert call(TopkTransform.PAGED)[0].tolist() == [16, 6]
         assert call(TopkTransform.RAGGED)[0].tolist() == [100, 102]
-
-    def test_ragged_without_offsets_says_who_builds_them(self):
-        with pytest.raises(ValueError) as error:
-            topk_transform(jnp.zeros((1, 4)), jnp.ones(1, jnp.int32), 2, method=TopkTransform.RAGGED)
-        for word in (
-            "topk_indices_offset",
-            "build_v32_metadata",
-            "ForwardMode.EXTEND",
-            "fp8",
-            "PAGED",
-            "decode",
-        ):
-            assert word in str(error.value)
-        assert 'prefill_backend="flashmla_sparse"' in str(error.value)
-
-    @pytest.mark.parametrize(
-        ("error", "name", "change"),
-        [
-            (TypeError, "logits", {"logits": jnp.zeros((2, 4), jnp.float16)}),
-            (ValueError, "logits", {"logits": jnp.zeros(4)}),
-            (TypeError, "lengths", {"lengths": jnp.zeros(2)}),
-            (ValueError, "lengths", {"lengths": jnp.zeros(3, jnp.int32)}),
-            (ValueError, "row_starts", {"row_starts": jnp.zeros(3, jnp.int32)}),
-            (ValueError, "topk", {"topk": 0}),
-            (TypeError, "topk", {"topk": 2.0}),
-            (TypeError, "method", {"method": "paged"}),
-            (ValueError, "page_table", {"page_table": None}),
-            (ValueError, "page_table", {"page_table": jnp.zeros((3, 2), jnp.int32)}),
-            (TypeError, "page_table", {"page_table": jnp.zeros((2, 2))}),
-            (ValueError, "page_size", {"page_size": 0}),
-            (ValueError, "row_to_request", {"row_to_request": jnp.zeros(3, jnp.int32)}),
-            (
-                ValueError,
-                "topk_indices_offset",
-                {"method": TopkTransform.RAGGED, "topk_indices_offset": jnp.zeros(3, jnp.int32)},
-            ),
-            (
-                TypeError,
-                "topk_indices_offset",
-                {"method": TopkTransform.RAGGED, "topk_indices_offset": jnp.zeros(2)},
-            ),
-        ],
-    )
-    def test_bad_arguments_are_named(self, error, name, change):
-        arguments = {
-            "logits": jnp.zeros((2, 4)),
-            "lengths": jnp.zeros(2, jnp.int32),
-            "topk": 2,
-            "method": TopkTransform.PAGED,
-            "page_table": jnp.zeros((2, 4), jnp.int32),
-        }
-        with pytest.raises(error, match=f"topk_transform: {name}"):
-            topk_transform(**(arguments | change))
-
-    def test_positions_name_their_own_arguments(self):
-        with pytest.raises(ValueError, match="topk_positions: lengths"):
-            topk_positions(jnp.zeros((2, 4)), jnp.zeros(3, jnp.int32), 2)

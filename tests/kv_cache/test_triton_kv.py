@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +17,13 @@ from compiled_facts import ARCHITECTURES, LEAST_SHARED_MEMORY, compiled_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ON_GPU = jax.default_backend() == "gpu"
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides what @triton.jit makes
-
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from sparse_mla_torch.operations import indices as torch_indices
 from sparse_mla_torch.operations import kv_cache as torch_kv
 from torch_graphs import capture
+from triton_device import DEVICE, tensor
 
 from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices
 from jax_sparse_mla.indices.merge import combine_swa_extra_reference, combine_topk_swa_reference
@@ -44,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of infinities in the interpreter
 ]
 
-DEVICE = "cuda" if ON_GPU else "cpu"
 V32, V4, V32_BF16, V4_BF16 = KVLayout.V32_FP8, KVLayout.V4_FP8, KVLayout.V32_BF16, KVLayout.V4_BF16
 LAYOUTS = pytest.mark.parametrize("layout", (V32, V4, V32_BF16, V4_BF16), ids=repr)
 PAGE_SIZES = (256, 64, 2, 61, 1)
@@ -82,10 +77,6 @@ def some_slots(n: int, num_slots: int, seed: int) -> np.ndarray:
     slots[slots == num_slots - 1] = -1
     slots[n // 2] = num_slots - 1
     return slots
-
-
-def tensor(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(x)).to(DEVICE)
 
 
 def torch_cache(data: np.ndarray, layout: KVLayout, page_size: int) -> PagedKV:

@@ -45,49 +45,31 @@ def traced(ratio, *, change_cache=same, change_rows=same, change_params=same):
     return jax.eval_shape(step, cache, rows, params, batch, world.tables)
 
 
-def without(field):
-    return lambda of: dataclasses.replace(of, **{field: None})
-
-
-@pytest.mark.parametrize("field", ["index_q", "index_weights"])
-def test_rows_of_v32_without_a_part_of_the_indexers(field):
-    with pytest.raises(TypeError, match=re.escape(f"v32_layer: rows.{field} must be given with rows.index_k")):
-        traced(None, change_rows=without(field))
-
-
 @pytest.mark.parametrize("ratio", [None, *RATIOS])
 def test_what_zeros_makes_is_served(ratio):
     out, *_ = traced(ratio)
     assert out.shape[0] == ROWS
 
 
-@pytest.mark.parametrize(
-    "ratio, field",
-    [(ratio, name) for ratio in RATIOS for name in ("swa", "compressed", "state")[: 1 if ratio == 0 else 3]]
-    + [(4, "index_k"), (4, "index_state")],
-)
-def test_a_missing_cache(ratio, field):
-    message = rf"v4_layer: cache.{field} must be .* in a layer of compress ratio {ratio}, got NoneType; .*zeros\(spec, "
-    with pytest.raises(TypeError, match=message):
-        traced(ratio, change_cache=without(field))
+CACHES = [(0, "swa"), *((ratio, name) for ratio in (4, 128) for name in ("swa", "compressed", "state"))]
+MISSING = [
+    *(
+        (ratio, "cache", name, f"must be .* in a layer of compress ratio {ratio}, got NoneType; .*zeros.spec, ")
+        for ratio, name in [*CACHES, (4, "index_k"), (4, "index_state")]
+    ),
+    *((4, "rows", name, "must be given .* ratio 4, got NoneType") for name in ("compressed_kv", "index")),
+    (128, "rows", "compressed_score", "must be given .* ratio 128, got NoneType"),
+    (128, "params", "compressor", "must be given .* ratio 128, got NoneType"),
+    (4, "params", "index_compressor", "must be given .* ratio 4, got NoneType"),
+    *((None, "cache", name, "must be .*, got NoneType; V32LayerCache.zeros") for name in ("kv", "index_k")),
+    *((None, "rows", name, "must be given with rows.index_k") for name in ("index_q", "index_weights")),
+]
 
 
-@pytest.mark.parametrize("ratio, field", [(4, "compressed_kv"), (128, "compressed_score"), (4, "index")])
-def test_missing_rows(ratio, field):
-    with pytest.raises(TypeError, match=rf"v4_layer: rows.{field} must be given .* ratio {ratio}, got NoneType"):
-        traced(ratio, change_rows=without(field))
-
-
-@pytest.mark.parametrize("ratio, field", [(128, "compressor"), (4, "index_compressor")])
-def test_missing_parameters(ratio, field):
-    with pytest.raises(TypeError, match=rf"v4_layer: params.{field} must be given .* ratio {ratio}, got NoneType"):
-        traced(ratio, change_params=without(field))
-
-
-@pytest.mark.parametrize("field", ["kv", "index_k"])
-def test_a_missing_cache_of_v32(field):
-    with pytest.raises(TypeError, match=rf"v32_layer: cache.{field} must be .*, got NoneType; V32LayerCache.zeros"):
-        traced(None, change_cache=without(field))
+@pytest.mark.parametrize("ratio, of, field, message", MISSING, ids=[f"{r}-{of}-{name}" for r, of, name, _ in MISSING])
+def test_what_is_missing(ratio, of, field, message):
+    with pytest.raises(TypeError, match=f"v{32 if ratio is None else 4}_layer: {of}.{field} {message}"):
+        traced(ratio, **{f"change_{of}": lambda given: dataclasses.replace(given, **{field: None})})
 
 
 @pytest.mark.parametrize("ratio, field", [(None, "kv"), (0, "swa"), (4, "compressed")])
@@ -159,7 +141,7 @@ def test_fewer_index_pages(ratio):
         traced(ratio, change_cache=lambda cache: dataclasses.replace(cache, index_k=cache.index_k[:2]))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("ratio, field", [(4, "state"), (128, "state"), (4, "index_state")])
 def test_fewer_compressor_rows_than_requests(ratio, field, rows):
     """Two requests of the batch, of which the pool's last row may be one."""
@@ -174,7 +156,7 @@ def test_fewer_compressor_rows_than_requests(ratio, field, rows):
 
 @pytest.mark.parametrize("mode", [mla.ForwardMode.TARGET_VERIFY, mla.ForwardMode.DRAFT_EXTEND])
 @pytest.mark.parametrize("ratio, field", [(4, "state"), (128, "state"), (4, "index_state")])
-@pytest.mark.parametrize("drafts", [1, 2, 4])
+@pytest.mark.parametrize("drafts", [1, 2])
 def test_states_without_room_for_drafts(mode, ratio, field, drafts):
     """Rejected drafts replaced what the next step's window needs: compressed entries were wrong by up to 4.75."""
     world = small_engine.make_world(ratio)

@@ -345,27 +345,6 @@ def test_decode_compiles_once_per_bucket(ratio):
         assert (out[2:] == 0).all()
 
 
-def test_draft_steps_share_one_compilation_of_draft_step_batch():
-    traces = []
-
-    @jax.jit
-    def step(batch, i, tables):
-        traces.append(i)
-        one = mla.draft_step_batch(batch, i, 3)
-        return mla.build_v4_metadata(V4, one, tables)
-
-    world = make_world(4)
-    draft = mla.ForwardBatch(
-        mode=DECODE,
-        max_seq_len=MAX_LEN,
-        req_pool_indices=jnp.asarray(REQUEST_ROWS, jnp.int32),
-        seq_lens=jnp.asarray([20, 15, 0], jnp.int32),
-        out_cache_loc=jnp.arange(9, dtype=jnp.int32),
-    )
-    lengths = [np.asarray(step(draft, jnp.int32(i), world.tables).seq_lens_causal).tolist() for i in range(3)]
-    assert lengths == [[21, 16, 0], [22, 17, 0], [23, 18, 0]] and len(traces) == 1
-
-
 # ---- a workspace, or the pages ----
 
 

@@ -1,7 +1,5 @@
 """Steps of a multi-step draft: the slice, the lengths, one compilation."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,19 +75,6 @@ def test_each_step_equals_loops_over_requests_and_branches(shape, seed, shift, t
         assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.int32)}
 
 
-@pytest.mark.parametrize("requests", [1, 2])
-def test_one_step_changes_no_slot(requests):
-    batch = decode_batch([7] * requests, range(20, 20 + requests))
-    got = draft_step_batch(batch, 0, 1)
-    np.testing.assert_array_equal(got.out_cache_loc, batch.out_cache_loc)
-    np.testing.assert_array_equal(got.req_pool_indices, batch.req_pool_indices)
-    # Without the shift the batch is the non-speculative one, also in its metadata.
-    same = draft_step_batch(batch, 0, 1, shift_seq_lens=False)
-    a = build_v4_metadata(DEEPSEEK_V4_FLASH, same, identity_tables())
-    b = build_v4_metadata(DEEPSEEK_V4_FLASH, batch, identity_tables())
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def test_two_requests_three_steps_through_both_builders():
     """Six slots for two requests: refused as a decode step, served step by step."""
     batch, tables = decode_batch([10, 300], [10, 11, 12, 900, 901, 902]), identity_tables()
@@ -138,47 +123,3 @@ def test_a_traced_step_out_of_range_is_all_padding(step):
     metadata = build_v4_metadata(DEEPSEEK_V4_FLASH, got, tables)
     np.testing.assert_array_equal(metadata.seq_lens_causal, [0, 0])
     np.testing.assert_array_equal(metadata.out_cache_loc, [0, 0])
-
-
-def test_an_empty_batch():
-    got = draft_step_batch(decode_batch([], []), 1, 3, topk=2)
-    assert got.out_cache_loc.shape == got.seq_lens.shape == (0,)
-
-
-def test_lengths_that_do_not_fit_are_refused_with_their_numbers():
-    batch = decode_batch([10, 300], range(4))
-    with pytest.raises(ValueError, match=r"out_cache_loc.*topk.*num_steps.*2 \* 1 \* 3 = 6 entries, got 4"):
-        draft_step_batch(batch, 0, 3)
-    with pytest.raises(ValueError, match=r"out_cache_loc.*2 \* 2 \* 3 = 12 entries, got 4.*topk=2, num_steps=3"):
-        draft_step_batch(batch, 0, 3, topk=2)
-
-
-@pytest.mark.parametrize(
-    "args,kwargs,error,message",
-    [
-        ((3, 3), {}, ValueError, "step"),
-        ((-1, 3), {}, ValueError, "step"),
-        ((True, 3), {}, TypeError, "step"),
-        ((0.0, 3), {}, TypeError, "step"),
-        ((np.zeros(1, np.int32), 3), {}, ValueError, "step"),
-        ((jnp.float32(0), 3), {}, TypeError, "step"),
-        ((0, 0), {}, ValueError, "num_steps"),
-        ((0, 3), {"topk": 0}, ValueError, "topk"),
-        ((0, 3), {"shift_seq_lens": 1}, TypeError, "shift_seq_lens"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(args, kwargs, error, message):
-    with pytest.raises(error, match=f"draft_step_batch: {message}"):
-        draft_step_batch(decode_batch([10, 300], range(6)), *args, **kwargs)
-
-
-def test_other_batches_are_refused():
-    batch = decode_batch([10, 300], range(6))
-    with pytest.raises(ValueError, match=r"mode.*DECODE"):
-        draft_step_batch(dataclasses.replace(batch, mode=ForwardMode.TARGET_VERIFY), 0, 3)
-    with pytest.raises(TypeError, match="batch"):
-        draft_step_batch(None, 0, 3)
-    with pytest.raises(TypeError, match="out_cache_loc"):
-        draft_step_batch(dataclasses.replace(batch, out_cache_loc=np.zeros(6, np.int64)), 0, 3)
-    with pytest.raises(ValueError, match="req_pool_indices"):
-        draft_step_batch(dataclasses.replace(batch, req_pool_indices=i32([1])), 0, 3)

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from metadata_cases import (
-    DRAFTS,
-    EXTEND_ROWS,
     MAX_LEN,
     MODES,
     NUM_REQUESTS,
@@ -21,7 +19,6 @@ from metadata_cases import (
     assert_equal,
     assert_v4,
     assert_v32,
-    i32,
     make_batch,
     make_tables,
     oracle_rows,
@@ -30,16 +27,14 @@ from metadata_cases import (
 
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.metadata import (
-    CompressedMetadata,
     ForwardMode,
-    V4Metadata,
     V32Metadata,
     build_v4_metadata,
     build_v32_metadata,
 )
 from jax_sparse_mla.metadata import v4 as v4_module
 from jax_sparse_mla.metadata import v32 as v32_module
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
 
 # ---- against the oracle ----
 
@@ -89,68 +84,6 @@ def test_ratios_1_and_2():
         rng = np.random.default_rng(4)
         table, to_swa = make_tables(rng, page_size=spec.page_size, holes=hostile)
         assert_v4(spec, mode, make_batch(rng, mode, hostile=hostile), table, to_swa, MAX_LEN)
-
-
-def test_ratios_are_properties_and_widths_are_the_models():
-    rng = np.random.default_rng(2)
-    table, to_swa = make_tables(rng, page_size=256, max_len=1024, pool=256 * 64)
-    fields = make_batch(rng, ForwardMode.DECODE)
-    batch, tables = to_jax(ForwardMode.DECODE, fields, table, to_swa)
-    for spec, width in ((DEEPSEEK_V4_FLASH, 512), (DEEPSEEK_V4_PRO, 1024)):
-        metadata = build_v4_metadata(spec, batch, tables)
-        chex.assert_shape(metadata.c4_page_indices, (NUM_REQUESTS, width))
-        assert set(metadata.compressed) == {4, 128}
-        for ratio in (4, 128):
-            assert isinstance(metadata.compressed[ratio], CompressedMetadata)
-            for name in ("out_loc", "lengths", "topk_lengths", "page_indices"):
-                assert getattr(metadata, f"c{ratio}_{name}") is getattr(metadata.compressed[ratio], name)
-    metadata = build_v4_metadata(dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,)), batch, tables)
-    assert metadata.compressed == {}
-    with pytest.raises(AttributeError, match="ratio 128"):
-        _ = metadata.c128_out_loc
-
-
-def test_a_decode_row_by_hand():
-    """Request row 1 lies in pages 7 and 3 of 256 tokens; its 384th token completes a group of both ratios."""
-    table = np.zeros((2, 512), np.int64)
-    table[1] = np.concatenate([7 * 256 + np.arange(256), 3 * 256 + np.arange(256)])
-    to_swa = np.append(np.arange(4096) + 10_000, -1)
-    fields = {
-        "req_pool_indices": [1],
-        "seq_lens": [384],
-        "out_cache_loc": [3 * 256 + 127],
-        "extend_lens": [9],
-    }
-    metadata = build_v4_metadata(DEEPSEEK_V4_FLASH, *to_jax(ForwardMode.DECODE, fields, table, to_swa, max_seq_len=512))
-    assert_equal("page_table", metadata.page_table, [[7, 3]])
-    # Newest first: offsets 127 … 0 of page 3, the window's 128 tokens.
-    assert_equal("window", metadata.swa_page_indices, [10_000 + 3 * 256 + 127 - np.arange(128)])
-    assert_equal("swa_out", metadata.swa_out_cache_loc, [10_000 + 895])
-    assert_equal("c4_out", metadata.c4_out_loc, [895 // 4])
-    assert_equal("c128_out", metadata.c128_out_loc, [895 // 128])
-    assert_equal("c128", metadata.c128_page_indices, [[14, 15, 6] + [-1] * 61])
-    assert (int(metadata.c4_lengths[0]), int(metadata.c4_topk_lengths[0])) == (96, 96)
-    assert (int(metadata.c128_lengths[0]), int(metadata.c128_topk_lengths[0])) == (3, 3)
-
-
-def test_extend_continues_a_prefix_and_pads():
-    table = np.arange(6 * 60).reshape(6, 60)
-    fields = {
-        "req_pool_indices": [2, 4, 0],
-        "seq_lens": [7, 0, 3],
-        "extend_lens": [2, 0, 3],
-        "out_cache_loc": [11, 12, 13, 14, 15, 16, 17],
-    }
-    batch, tables = to_jax(ForwardMode.EXTEND, fields, table)
-    got = build_v32_metadata(TINY_V32, batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_sparse")
-    assert_equal("seqlens_expanded", got.seqlens_expanded, [6, 7, 1, 2, 3, 0, 0])
-    assert_equal("positions", got.positions, [5, 6, 0, 1, 2, -1, -1])
-    assert_equal("out_cache_loc", got.out_cache_loc, [11, 12, 13, 14, 15, 0, 0])
-    assert_equal("cu_seqlens_q", got.cu_seqlens_q, [0, 2, 2, 5])
-    assert_equal("cu_seqlens_k", got.cu_seqlens_k, [0, 7, 7, 10])
-    assert_equal("row_to_request", got.row_to_request, [0, 0, 2, 2, 2, 0, 0])
-    assert_equal("offsets", got.topk_indices_offset, [0, 0, 7, 7, 7, 0, 0])
-    assert_equal("kv_slots", got.kv_slots[:11], [*range(120, 127), 0, 1, 2, -1])
 
 
 def test_rows_of_a_padding_request_stay_where_the_engine_put_them():
@@ -221,42 +154,6 @@ def test_decode_with_an_fp8_cache_and_the_sparse_backend_is_paged():
 # ---- padding, permutation, compilation ----
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m is not ForwardMode.IDLE], ids=lambda m: m.name)
-def test_permuting_requests_permutes_rows(mode):
-    rng = np.random.default_rng(5)
-    table, to_swa = make_tables(rng, page_size=TINY_V4.page_size)
-    fields = make_batch(rng, mode)
-    order = rng.permutation(NUM_REQUESTS)
-    each = {ForwardMode.DECODE: 1, ForwardMode.EXTEND: None}.get(mode, DRAFTS)
-    counts = fields["extend_lens"] if each is None else np.full(NUM_REQUESTS, each)
-    starts = np.cumsum(counts) - counts
-    rows = np.concatenate([starts[b] + np.arange(counts[b]) for b in order] + [np.arange(counts.sum(), EXTEND_ROWS)])
-    rows = rows[: len(fields["out_cache_loc"])].astype(int)
-    permuted = {name: np.asarray(fields[name])[order] for name in ("req_pool_indices", "seq_lens", "extend_lens")}
-    permuted["out_cache_loc"] = fields["out_cache_loc"][rows]
-    a = build_v4_metadata(TINY_V4, *to_jax(mode, fields, table, to_swa))
-    b = build_v4_metadata(TINY_V4, *to_jax(mode, permuted, table, to_swa))
-    skip = {"row_to_request", "query_start_loc", "overflow"}
-    for field in (f.name for f in dataclasses.fields(V4Metadata) if f.name not in skip):
-        chex.assert_trees_all_equal(jax.tree.map(lambda x, rows=rows: x[rows], getattr(a, field)), getattr(b, field))
-    live = np.asarray(b.seq_lens_causal) > 0
-    moved = np.asarray(a.row_to_request)[rows]
-    np.testing.assert_array_equal(order[np.asarray(b.row_to_request)][live], moved[live])
-
-
-@pytest.mark.parametrize("requests,rows", [(0, 0), (0, 3), (2, 3)])
-def test_idle_is_all_padding(requests, rows):
-    fields = {
-        "req_pool_indices": np.zeros(requests),
-        "seq_lens": np.full(requests, 9),
-        "out_cache_loc": np.full(rows, 7),
-        "extend_lens": np.zeros(requests),
-    }
-    table, to_swa = make_tables(np.random.default_rng(6), page_size=TINY_V4.page_size)
-    assert_v4(TINY_V4, ForwardMode.IDLE, fields, table, to_swa, MAX_LEN)
-    assert_v32(TINY_V32, ForwardMode.IDLE, fields, table, MAX_LEN)
-
-
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
 def test_no_requests(mode):
     fields = {name: np.zeros(0) for name in ("req_pool_indices", "seq_lens", "out_cache_loc", "extend_lens")}
@@ -317,66 +214,3 @@ def test_metadata_passes_through_jit_as_a_pytree():
         assert type(again) is type(metadata)
         chex.assert_trees_all_equal(again, metadata)
     assert isinstance(v32, V32Metadata) and same(v32).topk_transform is TopkTransform.RAGGED
-
-
-# ---- refusals ----
-
-
-def _args(mode, /, **changes):
-    rng = np.random.default_rng(10)
-    table, to_swa = make_tables(rng, page_size=TINY_V4.page_size)
-    batch, tables = to_jax(mode, make_batch(rng, mode), table, to_swa)
-    return dataclasses.replace(batch, **changes), tables
-
-
-@pytest.mark.parametrize(
-    "mode,changes,error,message",
-    [
-        (
-            ForwardMode.DECODE,
-            {"out_cache_loc": i32([1, 2, 3])},
-            ValueError,
-            r"out_cache_loc.*draft_step_batch",
-        ),
-        (ForwardMode.EXTEND, {"extend_lens": None}, ValueError, "extend_lens"),
-        (ForwardMode.EXTEND, {"extend_lens": i32([1])}, ValueError, "extend_lens"),
-        (ForwardMode.TARGET_VERIFY, {"num_draft_tokens": None}, ValueError, "num_draft_tokens"),
-        (ForwardMode.TARGET_VERIFY, {"num_draft_tokens": 0}, ValueError, "num_draft_tokens"),
-        (ForwardMode.DRAFT_EXTEND, {"num_draft_tokens": 2}, ValueError, r"out_cache_loc.*num_draft_tokens"),
-        (ForwardMode.DECODE, {"req_pool_indices": i32([1, 2])}, ValueError, "req_pool_indices"),
-        (ForwardMode.DECODE, {"seq_lens": jnp.ones(4)}, TypeError, "seq_lens"),
-        (ForwardMode.DECODE, {"out_cache_loc": np.ones(4, np.int64)}, TypeError, "out_cache_loc"),
-        (ForwardMode.DECODE, {"max_seq_len": 12.0}, TypeError, "max_seq_len"),
-        (ForwardMode.DECODE, {"max_seq_len": -1}, ValueError, "max_seq_len"),
-        (ForwardMode.DECODE, {"mode": "decode"}, TypeError, "mode"),
-    ],
-)
-def test_batches_that_do_not_fit_their_mode_are_refused_by_name(mode, changes, error, message):
-    batch, tables = _args(mode, **changes)
-    with pytest.raises(error, match=f"build_v4_metadata.*{message}"):
-        build_v4_metadata(TINY_V4, batch, tables)
-    with pytest.raises(error, match=f"build_v32_metadata.*{message}"):
-        build_v32_metadata(TINY_V32, batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_kv")
-
-
-def test_wrong_models_and_tables_are_refused_by_name():
-    batch, tables = _args(ForwardMode.DECODE)
-    v32 = {"fp8_kv_cache": True, "prefill_backend": "flashmla_sparse"}
-    with pytest.raises(ValueError, match=r"spec.*window"):
-        build_v4_metadata(TINY_V32, batch, tables)
-    with pytest.raises(ValueError, match=r"spec.*window"):
-        build_v32_metadata(TINY_V4, batch, tables, **v32)
-    with pytest.raises(TypeError, match="spec"):
-        build_v4_metadata("v4", batch, tables)
-    with pytest.raises(TypeError, match="tables"):
-        build_v4_metadata(TINY_V4, batch, tables.req_to_token)
-    with pytest.raises(TypeError, match="batch"):
-        build_v32_metadata(TINY_V32, None, tables, **v32)
-    with pytest.raises(TypeError, match="full_to_swa"):
-        build_v4_metadata(TINY_V4, batch, dataclasses.replace(tables, full_to_swa=None))
-    with pytest.raises(ValueError, match="req_to_token"):
-        build_v4_metadata(TINY_V4, batch, dataclasses.replace(tables, req_to_token=i32([1])))
-    with pytest.raises(ValueError, match="compress_ratios"):
-        build_v4_metadata(dataclasses.replace(TINY_V4, compress_ratios=(0, 3)), batch, tables)
-    with pytest.raises(ValueError, match="prefill_backend"):
-        build_v32_metadata(TINY_V32, batch, tables, fp8_kv_cache=True, prefill_backend="fa3")

@@ -6,14 +6,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_sparse_mla.indices import combine_topk_swa_indices
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, build_prefill_plan
 from jax_sparse_mla.metadata import prefill_plan as plan_module
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 # Pages of 16 tokens and a window of 5: small enough to enumerate every position.
@@ -244,34 +243,6 @@ def test_capacities_that_just_fit_do_not_overflow():
     assert overflows(AMPLE, [65, 12, 0, 2], [2, 1, 0, 2])
 
 
-def test_the_real_model_by_hand():
-    """600 tokens in pages 5, 2 and 9, the last 100 of them in this chunk."""
-    table = np.zeros((1, 1024), np.int64)
-    table[0, :768] = (np.array([5, 2, 9])[:, None] * 256 + np.arange(256)).reshape(-1)
-    to_swa = np.append(np.arange(4096) + 7, -1)
-    batch, tables = to_jax(
-        {"req_pool_indices": [0], "seq_lens": [600], "extend_lens": [100], "out_cache_loc": np.ones(128)},
-        table,
-        to_swa,
-        max_seq_len=1024,
-    )
-    capacities = {"swa_capacity": 256, "compressed_capacity": 192}
-    c4 = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=4, **capacities)
-    pages = [5 * 64 + np.arange(64), 2 * 64 + np.arange(64), 9 * 64 + np.arange(22)]
-    np.testing.assert_array_equal(c4.compressed_slots, np.pad(np.concatenate(pages), (0, 42), constant_values=-1))
-    np.testing.assert_array_equal(c4.gather_lens, [227])
-    np.testing.assert_array_equal(c4.swa_slots, np.pad(table[0, 373:600] + 7, (0, 29), constant_values=-1))
-    assert (c4.topk, c4.workspace_rows, int(c4.swa_base[0])) == (512, 448, 192)
-    np.testing.assert_array_equal(c4.query_pos, [*range(500, 600), *[-1] * 28])
-    c128 = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=128, **capacities)
-    np.testing.assert_array_equal(c128.compressed_slots[:5], [10, 11, 4, 5, -1])
-    assert c128.topk == 8
-    swa = build_prefill_plan(DEEPSEEK_V4_FLASH, batch, tables, compress_ratio=0, **capacities)
-    assert (swa.topk, swa.workspace_rows, int(swa.swa_base[0])) == (0, 256, 0)
-    short = dataclasses.replace(batch, max_seq_len=100)
-    assert build_prefill_plan(DEEPSEEK_V4_FLASH, short, tables, compress_ratio=128, **capacities).topk == 1
-
-
 def test_no_requests():
     fields = {name: np.zeros(0) for name in ("req_pool_indices", "seq_lens", "extend_lens")}
     fields["out_cache_loc"] = np.ones(3)
@@ -302,33 +273,3 @@ def test_chunks_compile_once_and_plans_pass_through_jit(monkeypatch):
     assert (again.compress_ratio, again.window, again.topk) == (4, 5, 6)
     build = jax.jit(build_prefill_plan, static_argnums=0, static_argnames=("compress_ratio", *AMPLE))
     assert_plan(*make_case(rng), 4, AMPLE, MAX_LEN, build=build)
-
-
-@pytest.mark.parametrize(
-    "changes,error,message",
-    [
-        ({"compress_ratio": 128}, ValueError, r"compress_ratio.*\[0, 4, 8\].*128"),
-        ({"compress_ratio": True}, TypeError, "compress_ratio"),
-        ({"swa_capacity": 0}, ValueError, "swa_capacity"),
-        ({"swa_capacity": 8.0}, TypeError, "swa_capacity"),
-        ({"compressed_capacity": -1}, ValueError, "compressed_capacity"),
-    ],
-)
-def test_bad_static_arguments_are_refused_by_name(changes, error, message):
-    batch, tables = to_jax(*make_case(np.random.default_rng(2)))
-    with pytest.raises(error, match=f"build_prefill_plan: {message}"):
-        build_prefill_plan(TINY, batch, tables, **({"compress_ratio": 4} | AMPLE | changes))
-
-
-def test_other_modes_models_and_tables_are_refused_by_name():
-    batch, tables = to_jax(*make_case(np.random.default_rng(2)))
-    kwargs = {"compress_ratio": 0} | AMPLE
-    idle = dataclasses.replace(batch, mode=ForwardMode.IDLE)
-    with pytest.raises(ValueError, match=r"mode.*EXTEND.*IDLE"):
-        build_prefill_plan(TINY, idle, tables, **kwargs)
-    with pytest.raises(ValueError, match="extend_lens"):
-        build_prefill_plan(TINY, dataclasses.replace(batch, extend_lens=None), tables, **kwargs)
-    with pytest.raises(ValueError, match=r"spec.*window"):
-        build_prefill_plan(DEEPSEEK_V32, batch, tables, **kwargs)
-    with pytest.raises(TypeError, match="full_to_swa"):
-        build_prefill_plan(TINY, batch, dataclasses.replace(tables, full_to_swa=None), **kwargs)

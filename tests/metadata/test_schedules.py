@@ -93,11 +93,8 @@ SHAPES = [
     (1, 132, 128, 512),
     (2, 33, 100, 1000),
     (5, 66, 64, 1),
-    (5, 1, 128, 512),
     (74, 66, 2048, 0),
-    (74, 132, 100, 1000),
     (321, 132, 128, 512),
-    (321, 33, 64, 1),
 ]
 LENGTHS = {
     "any": lambda rng, n, topk: rng.integers(-3, topk + 70, n),
@@ -108,7 +105,7 @@ LENGTHS = {
 }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     main=st.sampled_from(sorted(LENGTHS)),
@@ -143,56 +140,9 @@ def test_flashmla_both_lengths_none():
     assert_flashmla([2048] * 5, [0] * 5, topk=2048, extra_topk=0, parts=66, got=got)
 
 
-def test_flashmla_one_request_over_three_partitions():
-    """32 blocks in 3 partitions, by hand: payload ceil(37 / 3) + 5 = 18, so 13 blocks, 13 blocks, and 6."""
-    tiles, num_splits = flashmla_schedule(jnp.array([2048], jnp.int32), batch=1, topk=2048, num_sm_parts=3)
-    assert tiles.tolist() == [
-        [0, 0, 0, 13, 0, 1, 1, 0],
-        [0, 0, 13, 26, 1, 1, 1, 0],
-        [0, 0, 26, 32, 2, 1, 1, 0],
-    ]
-    assert num_splits.tolist() == [0, 3]
-
-
-def test_flashmla_under_jit_compiles_once_per_bucket():
-    traces = []
-
-    @jax.jit
-    def schedule(lengths, extra):
-        traces.append(1)
-        return flashmla_schedule(lengths, batch=5, topk=640, extra_topk=512, extra_topk_length=extra, num_sm_parts=66)
-
-    for main, extra in [([0] * 5, [0] * 5), ([640, 1, 2, 3, 4], [512, 0, 9, 64, 65])]:
-        got = schedule(jnp.array(main, jnp.int32), jnp.array(extra, jnp.int32))
-        assert_flashmla(main, extra, topk=640, extra_topk=512, parts=66, got=got)
-    assert len(traces) == 1
-
-
-LENGTH = jnp.ones((2,), jnp.int32)
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "change"),
-    [
-        (ValueError, "extra_topk_length needs extra_topk", {"extra_topk_length": LENGTH}),
-        (ValueError, "topk_length", {"topk_length": LENGTH[:1]}),
-        (ValueError, "topk_length", {"topk_length": LENGTH[:, None]}),
-        (ValueError, "extra_topk_length", {"extra_topk": 8, "extra_topk_length": LENGTH[:1]}),
-        (TypeError, "topk_length", {"topk_length": LENGTH.astype(jnp.float32)}),
-        (TypeError, "extra_topk_length", {"extra_topk": 8, "extra_topk_length": LENGTH.astype(jnp.uint8)}),
-        (ValueError, "batch", {"batch": 0}),
-        (TypeError, "batch", {"batch": 2.0}),
-        (ValueError, "topk", {"topk": -1}),
-        (ValueError, "extra_topk", {"extra_topk": -1}),
-        (ValueError, "num_sm_parts", {"num_sm_parts": 0}),
-        (ValueError, "topk", {"topk": 2**31 - 1, "extra_topk": 64}),
-        (ValueError, "batch", {"topk_length": None, "batch": 65_536, "topk": 2**22}),
-    ],
-)
-def test_flashmla_bad_arguments_are_named(error, name, change):
-    arguments = {"topk_length": LENGTH, "batch": 2, "topk": 64, "num_sm_parts": 4} | change
-    with pytest.raises(error, match=rf"flashmla_schedule: .*{name}"):
-        flashmla_schedule(**arguments)
+def test_a_batch_of_more_blocks_than_int32_counts_is_refused():
+    with pytest.raises(ValueError, match=r"flashmla_schedule: .*batch"):
+        flashmla_schedule(None, batch=65_536, topk=2**22, num_sm_parts=4)
 
 
 def mqa_walk(context_lens, num_sms, split_kv):
@@ -207,13 +157,12 @@ def mqa_walk(context_lens, num_sms, split_kv):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    batch=st.sampled_from([1, 3, 70]),
-    num_sms=st.sampled_from([1, 132]),
-    split_kv=st.sampled_from([256, 128]),
+    shape=st.sampled_from([(1, 1, 256), (3, 132, 128), (70, 132, 256), (70, 1, 128)]),
     top=st.sampled_from([2, 700, 40_000]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_paged_mqa_schedule_is_brute_force(batch, num_sms, split_kv, top, seed):
+def test_paged_mqa_schedule_is_brute_force(shape, top, seed):
+    batch, num_sms, split_kv = shape
     lens = np.random.default_rng(seed).integers(-5, top, batch)
     got = paged_mqa_schedule(jnp.asarray(lens, jnp.int32), num_sms=num_sms, split_kv=split_kv)
     chex.assert_shape(got, (num_sms + 1, 2))
@@ -243,19 +192,3 @@ def test_paged_mqa_schedule_does_not_wrap(split_kv):
         target = sm * share + max(sm - (132 - more), 0)
         want = bisect.bisect_right(prefix, target)
         assert (row, split) == ((want, target - want * most) if want < 1000 else (1000, 0))
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "change"),
-    [
-        (TypeError, "context_lens", {"context_lens": LENGTH.astype(jnp.int8)}),
-        (ValueError, "context_lens", {"context_lens": LENGTH[:, None]}),
-        (ValueError, "num_sms", {"num_sms": 0}),
-        (TypeError, "num_sms", {"num_sms": None}),
-        (ValueError, "split_kv", {"split_kv": 0}),
-    ],
-)
-def test_paged_mqa_bad_arguments_are_named(error, name, change):
-    arguments = {"context_lens": LENGTH, "num_sms": 4} | change
-    with pytest.raises(error, match=f"paged_mqa_schedule: {name}"):
-        paged_mqa_schedule(**arguments)
