@@ -315,7 +315,7 @@ def kv_cases(capability):
             constants |= {"scale_ptr": None}
         write = constants | {"MIN_SCALE_EXPONENT": layout.min_scale_exponent} | kv_cache.WRITE_OPTIONS
         yield f"write {layout.name}", kv_cache.write_kv_kernel, data | {"kv_ptr": kv}, write
-        gather = constants | kv_cache.GATHER_OPTIONS
+        gather = constants | {"out_in_ptr": None} | kv_cache.GATHER_OPTIONS
         yield f"gather {layout.name}", kv_cache.gather_kv_kernel, data | {"out_ptr": "*bf16"}, gather
     touched, split = kv_cache.touched_pages_kernel, kv_cache.split_pages_kernel
     yield "touched", touched, ints(touched), {"PAGE_SIZE": 256} | kv_cache.TOUCHED_OPTIONS

@@ -35,7 +35,7 @@ from sparse_mla_torch.launch.executor import launch_device
 
 from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton import plan as planning
-from jax_sparse_mla.attention.triton.launch import launches
+from jax_sparse_mla.attention.triton.launch import CallShape, launches
 from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -111,8 +111,8 @@ def attend(layout, case, tables, results, **options):
     tensors, scopes = zip(*tables)
     q, sink = tensor(case.q), tensor(case.attn_sink)
     rows, heads = int(np.prod(case.q.shape[:-2])), case.q.shape[-2]
-    arguments = layout, rows, heads, scopes, case.softmax_scale, sink is not None, launch_device(q.device)
-    Attention(*launches(*arguments, **options))(q, tensors, sink, *results)
+    shape = CallShape(layout, rows, heads, scopes, case.softmax_scale, sink is not None)
+    Attention(*launches(shape, launch_device(q.device), **options))(q, tensors, sink, *results)
 
 
 def small_decode(seed: int, **setting):
