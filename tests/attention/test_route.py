@@ -217,7 +217,7 @@ def test_every_model_and_any_share_of_its_heads(spec):
     ("phase", "call", "backend", "kernel"),
     [
         # Multiprocessors that are unknown count as busy; a GPU of an unknown capability has the reference.
-        ("decode", {"device": DeviceInfo("cuda", (9, 0)), "topk": 640}, "flashmla", "paged_decode"),
+        ("decode", {"device": DeviceInfo("cuda", (9, 0), 0, KIB_227), "topk": 640}, "flashmla", "paged_decode"),
         ("decode", {"device": DeviceInfo("cuda")}, "reference", "paged_decode"),
         # The cap of FlashMLA's schedule is its own, and of decode.
         ("decode", {"installed": {"hopper"}, "num_q_tokens": 100_000}, "hopper", "paged_decode"),
