@@ -25,6 +25,19 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     return compiled_once("sparse_decode", "sparse_decode", tmp_path_factory, watched=True)
 
 
+@pytest.fixture(scope="module")
+def control(tmp_path_factory) -> ctypes.CDLL:
+    return compiled_once("races_control", "sparse_decode", tmp_path_factory, watched=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_barriers_that_order_accesses_and_those_that_do_not(seed, control):
+    for number in range(control.programs()):
+        for ordered in (True, False):
+            control.run_program(number, ordered, seed)
+            assert (control.races_found() == 0) == ordered, (number, ordered)
+
+
 @pytest.mark.always(
     "V4_FP8+V4_FP8-persistent, by lengths", "V32_FP8+V32_FP8-wide cluster", "V4_BF16+V4_BF16-wide cluster"
 )
