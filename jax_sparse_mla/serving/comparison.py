@@ -58,6 +58,6 @@ def replay_logits(engine: Any, backend: str | None, requests: list[Request]) -> 
 
 def layer_kind(spec: ModelSpec, ratio: int) -> str:
     """A few words for what a layer of this compress ratio attends to."""
-    if spec.window is None:
-        return f"top-{spec.index_topk}" + (f" in pools of {spec.index_pool}" if spec.index_pool > 1 else "")
+    if not spec.windowed:
+        return f"top-{spec.index_topk}" + (f" in pools of {spec.kind().pool}" if spec.kind().pool > 1 else "")
     return {0: "window", 4: f"window + C4 top-{spec.index_topk}"}.get(ratio, f"window + C{ratio}")

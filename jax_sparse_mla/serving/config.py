@@ -212,7 +212,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     reader.only("mlp_bias", False)
     reader.only("expert_dtype", None, "fp4", "fp8", "bf16")
     _check_quantization(config.get("quantization_config") or {})
-    return (_glm53 if is_glm53 else _v4 if spec.window is not None else _v32)(reader, spec)
+    return (_glm53 if is_glm53 else _v4 if spec.windowed else _v32)(reader, spec)
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

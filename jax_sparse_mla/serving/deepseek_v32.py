@@ -46,7 +46,7 @@ def input_widths(config: V32Config | Glm53Config, indexed: bool) -> list[int]:
     spec = config.spec
     widths = [config.q_rank, spec.nope_dim] + [spec.rope_dim] * bool(spec.rope_dim)
     if indexed:
-        widths += [spec.index_dim] * (1 + (spec.index_pool > 1)) + [spec.index_heads]
+        widths += [spec.index_dim] * (1 + (spec.kind().pool > 1)) + [spec.index_heads]
     return widths
 
 
@@ -63,9 +63,9 @@ def read_attention(
     index_norm, index_ape = jnp.zeros((2, spec.index_dim), attn.dtype), None
     if indexed:
         in_proj.append(indexer("wk.weight", (spec.index_dim, hidden)))
-        if spec.index_pool > 1:
+        if spec.kind().pool > 1:
             in_proj.append(indexer("index_kpool_compress_gate", (spec.index_dim, hidden)))
-            index_ape = indexer.float32("index_kpool_compress_ape", (spec.index_pool, spec.index_dim))
+            index_ape = indexer.float32("index_kpool_compress_ape", (spec.kind().pool, spec.index_dim))
         in_proj.append(indexer("weights_proj.weight", (spec.index_heads, hidden)))
         queries.append(indexer("wq_b.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
         index_norm = jnp.stack([indexer(f"k_norm.{name}", (spec.index_dim,)) for name in ("weight", "bias")])

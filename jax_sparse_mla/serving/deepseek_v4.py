@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass
+from jax_sparse_mla.compressor.state import row_halves
 from jax_sparse_mla.layers import (
     CompressorParams,
     IndexRows,
@@ -20,7 +21,6 @@ from jax_sparse_mla.layers import (
     v4_layer,
 )
 from jax_sparse_mla.metadata import ForwardMode
-from jax_sparse_mla.models import INDEXED_RATIO
 from jax_sparse_mla.rope import rope_interleaved
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.decoder import CacheSizes, PreparedStep, StepInputs
@@ -41,26 +41,23 @@ class V4Weights:
 
 def _input_widths(config: V4Config, ratio: int) -> list[int]:
     """Rows of `in_proj`: the queries' rank, K, the compressor's values and scores, the indexer's, its weights."""
-    spec = config.spec
+    spec, kind = config.spec, config.spec.kind(ratio)
+    halves = row_halves(ratio, kind.overlap)
     widths = [config.q_rank, spec.qk_dim]
-    if ratio:
-        widths += 2 * [spec.qk_dim * _rows_per_token(ratio)]
-    if ratio == INDEXED_RATIO:
-        widths += [2 * spec.index_dim, 2 * spec.index_dim, spec.index_heads]
+    if kind.owns_kv:
+        widths += 2 * [spec.qk_dim * halves]
+    if kind.selects == "own":
+        widths += [halves * spec.index_dim, halves * spec.index_dim, spec.index_heads]
     return widths
-
-
-def _rows_per_token(ratio: int) -> int:
-    """Windows of ratio 4 overlap, so a token makes two rows."""
-    return 2 if ratio == INDEXED_RATIO else 1
 
 
 def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weights, LatentNorms, V4LayerParams]:
     """The parameters of a layer's attention."""
     spec, hidden, indexer = config.spec, config.hidden_size, attn.under("compressor.indexer.")
-    inputs = ["q_a_proj", "kv_proj"] + ["compressor.kv_proj", "compressor.gate_proj"] * bool(ratio)
+    kind = spec.kind(ratio)
+    inputs = ["q_a_proj", "kv_proj"] + ["compressor.kv_proj", "compressor.gate_proj"] * kind.owns_kv
     queries = [attn("q_b_proj.weight", (spec.num_heads * spec.qk_dim, config.q_rank))]
-    if ratio == INDEXED_RATIO:
+    if kind.selects == "own":
         inputs += [f"compressor.indexer.{name}" for name in ("kv_proj", "gate_proj", "scorer.weights_proj")]
         queries.append(indexer("q_b_proj.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
     in_proj = [attn(f"{x}.weight", (width, hidden)) for x, width in zip(inputs, _input_widths(config, ratio))]
@@ -68,7 +65,7 @@ def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weigh
 
     def compressor(part: Tensors, dim: int) -> CompressorParams:
         return CompressorParams(
-            ape=part.float32("position_bias", (ratio, _rows_per_token(ratio) * dim)),
+            ape=part.float32("position_bias", (ratio, row_halves(ratio, kind.overlap) * dim)),
             norm_weight=part.float32("kv_norm.weight", (dim,)),
             inv_freq=jnp.asarray(config.compress_rope.inv_freq()),
             norm_eps=config.norm_eps,
@@ -85,8 +82,8 @@ def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weigh
     )
     params = V4LayerParams(
         attn_sink=attn.float32("sinks", (spec.num_heads,)),
-        compressor=compressor(attn.under("compressor."), spec.qk_dim) if ratio else None,
-        index_compressor=compressor(indexer, spec.index_dim) if ratio == INDEXED_RATIO else None,
+        compressor=compressor(attn.under("compressor."), spec.qk_dim) if kind.owns_kv else None,
+        index_compressor=compressor(indexer, spec.index_dim) if kind.selects == "own" else None,
     )
     return weights, norms, params
 
@@ -154,7 +151,7 @@ def _project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorm
     q = heads(q, spec.num_heads, spec.qk_dim)
     kv = rotated(rms_norm(kv, norms.kv_norm, eps)[:, None])[:, 0]
     index = None
-    if ratio == INDEXED_RATIO:
+    if spec.kind(ratio).selects == "own":
         index_kv, index_score, index_weights = compressed[2:]
         index = IndexRows(
             q=rotated(heads(index_q, spec.index_heads, spec.index_dim)),

@@ -186,7 +186,7 @@ class Engine:
         return self.model.new_caches(
             num_pages=pool.num_pages,
             num_swa_pages=pool.num_swa_pages,
-            max_requests=options.max_batch + (options.reuse_points if self.spec.window is not None else 0),
+            max_requests=options.max_batch + (options.reuse_points if self.spec.windowed else 0),
             max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
             bf16=options.bf16_cache,
         )
@@ -286,7 +286,7 @@ class Engine:
 
     def _traced(self, plan: StepPlan, program: Program, layers, logits) -> TracedStep:
         pool = self.scheduler.pool
-        full_to_swa = None if self.spec.window is None else pool.full_to_swa.copy()
+        full_to_swa = None if not self.spec.windowed else pool.full_to_swa.copy()
         return TracedStep(
             plan=plan,
             batch=plan.forward_batch(pool, num_rows=program.num_rows, num_requests=program.num_requests),

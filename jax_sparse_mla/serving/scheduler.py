@@ -180,10 +180,10 @@ class Scheduler:
             window=spec.window,
             seed=options.seed,
             num_pages=options.num_pages,
-            num_swa_pages=self._window_pages() if spec.window is not None else None,
+            num_swa_pages=self._window_pages() if spec.windowed else None,
         )
         # Rows of carried states behind those of the requests.
-        rows = range(options.max_batch, options.max_batch + options.reuse_points) if spec.window is not None else ()
+        rows = range(options.max_batch, options.max_batch + options.reuse_points) if spec.windowed else ()
         self.prefixes = PrefixCache(self.pool, rows) if reuse and options.reuse_points else None
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
@@ -371,7 +371,7 @@ class Scheduler:
         self.counters.reused += request.computed
         if match.state is not None:
             self._restored.append((match.state, request.row))
-        if self.spec.window is not None:
+        if self.spec.windowed:
             ends = match.known, len(request.digests) * page
             request.cuts = tuple(end for end in ends if end > request.computed)
 

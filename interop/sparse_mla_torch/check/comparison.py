@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import torch
 
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.comparison import layer_kind
 from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.engine import Engine, TracedStep
@@ -203,7 +203,7 @@ def _report(engine: Engine, index: int, layer: Layer, output: torch.Tensor, eage
 
 def _kind(spec: ModelSpec, layer: Layer) -> str:
     """The kind of entries that a layer attends to, in words."""
-    if spec.window is None and not layer.has_indexer:
+    if not spec.windowed and not layer.has_indexer:
         return "linear attention"
     return layer_kind(spec, layer.ratio) + (", shared" if layer.shares else "")
 
@@ -241,8 +241,9 @@ def _scores_for(entries: list[np.ndarray], traced: TracedStep, spec: ModelSpec) 
     """Index scores of a step for which our selection is exactly these entries of each row."""
     _, width = traced.tables.req_to_token.shape
     pages = -(-min(traced.batch.max_seq_len, width) // spec.page_size)
-    page_entries = spec.page_size // (INDEXED_RATIO if spec.window is not None else spec.index_pool)
+    tokens = next(kind.ratio or kind.pool for kind in spec.kinds if kind.selects == "own")  # of an index key
+    page_entries = spec.page_size // tokens
     scores = np.zeros((_num_rows(traced), pages * page_entries), np.float32)
     for row, selected in enumerate(entries):
-        scores[row, selected // spec.index_pool] = 1
+        scores[row, selected // spec.kind().pool] = 1
     return scores

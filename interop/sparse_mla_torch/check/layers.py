@@ -12,7 +12,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 from transformers.models.glm5_next import modeling_glm5_next as glm53
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from jax_sparse_mla.models import INDEXED_RATIO, ModelSpec
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, ModelSpec
 
 _INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer, glm53.Glm5NextTextIndexer)
 
@@ -54,7 +54,7 @@ class V4Layer(Layer):
 
     def __init__(self, module: v4.DeepseekV4Attention, rotary: torch.nn.Module, ratio: int):
         super().__init__(module, rotary, ratio)
-        self.has_indexer = ratio == INDEXED_RATIO
+        self.has_indexer = DEEPSEEK_V4_FLASH.kind(ratio).selects == "own"
 
     def eager(self, hidden, shared=None):
         position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
@@ -113,7 +113,7 @@ class Glm53Layer(Layer):
 def layers_of(model: torch.nn.Module, spec: ModelSpec, ratios: tuple[int, ...]) -> list[Layer]:
     """The attention of each layer of a causal model, or of the text model beside a vision tower."""
     decoder = getattr(model.model, "language_model", model.model)
-    layer_type = V4Layer if spec.window is not None else Glm53Layer if spec.index_pool > 1 else V32Layer
+    layer_type = V4Layer if spec.windowed else Glm53Layer if spec.kind().pool > 1 else V32Layer
     rotary = getattr(decoder, "rotary_emb", None)
     return [layer_type(layer.self_attn, rotary, ratio) for layer, ratio in zip(decoder.layers, ratios, strict=True)]
 
