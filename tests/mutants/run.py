@@ -118,8 +118,8 @@ def main() -> int:
             copies.put(None if options.check else copy_project(Path(tempfile.mkdtemp(dir=scratch))))
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             for fault, found, detail, seconds in pool.map(result, faults):
-                wrong += found == "error" or (found == "passed" and fault.caught)
-                other = " (listed otherwise)" if found and (found == "caught") != fault.caught else ""
+                wrong += found == "error" or (found == "passed" and not fault.why)
+                other = " (listed otherwise)" if found and (found == "caught") == bool(fault.why) else ""
                 if found:
                     print(f"{found}{other}  {seconds:5.1f} s  {fault.name}  {detail}", flush=True)
     print(f"{len(faults)} faults, {wrong} not as listed")
