@@ -40,8 +40,8 @@ def v32_layer(
     A layer without an indexer of its own, whose rows and cache have no index keys, takes `selected`: the positions that
     the last layer with one returned (IndexShare, arXiv 2603.12201), or `index_scores`. It returns them again.
 
-    With pools (KPool, GLM-5.3) there is an index key for every `spec.index_pool` tokens, and `index_ape` float32
-    `[index_pool, 128]` is added to the scores that weigh a pool's keys. Keys and queries of pools pass a Hadamard
+    With pools (KPool, GLM-5.3) there is an index key for every `spec.kind().pool` tokens, and `index_ape` float32
+    `[pool, 128]` is added to the scores that weigh a pool's keys. Keys and queries of pools pass a Hadamard
     transform before they are quantised, as in SGLang and vLLM. Pools are selected whole, and every row attends to the
     tokens of an unfinished one: positions are int32 `[T, spec.index_width]`. The columns of `index_scores` are pools.
     They have no `batch_invariant`: their transform is a matrix product of XLA's.
