@@ -31,9 +31,6 @@ from jax_sparse_mla.serving.scheduler import (
 )
 from jax_sparse_mla.serving.step import Program, Result, State, copy_states, new_state, pack, run_step, unpack_result
 
-# Proposes drafts in the model's place: (request, how many drafts are before it) → a token, or −1 for the model's own.
-Propose = Callable[[Request, int], int]
-
 # Steps that are started before the tokens of one are read. With one, a GPU waits whenever the host is late by as little
 # as a step takes; a request that ends by a token of its own has so many steps more, whose results are dropped.
 STEPS_AHEAD = 2

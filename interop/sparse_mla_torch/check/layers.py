@@ -12,7 +12,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 from transformers.models.glm5_next import modeling_glm5_next as glm53
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, ModelSpec
+from jax_sparse_mla.models import LayerKind, ModelSpec
 
 _INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer, glm53.Glm5NextTextIndexer)
 
@@ -23,7 +23,7 @@ class Layer:
     Args:
       module: transformers' module.
       rotary: the model's rotary embedding.
-      ratio: the layer's compress ratio; 0 for a layer that compresses nothing.
+      kind: the layer's kind in the model's spec.
 
     Attributes:
       has_indexer: whether it attends to entries that an indexer selects.
@@ -33,8 +33,8 @@ class Layer:
     has_indexer = True
     shares = False
 
-    def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module, ratio: int):
-        self.module, self.rotary, self.ratio = module, rotary, ratio
+    def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module, kind: LayerKind):
+        self.module, self.rotary, self.ratio = module, rotary, kind.ratio
 
     def eager(self, hidden: torch.Tensor, shared: np.ndarray | None = None) -> tuple[torch.Tensor, np.ndarray | None]:
         """The attention of one whole sequence `[1, n, hidden]`.
@@ -52,9 +52,9 @@ class Layer:
 class V4Layer(Layer):
     """A `DeepseekV4Attention` module; its positions are those of compressed entries."""
 
-    def __init__(self, module: v4.DeepseekV4Attention, rotary: torch.nn.Module, ratio: int):
-        super().__init__(module, rotary, ratio)
-        self.has_indexer = DEEPSEEK_V4_FLASH.kind(ratio).selects == "own"
+    def __init__(self, module: v4.DeepseekV4Attention, rotary: torch.nn.Module, kind: LayerKind):
+        super().__init__(module, rotary, kind)
+        self.has_indexer = kind.selects == "own"
 
     def eager(self, hidden, shared=None):
         position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
@@ -72,8 +72,10 @@ class V4Layer(Layer):
 class V32Layer(Layer):
     """A `DeepseekV32Attention` or `GlmMoeDsaAttention` module."""
 
-    def __init__(self, module: v32.DeepseekV32Attention | glm.GlmMoeDsaAttention, rotary: torch.nn.Module, ratio: int):
-        super().__init__(module, rotary, ratio)
+    def __init__(
+        self, module: v32.DeepseekV32Attention | glm.GlmMoeDsaAttention, rotary: torch.nn.Module, kind: LayerKind
+    ):
+        super().__init__(module, rotary, kind)
         self.shares = module.indexer is None
 
     def eager(self, hidden, shared=None):
@@ -98,8 +100,8 @@ class V32Layer(Layer):
 class Glm53Layer(Layer):
     """A `Glm5NextTextAttention` or `Glm5NextTextLinearAttention` module."""
 
-    def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module | None, ratio: int):
-        super().__init__(module, rotary, ratio)
+    def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module | None, kind: LayerKind):
+        super().__init__(module, rotary, kind)
         self.has_indexer = not isinstance(module, glm53.Glm5NextTextLinearAttention)
 
     def eager(self, hidden, shared=None):
@@ -115,7 +117,8 @@ def layers_of(model: torch.nn.Module, spec: ModelSpec, ratios: tuple[int, ...]) 
     decoder = getattr(model.model, "language_model", model.model)
     layer_type = V4Layer if spec.windowed else Glm53Layer if spec.kind().pool > 1 else V32Layer
     rotary = getattr(decoder, "rotary_emb", None)
-    return [layer_type(layer.self_attn, rotary, ratio) for layer, ratio in zip(decoder.layers, ratios, strict=True)]
+    pairs = zip(decoder.layers, ratios, strict=True)
+    return [layer_type(layer.self_attn, rotary, spec.kind(ratio)) for layer, ratio in pairs]
 
 
 @contextlib.contextmanager
