@@ -101,9 +101,9 @@ def _hadamard(x, signs):
     else:
         # Three bfloat16 numbers hold a float32, and their products with a sign are exact.
         high = x.to(tl.bfloat16)
-        rest = x - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        remainder = x - high.to(tl.float32)
+        middle = remainder.to(tl.bfloat16)
+        low = (remainder - middle.to(tl.float32)).to(tl.bfloat16)
         transformed = tl.dot(low, signs)
         transformed = tl.dot(middle, signs, transformed)
         transformed = tl.dot(high, signs, transformed)
@@ -247,9 +247,9 @@ def index_logits_decode_kernel(
     blocks = _blocks_end(length, BLOCK) // BLOCK
     row_end = tl.cumsum(blocks, axis=0)
     total = tl.sum(blocks, axis=0)
-    share, rest = total // programs, total % programs
-    block = program * share + tl.minimum(program, rest)
-    last = block + share + (program < rest).to(tl.int32)
+    share, left_over = total // programs, total % programs
+    block = program * share + tl.minimum(program, left_over)
+    last = block + share + (program < left_over).to(tl.int32)
     one = tl.arange(0, 1)
     while block < last:
         current = tl.sum((row_end <= block).to(tl.int32), axis=0)
@@ -313,8 +313,8 @@ def index_logits_prefill_kernel(
         reads = (page < table_width) & (page * PAGE_SIZE < stop)
         theirs = tl.load(page_table_ptr + leader.to(tl.int64) * table_width + page, mask=reads, other=-1)
         read = reads & (page * PAGE_SIZE < length[:, None])
-        own = tl.load(page_table_ptr + row.to(tl.int64)[:, None] * table_width + page, mask=read, other=-1)
-        differ = tl.max(tl.max((read & (own != theirs)).to(tl.int32), axis=1), axis=0)
+        row_page = tl.load(page_table_ptr + row.to(tl.int64)[:, None] * table_width + page, mask=read, other=-1)
+        differ = tl.max(tl.max((read & (row_page != theirs)).to(tl.int32), axis=1), axis=0)
         if differ == 0:
             score(
                 *(q_ptr, weights_ptr, first_row, rows),

@@ -34,14 +34,14 @@ def send_kernel(
     inside = item < rows * HEADS
     head = item % HEADS
     part = words_ptr + head // OWN * (tl.cast(quads, tl.int64) * 4)
-    place = item // HEADS * OWN + head % OWN
+    target = item // HEADS * OWN + head % OWN
     column = tl.arange(0, COLUMNS)[None, :]
     mask = inside[:, None] & (column < WORDS)
     source = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(source + item[:, None] * WORDS + column, mask=mask)
-    tl.store((part + place * WORDS)[:, None] + column, words, mask=mask)
+    tl.store((part + target * WORDS)[:, None] + column, words, mask=mask)
     source = lse_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(part + rows * OWN * WORDS + place, tl.load(source + item, mask=inside), mask=inside)
+    tl.store(part + rows * OWN * WORDS + target, tl.load(source + item, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -109,9 +109,9 @@ def _query(at, heads, num_heads, START: tl.constexpr, WIDTH: tl.constexpr, QK_DI
 
 @triton.jit
 def _span(lengths, row, rows_per_length, topk):
-    """How many leading columns the row scans; rows_per_length 0 means that no lengths were given."""
-    given = rows_per_length > 0
-    length = tl.load(lengths + row // tl.maximum(rows_per_length, 1), mask=given, other=topk)
+    """How many leading columns the row scans; rows_per_length 0 means that the call has no lengths."""
+    has_lengths = rows_per_length > 0
+    length = tl.load(lengths + row // tl.maximum(rows_per_length, 1), mask=has_lengths, other=topk)
     return tl.minimum(tl.maximum(length, 0), topk)
 
 
@@ -378,9 +378,9 @@ def combine_kernel(
     columns = tl.arange(0, 512)
     acc = tl.zeros((512,), tl.float32)
     for start in range(0, num_splits, SOME_SPLITS):
-        some = start + tl.arange(0, SOME_SPLITS)
-        some_lse = tl.load(partial_lse + some * items + item, mask=some < num_splits, other=float("-inf"))
-        at = (some * items + item) * 512
+        split = start + tl.arange(0, SOME_SPLITS)
+        some_lse = tl.load(partial_lse + split * items + item, mask=split < num_splits, other=float("-inf"))
+        at = (split * items + item) * 512
         used = some_lse != float("-inf")
         values = tl.load(partial + at[:, None] + columns[None, :], mask=used[:, None], other=0.0)
         acc += tl.sum(values * (tl.exp2(some_lse - shift) * factor)[:, None], 0)

@@ -53,10 +53,10 @@ def merge_kernel(
     acc = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, num_parts, SOME_PARTS):
         at = (start + tl.arange(0, SOME_PARTS)) * items + item
-        some = tl.load(lses_ptr + at, mask=at < num_parts * items, other=float("-inf"))
-        used = (some != float("-inf"))[:, None] & inside[None, :]
+        part_lse = tl.load(lses_ptr + at, mask=at < num_parts * items, other=float("-inf"))
+        used = (part_lse != float("-inf"))[:, None] & inside[None, :]
         values = tl.load(outs_ptr + at[:, None] * V_DIM + column[None, :], mask=used, other=0.0)
-        acc += tl.sum(values.to(tl.float32) * (tl.exp(some - shift) * factor)[:, None], 0)
+        acc += tl.sum(values.to(tl.float32) * (tl.exp(part_lse - shift) * factor)[:, None], 0)
     tl.store(out_ptr + item * V_DIM + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 

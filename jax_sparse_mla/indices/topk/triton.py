@@ -207,8 +207,8 @@ def _search_row(source, lead, stop, k, TILE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _places(keys, lo, hi, ties, seen_ties):
-    """(chosen, place, number of keys from hi on, number of ties): the chosen are the keys from hi on and, of those
-    from lo on, the first `ties`, of which `seen_ties` came before; place counts the chosen of these keys."""
+    """(chosen, rank, number of keys from hi on, number of ties): the chosen are the keys from hi on and, of those
+    from lo on, the first `ties`, of which `seen_ties` came before; rank counts the chosen of these keys."""
     sure = (keys >= hi).to(tl.int32)
     tie = (keys >= lo).to(tl.int32) - sure
     both = sure | (tie << 16)
@@ -216,8 +216,8 @@ def _places(keys, lo, hi, ties, seen_ties):
     total = tl.sum(both, 0)
     tie_rank = seen_ties + (before >> 16)
     chosen = (sure > 0) | ((tie > 0) & (tie_rank < ties))
-    place = (before & 0xFFFF) + tl.minimum(tie_rank, ties) - tl.minimum(seen_ties, ties)
-    return chosen, place, total & 0xFFFF, total >> 16
+    rank = (before & 0xFFFF) + tl.minimum(tie_rank, ties) - tl.minimum(seen_ties, ties)
+    return chosen, rank, total & 0xFFFF, total >> 16
 
 
 # --- the transforms -------------------------------------------------------------------------------
@@ -322,11 +322,11 @@ def _hits(source, threshold, begin, lead, stop, ROWS: tl.constexpr, COLUMNS: tl.
 
 
 @triton.jit
-def _append(column, value, hit, count, place, first_position, candidates, candidate_positions, TILE: tl.constexpr):
-    """Writes the hits, `count` of each row, behind the `place` candidates before them; what finds no place is lost."""
+def _append(column, value, hit, count, first_slot, first_position, candidates, candidate_positions, TILE: tl.constexpr):
+    """Writes the hits, `count` of each row, from slot `first_slot` on; hits without a slot are lost."""
     # Two short prefix sums are several times cheaper than one over all.
     each = hit.to(tl.int32)
-    slot = (place + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(each, 1) - each
+    slot = (first_slot + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(each, 1) - each
     slot = tl.where(hit & (slot < TILE), slot, -1)
     tl.store(candidates + slot, value, mask=slot >= 0)
     tl.store(candidate_positions + slot, first_position + column, mask=slot >= 0)
@@ -343,7 +343,7 @@ def topk_filter_kernel(
     progress,  # int32 [rows, chunks]: 1 + the candidates of a chunk, once it is counted
     candidates,  # as logits, [rows, TILE]
     candidate_positions,  # int32 [rows, TILE], ascending
-    num_candidates,  # int32 [rows]; past TILE it counts those that found no place
+    num_candidates,  # int32 [rows]; past TILE it counts those that found no slot
     TOPK: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -369,19 +369,19 @@ def topk_filter_kernel(
             total = tl.sum(count, 0)
             progress += row * chunks
             tl.atomic_xchg(progress + chunk, total + 1)
-            place = _count_before(progress, chunk, ALL_CHUNKS)
-            _append(column, value, hit, count, place, first_position, candidates, candidate_positions, TILE)
+            written = _count_before(progress, chunk, ALL_CHUNKS)
+            _append(column, value, hit, count, written, first_position, candidates, candidate_positions, TILE)
             if chunk * CHUNK + CHUNK >= stop:
-                tl.store(num_candidates + row, place + total)
+                tl.store(num_candidates + row, written + total)
         else:
             threshold = _sample_threshold(source, lead, stop, TOPK, SAMPLE, PIECE)
-            place = 0
+            written = 0
             for begin in range(0, stop, CHUNK):
                 column, value, hit = _hits(source, threshold, begin, lead, stop, CHUNK // 32, 32, ALIGN)
                 count = tl.sum(hit.to(tl.int32), 1)
-                _append(column, value, hit, count, place, first_position, candidates, candidate_positions, TILE)
-                place += tl.sum(count, 0)
-            tl.store(num_candidates + row, place)
+                _append(column, value, hit, count, written, first_position, candidates, candidate_positions, TILE)
+                written += tl.sum(count, 0)
+            tl.store(num_candidates + row, written)
 
 
 @triton.jit
@@ -415,22 +415,23 @@ def topk_select_kernel(
     out += row * TOPK
     slot = tl.arange(0, TILE)
     n = stop - lead
-    given = tl.where(length <= TOPK, length, n)  # a short row gives every position, whether the logits have it or not
-    if given <= TOPK:
+    # A short row gives every position, whether the logits have it or not.
+    num_chosen = tl.where(length <= TOPK, length, n)
+    if num_chosen <= TOPK:
         shift = tl.where(length <= TOPK, 0, position)
         for begin in range(0, TOPK, TILE):
-            live = begin + slot < given
+            live = begin + slot < num_chosen
             index = _transformed(shift + begin + slot, live, row, tables, METHOD, HAS_REQUESTS, PAGE_SIZE)
             tl.store(out + begin + slot, index, mask=begin + slot < TOPK)
     else:
         in_registers = n <= TILE
         if FILTERED:
-            found = tl.load(num_candidates + row, mask=n > TILE, other=0)
-            filtered = (n > TILE) & (found >= TOPK) & (found <= TILE)
+            num_found = tl.load(num_candidates + row, mask=n > TILE, other=0)
+            filtered = (n > TILE) & (num_found >= TOPK) & (num_found <= TILE)
             in_registers = in_registers | filtered
             source_here = tl.where(filtered, candidates + row * TILE, source)
             lead_here = tl.where(filtered, 0, lead)
-            stop_here = tl.where(filtered, found, stop)
+            stop_here = tl.where(filtered, num_found, stop)
         else:
             source_here = source
             lead_here = lead
@@ -438,13 +439,13 @@ def topk_select_kernel(
         if in_registers:
             keys = _load_keys(source_here, slot, lead_here, stop_here, ALIGN)
             lo, hi, count_hi = _search(keys, TOPK, stop_here - lead_here, 0)
-            chosen, place, _, _ = _places(keys, lo, hi, TOPK - count_hi, 0)
+            chosen, rank, _, _ = _places(keys, lo, hi, TOPK - count_hi, 0)
             at = position - lead + slot
             if FILTERED:
                 found_at = tl.load(candidate_positions + row * TILE + slot, mask=filtered & chosen, other=0)
                 at = tl.where(filtered, found_at, at)
             index = _transformed(at, chosen, row, tables, METHOD, HAS_REQUESTS, PAGE_SIZE)
-            tl.store(out + place, index, mask=chosen)
+            tl.store(out + rank, index, mask=chosen)
         else:
             if FILTERED:
                 lo, hi, count_hi = _search_row(source, lead, stop, TOPK, TILE, ALIGN)
@@ -452,10 +453,10 @@ def topk_select_kernel(
                 sure_before, ties_before = 0, 0
                 for begin in range(0, stop, TILE):
                     keys = _load_keys(source, begin + slot, lead, stop, ALIGN)
-                    chosen, place, sure, tied = _places(keys, lo, hi, ties, ties_before)
+                    chosen, rank, sure, tied = _places(keys, lo, hi, ties, ties_before)
                     at = position - lead + begin + slot
                     index = _transformed(at, chosen, row, tables, METHOD, HAS_REQUESTS, PAGE_SIZE)
-                    tl.store(out + sure_before + tl.minimum(ties_before, ties) + place, index, mask=chosen)
+                    tl.store(out + sure_before + tl.minimum(ties_before, ties) + rank, index, mask=chosen)
                     sure_before += sure
                     ties_before += tied
 
