@@ -200,11 +200,12 @@ def random_index_pages(page_size: int, format: IndexFormat) -> jax.Array:
 
 def repeated(source: jax.Array, pages: jax.Array) -> jax.Array:
     """The pages of `source` over and over, in the memory of `pages` and where that lies."""
-    return _repeated(pages.sharding)(source, pages)
+    # One device's arrays stay uncommitted, as a step's other arguments are.
+    return _repeated(pages.sharding if len(pages.sharding.device_set) > 1 else None)(source, pages)
 
 
 @functools.cache
-def _repeated(sharding: jax.sharding.Sharding):
+def _repeated(sharding: jax.sharding.Sharding | None):
     def repeat(source, pages):
         return source[jnp.arange(len(pages), dtype=jnp.int32) % len(source)]
 
