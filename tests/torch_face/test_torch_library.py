@@ -123,6 +123,7 @@ def test_split_pages_are_those_of_the_jax_function(device):
     assert torch.equal(apart[:, :16], out) and (apart[:, 16:] == 7).all()
 
 
+@pytest.mark.always(4)
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("functions", [OPS, merge], ids=["operators", "kernel"])
